@@ -66,7 +66,7 @@ def decode_both(
     actual = torch.full(shape, NAN, dtype=dtype, device=DEVICE)
     arrived = torch.zeros((max_items, kv_heads), dtype=torch.int32, device=DEVICE)
     scratch, tables = (partial, partial_lse, arrived), (cache.k_table, cache.v_table)
-    decode_attention(q, cache.pool, *tables, work, *scratch, actual, **where, config=DECODE_TILE)
+    decode_attention(q, cache.pool, *cache.tables, work, *scratch, actual, **where, pair=cache.pair, config=DECODE_TILE)
     expected = torch.full(shape, NAN, dtype=torch.float64, device=DEVICE)
     twin.decode_attention(q.double(), double(cache.pool), *tables, work, *scratch, expected, **where)
     assert expected.isnan().all(-1).all(-1).tolist() == [not length for length in (*lengths, 0, 0)]
@@ -92,6 +92,63 @@ def test_decode(shape: tuple[int, int, int, int, torch.dtype], dtype: torch.dtyp
     work = decode_both(cache, contexts, batch, group, dtype, seed, max_items=14)
     counts = work.ranges[:, 1].tolist()
     assert max(counts) > 1 and 1 in counts and 0 in counts, "splits, whole contexts and empty ones are all tested"
+
+
+PAIRED = [
+    # head_dim, value_dim, group, kv_heads, block_size, table, window
+    (64, 64, 3, 2, 16, torch.int32, 0),
+    (80, 80, 7, 1, 4, torch.int64, 95),
+    (24, 16, 4, 2, 16, torch.int32, 0),
+    (40, 64, 2, 2, 32, torch.int32, 95),
+]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", PAIRED, ids=case_id)
+def test_decode_with_one_table(shape: tuple[int, int, int, int, int, torch.dtype, int], dtype: torch.dtype) -> None:
+    """V in the unit behind K: contexts that are split, whole and empty ones."""
+    head_dim, value_dim, group, kv_heads, block_size, table_dtype, window = shape
+    cache = paged_cache(
+        [300, 40], seed=31, dtype=dtype, kv_heads=kv_heads, head_dim=head_dim, value_dim=value_dim,
+        block_size=block_size, table_dtype=table_dtype, paired=True,
+    )  # fmt: skip
+    work = decode_both(cache, [300, 40, 0], [0, 1, 0], group, dtype, 31, 64, window, value_dim=value_dim)
+    assert work.ranges[0, 1].item() > 4
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("slots", [0, 10])
+@pytest.mark.parametrize("shape", PAIRED, ids=case_id)
+def test_prefill_with_one_table(
+    shape: tuple[int, int, int, int, int, torch.dtype, int], slots: int, dtype: torch.dtype
+) -> None:
+    """A decode, a whole prompt, and a chunk behind a past that is split or not."""
+    head_dim, value_dim, group, kv_heads, block_size, table_dtype, window = shape
+    cache = paged_cache(
+        [20, 577, 301], seed=32, dtype=dtype, kv_heads=kv_heads, head_dim=head_dim, value_dim=value_dim,
+        block_size=block_size, table_dtype=table_dtype, paired=True,
+    )  # fmt: skip
+    chunks = [[2, 0, 1, 300], [0, 1, 20, 0], [1, 23, 7, 570]]
+    prefill_both(cache, chunks, 30, group, dtype, PREFILL_TILE, window, slots, value_dim=value_dim)
+
+
+def test_twins_find_v_behind_k_or_by_its_table() -> None:
+    cache = paged_cache([70], seed=33, dtype=torch.float32, kv_heads=2, head_dim=32, paired=True)
+    decode, prefill = DecodeWork(1, 4, 32, DEVICE), PrefillWork(1, 8, 8, DEVICE)
+    decode.fill(np.array([0], np.int32), np.array([70], np.int32))
+    prefill.fill(np.array([[0, 0, 9, 61]], np.int32))
+    for work in (decode, prefill):
+        work.buffer.upload()
+    q = fused_heads(torch.Generator().manual_seed(1), 9, 4, 32, torch.float32)
+    where = {"layer": cache.layer, "scratch_base": cache.scratch_base, "scale": 0.2}
+    kinds = ((twin.decode_attention, (decode, q, q, q), 1), (twin.prefill_attention, (prefill, q, q), 9))
+    for attend, given, count in kinds:
+        outs = [torch.full((count, 4, 32), NAN, device=DEVICE) for _ in range(2)]
+        attend(q[:count], cache.pool, cache.k_table, cache.v_table, *given, outs[0], **where)
+        attend(q[:count], cache.pool, cache.k_table, None, *given, outs[1], **where, pair=cache.pair)
+        assert torch.equal(*outs) and not outs[0].isnan().any()
+        with pytest.raises(AssertionError, match="lies behind its K"):
+            attend(q[:count], cache.pool, cache.k_table, None, *given, outs[1], **where)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -202,9 +259,8 @@ def prefill_both(
     }  # fmt: skip
     actual = torch.full((*q.shape[:2], value_dim or head_dim), NAN, dtype=dtype, device=DEVICE)
     expected = actual.double()
-    tables = (cache.k_table, cache.v_table)
-    partial = prefill_scratch(work, actual)
-    prefill_attention(q, cache.pool, *tables, work, *partial, actual, **where, config=config)
+    tables, partial = (cache.k_table, cache.v_table), prefill_scratch(work, actual)
+    prefill_attention(q, cache.pool, *cache.tables, work, *partial, actual, **where, pair=cache.pair, config=config)
     twin.prefill_attention(q.double(), double(cache.pool), *tables, work, *partial, expected, **where)
     covered = torch.zeros(count, dtype=torch.bool)
     for _, first, length, _ in chunks:
@@ -361,6 +417,8 @@ def test_prefill_and_decode_refuse_wrong_shapes() -> None:
         prefill_attention(q, cache.pool, *tables, split, *prefill_scratch(split, q), q.clone(), **args)
     with pytest.raises(AssertionError, match="int32 or int64"):
         prefill_attention(q, cache.pool, tables[0].float(), tables[1], work, *partial, q.clone(), **args)
+    with pytest.raises(AssertionError, match="lies behind its K"):
+        prefill_attention(q, cache.pool, *tables, work, *partial, q.clone(), **args, pair=3)
     decode = DecodeWork(3, 4, 32, DEVICE)
     counters = index([[0, 0]] * 4)
     with pytest.raises(AssertionError, match="partial"):

@@ -26,18 +26,26 @@ TOKENS = [(1, 0), (-1, 7), (0, 16), (2, 31), (2, 32), (1, 47), (-1, 0), (0, 3)]
 LENGTHS = [20, 48, 33]
 
 
-def empty_cache(dtype: torch.dtype, kv_heads: int, head_dim: int, block_size: int = 16) -> PagedCache:
-    cache = paged_cache(LENGTHS, seed=1, dtype=dtype, kv_heads=kv_heads, head_dim=head_dim, block_size=block_size)
+def empty_cache(
+    dtype: torch.dtype, kv_heads: int, head_dim: int, block_size: int = 16, *, paired: bool = False
+) -> PagedCache:
+    cache = paged_cache(
+        LENGTHS, seed=1, dtype=dtype, kv_heads=kv_heads, head_dim=head_dim, block_size=block_size, paired=paired
+    )
     cache.pool.fill_(NAN)
     return cache
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("case", ROPE, ids=str)
-def test_rope_and_cache_write(case: tuple[int, int, int, int, bool, bool, torch.dtype], dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("case", "paired"), [*((case, False) for case in ROPE), (ROPE[1], True), (ROPE[3], True)], ids=str
+)
+def test_rope_and_cache_write(
+    case: tuple[int, int, int, int, bool, bool, torch.dtype], paired: bool, dtype: torch.dtype
+) -> None:
     head_dim, rotary, heads, kv_heads, q_norm, k_norm, kind = case
     generator = torch.Generator().manual_seed(head_dim + rotary)
-    cache, count = empty_cache(dtype, kv_heads, head_dim), len(TOKENS)
+    cache, count = empty_cache(dtype, kv_heads, head_dim, paired=paired), len(TOKENS)
     q = fused_heads(generator, count, heads, head_dim, dtype) if heads else None
     k, v = (fused_heads(generator, count, kv_heads, head_dim, dtype) for _ in range(2))
     weights = [random(generator, head_dim, dtype=dtype) if wanted else None for wanted in (q_norm, k_norm)]
@@ -56,7 +64,7 @@ def test_rope_and_cache_write(case: tuple[int, int, int, int, bool, bool, torch.
         wide_q, k.double(), v.double(), wide_cos, positions, rows, wide.pool, *tables, **where, **norms
     )
     norms = dict(zip(("q_norm", "k_norm"), weights, strict=True))
-    rope_cache_write(q, k, v, cos_sin, positions, rows, cache.pool, *tables, **where, **norms)
+    rope_cache_write(q, k, v, cos_sin, positions, rows, cache.pool, *cache.tables, **where, **norms, pair=cache.pair)
     if q is not None and wide_q is not None:
         assert_same(q, wide_q, dtype)
     assert_same(cache.pool, wide.pool, dtype)
@@ -66,12 +74,16 @@ def test_rope_and_cache_write(case: tuple[int, int, int, int, bool, bool, torch.
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("paired", [False, True], ids=["two tables", "one table"])
 @pytest.mark.parametrize(("head_dim", "value_dim", "spare"), [(192, 128, 0), (24, 16, 8), (40, 64, 0)])
-def test_cache_write_of_unlike_widths(head_dim: int, value_dim: int, spare: int, dtype: torch.dtype) -> None:
+def test_cache_write_of_unlike_widths(
+    head_dim: int, value_dim: int, spare: int, paired: bool, dtype: torch.dtype
+) -> None:
     generator, kv_heads = torch.Generator().manual_seed(head_dim), 2
     cache = paged_cache(
-        LENGTHS, seed=1, dtype=dtype, kv_heads=kv_heads, head_dim=head_dim, value_dim=value_dim, spare=spare
-    )
+        LENGTHS, seed=1, dtype=dtype, kv_heads=kv_heads, head_dim=head_dim, value_dim=value_dim, spare=spare,
+        paired=paired,
+    )  # fmt: skip
     cells = cache.pool.as_strided((*cache.pool.shape[:2], cache.pool.stride(1)), (*cache.pool.stride()[:2], 1))
     k, v = (fused_heads(generator, len(TOKENS), kv_heads, width, dtype) for width in (head_dim, value_dim))
     rows, positions = (index([token[part] for token in TOKENS]) for part in (0, 1))
@@ -85,8 +97,9 @@ def test_cache_write_of_unlike_widths(head_dim: int, value_dim: int, spare: int,
     for write in (rope_cache_write, twin.rope_cache_write):
         cells.fill_(NAN)
         write(
-            None, k, v, None, positions, rows, cache.pool, *tables, layer=cache.layer, scratch_base=cache.scratch_base
-        )
+            None, k, v, None, positions, rows, cache.pool, *cache.tables, layer=cache.layer,
+            scratch_base=cache.scratch_base, pair=cache.pair,
+        )  # fmt: skip
         torch.testing.assert_close(cells, expected, rtol=0, atol=0, equal_nan=True)
 
 

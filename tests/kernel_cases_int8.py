@@ -3,6 +3,8 @@
 Run by test_kernels.py in a process of its own.
 """
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -25,21 +27,21 @@ CELLS = pytest.mark.parametrize("kind", [INTEGERS, FLOATS], ids=("int8", "fp8"))
 
 
 def byte_cache(kind: torch.dtype, kv_heads: int, head_dim: int, block_size: int = 16) -> PagedCache:
-    """A pool whose scales are all NaN."""
+    """A pool whose scales are all NaN; paired, as such pools are."""
     plain = paged_cache(
-        LENGTHS, seed=1, dtype=torch.float32, kv_heads=kv_heads, head_dim=head_dim, block_size=block_size
+        LENGTHS, seed=1, dtype=torch.float32, kv_heads=kv_heads, head_dim=head_dim, block_size=block_size, paired=True
     )
     size = slice_elements(block_size, kv_heads, head_dim, kind)
     slices = ByteSlices(torch.zeros((len(plain.pool), size), dtype=kind, device=DEVICE), block_size, kv_heads, head_dim)
     slices.scales.fill_(NAN)
-    return PagedCache(slices.values, plain.k_table, plain.v_table, plain.layer, plain.scratch_base)
+    return replace(plain, pool=slices.values)
 
 
 def copy_of(cache: PagedCache) -> PagedCache:
     count, stride = len(cache.pool), cache.pool.stride(0)
     whole = cache.pool.as_strided((count, stride), (stride, 1)).clone()
     values = ByteSlices(whole, *cache.pool.shape[1:]).values
-    return PagedCache(values, cache.k_table, cache.v_table, cache.layer, cache.scratch_base)
+    return replace(cache, pool=values)
 
 
 @CELLS
@@ -58,7 +60,9 @@ def test_what_is_written(rotary: int, dtype: torch.dtype, kind: torch.dtype) -> 
     norm = random(generator, 64, dtype=dtype)
     tables = (cache.k_table, cache.v_table)
     twin.rope_cache_write(q.clone(), k, v, cos_sin, positions, rows, expected.pool, *tables, **where, k_norm=norm)
-    rope_cache_write(q, k, v, cos_sin, positions, rows, cache.pool, *tables, **where, k_norm=norm)
+    rope_cache_write(
+        q, k, v, cos_sin, positions, rows, cache.pool, *cache.tables, **where, k_norm=norm, pair=cache.pair
+    )
     ours, theirs = ByteSlices.of(cache.pool), ByteSlices.of(expected.pool)
     torch.testing.assert_close(ours.scales, theirs.scales, rtol=1e-2, atol=0, equal_nan=True)
     # the bits of floats of one sign are in their order, so that a step is one of them, too; both zeros are zero
@@ -235,7 +239,7 @@ def test_decode(shape: tuple[int, int, int], dtype: torch.dtype, kind: torch.dty
     where = {"layer": cache.layer, "scratch_base": cache.scratch_base, "scale": head_dim**-0.5}
     actual, expected = torch.full_like(q, NAN), torch.full(q.shape, NAN, device=DEVICE)
     tables = (cache.k_table, cache.v_table)
-    decode_attention(q, cache.pool, *tables, work, *scratch, actual, **where, config=DECODE_TILE)
+    decode_attention(q, cache.pool, *cache.tables, work, *scratch, actual, **where, pair=cache.pair, config=DECODE_TILE)
     twin.decode_attention(q.float(), cache.pool, *tables, work, *scratch, expected, **where)
     tolerance = 1e-4 if dtype == torch.float32 else 6e-3
     torch.testing.assert_close(actual.float(), expected, rtol=tolerance, atol=tolerance)
@@ -256,7 +260,9 @@ def test_prefill(shape: tuple[int, int, int], dtype: torch.dtype, slots: int, ki
     actual, expected = torch.full_like(q, NAN), torch.full(q.shape, NAN, device=DEVICE)
     tables = (cache.k_table, cache.v_table)
     partial = prefill_scratch(work, q)
-    prefill_attention(q, cache.pool, *tables, work, *partial, actual, **where, config=PREFILL_TILE)
+    prefill_attention(
+        q, cache.pool, *cache.tables, work, *partial, actual, **where, pair=cache.pair, config=PREFILL_TILE
+    )
     twin.prefill_attention(q.float(), cache.pool, *tables, work, *partial, expected, **where)
     assert work.merging == (slots > 0)
     tolerance = 1e-4 if dtype == torch.float32 else 6e-3
@@ -280,7 +286,9 @@ def test_prefill_reads_no_scale_before_its_window(slots: int) -> None:
     where = {"layer": cache.layer, "scratch_base": cache.scratch_base, "scale": head_dim**-0.5, "window": window}
     actual, expected = torch.full_like(q, NAN), torch.full(q.shape, NAN, device=DEVICE)
     tables, partial = (cache.k_table, cache.v_table), prefill_scratch(work, q)
-    prefill_attention(q, cache.pool, *tables, work, *partial, actual, **where, config=PREFILL_TILE)
+    prefill_attention(
+        q, cache.pool, *cache.tables, work, *partial, actual, **where, pair=cache.pair, config=PREFILL_TILE
+    )
     twin.prefill_attention(q, cache.pool, *tables, work, *partial, expected, **where)
     torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
     assert expected.isfinite().all()

@@ -47,13 +47,20 @@ def index(values: object, dtype: torch.dtype = torch.int32) -> Tensor:
 
 @dataclass(frozen=True)
 class PagedCache:
-    """`slots(table, row, position)` spells the layout out once more, apart from kernels and twins."""
+    """`slots(table, row, position)` spells the layout out once more, apart from kernels and twins. `pair`: the layers
+    of a pool in which V lies in the unit behind K, 0: of another; twins find V by its table in both."""
 
     pool: Tensor
     k_table: Tensor
     v_table: Tensor
     layer: int
     scratch_base: int
+    pair: int = 0
+
+    @property
+    def tables(self) -> tuple[Tensor, Tensor | None]:
+        """As kernels are given them, with `pair`."""
+        return self.k_table, None if self.pair else self.v_table
 
     def slots(self, table: Tensor, row: int, length: int) -> list[int]:
         entries, size = table[row].tolist(), self.pool.shape[1]
@@ -76,11 +83,13 @@ def paged_cache(
     layers: int = 3,
     value_dim: int = 0,
     spare: int = 0,
+    paired: bool = False,
 ) -> PagedCache:
     """A pool of NaN in which only the first lengths[row] tokens of each table row are numbers, in layer 1.
 
     Units are scattered; every third entry is scratch; entries behind the last block name a unit of NaN. With
-    `value_dim` V is of that width, and cells are as wide as the wider of the two and `spare` numbers more.
+    `value_dim` V is of that width, and cells are as wide as the wider of the two and `spare` numbers more. `paired`:
+    without scratch, and every V lies in the unit behind its K, which has an odd number.
     """
     generator = torch.Generator().manual_seed(seed)
     blocks = max(-(-length // block_size) for length in lengths) + 2
@@ -88,6 +97,9 @@ def paged_cache(
     units = torch.randperm(entries + SPARE, generator=generator)[:entries] * layers
     scratch = -1 - torch.randperm(entries, generator=generator)
     chosen = torch.where(torch.arange(entries) % 3 == 1, scratch, units).reshape(2, len(lengths), blocks)
+    if paired:
+        chosen[0] = (2 * torch.randperm(entries // 2, generator=generator).reshape(chosen[0].shape) + 1) * layers
+        chosen[1] = chosen[0] + layers
     num_units = entries + SPARE
     value_dim = value_dim or head_dim
     cell = kv_heads * max(head_dim, value_dim) + spare
@@ -97,7 +109,7 @@ def paged_cache(
     tables = torch.full((2, len(lengths), blocks + 5), units[-1].item(), dtype=table_dtype)
     tables[:, :, :blocks] = chosen
     tables = tables.to(DEVICE)[:, :, : blocks + 1]
-    cache = PagedCache(pool, tables[0], tables[1], 1, num_units * layers)
+    cache = PagedCache(pool, tables[0], tables[1], 1, num_units * layers, layers if paired else 0)
     for row, length in enumerate(lengths):
         for table, width in ((cache.k_table, head_dim), (cache.v_table, value_dim)):
             numbers = random(generator, length, kv_heads, width, dtype=dtype)

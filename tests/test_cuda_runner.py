@@ -246,8 +246,9 @@ def test_the_largest_step_can_be_rehearsed() -> None:
     check_greedy(decoder, request, driver.outputs["after"])
 
 
-@pytest.mark.parametrize("options", [{}, {"preempted_int8": True}, {"scratch_blocks": 2}])
-def test_v_of_a_paired_pool_lies_behind_its_k_or_is_not_sent(options: dict[str, int]) -> None:
+@pytest.mark.parametrize(("options", "count"), [({}, 1), ({"preempted_int8": True}, 2), ({"scratch_blocks": 2}, 3)])
+def test_a_paired_pool_has_one_table_on_the_device(options: dict[str, int], count: int) -> None:
+    """Every change of a block sends one entry; V that lies elsewhere than behind its K is not sent at all."""
     limits, layers = Limits(2, 32, 64, num_units=12, block_size=4), 3
     pool = UnitPool(
         12, num_layers=layers, block_size=4, num_kv_heads=1, head_dim=8, dtype=torch.float32,
@@ -255,7 +256,9 @@ def test_v_of_a_paired_pool_lies_behind_its_k_or_is_not_sent(options: dict[str, 
     )  # fmt: skip
     rows = RowTable(limits)
     tables = DeviceTables(rows, pool)
-    assert tables.pair == (0 if options else layers)
+    (keys, values), blocks = tables.of_kv, rows.tables.shape[2]
+    assert len(tables.tables) == count and (values is None) == (count == 1) == (tables.pair == layers)
+    assert keys.data_ptr() == tables.tables.data_ptr()
 
     def give(*units: tuple[int, int]) -> None:
         entries = tuple(CacheEntry(CacheKind.KV, Tier.DEVICE, pair) for pair in units)
@@ -263,13 +266,16 @@ def test_v_of_a_paired_pool_lies_behind_its_k_or_is_not_sent(options: dict[str, 
         rows.apply(SchedulerOutput(0, (), (request,), released_rows=(1,)))
 
     give((7, 8), (2, 3))
-    assert tables.take_changes()[1][:4].tolist() == [7 * layers, 2 * layers, 8 * layers, 3 * layers]
+    places, entries = tables.take_changes()
+    assert places[:2].tolist() == [blocks, blocks + 1] and entries[:2].tolist() == [7 * layers, 2 * layers]
+    assert len(places) == len(entries) == 2 * count
+    assert count == 1 or entries[2:4].tolist() == [8 * layers, 3 * layers]
     give((7, 8), (3, 2))
-    if options:
-        assert tables.take_changes()[1][:4].tolist() == [7 * layers, 3 * layers, 8 * layers, 2 * layers]
-    else:
+    if count == 1:
         with pytest.raises(AssertionError, match="behind its K"):
             tables.take_changes()
+    else:
+        assert tables.take_changes()[1][:4].tolist() == [7 * layers, 3 * layers, 8 * layers, 2 * layers]
 
 
 class OneDevice(TorchDispatchMode):

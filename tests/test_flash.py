@@ -75,8 +75,8 @@ def test_chunks_gather_what_the_twin_gathers(heads: tuple[int, int], window: int
         actual, expected = torch.full_like(q, 7.0), torch.full_like(q, 7.0)
         attend(q, actual, layer=layer, scale=0.3, window=window)
         torch_ops.prefill_attention(
-            q, cells, table, table + LAYERS, work, q, q, expected, layer=layer, scratch_base=len(cells), scale=0.3,
-            window=window,
+            q, cells, table, None, work, q, q, expected, layer=layer, scratch_base=len(cells), scale=0.3, window=window,
+            pair=LAYERS,
         )  # fmt: skip
         torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
         assert (actual[:3] == 7.0).all() and (actual[16:] == 7.0).all(), "decodes and padding stay as they are"

@@ -192,19 +192,21 @@ def rope_cache_write(
     rows: Tensor,
     pool: Tensor,
     k_table: Tensor,
-    v_table: Tensor,
+    v_table: Tensor | None,
     *,
     layer: int,
     scratch_base: int,
     q_norm: Tensor | None = None,
     k_norm: Tensor | None = None,
     eps: float = 1e-6,
+    pair: int = 0,
 ) -> None:
     """Rotate q in place; write rotated k, and v, to the pool; shapes as in the kernel's wrapper."""
     real = rows >= 0
     positions, rows = positions[real].long(), rows[real].long()
     angles = None if cos_sin is None else cos_sin[positions]
-    k_slots, v_slots = (_token_slots(table, rows, positions, pool, layer, scratch_base) for table in (k_table, v_table))
+    tables = (k_table, _values_table(k_table, v_table, pair))
+    k_slots, v_slots = (_token_slots(table, rows, positions, pool, layer, scratch_base) for table in tables)
     _keep(pool, k_slots, _transform(k[real], angles, k_norm, eps))
     _keep(pool, v_slots, v[real])
     if q is not None:
@@ -228,7 +230,7 @@ def decode_attention(
     q: Tensor,
     pool: Tensor,
     k_table: Tensor,
-    v_table: Tensor,
+    v_table: Tensor | None,
     work: "DecodeWork",
     partial: Tensor,
     partial_lse: Tensor,
@@ -242,9 +244,11 @@ def decode_attention(
     softcap: float = 0.0,
     sinks: Tensor | None = None,
     mixed: int = 0,
+    pair: int = 0,
 ) -> None:
     """out[i] = softmax(scale * q[i] K^T) V; shapes as in the kernel's wrapper, `partial*` and `arrived` unused."""
     del partial, partial_lse, arrived
+    v_table = _values_table(k_table, v_table, pair)
     for index, (row, length) in enumerate(work.requests.tolist()[: len(q)]):
         if not length:
             continue
@@ -257,7 +261,7 @@ def prefill_attention(
     q: Tensor,
     pool: Tensor,
     k_table: Tensor,
-    v_table: Tensor,
+    v_table: Tensor | None,
     work: "PrefillWork",
     partial: Tensor,
     partial_lse: Tensor,
@@ -270,9 +274,11 @@ def prefill_attention(
     softcap: float = 0.0,
     sinks: Tensor | None = None,
     mixed: int = 0,
+    pair: int = 0,
 ) -> None:
     """Causal attention of every chunk's tokens; shapes as in the kernel's wrapper, `partial*` unused."""
     del partial, partial_lse
+    v_table = _values_table(k_table, v_table, pair)
     for row, first, length, position in work.chunks.tolist():
         oldest = max(0, position + 1 - window) if window else 0
         tables, end = (k_table[row], v_table[row]), position + length
@@ -464,6 +470,12 @@ def draw(
     goal = torch.minimum((uniform[:, None] * cdf[:, -1:]).long(), cdf[:, -1:] - 1)
     drawn = torch.searchsorted(cdf, goal, right=True)[:, 0].to(torch.int32)
     return torch.where((greedy < 0) | (temperature <= 0), greedy, drawn)
+
+
+def _values_table(k_table: Tensor, v_table: Tensor | None, pair: int) -> Tensor:
+    """V's own table, or that of a paired pool: every V begins `pair` slices behind its K."""
+    assert (v_table is None) == (pair > 0), "V has a table, or lies behind its K"
+    return k_table + pair if v_table is None else v_table
 
 
 def _token_slots(table: Tensor, rows: Tensor, positions: Tensor, pool: Tensor, layer: int, scratch_base: int) -> Tensor:

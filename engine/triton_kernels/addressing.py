@@ -5,6 +5,8 @@ The pool is `[num_units * layers + scratch_slices, block_size, kv_heads, head_di
 a unit, so layer l of it is slice t + l; t < 0 is scratch slice -t - 1 (counted from `scratch_base` = num_units *
 layers), the same in every layer. Offsets are 64 bit: a pool is larger than 2^31 elements.
 
+In a paired pool, without scratch, PAIR > 0 slices lie between a block's K and its V, and K's entry says where both are.
+
 A pool of 8 bits is the view of its values; their scales lie behind those of each slice (`engine.models.byte_cells`),
 which is SLICE bytes long. They are bfloat16, read and written as 16 bits. Values are integers (int8) or the bits of
 floats (e4m3, uint8), which whole numbers alone make and read: devices before 8.9 have no instruction for it.
@@ -28,6 +30,26 @@ def slice_start(entry, layer, scratch_base, SLICE: tl.constexpr):
     """Offset of the slice's first element; `entry` is a tensor of table entries, SLICE the elements of a slice."""
     wide = entry.to(tl.int64)
     return tl.where(wide >= 0, wide + layer, scratch_base - 1 - wide) * SLICE
+
+
+@triton.jit
+def layer_base(pool, layer, SLICE: tl.constexpr, PAIR: tl.constexpr):
+    """From where `slice_starts` counts: of a paired pool the layer is in it, once and not in every address."""
+    if PAIR > 0:
+        pool += tl.cast(layer, tl.int64) * SLICE
+    return pool
+
+
+@triton.jit
+def slice_starts(k_entries, v_entries, layer, scratch_base, SLICE: tl.constexpr, PAIR: tl.constexpr):
+    """Offsets of the first elements of K's slices and of V's, behind `layer_base`."""
+    if PAIR > 0:
+        k_at = k_entries.to(tl.int64) * SLICE
+        v_at = k_at + PAIR * SLICE
+    else:
+        k_at = slice_start(k_entries, layer, scratch_base, SLICE)
+        v_at = slice_start(v_entries, layer, scratch_base, SLICE)
+    return k_at, v_at
 
 
 @triton.jit
@@ -154,6 +176,12 @@ def check_pool(pool: Tensor, *tables: Tensor) -> None:
         assert table.shape == tables[0].shape and table.stride() == tables[0].stride(), "tables of one shape"
 
 
+def check_tables(pool: Tensor, k_table: Tensor, v_table: Tensor | None, pair: int) -> None:
+    """Assert the contracts of the pool and of its tables: V has one, or lies `pair` slices behind K."""
+    assert (v_table is None) == (pair > 0), "V has a table, or lies behind its K"
+    check_pool(pool, k_table, *([] if v_table is None else [v_table]))
+
+
 def check_value_width(pool: Tensor, width: int) -> None:
     """Assert that cells of `pool` have room for heads of V of `width`."""
     _, _, kv_heads, head_dim = pool.shape
@@ -171,10 +199,11 @@ def check_queries(q: Tensor, out: Tensor, pool: Tensor) -> None:
     check_value_width(pool, out.shape[2])
 
 
-def check_mixed(pool: Tensor, layers: int, scratch_base: int) -> None:
+def check_mixed(pool: Tensor, layers: int, scratch_base: int, pair: int) -> None:
     """Assert that a pool whose units have `layers` slices has room for the scales of blocks in 8 bits behind it; 0: it
-    has no such blocks."""
+    has no such blocks. `pair`: such a pool is not paired."""
     if layers:
+        assert not pair, "a block in 8 bits is one unit: K and V of others do not lie in pairs"
         assert pool.element_size() > 1 and len(pool) == scratch_base, (
             "blocks in 8 bits: of a wider pool without scratch"
         )

@@ -129,8 +129,9 @@ def prefill_config(
 
 
 def merged_splits(width: int) -> int:
-    """Splits that are merged at once, of `width` floats each: 32 KB in flight, for which two warps have registers."""
-    return max(2, min(32, 8192 // width))
+    """Splits that are merged at once, of `width` floats each: 16 KB in flight, for which two warps have registers
+    beside a tile of wide heads."""
+    return max(2, min(32, 4096 // width))
 
 
 def row_config(width: int) -> LaunchConfig:

@@ -16,13 +16,14 @@ from engine.models.byte_cells import is_bytes
 from engine.triton_kernels import configs
 from engine.triton_kernels.addressing import (
     check_mixed,
-    check_pool,
     check_queries,
+    check_tables,
+    layer_base,
     load_mixed,
     load_steps,
     narrow_pointers,
     scale_pointers,
-    slice_start,
+    slice_starts,
     widened,
 )
 from engine.triton_kernels.work import DecodeWork
@@ -36,6 +37,16 @@ _NOTHING = tl.constexpr(-1e38)  # the maximum of no scores: finite, unlike that 
 def load_entries(row, tokens, end, BLOCK_SIZE: tl.constexpr):
     """Block table entries of a tile of tokens; entry 0 (never used) beyond `end`."""
     return tl.load(row + tokens // BLOCK_SIZE, mask=tokens < end, other=0)
+
+
+@triton.jit
+def load_pairs(k_row, v_row, tokens, end, BLOCK_SIZE: tl.constexpr, PAIR: tl.constexpr):
+    """Entries of K and of V; of a paired pool K's are both."""
+    k_entries = load_entries(k_row, tokens, end, BLOCK_SIZE)
+    v_entries = k_entries
+    if PAIR == 0:
+        v_entries = load_entries(v_row, tokens, end, BLOCK_SIZE)
+    return k_entries, v_entries
 
 
 @triton.jit
@@ -69,7 +80,7 @@ def attend_split(
     q, pool, k_row, v_row, head, begin, end, oldest, layer, scratch_base, scale,
     BLOCK_SIZE: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     ROW: tl.constexpr, SLICE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_V: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, LAYERS: tl.constexpr,
+    BLOCK_V: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, LAYERS: tl.constexpr, PAIR: tl.constexpr,
 ):  # fmt: skip
     """Tokens [begin, end) of one KV head, with a window from `oldest` on, for the rows of `q` [BLOCK_M, BLOCK_D]:
     (weighted V, peak, sum)."""
@@ -79,17 +90,16 @@ def attend_split(
     peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
+    pool = layer_base(pool, layer, SLICE, PAIR)
     tokens = begin + tl.arange(0, BLOCK_N)
-    k_entries = load_entries(k_row, tokens, end, BLOCK_SIZE)
-    v_entries = load_entries(v_row, tokens, end, BLOCK_SIZE)
+    k_entries, v_entries = load_pairs(k_row, v_row, tokens, end, BLOCK_SIZE, PAIR)
     for start in range(begin, end, BLOCK_N):
         tokens = start + tl.arange(0, BLOCK_N)
         in_block = (tokens % BLOCK_SIZE) * ROW + head * HEAD_DIM
         values_in_block = in_block
         if VALUE_DIM != HEAD_DIM:
             values_in_block = (tokens % BLOCK_SIZE) * ROW + head * VALUE_DIM
-        k_at = slice_start(k_entries, layer, scratch_base, SLICE)
-        v_at = slice_start(v_entries, layer, scratch_base, SLICE)
+        k_at, v_at = slice_starts(k_entries, v_entries, layer, scratch_base, SLICE, PAIR)
         seen = tokens < end
         if WINDOW > 0:
             seen = seen & (tokens >= oldest)
@@ -109,8 +119,7 @@ def attend_split(
             )
         # The next tile's entries are loaded one iteration ahead: K and V addresses then depend on nothing that this
         # iteration loads, and the pipeliner can keep several tiles in flight.
-        k_entries = load_entries(k_row, tokens + BLOCK_N, end, BLOCK_SIZE)
-        v_entries = load_entries(v_row, tokens + BLOCK_N, end, BLOCK_SIZE)
+        k_entries, v_entries = load_pairs(k_row, v_row, tokens + BLOCK_N, end, BLOCK_SIZE, PAIR)
         if LAYERS > 0:
             k, k_steps = load_mixed(pool + k_at + in_block, k8, k_scales, is_narrow, dims, mask, q.dtype)
             v, v_steps = load_mixed(pool + v_at + in_block, v8, v_scales, is_narrow, dims, mask, q.dtype)
@@ -212,7 +221,7 @@ def split_kernel(
     BLOCK_SIZE: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr, ROW: tl.constexpr, SLICE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_G: tl.constexpr, WINDOW: tl.constexpr,
-    SOFTCAP: tl.constexpr, SINKS: tl.constexpr, LAYERS: tl.constexpr,
+    SOFTCAP: tl.constexpr, SINKS: tl.constexpr, LAYERS: tl.constexpr, PAIR: tl.constexpr,
 ):  # fmt: skip
     """Program (KV head, item). A request with one split goes straight to `out`, others by way of partial results."""
     head = tl.program_id(0)
@@ -238,7 +247,7 @@ def split_kernel(
     acc, peak, total = attend_split(
         q, pool, k_table + row, v_table + row, head, begin, end, oldest, layer, scratch_base, scale,
         BLOCK_SIZE, KV_HEADS, HEAD_DIM, VALUE_DIM, ROW, SLICE, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_V, WINDOW, SOFTCAP,
-        LAYERS,
+        LAYERS, PAIR,
     )  # fmt: skip
     if WINDOW > 0:  # an empty split weighs nothing beside others, and must not be NaN
         peak = tl.where(total == 0.0, _NOTHING, peak)
@@ -268,7 +277,7 @@ def decode_attention(
     q: Tensor,
     pool: Tensor,
     k_table: Tensor,
-    v_table: Tensor,
+    v_table: Tensor | None,
     work: DecodeWork,
     partial: Tensor,
     partial_lse: Tensor,
@@ -282,6 +291,7 @@ def decode_attention(
     softcap: float = 0.0,
     sinks: Tensor | None = None,
     mixed: int = 0,
+    pair: int = 0,
     config: configs.LaunchConfig | None = None,
 ) -> None:
     """out[i] = softmax(scale * q[i] K^T) V over the context of request i; not touched where `work` has no such request.
@@ -293,13 +303,15 @@ def decode_attention(
     kernel has ended. `window`: the last tokens that are seen, 0: all.
     `softcap` c, if not 0: a score s becomes c * tanh(s / c). `sinks` [heads] float32: of every head a score that takes
     part in the softmax and has no value. `mixed`: the layers of a unit, in a pool that has blocks in 8 bits too, with
-    their scales behind it; 0: in another.
+    their scales behind it; 0: in another. `pair`: slices from a block's K to its V in a paired pool, whose V has no
+    table; 0: of another.
     The grid depends on shapes alone.
     """
     (num_requests, num_heads, head_dim), (_, block_size, kv_heads, _) = q.shape, pool.shape
-    _check(q, pool, k_table, v_table, work, partial, partial_lse, arrived, out)
+    check_tables(pool, k_table, v_table, pair)
+    _check(q, pool, work, partial, partial_lse, arrived, out)
     check_sinks(sinks, num_heads)
-    check_mixed(pool, mixed, scratch_base)
+    check_mixed(pool, mixed, scratch_base, pair)
     group = num_heads // kv_heads
     widths = {"int8": is_bytes(pool.dtype), "mixed": mixed > 0}
     value_dim = out.shape[2]
@@ -310,13 +322,13 @@ def decode_attention(
     if num_requests == 0:
         return
     split_kernel[(kv_heads, work.items.shape[0])](
-        q, pool, k_table, v_table, work.items, work.ranges, out, partial, partial_lse, arrived,
-        partial_lse if sinks is None else sinks, q.stride(0), out.stride(0), k_table.stride(0), layer, scratch_base,
-        scale_of(scale, softcap), BLOCK_SIZE=block_size, KV_HEADS=kv_heads, GROUP=group, HEAD_DIM=head_dim,
-        VALUE_DIM=value_dim, ROW=pool.stride(1), BLOCK_M=config.block_m, BLOCK_N=config.block_n,
+        q, pool, k_table, k_table if v_table is None else v_table, work.items, work.ranges, out, partial, partial_lse,
+        arrived, partial_lse if sinks is None else sinks, q.stride(0), out.stride(0), k_table.stride(0), layer,
+        scratch_base, scale_of(scale, softcap), BLOCK_SIZE=block_size, KV_HEADS=kv_heads, GROUP=group,
+        HEAD_DIM=head_dim, VALUE_DIM=value_dim, ROW=pool.stride(1), BLOCK_M=config.block_m, BLOCK_N=config.block_n,
         BLOCK_D=configs.next_power_of_two(head_dim), BLOCK_V=block_v, BLOCK_S=configs.merged_splits(block_g * block_v),
         BLOCK_G=block_g, SLICE=pool.stride(0), WINDOW=window, SOFTCAP=softcap, SINKS=sinks is not None, LAYERS=mixed,
-        **config.options,
+        PAIR=pair, **config.options,
     )  # fmt: skip
 
 
@@ -328,15 +340,12 @@ def scale_of(scale: float, softcap: float) -> float:
 def _check(
     q: Tensor,
     pool: Tensor,
-    k_table: Tensor,
-    v_table: Tensor,
     work: DecodeWork,
     partial: Tensor,
     partial_lse: Tensor,
     arrived: Tensor,
     out: Tensor,
 ) -> None:
-    check_pool(pool, k_table, v_table)
     check_queries(q, out, pool)
     assert q.shape[1] % pool.shape[2] == 0, f"{q.shape[1]} query heads over {pool.shape[2]} KV heads"
     assert q.shape[0] <= work.requests.shape[0], "more queries than the work list has requests"

@@ -16,13 +16,14 @@ from engine.models.byte_cells import is_bytes
 from engine.triton_kernels import configs
 from engine.triton_kernels.addressing import (
     check_mixed,
-    check_pool,
     check_queries,
+    check_tables,
+    layer_base,
     load_mixed,
     load_steps,
     narrow_pointers,
     scale_pointers,
-    slice_start,
+    slice_starts,
     widened,
 )
 from engine.triton_kernels.decode_attention import (
@@ -30,7 +31,7 @@ from engine.triton_kernels.decode_attention import (
     capped,
     check_partials,
     check_sinks,
-    load_entries,
+    load_pairs,
     merged,
     online_softmax,
     scale_of,
@@ -44,9 +45,10 @@ def attend_tiles(
     q, state, entries, pool, k_row, v_row, head, positions, begin, end, last, layer, scratch_base, scale,
     BLOCK_SIZE: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     ROW: tl.constexpr, SLICE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
-    MASKED: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, LAYERS: tl.constexpr,
+    MASKED: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, LAYERS: tl.constexpr, PAIR: tl.constexpr,
 ):  # fmt: skip
-    """Continue `state` = (acc, peak, total) over tokens [begin, end); `entries` are those of the tile at `begin`."""
+    """Continue `state` = (acc, peak, total) over tokens [begin, end) behind `layer_base`; `entries` are those of the
+    tile at `begin`."""
     acc, peak, total = state
     k_entries, v_entries = entries
     dims = tl.arange(0, BLOCK_D)
@@ -57,8 +59,7 @@ def attend_tiles(
         values_in_block = in_block
         if VALUE_DIM != HEAD_DIM:
             values_in_block = (tokens % BLOCK_SIZE) * ROW + head * VALUE_DIM
-        k_at = slice_start(k_entries, layer, scratch_base, SLICE)
-        v_at = slice_start(v_entries, layer, scratch_base, SLICE)
+        k_at, v_at = slice_starts(k_entries, v_entries, layer, scratch_base, SLICE, PAIR)
         mask = (dims < HEAD_DIM)[None, :]
         if MASKED:
             mask = mask & (tokens < last)[:, None]
@@ -78,8 +79,7 @@ def attend_tiles(
                 pool, v_entries, tokens, layer, scratch_base, head, 1, LAYERS, BLOCK_SIZE, KV_HEADS, HEAD_DIM, SLICE
             )
         # One iteration ahead, as in decode: no K or V address waits for a load of its own iteration.
-        k_entries = load_entries(k_row, tokens + BLOCK_N, last, BLOCK_SIZE)
-        v_entries = load_entries(v_row, tokens + BLOCK_N, last, BLOCK_SIZE)
+        k_entries, v_entries = load_pairs(k_row, v_row, tokens + BLOCK_N, last, BLOCK_SIZE, PAIR)
         if LAYERS > 0:
             k, k_steps = load_mixed(pool + k_at + in_block, k8, k_scales, is_narrow, dims, mask, q.dtype)
             v, v_steps = load_mixed(pool + v_at + in_block, v8, v_scales, is_narrow, dims, mask, q.dtype)
@@ -115,7 +115,7 @@ def prefill_kernel(
     BLOCK_SIZE: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr, ROW: tl.constexpr, SLICE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr,
-    LAYERS: tl.constexpr,
+    LAYERS: tl.constexpr, PAIR: tl.constexpr,
 ):  # fmt: skip
     """Program (KV head, item). A tile with one split goes straight to `out`, others to partial results."""
     head = tl.program_id(0)
@@ -142,7 +142,8 @@ def prefill_kernel(
     if WINDOW > 0:
         begin = tl.maximum(begin, tl.maximum(position + 1 - WINDOW, 0) // BLOCK_N * BLOCK_N)
     tokens = begin + tl.arange(0, BLOCK_N)
-    entries = (load_entries(k_row, tokens, last, BLOCK_SIZE), load_entries(v_row, tokens, last, BLOCK_SIZE))
+    entries = load_pairs(k_row, v_row, tokens, last, BLOCK_SIZE, PAIR)
+    pool = layer_base(pool, layer, SLICE, PAIR)
     # a row that sees nothing of its first tile, or of its split, has a maximum all the same
     peak = tl.full([BLOCK_M], _NOTHING, tl.float32)
     state = (tl.zeros([BLOCK_M, BLOCK_V], tl.float32), peak, tl.zeros([BLOCK_M], tl.float32))
@@ -153,12 +154,12 @@ def prefill_kernel(
         state, entries = attend_tiles(
             q, state, entries, pool, k_row, v_row, head, position + token, begin, seen_by_all, last, layer,
             scratch_base, scale, BLOCK_SIZE, KV_HEADS, HEAD_DIM, VALUE_DIM, ROW, SLICE, BLOCK_N, BLOCK_D, BLOCK_V,
-            False, WINDOW, SOFTCAP, LAYERS,
+            False, WINDOW, SOFTCAP, LAYERS, PAIR,
         )  # fmt: skip
     state, entries = attend_tiles(
         q, state, entries, pool, k_row, v_row, head, position + token, seen_by_all, end, last, layer, scratch_base,
         scale, BLOCK_SIZE, KV_HEADS, HEAD_DIM, VALUE_DIM, ROW, SLICE, BLOCK_N, BLOCK_D, BLOCK_V, True, WINDOW, SOFTCAP,
-        LAYERS,
+        LAYERS, PAIR,
     )  # fmt: skip
     acc, peak, total = state
     if SINKS:  # of a context that is split it counts in the merge, once
@@ -213,7 +214,7 @@ def prefill_attention(
     q: Tensor,
     pool: Tensor,
     k_table: Tensor,
-    v_table: Tensor,
+    v_table: Tensor | None,
     work: PrefillWork,
     partial: Tensor,
     partial_lse: Tensor,
@@ -226,6 +227,7 @@ def prefill_attention(
     softcap: float = 0.0,
     sinks: Tensor | None = None,
     mixed: int = 0,
+    pair: int = 0,
     config: configs.LaunchConfig | None = None,
 ) -> None:
     """Token at position p of a chunk attends cached tokens [0, p] of its row; other tokens' `out` is not touched.
@@ -233,16 +235,16 @@ def prefill_attention(
     Shapes: q [tokens, heads, head_dim] and out [tokens, heads, value_dim], the chunks' tokens where `work` says; pool
     [slices, block_size, kv_heads, head_dim], or a view of wider cells (`check_pool`); k_table, v_table [rows,
     max_blocks]; partial [work.partials, heads, value_dim] and partial_lse [work.partials, heads] float32, scratch whose
-    contents do not matter. `window`: a token sees itself and the window -
-    1 before it, 0: all. `softcap`, `sinks`, `mixed`: as in `decode_attention`. The grids depend on shapes alone;
-    splits of a step of no bucket are merged where there are any.
+    contents do not matter. `window`: a token sees itself and the window - 1 before it, 0: all. `softcap`, `sinks`,
+    `mixed`, `pair`: as in `decode_attention`. The grids depend on shapes alone; splits of a step of no bucket are
+    merged where there are any.
     """
     (_, num_heads, head_dim), (_, block_size, kv_heads, _) = q.shape, pool.shape
-    check_pool(pool, k_table, v_table)
+    check_tables(pool, k_table, v_table, pair)
     check_queries(q, out, pool)
     assert num_heads % kv_heads == 0, f"{num_heads} query heads over {kv_heads} KV heads"
     check_sinks(sinks, num_heads)
-    check_mixed(pool, mixed, scratch_base)
+    check_mixed(pool, mixed, scratch_base, pair)
     value_dim = out.shape[2]
     check_partials(partial, partial_lse, (work.partials, num_heads, value_dim))
     group = num_heads // kv_heads
@@ -252,12 +254,12 @@ def prefill_attention(
     assert work.tokens_per_tile * group <= config.block_m, "the work list's tiles are larger than the kernel's"
     assert work.tile % config.block_n == 0, f"splits of the work list begin at {work.tile}, tiles are {config.block_n}"
     prefill_kernel[(kv_heads, work.items.shape[0])](
-        q, pool, k_table, v_table, work.items, out, partial, partial_lse,
+        q, pool, k_table, k_table if v_table is None else v_table, work.items, out, partial, partial_lse,
         partial_lse if sinks is None else sinks, q.stride(0), out.stride(0), k_table.stride(0), layer, scratch_base,
         scale_of(scale, softcap), BLOCK_SIZE=block_size, KV_HEADS=kv_heads, GROUP=group, HEAD_DIM=head_dim,
         VALUE_DIM=value_dim, ROW=pool.stride(1), BLOCK_M=config.block_m, BLOCK_N=config.block_n, **config.options,
         BLOCK_D=configs.next_power_of_two(head_dim), BLOCK_V=configs.next_power_of_two(value_dim),
-        SLICE=pool.stride(0), WINDOW=window, SOFTCAP=softcap, SINKS=sinks is not None, LAYERS=mixed,
+        SLICE=pool.stride(0), WINDOW=window, SOFTCAP=softcap, SINKS=sinks is not None, LAYERS=mixed, PAIR=pair,
     )  # fmt: skip
     if work.merging:
         block_v = configs.next_power_of_two(value_dim)

@@ -15,7 +15,7 @@ from torch import Tensor
 from engine.triton_kernels import configs
 from engine.triton_kernels.addressing import (
     check_heads,
-    check_pool,
+    check_tables,
     check_value_width,
     computed_in,
     extent,
@@ -91,6 +91,7 @@ def rope_cache_kernel(
     Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     ROTARY: tl.constexpr, BLOCK_SIZE: tl.constexpr, ROW: tl.constexpr, SLICE: tl.constexpr, Q_NORM: tl.constexpr,
     K_NORM: tl.constexpr, BLOCK_H: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr, WIDE: tl.constexpr,
+    PAIR: tl.constexpr,
 ):  # fmt: skip
     """Program (token, block of heads): the blocks of Q come first, then those of K, then those of V."""
     token = tl.program_id(0).to(tl.int64)
@@ -119,6 +120,7 @@ def rope_cache_kernel(
         )  # fmt: skip
     else:
         to = token_start(v_table, row, table_stride, position, layer, scratch_base, BLOCK_SIZE, ROW, SLICE)
+        to += PAIR * SLICE  # of a paired pool the table is K's
         heads = (part - Q_BLOCKS - KV_BLOCKS) * BLOCK_H + tl.arange(0, BLOCK_H)[:, None]
         dims = tl.arange(0, WIDE)[None, :]
         mask = (heads < KV_HEADS) & (dims < VALUE_DIM)
@@ -143,23 +145,26 @@ def rope_cache_write(
     rows: Tensor,
     pool: Tensor,
     k_table: Tensor,
-    v_table: Tensor,
+    v_table: Tensor | None,
     *,
     layer: int,
     scratch_base: int,
     q_norm: Tensor | None = None,
     k_norm: Tensor | None = None,
     eps: float = 1e-6,
+    pair: int = 0,
 ) -> None:
     """Rotate q in place; write rotated k, and v, of token i to position positions[i] of table row rows[i].
 
     Shapes: q [n, heads, head_dim]; k [n, kv_heads, head_dim]; v [n, kv_heads, value_dim]; cos_sin [positions,
     rotary_dim] float32, cosines first, or None for no rotation; positions, rows [n] int32 or int64, rows[i] < 0 =
-    padding, nothing is done; q_norm, k_norm [head_dim] or None.
+    padding, nothing is done; q_norm, k_norm [head_dim] or None. `pair`: slices from a block's K to its V in a paired
+    pool, whose V has no table; 0: of another.
     """
     (count, kv_heads, head_dim), block_size = k.shape, pool.shape[1]
     rotary = 0 if cos_sin is None else cos_sin.shape[1]
-    _check(q, k, v, cos_sin, positions, rows, pool, k_table, v_table, (q_norm, k_norm))
+    check_tables(pool, k_table, v_table, pair)
+    _check(q, k, v, cos_sin, positions, rows, pool, (q_norm, k_norm))
     if count == 0:
         return
     config = configs.heads_config()
@@ -167,13 +172,15 @@ def rope_cache_write(
     query, q_heads = (k, 0) if q is None or not (rotary or q_norm is not None) else (q, q.shape[1])
     blocks = -(-q_heads // config.block_m) + 2 * -(-kv_heads // config.block_m)
     rope_cache_kernel[(count, blocks)](
-        query, k, v, pool if cos_sin is None else cos_sin, positions, rows, pool, k_table, v_table,
+        query, k, v, pool if cos_sin is None else cos_sin, positions, rows, pool, k_table,
+        k_table if v_table is None else v_table,
         pool if q_norm is None else q_norm, pool if k_norm is None else k_norm, query.stride(0), k.stride(0),
         v.stride(0), k_table.stride(0), layer, scratch_base, eps, Q_HEADS=q_heads, KV_HEADS=kv_heads,
         HEAD_DIM=head_dim, VALUE_DIM=v.shape[2], ROW=pool.stride(1), ROTARY=rotary, BLOCK_SIZE=block_size,
         Q_NORM=q_norm is not None, K_NORM=k_norm is not None, SLICE=pool.stride(0),
         BLOCK_H=config.block_m, HALF=configs.next_power_of_two(max(1, rotary // 2)), **config.options,
         REST=configs.next_power_of_two(max(1, head_dim - rotary)), WIDE=configs.next_power_of_two(v.shape[2]),
+        PAIR=pair,
     )  # fmt: skip
 
 
@@ -185,11 +192,8 @@ def _check(
     positions: Tensor,
     rows: Tensor,
     pool: Tensor,
-    k_table: Tensor,
-    v_table: Tensor,
     norms: tuple[Tensor | None, ...],
 ) -> None:
-    check_pool(pool, k_table, v_table)
     head_dim = pool.shape[3]
     for name, value, width in (("k", k, head_dim), ("v", v, v.shape[2])):
         check_heads(name, value, width, computed_in(pool, k))

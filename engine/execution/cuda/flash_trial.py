@@ -59,7 +59,7 @@ def _tried(
     forward: Forward, buffers: StepBuffers,
 ) -> str | None:  # fmt: skip
     """What a prompt of so many tokens has against it."""
-    blocks, keys, values = -(-tokens // pool.block_size), tables.tables[0], tables.tables[1]
+    blocks, keys = -(-tokens // pool.block_size), tables.tables[0]
     shape = Buckets(rows.num_rows, tokens).exact(tokens, 0)
     inputs = buffers.fill(shape, decodes_first(np.array([[0, 0, tokens, 0]])), rows)
     buffers.upload()
@@ -67,15 +67,14 @@ def _tried(
     try:
         units.normal_()
         entries = np.arange(blocks, dtype=np.int32) * UNITS_PER_BLOCK * pool.num_layers
-        for table, first in ((keys, 0), (values, tables.pair)):
-            table[0, :blocks].copy_(send(entries + first, pool.device))
+        keys[0, :blocks].copy_(send(entries, pool.device))
         q = torch.randn((tokens, spec.num_heads, spec.head_dim), dtype=pool.dtype, device=pool.device)
         found.begin(inputs.prefill.chunks, keys)
         ours, theirs = (partial(forward.prefill, 0, q, inputs, flash) for flash in (None, found))
         return compare(ours, theirs, torch.empty_like(q))
     finally:
         units.zero_()
-        tables.tables.zero_()
+        keys.zero_()
 
 
 def compare(ours: Attend, theirs: Attend, out: Tensor) -> str | None:

@@ -47,6 +47,7 @@ class Forward:
     ) -> None:
         self._spec, self._weights, self._kernels = spec, weights, kernels
         self.tables, self._last_tokens = tables.tables, tables.last_tokens
+        self._kv_tables, self._pair = tables.of_kv, tables.pair
         shape = (-1, pool.block_size, pool.num_kv_heads, pool.head_dim)
         self._pool = pool.cells.view(shape) if pool.bytes is None else pool.bytes.values
         self.flash: FlashPrefill | None = None
@@ -154,18 +155,17 @@ class Forward:
         num_heads, kv_heads = spec.num_heads, spec.num_kv_heads
         heads = projected.view(len(projected), num_heads + 2 * kv_heads, spec.head_dim)
         q, k, v = heads.tensor_split((num_heads, num_heads + kv_heads), dim=1)
-        tables = (self.tables[0], self.tables[1])
         norms = (None, None) if layer.qk_norm is None else (layer.qk_norm[0], layer.qk_norm[num_heads])
         kernels.rope_cache_write(
-            q, k, v, self._cos_sin[index], inputs.positions, inputs.rows, self._pool, *tables, layer=here,
-            scratch_base=self._scratch_base, q_norm=norms[0], k_norm=norms[1], eps=spec.norm_eps,
+            q, k, v, self._cos_sin[index], inputs.positions, inputs.rows, self._pool, *self._kv_tables, layer=here,
+            scratch_base=self._scratch_base, q_norm=norms[0], k_norm=norms[1], eps=spec.norm_eps, pair=self._pair,
         )  # fmt: skip
         out, count, window = self._mixed[: len(projected)], shape.decodes, spec.window_of(index) or 0
         if count:
             kernels.decode_attention(
-                q[:count], self._pool, *tables, inputs.decode, inputs.partial, inputs.partial_lse, inputs.arrived,
-                out[:count], layer=here, window=window, scratch_base=self._scratch_base, scale=self._scale,
-                softcap=self._softcap, mixed=self._mixed_layers,
+                q[:count], self._pool, *self._kv_tables, inputs.decode, inputs.partial, inputs.partial_lse,
+                inputs.arrived, out[:count], layer=here, window=window, scratch_base=self._scratch_base,
+                scale=self._scale, softcap=self._softcap, mixed=self._mixed_layers, pair=self._pair,
             )  # fmt: skip
         if shape.prefill:
             self.prefill(index, q, inputs, self.flash, out)
@@ -178,9 +178,9 @@ class Forward:
             flash(q, out, layer=index, scale=self._scale, window=window)
             return
         self._kernels.prefill_attention(
-            q, self._pool, self.tables[0], self.tables[1], inputs.prefill, inputs.prefill_partial, inputs.prefill_lse,
-            out, layer=index - self.layers.start, window=window, scratch_base=self._scratch_base, scale=self._scale,
-            softcap=self._softcap, mixed=self._mixed_layers,
+            q, self._pool, *self._kv_tables, inputs.prefill, inputs.prefill_partial, inputs.prefill_lse, out,
+            layer=index - self.layers.start, window=window, scratch_base=self._scratch_base, scale=self._scale,
+            softcap=self._softcap, mixed=self._mixed_layers, pair=self._pair,
         )  # fmt: skip
 
 

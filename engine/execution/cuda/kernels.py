@@ -40,13 +40,14 @@ class Kernels(Ops, Protocol):
         rows: Tensor,
         pool: Tensor,
         k_table: Tensor,
-        v_table: Tensor,
+        v_table: Tensor | None,
         *,
         layer: int,
         scratch_base: int,
         q_norm: Tensor | None = None,
         k_norm: Tensor | None = None,
         eps: float = 1e-6,
+        pair: int = 0,
     ) -> None: ...
 
     def decode_attention(
@@ -54,7 +55,7 @@ class Kernels(Ops, Protocol):
         q: Tensor,
         pool: Tensor,
         k_table: Tensor,
-        v_table: Tensor,
+        v_table: Tensor | None,
         work: DecodeWork,
         partial: Tensor,
         partial_lse: Tensor,
@@ -68,6 +69,7 @@ class Kernels(Ops, Protocol):
         softcap: float = 0.0,
         sinks: Tensor | None = None,
         mixed: int = 0,
+        pair: int = 0,
     ) -> None: ...
 
     def prefill_attention(
@@ -75,7 +77,7 @@ class Kernels(Ops, Protocol):
         q: Tensor,
         pool: Tensor,
         k_table: Tensor,
-        v_table: Tensor,
+        v_table: Tensor | None,
         work: PrefillWork,
         partial: Tensor,
         partial_lse: Tensor,
@@ -88,6 +90,7 @@ class Kernels(Ops, Protocol):
         softcap: float = 0.0,
         sinks: Tensor | None = None,
         mixed: int = 0,
+        pair: int = 0,
     ) -> None: ...
 
     def hidden_write(

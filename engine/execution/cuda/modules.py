@@ -68,9 +68,9 @@ class KernelAttention:
     def _attend(self, inputs: StepInputs, layer: int, parts: tuple[Tensor, Tensor, Tensor], manner: Manner) -> Tensor:
         q, k, v = (each.contiguous() for each in parts)
         pool = torch.unflatten(self._cells[..., : k[0].numel()], 2, k.shape[1:])
-        tables, base = (self._tables.tables[0], self._tables.tables[1]), self._pool.scratch_base
+        tables, base, pair = self._tables.of_kv, self._pool.scratch_base, self._tables.pair
         self._kernels.rope_cache_write(
-            None, k, v, None, inputs.positions, inputs.rows, pool, *tables, layer=layer, scratch_base=base
+            None, k, v, None, inputs.positions, inputs.rows, pool, *tables, layer=layer, scratch_base=base, pair=pair
         )
         out, count = q.new_empty((*q.shape[:2], v.shape[2])), inputs.shape.decodes
         scale = q.shape[2] ** -0.5 if manner.scale is None else manner.scale
@@ -79,11 +79,12 @@ class KernelAttention:
             self._kernels.decode_attention(
                 q[:count], pool, *tables, inputs.decode, inputs.partial, inputs.partial_lse, inputs.arrived,
                 out[:count], layer=layer, scratch_base=base, scale=scale, window=window, softcap=cap, sinks=sinks,
+                pair=pair,
             )  # fmt: skip
         if inputs.shape.prefill:
             self._kernels.prefill_attention(
                 q, pool, *tables, inputs.prefill, inputs.prefill_partial, inputs.prefill_lse, out, layer=layer,
-                scratch_base=base, scale=scale, window=window, softcap=cap, sinks=sinks,
+                scratch_base=base, scale=scale, window=window, softcap=cap, sinks=sinks, pair=pair,
             )  # fmt: skip
         return out.flatten(1)
 

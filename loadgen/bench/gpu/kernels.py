@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,8 +15,9 @@ from engine.triton_kernels.work import DecodeWork, PrefillWork
 from loadgen.bench.gpu.limits import measure_limits
 from loadgen.bench.gpu.setup import Setup
 from loadgen.bench.gpu.table import Row
+from predictor.limits import UNITS_PER_BLOCK
 
-_BLOCK = 16
+_BLOCK, _LAYERS = 16, 2
 _OF_BANDWIDTH, _OF_MATMUL, _BEHIND_A_PAST = 0.85, 0.506, 0.6
 """What decode and prefill attention should reach: 147 µs and 400 TFLOP/s on an H200; of bandwidth, a short chunk."""
 _TOLERANCE = {torch.bfloat16: 3e-2, torch.float16: 4e-3, torch.float32: 2e-4}
@@ -25,10 +27,10 @@ _HEADS = ((64, 14, 2), (80, 8, 8), (96, 16, 4), (128, 32, 8), (128, 8, 8), (256,
 
 @dataclass(frozen=True, slots=True)
 class PagedCase:
-    """A filled pool with scattered blocks: row i of the tables holds `lengths[i]` tokens, in layer 1 of 2."""
+    """A filled, paired pool with scattered blocks: row i of the table holds `lengths[i]` tokens, in layer 1 of 2."""
 
     pool: Tensor
-    tables: Tensor
+    table: Tensor
     lengths: list[int]
     heads: int
 
@@ -37,16 +39,16 @@ class PagedCase:
         return len(self.pool)
 
     def row(self, index: int) -> "PagedCase":
-        return PagedCase(self.pool, self.tables[:, index : index + 1], [self.lengths[index]], self.heads)
+        return PagedCase(self.pool, self.table[index : index + 1], [self.lengths[index]], self.heads)
 
 
 def paged_case(setup: Setup, lengths: list[int], head_dim: int, heads: int, kv_heads: int) -> PagedCase:
     blocks = max(-(-length // _BLOCK) for length in lengths)
-    count = 2 * len(lengths) * blocks
+    count, slices = len(lengths) * blocks, UNITS_PER_BLOCK * _LAYERS  # of a block
     generator = torch.Generator().manual_seed(head_dim)
-    pool = torch.randn((2 * count, _BLOCK, kv_heads, head_dim), device=setup.device, dtype=setup.dtype)
-    units = torch.randperm(count, generator=generator).reshape(2, len(lengths), blocks)
-    return PagedCase(pool, (2 * units).to(setup.device, torch.int32), lengths, heads)
+    pool = torch.randn((slices * count, _BLOCK, kv_heads, head_dim), device=setup.device, dtype=setup.dtype)
+    entries = slices * torch.randperm(count, generator=generator).reshape(len(lengths), blocks)
+    return PagedCase(pool, entries.to(setup.device, torch.int32), lengths, heads)
 
 
 def decode_call(setup: Setup, kernels: Kernels, case: PagedCase, q: Tensor, out: Tensor) -> Callable[[], None]:
@@ -65,8 +67,8 @@ def decode_call(setup: Setup, kernels: Kernels, case: PagedCase, q: Tensor, out:
     return lambda: kernels.decode_attention(
         q,
         case.pool,
-        case.tables[0],
-        case.tables[1],
+        case.table,
+        None,
         work,
         partial,
         lse,
@@ -75,6 +77,7 @@ def decode_call(setup: Setup, kernels: Kernels, case: PagedCase, q: Tensor, out:
         scale=head_dim**-0.5,
         layer=1,
         scratch_base=case.scratch_base,
+        pair=_LAYERS,
     )
 
 
@@ -101,8 +104,8 @@ def prefill_call(setup: Setup, kernels: Kernels, case: PagedCase, q: Tensor, out
     call = lambda: kernels.prefill_attention(  # noqa: E731
         q,
         case.pool,
-        case.tables[0],
-        case.tables[1],
+        case.table,
+        None,
         work,
         partial,
         lse,
@@ -110,6 +113,7 @@ def prefill_call(setup: Setup, kernels: Kernels, case: PagedCase, q: Tensor, out
         scale=head_dim**-0.5,
         layer=1,
         scratch_base=case.scratch_base,
+        pair=_LAYERS,
     )
     return call, work
 
@@ -207,22 +211,22 @@ def _attention_errors(
     requests = DecodeWork(len(case.lengths), len(case.lengths), _BLOCK, torch.device("cpu"))
     rows = np.arange(len(case.lengths), dtype=np.int32)
     requests.fill(rows, np.array(case.lengths, dtype=np.int32))
-    arguments = (wide, case.tables[0], case.tables[1])
+    arguments, where = (wide, case.table, None), _where(case)
     scale = head_dim**-0.5
-    torch_ops.decode_attention(
-        q.double(), *arguments, requests, q, q, q, expected, scale=scale, layer=1, scratch_base=case.scratch_base
-    )
+    torch_ops.decode_attention(q.double(), *arguments, requests, q, q, q, expected, scale=scale, **where)
     yield "decode attention", _error(out, expected)
     tokens = sum(min(29, length) for length in case.lengths)
     q = torch.randn((tokens, heads, head_dim), device=setup.device, dtype=setup.dtype)
     out, expected = torch.empty_like(q), torch.empty_like(q, dtype=torch.float64)
     call, work = prefill_call(setup, kernels, case, q, out, 29)
     call()
-    torch_ops.prefill_attention(
-        q.double(), *arguments, work, q, q, expected, scale=scale, layer=1, scratch_base=case.scratch_base
-    )
+    torch_ops.prefill_attention(q.double(), *arguments, work, q, q, expected, scale=scale, **where)
     yield "prefill attention", _error(out, expected)
     yield "RoPE and cache write", _rope_error(setup, kernels, case)
+
+
+def _where(case: PagedCase) -> dict[str, Any]:
+    return {"layer": 1, "scratch_base": case.scratch_base, "pair": _LAYERS}
 
 
 def _rope_error(setup: Setup, kernels: Kernels, case: PagedCase) -> float:
@@ -237,8 +241,8 @@ def _rope_error(setup: Setup, kernels: Kernels, case: PagedCase) -> float:
     q_norm, k_norm = torch.rand((2, head_dim), device=device).to(setup.dtype)
     wide_pool, wide_q = case.pool.double(), q.double()
     torch_ops.rope_cache_write(
-        wide_q, k.double(), v.double(), cos_sin, positions, rows, wide_pool, case.tables[0], case.tables[1],
-        q_norm=q_norm.double(), k_norm=k_norm.double(), layer=1, scratch_base=case.scratch_base,
+        wide_q, k.double(), v.double(), cos_sin, positions, rows, wide_pool, case.table, None,
+        q_norm=q_norm.double(), k_norm=k_norm.double(), layer=1, scratch_base=case.scratch_base, pair=_LAYERS,
     )  # fmt: skip
     kernels.rope_cache_write(
         q,
@@ -248,12 +252,13 @@ def _rope_error(setup: Setup, kernels: Kernels, case: PagedCase) -> float:
         positions,
         rows,
         case.pool,
-        case.tables[0],
-        case.tables[1],
+        case.table,
+        None,
         q_norm=q_norm,
         k_norm=k_norm,
         layer=1,
         scratch_base=case.scratch_base,
+        pair=_LAYERS,
     )
     return max(_error(q, wide_q), _error(case.pool, wide_pool))
 
@@ -264,7 +269,7 @@ def _copy_errors(setup: Setup, kernels: Kernels) -> Iterator[tuple[str, float]]:
     x = torch.randn((4, 128), device=setup.device, dtype=setup.dtype)
     positions = torch.tensor([0, 36, 49, 0], dtype=torch.int32, device=setup.device)
     rows = torch.tensor([1, 0, 1, -1], dtype=torch.int32, device=setup.device)
-    where = (positions, rows, case.pool, case.tables[0])
+    where = (positions, rows, case.pool, case.table)
     kernels.hidden_write(x, *where, layer=1, scratch_base=case.scratch_base)
     out = torch.full_like(x, float("nan"))
     kernels.hidden_gather(out, *where, layer=1, scratch_base=case.scratch_base)
