@@ -22,6 +22,7 @@ from torch import Tensor
 
 from engine.errors import ConfigError
 from engine.execution.compressed import CompressedUnits, scale_bytes
+from engine.execution.huge_pages import advise
 from engine.execution.lane import host_zeros
 from engine.execution.parked_form import ParkedForm
 from engine.models.byte_cells import ByteSlices, slice_elements
@@ -54,6 +55,7 @@ class HostMemory:
 
     def __init__(self, num_bytes: int, spare_bytes: int) -> None:
         self._pages = mmap.mmap(-1, num_bytes + spare_bytes, _PRIVATE)
+        advise(self._pages)
         self.tensor = torch.frombuffer(self._pages, dtype=torch.uint8)
 
     def back(self, num_bytes: int) -> None:

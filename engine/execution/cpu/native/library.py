@@ -18,6 +18,7 @@ from torch import Tensor
 
 from engine.errors import ConfigError
 from engine.execution.cpu.native import LIBRARY, is_built
+from engine.execution.huge_pages import HugePages
 
 _ABI = 10
 _ERROR_BYTES = 256
@@ -145,6 +146,7 @@ class Library:
     def __init__(self, path: Path) -> None:
         self._calls = ctypes.CDLL(str(path))
         self._declare()
+        self._pages = HugePages()
         sizes = [self._calls.tm_struct_bytes(which) for which in range(3)]
         if self._calls.tm_abi() != _ABI or sizes != [ctypes.sizeof(each) for each in (Shape, Op, Step)]:
             raise ConfigError(f"{path} is of another version: build it again")
@@ -190,7 +192,7 @@ class Library:
         """weight [n, k] -> its panels, bytes. `halves`: outputs i and n / 2 + i lie side by side."""
         n, k = weight.shape
         kind = TYPES[weight.dtype]
-        panels = torch.empty(self._calls.tm_packed_bytes(kind, n, k), dtype=torch.uint8)
+        panels = self._pages.empty(self._calls.tm_packed_bytes(kind, n, k))
         rows = weight.contiguous()
         self._calls.tm_pack(kind, n, k, halves, rows.data_ptr(), panels.data_ptr())
         return panels
@@ -208,7 +210,7 @@ class Library:
     def pack_int8(self, values: Tensor, scales: Tensor, halves: bool) -> Tensor:
         """values [n, k] int8 and scales [n] float32 -> panels, bytes."""
         n, k = values.shape
-        panels = torch.empty(self._calls.tm_int8_bytes(n, k), dtype=torch.uint8)
+        panels = self._pages.empty(self._calls.tm_int8_bytes(n, k))
         rows, each = values.contiguous(), scales.contiguous()
         self._calls.tm_pack_int8(n, k, halves, rows.data_ptr(), each.data_ptr(), panels.data_ptr())
         return panels
