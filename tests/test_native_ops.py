@@ -3,8 +3,9 @@
 import ctypes
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
+from typing import Any
 
 import numpy as np
 import pytest
@@ -166,6 +167,48 @@ def test_outputs_times_an_activated_gate(
     gates, layer = random(rows, inner, seed=3, dtype=dtype), NativeLinear(native, weight / 4, bias)
     expected = GATES[epilogue](gates.double()) * functional.linear(x.double(), (weight / 4).double(), bias.double())
     close(run_linear(native, layer, x, epilogue, gates), expected, dtype, steps=8, scale=4.0)
+
+
+@pytest.mark.parametrize(("level", "dtype"), LEVELS)
+@pytest.mark.parametrize(("rows", "inner"), [(1, 200), (7, 40), (40, 1000)])
+def test_a_gate_and_what_it_gates_run_as_one(level: Level, dtype: torch.dtype, rows: int, inner: int) -> None:
+    """By two threads, and in parts: the same to the last bit as the two layers one after the other."""
+    native = native_of(level, dtype)
+    kind, x = activation_dtype(level), random(rows, 64, dtype=dtype)
+    layers = [NativeLinear(native, random(inner, 64, seed=n, dtype=dtype) / 4, None) for n in (1, 2)]
+    given = torch.zeros(rows_for(rows), stride_of(64), dtype=kind)
+    given[:rows, :64] = x
+    outs = [torch.zeros(rows_for(rows), stride_of(inner), dtype=kind) for _ in range(3)]
+    gates = run_linear(native, layers[0], x, Epilogue.PLAIN)
+    expected = run_linear(native, layers[1], x, Epilogue.TIMES_SILU, gates)
+    for out, parts in zip(outs, ([(0, 2)], [(0, 1), (1, 2)], [(0, 2)]), strict=True):
+        ops = [layer.op(each) for layer, each in zip(layers, (Epilogue.PLAIN, Epilogue.TIMES_SILU), strict=True)]
+        for op in ops:
+            op.input, op.out = given.data_ptr(), out.data_ptr()
+        ops[1].other = out.data_ptr()
+        run_ops(native, dtype, ops, rows, parts=parts, max_positions=40)
+        assert torch.equal(out[:rows, :inner], expected)
+        assert not bool(out[:, inner:].any()), "padding was written"
+
+
+@pytest.mark.parametrize(("level", "dtype"), LEVELS)
+@pytest.mark.parametrize(("scale", "softcap"), [(0.0, 0.0), (0.22, 0.0), (0.0, 3.0), (8.0, 3.0)])
+def test_logits_are_scaled_and_capped(level: Level, dtype: torch.dtype, scale: float, softcap: float) -> None:
+    native, kind = native_of(level, dtype), activation_dtype(level)
+    x, weight = random(1, 64, dtype=dtype), random(70, 64, seed=1, dtype=dtype) / 4
+    layer = NativeLinear(native, weight, None)
+    given = torch.zeros(rows_for(1), stride_of(64), dtype=kind)
+    given[:1, :64] = x
+    op = layer.op(Epilogue.LOGITS)
+    op.input, op.sampled, op.scale, op.softcap = given.data_ptr(), 1, scale, softcap
+    logits, best, best_id = torch.zeros(1, 70), np.zeros(1, np.float32), np.zeros(1, np.int64)
+    results = {"logits": logits.data_ptr(), "best": best.ctypes.data, "best_id": best_id.ctypes.data}
+    run_ops(native, dtype, [op, Op(kind=Kind.BEST)], 1, samples=1, results={**results, "logits_stride": 70})
+    expected = functional.linear(x.double(), weight.double()) * (scale or 1.0)
+    if softcap:
+        expected = torch.tanh(expected / softcap) * softcap
+    close(logits, expected, dtype, steps=4, scale=4.0)
+    assert best[0] == logits.max() and best_id[0] == logits[0].argmax()
 
 
 @pytest.mark.parametrize("level", Level)
@@ -339,21 +382,38 @@ def test_values_of_another_width_than_keys(
 # ---- additions, norms and rotations
 
 
-def run_ops(native: Native, dtype: torch.dtype, ops: list[Op], tokens: int, **changes: object) -> Tensor:
-    """Operations on a step of so many tokens of one request, in a pool of one row; gives its cells of k, and of v."""
+def run_ops(
+    native: Native,
+    dtype: torch.dtype,
+    ops: list[Op],
+    tokens: int,
+    *,
+    samples: int = 0,
+    parts: Sequence[tuple[int, int]] = (),
+    results: Mapping[str, int] | None = None,
+    **changes: object,
+) -> Tensor:
+    """Operations, all or `parts` one after the other, on a step of so many tokens of one request, in a pool of one row;
+    gives its cells of k, and of v."""
+    sizes: dict[str, Any] = {"max_positions": 12, **changes}
+    room = sizes["max_positions"]
     shape = tiny_shape(
-        level=native.level_for(dtype), type=TYPES[dtype], max_tokens=tokens, num_rows=1, max_positions=12, **changes
-    )
-    pool = torch.zeros(shape.pool_units, shape.block_size, shape.cell, dtype=dtype)
-    chunk, tokens_of = np.array([(0, 0, tokens, 0)], np.int64), np.zeros((1, 12), np.int64)
-    tables, counts = np.arange(6, dtype=np.int64).reshape(2, 3), np.array([3], np.int64)
-    step = Step(
-        num_chunks=1, token_stride=12, table_stride=3, chunks=chunk.ctypes.data, tokens=tokens_of.ctypes.data,
-        k_table=tables[0].ctypes.data, v_table=tables[1].ctypes.data, num_blocks=counts.ctypes.data,
-        pool=pool.data_ptr(),
+        level=native.level_for(dtype), type=TYPES[dtype], max_tokens=tokens, num_rows=1, pool_units=room // 2,
+        max_blocks=room // 4, **sizes,
     )  # fmt: skip
-    Tape(native.library, shape, ops).run(native.team, step)
-    return pool.view(2, 12, shape.cell)
+    pool = torch.zeros(shape.pool_units, shape.block_size, shape.cell, dtype=dtype)
+    chunk, tokens_of = np.array([(0, 0, tokens, samples)], np.int64), np.zeros((1, room), np.int64)
+    tables, counts = np.arange(room // 2, dtype=np.int64).reshape(2, -1), np.array([room // 4], np.int64)
+    step = Step(
+        num_chunks=1, token_stride=room, table_stride=room // 4, chunks=chunk.ctypes.data,
+        tokens=tokens_of.ctypes.data, k_table=tables[0].ctypes.data, v_table=tables[1].ctypes.data,
+        num_blocks=counts.ctypes.data, pool=pool.data_ptr(), **(results or {}),
+    )  # fmt: skip
+    tape = Tape(native.library, shape, ops)
+    tape.begin(native.team, step)
+    for first, last in parts or [(0, len(ops))]:
+        tape.run_ops(native.team, first, last)
+    return pool.view(2, room, shape.cell)
 
 
 @pytest.mark.parametrize(("level", "dtype"), LEVELS)

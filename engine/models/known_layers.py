@@ -8,6 +8,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 RunLayer = Callable[[int, Callable[..., Any], Tensor, Mapping[str, Any]], Any]
@@ -149,11 +150,13 @@ def observe(forward: Callable[[], object]) -> dict[int, Given]:
     """What each layer is given in a forward pass."""
     seen: dict[int, Given] = {}
     last: Any = None
+    kept: Any = None
 
     def run(index: int, whole: Callable[..., Any], x: Tensor, others: Mapping[str, Any]) -> Any:
-        nonlocal last
-        seen[index] = Given(x, others, x is last)
+        nonlocal last, kept
+        seen[index] = Given(x, others, x is last and torch.equal(x, kept))
         last = whole(hidden_states=x, **others)
+        kept = last.clone() if isinstance(last, Tensor) else None
         return last
 
     token = LAYERS.set(run)

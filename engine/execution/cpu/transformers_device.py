@@ -1,7 +1,7 @@
 """A device that runs transformers' modules: attention over our pool, everything else theirs (see the model).
 
-Where their linear layers are the native library's, attention is, too, and whole layers that are known are; else
-attention is what the device is given, or torch's.
+Where their linear layers are the native library's, attention is, too, and whole layers that are known are, or all of a
+step; else attention is what the device is given, or torch's.
 """
 
 from collections.abc import Callable
@@ -14,8 +14,9 @@ from engine.arrays import IntArray
 from engine.execution.cpu.attention import PagedAttention, arrange, clear_begun_blocks
 from engine.execution.cpu.device import PoolDevice
 from engine.execution.cpu.native.attention import NativeAttention
-from engine.execution.cpu.native.layers import NativeLayers
+from engine.execution.cpu.native.layers import NativeLayers, known_groups
 from engine.execution.cpu.native.linear import Native, NativeLinear
+from engine.execution.cpu.native.whole import NativeWhole
 from engine.execution.layout import Layout
 from engine.execution.masks import FinishMasks
 from engine.execution.plan import LaunchPlan
@@ -66,10 +67,14 @@ class TransformersDevice(PoolDevice):
         native = _native_of(model)
         self._attend: StepAttention | None = None
         self._layers: NativeLayers | None = None
+        self._whole: NativeWhole | None = None
+        self.known_layers = 0
         if native is not None:
-            length = limits.max_model_len
+            length, groups = limits.max_model_len, known_groups(model)
             self._attend = NativeAttention(native, self.pool, self.rows, length)
-            self._layers = NativeLayers(native, model, self.pool, self.rows, self._attend, length)
+            self._layers = NativeLayers(native, groups, self.pool, self.rows, self._attend, length)
+            self._whole = NativeWhole.of(native, model, groups, self.pool, self.rows, length)
+            self.known_layers = sum(map(len, groups))
         elif attention is not None:
             self._attend = attention(self.pool, self.rows)
         self._cell_bytes = 2 * model.shape.kv_size * model.like.dtype.itemsize
@@ -83,9 +88,9 @@ class TransformersDevice(PoolDevice):
         )  # fmt: skip
 
     @property
-    def known_layers(self) -> int:
-        """How many decoder layers run as wholes, by the native library."""
-        return 0 if self._layers is None else self._layers.known
+    def runs_whole(self) -> bool:
+        """Whether steps without adapters run by the native library alone."""
+        return self._whole is not None
 
     def restore(self, _units: IntArray, _starts: IntArray) -> None:
         """See CacheMover; nobody keeps hidden state here."""
@@ -94,9 +99,11 @@ class TransformersDevice(PoolDevice):
     def forward(
         self, chunks: IntArray, masks: FinishMasks | None = None, take: TakeHidden | None = None
     ) -> tuple[Tensor, DeviceSamples | None]:
-        """See Device; the host samples."""
+        """See Device. Greedy tokens that may be any are chosen here where all is native, all others by the host."""
         assert take is None, "a vector is asked of a model that makes none"
-        del masks
+        if self._whole is not None and not self.rows.adapters[chunks[:, 0]].any():
+            plain = masks is None and self.rows.sampling.plain(chunks[chunks[:, 3] > 0, 0])
+            return self._whole.run(chunks, logits=not plain).as_given()
         pool, rows = self.pool, self.rows
         layout, attend = self._attention(chunks)
         ids, positions, keep = (

@@ -22,7 +22,6 @@ from engine.execution.pooling import TakeHidden
 from engine.execution.samples import DeviceSamples
 from engine.models.decoder import Decoder
 from engine.models.lora import Delta, Site
-from engine.scheduling.output import INVALID_TOKEN
 from predictor.limits import Limits
 
 
@@ -80,10 +79,7 @@ class NativeDevice(TorchDevice):
         if take is not None:
             hidden = self._native.hidden(int(chunks[:, 2].sum()))
             take(Layout.of(chunks, np.arange(len(chunks))), self.decoder.normed(hidden))
-        if result.logits is not None:
-            return result.logits, None
-        tokens = np.where(np.isfinite(result.best), result.best_ids, INVALID_TOKEN)
-        return torch.empty((len(tokens), 0)), DeviceSamples(torch.from_numpy(tokens.astype(np.int32)))
+        return result.as_given()
 
     def follow(self, chunks: IntArray, *, whole: bool) -> None:
         """See RankDevice."""

@@ -20,7 +20,7 @@ from engine.errors import ConfigError
 from engine.execution.cpu.native import LIBRARY, is_built
 from engine.execution.huge_pages import HugePages
 
-_ABI = 10
+_ABI = 11
 _ERROR_BYTES = 256
 
 
@@ -188,11 +188,15 @@ class Library:
         """The levels that processor and system offer, lowest first."""
         return [level for level in Level if self._calls.tm_has_level(level)]
 
+    def room(self, num_bytes: int) -> Tensor:
+        """Memory for panels, bytes."""
+        return self._pages.empty(num_bytes)
+
     def pack(self, weight: Tensor, halves: bool) -> Tensor:
         """weight [n, k] -> its panels, bytes. `halves`: outputs i and n / 2 + i lie side by side."""
         n, k = weight.shape
         kind = TYPES[weight.dtype]
-        panels = self._pages.empty(self._calls.tm_packed_bytes(kind, n, k))
+        panels = self.room(self._calls.tm_packed_bytes(kind, n, k))
         rows = weight.contiguous()
         self._calls.tm_pack(kind, n, k, halves, rows.data_ptr(), panels.data_ptr())
         return panels
@@ -210,7 +214,7 @@ class Library:
     def pack_int8(self, values: Tensor, scales: Tensor, halves: bool) -> Tensor:
         """values [n, k] int8 and scales [n] float32 -> panels, bytes."""
         n, k = values.shape
-        panels = self._pages.empty(self._calls.tm_int8_bytes(n, k))
+        panels = self.room(self._calls.tm_int8_bytes(n, k))
         rows, each = values.contiguous(), scales.contiguous()
         self._calls.tm_pack_int8(n, k, halves, rows.data_ptr(), each.data_ptr(), panels.data_ptr())
         return panels

@@ -4,6 +4,7 @@ One copy of a weight serves both: what the tape does not do yet (hidden state), 
 """
 
 import copy
+from collections.abc import Sequence
 from typing import Self
 
 import torch
@@ -14,6 +15,9 @@ from engine.models.quantized import Rounded, round_weight
 
 PAD = 32
 """Inputs are padded to a multiple of this many, and so are the rows of a buffer."""
+
+PANEL = 32
+"""Outputs of a packed weight that lie together."""
 
 _SKEW = 16  # elements more: rows whose distance is a power of two would share a few lines of the cache
 
@@ -66,6 +70,23 @@ class NativeLinear:
         self.bias = None if bias is None else bias.float().contiguous()
         self.native = native
 
+    @classmethod
+    def joined(cls, parts: Sequence["NativeLinear"]) -> "NativeLinear | None":
+        """One layer of the outputs of all, whose memory theirs is from now on; None where outputs of one do not fill
+        panels. Parts that lie so already stay where they are."""
+        if any(part.out_features % PANEL or part.gated for part in parts):
+            return None
+        sizes = [part.panels.numel() for part in parts]
+        result = copy.copy(parts[0])
+        result.out_features = sum(part.out_features for part in parts)
+        result.panels = _one_behind_the_other([part.panels for part in parts], parts[0].native.library)
+        if any(part.bias is not None for part in parts):
+            biases = [torch.zeros(part.out_features) if part.bias is None else part.bias for part in parts]
+            result.bias = torch.cat(biases)
+        for part, panels in zip(parts, torch.split(result.panels, sizes), strict=True):
+            part.panels = panels
+        return result
+
     def op(self, epilogue: Epilogue = Epilogue.PLAIN) -> Op:
         """The layer as an operation, without its rows."""
         return Op(
@@ -109,6 +130,17 @@ class NativeLinear:
         moved = copy.copy(self)
         moved.panels = data
         return moved
+
+
+def _one_behind_the_other(parts: list[Tensor], library: Library) -> Tensor:
+    """Their bytes, where they are if they lie so already, as packed layers do that were made in a row."""
+    first, size = parts[0], sum(part.numel() for part in parts)
+    ends = [part.data_ptr() + part.numel() for part in parts]
+    room = first.untyped_storage().nbytes() - first.storage_offset()
+    if size <= room and [part.data_ptr() for part in parts[1:]] == ends[:-1]:
+        return first.as_strided((size,), (1,))
+    with torch.inference_mode():  # memory that was first handed out in it is written in it
+        return torch.cat(parts, out=library.room(size))
 
 
 class NativeInt8(NativeLinear):

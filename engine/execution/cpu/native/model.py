@@ -19,14 +19,17 @@ from engine.execution.cpu.native.tape import Buffers, Composed, compose
 from engine.execution.cpu.native.weights import NativeWeights
 from engine.execution.pool import UnitPool
 from engine.execution.rows import RowTable
+from engine.execution.samples import DeviceSamples
 from engine.models import torch_ops
 from engine.models.lora import Site, StepAdapters
 from engine.models.rotary import attention_scaling, inverse_frequencies
 from engine.models.spec import ModelSpec
 from engine.models.weights import ModelWeights, matrices
+from engine.scheduling.output import INVALID_TOKEN
 
 _FIRST_TOKENS = 512  # rows of the buffers until a step needs more
-_MANY_A_SAMPLE = 4  # tokens for one that samples, from which on the end of a step is of those that sample alone
+MANY_A_SAMPLE = 4
+"""Tokens for one that samples, from which on the end of a step is of those that sample alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +40,13 @@ class Sampled:
     best: np.ndarray
     best_ids: IntArray
     logits: Tensor | None
+
+    def as_given(self) -> tuple[Tensor, DeviceSamples | None]:
+        """What a device gives of it: logits, or tokens."""
+        if self.logits is not None:
+            return self.logits, None
+        tokens = np.where(np.isfinite(self.best), self.best_ids, INVALID_TOKEN)
+        return torch.empty((len(tokens), 0)), DeviceSamples(torch.from_numpy(tokens.astype(np.int32)))
 
 
 class NativeModel:
@@ -105,7 +115,7 @@ class NativeModel:
             self._run_streamed(step)
         elif beyond is None:
             tokens = int(chunks[:, 2].sum())
-            lean = self._lean if not whole and tokens >= _MANY_A_SAMPLE * count else None
+            lean = self._lean if not whole and tokens >= MANY_A_SAMPLE * count else None
             tape = lean or self._tape
             if isinstance(tape, DividedTape):
                 tape.run_part(self.native.team, step, tokens, count, head=gather is not None or not follows)

@@ -5,7 +5,7 @@
 
 #include <stdint.h>
 
-#define TM_ABI 10
+#define TM_ABI 11
 
 enum tm_level : int32_t { TM_AVX2, TM_AVX512, TM_BF16, TM_AMX, TM_LEVELS };
 enum tm_type : int32_t { TM_FLOAT32, TM_FLOAT16, TM_BFLOAT16 };
@@ -42,10 +42,11 @@ struct tm_shape {
 //   GATHER_NORM  the same of the tokens that sample, residual left as it is
 //   GATHER       rows of `in` [tokens, n] that sample -> out [samples, n]
 //   LINEAR       in [rows, k] * packed weight [n, k] + bias -> out; see tm_epilogue. LOGITS, of rows that sample, writes
-//                float32, capped by `softcap`. SWIGLU, GEGLU: weight packed in halves, out [rows, n / 2]; GEGLU has GELU by
-//                tanh. TIMES_*: outputs times the activation of what is in their places in `other`, rows like those of out, which
-//                they may be. Rows are padded to a multiple of 32 inputs, with zeros; on TM_AMX as many rows as make a multiple of
-//                32 must be readable
+//                float32, times `scale` if that is not 0, capped by `softcap`. SWIGLU, GEGLU: weight packed in halves, out
+//                [rows, n / 2]; GEGLU has GELU by tanh. TIMES_*: outputs times the activation of what is in their places in
+//                `other`, rows like those of out, which they may be; if the layer in front wrote them there, of the same input,
+//                both run as one. Rows are padded to a multiple of 32 inputs, with zeros; on TM_AMX as many rows as make a
+//                multiple of 32 must be readable
 //   ROPE_KV      norms (weight [heads + kv_heads, head_dim] or NULL) and rotates q and k of `out` in place by the angles in
 //                `in` (NULL: not at all), halves against each other, or with n = 1 pairs that lie side by side; writes k and v
 //                to the pool

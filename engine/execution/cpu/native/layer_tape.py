@@ -1,0 +1,220 @@
+"""The operations of known decoder layers of transformers' modules, and the rows of activations between them."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from engine.execution.cpu.native.attention import Heads
+from engine.execution.cpu.native.library import Epilogue, Kind, Op
+from engine.execution.cpu.native.linear import NativeLinear, rows_for, stride_of
+from engine.models.known_layers import LayerForm, NormForm
+from engine.models.manner import Manner
+
+_TIMES = {"silu": Epilogue.TIMES_SILU, "gelu": Epilogue.TIMES_GELU, "gelu_tanh": Epilogue.TIMES_GELU_TANH}
+_ALONE = {"gelu": Epilogue.GELU, "gelu_tanh": Epilogue.GELU_TANH, "relu": Epilogue.RELU}
+
+
+class LayerKind(NamedTuple):
+    """What layers of one tape have in common: heads, widths, and how their norms round."""
+
+    heads: Heads
+    hidden: int
+    inner: int
+    rotary_dim: int
+    rounds_once: bool
+
+
+@dataclass(frozen=True, slots=True)
+class KnownLayer:
+    """A layer that can be run. `linear`: its linear layers by their names; `qkv`: those of queries, keys and values, as
+    one where that is possible."""
+
+    index: int
+    kind: LayerKind
+    form: LayerForm
+    module: nn.Module
+    manner: Manner
+    linear: Mapping[str, NativeLinear]
+    qkv: tuple[NativeLinear, ...]
+    rotation: Tensor | None  # cosines, when it was looked at
+
+    def goes_with(self, before: "KnownLayer") -> bool:
+        """Whether one tape can run both."""
+        return self.kind == before.kind and self.rotation is before.rotation
+
+
+class Rows:
+    """Rows of a step's tokens between operations. Zero at first, so that padding is and stays zero."""
+
+    def __init__(self, kind: LayerKind, tokens: int, dtype: torch.dtype) -> None:
+        def rows(width: int) -> Tensor:
+            return torch.zeros(rows_for(tokens), stride_of(width), dtype=dtype)
+
+        heads = kind.heads
+        self.kind = kind
+        self.x, self.delta, self.other, self.normed = (rows(kind.hidden) for _ in range(4))
+        self.sizes = (heads.heads * heads.head_dim, heads.kv_heads * heads.head_dim, heads.kv_heads * heads.value_dim)
+        self.qkv, self.attended = rows(sum(self.sizes)), rows(heads.heads * heads.value_dim)
+        self.inner = rows(kind.inner)
+
+
+class Composer:
+    """The operations of layers, one behind the other: the addition of what a layer gives is the next one's norm's."""
+
+    def __init__(self, rows: Rows) -> None:
+        self.ops: list[Op] = []
+        self.kept: list[Tensor] = []
+        self._at = rows
+        self._alone = 0  # whether the operations are of the tokens that sample alone
+        self._addends: list[Tensor] = []
+        self._scale = 1.0
+
+    def add(self, layer: KnownLayer, angles: Tensor | None, sampled: Rows | None = None) -> None:
+        """`angles`: cosines, then sines, float [T, rotary_dim]. `sampled`: where the tokens that sample go on behind
+        attention, alone."""
+        form = layer.form
+        source = self._add_norm(layer.module, form.input_norm)
+        self._attention(layer, source, angles)
+        if sampled is not None:
+            source = self._go_on_with(sampled, source, also=form.parallel and form.mlp_norm is None)
+        at = self._at
+        self._linear(layer.linear[form.out], at.attended, at.delta)
+        self._norm_in_place(layer, form.attention_norm, at.delta)
+        self._scale = form.scale
+        result = at.other if form.parallel else at.delta
+        if not form.parallel:
+            self._addends = [at.delta]
+            source = self._add_norm(layer.module, form.mlp_norm)
+        elif form.mlp_norm is not None:
+            source = self._add_norm(layer.module, form.mlp_norm)
+        self._mlp(layer, source)
+        self._linear(layer.linear[form.down], at.inner, result)
+        self._norm_in_place(layer, form.down_norm, result)
+        self._addends = [at.delta, at.other] if form.parallel else [at.delta]
+
+    def end(self) -> list[Op]:
+        """All of them, and the last addition."""
+        self._add_norm(None, None)
+        return self.ops
+
+    def end_with(self, norm: NormForm, module: nn.Module, head: NativeLinear, last: Tensor) -> Op:
+        """All of them, to the largest logits of the tokens that sample, with rows `last` for their norm; the head's
+        operation. `module` has the norm."""
+        self._add_norm(module, norm, last)
+        self._linear(head, last, None, Epilogue.LOGITS)
+        logits = self.ops[-1]
+        logits.sampled = 1
+        self.ops.append(Op(kind=Kind.BEST))
+        return logits
+
+    def _go_on_with(self, sampled: Rows, source: Tensor, *, also: bool) -> Tensor:
+        """From here on the tokens that sample: gathers what is still needed of them, `also` of `source`, what attention
+        was given. Gives that in its new place."""
+        at = self._at
+        attend, merge = self.ops[-2:]
+        attend.sampled = merge.sampled = self._alone = 1
+        normed = source is not at.x
+        needed = [(at.attended, sampled.attended), (at.x, sampled.x)]
+        for rows, few in [*needed, *([(at.normed, sampled.normed)] if also and normed else [])]:
+            op = Op(kind=Kind.GATHER, n=rows.shape[1], in_stride=rows.stride(0), out_stride=few.stride(0))
+            op.input, op.out = rows.data_ptr(), few.data_ptr()
+            self.ops.append(op)
+        self._at = sampled
+        return sampled.normed if normed else sampled.x
+
+    def _add_norm(self, module: nn.Module | None, norm: NormForm | None, out: Tensor | None = None) -> Tensor:
+        """What waits is added to the hidden state; its norm, or the hidden state itself. `out`: for the last norm, of
+        those that sample."""
+        at, addends = self._at, self._addends
+        if norm is not None or addends:
+            op = Op(kind=Kind.NORM, k=at.kind.hidden, in_stride=at.x.stride(0), residual=at.x.data_ptr())
+            if addends:
+                op.input, op.other = addends[0].data_ptr(), addends[1].data_ptr() if len(addends) > 1 else None
+                op.scale = 0.0 if self._scale == 1.0 else self._scale
+            if norm is not None and module is not None:
+                self._as_norm(op, module, norm, at.normed if out is None else out)
+            if out is not None and not self._alone:
+                op.kind = Kind.GATHER_NORM
+            op.sampled = self._alone
+            self.ops.append(op)
+        self._addends = []
+        return at.x if norm is None else at.normed
+
+    def _as_norm(self, op: Op, module: nn.Module, norm: NormForm, out: Tensor) -> None:
+        weight, bias = norm.constants(module.get_submodule(norm.name))
+        op.weight, op.bias = self._constant(weight), None if bias is None else self._constant(bias)
+        op.out, op.out_stride, op.eps = out.data_ptr(), out.stride(0), norm.eps
+
+    def _norm_in_place(self, layer: KnownLayer, norm: NormForm | None, rows: Tensor, width: int = 0) -> None:
+        """Of the first `width` elements, all by default."""
+        if norm is not None:
+            op = Op(kind=Kind.NORM, k=width or self._at.kind.hidden, in_stride=rows.stride(0), residual=rows.data_ptr())
+            op.sampled = self._alone
+            self._as_norm(op, layer.module, norm, rows)
+            self.ops.append(op)
+
+    def _attention(self, layer: KnownLayer, source: Tensor, angles: Tensor | None) -> None:
+        at, form, manner, first = self._at, layer.form, layer.manner, 0
+        for linear in layer.qkv:
+            self._linear(linear, source, at.qkv[:, first:])
+            first += linear.out_features
+        rope = Op(kind=Kind.ROPE_KV, layer=layer.index, out=at.qkv.data_ptr(), out_stride=at.qkv.stride(0))
+        if form.rotation is not None:
+            assert angles is not None
+            rope.input, rope.n = angles.data_ptr(), int(form.rotation.pairs)
+        if form.qk_norms is not None and form.qk_norms[0].heads:
+            rope.weight, rope.eps = self._constant(self._heads_norm(layer, form.qk_norms)), form.qk_norms[0].eps
+        elif form.qk_norms is not None:
+            for norm, start, width in zip(form.qk_norms, (0, at.sizes[0]), at.sizes, strict=False):
+                self._norm_in_place(layer, norm, at.qkv[:, start:], width)
+        sinks = None if manner.sinks is None else self._constant(manner.sinks.detach().float().contiguous())
+        strides = {"in_stride": at.qkv.stride(0), "out_stride": at.attended.stride(0)}
+        attend = Op(kind=Kind.ATTEND, layer=layer.index, input=at.qkv.data_ptr(), out=at.attended.data_ptr(), **strides)
+        attend.n, attend.softcap, attend.other = manner.window or 0, manner.softcap or 0.0, sinks
+        merge = Op(kind=Kind.MERGE, layer=layer.index, out=at.attended.data_ptr(), other=sinks, **strides)
+        self.ops += [rope, attend, merge]
+
+    def _heads_norm(self, layer: KnownLayer, norms: tuple[NormForm, NormForm]) -> Tensor:
+        weights = [norm.constants(layer.module.get_submodule(norm.name))[0] for norm in norms]
+        heads = self._at.kind.heads
+        counts = (heads.heads, heads.kv_heads)
+        return torch.cat([each.expand(n, -1) for each, n in zip(weights, counts, strict=True)]).contiguous()
+
+    def _mlp(self, layer: KnownLayer, source: Tensor) -> None:
+        """Up to what the layer down takes: a gate's outputs, and in their places the others times their activation."""
+        at, form = self._at, layer.form
+        first, last = layer.linear[form.up[0]], layer.linear[form.up[-1]]
+        if not form.gated:
+            self._linear(first, source, at.inner, _ALONE[form.activation])
+            return
+        self._linear(first, source, at.inner, outputs=at.kind.inner)
+        self._linear(last, source, at.inner, _TIMES[form.activation], outputs=at.kind.inner)
+        op = self.ops[-1]
+        op.other = op.out
+        if first is last:  # the second half of its outputs
+            op.weight += first.panels.numel() // 2
+            op.bias = None if first.bias is None else first.bias[at.kind.inner :].data_ptr()
+
+    def _linear(
+        self,
+        linear: NativeLinear,
+        rows: Tensor,
+        out: Tensor | None,
+        epilogue: Epilogue = Epilogue.PLAIN,
+        outputs: int = 0,
+    ) -> None:
+        """`outputs`: so many, the first ones; all by default."""
+        op = linear.op(epilogue)
+        assert op.in_stride == rows.stride(0)
+        op.n = outputs or op.n
+        op.input, op.sampled = rows.data_ptr(), self._alone
+        if out is not None:
+            op.out, op.out_stride = out.data_ptr(), out.stride(0)
+        self.ops.append(op)
+
+    def _constant(self, values: Tensor) -> int:
+        self.kept.append(values)
+        return values.data_ptr()
