@@ -45,6 +45,8 @@ KNOWN = {
     "cohere": 4,
     "helium": 4,
     "gpt2": 4,
+    "arcee": 4,
+    "nemotron": 4,
 }
 """Types, and how many of their four layers are known."""
 CHANGED = {
@@ -58,8 +60,7 @@ CHANGED = {
 }
 PARTLY = {"gpt2": "other parts"}
 """Types of which not all around their layers is known: gpt2 has learned positions."""
-UNKNOWN = {"mixtral": "parts", "deepseek_v3": "parts", "arcee": "activation", "hunyuan_v1_dense": "norm"}
-"""Experts, latent attention, a squared activation, norms behind the rotation."""
+UNKNOWN = {"mixtral": "parts", "deepseek_v3": "parts", "apertus": "MLP", "hunyuan_v1_dense": "norm"}
 
 
 @pytest.fixture(scope="module")

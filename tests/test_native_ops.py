@@ -101,6 +101,7 @@ ACTIVATIONS: dict[Epilogue, Callable[[Tensor], Tensor]] = {
     Epilogue.GELU: functional.gelu,
     Epilogue.GELU_TANH: gelu_tanh,
     Epilogue.RELU: torch.relu,
+    Epilogue.RELU2: lambda x: torch.relu(x).square(),
 }
 
 

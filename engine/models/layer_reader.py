@@ -27,10 +27,11 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": functional.gelu,
     "gelu_tanh": lambda x: functional.gelu(x, approximate="tanh"),
     "relu": functional.relu,
+    "relu2": lambda x: functional.relu(x).square(),
 }
 ROTATIONS = (Rotation(False, False), Rotation(True, False), Rotation(True, True))
 _GATES = ("silu", "gelu", "gelu_tanh")
-_PLAIN = ("gelu", "gelu_tanh", "relu")
+_PLAIN = ("gelu", "gelu_tanh", "relu", "relu2")
 _MOST_LINEARS, _MATRIX = 7, 2
 _HEADS_FIRST = 4  # dimensions
 

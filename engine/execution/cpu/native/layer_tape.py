@@ -14,7 +14,7 @@ from engine.models.known_layers import LayerForm, NormForm
 from engine.models.manner import Manner
 
 _TIMES = {"silu": Epilogue.TIMES_SILU, "gelu": Epilogue.TIMES_GELU, "gelu_tanh": Epilogue.TIMES_GELU_TANH}
-_ALONE = {"gelu": Epilogue.GELU, "gelu_tanh": Epilogue.GELU_TANH, "relu": Epilogue.RELU}
+_ALONE = {"gelu": Epilogue.GELU, "gelu_tanh": Epilogue.GELU_TANH, "relu": Epilogue.RELU, "relu2": Epilogue.RELU2}
 
 
 class LayerKind(NamedTuple):

@@ -20,7 +20,7 @@ from engine.errors import ConfigError
 from engine.execution.cpu.native import LIBRARY, is_built
 from engine.execution.huge_pages import HugePages
 
-_ABI = 11
+_ABI = 12
 _ERROR_BYTES = 256
 
 
@@ -74,9 +74,10 @@ class Epilogue(enum.IntEnum):
     RELU = 4
     LOGITS = 5
     GEGLU = 6
-    TIMES_SILU = 7
-    TIMES_GELU = 8
-    TIMES_GELU_TANH = 9
+    RELU2 = 7
+    TIMES_SILU = 8
+    TIMES_GELU = 9
+    TIMES_GELU_TANH = 10
 
     @property
     def gates(self) -> bool:

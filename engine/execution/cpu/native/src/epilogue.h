@@ -12,6 +12,7 @@ template <class T, class S> struct Epilogue {
             case TM_GELU: return rounded_to<T>(gelu(x));
             case TM_GELU_TANH: return rounded_to<T>(gelu_tanh(x));
             case TM_RELU: return max(zero(), x);  // in this order NaN stays NaN
+            case TM_RELU2: return mul(max(zero(), x), max(zero(), x));
             default: return x;
         }
     }
