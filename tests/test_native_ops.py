@@ -459,6 +459,36 @@ def test_keys_are_written_turned_or_as_they_are(
     assert torch.equal(v[:5], qkv.view(5, 4, 44)[:, 3])
 
 
+@pytest.mark.parametrize(("level", "dtype"), LEVELS)
+@pytest.mark.parametrize("pairs", [False, True], ids=["halves", "pairs"])
+@pytest.mark.parametrize("behind", [False, True], ids=["in front", "behind"])
+def test_heads_are_normed_before_or_after_they_are_turned(
+    level: Level, dtype: torch.dtype, pairs: bool, behind: bool
+) -> None:
+    native, kind, width = native_of(level, dtype), activation_dtype(level), 4 * 44
+    qkv, angles, weight = (
+        random(5, width, dtype=dtype),
+        random(5, 40, seed=1, dtype=dtype).float(),
+        random(3, 44, seed=2),
+    )
+    rows, frequencies = qkv.to(kind, copy=True), torch.zeros(20)
+    op = Op(kind=Kind.ROPE_KV, out=rows.data_ptr(), out_stride=width, input=angles.data_ptr(), n=pairs + 2 * behind)
+    op.weight, op.eps = weight.data_ptr(), 1e-5
+    changes = {"rotary_dim": 40, "inverse_frequencies": frequencies.data_ptr(), "rotary_scaling": 1.0}
+    k, v = run_ops(native, dtype, [op], 5, head_dim=44, value_dim=44, cell=44, **changes)
+    heads, (cos, sin) = qkv.double().view(5, 4, 44), angles.double().chunk(2, dim=-1)
+    steps: list[Callable[[Tensor], Tensor]] = [
+        lambda x: functional.rms_norm(x, (44,), None, 1e-5) * weight.double(),
+        lambda x: rotated(x, Rotation(pairs, doubled=False), cos.repeat(1, 2), sin.repeat(1, 2)),
+    ]
+    expected = heads[:, :3]
+    for step in reversed(steps) if behind else steps:
+        expected = step(expected)
+    close(rows.view(5, 4, 44)[:, :3], expected, dtype, steps=6, scale=4.0)
+    close(k[:5], expected[:, 2], dtype, steps=6, scale=4.0)
+    assert torch.equal(v[:5], qkv.view(5, 4, 44)[:, 3])
+
+
 # ---- what is refused
 
 

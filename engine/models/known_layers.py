@@ -58,7 +58,8 @@ class Rotation(NamedTuple):
 class LayerForm:
     """A decoder layer, by the names of its modules. `qkv`: one linear layer or three; `up`: one (a gate's outputs
     first) or two (the gate first), or, not `gated`, one; `parallel`: both branches see the layer's input, and the MLP
-    that of attention if `mlp_norm` is None; `scale`: what a branch is multiplied by before it is added."""
+    that of attention if `mlp_norm` is None; `scale`: what a branch is multiplied by before it is added;
+    `qk_norms_last`: norms on queries and keys see them turned."""
 
     input_norm: NormForm | None
     qkv: tuple[str, ...]
@@ -74,6 +75,7 @@ class LayerForm:
     down: str
     down_norm: NormForm | None
     scale: float
+    qk_norms_last: bool = False
 
     @property
     def linear(self) -> tuple[str, ...]:

@@ -82,6 +82,15 @@ class _Leaf(NamedTuple):
         return isinstance(self.module, nn.Linear)
 
 
+class _Queries(NamedTuple):
+    """The linear layers of q, k and v, norms on q and k, how those are turned, and whether that comes first."""
+
+    linear: tuple[str, ...]
+    norms: tuple[NormForm, NormForm] | None
+    rotation: Rotation | None
+    norms_last: bool
+
+
 @dataclass
 class _Notes:
     """One run of a layer: its parts in the order of their calls, those in front of attention and those behind it."""
@@ -155,7 +164,7 @@ class _Matcher:
         notes = self._notes
         assert notes.attended is not None
         input_norm, normed = self._norm_of(self._before, notes.x)
-        qkv, qk_norms, rotation = self._queries(normed)
+        queries = self._queries(normed)
         out = self._linear(self._after, notes.attended)
         attention_norm, branch = self._norm_of(self._after, out.output)
         scale, middle = self._middle(branch)
@@ -169,8 +178,8 @@ class _Matcher:
             raise UnknownError("its branches are added in another way")
         self._check_rest()
         return LayerForm(
-            input_norm, qkv, qk_norms, rotation, out.name, attention_norm, parallel, mlp_norm, up, gated, activation,
-            down.name, down_norm, scale,
+            input_norm, queries.linear, queries.norms, queries.rotation, out.name, attention_norm, parallel, mlp_norm,
+            up, gated, activation, down.name, down_norm, scale, queries.norms_last,
         )  # fmt: skip
 
     def _take(self, leaves: list[_Leaf]) -> _Leaf:
@@ -191,8 +200,7 @@ class _Matcher:
         leaf = self._take(leaves)
         return read_norm(leaf.name, leaf.module), leaf.output
 
-    def _queries(self, x: Tensor) -> tuple[tuple[str, ...], tuple[NormForm, NormForm] | None, Rotation | None]:
-        """The linear layers of q, k and v, norms on q and k, and how those are turned."""
+    def _queries(self, x: Tensor) -> "_Queries":
         assert self._notes.qkv is not None
         q, k, v = self._notes.qkv
         linear = [leaf for leaf in self._before if leaf.is_linear]
@@ -203,31 +211,55 @@ class _Matcher:
         if widths not in (sizes, [sum(sizes)]) or len(norms) not in (0, 2):
             raise UnknownError("queries, keys and values are made in another way")
         mine, self._before = list(torch.split(torch.cat(rows, dim=1), sizes, dim=1)), []
-        forms: list[NormForm] = []
-        for place, leaf in enumerate(norms):
-            swaps = not same(leaf.input.reshape(len(q), -1), mine[place])  # heads come before tokens
-            if swaps and not (leaf.input.dim() == _HEADS_FIRST and same(_swapped(leaf.input), mine[place])):
-                raise UnknownError(f"{leaf.name} is a norm of something else")
-            form = read_norm(leaf.name, self._take([leaf]).module)
-            width = leaf.module.weight.shape[0]
-            if width not in (sizes[place], q.shape[2]):
-                raise UnknownError(f"{leaf.name} is a norm of {width} elements")
-            forms.append(replace(form, heads=width != sizes[place]))
-            mine[place] = _swapped(leaf.output) if swaps else leaf.output.reshape(len(q), -1)
+        normed = [self._norm_of_heads(leaf, mine[place], (q, k)[place]) for place, leaf in enumerate(norms)]
+        mine[: len(normed)] = [rows for _, rows, _ in normed]
         if not same(v.reshape(len(v), -1), mine[2]):
             raise UnknownError("values are not those of a linear layer")
-        turned = {self._turned(each, mine[place].view(each.shape)) for place, each in enumerate((q, k))}
-        if len(turned) != 1 or len({form.heads for form in forms}) > 1:
+        behind = {self._turned(each, mine[place].view(each.shape)) for place, each in enumerate((q, k))}
+        in_front = {turned for _, _, turned in normed} or {None}
+        forms = [form for form, _, _ in normed]
+        if len(behind) != 1 or len(in_front) != 1 or len({form.heads for form in forms}) > 1:
             raise UnknownError("queries and keys are unlike")
-        return tuple(leaf.name for leaf in linear), (forms[0], forms[1]) if forms else None, turned.pop()
+        first, last = in_front.pop(), behind.pop()
+        if first is not None and last is not None:
+            raise UnknownError("queries and keys are turned twice")
+        names, pair = tuple(leaf.name for leaf in linear), (forms[0], forms[1]) if forms else None
+        return _Queries(names, pair, last if first is None else first, first is not None)
+
+    def _norm_of_heads(self, leaf: _Leaf, rows: Tensor, x: Tensor) -> tuple[NormForm, Tensor, Rotation | None]:
+        """The norm of queries or keys, rows [T, heads * d], as they are or turned; what it gives; and how they were
+        turned. `x` [T, heads, d] has their shape."""
+        swaps = {False: leaf.input.reshape(len(rows), -1)}
+        if leaf.input.dim() == _HEADS_FIRST:  # heads may come before tokens
+            swaps[True] = _swapped(leaf.input)
+        turned = self._turns(rows.view(x.shape))
+        found = next(
+            (
+                (each, is_swapped)
+                for each, want in turned
+                for is_swapped, given in swaps.items()
+                if same(given, want.reshape(len(rows), -1))
+            ),
+            None,
+        )
+        if found is None:
+            raise UnknownError(f"{leaf.name} is a norm of something else")
+        form, width = read_norm(leaf.name, self._take([leaf]).module), leaf.module.weight.shape[0]
+        if width not in (rows.shape[1], x.shape[2]):
+            raise UnknownError(f"{leaf.name} is a norm of {width} elements")
+        output = _swapped(leaf.output) if found[1] else leaf.output.reshape(len(rows), -1)
+        return replace(form, heads=width != rows.shape[1]), output, found[0]
+
+    def _turns(self, x: Tensor) -> list[tuple[Rotation | None, Tensor]]:
+        """x [T, heads, d] as it is, and turned in each way."""
+        if self._rotation is None:
+            return [(None, x)]
+        return [(None, x), *((each, rotated(x, each, *self._rotation)) for each in ROTATIONS)]
 
     def _turned(self, found: Tensor, mine: Tensor) -> Rotation | None:
-        if same(found, mine):
-            return None
-        if self._rotation is not None:
-            for rotation in ROTATIONS:
-                if same(found, rotated(mine, rotation, *self._rotation)):
-                    return rotation
+        for rotation, turned in self._turns(mine):
+            if same(found, turned):
+                return rotation
         raise UnknownError("queries or keys are turned in another way")
 
     def _middle(self, branch: Tensor) -> tuple[float, Tensor]:

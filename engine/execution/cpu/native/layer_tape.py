@@ -164,7 +164,7 @@ class Composer:
         rope = Op(kind=Kind.ROPE_KV, layer=layer.index, out=at.qkv.data_ptr(), out_stride=at.qkv.stride(0))
         if form.rotation is not None:
             assert angles is not None
-            rope.input, rope.n = angles.data_ptr(), int(form.rotation.pairs)
+            rope.input, rope.n = angles.data_ptr(), form.rotation.pairs + 2 * form.qk_norms_last
         if form.qk_norms is not None and form.qk_norms[0].heads:
             rope.weight, rope.eps = self._constant(self._heads_norm(layer, form.qk_norms)), form.qk_norms[0].eps
         elif form.qk_norms is not None:

@@ -19,7 +19,7 @@ from engine.execution.cpu.native.library import TYPES, Level, Shape, Step, Tape,
 from engine.execution.cpu.native.linear import PANEL, Native, NativeLinear
 from engine.execution.pool import UnitPool
 from engine.execution.rows import RowTable
-from engine.models.known_layers import LayerForm, Rotation, rotation_of
+from engine.models.known_layers import LayerForm, NormForm, Rotation, rotation_of
 from engine.models.transformers_model import Look, TransformersModel
 
 
@@ -125,11 +125,7 @@ def _known(look: Look, form: LayerForm, dtype: torch.dtype, index: int) -> Known
     rms = {norm.once for norm in form.norms if not norm.layer}
     if given.x.dtype != dtype or len(rms) > 1 or not all(is_plain(each, dtype) for each in linear.values()):
         return None
-    if (
-        form.qk_norms is not None
-        and (heads := form.qk_norms)[0].heads
-        and (heads[0].layer or heads[0].eps != heads[1].eps)
-    ):
+    if form.qk_norms is not None and not _norms_heads(form.qk_norms, last=form.qk_norms_last):
         return None
     inner = linear[form.down].in_features
     if form.gated and len(form.up) == 1 and inner % PANEL:
@@ -145,6 +141,12 @@ def _known(look: Look, form: LayerForm, dtype: torch.dtype, index: int) -> Known
     return KnownLayer(
         index, kind, form, module, seen.manner, linear, tuple(parts) if joined is None else (joined,), rotation
     )
+
+
+def _norms_heads(norms: tuple[NormForm, NormForm], *, last: bool) -> bool:
+    """Whether queries and keys are normed by the operation that turns them, or as whole rows in front of it."""
+    first, second = norms
+    return not last if not first.heads else not first.layer and first.eps == second.eps
 
 
 def is_plain(layer: object, dtype: torch.dtype) -> bool:

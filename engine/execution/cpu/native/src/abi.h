@@ -48,8 +48,8 @@ struct tm_shape {
 //                both run as one. Rows are padded to a multiple of 32 inputs, with zeros; on TM_AMX as many rows as make a
 //                multiple of 32 must be readable
 //   ROPE_KV      norms (weight [heads + kv_heads, head_dim] or NULL) and rotates q and k of `out` in place by the angles in
-//                `in` (NULL: not at all), halves against each other, or with n = 1 pairs that lie side by side; writes k and v
-//                to the pool
+//                `in` (NULL: not at all), halves against each other, or with n & 1 pairs that lie side by side; with n & 2 it
+//                norms what it has rotated; writes k and v to the pool
 //   ATTEND       q of in -> out [tokens, heads * value_dim]; n: a query sees itself and the n - 1 tokens before it, 0: all.
 //                `softcap` c, if not 0: a score s becomes c * tanh(s / c). `other`: sinks, float [heads], or NULL: a score of
 //                each head that takes part in the softmax and has no value. MERGE joins the parts of contexts that were

@@ -68,7 +68,7 @@ std::string check_op(const tm_op &op, const tm_shape &s) {
         case TM_QUANTIZE:
             if (op.int8 != TM_WORDS && op.int8 != TM_BYTES) return "unknown kind of integers";
             return is_size(op.k) && op.in && op.out && op.residual && least(op.in_stride, op.out_stride) >= round_up(op.k, K_STEP) ? "" : "integers: a pointer or stride";
-        case TM_ROPE_KV: return op.out && op.out_stride >= width && (op.n == 0 || op.n == 1) ? "" : "rope: out, its stride, or what is turned";
+        case TM_ROPE_KV: return op.out && op.out_stride >= width && op.n >= 0 && op.n <= 3 ? "" : "rope: out, its stride, or what is turned";
         case TM_ATTEND:
             if (!(op.softcap >= 0)) return "attention: a softcap below zero";
             return op.in && op.out && op.n >= 0 && op.in_stride >= width && op.out_stride >= gathered ? "" : "attention: a pointer or stride";

@@ -121,15 +121,18 @@ template <class T, class S> struct Rows {
         const tm_shape &shape = *view.shape;
         const int64_t dim = shape.head_dim, half = op.in ? shape.rotary_dim / 2 : 0;
         const int64_t rotated = shape.heads + shape.kv_heads, layer = op.layer * shape.block_size;
+        const bool pairs = op.n & 1, in_front = op.weight && !(op.n & 2), behind = op.weight && !in_front;
         const Cells<C> cells(view);
         for (int64_t t = tokens.first; t < tokens.last; t++) {
             S *heads = row(op.out, t, op.out_stride);
             const float *cos = half ? (const float *)op.in + t * shape.rotary_dim : nullptr;
             for (int64_t h = 0; h < rotated; h++) {
                 S *x = heads + h * dim;
-                if (op.weight) norm_row(x, x, (const float *)op.weight + h * dim, nullptr, dim, op.eps, shape.rounds_once != 0);
-                if (half && op.n) rotate_pairs(x, cos, cos + half, half);
+                const auto norm_head = [&] { norm_row(x, x, (const float *)op.weight + h * dim, nullptr, dim, op.eps, shape.rounds_once != 0); };
+                if (in_front) norm_head();
+                if (half && pairs) rotate_pairs(x, cos, cos + half, half);
                 else if (half) rotate(x, cos, cos + half, half);
+                if (behind) norm_head();
             }
             const S *k = heads + shape.heads * dim, *v = k + shape.kv_heads * dim;
             cells.template write<T>(view.k_cells[t] + layer, k, dim);
