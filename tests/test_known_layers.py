@@ -48,6 +48,7 @@ KNOWN = {
     "arcee": 4,
     "nemotron": 4,
     "hunyuan_v1_dense": 4,
+    "olmo": 4,
 }
 """Types, and how many of their four layers are known."""
 CHANGED = {

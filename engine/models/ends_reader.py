@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from engine.models.known_layers import NormForm, RunLayer, rotation_of
 from engine.models.layer_reader import copy_of
-from engine.models.norm_reader import UnknownError, floats, read_norm
+from engine.models.norm_reader import UnknownError, floats, is_bare_norm, read_norm
 
 _LARGE = 40.0  # random outputs of a head: where a cap matters
 _ENDS = 3  # parts: embedding, norm, head
@@ -55,7 +55,7 @@ def read_ends(model: nn.Module, linear: type[nn.Module], forward: Forward, posit
     ids = torch.randint(len(embedding.weight), positions.shape, generator=generator)
     keep = torch.tensor([1, len(positions) - 1])
     seen = _Seen(generator)
-    with seen.watching(model, linear):
+    with seen.watching(model, linear, embedding.weight.shape[1]):
         try:
             logits = forward(ids, positions, keep, seen.layer)
         except UnknownError:
@@ -119,8 +119,8 @@ class _Seen:
         return output.clone()
 
     @contextmanager
-    def watching(self, model: nn.Module, linear: type[nn.Module]) -> Iterator[None]:
-        """Notes calls of modules with weights, and gives random values in the place of theirs."""
+    def watching(self, model: nn.Module, linear: type[nn.Module], hidden: int) -> Iterator[None]:
+        """Notes calls of modules with weights and of norms, and gives random values in the place of theirs."""
 
         def note(name: str) -> Callable[..., Tensor]:
             def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Tensor:
@@ -133,7 +133,11 @@ class _Seen:
 
             return hook
 
-        leaves = [(name, each) for name, each in model.named_modules() if isinstance(each, linear) or _is_leaf(each)]
+        leaves = [
+            (name, each)
+            for name, each in model.named_modules()
+            if isinstance(each, linear) or _is_leaf(each) or is_bare_norm(each, hidden)
+        ]
         hooks = [each.register_forward_hook(note(name), with_kwargs=True) for name, each in leaves]
         try:
             yield
@@ -153,7 +157,7 @@ def _is_leaf(module: nn.Module) -> bool:
 def _norm_of(part: _Part, linear: type[nn.Module], x: Tensor) -> NormForm:
     if isinstance(part.module, linear) or not _equal(part.input, x):
         raise UnknownError(f"{part.name} stands where the norm of the last layer is looked for")
-    return read_norm(part.name, copy_of(part.module, linear))
+    return read_norm(part.name, copy_of(part.module, linear), x.shape[-1])
 
 
 def _embedding_scale(part: _Part, x: Tensor, ids: Tensor, numbers: list[float]) -> float:

@@ -24,7 +24,8 @@ _ROTATION = "position_embeddings"
 @dataclass(frozen=True, slots=True)
 class NormForm:
     """A norm by its module's name. `centered`: the weight is stored without 1; `once`: it is rounded behind the weight
-    alone; `layer`: a mean is subtracted; `heads`: it is of each head alone."""
+    alone; `layer`: a mean is subtracted; `heads`: it is of each head alone; `bare`: of so many
+    elements, without a weight."""
 
     name: str
     eps: float
@@ -32,9 +33,12 @@ class NormForm:
     centered: bool
     once: bool
     heads: bool = False
+    bare: int = 0
 
     def constants(self, module: nn.Module) -> tuple[Tensor, Tensor | None]:
         """Weight and, of a layer norm, bias, in float32, of the module that has them."""
+        if self.bare:
+            return torch.ones(self.bare), torch.zeros(self.bare) if self.layer else None
         stored, bias = getattr(module, "weight"), getattr(module, "bias", None)  # noqa: B009 - an Any
         weight: Tensor = (stored.float() + 1.0 if self.centered else stored.float()).contiguous()
         if not self.layer:

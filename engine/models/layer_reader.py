@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from engine.models.known_layers import Given, LayerForm, NormForm, Rotation
-from engine.models.norm_reader import UnknownError, floats, read_norm, same
+from engine.models.norm_reader import UnknownError, floats, is_bare_norm, read_norm, same
 
 Attention = Callable[[nn.Module, Tensor, Tensor, Tensor, Any], Tensor]
 Attending = Callable[[Attention, Callable[[], Any]], Any]
@@ -106,27 +106,29 @@ class _Notes:
 def _run(layer: nn.Module, given: Given, attending: Attending, size: float) -> _Notes:
     """The layer on random tokens of this size, whose attention gives random values."""
     generator = torch.Generator().manual_seed(1)
-    notes = _Notes(size * torch.randn(given.x.shape, generator=generator))
+    x = size * torch.randn(given.x.shape, generator=generator)
+    notes = _Notes(x.clone())
 
     def attention(_module: nn.Module, q: Tensor, k: Tensor, v: Tensor, _manner: Any) -> Tensor:
         if notes.qkv is not None:
             raise UnknownError("it attends more than once")
-        notes.qkv = q, k, v
+        notes.qkv = q.clone(), k.clone(), v.clone()
         notes.attended = torch.randn(len(q), q.shape[1] * v.shape[2], generator=generator)
-        return notes.attended
+        return notes.attended.clone()
 
     def note(name: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
             x = args[0] if args else next(iter(kwargs.values()), None)
             if isinstance(x, Tensor) and isinstance(output, Tensor):
-                (notes.before if notes.qkv is None else notes.after).append(_Leaf(name, module, x, output))
+                leaf = _Leaf(name, module, x.clone(), output.clone())  # what changes them in place is seen
+                (notes.before if notes.qkv is None else notes.after).append(leaf)
 
         return hook
 
     leaves = [(name, each) for name, each in layer.named_modules() if not any(each.children())]
     hooks = [each.register_forward_hook(note(name), with_kwargs=True) for name, each in leaves]
     try:
-        notes.y = attending(attention, lambda: layer(hidden_states=notes.x, **_widened(given)))
+        notes.y = attending(attention, lambda: layer(hidden_states=x, **_widened(given)))
     except UnknownError:
         raise
     except Exception as error:  # of somebody else's code
@@ -198,7 +200,7 @@ class _Matcher:
         if not leaves or leaves[0].is_linear or not same(leaves[0].input, x):
             return None, x
         leaf = self._take(leaves)
-        return read_norm(leaf.name, leaf.module), leaf.output
+        return read_norm(leaf.name, leaf.module, x.shape[-1]), leaf.output
 
     def _queries(self, x: Tensor) -> "_Queries":
         assert self._notes.qkv is not None
@@ -244,9 +246,10 @@ class _Matcher:
         )
         if found is None:
             raise UnknownError(f"{leaf.name} is a norm of something else")
-        form, width = read_norm(leaf.name, self._take([leaf]).module), leaf.module.weight.shape[0]
+        width = leaf.input.shape[-1]
         if width not in (rows.shape[1], x.shape[2]):
             raise UnknownError(f"{leaf.name} is a norm of {width} elements")
+        form = read_norm(leaf.name, self._take([leaf]).module, width)
         output = _swapped(leaf.output) if found[1] else leaf.output.reshape(len(rows), -1)
         return replace(form, heads=width != rows.shape[1]), output, found[0]
 
@@ -323,5 +326,6 @@ def rotated(x: Tensor, rotation: Rotation, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def _does_something(leaf: _Leaf) -> bool:
-    """Whether it has weights; activations and the like are seen in what comes of them."""
-    return any(True for _ in leaf.module.parameters())
+    """Whether it has weights or is a norm; activations and the like are seen in what comes of them."""
+    has_weights = any(True for _ in leaf.module.parameters())
+    return has_weights or is_bare_norm(leaf.module, leaf.input.shape[-1])
