@@ -105,6 +105,16 @@ def test_layers_that_compute_something_else_run_by_their_modules(case_of: Any, n
     check_tokens(case_of(name), driver)
 
 
+def test_what_changes_a_tensor_in_place_is_seen(tmp_path: Path) -> None:
+    """OLMo may cut queries, keys and values off where they lie."""
+    case = Case("olmo", tmp_path, clip_qkv=0.5)
+    model = load(case)
+    assert all(isinstance(form, str) and "values" in form for form in model.layer_forms()), model.layer_forms()
+    driver = make_driver(model, 0)
+    assert driver.runner.device.known_layers == 0
+    check_tokens(case, driver)
+
+
 def form_of(case: Case, layer: int = 0) -> LayerForm:
     form = load_model(case.shape, case.folder, dtype="float32").layer_forms()[layer]
     assert isinstance(form, LayerForm), form
