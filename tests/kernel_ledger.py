@@ -29,6 +29,7 @@ from triton.compiler import ASTSource
 
 from engine.execution.cuda.buffers import HeadSizes
 from engine.execution.cuda.device import CudaDevice
+from engine.execution.cuda.graphs import Way
 from engine.execution.cuda.kernels import triton_kernels
 from engine.execution.cuda.modules import KernelAttention
 from engine.execution.pool import UnitPool
@@ -72,6 +73,14 @@ MODELS: dict[str, tuple[dict[str, object], torch.dtype | None]] = {
         | {
             "architectures": ["Gemma2ForCausalLM"], "model_type": "gemma2", "hidden_size": 3584, "head_dim": 256,
             "num_attention_heads": 16, "num_key_value_heads": 8, "sliding_window": 64, "tie_word_embeddings": True,
+        },
+        None,
+    ),
+    "1.3B": (
+        {
+            "architectures": ["OPTForCausalLM"], "model_type": "opt", "hidden_size": 2048, "word_embed_proj_dim": 2048,
+            "ffn_dim": 8192, "num_attention_heads": 32, "max_position_embeddings": 2048, "tie_word_embeddings": True,
+            "activation_function": "relu",
         },
         None,
     ),
@@ -244,6 +253,8 @@ def launch_table() -> str:
         for step, tokens in (("decodes", 2), ("decodes and prompts", 20)):
             cells = [f"{len(each)}: {', '.join(map(_operation, each))}" for each in launches_of(name, tokens)]
             lines.append(f"| {load_spec(model_folder(name)).family} | {step} | {' | '.join(cells)} |")
+    cells = [f"{len(each)}: {', '.join(map(_operation, each))}" for each in launches_of("opt", 2, Way.HIDDEN)]
+    lines.append(f"| opt | decodes that read hidden state | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
@@ -291,7 +302,7 @@ graph replays all of them at once. Draws, penalties and masks come behind, where
 ## What the kernels compile to
 
 Made by `python tests/kernel_ledger.py` with Triton {version}, without a GPU: counts of the code, not times. Every
-launch of a step of seventeen models (two layers each; d256: heads of 256), and of attention in modules that are not
+launch of a step of eighteen models (two layers each; d256: heads of 256), and of attention in modules that are not
 ours with heads of 192 and 128, as it is served, for each architecture:
 registers of a thread / bytes of its stack / bytes of shared memory / instructions / instructions of the longest loop. A
 stack where many registers are in use is of those that did not fit, and none may have one. An empty cell: not launched

@@ -2,7 +2,7 @@
 
 import functools
 import random
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 
 import numpy as np
@@ -11,6 +11,7 @@ import torch
 from cuda_engine import make_driver
 from driver import make_request
 from hand_driver import BLOCK, CPU, GREEDY, HandDriver
+from test_absorption import check_against_transformers, reference_decoder
 from test_families import HYBRID_RUNS, check_hybrid, decoder_of
 from test_hybrid_cache import BOTH, CONFIGS, check_equal, hidden, host, kv, one_thread, prompts_of, start
 from test_hybrid_cache import decoder_of as rough_decoder
@@ -18,8 +19,10 @@ from test_hybrid_cache import decoder_of as rough_decoder
 from engine.cache.blocks import CacheAction, CacheKind, CacheOperation
 from engine.errors import ConfigError
 from engine.execution.cuda import swap
+from engine.execution.cuda.buffers import StepInputs
 from engine.execution.cuda.device import CudaDevice
-from engine.execution.cuda.graphs import Graphs
+from engine.execution.cuda.forward import Forward
+from engine.execution.cuda.graphs import Graphs, Way
 from engine.execution.cuda.swap import Swapper
 from engine.execution.lane import Lane, Mark
 from engine.execution.pool import UnitPool
@@ -66,13 +69,13 @@ def test_every_mix_equals_the_solo_run(name: str, seed: int, monkeypatch: pytest
 def test_tokens_of_the_whole_engine_equal_transformers(
     case: str, policy: str, depth: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Steps launched ahead of the tokens they are built on; ordinary steps go through the graphs, others do not."""
-    replayed = 0
+    """Steps launched ahead of the tokens they are built on; ordinary steps go through the graphs, and others where
+    decodes read hidden state."""
+    replayed, original = Counter[Way](), Graphs.run
 
-    def counted(self: Graphs, inputs: object, original: Callable[..., None] = Graphs.run, **how: bool) -> None:
-        nonlocal replayed
-        replayed += 1
-        original(self, inputs, **how)
+    def counted(self: Graphs, inputs: StepInputs, way: Way = Way.PLAIN) -> None:
+        replayed[way] += 1
+        original(self, inputs, way)
 
     monkeypatch.setattr(Graphs, "run", counted)
     decoder = decoder_of(case)
@@ -85,7 +88,53 @@ def test_tokens_of_the_whole_engine_equal_transformers(
     assert driver.most_in_flight == 1 + depth
     computed = sum(bool(step.chunks) for step in driver.steps)
     from_hidden = sum(step.cache_work.compact_tokens > 0 for step in driver.steps)
-    assert replayed <= computed - from_hidden if scratch else replayed == computed
+    plain = replayed.pop(Way.PLAIN)
+    assert plain <= computed - from_hidden if scratch else plain == computed
+    assert bool(replayed[Way.HIDDEN]) is decoder.spec.absorbs_kv
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("case", ["opt", "opt-no-bias-untied"])
+def test_decodes_read_hidden_state_beside_everything_else(case: str, seed: int) -> None:
+    """Hidden and KV blocks in one request, conversions, swaps, prefix hits, chunks behind a past that is projected:
+    the logits of transformers, and NaN in all that is free and in all scratch."""
+    generator = torch.Generator().manual_seed(seed)
+    shared = torch.randint(3, 97, (10,), generator=generator).tolist()
+    driver = HandDriver(
+        reference_decoder(case), seed, kinds=BOTH[seed % 2 :], num_units=60, host_units=60, scratch_blocks=16, cuda=True
+    )
+    requests = []
+    for length in (1, 30, 5, 18, 11, 24):
+        prompt = torch.randint(3, 97, (length,), generator=generator).tolist()
+        requests.append(driver.add(shared + prompt if length % 2 else prompt, 8))
+        driver.step()
+    driver.run()
+    assert driver.seen >= {"restore hidden", "swap_in hidden"}
+    for request in requests:
+        check_against_transformers(case, request)
+
+
+def test_decodes_that_read_hidden_state_project_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of them are steps that a graph could replay."""
+    ways: list[Way] = []
+    original = Graphs.run
+
+    def run(self: Graphs, inputs: StepInputs, way: Way = Way.PLAIN) -> None:
+        ways.append(way)
+        original(self, inputs, way)
+
+    monkeypatch.setattr(Graphs, "run", run)
+    driver = HandDriver(reference_decoder("opt"), 1, kinds=BOTH[1:], scratch_blocks=20, calm=True, cuda=True)
+    requests = [driver.add(list(range(5, 5 + length)), 6) for length in (9, 2, 14, 21)]
+    while not all(request.logits for request in requests):
+        driver.step()
+    monkeypatch.setattr(Forward, "project", None)
+    ways.clear()
+    before = driver.step_id
+    driver.run()
+    assert ways == [Way.HIDDEN] * (driver.step_id - before)
+    for request in requests:
+        check_against_transformers("opt", request)
 
 
 def bare_runner(

@@ -28,7 +28,7 @@ from engine.execution.cuda.buffers import (
     StepWishes,
 )
 from engine.execution.cuda.forward import Forward
-from engine.execution.cuda.graphs import Graphs
+from engine.execution.cuda.graphs import Graphs, Way
 from engine.execution.cuda.kernels import Kernels
 from engine.execution.cuda.sampling import Sampling
 from engine.execution.cuda.shapes import GRAPH_TOKENS, Buckets
@@ -198,12 +198,12 @@ def test_a_step_that_fails_halfway_is_made_good() -> None:
     runner, calls = driver.runner, 0
     forward = runner.device._graphs._forward
 
-    def fragile(inputs, adapted):  # type: ignore[no-untyped-def]
+    def fragile(inputs, way):  # type: ignore[no-untyped-def]
         nonlocal calls
         calls += 1
         if calls in (3, 12):
             raise RuntimeError("the device is gone")
-        forward(inputs, adapted)
+        forward(inputs, way)
 
     runner.device._graphs._forward = fragile
     run_in_waves(driver, requests)
@@ -345,11 +345,11 @@ def test_a_capture_that_fails_keeps_the_graphs_that_there_are(
     shapes = [shape.tokens for shape in device._buckets.all_shapes()]
     errors = {shapes[0]: torch.OutOfMemoryError("CUDA out of memory"), shapes[4]: RuntimeError("not permitted")}
 
-    def capture(self: Graphs, inputs: StepInputs, *, adapted: bool) -> None:
+    def capture(self: Graphs, inputs: StepInputs, way: Way) -> None:
         assert inputs is device._buffers.inputs(inputs.shape)
         if inputs.shape.tokens in errors:
             raise errors[inputs.shape.tokens]
-        self._graphs[id(inputs), adapted] = object()  # type: ignore[assignment]
+        self._graphs[id(inputs), way] = object()  # type: ignore[assignment]
 
     monkeypatch.setattr(Graphs, "capture", capture)
     device._capture()

@@ -22,6 +22,7 @@ from engine.execution.cuda.adapters import LARGEST_RANK
 from engine.execution.cuda.buffers import HeadSizes
 from engine.execution.cuda.device import CudaDevice
 from engine.execution.cuda.forward import Forward
+from engine.execution.cuda.graphs import Way
 from engine.execution.cuda.kernels import triton_kernels
 from engine.execution.cuda.modules import KernelAttention
 from engine.execution.cuda.sampling import Sampling
@@ -195,11 +196,36 @@ def test_no_step_waits_for_the_device_or_the_compiler(name: str) -> None:
         dry.sealed = True
         for kind in kinds_of(spec):
             counts = counts_of(dry, runner, kind)
-            assert [each["graphs"] for each in counts] == [int("hidden" not in kind)] * len(counts)
+            assert [each["graphs"] for each in counts] == [int("hidden" not in kind or spec.absorbs_kv)] * len(counts)
             if kind in ("swapped out and in", "restored", "from hidden state") or "masks" in kind:
                 continue
             copies = counts[-1]["uploads"], counts[-1]["fetches"], counts[-1]["pins"]
             assert copies == (1, 1 + ("logprobs" in KINDS[kind]), 0), "one copy each way, and one for log-probabilities"
+
+
+@pytest.mark.parametrize("graphs", [True, False])
+def test_decodes_that_read_hidden_state_replay_a_graph(graphs: bool) -> None:
+    """They copy and wait for as much as those of K and V. A prompt whose past is hidden state projects it, in a step
+    without a graph, which decodes beside it read theirs in; nothing is compiled for it."""
+    spec = load_spec(model_folder("opt"))
+    with dry_device() as dry:
+        runner = make_runner(spec, graphs=graphs)
+        device, buckets = runner.device, len(shapes.Buckets(4, 32).all_shapes())
+        assert device.num_shapes == 2 * buckets and device.num_graphs == graphs * 2 * buckets
+        dry.sealed = True
+        plain, hidden_ones = (counts_of(dry, runner, kind) for kind in ("greedy", "from hidden state"))
+        for mine, theirs in zip(hidden_ones, plain, strict=True):
+            counted = ("graphs", "uploads", "fetches", "pins", "blocking")
+            assert [mine[name] for name in counted] == [theirs[name] for name in counted]
+            assert mine["graphs"] == graphs and not mine["blocking"]
+        dry.step, dry.strict, dry.counts = dry.step + 3, True, Counter()
+        entries = tuple(hidden(48 + block) for block in range(4))
+        late = NewRequest(3, "late", (5,) * 12, 12, SamplingParams(40, temperature=0.0), entries)
+        for number, begun in enumerate((0, 6)):
+            dry.step, dry.counts = dry.step + 1, Counter()
+            chunks = (*(Chunk(row, 9 + number, 1, True) for row in range(2)), Chunk(3, begun, 6, begun > 0))
+            runner.launch(SchedulerOutput(5 + number, chunks, () if begun else (late,)))
+            assert dry.counts["graphs"] == int(graphs and not begun) and not dry.counts["blocking"]
 
 
 @pytest.mark.parametrize("graphs", [True, False])
@@ -475,7 +501,7 @@ LAUNCHING = ("llama-gqa2", "qwen3", "gemma3", "opt", "neox")
 """One family for each shape of a layer."""
 
 
-def launches_of(name: str, tokens: int) -> tuple[list[str], list[str]]:
+def launches_of(name: str, tokens: int, way: Way = Way.PLAIN) -> tuple[list[str], list[str]]:
     """What a step of two decodes, or of `tokens` with prompts among them, launches in a layer and outside of all:
     kernels of ours and operators of torch, by name."""
     found: list[list[str]] = []
@@ -485,7 +511,7 @@ def launches_of(name: str, tokens: int) -> tuple[list[str], list[str]]:
             inputs = device._buffers.fill(device._buckets.fit(tokens, 2), decodes_first(_NO_CHUNKS), device.rows)
             dry.launched.clear()
             with torch.inference_mode():
-                device._forward(inputs)
+                device._run(inputs, way)
             found.append(dry.launched)
     one, two = found
     layer = two[1 : 1 + len(two) - len(one)]  # behind the embedding
@@ -503,6 +529,14 @@ def test_launches_of_a_step(name: str) -> None:
     assert same == outside
     assert [each for each in mixed if each not in ("prefill_kernel", "merge_kernel")] == layer
     assert len(mixed) == 11
+
+
+def test_launches_of_decodes_that_read_hidden_state() -> None:
+    """What is kept as such, W_k and W_v, and three kernels where attention has one."""
+    layer, outside = launches_of("opt", 2, Way.HIDDEN)
+    assert (len(layer), len(outside)) == (14, 6) and "split_kernel" not in layer and "hidden_kernel" in layer
+    mixed, _ = launches_of("opt", 20, Way.HIDDEN)
+    assert [each for each in mixed if each not in ("prefill_kernel", "merge_kernel")] == layer
 
 
 MUTANTS = {

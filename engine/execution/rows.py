@@ -45,8 +45,8 @@ class RowTable:
 
     `is_hidden [rows, max_blocks]`: blocks of hidden state (the entries of other blocks in `hidden_table` mean nothing),
     `num_hidden [rows]`: how many a row has; refused unless `hidden`. K and V of those pass through scratch, to which
-    `engine.execution.hidden` points `k_table` and `v_table` anew for every step: such entries are below zero. Memory of
-    the large tables is committed only where it is used.
+    `engine.execution.hidden` points `k_table` and `v_table` anew for every step that projects them: such entries are
+    below zero, always. Memory of the large tables is committed only where it is used.
     """
 
     def __init__(self, limits: Limits, *, hidden: bool = False) -> None:
@@ -180,6 +180,7 @@ class RowTable:
         self.is_hidden[row, block] = hidden
         if hidden:
             (self.hidden_table[row, block],) = entry.units
+            self.k_table[row, block] = self.v_table[row, block] = -1
         elif entry.kind is CacheKind.KV8:
             self.k_table[row, block] = self.v_table[row, block] = -1 - entry.units[0]
         else:

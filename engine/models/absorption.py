@@ -6,11 +6,22 @@ and no past token is projected. Only the query is, and what it gathers. The seco
 for V is linear in x whatever becomes of K: where K has to be projected V need not be. Knows nothing of caches.
 """
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from engine.models.spec import ModelSpec
 from engine.models.weights import LayerWeights, ModelWeights
+
+
+class KVWeights(NamedTuple):
+    """A layer's W_k and W_v [kv_heads, D, H], and their biases [kv_heads, D], if any."""
+
+    keys: Tensor
+    values: Tensor
+    key_bias: Tensor | None
+    value_bias: Tensor | None
 
 
 class Absorption:
@@ -32,6 +43,11 @@ class Absorption:
         k, v = weight.view(2, self._kv_heads, self._head_dim, self._hidden).unbind(0)
         self._weights[index] = k, v
         self._biases[index] = None if bias is None else _pair(bias.view(2, self._kv_heads, 1, self._head_dim))
+
+    def of_layer(self, layer: int) -> KVWeights:
+        keys, values = self._weights[layer]
+        biases = self._biases[layer]
+        return KVWeights(keys, values, *((None, None) if biases is None else (each[:, 0] for each in biases)))
 
     def queries(self, layer: int, q: Tensor) -> tuple[Tensor, Tensor | None]:
         """q [T, heads, D] -> W_kᵀ q [T, heads, H], and q·b_k [T, heads] in float32 (None without biases)."""

@@ -32,10 +32,10 @@ class StepInputs:
     """A shape's view of the device's side; T tokens, S samples.
 
     `ids [T]`: negative where the token is the one sampled last for `source [T]`; `positions [T]`; `rows [T]`: -1 for
-    padding; `sample_tokens [S]`: which of the T are sampled, for rows `sample_rows [S]`. `partial`, `partial_lse`:
-    scratch of the decode kernel; `prefill_partial`, `prefill_lse`: the same memory for the prefill kernel behind it.
-    `arrived`: zeros that the decode kernel counts in.
-    `slots [T]`: of decodes alone, whose LoRA adapters are in these slots.
+    padding, and where no K and V are kept; `sample_tokens [S]`: which of the T are sampled, for rows `sample_rows [S]`.
+    `partial`, `partial_lse`: scratch of the decode kernel; `prefill_partial`, `prefill_lse`: the same memory for the
+    prefill kernel behind it. `arrived`: zeros that the decode kernel counts in. `slots [T]`: of decodes alone, whose
+    LoRA adapters are in these slots. `stored [T]`: rows of what is kept as hidden state, -1 for others.
     """
 
     shape: StepShape
@@ -53,6 +53,7 @@ class StepInputs:
     prefill_partial: Tensor
     prefill_lse: Tensor
     slots: Tensor
+    stored: Tensor
 
 
 class DrawInputs(NamedTuple):
@@ -116,7 +117,8 @@ class HeadSizes(NamedTuple):
 
 
 class StepBuffers:
-    """The scratch of attention is shared by all layers of these `heads`, and by all shapes of steps."""
+    """The scratch of attention is shared by all layers of these `heads`, and by all shapes of steps. `max_items`: of a
+    step's decodes."""
 
     def __init__(self, heads: HeadSizes, limits: Limits, dtype: torch.dtype, device: torch.device) -> None:
         max_tokens, max_samples = limits.max_num_batched_tokens, limits.max_num_seqs
@@ -135,14 +137,14 @@ class StepBuffers:
         shapes = (*DecodeWork.shapes(max_samples, items), *PrefillWork.shapes(max_samples, tiles, merged))
         lists = sum(aligned(rows * columns) for rows, columns in shapes)
         self._buffer = WorkBuffer(
-            4 * max_tokens + 15 * max_samples + lists + 2 * _CHANGES + 2 * _EDITS + _SLACK, device
+            5 * max_tokens + 15 * max_samples + lists + 2 * _CHANGES + 2 * _EDITS + _SLACK, device
         )
         take = self._buffer.take
         (self._ids, self._ids_), (self._source, self._source_) = take(max_tokens), take(max_tokens)
         (self._positions, self._positions_), (self._rows, self._rows_) = take(max_tokens), take(max_tokens)
         (self._sample_tokens, self._sample_tokens_) = take(max_samples)
         (self._sample_rows, self._sample_rows_) = take(max_samples)
-        (self._slots_of, self._slots_of_) = take(max_samples)
+        (self._slots_of, self._slots_of_), (self._stored, self._stored_) = take(max_samples), take(max_tokens)
         self._draw_host, self._draw = zip(*(take(max_samples) for _ in range(4)), strict=True)
         self._uniform, self._uniform_ = take(max_samples * 2)
         self._penalised, self._penalised_rows, self._wanted = take(max_samples), take(max_samples), take(max_samples)
@@ -152,6 +154,7 @@ class StepBuffers:
         self._prefill = PrefillWork(
             max_samples, tiles, self._tile_tokens, device, self._buffer, slots=self._slots, tile=prefill.block_n
         )
+        self.max_items = items
         scratch = max(items, self._prefill.partials), heads.num_heads
         self._partial = torch.zeros((*scratch, heads.value_dim), dtype=torch.float32, device=device)
         self._partial_lse = torch.zeros(scratch, dtype=torch.float32, device=device)
@@ -172,7 +175,7 @@ class StepBuffers:
             self._sample_tokens_[:samples], self._sample_rows_[:samples], self._decode.head(requests, items),
             self._prefill.head(samples, tiles, tokens, not shape.exact), self._partial[:items],
             self._partial_lse[:items], self._arrived[:items], self._partial[:splits], self._partial_lse[:splits],
-            self._slots_of_[:samples],
+            self._slots_of_[:samples], self._stored_[:tokens],
         )  # fmt: skip
         if not shape.exact:
             self._views[shape] = views
@@ -185,6 +188,7 @@ class StepBuffers:
         _pad(self._source, layout.token_rows, shape.tokens, rows.num_rows)
         _pad(self._positions, layout.positions, shape.tokens, 0)
         _pad(self._rows, layout.token_rows, shape.tokens, -1)
+        self._stored[: shape.tokens] = -1
         _pad(self._sample_tokens, layout.sampled_tokens, shape.samples, 0)
         _pad(self._sample_rows, layout.sampled_rows, shape.samples, rows.num_rows)
         count = layout.num_decodes
@@ -197,6 +201,12 @@ class StepBuffers:
     def fill_slots(self, shape: StepShape, slots: IntArray) -> None:
         """Write the slots of a step of decodes alone: of their adapters, padded."""
         _pad(self._slots_of, slots, shape.samples, 0)
+
+    def fill_stored(self, stored: IntArray, read: int) -> None:
+        """Write rows [T] of new tokens that are kept as hidden state, -1 for others. The first `read` tokens are of
+        decodes that read it: no K and V are written of such."""
+        self._stored[: len(stored)] = stored
+        self._rows[:read][stored[:read] >= 0] = -1
 
     def fill_wishes(self, where: IntArray, ends: IntArray, rows: RowTable, vocab: int) -> StepWishes:
         """Write what samples of rows `where [S]` at positions `ends [S]` want."""

@@ -1,7 +1,7 @@
 """CudaDevice: persistent device state, our kernels, CUDA graphs by bucket, and tokens that stay on the device.
 
 `forward` turns a step into one upload and one graph replay and comes back at once; operations of the cache go down the
-same lane, transfers of the host tier down another (`engine.execution.cuda.swap`). Steps that run from hidden state, or
+same lane, transfers of the host tier down another (`engine.execution.cuda.swap`). Steps that project hidden state, or
 make vectors of it, or have prompts beside rows with adapters, do without a graph. With `kernels` from torch, or
 Triton's interpreter, the same class runs on the CPU. Knows nothing of scheduling, requests or the order of a step's
 parts (`Runner`).
@@ -20,11 +20,12 @@ from torch import Tensor
 from engine.api import MAX_LOGPROBS, SamplingParams
 from engine.arrays import IntArray
 from engine.execution.cpu.device import Beyond
+from engine.execution.cuda.absorbed import AbsorbedDecodes, reads_hidden
 from engine.execution.cuda.adapters import SlottedAdapters
 from engine.execution.cuda.buffers import HeadSizes, StepBuffers, StepInputs, StepWishes, send
 from engine.execution.cuda.flash_trial import choose
 from engine.execution.cuda.forward import Forward
-from engine.execution.cuda.graphs import Graphs
+from engine.execution.cuda.graphs import Graphs, Way
 from engine.execution.cuda.hidden import Projection, StepHidden
 from engine.execution.cuda.kernels import Kernels
 from engine.execution.cuda.sampling import Sampling
@@ -100,6 +101,10 @@ class CudaDevice:
         self._projection = Projection(self._forward, self.pool, limits)
         self._swapper = Swapper(self.pool, kernels, self.lane, out=Lane(device), back=Lane(device))
         self._buffers = StepBuffers(HeadSizes.of(spec), limits, weights.embedding.dtype, device)
+        self._absorbed: AbsorbedDecodes | None = None
+        if scratch_blocks and reads_hidden(spec):
+            items = self._buffers.max_items
+            self._absorbed = AbsorbedDecodes(self._forward, spec, weights, kernels, self.pool, items)
         self._sampling = Sampling(self.rows, kernels, self._buffers, spec.vocab_size, device)
         self._buckets = Buckets(limits.max_num_seqs, limits.max_num_batched_tokens)
         self._kernels = kernels
@@ -110,7 +115,7 @@ class CudaDevice:
         self._divided = any(isinstance(layer.out, SummedLinear) for layer in weights.layers)
         self._slotted = SlottedAdapters(spec, limits.max_num_seqs, device, taken=adapted)
         self.adapters: Adapters = self._slotted
-        self._last: tuple[StepInputs, bool] | None = None
+        self._last: tuple[StepInputs, Way] | None = None
         self._share: Callable[[Tensor], None] | None = None
         self.restore = self._projection.restore
         self.swap_out, self.swap_in = self._swapper.swap_out, self._swapper.swap_in
@@ -136,7 +141,7 @@ class CudaDevice:
 
     @property
     def num_shapes(self) -> int:
-        return len(self._buckets.all_shapes()) + len(self._adapted_shapes())
+        return len(self._captured())
 
     def forward(
         self, chunks: IntArray, masks: FinishMasks | None = None, take: TakeHidden | None = None
@@ -146,23 +151,31 @@ class CudaDevice:
             return self._run_pipeline(self.beyond, chunks, masks, take)
         rows, layout = self.rows, decodes_first(chunks)
         inputs = self._fill(layout)
-        wishes, hidden = self._sampling.begin(layout), None
+        wishes, numbers = self._sampling.begin(layout), rows.adapters[layout.token_rows]
+        hidden, adapt, way, adapted = None, None, Way.PLAIN, bool(numbers.any())
         if has_hidden(rows, chunks):
-            hidden = StepHidden.of(self._projection, self._forward, rows, layout, inputs, self.pool.scratch_blocks)
-        adapt, slots = None, None
-        if (numbers := rows.adapters[layout.token_rows]).any():
+            hidden = StepHidden.of(
+                self._projection, self._forward, self._buffers, inputs, rows, layout, self.pool.scratch_blocks,
+                layout.num_decodes if self._absorbed else 0,
+            )  # fmt: skip
+            if self._absorbed:
+                way, hidden = Way.HIDDEN, hidden if hidden.projects or take is not None or adapted else None
+        if adapted:
+            slots = None
             if hidden is None and take is None and not inputs.shape.prefill:
                 slots = self._slotted.slots_of(numbers)
             if slots is None:
                 adapt = self.adapters.of_step(numbers, self.pool.device, send)
             else:
+                way = Way.ADAPTED
                 self._buffers.fill_slots(inputs.shape, slots)
         self._upload()
         if hidden is None and take is None and adapt is None:
-            self._graphs.run(inputs, adapted=slots is not None)
+            self._graphs.run(inputs, way)
         else:
-            self._forward(inputs, hidden, None if take is None else partial(take, layout), adapt)
-        self._last = inputs, slots is not None
+            decode = self._absorbed.attend if self._absorbed and way is Way.HIDDEN else None
+            self._forward(inputs, hidden, None if take is None else partial(take, layout), adapt, decode)
+        self._last = inputs, way
         return self._choose(inputs, layout, wishes, masks)
 
     def _choose(
@@ -209,16 +222,23 @@ class CudaDevice:
         self._upload()
         return inputs
 
-    def _run(self, inputs: StepInputs, adapted: bool) -> None:
+    def _run(self, inputs: StepInputs, way: Way) -> None:
         """What a graph is captured of."""
-        if adapted:
+        if way is Way.ADAPTED:
             self._forward(inputs, adapt=self._slotted.in_slots(inputs.slots, self._kernels))
+        elif way is Way.HIDDEN:
+            assert self._absorbed is not None, "hidden state is projected"
+            self._absorbed(inputs)
         else:
             self._forward(inputs)
 
-    def _adapted_shapes(self) -> list[StepShape]:
-        """Buckets that have a graph for rows with adapters, too: decodes alone."""
-        return [shape for shape in self._buckets.all_shapes() if not shape.prefill] if self._slotted.taken else []
+    def _captured(self) -> list[tuple[StepShape, Way]]:
+        """What graphs are captured of: every bucket, those of decodes alone once more for rows with adapters, and all
+        once more for steps whose decodes read hidden state."""
+        every = self._buckets.all_shapes()
+        adapted = [shape for shape in every if not shape.prefill] if self._slotted.taken else []
+        ways = ((Way.PLAIN, every), (Way.ADAPTED, adapted), (Way.HIDDEN, every if self._absorbed else []))
+        return [(shape, way) for way, shapes in ways for shape in shapes]
 
     def join(self, share: Callable[[Tensor], None]) -> None:
         """See RankDevice."""
@@ -252,9 +272,8 @@ class CudaDevice:
     def repeat_last(self) -> None:
         """Run the last step's forward pass again, as it is: for measuring what the device takes without the host."""
         assert self._last is not None, "no step was run yet"
-        inputs, adapted = self._last
         with torch.inference_mode(), self.lane.use():
-            self._graphs.run(inputs, adapted=adapted)
+            self._graphs.run(*self._last)
 
     def run_padding(self, num_tokens: int, num_samples: int) -> None:
         """A step of `num_tokens` of padding with `num_samples` that want everything: what the largest step allocates.
@@ -294,10 +313,10 @@ class CudaDevice:
                 if self.pool.scratch_blocks:
                     hidden = StepHidden.padding(self._projection, self._forward, inputs)
                 self._run_padding(inputs, 1, params, masked, hidden)
-            if self._slotted.taken:
+            for way in {way for _, way in self._captured()} - {Way.PLAIN}:
                 inputs = self._buffers.fill(self._buckets.fit(1, 1), decodes_first(_NO_CHUNKS), self.rows)
                 self._buffers.upload()
-                self._run(inputs, True)
+                self._run(inputs, way)
             if self.pool.scratch_blocks:
                 self.restore(np.array([[self.pool.zero_unit, 0, 1]]), np.zeros(1, dtype=np.int64))
             if len(self.pool.host_units):
@@ -313,13 +332,12 @@ class CudaDevice:
         """A graph for every bucket. Where the device refuses, steps run without: slower, and right. Of ranks that
         divide layers each runs every bucket, as the others do, and one that cannot raises what keeps it from it."""
         empty, refused = decodes_first(_NO_CHUNKS), None
-        shapes = [(shape, False) for shape in self._buckets.all_shapes()]
         with torch.inference_mode(), self.lane.use():
-            for shape, adapted in (*shapes, *((shape, True) for shape in self._adapted_shapes())):
+            for shape, way in self._captured():
                 inputs = self._buffers.fill(shape, empty, self.rows)
                 self._buffers.upload()
                 try:
-                    refused = self._graphs.capture(inputs, adapted=adapted) or refused
+                    refused = self._graphs.capture(inputs, way) or refused
                 except RuntimeError as error:
                     if self._divided:
                         raise

@@ -27,6 +27,9 @@ from predictor.limits import Limits
 Observe = Callable[[int, Tensor], None]
 """(layer index, x [T, H]): the normed input of a layer's attention, before it attends."""
 
+Decode = Callable[[int, Tensor, StepInputs, Tensor], None]
+"""(layer index, q [n, heads, D], inputs, out [n, heads, D]): what decodes attend by, whose K and V are written."""
+
 
 class Forward:
     """Call it with a step's inputs. Leaves `logits [max_samples, vocab]` of the step's samples, `sampled [max_samples]`
@@ -81,8 +84,9 @@ class Forward:
         observe: Observe | None = None,
         take: Callable[[Tensor], None] | None = None,
         adapt: Adapt | None = None,
+        decode: Decode | None = None,
     ) -> None:
-        hidden, delta = self._unsummed(inputs, self.embed(inputs), observe, adapt)
+        hidden, delta = self._unsummed(inputs, self.embed(inputs), observe, adapt, decode)
         assert delta is not None, "a model has layers"
         if take is not None:
             take(self.decoder.normed(self.decoder.summed(hidden, delta)))
@@ -100,7 +104,12 @@ class Forward:
         return self.decoder.summed(*self._unsummed(inputs, hidden))
 
     def _unsummed(
-        self, inputs: StepInputs, hidden: Tensor, observe: Observe | None = None, adapt: Adapt | None = None
+        self,
+        inputs: StepInputs,
+        hidden: Tensor,
+        observe: Observe | None = None,
+        adapt: Adapt | None = None,
+        decode: Decode | None = None,
     ) -> tuple[Tensor, Branch | None]:
         if self.flash is not None and inputs.shape.prefill:
             self.flash.begin(inputs.prefill.chunks, self.tables[0])
@@ -108,11 +117,11 @@ class Forward:
         def attend(index: int, layer: LayerWeights, x: Tensor) -> Tensor:
             if observe is not None:
                 observe(index, x)
-            return self._attend(index, layer, layer.qkv(x), inputs)
+            return self._attend(index, layer, layer.qkv(x), inputs, decode or self._decode)
 
         def attend_rounded(index: int, layer: LayerWeights, rows: RoundedRows) -> Tensor:
             assert isinstance(layer.qkv, Float8Linear)
-            return self._attend(index, layer, layer.qkv.product(rows), inputs)
+            return self._attend(index, layer, layer.qkv.product(rows), inputs, self._decode)
 
         return self.decoder.run_unsummed(hidden, attend, self.layers, adapt, None if observe else attend_rounded)
 
@@ -150,26 +159,29 @@ class Forward:
             scratch_base=base, k_norm=None if norm is None else norm[spec.num_heads], eps=spec.norm_eps,
         )  # fmt: skip
 
-    def _attend(self, index: int, layer: LayerWeights, projected: Tensor, inputs: StepInputs) -> Tensor:
-        spec, shape, kernels, here = self._spec, inputs.shape, self._kernels, index - self.layers.start
+    def _attend(self, index: int, layer: LayerWeights, projected: Tensor, inputs: StepInputs, decode: Decode) -> Tensor:
+        spec, shape, here = self._spec, inputs.shape, index - self.layers.start
         num_heads, kv_heads = spec.num_heads, spec.num_kv_heads
         heads = projected.view(len(projected), num_heads + 2 * kv_heads, spec.head_dim)
         q, k, v = heads.tensor_split((num_heads, num_heads + kv_heads), dim=1)
         norms = (None, None) if layer.qk_norm is None else (layer.qk_norm[0], layer.qk_norm[num_heads])
-        kernels.rope_cache_write(
+        self._kernels.rope_cache_write(
             q, k, v, self._cos_sin[index], inputs.positions, inputs.rows, self._pool, *self._kv_tables, layer=here,
             scratch_base=self._scratch_base, q_norm=norms[0], k_norm=norms[1], eps=spec.norm_eps, pair=self._pair,
         )  # fmt: skip
-        out, count, window = self._mixed[: len(projected)], shape.decodes, spec.window_of(index) or 0
+        out, count = self._mixed[: len(projected)], shape.decodes
         if count:
-            kernels.decode_attention(
-                q[:count], self._pool, *self._kv_tables, inputs.decode, inputs.partial, inputs.partial_lse,
-                inputs.arrived, out[:count], layer=here, window=window, scratch_base=self._scratch_base,
-                scale=self._scale, softcap=self._softcap, mixed=self._mixed_layers, pair=self._pair,
-            )  # fmt: skip
+            decode(index, q[:count], inputs, out[:count])
         if shape.prefill:
             self.prefill(index, q, inputs, self.flash, out)
         return out.view(len(projected), -1)
+
+    def _decode(self, index: int, q: Tensor, inputs: StepInputs, out: Tensor) -> None:
+        self._kernels.decode_attention(
+            q, self._pool, *self._kv_tables, inputs.decode, inputs.partial, inputs.partial_lse, inputs.arrived, out,
+            layer=index - self.layers.start, window=self._spec.window_of(index) or 0, scale=self._scale,
+            scratch_base=self._scratch_base, softcap=self._softcap, mixed=self._mixed_layers, pair=self._pair,
+        )  # fmt: skip
 
     def prefill(self, index: int, q: Tensor, inputs: StepInputs, flash: FlashPrefill | None, out: Tensor) -> None:
         """Write to `out` what the queries of chunks gather in a layer: by `flash`, which the step has begun, if any."""

@@ -3,8 +3,9 @@
 The kernels of a step address tokens by row and position; so does everything here. A step gives each hidden block of its
 rows two scratch slices and enters them in the K and V tables (`engine.execution.hidden` says how); then, before a layer
 attends, the new tokens' input is stored and the past tokens are gathered, multiplied and written to scratch by the same
-kernel that writes new K and V. A restore does that for rows of a table that lives as long as the restore. Such steps
-run without a graph: how much they project is different every time. Apt-Serve §4.
+kernel that writes new K and V. A restore does that for rows of a table that lives as long as the restore. Steps that
+project run without a graph: how much is different every time. Decodes of some models need not
+(`engine.execution.cuda.absorbed`). Apt-Serve §4.
 """
 
 from typing import Self
@@ -13,9 +14,9 @@ import numpy as np
 from torch import Tensor
 
 from engine.arrays import Int32Array, IntArray
-from engine.execution.cuda.buffers import StepInputs, send
+from engine.execution.cuda.buffers import StepBuffers, StepInputs, send
 from engine.execution.cuda.forward import Forward
-from engine.execution.hidden import ScratchPlan
+from engine.execution.hidden import ScratchPlan, has_hidden
 from engine.execution.layout import Layout
 from engine.execution.pool import UnitPool
 from engine.execution.rows import RowTable
@@ -59,46 +60,51 @@ class Projection:
 class StepHidden:
     """The hidden state of one step; called with each layer's attention input, before attention.
 
-    `stored [T]`: rows of the new tokens that are kept as hidden state, -1 for others; None: of none of them. `past
-    [2, t]`: rows and positions of the tokens to project.
+    `inputs.stored`: rows of the new tokens that are kept as hidden state; `stores`: whether there is one. `past [2,
+    t]`: rows and positions of the tokens to project.
     """
 
     def __init__(
-        self, projection: Projection, forward: Forward, inputs: StepInputs, stored: Int32Array | None, past: Int32Array
+        self, projection: Projection, forward: Forward, inputs: StepInputs, past: Int32Array, *, stores: bool = True
     ) -> None:
-        self._projection, self._forward, self._positions = projection, forward, inputs.positions
-        device = inputs.positions.device
-        self._stored: Tensor | None = None if stored is None else send(stored, device)
-        self._past_rows, self._past_positions = send(past, device)
+        self._projection, self._forward, self._inputs, self._stores = projection, forward, inputs, stores
+        self._past = send(past, inputs.positions.device) if past.size else None
+
+    @property
+    def projects(self) -> bool:
+        return self._past is not None
 
     @classmethod
     def of(
-        cls, projection: Projection, forward: Forward, rows: RowTable, layout: Layout, inputs: StepInputs,
-        scratch_blocks: int,
+        cls, projection: Projection, forward: Forward, buffers: StepBuffers, inputs: StepInputs, rows: RowTable,
+        layout: Layout, scratch_blocks: int, read: int,
     ) -> Self:  # fmt: skip
-        """Points the tables of `rows` at scratch: before their changes are sent."""
-        chunks, block_size = layout.chunks, rows.block_size
-        plan = ScratchPlan(rows, chunks, scratch_blocks)
-        plan.enter(rows)
-        stored = np.full(inputs.shape.tokens, -1, dtype=np.int32)
+        """Writes to `buffers`, and points the tables of `rows` at scratch: before their changes are sent. The first
+        `read` tokens are of decodes that read hidden state, of which nothing is projected."""
+        chunks, block_size = layout.chunks[read:], rows.block_size
         is_hidden = rows.is_hidden[layout.token_rows, layout.positions // block_size]
-        stored[: len(is_hidden)] = np.where(is_hidden, layout.token_rows, -1)
-        index, offsets = plan.past_tokens(chunks, block_size)
-        past = np.stack((plan.rows[plan.first][index], plan.blocks[plan.first][index] * block_size + offsets))
-        return cls(projection, forward, inputs, stored if (stored >= 0).any() else None, past.astype(np.int32))
+        buffers.fill_stored(np.where(is_hidden, layout.token_rows, -1), read)
+        past = np.zeros((2, 0), dtype=np.int32)
+        if has_hidden(rows, chunks):
+            plan = ScratchPlan(rows, chunks, scratch_blocks)
+            plan.enter(rows)
+            index, offsets = plan.past_tokens(chunks, block_size)
+            members, blocks = plan.rows[plan.first][index], plan.blocks[plan.first][index]
+            past = np.stack((members, blocks * block_size + offsets)).astype(np.int32)
+        return cls(projection, forward, inputs, past, stores=bool(is_hidden.any()))
 
     @classmethod
     def padding(cls, projection: Projection, forward: Forward, inputs: StepInputs) -> Self:
         """Everything that a step may do, for no request."""
-        nobody = np.full(inputs.shape.tokens, -1, dtype=np.int32)
-        return cls(projection, forward, inputs, nobody, np.array([[-1], [0]], dtype=np.int32))
+        return cls(projection, forward, inputs, np.array([[-1], [0]], dtype=np.int32))
 
     def __call__(self, layer: int, x: Tensor) -> None:
         """Store x [T, H] where it belongs; project what is stored of the past."""
-        tables = self._forward.tables
-        if self._stored is not None:
-            self._forward.store(layer, tables, x, self._stored, self._positions)
-        self._projection(layer, tables, self._past_rows, self._past_positions)
+        tables, inputs = self._forward.tables, self._inputs
+        if self._stores:
+            self._forward.store(layer, tables, x, inputs.stored, inputs.positions)
+        if self._past is not None:
+            self._projection(layer, tables, *self._past)
 
 
 def _table_of(entries: IntArray, blocks: IntArray) -> tuple[IntArray, Int32Array]:
