@@ -103,14 +103,13 @@ def check_against_transformers(case: str, request: Live) -> None:
         torch.testing.assert_close(got, logits[len(request.prompt) + index - 1], rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize("case", ["opt", "opt-no-bias-untied"])
-def test_every_mix_gives_the_logits_of_transformers(case: str, seed: int) -> None:
-    """Hidden and KV blocks in one request, conversions, swaps and prefix hits, chunks on both sides of the limit."""
+def check_mix(case: str, seed: int, kinds: tuple[CacheKind, ...], *, cuda: bool = False) -> None:
+    """Hidden and KV blocks in one request, conversions, swaps and prefix hits, chunks on both sides of the limit: the
+    logits of transformers."""
     generator = torch.Generator().manual_seed(seed)
     shared = torch.randint(3, 97, (10,), generator=generator).tolist()
     driver = HandDriver(
-        reference_decoder(case), seed, kinds=KINDS[seed % 2 :], num_units=60, host_units=60, scratch_blocks=16
+        reference_decoder(case), seed, kinds=kinds, num_units=60, host_units=60, scratch_blocks=16, cuda=cuda
     )
     requests = []
     for length in (1, 30, 5, 18, 11, 24):
@@ -121,6 +120,12 @@ def test_every_mix_gives_the_logits_of_transformers(case: str, seed: int) -> Non
     assert driver.seen >= {"restore hidden", "swap_in hidden"}
     for request in requests:
         check_against_transformers(case, request)
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("case", ["opt", "opt-no-bias-untied"])
+def test_every_mix_gives_the_logits_of_transformers(case: str, seed: int) -> None:
+    check_mix(case, seed, KINDS[seed % 2 :])
 
 
 @pytest.mark.parametrize("piece", [1, 64 * BLOCK * 12, absorbed._PIECE])

@@ -11,7 +11,7 @@ import torch
 from cuda_engine import make_driver
 from driver import make_request
 from hand_driver import BLOCK, CPU, GREEDY, HandDriver
-from test_absorption import check_against_transformers, reference_decoder
+from test_absorption import check_against_transformers, check_mix, reference_decoder
 from test_families import HYBRID_RUNS, check_hybrid, decoder_of
 from test_hybrid_cache import BOTH, CONFIGS, check_equal, hidden, host, kv, one_thread, prompts_of, start
 from test_hybrid_cache import decoder_of as rough_decoder
@@ -96,22 +96,8 @@ def test_tokens_of_the_whole_engine_equal_transformers(
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("case", ["opt", "opt-no-bias-untied"])
 def test_decodes_read_hidden_state_beside_everything_else(case: str, seed: int) -> None:
-    """Hidden and KV blocks in one request, conversions, swaps, prefix hits, chunks behind a past that is projected:
-    the logits of transformers, and NaN in all that is free and in all scratch."""
-    generator = torch.Generator().manual_seed(seed)
-    shared = torch.randint(3, 97, (10,), generator=generator).tolist()
-    driver = HandDriver(
-        reference_decoder(case), seed, kinds=BOTH[seed % 2 :], num_units=60, host_units=60, scratch_blocks=16, cuda=True
-    )
-    requests = []
-    for length in (1, 30, 5, 18, 11, 24):
-        prompt = torch.randint(3, 97, (length,), generator=generator).tolist()
-        requests.append(driver.add(shared + prompt if length % 2 else prompt, 8))
-        driver.step()
-    driver.run()
-    assert driver.seen >= {"restore hidden", "swap_in hidden"}
-    for request in requests:
-        check_against_transformers(case, request)
+    """With NaN in all that is free and in all scratch."""
+    check_mix(case, seed, BOTH[seed % 2 :], cuda=True)
 
 
 def test_decodes_that_read_hidden_state_project_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -165,7 +165,8 @@ class DiskTier:
         """What writing a unit and reading it back takes now."""
         taken, now = self._writing.seconds + self._reading.seconds, time.monotonic()
         resting = now - max(self._writing.last, self._reading.last) > TRY_SECONDS
-        if taken > SLOW_TIMES * self._at_start and resting and (self._trial is None or self._trial.done()):
+        slow = taken > SLOW_TIMES * self._at_start and not self.failed
+        if slow and resting and (self._trial is None or self._trial.done()):
             self._trial = self._thread.submit(self._try)
         return taken
 
@@ -215,7 +216,7 @@ class DiskTier:
         while self._writes and (self._writes[0].done() or len(self._writes) * self._unit_bytes > PENDING_BYTES):
             if not wait([self._writes[0]], max(0.0, until - time.monotonic())).done:
                 return False
-            self._writes.popleft()
+            self._writes.popleft().result()
         return True
 
     def _begin(self, slot: int, label: Label, data: bytes) -> None:

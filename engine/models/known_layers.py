@@ -24,8 +24,8 @@ _ROTATION = "position_embeddings"
 @dataclass(frozen=True, slots=True)
 class NormForm:
     """A norm by its module's name. `centered`: the weight is stored without 1; `once`: it is rounded behind the weight
-    alone; `layer`: a mean is subtracted; `heads`: it is of each head alone; `bare`: of so many
-    elements, without a weight."""
+    alone; `layer`: a mean is subtracted; `heads`: it is of each head alone; `bare`: of so many elements, without
+    a weight."""
 
     name: str
     eps: float

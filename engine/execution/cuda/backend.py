@@ -303,9 +303,8 @@ def _room_beside_graphs(plan: LaunchPlan, weights: ModelWeights) -> int:
         num_shapes += len(decode_buckets(limits.max_num_seqs))
     if plan.scratch_blocks and absorbed.reads_hidden(plan.own):
         num_shapes *= 2
-        items = configs.decode_items(
-            limits.max_num_seqs, plan.own.num_kv_heads, configs.num_multiprocessors(device)
-        )  # fmt: skip
+        multiprocessors = configs.num_multiprocessors(device)
+        items = configs.decode_items(limits.max_num_seqs, plan.own.num_kv_heads, multiprocessors)
         room -= absorbed.scratch_bytes(plan.own, items, weights.embedding.dtype.itemsize)
     stored = plan.cell_type or weights.embedding.dtype
     unit = memory.unit_bytes(plan.spec, limits.block_size, stored)
