@@ -1,6 +1,6 @@
 // Linear layers on float activations by broadcast and fused multiply-add; included behind epilogue.h and asks.h.
 //
-// A panel's weights are taken DEPTH inputs at a time: such a block stays in the first cache while all rows take it, tile by
+// A panel's weights are taken some inputs at a time: such a block stays in the first cache while all rows take it, tile by
 // tile, and their sums wait in memory for the next. Where many rows share it, its weights are widened once.
 
 #ifdef TIDE_WIDE
@@ -8,8 +8,10 @@ constexpr int TILE = 12;  // rows of a tile: 24 sums, 2 weights, 1 activation of
 #else
 constexpr int TILE = 6;  // 12 sums, 2 weights, 1 activation of 16 registers
 #endif
-constexpr int64_t DEPTH = 64;  // 8 KiB of weights in float
 constexpr int64_t ROWS = 48;   // whose sums are kept
+constexpr int64_t DEPTH = 64;  // inputs of a block: 8 KiB of weights in float
+constexpr int64_t FEW = 24;    // rows, beyond which sums cost more than a block that is larger:
+constexpr int64_t DEEP = 96;
 
 // Sums of a tile, [R][V] vectors of the outputs from `c` on.
 template <int R, int V> struct Sums {
@@ -61,6 +63,7 @@ template <class T, int R> void tile(const float *a, int64_t lda, const T *w, int
                     sums.add(a + i + j + 1, lda, odd);
                 }
             } else {
+#pragma GCC unroll 8
                 for (int64_t j = i; j < i + STRIDE; j++) {
                     Vec x[V];
                     for (int n = 0; n < V; n++) x[n] = load(w + j * PANEL + part + n * Vec::W);
@@ -107,7 +110,10 @@ template <class T> struct Linear {
     // Tiles of nearly equal size, of at most `most` rows. `block`: the weights as they are stored.
     template <class S> static void take(const float *a, int64_t lda, int64_t rows, int64_t most, const S *w, int64_t k, float *c, bool first, const T *block) {
         const int64_t tiles = divide_up(rows, most), parts = PANEL / Vec::W / vectors<S>(int(divide_up(rows, tiles)));
-        Asks asks(block + k * PANEL, PANEL * int64_t(sizeof(T)), tiles * parts);
+        // For one row a panel that lies in order is a stream, which the processor fetches ahead by itself; asking beside it
+        // costs a tenth. (Measured where a vector has 8 lanes.)
+        const bool stream = Vec::W == 8 && !IN_PAIRS<T> && rows == 1;
+        Asks asks(block + k * PANEL, stream ? 0 : PANEL * int64_t(sizeof(T)), tiles * parts);
         for (int64_t i = 0; i < tiles; i++) {
             const int64_t begin = i * rows / tiles, size = (i + 1) * rows / tiles - begin;
             for_rows<S>(size)(a + begin * lda, lda, w, k, c + begin * PANEL, first, asks);
@@ -115,16 +121,16 @@ template <class T> struct Linear {
     }
 
     static void run(const tm_op &op, Span rows, Span panels, float *logits, int64_t logits_stride, Best best) {
-        alignas(64) float c[ROWS * PANEL], wide[sizeof(T) == 4 ? 1 : DEPTH * PANEL];
+        alignas(64) float c[ROWS * PANEL], wide[sizeof(T) == 4 ? 1 : DEEP * PANEL];
         const Epilogue<T, float> epilogue{op, logits, logits_stride, best};
         const int64_t k = round_up(op.k, K_STEP);
         for (int64_t row = rows.first; row < rows.last; row += ROWS) {
-            const int64_t count = least(ROWS, rows.last - row);
+            const int64_t count = least(ROWS, rows.last - row), most_depth = count > FEW ? DEEP : DEPTH;
             for (int64_t panel = panels.first; panel < panels.last; panel++) {
-                for (int64_t i = 0; i < k; i += DEPTH) {
+                for (int64_t i = 0; i < k; i += most_depth) {
                     const float *a = (const float *)op.in + row * op.in_stride + i;
                     const T *block = (const T *)op.weight + (panel * k + i) * PANEL;
-                    const int64_t depth = least(DEPTH, k - i);
+                    const int64_t depth = least(most_depth, k - i);
                     if (count <= MOST_FUSED) {
                         take(a, op.in_stride, count, FUSED, block, depth, c, i == 0, block);
                     } else {
