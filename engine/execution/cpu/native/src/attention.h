@@ -220,10 +220,9 @@ template <class T, class S, class C = T> struct Attention {
             for (int i = 0; i < 2; i++) store(c + r * ldc + i * W, x[r][i]);
     }
 
-    // The same for `rows` (a multiple of TILE) rows and `columns` (a multiple of 2 W).
-    template <bool ADD> static void matmul(int64_t rows, int64_t columns, const float *a, int64_t lda, const float *b, int64_t ldb, int64_t k, float *c, int64_t ldc) {
-        for (int64_t r = 0; r < rows; r += TILE)
-            for (int64_t i = 0; i < columns; i += 2 * W) product<TILE, ADD>(a + r * lda, lda, b + i, ldb, k, c + r * ldc + i, ldc);
+    // The same for TILE rows and `columns` (a multiple of 2 W).
+    template <bool ADD> static void strip(int64_t columns, const float *a, int64_t lda, const float *b, int64_t ldb, int64_t k, float *c, int64_t ldc) {
+        for (int64_t i = 0; i < columns; i += 2 * W) product<TILE, ADD>(a, lda, b + i, ldb, k, c + i, ldc);
     }
 
     // Keys [key, key + TILE_KEYS) of one head, turned: to [padded][TILE_KEYS], zero behind the last one. room [W][dim].
@@ -263,17 +262,19 @@ template <class T, class S, class C = T> struct Attention {
         return !has_nan(zeros);
     }
 
-    // A row's scores of TILE_KEYS keys become weights; its sums so far shrink to the new maximum.
-    static void weigh(float *scores, int64_t seen, float &top, float &total, float *out, int64_t padded) {
+    // A row's scores of `count` keys, of which it sees the first, become weights, 0 of those that it does not see; its sums so
+    // far shrink to the new maximum.
+    static void weigh(float *scores, int64_t seen, int64_t count, float &top, float &total, float *out, int64_t padded) {
         Vec high = set(-INFINITY), all = zero();
-        for (int64_t i = 0; i < TILE_KEYS; i += W) {
-            const Vec x = i < seen ? first_lanes(load(scores + i), seen - i, -INFINITY) : set(-INFINITY);
+        for (int64_t i = 0; i < seen; i += W) {
+            const Vec x = first_lanes(load(scores + i), seen - i, -INFINITY);
             store(scores + i, x);
             high = max(high, x);
         }
+        for (int64_t i = round_up(seen, W); i < count; i += W) store(scores + i, zero());
         const float now = highest(high), next = now > top || now != now ? now : top;
         const Vec base = set(next);
-        for (int64_t i = 0; i < TILE_KEYS; i += W) {
+        for (int64_t i = 0; i < seen; i += W) {
             const Vec p = exp(sub(load(scores + i), base));
             all = add(all, p);
             store(scores + i, p);
@@ -288,9 +289,9 @@ template <class T, class S, class C = T> struct Attention {
     // The same for the row of `query`, which sees some of the `count` keys from `key` on; zero for those that it does not see.
     static void weigh_row(const tm_op &op, float *scores, int64_t query, int64_t key, int64_t count, float &top, float &total, float *out, int64_t padded) {
         const int64_t seen = least(query + 1 - key, count), unseen = first_seen(op, query) - key;
-        for (int64_t i = 0; op.softcap > 0 && i < TILE_KEYS; i += W) store(scores + i, capped(load(scores + i), op.softcap));
+        for (int64_t i = 0; op.softcap > 0 && i < count; i += W) store(scores + i, capped(load(scores + i), op.softcap));
         for (int64_t i = 0; i < least(unseen, seen); i++) scores[i] = -INFINITY;
-        if (seen > most(unseen, 0)) weigh(scores, seen, top, total, out, padded);
+        if (seen > most(unseen, 0)) weigh(scores, seen, count, top, total, out, padded);
         else memset(scores, 0, TILE_KEYS * sizeof(float));
     }
 
@@ -310,8 +311,8 @@ template <class T, class S, class C = T> struct Attention {
         const Chunk &chunk = view.chunks[piece.chunk];
         const int64_t dim = s.head_dim, padded = round_up(dim, 32), gathered = round_up(s.value_dim, 32), group = s.heads / s.kv_heads;
         const int64_t rows = piece.queries * group, all = round_up(rows, TILE);
-        float *q = (float *)scratch, *out = q + all * padded, *scores = out + all * gathered;
-        float *keys = scores + all * TILE_KEYS, *values = keys + padded * TILE_KEYS, *top = values + gathered * TILE_KEYS, *total = top + all;
+        float *q = (float *)scratch, *out = q + all * padded, *scores = out + all * gathered;  // scores of TILE rows
+        float *keys = scores + TILE * TILE_KEYS, *values = keys + padded * TILE_KEYS, *top = values + gathered * TILE_KEYS, *total = top + all;
         C *room = (C *)(total + all);  // [W][dim], for what is narrow
         memset(q, 0, size_t(all * (padded + gathered)) * sizeof(float));
         for (int64_t r = 0; r < rows; r++) {  // row: query, then head of the group
@@ -325,17 +326,19 @@ template <class T, class S, class C = T> struct Attention {
             const int64_t count = least(TILE_KEYS, end - key);
             turn_keys(view, op, chunk, piece.kv_head, key, count, padded, keys, room);
             const bool finite = copy_values(view, op, chunk, piece.kv_head, key, count, gathered, values, room);
-            matmul<false>(all, TILE_KEYS, q, padded, keys, TILE_KEYS, padded, scores, TILE_KEYS);
-            for (int64_t r = 0; r < rows; r++)
-                weigh_row(op, scores + r * TILE_KEYS, first + r / group, key, count, top[r], total[r], out + r * gathered, gathered);
-            if (finite) {
-                matmul<true>(all, gathered, scores, TILE_KEYS, values, gathered, count, out, gathered);
-                continue;
-            }
-            for (int64_t r = 0; r < rows; r++) {  // a weight of zero does not hide a NaN from those that do not see it
-                const int64_t query = first + r / group, from = most(0, first_seen(op, query) - key), seen = least(count, query + 1 - key);
-                for (int64_t d = 0; from < seen && d < gathered; d += 2 * W)
-                    product<1, true>(scores + r * TILE_KEYS + from, 0, values + from * gathered + d, gathered, seen - from, out + r * gathered + d, 0);
+            for (int64_t begin = 0; begin < rows; begin += TILE) {
+                const int64_t stop = least(begin + TILE, rows), longest = least(count, first + (stop - 1) / group + 1 - key);
+                if (longest <= 0) continue;
+                strip<false>(round_up(longest, 2 * W), q + begin * padded, padded, keys, TILE_KEYS, padded, scores, TILE_KEYS);
+                for (int64_t r = begin; r < stop; r++)
+                    weigh_row(op, scores + (r - begin) * TILE_KEYS, first + r / group, key, longest, top[r], total[r], out + r * gathered, gathered);
+                if (finite) strip<true>(gathered, scores, TILE_KEYS, values, gathered, longest, out + begin * gathered, gathered);
+                for (int64_t r = begin; !finite && r < stop; r++) {  // a weight of zero does not hide a NaN from those that do not see it
+                    const int64_t query = first + r / group, from = most(0, first_seen(op, query) - key), seen = least(count, query + 1 - key);
+                    const float *weights = scores + (r - begin) * TILE_KEYS + from;
+                    for (int64_t d = 0; from < seen && d < gathered; d += 2 * W)
+                        product<1, true>(weights, 0, values + from * gathered + d, gathered, seen - from, out + r * gathered + d, 0);
+                }
             }
         }
         put_rows(view, op, piece, out, gathered, top, total);

@@ -15,7 +15,7 @@ template <class T> inline Vec rounded_to(Vec a) { return rounded(a, (const T *)n
 
 inline Vec negative(Vec a) { return sub(zero(), a); }
 
-inline Vec exp(Vec x) {  // 0 below -87, infinite above 88.7; NaN stays NaN
+inline Vec exp(Vec x) {  // of what is at most 88; 0 below -87, NaN stays NaN
     const Vec n = nearest(mul(x, set(1.44269504f)));
     Vec r = fnma(n, set(0.693359375f), x);
     r = fnma(n, set(-2.12194440e-4f), r);

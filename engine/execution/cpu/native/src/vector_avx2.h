@@ -38,14 +38,10 @@ inline Vec first_lanes(Vec a, int64_t n, float other) {
     return {_mm256_blendv_ps(_mm256_set1_ps(other), a.v, _mm256_castsi256_ps(live))};
 }
 inline Vec nearest(Vec a) { return {_mm256_round_ps(a.v, 8)}; }
-// p * 2^n where x >= low or x is NaN, elsewhere 0; in two factors, as 2^n itself may be too large or too small
+// p * 2^n where x >= low or x is NaN, elsewhere 0; for p of about 1 and n of -126 .. 127 there: n goes to p's exponent
 inline Vec scale_above(Vec p, Vec n, Vec x, float low) {
-    const __m256i all = _mm256_cvtps_epi32(_mm256_min_ps(_mm256_max_ps(n.v, _mm256_set1_ps(-250.f)), _mm256_set1_ps(250.f)));
-    const __m256i half = _mm256_srai_epi32(all, 1), rest = _mm256_sub_epi32(all, half), bias = _mm256_set1_epi32(127);
-    const __m256 f = _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(half, bias), 23));
-    const __m256 g = _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(rest, bias), 23));
-    const __m256 live = _mm256_cmp_ps(x.v, _mm256_set1_ps(low), _CMP_NLT_UQ);
-    return {_mm256_and_ps(_mm256_mul_ps(_mm256_mul_ps(p.v, f), g), live)};
+    const __m256i bits = _mm256_add_epi32(_mm256_castps_si256(p.v), _mm256_slli_epi32(_mm256_cvtps_epi32(n.v), 23));
+    return {_mm256_and_ps(_mm256_castsi256_ps(bits), _mm256_cmp_ps(x.v, _mm256_set1_ps(low), _CMP_NLT_UQ))};
 }
 
 inline __m256 widen(__m128i h) { return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(h), 16)); }
