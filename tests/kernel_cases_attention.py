@@ -6,7 +6,7 @@ from itertools import permutations
 import numpy as np
 import pytest
 import torch
-from kernel_pool import DEVICE, DTYPES, NAN, PagedCache, assert_same, double, fused_heads, index, paged_cache
+from kernel_pool import DEVICE, DTYPES, NAN, PagedCache, assert_same, double, fused_heads, index, paged_cache, typed
 from torch import Tensor
 
 from engine.models import torch_ops as twin
@@ -31,8 +31,9 @@ SHAPES = [
 ]
 
 
-def case_id(shape: tuple[object, ...]) -> str:
-    return "-".join(str(part).removeprefix("torch.") for part in shape)
+def case_id(value: object) -> str:
+    parts = value if isinstance(value, tuple) else (value,)
+    return "-".join(str(part).removeprefix("torch.") for part in parts)
 
 
 def decode_both(
@@ -75,10 +76,10 @@ def decode_both(
     return work
 
 
-@pytest.mark.parametrize(("seed", "dtype"), list(enumerate(DTYPES)), ids=str)
-@pytest.mark.parametrize("shape", SHAPES, ids=case_id)
-def test_decode(shape: tuple[int, int, int, int, torch.dtype], dtype: torch.dtype, seed: int) -> None:
+@pytest.mark.parametrize(("shape", "dtype"), typed(SHAPES), ids=case_id)
+def test_decode(shape: tuple[int, int, int, int, torch.dtype], dtype: torch.dtype) -> None:
     head_dim, group, kv_heads, block_size, table_dtype = shape
+    seed = DTYPES.index(dtype)
     rng = np.random.default_rng(seed)
     lengths = [int(n) for n in rng.permutation([1, 15, 33, 64, int(rng.integers(70, 140))])]
     cache = paged_cache(
@@ -116,9 +117,8 @@ def test_decode_with_one_table(shape: tuple[int, int, int, int, int, torch.dtype
     assert work.ranges[0, 1].item() > 4
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("slots", [0, 10])
-@pytest.mark.parametrize("shape", PAIRED, ids=case_id)
+@pytest.mark.parametrize(("shape", "dtype"), typed(PAIRED), ids=case_id)
 def test_prefill_with_one_table(
     shape: tuple[int, int, int, int, int, torch.dtype, int], slots: int, dtype: torch.dtype
 ) -> None:
@@ -275,8 +275,7 @@ def prefill_scratch(work: PrefillWork, out: Tensor) -> tuple[Tensor, Tensor]:
     return torch.full(shape, NAN, device=DEVICE), torch.full(shape[:2], NAN, device=DEVICE)
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=case_id)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("shape", "dtype"), typed(SHAPES, 1), ids=case_id)
 def test_prefill_with_splits(shape: tuple[int, int, int, int, torch.dtype], dtype: torch.dtype) -> None:
     """Chunks behind long pasts: one beside a decode and a short prompt that stay whole, with splits and without."""
     head_dim, group, kv_heads, block_size, table_dtype = shape
@@ -328,8 +327,7 @@ def test_prefill_of_a_bucket_merges_what_is_there() -> None:
         assert_same(actual, expected, torch.float32)
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=case_id)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("shape", "dtype"), typed(SHAPES), ids=case_id)
 def test_prefill(shape: tuple[int, int, int, int, torch.dtype], dtype: torch.dtype) -> None:
     """A mixed step: decodes, a whole prompt, a chunk in the middle and one that ends at a tile's edge; gaps in q."""
     head_dim, group, kv_heads, block_size, table_dtype = shape
@@ -354,12 +352,11 @@ def test_prefill_of_random_chunks(seed: int) -> None:
     prefill_both(cache, chunks, int(sizes.sum()) + 1, group, torch.float32, PREFILL_TILE)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("slots", "dtype"), typed([0, 10]), ids=case_id)
 @pytest.mark.parametrize("sinks", [False, True], ids=["no sinks", "sinks"])
 @pytest.mark.parametrize(("softcap", "window"), [(0.0, 0), (0.7, 0), (30.0, 95)])
-@pytest.mark.parametrize("slots", [0, 10])
 def test_prefill_caps_scores_and_counts_sinks_once(
-    slots: int, softcap: float, window: int, sinks: bool, dtype: torch.dtype
+    softcap: float, window: int, sinks: bool, slots: int, dtype: torch.dtype
 ) -> None:
     """Chunks behind long pasts, which are split or not, beside a short prompt."""
     cache = paged_cache([20, 300], seed=14, dtype=dtype, kv_heads=3, head_dim=64)
@@ -453,8 +450,7 @@ def test_decode_of_unlike_widths(widths: tuple[int, int, int, int, int], dtype: 
         assert work.ranges[0, 1].item() > 4
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("widths", WIDTHS, ids=case_id)
+@pytest.mark.parametrize(("widths", "dtype"), typed(WIDTHS), ids=case_id)
 def test_prefill_of_unlike_widths(widths: tuple[int, int, int, int, int], dtype: torch.dtype) -> None:
     """Chunks whole and split, with and without a window and sinks."""
     head_dim, value_dim, group, kv_heads, spare = widths

@@ -5,6 +5,7 @@ interpreter are wrong in it.
 """
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch import Tensor
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
 DTYPES = (torch.float32, torch.float16) if INTERPRETED else (torch.float32, torch.float16, torch.bfloat16)
+"""Types of activations."""
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 NAN = float("nan")
 SPARE = 3
@@ -35,6 +37,13 @@ def _loop_over_runtime_bounds() -> None:
 
 if INTERPRETED and tuple(map(int, triton.__version__.split(".")[:2])) < (3, 9):
     _loop_over_runtime_bounds()
+
+
+def typed(cases: Sequence[Any], first: int = 0) -> list[tuple[Any, torch.dtype]]:
+    """Every case in every type; in the interpreter, which takes its time, each in one of them, in turn."""
+    if INTERPRETED:
+        return [(case, DTYPES[(first + number) % len(DTYPES)]) for number, case in enumerate(cases)]
+    return [(case, dtype) for case in cases for dtype in DTYPES]
 
 
 def random(generator: torch.Generator, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
