@@ -104,8 +104,7 @@ PAIRED = [
 ]
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("shape", PAIRED, ids=case_id)
+@pytest.mark.parametrize(("shape", "dtype"), typed(PAIRED, 1), ids=case_id)
 def test_decode_with_one_table(shape: tuple[int, int, int, int, int, torch.dtype, int], dtype: torch.dtype) -> None:
     """V in the unit behind K: contexts that are split, whole and empty ones."""
     head_dim, value_dim, group, kv_heads, block_size, table_dtype, window = shape
@@ -435,8 +434,7 @@ WIDTHS = [
 ]
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("widths", WIDTHS, ids=case_id)
+@pytest.mark.parametrize(("widths", "dtype"), typed(WIDTHS, 1), ids=case_id)
 def test_decode_of_unlike_widths(widths: tuple[int, int, int, int, int], dtype: torch.dtype) -> None:
     """Contexts that are split, whole and empty ones, in wide cells, with and without a window and sinks."""
     head_dim, value_dim, group, kv_heads, spare = widths
