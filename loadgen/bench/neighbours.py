@@ -1,13 +1,15 @@
 """Answers beside processes that never rest: decode rate and longest gap of one stream, and a long prompt.
 
 A step on several threads waits for the last of them: a thread that has lost its core costs more than its share. Of N
-cores with M such processes a fair share is N / (N + M) of the quiet rate. One server for the whole run; the situations
-take turns, round by round, and a quiet one is among them: what counts is the ratio to it. Figures are medians of the
-rounds, the longest gap is that of all rounds.
+cores beside M such processes a fair share is N / (N + M) of the quiet rate; 1 / (1 + M) where the kernel shares cores
+among sessions first (autogroups, `sched_autogroup_enabled`): each process is a session of its own. One server for the
+whole run; the situations take turns, round by round, and a quiet one is among them: what counts is the ratio to it.
+Figures are medians of the rounds, the longest gap is that of all rounds.
 """
 
 import argparse
 import asyncio
+import os
 import subprocess
 import sys
 import tempfile
@@ -34,9 +36,11 @@ SITUATIONS = (0, 2, 6, 8)
 """Processes that never rest."""
 
 TABLE = Table({
-    "neighbours": "10d", "tok/s": "7.1f", "of quiet": "8.2f", "longest gap, ms": "15.0f", "quiet steps": "11.1f",
-    "prompt, s": "9.2f", "times quiet": "11.1f",
+    "neighbours": "10d", "tok/s": "7.1f", "of quiet": "8.2f", "fair share": "10.2f", "longest gap, ms": "15.0f",
+    "quiet steps": "11.1f", "prompt, s": "9.2f", "times quiet": "11.1f",
 })  # fmt: skip
+
+AUTOGROUPS = Path("/proc/sys/kernel/sched_autogroup_enabled")
 
 
 @dataclass(slots=True)
@@ -81,14 +85,26 @@ def measure_round(url: str, situation: Situation, seed: int) -> None:
     situation.add(answers, prompt)
 
 
-def report(situations: Sequence[Situation]) -> None:
+def shares_among_sessions() -> bool:
+    """Whether this kernel does, here."""
+    return AUTOGROUPS.exists() and AUTOGROUPS.read_text().strip() == "1"
+
+
+def fair_share(neighbours: int, cores: int, *, sessions: bool) -> float:
+    """What a server that works on all cores gets of them, beside processes with a session each. `sessions`: cores are
+    shared among these first."""
+    return 1.0 / (1 + neighbours) if sessions else cores / (cores + neighbours)
+
+
+def report(situations: Sequence[Situation], cores: int, *, sessions: bool) -> None:
     """The table; the first situation is the quiet one."""
     quiet = situations[0]
     rate, step, prompt = median(quiet.rates), median(quiet.gaps), median(quiet.prompts)
     print(TABLE.heading)
     for each in situations:
         speed, longest, long = median(each.rates), max(each.gaps), median(each.prompts)
-        cells = (each.neighbours, speed, speed / rate, longest * 1e3, longest / step, long, long / prompt)
+        fair = fair_share(each.neighbours, cores, sessions=sessions)
+        cells = (each.neighbours, speed, speed / rate, fair, longest * 1e3, longest / step, long, long / prompt)
         print(TABLE.line(*cells))
 
 
@@ -96,20 +112,32 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m loadgen.bench neighbours", description=__doc__)
     parser.add_argument("--rounds", type=int, default=3, help="of each situation (default: 3)")
     parser.add_argument("--threads", type=int, default=0, help="of the server (default: its own choice)")
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of weights and cache")
     args = parser.parse_args(argv)
-    print(f"neighbours: random 134.5 M Llama, {PROMPT}/{OUTPUT}, a prompt of {LONG_PROMPT:,}; {describe()}", flush=True)
+    sessions, cores = shares_among_sessions(), len(os.sched_getaffinity(0))
+    model = f"random 134.5 M Llama, {args.dtype}, {PROMPT}/{OUTPUT}, a prompt of {LONG_PROMPT:,}"
+    about = "cores are shared among sessions first" if sessions else "cores are shared among threads"
+    print(f"neighbours: {model}; {about}; {describe()}", flush=True)
     situations = [Situation(count) for count in SITUATIONS]
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         live.make_model_folder(folder)
         with live.server(
-            folder, args.threads, *SLO, "--profile-dir", name, "--state-dir", str(folder / "state")
+            folder,
+            args.threads,
+            *SLO,
+            "--dtype",
+            args.dtype,
+            "--profile-dir",
+            name,
+            "--state-dir",
+            str(folder / "state"),
         ) as url:
             asyncio.run(at_once(url, 1, PROMPT, OUTPUT, 0))
             for number in range(args.rounds):
                 for situation in in_turn(situations, number):
                     measure_round(url, situation, len(situations) * number + situation.neighbours + 1)
-    report(situations)
+    report(situations, cores, sessions=sessions)
 
 
 if __name__ == "__main__":
