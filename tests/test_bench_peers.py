@@ -37,7 +37,7 @@ def bodies(served: live.Served) -> list[dict[str, Any]]:
 
 
 def test_a_turn_begins_when_the_others_rest(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(serving, "LOOK_SECONDS", 0.001)
+    monkeypatch.setattr(live, "LOOK_SECONDS", 0.001)
     spent = chain([0.0, 0.5, 0.5, 0.8, 0.8, 0.8], count(9))
     looked: list[float] = []
 
@@ -46,10 +46,10 @@ def test_a_turn_begins_when_the_others_rest(monkeypatch: pytest.MonkeyPatch) -> 
             looked.append(next(spent))
             return looked[-1]
 
-    serving.wait_for_rest([serving.Arm(engine("other"), cast(live.Served, Spinning()))])
+    live.wait_for_rest([cast(live.Served, Spinning())])
     assert looked == [0.0, 0.5, 0.5, 0.8, 0.8, 0.8], "until there is a look in which nothing was spent"
-    serving.wait_for_rest([serving.Arm(engine("other"), cast(live.Served, Spinning()))])
-    assert len(looked) == 6 + 2 * serving.MOST_LOOKS, "but not for ever"
+    live.wait_for_rest([cast(live.Served, Spinning())])
+    assert len(looked) == 6 + 2 * live.MOST_LOOKS, "but not for ever"
 
 
 def test_engines_take_turns_and_get_the_same_words(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,8 +2,8 @@
 
 Online requests come by a Poisson process; beside them 24 clients always have an offline request open, or one batch job
 runs. Every server is up for the whole run and is measured in turn, seed by seed, with the same arrivals and the same
-words; the first seconds of a run do not count. Limits are those on the TTFT from the scheduled arrival and on the
-nearest-rank P99 of a request's own gaps.
+words, when the others rest; the first seconds of a run do not count. Limits are those on the TTFT from the scheduled
+arrival and on the nearest-rank P99 of a request's own gaps.
 """
 
 import argparse
@@ -20,11 +20,14 @@ from loadgen.arrivals import constant_rate, sine
 from loadgen.bench import colocation
 from loadgen.bench.colocation import JOB, LEARNING, TABLE, Run, judged, poisson, run_arm, slo_of, summarise
 from loadgen.bench.frame import in_turn
-from loadgen.bench.live import Served
+from loadgen.bench.live import Served, wait_for_rest
 from loadgen.bench.machine import describe
 from loadgen.bench.peers import finders
 from loadgen.bench.peers.engine import Engine, start_all
 from loadgen.bench.weights import make_checkpoint
+
+REST_LOOKS = 240
+"""Two minutes: requests that were given up stay in a step until it has ended."""
 
 
 @dataclass(slots=True)
@@ -64,6 +67,7 @@ def arms_of(engine: Engine, served: Served) -> list[Arm]:
 
 def compare(arms: list[Arm], args: argparse.Namespace, **settings: Any) -> None:
     """All arms once with each seed, after a run of each server that nobody counts."""
+    servers = list({arm.engine.name: arm.served for arm in arms}.values())
     warm = [number / args.rate for number in range(int(args.rate * LEARNING))]
     for arm in {arm.engine.name: arm for arm in arms}.values():
         arm.measure(warm, LEARNING, 0, **settings)
@@ -71,6 +75,7 @@ def compare(arms: list[Arm], args: argparse.Namespace, **settings: Any) -> None:
     for seed in range(1, args.seeds + 1):
         arrivals = poisson(constant_rate(args.rate), args.seconds, seed)
         for arm in in_turn(arms, seed):
+            wait_for_rest([served for served in servers if served is not arm.served], REST_LOOKS)
             arm.runs.append(arm.measure(arrivals, args.seconds, seed, **settings))
             summarise(f"{arm.name} {seed}", arm.runs[-1:], args.ttft, args.tbt)
     print(f"all {args.seeds} seeds:")

@@ -51,6 +51,8 @@ PACKAGED = Path(__file__).resolve().parents[2] / "engine" / "models" / "demo" / 
 READY_SECONDS = 600.0
 ANSWER_SECONDS = 600.0
 QUIET_SECONDS, QUIET_POLLS = 0.5, 3
+LOOK_SECONDS, MOST_LOOKS, RESTING = 0.5, 20, 0.04
+"""How long a look at servers that should rest takes, how often at most, and how much of a core they may have then."""
 OPEN = ("tidemill_requests_running", "tidemill_requests_waiting")
 """The server's metrics of open requests."""
 
@@ -245,6 +247,16 @@ async def wait_quiet(url: str, names: Sequence[str] = OPEN) -> None:
     while quiet < QUIET_POLLS:
         await asyncio.sleep(QUIET_SECONDS)
         quiet = 0 if num_open(await metrics_page(url), names) else quiet + 1
+
+
+def wait_for_rest(servers: Sequence[Served], looks: int = MOST_LOOKS) -> None:
+    """Until these do nothing any more: threads of OpenMP spin for a while after the last step, and a step may go on
+    when nobody waits for it, on the cores of whoever is next."""
+    for _ in range(looks):
+        before = sum(server.cpu_seconds() for server in servers)
+        time.sleep(LOOK_SECONDS)
+        if sum(server.cpu_seconds() for server in servers) - before <= RESTING * LOOK_SECONDS:
+            return
 
 
 def num_open(page: str, names: Sequence[str] = OPEN) -> float:
