@@ -86,7 +86,7 @@ def measure_round(url: str, situation: Situation, seed: int) -> None:
 
 
 def shares_among_sessions() -> bool:
-    """Whether this kernel does, here."""
+    """Whether this kernel shares cores among sessions first."""
     return AUTOGROUPS.exists() and AUTOGROUPS.read_text().strip() == "1"
 
 
@@ -122,17 +122,8 @@ def main(argv: list[str] | None = None) -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         live.make_model_folder(folder)
-        with live.server(
-            folder,
-            args.threads,
-            *SLO,
-            "--dtype",
-            args.dtype,
-            "--profile-dir",
-            name,
-            "--state-dir",
-            str(folder / "state"),
-        ) as url:
+        kept = ("--profile-dir", name, "--state-dir", str(folder / "state"))
+        with live.server(folder, args.threads, *SLO, "--dtype", args.dtype, *kept) as url:
             asyncio.run(at_once(url, 1, PROMPT, OUTPUT, 0))
             for number in range(args.rounds):
                 for situation in in_turn(situations, number):
