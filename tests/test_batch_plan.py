@@ -2,6 +2,7 @@
 
 import asyncio
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,17 +12,17 @@ import httpx
 import hypothesis.strategies as st
 import openai
 import pytest
-from batch_tools import batch_server, jsonl, line, submit, until, until_counted
-from hypothesis import given
+from batch_tools import batch_server, check_ended, jsonl, line, submit, until, until_counted
+from hypothesis import given, settings
 
 from engine.api import EngineStats, Lane, TokenCosts
 from engine.config import SchedulerConfig
 from engine.core import EngineCore
 from engine.scheduling.service_cost import token_costs
 from engine.text.tokenizer import Tokenizer
-from gateway.batch.forecast import LEAST_LINES, URGENT_SHARE, Forecast, Load, Pace, finish_times
+from gateway.batch.forecast import LEAST_LINES, MAX_WORK, URGENT_SHARE, Forecast, Load, Pace, finish_times
+from gateway.batch.head import HEAD_ANSWERS, read_head
 from gateway.batch.metrics import MAX_SHOWN, BatchCollector
-from gateway.batch.output import HEAD_ANSWERS, read_head
 from gateway.store.objects import BatchJob, Lengths, Usage
 from gateway.store.states import BatchStatus
 from predictor.model import LatencyModel
@@ -44,6 +45,63 @@ def test_all_work_is_done_when_the_work_is_done(jobs: list[tuple[str, float, boo
     alike = finish_times([replace(load, at_risk=False) for load in loads], rate)
     if len({load.tenant for load in loads}) == 1 and len(helped) == 1 and len(loads) < 8:
         assert ends[helped[0]] <= alike[helped[0]] + 1e-6, "alone at risk, it is not late for it"
+
+
+any_work = st.one_of(
+    st.floats(allow_nan=True, allow_infinity=True),
+    st.sampled_from([math.nan, math.inf, -math.inf, -1e308, 1e308, 1.7e308, -1e30, 5e-324, -5e-324, 0.0, -0.0]),
+)
+
+
+@settings(deadline=None)
+@given(st.lists(st.tuples(st.sampled_from("abc"), any_work, st.booleans()), max_size=40), any_work)
+def test_every_job_has_an_end_whatever_its_work(jobs: list[tuple[str, float, bool]], rate: float) -> None:
+    loads = [Load(str(i), tenant, work, risk) for i, (tenant, work, risk) in enumerate(jobs)]
+    ends = finish_times(loads, rate)
+    assert ends.keys() == {load.batch_id for load in loads}
+    assert all(end >= 0.0 for end in ends.values()), "NaN is no time"
+    if 1e-200 < rate < 1e200:
+        assert all(math.isfinite(end) for end in ends.values())
+        assert all(ends[x.batch_id] >= min(x.work, MAX_WORK) / rate * (1 - 1e-9) for x in loads if x.work > 0.0)
+
+
+def _in_steps(loads: Sequence[Load], rate: float) -> dict[str, float]:
+    """The definition: the machine is shared anew at the end of each job."""
+    left = {load.batch_id: load for load in loads}
+    remaining = {load.batch_id: load.work for load in loads}
+    ends: dict[str, float] = {}
+    passed = 0.0
+    while left:
+        lanes: dict[bool, dict[str, list[str]]] = {}
+        for load in left.values():
+            lanes.setdefault(load.at_risk, {}).setdefault(load.tenant, []).append(load.batch_id)
+        speeds: dict[str, float] = {}
+        for at_risk, tenants in lanes.items():
+            share = 1.0 if len(lanes) == 1 else URGENT_SHARE if at_risk else 1.0 - URGENT_SHARE
+            for names in tenants.values():
+                speeds |= dict.fromkeys(names, rate * share / len(tenants) / len(names))
+        first = min(left, key=lambda name: remaining[name] / speeds[name])
+        step = remaining[first] / speeds[first]
+        passed += step
+        for name in left:
+            remaining[name] = max(0.0, remaining[name] - step * speeds[name])
+        ends[first] = passed
+        del left[first]
+    return ends
+
+
+@settings(deadline=None)
+@given(loads_strategy, st.floats(0.01, 100.0))
+def test_ends_are_those_of_a_machine_shared_step_by_step(jobs: list[tuple[str, float, bool]], rate: float) -> None:
+    loads = [Load(str(i), tenant, work, risk) for i, (tenant, work, risk) in enumerate(jobs)]
+    assert finish_times(loads, rate) == pytest.approx(_in_steps(loads, rate), rel=1e-6, abs=1e-6)
+
+
+def test_the_outlook_of_a_job_beyond_all_time_has_no_end() -> None:
+    forecast = a_forecast(rate=10.0)
+    forecast.update([(a_batch("x", 10**6, 10**15), Lengths(10**17, 100.0, (math.inf,)))], 250.0)
+    outlook = forecast.outlooks["x"]
+    assert outlook.misses and outlook.eta is None and "tidemill.warning" in outlook.notes(a_batch("x", 10**6, 1))
 
 
 def test_tenants_share_and_so_do_the_jobs_of_one() -> None:
@@ -191,21 +249,46 @@ def test_the_first_seconds_of_a_pace_are_not_believed_alone() -> None:
     assert eta is not None and eta - 10.5 < 3 * 1000 * 0.125, "by the two lines alone it is 5,250 s"
 
 
+def head_of(path: Path, bodies: Sequence[Any], endpoint: str = "/v1/chat/completions") -> Lengths:
+    path.write_bytes(jsonl({"body": body} for body in bodies))
+    head = read_head(path, endpoint)
+    assert head is not None
+    return head
+
+
 def test_the_head_of_a_file_tells_of_its_lines(tmp_path: Path) -> None:
     path = tmp_path / "in.jsonl"
-    assert read_head(path) is None
+    assert read_head(path, "/v1/completions") is None
     path.write_bytes(b"")
-    assert read_head(path) is None
-    bodies = [{"max_tokens": 7}, {"max_completion_tokens": 9, "n": 2}, {"max_output_tokens": 5}, {}]
-    path.write_bytes(jsonl({"body": body} for body in bodies) + b"\n[1]\n{")
-    head = read_head(path)
-    assert head is not None and head.answers == (7.0, 18.0, 5.0, math.inf)
+    assert read_head(path, "/v1/completions") is None
+    chat = {"model": "m", "messages": [{"role": "user", "content": "x"}]}
+    limits: list[dict[str, Any]] = [{"max_tokens": 7}, {"max_completion_tokens": 9, "n": 2}, {}]
+    assert head_of(path, [{**chat, **limit} for limit in limits]).answers == (7.0, 18.0, math.inf)
+    response = {"model": "m", "input": "x", "max_output_tokens": 5}
+    assert head_of(path, [response], "/v1/responses").answers == (5.0,)
     path.write_bytes(jsonl(line(i) for i in range(5000)))
-    head = read_head(path)
+    head = read_head(path, "/v1/completions")
     assert head is not None and set(head.answers) == {4.0} and len(head.answers) <= HEAD_ANSWERS
     assert head.pending_line == pytest.approx(len(jsonl([line(100)])), rel=0.01)
     path.write_bytes(b'{"body": {"prompt": "' + b"x" * 100_000)
-    assert read_head(path) is None, "no line is whole"
+    assert read_head(path, "/v1/completions") is None, "no line is whole"
+
+
+WRONG_NUMBERS: list[Any] = [-1e30, -1e308, -5, 0, "-inf", "inf", "nan", "7", True, 1.5, 2**31, 10**30, [], {}]
+
+
+@pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens", "n"])
+@pytest.mark.parametrize("number", WRONG_NUMBERS, ids=repr)
+def test_an_invalid_line_counts_as_no_work(tmp_path: Path, name: str, number: Any) -> None:
+    chat = {"model": "m", "messages": [{"role": "user", "content": "x"}], "max_tokens": 3}
+    assert head_of(tmp_path / "in.jsonl", [{**chat, name: number}, chat]).answers == (0.0, 3.0)
+
+
+def test_what_is_no_line_counts_as_no_work(tmp_path: Path) -> None:
+    path = tmp_path / "in.jsonl"
+    path.write_bytes(b'[1]\n{\nnull\n"x"\n{"body":1}\n{"body":{"max_tokens":NaN}}\n{"body":{"max_tokens":1e999}}\n')
+    head = read_head(path, "/v1/chat/completions")
+    assert head is not None and head.answers == (0.0,) * 7
 
 
 def test_a_margin_that_guards_objectives_is_no_cost() -> None:
@@ -242,6 +325,21 @@ async def test_a_job_that_cannot_make_it_is_told_so_and_its_lines_go_first(
         served.engine.release()
         ended = await until(client, created.id)
         assert ended.status == "completed" and ended.metadata == {"a": "b"}, "of what has ended nothing is expected"
+
+
+async def test_absurd_numbers_of_a_line_are_an_error_row(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    async with batch_server(tokenizer, tmp_path, hold_after=0) as (served, client):
+        served.engine.snapshot = SLOW
+        await served.app.state.context.metrics.take_snapshot()
+        lines = [line(0), *(line(i + 1, max_tokens=number) for i, number in enumerate(WRONG_NUMBERS))]
+        created = await submit(client, jsonl(lines))
+        await served.engine.wait_for_event("add", 1)
+        await client.batches.retrieve(created.id)
+    async with batch_server(tokenizer, tmp_path) as (served, client):  # the batch goes on after a restart
+        ended = await until(client, created.id)
+        output, errors = await check_ended(client, ended, [f"id-{i}" for i in range(len(lines))])
+        assert output.keys() == {"id-0"}
+        assert {row["response"]["status_code"] for row in errors.values()} == {400}
 
 
 async def test_a_job_with_time_is_a_plain_one(tokenizer: Tokenizer, tmp_path: Path) -> None:

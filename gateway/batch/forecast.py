@@ -10,7 +10,8 @@ A job is at risk if the others and it, served alike, would not let it end in tim
 help that jobs at risk get, so it is not undone by it.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from engine.api import TokenCosts
@@ -32,6 +33,10 @@ URGENT_SHARE = 7 / 8
 ENTER_MARGIN, LEAVE_MARGIN = 1.1, 1.25
 """A job is at risk when so many times its time would be too long, and until so many times would do."""
 MAX_STEP = 120.0
+MAX_WORK = 1e15
+"""Work of one job at most: sums over all jobs stay finite and exact enough."""
+HORIZON = 3e9
+"""Seconds (about a century) beyond which a job has no expected end."""
 FIRST_PROMPT_TOKENS_PER_BYTE, FIRST_OUTPUT_TOKENS, FIRST_LINE_BYTES = 0.25, 64.0, 400.0
 """Guesses of a server that has not finished a line."""
 
@@ -47,35 +52,48 @@ class Load:
 
 
 def finish_times(loads: Sequence[Load], rate: float) -> dict[str, float]:
-    """Seconds until each is done at `rate` (work per second): tenants share it, the jobs of a tenant share its part,
-    and jobs at risk get `URGENT_SHARE` of it beside others."""
-    left = {load.batch_id: load for load in loads}
-    remaining = {load.batch_id: max(0.0, load.work) for load in loads}
+    """Return the seconds until each job is done at `rate` (work per second).
+
+    Tenants share the rate equally, the jobs of a tenant share the tenant's part, and jobs at risk get `URGENT_SHARE`
+    of the rate beside other jobs. Work that is negative or NaN counts as none, and no work is larger than `MAX_WORK`. A
+    rate that is not positive gives infinity. The cost is O(n log n) for n jobs.
+    """
+    urgent, others = _lane_work([x for x in loads if x.at_risk]), _lane_work([x for x in loads if not x.at_risk])
+    share = URGENT_SHARE if urgent and others else 1.0
+    rest = 1.0 - share if urgent and others else 1.0
+    alone = min(max(urgent.values(), default=0.0) / share, max(others.values(), default=0.0) / rest)
     ends: dict[str, float] = {}
-    passed = 0.0
-    while left:
-        speeds = _speeds(left.values(), rate)
-        step = min(remaining[name] / speed for name, speed in speeds.items())
-        passed += step
-        for name, speed in speeds.items():
-            remaining[name] -= step * speed
-        done = [name for name in left if remaining[name] <= 1e-9 * (1.0 + left[name].work)]
-        for name in done:
-            ends[name] = passed
-            del left[name]
+    for lane, part in ((urgent, share), (others, rest)):
+        for name, work in lane.items():
+            passed = work / part
+            seconds = passed if passed <= alone or part == 1.0 else alone + (work - alone * part)
+            ends[name] = seconds / rate if rate > 0.0 else math.inf
     return ends
 
 
-def _speeds(loads: Iterable[Load], rate: float) -> dict[str, float]:
-    lanes: dict[bool, dict[str, list[str]]] = {}
+def _lane_work(loads: Sequence[Load]) -> dict[str, float]:
+    """Return the work that a lane has done, over all of its tenants, when each of its jobs ends."""
+    tenants: dict[str, list[tuple[float, str]]] = {}
     for load in loads:
-        lanes.setdefault(load.at_risk, {}).setdefault(load.tenant, []).append(load.batch_id)
-    speeds: dict[str, float] = {}
-    for at_risk, tenants in lanes.items():
-        share = 1.0 if len(lanes) == 1 else URGENT_SHARE if at_risk else 1.0 - URGENT_SHARE
-        for names in tenants.values():
-            speeds |= dict.fromkeys(names, rate * share / len(tenants) / len(names))
-    return speeds
+        work = min(load.work, MAX_WORK) if load.work > 0.0 else 0.0  # NaN is not positive
+        tenants.setdefault(load.tenant, []).append((work, load.batch_id))
+    marks: list[tuple[float, int, str]] = []  # work of the tenant at the end of a job; 1 for the tenant's last job
+    for jobs in tenants.values():
+        jobs.sort()
+        done = before = 0.0
+        for index, (work, name) in enumerate(jobs):
+            done += (work - before) * (len(jobs) - index)
+            before = work
+            marks.append((done, int(index == len(jobs) - 1), name))
+    marks.sort()
+    total, level, active = 0.0, 0.0, len(tenants)
+    ends: dict[str, float] = {}
+    for done, is_last, name in marks:
+        total += (done - level) * active
+        level = done
+        active -= is_last
+        ends[name] = total
+    return ends
 
 
 class Pace:
@@ -261,7 +279,7 @@ class Forecast:
         helped = finish_times([Load(one.batch_id, one.tenant, one.work, risks[one.batch_id]) for one in alike], rate)
         return {
             batch.id: Outlook(
-                eta=None if measured is None else now + helped[batch.id],
+                eta=now + helped[batch.id] if measured is not None and helped[batch.id] < HORIZON else None,
                 at_risk=risks[batch.id],
                 misses=now + helped[batch.id] > batch.expires_at,
                 tokens=sum(left[batch.id]),

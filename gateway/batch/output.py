@@ -4,7 +4,6 @@ A row is written to the journal in its final form when its line ends; building o
 call it in a worker thread.
 """
 
-import math
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -17,14 +16,9 @@ import orjson
 from gateway.http.json_text import load_json
 from gateway.store.disk import DiskFile, UnreadableError, read_errors, storage_errors
 from gateway.store.folder import StateFolder
-from gateway.store.objects import Lengths, LineRecord, LineRef
+from gateway.store.objects import LineRecord, LineRef
 
 BUFFER_BYTES = 1024 * 1024
-HEAD_BYTES = 64 * 1024
-HEAD_ANSWERS = 64
-"""Of so many of the first lines what they may answer is kept: a batch that waits holds it."""
-ANSWER_LIMITS = ("max_completion_tokens", "max_tokens", "max_output_tokens")
-"""Fields of a line's body."""
 _RESULT_LOST = ("result_unavailable", "The line was executed, but its result can no longer be read.")
 
 
@@ -53,32 +47,6 @@ def read_at(descriptor: int, start: int, length: int) -> bytes:
             raise EOFError("a stored file is shorter than its rows say")
         data += more
     return data
-
-
-def read_head(path: Path) -> Lengths | None:
-    """What the first lines of an input file tell of all of them: their length in bytes, and how much they may answer.
-    None where none of them can be read."""
-    try:
-        with path.open("rb") as file:
-            data = file.read(HEAD_BYTES)
-    except OSError:
-        return None
-    whole = data if len(data) < HEAD_BYTES else data[: data.rfind(b"\n") + 1]
-    lines = [line for line in whole.split(b"\n") if line.strip()]
-    evenly = lines[:: math.ceil(len(lines) / HEAD_ANSWERS) or 1]
-    answers = tuple(most for line in evenly if (most := _most_answered(line)) is not None)
-    length = sum(len(line) + 1 for line in lines) / max(1, len(lines))
-    return Lengths(len(whole), length, answers) if lines else None
-
-
-def _most_answered(line: bytes) -> float | None:
-    """Tokens that a line may answer, infinity where it does not say; None if it is no line of a batch."""
-    try:
-        body = load_json(line)["body"]
-        named = [body[name] for name in ANSWER_LIMITS if body.get(name) is not None]
-        return float(named[0]) * float(body.get("n") or 1) if named else math.inf
-    except (ValueError, TypeError, KeyError, AttributeError):
-        return None
 
 
 def read_lines_at(path: Path, refs: Iterable[LineRef]) -> list[bytes]:

@@ -17,9 +17,10 @@ from engine.api import Lane, TokenCosts
 from gateway.batch.feed import FeedOrder, FinishedLine, Job, Window
 from gateway.batch.finish import INPUT_LOST, Finisher
 from gateway.batch.forecast import Forecast
+from gateway.batch.head import read_head
 from gateway.batch.limits import BatchLimits
 from gateway.batch.line import LineAnswer, LineOrigin, LineRetry
-from gateway.batch.output import read_envelopes, read_head, response_row, unfinished_row
+from gateway.batch.output import read_envelopes, response_row, unfinished_row
 from gateway.batch.results import ResultWriter, StorageRetry, in_thread
 from gateway.http.errors import log_unexpected
 from gateway.store.disk import StorageError, UnreadableError
@@ -271,7 +272,7 @@ class BatchWorker:
         return outlook.notes(batch) if outlook.misses else {}
 
     async def _head(self, batch: BatchJob) -> Lengths | None:
-        return await in_thread(lambda: read_head(self._folder.file_path(batch.input_file_id)))
+        return await in_thread(lambda: read_head(self._folder.file_path(batch.input_file_id), batch.endpoint))
 
     # Feeding
 
