@@ -1,0 +1,12 @@
+"""The scheduler decides as it was recorded; see `golden_steps`."""
+
+import json
+
+from golden_steps import COUNT, FILE, record
+
+
+def test_every_step_is_as_recorded() -> None:
+    recorded = json.loads(FILE.read_text())
+    assert len(recorded) == COUNT
+    changed = [row["workload"] for row, now in zip(recorded, record(), strict=True) if row != now]
+    assert not changed, "decisions changed; compare `python tests/golden_steps.py --show N` of both commits"
