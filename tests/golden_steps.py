@@ -51,7 +51,13 @@ def sequence(number: int) -> Iterator[str]:
     """Yield one line per step of workload `number`, 0 to COUNT - 1."""
     rng = random.Random(number)
     driver = _driver(number, rng)
-    arrivals = sorted(((rng.uniform(0.0, 1.5), _request(rng, index, 0.2 if number % 5 > 2 else 0.55)) for index in range(rng.randint(8, 40))), key=_time)
+    arrivals = sorted(
+        (
+            (rng.uniform(0.0, 1.5), _request(rng, index, 0.2 if number % 5 > 2 else 0.55))
+            for index in range(rng.randint(8, 40))
+        ),
+        key=_time,
+    )
     aborts = {request.request_id for _, request in arrivals if rng.random() < 0.08}
     for _ in range(MAX_STEPS):
         while arrivals and arrivals[0][0] <= driver.now:
