@@ -15,7 +15,7 @@ BENCHES = {
     "pressure": "loadgen.bench.pressure",
     "turns": "loadgen.bench.turns",
     "overload": "loadgen.bench.overload",
-    "chaos": "loadgen.bench.chaos",
+    "chaos": "loadgen.bench.chaos.main",
     "accuracy": "loadgen.bench.accuracy",
     "control-plane": "loadgen.bench.control_plane",
     "offload": "loadgen.bench.offload",

@@ -1,21 +1,21 @@
-"""The parts of `chaos`: what each does to a server of its own, what it promises, and what became of that."""
+"""Parts of `chaos` about the engine process, hostile bodies and greedy tenants: each has a server of its own."""
 
 import asyncio
-import random
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from statistics import median
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import aiohttp
 
-from loadgen.bench import chaos_load as load
-from loadgen.bench import chaos_server
 from loadgen.bench.bombs import bombs
-from loadgen.bench.chaos_faults import AT_ONCE, Saboteur
-from loadgen.bench.chaos_server import Server, lag_within, read_lag
+from loadgen.bench.chaos import load
+from loadgen.bench.chaos import server as chaos_server
+from loadgen.bench.chaos.faults import AT_ONCE, Saboteur
+from loadgen.bench.chaos.promises import Part, Promise, Scale, at_most, never, shown
+from loadgen.bench.chaos.server import Server, lag_within, read_lag
 from loadgen.bench.frame import in_turn
 
 NOTICED = 0.3
@@ -26,49 +26,6 @@ DRAIN_SECONDS = 900.0
 INNOCENT, INNOCENT_TOKENS = 64, 200
 TENANTS = {"heavy-key": "heavy requests=8 queued=4000", "light-key": "light"}
 HEAVY_TOKENS, LIGHT_TOKENS = 48, 8
-
-
-@dataclass(frozen=True, slots=True)
-class Promise:
-    """`kept`: None for what is only shown. `timing`: it depends on how busy the machine is."""
-
-    name: str
-    value: str
-    limit: str = ""
-    kept: bool | None = None
-    timing: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Scale:
-    """How much of it: `whole` is 1 for what the promises are stated for."""
-
-    seed: int
-    seconds: float
-    streams: int
-
-    @property
-    def whole(self) -> float:
-        return self.seconds / 600.0
-
-    def of(self, number: float, least: int = 1) -> int:
-        """So much of what a whole run has."""
-        return max(least, round(number * self.whole))
-
-    def dice(self) -> random.Random:
-        return random.Random(self.seed)
-
-
-def never(name: str, count: int) -> Promise:
-    return Promise(name, str(count), "0", count == 0)
-
-
-def at_most(name: str, value: float, limit: float, unit: str) -> Promise:
-    return Promise(name, f"{value:.3g} {unit}", f"{limit:.3g} {unit}", value <= limit, timing=True)
-
-
-def shown(name: str, value: float | str, unit: str = "") -> Promise:
-    return Promise(name, f"{value:.3g} {unit}".strip() if isinstance(value, float) else value)
 
 
 def pauses(gaps: Sequence[tuple[float, float]], down: Sequence[tuple[float, float]]) -> list[float]:
@@ -354,8 +311,7 @@ async def _timed(session: aiohttp.ClientSession, prompt: list[int]) -> float:
     return (await load.stream(session, prompt, LIGHT_TOKENS)).at[0] - start
 
 
-Part = Callable[[Scale], "Awaitable[list[Promise]]"]
-PARTS: dict[str, Any] = {
+PARTS: dict[str, Part] = {
     "kill": kill, "hang": hang, "fail": fail, "poison": poison, "bombs": bomb, "tenant": tenant, "cost": cost,
     "storm": storm,
 }  # fmt: skip

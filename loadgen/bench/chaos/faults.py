@@ -13,8 +13,8 @@ import aiohttp
 
 from engine.process.sabotage import POISON
 from loadgen.bench.bombs import MAX_BYTES, Bomb, bombs
-from loadgen.bench.chaos_load import MODEL, stream
-from loadgen.bench.chaos_server import Server
+from loadgen.bench.chaos.load import MODEL, stream
+from loadgen.bench.chaos.server import Server
 
 WEIGHTS = {"kill": 12, "kill twice": 3, "hang": 2, "failing steps": 2, "hostile bodies": 3, "stop": 0.3}
 MEAN_REST = 2.0
