@@ -27,6 +27,7 @@ from gateway.store.folder import open_state
 
 class DyingDisk(Disk):
     def __init__(self, kind: str, number: int) -> None:
+        super().__init__()
         self._kind, self._number = kind, number
 
     def count(self, kind: str, after: bool = False) -> None:

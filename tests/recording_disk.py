@@ -44,6 +44,7 @@ class Log:
 
 class RecordingDisk(Disk):
     def __init__(self, log: Log) -> None:
+        super().__init__()
         self.log = log
 
     def create(self, path: Path) -> DiskFile:
@@ -80,6 +81,7 @@ class FaultyDisk(Disk):
     """Fails at the operations whose numbers are in `faults`, with what is given there. Counts from 0."""
 
     def __init__(self, faults: dict[int, int]) -> None:
+        super().__init__()
         self.faults = faults
         self.count = 0
 

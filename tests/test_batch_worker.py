@@ -7,6 +7,7 @@ time some image must break a promise, or the operation would be for nothing.
 
 import asyncio
 import contextlib
+import errno
 import gc
 import itertools
 import json
@@ -41,6 +42,7 @@ from recording_disk import IO_ERROR, NO_SPACE, READINGS, FaultyDisk, Log, Record
 
 from engine.api import RequestClass
 from engine.text.tokenizer import Tokenizer
+from gateway.batch import output as batch_output
 from gateway.batch.feed import FeedOrder, Job, Window
 from gateway.batch.input import LinePlaces, check_input, prefix_key, read_lines
 from gateway.batch.limits import BatchLimits
@@ -246,6 +248,71 @@ async def test_a_fault_at_any_operation_pauses_and_goes_on(tokenizer: Tokenizer,
         assert number >= 8, "journal: write, sync, folder; two results: create, write, sync, rename, folder"
         state = leftovers(tmp_path)
         assert len(state["files"]) == 3 and not state["tmp"] and not state["journals"]
+
+
+async def test_any_errno_pauses_a_batch_and_runs_no_line_again(
+    tokenizer: Tokenizer, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Each of the next ten operations of the disk fails with it."""
+    disk = FaultyDisk({})
+    limits = BatchLimits(retry_seconds=0.0005, tick_seconds=0.05)
+    async with batch_server(tokenizer, tmp_path, disk=disk, limits=limits) as (served, client):
+        file = await upload(client, jsonl([line(i) for i in range(2)]))
+        for code in (
+            errno.ESTALE,
+            errno.ENXIO,
+            errno.ENOMEM,
+            errno.EACCES,
+            errno.EINVAL,
+            *sorted(errno.errorcode)[::16],
+        ):
+            before = len(served.engine.requests)
+            disk.count, disk.faults = 0, dict.fromkeys(range(10), code)
+            batch = await client.batches.create(
+                input_file_id=file.id, endpoint="/v1/completions", completion_window="24h"
+            )
+            await check_ended(client, await until(client, batch.id), ["id-0", "id-1"])
+            assert disk.count > 10 and len(served.engine.requests) == before + 2, errno.errorcode[code]
+    assert not [message for message in caplog.messages if "unexpected" in message]
+
+
+async def test_a_fault_of_the_whole_disk_costs_no_line(
+    tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Reads that fail for longer than a damaged file is read again, on a disk that takes no data either."""
+    disk, real, reads = FaultyDisk({}), batch_output.read_at, 0
+    limits = BatchLimits(window_lines=2, retry_seconds=0.0005, tick_seconds=0.05, read_attempts=2)
+
+    def read_at(*arguments: int) -> bytes:
+        nonlocal reads
+        if disk.faults:
+            reads += 1
+            raise OSError(errno.EIO, "Input/output error")
+        return real(*arguments)
+
+    monkeypatch.setattr(batch_output, "read_at", read_at)
+    async with batch_server(tokenizer, tmp_path, "x", limits=limits, disk=disk, hold_after=0) as (served, client):
+        batch = await submit(client, jsonl([line(i) for i in range(6)]))
+        await served.engine.wait_for_event("add", 2)
+        disk.faults = dict.fromkeys(range(disk.count, 10**5), IO_ERROR)
+        served.engine.release()
+        jobs = served.app.state.batches.jobs
+        await eventually(lambda: jobs.paused and jobs._folder.disk.health.fault is not None)
+        await asyncio.sleep(0.05)
+        disk.faults = {}
+        await check_ended(client, await until(client, batch.id), [f"id-{i}" for i in range(6)])
+        assert len(served.engine.requests) == 6
+
+
+async def test_a_fault_that_is_over_is_noticed_without_an_upload(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    disk = FaultyDisk({})
+    async with batch_server(tokenizer, tmp_path, disk=disk) as (served, client):
+        disk.faults = {disk.count: NO_SPACE}
+        with pytest.raises(openai.InternalServerError):
+            await upload(client, b"x")
+        jobs = served.app.state.batches.jobs
+        assert "ENOSPC" in jobs.storage_fault()
+        await eventually(lambda: jobs.storage_fault() is None)
 
 
 async def test_a_long_fault_pauses_jobs_answers_507_and_spares_online(tokenizer: Tokenizer, tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """The file layer: what appears, when, and what a full or faulty disk leaves behind."""
 
+import errno
 import os
 import resource
 import subprocess
@@ -9,7 +10,8 @@ from pathlib import Path
 import pytest
 from recording_disk import IO_ERROR, NO_SPACE, FaultyDisk, Log, RecordingDisk, write_image
 
-from gateway.store.disk import Disk, DiskFile, StorageError, storage_errors
+from gateway.store.disk import Disk, DiskFile, StorageError, UnreadableError, read_errors
+from gateway.store.health import QUIET_SECONDS, StorageHealth
 
 
 def publish(disk: Disk, folder: Path, data: bytes = b"content") -> Path:
@@ -49,27 +51,64 @@ def test_only_the_owner_can_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize("number", range(5))
 def test_a_fault_at_any_operation_leaves_nothing(tmp_path: Path, number: int, code: int) -> None:
     disk = FaultyDisk({number: code})
-    with pytest.raises(StorageError) as caught, storage_errors():
+    with pytest.raises(StorageError) as caught, disk.storing():
         publish(disk, tmp_path)
     assert caught.value.status == 507 and os.strerror(code) not in caught.value.message
     assert not list((tmp_path / "tmp").iterdir()) and not list((tmp_path / "files").iterdir())
     assert publish(disk, tmp_path).read_bytes() == b"content"
 
 
-def test_other_errors_are_bugs(tmp_path: Path) -> None:
-    Disk().create(tmp_path / "taken").close()
-    with pytest.raises(FileExistsError), storage_errors():
-        Disk().create(tmp_path / "taken")
+@pytest.mark.parametrize("code", sorted(errno.errorcode))
+def test_every_errno_is_a_fault_of_storage_that_is_logged_once(code: int, caplog: pytest.LogCaptureFixture) -> None:
+    disk = Disk()
+    for _ in range(3):
+        with pytest.raises(StorageError), disk.storing():
+            raise OSError(code, os.strerror(code), "/secret/path")
+    assert disk.health.fault == f"{errno.errorcode[code]}: {os.strerror(code)}"
+    (message,) = caplog.messages
+    assert errno.errorcode[code] in message and "/secret" not in message
+
+
+@pytest.mark.parametrize("code", sorted(errno.errorcode))
+def test_a_read_fails_for_the_file_or_for_the_folder(tmp_path: Path, code: int) -> None:
+    """A damaged file costs its own lines; any other fault pauses the batch and costs nothing."""
+    of_the_file = {errno.ENOENT, errno.EIO, errno.EBADMSG, errno.EUCLEAN, errno.EISDIR}
+    with pytest.raises(UnreadableError if code in of_the_file else StorageError), read_errors(tmp_path / "f"):
+        raise OSError(code, os.strerror(code))
+    with pytest.raises(StorageError if code == errno.ENOENT else Exception), read_errors(tmp_path / "no" / "f"):
+        raise OSError(code, os.strerror(code))
+
+
+def test_health_lasts_until_each_part_works_again(caplog: pytest.LogCaptureFixture) -> None:
+    now = 0.0
+    health = StorageHealth(lambda: now)
+    for part, code in (("files", errno.ENOSPC), ("database", errno.EIO), ("files", errno.EIO)):
+        health.failed(part, OSError(code, os.strerror(code)))
+    caplog.set_level("INFO")
+    assert [message.split(":")[0] for message in caplog.messages] == [
+        "the state folder cannot be used (ENOSPC", "the state folder cannot be used (EIO",
+    ]  # fmt: skip
+    health.worked("files")
+    assert health.fault == "EIO: Input/output error"
+    health.worked("database")
+    assert health.fault is None and caplog.messages[-1] == "the state folder takes data again"
+    for _ in range(100):  # a fault that comes and goes
+        health.failed("files", OSError(errno.EIO, "Input/output error"))
+        health.worked("files")
+    assert len(caplog.messages) == 3
+    now = QUIET_SECONDS
+    health.failed("files", OSError(errno.EIO, "Input/output error"))
+    assert len(caplog.messages) == 4
 
 
 def test_a_folder_that_is_gone_takes_nothing(tmp_path: Path) -> None:
-    with pytest.raises(StorageError), storage_errors():
+    with pytest.raises(StorageError), Disk().storing():
         Disk().create(tmp_path / "no" / "such" / "folder")
 
 
 def test_a_device_that_is_always_full() -> None:
     file = DiskFile(Disk(), Path("/dev/full"), os.open("/dev/full", os.O_WRONLY))
-    with pytest.raises(StorageError), storage_errors():
+    with pytest.raises(StorageError), file.disk.storing():
         file.write(b"x")
     file.close()
     file.close()
@@ -78,12 +117,12 @@ def test_a_device_that_is_always_full() -> None:
 LIMITED = """
 import sys
 from pathlib import Path
-from gateway.store.disk import Disk, StorageError, storage_errors
+from gateway.store.disk import Disk, StorageError
 file = Disk().create(Path(sys.argv[1]))
-with storage_errors():
+with file.disk.storing():
     file.write(b"x" * 1000)
 try:
-    with storage_errors():
+    with file.disk.storing():
         file.write(b"x" * 1000)
 except StorageError:
     print("full at", file.size)

@@ -17,7 +17,7 @@ from gateway.context import context_of, tenant_of
 from gateway.http.errors import ApiError
 from gateway.http.quotas import limit_reached
 from gateway.http.sse import run_while_connected
-from gateway.store.disk import DiskFile, StorageError, storage_errors
+from gateway.store.disk import DiskFile, StorageError, UnreadableError, read_errors
 from gateway.store.objects import FILE_ID, FileInUse, FileObject, StorageQuota, UnknownCursor, new_file_id
 
 router = APIRouter()
@@ -191,13 +191,13 @@ async def read_content(request: Request, file_id: str) -> Response:
     path = state_of(request).folder.file_path(file.id)
 
     def open_file() -> int:
-        with storage_errors():
-            try:
+        try:
+            with read_errors(path):
                 return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-            except FileNotFoundError:
-                if path.parent.is_dir():  # else the whole folder is gone
-                    raise no_such_file() from None
-                raise
+        except UnreadableError as error:
+            if error.gone:
+                raise no_such_file() from None
+            raise StorageError from error.__cause__
 
     # Once open it can be read to its end, whoever deletes it meanwhile.
     descriptor = await to_thread.run_sync(open_file)

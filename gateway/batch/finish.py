@@ -86,7 +86,10 @@ class Finisher:
         while True:
             try:
                 async with self._turn:
-                    await work(faults >= self._limits.read_attempts)
+                    lenient = faults >= self._limits.read_attempts
+                    if lenient:  # a disk that fails every read is no reason to lose a line
+                        await self._retry.run(lambda: in_thread(self._folder.check_disk))
+                    await work(lenient)
                 return
             except UnreadableError as error:
                 faults += 1
@@ -117,7 +120,7 @@ class Finisher:
 
     async def _read_input(self, batch: BatchJob, lenient: bool) -> InputReport:
         try:
-            with read_errors():
+            with read_errors(self._folder.file_path(batch.input_file_id)):
                 return await self._check(batch)
         except UnreadableError as error:
             if error.gone or lenient:

@@ -14,7 +14,7 @@ from typing import Any
 import orjson
 
 from gateway.http.json_text import load_json
-from gateway.store.disk import DiskFile, UnreadableError, read_errors, storage_errors
+from gateway.store.disk import DiskFile, UnreadableError, read_errors
 from gateway.store.folder import StateFolder
 from gateway.store.objects import LineRecord, LineRef
 
@@ -58,19 +58,39 @@ def read_lines_at(path: Path, refs: Iterable[LineRef]) -> list[bytes]:
         os.close(descriptor)
 
 
-def read_envelopes(path: Path, refs: Iterable[LineRef], *, lenient: bool) -> list[dict[str, Any] | None]:
-    """Lines of an input file; None for one that is gone. Raises UnreadableError; None instead if `lenient`."""
+def read_envelopes(
+    folder: StateFolder, file_id: str, refs: Iterable[LineRef], *, lenient: bool
+) -> list[dict[str, Any] | None]:
+    """Return lines of an input file, None for a line that is damaged or gone.
+
+    Raises UnreadableError (None instead if `lenient`), and StorageError: the folder is at fault, not the line.
+    """
+    path = folder.file_path(file_id)
     found: list[dict[str, Any] | None] = []
     for ref in refs:
         try:
-            with read_errors():
+            with read_errors(path):
                 (line,) = read_lines_at(path, [ref])
-            found.append(load_json(line))
-        except (UnreadableError, ValueError) as error:
-            if isinstance(error, UnreadableError) and not (error.gone or lenient):
-                raise
+            found.append(read_envelope(line))
+        except UnreadableError as error:
+            if not error.gone:
+                if not lenient:
+                    raise
+                folder.check_disk()
             found.append(None)
     return found
+
+
+def read_envelope(line: bytes) -> dict[str, Any] | None:
+    """Parse an input line that was valid when the batch began; None if the line is damaged."""
+    try:
+        found = load_json(line)
+    except ValueError:
+        return None
+    is_whole = (
+        isinstance(found, dict) and isinstance(found.get("custom_id"), str) and isinstance(found.get("body"), dict)
+    )
+    return found if is_whole else None
 
 
 class ResultFile:
@@ -124,7 +144,7 @@ class ResultBuilder:
     def add(self, records: Iterable[LineRecord]) -> None:
         """Raises StorageError or UnreadableError."""
         journal = self.folder.journal_path(self.batch_id)
-        with storage_errors():
+        with self.folder.disk.storing():
             for record in records:
                 if record.succeeded is None:
                     self.errors.add(unfinished_row(self._custom_id(record.ref), *self.unfinished))
@@ -136,7 +156,7 @@ class ResultBuilder:
 
     def publish(self, output_id: str, error_id: str) -> None:
         """Let the files appear. Raises StorageError, after which neither has."""
-        with storage_errors():
+        with self.folder.disk.storing():
             self.output.flush()
             self.errors.flush()
         results = ((self.output.file, output_id), (self.errors.file, error_id))
@@ -156,7 +176,7 @@ class ResultBuilder:
 
     def _read(self, path: Path, start: int, length: int) -> bytes | None:
         try:
-            with read_errors():
+            with read_errors(path):
                 return read_at(self._descriptor(path), start, length)
         except UnreadableError:
             if not self.lenient:

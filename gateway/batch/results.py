@@ -13,13 +13,17 @@ from anyio import to_thread
 
 from gateway.batch.feed import FinishedLine, Job, Window
 from gateway.http.errors import log_unexpected
-from gateway.store.disk import StorageError, storage_errors
+from gateway.store.disk import StorageError
 from gateway.store.folder import StateFolder
+from gateway.store.health import StorageHealth
 from gateway.store.objects import LineResult, Usage
 
 log = logging.getLogger("tidemill.gateway")
 
 ResultT = TypeVar("ResultT")
+
+MAX_PAUSE = 10.0
+"""Seconds between two attempts at most: so long may a repaired folder go unnoticed."""
 
 
 async def to_end(work: Awaitable[ResultT]) -> ResultT:
@@ -40,33 +44,51 @@ async def in_thread(work: Callable[[], ResultT]) -> ResultT:
 
 
 class StorageRetry:
-    """Tries again until the disk takes it. `healthy` is clear meanwhile; `changed` is called when it is not any more.
-    When `stopping`, the fault is raised instead."""
+    """Repeats work of the state folder until no storage fault ends it, with a growing pause.
 
-    def __init__(self, retry_seconds: float, changed: Callable[[], None]) -> None:
-        self.healthy = True
+    `healthy` is false while any work waits; `changed` is called when none waits any more. When `stopping`, the fault is
+    raised instead.
+    """
+
+    def __init__(self, retry_seconds: float, changed: Callable[[], None], health: StorageHealth) -> None:
         self.stopping = False
         self._retry_seconds = retry_seconds
         self._changed = changed
+        self._health = health
+        self._waiting = 0
+
+    @property
+    def healthy(self) -> bool:
+        return not self._waiting
 
     async def run(self, work: Callable[[], Awaitable[ResultT]]) -> ResultT:
         """`work` must be repeatable. Raises StorageError when stopping, and what else `work` raises."""
+        try:
+            return await work()
+        except StorageError as error:
+            if self.stopping:
+                raise
+            self._health.failed("jobs", error)
+        self._waiting += 1
+        try:
+            return await self._repeat(work)
+        finally:
+            self._waiting -= 1
+            if self.healthy:
+                self._health.worked("jobs")
+                self._changed()
+
+    async def _repeat(self, work: Callable[[], Awaitable[ResultT]]) -> ResultT:
+        pause = self._retry_seconds
         while True:
+            await asyncio.sleep(pause)
+            pause = min(MAX_PAUSE, 2 * pause)
             try:
-                result = await work()
+                return await work()
             except StorageError as error:
                 if self.stopping:
                     raise
-                if self.healthy:
-                    log.error("the disk does not take data (%s): batch jobs pause", type(error.__cause__).__name__)
-                self.healthy = False
-                await asyncio.sleep(self._retry_seconds)
-            else:
-                if not self.healthy:
-                    log.info("the disk takes data again")
-                    self.healthy = True
-                    self._changed()
-                return result
+                self._health.failed("jobs", error)
 
 
 class ResultWriter:
@@ -127,7 +149,7 @@ class ResultWriter:
 
     def _append(self, batch_id: str, data: bytes, start: int) -> None:
         path, disk = self._folder.journal_path(batch_id), self._folder.disk
-        with storage_errors():
+        with disk.storing():
             journal = disk.open_journal(path)
             try:
                 journal.write_at(data, start)

@@ -11,7 +11,7 @@ from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import MultipartParser, parse_options_header
 
 from gateway.http.errors import ApiError
-from gateway.store.disk import DiskFile, storage_errors
+from gateway.store.disk import DiskFile
 
 if TYPE_CHECKING:
     from python_multipart.multipart import MultipartCallbacks
@@ -67,7 +67,7 @@ class UploadParser:
         if self._num_bytes > self._max_file_bytes + MAX_OVERHEAD:
             raise self._too_large()
         try:
-            with storage_errors():
+            with self._file.disk.storing():
                 self._parser.write(data)
         except FormParserError:
             _refuse("The multipart body is not valid.", code="invalid_multipart")

@@ -77,7 +77,7 @@ class BatchWorker:
         self._tick_now = asyncio.Event()
         self._window = Window(limits.window_lines, limits.window_bytes)
         self._order = FeedOrder(limits.window_lines)
-        self._retry = StorageRetry(limits.retry_seconds, self._wake.set)
+        self._retry = StorageRetry(limits.retry_seconds, self._wake.set, folder.disk.health)
         self._results = ResultWriter(folder, self._retry, self._window, self._wake.set)
         self._finisher = Finisher(folder, limits, self._retry, self._now, max_lines)
         self._judged = 0.0
@@ -129,10 +129,13 @@ class BatchWorker:
         return not self._retry.healthy
 
     def storage_fault(self) -> str | None:
-        """Why nothing can be stored, as far as is known; None: it can. Asks the disk, from any thread."""
+        """Return why nothing can be stored, None if data can be. Asks the disk; call it from any thread."""
         if not self._store.is_in_place():
             return "the state folder has been deleted or replaced: files and batches are refused until it is back"
-        return "the disk takes no data: uploads are refused and batches pause until it does" if self.paused else None
+        cause = self._folder.disk.health.fault
+        return (
+            cause and f"the state folder cannot be used ({cause}): uploads are refused and batches pause until it can"
+        )
 
     def _now(self) -> int:
         return int(self._clock())
@@ -242,6 +245,7 @@ class BatchWorker:
                 job.settled.set()
         self._judge()
         with suppress(StorageError):
+            await self._folder.check_recovery()
             await self._folder.settle()
             for batch in await self._store.unfinished_batches():
                 self.added(batch)  # one whose creation was in doubt has no owner yet
@@ -329,8 +333,8 @@ class BatchWorker:
 
     async def _read(self, job: Job, refs: list[LineRef]) -> list[dict[str, Any] | None]:
         """None for what cannot be read any more: a batch must end all the same. Raises UnreadableError a few times."""
-        path, lenient = self._folder.file_path(job.batch.input_file_id), job.read_faults >= self._limits.read_attempts
-        found = await in_thread(lambda: read_envelopes(path, refs, lenient=lenient))
+        lenient, file_id = job.read_faults >= self._limits.read_attempts, job.batch.input_file_id
+        found = await in_thread(lambda: read_envelopes(self._folder, file_id, refs, lenient=lenient))
         lost = [ref for ref, envelope in zip(refs, found, strict=True) if envelope is None]
         if lost:
             await self._store.note_error(job.batch.id, InputError(*INPUT_LOST, lost[0].number))

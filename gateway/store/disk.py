@@ -11,15 +11,14 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from gateway.http.errors import ApiError
+from gateway.store.health import StorageHealth
 
-# Reasons why a disk does not take data; the cause is outside, and goes away without us. ENOENT: the folder is gone.
-DISK_FAULTS = frozenset(
-    {errno.ENOSPC, errno.EIO, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EMFILE, errno.ENFILE, errno.ENOENT}
-)
+# Faults of one stored file: a bad sector, a failed checksum of the file system, a folder in the file's place.
+_FILE_FAULTS = frozenset({errno.EIO, errno.EBADMSG, errno.EUCLEAN, errno.EISDIR})
 
 
 class StorageError(ApiError):
-    """The disk is full or faulty: 507 to a client, a pause to a job. What was promised before still holds.
+    """The state folder is full or faulty: 507 to a client, a pause to a job. Acknowledged data is not affected.
 
     `in_doubt`: a commit whose end the disk did not confirm. It has not happened, but may have after a crash, until
     another commit succeeds.
@@ -27,23 +26,12 @@ class StorageError(ApiError):
 
     def __init__(self, *, in_doubt: bool = False) -> None:
         self.in_doubt = in_doubt
-        message = "The server cannot store data at the moment; try again later."
+        message = "The server cannot store or read data at the moment; try again later."
         super().__init__(507, message, code="insufficient_storage", headers={"retry-after": "10"})
 
 
-@contextmanager
-def storage_errors() -> Iterator[None]:
-    """Turn the disk's faults into StorageError; other errors of the operating system are bugs and stay as they are."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno in DISK_FAULTS:
-            raise StorageError from error
-        raise
-
-
 class UnreadableError(Exception):
-    """A stored file cannot be read; `gone`: it, or its end, is not there at all, so trying again is of no use."""
+    """A stored file is damaged; `gone`: the file, or its end, does not exist, so another attempt is of no use."""
 
     def __init__(self, *, gone: bool = False) -> None:
         super().__init__(gone)
@@ -51,16 +39,18 @@ class UnreadableError(Exception):
 
 
 @contextmanager
-def read_errors() -> Iterator[None]:
-    """Turn faults of reading into UnreadableError, a lack of descriptors or memory into StorageError."""
+def read_errors(path: Path) -> Iterator[None]:
+    """Raise UnreadableError for a fault of the file `path`, StorageError for a fault of the folder or the system."""
     try:
         yield
-    except (FileNotFoundError, EOFError) as error:
+    except EOFError as error:
         raise UnreadableError(gone=True) from error
     except OSError as error:
-        if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM):
-            raise StorageError from error
-        raise UnreadableError from error
+        if error.errno == errno.ENOENT and path.parent.is_dir():
+            raise UnreadableError(gone=True) from error
+        if error.errno in _FILE_FAULTS:
+            raise UnreadableError from error
+        raise StorageError from error
 
 
 class DiskFile:
@@ -69,7 +59,7 @@ class DiskFile:
     def __init__(self, disk: "Disk", path: Path, descriptor: int) -> None:
         self.path = path
         self.size = 0
-        self._disk = disk
+        self.disk = disk
         self._descriptor = descriptor
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
@@ -78,12 +68,17 @@ class DiskFile:
         self.size += len(data)
 
     def write_at(self, data: bytes | bytearray | memoryview, start: int) -> None:
-        self._disk.write(self._descriptor, self.path, data, start)
+        self.disk.write(self._descriptor, self.path, data, start)
+
+    def length(self) -> int:
+        """Return the bytes that the file has on the disk."""
+        return os.fstat(self._descriptor).st_size
 
     def sync(self) -> None:
-        """Returns when everything written is on the disk. After an error the data must be written again: the kernel
+        """Return when everything written is on the disk. After an error the data must be written again: the kernel
         may have dropped it and will not say so twice."""
-        self._disk.sync(self._descriptor, self.path)
+        self.disk.sync(self._descriptor, self.path)
+        self.disk.health.worked("files")
 
     def close(self) -> None:
         """Idempotent."""
@@ -92,14 +87,27 @@ class DiskFile:
             os.close(descriptor)
 
     def discard(self) -> None:
-        """Close and remove a file that nobody has been promised."""
+        """Close and remove a file that has not been acknowledged."""
         with suppress(OSError):
             self.close()
-            self._disk.remove(self.path)
+        with suppress(OSError):
+            self.disk.remove(self.path)
 
 
 class Disk:
-    """The primitives, and `publish`, which puts them together."""
+    """The primitives, and `publish`, which puts them together. `health` is told of faults and successes."""
+
+    def __init__(self) -> None:
+        self.health = StorageHealth()
+
+    @contextmanager
+    def storing(self) -> Iterator[None]:
+        """Turn every OSError into StorageError: whatever its number, the data is not stored and may be later."""
+        try:
+            yield
+        except OSError as error:
+            self.health.failed("files", error)
+            raise StorageError from error
 
     def create(self, path: Path) -> DiskFile:
         """A new file, readable by its owner only."""
@@ -132,7 +140,7 @@ class Disk:
             os.close(descriptor)
 
     def remove(self, path: Path) -> None:
-        """Missing files are not an error: whoever removes wants them gone."""
+        """Remove a file; a missing one is not an error."""
         with suppress(FileNotFoundError):
             os.unlink(path)
 

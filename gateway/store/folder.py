@@ -11,6 +11,7 @@ Names are ids that this server drew itself; nothing of a client's becomes a part
 """
 
 import asyncio
+import errno
 import fcntl
 import os
 import sqlite3
@@ -20,12 +21,13 @@ from pathlib import Path
 from secrets import token_bytes, token_hex
 
 from engine.errors import ConfigError
-from gateway.store.disk import Disk, DiskFile, StorageError, storage_errors
+from gateway.store.disk import Disk, DiskFile, StorageError
 from gateway.store.objects import BATCH_ID, FILE_ID
 from gateway.store.sqlite import SqliteStore
 
 SWEEP = 1000
 SECRET_BYTES = 32
+PROBE = b"tidemill" * 512
 
 
 class StateFolder:
@@ -61,18 +63,38 @@ class StateFolder:
 
     def create_temp(self) -> DiskFile:
         """A file for something that will be published. Raises StorageError."""
-        with storage_errors():
+        with self.disk.storing():
             return self.disk.create(self.root / "tmp" / token_hex(16))
 
     def publish_files(self, *files: tuple[DiskFile, str]) -> None:
         """Let files appear under their ids. Raises StorageError, after which nothing is left of any."""
-        with storage_errors():
+        with self.disk.storing():
             self.disk.publish(*((file, self.file_path(file_id)) for file, file_id in files))
 
     def remove_body(self, file_id: str) -> None:
         """Best effort: what stays goes at the next start."""
-        with storage_errors():
+        with self.disk.storing():
             self.disk.remove(self.file_path(file_id))
+
+    def check_disk(self) -> None:
+        """Write, sync, read back and remove a small file. Blocks. Raises StorageError."""
+        file = self.create_temp()
+        try:
+            with self.disk.storing():
+                file.write(PROBE)
+                file.sync()
+                if file.path.read_bytes() != PROBE:
+                    raise OSError(errno.EIO, os.strerror(errno.EIO))
+        finally:
+            file.discard()
+
+    async def check_recovery(self) -> None:
+        """After a fault: note whether the folder takes data again, also when there is nothing to store."""
+        if self.disk.health.fault is not None:
+            with suppress(StorageError):
+                await asyncio.to_thread(self.check_disk)
+            await self.store.settle()
+            self.disk.health.worked("database")
 
     async def withdraw(self, error: Exception, *file_ids: str) -> None:
         """Remove bodies that could not be given rows; while a commit is in doubt they stay until it is settled."""
@@ -172,7 +194,7 @@ def open_state(
 def _open_locked(
     root: Path, folders: set[Path], disk: Disk, on_commit: Callable[[sqlite3.Connection], None] | None, lock: int
 ) -> StateFolder:
-    store = SqliteStore(root / "tidemill.db", on_commit)
+    store = SqliteStore(root / "tidemill.db", on_commit, disk.health)
     try:
         for name in ("files", "journals", "tmp"):
             (root / name).mkdir(mode=0o700, exist_ok=True)

@@ -9,6 +9,7 @@ batch raises IllegalTransition then.
 import asyncio
 from pathlib import Path
 
+from gateway.store.health import StorageHealth
 from gateway.store.schema import VERSION
 from gateway.store.sqlite_batches import SqliteBatches
 from gateway.store.sqlite_files import SqliteFiles
@@ -18,8 +19,8 @@ from gateway.store.writer import SqliteWriter, Work, open_database
 class SqliteStore(SqliteFiles, SqliteBatches):
     """Raises ConfigError when the database cannot be used."""
 
-    def __init__(self, path: Path, on_commit: Work[None] | None = None) -> None:
-        self._writer = SqliteWriter(open_database(path), on_commit, path)
+    def __init__(self, path: Path, on_commit: Work[None] | None = None, health: StorageHealth | None = None) -> None:
+        self._writer = SqliteWriter(open_database(path), on_commit, path, health)
 
     def is_in_place(self) -> bool:
         """Whether the database is where it was opened. Asks the disk, from any thread."""

@@ -4,7 +4,7 @@ Knows nothing of tables. Reads go through the same connection, in order, so they
 """
 
 import asyncio
-import logging
+import errno
 import os
 import queue
 import sqlite3
@@ -17,9 +17,8 @@ from typing import Any, TypeVar
 
 from engine.errors import ConfigError
 from gateway.store.disk import StorageError
+from gateway.store.health import StorageHealth
 from gateway.store.schema import MIGRATIONS, VERSION
-
-log = logging.getLogger("tidemill.gateway")
 
 ResultT = TypeVar("ResultT")
 Work = Callable[[sqlite3.Connection], ResultT]
@@ -33,6 +32,11 @@ _STORAGE_CODES = _BUSY_CODES | {
     sqlite3.SQLITE_IOERR,
     sqlite3.SQLITE_CANTOPEN,
     sqlite3.SQLITE_READONLY,
+    sqlite3.SQLITE_CORRUPT,
+    sqlite3.SQLITE_NOTADB,
+    sqlite3.SQLITE_PERM,
+    sqlite3.SQLITE_PROTOCOL,
+    sqlite3.SQLITE_NOLFS,
 }
 _NOT_COMMITTED = _BUSY_CODES | {sqlite3.SQLITE_FULL}  # after any other error a commit may have happened
 
@@ -101,17 +105,22 @@ class SqliteWriter:
     """Runs functions of the connection in its thread; each is atomic, and done for good when its future is.
 
     `on_commit` is called after every commit that may have written, in the thread. `path`: the database; while it is no
-    longer there nothing is written, since SQLite would go on in a file that is lost at the end.
+    longer there nothing is written, since SQLite would go on in a file that is lost at the end. `health` is told of
+    faults and of commits that succeeded.
     """
 
     def __init__(
-        self, connection: sqlite3.Connection, on_commit: Work[None] | None = None, path: Path | None = None
+        self,
+        connection: sqlite3.Connection,
+        on_commit: Work[None] | None = None,
+        path: Path | None = None,
+        health: StorageHealth | None = None,
     ) -> None:
         self._connection = connection
         self._path = path
         self._identity = None if path is None else path.stat()
-        self._is_lost = False
         self._on_commit = on_commit
+        self._health = health or StorageHealth()
         self._closed = False
         self._queue: queue.SimpleQueue[tuple[Work[Any], Future[Any]] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="tidemill-store", daemon=True)
@@ -156,8 +165,10 @@ class SqliteWriter:
         except (sqlite3.Error, StorageError) as error:
             self._give_up(group, error, committing)
             return
-        if self._on_commit is not None and connection.total_changes > changes:
-            self._on_commit(connection)
+        if connection.total_changes > changes:
+            self._health.worked("database")
+            if self._on_commit is not None:
+                self._on_commit(connection)
         for future, result, failure in outcomes:
             if failure is None:
                 future.set_result(result)
@@ -174,13 +185,9 @@ class SqliteWriter:
             return False
 
     def _check_place(self) -> None:
-        """Raises StorageError when the database that is open has been deleted or moved away."""
-        is_lost = not self.is_in_place()
-        if is_lost and not self._is_lost:
-            log.error("%s has been deleted or replaced: nothing is stored until it is back", self._path)
-        self._is_lost = is_lost
-        if is_lost:
-            raise StorageError from FileNotFoundError(str(self._path))
+        """Raise StorageError when the database that is open has been deleted or moved away."""
+        if not self.is_in_place():
+            raise StorageError from FileNotFoundError(errno.ENOENT, "the database has been deleted or replaced")
 
     def _attempt(self, work: Work[Any]) -> tuple[Any, Exception | None]:
         """One piece of work, undone alone if it fails for a reason of its own. Raises StorageError."""
@@ -215,6 +222,8 @@ class SqliteWriter:
         if isinstance(error, sqlite3.Error) and code in _STORAGE_CODES:
             failure = StorageError(in_doubt=committing and code not in _NOT_COMMITTED)
             failure.__cause__ = error
+        if isinstance(failure, StorageError):
+            self._health.failed("database", failure)
         group[0][1].set_exception(failure)
 
 
