@@ -11,6 +11,7 @@ from typing import Any, Protocol, TypeVar, cast
 
 import anyio.to_thread
 import orjson
+from pydantic import BaseModel
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
@@ -18,6 +19,7 @@ from engine.api import RequestClass
 from engine.errors import TidemillError
 from engine.turns import Turns
 from gateway.context import GatewayContext, context_of, tenant_of, tier_of
+from gateway.generate.body_size import is_large
 from gateway.generate.choices import Delta, Generation
 from gateway.generate.pace import at_half_speed
 from gateway.generate.params import GenerationPlan
@@ -29,8 +31,7 @@ from gateway.models import Model
 
 INLINE_BYTES = 32 * 1024  # parsing more than this takes long enough for a thread to be worth it
 CHARS_PER_TOKEN = 4  # a guess, for prompts that are not read
-INLINE_CHARS = 2000
-INLINE_PARTS = 256  # messages and their parts; each takes 10 us
+READ_INLINE = 2000  # characters that are tokenized on the event loop
 
 BodyT = TypeVar("BodyT", bound=ModelBody)
 ResultT = TypeVar("ResultT")
@@ -103,12 +104,10 @@ async def _read_raw(request: Request) -> bytearray:
     return raw
 
 
-async def run_by_size(context: GatewayContext, messages: object, work: Callable[[], ResultT]) -> ResultT:
-    """Do what takes time for every message and every part of one: at once, or where there are many beside the event
-    loop, and one request at a time."""
-    items = messages if isinstance(messages, list) else []
-    contents = [content for item in items if isinstance(content := getattr(item, "content", None), list)]
-    if len(items) + sum(map(len, contents)) <= INLINE_PARTS:
+async def run_by_size(context: GatewayContext, body: BaseModel, work: Callable[[], ResultT]) -> ResultT:
+    """Do work that takes time for every part of a body: at once, or in a thread where the body is large, one request
+    at a time."""
+    if not is_large(body):
         return work()
     return await anyio.to_thread.run_sync(work, limiter=context.parse_thread)
 
@@ -117,7 +116,7 @@ async def check_room(context: GatewayContext, body: ModelBody, num_chars: int, t
     """Before a prompt of about so many characters is read: would it be queued? A short one is read in less time than
     it takes to ask an engine in another process, which refuses it by itself. Raises QueueFullError or
     EngineUnavailableError."""
-    if num_chars <= INLINE_CHARS:
+    if num_chars <= READ_INLINE:
         return
     offline = context.is_offline or body.service_tier == "flex"
     tokens = num_chars // CHARS_PER_TOKEN

@@ -56,7 +56,7 @@ async def plan_chat(
     adapter = find_model(context, body.model).adapter
     form, marks = context.tool_format, context.thought_marks
     check_budget(body, marks)
-    messages, texts = await run_by_size(context, body.messages, lambda: _read(context, body))
+    messages, texts = await run_by_size(context, body, lambda: _read(context, body))
     await check_room(context, body, sum(map(len, texts)), tenant)
     caller = Caller(f"{prefix}{uuid.uuid4().hex}", context.cache_salt(tenant), tenant, adapter)
 
@@ -69,7 +69,7 @@ async def plan_chat(
         grammar = grammar_of(body)
         says_anything = False
         if grammar is not None:
-            check_no_tools(offered_tools(body), grammar)
+            check_no_tools(body, grammar)
         elif parsing is not None:
             special = context.tokenizer.special_tokens
             grammar = tool_grammar(body, form, special, parsing.is_thinking and not thinks_first)

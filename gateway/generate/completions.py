@@ -7,7 +7,8 @@ import orjson
 
 from engine.text.tokenizer import Tokenizer
 from gateway.context import GatewayContext
-from gateway.generate.answering import CHARS_PER_TOKEN, INLINE_CHARS, check_room, find_model, run_text_work
+from gateway.generate.answering import CHARS_PER_TOKEN, READ_INLINE, check_room, find_model, run_text_work
+from gateway.generate.body_size import is_large
 from gateway.generate.choices import Delta
 from gateway.generate.completion_stream import CompletionStream
 from gateway.generate.endpoint import Endpoint
@@ -41,7 +42,8 @@ async def plan_completion(context: GatewayContext, body: CompletionRequest, tena
         prompts = [encode_prompt(context.tokenizer, prompt) for prompt in body.prompt]
         return completion_plan(body, prompts, context.client.info, caller, grammar_of(body))
 
-    return plan() if sum(lengths) <= INLINE_CHARS and not is_structured(body) else await run_text_work(context, plan)
+    at_once = sum(lengths) <= READ_INLINE and not is_structured(body) and not is_large(body)
+    return plan() if at_once else await run_text_work(context, plan)
 
 
 def encode_prompt(tokenizer: Tokenizer, prompt: str | list[int]) -> Prompt:

@@ -11,7 +11,8 @@ from engine.api import EngineInfo, EngineRequest, Lane, RequestClass, SamplingPa
 from engine.errors import InvalidRequestError
 from engine.pooling import EmbeddingSpec
 from gateway.context import GatewayContext
-from gateway.generate.answering import CHARS_PER_TOKEN, INLINE_CHARS, check_room, find_model, run_text_work
+from gateway.generate.answering import CHARS_PER_TOKEN, READ_INLINE, check_room, find_model, run_text_work
+from gateway.generate.body_size import is_large
 from gateway.generate.choices import Delta
 from gateway.generate.completions import encode_prompt
 from gateway.generate.endpoint import Endpoint
@@ -39,7 +40,8 @@ async def plan_embeddings(context: GatewayContext, body: EmbeddingRequest, tenan
             check_prompt(prompt.token_ids, 0, info, "input")
         return _plan(body, prompts, caller, spec)
 
-    return plan() if sum(lengths) <= INLINE_CHARS else await run_text_work(context, plan)
+    at_once = sum(lengths) <= READ_INLINE and not is_large(body)
+    return plan() if at_once else await run_text_work(context, plan)
 
 
 def embedding_spec(info: EngineInfo, body: EmbeddingRequest) -> EmbeddingSpec:

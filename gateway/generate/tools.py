@@ -27,18 +27,23 @@ def choose_format(name: str, template: str, own: str = "") -> ToolFormat | None:
     return find_format(own.replace("\\", "")) or find_format(template) if name == "auto" else FORMATS[name]
 
 
+def offers_tools(body: ChatCompletionRequest) -> bool:
+    """Whether the model is told of functions."""
+    return bool(body.tools) and body.tool_choice != "none"
+
+
 def offered_tools(body: ChatCompletionRequest) -> list[dict[str, Any]] | None:
-    """What the template is told; None: the model knows of no functions."""
-    if not body.tools or body.tool_choice == "none":
+    """The tools as the template takes them; None: the model is told of none. Slow where schemas are large."""
+    if not offers_tools(body):
         return None
-    return [tool.model_dump(exclude_none=True) for tool in body.tools]
+    return [tool.model_dump(exclude_none=True) for tool in body.tools or ()]
 
 
 def check_tools(body: ChatCompletionRequest, format: ToolFormat | None, template: str) -> None:
     """Whether the request and the model agree on functions. Raises InvalidRequestError."""
     if not body.tools and body.tool_choice not in (None, "none"):
         raise _invalid("'tool_choice' is only allowed with 'tools'.", "tool_choice")
-    if offered_tools(body) is None:
+    if not offers_tools(body):
         return
     if "tools" not in template:
         raise _unsupported("This model's chat template does not take tools.", "tools")
@@ -72,7 +77,7 @@ def parsing_of(
 ) -> Parsing | None:
     """How the answer is taken apart; None: it is plain text. `marks`: between which the model thinks, if it does;
     `prompt_end`: the text that the prompt ends with."""
-    offers, reasons = offered_tools(body) is not None, marks is not None
+    offers, reasons = offers_tools(body), marks is not None
     if not offers and not reasons:
         return None
     return Parsing(
@@ -92,7 +97,7 @@ def tool_grammar(
     may be any text. `special`: ids of the tokens that are no text; `is_thinking`: it begins within a thought."""
     functions = _functions(body)
     required = must_call(body)
-    if offered_tools(body) is None or not (required or any(each.strict for each in functions)):
+    if not offers_tools(body) or not (required or any(each.strict for each in functions)):
         return None
     assert format is not None
     if required and is_thinking:
@@ -108,12 +113,14 @@ def tool_grammar(
         raise _invalid("The parameters of a tool are nested too deeply.", "tools") from error
     except ValueError as error:
         raise _invalid(f"'tools' cannot be enforced in the format {format.name}: {error}", "tools") from error
+    except (AttributeError, TypeError) as error:
+        raise _invalid("The parameters of a tool are no JSON schema.", "tools") from error
     return Grammar("lark", text, param="tools")
 
 
-def check_no_tools(tools: list[dict[str, Any]] | None, grammar: Grammar) -> None:
-    """A form of the answer leaves no room for calls. Raises InvalidRequestError."""
-    if tools is not None:
+def check_no_tools(body: ChatCompletionRequest, grammar: Grammar) -> None:
+    """Refuse a form of the answer beside tools: it leaves no room for calls. Raises InvalidRequestError."""
+    if offers_tools(body):
         raise _invalid(f"'{grammar.param}' cannot be used together with 'tools'.", grammar.param)
 
 
@@ -121,8 +128,8 @@ def template_messages(body: ChatCompletionRequest, format: ToolFormat | None, te
     """What templates read. Raises InvalidRequestError for arguments of past calls that are none."""
     id_chars = None if format is None else format.id_chars
     messages = [_template_message(message, index, id_chars) for index, message in enumerate(body.messages)]
-    tools = offered_tools(body)
-    if tools is not None and _IN_SYSTEM.search(template):
+    tools = offered_tools(body) if _IN_SYSTEM.search(template) else None
+    if tools is not None:
         if messages[0]["role"] != "system":
             messages.insert(0, {"role": "system", "content": ""})
         messages[0]["tools"] = orjson.dumps([tool["function"] for tool in tools]).decode()

@@ -5,10 +5,10 @@ thoughts. What remains here is to call parameters by the names that the client u
 """
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, Protocol
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
 
 from pydantic import BaseModel, ConfigDict
 
@@ -16,7 +16,8 @@ from engine.errors import InvalidRequestError
 from gateway.generate.wire import ChatCompletionRequest, FunctionCall, Message, ToolCall
 
 _EFFORTS = {"minimal": "low", "xhigh": "high", "max": "high"}
-_QUOTED = re.compile("'([^']+)'")
+_QUOTED = re.compile("'([^']{1,200})'")
+_PART = re.compile(r"[.\[]")
 
 
 class HasText(Protocol):
@@ -54,51 +55,77 @@ def rename(param: str, names: Mapping[str, str]) -> str:
     """A parameter by its own name, or the one of the longest part of it that has any."""
     if param in names:
         return names[param]
-    known = max((name for name in names if param.startswith((f"{name}.", f"{name}["))), key=len, default=None)
-    return param if known is None else names[known]
+    ends = reversed([match.start() for match in _PART.finditer(param)])
+    return next((names[param[:end]] for end in ends if param[:end] in names), param)
+
+
+@dataclass(slots=True)
+class _Draft:
+    """A message whose parts are still coming. They are joined once, at the end: joining at every part would be
+    quadratic."""
+
+    role: Literal["system", "user", "assistant", "tool"]
+    texts: list[str] = field(default_factory=list)
+    thoughts: list[str] = field(default_factory=list)
+    calls: list[ToolCall] = field(default_factory=list)
+    call_id: str | None = None
+
+    def message(self) -> Message:
+        message = Message(role=self.role, content="\n\n".join(self.texts), tool_call_id=self.call_id)
+        message.reasoning_content = "\n".join(self.thoughts) if self.thoughts else None
+        message.tool_calls = self.calls or None
+        return message
 
 
 class Conversation:
-    """The messages of a chat request, from APIs whose turns come in smaller parts: what the model thought, said and
-    called in one go is one message. `names`: is told where the arguments of calls came from."""
+    """The messages of a chat request, from APIs whose turns come in smaller parts: thoughts, texts and calls that the
+    model wrote in one go are one message. `names` receives the client's names of the calls' arguments."""
 
     def __init__(self, names: dict[str, str]) -> None:
-        self.messages: list[Message] = []
+        self._drafts: list[_Draft] = []
         self._names = names
 
+    def messages(self) -> list[Message]:
+        return [draft.message() for draft in self._drafts]
+
     def instruct(self, text: str) -> None:
-        """What stands before the first turn is one message: many templates take no more."""
-        if len(self.messages) == 1 and self.messages[0].role == "system":
-            self.messages[0].content = f"{self.messages[0].content}\n\n{text}"
-        else:
-            self.messages.append(Message(role="system", content=text))
+        """Add instructions. Those before the first turn become one message: many templates take no more."""
+        if len(self._drafts) != 1 or self._drafts[0].role != "system":
+            self._drafts.append(_Draft("system"))
+        self._drafts[-1].texts.append(text)
 
     def ask(self, text: str) -> None:
-        self.messages.append(Message(role="user", content=text))
+        self._drafts.append(_Draft("user", [text]))
 
     def think(self, text: str) -> None:
-        last = self._turn(lambda last: last.content or last.tool_calls)
-        last.reasoning_content = "\n".join(filter(None, (last.reasoning_content, text)))
+        turn = self._turn(begins=True)
+        if text:
+            turn.thoughts.append(text)
 
     def say(self, text: str) -> None:
-        self._turn(lambda last: last.content or last.tool_calls).content = text
+        turn = self._turn(begins=True)
+        if text:
+            turn.texts.append(text)
 
     def call(self, call_id: str, name: str, arguments: str, place: str) -> None:
-        """`place`: what the arguments are called by the client."""
-        last = self._turn(lambda _: False)
-        call = ToolCall(id=call_id, type="function", function=FunctionCall(name=name, arguments=arguments))
-        last.tool_calls = [*(last.tool_calls or ()), call]
-        here = f"messages[{len(self.messages) - 1}].tool_calls[{len(last.tool_calls) - 1}].function.arguments"
+        """Add a call; `place`: the client's name of its arguments."""
+        turn = self._turn(begins=False)
+        call = FunctionCall(name=name, arguments=arguments)
+        turn.calls.append(ToolCall(id=call_id, type="function", function=call))
+        here = f"messages[{len(self._drafts) - 1}].tool_calls[{len(turn.calls) - 1}].function.arguments"
         self._names[here] = place
 
     def answer(self, call_id: str, text: str) -> None:
-        self.messages.append(Message(role="tool", content=text, tool_call_id=call_id))
+        self._drafts.append(_Draft("tool", [text], call_id=call_id))
 
-    def _turn(self, is_over: Callable[[Message], object]) -> Message:
-        """The model's message that is being made, or a new one."""
-        if not self.messages or self.messages[-1].role != "assistant" or is_over(self.messages[-1]):
-            self.messages.append(Message(role="assistant", content=""))
-        return self.messages[-1]
+    def _turn(self, begins: bool) -> _Draft:
+        """The model's message that is still open, or a new one. A part that `begins` a turn fits no message with text
+        or calls."""
+        last = self._drafts[-1] if self._drafts else None
+        if last is None or last.role != "assistant" or (begins and (last.texts or last.calls)):
+            last = _Draft("assistant")
+            self._drafts.append(last)
+        return last
 
 
 def tool_fields(tools: Sequence[Mapping[str, Any]], choice: Any, must_call: bool) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from gateway.generate.translation import told_in
 
 async def _plan(context: GatewayContext, body: MessagesRequest, tenant: str) -> GenerationPlan:
     template = context.tokenizer.chat_template_text
-    translation = await run_by_size(context, body.messages, lambda: translate(body, template))
+    translation = await run_by_size(context, body, lambda: translate(body, template))
     return await plan_translated(context, translation, tenant, "msg_", clip=True)
 
 
@@ -33,7 +33,7 @@ async def count_tokens(request: Request) -> Response:
     context = context_of(request)
     context.lifecycle.check_accepting()
     body, template = await read_body(request, COUNT_TOKENS.parse), context.tokenizer.chat_template_text
-    translation = await run_by_size(context, body.messages, lambda: translate(body, template))
+    translation = await run_by_size(context, body, lambda: translate(body, template))
     with told_in(translation.names):
         number = await count_prompt(context, translation.chat)
     return Response(orjson.dumps({"input_tokens": number}), media_type="application/json")

@@ -43,7 +43,7 @@ def translate(body: PromptBody, template: str) -> Translation:
         "model": body.model,
         "service_tier": body.service_tier,
         "stream": body.stream,
-        "messages": _conversation(body, names).messages,
+        "messages": _conversation(body, names).messages(),
         **_functions(body),
         **_thinking(body, template),
     }

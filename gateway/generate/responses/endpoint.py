@@ -12,7 +12,7 @@ from gateway.generate.responses.wire import UNHONOURED, ResponsesRequest
 
 async def _plan(context: GatewayContext, body: ResponsesRequest, tenant: str) -> GenerationPlan:
     template = context.tokenizer.chat_template_text
-    translation = await run_by_size(context, body.input, lambda: translate(body, template))
+    translation = await run_by_size(context, body, lambda: translate(body, template))
     return await plan_translated(context, translation, tenant, "resp_")
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from gateway.generate.choices import Delta
 from gateway.generate.params import GenerationPlan
 from gateway.generate.responses.translate import functions_of
-from gateway.generate.responses.wire import NamedTool, ResponsesRequest
+from gateway.generate.responses.wire import NamedTool, ResponsesRequest, TextFormat
 from gateway.generate.tool_formats import Call
 from gateway.http.errors import ApiError
 from gateway.http.sse import named_event
@@ -177,14 +177,20 @@ def _described(plan: GenerationPlan, body: ResponsesRequest) -> dict[str, Any]:
         "service_tier": plan.service_tier,
         "store": False,
         "temperature": 1.0 if body.temperature is None else body.temperature,
-        "text": {"format": form.model_dump(by_alias=True, exclude_none=True) if form else {"type": "text"}},
+        "text": {"format": _without_none(form) if form else {"type": "text"}},
         "tool_choice": choice.model_dump() if isinstance(choice, NamedTool) else choice or "auto",
-        "tools": [tool.model_dump() for tool in functions_of(body)],
+        "tools": [dict(tool.__dict__) for tool in functions_of(body)],  # schemas as they are: a dump copies them
         "top_p": 1.0 if body.top_p is None else body.top_p,
         "truncation": "disabled",
         "usage": None,
         "user": None,
     }
+
+
+def _without_none(form: TextFormat) -> dict[str, Any]:
+    """The fields that were given, under their names in JSON; a schema as it is, not copied."""
+    given = {**form.__dict__, "schema": form.schema_}
+    return {name: value for name, value in given.items() if value is not None and name != "schema_"}
 
 
 def _usage(usage: dict[str, Any]) -> dict[str, Any]:

@@ -37,7 +37,7 @@ def translate(body: ResponsesRequest, template: str) -> Translation:
         "model": body.model,
         "service_tier": body.service_tier,
         "stream": body.stream,
-        "messages": _conversation(body, names).messages,
+        "messages": _conversation(body, names).messages(),
         "max_completion_tokens": body.max_output_tokens,
         "temperature": body.temperature,
         "top_p": body.top_p,
