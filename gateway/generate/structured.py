@@ -10,7 +10,7 @@ from typing import Any
 import orjson
 
 from engine.errors import InvalidRequestError
-from engine.grammar import Grammar, GrammarKind
+from engine.grammar import MAX_GRAMMAR_BYTES, Grammar, GrammarKind
 from gateway.generate.wire import GenerationBody, ResponseFormat, StructuredOutputs
 
 ANY_OBJECT = '{"type":"object"}'
@@ -27,7 +27,16 @@ def grammar_of(body: GenerationBody) -> Grammar | None:
     if body.ignore_eos:
         message = f"'ignore_eos' cannot be used with '{found[0].param}'."
         raise InvalidRequestError(message, param="ignore_eos", code="invalid_value")
+    _check_size(found[0])
     return found[0]
+
+
+def _check_size(grammar: Grammar) -> None:
+    """Refuse here a grammar that the engine would refuse: a long one is not sent to its process first."""
+    size = len(grammar.text.encode()) + len((grammar.whitespace or "").encode())
+    if size > MAX_GRAMMAR_BYTES:
+        message = f"'{grammar.param}' cannot be enforced: it is longer than {MAX_GRAMMAR_BYTES // 1024} KiB."
+        raise InvalidRequestError(message, param=grammar.param, code="invalid_value")
 
 
 def is_structured(body: GenerationBody) -> bool:

@@ -12,18 +12,10 @@ from typing import Any, NamedTuple
 
 import orjson
 
-from gateway.generate.tool_grammars import (
-    GEMMA,
-    PYTHON,
-    ArgumentsCall,
-    CallFormat,
-    Function,
-    JsonCall,
-    Lark,
-    LiteralCall,
-    XmlCall,
-    is_text,
-)
+from gateway.generate.lark import Lark
+from gateway.generate.tool_grammars import ArgumentsCall, CallFormat, Function, JsonCall, LiteralCall, XmlCall
+from gateway.generate.tool_schemas import is_text
+from gateway.generate.tool_values import GEMMA, PYTHON
 
 THINK, END_THINK = "<think>", "</think>"
 

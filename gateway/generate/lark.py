@@ -1,0 +1,65 @@
+"""Grammars in Lark's syntax as they grow, up to the size that the engine takes."""
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import orjson
+
+from engine.grammar import MAX_GRAMMAR_BYTES
+
+
+def quoted(text: str) -> str:
+    return orjson.dumps(text).decode()
+
+
+class Lark:
+    """A grammar as it grows, up to `most` bytes: a request can ask for many times its own length. `special`: ids of the
+    tokens that are no text."""
+
+    def __init__(self, special: Mapping[str, int], most: int = MAX_GRAMMAR_BYTES) -> None:
+        self._special = special
+        self._marks = re.compile("(" + "|".join(map(re.escape, sorted(special, key=len, reverse=True))) + ")")
+        self._lines: list[str] = []
+        self._most = self._room = most
+
+    def text(self, text: str) -> str:
+        """An expression that matches nothing but the text."""
+        parts = self._marks.split(text) if self._special else [text]
+        return " ".join(f"<[{self._special[p]}]>" if p in self._special else quoted(p) for p in parts if p)
+
+    def is_special(self, text: str) -> bool:
+        return text in self._special
+
+    def reserve(self, kind: str = "r") -> str:
+        """The name of a rule that is still to be defined."""
+        self._lines.append("")
+        return f"{kind}_{len(self._lines) - 1}"
+
+    def define(self, name: str, body: str, flags: str = "") -> str:
+        """Raises ValueError as soon as the grammar is longer than the engine takes."""
+        line = f"{name}{flags}: {body}"
+        self._take_room(len(line.encode()) + 1)
+        self._lines[int(name.rpartition("_")[2])] = line
+        return name
+
+    def rule(self, body: str, flags: str = "") -> str:
+        return self.define(self.reserve(), body, flags)
+
+    def terminal(self, body: str) -> str:
+        return self.define(self.reserve("T"), body)
+
+    def json(self, schema: Any) -> str:
+        return self.rule(f"%json {orjson.dumps(schema).decode()}")
+
+    def whole(self, start: str) -> str:
+        line = f"start: {start}"
+        self._take_room(len(line.encode()))
+        return "\n".join([line, *self._lines])
+
+    def _take_room(self, size: int) -> None:
+        self._room -= size
+        if self._room < 0:
+            raise ValueError(
+                f"the grammar is longer than {self._most // 1024} KiB; send smaller schemas or fewer tools"
+            )

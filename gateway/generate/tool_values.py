@@ -1,0 +1,219 @@
+"""Values of arguments as families of models write them, as rules of a grammar. What a schema asks for and a family's
+syntax cannot be held to is a ValueError that names it."""
+
+import keyword
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import orjson
+
+from gateway.generate.lark import Lark, quoted
+from gateway.generate.tool_schemas import (
+    BOUNDS,
+    COMMENTS,
+    KNOWN,
+    NOTES,
+    TYPES,
+    Schema,
+    any_text,
+    check_keys,
+    choices_of,
+    properties_of,
+    reachable,
+    required_names,
+    shown,
+    split,
+)
+
+SPACED = {"x-guidance": {"item_separator": ", ", "key_separator": ": ", "whitespace_flexible": False}}
+_IN_QUOTES = r"[^'\\\x00-\x1f\x7f]"
+_KEY = re.compile(r"[A-Za-z_$][\w$.-]*")
+
+
+class Values(NamedTuple):
+    """How a family writes values. `quote`: what is around a text, "": as in JSON. `key`: what is around a name.
+    `identifiers`: a name that has nothing around it must be one of Python's."""
+
+    true: str = "true"
+    false: str = "false"
+    null: str = "null"
+    quote: str = ""
+    key: str = '"'
+    comma: str = ", "
+    colon: str = ": "
+    identifiers: bool = False
+
+
+PYTHON = Values("True", "False", "None", identifiers=True)
+GEMMA = Values(quote='<|"|>', key="", comma=",", colon=":")
+
+
+@dataclass(slots=True)
+class JsonValues:
+    """Rules of JSON values whose schemas point into the definitions of one function. A rule has the definitions that
+    its schema reaches and no others; all values that are the same reference share one rule."""
+
+    lark: Lark
+    root: Schema
+    _known: dict[str, str] = field(default_factory=dict)
+
+    def rule(self, schema: Any) -> str:
+        """The name of a rule. Raises ValueError."""
+        if not isinstance(schema, Mapping):
+            return self.lark.json(schema)
+        bare = {name: value for name, value in schema.items() if name not in COMMENTS}
+        path = bare.get("$ref") if len(bare) == 1 else None
+        if not isinstance(path, str):
+            return self._rule(bare)
+        if path not in self._known:
+            self._known[path] = self._rule(bare)
+        return self._known[path]
+
+    def _rule(self, schema: Schema) -> str:
+        return self.lark.json({**SPACED, **reachable(schema, split(self.root)[1]), **schema})
+
+
+@dataclass(slots=True)
+class Literals:
+    """The values that a schema admits, as a family writes them. `root`: the schema that references point into."""
+
+    lark: Lark
+    values: Values
+    root: Schema
+    _known: dict[str, str] = field(default_factory=dict)
+
+    def value(self, schema: Any) -> str:
+        """An expression of the values. Raises ValueError."""
+        if schema is True or (isinstance(schema, Mapping) and not set(schema) - NOTES):
+            return self._anything()
+        if not isinstance(schema, Mapping):
+            raise ValueError("a schema that admits nothing")
+        if "$ref" in schema:
+            check_keys(schema, {"$ref"})
+            return self._reference(schema["$ref"])
+        choices = choices_of(schema)
+        if choices is not None:
+            return self._any_of(map(self.constant, choices))
+        if "anyOf" in schema:
+            check_keys(schema, {"anyOf"})
+            return self._any_of(map(self.value, schema["anyOf"]))
+        check_keys(schema, KNOWN)
+        kinds = schema.get("type", ())
+        kinds = [kinds] if isinstance(kinds, str) else list(dict.fromkeys(kinds))
+        if not kinds or any(kind not in TYPES for kind in kinds):
+            raise ValueError("a schema without a type")
+        return self._any_of(self._typed(kind, schema) for kind in kinds)
+
+    def pairs(self, schema: Schema, quote: str, sign: str) -> str:
+        """Keys and values of an object, without what is around them."""
+        required = required_names(schema)
+        pairs = [
+            (f"{quoted(self._key(key, quote) + sign)} {self.value(value)}", key in required)
+            for key, value in properties_of(schema)
+        ]
+        tails = {True: quoted(""), False: quoted("")}  # what may follow, by whether anything was written before
+        for pair, is_required in reversed(pairs):
+            tails = {
+                begun: self.lark.rule(
+                    f"{quoted(self.values.comma) if begun else ''} {pair} {tails[True]}"
+                    + ("" if is_required else f" | {tails[begun]}")
+                )
+                for begun in (True, False)
+            }
+        return tails[False]
+
+    def constant(self, value: Any) -> str:
+        """An expression of one value."""
+        words = self.values
+        if value is None or isinstance(value, bool):
+            return quoted({None: words.null, True: words.true, False: words.false}[value])
+        if isinstance(value, str):
+            mark = self.lark.text(words.quote)
+            if words.quote:
+                return f"{mark} {quoted(value)} {mark}"
+            both = {quoted(value), repr(value)} if words.identifiers else {quoted(value)}
+            return f"({' | '.join(map(quoted, sorted(both)))})"
+        comma = f" {quoted(words.comma)} "
+        if isinstance(value, list):
+            return f'"[" {comma.join(map(self.constant, value))} "]"'
+        if isinstance(value, dict):
+            pairs = [
+                f"{quoted(self._key(key, words.key) + words.colon)} {self.constant(each)}"
+                for key, each in value.items()
+            ]
+            return f'"{{" {comma.join(pairs)} "}}"'
+        return quoted(orjson.dumps(value).decode())
+
+    def _typed(self, kind: str, schema: Schema) -> str:
+        words = self.values
+        if kind == "boolean":
+            return f"({quoted(words.true)} | {quoted(words.false)})"
+        if kind == "null":
+            return quoted(words.null)
+        if kind in ("integer", "number"):
+            return self.lark.json({name: schema[name] for name in BOUNDS & set(schema)} | {"type": kind})
+        if kind == "string":
+            return self._text(schema)
+        return self._list(schema) if kind == "array" else self._object(schema)
+
+    def _text(self, schema: Schema) -> str:
+        if not self.values.quote:
+            given = {name: schema[name] for name in ("minLength", "maxLength", "pattern", "format") if name in schema}
+            text = self.lark.json({**given, "type": "string"})
+            if self.values.identifiers and not given.keys() & {"pattern", "format"}:
+                return self.lark.rule(f'{text} | "\'" {any_text(schema, _IN_QUOTES)} "\'"')
+            return text
+        quote = self.values.quote
+        if self.lark.is_special(quote):
+            return f"{self.lark.text(quote)} {self.lark.terminal(any_text(schema))} {self.lark.text(quote)}"
+        text = self.lark.terminal(f"{any_text(schema)} & ~/(?s:.)*{re.escape(quote)}(?s:.)*/")
+        return f"{quoted(quote)} {self.lark.rule(f'{text} {quoted(quote)}', '[lazy]')}"
+
+    def _list(self, schema: Schema) -> str:
+        least, most = schema.get("minItems", 0), schema.get("maxItems")
+        if most == 0:
+            return quoted("[]")
+        item = self.lark.rule(self.value(schema.get("items", True)))
+        more = f"({quoted(self.values.comma)} {item}){{{max(0, least - 1)},{'' if most is None else most - 1}}}"
+        items = f"{item} {more}"
+        return f'"[" {items if least else f"({items})?"} "]"'
+
+    def _object(self, schema: Schema) -> str:
+        extra = schema.get("additionalProperties", True)
+        if schema.get("properties") or extra is False:
+            return f'"{{" {self.pairs(schema, self.values.key, self.values.colon)} "}}"'
+        if schema.get("required"):
+            raise ValueError('the keyword "required" without "properties"')
+        name = self.lark.json({"type": "string"}) if self.values.key else self.lark.terminal(r"/[A-Za-z_][\w]*/")
+        pair = self.lark.rule(f"{name} {quoted(self.values.colon)} {self.value(extra)}")
+        return f'"{{" ({pair} ({quoted(self.values.comma)} {pair})*)? "}}"'
+
+    def _reference(self, path: Any) -> str:
+        if path not in self._known:
+            place, name = str(path).rpartition("/")[::2]
+            found = split(self.root)[1].get(place.removeprefix("#/"), {})
+            if not place.startswith("#/") or not isinstance(found, Mapping) or name not in found:
+                raise ValueError(f'the reference "{shown(path)}"')
+            self._known[path] = self.lark.reserve()
+            self.lark.define(self._known[path], self.value(found[name]))
+        return self._known[path]
+
+    def _anything(self) -> str:
+        if "" not in self._known:
+            self._known[""] = self.lark.reserve()
+            plain = [self._typed(kind, {"type": kind}) for kind in TYPES]
+            self.lark.define(self._known[""], " | ".join(plain))
+        return self._known[""]
+
+    def _key(self, name: str, quote: str) -> str:
+        if quote:
+            return quoted(name)
+        is_python = name.isidentifier() and not keyword.iskeyword(name)
+        if not (is_python if self.values.identifiers else _KEY.fullmatch(name)):
+            raise ValueError(f'the name "{shown(name)}"')
+        return name
+
+    def _any_of(self, parts: Iterable[str]) -> str:
+        return self.lark.rule(" | ".join(parts))

@@ -1,0 +1,317 @@
+"""What the gateway makes of a request grows as the request does: translations, grammars, plans."""
+
+import functools
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from work_counter import assert_linear, count_work
+
+from engine.errors import InvalidRequestError
+from engine.grammar import MAX_GRAMMAR_BYTES
+from gateway.generate.body_size import INLINE_CHARS, INLINE_PARTS, is_large
+from gateway.generate.messages import translate as messages
+from gateway.generate.messages.wire import MessagesRequest
+from gateway.generate.responses import translate as responses
+from gateway.generate.responses.wire import ResponsesRequest
+from gateway.generate.structured import grammar_of
+from gateway.generate.tool_formats import FORMATS
+from gateway.generate.tool_grammars import Function
+from gateway.generate.tools import tool_grammar
+from gateway.generate.translation import rename
+from gateway.generate.wire import ChatCompletionRequest, CompletionRequest, EmbeddingRequest
+
+TEXT = "a" * 500
+USER = {"role": "user", "content": "x"}
+
+
+def ask_messages(**fields: Any) -> MessagesRequest:
+    return MessagesRequest.model_validate({"model": "m", "max_tokens": 9, "messages": [USER], **fields})
+
+
+def ask_responses(items: list[dict[str, Any]]) -> ResponsesRequest:
+    return ResponsesRequest.model_validate({"model": "m", "input": items})
+
+
+MANY: dict[str, Callable[[int], Callable[[], object]]] = {}
+"""Bodies of n parts, as their translations."""
+
+
+def many(make: Callable[[int], Callable[[], object]]) -> Callable[[int], Callable[[], object]]:
+    MANY[make.__name__] = make
+    return make
+
+
+@many
+def system_texts(n: int) -> Callable[[], object]:
+    body = ask_messages(system=[{"type": "text", "text": TEXT}] * n)
+    return lambda: messages.translate(body, "")
+
+
+@many
+def system_messages(n: int) -> Callable[[], object]:
+    body = ask_messages(messages=[{"role": "system", "content": TEXT}] * n + [USER])
+    return lambda: messages.translate(body, "")
+
+
+@many
+def thoughts_of_a_turn(n: int) -> Callable[[], object]:
+    turn = {"role": "assistant", "content": [{"type": "thinking", "thinking": TEXT}] * n}
+    body = ask_messages(messages=[turn, USER])
+    return lambda: messages.translate(body, "")
+
+
+@many
+def calls_of_a_turn(n: int) -> Callable[[], object]:
+    turn = {"role": "assistant", "content": [{"type": "tool_use", "id": "c", "name": "f", "input": {}}] * n}
+    body = ask_messages(messages=[turn, USER])
+    return lambda: messages.translate(body, "")
+
+
+@many
+def results(n: int) -> Callable[[], object]:
+    body = ask_messages(
+        messages=[{"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c", "content": TEXT}] * n}]
+    )
+    return lambda: messages.translate(body, "")
+
+
+@many
+def system_items(n: int) -> Callable[[], object]:
+    body = ask_responses([{"role": "system", "content": TEXT}] * n)
+    return lambda: responses.translate(body, "")
+
+
+@many
+def thought_items(n: int) -> Callable[[], object]:
+    body = ask_responses([{"type": "reasoning", "content": [{"type": "text", "text": TEXT}]}] * n)
+    return lambda: responses.translate(body, "")
+
+
+@many
+def call_items(n: int) -> Callable[[], object]:
+    body = ask_responses([{"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}] * n)
+    return lambda: responses.translate(body, "")
+
+
+@pytest.mark.parametrize("name", sorted(MANY))
+def test_a_translation_is_linear_in_its_parts(name: str) -> None:
+    assert_linear(MANY[name], 200)
+
+
+def test_pieces_are_joined_as_before() -> None:
+    body = ask_messages(
+        system=[{"type": "text", "text": "a"}, {"type": "text", "text": "b"}],
+        messages=[
+            USER,
+            {
+                "role": "assistant",
+                "content": [{"type": "thinking", "thinking": "t1"}, {"type": "thinking", "thinking": "t2"}],
+            },
+            {"role": "assistant", "content": [{"type": "text", "text": "said"}]},
+            {"role": "assistant", "content": [{"type": "tool_use", "id": "c", "name": "f", "input": {"k": 1}}]},
+            {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c", "content": "r"}]},
+        ],
+    )
+    translation = messages.translate(body, "")
+    told = [message.model_dump(exclude_none=True) for message in translation.chat.messages]
+    assert told[0] == {"role": "system", "content": "a\n\nb"}
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": '{"k":1}'}}
+    assert told[2:4] == [
+        {"role": "assistant", "content": "said", "reasoning_content": "t1\nt2"},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+    ]
+    assert told[-1] == {"role": "tool", "content": "r", "tool_call_id": "c"}
+    (place,) = [name for name in translation.names if "tool_calls" in name]
+    assert rename(place, translation.names) == "messages[3].content[0].input"
+    assert rename("messages[0].content", {"messages": "input"}) == "input"
+
+
+# Which bodies are planned in a thread
+
+
+def test_everything_large_is_counted() -> None:
+    chat = {"model": "m", "messages": [USER]}
+    schema = {"enum": list(range(INLINE_PARTS))}
+    tool = {"type": "function", "function": {"name": "f", "parameters": schema}}
+    part = {"type": "text", "text": "x"}
+    large = [
+        ask_messages(system=[part] * INLINE_PARTS),
+        ask_messages(system="x" * INLINE_CHARS),
+        ask_messages(tools=[{"name": "f", "input_schema": schema}]),
+        ask_messages(messages=[{"role": "user", "content": [part] * INLINE_PARTS}]),
+        ask_responses([USER] * INLINE_PARTS),
+        ResponsesRequest.model_validate({"model": "m", "input": "x", "instructions": "x" * INLINE_CHARS}),
+        ChatCompletionRequest.model_validate({**chat, "tools": [tool]}),
+        ChatCompletionRequest.model_validate(
+            {**chat, "messages": [{"role": "user", "content": [part] * INLINE_PARTS}]}
+        ),
+        ChatCompletionRequest.model_validate({**chat, "guided_choice": ["x"] * INLINE_PARTS}),
+        CompletionRequest.model_validate({"model": "m", "prompt": [1] * INLINE_PARTS}),
+        EmbeddingRequest.model_validate({"model": "m", "input": ["x"] * INLINE_PARTS}),
+    ]
+    assert all(map(is_large, large))
+    small = [ask_messages(), ask_responses([USER] * 20), ChatCompletionRequest.model_validate(chat)]
+    assert not any(map(is_large, small))
+
+
+def test_counting_a_body_is_bounded() -> None:
+    """However large it is."""
+    bodies = [ask_messages(system=[{"type": "text", "text": "x"}] * n) for n in (300, 4000)]
+    lines = [count_work(functools.partial(is_large, body)).lines for body in bodies]
+    assert lines[1] <= lines[0] + 10
+
+
+# Grammars
+
+SCHEMAS: dict[str, Callable[[int], dict[str, Any]]] = {
+    "parameters beside large definitions": lambda n: {
+        "type": "object",
+        "$defs": {"d": {"type": "string", "description": "x" * 40 * n}},
+        "properties": {f"p{i}": {} for i in range(n)},
+    },
+    "parameters that are one definition": lambda n: {
+        "type": "object",
+        "$defs": {"d": {"type": "array", "items": {"enum": [[1]] * n}}},
+        "properties": {f"p{i}": {"$ref": "#/$defs/d", "description": str(i)} for i in range(n)},
+    },
+    "required names": lambda n: {
+        "type": "object",
+        "properties": {f"p{i}": {"type": "integer"} for i in range(n)},
+        "required": [f"p{i}" for i in range(n)],
+    },
+    "types said again and again": lambda n: {
+        "type": "object",
+        "properties": {"p": {"type": ["array"] * n, "items": {"enum": list(range(n))}}},
+    },
+    "choices": lambda n: {"type": "object", "properties": {"p": {"enum": ["\\\x01\u2028"] * n}}},
+    "chained definitions": lambda n: {
+        "type": "object",
+        "$defs": {f"d{i}": {"type": "array", "items": {"$ref": f"#/$defs/d{i + 1}"}} for i in range(min(n, 100))}
+        | {f"d{min(n, 100)}": {"type": "null"}},
+        "properties": {"p": {"$ref": "#/$defs/d0"}, "q": {"type": "array", "items": {"$ref": "#/$defs/d0"}}},
+    },
+}
+CONSTANT = 12  # bytes of grammar for a byte of request
+
+
+def write_grammar(name: str, parameters: dict[str, Any]) -> str:
+    return FORMATS[name].grammar([Function("f", parameters)], {}, True, True)
+
+
+@pytest.mark.parametrize("schema", sorted(SCHEMAS))
+@pytest.mark.parametrize("name", sorted(FORMATS))
+def test_a_grammar_is_linear_in_its_schemas(name: str, schema: str) -> None:
+    for n in (50, 100, 200):
+        parameters = SCHEMAS[schema](n)
+        assert len(write_grammar(name, parameters)) <= CONSTANT * len(json.dumps(parameters)) + 2000
+    assert_linear(lambda n: functools.partial(write_grammar, name, SCHEMAS[schema](n)), 50)
+
+
+class Names(list[str]):
+    """A list that is too long to be searched for every name."""
+
+    def __contains__(self, _: object) -> bool:
+        raise AssertionError("searched")
+
+
+@pytest.mark.parametrize("name", sorted(FORMATS))
+def test_required_names_are_not_searched_one_by_one(name: str) -> None:
+    given = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "null"}}}
+    assert write_grammar(name, {**given, "required": Names(["b"])}) == write_grammar(name, {**given, "required": ["b"]})
+
+
+KEYS = st.from_regex(r"[a-z]{1,4}", fullmatch=True)
+PLAIN = st.one_of(
+    st.just({"type": "integer"}), st.just({"type": "string"}), st.just(True), st.just({"$ref": "#/$defs/d"}),
+    st.lists(st.sampled_from(["a", "\x01", "\\", "\u2028", '"']), min_size=1, max_size=4).map(lambda v: {"enum": v}),
+)  # fmt: skip
+SCHEMA = st.recursive(
+    PLAIN,
+    lambda inner: st.one_of(
+        st.lists(inner, min_size=1, max_size=3).map(lambda parts: {"anyOf": parts}),
+        inner.map(lambda item: {"type": "array", "items": item}),
+        st.dictionaries(KEYS, inner, max_size=3).map(lambda names: {"type": ["object", "null"], "properties": names}),
+    ),
+    max_leaves=12,
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(name=st.sampled_from(sorted(FORMATS)), keys=st.dictionaries(KEYS, SCHEMA, max_size=5), definition=SCHEMA)
+def test_no_builder_multiplies_a_request(name: str, keys: dict[str, Any], definition: Any) -> None:
+    """Whatever is nested in whatever; a value that cannot be written is refused."""
+    parameters = {"type": "object", "properties": keys, "$defs": {"d": definition}}
+    try:
+        grammar = write_grammar(name, parameters)
+    except ValueError:
+        return
+    uses = 1 + json.dumps(keys).count("$ref") * (name == "qwen3_xml")  # a rule of JSON has its definitions in it
+    assert len(grammar) <= CONSTANT * uses * len(json.dumps(parameters)) + 4000
+
+
+def test_a_grammar_is_refused_as_soon_as_it_is_too_long() -> None:
+    """A definition that every parameter uses in a way of its own is written for each: up to the limit."""
+    definition = {"description": "x" * 60_000}
+
+    def parameters(n: int) -> dict[str, Any]:
+        uses = {f"p{i}": {"type": "array", "items": {"$ref": "#/$defs/d"}} for i in range(n)}
+        return {"type": "object", "$defs": {"d": definition}, "properties": uses}
+
+    def refuse(given: dict[str, Any]) -> None:
+        with pytest.raises(ValueError, match="longer than 256 KiB"):
+            write_grammar("qwen3_xml", given)
+
+    few, many = (count_work(functools.partial(refuse, parameters(n))) for n in (10, 1000))
+    assert many.lines <= few.lines + 100 and many.bytes <= few.bytes + 1_000_000 <= 20 * MAX_GRAMMAR_BYTES
+
+
+def chat(**fields: Any) -> ChatCompletionRequest:
+    return ChatCompletionRequest.model_validate({"model": "m", "messages": [USER], **fields})
+
+
+@pytest.mark.parametrize("name", sorted(FORMATS))
+def test_too_long_a_grammar_is_a_clear_400(name: str) -> None:
+    parameters = {"type": "object", "properties": {"p": {"enum": ["x" * 100] * 3000}}}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
+    with pytest.raises(InvalidRequestError, match="256 KiB") as caught:
+        tool_grammar(chat(tools=tools, tool_choice="required"), FORMATS[name], {}, False)
+    assert caught.value.param == "tools" and caught.value.message.startswith("'tools' cannot be enforced")
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": {"enum": ["x" * 300_000]}}}},
+        {"structured_outputs": {"json": {"type": "object"}, "whitespace_pattern": "x" * 300_000}},
+        {"guided_regex": "x" * 300_000},
+        {"guided_choice": ["x" * 300_000]},
+        {"guided_grammar": "\n" * 300_000},
+    ],
+)
+def test_too_long_a_form_is_refused_in_the_gateway(fields: dict[str, Any]) -> None:
+    with pytest.raises(InvalidRequestError, match="256 KiB") as caught:
+        grammar_of(chat(**fields))
+    assert caught.value.param is not None and caught.value.param.split(".")[0] in next(iter(fields)) + "guided_"
+
+
+@pytest.mark.parametrize("name", sorted(FORMATS))
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"$ref": []}, {"type": 5}, {"type": "array", "minItems": "a"}, {"enum": 5}, {"anyOf": 5}, {"const": {"a": {}}},
+        {"type": "string", "minLength": "1,}/ | /a{0"}, {"type": "object", "properties": []}, {"type": [[]]},
+        {"type": "object", "properties": {"a": True}, "required": [[]]}, {"type": "object", "required": 5}, 5, None,
+    ],
+)  # fmt: skip
+def test_a_tool_without_a_schema_is_refused_or_written(name: str, schema: Any) -> None:
+    """The engine judges the JSON schemas in a grammar; a family's own syntax raises nothing but a refusal."""
+    parameters = {"type": "object", "properties": {"p": schema}}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
+    try:
+        tool_grammar(chat(tools=tools, tool_choice="required"), FORMATS[name], {}, False)
+    except InvalidRequestError as error:
+        assert error.param == "tools" and len(error.message) < 300
