@@ -271,9 +271,38 @@ def _batches() -> Iterator[Bomb]:
     )
 
 
+def joined(model: str) -> Iterator[Bomb]:
+    """Yield bodies whose pieces of text a server puts together to one prompt."""
+    hi = f'{{"model":"{model}","max_tokens":9,"messages":[{{"role":"user","content":"hi"}}],"system":['
+    thought = f'{{"model":"{model}","max_tokens":9,"messages":[{{"role":"assistant","content":['
+    end = ']},{"role":"user","content":"x"}]}'
+    for name, path, start, opening, closing, after in (
+        ("messages: a system in pieces", MESSAGES, hi, '{"type":"text","text":"', '"}', "]}"),
+        ("messages: thoughts in pieces", MESSAGES, thought, '{"type":"thinking","thinking":"', '"}', end),
+        ("responses: a system in pieces", RESPONSES, f'{{"model":"{model}","input":[',
+         '{"role":"system","content":"', '"}', "]}"),
+        ("responses: a thought in pieces", RESPONSES, f'{{"model":"{model}","input":[',
+         '{"type":"reasoning","summary":[{"type":"summary_text","text":"', '"}]}', "]}"),
+    ):  # fmt: skip
+        yield Bomb(name, path, pieces(start, opening, closing, after))
+
+
+def pieces(start: str, opening: str, closing: str, end: str) -> Callable[[int], bytes]:
+    """Fill a body with 4,000 equal texts, or with fewer texts of one letter."""
+
+    def make(size: int) -> bytes:
+        room = size - len(start + end)
+        count = min(4000, room // len(opening + closing + "a,"))
+        text = "a" * (room // count - len(opening + closing + ","))
+        return (start + ",".join([opening + text + closing] * count) + end).encode()
+
+    return make
+
+
 def bombs(model: str) -> list[Bomb]:
     """All of them, for a server that calls its model so."""
-    return [*_chat(model), *_texts(model), *_completions(model), *_responses(model), *_messages(model), *_batches()]
+    first = [*_chat(model), *_texts(model), *_completions(model), *_responses(model), *_messages(model), *_batches()]
+    return [*first, *joined(model)]
 
 
 async def _main() -> None:

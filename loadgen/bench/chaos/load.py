@@ -5,7 +5,7 @@ import json
 import random
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -101,21 +101,38 @@ async def keep_streaming(
             outcome.differing += 1
 
 
-async def submit_batch(session: aiohttp.ClientSession, prompts: Sequence[Sequence[int]], lines: int) -> str:
-    """Queue so many lines, the prompts one after another; the batch's id."""
-    rows = [
-        {"custom_id": str(i), "method": "POST", "url": "/v1/completions",
-         "body": body_of(prompts[i % len(prompts)], LINE_TOKENS)}
-        for i in range(lines)
-    ]  # fmt: skip
+def line(name: str, body: str, url: str = "/v1/completions") -> str:
+    """Return one line of a batch; `body` is JSON."""
+    return f'{{"custom_id":"{name}","method":"POST","url":"{url}","body":{body}}}\n'
+
+
+async def upload(session: aiohttp.ClientSession, text: bytes) -> aiohttp.ClientResponse:
+    """Upload a batch's input; the response has been read."""
     form = aiohttp.FormData()
     form.add_field("purpose", "batch")
-    form.add_field("file", "".join(json.dumps(row) + "\n" for row in rows).encode(), filename="lines.jsonl")
+    form.add_field("file", text, filename="lines.jsonl")
     async with session.post("/v1/files", data=form) as response:
-        uploaded = await response.json()
-    body = {"input_file_id": uploaded["id"], "endpoint": "/v1/completions", "completion_window": "24h"}
+        await response.read()
+        return response
+
+
+async def create(session: aiohttp.ClientSession, file: str, url: str = "/v1/completions") -> str:
+    """Create a batch of an uploaded file and return its id."""
+    body = {"input_file_id": file, "endpoint": url, "completion_window": "24h"}
     async with session.post("/v1/batches", json=body) as response:
         return str((await response.json())["id"])
+
+
+async def submit(session: aiohttp.ClientSession, lines: Iterable[str], url: str = "/v1/completions") -> str:
+    """Upload lines, create their batch and return its id."""
+    uploaded = await upload(session, "".join(lines).encode("utf-8", "surrogatepass"))
+    return await create(session, (await uploaded.json())["id"], url)
+
+
+async def submit_batch(session: aiohttp.ClientSession, prompts: Sequence[Sequence[int]], lines: int) -> str:
+    """Submit so many lines, the prompts one after another; return the batch's id."""
+    bodies = [json.dumps(body_of(prompt, LINE_TOKENS)) for prompt in prompts]
+    return await submit(session, (line(str(i), bodies[i % len(bodies)]) for i in range(lines)))
 
 
 async def wait_batch(session: aiohttp.ClientSession, batch: str, until: float) -> dict[str, Any]:
@@ -132,7 +149,7 @@ async def count_rows(
     session: aiohttp.ClientSession, state: dict[str, Any], expected: Sequence[str], lines: int, outcome: Outcome
 ) -> None:
     """Compare the rows of a batch that has ended with the lines of it."""
-    rows, errors = [await _rows(session, state.get(name)) for name in ("output_file_id", "error_file_id")]
+    rows, errors = await read_rows(session, state)
     found = Counter(row["custom_id"] for row in rows + errors)
     outcome.rows = len(rows)
     outcome.failed = len(errors)
@@ -141,6 +158,19 @@ async def count_rows(
     for row in rows:
         text = row["response"]["body"]["choices"][0]["text"]
         outcome.rows_differing += text != expected[int(row["custom_id"]) % len(expected)]
+
+
+async def read_rows(
+    session: aiohttp.ClientSession, state: dict[str, Any]
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Return the rows of the output file and of the error file."""
+    return await _rows(session, state.get("output_file_id")), await _rows(session, state.get("error_file_id"))
+
+
+def miscounted(names: Iterable[str], rows: Iterable[dict[str, Any]]) -> int:
+    """Count the lines that have no row, or more than one."""
+    found = Counter(str(row["custom_id"]) for row in rows)
+    return sum(found[name] != 1 for name in names)
 
 
 async def _rows(session: aiohttp.ClientSession, file: str | None) -> list[dict[str, Any]]:
