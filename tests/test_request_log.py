@@ -30,6 +30,7 @@ from engine.api import (
 )
 from engine.errors import ConfigError
 from gateway.batch.line import LineOrigin, LineRunner
+from gateway.telemetry import request_log
 from gateway.telemetry.account import CLIENT_LEFT, Account
 from gateway.telemetry.request_log import RequestLog, line_of
 from gateway.telemetry.slo_verdict import judge
@@ -279,3 +280,38 @@ async def test_logrotate_moves_the_file_and_sends_sighup(start_server: StartServ
 def test_a_file_that_cannot_be_had_is_told_of_at_start(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"--request-log .*: No such file or directory"):
         RequestLog(str(tmp_path / "no" / "log"), EngineStats, lambda _: None)
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS, errno.EMFILE, errno.EDQUOT, errno.EIO])
+async def test_a_disk_that_takes_no_file_does_not_keep_the_server_from_starting(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(_log: RequestLog) -> int:
+        raise OSError(number, os.strerror(number))
+
+    path, disk, dropped = tmp_path / "log", Disk(), Dropped()
+    with monkeypatch.context() as patched:
+        patched.setattr(RequestLog, "_open", refuse)
+        log = open_log(path, disk, dropped)
+        async with log:
+            log.add(account([0.1]))
+            await eventually(lambda: dropped.lines == 1)
+            patched.undo()
+            log.add(account([0.2]))
+    assert [line["ttft"] for line in read(path)] == [0.2] and dropped.lines == 1
+
+
+async def test_lines_are_dropped_while_no_thread_is_to_be_had(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(request_log, "RETRY_SECONDS", 0.0)
+    path, disk, dropped = tmp_path / "log", Disk(), Dropped()
+    log = open_log(path, disk, dropped)
+    async with log:
+        with monkeypatch.context() as patched:
+            patched.setattr(request_log.asyncio, "to_thread", refuse)
+            log.add(account([0.1]))
+            await eventually(lambda: dropped.lines == 1)
+        log.add(account([0.2]))
+    assert [line["ttft"] for line in read(path)] == [0.2]

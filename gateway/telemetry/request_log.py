@@ -25,6 +25,9 @@ from gateway.telemetry.slo_verdict import judge
 log = logging.getLogger("tidemill.gateway")
 
 MAX_LINES = 10_000
+RETRY_SECONDS = 1.0
+_MISTAKES = frozenset({errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EACCES, errno.EPERM, errno.ENAMETOOLONG})
+"""Errors of the path itself: it will not be right later, either."""
 STOP_SECONDS = 5.0
 """How long a stop waits for a disk."""
 
@@ -33,7 +36,7 @@ class RequestLog:
     """See the module. `stats` says by which SLO and costs requests are judged; `on_drop` is told how many lines were
     lost. An async context: it writes while entered.
 
-    Raises ConfigError when the file cannot be opened.
+    Raises ConfigError when the path is wrong. A disk that is full or read-only costs lines, not the start.
     """
 
     def __init__(
@@ -57,10 +60,14 @@ class RequestLog:
         self._reopen = False
         self._torn = False
         self._failing = False
+        self._file: int | None = None
         try:
-            self._file: int | None = self._open()
+            self._file = self._open()
         except OSError as error:
-            raise ConfigError(f"--request-log {path}: {error.strerror}") from None
+            if error.errno in _MISTAKES:
+                raise ConfigError(f"--request-log {path}: {error.strerror}") from None
+            self._failing = True
+            log.error("--request-log: %s; lines are dropped until it can be written", error.strerror)
 
     def add(self, account: Account) -> None:
         """A choice ended. On the event loop; never blocks."""
@@ -91,10 +98,16 @@ class RequestLog:
             lines, self._pending = self._pending, []
             reopen, self._reopen = self._reopen, False
             self._wanted.clear()
-            self._on_drop(await asyncio.to_thread(self._write, lines, reopen))
+            try:
+                self._on_drop(await asyncio.to_thread(self._write, lines, reopen))
+            except RuntimeError:  # no thread is to be had
+                self._on_drop(len(lines))
+                self._reopen = self._reopen or reopen
+                await asyncio.sleep(RETRY_SECONDS)
             if self._stopping:
                 self._wanted.set()
-        await asyncio.to_thread(self._close)
+        with suppress(RuntimeError):
+            await asyncio.to_thread(self._close)
 
     def _write(self, lines: list[dict[str, Any]], reopen: bool) -> int:
         """In a thread. Returns how many lines were lost."""
