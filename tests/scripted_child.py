@@ -5,15 +5,17 @@ child.
 
 FAULTS: `POINT:NUMBER` or `POINT:NUMBER:FIRST-LAST`, comma-separated; the fault is met when its point is passed for the
 NUMBER-th time, warm-up not counted, in each of the processes FIRST to LAST (1-1 if not given). FOLDER counts them. The
-points: `ready` (dies before its first step), `frame` (dies in the middle of a message with outputs), `before`, `after`
-(dies before or after a step was computed), `hang` (a step never ends), `short`, `token` (a step's result is wrong),
-`oom` (a step raises MemoryError), `device` (from this step on all fail, and the device says why), `loop` (the engine's
-loop breaks), `block` (the event loop stands still), `learner`, `planner` (what learns from steps, or plans offline
-work, raises), `canary` (from this check on canaries get other answers; without an `oom` they are asked one after
-another). Of `poison` NUMBER is a token: the process dies in each step that computes the fourth token of an answer to a
-prompt with it; and it dies whenever it prepares the grammar `POISON`.
+points: `nomem` (no memory for the model), `ready` (dies before its first step), `frame` (dies in the middle of a
+message with outputs), `before`, `after` (dies before or after a step was computed), `hang` (a step never ends),
+`short`, `token` (a step's result is wrong), `oom` (a step raises MemoryError), `device` (from this step on all fail,
+and the device says why), `loop` (the engine's loop breaks), `block` (the event loop stands still), `learner`,
+`planner` (what learns from steps, or plans offline work, raises), `canary` (from this check on canaries get other
+answers; without an `oom` they are asked one after another). Of `poison` NUMBER is a token: the process dies in each
+step that computes the fourth token of an answer to a prompt with it; and it dies whenever it prepares the grammar
+`POISON`.
 """
 
+import errno
 import os
 import signal
 import sys
@@ -250,6 +252,8 @@ def _plan_model(config: EngineConfig) -> frames.Planned:
 
 def build(faults: Faults, config: EngineConfig, planned: child.Plan) -> Engine:
     planned(_plan_model(config))
+    if faults.is_meant("nomem"):
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
     num_units = 2 * (config.num_gpu_blocks_override or 200)
     settings = SchedulerConfig.of(config, num_units=num_units, max_model_len=CONTEXT)
     settings = replace(settings, block_size=4, unit_bytes=1, disk_units=400 if config.disk_space else 0)

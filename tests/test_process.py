@@ -463,32 +463,6 @@ async def test_processes_that_die_before_they_are_ready_are_followed_by_others(
         await until_idle(engine)
 
 
-NO_PROCESS, NO_THREAD = OSError(11, "Resource temporarily unavailable"), RuntimeError("can't start new thread")
-
-
-@pytest.mark.parametrize(("times", "error"), [(1, NO_PROCESS), (2, NO_PROCESS), (7, NO_PROCESS), (2, NO_THREAD)])
-async def test_a_process_that_the_system_does_not_start_is_tried_again(
-    times: int,
-    error: Exception,
-    tmp_path: Path,
-    undisturbed: dict[str, tuple[Any, ...]],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    refusals = iter(range(times))
-
-    def spawn(*arguments: Any) -> Child:
-        if next(refusals, None) is not None:
-            raise error
-        return real(*arguments)
-
-    async with engine_process(tmp_path / "children", "after:4", policy=RestartPolicy(99, max_delay=0.05)) as engine:
-        real = Child.spawn
-        monkeypatch.setattr(Child, "spawn", spawn)
-        assert await answers(engine) == undisturbed
-        assert (await engine.stats()).restarts == {"killed": 1, "start": times}
-        await until_idle(engine)
-
-
 async def test_what_the_process_refuses_is_raised_here(tmp_path: Path) -> None:
     async with engine_process(tmp_path / "children") as engine:
         with pytest.raises(InvalidRequestError):

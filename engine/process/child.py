@@ -32,7 +32,9 @@ from engine.errors import EngineStepError, EngineUnavailableError, ErrorInfo, Ti
 from engine.flight import recorder as flight
 from engine.flight.recorder import FlightRecorder
 from engine.machine import interpreter
+from engine.machine.child import die_with_parent
 from engine.process import frames, sabotage
+from engine.process.causes import START, SYSTEM, is_of_system, start_error
 from engine.process.connection import Connection
 from engine.process.golden import HOUR, Golden, golden_file
 from engine.process.orders import WHOLE, Past
@@ -130,6 +132,7 @@ def main(arguments: list[str]) -> None:
 
 def run(sock: socket.socket, make: Build, prepare: Prepare, find_golden: FindGolden) -> None:
     """Serve the engine that `make` builds until the other side is gone or says so. Does not return before."""
+    die_with_parent()
     sock.set_inheritable(False)
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # only the gateway says when it ends
@@ -157,8 +160,10 @@ def run(sock: socket.socket, make: Build, prepare: Prepare, find_golden: FindGol
         interpreter.settle()  # already: step times are measured as they will be
         engine = make(launch.config, tell)
         sock.sendall(frames.encode(frames.Built(engine.info)))
-    except TidemillError as error:
-        sock.sendall(frames.encode(frames.NotStarted(ErrorInfo.of(error))))
+    except Exception as error:
+        if not isinstance(error, TidemillError) and not is_of_system(error):
+            raise
+        sock.sendall(frames.encode(_not_started(error, start_error(error))))
         return
     interpreter.settle()
     file = find_golden(launch.config, folder)
@@ -167,6 +172,10 @@ def run(sock: socket.socket, make: Build, prepare: Prepare, find_golden: FindGol
         server.be_recorded(mmap.mmap(launch.recorder, flight.SIZE))
         os.close(launch.recorder)
     asyncio.run(server.serve(sock, reader, early))
+
+
+def _not_started(error: Exception, shown: TidemillError) -> frames.NotStarted:
+    return frames.NotStarted(ErrorInfo.of(shown), SYSTEM if is_of_system(error) else START)
 
 
 def _first_messages(sock: socket.socket, reader: frames.FrameReader[frames.ToEngine]) -> list[frames.ToEngine]:
@@ -179,7 +188,8 @@ def _first_messages(sock: socket.socket, reader: frames.FrameReader[frames.ToEng
 
 
 def _watch(sock: socket.socket) -> None:
-    """End with the gateway, even in the middle of a step or while the model is loaded."""
+    """End with the gateway, even in the middle of a step or while the model is loaded: the socket also closes where the
+    kernel has no `die_with_parent`, or where the gateway ended before it was called."""
     poll = select.poll()
     poll.register(sock, select.POLLHUP | select.POLLERR)
     poll.poll()
@@ -226,7 +236,7 @@ class EngineServer:
         except Exception as error:
             log.critical("the first step failed", exc_info=error)
             known = error if isinstance(error, TidemillError) else EngineStepError("The first model step failed.")
-            connection.send(frames.NotStarted(ErrorInfo.of(known)))
+            connection.send(_not_started(error, known))
             await asyncio.sleep(LAST_WORDS_SECONDS)
             return
         engine.be_supervised(self._end, SICK_SECONDS)

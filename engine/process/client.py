@@ -35,6 +35,7 @@ from engine.loop.step_watch import StepLimits, StepWatch
 from engine.machine.facts import Place
 from engine.process import frames
 from engine.process.calls import Calls, GoneError
+from engine.process.causes import RENEWED, START, SYSTEM, Origin, Outage, is_of_system, origin_of, start_error
 from engine.process.connection import Connection
 from engine.process.figures import Figures
 from engine.process.flights import FAILED_STEP, Flights
@@ -43,10 +44,9 @@ from engine.process.handover import hand_over, take_over
 from engine.process.launcher import Launcher, end_now
 from engine.process.policy import RestartPolicy
 from engine.process.regroup import Regrouping
-from engine.process.renewal import RENEWED
 from engine.process.requests import OpenRequest, OpenRequests
-from engine.process.supervisor import Endpoint, start_error
-from engine.process.suspects import FROM_OUTSIDE, SUSPECT_AFTER, Suspects
+from engine.process.supervisor import Endpoint
+from engine.process.suspects import SUSPECT_AFTER, Suspects
 from engine.queue_time import QueueTime
 from engine.stream import RequestStream
 from predictor.slo import SLO
@@ -62,6 +62,7 @@ SILENCE = StepLimits(unknown=10.0)
 START_SECONDS = 900.0
 """The longest start: model, profile and first step."""
 STOP_SECONDS = 2.0
+REAP_SECONDS = 0.05
 SPARE_SECONDS = 1.0
 """After the start of a process, until the next one is made ready."""
 ANSWER_SECONDS = 1.0
@@ -69,6 +70,7 @@ ANSWER_SECONDS = 1.0
 NOWHERE = Place()
 NOBODY = 0
 """The number of a call whose answer is not waited for."""
+_LEVELS = {Origin.ASKED: logging.INFO, Origin.SYSTEM: logging.DEBUG}
 STARTED_ANYWAY = "the engine is being started anyway"
 
 
@@ -111,6 +113,8 @@ class EngineProcess:
         self._tell_change = changed
         self._given = Given()
         self._policy = policy or RestartPolicy()
+        self._outage = Outage()
+        self._refusal = ""
         self._clock = clock
         self._info: EngineInfo | None = None
         self._child: Endpoint | None = None
@@ -160,6 +164,8 @@ class EngineProcess:
         """See EngineClient.trouble."""
         if self._death is not None:
             return self._death
+        if self._outage.why is not None:
+            return f"the system does not let an engine process start: {self._outage.why}; retrying"
         if self._started and not self._ready.is_set():
             return "the engine process ended and is started again"
         return None if self._pulse is None else self._pulse.trouble
@@ -483,8 +489,8 @@ class EngineProcess:
         """Start one child after another until they die too often."""
         child: Endpoint | None = first
         while True:
-            cause, ended = await self._outlive(child) if child is not None else ("start", "an error of the system")
-            delay = self._policy.died(self._clock()) if child is None else self._judge(cause, child)
+            cause, ended = await self._outlive(child) if child is not None else (self._cause or START, "an error")
+            delay = self._judge(cause, child)
             self._figures.restarts[cause] += 1
             self._judged = True
             self._tell_change()
@@ -492,7 +498,7 @@ class EngineProcess:
                 self._give_up(f"the engine process ended too often, at last by {ended} ({cause})")
                 return
             log.log(
-                logging.INFO if cause == RENEWED else logging.ERROR,
+                _LEVELS.get(origin_of(cause), logging.ERROR),
                 "the engine process ended by %s (%s); it is started again %s, %d requests wait for it",
                 ended, cause, f"in {delay:.0f} s" if delay else "at once", len(self._open),
             )  # fmt: skip
@@ -504,19 +510,21 @@ class EngineProcess:
             adapters = self._launcher.adapters | self._adapters
             self._flights.keep(cause, self._info, child.entries, self._open, adapters)
 
-    def _judge(self, cause: str, child: Endpoint) -> float | None:
+    def _judge(self, cause: str, child: Endpoint | None) -> float | None:
         """Seconds until the next start; None: never. A death in a trial does not count; a request whose fault it is
         proven to be ends, and what it took down before counts no more. Where nothing else got on since the last such
         proof, the engine may be at fault, and the proof counts as one death."""
-        if cause == RENEWED:
+        origin = origin_of(cause)
+        if origin is Origin.ASKED or origin is Origin.SYSTEM:
             self._suspects.died(cause, {}, self._clock())
-            return 0.0
-        in_flight = {name: tokens for name, tokens in flight.in_flight(child.entries).items() if name in self._open}
+            return 0.0 if origin is Origin.ASKED else self._outage.refused(self._refusal, self._policy.max_delay)
+        entries = [] if child is None else child.entries
+        in_flight = {name: tokens for name, tokens in flight.in_flight(entries).items() if name in self._open}
         if self._patience is not None:  # otherwise whoever submitted them has gone to another engine
             self._open.accept(in_flight)
         verdict = self._suspects.died(cause, in_flight, self._clock())
         if verdict is None:
-            return self._policy.died(self._clock(), worked=self._has_worked and cause in FROM_OUTSIDE)
+            return self._policy.died(self._clock(), worked=self._has_worked and origin is Origin.OUTSIDE)
         if not verdict.guilty:
             return 0.0
         log.error("request %s ended the engine process %d times; it ends now", verdict.request_id, verdict.deaths)
@@ -530,21 +538,30 @@ class EngineProcess:
 
     async def _restart(self) -> Endpoint | None:
         """The next child, which may have died already: that is found out like any death. None: there is none."""
+        self._cause = None
         try:
             child = await self._launcher.start()
-        except (OSError, RuntimeError) as error:  # no process, or no thread to start it in
-            log.error("the engine process could not be started: %s", error)
+        except Exception as error:
+            self._note_refusal(error)
             return None
         try:
             async with asyncio.timeout(START_SECONDS):
                 await self._begin(child)
         except Exception as error:
-            if isinstance(error, TimeoutError):
-                self._cause = "start"
-            log.error("the engine process did not start: %s", error or "it took too long")
+            if self._cause != SYSTEM:
+                self._note_refusal(error)
             if self._lost is not None and not self._lost.done():
                 self._lost.set_result("")
         return child
+
+    def _note_refusal(self, error: Exception) -> None:
+        """A process could not be started, or did not get as far as taking requests."""
+        if is_of_system(error):
+            self._cause, self._refusal = SYSTEM, str(error) or type(error).__name__
+            return
+        if isinstance(error, TimeoutError):
+            self._cause = START
+        log.error("the engine process did not start: %s", error or "it took too long")
 
     async def _outlive(self, child: Endpoint) -> tuple[str, str]:
         """Wait for its death; returns the cause, and how it ended."""
@@ -567,10 +584,10 @@ class EngineProcess:
         ended = ""
         if grace > 0:
             with suppress(TimeoutError):
-                ended = await asyncio.to_thread(child.reap, grace)
+                ended = await _reaped(child, grace)
         if not ended:
             child.kill()
-            ended = await asyncio.to_thread(child.reap)
+            ended = await _reaped(child)
         if self._connection is not None:
             self._connection.close()
             self._connection = None
@@ -633,8 +650,8 @@ class EngineProcess:
                 self._info = info
             case frames.Started():
                 self._up()
-            case frames.NotStarted(error):
-                self._cause = "start"
+            case frames.NotStarted(error, cause):
+                self._cause, self._refusal = cause, error.message
                 if self._lost is not None and not self._lost.done():
                     self._lost.set_exception(error.to_error())
             case frames.Dying(cause, why):
@@ -649,6 +666,7 @@ class EngineProcess:
 
     def _up(self) -> None:
         """The child takes requests; first of all adapters and requests that the last one left."""
+        self._outage.end()
         for adapter in self._adapters.values():
             self._send(frames.LoadAdapter(NOBODY, adapter))
         resumed = [entry for entry in self._open.accepted() if entry.request.request_id not in self._suspects]
@@ -713,6 +731,18 @@ class EngineProcess:
         if child is not None:
             child.dump()
             asyncio.get_running_loop().call_later(1.0, child.kill)
+
+
+async def _reaped(child: Endpoint, within: float | None = None) -> str:
+    """How a child ended. Raises TimeoutError. Polls where the system gives no thread to wait in."""
+    try:
+        return await asyncio.to_thread(child.reap, within)
+    except RuntimeError:
+        async with asyncio.timeout(within):
+            while True:
+                with suppress(TimeoutError):
+                    return child.reap(0.0)
+                await asyncio.sleep(REAP_SECONDS)
 
 
 def patience(config: EngineConfig) -> float:

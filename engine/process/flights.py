@@ -43,7 +43,10 @@ class Flights:
         self._not_before = clock + REST
         facts = flight_file.Facts(cause, time.time(), clock, self._model, info.dtype, info.device)
         kept = [_with_tokens(each, adapters) for each in requests] if self._tokens else []
-        asyncio.get_running_loop().run_in_executor(None, self._save, facts, entries, kept)
+        try:
+            asyncio.get_running_loop().run_in_executor(None, self._save, facts, entries, kept)
+        except RuntimeError as error:
+            log.error("the last steps could not be written: %s", error)
 
     def _save(
         self, facts: flight_file.Facts, entries: Sequence[AnyEntry], requests: Sequence[flight_file.OpenTokens]

@@ -24,6 +24,7 @@ from engine.api import (
 from engine.config import EngineConfig
 from engine.errors import ErrorInfo
 from engine.machine.facts import Place
+from engine.process.causes import START
 from engine.process.orders import Order, Past
 
 HEADER = struct.Struct(">I")
@@ -163,9 +164,10 @@ class Started(Message, frozen=True):
 
 
 class NotStarted(Message, frozen=True):
-    """Instead of one of the three before; the process ends."""
+    """Instead of one of the three before; the process ends. `cause`: see `engine.process.causes`."""
 
     error: ErrorInfo
+    cause: str = START
 
 
 class Outputs(Message, frozen=True):

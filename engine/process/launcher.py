@@ -12,12 +12,13 @@ import msgspec
 from engine.adapters import AdapterFiles, parse_adapters
 from engine.config import EngineConfig
 from engine.errors import ConfigError
-from engine.machine.child import python_module
+from engine.machine.child import python_module, starter
 from engine.machine.facts import Place
 from engine.machine.free_memory import available_memory
 from engine.process import frames
+from engine.process.causes import start_error
 from engine.process.renewal import Source
-from engine.process.supervisor import Child, Endpoint, remove, start_error
+from engine.process.supervisor import Child, Endpoint, remove
 
 log = logging.getLogger("tidemill.engine")
 
@@ -118,7 +119,9 @@ class Launcher:
         """Make a process ready to begin at once, of what is there now. Raises what keeps it from that."""
         await self.drop()
         async with self._holding:
-            self._held, self._is_spare = await asyncio.to_thread(self._make_ready), False
+            launch = msgspec.structs.replace(self.launch, config=self._config, held=True)
+            child = await _beside(lambda: Child.spawn(self._command, launch))
+            self._held, self._is_spare = await asyncio.to_thread(_wait_until_ready, child), False
 
     async def keep_spare(self) -> None:
         """Have a process that imports what it needs and waits for the one that runs to die, if there is room for it."""
@@ -151,22 +154,21 @@ class Launcher:
         if held is not None:
             await asyncio.to_thread(end_now, held)
 
-    def _make_ready(self) -> Child:
-        launch = msgspec.structs.replace(self.launch, config=self._config, held=True)
-        child = Child.spawn(self._command, launch)
-        child.sock.settimeout(HOLD_SECONDS)
-        try:
-            child.receive()
-        except BaseException as error:
-            end_now(child)
-            raise (start_error(error) if isinstance(error, OSError) else error) from None
-        child.sock.settimeout(None)
-        return child
+
+def _wait_until_ready(child: Child) -> Child:
+    child.sock.settimeout(HOLD_SECONDS)
+    try:
+        child.receive()
+    except BaseException as error:
+        end_now(child)
+        raise (start_error(error) if isinstance(error, OSError) else error) from None
+    child.sock.settimeout(None)
+    return child
 
 
 async def _beside(spawn: Callable[[], EndpointT]) -> EndpointT:
     """A process started beside the event loop; a cancellation ends it."""
-    spawning = asyncio.ensure_future(asyncio.to_thread(spawn))
+    spawning = asyncio.get_running_loop().run_in_executor(starter, spawn)
     try:
         return await asyncio.shield(spawning)
     except asyncio.CancelledError:  # it is started all the same, and nobody else knows of it

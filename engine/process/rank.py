@@ -20,6 +20,7 @@ from typing import Any
 from engine.errors import EngineUnavailableError, ErrorInfo, TidemillError
 from engine.execution.ranks import messages
 from engine.machine import interpreter
+from engine.machine.child import die_with_parent
 from engine.machine.link import Link, LinkLostError
 
 log = logging.getLogger("tidemill.engine")
@@ -50,6 +51,7 @@ def main(arguments: list[str]) -> None:
     sock.set_inheritable(False)
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # the engine says when it ends
+    die_with_parent()
     faulthandler.enable()
     threading.Thread(target=_watch, args=(sock,), name="tidemill-engine", daemon=True).start()
     link = Link(sock)

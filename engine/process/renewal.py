@@ -14,8 +14,6 @@ import engine
 TEXT = (".json", ".jinja", ".model", ".txt")
 INDEX = ".index.json"
 """Says which file holds which weight, and belongs to them."""
-RENEWED = "renewed"
-"""The cause by which a process ends that another one takes over from."""
 
 
 @dataclass(frozen=True, slots=True)

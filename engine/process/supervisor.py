@@ -4,6 +4,7 @@ Knows nothing of requests.
 """
 
 import contextlib
+import logging
 import mmap
 import os
 import select
@@ -20,9 +21,12 @@ from typing import IO
 
 import msgspec
 
-from engine.errors import EngineUnavailableError, TidemillError
+from engine.errors import EngineUnavailableError
 from engine.flight import recorder as flight
+from engine.machine.child import start_process
 from engine.process import frames
+
+log = logging.getLogger("tidemill.engine")
 
 _TUNABLES, _HUGE_PAGES = "GLIBC_TUNABLES", "glibc.malloc.hugetlb"
 
@@ -104,7 +108,7 @@ class Child(Endpoint):
         with theirs, _shared_file() as shared:
             shared.truncate(flight.SIZE)
             recording = mmap.mmap(shared.fileno(), flight.SIZE)
-            process = subprocess.Popen(
+            process = start_process(
                 [*command, str(theirs.fileno())],
                 stdin=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno(), shared.fileno()],
@@ -132,8 +136,8 @@ class Child(Endpoint):
 
     def begin(self, pid_file: Path | None) -> None:
         """Have a process that was held load and run. Raises OSError when it is gone already, and reaps it."""
+        self._take_over(pid_file)
         try:
-            self._take_over(pid_file)
             self.sock.sendall(frames.encode(frames.Begin()))
         except OSError:
             self.kill()
@@ -141,8 +145,15 @@ class Child(Endpoint):
             raise
 
     def _take_over(self, pid_file: Path | None) -> None:
-        if pid_file is not None:
+        """Note the number of the process for people. A disk that takes nothing does not end the process, but the number
+        of the last one must not stay."""
+        if pid_file is None:
+            return
+        try:
             _write(pid_file, f"{self.process.pid}\n")
+        except OSError as error:
+            log.warning("%s could not be written: %s", pid_file, error.strerror)
+            remove(pid_file)
 
     @property
     def entries(self) -> list[flight.AnyEntry]:
@@ -188,8 +199,3 @@ def remove(pid_file: Path | None) -> None:
     if pid_file is not None:
         with contextlib.suppress(OSError):
             pid_file.unlink(missing_ok=True)
-
-
-def start_error(error: BaseException) -> TidemillError:
-    """What could not be started, as one of ours."""
-    return error if isinstance(error, TidemillError) else EngineUnavailableError(f"the engine process: {error}")

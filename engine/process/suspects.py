@@ -19,7 +19,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from engine.process.renewal import RENEWED
+from engine.process.causes import Origin, origin_of
 
 SUSPECT_AFTER = 2
 LONE_DEATHS = 3
@@ -29,10 +29,8 @@ CHANCE = 1e-5
 """Of deaths from outside that look like those of a guilty request."""
 FIRST_REST, LONGEST_REST = 0.5, 60.0
 """Seconds without the suspect in a process before its trial, after its first death alone and at most."""
-FROM_OUTSIDE = frozenset({"killed"})
-"""Causes that may be nobody's in the process: the rest are seen by the process itself, or are faults of its code."""
-PROOFLESS = frozenset({"start", "sick", "canary", RENEWED})
-"""Causes that are no request's: no step had passed, every one failed, answers were wrong, or it was asked for."""
+SUSPECTING = frozenset({Origin.OUTSIDE, Origin.REQUEST})
+"""Origins of deaths of which a request may be the cause."""
 
 
 @dataclass(slots=True)
@@ -88,7 +86,7 @@ class Suspects:
         tried = 0.0 if trial is None else now - self._trial_at
         was_ready, self._ready_at = self._ready_at is not None, None
         self._seconds += lived - tried
-        if cause in PROOFLESS or not was_ready:
+        if origin_of(cause) not in SUSPECTING or not was_ready:
             return None
         for request_id, tokens in in_flight.items():
             record = self._records.get(request_id)
@@ -102,7 +100,7 @@ class Suspects:
             return None
         record = self._records[trial]
         record.lone_deaths += 1
-        record.lone_seconds += tried if cause in FROM_OUTSIDE else 0.0
+        record.lone_seconds += tried if origin_of(cause) is Origin.OUTSIDE else 0.0
         record.rests_until = self._seconds + rest(record.lone_deaths)
         guilty = record.lone_deaths >= LONE_DEATHS and self._chance(record) <= CHANCE
         verdict = Verdict(trial, record.deaths, guilty, self._others_got_on)

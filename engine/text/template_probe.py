@@ -5,8 +5,11 @@ one from the server. Started as a script, so that the child imports nothing of t
 `probe_templates`. What comes back also tells whether the template reads a message's content as a string or as parts.
 """
 
+import contextlib
+import ctypes
 import json
 import math
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
@@ -69,6 +72,8 @@ def _limit(cpu_seconds: int) -> None:
         import resource
     except ImportError:  # no such limits on this system; the parent's timeout remains
         return
+    with contextlib.suppress(OSError, AttributeError):  # Linux: PR_SET_PDEATHSIG, as in `die_with_parent`
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)
     used = resource.getrusage(resource.RUSAGE_SELF)
     seconds = math.ceil(used.ru_utime + used.ru_stime) + cpu_seconds  # whole ones, and imports have used some
     resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))

@@ -17,6 +17,7 @@ from typing import Any, BinaryIO, NamedTuple
 import orjson
 from anyio import to_process
 
+from engine.machine.child import die_with_parent
 from gateway.http.json_text import TooMuchJson, load_json
 from gateway.store.objects import InputError, LineRef
 
@@ -213,6 +214,7 @@ async def check_apart(path: str, endpoint: str, max_lines: int, max_line_bytes: 
 
 
 def _check_file(path: str, endpoint: str, max_lines: int, max_line_bytes: int) -> InputReport:
+    die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the server's to answer
     os.setpriority(os.PRIO_PROCESS, 0, LOW_PRIORITY)
     with open(path, "rb") as file:

@@ -13,6 +13,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from engine.api import ColocationStats, EngineClient, EngineStats, FinishReason, RequestClass
+from engine.process.causes import CAUSES
 from gateway.telemetry.account import Account
 from gateway.telemetry.fleet_metrics import engine_metrics, pipeline_metrics
 
@@ -21,7 +22,6 @@ _GAP_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 
 
 
 MAX_ENDED = 512
-RESTART_CAUSES = ("crash", "device", "hung", "killed", "loop", "protocol", "sick", "silent", "start")
 PREEMPTION_CAUSES = ("late", "memory", "online", "stall", "step_failure", "tenant")
 
 
@@ -147,7 +147,7 @@ class EngineCollector(Collector):
         yield _total("offline_computed_tokens", "Those of both that were offline work.", stats.offline_computed_tokens)
         yield _total("probe_tokens", "Computed besides: for the engine's own tests of itself.", stats.probe_tokens)
         restarts = CounterMetricFamily("tidemill_engine_restarts", "Engine processes that ended.", labels=["cause"])
-        for cause in sorted({*RESTART_CAUSES, *stats.restarts}):
+        for cause in sorted({*CAUSES, *stats.restarts}):
             restarts.add_metric([cause], stats.restarts.get(cause, 0))
         yield restarts
         yield _total("resumed_requests", "Requests that went on in the next engine process.", stats.resumed_requests)

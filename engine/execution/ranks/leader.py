@@ -19,7 +19,7 @@ from engine.execution.ranks.group import PLANNED, Group, Meeting
 from engine.execution.ranks.messages import Failed, FromRank, Join, decode_from_rank, encode
 from engine.execution.ranks.step import Step
 from engine.execution.rows import RowTable
-from engine.machine.child import python_module
+from engine.machine.child import python_module, start_process
 from engine.machine.link import Link, LinkLostError
 from engine.scheduling.output import SchedulerOutput
 from predictor.limits import Limits
@@ -38,7 +38,7 @@ class _Rank:
     def __init__(self, number: int, environment: dict[str, str]) -> None:
         ours, theirs = socket.socketpair()
         with theirs:
-            self.process = subprocess.Popen(
+            self.process = start_process(
                 [*python_module(CHILD), str(theirs.fileno())],
                 stdin=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
