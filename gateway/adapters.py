@@ -166,9 +166,10 @@ def _body(body: type[StrictBody]) -> dict[str, Any]:
 
 
 def _adapters(request: Request) -> LoadedAdapters:
-    """Raises ApiError 403 for who may not change them, and where nobody may."""
+    """Raises ApiError 403 for a key without the role, and where adapters are fixed."""
     if not sees_all(request):
-        raise ApiError(403, "Only a key with the role 'metrics' may change adapters.", code="adapters_forbidden")
+        message = "A key needs the role 'metrics' or 'operator' to change adapters."
+        raise ApiError(403, message, code="adapters_forbidden")
     if not context_of(request).client.info.adapter_dir:
         message = "Adapters do not change while this server runs: it was started without --allowed-lora-dir."
         raise ApiError(403, message, code="adapters_fixed")

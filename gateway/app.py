@@ -19,6 +19,7 @@ from gateway.batch import routes as batches
 from gateway.batch.limits import BatchLimits, BatchState
 from gateway.batch.line import LineRunner
 from gateway.batch.metrics import BatchCollector
+from gateway.batch.tenants import Ownership
 from gateway.batch.uploads import MAX_OVERHEAD
 from gateway.batch.worker import BatchWorker
 from gateway.config import ServerConfig
@@ -148,9 +149,11 @@ def _add_batches(app: FastAPI, context: GatewayContext, folder: StateFolder, lim
         online_tokens=lambda: context.metrics.stats.online_tokens,
         set_lane=context.client.set_lane,
     )
-    context.lifecycle.background.append(worker)
+    ownership = Ownership(folder.store, keys)
+    context.lifecycle.background += [ownership, worker]
+    context.on_new_keys.append(ownership.report)
     context.lifecycle.ask_storage = worker.storage_fault
-    context.metrics.registry.register(BatchCollector(worker))
+    context.metrics.registry.register(BatchCollector(worker, ownership))
     app.state.batches = BatchState(folder, limits, worker)
     for resource in (files, batches):
         app.include_router(resource.router)

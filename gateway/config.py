@@ -33,10 +33,10 @@ class ServerConfig:
     )
     port: int = _flag(8000, "TCP port; 0 lets the system choose")
     api_key: tuple[str, ...] = _flag(
-        (), "a key that clients must send; repeat for several (better: in the environment)", secret=True
+        (), "a key that clients must send (better: in the environment); repeat for several of one tenant", secret=True
     )
     api_key_file: str | None = _flag(
-        None, "file of keys by tenant: lines of SHA-256, tenant and, if wanted, tier and limits; SIGHUP reads it again"
+        None, "file of keys by tenant: lines of SHA-256, tenant and optional tier, roles, limits; SIGHUP reads it again"
     )
     served_model_name: tuple[str, ...] = _flag(
         (), "model name in the API; repeat for aliases (default: the model's folder name)"

@@ -6,7 +6,7 @@ import hmac
 import os
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol, cast
 
@@ -20,7 +20,7 @@ from engine.text.thoughts import ThoughtMarks
 from engine.text.tokenizer import Tokenizer
 from gateway.config import ServerConfig
 from gateway.generate.tool_formats import ToolFormat
-from gateway.http.keys import KeyStore, Tier
+from gateway.http.keys import DEFAULT_TENANT, KeyStore, Tier
 from gateway.http.quotas import Admissions
 from gateway.models import ModelNames
 from gateway.telemetry.metrics import GatewayMetrics
@@ -90,6 +90,7 @@ class GatewayContext:
     core; `is_offline`: nobody waits for them, see `pace`. `parse_thread`: where large bodies are parsed, one at a time;
     `body_turn`: what of them is put together in one round of the event loop.
     `admissions`: requests of clients that are in the engine, by tenant, within the limits that `keys` names.
+    `on_new_keys`: called after the keys were read again.
     `tool_format`: how the model writes calls of functions, None where that is not known; `thought_marks`: between which
     it thinks, None: it does not."""
 
@@ -112,11 +113,14 @@ class GatewayContext:
     parse_thread: anyio.CapacityLimiter = field(default_factory=lambda: anyio.CapacityLimiter(1))
     body_turn: asyncio.Lock = field(default_factory=asyncio.Lock)
     is_offline: bool = False
+    on_new_keys: list[Callable[[], Awaitable[None]]] = field(default_factory=list)
 
     async def reload_keys(self) -> None:
-        """Follow the key file as it is now; what runs goes on. Raises ConfigError, and then nothing has changed."""
+        """Read the key file again; running requests go on. After a ConfigError nothing has changed."""
         await anyio.to_thread.run_sync(self.keys.reload)
         self.admissions.recheck()
+        for follow in self.on_new_keys:
+            await follow()
 
     def offline_thinking(self, tier: str | None) -> int | None:
         """Tokens of thoughts that answers of offline work may have; None: as many as they like, or it is not."""
@@ -132,8 +136,8 @@ def context_of(request: Request) -> GatewayContext:
 
 
 def tenant_of(request: Request) -> str:
-    """Whose key it was, as the authentication found out; one tenant where no keys are configured."""
-    return str(_state(request).get("tenant", ""))
+    """Return the tenant of the request's key; the default tenant where no keys are configured."""
+    return str(_state(request).get("tenant", DEFAULT_TENANT))
 
 
 def tier_of(request: Request) -> Tier:
@@ -144,6 +148,12 @@ def tier_of(request: Request) -> Tier:
 def sees_all(request: Request) -> bool:
     """Whether the request may see figures of every tenant: with a key that may, or where no keys are configured."""
     return bool(_state(request).get("sees_all", not context_of(request).keys.ring))
+
+
+def is_operator(request: Request) -> bool:
+    """Whether the request may reach the files and batches of every tenant: with an operator's key, or where no keys are
+    configured."""
+    return bool(_state(request).get("is_operator", not context_of(request).keys.ring))
 
 
 def _state(request: Request) -> dict[str, Any]:

@@ -95,7 +95,7 @@ async def show_metrics(request: Request) -> Response:
 def check_sees_all(request: Request) -> None:
     """Raises ApiError 403 for a key that may not see figures made of every tenant's requests."""
     if not sees_all(request):
-        message = "The figures are of all tenants: only a key with the role 'metrics' may see them."
+        message = "The figures are of all tenants: a key needs the role 'metrics' or 'operator' to see them."
         raise ApiError(403, message, code="metrics_forbidden")
 
 

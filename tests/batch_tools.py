@@ -1,6 +1,7 @@
 """What the tests of files and batches share: input lines, a client, waiting, and the promises that must always hold."""
 
 import asyncio
+import hashlib
 import json
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
@@ -30,6 +31,23 @@ def line(number: int | str, endpoint: str = "/v1/completions", **body: Any) -> d
 
 def jsonl(lines: Iterable[Any]) -> bytes:
     return b"".join(json.dumps(item).encode() + b"\n" for item in lines)
+
+
+def digest(key: str) -> str:
+    return hashlib.sha256(key.encode()).hexdigest()
+
+
+def key_file(folder: Path, *lines: str, mode: int = 0o600) -> str:
+    """Write a key file and return its path. Lines are as in the file, see `keys_of` for lines that begin with a key."""
+    path = folder / "keys"
+    path.write_text("\n".join(lines))
+    path.chmod(mode)
+    return str(path)
+
+
+def keys_of(folder: Path, *lines: str) -> str:
+    """Write a key file from lines like `KEY tenant operator` and return its path."""
+    return key_file(folder, *(f"{digest(text.split()[0])} {text.partition(' ')[2]}" for text in lines))
 
 
 def client_of(served: Served, **options: Any) -> openai.AsyncOpenAI:

@@ -172,7 +172,8 @@ def test_each_job_says_when_it_will_end_and_the_first_hundred_are_shown() -> Non
     worker: Any = SimpleNamespace(
         states={}, forecast=forecast, lines_ended={True: 0, False: 0}, storage_fault=lambda: None
     )
-    samples = [sample for metric in BatchCollector(worker).collect() for sample in metric.samples]
+    ownership: Any = SimpleNamespace(unreachable=[])
+    samples = [sample for metric in BatchCollector(worker, ownership).collect() for sample in metric.samples]
     shown = {s.labels["batch"]: s.value for s in samples if s.name == "tidemill_batch_job_eta_timestamp_seconds"}
     etas = {batch: outlook.eta or 0.0 for batch, outlook in forecast.outlooks.items()}
     assert len(shown) == MAX_SHOWN and all(value == etas[batch] for batch, value in shown.items())

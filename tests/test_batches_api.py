@@ -15,6 +15,7 @@ from batch_tools import (
     check_ended,
     client_of,
     jsonl,
+    keys_of,
     leftovers,
     line,
     open_folder,
@@ -455,7 +456,10 @@ async def test_online_requests_go_on_beside_a_batch(tokenizer: Tokenizer, tmp_pa
 
 async def test_tenants_do_not_see_each_other(tokenizer: Tokenizer, tmp_path: Path) -> None:
     async with (
-        batch_server(tokenizer, tmp_path, api_key=("key-a", "key-b")) as (served, _),
+        batch_server(tokenizer, tmp_path / "state", api_key_file=keys_of(tmp_path, "key-a a", "key-b b")) as (
+            served,
+            _,
+        ),
         client_of(served, api_key="key-a") as a,
         client_of(served, api_key="key-b") as b,
     ):

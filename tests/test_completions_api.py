@@ -1,10 +1,12 @@
 """/v1/completions, /v1/models and the rest of the surface on a real server around a scripted engine."""
 
+from pathlib import Path
 from typing import Any
 
 import httpx
 import openai
 import pytest
+from batch_tools import keys_of
 from conftest import StartServer
 from fake_engine import MODEL, Script, Served
 
@@ -204,8 +206,8 @@ async def test_the_openapi_document_knows_the_bodies(served: Served) -> None:
     assert reference == {"$ref": "#/components/schemas/CompletionRequest"}
 
 
-async def test_tenants_have_prefix_caches_of_their_own(start_server: StartServer) -> None:
-    served = await start_server(TEXT, api_key=("one", "two"))
+async def test_tenants_have_prefix_caches_of_their_own(start_server: StartServer, tmp_path: Path) -> None:
+    served = await start_server(TEXT, api_key=("one", "three"), api_key_file=keys_of(tmp_path, "two shop"))
 
     async def salt(key: str) -> bytes:
         async with openai.AsyncOpenAI(base_url=f"{served.url}/v1", api_key=key, max_retries=0) as client:
@@ -213,6 +215,6 @@ async def test_tenants_have_prefix_caches_of_their_own(start_server: StartServer
         return served.engine.requests[-1].cache_salt
 
     first: list[EngineRequest] = served.engine.requests
-    salts = [await salt(key) for key in ("one", "two", "one")]
+    salts = [await salt(key) for key in ("one", "two", "three")]
     assert salts[0] == salts[2] != salts[1] and len(first) == 3
-    assert all(salts) and b"one" not in salts[0]
+    assert all(salts) and b"default" not in salts[0]

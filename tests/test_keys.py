@@ -1,13 +1,12 @@
 """Keys: the file, its rights, tenants and tiers, and what a server makes of them."""
 
-import hashlib
 from pathlib import Path
 from typing import Any
 
 import httpx
 import openai
 import pytest
-from batch_tools import batch_server, client_of, jsonl, line, submit, until
+from batch_tools import batch_server, client_of, digest, jsonl, key_file, line, submit, until
 from fake_engine import MODEL
 
 from engine.api import ColocationStats, EngineStats, RequestClass
@@ -15,17 +14,6 @@ from engine.errors import ConfigError
 from engine.text.tokenizer import Tokenizer
 from gateway.config import ServerConfig
 from gateway.http.keys import KeyRing, key_of, load_keys
-
-
-def digest(key: str) -> str:
-    return hashlib.sha256(key.encode()).hexdigest()
-
-
-def key_file(tmp_path: Path, *lines: str, mode: int = 0o600) -> str:
-    path = tmp_path / "keys"
-    path.write_text("\n".join(lines))
-    path.chmod(mode)
-    return str(path)
 
 
 def test_a_file_of_keys(tmp_path: Path) -> None:
@@ -40,7 +28,7 @@ def test_a_file_of_keys(tmp_path: Path) -> None:
     ring = load_keys(["direct"], path)
     found = [ring.find(key.encode()) for key in ("a", "b", "ünï", "direct")]
     assert [(k.tenant, k.service_tier) for k in found if k] == [
-        ("acme", "default"), ("acme", "flex"), ("other.one", "default"), (digest("direct")[:16], "default"),
+        ("acme", "default"), ("acme", "flex"), ("other.one", "default"), ("default", "default"),
     ]  # fmt: skip
     for wrong in (b"", b"A", b"a ", b"\xff" * 1_000_000, digest("a").encode()):
         assert ring.find(wrong) is None
@@ -48,18 +36,39 @@ def test_a_file_of_keys(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "tier", "sees_all"),
+    ("words", "tier", "sees_all", "is_operator"),
     [
-        ("", "default", False),
-        ("metrics", "default", True),
-        ("flex metrics", "flex", True),
-        ("metrics flex", "flex", True),
+        ("", "default", False, False),
+        ("metrics", "default", True, False),
+        ("flex metrics", "flex", True, False),
+        ("metrics flex", "flex", True, False),
+        ("operator", "default", True, True),
+        ("operator flex", "flex", True, True),
+        ("metrics priority operator", "default", True, True),
     ],
 )
-def test_the_role_of_a_key(tmp_path: Path, words: str, tier: str, sees_all: bool) -> None:
-    ring = load_keys([], key_file(tmp_path, f"{digest('a')} metrics {words} requests=3", f"{digest('b')} acme"))
+@pytest.mark.parametrize("tenant", ["metrics", "operator", "default"])
+def test_the_role_of_a_key(
+    tmp_path: Path, tenant: str, words: str, tier: str, sees_all: bool, is_operator: bool
+) -> None:
+    ring = load_keys([], key_file(tmp_path, f"{digest('a')} {tenant} {words} requests=3", f"{digest('b')} acme"))
     key = ring.find(b"a")
-    assert key is not None and (key.tenant, key.service_tier, ring.sees_all(key)) == ("metrics", tier, sees_all)
+    assert key is not None and (key.tenant, key.service_tier) == (tenant, tier)
+    assert (ring.sees_all(key), key.is_operator, ring.has_operator) == (sees_all, is_operator, is_operator)
+
+
+def test_keys_of_the_command_line_are_one_tenant_and_operators_without_a_key_file(tmp_path: Path) -> None:
+    ring = load_keys(["one", "two"], None)
+    keys = [ring.find(text) for text in (b"one", b"two")]
+    assert [(key.tenant, key.sees_all, key.is_operator) for key in keys if key] == [("default", True, True)] * 2
+    path = key_file(tmp_path, f"{digest('a')} acme", f"{digest('two')} default flex", f"{digest('b')} default lines=9")
+    ring = load_keys(["one", "two"], path)
+    keys = [ring.find(text) for text in (b"one", b"two", b"b")]
+    assert [(key.tenant, key.service_tier, key.sees_all) for key in keys if key] == [
+        ("default", "default", True), ("default", "flex", False), ("default", "default", False),
+    ]  # fmt: skip
+    assert not ring.has_operator and ring.tenants == {"acme", "default"} and ring.quota("default").lines == 9
+    assert KeyRing([]).has_operator and KeyRing([]).tenants == {"default"}
 
 
 async def test_no_tenant_sees_the_figures_of_another(tokenizer: Tokenizer, tmp_path: Path) -> None:
@@ -69,7 +78,7 @@ async def test_no_tenant_sees_the_figures_of_another(tokenizer: Tokenizer, tmp_p
         interference_weight=0.0, decode_value=0.0, breaker="closed", breaker_cause=None, breaker_openings=0,
         predictor_mape=0.0, offline_tokens=0, budget_origin="prior", offline_share=1.0, held="",
     )  # fmt: skip
-    lines = [f"{digest('a')} acme", f"{digest('b')} other", f"{digest('m')} operator metrics"]
+    lines = [f"{digest('a')} acme", f"{digest('b')} operator", f"{digest('m')} boss metrics"]
 
     async def seen(*lines: str, **config: Any) -> dict[str | None, tuple[int, bool]]:
         file = key_file(tmp_path, *lines) if lines else None
@@ -112,6 +121,9 @@ def test_a_file_that_others_can_read_is_refused(tmp_path: Path, mode: int) -> No
         ([f"{digest('a')} acme gold"], "line 1"),
         ([f"{digest('a')} acme flex more"], "line 1"),
         ([f"{digest('a')} acme metrics metrics"], "line 1"),
+        ([f"{digest('a')} acme operator operator"], "line 1"),
+        ([f"{digest('a')} acme flex default"], "line 1"),
+        ([f"{digest('a')} *"], "line 1"),
         (["", f"{digest('a')} ac/me"], "line 2"),
         ([f"{digest('a')} " + "x" * 65], "line 1"),
         ([f"{digest('a')} t", f"{digest('a')} u"], "line 2: this key is in the file twice"),

@@ -1,7 +1,6 @@
 """Limits of tenants: the key file's words, places in the engine, and real servers that refuse and reload."""
 
 import asyncio
-import hashlib
 import os
 import signal
 from collections.abc import AsyncIterator
@@ -13,7 +12,7 @@ import httpx
 import hypothesis.strategies as st
 import openai
 import pytest
-from batch_tools import batch_server, client_of, eventually, jsonl, line, submit, until, upload
+from batch_tools import batch_server, client_of, digest, eventually, jsonl, line, submit, until, upload
 from conftest import StartServer
 from fake_engine import MODEL, Served
 from hypothesis import settings
@@ -24,10 +23,6 @@ from engine.text.tokenizer import Tokenizer
 from gateway.http.errors import ApiError
 from gateway.http.keys import load_keys
 from gateway.http.quotas import TENANT_LIMIT, UNLIMITED, Admissions, Place, Quota, UploadPlaces, parse_quota
-
-
-def digest(key: str) -> str:
-    return hashlib.sha256(key.encode()).hexdigest()
 
 
 def write_keys(path: Path, *lines: str) -> str:

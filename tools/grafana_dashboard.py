@@ -28,6 +28,7 @@ from engine.api import (  # noqa: E402
 )
 from gateway.batch.forecast import Forecast  # noqa: E402
 from gateway.batch.metrics import BatchCollector  # noqa: E402
+from gateway.batch.tenants import Ownership  # noqa: E402
 from gateway.batch.worker import BatchWorker  # noqa: E402
 from gateway.telemetry.metrics import GatewayMetrics  # noqa: E402
 
@@ -141,7 +142,8 @@ def registry_families() -> list[tuple[str, str, tuple[str, ...], str]]:
     metrics.stats = EngineStats(colocation=_filled(ColocationStats), engines=(one,), pipelines=pipelines)
     forecast = Forecast(lambda: None)
     worker = SimpleNamespace(states={}, lines_ended=Counter(), storage_fault=lambda: None, forecast=forecast)
-    metrics.registry.register(BatchCollector(cast(BatchWorker, worker)))
+    ownership = SimpleNamespace(unreachable=[])
+    metrics.registry.register(BatchCollector(cast(BatchWorker, worker), cast(Ownership, ownership)))
     found = []
     for family in metrics.registry.collect():
         labels = {label: None for sample in family.samples for label in sample.labels if label != "le"}

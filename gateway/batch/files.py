@@ -12,6 +12,7 @@ from starlette.types import Receive, Scope, Send
 
 from gateway.batch.limits import BatchState, state_of
 from gateway.batch.listing import describe_page, json_response, list_response, read_page, unknown_cursor
+from gateway.batch.tenants import listed_tenant, reached_tenant, shown
 from gateway.batch.uploads import MAX_OVERHEAD, Upload, UploadParser
 from gateway.context import context_of, tenant_of
 from gateway.http.errors import ApiError
@@ -145,22 +146,23 @@ async def list_files(request: Request) -> Response:
     page = read_page(request, default=MAX_LISTED, most=MAX_LISTED, orders=True)
     purpose = request.query_params.get("purpose") or None
     try:
-        files, more = await state.folder.store.list_files(tenant_of(request), page, purpose, state.now())
+        files, more = await state.folder.store.list_files(listed_tenant(request), page, purpose, state.now())
     except UnknownCursor:
         unknown_cursor()
-    return list_response([file.as_json() for file in files], more)
+    return list_response([shown(request, file, file.as_json()) for file in files], more)
 
 
 @router.get("/v1/files/{file_id}")
 async def retrieve_file(request: Request, file_id: str) -> Response:
-    return json_response((await _find(request, file_id)).as_json())
+    file = await _find(request, file_id)
+    return json_response(shown(request, file, file.as_json()))
 
 
 async def _find(request: Request, file_id: str) -> FileObject:
-    """Raises ApiError 404, the same for a missing file and for another tenant's."""
+    """Raises ApiError 404, the same for a missing file and for another tenant's, unless an operator asks."""
     state = state_of(request)
     if FILE_ID.fullmatch(file_id):
-        file = await state.folder.store.get_file(tenant_of(request), file_id, state.now())
+        file = await state.folder.store.get_file(reached_tenant(request), file_id, state.now())
         if file is not None:
             return file
     raise no_such_file()
@@ -175,7 +177,7 @@ async def delete_file(request: Request, file_id: str) -> Response:
     state = state_of(request)
     file = await _find(request, file_id)
     try:
-        deleted = await state.folder.store.delete_file(tenant_of(request), file.id, state.now())
+        deleted = await state.folder.store.delete_file(reached_tenant(request), file.id, state.now())
     except FileInUse:
         message = "The file is the input of a batch that has not ended; cancel the batch first."
         raise ApiError(400, message, param="file_id", code="file_in_use") from None

@@ -54,12 +54,13 @@ def json_response(content: dict[str, Any]) -> Response:
 
 
 def describe_page(most: int, *names: str) -> dict[str, Any]:
-    """The OpenAPI description of a list's query; `names` are those beside `limit` and `after`."""
+    """The OpenAPI description of a list's query; `names` are those beside `limit`, `after` and `tenant`."""
     schemas: dict[str, dict[str, Any]] = {
         "limit": {"type": "integer", "minimum": 1, "maximum": most},
         "after": {"type": "string"},
         "order": {"enum": ["asc", "desc"]},
         "purpose": {"type": "string"},
+        "tenant": {"type": "string", "description": "Name of a tenant, or * for all; other tenants: for operators."},
     }
-    chosen = ("limit", "after", *names)
+    chosen = ("limit", "after", "tenant", *names)
     return {"parameters": [{"name": name, "in": "query", "schema": schemas[name]} for name in chosen]}

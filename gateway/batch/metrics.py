@@ -8,6 +8,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from gateway.batch.forecast import Outlook
+from gateway.batch.tenants import Ownership
 from gateway.batch.worker import BatchWorker
 from gateway.store.states import UNFINISHED
 
@@ -16,10 +17,12 @@ MAX_SHOWN = 100
 
 
 class BatchCollector(Collector):
-    """Figures of one worker, read at each scrape. States that batches end in are not held in memory, so not shown."""
+    """Figures of one worker, read at each scrape. The worker does not hold batches in terminal states, so there is no
+    figure of these."""
 
-    def __init__(self, worker: BatchWorker) -> None:
+    def __init__(self, worker: BatchWorker, ownership: Ownership) -> None:
         self._worker = worker
+        self._ownership = ownership
 
     def collect(self) -> Iterator[Metric]:
         states = Counter(self._worker.states.values())
@@ -46,6 +49,8 @@ class BatchCollector(Collector):
         yield lines
         text = "1 while the disk takes no data or the state folder is lost, and batch jobs pause."
         yield GaugeMetricFamily("tidemill_storage_fault", text, value=int(self._worker.storage_fault() is not None))
+        text = "Tenants that own files or unfinished batches but have no key, as of the start or the last SIGHUP."
+        yield GaugeMetricFamily("tidemill_unreachable_tenants", text, value=len(self._ownership.unreachable))
 
 
 def _each(outlooks: Mapping[str, Outlook]) -> Iterator[Metric]:

@@ -12,6 +12,7 @@ from starlette.responses import Response
 from gateway.batch.files import MAX_EXPIRY, MIN_EXPIRY, no_such_file
 from gateway.batch.limits import state_of
 from gateway.batch.listing import describe_page, json_response, list_response, read_page, unknown_cursor
+from gateway.batch.tenants import listed_tenant, reached_tenant, shown
 from gateway.context import context_of, tenant_of
 from gateway.endpoints import ENDPOINTS
 from gateway.generate.answering import read_json
@@ -165,20 +166,20 @@ def _idempotency(request: Request, body: BatchRequest) -> tuple[str, str] | None
 async def list_batches(request: Request) -> Response:
     page, state = read_page(request, default=DEFAULT_LISTED, most=MAX_LISTED), state_of(request)
     try:
-        batches, more = await state.folder.store.list_batches(tenant_of(request), page)
+        batches, more = await state.folder.store.list_batches(listed_tenant(request), page)
     except UnknownCursor:
         unknown_cursor()
-    return list_response([batch.as_json(state.jobs.notes(batch)) for batch in batches], more)
+    return list_response([shown(request, batch, batch.as_json(state.jobs.notes(batch))) for batch in batches], more)
 
 
 @router.get("/v1/batches/{batch_id}")
 async def retrieve_batch(request: Request, batch_id: str) -> Response:
     batch, state = None, state_of(request)
     if BATCH_ID.fullmatch(batch_id):
-        batch = await state.folder.store.get_batch(tenant_of(request), batch_id)
+        batch = await state.folder.store.get_batch(reached_tenant(request), batch_id)
     if batch is None:
         raise _no_such_batch()
-    return json_response(batch.as_json(state.jobs.notes(batch)))
+    return json_response(shown(request, batch, batch.as_json(state.jobs.notes(batch))))
 
 
 @router.post("/v1/batches/{batch_id}/cancel")
@@ -187,11 +188,11 @@ async def cancel_batch(request: Request, batch_id: str) -> Response:
     state = state_of(request)
     batch = None
     if BATCH_ID.fullmatch(batch_id):
-        batch = await state.folder.store.cancel_batch(tenant_of(request), batch_id, state.now())
+        batch = await state.folder.store.cancel_batch(reached_tenant(request), batch_id, state.now())
     if batch is None:
         raise _no_such_batch()
     state.jobs.cancelled(batch)
-    return json_response(batch.as_json())
+    return json_response(shown(request, batch, batch.as_json()))
 
 
 def _no_such_batch() -> ApiError:

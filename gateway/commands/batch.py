@@ -41,6 +41,7 @@ def add_batch(commands: Any, parser_class: type[argparse.ArgumentParser]) -> Non
     submit.add_argument("--watch", action="store_true", help="stay and show its progress")
     listing = add("list", _list, "list batches, the newest first")
     listing.add_argument("--limit", type=_positive, default=20, metavar="N", help="how many (default: 20)")
+    listing.add_argument("--tenant", metavar="NAME", help="tenant; for operators: any name, or * for all")
     for name, run, text in (
         ("watch", _watch, "show the progress of a batch until it ends"),
         ("cancel", _cancel, "cancel a batch; finished lines are kept"),
@@ -103,9 +104,10 @@ def _first_url(path: Path) -> str:
 def _list(client: "BatchClient", arguments: argparse.Namespace) -> int:
     from gateway.commands.batch_client import progress_text
 
-    for batch in client.batches(arguments.limit):
+    for batch in client.batches(arguments.limit, arguments.tenant):
         created = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(batch["created_at"]))
-        print(f"{batch['id']}  {created}  {batch['status']:<11}  {progress_text(batch)}")
+        owner = f"  {batch['tenant']}" if "tenant" in batch else ""
+        print(f"{batch['id']}  {created}  {batch['status']:<11}  {progress_text(batch)}{owner}")
     return 0
 
 

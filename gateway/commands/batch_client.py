@@ -87,11 +87,12 @@ class BatchClient(ChatClient):
             except (ConnectionError, http.client.HTTPException):
                 raise ChatError("the connection broke in the middle of the file") from None
 
-    def batches(self, limit: int) -> Iterator[dict[str, Any]]:
-        """The newest batches first, page by page."""
+    def batches(self, limit: int, tenant: str | None = None) -> Iterator[dict[str, Any]]:
+        """Yield the newest batches first, page by page. `tenant`: a name, `*` for all, None for the key's own."""
         after = ""
+        owner = "" if tenant is None else f"&tenant={quote(tenant, safe='')}"
         while limit > 0:
-            page = self.call("GET", f"/v1/batches?limit={min(limit, 100)}{after}")
+            page = self.call("GET", f"/v1/batches?limit={min(limit, 100)}{owner}{after}")
             yield from page["data"]
             limit -= len(page["data"])
             if not page["has_more"]:

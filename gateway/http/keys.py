@@ -1,10 +1,13 @@
-"""API keys: whose a key is, which service tier its requests have by default, what its tenant may have at once. Only
-digests are kept.
+"""API keys: the tenant, the default service tier and the roles of a key, and the limits of its tenant. Only digests are
+kept.
 
-A key file has a line per key: the SHA-256 of the key in hex, the tenant, and if wanted a default tier (default or
-flex), the word `metrics` for a key that may see every tenant's figures, and limits (`requests=8 queued=64 tokens=100000
-lines=200000 bytes=50G`, see `gateway.http.quotas`); `#` begins a comment. Several keys may belong to one tenant; its
-limits may stand on any of their lines. `printf %s "$KEY" | sha256sum` gives the digest. Knows nothing of HTTP.
+A key file has a line per key: the SHA-256 of the key in hex, the tenant, and optionally a default tier (default or
+flex), roles and limits (`requests=8 queued=64 tokens=100000 lines=200000 bytes=50G`, see `gateway.http.quotas`); `#`
+begins a comment. The role `metrics` shows the figures of all tenants; `operator` includes it and reaches the files and
+batches of all tenants. Several keys may belong to one tenant; its limits may stand on any of their lines.
+`printf %s "$KEY" | sha256sum` prints the digest.
+
+The values of --api-key, and requests to a server without keys, belong to the tenant `default`. Knows nothing of HTTP.
 """
 
 import hashlib
@@ -13,7 +16,7 @@ import os
 import re
 import stat
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Literal
@@ -25,6 +28,9 @@ Tier = Literal["default", "flex"]
 TIERS: tuple[Tier, ...] = ("default", "flex")
 _FILE_TIERS: dict[str, Tier] = {"default": "default", "flex": "flex", "priority": "default"}
 """Words of the key file; there is no priority among online requests, and files of earlier versions may have it."""
+_ROLES = frozenset({"metrics", "operator"})
+DEFAULT_TENANT = "default"
+"""The tenant of every --api-key value, and of all requests to a server without keys."""
 MAX_FILE_BYTES = 1024 * 1024
 _DIGEST = re.compile("[0-9a-fA-F]{64}")
 _TENANT = re.compile("[A-Za-z0-9._-]{1,64}")
@@ -32,12 +38,14 @@ _TENANT = re.compile("[A-Za-z0-9._-]{1,64}")
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """`digest`: SHA-256 of the key. `sees_all`: may see figures that are made of every tenant's requests."""
+    """`digest`: SHA-256 of the key. `sees_all`: may see figures of all tenants' requests. `is_operator`: may read,
+    cancel and delete the files and batches of all tenants."""
 
     digest: bytes
     tenant: str
     service_tier: Tier = "default"
     sees_all: bool = False
+    is_operator: bool = False
 
 
 class KeyRing:
@@ -58,14 +66,24 @@ class KeyRing:
 
     def sees_all(self, key: Key) -> bool:
         """Whether the key may see figures of every tenant; where there is one only, they are its own."""
-        return key.sees_all or len({other.tenant for other in self._keys}) == 1
+        return key.sees_all or len(self.tenants) == 1
 
     def quota(self, tenant: str) -> Quota:
         """What a tenant may have at once."""
         return self._quotas.get(tenant, UNLIMITED)
 
+    @property
+    def tenants(self) -> frozenset[str]:
+        """The tenants that a client can act for."""
+        return frozenset(key.tenant for key in self._keys) if self._keys else frozenset({DEFAULT_TENANT})
+
+    @property
+    def has_operator(self) -> bool:
+        """Whether a client can reach the files and batches of all tenants."""
+        return not self._keys or any(key.is_operator for key in self._keys)
+
     def __str__(self) -> str:
-        return f"{len(self._keys)} keys of {len({key.tenant for key in self._keys})} tenants"
+        return f"{len(self._keys)} keys of {len(self.tenants)} tenants"
 
 
 class KeyStore:
@@ -84,21 +102,29 @@ class KeyStore:
         """What a tenant may have at once, as of now."""
         return self.ring.quota(tenant)
 
+    @property
+    def former_tenants(self) -> list[str]:
+        """The names under which earlier versions stored the files and batches of the present --api-key values."""
+        names = [key_of(text).digest.hex()[:16] for text in self._api_keys]
+        return [name for name in names if name not in self.ring.tenants]
+
 
 def load_keys(api_keys: Iterable[str], file: str | None) -> KeyRing:
-    """Keys given one by one are tenants of their own, named by their digests, and the operator's: they see everything.
-    Raises ConfigError."""
+    """Return the ring of --api-key values and of a key file; for a key that is in both, the line of the file counts.
+
+    The --api-key values are operators where there is no key file, which would name the operators. Raises ConfigError.
+    """
     keys = [key_of(text) for text in api_keys]
-    quotas: dict[str, Quota] = {}
-    if file is not None:
-        found, quotas = _read_file(Path(file).expanduser())
-        keys += found
-    return KeyRing(keys, quotas)
+    if file is None:
+        return KeyRing(replace(key, is_operator=True) for key in keys)
+    found, quotas = _read_file(Path(file).expanduser())
+    return KeyRing(found + keys, quotas)
 
 
 def key_of(text: str) -> Key:
+    """Return the key of an --api-key value."""
     digest = hashlib.sha256(text.encode("utf-8", "surrogateescape")).digest()
-    return Key(digest, digest.hex()[:16], sees_all=True)
+    return Key(digest, DEFAULT_TENANT, sees_all=True)
 
 
 def _read_file(path: Path) -> tuple[list[Key], dict[str, Quota]]:
@@ -145,13 +171,16 @@ def _parse(path: Path, lines: list[str]) -> tuple[list[Key], dict[str, Quota]]:
 
 
 def _parse_line(words: list[str]) -> tuple[Key, Quota]:
-    """Raises ValueError, whose text does not repeat what was written: it may be a key."""
-    limits = [word for word in words if "=" in word]
-    given, sees_all = words[: len(words) - len(limits)], "metrics" in words[2:]
-    plain = [word for index, word in enumerate(given) if index < 2 or word != "metrics"]
-    digest, tenant, tier = (*plain, "default")[:3] if len(plain) in (2, 3) else ("", "", "")
-    is_plain = _DIGEST.fullmatch(digest) and _TENANT.fullmatch(tenant) and tier in _FILE_TIERS
-    if not is_plain or given + limits != words or len(given) - len(plain) != sees_all:
-        tiers = ", ".join(TIERS)
-        raise ValueError(f"expected a SHA-256 in hex, a tenant and, if wanted, one of {tiers}, 'metrics', then limits")
-    return Key(bytes.fromhex(digest), tenant, _FILE_TIERS[tier], sees_all), parse_quota(limits)
+    """Raises ValueError. Its text does not repeat a word of the line, which may be a key."""
+    num_given = next((index for index, word in enumerate(words) if "=" in word), len(words))
+    given, limits = words[:num_given], words[num_given:]
+    digest, tenant, *rest = given if len(given) >= 2 else ("", "")
+    roles = [word for word in rest if word in _ROLES]
+    tiers = [word for word in rest if word not in _ROLES]
+    is_ordered = all("=" in word for word in limits)
+    is_plain = _DIGEST.fullmatch(digest) and _TENANT.fullmatch(tenant) and len(set(roles)) == len(roles)
+    if not (is_ordered and is_plain and len(tiers) <= 1 and _FILE_TIERS.keys() >= set(tiers)):
+        tiers_and_roles = f"a tier ({', '.join(TIERS)}), roles ({', '.join(sorted(_ROLES))})"
+        raise ValueError(f"expected a SHA-256 in hex and a tenant, optionally {tiers_and_roles}, then limits")
+    tier = _FILE_TIERS[tiers[0]] if tiers else "default"
+    return Key(bytes.fromhex(digest), tenant, tier, bool(roles), "operator" in roles), parse_quota(limits)

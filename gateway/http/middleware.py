@@ -87,8 +87,8 @@ def _values(scope: Scope, name: str) -> list[str]:
 
 
 class Authentication:
-    """Lets a request through if its key is one of `keys`, or if there are none, or to `open_paths`; notes whose it is.
-    What runs already is not looked at again when the keys change."""
+    """Pass a request on if its key is one of `keys`, if there are no keys, or if its path is in `open_paths`; note its
+    tenant and roles. A change of the keys does not touch requests that run already."""
 
     def __init__(self, app: ASGIApp, keys: KeyStore, open_paths: Collection[str]) -> None:
         self._app = app
@@ -100,8 +100,12 @@ class Authentication:
         if scope["type"] == "http" and ring:
             key = self._find(scope)
             if key is not None:
-                seen = {"tenant": key.tenant, "service_tier": key.service_tier, "sees_all": ring.sees_all(key)}
-                scope.setdefault("state", {}).update(seen)
+                scope.setdefault("state", {}).update(
+                    tenant=key.tenant,
+                    service_tier=key.service_tier,
+                    sees_all=ring.sees_all(key),
+                    is_operator=key.is_operator,
+                )
             elif scope["path"] not in self._open_paths:
                 headers = {"www-authenticate": "Bearer"}
                 error = ApiError(401, "A valid API key is needed.", code="invalid_api_key", headers=headers)

@@ -167,6 +167,14 @@ class Page:
     ascending: bool = False
 
 
+class Holdings(NamedTuple):
+    """Numbers of a tenant's unfinished batches and stored files."""
+
+    tenant: str
+    batches: int
+    files: int
+
+
 class UnknownCursor(Exception):
     """There is no such object to continue a list after."""
 

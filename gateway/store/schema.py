@@ -63,5 +63,13 @@ CREATE TABLE lines (
 
 _REASONING = "ALTER TABLE batches ADD COLUMN reasoning_tokens INTEGER NOT NULL DEFAULT 0"
 
-MIGRATIONS = (_FIRST, _REASONING)
+# Requests without a key belonged to the tenant ''; the key of a repeated creation must stay unique in its new tenant.
+_DEFAULT_TENANT = """
+UPDATE batches SET idempotency_key = NULL, idempotency_digest = NULL WHERE tenant = '' AND idempotency_key IN
+    (SELECT idempotency_key FROM batches WHERE tenant = 'default');
+UPDATE batches SET tenant = 'default' WHERE tenant = '';
+UPDATE files SET tenant = 'default' WHERE tenant = ''
+"""
+
+MIGRATIONS = (_FIRST, _REASONING, _DEFAULT_TENANT)
 VERSION = len(MIGRATIONS)

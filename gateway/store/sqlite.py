@@ -13,10 +13,11 @@ from gateway.store.health import StorageHealth
 from gateway.store.schema import VERSION
 from gateway.store.sqlite_batches import SqliteBatches
 from gateway.store.sqlite_files import SqliteFiles
+from gateway.store.sqlite_tenants import SqliteTenants
 from gateway.store.writer import SqliteWriter, Work, open_database
 
 
-class SqliteStore(SqliteFiles, SqliteBatches):
+class SqliteStore(SqliteFiles, SqliteBatches, SqliteTenants):
     """Raises ConfigError when the database cannot be used."""
 
     def __init__(self, path: Path, on_commit: Work[None] | None = None, health: StorageHealth | None = None) -> None:

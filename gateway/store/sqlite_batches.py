@@ -22,13 +22,13 @@ from gateway.store.objects import (
     WrongPurpose,
 )
 from gateway.store.rows import insert_batch, insert_file, read_batch_row, read_line_row, read_record_row
-from gateway.store.sqlite_files import find_file, read_page
+from gateway.store.sqlite_files import find_file, owned, read_page
 from gateway.store.states import BatchStatus, IllegalTransition, check_transition, timestamp_field
 from gateway.store.writer import SqliteWriter
 
 
 class SqliteBatches:
-    """Rows of batches and of their lines."""
+    """Rows of batches and of their lines. Where `tenant` may be None, None stands for every tenant."""
 
     _writer: SqliteWriter
 
@@ -64,18 +64,18 @@ class SqliteBatches:
 
         return await self._writer.run(work)
 
-    async def get_batch(self, tenant: str, batch_id: str) -> BatchJob | None:
+    async def get_batch(self, tenant: str | None, batch_id: str) -> BatchJob | None:
         return await self._writer.run(lambda connection: _find(connection, batch_id, tenant))
 
     async def load_batch(self, batch_id: str) -> BatchJob:
         """For the worker, which serves every tenant. The batch must exist."""
         return await self._writer.run(lambda connection: _load(connection, batch_id))
 
-    async def list_batches(self, tenant: str, page: Page) -> tuple[list[BatchJob], bool]:
+    async def list_batches(self, tenant: str | None, page: Page) -> tuple[list[BatchJob], bool]:
         """One page, newest first, and whether there is more. Raises UnknownCursor."""
 
         def work(connection: sqlite3.Connection) -> tuple[list[BatchJob], bool]:
-            rows, more = read_page(connection, "batches", "tenant = :tenant", {"tenant": tenant}, page)
+            rows, more = read_page(connection, "batches", owned(tenant), {"tenant": tenant}, page)
             return [read_batch_row(row) for row in rows], more
 
         return await self._writer.run(work)
@@ -113,7 +113,7 @@ class SqliteBatches:
 
         await self._writer.run(work)
 
-    async def cancel_batch(self, tenant: str, batch_id: str, now: int) -> BatchJob | None:
+    async def cancel_batch(self, tenant: str | None, batch_id: str, now: int) -> BatchJob | None:
         """Begin to cancel where that is still possible; the batch as it is then, None if there is none."""
 
         def work(connection: sqlite3.Connection) -> BatchJob | None:
@@ -257,8 +257,9 @@ def _check_lines(connection: sqlite3.Connection, batch: BatchJob, lines: int, ma
         raise LineQuota(used)
 
 
-def _find(connection: sqlite3.Connection, batch_id: str, tenant: str) -> BatchJob | None:
-    row = connection.execute("SELECT * FROM batches WHERE id = ? AND tenant = ?", (batch_id, tenant)).fetchone()
+def _find(connection: sqlite3.Connection, batch_id: str, tenant: str | None) -> BatchJob | None:
+    query = f"SELECT * FROM batches WHERE id = :id AND {owned(tenant)}"
+    row = connection.execute(query, {"id": batch_id, "tenant": tenant}).fetchone()
     return None if row is None else read_batch_row(row)
 
 

@@ -11,11 +11,17 @@ from gateway.store.writer import SqliteWriter
 TOMBSTONE_SECONDS = 24 * 3600
 _UNFINISHED = "('validating', 'in_progress', 'finalizing', 'cancelling')"
 _IN_USE = f"EXISTS (SELECT 1 FROM batches b WHERE b.input_file_id = files.id AND b.status IN {_UNFINISHED})"
-_VISIBLE = "tenant = :tenant AND deleted_at IS NULL AND (expires_at IS NULL OR expires_at > :now)"
+_STORED = "deleted_at IS NULL AND (expires_at IS NULL OR expires_at > :now)"
+
+
+def owned(tenant: str | None) -> str:
+    """Return the condition that a row belongs to `:tenant`; None stands for every tenant."""
+    return "TRUE" if tenant is None else "tenant = :tenant"
 
 
 class SqliteFiles:
-    """Rows of files. A file that has expired or belongs to another tenant is a missing one."""
+    """Rows of files. A file that has expired or belongs to another tenant is a missing one. Where `tenant` may be None,
+    None stands for every tenant."""
 
     _writer: SqliteWriter
 
@@ -35,14 +41,16 @@ class SqliteFiles:
         """Of all files of a tenant."""
         return await self._writer.run(lambda connection: _stored_bytes(connection, tenant, now))
 
-    async def get_file(self, tenant: str, file_id: str, now: int) -> FileObject | None:
+    async def get_file(self, tenant: str | None, file_id: str, now: int) -> FileObject | None:
         return await self._writer.run(lambda connection: find_file(connection, tenant, file_id, now))
 
-    async def list_files(self, tenant: str, page: Page, purpose: str | None, now: int) -> tuple[list[FileObject], bool]:
+    async def list_files(
+        self, tenant: str | None, page: Page, purpose: str | None, now: int
+    ) -> tuple[list[FileObject], bool]:
         """One page, and whether there is more. Raises UnknownCursor."""
 
         def work(connection: sqlite3.Connection) -> tuple[list[FileObject], bool]:
-            where = _VISIBLE
+            where = f"{owned(tenant)} AND {_STORED}"
             values: dict[str, str | int | None] = {"tenant": tenant, "now": now, "purpose": purpose}
             if purpose is not None:
                 where += " AND purpose = :purpose"
@@ -51,7 +59,7 @@ class SqliteFiles:
 
         return await self._writer.run(work)
 
-    async def delete_file(self, tenant: str, file_id: str, now: int) -> bool:
+    async def delete_file(self, tenant: str | None, file_id: str, now: int) -> bool:
         """False if there is none. Raises FileInUse for the input of a batch that has not ended."""
 
         def work(connection: sqlite3.Connection) -> bool:
@@ -90,23 +98,26 @@ class SqliteFiles:
 
 
 def _stored_bytes(connection: sqlite3.Connection, tenant: str, now: int) -> int:
-    query = f"SELECT COALESCE(SUM(bytes), 0) AS used FROM files WHERE {_VISIBLE}"
+    query = f"SELECT COALESCE(SUM(bytes), 0) AS used FROM files WHERE tenant = :tenant AND {_STORED}"
     return int(connection.execute(query, {"tenant": tenant, "now": now}).fetchone()["used"])
 
 
-def find_file(connection: sqlite3.Connection, tenant: str, file_id: str, now: int) -> FileObject | None:
+def find_file(connection: sqlite3.Connection, tenant: str | None, file_id: str, now: int) -> FileObject | None:
     values = {"tenant": tenant, "id": file_id, "now": now}
-    row = connection.execute(f"SELECT * FROM files WHERE id = :id AND {_VISIBLE}", values).fetchone()
+    row = connection.execute(f"SELECT * FROM files WHERE id = :id AND {owned(tenant)} AND {_STORED}", values).fetchone()
     return None if row is None else read_file_row(row)
 
 
 def read_page(
     connection: sqlite3.Connection, table: str, where: str, values: dict[str, str | int | None], page: Page
 ) -> tuple[list[sqlite3.Row], bool]:
-    """Rows of one page, and whether there are more. `table` and `where` are ours, never a client's."""
+    """Return the rows of one page, and whether there are more. `table` and `where` never come from a client; `values`
+    holds the tenant, see `owned`."""
     if page.after is not None:
-        query = f"SELECT seq FROM {table} WHERE id = ? AND tenant = ?"
-        cursor = connection.execute(query, (page.after, values["tenant"])).fetchone()
+        owner = values["tenant"]
+        assert not isinstance(owner, int)
+        query = f"SELECT seq FROM {table} WHERE id = :id AND {owned(owner)}"
+        cursor = connection.execute(query, {"id": page.after, "tenant": owner}).fetchone()
         if cursor is None:
             raise UnknownCursor
         values = {**values, "after": cursor["seq"]}

@@ -1,0 +1,95 @@
+"""Tenants of files and batches: which ones a request reaches, and which ones no key reaches."""
+
+import logging
+import re
+import time
+from collections.abc import Callable
+from typing import Any
+
+from starlette.requests import Request
+
+from gateway.context import is_operator, tenant_of
+from gateway.http.errors import ApiError
+from gateway.http.keys import DEFAULT_TENANT, KeyStore
+from gateway.store.disk import StorageError
+from gateway.store.objects import BatchJob, FileObject, Holdings
+from gateway.store.sqlite import SqliteStore
+
+log = logging.getLogger("tidemill.gateway")
+
+ALL_TENANTS = "*"
+_DIGEST = re.compile("[0-9a-f]{16}")
+
+
+def reached_tenant(request: Request) -> str | None:
+    """Return the tenant whose objects a request reaches by their ids; None: those of all tenants, for an operator."""
+    return None if is_operator(request) else tenant_of(request)
+
+
+def listed_tenant(request: Request) -> str | None:
+    """Return the tenant whose objects a list shows, by the query's `tenant`; None: those of all tenants.
+
+    Raises ApiError 403, whether or not the tenant exists, for another tenant than the key's own without the role.
+    """
+    own = tenant_of(request)
+    tenant = request.query_params.get("tenant") or own
+    if tenant != own and not is_operator(request):
+        message = "A key needs the role 'operator' to list objects of other tenants."
+        raise ApiError(403, message, param="tenant", code="operator_needed")
+    return None if tenant == ALL_TENANTS else tenant
+
+
+def shown(request: Request, item: BatchJob | FileObject, content: dict[str, Any]) -> dict[str, Any]:
+    """Add the tenant's name to an object of another tenant, and to all objects of a list by tenant."""
+    if "tenant" in request.query_params or item.tenant != tenant_of(request):
+        content["tenant"] = item.tenant
+    return content
+
+
+class Ownership:
+    """Moves objects of earlier versions to the tenant of the present keys, and names tenants that no key belongs to.
+
+    Implements BackgroundWork. It starts before the batch worker, which reads the tenants of its batches. `unreachable`:
+    tenants with files or unfinished batches but without a key, as of the start or the last reading of the key file.
+    """
+
+    def __init__(self, store: SqliteStore, keys: KeyStore, clock: Callable[[], float] = time.time) -> None:
+        self._store = store
+        self._keys = keys
+        self._clock = clock
+        self.unreachable: list[Holdings] = []
+
+    async def start(self) -> None:
+        """See BackgroundWork. Raises StorageError."""
+        if moved := await self._store.adopt(DEFAULT_TENANT, self._keys.former_tenants):
+            log.info("%d files and batches of --api-key values now belong to the tenant %s", moved, DEFAULT_TENANT)
+        await self.report()
+
+    async def stop(self) -> None:
+        """See BackgroundWork."""
+
+    async def report(self) -> None:
+        """Log a line for each tenant without a key."""
+        ring = self._keys.ring
+        try:
+            holdings = await self._store.holdings(int(self._clock()))
+        except StorageError as error:
+            log.error("tenants without a key are not known: %s", error.message)
+            return
+        self.unreachable = [each for each in holdings if each.tenant not in ring.tenants]
+        for each in self.unreachable:
+            log.warning(
+                "no key belongs to tenant %s, which has %d unfinished batches and %d files; %s",
+                *each,
+                _advice(each.tenant, has_operator=ring.has_operator),
+            )
+
+
+def _advice(tenant: str, *, has_operator: bool) -> str:
+    """Return what makes a tenant's objects reachable."""
+    ways = ["add a key of this tenant, or one with the role 'operator', to --api-key-file"]
+    if has_operator:
+        ways = [f"an operator's key reaches them: tidemill batch list --tenant {tenant}"]
+    if _DIGEST.fullmatch(tenant):  # earlier versions named a tenant by the digest of its --api-key
+        ways.append(f"start once with the --api-key of that time, which moves them to tenant {DEFAULT_TENANT}")
+    return ", or ".join(ways)

@@ -1,0 +1,54 @@
+"""Owners of files and batches in SQLite. Mixed into `SqliteStore`."""
+
+import sqlite3
+from collections.abc import Iterable
+
+from gateway.store.objects import Holdings
+from gateway.store.writer import SqliteWriter
+
+_HOLDINGS = """
+SELECT tenant, SUM(batches) AS batches, SUM(files) AS files FROM (
+    SELECT tenant, COUNT(*) AS batches, 0 AS files FROM batches
+    WHERE status IN ('validating', 'in_progress', 'finalizing', 'cancelling') GROUP BY tenant
+    UNION ALL
+    SELECT tenant, 0, COUNT(*) FROM files
+    WHERE deleted_at IS NULL AND (expires_at IS NULL OR expires_at > :now) GROUP BY tenant
+) GROUP BY tenant ORDER BY tenant
+"""
+
+
+class SqliteTenants:
+    """Changes and counts of owners."""
+
+    _writer: SqliteWriter
+
+    async def adopt(self, tenant: str, owners: Iterable[str]) -> int:
+        """Give all files and batches of `owners` to `tenant` and return their number.
+
+        Two batches of one tenant cannot have the same idempotency key: an adopted batch loses a key that is taken.
+        """
+        former = tuple(owners)
+
+        def work(connection: sqlite3.Connection) -> int:
+            changed = 0
+            for owner in former:
+                values = {"owner": owner, "tenant": tenant}
+                connection.execute(
+                    "UPDATE batches SET idempotency_key = NULL, idempotency_digest = NULL WHERE tenant = :owner "
+                    "AND idempotency_key IN (SELECT idempotency_key FROM batches WHERE tenant = :tenant)",
+                    values,
+                )
+                for table in ("batches", "files"):
+                    query = f"UPDATE {table} SET tenant = :tenant WHERE tenant = :owner"
+                    changed += connection.execute(query, values).rowcount
+            return changed
+
+        return await self._writer.run(work)
+
+    async def holdings(self, now: int) -> list[Holdings]:
+        """Return the unfinished batches and the stored files of each tenant that has any, by name."""
+
+        def work(connection: sqlite3.Connection) -> list[Holdings]:
+            return [Holdings(**row) for row in connection.execute(_HOLDINGS, {"now": now})]
+
+        return await self._writer.run(work)

@@ -1,0 +1,402 @@
+"""Tenants of files and batches: keys that change between starts, operators, and objects that no key reaches."""
+
+import asyncio
+import logging
+import re
+import sqlite3
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from batch_tools import batch_server, client_of, digest, jsonl, keys_of, line, results_of, submit, until
+from fake_engine import Script, Served
+
+from engine.api import EngineRequest
+from engine.text.tokenizer import Tokenizer
+from gateway import cli
+from gateway.store.folder import open_state
+from gateway.store.schema import MIGRATIONS
+from gateway.web import routes as web
+
+MISSING_FILE, MISSING_BATCH = "file-" + "0" * 32, "batch_" + "0" * 32
+UNREACHABLE = "no key belongs to tenant"
+
+
+def holding(tokenizer: Tokenizer) -> Callable[[EngineRequest], Script]:
+    """A script that never ends the answers to `line("held")`."""
+    eos = tokenizer.eos_token_id
+    assert eos is not None
+    done = [*tokenizer.encode("done"), eos]
+
+    def script(request: EngineRequest) -> Script:
+        is_held = "held" in tokenizer.decode(request.prompt_token_ids)
+        return Script(done, hold_after=0 if is_held else None)
+
+    return script
+
+
+@asynccontextmanager
+async def started(
+    tokenizer: Tokenizer, root: Path, keys: str | tuple[str, ...], *clients: str, **more: Any
+) -> AsyncIterator[tuple[Served, dict[str, openai.AsyncOpenAI]]]:
+    """A server with a key file (a path) or --api-key values, and a client for each of these keys."""
+    config = {"api_key_file": keys} if isinstance(keys, str) else {"api_key": keys}
+    async with (
+        batch_server(tokenizer, root / "state", holding(tokenizer), **config | more) as (served, _),
+        AsyncExitStack() as stack,
+    ):
+        yield served, {key: await stack.enter_async_context(client_of(served, api_key=key)) for key in clients}
+
+
+async def get(client: openai.AsyncOpenAI, path: str, **options: Any) -> httpx.Response:
+    """A response of any status to GET."""
+    return await call(client, "GET", path, **options)
+
+
+async def call(client: openai.AsyncOpenAI, method: str, path: str, **options: Any) -> httpx.Response:
+    headers = {"authorization": f"Bearer {client.api_key}"}
+    url = str(client.base_url).removesuffix("/v1/") + path
+    async with httpx.AsyncClient(timeout=60) as http:
+        return await http.request(method, url, headers=headers, **options)
+
+
+async def finished_and_running(client: openai.AsyncOpenAI) -> tuple[str, str]:
+    """Ids of a batch that has ended and of one that never does."""
+    finished = await until(client, (await submit(client, jsonl([line(1)]))).id)
+    running = await until(client, (await submit(client, jsonl([line("held")]))).id, "in_progress")
+    return finished.id, running.id
+
+
+async def names(client: openai.AsyncOpenAI, kind: str = "batches", tenant: str | None = None) -> set[str]:
+    query = {} if tenant is None else {"tenant": tenant}
+    answer = await get(client, f"/v1/{kind}", params=query)
+    assert answer.status_code == 200
+    return {each["id"] for each in answer.json()["data"]}
+
+
+# ---- keys that change between starts
+
+
+async def test_batches_stay_in_reach_whatever_key_the_next_start_has(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    with_file = ("file", (keys_of(tmp_path, "file default", "shop shop"), "file"))
+    starts: list[tuple[str, Any]] = [
+        ("none", ((), "any")),
+        ("one", (("one",), "one")),
+        ("others", (("two", "three"), "three")),
+        with_file,
+        ("none again", ((), "any")),
+    ]
+    finished: list[str] = []
+    running: list[str] = []
+    for name, (keys, key) in starts:
+        async with started(tokenizer, tmp_path, keys, key, "shop") as (served, clients):
+            client = clients[key]
+            listed = {batch.id: batch.status for batch in (await client.batches.list(limit=100)).data}
+            assert listed.keys() == {*finished, *running}, name
+            for batch_id in finished:
+                batch = await client.batches.retrieve(batch_id)
+                assert batch.status in ("completed", "cancelled"), name
+                if batch.status == "completed":
+                    assert (await results_of(client, batch))[0].keys() == {"id-1"}, name
+            while running:  # the work of the last start goes on, and can be stopped
+                batch_id = running.pop()
+                await until(client, batch_id, "in_progress")
+                assert (await client.batches.cancel(batch_id)).status == "cancelling", name
+                assert (await until(client, batch_id)).status == "cancelled"
+                finished.append(batch_id)
+            ended, held = await finished_and_running(client)
+            finished.append(ended)
+            running.append(held)
+            if isinstance(keys, str):
+                assert await names(clients["shop"]) == set() and await names(clients["shop"], "files") == set()
+            assert not served.app.state.batches.jobs.paused
+
+
+def earlier_database(root: Path, rows: list[tuple[str, str | None]], statements: int = 2) -> dict[str, str]:
+    """Make a state folder of an earlier version with a finished batch for each tenant and idempotency key, and return
+    the batch's id by tenant."""
+    open_state(root).close_now()
+    (root / "tidemill.db").unlink()
+    for leftover in root.glob("tidemill.db-*"):
+        leftover.unlink()
+    connection = sqlite3.connect(root / "tidemill.db", isolation_level=None)
+    for number, script in enumerate(MIGRATIONS[:statements], 1):
+        connection.executescript(f"{script};PRAGMA user_version = {number};")
+    ids = {}
+    for number, (tenant, key) in enumerate(rows):
+        file_id, batch_id = f"file-{number:032x}", f"batch_{number:032x}"
+        (root / "files" / file_id).write_bytes(b"x")
+        connection.execute(
+            "INSERT INTO files (id, tenant, bytes, created_at, filename, purpose) VALUES (?, ?, 1, 1, 'f', 'batch')",
+            (file_id, tenant),
+        )
+        connection.execute(
+            "INSERT INTO batches (id, tenant, endpoint, input_file_id, completion_window, created_at, expires_at, "
+            "status, idempotency_key, idempotency_digest) VALUES (?, ?, '/v1/completions', ?, '24h', 1, 2, "
+            "'completed', ?, ?)",
+            (batch_id, tenant, file_id, key, key and f"of {tenant}"),
+        )
+        ids[tenant] = batch_id
+    connection.close()
+    return ids
+
+
+def former(key: str) -> str:
+    """The tenant of an --api-key value in earlier versions."""
+    return digest(key)[:16]
+
+
+async def test_the_state_of_earlier_versions_moves_to_the_default_tenant(
+    tokenizer: Tokenizer, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "tidemill.gateway")
+    owners = ["", former("one"), former("two"), former("lost"), "shop", "default"]
+    ids = earlier_database(tmp_path / "state", [(owner, "again") for owner in owners])
+    moved = {ids[owner] for owner in ("", former("one"), former("two"), "default")}
+
+    async with started(tokenizer, tmp_path, ("one", "two"), "two") as (served, clients):
+        assert await names(clients["two"]) == moved
+        assert len(await names(clients["two"], "files")) == len(moved)
+        lines = [record.getMessage() for record in caplog.records if UNREACHABLE in record.getMessage()]
+        assert [text.split()[5].rstrip(",") for text in lines] == sorted([former("lost"), "shop"])
+        assert all("0 unfinished batches and 1 files" in text for text in lines)
+        assert all("tidemill batch list --tenant" in text for text in lines), "the one authority is an operator"
+        assert ["--api-key of that time" in text for text in lines] == [former("lost") in text for text in lines]
+        assert await names(clients["two"], tenant="shop") == {ids["shop"]}
+        metrics = await get(clients["two"], "/metrics")
+        assert "tidemill_unreachable_tenants 2.0" in metrics.text
+        query = "SELECT count(*) FROM batches WHERE idempotency_key = 'again' GROUP BY tenant"
+        rows = await served.app.state.batches.folder.store._writer.run(lambda c: c.execute(query).fetchall())
+        assert [tuple(row) for row in rows] == [(1,)] * 3, "an idempotency key is unique in its tenant"
+
+    async with started(tokenizer, tmp_path, ("lost",), "lost") as (_, clients):
+        assert await names(clients["lost"]) == moved | {ids[former("lost")]}
+
+
+async def test_a_tenant_of_the_key_file_keeps_its_name_even_if_it_is_a_digest(
+    tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    ids = earlier_database(tmp_path / "state", [(former("one"), None), ("default", None)])
+    file = keys_of(tmp_path, f"f {former('one')}", "op ops operator")
+    async with started(tokenizer, tmp_path, file, "f", "one", "op", api_key=("one",)) as (_, clients):
+        for key, seen in (("f", {ids[former("one")]}), ("one", {ids["default"]}), ("op", set())):
+            assert await names(clients[key]) == seen
+
+
+async def test_a_tenant_without_a_key_is_named_until_it_has_one(
+    tokenizer: Tokenizer, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with started(tokenizer, tmp_path, (), "any") as (_, clients):
+        await finished_and_running(clients["any"])
+
+    def said() -> list[str]:
+        found = [record.getMessage() for record in caplog.records if UNREACHABLE in record.getMessage()]
+        caplog.clear()
+        return found
+
+    assert said() == []
+    file = keys_of(tmp_path, "shop shop", "spare other metrics")
+    async with started(tokenizer, tmp_path, file, "shop") as (served, _):
+        context = served.app.state.context
+        gauge = context.metrics.registry.get_sample_value
+        assert said() == [
+            "no key belongs to tenant default, which has 1 unfinished batches and 3 files; "
+            "add a key of this tenant, or one with the role 'operator', to --api-key-file"
+        ]
+        keys_of(tmp_path, "shop shop", "spare other operator")
+        await context.reload_keys()
+        assert "an operator's key reaches them" in said()[0] and gauge("tidemill_unreachable_tenants") == 1
+        keys_of(tmp_path, "shop shop", "spare default")
+        await context.reload_keys()
+        assert said() == [] and gauge("tidemill_unreachable_tenants") == 0
+
+
+# ---- who reaches what
+
+OWN, OPERATOR, FIGURES, NONE = "own tenant", "operator", "figures", "no tenant"
+ROUTES = {
+    ("GET", "/v1/files"): OPERATOR,
+    ("GET", "/v1/files/{file_id}"): OPERATOR,
+    ("GET", "/v1/files/{file_id}/content"): OPERATOR,
+    ("DELETE", "/v1/files/{file_id}"): OPERATOR,
+    ("GET", "/v1/batches"): OPERATOR,
+    ("GET", "/v1/batches/{batch_id}"): OPERATOR,
+    ("POST", "/v1/batches/{batch_id}/cancel"): OPERATOR,
+    ("POST", "/v1/files"): OWN,
+    ("POST", "/v1/batches"): OWN,
+    ("POST", "/v1/chat/completions"): OWN,
+    ("POST", "/v1/completions"): OWN,
+    ("POST", "/v1/embeddings"): OWN,
+    ("POST", "/v1/responses"): OWN,
+    ("POST", "/v1/messages"): OWN,
+    ("POST", "/v1/messages/count_tokens"): OWN,
+    ("GET", "/metrics"): FIGURES,
+    ("GET", "/dashboard/history"): FIGURES,
+    ("GET", "/dashboard/events"): FIGURES,
+    ("POST", "/v1/load_lora_adapter"): FIGURES,
+    ("POST", "/v1/unload_lora_adapter"): FIGURES,
+    ("GET", "/health"): NONE,
+    ("GET", "/ready"): NONE,
+    ("GET", "/version"): NONE,
+    ("GET", "/v1/models"): NONE,
+    ("GET", "/v1/models/{model}"): NONE,
+    ("GET", "/"): NONE,
+    ("GET", "/web/{name}"): NONE,
+}
+"""Every route: a new one must say which tenants it reaches."""
+
+Clients = dict[str, openai.AsyncOpenAI]
+KEYS = ("acme acme", "other other", "figures third metrics", "named operator", "boss ops operator", "joined default")
+
+
+@pytest.fixture
+async def served(tokenizer: Tokenizer, tmp_path: Path) -> AsyncIterator[tuple[Served, Clients]]:
+    clients = [text.split()[0] for text in KEYS]
+    async with started(tokenizer, tmp_path, keys_of(tmp_path, *KEYS), *clients) as started_server:
+        yield started_server
+
+
+def test_every_route_is_in_the_table(served: tuple[Served, Clients]) -> None:
+    paths = served[0].app.openapi()["paths"].items()
+    found = {(method.upper(), path) for path, methods in paths for method in methods}
+    hidden = {(method, route.path) for route in web.router.routes for method in route.methods}  # type: ignore[attr-defined]
+    assert found | hidden == ROUTES.keys()
+
+
+async def test_an_operator_reaches_the_objects_of_all_tenants(served: tuple[Served, Clients]) -> None:
+    _, clients = served
+    acme, boss = clients["acme"], clients["boss"]
+    finished, running = await finished_and_running(acme)
+    own, _ = await finished_and_running(boss)
+    batch = await acme.batches.retrieve(finished)
+    assert batch.output_file_id is not None
+    tried = set()
+
+    async def ask(client: openai.AsyncOpenAI, method: str, route: str, name: str, status: int = 200) -> Any:
+        tried.add((method, route))
+        answer = await call(client, method, route.format(file_id=name, batch_id=name))
+        assert answer.status_code == status, (method, route, answer.text)
+        return answer
+
+    assert running not in await names(boss) and own in await names(boss), "an operator has a tenant, too"
+    for kind in ("files", "batches"):
+        everything = (await ask(boss, "GET", f"/v1/{kind}", "")).json()["data"]
+        assert {each.get("tenant") for each in everything} == {None}
+        shown = (await get(boss, f"/v1/{kind}", params={"tenant": "*"})).json()["data"]
+        assert {each["tenant"] for each in shown} == {"acme", "ops"}
+        theirs = await names(boss, kind, "acme")
+        assert theirs == await names(acme, kind) == {each["id"] for each in shown if each["tenant"] == "acme"}
+        page = await get(boss, f"/v1/{kind}", params={"tenant": "*", "limit": 1, "after": shown[0]["id"]})
+        assert page.json()["data"] == [shown[1]] and page.json()["has_more"]
+        assert await names(boss, kind, "nothing") == set()
+    assert (await ask(boss, "GET", "/v1/batches/{batch_id}", running)).json()["tenant"] == "acme"
+    assert (await ask(boss, "GET", "/v1/files/{file_id}", batch.input_file_id)).json()["tenant"] == "acme"
+    content = await ask(boss, "GET", "/v1/files/{file_id}/content", batch.output_file_id)
+    assert content.text == (await acme.files.content(batch.output_file_id)).text
+    held = (await acme.batches.retrieve(running)).input_file_id
+    await ask(boss, "DELETE", "/v1/files/{file_id}", held, 400)
+    await ask(boss, "POST", "/v1/batches/{batch_id}/cancel", running)
+    assert (await until(acme, running)).status == "cancelled"
+    await ask(boss, "DELETE", "/v1/files/{file_id}", batch.output_file_id)
+    await ask(acme, "GET", "/v1/files/{file_id}", batch.output_file_id, 404)
+    assert tried == {route for route, kind in ROUTES.items() if kind is OPERATOR}
+
+
+async def test_an_operator_creates_for_its_own_tenant_only(served: tuple[Served, Clients]) -> None:
+    _, clients = served
+    finished, _ = await finished_and_running(clients["acme"])
+    batch = await clients["acme"].batches.retrieve(finished)
+    body: Any = {"endpoint": "/v1/completions", "completion_window": "24h"}
+    with pytest.raises(openai.NotFoundError):
+        await clients["boss"].batches.create(input_file_id=batch.input_file_id, **body)
+    created = await submit(clients["boss"], jsonl([line(2)]), extra_query={"tenant": "acme"})
+    assert created.id in await names(clients["boss"]) and created.id not in await names(clients["acme"])
+
+
+@pytest.mark.parametrize("key", ["other", "figures", "named", "joined"])
+async def test_other_keys_see_no_difference_between_a_missing_object_and_anothers(
+    served: tuple[Served, Clients], key: str
+) -> None:
+    server, clients = served
+    finished, running = await finished_and_running(clients["acme"])
+    file = (await clients["acme"].batches.retrieve(finished)).input_file_id
+    other = clients[key]
+    statements: list[str] = []
+    server.app.state.batches.folder.store._writer._connection.set_trace_callback(statements.append)
+
+    async def answer(work: Awaitable[httpx.Response], name: str) -> tuple[int, str, list[str]]:
+        statements.clear()
+        found = await work
+        asked = [re.sub(r"\d{9,}", "NOW", text.replace(name, "ID")) for text in statements if name in text]
+        return found.status_code, found.text, asked
+
+    asked = {(method, route) for (method, route), kind in ROUTES.items() if kind is OPERATOR and "{" in route}
+    assert len(asked) == 5
+    for method, route in asked:
+        real, missing = (finished, MISSING_BATCH) if "batch_id" in route else (file, MISSING_FILE)
+        found = [
+            await answer(call(other, method, route.format(batch_id=name, file_id=name)), name)
+            for name in (real, missing)
+        ]
+        assert found[0] == found[1] and found[0][0] == 404 and found[0][2], (method, route)
+    assert (await call(other, "POST", f"/v1/batches/{running}/cancel")).status_code == 404
+    for kind, cursor in (("batches", running), ("files", file)):
+        assert await names(other, kind) == set()
+        assert (await get(other, f"/v1/{kind}", params={"after": cursor})).status_code == 400
+        refused = [await get(other, f"/v1/{kind}", params={"tenant": name}) for name in ("acme", "nothing", "*")]
+        assert {each.status_code for each in refused} == {403} and len({each.text for each in refused}) == 1
+    assert (await clients["acme"].batches.retrieve(running)).status == "in_progress"
+
+
+async def test_a_tenant_may_name_itself_in_a_list(served: tuple[Served, Clients]) -> None:
+    _, clients = served
+    finished, running = await finished_and_running(clients["other"])
+    assert await names(clients["other"], tenant="other") == {finished, running} == await names(clients["other"])
+
+
+@pytest.mark.parametrize(("key", "status"), [("acme", 403), ("named", 403), ("figures", 200), ("boss", 200)])
+async def test_an_operator_sees_the_figures_of_all_tenants(
+    served: tuple[Served, Clients], key: str, status: int
+) -> None:
+    for path in ("/metrics", "/dashboard/history"):
+        assert (await get(served[1][key], path)).status_code == status
+
+
+async def test_keys_of_the_command_line_are_no_operators_beside_a_key_file(
+    tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    file = keys_of(tmp_path, "acme acme", "joined default")
+    keys = ("acme", "direct", "joined")
+    async with started(tokenizer, tmp_path, file, *keys, api_key=("direct",)) as (_, clients):
+        acme, direct, joined = (clients[key] for key in keys)
+        theirs = await until(acme, (await submit(acme, jsonl([line(1)]))).id)
+        mine = await until(direct, (await submit(direct, jsonl([line(1)]))).id)
+        assert (await get(direct, f"/v1/batches/{theirs.id}")).status_code == 404
+        assert await names(direct) == await names(joined) == {mine.id}, "a tenant named default is the same tenant"
+        assert (await get(direct, "/v1/batches", params={"tenant": "*"})).status_code == 403
+
+
+async def test_the_command_line_lists_and_cancels_for_an_operator(
+    served: tuple[Served, Clients], capsys: pytest.CaptureFixture[str]
+) -> None:
+    server, clients = served
+    finished, running = await finished_and_running(clients["acme"])
+
+    async def run(key: str, *arguments: str) -> tuple[int, str, str]:
+        argv = ["batch", arguments[0], "--url", server.url, "--api-key", key, *arguments[1:]]
+        code = await asyncio.to_thread(cli.main, argv)
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
+
+    for tenant in ("acme", "*"):
+        code, out, _ = await run("boss", "list", "--tenant", tenant)
+        assert code == 0 and [row.split()[0] for row in out.splitlines()] == [running, finished]
+        assert {row.split()[-1] for row in out.splitlines()} == {"acme"}
+    assert (await run("boss", "list"))[:2] == (0, "")
+    assert (await run("boss", "cancel", running))[:2] == (0, "cancelling\n")
+    code, out, err = await run("other", "list", "--tenant", "acme")
+    assert code == 1 and not out and "operator" in err
