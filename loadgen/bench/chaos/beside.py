@@ -12,7 +12,7 @@ import aiohttp
 from loadgen.bench.chaos import load
 from loadgen.bench.chaos.load import MODEL, Outcome
 from loadgen.bench.chaos.prober import Probes, probing
-from loadgen.bench.chaos.promises import Promise, at_most, never, shown
+from loadgen.bench.chaos.promises import Promise, at_most, none_of, shown
 from loadgen.bench.chaos.server import Server, endings, lag_within, read_lag, read_metrics
 
 CHAT, REST = "/v1/chat/completions", 0.5
@@ -124,13 +124,11 @@ def promises(name: str, found: Bystanders, quiet: Probes) -> list[Promise]:
         "streams with differing tokens": found.outcome.differing,
         "structured requests not served": len(found.refused),
     }
-    if any(harm.values()):
-        print(f"  {name}: " + ", ".join(f"{count} {what}" for what, count in harm.items() if count))
     served = len(found.structured) - len(found.refused)
     grown = Promise(f"{name}: gateway memory", f"{found.grown / 1e6:.0f} MB", f"{MOST_MEMORY / 1e6:.0f} MB",
                     found.grown <= MOST_MEMORY)  # fmt: skip
     return [
-        never(f"{name}: harm to others", sum(harm.values())),
+        none_of(f"{name}: harm to others", harm),
         shown(f"{name}: served beside it", f"{found.outcome.streams} + {served}"),
         at_most(
             f"{name}: structured, worst", max(found.structured, default=0.0), min(3.0, scale) * STRUCTURED_SECONDS, "s"

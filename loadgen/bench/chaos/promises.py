@@ -1,7 +1,7 @@
 """Promises of a part, how much of a part runs, and the table of both."""
 
 import random
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,6 +39,13 @@ class Scale:
 
 def never(name: str, count: int) -> Promise:
     return Promise(name, str(count), "0", count == 0)
+
+
+def none_of(name: str, counts: Mapping[str, int]) -> Promise:
+    """Promise that nothing of several kinds happened, and print the kinds that did."""
+    if happened := {kind: count for kind, count in counts.items() if count}:
+        print(f"  {name}: " + ", ".join(f"{count} {kind}" for kind, count in happened.items()), flush=True)
+    return never(name, sum(happened.values()))
 
 
 def at_most(name: str, value: float, limit: float, unit: str) -> Promise:
