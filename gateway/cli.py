@@ -249,6 +249,7 @@ def _serve(arguments: argparse.Namespace) -> int:
         dry_run = importlib.import_module("gateway.commands.dry_run")
         return int(dry_run.run(given, engine_config, server_config, model_name(engine_config)))
     start = _Start()
+    importlib.import_module("gateway.http.connection_limit").raise_descriptor_limit()  # the engine inherits it
     preflight = importlib.import_module("gateway.commands.preflight")
     preflight.check_start(engine_config, server_config)  # before minutes of loading
     server = importlib.import_module("gateway.server")

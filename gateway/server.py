@@ -24,6 +24,7 @@ from engine.machine import interpreter
 from gateway.config import ServerConfig
 from gateway.context import GatewayContext
 from gateway.http.connection import ProtocolLimits, with_limits
+from gateway.http.connection_limit import connections_within, raise_descriptor_limit
 
 log = logging.getLogger("tidemill.gateway")
 
@@ -207,9 +208,11 @@ def make_server(
 ) -> GatewayServer:
     """The server of an application, not yet listening."""
     context: GatewayContext = app.state.context
+    if limits is None:
+        limits = ProtocolLimits(max_connections=connections_within(raise_descriptor_limit()))
     settings = uvicorn.Config(
         app,
-        http=with_limits(limits or ProtocolLimits()),
+        http=with_limits(limits),
         ws="none",
         lifespan="on",
         log_config=None,

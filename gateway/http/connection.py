@@ -16,6 +16,7 @@ from typing import ClassVar
 import orjson
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
+from gateway.http.connection_limit import ALWAYS_SERVED, ConnectionLimit
 from gateway.http.errors import ApiError
 
 _WRITE_BUFFER = 32 * 1024
@@ -28,7 +29,8 @@ class ProtocolLimits:
     silent for `silent_seconds`: it holds as little as one that is kept alive, and a client on a busy machine connects
     long before it writes. A body may take `body_seconds` and a second more for every `min_body_rate` bytes that came.
     The headers' size lets a key of a megabyte through to its 401. `linger_seconds`: how long what a refused client
-    still sends is read and dropped, so that it gets to read its answer."""
+    still sends is read and dropped, so that it gets to read its answer. `max_connections`: see `ConnectionLimit`;
+    one without a place has `standing_seconds` to say what it wants."""
 
     silent_seconds: float = 30.0
     header_seconds: float = 10.0
@@ -38,19 +40,27 @@ class ProtocolLimits:
     min_body_rate: int = 16 * 1024
     write_stall_seconds: float = 10.0
     linger_seconds: float = 5.0
+    max_connections: int | None = None
+    standing_seconds: float = 2.0
 
 
 class HeadersTooLarge(Exception):
     """Stops the parser inside a callback."""
 
 
+class NoPlace(Exception):
+    """Stops the parser: the request is not one that is served without a place."""
+
+
 class GuardedProtocol(HttpToolsProtocol):
     """One connection. Subclass with `limits` set: uvicorn makes the instances."""
 
     limits: ClassVar[ProtocolLimits] = ProtocolLimits()
+    places: ClassVar[ConnectionLimit] = ConnectionLimit(None)
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        self._has_place = self.places.enter(self)
         self._read_timer: TimerHandle | None = None
         self._write_timer: TimerHandle | None = None
         self._cycles: list[RequestResponseCycle] = []
@@ -58,9 +68,17 @@ class GuardedProtocol(HttpToolsProtocol):
         self._stalled_size = 0
         transport.set_write_buffer_limits(high=_WRITE_BUFFER)
         _limit_unsent(transport)
-        self._begin_head(self.limits.silent_seconds)
+        self._begin_head(self.limits.silent_seconds if self._has_place else self.limits.standing_seconds)
+        if not self._has_place and not self.places.may_stand:
+            self._refuse(_no_place())
+            transport.close()
+
+    def give_way(self) -> None:
+        """See Holder: only a connection that waits for a request is asked to."""
+        self.transport.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
+        self.places.leave(self)
         self._cancel_timers()
         for cycle in self._cycles:  # uvicorn tells only the newest of several pipelined requests
             if not cycle.response_complete:
@@ -80,7 +98,7 @@ class GuardedProtocol(HttpToolsProtocol):
     # Parser callbacks
     def on_message_begin(self) -> None:
         super().on_message_begin()
-        self._begin_head(self.limits.header_seconds)
+        self._begin_head(self.limits.header_seconds if self._has_place else self.limits.standing_seconds)
 
     def on_url(self, url: bytes) -> None:
         super().on_url(url)
@@ -98,8 +116,12 @@ class GuardedProtocol(HttpToolsProtocol):
         self._in_body = True
         self._body_started = self.loop.time()
         self._body_bytes = 0
+        if not self._has_place and self.url.partition(b"?")[0] not in ALWAYS_SERVED:
+            raise NoPlace
         self._arm_read(self.limits.body_seconds, self._check_body)
+        self.places.begin(self)
         super().on_headers_complete()
+        self.cycle.keep_alive = self.cycle.keep_alive and self._has_place
         self._cycles = [cycle for cycle in self._cycles if not cycle.response_complete]
         self._cycles.append(self.cycle)
         if len(self.pipeline) > _MAX_PIPELINED:
@@ -118,6 +140,8 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
+        if all(cycle.response_complete for cycle in self._cycles):
+            self.places.end(self)
         if self._in_body and not self.pipeline:  # answered before the body was read
             self._arm_read(self.limits.linger_seconds, self.transport.close)
         if self.transport.get_write_buffer_size() > 0:
@@ -155,6 +179,9 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def send_400_response(self, msg: str) -> None:
         """What uvicorn calls when the parser stops."""
+        if not self._has_place and self._in_body:
+            self._refuse(_no_place())
+            return
         too_large = self._header_size > self.limits.max_header_bytes or self._num_headers > self.limits.max_headers
         self._refuse(ApiError(431) if too_large else ApiError(400, msg))
 
@@ -170,14 +197,17 @@ class GuardedProtocol(HttpToolsProtocol):
             cycle.disconnected = True
             cycle.message_event.set()
         body = orjson.dumps(error.envelope)
+        headers = b"".join(b"%b: %b\r\n" % (name.encode(), value.encode()) for name, value in error.headers.items())
         self.transport.write(
-            b"HTTP/1.1 %d %b\r\ncontent-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n%b"
-            % (error.status, HTTPStatus(error.status).phrase.encode(), len(body), body)
+            b"HTTP/1.1 %d %b\r\ncontent-type: application/json\r\ncontent-length: %d\r\n%bconnection: close\r\n\r\n%b"
+            % (error.status, HTTPStatus(error.status).phrase.encode(), len(body), headers, body)
         )
         self.flow.resume_reading()
         if self.transport.can_write_eof():
             self.transport.write_eof()
-        self._arm_read(self.limits.linger_seconds, self.transport.abort)
+        self._arm_read(
+            self.limits.linger_seconds if self._has_place else self.limits.standing_seconds, self.transport.abort
+        )
 
     # Writing
     def pause_writing(self) -> None:
@@ -221,6 +251,11 @@ class GuardedProtocol(HttpToolsProtocol):
             self._write_timer = None
 
 
+def _no_place() -> ApiError:
+    message = "The server holds as many connections as it can. Try again later."
+    return ApiError(503, message, code="too_many_connections", headers={"retry-after": "1"})
+
+
 def _limit_unsent(transport: asyncio.Transport) -> None:
     """Keep what is not sent in our buffer, where it is seen, and not in the kernel's, which may hold megabytes."""
     option = getattr(socket, "TCP_NOTSENT_LOWAT", None)
@@ -232,4 +267,5 @@ def _limit_unsent(transport: asyncio.Transport) -> None:
 
 def with_limits(limits: ProtocolLimits) -> type[GuardedProtocol]:
     """The protocol class to give to uvicorn as `http=`."""
-    return type("LimitedProtocol", (GuardedProtocol,), {"limits": limits})
+    places = ConnectionLimit(limits.max_connections)
+    return type("LimitedProtocol", (GuardedProtocol,), {"limits": limits, "places": places})
