@@ -9,6 +9,8 @@ void enter_tiles() {
     } config{};
     config.palette = 1;
     for (int i = 0; i < 8; i++) config.bytes[i] = 64, config.rows[i] = 16;
+    // GCC 12 declares only the first 8 bytes of the operand as read, and would drop the stores behind them.
+    __asm__ volatile("" : : "r"(&config) : "memory");
     _tile_loadconfig(&config);
 }
 void leave_tiles() { _tile_release(); }
