@@ -115,8 +115,9 @@ class OutputTextStream:
         self._unchecked_tokens = min_tokens if stop else 0
         self._length = 0  # characters detokenized
         self._shown = 0  # characters returned
-        # Tokens not yet counted: where each begins, and where it ends (None inside an unfinished character).
-        self._open: deque[tuple[int, int | None]] = deque()
+        # Begin and end of the tokens that are not counted yet, and begins of the tokens of an unfinished character.
+        self._open: deque[tuple[int, int]] = deque()
+        self._unfinished: list[int] = []
 
     def push(self, token_ids: Sequence[int], final: bool = False) -> TextDelta:
         """Add the tokens of a step; `final` lets out all that was held back."""
@@ -136,13 +137,11 @@ class OutputTextStream:
         return self._finish(texts) if final else self._delta(texts)
 
     def _record(self, begin: int) -> None:
-        """Note where the token just pushed lies; it also ends the tokens that began its first character."""
-        if self._detokenizer.holds_text:
-            self._open.append((begin, None))
-            return
-        if self._open and self._open[-1][1] is None:
-            self._open = deque((start, self._length if end is None else end) for start, end in self._open)
-        self._open.append((begin, self._length))
+        """Note the begin of the last token; a token that completes a character ends all tokens of the character."""
+        self._unfinished.append(begin)
+        if not self._detokenizer.holds_text:
+            self._open.extend((start, self._length) for start in self._unfinished)
+            self._unfinished.clear()
 
     def _finish(self, texts: list[str]) -> TextDelta:
         rest = self._detokenizer.finish()
@@ -152,18 +151,16 @@ class OutputTextStream:
         if stop is not None:
             return self._cut(texts, stop)
         texts.append(self._matcher.flush())
-        text, count = "".join(texts), len(self._open)
+        text, count = "".join(texts), len(self._open) + len(self._unfinished)
         self._open.clear()
+        self._unfinished.clear()
         return TextDelta(text, None, count)
 
     def _delta(self, texts: list[str]) -> TextDelta:
         text = "".join(texts)
         self._shown += len(text)
         count = 0
-        while self._open:
-            end = self._open[0][1]
-            if end is None or end > self._shown:
-                break
+        while self._open and self._open[0][1] <= self._shown:
             self._open.popleft()
             count += 1
         return TextDelta(text, None, count)
@@ -171,6 +168,7 @@ class OutputTextStream:
     def _cut(self, texts: list[str], stop: str) -> TextDelta:
         text = "".join(texts)
         self._shown += len(text)
-        count = sum(begin < self._shown for begin, _ in self._open)
+        count = sum(begin < self._shown for begin in [*(begin for begin, _ in self._open), *self._unfinished])
         self._open.clear()
+        self._unfinished.clear()
         return TextDelta(text, stop, count)
