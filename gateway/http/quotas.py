@@ -8,7 +8,7 @@ errors.
 
 import asyncio
 import re
-from collections import deque
+from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, fields
@@ -78,9 +78,20 @@ class Place:
 
 @dataclass(slots=True)
 class _Tenant:
+    """Requests and tokens in the engine, and the places that wait, with the sum of their requests."""
+
     num_requests: int = 0
     num_tokens: int = 0
-    waiting: deque[Place] = field(default_factory=deque)
+    waiting: OrderedDict[Place, None] = field(default_factory=OrderedDict)
+    num_waiting: int = 0
+
+    def wait(self, place: Place) -> None:
+        self.waiting[place] = None
+        self.num_waiting += place.num_requests
+
+    def stop_waiting(self, place: Place) -> None:
+        del self.waiting[place]
+        self.num_waiting -= place.num_requests
 
     def lacks(self, quota: Quota, num_requests: int, num_tokens: int) -> tuple[str, int] | None:
         """The limit that so many more would break, and how much of it is used."""
@@ -112,7 +123,7 @@ class Admissions:
                 raise ApiError(400, message, code=TENANT_LIMIT)
         self._check_room(tenant, num_requests, num_tokens)
         place = Place(tenant, num_requests, num_tokens)
-        self._tenants.setdefault(tenant, _Tenant()).waiting.append(place)
+        self._tenants.setdefault(tenant, _Tenant()).wait(place)
         self._grant(tenant)
         return place
 
@@ -126,7 +137,7 @@ class Admissions:
             tenant.num_requests -= place.num_requests
             tenant.num_tokens -= place.num_tokens
         else:
-            tenant.waiting.remove(place)
+            tenant.stop_waiting(place)
         self._grant(place.tenant)
 
     def recheck(self) -> None:
@@ -148,7 +159,7 @@ class Admissions:
                 limit, count = lacks
                 raise limit_reached(limit, getattr(quota, limit), f"{count} {limit} are in flight")
             return
-        waiting = sum(place.num_requests for place in tenant.waiting)
+        waiting = tenant.num_waiting
         if (lacks is not None or waiting) and waiting + num_requests > quota.queued:
             raise limit_reached("queued", quota.queued, f"{waiting} requests are waiting")
 
@@ -156,10 +167,10 @@ class Admissions:
         """Let in whoever is first, as long as there is room; one that has become too large comes in alone."""
         tenant, quota = self._tenants[name], self._quota_of(name)
         while tenant.waiting:
-            place = tenant.waiting[0]
+            place = next(iter(tenant.waiting))
             if tenant.num_requests and tenant.lacks(quota, place.num_requests, place.num_tokens) is not None:
                 return
-            tenant.waiting.popleft()
+            tenant.stop_waiting(place)
             tenant.num_requests += place.num_requests
             tenant.num_tokens += place.num_tokens
             place.granted.set()
