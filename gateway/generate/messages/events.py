@@ -48,16 +48,16 @@ class MessageFormat:
         return self._message(usage)
 
     def _take(self, delta: Delta) -> bytes:
-        events = b""
+        events: list[bytes] = []
         if delta.reasoning:
-            events += self._write("thinking", delta.reasoning)
+            events.append(self._write("thinking", delta.reasoning))
         if delta.text:
-            events += self._write("text", delta.text)
+            events.append(self._write("text", delta.text))
         for call in delta.calls:
-            events += self._close() + self._call(call)
+            events += (self._close(), self._call(call))
         if delta.finish_reason is not None:
             self._end = {"stop_reason": self._stop_reason(delta), "stop_sequence": delta.stop}
-        return events
+        return b"".join(events)
 
     def _stop_reason(self, delta: Delta) -> str:
         if delta.finish_reason == "length":
