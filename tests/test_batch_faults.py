@@ -16,9 +16,8 @@ from batch_tools import FAST, batch_server, check_ended, eventually, jsonl, left
 
 from engine.text.tokenizer import Tokenizer
 from gateway.batch import input as batch_input
-from gateway.batch import output as batch_output
 from gateway.batch.limits import BatchLimits
-from gateway.store.disk import StorageError
+from gateway.store.disk import Disk, StorageError
 
 ONE_BY_ONE = BatchLimits(window_lines=2, retry_seconds=0.01, tick_seconds=0.05, read_attempts=3)
 
@@ -141,12 +140,12 @@ async def test_a_full_disk_leaves_no_doubt(tokenizer: Tokenizer, tmp_path: Path)
 
 
 class BadSector:
-    """`read_at` that fails for the files of one folder, so many times."""
+    """`Disk.read_at` that fails for the files of one folder, so many times."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, folder: str, times: int = 10**9) -> None:
         self.folder, self.times, self.failing, self.seen = folder, times, False, 0
-        self._real = batch_output.read_at
-        monkeypatch.setattr(batch_output, "read_at", self)
+        self._real = Disk().read_at
+        monkeypatch.setattr(Disk, "read_at", lambda _, *arguments: self(*arguments))
 
     def __call__(self, descriptor: int, start: int, length: int) -> bytes:
         inside = f"/{self.folder}/" in os.readlink(f"/proc/self/fd/{descriptor}")

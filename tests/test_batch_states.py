@@ -38,7 +38,8 @@ def test_the_table_is_the_contract() -> None:
         ("validating", "failed"), ("validating", "in_progress"),
         ("validating", "cancelling"), ("validating", "expired"),
         ("in_progress", "finalizing"), ("in_progress", "cancelling"), ("in_progress", "expired"),
-        ("finalizing", "completed"), ("finalizing", "failed"), ("cancelling", "cancelled"),
+        ("finalizing", "completed"), ("finalizing", "failed"), ("finalizing", "in_progress"),
+        ("cancelling", "cancelled"),
     }  # fmt: skip
     assert {(a.value, b.value) for a, after in TRANSITIONS.items() for b in after} == legal
     assert {s.value for s in S} == set(get_args(Batch.model_fields["status"].annotation))
@@ -145,9 +146,23 @@ class BatchMachine(RuleBasedStateMachine):
         known = self.model[batch]
         if known["counts"] is not None:
             return
-        self.run(self.store.add_results(batch, [LineResult(rank, succeeded, 0, 1)], Usage(1, 0, 1), 1))
+        self.run(self.store.add_results(batch, [LineResult(rank, succeeded, 0, 1)], Usage(1, 0, 1)))
         if rank in known["lines"] and known["lines"][rank] is None:
             known["lines"][rank] = succeeded
+
+    @rule(batch=batches, ranks=st.sets(st.integers(0, 4)))
+    def run_again(self, batch: str, ranks: set[int]) -> None:
+        known = self.model[batch]
+        if known["status"] not in (S.IN_PROGRESS, S.FINALIZING):
+            if S.IN_PROGRESS not in TRANSITIONS[known["status"]]:
+                with pytest.raises(IllegalTransition):
+                    self.run(self.store.run_again(batch, sorted(ranks), None))
+            return
+        found = self.run(self.store.run_again(batch, sorted(ranks), Usage(9)))
+        known["lines"] |= dict.fromkeys(ranks & known["lines"].keys())
+        known["status"] = S.IN_PROGRESS
+        known["times"].pop("finalizing_at", None)
+        assert found.usage == Usage(9)
 
     @rule(batch=batches, status=st.sampled_from([S.FAILED, S.FINALIZING, S.IN_PROGRESS, S.VALIDATING]))
     def move(self, batch: str, status: BatchStatus) -> None:

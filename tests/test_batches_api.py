@@ -534,7 +534,7 @@ async def test_the_state_folder_is_free_after_the_server(tokenizer: Tokenizer, t
 
 
 def test_rows_are_single_lines() -> None:
-    from gateway.batch.output import response_row, unfinished_row
+    from gateway.batch.result_rows import response_row, unfinished_row
 
     for row in (response_row("a\nb", 200, {"x": "\u2028\n"}), unfinished_row(None, "c", "m")):
         assert row.count(b"\n") == 1 and row.endswith(b"\n") and json.loads(row)

@@ -271,8 +271,8 @@ async def test_keys_are_asked_for_before_the_body(tokenizer: Tokenizer, tmp_path
 async def test_a_disk_that_fails_anywhere_is_a_507_that_leaves_nothing(
     tokenizer: Tokenizer, tmp_path: Path, code: int
 ) -> None:
-    disk = FaultyDisk({})
-    async with batch_server(tokenizer, tmp_path, disk=disk) as (_, client):
+    disk, limits = FaultyDisk({}), BatchLimits(tick_seconds=3600.0)  # no tick writes to the disk
+    async with batch_server(tokenizer, tmp_path, disk=disk, limits=limits) as (_, client):
         for number in range(5):
             disk.faults = {disk.count + number: code}
             with pytest.raises(openai.InternalServerError) as caught:

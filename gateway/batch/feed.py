@@ -24,7 +24,7 @@ class Job:
     """A batch in progress. `cursor` is the highest rank that was taken; `retry` lines that the engine did not take.
     `running` lines are in the engine, `unwritten` ones have ended and wait for the disk; `settled` says that no more of
     its lines are to be fed: all have ended, or the batch has. `journal_end` is where the next group of results goes:
-    after all that was ever written, as a commit in doubt may have happened. After a read fault the job is `resting`;
+    after all that was ever written. After a read fault the job is `resting`;
     `at_risk`: it may miss its completion window. `lengths`: of its lines, once they were asked for."""
 
     batch: BatchJob

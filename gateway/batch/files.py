@@ -1,5 +1,6 @@
 """/v1/files: uploads that stream to the disk, lists, deletion, content. 200 means: on the disk, whole, with its row."""
 
+import logging
 import os
 from typing import Any
 
@@ -12,6 +13,7 @@ from starlette.types import Receive, Scope, Send
 
 from gateway.batch.limits import BatchState, state_of
 from gateway.batch.listing import describe_page, json_response, list_response, read_page, unknown_cursor
+from gateway.batch.result_rows import Part, intact_parts
 from gateway.batch.tenants import listed_tenant, reached_tenant, shown
 from gateway.batch.uploads import MAX_OVERHEAD, Upload, UploadParser
 from gateway.context import context_of, tenant_of
@@ -20,6 +22,8 @@ from gateway.http.quotas import limit_reached
 from gateway.http.sse import run_while_connected
 from gateway.store.disk import DiskFile, StorageError, UnreadableError, read_errors
 from gateway.store.objects import FILE_ID, FileInUse, FileObject, StorageQuota, UnknownCursor, new_file_id
+
+log = logging.getLogger("tidemill.gateway")
 
 router = APIRouter()
 
@@ -203,7 +207,30 @@ async def read_content(request: Request, file_id: str) -> Response:
 
     # Once open it can be read to its end, whoever deletes it meanwhile.
     descriptor = await to_thread.run_sync(open_file)
-    return FileContent(descriptor, file.bytes)
+    try:
+        parts = await to_thread.run_sync(_verified, file, descriptor)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return FileContent(descriptor, parts)
+
+
+def _verified(file: FileObject, descriptor: int) -> list[Part]:
+    """Return the parts of the file's content, error rows in the place of damaged rows. Raises ApiError 500 for an
+    upload that is not whole."""
+    try:
+        size = os.fstat(descriptor).st_size
+        if file.purpose == "batch_output":
+            parts = intact_parts(descriptor, file.bytes)
+            if parts != [(0, file.bytes)]:
+                log.error("file %s is damaged: error rows take the place of damaged rows", file.id)
+            return parts
+    except OSError as error:
+        raise StorageError from error
+    if size != file.bytes:
+        message = f"The stored file is damaged: it has {size} of {file.bytes} bytes. Upload it again."
+        raise ApiError(500, message, code="file_damaged", headers={"x-should-retry": "false"})
+    return [(0, size)]
 
 
 def _nothing() -> None:
@@ -215,11 +242,12 @@ class FileContent(Response):
 
     media_type = "application/octet-stream"
 
-    def __init__(self, descriptor: int, size: int) -> None:
+    def __init__(self, descriptor: int, parts: list[Part]) -> None:
         self.status_code = 200
         self.background = None
         self._descriptor = descriptor
-        self._size = size
+        self._parts = parts
+        size = sum(len(part) if isinstance(part, bytes) else part[1] - part[0] for part in parts)
         self.init_headers({"content-length": str(size), "x-content-type-options": "nosniff"})
 
     async def __call__(self, _: Scope, receive: Receive, send: Send) -> None:
@@ -230,7 +258,18 @@ class FileContent(Response):
 
     async def _send(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        for start in range(0, self._size, READ_BYTES):
-            data = await to_thread.run_sync(os.pread, self._descriptor, READ_BYTES, start)
-            await send({"type": "http.response.body", "body": data, "more_body": True})
+        for part in self._parts:
+            if isinstance(part, bytes):
+                await send({"type": "http.response.body", "body": part, "more_body": True})
+                continue
+            for start in range(*part, READ_BYTES):
+                data = await to_thread.run_sync(self._read, start, min(READ_BYTES, part[1] - start))
+                await send({"type": "http.response.body", "body": data, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    def _read(self, start: int, length: int) -> bytes:
+        """Raises StorageError: the answer breaks off."""
+        try:
+            return os.pread(self._descriptor, length, start)
+        except OSError as error:
+            raise StorageError from error

@@ -3,10 +3,13 @@ that memory stays bounded however many wait. Knows nothing of engines."""
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
+from pathlib import Path
 
 from gateway.batch.input import InputReport, check_apart
+from gateway.batch.journal import JournalReader
 from gateway.batch.limits import BatchLimits
 from gateway.batch.output import ResultBuilder
 from gateway.batch.results import StorageRetry, in_thread, to_end
@@ -20,6 +23,7 @@ from gateway.store.states import GIVEN_UP, UNFINISHED_LINE, BatchStatus, Illegal
 log = logging.getLogger("tidemill.gateway")
 
 INDEX_ROWS = 2000
+CHECKED_ROWS = 1000
 RECORD_ROWS = 100
 INPUT_LOST = ("input_unavailable", "The input file can no longer be read.")
 GIVEN_UP_ERROR = InputError("internal_error", "The server failed again and again while it worked on this batch.")
@@ -50,6 +54,7 @@ class Finisher:
         self._turn = asyncio.Semaphore(1)
         self._checks: dict[str, asyncio.Timeout] = {}
         self._hurried: set[str] = set()
+        self._rounds: Counter[str] = Counter()
 
     async def validate(self, batch: BatchJob) -> None:
         """Read the input: from `validating` to `in_progress` or `failed`. A batch that is being cancelled is read all
@@ -72,8 +77,58 @@ class Finisher:
             await self._retry.run(lambda: self._store.move_batch(batch.id, end, self._now(), [GIVEN_UP_ERROR]))
             return
         await self._retry.run(lambda: self._store.note_error(batch.id, GIVEN_UP_ERROR))
-        lost = batch.completed
-        await self._retry.run(lambda: self._store.finish_batch(batch.id, end, self._now(), None, None, lost))
+        await self._retry.run(lambda: self._store.finish_batch(batch.id, end, self._now(), None, None, 0))
+
+    async def check_results(self, batch: BatchJob) -> int:
+        """Verify the results that a batch has: lines whose result is damaged or missing run again. Return where the
+        next result goes in the journal. Raises IllegalTransition."""
+        path = self._folder.journal_path(batch.id)
+        counted = await self._retry.run(lambda: self._store.count_lines(batch.id))
+        if counted != (batch.total, 0, 0) or batch.completed or batch.failed:
+            await self._while_readable(lambda lenient: self._retry.run(lambda: self._verify(batch, lenient)))
+        return await self._retry.run(lambda: in_thread(lambda: self._end_of(path)))
+
+    def _end_of(self, journal: Path) -> int:
+        """Behind all that was ever written, so that no row is overwritten; the name is durable from now on."""
+        with self._folder.disk.storing():
+            try:
+                end = journal.stat().st_size
+            except FileNotFoundError:
+                return 0
+            self._folder.disk.sync_folder(journal.parent)
+            return end
+
+    async def _verify(self, batch: BatchJob, lenient: bool) -> None:
+        journal = JournalReader(self._folder, batch.id, lenient)
+        try:
+            rank, num_lines = -1, 0
+            while records := await self._store.line_records(batch.id, rank, CHECKED_ROWS):
+                ended = [record for record in records if record.succeeded is not None]
+                await in_thread(lambda: at_half_speed(lambda: [journal.read(record) for record in ended]))  # noqa: B023
+                rank, num_lines = records[-1].ref.rank, num_lines + len(records)
+        finally:
+            journal.close()
+        if num_lines != batch.total:
+            log.error(
+                "batch %s: %d of %d lines are in the database; the input is read again",
+                batch.id,
+                num_lines,
+                batch.total,
+            )
+            await self._index_again(batch, lenient)
+        if journal.damaged or journal.counts != [batch.failed, batch.completed]:
+            await self._run_again(batch, journal)
+
+    async def _run_again(self, batch: BatchJob, journal: JournalReader) -> None:
+        log.error("batch %s: %d results are damaged on the disk; their lines run again", batch.id, len(journal.damaged))
+        await to_end(self._store.run_again(batch.id, journal.damaged, journal.usage))
+
+    async def _index_again(self, batch: BatchJob, lenient: bool) -> None:
+        """Add the lines that the database has lost; where each line lies follows from the input alone."""
+        report = await self._read_input(batch, lenient)
+        if len(report.lines) == batch.total:
+            for start in range(0, batch.total, INDEX_ROWS):
+                await self._store.add_lines(batch.id, report.lines.rows(start, start + INDEX_ROWS), first=False)
 
     async def finish(self, batch: BatchJob, status: BatchStatus) -> None:
         """Build the result files and end the batch with them. Raises IllegalTransition, with no files left."""
@@ -146,25 +201,48 @@ class Finisher:
         await self._folder.settle()
         if (await self._store.load_batch(batch.id)).status is status:
             return  # an end that was in doubt did happen
-        input_path = self._folder.file_path(batch.input_file_id)
-        builder = ResultBuilder(self._folder, batch.id, input_path, UNFINISHED_LINE.get(status, _NO_CODE), lenient)
+        unfinished = UNFINISHED_LINE.get(status, _NO_CODE)
+        builder = ResultBuilder(self._folder, batch.id, batch.input_file_id, unfinished, lenient)
         try:
             rank = -1
             while records := await self._store.line_records(batch.id, rank, RECORD_ROWS):
                 await in_thread(lambda: at_half_speed(lambda: builder.add(records)))
                 rank = records[-1].ref.rank
-            ids = (new_file_id(), new_file_id())
-            await in_thread(lambda: builder.publish(*ids))
-            now = self._now()
-            output = self._result_file(batch, ids[0], "output", builder.output.size, now)
-            errors = self._result_file(batch, ids[1], "error", builder.errors.size, now)
-            try:
-                await to_end(self._store.finish_batch(batch.id, status, now, output, errors, builder.lost))
-            except (StorageError, IllegalTransition) as error:
-                await to_end(self._folder.withdraw(error, *ids))
-                raise
+            if builder.journal.damaged and status is BatchStatus.COMPLETED and self._has_rounds(batch):
+                await self._run_again(batch, builder.journal)
+                return
+            await self._check_rows(batch, builder)
+            await self._publish(batch, status, builder)
         finally:
             await in_thread(builder.close)
+
+    def _has_rounds(self, batch: BatchJob) -> bool:
+        """Whether damaged results may be computed again: on a disk that spoils every row, a batch must end as well."""
+        self._rounds[batch.id] += 1
+        return self._rounds[batch.id] <= self._limits.attempts
+
+    async def _check_rows(self, batch: BatchJob, builder: ResultBuilder) -> None:
+        """The files must hold a row of each line."""
+        rows = builder.output.rows + builder.errors.rows
+        if rows != batch.total:
+            log.error("batch %s: its files have %d rows for %d lines", batch.id, rows, batch.total)
+            message = (
+                f"The result files have {rows} rows for {batch.total} lines; send the lines again that lack a row."
+            )
+            await self._store.note_error(batch.id, InputError("results_incomplete", message))
+
+    async def _publish(self, batch: BatchJob, status: BatchStatus, builder: ResultBuilder) -> None:
+        ids = (new_file_id(), new_file_id())
+        await in_thread(lambda: builder.publish(*ids))
+        now = self._now()
+        output = self._result_file(batch, ids[0], "output", builder.output.size, now)
+        errors = self._result_file(batch, ids[1], "error", builder.errors.size, now)
+        completed, usage = builder.output.rows, builder.journal.usage
+        try:
+            await to_end(self._store.finish_batch(batch.id, status, now, output, errors, completed, usage))
+        except (StorageError, IllegalTransition) as error:
+            await to_end(self._folder.withdraw(error, *ids))
+            raise
 
     def _result_file(self, batch: BatchJob, file_id: str, kind: str, size: int, now: int) -> FileObject | None:
         if not size:
@@ -172,8 +250,9 @@ class Finisher:
         expires_at = None if batch.output_expires_after is None else now + batch.output_expires_after
         return FileObject(file_id, batch.tenant, size, now, f"{batch.id}_{kind}.jsonl", "batch_output", expires_at)
 
-    def forget(self, batch_id: str) -> None:
-        """The batch has ended. Blocking: removes its journal; what stays goes at the next start."""
-        self._hurried.discard(batch_id)
+    def forget(self, batch: BatchJob) -> None:
+        """The batch has ended. Blocking: removes its journal; a journal that stays goes at the next start."""
+        self._hurried.discard(batch.id)
+        del self._rounds[batch.id]
         with suppress(OSError):
-            self._folder.disk.remove(self._folder.journal_path(batch_id))
+            self._folder.disk.remove(self._folder.journal_path(batch.id))

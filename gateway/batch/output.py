@@ -1,4 +1,4 @@
-"""Rows of result files, and the files themselves, built once from a batch's journal when the batch ends.
+"""Result files, built once from a batch's journal when the batch ends, and the reading of input lines.
 
 A row is written to the journal in its final form when its line ends; building only sorts rows into two files. Blocking:
 call it in a worker thread.
@@ -6,91 +6,77 @@ call it in a worker thread.
 
 import os
 from collections.abc import Iterable
-from dataclasses import dataclass, field
-from pathlib import Path
-from secrets import token_hex
 from typing import Any
 
-import orjson
-
+from gateway.batch.journal import JournalReader
+from gateway.batch.result_rows import unfinished_row
 from gateway.http.json_text import load_json
 from gateway.store.disk import DiskFile, UnreadableError, read_errors
 from gateway.store.folder import StateFolder
 from gateway.store.objects import LineRecord, LineRef
 
 BUFFER_BYTES = 1024 * 1024
-_RESULT_LOST = ("result_unavailable", "The line was executed, but its result can no longer be read.")
+_RESULT_LOST = ("result_unavailable", "The line was executed, but its result was damaged on the server's disk.")
 
 
-def response_row(custom_id: str, status: int, body: dict[str, Any]) -> bytes:
-    """The row of a line that was executed, well or not."""
-    response = {"status_code": status, "request_id": f"req-{token_hex(16)}", "body": body}
-    return _row(custom_id, response, None)
+class InputReader:
+    """Reads lines of an input file. `lenient`: a line on a bad sector is damaged. Close it in any case."""
+
+    def __init__(self, folder: StateFolder, file_id: str, lenient: bool) -> None:
+        self._folder = folder
+        self._path = folder.file_path(file_id)
+        self._lenient = lenient
+        self._descriptor = -1
+        self._size = 0
+        self._disk_checked = False
+
+    def envelope(self, ref: LineRef) -> dict[str, Any] | None:
+        """Return a line that was valid when its batch began; None if it is damaged or gone.
+
+        Raises UnreadableError for a bad sector unless `lenient`, StorageError for a fault of the folder.
+        """
+        try:
+            with read_errors(self._path):
+                if self._descriptor < 0:
+                    self._descriptor = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
+                    self._size = os.fstat(self._descriptor).st_size
+                if not 0 <= ref.start < ref.start + ref.length <= self._size:
+                    return None
+                return _envelope(self._folder.disk.read_at(self._descriptor, ref.start, ref.length))
+        except UnreadableError as error:
+            if not error.gone:
+                if not self._lenient:
+                    raise
+                if not self._disk_checked:
+                    self._folder.check_disk()
+                    self._disk_checked = True
+            return None
+
+    def close(self) -> None:
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
 
 
-def unfinished_row(custom_id: str | None, code: str, message: str) -> bytes:
-    """The row of a line that was not executed."""
-    return _row(custom_id, None, {"code": code, "message": message})
-
-
-def _row(custom_id: str | None, response: Any, error: Any) -> bytes:
-    row = {"id": f"batch_req_{token_hex(16)}", "custom_id": custom_id, "response": response, "error": error}
-    return orjson.dumps(row, option=orjson.OPT_APPEND_NEWLINE)
-
-
-def read_at(descriptor: int, start: int, length: int) -> bytes:
-    """Exactly these bytes. Raises EOFError when they are not there."""
-    data = os.pread(descriptor, length, start)
-    while len(data) < length:
-        more = os.pread(descriptor, length - len(data), start + len(data))
-        if not more:
-            raise EOFError("a stored file is shorter than its rows say")
-        data += more
-    return data
-
-
-def read_lines_at(path: Path, refs: Iterable[LineRef]) -> list[bytes]:
-    """Some lines of a stored file. Raises EOFError when the file ends before them."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+def _envelope(line: bytes) -> dict[str, Any] | None:
     try:
-        return [read_at(descriptor, ref.start, ref.length) for ref in refs]
-    finally:
-        os.close(descriptor)
+        found = load_json(line)
+    except ValueError:
+        return None
+    if not isinstance(found, dict) or not isinstance(found.get("body"), dict):
+        return None
+    return found if isinstance(found.get("custom_id"), str) else None
 
 
 def read_envelopes(
     folder: StateFolder, file_id: str, refs: Iterable[LineRef], *, lenient: bool
 ) -> list[dict[str, Any] | None]:
-    """Return lines of an input file, None for a line that is damaged or gone.
-
-    Raises UnreadableError (None instead if `lenient`), and StorageError: the folder is at fault, not the line.
-    """
-    path = folder.file_path(file_id)
-    found: list[dict[str, Any] | None] = []
-    for ref in refs:
-        try:
-            with read_errors(path):
-                (line,) = read_lines_at(path, [ref])
-            found.append(read_envelope(line))
-        except UnreadableError as error:
-            if not error.gone:
-                if not lenient:
-                    raise
-                folder.check_disk()
-            found.append(None)
-    return found
-
-
-def read_envelope(line: bytes) -> dict[str, Any] | None:
-    """Parse an input line that was valid when the batch began; None if the line is damaged."""
+    """Return the lines of an input file. See `InputReader.envelope`."""
+    reader = InputReader(folder, file_id, lenient)
     try:
-        found = load_json(line)
-    except ValueError:
-        return None
-    is_whole = (
-        isinstance(found, dict) and isinstance(found.get("custom_id"), str) and isinstance(found.get("body"), dict)
-    )
-    return found if is_whole else None
+        return [reader.envelope(ref) for ref in refs]
+    finally:
+        reader.close()
 
 
 class ResultFile:
@@ -100,6 +86,7 @@ class ResultFile:
         self._folder = folder
         self._buffer = bytearray()
         self.file: DiskFile | None = None
+        self.rows = 0
 
     @property
     def size(self) -> int:
@@ -108,6 +95,7 @@ class ResultFile:
     def add(self, row: bytes) -> None:
         if self.file is None:
             self.file = self._folder.create_temp()
+        self.rows += 1
         self._buffer += row
         if len(self._buffer) >= BUFFER_BYTES:
             self.flush()
@@ -122,68 +110,48 @@ class ResultFile:
             self.file.discard()
 
 
-@dataclass(slots=True)
 class ResultBuilder:
-    """Sorts the lines of one batch into its output and its error file. `unfinished`: code and message for lines
-    without a result. What cannot be read raises UnreadableError, or counts as `lost` if `lenient`. Close it in any
-    case."""
+    """Sorts the lines of one batch into its output and its error file. Close it in any case.
 
-    folder: StateFolder
-    batch_id: str
-    input_path: Path
-    unfinished: tuple[str, str]
-    lenient: bool
-    lost: int = 0
-    output: ResultFile = field(init=False)
-    errors: ResultFile = field(init=False)
-    _open: dict[Path, int] = field(default_factory=dict)
+    `unfinished`: code and message for lines without a result. A line whose row in the journal is damaged gets an error
+    row. `lenient`: so does a line whose row is on a bad sector.
+    """
 
-    def __post_init__(self) -> None:
-        self.output, self.errors = ResultFile(self.folder), ResultFile(self.folder)
+    def __init__(
+        self, folder: StateFolder, batch_id: str, input_file_id: str, unfinished: tuple[str, str], lenient: bool
+    ) -> None:
+        self._folder = folder
+        self._unfinished = unfinished
+        self._input = InputReader(folder, input_file_id, lenient)
+        self.journal = JournalReader(folder, batch_id, lenient)
+        self.output, self.errors = ResultFile(folder), ResultFile(folder)
 
     def add(self, records: Iterable[LineRecord]) -> None:
         """Raises StorageError or UnreadableError."""
-        journal = self.folder.journal_path(self.batch_id)
-        with self.folder.disk.storing():
+        with self._folder.disk.storing():
             for record in records:
                 if record.succeeded is None:
-                    self.errors.add(unfinished_row(self._custom_id(record.ref), *self.unfinished))
-                elif (row := self._read(journal, record.start, record.length)) is not None:
+                    self.errors.add(unfinished_row(self._custom_id(record.ref), *self._unfinished))
+                elif (row := self.journal.read(record)) is not None:
                     (self.output if record.succeeded else self.errors).add(row)
                 else:
-                    self.lost += record.succeeded
                     self.errors.add(unfinished_row(self._custom_id(record.ref), *_RESULT_LOST))
 
     def publish(self, output_id: str, error_id: str) -> None:
         """Let the files appear. Raises StorageError, after which neither has."""
-        with self.folder.disk.storing():
+        with self._folder.disk.storing():
             self.output.flush()
             self.errors.flush()
         results = ((self.output.file, output_id), (self.errors.file, error_id))
-        self.folder.publish_files(*((file, file_id) for file, file_id in results if file is not None))
+        self._folder.publish_files(*((file, file_id) for file, file_id in results if file is not None))
 
     def close(self) -> None:
-        self.output.discard()
-        self.errors.discard()
-        for descriptor in self._open.values():
-            os.close(descriptor)
-        self._open.clear()
-
-    def _descriptor(self, path: Path) -> int:
-        if path not in self._open:
-            self._open[path] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        return self._open[path]
-
-    def _read(self, path: Path, start: int, length: int) -> bytes | None:
-        try:
-            with read_errors(path):
-                return read_at(self._descriptor(path), start, length)
-        except UnreadableError:
-            if not self.lenient:
-                raise
-            return None
+        for part in (self.output, self.errors):
+            part.discard()
+        self.journal.close()
+        self._input.close()
 
     def _custom_id(self, line: LineRef) -> str | None:
-        """From the input; None if that cannot be read any more: a batch must end all the same."""
-        raw = self._read(self.input_path, line.start, line.length)
-        return None if raw is None else str(orjson.loads(raw)["custom_id"])
+        """From the input; None if the line is damaged: every line gets a row all the same."""
+        envelope = self._input.envelope(line)
+        return None if envelope is None else str(envelope["custom_id"])

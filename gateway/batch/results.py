@@ -12,6 +12,7 @@ from typing import TypeVar
 from anyio import to_thread
 
 from gateway.batch.feed import FinishedLine, Job, Window
+from gateway.batch.journal import frame
 from gateway.http.errors import log_unexpected
 from gateway.store.disk import StorageError
 from gateway.store.folder import StateFolder
@@ -116,7 +117,7 @@ class ResultWriter:
             await asyncio.gather(*(self._write(job, lines) for job, lines in groups.items()))
 
     async def _write(self, job: Job, lines: list[FinishedLine]) -> None:
-        start = max(job.journal_end, job.batch.journal_bytes)
+        start = job.journal_end
         try:
             await self._retry.run(lambda: self._commit(job, lines, start))
         except StorageError:
@@ -135,19 +136,18 @@ class ResultWriter:
 
     async def _commit(self, job: Job, lines: list[FinishedLine], start: int) -> None:
         """Both steps are repeatable: the same rows go to the same place in the journal."""
-        end = start
         results: list[LineResult] = []
-        usage = Usage()
+        usage, data = Usage(), bytearray()
         for line in lines:
-            results.append(LineResult(line.ref.rank, line.succeeded, end, len(line.row)))
-            end += len(line.row)
+            framed = frame(job.batch.id, line.ref.rank, line.succeeded, line.usage, line.row)
+            results.append(LineResult(line.ref.rank, line.succeeded, start + len(data), len(framed)))
+            data += framed
             usage = usage.plus(line.usage)
-        data = b"".join(line.row for line in lines)
         await in_thread(lambda: self._append(job.batch.id, data, start))
-        job.journal_end = end
-        job.batch = await to_end(self._folder.store.add_results(job.batch.id, results, usage, end))
+        job.journal_end = start + len(data)
+        job.batch = await to_end(self._folder.store.add_results(job.batch.id, results, usage))
 
-    def _append(self, batch_id: str, data: bytes, start: int) -> None:
+    def _append(self, batch_id: str, data: bytearray, start: int) -> None:
         path, disk = self._folder.journal_path(batch_id), self._folder.disk
         with disk.storing():
             journal = disk.open_journal(path)

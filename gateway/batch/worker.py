@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from engine.api import Lane, TokenCosts
@@ -20,7 +21,8 @@ from gateway.batch.forecast import Forecast
 from gateway.batch.head import read_head
 from gateway.batch.limits import BatchLimits
 from gateway.batch.line import LineAnswer, LineOrigin, LineRetry
-from gateway.batch.output import read_envelopes, response_row, unfinished_row
+from gateway.batch.output import read_envelopes
+from gateway.batch.result_rows import response_row, unfinished_row
 from gateway.batch.results import ResultWriter, StorageRetry, in_thread
 from gateway.http.errors import log_unexpected
 from gateway.store.disk import StorageError, UnreadableError
@@ -185,7 +187,7 @@ class BatchWorker:
             batch = await self._retry.run(lambda: self._store.load_batch(batch_id))
             self.states[batch_id] = batch.status
             if batch.status in TERMINAL:
-                await in_thread(lambda: self._finisher.forget(batch_id))
+                await in_thread(partial(self._finisher.forget, batch))
                 return
             with suppress(IllegalTransition):  # it was cancelled meanwhile: look again
                 if not batch.total:
@@ -199,7 +201,8 @@ class BatchWorker:
 
     async def _process(self, batch: BatchJob) -> None:
         """Feed lines until all have ended, or the batch has."""
-        job = self._jobs[batch.id] = Job(batch)
+        job = Job(batch, journal_end=await self._finisher.check_results(batch))
+        self._jobs[batch.id] = job
         try:
             job.batch = await self._retry.run(lambda: self._store.load_batch(batch.id))
             if job.batch.status is not BatchStatus.IN_PROGRESS or not job.batch.remaining:

@@ -14,7 +14,7 @@ from gateway.http.errors import ApiError
 from gateway.store.health import StorageHealth
 
 # Faults of one stored file: a bad sector, a failed checksum of the file system, a folder in the file's place.
-_FILE_FAULTS = frozenset({errno.EIO, errno.EBADMSG, errno.EUCLEAN, errno.EISDIR})
+FILE_FAULTS = frozenset({errno.EIO, errno.EBADMSG, errno.EUCLEAN, errno.EISDIR})
 
 
 class StorageError(ApiError):
@@ -48,7 +48,7 @@ def read_errors(path: Path) -> Iterator[None]:
     except OSError as error:
         if error.errno == errno.ENOENT and path.parent.is_dir():
             raise UnreadableError(gone=True) from error
-        if error.errno in _FILE_FAULTS:
+        if error.errno in FILE_FAULTS:
             raise UnreadableError from error
         raise StorageError from error
 
@@ -124,6 +124,16 @@ class Disk:
             if written == 0:
                 raise OSError(errno.ENOSPC, "nothing was written")
             view, start = view[written:], start + written
+
+    def read_at(self, descriptor: int, start: int, length: int) -> bytes:
+        """Return exactly these bytes. Raises EOFError when the file ends before them."""
+        data = os.pread(descriptor, length, start)
+        while len(data) < length:
+            more = os.pread(descriptor, length - len(data), start + len(data))
+            if not more:
+                raise EOFError("a stored file is shorter than its rows say")
+            data += more
+        return data
 
     def sync(self, descriptor: int, path: Path) -> None:  # noqa: ARG002
         os.fsync(descriptor)

@@ -79,7 +79,7 @@ class Usage(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class BatchJob:
     """A batch as its row says. `times` holds the moments of OpenAI's `*_at` fields, by field name; `total` is 0 until
-    the input is found valid; `journal_bytes` is how much of its journal the rows of its lines refer to."""
+    the input is found valid."""
 
     id: str
     tenant: str
@@ -100,7 +100,6 @@ class BatchJob:
     completed: int = 0
     failed: int = 0
     usage: Usage = field(default_factory=Usage)
-    journal_bytes: int = 0
 
     @property
     def remaining(self) -> int:

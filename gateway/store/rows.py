@@ -24,7 +24,6 @@ def read_batch_row(row: sqlite3.Row) -> BatchJob:
     plain = (
         "id", "tenant", "endpoint", "input_file_id", "completion_window", "created_at", "expires_at",
         "output_expires_after", "model", "output_file_id", "error_file_id", "total", "completed", "failed",
-        "journal_bytes",
     )  # fmt: skip
     return BatchJob(
         **{name: row[name] for name in plain},

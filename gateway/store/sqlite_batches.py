@@ -166,6 +166,14 @@ class SqliteBatches:
 
         return await self._writer.run(work)
 
+    async def count_lines(self, batch_id: str) -> tuple[int, int, int]:
+        """Return the lines of a batch in the index: all, with a good result, with another result."""
+
+        def work(connection: sqlite3.Connection) -> tuple[int, int, int]:
+            return _count(connection, _seq(connection, batch_id))
+
+        return await self._writer.run(work)
+
     async def line_lengths(self, batch_id: str) -> Lengths:
         def work(connection: sqlite3.Connection) -> Lengths:
             query = (
@@ -177,9 +185,7 @@ class SqliteBatches:
 
         return await self._writer.run(work)
 
-    async def add_results(
-        self, batch_id: str, results: Sequence[LineResult], usage: Usage, journal_bytes: int
-    ) -> BatchJob:
+    async def add_results(self, batch_id: str, results: Sequence[LineResult], usage: Usage) -> BatchJob:
         """Record results whose rows are already durable in the journal. A line that has a result keeps it."""
 
         def work(connection: sqlite3.Connection) -> BatchJob:
@@ -196,9 +202,34 @@ class SqliteBatches:
             connection.execute(
                 "UPDATE batches SET completed = completed + ?, failed = failed + ?, input_tokens = input_tokens + ?, "
                 "cached_tokens = cached_tokens + ?, output_tokens = output_tokens + ?, "
-                "reasoning_tokens = reasoning_tokens + ?, journal_bytes = ? WHERE seq = ?",
-                (counts[True], counts[False], *usage, journal_bytes, batch),
+                "reasoning_tokens = reasoning_tokens + ? WHERE seq = ?",
+                (counts[True], counts[False], *usage, batch),
             )
+            return _load(connection, batch_id)
+
+        return await self._writer.run(work)
+
+    async def run_again(self, batch_id: str, ranks: Sequence[int], usage: Usage | None) -> BatchJob:
+        """Forget the results of these lines and count those that are left: from `finalizing` back to `in_progress`.
+        `usage`: of the results that are left; None: unknown. Raises IllegalTransition."""
+
+        def work(connection: sqlite3.Connection) -> BatchJob:
+            batch = _load(connection, batch_id)
+            if batch.status is not BatchStatus.IN_PROGRESS:
+                check_transition(batch.status, BatchStatus.IN_PROGRESS)
+            seq = _seq(connection, batch_id)
+            connection.executemany(
+                "UPDATE lines SET succeeded = NULL, result_start = 0, result_length = 0 WHERE batch = ? AND rank = ?",
+                ((seq, rank) for rank in ranks),
+            )
+            _, good, bad = _count(connection, seq)
+            times = {name: moment for name, moment in batch.times.items() if name != "finalizing_at"}
+            connection.execute(
+                "UPDATE batches SET status = ?, times = ?, completed = ?, failed = ? WHERE seq = ?",
+                (BatchStatus.IN_PROGRESS.value, json.dumps(times), good, bad, seq),
+            )
+            if usage is not None:
+                _set_usage(connection, seq, usage)
             return _load(connection, batch_id)
 
         return await self._writer.run(work)
@@ -220,11 +251,14 @@ class SqliteBatches:
         now: int,
         output: FileObject | None,
         errors: FileObject | None,
-        lost: int = 0,
+        completed: int | None = None,
+        usage: Usage | None = None,
     ) -> BatchJob:
-        """End a batch together with the rows of its files; lines without a result count as failed, as do `lost` ones
-        whose result cannot be read any more, and the index of its lines goes. Raises IllegalTransition, but for the
-        same end with the same files."""
+        """End a batch together with the rows of its files, and remove the index of its lines.
+
+        `completed`: rows of the output file, `usage`: of these (None: as counted so far); all other lines count as
+        failed. Raises IllegalTransition, but for the same end with the same files.
+        """
         ids = tuple(None if file is None else file.id for file in (output, errors))
 
         def work(connection: sqlite3.Connection) -> BatchJob:
@@ -232,15 +266,19 @@ class SqliteBatches:
             if known.status is status and (known.output_file_id, known.error_file_id) == ids:
                 return known
             _move(connection, batch_id, status, now)
+            good = known.completed if completed is None else completed
             for file in (output, errors):
                 if file is not None:
                     insert_file(connection, file)
             connection.execute(
-                "UPDATE batches SET output_file_id = ?, error_file_id = ?, completed = completed - ?, "
-                "failed = total - completed + ? WHERE id = ?",
-                (*ids, lost, lost, batch_id),
+                "UPDATE batches SET output_file_id = ?, error_file_id = ?, completed = ?, failed = total - ? "
+                "WHERE id = ?",
+                (*ids, good, good, batch_id),
             )
-            connection.execute("DELETE FROM lines WHERE batch = ?", (_seq(connection, batch_id),))
+            seq = _seq(connection, batch_id)
+            if usage is not None:
+                _set_usage(connection, seq, usage)
+            connection.execute("DELETE FROM lines WHERE batch = ?", (seq,))
             return _load(connection, batch_id)
 
         return await self._writer.run(work)
@@ -255,6 +293,19 @@ def _check_lines(connection: sqlite3.Connection, batch: BatchJob, lines: int, ma
     used = int(connection.execute(query, (batch.tenant, batch.id)).fetchone()["used"])
     if used + lines > max_lines:
         raise LineQuota(used)
+
+
+def _count(connection: sqlite3.Connection, seq: int) -> tuple[int, int, int]:
+    query = "SELECT COUNT(*), COALESCE(SUM(succeeded), 0), COUNT(succeeded) FROM lines WHERE batch = ?"
+    lines, good, ended = connection.execute(query, (seq,)).fetchone()
+    return lines, good, ended - good
+
+
+def _set_usage(connection: sqlite3.Connection, seq: int, usage: Usage) -> None:
+    connection.execute(
+        "UPDATE batches SET input_tokens = ?, cached_tokens = ?, output_tokens = ?, reasoning_tokens = ? WHERE seq = ?",
+        (*usage, seq),
+    )
 
 
 def _find(connection: sqlite3.Connection, batch_id: str, tenant: str | None) -> BatchJob | None:

@@ -24,7 +24,8 @@ TRANSITIONS: Mapping[BatchStatus, frozenset[BatchStatus]] = {
         {BatchStatus.FAILED, BatchStatus.IN_PROGRESS, BatchStatus.CANCELLING, BatchStatus.EXPIRED}
     ),
     BatchStatus.IN_PROGRESS: frozenset({BatchStatus.FINALIZING, BatchStatus.CANCELLING, BatchStatus.EXPIRED}),
-    BatchStatus.FINALIZING: frozenset({BatchStatus.COMPLETED, BatchStatus.FAILED}),
+    # back to work: results that are damaged on the disk are computed again
+    BatchStatus.FINALIZING: frozenset({BatchStatus.COMPLETED, BatchStatus.FAILED, BatchStatus.IN_PROGRESS}),
     BatchStatus.CANCELLING: frozenset({BatchStatus.CANCELLED}),
     BatchStatus.FAILED: frozenset(),
     BatchStatus.COMPLETED: frozenset(),
