@@ -8,6 +8,7 @@ its request is ended. Implements `engine.api.EngineClient` in this process.
 import asyncio
 import logging
 import math
+import os
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
@@ -51,6 +52,7 @@ from engine.loop.step_check import check_result
 from engine.loop.step_watch import StepLimits, StepWatch
 from engine.loop.watchdog import STALL_SECONDS, ProgressWatchdog
 from engine.machine import interpreter
+from engine.machine.activity import Activity, read_activity
 from engine.machine.link import LinkLostError
 from engine.scheduling.moving import MovedRequest
 from engine.scheduling.output import ModelRunner, ModelRunnerOutput, SchedulerOutput
@@ -123,7 +125,7 @@ class Engine:
         self._core = core
         self._runner = runner
         self._clock = clock
-        self._step_watch = StepWatch(step_limits or StepLimits(), self._on_hung)
+        self._step_watch = StepWatch(step_limits or StepLimits(), self._on_hung, self._read_activity)
         self._device_lost = device_lost
         self._hung = False
         self._hang_timer: asyncio.TimerHandle | None = None
@@ -642,9 +644,12 @@ class Engine:
         self._planner.restart()
         self._wake_up()
 
+    def _read_activity(self) -> Activity | None:
+        return read_activity([os.getpid(), *(() if self._ranks is None else self._ranks.pids)])
+
     def _on_hung(self, limit: float) -> None:
         if self._supervisor is not None:
-            self._give_up("hung", f"a model step has not ended after {limit:.1f} s")
+            self._give_up("hung", f"a model step has got nowhere for {limit:.1f} s")
             return
         log.critical("a model step has not ended after %.1f s: every request ends", limit)
         self._hung = True

@@ -7,15 +7,16 @@ FAULTS: `POINT:NUMBER` or `POINT:NUMBER:FIRST-LAST`, comma-separated; the fault 
 NUMBER-th time, warm-up not counted, in each of the processes FIRST to LAST (1-1 if not given). FOLDER counts them. The
 points: `nomem` (no memory for the model), `ready` (dies before its first step), `frame` (dies in the middle of a
 message with outputs), `before`, `after` (dies before or after a step was computed), `hang` (a step never ends),
-`short`, `token` (a step's result is wrong), `oom` (a step raises MemoryError), `device` (from this step on all fail,
-and the device says why), `loop` (the engine's loop breaks), `block` (the event loop stands still), `learner`,
-`planner` (what learns from steps, or plans offline work, raises), `canary` (from this check on canaries get other
-answers; without an `oom` they are asked one after another). Of `poison` NUMBER is a token: the process dies in each
-step that computes the fourth token of an answer to a prompt with it; and it dies whenever it prepares the grammar
-`POISON`.
+`spin` (and computes), `slow` (a step computes for long), `short`, `token` (a step's result is wrong), `oom` (a step
+raises MemoryError), `device` (from this step on all fail, and the device says why), `loop` (the engine's loop
+breaks), `block` (the event loop stands still), `learner`, `planner` (what learns from steps, or plans offline work,
+raises), `canary` (from this check on canaries get other answers; without an `oom` they are asked one after another).
+Of `poison` NUMBER is a token: the process dies in each step that computes the fourth token of an answer to a prompt
+with it; and it dies whenever it prepares the grammar `POISON`.
 """
 
 import errno
+import math
 import os
 import signal
 import sys
@@ -54,8 +55,18 @@ POISON = "poison"
 VOCAB = 405
 CONTEXT = 512
 EOS = 402
+HUNG_SECONDS = 0.5
+SLOW_SECONDS = 2.0 * HUNG_SECONDS
+"""Of a step that takes longer than one may sleep, and is not hung: a step may compute for four times as long."""
 STEP_SECONDS = 0.002
 """On the fastest machine tests find answers in progress."""
+
+
+def _compute(seconds: float) -> None:
+    """Take a core, and get on for so long by its own clock."""
+    end = time.thread_time() + seconds
+    while time.thread_time() < end:
+        pass
 
 
 class Faults:
@@ -142,6 +153,10 @@ class ScriptedRunner(StagedFake):
             raise RuntimeError("an illegal memory access was encountered")
         if faults.passes("hang"):
             time.sleep(3600.0)
+        if faults.passes("slow"):
+            _compute(SLOW_SECONDS)
+        if faults.passes("spin"):
+            _compute(math.inf)
         result = super().launch(output)()
         time.sleep(STEP_SECONDS)
         if any(operation.action is CacheAction.WRITE for operation in output.operations):
@@ -263,7 +278,7 @@ def build(faults: Faults, config: EngineConfig, planned: child.Plan) -> Engine:
     info = replace(info, droppable=DroppableLayers(LAYERS, LAYER_BYTES, UNIT_LAYER_BYTES, num_units))
     runner = ScriptedRunner(faults, num_units)
     grammars: Any = ScriptedGrammars()
-    limits = StepLimits(floor=0.5, unknown=0.5)
+    limits = StepLimits(floor=HUNG_SECONDS, unknown=HUNG_SECONDS)
     keeper: Any = ScriptedKeeper(faults)
     for name in ("on_step", "on_arrival", "on_end", "on_refused"):
         setattr(Colocation, name, getattr(ScriptedKeeper, name))

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -257,6 +257,8 @@ def shard_of(dry: DryDevice, rank: int) -> Shard:
 
 class FollowerHere:
     """See OtherRanks: the second rank, which hears what a process would, and runs its part first."""
+
+    pids: ClassVar[list[int]] = []
 
     def __init__(self, dry: DryDevice, device: CudaDevice) -> None:
         self._dry, self._follower = dry, Follower(device)

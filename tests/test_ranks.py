@@ -427,6 +427,8 @@ def test_ranks_share_the_cores_out(monkeypatch: pytest.MonkeyPatch) -> None:
 class FollowersHere:
     """See OtherRanks: the second rank is a thread, which hears what a process would."""
 
+    pids: ClassVar[list[int]] = []
+
     def __init__(self, follower: Callable[[], Follower]) -> None:
         self.thread = ThreadPoolExecutor(1)
         self._follower = self.thread.submit(follower)

@@ -70,7 +70,13 @@ class Device(CacheMover, Protocol):
 
 
 class OtherRanks(Protocol):
-    """Where each layer is divided among ranks: all but the first one, which is this runner's device."""
+    """Where each layer is divided among ranks: all but the first one, which is this runner's device.
+
+    `pids`: the numbers of their processes.
+    """
+
+    @property
+    def pids(self) -> list[int]: ...
 
     def begin(self, output: SchedulerOutput, rows: RowTable) -> None:
         """Have them run a step of the first rank's, whose `rows` know it already. Raises LinkLostError."""

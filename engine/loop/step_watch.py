@@ -1,12 +1,24 @@
-"""Watches the oldest step in flight: one that runs for far longer than it should is hung.
+"""Watches the oldest step in flight, or the pulse of a process: one that takes far longer than it should is hung.
 
-How long it should take is what the latency model predicted. Time in which the event loop itself did not run (a stopped
-process, a sleeping machine) is not held against a step: the limit is waited for in two halves, one after the other.
+A slow step is not a hung one. The time that a step takes counts in full only while its threads sleep: a core is there,
+and nothing happens. Time on a core counts less, and time spent waiting for a core or a disk least of all, so a step on
+a busy machine may take long, and one that never ends is found on any machine. Time in which the watching event loop
+itself did not run (a stopped process, a sleeping machine) does not count.
 """
 
 import asyncio
 from collections.abc import Callable
 from typing import NamedTuple
+
+from engine.machine.activity import Activity, ThreadActivity
+
+LOOKS = 4
+"""How often a step is looked at within its limit."""
+ON_A_CORE = 0.25
+"""How much a second counts in which a thread computes, or waits for a disk that a step needs (state D)."""
+WAITING = 0.05
+"""How much a second counts in which a thread could compute and the machine has no core for it."""
+_NEW = ThreadActivity(0.0, 0.0, "")
 
 
 class StepLimits(NamedTuple):
@@ -20,29 +32,73 @@ class StepLimits(NamedTuple):
         return self.unknown if predicted is None else max(self.floor, self.factor * predicted)
 
 
-class StepWatch:
-    """`on_hung` is called once, with the limit that passed, for a step that has not ended in time."""
+def charged(before: Activity, after: Activity, interval: float) -> float:
+    """Return how many seconds between two samples, taken every `interval` seconds, count against a step.
 
-    def __init__(self, limits: StepLimits, on_hung: Callable[[float], None]) -> None:
+    The thread that computed most, and the one that waited most, speak for all: threads of a step wait for each other.
+    The kernel adds a wait when it ends, so the rest of the time of a thread that is in line now (state R) was a wait.
+    """
+    passed = after.at - before.at
+    wall = min(passed, 2.0 * interval)
+    if wall <= 0.0:
+        return 0.0
+    on_core = waiting = 0.0
+    in_line = on_disk = False
+    for number, now in after.threads.items():
+        was = before.threads.get(number, _NEW)
+        on_core = max(on_core, now.cpu - was.cpu)
+        waiting = max(waiting, (now.waited or 0.0) - (was.waited or 0.0))
+        in_line = in_line or now.state == "R"
+        on_disk = on_disk or now.state == "D"
+    share = wall / passed
+    waiting = min(waiting * share, wall)
+    on_core = min(on_core * share, wall - waiting)
+    asleep = wall - waiting - on_core
+    rate = WAITING if in_line else ON_A_CORE if on_disk else 1.0
+    return asleep * rate + on_core * ON_A_CORE + waiting * WAITING
+
+
+class StepWatch:
+    """`on_hung` is called once, with the limit that passed, for a step that has not ended in time. `read` samples the
+    processes that compute it; None: all time counts in full."""
+
+    def __init__(
+        self,
+        limits: StepLimits,
+        on_hung: Callable[[float], None],
+        read: Callable[[], Activity | None] = lambda: None,
+    ) -> None:
         self._limits = limits
         self._on_hung = on_hung
+        self._read = read
         self._timer: asyncio.TimerHandle | None = None
+        self._last: Activity | None = None
+        self._charged = 0.0
 
     def begin(self, predicted: float | None) -> None:
-        """A step begins; `predicted` in seconds, None if nobody knows."""
+        """A step begins; `predicted` in seconds, None if it is not known."""
         self.end()
-        limit = self._limits.limit(predicted)
-        self._timer = asyncio.get_running_loop().call_later(limit / 2, self._half, limit)
+        self._look_after(self._limits.limit(predicted))
 
     def end(self) -> None:
         """The step has ended, or there is none."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
+        self._last, self._charged = None, 0.0
 
-    def _half(self, limit: float) -> None:
-        self._timer = asyncio.get_running_loop().call_later(limit / 2, self._hung, limit)
+    def _look_after(self, limit: float) -> None:
+        self._timer = asyncio.get_running_loop().call_later(limit / LOOKS, self._look, limit)
 
-    def _hung(self, limit: float) -> None:
+    def _look(self, limit: float) -> None:
+        before, self._last = self._last, self._read()
+        interval = limit / LOOKS
+        if before is None or self._last is None:
+            self._charged += interval
+        else:
+            self._charged += charged(before, self._last, interval)
+        if self._charged < 0.999 * limit:
+            self._look_after(limit)
+            return
         self._timer = None
         self._on_hung(limit)

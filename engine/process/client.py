@@ -32,6 +32,7 @@ from engine.config import EngineConfig
 from engine.errors import EngineStepError, EngineUnavailableError, InvalidRequestError, adapter_in_use
 from engine.flight import recorder as flight
 from engine.loop.step_watch import StepLimits, StepWatch
+from engine.machine.activity import Activity
 from engine.machine.facts import Place
 from engine.process import frames
 from engine.process.calls import Calls, GoneError
@@ -124,7 +125,7 @@ class EngineProcess:
         self._ready = asyncio.Event()
         self._changed = asyncio.Event()
         self._pulse: frames.Pulse | None = None
-        self._watch = StepWatch(silence, self._on_silence)
+        self._watch = StepWatch(silence, self._on_silence, self._read_activity)
         self._flights = flights
         self._open = OpenRequests()
         self._suspects = Suspects()
@@ -723,9 +724,12 @@ class EngineProcess:
         if not lost.done():
             lost.set_result("")
 
+    def _read_activity(self) -> Activity | None:
+        return None if self._child is None else self._child.activity()
+
     def _on_silence(self, limit: float) -> None:
         """No pulse: the child's event loop stands still. Its last act is to show where."""
-        log.critical("the engine process has said nothing for %.0f s", limit)
+        log.critical("the engine process has said nothing and got nowhere for %.0f s", limit)
         self._cause = self._cause or "silent"
         child = self._child
         if child is not None:

@@ -23,6 +23,7 @@ import msgspec
 
 from engine.errors import EngineUnavailableError
 from engine.flight import recorder as flight
+from engine.machine.activity import Activity, read_activity
 from engine.machine.child import start_process
 from engine.process import frames
 
@@ -61,6 +62,10 @@ class Endpoint(ABC):
     @abstractmethod
     def entries(self) -> list[flight.AnyEntry]:
         """What the flight recorder has written, or has left."""
+
+    def activity(self) -> Activity | None:
+        """What its threads have done; None where that is not known."""
+        return None
 
     @abstractmethod
     def dump(self) -> None:
@@ -158,6 +163,9 @@ class Child(Endpoint):
     @property
     def entries(self) -> list[flight.AnyEntry]:
         return flight.read(self._recording) if self._entries is None else self._entries
+
+    def activity(self) -> Activity | None:
+        return read_activity([self.process.pid])
 
     def dump(self) -> None:
         with contextlib.suppress(ProcessLookupError):

@@ -107,6 +107,11 @@ class Leader:
             self.close()
             raise
 
+    @property
+    def pids(self) -> list[int]:
+        """See OtherRanks."""
+        return [other.process.pid for other in self._others]
+
     def reached(self, stage: str) -> None:
         """See Seat."""
         for other in self._others:

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
+from typing import ClassVar
 
 import torch
 
@@ -36,6 +37,8 @@ def check_ranks(setup: Setup) -> Iterator[Row]:
 
 class _FollowerHere:
     """See OtherRanks: the second rank is a thread."""
+
+    pids: ClassVar[list[int]] = []
 
     def __init__(self, thread: ThreadPoolExecutor, follower: "Future[Follower]") -> None:
         self._thread, self._follower = thread, follower
