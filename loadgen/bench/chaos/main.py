@@ -8,11 +8,16 @@ import asyncio
 import secrets
 import time
 
-from loadgen.bench.chaos import disk, engine_parts, inputs, load
+from loadgen.bench.chaos import descriptors, disk, engine_parts, inputs, load
 from loadgen.bench.chaos.promises import Part, Scale, show
 from loadgen.bench.machine import describe
 
-PARTS: dict[str, Part] = {**engine_parts.PARTS, "inputs": inputs.inputs, "disk": disk.disk}
+PARTS: dict[str, Part] = {
+    **engine_parts.PARTS,
+    "inputs": inputs.inputs,
+    "disk": disk.disk,
+    "descriptors": descriptors.descriptors,
+}
 
 
 def parts(text: str) -> list[str]:
