@@ -177,7 +177,15 @@ async def _rows(session: aiohttp.ClientSession, file: str | None) -> list[dict[s
     if not file:
         return []
     async with session.get(f"/v1/files/{file}/content") as response:
-        return [json.loads(line) for line in (await response.read()).splitlines()]
+        return [_row(text) for text in (await response.read()).splitlines()]
+
+
+def _row(text: bytes) -> dict[str, Any]:
+    """Parse one row; an unreadable one belongs to no line."""
+    try:
+        return dict(json.loads(text.decode()))
+    except ValueError:
+        return {"custom_id": f"unreadable: {text[:40]!r}"}
 
 
 async def text_of(session: aiohttp.ClientSession, prompt: Sequence[int]) -> str:

@@ -8,16 +8,14 @@ import asyncio
 import secrets
 import time
 
-from loadgen.bench.chaos import descriptors, disk, engine_parts, inputs, load
+from loadgen.bench.chaos import descriptors, disk, engine_parts, inputs, load, store
 from loadgen.bench.chaos.promises import Part, Scale, show
 from loadgen.bench.machine import describe
 
 PARTS: dict[str, Part] = {
-    **engine_parts.PARTS,
-    "inputs": inputs.inputs,
-    "disk": disk.disk,
-    "descriptors": descriptors.descriptors,
-}
+    **engine_parts.PARTS, "inputs": inputs.inputs, "disk": disk.disk, "descriptors": descriptors.descriptors,
+    "store": store.store,
+}  # fmt: skip
 
 
 def parts(text: str) -> list[str]:
