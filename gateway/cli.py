@@ -161,7 +161,6 @@ def _add_doctor(commands: Any) -> None:
 def _add_replay(commands: Any) -> None:
     command = commands.add_parser("replay", help="show the last steps before an engine died", allow_abbrev=False)
     command.add_argument("file", metavar="FILE", type=Path, help="a recording in the folder flights of --state-dir")
-    command.add_argument("--model", help="run the requests that were open again, alone, on this model")
     command.set_defaults(run=_replay)
 
 
@@ -178,7 +177,7 @@ def _fleet(arguments: argparse.Namespace) -> int:
 
 
 def _replay(arguments: argparse.Namespace) -> int:
-    return int(importlib.import_module("gateway.commands.replay").run(arguments.file, arguments.model))
+    return int(importlib.import_module("gateway.commands.replay").run(arguments.file))
 
 
 def _add_profile(commands: Any) -> None:

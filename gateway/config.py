@@ -65,7 +65,7 @@ class ServerConfig:
     )
     flight_tokens: bool = _flag(
         False,
-        "the recordings of last steps (STATE/flights) hold the tokens of open requests, for tidemill replay --model",
+        "the recordings of last steps (STATE/flights) hold the tokens of open requests",
     )
     max_engine_deaths: int = _flag(
         6, "deaths of the engine process, within ten minutes and without a healthy one, after which the server ends"

@@ -18,7 +18,7 @@ from engine.api import EngineInfo
 from engine.config import EngineConfig
 from gateway import cli
 from gateway.commands import help as command_help
-from gateway.commands.flags import add_flags, find_given, flags_of, resolve_configs
+from gateway.commands.flags import REMOVED, add_flags, find_given, flags_of, resolve_configs
 from gateway.config import ServerConfig, is_loopback
 
 
@@ -113,6 +113,38 @@ def test_doctor_shows_the_machine_and_what_would_run(capsys: pytest.CaptureFixtu
     shown = capsys.readouterr().out
     for word in ("python", "torch", "cores", "memory", "tidemill-demo", "1,232 tokens", "640 tokens"):
         assert word in shown
+
+
+# ---- removed
+
+
+REMOVED_SETTINGS = [word for word in REMOVED if word.startswith("--")]
+
+
+@pytest.mark.parametrize("row", REMOVED)
+def test_a_removed_word_says_what_to_do_instead(capsys: pytest.CaptureFixture[str], row: str) -> None:
+    command, _, flag = row.rpartition("--")
+    words = [*(command.split() or ["serve"]), f"--{flag}"] if _ else [row]
+    given = [*words, "value"] if _ else words
+    told = f"{words[-1]} was removed: {REMOVED[row]}; see CHANGELOG\n"
+    assert refused(capsys, *given).endswith(f": {told}")
+
+
+@pytest.mark.parametrize("flag", REMOVED_SETTINGS)
+def test_a_removed_setting_is_refused_in_every_layer(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, flag: str
+) -> None:
+    key, file = flag.removeprefix("--"), tmp_path / "c.yaml"
+    assert f": --no-{key} was removed: " in refused(capsys, "serve", f"--no-{key}")
+    file.write_text(f"{key}: 1\n")
+    assert f"{file}: {key} was removed: {REMOVED[flag]}" in refused(capsys, "serve", "--config", str(file))
+    monkeypatch.setenv(variable := "TIDEMILL_" + key.upper().replace("-", "_"), "1")
+    assert f"{variable} was removed: {REMOVED[flag]}" in refused(capsys, "serve")
+
+
+def test_no_row_of_the_removed_words_is_still_offered() -> None:
+    keys = {f"--{flag.key}" for config in (EngineConfig, ServerConfig) for flag in flags_of(config)}
+    assert not keys & REMOVED.keys()
 
 
 # ---- flags

@@ -23,7 +23,7 @@ from engine.process.flights import Flights
 from engine.process.policy import RestartPolicy
 from engine.scheduling.output import Chunk
 from gateway.cli import main
-from gateway.commands.replay import patient, rerun, table
+from gateway.commands.replay import table
 
 CHILD = Path(__file__).parent / "scripted_child.py"
 ENTRIES = [
@@ -76,32 +76,6 @@ def test_the_table_says_what_each_step_held_and_who_was_in_the_last(
     assert rows[1] == ["idle", "-2.500", "s"]
     assert rows[2][-1] == "RuntimeError" and rows[3][-2:] == ["no", "end"]
     assert lines[6:] == ["in the steps at the end: b, up to its token 100"]
-
-
-def test_the_request_that_ends_a_process_is_named(tmp_path: Path) -> None:
-    """The other one goes on where it was: from the same tokens, and not from its beginning."""
-    folder, said = tmp_path / "children", list[str]()
-    folder.mkdir()
-    sampling = SamplingParams(max_tokens=24, temperature=0.0)
-    requests = [OpenTokens("well", (5, 6, 7), (1, 2, 3), sampling), OpenTokens("b", (333, 1, 2), (), sampling)]
-    recording = flight_file.Recording(facts(), list(ENTRIES), requests)
-
-    def engine() -> EngineProcess:
-        command = [sys.executable, "-P", str(CHILD), str(folder), "poison:333:1-99"]
-        return EngineProcess(EngineConfig(profile_seconds=0.0), command=command, policy=patient())
-
-    assert rerun(recording, engine(), said.append) == 1
-    assert said[0].startswith("b, 0 tokens of its answer given: the engine process ended ")
-    assert said[1:] == ["well, 3 tokens of its answer given: runs"]
-    assert rerun(flight_file.Recording(facts(), [], requests[:1]), engine(), said.append) == 0
-    adapted = OpenTokens("under", (5, 6, 7), (1, 2, 3), sampling, AdapterFiles(7, "sql", str(tmp_path)))
-    assert rerun(flight_file.Recording(facts(), [], [requests[0], adapted]), engine(), said.append) == 0
-    assert said[-1] == "under, 3 tokens of its answer given: runs"
-    (tmp_path / "broken").touch()
-    with pytest.raises(ConfigError, match="broken"):
-        rerun(flight_file.Recording(facts(), [], [adapted]), engine(), said.append)
-    with pytest.raises(ConfigError, match="--flight-tokens"):
-        rerun(flight_file.Recording(facts(), [], []), engine(), said.append)
 
 
 @asynccontextmanager

@@ -20,6 +20,16 @@ from engine.errors import ConfigError
 ENVIRONMENT_PREFIX = "TIDEMILL_"
 _TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
 _NOUNS: dict[type, str] = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
+REMOVED: dict[str, str] = {
+    "replay --model": "send the request again, alone, to a server that runs the model",
+}
+"""Flags and commands that the last release had, with their replacement: a command, `COMMAND --flag`, or `--flag` for a
+setting. A removed setting is refused as a flag, a variable and a key of the file."""
+
+
+def removal(word: str, shown: str = "") -> str | None:
+    """Return the error for a row of `REMOVED`, named `shown` in it, or None if there is no such row."""
+    return f"{shown or word} was removed: {REMOVED[word]}; see CHANGELOG" if word in REMOVED else None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -195,6 +205,7 @@ def find_given(
     for a word or value of the wrong type and for a key of the file that is no flag.
     """
     by_key = {flag.key: flag for flag in flags}
+    _refuse_removed(environment, file, file_name)
     unknown = sorted(file.keys() - by_key.keys())
     if unknown:
         meant = difflib.get_close_matches(unknown[0].replace("_", "-"), by_key, 1)
@@ -211,6 +222,18 @@ def find_given(
         elif key in file:
             values[flag.field] = Given(flag.check(file[key], f"{file_name}: {key}"), file_name)
     return values
+
+
+def _refuse_removed(environment: Mapping[str, str], file: Mapping[str, Any], file_name: str) -> None:
+    for word in REMOVED:
+        if not word.startswith("--"):
+            continue
+        key = word.removeprefix("--")
+        variable = ENVIRONMENT_PREFIX + key.upper().replace("-", "_")
+        if environment.get(variable):
+            raise ConfigError(str(removal(word, variable)))
+        if key in file:
+            raise ConfigError(str(removal(word, f"--config {file_name}: {key}")))
 
 
 def _from_words(flag: Flag, words: Any, source: str, parse: Callable[[str, str], Any]) -> Any:

@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterable, Iterator
 from typing import Any, NoReturn
 
-from gateway.commands.flags import Flag, add_flags
+from gateway.commands.flags import Flag, add_flags, removal
 
 COMMANDS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("serve", ("serve", "pull", "doctor", "profile", "replay", "fleet")),
@@ -135,15 +135,18 @@ class Parser(argparse.ArgumentParser):
         return found, unknown
 
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: {message}{self._meant(message)}\n")
-
-    def _meant(self, message: str) -> str:
-        """The word that is most like the first one that was not understood; else who knows them all."""
         unknown = _UNKNOWN.match(message)
-        if unknown is None:
-            return ""
-        near = difflib.get_close_matches(unknown[1] or unknown[2], self._words(), 1)
-        return f"; did you mean {near[0]}?" if near else f"; {self.prog} --help shows what there is"
+        text = message if unknown is None else self._explain(message, unknown[1] or unknown[2])
+        self.exit(2, f"{self.prog}: {text}\n")
+
+    def _explain(self, message: str, word: str) -> str:
+        """Say what replaced a removed word, else name the most similar word, else point to the help."""
+        command = str(self.prog).partition(" ")[2]
+        asked = "--" + word.removeprefix("--no-") if word.startswith("--no-") else word
+        if text := removal(f"{command} {asked}".strip(), word) or removal(asked, word):
+            return text
+        near = difflib.get_close_matches(word, self._words(), 1)
+        return message + (f"; did you mean {near[0]}?" if near else f"; {self.prog} --help shows what there is")
 
     def _words(self) -> list[str]:
         return [word for action in self._actions for word in action.option_strings or action.choices or ()]
