@@ -41,7 +41,9 @@ async def ready(request: Request) -> Response:
         raise EngineUnavailableError(f"The engine is not ready{reason}.", retry_after=5.0)
     stats = await context.client.stats()
     fault = await context.lifecycle.storage_fault()
-    answer: dict[str, Any] = {"status": "ok"} if fault is None else {"status": "degraded", "storage": fault}
+    troubles = {"storage": fault, "batches": context.lifecycle.batch_trouble()}
+    found = {name: text for name, text in troubles.items() if text is not None}
+    answer: dict[str, Any] = {"status": "degraded" if found else "ok", **found}
     if not sees_all(request):
         return Response(orjson.dumps(answer), media_type="application/json")
     if stats.engines:

@@ -237,8 +237,8 @@ async def test_results_that_cannot_be_read_any_more(
 
 
 def test_pauses_between_tries_grow_to_a_bound() -> None:
-    pauses = [FAST.read_pause(faults) / FAST.retry_seconds for faults in (1, 2, 3, 4)]
-    assert pauses == [1, 2, 4, 8] and BatchLimits().read_pause(30) == 60.0
+    pauses = [FAST.back_off(faults) / FAST.retry_seconds for faults in (1, 2, 3, 4)]
+    assert pauses == [1, 2, 4, 8] and BatchLimits().back_off(30) == 60.0
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 import asyncio
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -170,7 +171,11 @@ def test_each_job_says_when_it_will_end_and_the_first_hundred_are_shown() -> Non
         [(a_batch(f"batch_{i}", 10**6, 10 + i), Lengths(1_000 + 100 * i, 100.0)) for i in range(150)], 250.0
     )
     worker: Any = SimpleNamespace(
-        states={}, forecast=forecast, lines_ended={True: 0, False: 0}, storage_fault=lambda: None
+        states={},
+        forecast=forecast,
+        lines_ended=Counter(),
+        storage_fault=lambda: None,
+        feeder=SimpleNamespace(retries=Counter(), num_paused=0),
     )
     ownership: Any = SimpleNamespace(unreachable=[])
     samples = [sample for metric in BatchCollector(worker, ownership).collect() for sample in metric.samples]

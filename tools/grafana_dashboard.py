@@ -141,7 +141,9 @@ def registry_families() -> list[tuple[str, str, tuple[str, ...], str]]:
     pipelines = PipelineStats((), 0, 0, 0, False)
     metrics.stats = EngineStats(colocation=_filled(ColocationStats), engines=(one,), pipelines=pipelines)
     forecast = Forecast(lambda: None)
-    worker = SimpleNamespace(states={}, lines_ended=Counter(), storage_fault=lambda: None, forecast=forecast)
+    feeder = SimpleNamespace(retries=Counter(), num_paused=0)
+    ended: Counter[bool] = Counter()
+    worker = SimpleNamespace(states={}, lines_ended=ended, storage_fault=lambda: None, forecast=forecast, feeder=feeder)
     ownership = SimpleNamespace(unreachable=[])
     metrics.registry.register(BatchCollector(cast(BatchWorker, worker), cast(Ownership, ownership)))
     found = []

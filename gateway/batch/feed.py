@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from engine.api import Lane
+from gateway.batch.failures import Trials
 from gateway.store.objects import BatchJob, Lengths, LineRef, Usage
 
 
@@ -24,8 +25,8 @@ class Job:
     """A batch in progress. `cursor` is the highest rank that was taken; `retry` lines that the engine did not take.
     `running` lines are in the engine, `unwritten` ones have ended and wait for the disk; `settled` says that no more of
     its lines are to be fed: all have ended, or the batch has. `journal_end` is where the next group of results goes:
-    after all that was ever written. After a read fault the job is `resting`;
-    `at_risk`: it may miss its completion window. `lengths`: of its lines, once they were asked for."""
+    after all that was ever written. After a fault in its turn the job is `resting`; `at_risk`: it may miss its
+    completion window. `lengths`: of its lines, once they were asked for. `trials`: its lines that fail."""
 
     batch: BatchJob
     cursor: int = -1
@@ -41,6 +42,7 @@ class Job:
     resting: bool = False
     at_risk: bool = False
     lengths: Lengths | None = None
+    trials: Trials = field(default_factory=Trials)
 
     @property
     def lane(self) -> Lane:

@@ -149,7 +149,7 @@ class Finisher:
             except UnreadableError as error:
                 faults += 1
                 log.warning("a batch's file cannot be read (%s)", type(error.__cause__).__name__)
-                await asyncio.sleep(self._limits.read_pause(faults))
+                await asyncio.sleep(self._limits.back_off(faults))
 
     async def _validate(self, batch: BatchJob, lenient: bool) -> None:
         report = await self._retry.run(lambda: self._read_input(batch, lenient))

@@ -12,7 +12,9 @@ from gateway.store.folder import StateFolder
 from gateway.store.objects import BatchJob
 
 UPLOADS_EACH, UPLOADS_IN_ALL = 16, 64
-MAX_READ_PAUSE = 60.0
+MAX_BACK_OFF = 60.0
+"""Seconds."""
+MAX_DOUBLINGS = 30
 
 
 class JobListener(Protocol):
@@ -56,9 +58,9 @@ class BatchLimits:
     cancel_seconds: float = 60.0
     tick_seconds: float = 30.0
 
-    def read_pause(self, faults: int) -> float:
-        """Seconds to wait after so many faults of one file."""
-        return min(MAX_READ_PAUSE, self.retry_seconds * float(1 << (faults - 1)))
+    def back_off(self, faults: int) -> float:
+        """Return the pause in seconds after so many faults in a row: `retry_seconds`, doubled after each of them."""
+        return min(MAX_BACK_OFF, self.retry_seconds * float(1 << min(faults - 1, MAX_DOUBLINGS)))
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,21 +6,19 @@ from typing import Any, NamedTuple
 import anyio
 
 from engine.api import Lane, RequestClass
-from engine.errors import EngineUnavailableError, QueueFullError, TidemillError
 from engine.turns import Turns
+from gateway.batch.causes import Cause, cause_of
 from gateway.context import GatewayContext
 from gateway.endpoints import ENDPOINTS
 from gateway.generate.answering import collect, run_text_work
 from gateway.generate.choices import Generation
 from gateway.generate.endpoint import Endpoint
 from gateway.generate.params import GenerationPlan
-from gateway.http.errors import ApiError, log_unexpected, to_api_error
+from gateway.http.errors import to_api_error
 from gateway.store.objects import Usage
 
 INLINE_LINE = 8 * 1024
 """Bytes of a line that is checked on the event loop, in 0.1 ms: to ask a thread costs more."""
-MEMORY_PAUSE = 5.0
-"""Seconds before lines run again where memory was short."""
 
 
 class LineAnswer(NamedTuple):
@@ -42,14 +40,6 @@ class LineOrigin(NamedTuple):
     length: int | None = None
 
 
-class LineRetry(Exception):
-    """The line cannot run now, and that is not its fault."""
-
-    def __init__(self, retry_after: float) -> None:
-        super().__init__(retry_after)
-        self.retry_after = retry_after
-
-
 class LineRunner:
     """Runs lines on one application's engine. Long prompts are tokenized in a thread of their own and at half speed;
     lines begin a few in each round of the event loop. No chat waits for a batch."""
@@ -58,16 +48,13 @@ class LineRunner:
         self._context = dataclasses.replace(context, text_threads=anyio.CapacityLimiter(1), is_offline=True)
 
     async def run(self, endpoint: str, body: dict[str, Any], origin: LineOrigin) -> LineAnswer:
-        """Raises LineRetry; every other failure is an answer. Cancelling ends the line in the engine."""
+        """Return the answer, also to a request that is at fault itself. Every other failure raises, and is the caller's
+        to judge: the line may run again. Cancelling ends the line in the engine."""
         try:
             return await self._answer(ENDPOINTS[endpoint], body, origin)
-        except (EngineUnavailableError, QueueFullError) as error:
-            raise LineRetry(error.retry_after) from error
-        except MemoryError as error:  # what the machine is short of now is not the line's fault
-            raise LineRetry(MEMORY_PAUSE) from error
         except Exception as error:
-            if not isinstance(error, ApiError | TidemillError):
-                log_unexpected(error)
+            if cause_of(error) is not Cause.REQUEST:
+                raise
             answer = to_api_error(error)
             return LineAnswer(answer.status, answer.envelope)
 

@@ -7,6 +7,7 @@ from heapq import nsmallest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from gateway.batch.causes import Cause
 from gateway.batch.forecast import Outlook
 from gateway.batch.tenants import Ownership
 from gateway.batch.worker import BatchWorker
@@ -47,6 +48,13 @@ class BatchCollector(Collector):
         for succeeded, outcome in ((True, "completed"), (False, "failed")):
             lines.add_metric([outcome], self._worker.lines_ended[succeeded])
         yield lines
+        text = "Failures of batch lines after which the line runs again, by cause."
+        retries = CounterMetricFamily("tidemill_batch_line_retries", text, labels=["cause"])
+        for cause in (Cause.BUSY, Cause.SYSTEM, Cause.UNKNOWN):
+            retries.add_metric([cause.value], self._worker.feeder.retries[cause])
+        yield retries
+        text = "Batches that pause because their lines fail with the same unexpected error."
+        yield GaugeMetricFamily("tidemill_batch_jobs_pausing", text, value=self._worker.feeder.num_paused)
         text = "1 while the disk takes no data or the state folder is lost, and batch jobs pause."
         yield GaugeMetricFamily("tidemill_storage_fault", text, value=int(self._worker.storage_fault() is not None))
         text = "Tenants that own files or unfinished batches but have no key, as of the start or the last SIGHUP."

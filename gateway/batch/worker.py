@@ -8,31 +8,27 @@ survive is in the store, so a start after a crash is the same as any start. Know
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 from engine.api import Lane, TokenCosts
-from gateway.batch.feed import FeedOrder, FinishedLine, Job, Window
-from gateway.batch.finish import INPUT_LOST, Finisher
+from gateway.batch.causes import Cause, cause_of
+from gateway.batch.feed import FinishedLine, Job, Window
+from gateway.batch.feeder import LineFeeder, RunLine
+from gateway.batch.finish import Finisher
 from gateway.batch.forecast import Forecast
 from gateway.batch.head import read_head
 from gateway.batch.limits import BatchLimits
-from gateway.batch.line import LineAnswer, LineOrigin, LineRetry
-from gateway.batch.output import read_envelopes
-from gateway.batch.result_rows import response_row, unfinished_row
 from gateway.batch.results import ResultWriter, StorageRetry, in_thread
 from gateway.http.errors import log_unexpected
-from gateway.store.disk import StorageError, UnreadableError
+from gateway.store.disk import StorageError
 from gateway.store.folder import StateFolder
-from gateway.store.objects import BatchJob, InputError, Lengths, LineRef, Usage
+from gateway.store.objects import BatchJob, Lengths
 from gateway.store.states import TERMINAL, BatchStatus, IllegalTransition
 
-RunLine = Callable[[str, dict[str, Any], LineOrigin], Awaitable[LineAnswer]]
 EXPIRED_FILES = 1000
-MAX_BACK_OFF = 60.0
 JUDGE_SECONDS = 1.0
 
 
@@ -72,22 +68,22 @@ class BatchWorker:
         self._folder = folder
         self._store = folder.store
         self._limits = limits
-        self._run_line = run_line
         self._clock = clock
         self._set_lane = set_lane
         self._wake = asyncio.Event()
         self._tick_now = asyncio.Event()
         self._window = Window(limits.window_lines, limits.window_bytes)
-        self._order = FeedOrder(limits.window_lines)
         self._retry = StorageRetry(limits.retry_seconds, self._wake.set, folder.disk.health)
         self._results = ResultWriter(folder, self._retry, self._window, self._wake.set)
+        self._jobs: dict[str, Job] = {}
+        self.feeder = LineFeeder(
+            folder, limits, run_line, self._jobs, self._retry, self._results, self._window, self._wake, self._line_ended
+        )
         self._finisher = Finisher(folder, limits, self._retry, self._now, max_lines)
         self._judged = 0.0
         self.forecast = Forecast(costs, online_tokens)
-        self._jobs: dict[str, Job] = {}
         self._drives: dict[str, asyncio.Task[None]] = {}
         self._services: list[asyncio.Task[None]] = []
-        self._engine_paused = False
         self.states: dict[str, BatchStatus] = {}
         self.lines_ended: Counter[bool] = Counter()
 
@@ -98,7 +94,7 @@ class BatchWorker:
         await self._folder.recover()
         for batch in await self._store.unfinished_batches():
             self.added(batch)
-        work = {"feed": self._feed(), "results": self._results.run(), "ticks": self._tick_for_ever()}
+        work = {"feed": self.feeder.run(), "results": self._results.run(), "ticks": self._tick_for_ever()}
         self._services = [asyncio.create_task(run, name=f"tidemill-batch-{name}") for name, run in work.items()]
 
     async def stop(self) -> None:
@@ -145,8 +141,10 @@ class BatchWorker:
     # One batch
 
     async def _guard(self, batch_id: str) -> None:
-        """Nothing but an end lets go of a batch: a bug is logged and met again, ever less often, until it ends that."""
+        """Drive the batch until it ends. After an unexpected error, log it and retry with exponential backoff. Only
+        errors that are no fault of the system count towards giving the batch up."""
         faults: Counter[BatchStatus] = Counter()
+        bugs: Counter[BatchStatus] = Counter()
         try:
             while True:
                 try:
@@ -156,10 +154,12 @@ class BatchWorker:
                     return  # stopping
                 except Exception as error:
                     log_unexpected(error)
+                    is_bug = cause_of(error) is not Cause.SYSTEM
                 status = self.states[batch_id]
                 faults[status] += 1
-                if not await self._give_up_in_time(batch_id, status, faults[status]):
-                    await asyncio.sleep(min(MAX_BACK_OFF, self._limits.retry_seconds * 2.0 ** (faults[status] - 1)))
+                bugs[status] += is_bug
+                if not (is_bug and await self._give_up_in_time(batch_id, status, bugs[status])):
+                    await asyncio.sleep(self._limits.back_off(faults[status]))
         finally:
             self._drives.pop(batch_id, None)
             self.states.pop(batch_id, None)
@@ -217,6 +217,7 @@ class BatchWorker:
         finally:
             del self._jobs[batch.id]
             await _cancel(job.running)
+            self.feeder.forget(job)
             if job.unwritten:
                 await job.written.wait()
         if not job.batch.remaining:
@@ -267,6 +268,12 @@ class BatchWorker:
                 job.at_risk = at_risk
                 self._set_lane(job.batch.id, job.lane)
 
+    def _line_ended(self, line: FinishedLine) -> None:
+        self.lines_ended[line.succeeded] += 1
+        self.forecast.line_ended(line.ref.length, line.usage)
+        if not 0.0 <= self._clock() - self._judged < JUDGE_SECONDS:
+            self._judge()
+
     def notes(self, batch: BatchJob) -> dict[str, str]:
         """See JobListener."""
         outlook = self.forecast.outlooks.get(batch.id)
@@ -280,117 +287,6 @@ class BatchWorker:
 
     async def _head(self, batch: BatchJob) -> Lengths | None:
         return await in_thread(lambda: read_head(self._folder.file_path(batch.input_file_id), batch.endpoint))
-
-    # Feeding
-
-    async def _feed(self) -> None:
-        while True:
-            await self._wake.wait()
-            self._wake.clear()
-            try:
-                while self._retry.healthy and not self._engine_paused and not self._window.is_full:
-                    job = self._order.pick(self._jobs.values())
-                    if job is None or not await self._feed_one(job):
-                        break
-            except Exception as error:
-                log_unexpected(error)
-                await asyncio.sleep(self._limits.retry_seconds)
-                self._wake.set()
-
-    async def _feed_one(self, job: Job) -> bool:
-        """Give a job its turn; False when there was no room for its next line."""
-        refs = await self._retry.run(lambda: self._next_lines(job))
-        if not refs:
-            return job.exhausted
-        self._window.take(refs)
-        try:
-            envelopes = await self._retry.run(lambda: self._read(job, refs))
-        except BaseException as error:
-            self._window.release(refs)
-            job.retry.extendleft(reversed(refs))
-            if isinstance(error, UnreadableError):
-                self._rest(job)
-                return True
-            raise
-        if job.settled.is_set():
-            self._window.release(refs)
-            return True
-        for ref, envelope in zip(refs, envelopes, strict=True):
-            task = asyncio.create_task(self._execute(job, ref, envelope))
-            job.running.add(task)
-            task.add_done_callback(job.running.discard)
-        return True
-
-    async def _next_lines(self, job: Job) -> list[LineRef]:
-        """The next lines of a job for which there is room."""
-        if job.retry:
-            refs = self._window.fitting(list(job.retry)[: self._order.quantum])
-            for _ in refs:
-                job.retry.popleft()
-            return refs
-        found = await self._store.pending_lines(job.batch.id, job.cursor, self._order.quantum)
-        refs = self._window.fitting(found)
-        job.exhausted = len(refs) == len(found) < self._order.quantum
-        job.cursor = refs[-1].rank if refs else job.cursor
-        return refs
-
-    async def _read(self, job: Job, refs: list[LineRef]) -> list[dict[str, Any] | None]:
-        """None for what cannot be read any more: a batch must end all the same. Raises UnreadableError a few times."""
-        lenient, file_id = job.read_faults >= self._limits.read_attempts, job.batch.input_file_id
-        found = await in_thread(lambda: read_envelopes(self._folder, file_id, refs, lenient=lenient))
-        lost = [ref for ref, envelope in zip(refs, found, strict=True) if envelope is None]
-        if lost:
-            await self._store.note_error(job.batch.id, InputError(*INPUT_LOST, lost[0].number))
-        else:
-            job.read_faults = 0
-        return found
-
-    def _rest(self, job: Job) -> None:
-        """Let the other jobs go on while the input of this one cannot be read."""
-        job.read_faults += 1
-        job.resting = True
-        asyncio.get_running_loop().call_later(self._limits.read_pause(job.read_faults), self._rested, job)
-
-    def _rested(self, job: Job) -> None:
-        job.resting = False
-        self._wake.set()
-
-    async def _execute(self, job: Job, ref: LineRef, envelope: dict[str, Any] | None) -> None:
-        try:
-            line = await self._finished(job, ref, envelope)
-        except BaseException as error:
-            self._window.release([ref])
-            job.retry.append(ref)
-            if isinstance(error, asyncio.CancelledError):
-                raise
-            if not isinstance(error, LineRetry):
-                log_unexpected(error)
-            self._pause_engine(error.retry_after if isinstance(error, LineRetry) else self._limits.retry_seconds)
-        else:
-            self.lines_ended[line.succeeded] += 1
-            self.forecast.line_ended(ref.length, line.usage)
-            self._results.put(job, line)
-            if not 0.0 <= self._clock() - self._judged < JUDGE_SECONDS:
-                self._judge()
-
-    async def _finished(self, job: Job, ref: LineRef, envelope: dict[str, Any] | None) -> FinishedLine:
-        batch = job.batch
-        if envelope is None:
-            code, message = INPUT_LOST
-            return FinishedLine(ref, False, unfinished_row(None, code, f"{message} (line {ref.number})"), Usage())
-        origin = LineOrigin(batch.tenant, batch.id, batch.expires_at, job.lane, ref.length)
-        answer = await self._run_line(batch.endpoint, envelope["body"], origin)
-        row = response_row(envelope["custom_id"], answer.status, answer.body)
-        return FinishedLine(ref, answer.status == 200, row, answer.usage)
-
-    def _pause_engine(self, seconds: float) -> None:
-        if not self._engine_paused:
-            self._engine_paused = True
-            asyncio.get_running_loop().call_later(seconds, self._resume_engine)
-
-    def _resume_engine(self) -> None:
-        self._engine_paused = False
-        self._wake.set()
 
 
 async def _cancel(tasks: Iterable["asyncio.Task[None]"]) -> None:

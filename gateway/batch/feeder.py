@@ -1,0 +1,299 @@
+"""Feeds the lines of all batches in progress into the engine, and decides what becomes of a line that fails.
+
+A line that ends has a row. A line that fails by the table of `gateway.batch.causes` has an error row, or runs again.
+"""
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping
+from itertools import islice
+from typing import Any
+
+from gateway.batch.causes import Cause, cause_of, kind_of, retry_after
+from gateway.batch.failures import Failures
+from gateway.batch.feed import FeedOrder, FinishedLine, Job, Window
+from gateway.batch.finish import INPUT_LOST
+from gateway.batch.limits import BatchLimits
+from gateway.batch.line import LineAnswer, LineOrigin
+from gateway.batch.output import read_envelopes
+from gateway.batch.result_rows import response_row, unfinished_row
+from gateway.batch.results import ResultWriter, StorageRetry, in_thread
+from gateway.http.errors import log_unexpected, to_api_error
+from gateway.store.disk import UnreadableError
+from gateway.store.folder import StateFolder
+from gateway.store.objects import InputError, LineRef, Usage
+
+log = logging.getLogger("tidemill.gateway")
+
+RunLine = Callable[[str, dict[str, Any], LineOrigin], Awaitable[LineAnswer]]
+Envelope = dict[str, Any]
+CONTROL = -1
+"""Rank of a line that runs again although it has its row."""
+PROBE_LINES = 8
+"""Lines in a turn of a batch that pauses for a common cause: half of them have failed, half of them have not run."""
+
+
+class LineFeeder:
+    """One task feeds, and each line in the engine has a task. `ended` is called with each line that has a row."""
+
+    def __init__(
+        self,
+        folder: StateFolder,
+        limits: BatchLimits,
+        run_line: RunLine,
+        jobs: Mapping[str, Job],
+        retry: StorageRetry,
+        results: ResultWriter,
+        window: Window,
+        wake: asyncio.Event,
+        ended: Callable[[FinishedLine], None],
+    ) -> None:
+        self._folder = folder
+        self._store = folder.store
+        self._limits = limits
+        self._run_line = run_line
+        self._jobs = jobs
+        self._retry = retry
+        self._results = results
+        self._window = window
+        self._wake = wake
+        self._ended = ended
+        self._order = FeedOrder(limits.window_lines)
+        self._failures = Failures()
+        self._paused = False
+        self._system_pauses = 0
+        self._system_fault = ""
+        self._pausing: set[Job] = set()
+        self.retries: Counter[Cause] = Counter()
+
+    async def run(self) -> None:
+        while True:
+            await self._wake.wait()
+            self._wake.clear()
+            try:
+                while self._retry.healthy and not self._paused and not self._window.is_full:
+                    job = self._order.pick(self._jobs.values())
+                    if job is None or not await self._feed(job):
+                        break
+            except Exception as error:  # a bug of the order itself; a bug in the turn of a job rests that job
+                log_unexpected(error)
+                await asyncio.sleep(self._limits.retry_seconds)
+                self._wake.set()
+
+    def forget(self, job: Job) -> None:
+        """The batch is no longer in progress."""
+        self._failures.forget(job.batch.id, job.trials)
+        self._pausing.discard(job)
+
+    @property
+    def num_paused(self) -> int:
+        """Batches that pause because their lines fail with a common cause."""
+        return len(self._pausing)
+
+    def trouble(self) -> str | None:
+        """Return why batch lines do not run, or None. A batch without lines in progress has no trouble."""
+        if not self._jobs:
+            return None
+        if self._system_pauses:
+            return f"batch lines pause after a fault of the system ({self._system_fault}) and are tried again"
+        if self._pausing:
+            return (
+                f"the lines of {self.num_paused} batches fail with an unexpected error; they pause and are tried again"
+            )
+        return None
+
+    # Turns
+
+    async def _feed(self, job: Job) -> bool:
+        """Give a job its turn; False when there was no room for its next line."""
+        refs: list[LineRef] = []
+        try:
+            refs = await self._retry.run(lambda: self._next_lines(job))
+            if not refs:
+                return job.exhausted and not job.retry
+            self._window.take(refs)
+            envelopes = await self._retry.run(lambda: self._read(job, refs))
+        except BaseException as error:
+            self._window.release(refs)
+            job.retry.extendleft(ref for ref in reversed(refs) if ref.rank != CONTROL)
+            if not isinstance(error, Exception) or self._retry.stopping:
+                raise
+            self._turn_failed(job, error)
+            return True
+        job.trials.turn_faults = 0
+        if job.settled.is_set():
+            self._window.release(refs)
+            return True
+        for ref, envelope in zip(refs, envelopes, strict=True):
+            task = asyncio.create_task(self._execute(job, ref, envelope))
+            job.running.add(task)
+            task.add_done_callback(job.running.discard)
+        return True
+
+    def _turn_failed(self, job: Job, error: Exception) -> None:
+        """Other jobs go on while the lines of this one cannot be found or read."""
+        if cause_of(error) is Cause.SYSTEM:
+            self._pause_for_system(error)
+            return
+        if isinstance(error, UnreadableError):
+            job.read_faults += 1
+        else:
+            log_unexpected(error)
+        job.trials.turn_faults += 1
+        self._rest(job, job.trials.turn_faults)
+
+    async def _next_lines(self, job: Job) -> list[LineRef]:
+        """Take the next lines of a job for which there is room."""
+        probes = job.trials.pauses > 0
+        most = PROBE_LINES if probes else self._order.quantum
+        old = list(islice(job.retry, most // 2 if probes else most))
+        asks = not job.exhausted and (probes or not old)
+        new = await self._store.pending_lines(job.batch.id, job.cursor, most - len(old)) if asks else []
+        extra = [job.trials.control] if probes and job.exhausted and job.trials.control is not None else []
+        refs = self._window.fitting([*old, *new, *extra])
+        for _ in range(min(len(refs), len(old))):
+            job.retry.popleft()
+        if asks:
+            taken = refs[len(old) :]
+            job.exhausted = len(taken) == len(new) < most - len(old)
+            job.cursor = taken[-1].rank if taken else job.cursor
+        return refs
+
+    async def _read(self, job: Job, refs: list[LineRef]) -> list[Envelope | None]:
+        """None for a line that cannot be read any more: a batch must end all the same. Raises UnreadableError a few
+        times before that."""
+        lenient, file_id = job.read_faults >= self._limits.read_attempts, job.batch.input_file_id
+        found = await in_thread(lambda: read_envelopes(self._folder, file_id, refs, lenient=lenient))
+        lost = [ref for ref, envelope in zip(refs, found, strict=True) if envelope is None]
+        if lost:
+            await self._store.note_error(job.batch.id, InputError(*INPUT_LOST, lost[0].number))
+        else:
+            job.read_faults = 0
+        return found
+
+    def _rest(self, job: Job, faults: int) -> None:
+        job.resting = True
+        asyncio.get_running_loop().call_later(self._limits.back_off(faults), self._rested, job)
+
+    def _rested(self, job: Job) -> None:
+        job.resting = False
+        self._wake.set()
+
+    # Lines
+
+    async def _execute(self, job: Job, ref: LineRef, envelope: Envelope | None) -> None:
+        try:
+            line = await self._finished(job, ref, envelope)
+        except Exception as error:  # any failure of a line has its answer in the table of causes
+            self._failed(job, ref, envelope, error)
+        except BaseException:
+            self._window.release([ref])
+            self._run_again(job, ref)
+            raise
+        else:
+            self._end(job, line)
+
+    async def _finished(self, job: Job, ref: LineRef, envelope: Envelope | None) -> FinishedLine:
+        batch = job.batch
+        if envelope is None:
+            code, message = INPUT_LOST
+            return FinishedLine(ref, False, unfinished_row(None, code, f"{message} (line {ref.number})"), Usage())
+        origin = LineOrigin(batch.tenant, batch.id, batch.expires_at, job.lane, ref.length)
+        answer = await self._run_line(batch.endpoint, envelope["body"], origin)
+        row = response_row(envelope["custom_id"], answer.status, answer.body)
+        return FinishedLine(ref, answer.status == 200, row, answer.usage)
+
+    def _end(self, job: Job, line: FinishedLine) -> None:
+        """The line has its row; the row of a control is not wanted."""
+        self._failures.ended(job.batch.id, job.trials, line.ref.rank, line.succeeded)
+        self._system_pauses = 0
+        if line.succeeded:
+            job.trials.control = line.ref._replace(rank=CONTROL)
+            if job.trials.pauses:
+                job.trials.pauses = 0
+                self._pausing.discard(job)
+                self._rested(job)
+        if line.ref.rank == CONTROL:
+            self._window.release([line.ref])
+        else:
+            self._results.put(job, line)
+            self._ended(line)
+
+    def _failed(self, job: Job, ref: LineRef, envelope: Envelope | None, error: Exception) -> None:
+        cause = cause_of(error)
+        if cause is Cause.REQUEST:
+            self._end(job, _error_line(ref, envelope, error))
+            return
+        self.retries[cause] += 1
+        if cause is Cause.UNKNOWN and self._is_proven(job, ref, error):
+            self._end(job, _error_line(ref, envelope, error))
+            return
+        self._window.release([ref])
+        if cause is Cause.BUSY:
+            self._run_again(job, ref)
+            self._pause(retry_after(error))
+        elif cause is Cause.SYSTEM:
+            self._pause_for_system(error)
+            self._run_again(job, ref, self._failures.system_fault(job.trials, ref.rank))
+
+    def _is_proven(self, job: Job, ref: LineRef, error: Exception) -> bool:
+        """Judge an unexpected error: True if the line has failed often enough by itself. If not, the line runs again,
+        and the batch pauses if the cause is common to its lines."""
+        kind = kind_of(error)
+        is_new = self._failures.is_new(kind)
+        line, is_common = self._failures.unknown(job.batch.id, job.trials, ref.rank, kind)
+        is_proven = line.own >= self._limits.attempts
+        if is_new or is_proven:
+            log_unexpected(error)
+        if not is_proven:
+            self._run_again(job, ref, 0 if is_common else line.own)
+            if is_common and not job.resting:
+                self._pause_job(job, kind)
+        return is_proven
+
+    def _pause_job(self, job: Job, kind: str) -> None:
+        job.trials.pauses += 1
+        self._pausing.add(job)
+        seconds = self._limits.back_off(job.trials.pauses)
+        log.error("batch %s pauses for %g s: its lines fail with an unexpected %s", job.batch.id, seconds, kind)
+        self._rest(job, job.trials.pauses)
+
+    def _run_again(self, job: Job, ref: LineRef, faults: int = 0) -> None:
+        """Return the line to its job: at the next turn, or after so many faults in a row only after a pause."""
+        if ref.rank == CONTROL:
+            return
+        if not faults:
+            job.retry.append(ref)
+            return
+
+        def again() -> None:
+            job.retry.append(ref)
+            self._wake.set()
+
+        asyncio.get_running_loop().call_later(self._limits.back_off(faults), again)
+
+    # Pauses of all lines
+
+    def _pause_for_system(self, error: Exception) -> None:
+        if not self._paused:
+            self._system_pauses += 1
+            self._system_fault = kind_of(error)
+            seconds = self._limits.back_off(self._system_pauses)
+            log.error("batch lines pause for %g s: a fault of the system, %s", seconds, self._system_fault)
+            self._pause(seconds)
+
+    def _pause(self, seconds: float) -> None:
+        if not self._paused:
+            self._paused = True
+            asyncio.get_running_loop().call_later(seconds, self._resume)
+
+    def _resume(self) -> None:
+        self._paused = False
+        self._wake.set()
+
+
+def _error_line(ref: LineRef, envelope: Envelope | None, error: Exception) -> FinishedLine:
+    answer = to_api_error(error)
+    assert envelope is not None, "a line that cannot be read does not run"
+    return FinishedLine(ref, False, response_row(envelope["custom_id"], answer.status, answer.envelope), Usage())
