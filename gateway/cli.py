@@ -346,7 +346,7 @@ def _make_engine(engine_config: EngineConfig, server_config: ServerConfig, root:
 
     policy = partial(RestartPolicy, server_config.max_engine_deaths, max_delay=server_config.max_restart_delay)
     log_level, pid_file = server_config.log_level, root / "engine.pid"
-    flights = Flights(root / "flights", model_name(engine_config), tokens=server_config.flight_tokens)
+    flights = Flights(root / "flights", model_name(engine_config))
     if server_config.engines == 1 and not server_config.ray:
         make = importlib.import_module("engine.process.client").EngineProcess
         return make(

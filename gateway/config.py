@@ -63,10 +63,6 @@ class ServerConfig:
         "keep the next engine process ready, where 2 GiB of memory are free (it takes some 200 MB): a restart loads "
         "weights only",
     )
-    flight_tokens: bool = _flag(
-        False,
-        "the recordings of last steps (STATE/flights) hold the tokens of open requests",
-    )
     max_engine_deaths: int = _flag(
         6, "deaths of the engine process, within ten minutes and without a healthy one, after which the server ends"
     )

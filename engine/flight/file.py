@@ -1,5 +1,6 @@
-"""Recordings of the flight recorder on disk: a line of facts, a line an entry, and with their owner's leave a line for
-each request that was open, with its tokens. The last `KEEP` of a folder are kept.
+"""Recordings of the flight recorder on disk: a line of facts, then a line for each entry.
+
+A folder keeps the last `KEEP` recordings.
 """
 
 import os
@@ -9,8 +10,6 @@ from pathlib import Path
 
 import msgspec
 
-from engine.adapters import AdapterFiles
-from engine.api import SamplingParams
 from engine.errors import ConfigError
 from engine.flight.recorder import AnyEntry
 
@@ -30,38 +29,26 @@ class Facts(msgspec.Struct, frozen=True, tag=True):
     version: int = 1
 
 
-class OpenTokens(msgspec.Struct, frozen=True, tag=True):
-    """A request that was open, the tokens it had been given, and its LoRA adapter."""
-
-    request_id: str
-    prompt_token_ids: tuple[int, ...]
-    token_ids: tuple[int, ...]
-    sampling: SamplingParams
-    adapter: AdapterFiles | None = None
-
-
 class Recording(msgspec.Struct, frozen=True):
     """A file, read."""
 
     facts: Facts
     entries: list[AnyEntry]
-    requests: list[OpenTokens]
 
 
 _encoder = msgspec.json.Encoder()
 _facts = msgspec.json.Decoder(Facts)
 _entries = msgspec.json.Decoder(AnyEntry)
-_requests = msgspec.json.Decoder(OpenTokens)
 
 
-def save(folder: Path, facts: Facts, entries: Sequence[AnyEntry], requests: Sequence[OpenTokens] = ()) -> Path:
+def save(folder: Path, facts: Facts, entries: Sequence[AnyEntry]) -> Path:
     """Write a recording, and remove the oldest ones beyond `KEEP`. Raises OSError."""
     folder.mkdir(mode=0o700, exist_ok=True)
     stamp = time.strftime("%Y%m%d-%H%M%S", time.gmtime(facts.at))
     path = folder / f"{stamp}-{int(facts.at * 1000) % 1000:03d}-{facts.cause}{SUFFIX}"
     temporary = path.with_suffix(".new")
     with open(temporary, "wb", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
-        file.write(_encoder.encode_lines([facts, *entries, *requests]))
+        file.write(_encoder.encode_lines([facts, *entries]))
     temporary.replace(path)
     for old in sorted(folder.glob(f"*{SUFFIX}"))[:-KEEP]:
         old.unlink(missing_ok=True)
@@ -72,9 +59,7 @@ def load(path: Path) -> Recording:
     """Read a recording. Raises ConfigError."""
     try:
         first, *lines = path.read_bytes().splitlines()
-        entries = [_entries.decode(line) for line in lines if line.startswith(b"[")]
-        requests = [_requests.decode(line) for line in lines if line.startswith(b"{")]
-        return Recording(_facts.decode(first), entries, requests)
+        return Recording(_facts.decode(first), [_entries.decode(line) for line in lines if line.startswith(b"[")])
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
     except (ValueError, msgspec.MsgspecError) as error:

@@ -508,8 +508,7 @@ class EngineProcess:
 
     def _keep_flight(self, cause: str, child: Endpoint | None) -> None:
         if self._flights is not None and child is not None and self._info is not None and cause != RENEWED:
-            adapters = self._launcher.adapters | self._adapters
-            self._flights.keep(cause, self._info, child.entries, self._open, adapters)
+            self._flights.keep(cause, self._info, child.entries)
 
     def _judge(self, cause: str, child: Endpoint | None) -> float | None:
         """Seconds until the next start; None: never. A death in a trial does not count; a request whose fault it is

@@ -3,14 +3,12 @@
 import asyncio
 import logging
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
-from engine.adapters import AdapterFiles
 from engine.api import EngineInfo
 from engine.flight import file as flight_file
 from engine.flight.recorder import AnyEntry
-from engine.process.requests import OpenRequest
 
 log = logging.getLogger("tidemill.engine")
 
@@ -20,47 +18,29 @@ REST = 10.0
 
 
 class Flights:
-    """Recordings of one model in a folder. `tokens`: with those of the requests that are open."""
+    """Recordings of one model in a folder."""
 
-    def __init__(self, folder: Path, model: str, *, tokens: bool = False) -> None:
+    def __init__(self, folder: Path, model: str) -> None:
         self._folder = folder
         self._model = model
-        self._tokens = tokens
         self._not_before = 0.0
 
-    def keep(
-        self,
-        cause: str,
-        info: EngineInfo,
-        entries: Sequence[AnyEntry],
-        requests: Iterable[OpenRequest],
-        adapters: Mapping[int, AdapterFiles],
-    ) -> None:
+    def keep(self, cause: str, info: EngineInfo, entries: Sequence[AnyEntry]) -> None:
         """Write what happened, without waiting for the disk. Errors cost the recording only."""
         clock = time.monotonic()
         if not entries or (cause == FAILED_STEP and clock < self._not_before):
             return
         self._not_before = clock + REST
         facts = flight_file.Facts(cause, time.time(), clock, self._model, info.dtype, info.device)
-        kept = [_with_tokens(each, adapters) for each in requests] if self._tokens else []
         try:
-            asyncio.get_running_loop().run_in_executor(None, self._save, facts, entries, kept)
+            asyncio.get_running_loop().run_in_executor(None, self._save, facts, entries)
         except RuntimeError as error:
             log.error("the last steps could not be written: %s", error)
 
-    def _save(
-        self, facts: flight_file.Facts, entries: Sequence[AnyEntry], requests: Sequence[flight_file.OpenTokens]
-    ) -> None:
+    def _save(self, facts: flight_file.Facts, entries: Sequence[AnyEntry]) -> None:
         try:
-            path = flight_file.save(self._folder, facts, entries, requests)
+            path = flight_file.save(self._folder, facts, entries)
         except OSError as error:
             log.error("the last steps could not be written: %s", error)
         else:
             log.warning("the last %d entries of the engine are in %s", len(entries), path)
-
-
-def _with_tokens(entry: OpenRequest, adapters: Mapping[int, AdapterFiles]) -> flight_file.OpenTokens:
-    request, adapter = entry.request, adapters.get(entry.request.adapter)
-    return flight_file.OpenTokens(
-        request.request_id, request.prompt_token_ids, tuple(entry.token_ids), request.sampling, adapter
-    )

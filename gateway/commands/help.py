@@ -78,7 +78,6 @@ FLAGS: tuple[tuple[str, tuple[str, ...]], ...] = (
         (
             "engine_process",
             "engine_spare",
-            "flight_tokens",
             "max_engine_deaths",
             "max_restart_delay",
             "shutdown_timeout",
