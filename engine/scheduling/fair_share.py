@@ -8,7 +8,10 @@ by at most one charge. Knows nothing of requests, time or units of service.
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from heapq import heapify, heapreplace
+from heapq import heapify, heappop, heappush, heapreplace
+
+MOST_OUTDATED = 8
+"""Entries of a heap for each account, at which outdated entries are removed."""
 
 
 @dataclass(slots=True)
@@ -24,12 +27,16 @@ class FairShare:
     def __init__(self) -> None:
         self._accounts: dict[str, _Account] = {}
         self._num_entered = 0
+        self._num_active = 0
+        # Heaps of (service, key) by whether the key is active. An entry counts only if the account still says the same.
+        self._standings: dict[bool, list[tuple[float, str]]] = {True: [], False: []}
 
     def copy(self) -> "FairShare":
         """Counters of their own, the same as these."""
         other = FairShare()
         other._accounts = {key: replace(account) for key, account in self._accounts.items()}
-        other._num_entered = self._num_entered
+        other._num_entered, other._num_active = self._num_entered, self._num_active
+        other._standings = {active: list(heap) for active, heap in self._standings.items()}
         return other
 
     def enter(self, key: str) -> None:
@@ -40,6 +47,10 @@ class FairShare:
             own = 0.0 if account is None else account.service
             account = self._accounts[key] = _Account(max(own, least), self._num_entered)
             self._num_entered += 1
+            self._num_active += 1
+            account.num_active = 1
+            self._note(key, account)
+            return
         account.num_active += 1
 
     def leave(self, key: str) -> None:
@@ -49,17 +60,21 @@ class FairShare:
         assert account.num_active >= 0, "more work has ended than was there"
         if account.num_active:
             return
-        if not any(other.num_active for other in self._accounts.values()):
+        self._num_active -= 1
+        if not self._num_active:
             self._accounts.clear()
+            self._standings = {True: [], False: []}
             return
+        self._note(key, account)
         least = self.least()
-        for name in [k for k, a in self._accounts.items() if not a.num_active and a.service <= least]:
-            del self._accounts[name]
+        while (lowest := self._lowest(active=False)) is not None and lowest[0] <= least:
+            del self._accounts[lowest[1]]
 
     def charge(self, key: str, service: float) -> None:
         """`key` got this service (or gives some back, if negative). An account that was closed is not charged."""
         if (account := self._accounts.get(key)) is not None:
             account.service += service
+            self._note(key, account)
 
     def is_active(self, key: str) -> bool:
         """Whether work of `key` is there."""
@@ -72,12 +87,33 @@ class FairShare:
 
     def least(self) -> float:
         """The least counter among active keys; 0 if there is none."""
-        return min((a.service for a in self._accounts.values() if a.num_active), default=0.0)
+        lowest = self._lowest(active=True)
+        return 0.0 if lowest is None else lowest[0]
 
     def standing(self, key: str) -> tuple[float, int]:
         """What to sort active keys by, the next to be served first."""
         account = self._accounts[key]
         return account.service, account.order
+
+    def _note(self, key: str, account: _Account) -> None:
+        """The counter of a key, or whether the key is active, has changed. Logarithmic time on average."""
+        heap = self._standings[account.num_active > 0]
+        heappush(heap, (account.service, key))
+        if len(heap) > MOST_OUTDATED * len(self._accounts):
+            active = heap is self._standings[True]
+            heap[:] = [(a.service, k) for k, a in self._accounts.items() if (a.num_active > 0) is active]
+            heapify(heap)
+
+    def _lowest(self, *, active: bool) -> tuple[float, str] | None:
+        """The least counter of the keys that are active, or of those that are not, and its key."""
+        heap = self._standings[active]
+        while heap:
+            service, key = heap[0]
+            account = self._accounts.get(key)
+            if account is not None and account.service == service and (account.num_active > 0) is active:
+                return heap[0]
+            heappop(heap)
+        return None
 
 
 class FairWalk:
