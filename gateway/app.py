@@ -78,8 +78,6 @@ def create_app(
         find_marks(tokenizer),
         salt_secret=secrets.token_bytes(SECRET_BYTES) if folder is None else folder.secret(),
     )
-    if config.offline_thinking_budget is not None and context.thought_marks is None:
-        log.warning("--offline-thinking-budget has no effect: the chat template of this model knows of no thoughts")
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:

@@ -47,9 +47,6 @@ class ServerConfig:
         "how the model writes calls of functions; auto: by its response_template or its chat template",
         TOOL_PARSERS,
     )
-    offline_thinking_budget: int | None = _flag(
-        None, "most tokens that an answer of offline work may think; then its thought is closed (default: no limit)"
-    )
     max_body_bytes: int = _flag(4 * 1024 * 1024, "largest request body; beyond it 413")
     state_dir: str | None = _flag(
         None, "folder for files and batches (default: $XDG_STATE_HOME/tidemill or ~/.local/state/tidemill)"
@@ -96,8 +93,6 @@ class ServerConfig:
             raise ConfigError(f"--max-body-bytes must be at least 1024, not {self.max_body_bytes}")
         if not 0.0 <= self.shutdown_timeout <= 86400.0:
             raise ConfigError(f"--shutdown-timeout must be between 0 and 86400, not {self.shutdown_timeout}")
-        if self.offline_thinking_budget is not None and self.offline_thinking_budget < 0:
-            raise ConfigError(f"--offline-thinking-budget must not be negative, not {self.offline_thinking_budget}")
         if self.max_engine_deaths < 1:
             raise ConfigError(f"--max-engine-deaths must be at least 1, not {self.max_engine_deaths}")
         if not 0.0 <= self.max_restart_delay <= 3600.0:

@@ -124,10 +124,6 @@ class GatewayContext:
         for follow in self.on_new_keys:
             await follow()
 
-    def offline_thinking(self, tier: str | None) -> int | None:
-        """Tokens of thoughts that answers of offline work may have; None: as many as they like, or it is not."""
-        return self.config.offline_thinking_budget if self.is_offline or tier == "flex" else None
-
     def cache_salt(self, tenant: str) -> bytes:
         """What separates this tenant's prefix cache from the others'."""
         return hmac.digest(self.salt_secret, tenant.encode(), hashlib.sha256)[:16]

@@ -198,16 +198,16 @@ async def test_usage_counts_thoughts_and_the_budget_reaches_the_engine(tmp_path:
         assert served.engine.requests[-1].sampling.thinking is None
 
 
-async def test_offline_work_thinks_no_longer_than_the_operator_says(tmp_path: Path) -> None:
-    async with scripted(tmp_path, "Yes", THINKS, offline_thinking_budget=20) as served:
+async def test_a_budget_is_that_of_the_request_alone(tmp_path: Path) -> None:
+    async with scripted(tmp_path, "Yes", THINKS) as served:
         async with httpx.AsyncClient(base_url=served.url) as client:
-            for fields in ({}, {"thinking_token_budget": 5}, {"thinking_token_budget": 99}):
+            for fields in ({}, {"thinking_token_budget": 5}):
                 for tier in ("flex", "default"):
                     asked = ask_http(tools=[], service_tier=tier, **fields)
                     answer = await client.post("/v1/chat/completions", json=asked)
                     assert answer.status_code == 200, answer.text
         budgets = [request.sampling.thinking for request in served.engine.requests]
-        assert [each and each.tokens for each in budgets] == [20, None, 5, 5, 20, 99]
+        assert [each and each.tokens for each in budgets] == [None, None, 5, 5]
         assert all(each.begun for each in budgets if each is not None)
 
 

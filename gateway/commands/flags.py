@@ -22,6 +22,7 @@ _TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
 _NOUNS: dict[type, str] = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
 REMOVED: dict[str, str] = {
     "--flight-tokens": "find the request by its id from tidemill replay FILE",
+    "--offline-thinking-budget": "set thinking_token_budget in the request or batch line",
     "replay --model": "send the request again, alone, to a server that runs the model",
 }
 """Flags and commands that the last release had, with their replacement: a command, `COMMAND --flag`, or `--flag` for a

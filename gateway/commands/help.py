@@ -35,7 +35,6 @@ FLAGS: tuple[tuple[str, tuple[str, ...]], ...] = (
             "allowed_lora_dir",
             "chat_template",
             "tool_parser",
-            "offline_thinking_budget",
             "served_model_name",
             "load_format",
             "seed",

@@ -64,7 +64,7 @@ async def plan_chat(
         token_ids = _encode(context, body, messages, texts)
         prompt_end = context.tokenizer.decode(token_ids[-PROMPT_END:], skip_special_tokens=False)
         parsing = parsing_of(body, form, marks, prompt_end)
-        budget = budget_of(body, parsing, context.offline_thinking(body.service_tier))
+        budget = budget_of(body, parsing)
         thinks_first = body.thinking_token_budget is not None
         grammar = grammar_of(body)
         says_anything = False

@@ -1,4 +1,4 @@
-"""How long the answers of a chat may think: what a request asks for, and what the operator allows offline work."""
+"""The thinking budget of a chat request: the most tokens that its answers may think."""
 
 from engine.errors import InvalidRequestError
 from engine.text.thoughts import ThinkingBudget, ThoughtMarks
@@ -24,14 +24,11 @@ def check_budget(body: ChatCompletionRequest, marks: ThoughtMarks | None) -> Non
         raise InvalidRequestError(message, param=PARAM, code="unsupported_parameter")
 
 
-def budget_of(
-    body: ChatCompletionRequest, parsing: Parsing | None, offline_budget: int | None
-) -> ThinkingBudget | None:
-    """What the answers may spend on thoughts; `offline_budget`: what the operator allows this request at most."""
-    limits = [limit for limit in (body.thinking_token_budget, offline_budget) if limit is not None]
-    if not limits or parsing is None or parsing.marks is None:
+def budget_of(body: ChatCompletionRequest, parsing: Parsing | None) -> ThinkingBudget | None:
+    """Return the budget that the request sets, or None if it sets none or the model has no marks of thoughts."""
+    if body.thinking_token_budget is None or parsing is None or parsing.marks is None:
         return None
-    return ThinkingBudget(min(limits), parsing.marks, parsing.is_thinking)
+    return ThinkingBudget(body.thinking_token_budget, parsing.marks, parsing.is_thinking)
 
 
 def check_thought_before(budget: ThinkingBudget, param: str) -> None:
