@@ -1,20 +1,23 @@
 """An answer taken apart as it grows: what is said, what is thought, and the calls of functions in it.
 
-transformers' parser finds the parts; what is in a call is read by its format. What comes out in all does not depend on
-how the text was cut into pieces, and text that looks like a call and is none comes out as it is, once.
+A client steers what a model writes, so every step is linear in the new text, whatever it is, and what is held back is
+bounded: a part of a mark, MAX_BLANKS of white space, MAX_CALL_CHARS of a call. What comes out in all does not depend
+on how the text was cut into pieces, and text that looks like a call and is none comes out as it is, once.
 """
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
-
-from transformers.utils.chat_parsing import ResponseParser
+from enum import Enum, auto
 
 from engine.text.thoughts import ThoughtMarks, ThoughtTracker
 from gateway.generate.tool_formats import END_THINK, THINK, Call, ToolFormat
 from gateway.generate.tool_grammars import Function
 
-_PLAIN = {"content": "text", "content_args": {"strip": False}, "repeats": True}
+MAX_BLANKS = 256
+"""Characters of white space that are left out beside thoughts and calls; of a longer run the first ones are said."""
+MAX_CALL_CHARS = 2**19
+"""A longer text between the marks of calls is no call."""
 
 
 @dataclass(slots=True)
@@ -56,86 +59,205 @@ class Parsing:
         return self.format is not None and self.format.is_special
 
 
+class _Region(Enum):
+    """What the text is part of. START: nothing has come yet, and a thought may only be the first thing."""
+
+    START = auto()
+    SAID = auto()
+    THOUGHT = auto()
+    CALL = auto()
+
+
+class _Marks:
+    """The texts that end a region."""
+
+    def __init__(self, *marks: str) -> None:
+        self._marks = [mark for mark in marks if mark]
+        self._pattern = re.compile("|".join(map(re.escape, self._marks))) if self._marks else None
+        self.longest = max(map(len, self._marks), default=0)
+
+    def find(self, text: str, start: int, stop: int) -> re.Match[str] | None:
+        return None if self._pattern is None else self._pattern.search(text, start, stop)
+
+    def begin(self, text: str, start: int) -> int:
+        """Return where the text ends with a part of a mark, or its length."""
+        first = len(text)
+        for mark in self._marks:
+            at = text.find(mark[0], max(start, len(text) - len(mark) + 1))
+            while at >= 0 and not mark.startswith(text[at:]):
+                at = text.find(mark[0], at + 1)
+            first = first if at < 0 else min(first, at)
+        return first
+
+
+class _Edges:
+    """Holds white space back until more follows. `leading`: white space at the beginning is dropped."""
+
+    def __init__(self, leading: bool = False) -> None:
+        self._drops = leading
+        self.held = ""
+
+    def add(self, text: str) -> str:
+        """Return what may be shown now."""
+        text = text.lstrip() if self._drops else self.held + text
+        self._drops = self._drops and not text
+        end = max(len(text.rstrip()), len(text) - MAX_BLANKS)
+        self.held = text[end:]
+        return text[:end]
+
+
 class AnswerParser:
     """One answer. Nothing may be pushed after the last piece."""
 
     def __init__(self, parsing: Parsing) -> None:
+        form = parsing.format
         self._parsing = parsing
         self._functions: Mapping[str, Function] = {each.name: each for each in parsing.functions}
-        self._parser = ResponseParser(_template(parsing), prefix="")
-        self._body = ""
-        self._thought = self._called = False
-        self._held = ""  # white space that only counts if more follows
+        self._call_mark = "" if form is None else form.calls.mark
+        thinks_later = parsing.reasons and not parsing.once
+        self._ends = {
+            _Region.SAID: _Marks(THINK if thinks_later else "", self._call_mark),
+            _Region.THOUGHT: _Marks(END_THINK),
+            _Region.CALL: _Marks("" if form is None else form.closes),
+        }
+        self._region = _Region.START if parsing.reasons and parsing.once else _Region.SAID
         if parsing.is_thinking:
-            self._parser.feed(THINK)
+            self._region = _Region.THOUGHT
+        self._tail = ""  # may be the beginning of a mark
+        self._lead = "" if form is not None and form.calls.leads else None  # may precede leading calls; None: does not
+        self._said, self._thought = _Edges(), _Edges(leading=True)
+        self._has_thought = self._has_called = False
+        self._opening = ""  # of the call that is being read
+        self._body: list[str] = []
+        self._room = 0
+        self._texts: list[str] = []
+        self._thoughts: list[str] = []
+        self._calls: list[Call] = []
 
     def push(self, text: str, final: bool = False) -> Piece:
         """Add text; `final` lets out all that was held back."""
-        piece = Piece()
-        for event in self._parser.feed(text):
-            self._take(event, piece, closed=True)
+        text, at = self._tail + text, 0
+        if self._region is _Region.START:
+            at = self._start(text, final)
+        while self._region is not _Region.START:
+            region, ends, stop = self._region, self._ends[self._region], len(text)
+            if region is _Region.CALL:
+                stop = min(stop, at + self._room + max(1, ends.longest))
+            mark = ends.find(text, at, stop)
+            end = stop if final or stop < len(text) else ends.begin(text, at)
+            if mark is not None:
+                end = mark.start()
+            at = self._add(text, at, end)
+            if self._region is not region:
+                continue
+            if mark is None:
+                break
+            self._cross(mark[0])
+            at = mark.end()
+        self._tail = text[at:]
         if final:
-            for event in self._parser.finalize()[1]:
-                self._take(event, piece, closed=False)
-            if not self._called and not self._thought:
-                piece.text += self._held
-        return piece
+            self._finish()
+        return self._piece()
 
-    def _take(self, event: Mapping[str, Any], piece: Piece, closed: bool) -> None:
-        kind, name = event["type"], event["field"]
-        if name == "calls":
-            self._take_call(event, piece, closed)
-        elif name == "reasoning":
-            self._take_thought(kind, event, piece)
-        elif kind == "region_chunk":
-            self._say(event["text"], piece)
+    def _start(self, text: str, final: bool) -> int:
+        """Tell whether the answer begins with a thought, once that is known; return where the next region begins."""
+        if text.startswith(THINK):
+            self._region = _Region.THOUGHT
+            return len(THINK)
+        if final or not THINK.startswith(text):
+            self._region = _Region.SAID
+        return 0
 
-    def _take_thought(self, kind: str, event: Mapping[str, Any], piece: Piece) -> None:
-        if kind == "region_chunk":
-            text = self._held + event["text"]
-            shown = text.rstrip()
-            self._held = text[len(shown) :]
-            piece.reasoning += shown if self._body else shown.lstrip()
-            self._body += shown.lstrip()
-        elif kind == "region_close":
-            self._thought, self._held, self._body = True, "", ""
+    def _add(self, text: str, start: int, end: int) -> int:
+        """Add a part of the text to the region; return where the next region begins if it ends there, else `end`."""
+        if self._region is _Region.CALL:
+            taken = min(end, start + self._room)
+            self._body.append(text[start:taken])
+            self._room -= taken - start
+            if taken < end:
+                self._end_call(None)
+            return taken
+        part = text[start:end]
+        if self._region is _Region.THOUGHT:
+            self._thoughts.append(self._thought.add(part))
+        elif self._lead is not None:
+            return end - self._look_for_calls(part)
+        else:
+            self._say(part)
+        return end
 
-    def _take_call(self, event: Mapping[str, Any], piece: Piece, closed: bool) -> None:
-        if event["type"] != "region_close":
-            return
-        parsing, body = self._parsing, event["value"]["body"]
+    def _look_for_calls(self, text: str) -> int:
+        """Find calls at the beginning of the answer. Return how many of the last characters are theirs."""
+        form = self._parsing.format
+        assert form is not None and self._lead is not None
+        text = self._lead + text
+        rest, tag = text.lstrip(), form.tag
+        if tag and rest.startswith(tag):
+            rest, tag = rest[len(tag) :].lstrip(), ""
+        self._lead = None
+        size = len(text) - len(rest)
+        if tag.startswith(rest) and len(text) <= MAX_BLANKS:
+            self._lead = text
+        elif rest.startswith(form.calls.leads) and size <= MAX_BLANKS:
+            self._begin_call(text[:size])
+            return len(rest)
+        else:
+            self._say(text)
+        return 0
+
+    def _cross(self, mark: str) -> None:
+        """Go over the mark that ends the region."""
+        if self._region is _Region.CALL:
+            self._end_call(mark)
+        elif self._region is _Region.THOUGHT:
+            self._region, self._has_thought = _Region.SAID, True
+            self._said, self._thought = _Edges(leading=True), _Edges(leading=True)
+        elif mark == self._call_mark:
+            self._begin_call(mark)
+        else:
+            self._let_out()
+            self._region = _Region.THOUGHT
+
+    def _begin_call(self, opening: str) -> None:
+        self._region, self._opening, self._room = _Region.CALL, opening, MAX_CALL_CHARS
+
+    def _end_call(self, closing: str | None) -> None:
+        """`closing`: the mark behind it, "" for the end of the answer; None: it is too long."""
+        body, self._region = "".join(self._body), _Region.SAID
+        self._body.clear()
+        parsing = self._parsing
         assert parsing.format is not None
         try:
-            calls = parsing.format.decode(body, self._functions)
+            calls = [] if closing is None else parsing.format.decode(body, self._functions)
             if not calls or any(call.name not in self._functions for call in calls):
                 raise ValueError("not offered")
         except ValueError:
-            self._say(event["value"]["opening"] + body + (parsing.format.closes if closed else ""), piece)
+            self._say(self._opening + body + (closing or ""))
             return
         if not parsing.parallel:
-            calls = calls[: 0 if self._called else 1]
-        self._called, self._held = True, ""
-        piece.calls += calls
+            calls = calls[: 0 if self._has_called else 1]
+        self._has_called, self._said.held = True, ""
+        self._calls += calls
 
-    def _say(self, text: str, piece: Piece) -> None:
+    def _say(self, text: str) -> None:
         """Around thoughts and calls, white space is no part of what is said."""
-        if not (self._thought or self._called):
-            piece.text += text
-            return
-        text = self._held + text
-        shown = text.rstrip()
-        self._held = text[len(shown) :]
-        if shown:
-            piece.text += shown.lstrip() if self._thought and not self._body else shown
-            self._body = "said"
+        self._texts.append(self._said.add(text) if self._call_mark or self._has_thought or self._has_called else text)
 
+    def _let_out(self) -> None:
+        """Say what is held back."""
+        if self._lead:
+            self._say(self._lead)
+            self._lead = None if self._lead.strip() else ""
+        if not (self._has_thought or self._has_called):
+            self._texts.append(self._said.held)
+        self._said.held = ""
 
-def _template(parsing: Parsing) -> dict[str, Any]:
-    fields: dict[str, dict[str, Any]] = {"content": _PLAIN}
-    if parsing.reasons:
-        fields["reasoning"] = {**_PLAIN, "open": THINK, "close": END_THINK, "repeats": not parsing.once}
-    if parsing.format is not None:
-        ends = {"close": parsing.format.closes} if parsing.format.closes else {}
-        value = {"opening": "{opening}", "body": "{content}"}
-        fields["calls"] = {**_PLAIN, "open_pattern": parsing.format.opens, "transform": value, **ends}
-    return {"start_anchor": THINK, "fields": fields}
+    def _finish(self) -> None:
+        if self._region is _Region.CALL:
+            self._end_call("")
+        self._let_out()
+
+    def _piece(self) -> Piece:
+        piece = Piece("".join(self._texts), "".join(self._thoughts), self._calls)
+        self._texts, self._thoughts, self._calls = [], [], []
+        return piece

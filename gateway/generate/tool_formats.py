@@ -4,7 +4,6 @@ how it is written by those who must call. A new family is an entry in FORMATS.
 Knows nothing of requests or of streams.
 """
 
-import ast
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from typing import Any, NamedTuple
 import orjson
 
 from gateway.generate.lark import Lark
+from gateway.generate.python_calls import read_calls
 from gateway.generate.tool_grammars import ArgumentsCall, CallFormat, Function, JsonCall, LiteralCall, XmlCall
 from gateway.generate.tool_schemas import is_text
 from gateway.generate.tool_values import GEMMA, PYTHON
@@ -29,21 +29,21 @@ class Call(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ToolFormat:
-    """`opens`: a regular expression, with a group `opening`, of what begins calls; `closes`: the text that ends them
-    ("": the end of the answer). `marks`: texts by which a chat template is recognised. `decode`: calls in the text
-    between the two, ValueError where it has none. `calls`: how they are written, for those who must call.
-    `is_special`: what opens is a token that texts do not show. `id_chars`: how long a call's id has to be for the chat
-    template.
+    """`closes`: the text that ends calls ("": the end of the answer); the text that begins them is the mark of `calls`,
+    or stands at the beginning of the answer, perhaps behind `tag`. `marks`: texts by which a chat template is
+    recognised. `decode`: calls in the text between the two, ValueError where it has none, in linear time. `calls`: how
+    they are written, for those who must call. `is_special`: the mark is a token that texts do not show. `id_chars`: how
+    long a call's id has to be for the chat template.
     """
 
     name: str
-    opens: str
     closes: str
     marks: tuple[str, ...]
     decode: Callable[[str, Mapping[str, Function]], list[Call]]
     calls: CallFormat
     is_special: bool = False
     id_chars: int | None = None
+    tag: str = ""
 
     def grammar(self, functions: Sequence[Function], special: Mapping[str, int], parallel: bool, required: bool) -> str:
         """In Lark's syntax, of answers of nothing but calls, or of any with calls in it; of several or of one.
@@ -71,7 +71,10 @@ def _call(name: Any, arguments: Any) -> Call:
         arguments = orjson.loads(arguments)
     if not isinstance(name, str) or not isinstance(arguments, dict):
         raise ValueError("not a call")
-    return Call(name, orjson.dumps(arguments).decode())
+    try:
+        return Call(name, orjson.dumps(arguments).decode())
+    except orjson.JSONEncodeError as error:  # deeper, or larger a number, than JSON may be here
+        raise ValueError("not a call") from error
 
 
 def _from_json(value: Any) -> Call:
@@ -94,40 +97,45 @@ def _decode_mistral(text: str, functions: Mapping[str, Function]) -> list[Call]:
 
 
 def _decode_pythonic(text: str, _functions: Mapping[str, Function]) -> list[Call]:
-    """[name(key=value, ...), ...]: read as an expression, never run."""
-    try:
-        tree = ast.parse(text.strip(), mode="eval").body
-    except (SyntaxError, MemoryError, RecursionError) as error:
-        raise ValueError("not a call") from error
-    if not isinstance(tree, ast.List) or not tree.elts:
-        raise ValueError("not a list of calls")
-    return [_from_python(each) for each in tree.elts]
+    """[name(key=value, ...), ...]: read as literals, never run."""
+    return [_call(name, arguments) for name, arguments in read_calls(text)]
 
 
-def _from_python(node: ast.expr) -> Call:
-    if not isinstance(node, ast.Call) or node.args or not isinstance(node.func, ast.Name | ast.Attribute):
-        raise ValueError("not a call")
-    try:
-        arguments = {keyword.arg: ast.literal_eval(keyword.value) for keyword in node.keywords}
-        return _call(ast.unparse(node.func), arguments)
-    except (TypeError, RecursionError, orjson.JSONEncodeError) as error:
-        raise ValueError("not a call") from error
-
-
-_FUNCTION = re.compile(r"\s*<function=(?P<name>[^>\n]+)>(?P<body>.*?)(?:</function>\s*|\Z)", re.DOTALL)
-_PARAMETER = re.compile(r"<parameter=(?P<key>[^>\n]+)>\n?(?P<value>.*?)\n?</parameter>", re.DOTALL)
+_FUNCTION = re.compile(r"\s*<function=(?P<name>[^>\n]+)>")
+_PARAMETER, _END_PARAMETER, _END_FUNCTION = "<parameter=", "</parameter>", "</function>"
+_END_KEY = re.compile("[>\n]")
 
 
 def _decode_xml(text: str, functions: Mapping[str, Function]) -> list[Call]:
     """<function=name> with <parameter=key> in it; values are texts, which the function's schema gives a type."""
-    found = _FUNCTION.fullmatch(text)
+    found = _FUNCTION.match(text)
     if found is None:
         raise ValueError("not a call")
     function = functions.get(found["name"])
     properties = function.parameters.get("properties") if function else None
     types = properties if isinstance(properties, dict) else {}
-    pairs = [(each["key"], each["value"]) for each in _PARAMETER.finditer(found["body"])]
-    return [_call(found["name"], {key: _typed(value, types.get(key)) for key, value in pairs})]
+    values = _read_parameters(text[found.end() :].rstrip().removesuffix(_END_FUNCTION))
+    return [_call(found["name"], {key: _typed(value, types.get(key)) for key, value in values.items()})]
+
+
+def _read_parameters(text: str) -> dict[str, str]:
+    """Every search goes on where the last one ended; without another end there is no other parameter."""
+    values: dict[str, str] = {}
+    at = text.find(_PARAMETER)
+    while at >= 0:
+        begin = at + len(_PARAMETER)
+        key_end = _END_KEY.search(text, begin)
+        if key_end is None:
+            break
+        at = key_end.end()
+        if key_end[0] == ">" and key_end.start() > begin:
+            end = text.find(_END_PARAMETER, at)
+            if end < 0:
+                break
+            values[text[begin : key_end.start()]] = text[at:end].removeprefix("\n").removesuffix("\n")
+            at = end + len(_END_PARAMETER)
+        at = text.find(_PARAMETER, at)
+    return values
 
 
 def _typed(value: str, schema: Any) -> Any:
@@ -165,32 +173,31 @@ def _decode_phi4(text: str, functions: Mapping[str, Function]) -> list[Call]:
 _JSON = JsonCall()
 _FORMATS = (
     ToolFormat(
-        "qwen3_xml", r"(?P<opening>\s*<tool_call>)", "</tool_call>", ("<function=",), _decode_xml,
+        "qwen3_xml", "</tool_call>", ("<function=",), _decode_xml,
         CallFormat(XmlCall(), "<tool_call>", "\n", "\n", "\n</tool_call>"),
     ),
     ToolFormat(
-        "hermes", r"(?P<opening>\s*<tool_call>)", "</tool_call>", ("<tool_call>",), _decode_json,
+        "hermes", "</tool_call>", ("<tool_call>",), _decode_json,
         CallFormat(_JSON, "<tool_call>", "\n", "\n", "\n</tool_call>"),
     ),
     ToolFormat(
-        "mistral_args", r"(?P<opening>\s*\[TOOL_CALLS\])", "", ("[ARGS]",), _decode_mistral,
+        "mistral_args", "", ("[ARGS]",), _decode_mistral,
         CallFormat(ArgumentsCall("[ARGS]"), "[TOOL_CALLS]"), is_special=True, id_chars=9,
     ),
     ToolFormat(
-        "mistral", r"(?P<opening>\s*\[TOOL_CALLS\])", "", ("[TOOL_CALLS]",), _decode_mistral,
+        "mistral", "", ("[TOOL_CALLS]",), _decode_mistral,
         CallFormat(_JSON, "[TOOL_CALLS]", "[", ", ", "]", each=False), is_special=True, id_chars=9,
     ),
     ToolFormat(
-        "phi4", r"(?P<opening>\s*<\|tool_call\|>)", "", ("<|tool_call|>", "<|tool|>"), _decode_phi4,
+        "phi4", "", ("<|tool_call|>", "<|tool|>"), _decode_phi4,
         CallFormat(_JSON, "<|tool_call|>", "[", ", ", "]<|/tool_call|>", each=False), is_special=True,
     ),
     ToolFormat(
-        "gemma", r"(?P<opening>\s*<\|tool_call>)", "<tool_call|>", ("<|tool_call>",), _decode_gemma,
+        "gemma", "<tool_call|>", ("<|tool_call>",), _decode_gemma,
         CallFormat(LiteralCall(GEMMA, "call:", "{", "}", ":"), "<|tool_call>", behind="<tool_call|>"), is_special=True,
     ),
     ToolFormat(
-        "functiongemma", r"(?P<opening>\s*<start_function_call>)", "<end_function_call>", ("<start_function_call>",),
-        _decode_gemma,
+        "functiongemma", "<end_function_call>", ("<start_function_call>",), _decode_gemma,
         CallFormat(
             LiteralCall(GEMMA._replace(quote="<escape>"), "call:", "{", "}", ":"),
             "<start_function_call>", behind="<end_function_call>",
@@ -198,13 +205,12 @@ _FORMATS = (
         is_special=True,
     ),
     ToolFormat(
-        "pythonic", r"(?P<opening>\A\s*)(?=\[)", "", ("[func_name1(",), _decode_pythonic,
+        "pythonic", "", ("[func_name1(",), _decode_pythonic,
         CallFormat(LiteralCall(PYTHON, "", "(", ")", "="), "", "[", ", ", "]", each=False, leads="["),
     ),
     ToolFormat(
-        "llama3_json", r"(?P<opening>\A\s*(?:<\|python_tag\|>)?\s*)(?=\{)", "",
-        ("<|python_tag|>", '"parameters": dictionary'), _decode_json,
-        CallFormat(JsonCall("parameters"), only=True, leads="{"),
+        "llama3_json", "", ("<|python_tag|>", '"parameters": dictionary'), _decode_json,
+        CallFormat(JsonCall("parameters"), only=True, leads="{"), tag="<|python_tag|>",
     ),
 )  # fmt: skip
 FORMATS: Mapping[str, ToolFormat] = {each.name: each for each in _FORMATS}

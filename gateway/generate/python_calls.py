@@ -1,0 +1,154 @@
+"""Reads `[name(key=value, ...), ...]`, as some models write their calls: Python's literals, never run.
+
+One pass over the text: Python's own parser takes text that a model wrote to be hostile in more than linear time.
+"""
+
+import ast
+import keyword
+import math
+import re
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+MAX_DEPTH = 100  # lists and dictionaries in each other
+_TOKEN = re.compile(
+    r"""\s*+(?:
+    (?P<text>[rRuU]?(?:'[^'\\\n]*+(?:\\.[^'\\\n]*+)*+'|"[^"\\\n]*+(?:\\.[^"\\\n]*+)*+"))
+    |(?P<number>[-+]?\s*+(?:0[xXoObB]\w++|(?:[0-9][0-9_]*+(?:\.[0-9_]*+)?|\.[0-9][0-9_]*+)(?:[eE][-+]?[0-9][0-9_]*+)?))
+    |(?P<name>[^\W\d]\w*+)
+    |(?P<mark>[][(){}=,:.])
+    |(?P<end>\Z))""",
+    re.DOTALL | re.VERBOSE,
+)
+_FRACTION = re.compile(r"\.|^[-+]?[0-9_]+[eE]")
+_WORDS = {"True": True, "False": False, "None": None}
+_Item = TypeVar("_Item")
+
+
+def read_calls(text: str) -> list[tuple[str, dict[str, Any]]]:
+    """Names and arguments of the calls. Raises ValueError for anything else."""
+    reader = _Reader(text)
+    reader.expect("[")
+    calls = reader.items("]", reader.call)
+    if reader.kind != "end":
+        raise ValueError("text behind the calls")
+    return calls
+
+
+class _Reader:
+    """Looks at one token at a time."""
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+        self._end = 0
+        self.kind: str | None = ""
+        self.token = ""
+        self._next()
+
+    def _next(self) -> None:
+        found = _TOKEN.match(self._text, self._end)
+        if found is None:
+            raise ValueError("no literal of Python")
+        self.kind, self._end = found.lastgroup, found.end()
+        self.token = found[self.kind or 0]
+
+    def _take(self, kind: str) -> str:
+        if self.kind != kind:
+            raise ValueError(f"no {kind}")
+        token = self.token
+        self._next()
+        return token
+
+    def _is(self, mark: str) -> bool:
+        return self.kind == "mark" and self.token == mark
+
+    def expect(self, mark: str) -> None:
+        if not self._is(mark):
+            raise ValueError(f"no {mark}")
+        self._next()
+
+    def items(self, closing: str, item: Callable[[], _Item]) -> list[_Item]:
+        """Items between commas, the last of which may stand before the end."""
+        found: list[_Item] = []
+        while not self._is(closing):
+            found.append(item())
+            if not self._is(closing):
+                self.expect(",")
+        self._next()
+        return found
+
+    def call(self) -> tuple[str, dict[str, Any]]:
+        parts = [self._name()]
+        while self._is("."):
+            self._next()
+            parts.append(self._name())
+        self.expect("(")
+        return ".".join(parts), dict(self.items(")", self._argument))
+
+    def _name(self) -> str:
+        name = self._take("name")
+        if keyword.iskeyword(name):
+            raise ValueError("a word of Python as a name")
+        return name
+
+    def _argument(self) -> tuple[str, Any]:
+        name = self._name()
+        self.expect("=")
+        return name, self._value(MAX_DEPTH)
+
+    def _value(self, depth: int) -> Any:
+        if self.kind == "text":
+            return self._texts()
+        if self.kind == "number":
+            return _number(self._take("number"))
+        if self.kind == "name" and self.token in _WORDS:
+            return _WORDS[self._take("name")]
+        if self.kind != "mark" or self.token not in "[({" or depth == 0:
+            raise ValueError("no value")
+        return self._container(self._take("mark"), depth - 1)
+
+    def _container(self, opening: str, depth: int) -> Any:
+        if opening == "[":
+            return self.items("]", lambda: self._value(depth))
+        if opening == "{":
+            return dict(self.items("}", lambda: self._pair(depth)))
+        if self._is(")"):
+            return self.items(")", lambda: self._value(depth))
+        first = self._value(depth)
+        if self._is(")"):  # brackets around a value
+            self._next()
+            return first
+        self.expect(",")
+        return [first, *self.items(")", lambda: self._value(depth))]
+
+    def _pair(self, depth: int) -> tuple[str, Any]:
+        name = self._texts()
+        self.expect(":")
+        return name, self._value(depth)
+
+    def _texts(self) -> str:
+        """Texts one behind the other are one."""
+        parts = [_text(self._take("text"))]
+        while self.kind == "text":
+            parts.append(_text(self._take("text")))
+        return "".join(parts)
+
+
+def _text(token: str) -> str:
+    if token[0] in "'\"" and "\\" not in token:
+        return token[1:-1]
+    try:
+        value: str = ast.literal_eval(token)
+    except SyntaxError as error:
+        raise ValueError("no text") from error
+    return value
+
+
+def _number(token: str) -> int | float:
+    digits = "".join(token.split())
+    if _FRACTION.search(digits) is None:
+        return int(digits, 0)
+    value = float(digits)
+    if math.isinf(value):
+        raise ValueError("too large a number")
+    return value

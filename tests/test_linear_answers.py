@@ -1,0 +1,173 @@
+"""Taking an answer apart is linear in its length, whatever a client makes the model write, and holds little back."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from test_tools import FUNCTIONS, take_apart
+from work_counter import assert_linear
+
+from gateway.generate import answer_parser
+from gateway.generate.answer_parser import MAX_BLANKS, MAX_CALL_CHARS, Parsing, Piece
+from gateway.generate.python_calls import MAX_DEPTH, read_calls
+from gateway.generate.tool_formats import END_THINK, FORMATS, THINK, Call
+
+CALL = '<tool_call>{"name": "weather", "arguments": {}}</tool_call>'
+BODIES = (
+    "[", "{", '"', "9", "'", "\\'", "a=", ",a", "f(", "{a", "</", "<parameter=", "<parameter=a>", "</function> ",
+    '<|"|>', "[ARGS]", "'''\\",
+)  # fmt: skip
+BEGINNINGS = {"qwen3_xml": "<function=weather>", "pythonic": "[weather(a=", "gemma": "call:weather{"}
+
+
+def hostile(name: str) -> dict[str, str]:
+    """Texts that are repeated, by name."""
+    calls, closes = FORMATS[name].calls, FORMATS[name].closes
+    mark = calls.mark or calls.leads
+    texts = {"blanks": "\n", "marks": mark, "halves": mark[:-1] or "(", "blanks and marks": f"  {mark}{closes}"}
+    texts |= {"thoughts": THINK + END_THINK, "half thoughts": THINK[:-1], "thoughts and calls": THINK + mark}
+    return texts
+
+
+def pieces_of(text: str, size: int) -> list[str]:
+    return [text[at : at + size] for at in range(0, len(text), size)] if size else [text]
+
+
+def push_all(parsing: Parsing, pieces: list[str]) -> None:
+    parser = parsing.parser()
+    for number, piece in enumerate(pieces, 1):
+        parser.push(piece, final=number == len(pieces))
+
+
+@pytest.mark.parametrize("size", [0, 1])
+@pytest.mark.parametrize("name", sorted(FORMATS))
+def test_every_format_is_linear(name: str, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(answer_parser, "MAX_BLANKS", 8)  # held again with every piece, up to the bound
+    parsing = Parsing(FORMATS[name], FUNCTIONS, reasons=True)
+    calls = FORMATS[name].calls
+    first = (calls.mark or calls.leads) + BEGINNINGS.get(name, "").removeprefix(calls.leads)
+    cases = [("", text) for text in hostile(name).values()]
+    cases = [*cases[::2], (first, "[")] if size else [*cases, *((first, body) for body in BODIES)]
+
+    def prepare(begin: str, repeated: str, n: int) -> Callable[[], object]:
+        pieces = pieces_of(begin + repeated * (n // len(repeated)) + "x", size)
+        return functools.partial(push_all, parsing, pieces)
+
+    for begin, repeated in cases:
+        assert_linear(functools.partial(prepare, begin, repeated), 300 if size else 800)
+
+
+@pytest.mark.parametrize("size", [0, 1, 50])
+@pytest.mark.parametrize("name", sorted(FORMATS))
+def test_marks_are_looked_for_once_in_every_character(name: str, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A search ends at the mark that it finds; the next one begins there."""
+    searched = 0
+    find, begin = answer_parser._Marks.find, answer_parser._Marks.begin
+
+    def counted_find(self: Any, text: str, start: int, stop: int) -> Any:
+        nonlocal searched
+        found = find(self, text, start, stop)
+        searched += (stop if found is None else found.end()) - start
+        return found
+
+    def counted_begin(self: Any, text: str, start: int) -> int:
+        nonlocal searched
+        searched += self.longest
+        return begin(self, text, start)
+
+    monkeypatch.setattr(answer_parser._Marks, "find", counted_find)
+    monkeypatch.setattr(answer_parser._Marks, "begin", counted_begin)
+    for repeated in hostile(name).values():
+        searched, text = 0, repeated * (6000 // len(repeated))
+        pieces = pieces_of(text, size)
+        take_apart(Parsing(FORMATS[name], FUNCTIONS, reasons=True), pieces)
+        longest = 2 * 24  # the longest mark, looked for at the end of every piece and held back into the next one
+        assert searched <= 2 * len(text) + longest * (len(pieces) + 2 * text.count(repeated)), repeated
+
+
+@pytest.mark.parametrize("name", sorted(FORMATS))
+def test_what_is_held_is_bounded(name: str) -> None:
+    """White space, and a call that does not end; nothing of them is lost."""
+    calls = FORMATS[name].calls
+    for text in ("\n" * 5 * MAX_BLANKS, (calls.mark or calls.leads) + "a" * (MAX_CALL_CHARS + 9)):
+        for size in (1000, 0):
+            parser, out = Parsing(FORMATS[name], FUNCTIONS).parser(), ""
+            for piece in pieces_of(text, size):
+                out += parser.push(piece).text
+            assert len(out) >= len(text) - MAX_BLANKS
+            assert out + parser.push("", final=True).text == text
+
+
+@pytest.mark.parametrize("room", [MAX_BLANKS - 1, MAX_BLANKS, MAX_BLANKS + 1])
+def test_white_space_beside_a_call_is_left_out_up_to_a_bound(room: int) -> None:
+    parsing = Parsing(FORMATS["hermes"], FUNCTIONS)
+    text = "said" + " " * room + CALL
+    expected = Piece("said" + " " * max(0, room - MAX_BLANKS), "", [Call("weather", "{}")])
+    for size in (0, 1, 700):
+        assert take_apart(parsing, pieces_of(text, size)) == expected
+
+
+@pytest.mark.parametrize("name", ["pythonic", "llama3_json"])
+@pytest.mark.parametrize("room", [MAX_BLANKS, MAX_BLANKS + 1])
+def test_calls_begin_the_answer_behind_little_white_space(name: str, room: int) -> None:
+    call = "[weather()]" if name == "pythonic" else '{"name": "weather", "parameters": {}}'
+    for size in (0, 1, 700):
+        whole = take_apart(Parsing(FORMATS[name], FUNCTIONS), pieces_of("\n" * room + call, size))
+        assert whole == (Piece("", "", [Call("weather", "{}")]) if room <= MAX_BLANKS else Piece("\n" * room + call))
+
+
+def test_too_long_a_call_is_text_and_the_next_one_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(answer_parser, "MAX_CALL_CHARS", len(CALL))
+    long = "<tool_call>" + "[" * (len(CALL) + 1) + "</tool_call>"
+    text = f"{long} {long}{CALL}"
+    for size in (0, 1, 13, 60):
+        whole = take_apart(Parsing(FORMATS["hermes"], FUNCTIONS), pieces_of(text, size))
+        assert whole == Piece(f"{long} {long}", "", [Call("weather", "{}")])
+
+
+@pytest.mark.parametrize("name", ["pythonic", "llama3_json"])
+def test_leading_calls_may_follow_a_thought(name: str) -> None:
+    call = "[weather()]" if name == "pythonic" else '<|python_tag|>{"name": "weather", "parameters": {}}'
+    for text in (f"<think>hm</think>\n\n{call}", f"\n<think>hm</think>{call}"):
+        for size in (0, 1, 4):
+            whole = take_apart(Parsing(FORMATS[name], FUNCTIONS, reasons=True), pieces_of(text, size))
+            assert whole == Piece(text[: text.find("<")], "hm", [Call("weather", "{}")])
+    said = take_apart(Parsing(FORMATS[name], FUNCTIONS, reasons=True), [f"So: <think>hm</think>{call}"])
+    assert said == Piece(f"So: {call}", "hm")
+
+
+def test_the_only_thought_is_the_first_thing() -> None:
+    parsing = Parsing(reasons=True, once=True)
+    for size in (0, 1, 3):
+        assert take_apart(parsing, pieces_of('<think>hm</think>{"a": "<think>"}', size)) == Piece(
+            '{"a": "<think>"}', "hm"
+        )
+        assert take_apart(parsing, pieces_of("a<think>b</think>", size)) == Piece("a<think>b</think>")
+        assert take_apart(parsing, pieces_of("<thi", size)) == Piece("<thi")
+
+
+@pytest.mark.parametrize(
+    ("text", "arguments"),
+    [
+        ("a=1, b=-2.5, c=1e3, d=0x1F, e=1_000, f=.5", {"a": 1, "b": -2.5, "c": 1000.0, "d": 31, "e": 1000, "f": 0.5}),
+        (r"""a='it\'s', b="\x41\n", c=r'\d', d='a' "b" """, {"a": "it's", "b": "A\n", "c": "\\d", "d": "ab"}),
+        ("a=[1, {'k': (2,)},], b=(), c=(3)", {"a": [1, {"k": [2]}], "b": [], "c": 3}),
+        ("a=True, b=None,\n c = False", {"a": True, "b": None, "c": False}),
+    ],
+)
+def test_literals_of_python(text: str, arguments: dict[str, Any]) -> None:
+    assert read_calls(f" [x.y({text})]\n") == [("x.y", arguments)]
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        "f()", "x", "1 + 1", "f'{x}'", "b'x'", "{1: 2}", "{1}", "'a", "1e999", "9" * 5000, "--1", "1 2", "*x",
+        "lambda: 0", "[" * (MAX_DEPTH + 1) + "]" * (MAX_DEPTH + 1), r"'\x4'",
+    ],
+)  # fmt: skip
+def test_anything_else_is_no_call(value: str) -> None:
+    for text in (f"[f(a={value})]", f"[f({value})]", f"[f(a=1)] {value}", f"[f(from={value})]", f"f(a={value})", value):
+        with pytest.raises(ValueError):
+            read_calls(text)
