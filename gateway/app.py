@@ -151,7 +151,7 @@ def _add_batches(app: FastAPI, context: GatewayContext, folder: StateFolder, lim
     context.lifecycle.background += [ownership, worker]
     context.on_new_keys.append(ownership.report)
     context.lifecycle.ask_storage = worker.storage_fault
-    context.lifecycle.batch_trouble = worker.feeder.trouble
+    context.lifecycle.batch_trouble = worker.trouble
     context.metrics.registry.register(BatchCollector(worker, ownership))
     app.state.batches = BatchState(folder, limits, worker)
     for resource in (files, batches):

@@ -6,7 +6,9 @@ import io
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
+from sqlite3 import DatabaseError
 from typing import Any
 
 import httpx
@@ -201,8 +203,8 @@ async def test_a_bug_that_begins_in_the_middle_ends_no_line(tmp_path: Path) -> N
 async def test_many_batches_of_one_line_have_a_bug_in_common(tmp_path: Path) -> None:
     engine = Engine(lambda number: ValueError("a bug"))
     engine.together = 8
-    async with running(tmp_path, engine, *[1] * 8) as (worker, batches):
-        await eventually(lambda: len(engine.runs) == 8 and min(engine.runs.values()) > 2 * QUICK.attempts)
+    async with running(tmp_path, engine, *[1] * 8, limits=replace(QUICK, retry_seconds=0.02)) as (worker, batches):
+        await eventually(lambda: len(engine.runs) == 8 and min(engine.runs.values()) > QUICK.attempts)
         assert not worker.lines_ended
         engine.raises = lambda number: None
         await eventually(lambda: not worker.states)
@@ -267,6 +269,99 @@ async def test_a_line_too_large_for_the_room_waits_for_it(tmp_path: Path) -> Non
         assert await counts(worker, batch) == (BatchStatus.COMPLETED, 1, 0)
     await worker.stop()
     await folder.close()
+
+
+class StoreFaults:
+    """Takes the place of a store's `add_results`: raises `errors`, one at each call, and after them works again."""
+
+    def __init__(self, worker: BatchWorker, errors: list[Exception]) -> None:
+        self.work, self.errors = worker._store.add_results, errors
+
+    async def __call__(self, *args: Any) -> Any:
+        if self.errors:
+            raise self.errors.pop()
+        return await self.work(*args)
+
+
+async def started(root: Path, engine: Engine, limits: BatchLimits, *sizes: int) -> tuple[BatchWorker, list[BatchJob]]:
+    folder = await open_folder(root)
+    worker = BatchWorker(folder, limits, engine.run)
+    return worker, [
+        await add_batch(folder, jsonl(line(i) for i in range(1000 * n, 1000 * n + size)), 10**10, 1000)
+        for n, size in enumerate(sizes)
+    ]
+
+
+async def test_results_that_cannot_be_stored_are_not_computed_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, limits = Engine(lambda number: None), replace(QUICK, window_lines=1000)
+    worker, (batch,) = await started(tmp_path, engine, limits, 100)
+    errors: list[Exception] = [DatabaseError("malformed"), MemoryError(), KeyError("x"), DatabaseError("malformed")]
+    monkeypatch.setattr(worker._store, "add_results", StoreFaults(worker, errors))
+    await worker.start()
+    await eventually(lambda: not worker.states)
+    assert not errors and await counts(worker, batch) == (BatchStatus.COMPLETED, 100, 0)
+    assert set(engine.runs.values()) == {1} and worker.trouble() is None
+    assert not worker._window.lines and not worker._window.bytes
+    await worker.stop()
+    await worker._folder.close()
+
+
+async def test_one_batch_whose_results_cannot_be_stored_leaves_room_to_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, limits = Engine(lambda number: None), replace(QUICK, window_lines=16)
+    worker, (bad, good) = await started(tmp_path, engine, limits, 60, 60)
+    add_results, broken = worker._store.add_results, [True]
+
+    async def fails(batch_id: str, *args: Any) -> Any:
+        if batch_id == bad.id and broken[0]:
+            raise DatabaseError("malformed")
+        return await add_results(batch_id, *args)
+
+    monkeypatch.setattr(worker._store, "add_results", fails)
+    await worker.start()
+    await eventually(lambda: good.id not in worker.states)
+    assert await counts(worker, good) == (BatchStatus.COMPLETED, 60, 0)
+    assert sum(engine.runs[number] for number in range(60)) <= limits.window_lines
+    broken[0] = False
+    await eventually(lambda: not worker.states)
+    assert await counts(worker, bad) == (BatchStatus.COMPLETED, 60, 0)
+    assert sum(engine.runs[number] for number in range(60)) <= 60 + limits.window_lines
+    await worker.stop()
+    await worker._folder.close()
+
+
+@pytest.mark.parametrize("end", ["stop", "cancel"])
+async def test_results_that_cannot_be_stored_do_not_hold_up_an_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: str
+) -> None:
+    engine, limits = Engine(lambda number: None), BatchLimits(retry_seconds=1e6)
+    worker, (batch,) = await started(tmp_path, engine, limits, 10)
+
+    async def fails(*_: Any) -> Any:
+        raise DatabaseError("malformed")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(worker._store, "add_results", fails)
+        await worker.start()
+        await eventually(lambda: worker.trouble() is not None)
+        if end == "stop":
+            await worker.stop()
+        else:
+            cancelling = await worker._store.cancel_batch("", batch.id, 1)
+            assert cancelling is not None
+            worker.cancelled(cancelling)
+            await eventually(lambda: not worker.states)
+    if end == "stop":
+        worker = BatchWorker(worker._folder, QUICK, engine.run)
+        await worker.start()
+        await eventually(lambda: not worker.states)
+    status = BatchStatus.COMPLETED if end == "stop" else BatchStatus.CANCELLED
+    assert (await counts(worker, batch))[0] is status
+    await worker.stop()
+    await worker._folder.close()
 
 
 async def test_ready_and_metrics_tell_of_a_bug(

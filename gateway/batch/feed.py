@@ -26,7 +26,9 @@ class Job:
     `running` lines are in the engine, `unwritten` ones have ended and wait for the disk; `settled` says that no more of
     its lines are to be fed: all have ended, or the batch has. `journal_end` is where the next group of results goes:
     after all that was ever written. After a fault in its turn the job is `resting`; `at_risk`: it may miss its
-    completion window. `lengths`: of its lines, once they were asked for. `trials`: its lines that fail."""
+    completion window. `lengths`: of its lines, once they were asked for. `trials`: its lines that fail.
+    `write_faults`: how often in a row its results could not be stored for an unexpected reason; `closing`: the batch
+    takes no more results."""
 
     batch: BatchJob
     cursor: int = -1
@@ -43,6 +45,8 @@ class Job:
     at_risk: bool = False
     lengths: Lengths | None = None
     trials: Trials = field(default_factory=Trials)
+    write_faults: int = 0
+    closing: bool = False
 
     @property
     def lane(self) -> Lane:
@@ -57,7 +61,9 @@ class Job:
     @property
     def hungry(self) -> bool:
         """Whether it has lines to feed."""
-        return not (self.settled.is_set() or self.resting) and (bool(self.retry) or not self.exhausted)
+        return not (self.settled.is_set() or self.resting or self.write_faults) and (
+            bool(self.retry) or not self.exhausted
+        )
 
 
 @dataclass(slots=True)

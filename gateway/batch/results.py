@@ -93,28 +93,59 @@ class StorageRetry:
 
 
 class ResultWriter:
-    """One task that writes; `put` never waits, as what is not written is bounded by the window."""
+    """One task that writes; `put` never waits, since the window bounds the lines that are not written.
 
-    def __init__(self, folder: StateFolder, retry: StorageRetry, window: Window, changed: Callable[[], None]) -> None:
+    After an unexpected error the rows of the job stay in memory and are written again after a pause, and the job has no
+    turn until then. If such rows take more than half of the window, the other lines of the job run again later.
+    """
+
+    def __init__(
+        self,
+        folder: StateFolder,
+        retry: StorageRetry,
+        window: Window,
+        changed: Callable[[], None],
+        back_off: Callable[[int], float],
+    ) -> None:
         self._folder = folder
         self._retry = retry
         self._window = window
         self._changed = changed
+        self._back_off = back_off
         self._waiting: dict[Job, list[FinishedLine]] = {}
+        self._pausing: set[Job] = set()
         self._ready = asyncio.Event()
 
     def put(self, job: Job, line: FinishedLine) -> None:
         self._waiting.setdefault(job, []).append(line)
         job.unwritten += 1
         job.written.clear()
-        self._ready.set()
+        if job not in self._pausing:
+            self._ready.set()
 
     async def run(self) -> None:
         while True:
             await self._ready.wait()
             self._ready.clear()
-            groups, self._waiting = self._waiting, {}
+            groups = {job: lines for job, lines in self._waiting.items() if job not in self._pausing}
+            for job in groups:
+                del self._waiting[job]
             await asyncio.gather(*(self._write(job, lines) for job, lines in groups.items()))
+
+    async def close(self, job: Job) -> None:
+        """Write the rows of a job that takes no more; drop the rows if that fails, since their lines have no result."""
+        job.closing = True
+        if job.unwritten:
+            self._write_again(job)
+            await job.written.wait()
+
+    def trouble(self) -> str | None:
+        """Return why results are not stored although the disk takes data, or None."""
+        if not self._pausing:
+            return None
+        return (
+            f"the results of {len(self._pausing)} batches cannot be stored for an unexpected reason and wait in memory"
+        )
 
     async def _write(self, job: Job, lines: list[FinishedLine]) -> None:
         start = job.journal_end
@@ -122,17 +153,41 @@ class ResultWriter:
             await self._retry.run(lambda: self._commit(job, lines, start))
         except StorageError:
             log.warning("%d results could not be stored before the end; their lines run again", len(lines))
-        except Exception as error:
+        except Exception as error:  # a bug, or a damaged database: the results were paid for and must not be lost
             log_unexpected(error)
-            job.retry.extend(line.ref for line in lines)
-        finally:
-            self._window.release(line.ref for line in lines)
-            job.unwritten -= len(lines)
-            if not job.unwritten:
-                job.written.set()
+            if not job.closing:
+                self._keep(job, lines)
+                return
+            log.warning("%d results could not be stored: batch %s takes no more", len(lines), job.batch.id)
+        else:
+            job.write_faults = 0
+        self._let_go(job, lines)
         if not job.batch.remaining:
             job.settled.set()
         self._changed()
+
+    def _keep(self, job: Job, lines: list[FinishedLine]) -> None:
+        job.write_faults += 1
+        held = sum(len(self._waiting.get(other, ())) for other in self._pausing)
+        most = max(1, self._window.max_lines // 2 - held)
+        self._let_go(job, lines[most:])
+        job.retry.extend(line.ref for line in lines[most:])
+        self._waiting[job] = [*lines[:most], *self._waiting.get(job, ())]
+        self._pausing.add(job)
+        seconds = self._back_off(job.write_faults)
+        log.error("%d results of batch %s are written again in %g s", len(lines[:most]), job.batch.id, seconds)
+        asyncio.get_running_loop().call_later(seconds, self._write_again, job)
+        self._changed()
+
+    def _write_again(self, job: Job) -> None:
+        self._pausing.discard(job)
+        self._ready.set()
+
+    def _let_go(self, job: Job, lines: list[FinishedLine]) -> None:
+        self._window.release(line.ref for line in lines)
+        job.unwritten -= len(lines)
+        if not job.unwritten:
+            job.written.set()
 
     async def _commit(self, job: Job, lines: list[FinishedLine], start: int) -> None:
         """Both steps are repeatable: the same rows go to the same place in the journal."""

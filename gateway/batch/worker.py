@@ -74,7 +74,7 @@ class BatchWorker:
         self._tick_now = asyncio.Event()
         self._window = Window(limits.window_lines, limits.window_bytes)
         self._retry = StorageRetry(limits.retry_seconds, self._wake.set, folder.disk.health)
-        self._results = ResultWriter(folder, self._retry, self._window, self._wake.set)
+        self._results = ResultWriter(folder, self._retry, self._window, self._wake.set, limits.back_off)
         self._jobs: dict[str, Job] = {}
         self.feeder = LineFeeder(
             folder, limits, run_line, self._jobs, self._retry, self._results, self._window, self._wake, self._line_ended
@@ -134,6 +134,10 @@ class BatchWorker:
         return (
             cause and f"the state folder cannot be used ({cause}): uploads are refused and batches pause until it can"
         )
+
+    def trouble(self) -> str | None:
+        """Return why lines of batches do not end although the disk takes data, or None."""
+        return self.feeder.trouble() or self._results.trouble()
 
     def _now(self) -> int:
         return int(self._clock())
@@ -218,8 +222,7 @@ class BatchWorker:
             del self._jobs[batch.id]
             await _cancel(job.running)
             self.feeder.forget(job)
-            if job.unwritten:
-                await job.written.wait()
+            await self._results.close(job)
         if not job.batch.remaining:
             await self._retry.run(lambda: self._store.move_batch(batch.id, BatchStatus.FINALIZING, self._now()))
         elif self._now() >= batch.expires_at:
