@@ -258,6 +258,61 @@ async def test_a_chunked_body_that_grows_too_large_is_413(start_server: StartSer
     await raw.close()
 
 
+CHUNKED = (
+    b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+    b"transfer-encoding: chunked\r\n\r\n"
+)
+
+
+@pytest.mark.parametrize(("begin", "endless"), [(b"1;", b"x" * 16384), (b"", b"0" * 16384), (b'1;a="', b'\\"' * 8192)])
+async def test_a_body_of_framing_is_cut(start_server: StartServer, begin: bytes, endless: bytes) -> None:
+    """An extension of a chunk, and zeros before its size, without an end."""
+    served = await start_server(max_body_bytes=10_000)
+    raw = await Raw.open(served)
+    raw.send(CHUNKED)
+    await raw.writer.drain()
+    await asyncio.sleep(0.05)  # the headers are a piece of their own
+    raw.send(begin)
+    for _ in range(12):  # 192 KiB
+        raw.send(endless)
+    status, _, body = await asyncio.wait_for(raw.answer(), 20)
+    assert status == 400 and "framing" in json.loads(body)["error"]["message"]
+    await raw.close()
+
+
+async def test_a_refused_client_that_goes_on_is_cut(start_server: StartServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gateway.http.connection._MAX_DROPPED", 200_000)
+    served = await start_server(limits=ProtocolLimits(linger_seconds=600.0))
+    raw = await Raw.open(served)
+    raw.send(b"GET / HTTP/1.1\r\nno header\r\n\r\n")
+    assert (await raw.answer())[0] == 400
+    with pytest.raises(ConnectionError):
+        for _ in range(1000):
+            raw.send(b"x" * 65536)
+            await raw.writer.drain()
+            await asyncio.sleep(0.01)
+    await raw.close()
+
+
+async def test_small_chunks_and_pipelined_bodies_are_no_framing(start_server: StartServer) -> None:
+    """Five bytes for each character; and a long body in one piece with the headers of the next request."""
+    served = await start_server()
+    raw = await Raw.open(served)
+    raw.send(CHUNKED)
+    await asyncio.sleep(0.05)
+    for at in range(0, len(CHAT), 16):
+        raw.send(b"".join(b"1;x=y\r\n%c\r\n" % byte for byte in CHAT[at : at + 16]))
+        await asyncio.sleep(0.001)
+    raw.send(b"0\r\n\r\n")
+    assert (await raw.answer())[0] == 200
+    long = json.dumps({"model": MODEL, "messages": [{"role": "user", "content": "hi"}], "user": "x" * 400_000}).encode()
+    raw.send(post(long) + post(CHAT)[: -len(CHAT)])
+    await asyncio.sleep(0.05)
+    raw.send(CHAT)
+    assert [(await raw.answer())[0] for _ in range(2)] == [200, 200]
+    await raw.close()
+
+
 async def test_bodies_held_at_once_are_bounded(start_server: StartServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gateway.app.MAX_HELD_BODIES", 1)
     served = await start_server(max_body_bytes=2000, hold_after=0)

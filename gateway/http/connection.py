@@ -21,6 +21,7 @@ from gateway.http.errors import ApiError
 
 _WRITE_BUFFER = 32 * 1024
 _MAX_PIPELINED = 8
+_MAX_DROPPED = 64 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,9 +29,11 @@ class ProtocolLimits:
     """Seconds and bytes. Headers may take `header_seconds` from their first byte on; before it a connection may be
     silent for `silent_seconds`: it holds as little as one that is kept alive, and a client on a busy machine connects
     long before it writes. A body may take `body_seconds` and a second more for every `min_body_rate` bytes that came.
-    The headers' size lets a key of a megabyte through to its 401. `linger_seconds`: how long what a refused client
-    still sends is read and dropped, so that it gets to read its answer. `max_connections`: see `ConnectionLimit`;
-    one without a place has `standing_seconds` to say what it wants."""
+    The headers' size lets a key of a megabyte through to its 401. `max_framing_bytes`: by how much the framing of a
+    chunked body may exceed its content: extensions and leading zeros have no length of their own. `linger_seconds`:
+    how long what a refused client still sends is read and dropped, so that it gets to read its answer.
+    `max_connections`: see `ConnectionLimit`; one without a place has `standing_seconds` to say what it wants.
+    """
 
     silent_seconds: float = 30.0
     header_seconds: float = 10.0
@@ -38,6 +41,7 @@ class ProtocolLimits:
     max_headers: int = 256
     body_seconds: float = 30.0
     min_body_rate: int = 16 * 1024
+    max_framing_bytes: int = 64 * 1024
     write_stall_seconds: float = 10.0
     linger_seconds: float = 5.0
     max_connections: int | None = None
@@ -65,6 +69,7 @@ class GuardedProtocol(HttpToolsProtocol):
         self._write_timer: TimerHandle | None = None
         self._cycles: list[RequestResponseCycle] = []
         self._refused = False
+        self._dropped_bytes = 0
         self._stalled_size = 0
         transport.set_write_buffer_limits(high=_WRITE_BUFFER)
         _limit_unsent(transport)
@@ -88,12 +93,29 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         if self._refused:
+            self._drop(len(data))
             return
+        reading = self.cycle if self._in_body else None
         super().data_received(data)
+        if reading is not None and self._in_body and self.cycle is reading:
+            self._check_framing(len(data))
         if self._in_head and not self._refused:
             self._head_bytes += len(data)
             if self._head_bytes > self.limits.max_header_bytes:
                 self._refuse(ApiError(431))
+
+    def _check_framing(self, size: int) -> None:
+        """Count `size` more bytes of the body that is being read. Those that came with its headers are not counted."""
+        self._wire_bytes += size
+        framing = self._wire_bytes - self._body_bytes
+        if framing > self._body_bytes + self.limits.max_framing_bytes and not self._refused:
+            self._refuse(ApiError(400, "The chunks of the request body hold more framing than content."))
+
+    def _drop(self, size: int) -> None:
+        """Count what a refused client still sends: it may read its answer, not keep the server busy."""
+        self._dropped_bytes += size
+        if self._dropped_bytes > _MAX_DROPPED:
+            self.transport.abort()
 
     # Parser callbacks
     def on_message_begin(self) -> None:
@@ -115,7 +137,7 @@ class GuardedProtocol(HttpToolsProtocol):
         self._in_head = False
         self._in_body = True
         self._body_started = self.loop.time()
-        self._body_bytes = 0
+        self._body_bytes = self._wire_bytes = 0
         if not self._has_place and self.url.partition(b"?")[0] not in ALWAYS_SERVED:
             raise NoPlace
         self._arm_read(self.limits.body_seconds, self._check_body)
