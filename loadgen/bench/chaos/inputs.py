@@ -126,7 +126,7 @@ def requests_of_grammars() -> Iterator[Request]:
 async def send_grammars(attack: Attack) -> None:
     """Send grammars as requests."""
     requests = list(requests_of_grammars())
-    await attack.send(attack.dice.sample(requests, attack.scale.of(len(requests), 24)))
+    await attack.send(attack.scale.some(requests, 24))
 
 
 def _is_json(body: str) -> bool:
@@ -153,7 +153,7 @@ def _object(name: str) -> str:
 async def batch_grammars(attack: Attack) -> None:
     """Send grammars as lines of batches, one batch for each size."""
     for size in SIZES[:3]:
-        chosen = attack.dice.sample(grammars(), attack.scale.of(len(grammars()), 12))
+        chosen = attack.scale.some(grammars(), 12)
         hostile = [body for grammar in chosen if _is_json(body := of_chat(grammar, size))]
         await attack.run_batch(f"grammars of {size:,}", hostile, innocent_lines(attack.scale.of(100, 10), size))
 

@@ -8,13 +8,14 @@ import asyncio
 import secrets
 import time
 
-from loadgen.bench.chaos import descriptors, disk, engine_parts, inputs, load, store
+from loadgen.bench.chaos import descriptors, disk, engine_parts, inputs, load, oracle_part, store
 from loadgen.bench.chaos.promises import Part, Scale, show
 from loadgen.bench.machine import describe
 
 PARTS: dict[str, Part] = {
     **engine_parts.PARTS, "inputs": inputs.inputs, "disk": disk.disk, "descriptors": descriptors.descriptors,
     "store": store.store,
+    "oracle": oracle_part.oracle_part,
 }  # fmt: skip
 
 

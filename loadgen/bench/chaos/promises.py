@@ -3,7 +3,9 @@
 import random
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
+
+ItemT = TypeVar("ItemT")
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +34,10 @@ class Scale:
     def of(self, number: float, least: int = 1) -> int:
         """Scale a number of a whole run."""
         return max(least, round(number * self.whole))
+
+    def some(self, items: Sequence[ItemT], least: int) -> list[ItemT]:
+        """Draw as many items as the scale asks for, in random order."""
+        return self.dice().sample(items, min(len(items), self.of(len(items), least)))
 
     def dice(self) -> random.Random:
         return random.Random(self.seed)
