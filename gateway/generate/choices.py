@@ -7,7 +7,7 @@ found here and end their request in the engine.
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from engine.api import EngineClient, FinishReason, OutputStream, RequestOutput, TokenLogprobs
 from engine.errors import EngineStepError, EngineUnavailableError, TidemillError
@@ -41,6 +41,14 @@ class Delta:
     calls: Sequence[Call] = ()
     stop: str | None = None
     embedding: bytes = b""
+
+
+class Used(NamedTuple):
+    """Tokens of an answer, cached tokens of its prompt, and tokens of thoughts."""
+
+    tokens: int = 0
+    cached: int = 0
+    thoughts: int = 0
 
 
 class Choice:
@@ -108,6 +116,11 @@ class Choice:
             self._give(delta, self._counted, output.stop_token_id if stop_token else None)
         self._counted = 0
         return delta
+
+    @property
+    def used(self) -> "Used":
+        """The tokens of the choice so far."""
+        return Used(self.account.num_tokens, self.account.num_cached_tokens, self.num_thoughts or 0)
 
     @property
     def num_thoughts(self) -> int | None:
@@ -182,6 +195,9 @@ class Generation:
         self.on_end: Callable[[], None] = _do_nothing
         self._client = client
         self._streams = list(streams)
+        self._used = Used()
+        self._thinks = any(choice.num_thoughts is not None for choice in choices)
+        self._num_prompt_tokens = sum(choice.account.num_prompt_tokens for choice in choices[:: plan.n])
 
     @classmethod
     async def begin(
@@ -236,10 +252,23 @@ class Generation:
 
     def _advance(self, index: int, output: RequestOutput) -> Delta | None:
         choice = self.choices[index]
-        delta = choice.advance(output)
+        before = choice.used
+        try:
+            delta = choice.advance(output)
+        finally:
+            self._count(before, choice.used, is_first=index % self.plan.n == 0)
         if choice.finished and output.finish_reason is None:  # a stop string: the engine does not know yet
             self._client.abort(choice.request_id, FinishReason.STOP)
         return delta
+
+    def _count(self, before: "Used", after: "Used", *, is_first: bool) -> None:
+        """Add what a choice has used more; the cached tokens of a prompt count for its first choice only."""
+        used, cached = self._used, after.cached - before.cached if is_first else 0
+        self._used = Used(
+            used.tokens + after.tokens - before.tokens,
+            used.cached + cached,
+            used.thoughts + after.thoughts - before.thoughts,
+        )
 
     def abort(self) -> None:
         """End what has not ended, now. Idempotent."""
@@ -250,19 +279,16 @@ class Generation:
         self.on_end()
 
     def usage(self) -> dict[str, Any]:
-        """OpenAI's `usage`: each prompt once, however many choices it has."""
-        firsts = self.choices[:: self.plan.n]
-        prompt_tokens = sum(choice.account.num_prompt_tokens for choice in firsts)
-        completion_tokens = sum(choice.account.num_tokens for choice in self.choices)
+        """Return OpenAI's `usage`, in constant time: a stream may show it with every token of many choices. Each prompt
+        counts once, however many choices it has."""
         usage = {
-            "prompt_tokens": prompt_tokens,
-            "completion_tokens": completion_tokens,
-            "total_tokens": prompt_tokens + completion_tokens,
-            "prompt_tokens_details": {"cached_tokens": sum(choice.account.num_cached_tokens for choice in firsts)},
+            "prompt_tokens": self._num_prompt_tokens,
+            "completion_tokens": self._used.tokens,
+            "total_tokens": self._num_prompt_tokens + self._used.tokens,
+            "prompt_tokens_details": {"cached_tokens": self._used.cached},
         }
-        thoughts = [choice.num_thoughts for choice in self.choices if choice.num_thoughts is not None]
-        if thoughts:
-            usage["completion_tokens_details"] = {"reasoning_tokens": sum(thoughts)}
+        if self._thinks:
+            usage["completion_tokens_details"] = {"reasoning_tokens": self._used.thoughts}
         return usage
 
 
