@@ -266,7 +266,6 @@ class LoadReport(NamedTuple):
     as others did of late, and give back what they hold.
     `step_seconds`: a full step by the latency model (0: none). `offline_tokens`: computed for offline requests so far,
     by this process; `offline_waits`: some have not begun. `received`: how many requests this process had been given.
-    `device_seconds`: of all its steps; `profile_seconds`: what the latency profile that it began with says of them.
     """
 
     queued_tokens: int = 0
@@ -285,16 +284,13 @@ class LoadReport(NamedTuple):
     offline_waits: bool = False
     time: float = 0.0
     received: int = 0
-    device_seconds: float = 0.0
-    profile_seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class EngineView:
     """One engine of several. `routed`: requests that it was given, those of its processes before included; `moved`:
     that were taken from it because it was gone; `harvest`: offline tokens that it computes a second; `partner`: the
-    engine with which it is one pipeline. `slowness`: how many times what its latency profile says steps took of late
-    (0: not known); `slow_restarts`: how often it was started again because of that."""
+    engine with which it is one pipeline."""
 
     engine: int
     state: "EngineState"
@@ -304,8 +300,6 @@ class EngineView:
     harvest: float
     stats: "EngineStats"
     partner: int | None = None
-    slowness: float = 0.0
-    slow_restarts: int = 0
 
 
 class PipelineStats(NamedTuple):

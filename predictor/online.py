@@ -109,15 +109,12 @@ class OnlineModel:
     """A `LatencyModel` that learns from executed steps. Times in seconds.
 
     `predict`, `marginal`, `marginal_decodes` and `max_prefill` include the margin: they bound a step as the chosen
-    quantile does. `expected` is without it: what to compare with measurements. `device_seconds`: of all steps so far;
-    `profile_seconds`: what the first of its fits, which learns nothing, says of them.
+    quantile does. `expected` is without it: what to compare with measurements.
     """
 
     def __init__(self, model: LatencyModel, settings: OnlineSettings | None = None) -> None:
         self.settings = settings or OnlineSettings()
         self.num_observed = 0
-        self.device_seconds = self.profile_seconds = 0.0
-        self._profile = model
         self._host = HostTime(self.settings.forgetting)
         self._errors = [0.0] * self.settings.window
         self._error_sum = 0.0
@@ -170,8 +167,6 @@ class OnlineModel:
         self._host.record(host)
         if device <= 0.0 or raw <= 0.0:
             return
-        self.device_seconds += device
-        self.profile_seconds += raw if self.model is self._profile else self._profile.predict(features)
         index = min(features.num_tokens.bit_length(), NUM_REGIMES - 1)
         self._recent[index].append(features, device)
         self._whole[index].append(features, measured)

@@ -216,7 +216,6 @@ class Changes(RuleBasedStateMachine):
 
         self.fleet = FleetClient(make, 2, drop=True, lines=2, clock=lambda: 0.0)
         await self.fleet.start()
-        await self.fleet.slow.stop()
         assert self.fleet._overload is not None and self.fleet._overload._task is not None
         self.pipelines = self.fleet._overload.pipelines
         self.fleet._overload._task.cancel()  # rules say when

@@ -2,7 +2,6 @@
 tokens are those that one engine would have given, each once."""
 
 import asyncio
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -26,7 +25,6 @@ from engine.api import (
 from engine.errors import EngineUnavailableError, QueueFullError, TidemillError
 from engine.fleet.client import FleetClient
 from engine.fleet.routing import ROUTERS
-from engine.fleet.slow import SLOW
 from engine.process.handover import hand_over, take_over
 from engine.process.requests import OpenRequest, OpenRequests
 from engine.process.suspects import Suspects
@@ -49,9 +47,7 @@ class FakeFleetEngine:
         self.report: LoadReport | None = None
         self.unreported: tuple[EngineRequest, ...] = ()
         self.lost = self.renewals = 0
-        self.slowness, self.slow_at = 1.0, -math.inf
         self.clock: Callable[[], float] = lambda: 0.0
-        self.worked = [0.0, 0.0, 0.0]
 
     @property
     def state(self) -> EngineState:
@@ -117,7 +113,9 @@ class FakeFleetEngine:
         return [] if self.is_up else hand_over(self.open, self.suspects, given_up=self.dead)
 
     async def renew(self, *, anyway: bool = False) -> str:
-        assert anyway and self.is_up and self.clock() - self.slow_at <= 60.0, "it has not been slow"
+        assert anyway
+        if not self.is_up:
+            return "the engine is being started anyway"
         self.renewals += 1
         self.die(0)
         self.come_back()
@@ -138,18 +136,6 @@ class FakeFleetEngine:
             online = [entry for entry in self.open if entry.is_online]
             waiting = sum(len(entry.request.prompt_token_ids) for entry in online if entry.last is None)
             self.report = LoadReport(queued_tokens=waiting, running=len(online), offline_waits=True)
-        self.tell_time()
-
-    def tell_time(self) -> None:
-        """Its steps have run all the time."""
-        began, device, expected = self.worked
-        seconds = self.clock() - began
-        self.slow_at = self.clock() if self.slowness >= SLOW else self.slow_at
-        self.worked = [self.clock(), device + seconds, expected + seconds / self.slowness]
-        if self.report is not None:
-            self.report = self.report._replace(
-                time=self.worked[0], device_seconds=self.worked[1], profile_seconds=self.worked[2]
-            )
 
     def _give_token(self, entry: OpenRequest) -> None:
         request, number = entry.request, len(entry.token_ids)
@@ -165,7 +151,7 @@ class FakeFleetEngine:
 
     def die(self, in_step: int) -> None:
         self.is_up = self.hangs = False
-        self.report, self.worked = None, [self.clock(), 0.0, 0.0]
+        self.report = None
         in_flight = {entry.request.request_id: entry.num_computed + 1 for entry in list(self.open)[:in_step]}
         self.suspects.died("killed", in_flight, self.clock())
         self.changed()
@@ -229,7 +215,7 @@ class Fleet(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.loop = asyncio.new_event_loop()
-        self.looks: list[asyncio.Future[None]] = []
+        self.restarts: list[asyncio.Future[str]] = []
         self.engines: list[FakeFleetEngine] = []
         self.clients: list[Client] = []
         self.aborted: set[int] = set()
@@ -245,7 +231,6 @@ class Fleet(RuleBasedStateMachine):
 
         self.fleet = FleetClient(make, 2, router=router, lines=LINES, patience=5.0, clock=lambda: self.now)
         await self.fleet.start()
-        await self.fleet.slow.stop()  # rules say when it looks
 
     def _run(self, call: Callable[[], Any] = lambda: None) -> Any:
         async def run() -> Any:
@@ -273,11 +258,11 @@ class Fleet(RuleBasedStateMachine):
         ]
         up = any(engine.is_up for engine in self.engines)
         one, other = self.fleet._members
-        leaving = [m for m, beside in ((one, other), (other, one)) if m.slow and beside.is_well]
+        leaving = [m for m, beside in ((one, other), (other, one)) if m.leaves and beside.is_well]
         given = [member.routed for member in leaving]
         client = self._run(lambda: Client(self.fleet, requests))
         self.clients.append(client)
-        assert [member.routed for member in leaving] == given, "a slow engine gets nothing while the other is well"
+        assert [member.routed for member in leaving] == given, "an engine about to end gets nothing"
         if isinstance(client.refusal, EngineUnavailableError):
             assert not up, "a living engine takes it"
         if isinstance(client.refusal, QueueFullError):
@@ -324,21 +309,14 @@ class Fleet(RuleBasedStateMachine):
         self.now += seconds
         self._run(self.fleet._on_change)
 
-    @rule(slowness=st.tuples(*2 * [st.sampled_from([1.0, 8.0])]), seconds=st.sampled_from([10, 30, 40]))
-    @precondition(lambda self: any(engine.is_up for engine in self.engines))
-    def compute(self, slowness: tuple[float, float], seconds: int) -> None:
-        """All engines, for so long, at so many times what their profiles say."""
-        for engine, ratio in zip(self.engines, slowness, strict=True):
-            engine.slowness = ratio
-            engine.step()
+    @rule(seconds=st.sampled_from([1, 5, 15]))
+    def restart(self, seconds: int) -> None:
+        """Start the engines again, one by one, unless a restart is under way; then let time pass."""
+        if all(restart.done() for restart in self.restarts):
+            self.restarts.append(self._run(lambda: asyncio.ensure_future(self.fleet.renew(anyway=True))))
         for _ in range(seconds):
             self.now += 1.0
-            for engine in self.engines:
-                engine.tell_time()
-            if all(look.done() for look in self.looks):
-                self.looks.append(self._run(lambda: asyncio.ensure_future(self.fleet.slow.look())))
-            else:
-                self._run(self.fleet._on_change)
+            self._run(self.fleet._on_change)
 
     @invariant()
     def each_request_is_in_one_place(self) -> None:
@@ -366,9 +344,9 @@ class Fleet(RuleBasedStateMachine):
             if all(client.task.done() for client in self.clients):
                 break
             self._run(lambda: [engine.step() for engine in self.engines])
-        for look in self.looks:
-            if look.done():
-                look.result()
+        for restart in self.restarts:
+            if not restart.done() or restart.exception() is not None:
+                assert self.engines[0].dead, "only an engine that was given up keeps the engines from starting again"
         lost = sum(engine.lost for engine in self.engines)
         for number, client in enumerate(self.clients):
             if not client.task.cancelled():

@@ -32,7 +32,6 @@ from engine.fleet.member import FleetEngine, Member, hits_of, offline_load, onli
 from engine.fleet.overload import Overload
 from engine.fleet.prefixes import prefix_chain
 from engine.fleet.routing import Chance, Load, Prompt, find_router, prefix, sal
-from engine.fleet.slow import SlowEngines
 from engine.fleet.totals import info_of_all, total
 from engine.process import frames
 from engine.process.client import PATIENCE, longest_wait
@@ -77,7 +76,6 @@ class FleetClient:
         self._renewing = asyncio.Lock()
         self._num_refused = 0
         self._overload = Overload(self._members, self._on_change, clock) if drop else None
-        self.slow = SlowEngines(self._members, self._is_alone, self._restart_slow, clock)
         self._started = self._draining = False
 
     # What the gateway asks
@@ -208,21 +206,6 @@ class FleetClient:
             raise EngineUnavailableError(f"engine {member.number} did not come back: {engine.trouble}")
         return done
 
-    async def _restart_slow(self, member: Member) -> bool:
-        """Whether it was started again: not where nobody else could go on, nor while engines are being renewed."""
-        if self._renewing.locked() or not self._other_than(member):
-            return False
-        async with self._renewing:
-            try:
-                await self._renew(member, anyway=True)
-            except TidemillError as error:
-                log.error("engine %d was not started again: %s", member.number, error)
-                return False
-        return True
-
-    def _is_alone(self, member: Member) -> bool:
-        return self._overload is None or self._overload.pipelines.of(member) is None
-
     def _other_than(self, member: Member) -> bool:
         """Whether requests have somewhere else to go."""
         return any(other.is_well for other in self._members if other is not member)
@@ -265,7 +248,6 @@ class FleetClient:
             await asyncio.gather(*[member.engine.stop() for member in self._members])
             raise faults[0]
         self._started = True
-        self.slow.start()
         if self._overload is not None:
             self._overload.start()
 
@@ -273,7 +255,6 @@ class FleetClient:
         """See EngineClient.stop."""
         self._draining = True
         self._on_change()
-        await self.slow.stop()
         if self._overload is not None:
             await self._overload.stop()
         await asyncio.gather(*[member.engine.stop(drain_seconds) for member in self._members])

@@ -48,8 +48,7 @@ class FleetEngine(EngineClient, Protocol):
 
 class Member:
     """`routed`: requests that it was given; `moved`: that were taken from it because its process was gone; `leaves`: it
-    is about to end, and is given nothing new; `away`: it computes for another one, or is about to. `slowness`,
-    `slow_restarts`: see EngineView; `slow`: why it is being started again, if that is why."""
+    is about to end, and is given nothing new; `away`: it computes for another one, or is about to."""
 
     def __init__(self, number: int, engine: FleetEngine) -> None:
         self.number = number
@@ -59,9 +58,6 @@ class Member:
         self.leaves = self.away = False
         self.routed = 0
         self.moved = 0
-        self.slowness = 0.0
-        self.slow_restarts = 0
-        self.slow: str | None = None
 
     @property
     def block_size(self) -> int:
@@ -90,8 +86,8 @@ class Member:
     def view(self, stats: EngineStats, partner: int | None = None) -> EngineView:
         engine = self.engine
         return EngineView(
-            self.number, engine.state, engine.trouble or self.slow, self.routed, self.moved, self.harvest.rate, stats,
-            partner, self.slowness, self.slow_restarts,
+            self.number, engine.state, engine.trouble, self.routed, self.moved, self.harvest.rate, stats,
+            partner,
         )  # fmt: skip
 
 

@@ -11,7 +11,6 @@ from engine.scheduling.counters import StepCounters
 from engine.scheduling.service_cost import token_costs, usual_costs
 from engine.scheduling.state import SchedulerState
 from predictor.limits import UNITS_PER_BLOCK
-from predictor.online import OnlineModel
 
 LATE_PART = 0.25
 """Of the mean output: what a request that is past it may still give."""
@@ -60,7 +59,6 @@ def report_load(
     prompts = state.running_prompts()
     online, offline = (state.running[request_class] for request_class in (RequestClass.ONLINE, RequestClass.OFFLINE))
     missing = [request.num_missing_tokens for request in state.waiting_online]
-    model = state.model if isinstance(state.model, OnlineModel) else None
     held = UNITS_PER_BLOCK * sum(request.cache_map.num_live for request in offline)
     return LoadReport(
         queued_tokens=sum(missing) + sum(request.num_missing_tokens for request in prompts),
@@ -78,8 +76,6 @@ def report_load(
         offline_tokens=offline_tokens,
         offline_waits=len(state.waiting_offline) > 0,
         time=now,
-        device_seconds=0.0 if model is None else model.device_seconds,
-        profile_seconds=0.0 if model is None else model.profile_seconds,
     )
 
 

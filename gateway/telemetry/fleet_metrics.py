@@ -30,14 +30,6 @@ def engine_metrics(engines: Sequence[EngineView]) -> Iterator[Metric]:
     moved = CounterMetricFamily(
         "tidemill_engine_moved_requests", "Requests taken from it as it was gone.", labels=["engine"]
     )
-    slowness = GaugeMetricFamily(
-        "tidemill_engine_slowness",
-        "How many times what its latency profile says an engine's steps took of late; 0: not known.",
-        labels=["engine"],
-    )
-    slow = CounterMetricFamily(
-        "tidemill_engine_slow_restarts", "Starts of an engine that was slow beside the others.", labels=["engine"]
-    )
     for view in engines:
         name = str(view.engine)
         ready.add_metric([name], float(view.state is EngineState.READY))
@@ -49,9 +41,7 @@ def engine_metrics(engines: Sequence[EngineView]) -> Iterator[Metric]:
         harvest.add_metric([name], view.harvest)
         routed.add_metric([name], view.routed)
         moved.add_metric([name], view.moved)
-        slowness.add_metric([name], view.slowness)
-        slow.add_metric([name], view.slow_restarts)
-    yield from (ready, requests, units, harvest, routed, moved, slowness, slow)
+    yield from (ready, requests, units, harvest, routed, moved)
 
 
 def pipeline_metrics(stats: PipelineStats) -> Iterator[Metric]:
@@ -87,8 +77,6 @@ def shown(engines: Sequence[EngineView]) -> list[dict[str, Any]]:
             "routed": view.routed,
             "moved": view.moved,
             "pipeline_with": view.partner,
-            "slowness": view.slowness,
-            "slow_restarts": view.slow_restarts,
         }
         for view in engines
     ]
