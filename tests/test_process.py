@@ -306,7 +306,7 @@ async def test_requests_that_kill_every_process_end_and_nobody_else_does(
             outputs = await end
             assert is_error(outputs[-1], EngineStepError) and outputs[-1].num_output_tokens <= 3
         assert sum((await engine.stats()).restarts.values()) in range(10, 28)  # more where trials took longer
-        assert len(engine._policy._deaths) <= 1, "they are forgiven"
+        assert len(engine._policy._deaths) <= 2, "but for one of each that was proven while nothing else got on"
         assert summed(await collect(engine, request("seeded", seed=3)))[0] == undisturbed["seeded"][0]
         await until_idle(engine)
 

@@ -45,9 +45,10 @@ from engine.process.handover import hand_over, take_over
 from engine.process.launcher import Launcher, end_now
 from engine.process.policy import RestartPolicy
 from engine.process.regroup import Regrouping
+from engine.process.reputation import Reputation
 from engine.process.requests import OpenRequest, OpenRequests
 from engine.process.supervisor import Endpoint
-from engine.process.suspects import SUSPECT_AFTER, Suspects
+from engine.process.suspects import Suspects, Verdict
 from engine.queue_time import QueueTime
 from engine.stream import RequestStream
 from predictor.slo import SLO
@@ -129,6 +130,8 @@ class EngineProcess:
         self._flights = flights
         self._open = OpenRequests()
         self._suspects = Suspects()
+        self._reputation = Reputation()
+        self._unjudged: set[float] = set()
         self._idle = asyncio.Event()
         self._calls = Calls(self._send)
         self.regroup = Regrouping(self._calls, self._open, self._suspects, self.abort)
@@ -222,7 +225,8 @@ class EngineProcess:
             self._open.add(entries[-1])
         try:
             until = now if self._patience is None else now + longest_wait(requests, self._patience)
-            await self._queue(requests, entries, until)
+            if not self._recognise(entries):
+                await self._queue(entries, until)
         except BaseException:
             for request in requests:
                 self._forget(request.request_id)
@@ -244,15 +248,37 @@ class EngineProcess:
             self._resume(beside_others)
         self._try_suspect()
 
-    async def _queue(self, requests: Sequence[EngineRequest], entries: Sequence[OpenRequest], until: float) -> None:
-        """Until an engine has accepted them, or has died of it, perhaps: then they are resumed like others."""
+    def _recognise(self, entries: Sequence[OpenRequest]) -> bool:
+        """Return whether one of them is a suspect by its content; then all are resumed, suspects in a trial. Raises
+        EngineStepError for content that is proven to end processes."""
+        for entry in entries:
+            known = self._reputation.find(entry.request, self._clock())
+            if known is not None:
+                suspicion, guilty = known
+                if guilty:
+                    raise EngineStepError(f"The engine process ended {suspicion.deaths} times while it computed this.")
+                self._suspects.admit(entry.request.request_id, suspicion)
+        innocent = [entry for entry in entries if entry.request.request_id not in self._suspects]
+        if len(innocent) == len(entries):
+            return False
+        self._open.accept(entry.request.request_id for entry in entries)
+        if innocent and self._ready.is_set():
+            self._resume(innocent)
+        self._try_suspect()
+        return True
+
+    async def _queue(self, entries: Sequence[OpenRequest], until: float) -> None:
+        """Until an engine has accepted them, or has died of it, perhaps: then they are resumed like others, however
+        long it takes to judge them."""
         arrived = self._clock()
+        requests = [entry.request for entry in entries]
         while True:
             if not self._ready.is_set():
-                await self._wait_for_engine(until)
-                if all(entry.accepted for entry in entries):
+                await self._wait_for_engine(until, entries)
+                waiting = [entry.request for entry in entries if not entry.accepted]
+                if not waiting:
                     return
-                requests = [replace(request, arrived=arrived) for request in requests]
+                requests = [replace(request, arrived=arrived) for request in waiting]
             self._given.add(requests)
             try:
                 await self._calls.ask(partial(frames.Submit, requests=tuple(requests)), requests)
@@ -260,10 +286,13 @@ class EngineProcess:
                 continue
             return
 
-    async def _wait_for_engine(self, until: float) -> None:
-        """Raises EngineUnavailableError at the time `until`, or when there will be none."""
+    async def _wait_for_engine(self, until: float, entries: Sequence[OpenRequest]) -> None:
+        """Or until all `entries` have taken part in a death: they are not given up before they are judged. Raises
+        EngineUnavailableError at the time `until`, or when there will be none."""
         while not self._ready.is_set():
             self._check_accepting()
+            if all(entry.accepted for entry in entries):
+                return
             left = until - self._clock()
             if left <= 0.0:
                 raise EngineUnavailableError("The engine is being started again.", retry_after=RETRY_AFTER)
@@ -286,8 +315,11 @@ class EngineProcess:
             entry.end(reason, self._clock())
 
     def _forget(self, request_id: str, reason: FinishReason = FinishReason.ABORT) -> None:
-        if self._open.pop(request_id) is not None:
-            self._suspects.forget(request_id)
+        if (entry := self._open.pop(request_id)) is not None:
+            suspicion = self._suspects.release(request_id)
+            if suspicion is not None:
+                self._reputation.remember(entry.request, suspicion, self._clock())
+                self._unjudged.update(suspicion.died_at)
             self._send(frames.Abort(request_id, reason))
             self._look_whether_idle()
 
@@ -517,24 +549,43 @@ class EngineProcess:
         origin = origin_of(cause)
         if origin is Origin.ASKED or origin is Origin.SYSTEM:
             self._suspects.died(cause, {}, self._clock())
+            if origin is Origin.ASKED:
+                self._reputation.clear()
             return 0.0 if origin is Origin.ASKED else self._outage.refused(self._refusal, self._policy.max_delay)
         entries = [] if child is None else child.entries
         in_flight = {name: tokens for name, tokens in flight.in_flight(entries).items() if name in self._open}
         if self._patience is not None:  # otherwise whoever submitted them has gone to another engine
             self._open.accept(in_flight)
-        verdict = self._suspects.died(cause, in_flight, self._clock())
+            self._changed.set()
+        now = self._clock()
+        verdict = self._suspects.died(cause, in_flight, now)
         if verdict is None:
-            return self._policy.died(self._clock(), worked=self._has_worked and origin is Origin.OUTSIDE)
+            in_question = self._suspects.deaths_to_try(in_flight)
+            self._policy.forgive(in_question)
+            worked = self._has_worked and origin is Origin.OUTSIDE
+            return self._policy.died(now, worked=worked, counts=now not in in_question)
         if not verdict.guilty:
             return 0.0
-        log.error("request %s ended the engine process %d times; it ends now", verdict.request_id, verdict.deaths)
-        self._policy.forgive(SUSPECT_AFTER)
-        entry = self._open.pop(verdict.request_id)
-        assert entry is not None, "only open requests are suspected"
-        message = f"The engine process ended {verdict.deaths} times while it computed this request."
-        entry.end(FinishReason.ERROR, self._clock(), EngineStepError(message))
+        self._policy.forgive(verdict.suspicion.died_at)
+        self._end_guilty(verdict, now)
+        return 0.0 if verdict.others_well else self._policy.died(now)
+
+    def _end_guilty(self, verdict: Verdict, now: float) -> None:
+        """End a request that is proven to end processes, and suspects of the same content."""
+        guilty = self._open.get(verdict.request_id)
+        assert guilty is not None, "only open requests are suspected"
+        self._reputation.remember(guilty.request, verdict.suspicion, now, guilty=True)
+        for entry in self._open:
+            name = entry.request.request_id
+            known = self._reputation.find(entry.request, now) if entry is guilty or name in self._suspects else None
+            if known is None or not known[1]:
+                continue
+            log.error("request %s ended the engine process %d times; it ends now", name, verdict.deaths)
+            self._open.pop(name)
+            self._suspects.forget(name)
+            message = f"The engine process ended {verdict.deaths} times while it computed this request."
+            entry.end(FinishReason.ERROR, now, EngineStepError(message))
         self._look_whether_idle()
-        return 0.0 if verdict.others_well else self._policy.died(self._clock())
 
     async def _restart(self) -> Endpoint | None:
         """The next child, which may have died already: that is found out like any death. None: there is none."""
@@ -701,7 +752,11 @@ class EngineProcess:
             return  # ended here meanwhile
         keeps_up = entry.take(output)
         self._has_worked = self._has_worked or bool(output.token_ids)
-        self._suspects.got_on(output.request_id, entry.num_computed)
+        if self._suspects.got_on(output.request_id, entry.num_computed):
+            self._reputation.forget(entry.request)
+        elif self._unjudged and output.token_ids and output.request_id not in self._suspects:
+            self._policy.forgive(self._unjudged)  # the engine works without the requests that were in these deaths
+            self._unjudged.clear()
         if output.finish_reason is not None:
             self._open.pop(output.request_id)
             self._suspects.forget(output.request_id)

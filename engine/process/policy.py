@@ -1,6 +1,7 @@
 """When a process that died is started again, and when it is not any more. Pure; times are seconds on any clock."""
 
 from collections import deque
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 MAX_DEATHS = 6
@@ -27,20 +28,20 @@ class RestartPolicy:
         """The process takes requests."""
         self._ready_since = now
 
-    def forgive(self, deaths: int) -> None:
-        """The last deaths were due to one request, which has ended."""
-        for _ in range(min(deaths, len(self._deaths))):
-            self._deaths.pop()
+    def forgive(self, times: Collection[float]) -> None:
+        """Count the deaths at these times no longer: a request was their cause, or is about to be tried for it."""
+        self._deaths = deque(at for at in self._deaths if at not in times)
 
-    def died(self, now: float, *, worked: bool = False) -> float | None:
-        """Seconds until it is to be started again; None: never. `worked`: it gave tokens, and was killed from outside
-        for all that is known: nothing is gained by a pause. It counts towards `max_deaths` like any."""
+    def died(self, now: float, *, worked: bool = False, counts: bool = True) -> float | None:
+        """Return the seconds until the next start; None: never. `worked`: the process gave tokens, and was killed from
+        outside for all that is known: nothing is gained by a pause. `counts`: towards `max_deaths`."""
         if self._ready_since is not None and now - self._ready_since >= self.healthy:
             self._deaths.clear()
             self._in_a_row = 0
         self._ready_since = None
-        self._deaths.append(now)
-        while now - self._deaths[0] > self.window:
+        if counts:
+            self._deaths.append(now)
+        while self._deaths and now - self._deaths[0] > self.window:
             self._deaths.popleft()
         self._in_a_row = 0 if worked else min(self._in_a_row + 1, len(self._deaths))
         if len(self._deaths) >= self.max_deaths:

@@ -38,7 +38,7 @@ class Suspicion:
     """What is held against a request. `passes_at`: tokens that it must have computed to be acquitted, one more than
     where it was. `lone_seconds`: of its trials that ended in a death that may have come from outside. `seconds_before`,
     `deaths_before`: what the clock of `Suspects` showed at the first death, which counts as one without it;
-    `rests_until`: what it shows when the next trial may begin."""
+    `rests_until`: what it shows when the next trial may begin. `died_at`: the times of the deaths."""
 
     passes_at: int = 0
     deaths: int = 0
@@ -47,16 +47,19 @@ class Suspicion:
     seconds_before: float = 0.0
     deaths_before: int = 0
     rests_until: float = 0.0
+    died_at: tuple[float, ...] = ()
 
 
 class Verdict(NamedTuple):
     """What a death says of the request that was alone in it. `deaths`: in how many it took part; `guilty`: it is proven
-    that it ends the process; `others_well`: something else has got on since the last proof."""
+    that it ends the process; `others_well`: something else has got on since the last proof; `suspicion`: all that was
+    held against it."""
 
     request_id: str
     deaths: int
     guilty: bool
     others_well: bool
+    suspicion: Suspicion
 
 
 class Suspects:
@@ -95,6 +98,7 @@ class Suspects:
                 self._records[request_id] = record
             record.passes_at = max(record.passes_at, tokens + 1)
             record.deaths += 1
+            record.died_at += (now,)
         self._num_deaths += 1
         if trial is None or list(in_flight) != [trial]:
             return None
@@ -103,7 +107,7 @@ class Suspects:
         record.lone_seconds += tried if origin_of(cause) is Origin.OUTSIDE else 0.0
         record.rests_until = self._seconds + rest(record.lone_deaths)
         guilty = record.lone_deaths >= LONE_DEATHS and self._chance(record) <= CHANCE
-        verdict = Verdict(trial, record.deaths, guilty, self._others_got_on)
+        verdict = Verdict(trial, record.deaths, guilty, self._others_got_on, record)
         if guilty:
             self._num_deaths -= record.lone_deaths  # they say nothing against the innocence of others
             self.forget(trial)
@@ -117,19 +121,25 @@ class Suspects:
         seconds = max(0.0, self._seconds - record.seconds_before) + record.lone_seconds
         return at_least(lone, total, record.lone_seconds / seconds if record.lone_seconds else 0.0)
 
+    def deaths_to_try(self, request_ids: Iterable[str]) -> set[float]:
+        """Return the times of the deaths for which suspects among these requests are to be tried."""
+        return {at for name in request_ids if name in self for at in self._records[name].died_at}
+
     def after(self, request_ids: Iterable[str], now: float) -> None:
         """Another process has begun, and goes on with these: first they, then the suspects."""
         self._awaited = set(request_ids)
         self._ready_at = now
 
-    def got_on(self, request_id: str, tokens: int) -> None:
-        """So many tokens of a request have been computed."""
+    def got_on(self, request_id: str, tokens: int) -> bool:
+        """So many tokens of a request have been computed; return whether that acquits it."""
         self._awaited.discard(request_id)
         record = self._records.get(request_id)
         if record is None:
             self._others_got_on = True
         elif tokens >= record.passes_at:
             self.forget(request_id)
+            return True
+        return False
 
     def forget(self, request_id: str) -> None:
         """It has ended, or is acquitted."""
@@ -139,13 +149,14 @@ class Suspects:
             self.trial = None
 
     def release(self, request_id: str) -> Suspicion | None:
-        """It goes to another engine, and what is held against it with it."""
+        """It leaves; return what is held against it, for another engine or for when it comes again."""
         suspicion = self._records.get(request_id)
         self.forget(request_id)
         return suspicion
 
     def admit(self, request_id: str, suspicion: Suspicion) -> None:
-        """It comes from another engine, whose other deaths nobody knows here."""
+        """It comes from another engine, or once more, under another id: the deaths of other requests since are not
+        known here."""
         suspicion.deaths_before = self._num_deaths - suspicion.lone_deaths - 1
         suspicion.seconds_before = suspicion.rests_until = self._seconds
         self._records[request_id] = suspicion
