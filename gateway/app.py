@@ -152,6 +152,7 @@ def _add_batches(app: FastAPI, context: GatewayContext, folder: StateFolder, lim
     context.on_new_keys.append(ownership.report)
     context.lifecycle.ask_storage = worker.storage_fault
     context.lifecycle.batch_trouble = worker.trouble
+    context.lifecycle.ask_notice = lambda: folder.notice
     context.metrics.registry.register(BatchCollector(worker, ownership))
     app.state.batches = BatchState(folder, limits, worker)
     for resource in (files, batches):

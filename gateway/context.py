@@ -41,8 +41,8 @@ class BackgroundWork(Protocol):
 @dataclass(slots=True)
 class Lifecycle:
     """Whether the server takes new work, and the one place that starts and stops the engine and its background work.
-    `ask_storage`: why nothing can be stored, None: it can; it asks the disk, in a thread. `batch_trouble`: why lines of
-    batches do not run, or None."""
+    `ask_storage`: why nothing can be stored, None: it can; it asks the disk, in a thread. `ask_notice`: findings of the
+    last start in the state folder, or None. `batch_trouble`: why lines of batches do not run, or None."""
 
     client: EngineClient
     draining: bool = False
@@ -51,6 +51,7 @@ class Lifecycle:
     startup_error: Exception | None = None
     ask_storage: Callable[[], str | None] = lambda: None
     batch_trouble: Callable[[], str | None] = lambda: None
+    ask_notice: Callable[[], str | None] = lambda: None
     _disk_thread: anyio.CapacityLimiter = field(default_factory=lambda: anyio.CapacityLimiter(1))
 
     async def start(self) -> None:

@@ -44,6 +44,8 @@ async def ready(request: Request) -> Response:
     troubles = {"storage": fault, "batches": context.lifecycle.batch_trouble()}
     found = {name: text for name, text in troubles.items() if text is not None}
     answer: dict[str, Any] = {"status": "degraded" if found else "ok", **found}
+    if (notice := context.lifecycle.ask_notice()) is not None:
+        answer["storage_notice"] = notice
     if not sees_all(request):
         return Response(orjson.dumps(answer), media_type="application/json")
     if stats.engines:

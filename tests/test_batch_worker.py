@@ -68,6 +68,7 @@ async def add_file(folder: StateFolder, content: bytes, tenant: str = "") -> Fil
     temp = folder.create_temp()
     temp.write(content)
     file = FileObject(new_file_id(), tenant, len(content), 1, "in.jsonl", "batch")
+    await folder.store.announce_files([file.id])
     await asyncio.to_thread(folder.publish_files, (temp, file.id))
     await folder.store.add_file(file)
     return file
@@ -165,6 +166,8 @@ async def broken_promise(recorded: Recorded, log: Log, end: int, reading: str, t
         known = {file_id for file_id, _ in (await _stored(folder))["files"]}
         if found_files != known or leftovers(target)["tmp"] or leftovers(target)["journals"]:
             return "orphans are left"
+        if (target / "lost+found").exists():
+            return "a body that the database should know is lost"
         return None
     finally:
         await folder.close()

@@ -86,7 +86,7 @@ async def test_a_list_goes_on_after_a_file_that_was_deleted_meanwhile(store: Sql
     assert await store.delete_file("t", files[1].id, NOW)
     found, _ = await store.list_files("t", Page(10, files[1].id, True), None, NOW)
     assert found == files[2:]
-    await store.expire_files(NOW + TOMBSTONE_SECONDS + 1, 10)
+    await store.purge_files(await store.old_tombstones(NOW + TOMBSTONE_SECONDS + 1, 10))
     with pytest.raises(UnknownCursor):
         await store.list_files("t", Page(10, files[1].id, True), None, NOW)
 
@@ -367,23 +367,11 @@ async def test_what_cannot_be_a_folder_is_one_line(tmp_path: Path) -> None:
         await asyncio.to_thread(open_state, tmp_path / "file")
 
 
-async def test_a_start_removes_what_belongs_to_nothing(tmp_path: Path) -> None:
-    folder = await asyncio.to_thread(open_state, tmp_path)
-    batch = await a_batch(folder.store)
-    kept = [folder.file_path(batch.input_file_id), folder.journal_path(batch.id)]
-    gone = [folder.file_path(new_file_id()), folder.journal_path(new_batch_id()), tmp_path / "tmp" / "x"]
-    for path in [*kept, *gone]:
-        path.write_text("x")
-    await folder.recover()
-    assert all(path.exists() for path in kept) and not any(path.exists() for path in gone)
-    await folder.close()
-
-
 @pytest.mark.parametrize(
     "name", ["../../etc/passwd", "file-" + "0" * 31, "file-" + "g" * 32, "file-" + "0" * 32 + "\n"]
 )
 async def test_no_path_is_made_of_anything_but_an_id(tmp_path: Path, name: str) -> None:
-    folder = StateFolder(tmp_path, None, None, -1)  # type: ignore[arg-type]
+    folder = StateFolder(tmp_path, None, None, -1, None)  # type: ignore[arg-type]
     with pytest.raises(AssertionError):
         folder.file_path(name)
     with pytest.raises(AssertionError):

@@ -135,9 +135,13 @@ def _expiry(fields: dict[str, str]) -> int:
 
 
 async def _store(state: BatchState, temp: DiskFile, file: FileObject, quota: int | None) -> None:
-    """The body first, then the row: a crash in between leaves a file that nobody was promised. Raises StorageQuota."""
-    await to_thread.run_sync(state.folder.publish_files, (temp, file.id))
+    """Announce the id, then store the body, then the row: a crash in between leaves garbage that the next start knows.
+
+    Raises StorageQuota and StorageError.
+    """
+    await state.folder.store.announce_files([file.id])
     try:
+        await to_thread.run_sync(state.folder.publish_files, (temp, file.id))
         await state.folder.store.add_file(file, quota)
     except (StorageError, StorageQuota) as error:
         await state.folder.withdraw(error, file.id)

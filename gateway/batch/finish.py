@@ -233,12 +233,14 @@ class Finisher:
 
     async def _publish(self, batch: BatchJob, status: BatchStatus, builder: ResultBuilder) -> None:
         ids = (new_file_id(), new_file_id())
-        await in_thread(lambda: builder.publish(*ids))
+        parts = zip(ids, (builder.output, builder.errors), strict=True)
+        await self._store.announce_files([file_id for file_id, part in parts if part.rows])
         now = self._now()
-        output = self._result_file(batch, ids[0], "output", builder.output.size, now)
-        errors = self._result_file(batch, ids[1], "error", builder.errors.size, now)
         completed, usage = builder.output.rows, builder.journal.usage
         try:
+            await in_thread(lambda: builder.publish(*ids))
+            output = self._result_file(batch, ids[0], "output", builder.output.size, now)
+            errors = self._result_file(batch, ids[1], "error", builder.errors.size, now)
             await to_end(self._store.finish_batch(batch.id, status, now, output, errors, completed, usage))
         except (StorageError, IllegalTransition) as error:
             await to_end(self._folder.withdraw(error, *ids))
@@ -254,5 +256,6 @@ class Finisher:
         """The batch has ended. Blocking: removes its journal; a journal that stays goes at the next start."""
         self._hurried.discard(batch.id)
         del self._rounds[batch.id]
-        with suppress(OSError):
-            self._folder.disk.remove(self._folder.journal_path(batch.id))
+        if not batch.is_damaged:  # else the results are all that is left of it
+            with suppress(OSError):
+                self._folder.disk.remove(self._folder.journal_path(batch.id))

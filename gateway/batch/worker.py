@@ -256,9 +256,7 @@ class BatchWorker:
             await self._folder.settle()
             for batch in await self._store.unfinished_batches():
                 self.added(batch)  # one whose creation was in doubt has no owner yet
-            expired = await self._store.expire_files(now, EXPIRED_FILES)
-            for file_id in expired:
-                await in_thread(lambda file_id=file_id: self._folder.remove_body(file_id))  # type: ignore[misc]
+            await self._folder.remove_expired(now, EXPIRED_FILES)
 
     def _judge(self) -> None:
         """Who will be done when; a job's lines, those in the engine too, go with those at risk, or not."""

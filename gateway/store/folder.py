@@ -3,9 +3,10 @@
     lock                    held by the one server that uses the folder; its process's number
     tidemill.db             rows
     adapters.json           LoRA adapters that were loaded while the server ran, by name: their folders
-    files/<file id>         bodies of uploads and results; each has a row, or it goes at the next start
+    files/<file id>         bodies of uploads and results; each has a row or an announcement, see `recovery`
     journals/<batch id>     results of a running batch in the order of their ends
-    tmp/                    what is being written; emptied at start
+    tmp/                    files that are being written; emptied at start
+    lost+found/<time>/      files that the database did not know at a start
 
 Names are ids that this server drew itself; nothing of a client's becomes a part of a path.
 """
@@ -15,6 +16,7 @@ import errno
 import fcntl
 import os
 import sqlite3
+import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -23,9 +25,9 @@ from secrets import token_bytes, token_hex
 from engine.errors import ConfigError
 from gateway.store.disk import Disk, DiskFile, StorageError
 from gateway.store.objects import BATCH_ID, FILE_ID
+from gateway.store.recovery import LostAndFound, Recovery
 from gateway.store.sqlite import SqliteStore
 
-SWEEP = 1000
 SECRET_BYTES = 32
 PROBE = b"tidemill" * 512
 
@@ -33,11 +35,14 @@ PROBE = b"tidemill" * 512
 class StateFolder:
     """An open state folder. Use `open_state`."""
 
-    def __init__(self, root: Path, disk: Disk, store: SqliteStore, lock: int) -> None:
+    def __init__(self, root: Path, disk: Disk, store: SqliteStore, lock: int, found: LostAndFound) -> None:
         self.root = root
         self.disk = disk
         self.store = store
+        self.notice: str | None = None
+        """Findings of the last start that the operator has to know."""
         self._lock = lock
+        self._found = found
         self._in_doubt: set[str] = set()
 
     def secret(self) -> bytes:
@@ -103,9 +108,10 @@ class StateFolder:
             with suppress(StorageError):
                 await self.settle()
             return
-        for file_id in file_ids:
-            with suppress(Exception):  # what stays goes at the next start
+        with suppress(Exception):  # bodies that stay go at the next start
+            for file_id in file_ids:
                 await asyncio.to_thread(self.remove_body, file_id)
+            await self.store.forget_announced(file_ids)
 
     async def settle(self) -> None:
         """Decide what was in doubt: bodies without a row go. Raises StorageError, and then it is still in doubt."""
@@ -113,27 +119,26 @@ class StateFolder:
             doubted = list(self._in_doubt)
             await self.store.settle()
             known = await self.store.known_files(doubted)
-            await asyncio.to_thread(self._remove_all, "files", [name for name in doubted if name not in known])
+            lost = [name for name in doubted if name not in known]
+            for name in lost:
+                await asyncio.to_thread(self.remove_body, name)
             self._in_doubt.difference_update(doubted)
+            await self.store.forget_announced(lost)
 
     async def recover(self) -> None:
-        """Remove what belongs to nothing. Before anything else is done with the folder."""
-        journals = {batch.id for batch in await self.store.unfinished_batches()}
-        await asyncio.to_thread(self._remove_all, "tmp", await self._names("tmp"))
-        left = [name for name in await self._names("journals") if name not in journals]
-        await asyncio.to_thread(self._remove_all, "journals", left)
-        names = await self._names("files")
-        for start in range(0, len(names), SWEEP):
-            known = await self.store.known_files(names[start : start + SWEEP])
-            orphans = [name for name in names[start : start + SWEEP] if name not in known]
-            await asyncio.to_thread(self._remove_all, "files", orphans)
+        """Tidy up after the last process, before anything else is done with the folder. Raises StorageError."""
+        self.notice = await Recovery(self.root, self.disk, self.store, self._found).run(int(time.time()))
 
-    async def _names(self, folder: str) -> list[str]:
-        return await asyncio.to_thread(os.listdir, self.root / folder)
+    async def remove_expired(self, now: int, limit: int) -> None:
+        """Delete expired files. Raises StorageError.
 
-    def _remove_all(self, folder: str, names: list[str]) -> None:
-        for name in names:
-            self.disk.remove(self.root / folder / name)
+        The row of a deleted file is removed when its body certainly is: without the row nothing would explain the body.
+        """
+        old = await self.store.old_tombstones(now, limit)
+        for file_id in [*await self.store.expire_files(now, limit), *old]:
+            await asyncio.to_thread(self.remove_body, file_id)
+        if old:
+            await self.store.purge_files(old)
 
     async def close(self) -> None:
         await asyncio.to_thread(self.close_now)
@@ -194,6 +199,8 @@ def open_state(
 def _open_locked(
     root: Path, folders: set[Path], disk: Disk, on_commit: Callable[[sqlite3.Connection], None] | None, lock: int
 ) -> StateFolder:
+    found = LostAndFound(root, disk)
+    _set_stale_log_aside(root, found)
     store = SqliteStore(root / "tidemill.db", on_commit, disk.health)
     try:
         for name in ("files", "journals", "tmp"):
@@ -203,7 +210,14 @@ def _open_locked(
     except BaseException:  # also a Ctrl-C must not leave the store's thread behind
         store.close_now()
         raise
-    return StateFolder(root, disk, store, lock)
+    return StateFolder(root, disk, store, lock, found)
+
+
+def _set_stale_log_aside(root: Path, found: LostAndFound) -> None:
+    """SQLite deletes the log of a database that is gone; it may hold the last transactions."""
+    database, wal = root / "tidemill.db", root / "tidemill.db-wal"
+    if wal.exists() and not (database.exists() and database.stat().st_size):
+        found.take(wal)
 
 
 def _take_lock(path: Path) -> int:

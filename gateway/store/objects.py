@@ -22,7 +22,7 @@ def new_batch_id() -> str:
 
 @dataclass(frozen=True, slots=True)
 class FileObject:
-    """A file that is on the disk, whole. `expires_at` None: never."""
+    """A file that is on the disk, whole. `expires_at` None: never. `damage`: why its row cannot be read."""
 
     id: str
     tenant: str
@@ -31,6 +31,7 @@ class FileObject:
     filename: str
     purpose: str
     expires_at: int | None = None
+    damage: str | None = None
 
     def as_json(self) -> dict[str, Any]:
         return {
@@ -40,8 +41,8 @@ class FileObject:
             "created_at": self.created_at,
             "filename": self.filename,
             "purpose": self.purpose,
-            "status": "processed",
-            "status_details": None,
+            "status": "processed" if self.damage is None else "error",
+            "status_details": self.damage,
             "expires_at": self.expires_at,
         }
 
@@ -79,7 +80,7 @@ class Usage(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class BatchJob:
     """A batch as its row says. `times` holds the moments of OpenAI's `*_at` fields, by field name; `total` is 0 until
-    the input is found valid."""
+    the input is found valid. `is_damaged`: the row cannot be read, and is shown as a batch that has failed."""
 
     id: str
     tenant: str
@@ -100,6 +101,7 @@ class BatchJob:
     completed: int = 0
     failed: int = 0
     usage: Usage = field(default_factory=Usage)
+    is_damaged: bool = False
 
     @property
     def remaining(self) -> int:

@@ -8,20 +8,23 @@ batch raises IllegalTransition then.
 
 import asyncio
 from pathlib import Path
+from secrets import token_hex
 
 from gateway.store.health import StorageHealth
 from gateway.store.schema import VERSION
 from gateway.store.sqlite_batches import SqliteBatches
 from gateway.store.sqlite_files import SqliteFiles
+from gateway.store.sqlite_recovery import SqliteRecovery
 from gateway.store.sqlite_tenants import SqliteTenants
 from gateway.store.writer import SqliteWriter, Work, open_database
 
 
-class SqliteStore(SqliteFiles, SqliteBatches, SqliteTenants):
+class SqliteStore(SqliteFiles, SqliteBatches, SqliteTenants, SqliteRecovery):
     """Raises ConfigError when the database cannot be used."""
 
     def __init__(self, path: Path, on_commit: Work[None] | None = None, health: StorageHealth | None = None) -> None:
         self._writer = SqliteWriter(open_database(path), on_commit, path, health)
+        self._run = token_hex(8)
 
     def is_in_place(self) -> bool:
         """Whether the database is where it was opened. Asks the disk, from any thread."""

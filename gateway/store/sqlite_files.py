@@ -77,7 +77,6 @@ class SqliteFiles:
         """Take expired files out of the lists, but for inputs in use; returns the ids whose bodies may go."""
 
         def work(connection: sqlite3.Connection) -> list[str]:
-            connection.execute("DELETE FROM files WHERE deleted_at < ?", (now - TOMBSTONE_SECONDS,))
             rows = connection.execute(
                 "UPDATE files SET deleted_at = ? WHERE seq IN (SELECT seq FROM files "
                 f"WHERE deleted_at IS NULL AND expires_at <= ? AND NOT {_IN_USE} LIMIT ?) RETURNING id",
@@ -86,6 +85,21 @@ class SqliteFiles:
             return [row["id"] for row in rows]
 
         return await self._writer.run(work)
+
+    async def old_tombstones(self, now: int, limit: int) -> list[str]:
+        """Return the ids of files that were deleted a day ago or earlier."""
+        query = "SELECT id FROM files WHERE deleted_at < ? LIMIT ?"
+        values = (now - TOMBSTONE_SECONDS, limit)
+        return await self._writer.run(lambda c: [row["id"] for row in c.execute(query, values)])
+
+    async def purge_files(self, file_ids: Sequence[str]) -> None:
+        """Remove the rows of deleted files whose bodies are gone."""
+
+        def work(connection: sqlite3.Connection) -> None:
+            query = "DELETE FROM files WHERE id = ? AND deleted_at IS NOT NULL"
+            connection.executemany(query, ((file_id,) for file_id in file_ids))
+
+        await self._writer.run(work)
 
     async def known_files(self, file_ids: Sequence[str]) -> set[str]:
         """Those of the ids whose body must be kept, of whatever tenant."""

@@ -51,20 +51,32 @@ def open_database(path: Path) -> sqlite3.Connection:
             _look_first(path)
         connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False, cached_statements=256)
     except sqlite3.DatabaseError as error:
-        raise ConfigError(f"the database in --state-dir cannot be used: {error}") from None
+        raise _refusal(error) from None
     try:
         _check(connection, path)
         connection.execute("PRAGMA journal_mode = WAL")
         connection.execute("PRAGMA synchronous = FULL")
         _wait_for_locks(connection, BUSY_SECONDS)
         connection.row_factory = sqlite3.Row
+        connection.text_factory = lambda data: data.decode(errors="replace")  # damaged text must not end a list
         _migrate(connection)
     except BaseException as error:  # also a Ctrl-C must not leave the database open
         connection.close()
         if isinstance(error, sqlite3.DatabaseError):
-            raise ConfigError(f"the database in --state-dir cannot be used: {error}") from None
+            raise _refusal(error) from None
         raise
     return connection
+
+
+def _refusal(error: sqlite3.DatabaseError) -> ConfigError:
+    if _storage_code(error) in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB):
+        return _damaged(str(error))
+    return ConfigError(f"the database in --state-dir cannot be used: {error}")
+
+
+def _damaged(how: str) -> ConfigError:
+    what_to_do = "restore it from a backup, or move it away: a new one is made, and lost+found keeps the stored files"
+    return ConfigError(f"the database tidemill.db in --state-dir is damaged ({how}): {what_to_do}")
 
 
 def _wait_for_locks(connection: sqlite3.Connection, seconds: float) -> None:
@@ -86,7 +98,7 @@ def _check(connection: sqlite3.Connection, path: Path) -> None:
     if path.stat().st_size <= CHECKED_BYTES:
         (found,) = connection.execute("PRAGMA quick_check(1)").fetchone()
         if found != "ok":
-            raise ConfigError("the database in --state-dir is damaged; restore it from a backup or use another folder")
+            raise _damaged(str(found).splitlines()[-1])
 
 
 def _refuse_newer(connection: sqlite3.Connection) -> None:

@@ -1,0 +1,146 @@
+"""What a start does with a state folder before it is used: remove leftovers that the database explains, and move
+everything that it does not explain to `lost+found/<time>/`. Nothing else is ever removed.
+
+The database explains a body by its row, by the row of a deleted file, or by an announcement: ids are announced before
+their bodies appear, so that a body which a crash has left without a row is known. A body or journal without any of
+these belongs to another database: one that was lost, emptied, or replaced by a backup.
+"""
+
+import asyncio
+import json
+import logging
+import os
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from gateway.store.disk import Disk, StorageError
+from gateway.store.sqlite import SqliteStore
+
+log = logging.getLogger("tidemill.gateway")
+
+SWEEP = 1000
+LOST_AND_FOUND = ("lost+found", "tidemill-lost+found")
+"""The second one where the first is the file system's own and closed to the server."""
+
+Explain = Callable[[Sequence[str]], Awaitable[Mapping[str, bool]]]
+"""Which of these names must stay (True) or can go (False); no answer for a name that nothing explains."""
+
+
+class LostAndFound:
+    """A folder for things that nothing explains, made with the first of them. Blocks. Raises OSError."""
+
+    def __init__(self, root: Path, disk: Disk) -> None:
+        self._root = root
+        self._disk = disk
+        self.folder: Path | None = None
+        self.moved = 0
+
+    def take(self, path: Path) -> None:
+        """Move something out of the state folder."""
+        folder = self._place()
+        target = folder / path.relative_to(self._root)
+        target.parent.mkdir(mode=0o700, exist_ok=True)
+        self._disk.rename(path, target)
+        self.moved += 1
+        for changed in (target.parent, folder, folder.parent, self._root, path.parent):
+            self._disk.sync_folder(changed)
+
+    def keep_rows(self, rows: Iterable[Mapping[str, Any]]) -> None:
+        """Write rows of the database that cannot be read."""
+        file = self._disk.create(self._place() / "batches.jsonl")
+        try:
+            for row in rows:
+                file.write(json.dumps(dict(row), default=repr).encode() + b"\n")
+            file.sync()
+        finally:
+            file.close()
+
+    def _place(self) -> Path:
+        if self.folder is None:
+            name = datetime.now(UTC).strftime("%Y%m%dT%H%M%S.%fZ")
+            try:
+                self.folder = self._make(LOST_AND_FOUND[0], name)
+            except PermissionError:
+                self.folder = self._make(LOST_AND_FOUND[1], name)
+        return self.folder
+
+    def _make(self, base: str, name: str) -> Path:
+        (self._root / base).mkdir(mode=0o700, exist_ok=True)
+        (self._root / base / name).mkdir(mode=0o700)
+        return self._root / base / name
+
+
+class Recovery:
+    """The tidying of one start. A step that the disk refuses is left to the next start."""
+
+    def __init__(self, root: Path, disk: Disk, store: SqliteStore, found: LostAndFound) -> None:
+        self._root = root
+        self._disk = disk
+        self._store = store
+        self._found = found
+
+    async def run(self, now: int) -> str | None:
+        """Return the findings that the operator has to know, None: there are none.
+
+        Raises StorageError if the folder cannot be read.
+        """
+        notes: list[str] = []
+        await self._tidy("tmp", _all_can_go)
+        damaged = await self._store.damaged_batches()
+        if damaged:
+            notes.append(f"the records of {len(damaged)} batches are damaged, and these batches have failed")
+            await self._try(lambda: self._found.keep_rows(damaged.values()))
+        await self._tidy("journals", self._store.explain_journals)
+        await self._tidy("files", self._store.explain_files)
+        with suppress(StorageError):
+            await self._store.fail_damaged(list(damaged), now)
+            await self._store.forget_announced()
+        if lacking := await self._count_lacking():
+            notes.append(f"{lacking} files of the database have no whole body, and cannot be read")
+        if self._found.folder is not None:
+            where = self._found.folder.relative_to(self._root)
+            notes.append(
+                f"{self._found.moved} files that the database does not know are in {where} of the state folder: if the "
+                "database was lost or replaced, stop the server, put the database and these files back, and start it; "
+                "otherwise delete them"
+            )
+        for note in notes:
+            log.error("%s", note)
+        return "; ".join(notes) or None
+
+    async def _tidy(self, folder: str, explain: Explain) -> None:
+        with self._disk.storing():
+            names = await asyncio.to_thread(os.listdir, self._root / folder)
+        for start in range(0, len(names), SWEEP):
+            some = names[start : start + SWEEP]
+            explained = await explain(some)
+            for name in some:
+                if not explained.get(name, False):
+                    move = self._disk.remove if name in explained else self._found.take
+                    await self._try(lambda move=move, name=name: move(self._root / folder / name))  # type: ignore[misc]
+
+    async def _try(self, work: Callable[[], None]) -> None:
+        try:
+            await asyncio.to_thread(work)
+        except OSError as error:
+            log.warning("the state folder cannot be tidied: %s", error.strerror)
+
+    async def _count_lacking(self) -> int:
+        """Count files whose body is missing or has another size."""
+
+        def sizes() -> dict[str, int]:
+            with self._disk.storing(), os.scandir(self._root / "files") as entries:
+                return {entry.name: entry.stat(follow_symlinks=False).st_size for entry in entries}
+
+        there, lacking, after = await asyncio.to_thread(sizes), 0, 0
+        while rows := await self._store.bodies(after, SWEEP):
+            lacking += sum(there.get(file_id) != size for _, file_id, size in rows)
+            after = rows[-1][0]
+        return lacking
+
+
+async def _all_can_go(names: Sequence[str]) -> Mapping[str, bool]:
+    return dict.fromkeys(names, False)

@@ -1,0 +1,95 @@
+"""What a start asks of the database: which bodies and journals it explains, and which of its rows cannot be read. Mixed
+into `SqliteStore`."""
+
+import sqlite3
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from gateway.store.rows import read_batch_row, repair_batch
+from gateway.store.states import TERMINAL, UNFINISHED
+from gateway.store.writer import SqliteWriter
+
+
+class SqliteRecovery:
+    """`_run` is drawn at each opening: announcements of this run are of bodies that are just being written."""
+
+    _writer: SqliteWriter
+    _run: str
+
+    async def announce_files(self, file_ids: Sequence[str]) -> None:
+        """Note ids before their bodies appear: a body that never gets its row is known as garbage."""
+
+        def work(connection: sqlite3.Connection) -> None:
+            query = "INSERT INTO announced (id, run) VALUES (?, ?) ON CONFLICT DO NOTHING"
+            connection.executemany(query, ((file_id, self._run) for file_id in file_ids))
+
+        await self._writer.run(work)
+
+    async def forget_announced(self, file_ids: Sequence[str] | None = None) -> None:
+        """Forget ids whose bodies are gone; None: those of all earlier runs."""
+
+        def work(connection: sqlite3.Connection) -> None:
+            if file_ids is None:
+                connection.execute("DELETE FROM announced WHERE run != ?", (self._run,))
+            else:
+                connection.executemany("DELETE FROM announced WHERE id = ?", ((file_id,) for file_id in file_ids))
+
+        await self._writer.run(work)
+
+    async def explain_files(self, names: Sequence[str]) -> Mapping[str, bool]:
+        """Return which of these bodies must stay (True) or can go (False), without the ones that are not known."""
+
+        def work(connection: sqlite3.Connection) -> dict[str, bool]:
+            known: dict[str, bool] = {}
+            for name in names:
+                row = connection.execute("SELECT deleted_at FROM files WHERE id = ?", (name,)).fetchone()
+                announced = connection.execute("SELECT run FROM announced WHERE id = ?", (name,)).fetchone()
+                if row is not None:
+                    known[name] = row["deleted_at"] is None
+                elif announced is not None:
+                    known[name] = announced["run"] == self._run
+            return known
+
+        return await self._writer.run(work)
+
+    async def explain_journals(self, names: Sequence[str]) -> Mapping[str, bool]:
+        """Do the same for journals: those of unfinished batches must stay. A damaged row explains nothing."""
+
+        def work(connection: sqlite3.Connection) -> dict[str, bool]:
+            known: dict[str, bool] = {}
+            for name in names:
+                row = connection.execute("SELECT * FROM batches WHERE id = ?", (name,)).fetchone()
+                if row is not None and not (batch := read_batch_row(row)).is_damaged:
+                    known[name] = batch.status in UNFINISHED
+                    assert known[name] or batch.status in TERMINAL
+            return known
+
+        return await self._writer.run(work)
+
+    async def bodies(self, after: int, limit: int) -> list[tuple[int, str, int]]:
+        """Return sequence number, id and size of stored files, in their order, from the number `after` on."""
+        query = "SELECT seq, id, bytes FROM files WHERE seq > ? AND deleted_at IS NULL ORDER BY seq LIMIT ?"
+        return await self._writer.run(lambda c: [tuple(row) for row in c.execute(query, (after, limit))])
+
+    async def damaged_batches(self) -> dict[int, dict[str, Any]]:
+        """Return the rows of batches that cannot be read, as they are, by sequence number."""
+
+        def work(connection: sqlite3.Connection) -> dict[int, dict[str, Any]]:
+            rows = connection.execute("SELECT * FROM batches")
+            return {row["seq"]: dict(row) for row in rows if read_batch_row(row).is_damaged}
+
+        return await self._writer.run(work)
+
+    async def fail_damaged(self, seqs: Sequence[int], now: int) -> None:
+        """Turn rows that cannot be read into rows of batches that have failed, with the reason."""
+
+        def work(connection: sqlite3.Connection) -> None:
+            for seq in seqs:
+                row = connection.execute("SELECT * FROM batches WHERE seq = ?", (seq,)).fetchone()
+                values = repair_batch(row, now)
+                columns = ", ".join(f"{name} = :{name}" for name in values)
+                connection.execute(f"UPDATE batches SET {columns} WHERE seq = :seq", {**values, "seq": seq})
+                connection.execute("DELETE FROM lines WHERE batch = ?", (seq,))
+
+        if seqs:
+            await self._writer.run(work)
