@@ -9,6 +9,7 @@ import asyncio
 import logging
 import math
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -69,6 +70,12 @@ SPARE_SECONDS = 1.0
 """After the start of a process, until the next one is made ready."""
 ANSWER_SECONDS = 1.0
 """How long figures may take before those of the last time are given."""
+FRAME_TOKENS, FRAME_REQUESTS = 1 << 16, 64
+"""After so many tokens or requests that go on in another process a frame ends: it holds one more request at most."""
+TURN_TOKENS = 1 << 20
+"""Of requests that go on, sent in one turn of the event loop: about 10 ms."""
+MAX_UNSENT, DRAIN_SECONDS = 1 << 26, 0.01
+"""Bytes that the process has not read yet, beyond which the rest waits."""
 NOWHERE = Place()
 NOBODY = 0
 """The number of a call whose answer is not waited for."""
@@ -132,6 +139,7 @@ class EngineProcess:
         self._suspects = Suspects()
         self._reputation = Reputation()
         self._unjudged: set[float] = set()
+        self._resuming: deque[OpenRequest] = deque()
         self._idle = asyncio.Event()
         self._calls = Calls(self._send)
         self.regroup = Regrouping(self._calls, self._open, self._suspects, self.abort)
@@ -284,6 +292,8 @@ class EngineProcess:
                 await self._calls.ask(partial(frames.Submit, requests=tuple(requests)), requests)
             except GoneError:
                 continue
+            except frames.FrameError as error:
+                raise InvalidRequestError(f"The request is too large for the engine: {error}.") from None
             return
 
     async def _wait_for_engine(self, until: float, entries: Sequence[OpenRequest]) -> None:
@@ -652,6 +662,7 @@ class EngineProcess:
         self._judged = False
         self._watch.end()
         self._given = Given()
+        self._resuming.clear()
         self._pulse = None
         self._figures.process_ended()
         self._calls.end()
@@ -734,11 +745,29 @@ class EngineProcess:
         self._tell_change()
 
     def _resume(self, entries: Sequence[OpenRequest]) -> None:
-        apart = self._suspects.apart_until
-        requests = tuple(entry.resumed(apart(entry.request.request_id)) for entry in entries)
-        self._given.add(requests)
-        self._send(frames.Resume(requests))
         self._figures.resumed += len(entries)
+        self._resuming.extend(entries)
+        self._resume_some()
+
+    def _resume_some(self) -> None:
+        """Send what a turn of the event loop has time for, in frames of bounded size, while the process reads it."""
+        unsent = 0 if self._connection is None else self._connection.unsent
+        left = TURN_TOKENS if unsent < MAX_UNSENT else 0
+        while self._resuming and left > 0:
+            requests: list[EngineRequest] = []
+            size = 0
+            while self._resuming and size < FRAME_TOKENS and len(requests) < FRAME_REQUESTS:
+                entry = self._resuming.popleft()
+                if self._open.get(entry.request.request_id) is entry:
+                    requests.append(entry.resumed(self._suspects.apart_until(entry.request.request_id)))
+                    size += entry.num_computed + 1
+            left -= size
+            if requests:
+                self._given.add(requests)
+                self._send(frames.Resume(tuple(requests)))
+        if self._resuming:
+            pause = 0.0 if unsent < MAX_UNSENT else DRAIN_SECONDS
+            asyncio.get_running_loop().call_later(pause, self._resume_some)
 
     def _try_suspect(self) -> None:
         """Let the next request go on that may have ended the process, if it is its turn."""

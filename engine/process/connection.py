@@ -61,6 +61,11 @@ class Connection(asyncio.Protocol, Generic[MessageT]):
         if self._transport is not None:
             self._transport.write(encode(message))
 
+    @property
+    def unsent(self) -> int:
+        """Bytes that the other side has not taken yet."""
+        return 0 if self._transport is None else self._transport.get_write_buffer_size()
+
     def close(self) -> None:
         if self._transport is not None:
             self._transport.abort()
