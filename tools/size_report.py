@@ -16,7 +16,7 @@ CEILINGS = {
     "gateway": 14_620,
     "engine": 42_000,
     "predictor": 3_500,
-    "loadgen": 21_200,
+    "loadgen": 22_100,
 }
 
 

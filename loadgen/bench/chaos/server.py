@@ -19,7 +19,8 @@ FLAGS = ("--slo", "ttft_p99=120s", "--max-queue-time", "none", "--dtype", "float
 POLICY = ("--max-engine-deaths", "1000000", "--max-restart-delay", "0")
 LAG, OWN_LAG = "tidemill_loop_lag_seconds_bucket", "tidemill_loop_own_lag_seconds_bucket"
 """Lateness of the event loop; the second one without waits for a core, which a busy machine causes."""
-START_SECONDS, STOP_SECONDS = 180.0, 60.0
+START_SECONDS, STOP_SECONDS = 120.0, 60.0
+HANGS = "the server neither listens nor ends"
 
 
 class StartError(Exception):
@@ -80,7 +81,8 @@ class Server:
                 if "listening on http://" in line:
                     return line.rsplit(" ", 1)[1].rstrip("/")
             time.sleep(0.05)
-        raise StartError(self.log.read_text(errors="replace")[-4000:])
+        text = self.log.read_text(errors="replace")[-4000:]
+        raise StartError(text if self.exit_code is not None else f"{text}\n{HANGS}")
 
     def kill(self) -> None:
         """Send SIGKILL to the gateway and wait for its end."""

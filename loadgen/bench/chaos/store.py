@@ -18,7 +18,7 @@ import aiohttp
 from loadgen.bench.chaos import load
 from loadgen.bench.chaos.damages import Damage, State, damages
 from loadgen.bench.chaos.promises import Promise, Scale, none_of, shown
-from loadgen.bench.chaos.server import POLICY, Server, StartError
+from loadgen.bench.chaos.server import HANGS, POLICY, Server, StartError
 
 LINES, ENDED_LINES, DONE = 24, 4, 10
 """Lines of the batches, and how many of the second one have ended before the server is stopped."""
@@ -90,7 +90,8 @@ async def try_damage(base: State, damage: Damage, folder: Path, expected: dict[s
         _look_for_bodies(found, damage, before, state.folder)
         async with server.session(seconds=WAIT_SECONDS) as session:
             await _look_at_batches(session, found, damage, state, expected)
-    except StartError:
+    except StartError as error:
+        found.harm["starts that hang"] += HANGS in str(error)
         _look_at_refusal(found, damage, before, state.folder)
     except (aiohttp.ClientError, TimeoutError, KeyError, ValueError) as error:
         found.harm[f"unexpected {type(error).__name__}: {error}"[:200]] += 1
