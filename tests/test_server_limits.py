@@ -264,6 +264,21 @@ CHUNKED = (
 )
 
 
+async def test_too_long_a_url_is_414(start_server: StartServer) -> None:
+    """Whether it comes in one piece or in many; its query would be taken apart on the event loop."""
+    served = await start_server()
+    head = b"GET /v1/batches?" + b"a&" * 40_000 + b" HTTP/1.1\r\nhost: localhost\r\n\r\n"
+    for size in (len(head), 8000):
+        raw = await Raw.open(served)
+        for at in range(0, len(head), size):
+            raw.send(head[at : at + size])
+            await asyncio.sleep(0)
+        status, _, body = await raw.answer()
+        assert (status, json.loads(body)["error"]["code"]) == (414, "url_too_long")
+        await raw.close()
+    assert (await exchange(served, head.replace(b"a&" * 40_000, b"a&" * 20_000)))[0] != 414
+
+
 @pytest.mark.parametrize(("begin", "endless"), [(b"1;", b"x" * 16384), (b"", b"0" * 16384), (b'1;a="', b'\\"' * 8192)])
 async def test_a_body_of_framing_is_cut(start_server: StartServer, begin: bytes, endless: bytes) -> None:
     """An extension of a chunk, and zeros before its size, without an end."""

@@ -29,16 +29,18 @@ class ProtocolLimits:
     """Seconds and bytes. Headers may take `header_seconds` from their first byte on; before it a connection may be
     silent for `silent_seconds`: it holds as little as one that is kept alive, and a client on a busy machine connects
     long before it writes. A body may take `body_seconds` and a second more for every `min_body_rate` bytes that came.
-    The headers' size lets a key of a megabyte through to its 401. `max_framing_bytes`: by how much the framing of a
-    chunked body may exceed its content: extensions and leading zeros have no length of their own. `linger_seconds`:
-    how long what a refused client still sends is read and dropped, so that it gets to read its answer.
-    `max_connections`: see `ConnectionLimit`; one without a place has `standing_seconds` to say what it wants.
+    The headers' size lets a key of a megabyte through to its 401; `max_url_bytes`: a URL is also taken apart.
+    `max_framing_bytes`: by how much the framing of a chunked body may exceed its content: extensions and leading
+    zeros have no length of their own. `linger_seconds`: how long what a refused client still sends is read and
+    dropped, so that it gets to read its answer. `max_connections`: see `ConnectionLimit`; one without a place has
+    `standing_seconds` to say what it wants.
     """
 
     silent_seconds: float = 30.0
     header_seconds: float = 10.0
     max_header_bytes: int = 3 * 512 * 1024
     max_headers: int = 256
+    max_url_bytes: int = 64 * 1024
     body_seconds: float = 30.0
     min_body_rate: int = 16 * 1024
     max_framing_bytes: int = 64 * 1024
@@ -124,6 +126,9 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def on_url(self, url: bytes) -> None:
         super().on_url(url)
+        self._url_size += len(url)
+        if self._url_size > self.limits.max_url_bytes:
+            raise HeadersTooLarge
         self._count_header(len(url))
 
     def on_header(self, name: bytes, value: bytes) -> None:
@@ -175,7 +180,7 @@ class GuardedProtocol(HttpToolsProtocol):
         self._in_body = False
         self._head_bytes = 0
         self._num_headers = 0
-        self._header_size = 0
+        self._header_size = self._url_size = 0
         self._arm_read(seconds, self._end_head)
 
     def _count_header(self, size: int) -> None:
@@ -205,7 +210,8 @@ class GuardedProtocol(HttpToolsProtocol):
             self._refuse(_no_place())
             return
         too_large = self._header_size > self.limits.max_header_bytes or self._num_headers > self.limits.max_headers
-        self._refuse(ApiError(431) if too_large else ApiError(400, msg))
+        too_long = self._url_size > self.limits.max_url_bytes
+        self._refuse(ApiError(414) if too_long else ApiError(431) if too_large else ApiError(400, msg))
 
     def _refuse(self, error: ApiError) -> None:
         """Answer in the application's place, and read no more on this connection."""

@@ -36,6 +36,7 @@ _DEFAULTS: dict[int, tuple[str, str]] = {
     405: ("This method is not allowed here.", "method_not_allowed"),
     408: ("The request took too long to arrive.", "request_timeout"),
     413: ("The request body is too large.", "request_too_large"),
+    414: ("The request's URL is too long.", "url_too_long"),
     415: ("The request body must be sent as application/json.", "unsupported_media_type"),
     431: ("The request's headers are too large.", "headers_too_large"),
     503: ("The server cannot take this request now.", "service_unavailable"),
