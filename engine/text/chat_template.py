@@ -8,7 +8,7 @@ conversation without such text takes transformers' plain path. Knows nothing of 
 import json
 import re
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import tokenizers
@@ -202,9 +202,30 @@ def _is_control(token: AddedToken, written: str) -> bool:
     return bool(token.content.strip()) and (token.special or token.content in written)
 
 
-def _pattern(control: Any) -> re.Pattern[str]:
-    longest_first = sorted(control, key=lambda token: len(token.content), reverse=True)
-    return re.compile("|".join(_token_pattern(token) for token in longest_first) or "(?!)")
+def _pattern(control: Collection[AddedToken]) -> re.Pattern[str]:
+    """A pattern of all control tokens, the longest first. Vocabularies have up to thousands that begin alike, which
+    share their beginnings in it: else every `<|` in a text would be compared with each of them."""
+    if any(token.single_word for token in control):
+        longest_first = sorted(control, key=lambda token: len(token.content), reverse=True)
+        return re.compile("|".join(_token_pattern(token) for token in longest_first))
+    return re.compile(_any_of([token.content for token in control]) if control else "(?!)")
+
+
+def _any_of(texts: Iterable[str]) -> str:
+    """A regular expression of any of the texts, the longest that fits."""
+    tails: dict[str, list[str]] = {}
+    for text in texts:
+        tails.setdefault(text[:1], []).append(text[1:])
+    ends = tails.pop("", None) is not None
+    branches = [_branch(first, rest) for first, rest in tails.items()]
+    return f"(?:{'|'.join(branches)}){'?' if ends else ''}" if branches else ""
+
+
+def _branch(first: str, tails: list[str]) -> str:
+    """Texts that begin with the same character; what they have in common is written once."""
+    least, most = min(tails), max(tails)  # what these two share all share
+    size = next((at for at, char in enumerate(least) if most[at : at + 1] != char), len(least))
+    return re.escape(first + least[:size]) + _any_of([tail[size:] for tail in tails])
 
 
 def _token_pattern(token: AddedToken) -> str:
@@ -218,15 +239,16 @@ def _like(token: AddedToken, name: str) -> AddedToken:
 
 def _strings(value: Any) -> Iterator[str]:
     """Every string in a JSON-like value, keys included."""
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, Mapping):
-        for key, item in value.items():
-            yield from _strings(key)
-            yield from _strings(item)
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _strings(item)
+    waiting = [value]
+    while waiting:
+        item = waiting.pop()
+        if isinstance(item, str):
+            yield item
+        elif isinstance(item, Mapping):
+            waiting.extend(item)
+            waiting.extend(item.values())
+        elif isinstance(item, (list, tuple)):
+            waiting.extend(item)
 
 
 def _map_strings(value: Any, change: Callable[[str], str]) -> Any:
