@@ -1,15 +1,21 @@
 """Taking an answer apart is linear in its length, whatever a client makes the model write, and holds little back."""
 
 import functools
-from collections.abc import Callable
+import threading
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
+import orjson
 import pytest
 from test_tools import FUNCTIONS, take_apart
 from work_counter import assert_linear
 
+from engine.api import TokenLogprobs
 from gateway.generate import answer_parser
 from gateway.generate.answer_parser import MAX_BLANKS, MAX_CALL_CHARS, Parsing, Piece
+from gateway.generate.answering import INLINE_ANSWER_PARTS, collect
+from gateway.generate.choices import Delta
+from gateway.generate.logprobs import CompletionLogprobs, chat_logprobs
 from gateway.generate.python_calls import MAX_DEPTH, read_calls
 from gateway.generate.tool_formats import END_THINK, FORMATS, THINK, Call
 
@@ -171,3 +177,65 @@ def test_anything_else_is_no_call(value: str) -> None:
     for text in (f"[f(a={value})]", f"[f({value})]", f"[f(a=1)] {value}", f"[f(from={value})]", f"f(a={value})", value):
         with pytest.raises(ValueError):
             read_calls(text)
+
+
+# What a whole answer is made of
+
+
+class Answered:
+    """A generation that has ended; `whole` notes whether the event loop waited for it."""
+
+    def __init__(self, deltas: list[Delta]) -> None:
+        self.choices = [None]
+        self._deltas = deltas
+        self.inline: bool | None = None
+
+    async def deltas(self) -> AsyncIterator[Delta]:
+        for delta in self._deltas:
+            yield delta
+
+    def usage(self) -> dict[str, Any]:
+        return {"total_tokens": 1}
+
+    def whole(self, choices: list[list[Delta]], usage: dict[str, Any]) -> dict[str, Any]:
+        self.inline = threading.current_thread() is threading.main_thread()
+        return {"n": len(choices[0]), **usage}
+
+
+LOGPROBS = TokenLogprobs(-1.0, ((1, -1.0), (2, -20000.0)))
+
+
+@pytest.mark.parametrize(
+    ("deltas", "inline"),
+    [
+        ([Delta(0, "a")] * 20, True),
+        ([Delta(0, "a")] * (INLINE_ANSWER_PARTS + 1), False),
+        ([Delta(0, "a", logprobs=[(1, LOGPROBS)] * INLINE_ANSWER_PARTS)], False),
+        ([Delta(0, "", embedding=b"x" * 64 * INLINE_ANSWER_PARTS)], False),
+    ],
+)
+async def test_a_large_answer_is_put_together_in_a_thread(deltas: list[Delta], inline: bool) -> None:
+    answered: Any = Answered(deltas)
+    assert await collect(answered, answered) == {"n": len(deltas), "total_tokens": 1}
+    assert answered.inline is inline
+
+
+@pytest.mark.parametrize("num", [0, 1, 64, 65, 200])
+def test_logprobs_in_pieces_are_one_list(num: int) -> None:
+    class Words:
+        byte_rule = None
+
+        def token_bytes(self, token_id: int) -> bytes:
+            return b"w%d" % token_id
+
+        def decode_window(self, token_ids: list[int], skip_special_tokens: bool) -> str:
+            return "w" * len(token_ids) * (1 + skip_special_tokens)
+
+    words: Any = Words()
+    pairs = [(number, LOGPROBS) for number in range(num)]
+    content = orjson.loads(orjson.dumps(chat_logprobs(words, pairs)))
+    assert [entry["token"] for entry in content] == [f"w{number}" for number in range(num)]
+    assert all(entry["top_logprobs"][1]["logprob"] == -9999.0 for entry in content)
+    lists = orjson.loads(orjson.dumps(CompletionLogprobs(words, ()).add(pairs)))
+    assert {len(each) for each in lists.values()} == {num} and lists["tokens"] == [f"w{i}" for i in range(num)]
+    assert all(top["w1"] == -1.0 and top["w2"] == -9999.0 for top in lists["top_logprobs"])

@@ -31,6 +31,8 @@ from gateway.models import Model
 
 INLINE_BYTES = 32 * 1024  # parsing more than this takes long enough for a thread to be worth it
 CHARS_PER_TOKEN = 4  # a guess, for prompts that are not read
+INLINE_ANSWER_PARTS = 2000  # deltas, tokens with logprobs, pieces of vectors; each takes 1 to 30 us
+_PART_BYTES = 64  # of a vector
 READ_INLINE = 2000  # characters that are tokenized on the event loop
 
 BodyT = TypeVar("BodyT", bound=ModelBody)
@@ -176,12 +178,16 @@ async def respond(request: Request, generation: Generation, shape: WholeFormat) 
 
 
 async def collect(generation: Generation, shape: WholeFormat) -> dict[str, Any]:
-    """The whole answer. Raises the error of the first choice that fails."""
+    """The whole answer; a large one is put together in a thread. Raises the error of the first choice that fails."""
     choices: list[list[Delta]] = [[] for _ in generation.choices]
+    num_parts = 0
     async with aclosing(generation.deltas()) as deltas:
         async for delta in deltas:
             choices[delta.index].append(delta)
-    return shape.whole(choices, generation.usage())
+            num_parts += 1 + len(delta.logprobs) + len(delta.embedding) // _PART_BYTES
+    if num_parts <= INLINE_ANSWER_PARTS:
+        return shape.whole(choices, generation.usage())
+    return await anyio.to_thread.run_sync(shape.whole, choices, generation.usage())
 
 
 async def stream_events(generation: Generation, shape: AnswerFormat) -> AsyncGenerator[bytes, None]:
