@@ -12,11 +12,12 @@ from dense_model import attend_with
 from driver import Driver, make_request
 from tiny_models import llama_config
 
-from engine.api import EngineRequest, FinishReason, RequestClass, SamplingParams
+from engine.api import EngineRequest, FinishReason, RequestClass, RequestTimes, Resumption, SamplingParams
+from engine.arrays import FloatArray, IntArray
 from engine.cache.blocks import CacheEntry, CacheKind, Tier
 from engine.config import SchedulerConfig
 from engine.errors import ConfigError
-from engine.execution import memory
+from engine.execution import memory, sampler
 from engine.execution.cpu.device import TorchDevice
 from engine.execution.pool import UnitPool
 from engine.execution.runner import Runner
@@ -433,3 +434,29 @@ def test_the_cpu_cache_is_a_capped_share(monkeypatch: pytest.MonkeyPatch, tmp_pa
     (tmp_path / "memory.max").write_text("max\n")
     meminfo.unlink()
     assert memory.available_memory() == free_memory._FALLBACK
+
+
+@pytest.mark.parametrize("cut", [0, 1, 7, 11])
+def test_answers_that_go_on_in_another_engine_draw_the_same_numbers(cut: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each choice of a seeded request by itself: the number of a token depends on its seed and its place alone."""
+    decoder, drawn = make_decoder(), set[tuple[int, int]]()
+    real = sampler.uniforms
+
+    def spy(seeds: IntArray, positions: IntArray) -> FloatArray:
+        drawn.update(zip(seeds.tolist(), positions.tolist(), strict=True))
+        return real(seeds, positions)
+
+    monkeypatch.setattr(sampler, "uniforms", spy)
+    choices = [make_request(f"n{n}", range(5, 14), 12, temperature=0.8, seed=18 + n) for n in range(3)]
+    whole = make_driver(decoder, 0)
+    whole.add(*choices)
+    whole.run()
+    drawn.clear()
+    driver = make_driver(decoder, 0)
+    given = {each.request_id: whole.outputs[each.request_id][:cut] for each in choices}
+    for each in choices:
+        driver.add(dataclasses.replace(each, resumed=Resumption(tuple(given[each.request_id]), RequestTimes(0.0))))
+    driver.run()
+    assert drawn == {(18 + n, position) for n in range(3) for position in range(cut, 12)}
+    for name in given:
+        assert given[name] + driver.outputs[name] == whole.outputs[name]
