@@ -153,6 +153,7 @@ def _file(folder: StateFolder) -> Path:
 def _write(folder: StateFolder, content: bytes) -> None:
     temporary = folder.root / "tmp" / token_hex(16)
     try:
+        temporary.touch(mode=0o600)
         temporary.write_bytes(content)
         temporary.replace(_file(folder))
     except OSError:

@@ -364,8 +364,8 @@ def _make_engine(engine_config: EngineConfig, server_config: ServerConfig, root:
 
 def _open_state(config: ServerConfig) -> Any:
     """The state folder, held from before the model is loaded: a second server on it should fail at once."""
-    module = importlib.import_module("gateway.store.folder")
-    return module.open_state(module.state_path(config.state_dir, os.environ))
+    path = importlib.import_module("gateway.store.opening").state_path(config.state_dir, os.environ)
+    return importlib.import_module("gateway.store.folder").open_state(path)
 
 
 def say(line: str) -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from engine.errors import ConfigError
 from gateway.store.disk import StorageError
-from gateway.store.folder import StateFolder, default_state_dir, open_state
+from gateway.store.folder import StateFolder, open_state
 from gateway.store.objects import (
     BatchJob,
     FileInUse,
@@ -29,6 +29,7 @@ from gateway.store.objects import (
     new_batch_id,
     new_file_id,
 )
+from gateway.store.opening import default_state_dir
 from gateway.store.schema import VERSION
 from gateway.store.sqlite import SqliteStore
 from gateway.store.sqlite_files import TOMBSTONE_SECONDS
@@ -371,7 +372,7 @@ async def test_what_cannot_be_a_folder_is_one_line(tmp_path: Path) -> None:
     "name", ["../../etc/passwd", "file-" + "0" * 31, "file-" + "g" * 32, "file-" + "0" * 32 + "\n"]
 )
 async def test_no_path_is_made_of_anything_but_an_id(tmp_path: Path, name: str) -> None:
-    folder = StateFolder(tmp_path, None, None, -1, None)  # type: ignore[arg-type]
+    folder = StateFolder(tmp_path, None, None, None)  # type: ignore[arg-type]
     with pytest.raises(AssertionError):
         folder.file_path(name)
     with pytest.raises(AssertionError):

@@ -199,6 +199,7 @@ def _shared_file() -> IO[bytes]:
 def _write(path: Path, text: str) -> None:
     """So that nobody reads half of it."""
     temporary = path.with_name(f"{path.name}.new")
+    temporary.touch(mode=0o600)
     temporary.write_text(text)
     temporary.replace(path)
 

@@ -4,6 +4,7 @@ import logging
 import re
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 from starlette.requests import Request
@@ -60,9 +61,10 @@ class Ownership:
         self.unreachable: list[Holdings] = []
 
     async def start(self) -> None:
-        """See BackgroundWork. Raises StorageError."""
-        if moved := await self._store.adopt(DEFAULT_TENANT, self._keys.former_tenants):
-            log.info("%d files and batches of --api-key values now belong to the tenant %s", moved, DEFAULT_TENANT)
+        """See BackgroundWork. While the state folder cannot be used, objects of earlier versions do not move."""
+        with suppress(StorageError):
+            if moved := await self._store.adopt(DEFAULT_TENANT, self._keys.former_tenants):
+                log.info("%d files and batches of --api-key values now belong to the tenant %s", moved, DEFAULT_TENANT)
         await self.report()
 
     async def stop(self) -> None:

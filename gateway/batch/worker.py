@@ -90,12 +90,22 @@ class BatchWorker:
     # Life
 
     async def start(self) -> None:
-        """Tidy up after the last process and go on where it stopped."""
+        """Tidy up after the last process and go on where it stopped; later, while the state folder cannot be used."""
+        work = {"feed": self.feeder.run(), "results": self._results.run(), "ticks": self._tick_for_ever()}
+        try:
+            await self._resume()
+        except StorageError:
+            work["resume"] = self._resume_later()
+        self._services = [asyncio.create_task(run, name=f"tidemill-batch-{name}") for name, run in work.items()]
+
+    async def _resume(self) -> None:
         await self._folder.recover()
         for batch in await self._store.unfinished_batches():
             self.added(batch)
-        work = {"feed": self.feeder.run(), "results": self._results.run(), "ticks": self._tick_for_ever()}
-        self._services = [asyncio.create_task(run, name=f"tidemill-batch-{name}") for name, run in work.items()]
+
+    async def _resume_later(self) -> None:
+        with suppress(StorageError):  # stopping
+            await self._retry.run(self._resume)
 
     async def stop(self) -> None:
         """Stop feeding, end the lines in the engine, make durable what has ended. Idempotent."""

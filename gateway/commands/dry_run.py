@@ -87,7 +87,7 @@ def _places(engine_config: EngineConfig, server_config: ServerConfig) -> list[st
 
 
 def _server_findings(config: ServerConfig, name: str) -> dict[str, Given]:
-    folder = importlib.import_module("gateway.store.folder")
+    folder = importlib.import_module("gateway.store.opening")
     return {
         "served_model_name": Given((name,), "the model"),
         "state_dir": Given(folder.state_path(config.state_dir, os.environ), DEFAULT),

@@ -4,7 +4,7 @@ import os
 import signal
 
 from engine.errors import ConfigError
-from gateway.store.folder import holder, state_path
+from gateway.store.opening import holder, state_path
 
 RESTART = signal.SIGUSR1
 

@@ -21,8 +21,11 @@ def check_start(engine_config: EngineConfig, server_config: ServerConfig) -> Non
     _check_disk(engine_config, _check_server(server_config))
 
 
-def check_folder(flag: str, path: str | os.PathLike[str], *, written: bool = True) -> Path:
-    """The folder that is there, `path` or the nearest above it. Raises ConfigError where none could be made there."""
+def check_folder(flag: str, path: str | os.PathLike[str], *, written: bool = True, faults_pass: bool = False) -> Path:
+    """Return the folder that exists, `path` or the nearest above it. Raise ConfigError where none could be made there.
+
+    `faults_pass`: a file system that is read-only now may be writable later.
+    """
     here = Path(path).expanduser().absolute()
     try:
         while not here.exists():
@@ -30,6 +33,10 @@ def check_folder(flag: str, path: str | os.PathLike[str], *, written: bool = Tru
         if not here.is_dir():
             raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
         if written and not os.access(here, os.W_OK | os.X_OK):
+            if os.statvfs(here).f_flag & os.ST_RDONLY:
+                if faults_pass:
+                    return here
+                raise OSError(errno.EROFS, os.strerror(errno.EROFS))
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
     except OSError as error:
         raise ConfigError(f"{flag} {os.fspath(path)} cannot be used: {error.strerror}") from None
@@ -66,10 +73,10 @@ def _check_server(config: ServerConfig) -> Path:
     if config.ray and importlib.util.find_spec("ray") is None:
         raise ConfigError("--ray needs the extra 'ray': pip install 'tidemill[ray]'")
     importlib.import_module("gateway.server").bind(config.host, config.port).close()
-    folder = importlib.import_module("gateway.store.folder")
-    state: Path = folder.state_path(config.state_dir, os.environ)
-    check_folder("--state-dir", state)
-    folder.check_free(state)
+    opening = importlib.import_module("gateway.store.opening")
+    state: Path = opening.state_path(config.state_dir, os.environ)
+    check_folder("--state-dir", state, faults_pass=True)
+    opening.check_free(state)
     importlib.import_module("gateway.http.keys").load_keys(config.api_key, config.api_key_file)
     if config.chat_template is not None:
         importlib.import_module("engine.text.tokenizer").read_template(config.chat_template)

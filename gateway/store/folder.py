@@ -13,19 +13,18 @@ Names are ids that this server drew itself; nothing of a client's becomes a part
 
 import asyncio
 import errno
-import fcntl
 import os
 import sqlite3
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from secrets import token_bytes, token_hex
 
-from engine.errors import ConfigError
 from gateway.store.disk import Disk, DiskFile, StorageError
 from gateway.store.objects import BATCH_ID, FILE_ID
-from gateway.store.recovery import LostAndFound, Recovery
+from gateway.store.opening import DATABASE, Opening
+from gateway.store.recovery import Recovery
 from gateway.store.sqlite import SqliteStore
 
 SECRET_BYTES = 32
@@ -35,20 +34,19 @@ PROBE = b"tidemill" * 512
 class StateFolder:
     """An open state folder. Use `open_state`."""
 
-    def __init__(self, root: Path, disk: Disk, store: SqliteStore, lock: int, found: LostAndFound) -> None:
+    def __init__(self, root: Path, disk: Disk, store: SqliteStore, opening: Opening) -> None:
         self.root = root
         self.disk = disk
         self.store = store
         self.notice: str | None = None
         """Findings of the last start that the operator has to know."""
-        self._lock = lock
-        self._found = found
+        self._opening = opening
         self._in_doubt: set[str] = set()
 
     def secret(self) -> bytes:
         """What tenants' prefix caches are separated by, drawn once: a cache on a disk outlives the server."""
         path = self.root / "salt"
-        with suppress(FileNotFoundError):
+        with suppress(OSError):
             if len(known := path.read_bytes()) == SECRET_BYTES:
                 return known
         drawn, temporary = token_bytes(SECRET_BYTES), self.root / "tmp" / token_hex(16)
@@ -127,7 +125,7 @@ class StateFolder:
 
     async def recover(self) -> None:
         """Tidy up after the last process, before anything else is done with the folder. Raises StorageError."""
-        self.notice = await Recovery(self.root, self.disk, self.store, self._found).run(int(time.time()))
+        self.notice = await Recovery(self.root, self.disk, self.store, self._opening.found).run(int(time.time()))
 
     async def remove_expired(self, now: int, limit: int) -> None:
         """Delete expired files. Raises StorageError.
@@ -146,28 +144,7 @@ class StateFolder:
     def close_now(self) -> None:
         """Finish what was begun and let another server have the folder. Blocks. Idempotent."""
         self.store.close_now()
-        if self._lock >= 0:
-            os.close(self._lock)
-            self._lock = -1
-
-
-def default_state_dir(environment: Mapping[str, str]) -> Path:
-    base = environment.get("XDG_STATE_HOME", "")
-    return (Path(base) if os.path.isabs(base) else Path.home() / ".local" / "state") / "tidemill"
-
-
-def state_path(given: str | None, environment: Mapping[str, str]) -> Path:
-    """The folder that was named, or the default."""
-    return Path(given).expanduser() if given else default_state_dir(environment)
-
-
-def check_free(root: Path) -> None:
-    """Raises ConfigError if another server holds the folder; makes and changes nothing."""
-    try:
-        if (root / "lock").exists():
-            os.close(_take_lock(root / "lock"))
-    except OSError as error:
-        raise ConfigError(f"--state-dir {root} cannot be used: {error.strerror}") from None
+        self._opening.close()
 
 
 def open_state(
@@ -175,73 +152,20 @@ def open_state(
 ) -> StateFolder:
     """Take hold of a folder, making it if there is none. Blocks.
 
-    Raises ConfigError, with nothing changed in the folder, when another server holds it or the database cannot be
-    used.
+    A folder that the system refuses now (a full or read-only disk) is opened later, with the first use that succeeds;
+    until then everything raises StorageError. Raises ConfigError, with nothing changed in the folder, when another
+    server holds it, the database cannot be used, or the path is wrong.
     """
     disk = disk or Disk()
-    made = [path.parent for path in (root, *root.parents) if not path.exists()]
+    opening = Opening(root, disk)
+    connection = None
+    with suppress(StorageError):
+        connection = opening.open()
     try:
-        root.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if root.stat().st_mode & 0o077:
-            root.chmod(0o700)
-        lock = _take_lock(root / "lock")
-    except OSError as error:
-        raise ConfigError(f"--state-dir {root} cannot be used: {error.strerror}") from None
-    try:
-        return _open_locked(root, {root, root.parent, *made}, disk, on_commit, lock)
-    except BaseException as error:  # also a Ctrl-C must not leave the folder locked
-        os.close(lock)
-        if isinstance(error, OSError):
-            raise ConfigError(f"--state-dir {root} cannot be used: {error.strerror}") from None
+        store = SqliteStore(root / DATABASE, on_commit, disk.health, connection, opening.open)
+        return StateFolder(root, disk, store, opening)
+    except BaseException:  # also a Ctrl-C must not leave the folder locked
+        if connection is not None:
+            connection.close()
+        opening.close()
         raise
-
-
-def _open_locked(
-    root: Path, folders: set[Path], disk: Disk, on_commit: Callable[[sqlite3.Connection], None] | None, lock: int
-) -> StateFolder:
-    found = LostAndFound(root, disk)
-    _set_stale_log_aside(root, found)
-    store = SqliteStore(root / "tidemill.db", on_commit, disk.health)
-    try:
-        for name in ("files", "journals", "tmp"):
-            (root / name).mkdir(mode=0o700, exist_ok=True)
-        for folder in sorted(folders):  # names are durable only when their folder is
-            disk.sync_folder(folder)
-    except BaseException:  # also a Ctrl-C must not leave the store's thread behind
-        store.close_now()
-        raise
-    return StateFolder(root, disk, store, lock, found)
-
-
-def _set_stale_log_aside(root: Path, found: LostAndFound) -> None:
-    """SQLite deletes the log of a database that is gone; it may hold the last transactions."""
-    database, wal = root / "tidemill.db", root / "tidemill.db-wal"
-    if wal.exists() and not (database.exists() and database.stat().st_size):
-        found.take(wal)
-
-
-def _take_lock(path: Path) -> int:
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(descriptor)
-        raise ConfigError(f"--state-dir {path.parent} is in use by another server") from None
-    os.ftruncate(descriptor, 0)
-    os.write(descriptor, f"{os.getpid()}\n".encode())
-    return descriptor
-
-
-def holder(root: Path) -> int | None:
-    """The process that holds a folder; None: nobody does, or it has not said who it is."""
-    try:
-        descriptor = os.open(root / "lock", os.O_RDONLY | os.O_CLOEXEC)
-    except OSError:
-        return None
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return int(os.read(descriptor, 32) or b"0") or None
-    finally:
-        os.close(descriptor)
-    return None

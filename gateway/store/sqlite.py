@@ -7,6 +7,8 @@ batch raises IllegalTransition then.
 """
 
 import asyncio
+import sqlite3
+from collections.abc import Callable
 from pathlib import Path
 from secrets import token_hex
 
@@ -22,8 +24,17 @@ from gateway.store.writer import SqliteWriter, Work, open_database
 class SqliteStore(SqliteFiles, SqliteBatches, SqliteTenants, SqliteRecovery):
     """Raises ConfigError when the database cannot be used."""
 
-    def __init__(self, path: Path, on_commit: Work[None] | None = None, health: StorageHealth | None = None) -> None:
-        self._writer = SqliteWriter(open_database(path), on_commit, path, health)
+    def __init__(
+        self,
+        path: Path,
+        on_commit: Work[None] | None = None,
+        health: StorageHealth | None = None,
+        connection: sqlite3.Connection | None = None,
+        open_later: Callable[[], sqlite3.Connection] | None = None,
+    ) -> None:
+        if connection is None and open_later is None:
+            connection = open_database(path)
+        self._writer = SqliteWriter(connection, on_commit, path, health, open_later)
         self._run = token_hex(8)
 
     def is_in_place(self) -> bool:

@@ -44,14 +44,15 @@ _NOT_COMMITTED = _BUSY_CODES | {sqlite3.SQLITE_FULL}  # after any other error a 
 def open_database(path: Path) -> sqlite3.Connection:
     """The connection, its tables brought up to this version.
 
-    Raises ConfigError, having changed nothing, for a damaged database or one of a newer version.
+    Raises ConfigError, having changed nothing, for a damaged database or one of a newer version, and StorageError for a
+    fault of the disk.
     """
     try:
         if path.exists():
             _look_first(path)
         connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False, cached_statements=256)
     except sqlite3.DatabaseError as error:
-        raise _refusal(error) from None
+        raise _refusal(error) from error
     try:
         _check(connection, path)
         connection.execute("PRAGMA journal_mode = WAL")
@@ -63,14 +64,17 @@ def open_database(path: Path) -> sqlite3.Connection:
     except BaseException as error:  # also a Ctrl-C must not leave the database open
         connection.close()
         if isinstance(error, sqlite3.DatabaseError):
-            raise _refusal(error) from None
+            raise _refusal(error) from error
         raise
     return connection
 
 
-def _refusal(error: sqlite3.DatabaseError) -> ConfigError:
-    if _storage_code(error) in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB):
+def _refusal(error: sqlite3.DatabaseError) -> ConfigError | StorageError:
+    code = _storage_code(error)
+    if code in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB):
         return _damaged(str(error))
+    if code in _STORAGE_CODES:
+        return StorageError()
     return ConfigError(f"the database in --state-dir cannot be used: {error}")
 
 
@@ -104,7 +108,10 @@ def _check(connection: sqlite3.Connection, path: Path) -> None:
 def _refuse_newer(connection: sqlite3.Connection) -> None:
     (version,) = connection.execute("PRAGMA user_version").fetchone()
     if version > VERSION:
-        raise ConfigError(f"--state-dir was written by a newer version (schema {version}, this one knows {VERSION})")
+        raise ConfigError(
+            f"--state-dir was written by a newer version (schema {version}, this one knows {VERSION}); "
+            "use that version, or name another folder"
+        )
 
 
 def _migrate(connection: sqlite3.Connection) -> None:
@@ -118,19 +125,21 @@ class SqliteWriter:
 
     `on_commit` is called after every commit that may have written, in the thread. `path`: the database; while it is no
     longer there nothing is written, since SQLite would go on in a file that is lost at the end. `health` is told of
-    faults and of commits that succeeded.
+    faults and of commits that succeeded. `connection` None: `open_later` is called with each work until it succeeds.
     """
 
     def __init__(
         self,
-        connection: sqlite3.Connection,
+        connection: sqlite3.Connection | None,
         on_commit: Work[None] | None = None,
         path: Path | None = None,
         health: StorageHealth | None = None,
+        open_later: Callable[[], sqlite3.Connection] | None = None,
     ) -> None:
-        self._connection = connection
         self._path = path
-        self._identity = None if path is None else path.stat()
+        self._identity: os.stat_result | None = None
+        self._open_later = open_later
+        self._set_connection(connection)
         self._on_commit = on_commit
         self._health = health or StorageHealth()
         self._closed = False
@@ -159,8 +168,35 @@ class SqliteWriter:
             while len(group) < MAX_GROUP and not self._queue.empty():
                 group.append(self._queue.get())
             closing = None in group
-            self._commit([item for item in group if item is not None and item[1].set_running_or_notify_cancel()])
-        self._connection.close()
+            works = [item for item in group if item is not None and item[1].set_running_or_notify_cancel()]
+            if self._is_open(works):
+                self._commit(works)
+        if self._opened is not None:
+            self._opened.close()
+
+    def _set_connection(self, connection: sqlite3.Connection | None) -> None:
+        self._opened = connection
+        if connection is not None and self._path is not None:
+            self._identity = self._path.stat()
+
+    @property
+    def _connection(self) -> sqlite3.Connection:
+        assert self._opened is not None
+        return self._opened
+
+    def _is_open(self, group: list[tuple[Work[Any], Future[Any]]]) -> bool:
+        """Open the database if it is not; where that fails, so does the group."""
+        if self._opened is None and group:
+            assert self._open_later is not None
+            try:
+                self._set_connection(self._open_later())
+            except (StorageError, ConfigError, OSError) as error:
+                self._health.failed("database", error)
+                for _, future in group:
+                    failure = StorageError()
+                    failure.__cause__ = error.__cause__ or error
+                    future.set_exception(failure)
+        return self._opened is not None
 
     def _commit(self, group: list[tuple[Work[Any], Future[Any]]]) -> None:
         connection = self._connection

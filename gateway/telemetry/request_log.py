@@ -138,7 +138,7 @@ class RequestLog:
             self._torn = bool(rest)
 
     def _open(self) -> int:
-        return os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o640)
+        return os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
 
     def _close(self) -> None:
         file, self._file, self._torn = self._file, None, False

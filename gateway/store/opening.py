@@ -1,0 +1,157 @@
+"""Taking hold of a state folder: where it lies, whether it may be used, its lock, and its database. Blocking."""
+
+import errno
+import fcntl
+import os
+import sqlite3
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+
+from engine.errors import ConfigError
+from gateway.store.disk import Disk, StorageError
+from gateway.store.recovery import LOST_AND_FOUND, LostAndFound
+from gateway.store.writer import open_database
+
+DATABASE = "tidemill.db"
+_PRIVATE = (DATABASE, f"{DATABASE}-wal", f"{DATABASE}-shm", "adapters.json", "engine.pid", "salt")
+_FOLDERS = ("files", "journals", "tmp")
+_OURS = {*_PRIVATE, *_FOLDERS, *LOST_AND_FOUND, "lock", "cache", "flights"}
+MISTAKES = frozenset(
+    {
+        errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.EACCES, errno.EPERM, errno.ENAMETOOLONG,
+        errno.ELOOP,
+    }
+)  # fmt: skip
+"""Errors of the path itself, which no waiting mends. Every other error is a fault of the system, which may pass."""
+
+
+def default_state_dir(environment: Mapping[str, str]) -> Path:
+    base = environment.get("XDG_STATE_HOME", "")
+    return (Path(base) if os.path.isabs(base) else Path.home() / ".local" / "state") / "tidemill"
+
+
+def state_path(given: str | None, environment: Mapping[str, str]) -> Path:
+    """The folder that was named, or the default."""
+    return Path(given).expanduser() if given else default_state_dir(environment)
+
+
+def check_free(root: Path) -> None:
+    """Raise ConfigError if a start would refuse the folder: another server holds it, or it is not for it alone. Make
+    and change nothing."""
+    try:
+        _check_foreign(root)
+        if (root / "lock").exists():
+            os.close(_take_lock(root / "lock"))
+    except OSError as error:
+        if error.errno in MISTAKES:
+            raise _unusable(root, error) from None
+
+
+def holder(root: Path) -> int | None:
+    """The process that holds a folder; None: no process does, or the number is not known."""
+    try:
+        descriptor = os.open(root / "lock", os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return None
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return int(os.read(descriptor, 32) or b"0") or None
+    finally:
+        os.close(descriptor)
+    return None
+
+
+class Opening:
+    """Opens one folder; may be repeated after a fault. `found`: where to put things that nothing explains."""
+
+    def __init__(self, root: Path, disk: Disk) -> None:
+        self._root = root
+        self._disk = disk
+        self._lock = -1
+        self.found = LostAndFound(root, disk)
+
+    def open(self) -> sqlite3.Connection:
+        """Lock the folder and open its database. Raises ConfigError, or StorageError for a fault that may pass."""
+        try:
+            connection = self._open()
+        except BaseException as error:  # also a Ctrl-C must not leave the folder locked
+            self.close()
+            if isinstance(error, OSError) and error.errno in MISTAKES:
+                raise _unusable(self._root, error) from None
+            if isinstance(error, OSError | StorageError):
+                self._disk.health.failed("database", error)
+                raise StorageError from error.__cause__ or error
+            raise
+        self._disk.health.worked("database")
+        return connection
+
+    def _open(self) -> sqlite3.Connection:
+        root = self._root
+        made = {path.parent for path in (root, *root.parents) if not path.exists()}
+        root.mkdir(mode=0o700, parents=True, exist_ok=True)
+        _check_foreign(root)
+        self._lock = _take_lock(root / "lock")
+        self._make_private()
+        connection = open_database(root / DATABASE)
+        try:
+            for name in _FOLDERS:
+                (root / name).mkdir(mode=0o700, exist_ok=True)
+            for folder in sorted({root, root.parent, *made}):  # names are durable only when their folder is
+                self._disk.sync_folder(folder)
+        except BaseException:
+            connection.close()
+            raise
+        return connection
+
+    def _make_private(self) -> None:
+        """SQLite gives its other files the mode of the database; those of earlier versions had the umask's."""
+        database, wal = self._root / DATABASE, self._root / f"{DATABASE}-wal"
+        if wal.exists() and not (database.exists() and database.stat().st_size):
+            self.found.take(wal)  # SQLite deletes the log of a database that is gone; it may hold transactions
+        if database.is_dir():
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        os.close(os.open(database, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
+        for name in _PRIVATE:
+            with suppress(FileNotFoundError):
+                if (self._root / name).stat().st_mode & 0o077:
+                    (self._root / name).chmod(0o600)
+
+    def close(self) -> None:
+        """Let another server have the folder. Idempotent."""
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
+
+
+def _check_foreign(root: Path) -> None:
+    """Raise ConfigError for a shared folder such as /tmp. The mode of a folder that exists is its owner's affair."""
+    if not root.is_dir() or (root / DATABASE).exists() or not root.stat().st_mode & 0o077:
+        return
+    foreign = sorted(name for name in os.listdir(root) if name not in _OURS)
+    if foreign:
+        raise ConfigError(
+            f"--state-dir {root} holds other files ({foreign[0]}) and is open to other users; "
+            f"name a folder for tidemill alone, e.g. {root / 'tidemill'}"
+        )
+
+
+def _take_lock(path: Path) -> int:
+    """Raises OSError, or ConfigError when another server has the lock."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        os.close(descriptor)
+        if isinstance(error, BlockingIOError):
+            raise ConfigError(f"--state-dir {path.parent} is in use by another server") from None
+        raise
+    with suppress(OSError):  # the number is for people; a full disk may refuse it
+        os.ftruncate(descriptor, 0)
+        os.write(descriptor, f"{os.getpid()}\n".encode())
+    return descriptor
+
+
+def _unusable(root: Path, error: OSError) -> ConfigError:
+    return ConfigError(f"--state-dir {root} cannot be used: {error.strerror}")
