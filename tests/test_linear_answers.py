@@ -1,20 +1,22 @@
 """Taking an answer apart is linear in its length, whatever a client makes the model write, and holds little back."""
 
+import asyncio
 import functools
 import threading
 from collections.abc import AsyncIterator, Callable
+from types import SimpleNamespace
 from typing import Any
 
 import orjson
 import pytest
 from test_tools import FUNCTIONS, take_apart
-from work_counter import assert_linear
+from work_counter import assert_linear, count_work
 
-from engine.api import TokenLogprobs
+from engine.api import FinishReason, TokenLogprobs
 from gateway.generate import answer_parser
 from gateway.generate.answer_parser import MAX_BLANKS, MAX_CALL_CHARS, Parsing, Piece
 from gateway.generate.answering import INLINE_ANSWER_PARTS, collect
-from gateway.generate.choices import Delta
+from gateway.generate.choices import Delta, Generation, Used
 from gateway.generate.logprobs import CompletionLogprobs, chat_logprobs
 from gateway.generate.python_calls import MAX_DEPTH, read_calls
 from gateway.generate.tool_formats import END_THINK, FORMATS, THINK, Call
@@ -239,3 +241,49 @@ def test_logprobs_in_pieces_are_one_list(num: int) -> None:
     lists = orjson.loads(orjson.dumps(CompletionLogprobs(words, ()).add(pairs)))
     assert {len(each) for each in lists.values()} == {num} and lists["tokens"] == [f"w{i}" for i in range(num)]
     assert all(top["w1"] == -1.0 and top["w2"] == -9999.0 for top in lists["top_logprobs"])
+
+
+# Many choices
+
+
+class Counted:
+    """A choice that only counts its outputs."""
+
+    def __init__(self) -> None:
+        self.account = SimpleNamespace(num_prompt_tokens=1)
+        self.num_thoughts, self.used, self.finished = None, Used(), False
+
+    def advance(self, output: Any) -> Any:
+        self.finished = output.finish_reason is not None
+        return output
+
+
+def merge(num_choices: int, num_outputs: int) -> list[Any]:
+    """All deltas of choices whose outputs come one by one."""
+
+    async def run() -> list[Any]:
+        queues: list[asyncio.Queue[Any]] = [asyncio.Queue() for _ in range(num_choices)]
+
+        async def stream(queue: asyncio.Queue[Any]) -> AsyncIterator[Any]:
+            while True:
+                yield await queue.get()
+
+        plan: Any = SimpleNamespace(n=1, requests=[SimpleNamespace(final_only=False)] * num_choices)
+        choices: Any = [Counted() for _ in queues]
+        generation = Generation(plan, SimpleNamespace(), choices, [stream(queue) for queue in queues])  # type: ignore[misc]
+        each, deltas = num_outputs // num_choices, generation.deltas()
+        found = []
+        for number in range(num_outputs):
+            reason = FinishReason.LENGTH if number // num_choices == each - 1 else None
+            queues[number % num_choices].put_nowait(SimpleNamespace(number=number, finish_reason=reason))
+            found.append(await anext(deltas))
+        assert [delta async for delta in deltas] == []
+        return found
+
+    return asyncio.run(run())
+
+
+def test_an_output_costs_the_same_however_many_choices_there_are() -> None:
+    assert [output.number for output in merge(8, 64)] == list(range(64))
+    few, many = (count_work(functools.partial(merge, num, 512)).lines for num in (4, 64))
+    assert many <= 2 * few

@@ -232,23 +232,34 @@ class Generation:
             raise EngineUnavailableError("The engine stopped while this request was running.", retry_after=5.0)
 
     async def _merged(self) -> AsyncGenerator[Delta, None]:
-        waiting = {asyncio.ensure_future(_next(stream)): i for i, stream in enumerate(self._streams)}
+        """The deltas of all streams. Every output costs the same, however many streams there are."""
+        done: asyncio.Queue[tuple[int, asyncio.Task[RequestOutput | None]]] = asyncio.Queue()
+        waiting: dict[int, asyncio.Task[RequestOutput | None]] = {}
+
+        def wait_for(index: int) -> None:
+            waiting[index] = task = asyncio.ensure_future(_next(self._streams[index]))
+            task.add_done_callback(lambda ended: done.put_nowait((index, ended)))
+
+        for index in range(len(self._streams)):
+            wait_for(index)
         try:
             while waiting:
-                done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-                for task, index in sorted(((task, waiting.pop(task)) for task in done), key=lambda pair: pair[1]):
+                ended = [await done.get()]
+                ended += [done.get_nowait() for _ in range(done.qsize())]
+                for index, task in sorted(ended, key=lambda pair: pair[0]):
+                    del waiting[index]
                     output = task.result()
                     if output is None:
                         continue
                     delta = self._advance(index, output)
                     if not self.choices[index].finished:
-                        waiting[asyncio.ensure_future(_next(self._streams[index]))] = index
+                        wait_for(index)
                     if delta is not None:
                         yield delta
         finally:
-            for task in waiting:
+            for task in waiting.values():
                 task.cancel()
-            await asyncio.gather(*waiting, return_exceptions=True)
+            await asyncio.gather(*waiting.values(), return_exceptions=True)
 
     def _advance(self, index: int, output: RequestOutput) -> Delta | None:
         choice = self.choices[index]
