@@ -23,7 +23,6 @@ from engine.execution.cpu.device import Beyond
 from engine.execution.cuda.absorbed import AbsorbedDecodes, reads_hidden
 from engine.execution.cuda.adapters import SlottedAdapters
 from engine.execution.cuda.buffers import HeadSizes, StepBuffers, StepInputs, StepWishes, send
-from engine.execution.cuda.flash_trial import choose
 from engine.execution.cuda.forward import Forward
 from engine.execution.cuda.graphs import Graphs, Way
 from engine.execution.cuda.hidden import Projection, StepHidden
@@ -122,10 +121,6 @@ class CudaDevice:
         if configs.is_cuda(device):
             torch.cuda.synchronize(device)  # weights and tables were written on another stream
             self.warm_up()
-            with torch.inference_mode(), self.lane.use():
-                self._forward.flash = choose(
-                    spec, limits, self.pool, self.rows, self._tables, self._forward, self._buffers
-                )
         if graphs:
             self._capture()
 

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from engine.execution.cuda.buffers import StepInputs
-from engine.execution.cuda.flash import FlashPrefill
 from engine.execution.cuda.kernels import Kernels
 from engine.execution.cuda.tables import DeviceTables
 from engine.execution.pool import UnitPool
@@ -34,8 +33,7 @@ Decode = Callable[[int, Tensor, StepInputs, Tensor], None]
 class Forward:
     """Call it with a step's inputs. Leaves `logits [max_samples, vocab]` of the step's samples, `sampled [max_samples]`
     int32 (their greedy tokens, INVALID_TOKEN where logits are not finite), and `last_tokens` of their rows. `tables` as
-    in `DeviceTables`. `mixed`: attention reads blocks in 8 bits, too. `flash`: what chunks of prompts attend by, None:
-    our kernel. `layers`: those it runs, and the pool has."""
+    in `DeviceTables`. `mixed`: attention reads blocks in 8 bits, too. `layers`: those it runs, and the pool has."""
 
     def __init__(
         self,
@@ -53,7 +51,6 @@ class Forward:
         self._kv_tables, self._pair = tables.of_kv, tables.pair
         shape = (-1, pool.block_size, pool.num_kv_heads, pool.head_dim)
         self._pool = pool.cells.view(shape) if pool.bytes is None else pool.bytes.values
-        self.flash: FlashPrefill | None = None
         self.decoder = Decoder(spec, weights, kernels)
         self.layers = range(spec.num_layers)
         dtype, device = weights.embedding.dtype, weights.embedding.device
@@ -111,9 +108,6 @@ class Forward:
         adapt: Adapt | None = None,
         decode: Decode | None = None,
     ) -> tuple[Tensor, Branch | None]:
-        if self.flash is not None and inputs.shape.prefill:
-            self.flash.begin(inputs.prefill.chunks, self.tables[0])
-
         def attend(index: int, layer: LayerWeights, x: Tensor) -> Tensor:
             if observe is not None:
                 observe(index, x)
@@ -173,7 +167,7 @@ class Forward:
         if count:
             decode(index, q[:count], inputs, out[:count])
         if shape.prefill:
-            self.prefill(index, q, inputs, self.flash, out)
+            self._prefill(index, q, inputs, out)
         return out.view(len(projected), -1)
 
     def _decode(self, index: int, q: Tensor, inputs: StepInputs, out: Tensor) -> None:
@@ -183,16 +177,11 @@ class Forward:
             scratch_base=self._scratch_base, softcap=self._softcap, mixed=self._mixed_layers, pair=self._pair,
         )  # fmt: skip
 
-    def prefill(self, index: int, q: Tensor, inputs: StepInputs, flash: FlashPrefill | None, out: Tensor) -> None:
-        """Write to `out` what the queries of chunks gather in a layer: by `flash`, which the step has begun, if any."""
-        window = self._spec.window_of(index) or 0
-        if flash is not None:
-            flash(q, out, layer=index, scale=self._scale, window=window)
-            return
+    def _prefill(self, index: int, q: Tensor, inputs: StepInputs, out: Tensor) -> None:
         self._kernels.prefill_attention(
             q, self._pool, *self._kv_tables, inputs.prefill, inputs.prefill_partial, inputs.prefill_lse, out,
-            layer=index - self.layers.start, window=window, scratch_base=self._scratch_base, scale=self._scale,
-            softcap=self._softcap, mixed=self._mixed_layers, pair=self._pair,
+            layer=index - self.layers.start, window=self._spec.window_of(index) or 0, scale=self._scale,
+            scratch_base=self._scratch_base, softcap=self._softcap, mixed=self._mixed_layers, pair=self._pair,
         )  # fmt: skip
 
 
