@@ -632,15 +632,15 @@ def _with_cache(plan: LaunchPlan, config: EngineConfig, cache_bytes: int, group:
     else:
         blocks = memory.num_units(cache_bytes, unit, limits.block_size, 1, states) // UNITS_PER_BLOCK
         if refusal is None:
-            device, share = torch.device(plan.device), _most_hidden(plan, blocks)
+            device, streams = torch.device(plan.device), plan.offload is not None
             extra = memory.hidden_cache_bytes(
-                plan.own, limits.block_size, dtype, share, device, streams=plan.offload is not None
+                plan.own, limits.block_size, dtype, blocks // HIDDEN_SHARE, device, streams=streams
             )
             blocks = memory.num_units(cache_bytes, unit, limits.block_size, 1, extra) // UNITS_PER_BLOCK
     plan = replace(
         plan,
         cache_bytes=cache_bytes,
-        scratch_blocks=_most_hidden(plan, blocks) if refusal is None else 0,
+        scratch_blocks=blocks // HIDDEN_SHARE if refusal is None else 0,
         host_units=host_units,
         host_state_slots=host_states,
         limits=replace(limits, num_units=blocks * UNITS_PER_BLOCK),
@@ -655,11 +655,6 @@ def _with_cache(plan: LaunchPlan, config: EngineConfig, cache_bytes: int, group:
         raise ConfigError(f"the cache holds {room} tokens, too few for any request: raise --num-gpu-blocks-override")
     note = f"context limited to the {room} tokens that the cache holds; the model allows {limits.max_model_len}"
     return replace(plan, limits=replace(plan.limits, max_model_len=room), notes=(*plan.notes, note))
-
-
-def _most_hidden(plan: LaunchPlan, blocks: int) -> int:
-    """Blocks that may run from hidden state at once, of a pool with room for so many of K and V."""
-    return blocks // HIDDEN_SHARE if plan.offload is None else blocks * UNITS_PER_BLOCK
 
 
 def _window(plan: LaunchPlan) -> int:

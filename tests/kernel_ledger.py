@@ -29,7 +29,6 @@ from triton.compiler import ASTSource
 
 from engine.execution.cuda.buffers import HeadSizes
 from engine.execution.cuda.device import CudaDevice
-from engine.execution.cuda.graphs import Way
 from engine.execution.cuda.kernels import triton_kernels
 from engine.execution.cuda.modules import KernelAttention
 from engine.execution.pool import UnitPool
@@ -253,8 +252,6 @@ def launch_table() -> str:
         for step, tokens in (("decodes", 2), ("decodes and prompts", 20)):
             cells = [f"{len(each)}: {', '.join(map(_operation, each))}" for each in launches_of(name, tokens)]
             lines.append(f"| {load_spec(model_folder(name)).family} | {step} | {' | '.join(cells)} |")
-    cells = [f"{len(each)}: {', '.join(map(_operation, each))}" for each in launches_of("opt", 2, Way.HIDDEN)]
-    lines.append(f"| opt | decodes that read hidden state | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 

@@ -95,7 +95,7 @@ def test_the_models_have_one_size_and_differ_in_how_hidden_state_is_run(tmp_path
     assert pressure.model_folder(tmp_path / "opt", "opt") == ("--load-format=dummy",)
     demo, opt = load_spec(tmp_path / "demo"), load_spec(tmp_path / "opt")
     assert demo == load_spec(PACKAGED)
-    assert (demo.absorbs_kv, opt.absorbs_kv) == (False, True)
+    assert (demo.rope is None, opt.rope is None) == (False, True)
     assert demo.hidden_ratio == opt.hidden_ratio == 0.5
     assert demo.kv_bytes_per_token(2) == opt.kv_bytes_per_token(2)
     matrices = [

@@ -9,7 +9,6 @@ import pytest
 import torch
 from dry_device import Driver as DryDriver
 from fake_cuda_driver import fake_memory
-from test_absorption import OPT
 from test_runner import reference_logits
 from tiny_models import llama_config, model_folder, write_config
 
@@ -22,7 +21,7 @@ from engine.execution import lane, memory
 from engine.execution.backend import find_backend
 from engine.execution.compressed import scale_bytes
 from engine.execution.cpu.device import TorchDevice
-from engine.execution.cuda import absorbed, backend
+from engine.execution.cuda import backend
 from engine.execution.cuda.buffers import HeadSizes
 from engine.execution.cuda.device import CudaDevice
 from engine.execution.cuda.mapped_layers import MappedLayers
@@ -35,7 +34,6 @@ from engine.models.checkpoint import load_weights
 from engine.models.decoder import Decoder
 from engine.models.spec import load_spec
 from engine.scheduling.output import Chunk, NewRequest, SchedulerOutput
-from engine.triton_kernels import configs
 
 
 def test_what_the_kernels_cannot_run_is_refused() -> None:
@@ -236,13 +234,9 @@ def test_what_the_kernels_refuse_torch_runs(monkeypatch: pytest.MonkeyPatch, tmp
 
 
 @pytest.mark.usefixtures("on_a_gpu")
-@pytest.mark.parametrize("reads", [False, True], ids=["llama", "opt"])
-def test_scratch_and_host_tier_are_made_and_accounted_for(
-    reads: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """A model with as many KV heads as heads, under a policy that may run from hidden state. Where decodes read it they
-    have graphs and scratch of their own."""
-    write_config(tmp_path, llama_config(num_key_value_heads=4, **(OPT if reads else {})))
+def test_scratch_and_host_tier_are_made_and_accounted_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A model with as many KV heads as heads, under a policy that may run from hidden state."""
+    write_config(tmp_path, llama_config(num_key_value_heads=4))
     config = EngineConfig(
         model=str(tmp_path), device="cpu", dtype="float32", load_format="dummy", max_num_seqs=4,
         max_num_batched_tokens=64, max_model_len=64, swap_space=0.01, online_policy="apt", hidden_cache=True,
@@ -251,21 +245,16 @@ def test_scratch_and_host_tier_are_made_and_accounted_for(
     unit, room = memory.unit_bytes(plan.spec, 16, torch.float32), 4_000_000
 
     def cache_bytes(device: torch.device, utilization: float, profile: Callable[[], object]) -> int:
-        return room + backend.graph_bytes(num_shapes, 0, 64) + own
+        return room + backend.graph_bytes(num_shapes, 0, 64)
 
-    num_shapes, own = len(Buckets(4, 64).all_shapes()), 0
-    if reads:
-        num_shapes, own = 2 * num_shapes, absorbed.scratch_bytes(plan.own, configs.decode_items(4, 4, 4), 4)
+    num_shapes = len(Buckets(4, 64).all_shapes())
     monkeypatch.setattr(memory, "cuda_cache_bytes", cache_bytes)
     monkeypatch.setattr(CudaDevice, "_capture", lambda self: None)
     monkeypatch.setattr("engine.execution.cuda.swap.STAGING_BYTES", 4 * unit)
     runner, sized = build.build_runner(config, plan)
     assert isinstance(runner, Runner) and sized.notes == plan.notes
     pool = runner.device.pool
-    assert runner.device.num_shapes == num_shapes and (runner.device._absorbed is not None) == reads
-    if runner.device._absorbed is not None:
-        tensors = runner.device._absorbed._gathered, runner.device._absorbed._lse
-        assert own == sum(each.nbytes for each in tensors) > 0
+    assert runner.device.num_shapes == num_shapes
     assert (pool.scratch_blocks, len(pool.host_units)) == (sized.scratch_blocks, sized.host_units)
     assert sized.host_units == int(0.01 * 2**30) // unit > 4
     scratch = memory.scratch_bytes(plan.spec, 16, torch.float32, sized.scratch_blocks)

@@ -69,11 +69,11 @@ def test_pipelines_overlap_but_never_more_than_fully(
 
 
 @pytest.mark.parametrize("model", hybrid.OPT)
-@pytest.mark.parametrize("compact", ["none", "project", "absorb", "tokens"])
+@pytest.mark.parametrize("compact", ["none", "project", "tokens"])
 def test_the_device_is_full_and_no_fuller(model: str, compact: Compact) -> None:
     device = OffloadDevice(SimulatedDevice.named(model, "rtx-4090"))
     layout = lay_out(device, compact, prefill_tokens=8192)
-    buffers = {"none": 2, "project": 4, "absorb": 3, "tokens": 3}[compact] * 512 * 2**20
+    buffers = {"none": 2, "project": 4, "tokens": 3}[compact] * 512 * 2**20
     weights = device.layers * device.layer_bytes
     held = layout.resident * weights + layout.cache_bytes + buffers
     held += 2 * device.layer_bytes * (1.0 - layout.resident)
@@ -111,8 +111,6 @@ def test_the_hybrid_is_at_least_as_good_as_either(load: Load) -> None:
     seconds = {name: step_seconds(name, load) for name in ARM}
     assert seconds["hybrid"] <= 1.001 * min(seconds["flexgen-kv"], seconds["act-only"])
     assert seconds["hybrid"] <= 1.02 * min(seconds["hybrid-half"], seconds["algorithm-1"])
-    assert seconds["act-absorbed"] <= 1.001 * seconds["hybrid"]
-    assert seconds["act-absorbed"] < seconds["flexgen-kv"]
     if load.batch == 128:  # where the weights are nearly all that is loaded, tokens cost nothing either
         assert seconds["token-recompute"] > seconds["hybrid"]
     if load.link == LINK and load.batch == 128:
@@ -198,13 +196,6 @@ def test_what_cannot_run_is_refused(name: str, load: Load, changes: dict[str, in
         run(name, load, config=replace(CONFIG, **changes))  # type: ignore[arg-type]
 
 
-def test_activations_are_absorbed_only_without_rotation() -> None:
-    load = Load("llama-2-7b", 4, 128)
-    assert run("hybrid", load)["output_tokens_per_s"] > 0.0
-    with pytest.raises(ValueError, match="it rotates K"):
-        run("act-absorbed", load)
-
-
 def test_unknown_names_are_refused() -> None:
     for load, config in ((Load("opt-1t", 4, 128), CONFIG), (Load("opt-30b", 4, 128), replace(CONFIG, device="abacus"))):
         with pytest.raises(KeyError):
@@ -251,6 +242,3 @@ def test_the_model_is_the_devices() -> None:
     # Token recomputation is the whole layer, six times the projections (Figure 5).
     assert 5.5 < device.recompute_seconds(4096, 0) / device.regenerate_seconds(4096) < 7.0
     assert device.recompute_seconds(4096, 4096**2) > device.recompute_seconds(4096, 0)
-    # Absorbed, a token costs little more than reading it.
-    assert device.absorb_seconds(0) == 0.0
-    assert -device.forward_seconds(1, 4096) < device.absorb_seconds(4096) < 0.1 * device.regenerate_seconds(4096)

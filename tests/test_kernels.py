@@ -20,7 +20,7 @@ from engine.triton_kernels.work import DecodeWork, PrefillWork
 
 CASES = [
     ("attention", "decode"), ("attention", "prefill"), ("cache", ""), ("int8", ""), ("rows", ""), ("lora", ""),
-    ("engine", ""), ("absorbed", ""),
+    ("engine", ""),
 ]  # fmt: skip
 """(file kernel_cases_<name>.py, which tests of it)"""
 CPU = torch.device("cpu")

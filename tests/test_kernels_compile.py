@@ -20,9 +20,7 @@ triton = pytest.importorskip("triton")
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
-from engine.models.absorption import KVWeights  # noqa: E402
 from engine.triton_kernels import (  # noqa: E402
-    absorbed_attention,
     configs,
     decode_attention,
     draw,
@@ -38,7 +36,7 @@ from engine.triton_kernels import (  # noqa: E402
     token_mask,
     unit_copy,
 )
-from engine.triton_kernels.work import AbsorbedScratch, DecodeWork, PrefillWork  # noqa: E402
+from engine.triton_kernels.work import DecodeWork, PrefillWork  # noqa: E402
 
 META = torch.device("meta")
 TYPES = {
@@ -242,33 +240,6 @@ def test_attention_of_gemma_and_gpt_oss(compiler: Compiler, phase: str, arch: in
     ATTENTION[phase](compiler, arch, 256, 2, torch.bfloat16, torch.int32, softcap=50.0)
     sinks = meta(64, dtype=torch.float32)
     ATTENTION[phase](compiler, arch, 64, 8, torch.bfloat16, torch.int32, window=128, sinks=sinks)
-
-
-@pytest.mark.parametrize("arch", [90, 80])
-@pytest.mark.parametrize(
-    ("heads", "head_dim", "dtype"),
-    [(12, 64, torch.bfloat16), (32, 128, torch.float16), (56, 128, torch.bfloat16), (12, 64, torch.float32)],
-    ids=str,
-)
-def test_attention_to_hidden_state(
-    compiler: Compiler, arch: int, heads: int, head_dim: int, dtype: torch.dtype
-) -> None:
-    """OPT's shapes: 125M, 6.7B and 30B."""
-    width, tile = heads * head_dim, configs.decode_config(arch, head_dim, 1, dtype)
-    q, pool = meta(32, heads, head_dim, dtype=dtype), meta(999, 16, heads, head_dim, dtype=dtype)
-    weight, bias = meta(heads, head_dim, width, dtype=dtype), meta(heads, head_dim, dtype=dtype)
-    lse, partial = meta(98, heads, dtype=torch.float32), meta(98, heads, head_dim, dtype=torch.float32)
-    scratch = AbsorbedScratch(meta(heads, 98, width, dtype=dtype), lse, partial, lse)
-    found = compiler.launch(
-        absorbed_attention, "absorbed_attention", arch, q, pool, meta(3, 64, 512, dtype=torch.int32),
-        KVWeights(weight, weight, bias, bias), DecodeWork(32, 98, tile.block_n, META), scratch, q, layer=5,
-        scratch_base=900, scale=0.1,
-    )  # fmt: skip
-    assert [each.name for each in found] == ["absorbed_kernel", "beside_kernel", "join_kernel"]
-    for each in found:
-        check(each, arch)
-    assert dtype.itemsize == 4 or (found[0].instructions("HMMA") and found[0].registers <= 192)
-    assert any(load.endswith(".128") for load in found[1].instructions("LDG"))
 
 
 @pytest.mark.slow

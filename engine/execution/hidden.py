@@ -10,7 +10,7 @@ Knows nothing of requests or models.
 
 import numpy as np
 
-from engine.arrays import BoolArray, IntArray
+from engine.arrays import IntArray
 from engine.execution.pool import SLICES_PER_SCRATCH_BLOCK
 from engine.execution.rows import RowTable
 
@@ -47,12 +47,6 @@ class ScratchPlan:
         past = np.clip(chunks[self.places[self.first], 1] - begins, 0, block_size)
         index = np.repeat(np.arange(len(past)), past)
         return index, np.arange(len(index)) - np.repeat(np.cumsum(past) - past, past)
-
-    def used_by(self, chosen: BoolArray) -> BoolArray:
-        """Of every unit whether one of the `chosen` chunks [n] reads it."""
-        found = np.zeros(len(self.units), dtype=np.bool_)
-        found[self.scratch[chosen[self.places]]] = True
-        return found
 
     def enter(self, rows: RowTable) -> None:
         """Point the K and V tables at scratch."""

@@ -65,13 +65,11 @@ def scratch_bytes(spec: ModelShape, block_size: int, dtype: torch.dtype, scratch
 
 
 def projection_bytes(spec: ModelSpec, dtype: torch.dtype) -> int:
-    """The K and V parts of all projections once more, packed apart (`Heads`), and where attention
-    reads hidden state itself once more as they are (`Absorption`); the CPU packs types of 16 bits, where others are
-    views of the weights."""
+    """Bytes of the K and V parts of all projections, packed once more for hidden state (`Heads`). The CPU packs types
+    of 16 bits; others are views of the weights."""
     if dtype.itemsize != 2:
         return 0
-    copies = 2 if spec.absorbs_kv else 1
-    return copies * spec.num_layers * 2 * spec.kv_size * spec.hidden_size * dtype.itemsize
+    return spec.num_layers * 2 * spec.kv_size * spec.hidden_size * dtype.itemsize
 
 
 def hidden_cache_bytes(

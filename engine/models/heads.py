@@ -4,7 +4,6 @@ What a backend without a fused kernel for it does before it attends. Knows nothi
 """
 
 from torch import Tensor
-from torch.nn import functional
 
 from engine.models import torch_ops
 from engine.models.linear import Linear, PlainLinear
@@ -70,13 +69,6 @@ class Heads:
         num_heads = self._spec.num_kv_heads
         heads = self._kv[layer](x).view(-1, 2 * num_heads, self._spec.head_dim)
         return self._placed(layer, heads[:, :num_heads], rotary), heads[:, num_heads:]
-
-    def keys(self, layer: int, x: Tensor, rotary: Rotary | None) -> Tensor:
-        """K alone, where the weights are not packed."""
-        weight, bias = self._kv[layer].dense_from(0)
-        size = self._spec.kv_size
-        k = functional.linear(x, weight[:size], None if bias is None else bias[:size])
-        return self._placed(layer, k.view(-1, self._spec.num_kv_heads, self._spec.head_dim), rotary)
 
     def _placed(self, layer: int, k: Tensor, rotary: Rotary | None) -> Tensor:
         """K normed and rotated."""

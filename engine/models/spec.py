@@ -131,12 +131,6 @@ class ModelSpec(ModelShape):
         return self.num_heads * self.head_dim
 
     @property
-    def absorbs_kv(self) -> bool:
-        """Whether K and V are linear in the hidden state, so that attention can read it as it is (OPT; see
-        `engine.models.absorption`): a rotary embedding or a norm on K stands between them elsewhere."""
-        return self.rope is None and not self.qk_norm
-
-    @property
     def num_parameters(self) -> int:
         """Distinct parameters (a tied head counts once)."""
         hidden, ffn = self.hidden_size, self.intermediate_size

@@ -22,7 +22,6 @@ from engine.models.float8 import rounded
 from engine.triton_kernels import configs
 
 if TYPE_CHECKING:
-    from engine.models.absorption import KVWeights
     from engine.triton_kernels.work import DecodeWork, PrefillWork
 
 
@@ -360,41 +359,6 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, scale: float, cap: float, sinks: Te
     if sinks is not None:
         scores = torch.cat((scores, sinks.to(wide)[:, None]), dim=-1)
     return torch.einsum("ht,thd->hd", scores.softmax(dim=-1)[:, : len(k)], v)
-
-
-def absorbed_attention(
-    q: Tensor,
-    pool: Tensor,
-    tables: Tensor,
-    layer_weights: "KVWeights",
-    work: "DecodeWork",
-    scratch: object,
-    out: Tensor,
-    *,
-    layer: int,
-    scratch_base: int,
-    scale: float,
-) -> None:
-    """out[i] = softmax(scale * q[i] K^T) V, K and V projected where they are hidden state; shapes as in the kernel's
-    wrapper, `scratch` unused."""
-    del scratch
-    wide, (k_weight, v_weight, *biases) = torch.promote_types(q.dtype, torch.float32), layer_weights
-    cells = pool.view(-1, pool.shape[2] * pool.shape[3])
-    for index, (row, length) in enumerate(work.requests.tolist()[: len(q)]):
-        if not length:
-            continue
-        positions = torch.arange(length, device=pool.device)
-        rows = torch.full_like(positions, row)
-        hidden = tables[0, row, positions // pool.shape[1]] < 0
-        slots = _token_slots(tables[2], rows, positions, pool, layer, scratch_base)
-        x = cells[torch.where(hidden, slots, 0), : k_weight.shape[2]].to(wide)
-        parts = []
-        for table, weight, bias in zip(tables, (k_weight, v_weight), biases, strict=False):
-            made = torch.einsum("th,kdh->tkd", x, weight.to(wide)) + (0.0 if bias is None else bias.to(wide))
-            kept = pool.flatten(0, 1)[_token_slots(table, rows, positions, pool, layer, scratch_base)].to(wide)
-            parts.append(torch.where(hidden[:, None, None], made, kept))
-        k, v = parts
-        out[index] = _attend(q[index], k, v, scale, 0.0, None).to(out.dtype)
 
 
 def hidden_write(

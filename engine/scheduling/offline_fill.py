@@ -7,7 +7,6 @@ from engine.request import Request, RequestStatus
 from engine.scheduling.draft import StepDraft
 from engine.scheduling.iterations import IterationType
 from engine.scheduling.ledger import num_masked
-from engine.scheduling.line_form import line_form
 from engine.scheduling.objective import OfflineAllowance
 from engine.scheduling.planner import (
     OfflinePlan,
@@ -142,8 +141,7 @@ class OfflineFill:
     def _start(self, request: Request, allowance: OfflineAllowance) -> bool:
         if not self._draft.may_start(request):
             return True
-        form = line_form(self._state, request)
-        return self._draft.admit(request, lambda start, wanted: self._length(request, allowance, start, wanted), form)
+        return self._draft.admit(request, lambda start, wanted: self._length(request, allowance, start, wanted))
 
     def _length(self, request: Request, allowance: OfflineAllowance, start: int, wanted: int) -> int:
         config, ledger, whole = self._state.config, self._draft.ledger, wanted

@@ -18,7 +18,6 @@ from engine.cache.blocks import count_gone, count_units
 from engine.request import Request
 from engine.scheduling.laxity import EASY_SHARE, PrefillPace, floor_chunk, prefill_pace, prompt_slack
 from engine.scheduling.ledger import StepLedger, num_masked
-from engine.scheduling.line_form import line_form
 from engine.scheduling.objective import UNLIMITED, OfflineAllowance
 from engine.scheduling.output import CacheWork
 from engine.scheduling.reservation import Reservation, reservation_of
@@ -230,8 +229,7 @@ def _plan_waiting(
         start = len(hits) * block_size
         blocks = request.num_missing_blocks(block_size, len(hits), count_gone(hits))
         copied = count_units(block for block in hits if not block.on_device)
-        kind = line_form(state, request)
-        taken += blocks * (kind.form.units if kind else UNITS_PER_BLOCK) + copied + pool.num_idle_units(hits)
+        taken += blocks * UNITS_PER_BLOCK + copied + pool.num_idle_units(hits)
         if taken > state.offline_units(request, num_offline) + coming:
             return
         if copied:

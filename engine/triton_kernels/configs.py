@@ -44,14 +44,6 @@ class LaunchConfig:
         return {"num_warps": self.num_warps, "num_stages": self.num_stages, "enable_fp_fusion": True}
 
 
-@dataclass(frozen=True, slots=True)
-class AbsorbedConfig(LaunchConfig):
-    """`columns` of hidden state that a program gathers, `depth` of a product that makes scores."""
-
-    columns: int
-    depth: int
-
-
 # (architecture, padded head_dim) -> tile for 16-bit elements. The rows of _AMPERE stay within 99 KB of shared memory,
 # so that they also run on the smaller chips of that generation and the next (8.6, 8.9).
 _DECODE = {
@@ -134,19 +126,6 @@ def prefill_config(
     if not (int8 or mixed):
         return row
     return replace(row, block_n=max(16, min(32, row.block_n // 2)), num_stages=1 if mixed else row.num_stages)
-
-
-def absorbed_config(num_heads: int, dtype: torch.dtype, tile: int) -> AbsorbedConfig:
-    """Tile of the kernel that reads hidden state: heads by tokens, of which a split has multiples of `tile`. Columns as
-    wide as fit, for every block of them makes all scores anew: 512 spill, as does nothing else here."""
-    if dtype.itemsize == 4:
-        return AbsorbedConfig(16, 16, 4, 2, 64, 32)
-    return AbsorbedConfig(16 if num_heads <= 16 else 32, min(32, tile), 8, 3, 256, 128)
-
-
-def beside_config(head_dim: int, tile: int) -> LaunchConfig:
-    """Tile of the kernel that reads K and V of one head beside hidden state, on the vector units."""
-    return LaunchConfig(1, min(tile, max(16, 4096 // next_power_of_two(head_dim))), 4, 2)
 
 
 def join_config() -> LaunchConfig:

@@ -1,6 +1,5 @@
 """Every kernel's wrapper under one roof. Importing this needs Triton."""
 
-from engine.triton_kernels.absorbed_attention import absorbed_attention
 from engine.triton_kernels.decode_attention import decode_attention
 from engine.triton_kernels.draw import draw
 from engine.triton_kernels.hidden_state import hidden_gather, hidden_write
@@ -16,7 +15,7 @@ from engine.triton_kernels.token_mask import token_mask
 from engine.triton_kernels.unit_copy import unit_copy
 
 __all__ = [
-    "absorbed_attention", "accept_tokens", "add_layer_norm", "add_rms_norm", "add_rms_norm_rounded", "count_tokens",
+    "accept_tokens", "add_layer_norm", "add_rms_norm", "add_rms_norm_rounded", "count_tokens",
     "decode_attention", "draw", "embed_tokens", "gelu_tanh_and_mul", "hidden_gather", "hidden_write", "layer_norm",
     "lora_add", "penalise", "prefill_attention", "rms_norm", "rms_norm_rounded", "rope_cache_write",
     "silu_and_mul", "silu_and_mul_rounded", "softcap", "token_mask", "unit_copy",

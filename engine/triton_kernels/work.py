@@ -8,7 +8,6 @@ requests or of the pool.
 import math
 from collections.abc import Sequence
 from copy import copy
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -267,14 +266,3 @@ class PrefillWork:
         self._merged = len(source)
         merges = self._merges[: self._merged]
         merges[:, 0], merges[:, 1], merges[:, 2] = first + token * splits, splits, items[source, 1] + token
-
-
-class AbsorbedScratch(NamedTuple):
-    """What kernels leave for each other, of items [n]; what is in it does not matter. `gathered [heads, n, hidden
-    size]` hidden state; `partial [n, heads, head_dim]` float32, of K and V; `hidden_lse`, `partial_lse [n, heads]`
-    float32: logarithms of both sums of weights."""
-
-    gathered: Tensor
-    hidden_lse: Tensor
-    partial: Tensor
-    partial_lse: Tensor

@@ -1,9 +1,8 @@
 """A pool too small for its load, live: K and V alone, in 8 bits, the hybrid cache, and the host tier under the same
 arrivals.
 
-The packaged demo model (as many KV heads as heads, rotary embeddings: its hidden state is projected in every step); one
-of the same size without rotary embeddings (`--model opt`, random weights), whose decodes read hidden state as it is; or
-one with half the KV heads (`--model gqa`, random weights), which offers no hidden state. All pools take the same bytes,
+The packaged demo model (as many KV heads as heads, rotary embeddings); one of the same size without rotary embeddings
+(`--model opt`, random weights); or one with half the KV heads (`--model gqa`, random weights), which offers no hidden state. All pools take the same bytes,
 so that one of 8 bits has more blocks. Each arm has a server of its own; every seed's requests arrive at the same times
 in each. Admitted are requests of a burst that ran at once before the first was preempted. Attainment counts requests
 whose first token came within the TTFT limit and whose nearest-rank P99 gap is within the TBT limit; those refused with

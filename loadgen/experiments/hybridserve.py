@@ -46,11 +46,10 @@ ARMS = (
     Arm("algorithm-1", "project", "algorithm-1"),
     Arm("hybrid", "project", "closed-form"),
     Arm("hybrid-best", "project", "best"),
-    Arm("act-absorbed", "absorb", "act"),
 )
 """`token-recompute`: half of the blocks as token ids (Figure 4). `hybrid-half`: half of the host's room each (the
 default of Figure 15). `algorithm-1`: the paper's, for the whole host, with its mini-batches. `hybrid-best`: the best of
-a grid of shares. `act-absorbed` is ours: attention on ACT itself."""
+a grid of shares."""
 
 LINK = DEVICES["rtx-4090"].pcie
 SLOW_LINK = LINK / 2
@@ -111,8 +110,6 @@ def make_case(point: Point) -> Case:
     device = OffloadDevice(machine, BLOCK)
     if device.ratio >= 1.0:
         raise ValueError(f"activations of {load.model} take no less room than its K and V")
-    if compact == "absorb" and machine.model.rope:
-        raise ValueError(f"attention of {load.model} cannot read activations: it rotates K")
     if load.batch < 1 or load.link <= 0.0:
         raise ValueError(f"a batch has at least one request, a link some bytes/s: not {load}")
     prompts = _prompts(point)
@@ -124,7 +121,7 @@ def make_case(point: Point) -> Case:
         raise ValueError(f"weights and K and V of {load.batch} requests do not fit the host")
     kept = sum(prompts) // 2 if compact == "tokens" else 0
     layout = lay_out(device, compact, prefill_tokens=config.prefill_tokens, kept_tokens=kept)
-    return Case(device, layout, compact, compact in ("project", "absorb"), prompts, config.output)
+    return Case(device, layout, compact, compact == "project", prompts, config.output)
 
 
 def _prompts(point: Point) -> tuple[int, ...]:

@@ -77,7 +77,7 @@ def _means(found: dict[Key, dict[str, float]], policies: Sequence[str], link: fl
     return rows
 
 
-DRAWN = ("flexgen-kv", "act-only", "token-recompute", "hybrid", "act-absorbed")
+DRAWN = ("flexgen-kv", "act-only", "token-recompute", "hybrid")
 UTILIZATION = ("opt-30b", ("flexgen-kv", "hybrid"))
 """What Figure 14 shows."""
 

@@ -61,7 +61,7 @@ class Case:
     @property
     def act_bytes(self) -> float:
         """A block of the compact kind in one layer, over the link."""
-        return self.device.block_bytes * self.device.ratio if self.compact in ("project", "absorb") else 0.0
+        return self.device.block_bytes * self.device.ratio if self.compact == "project" else 0.0
 
     def blocks(self, split: HostSplit, step: int) -> list[Blocks]:
         """Every request's blocks in decode step `step` (from 1): the device's first, the others by the deficit rule."""
@@ -96,8 +96,6 @@ class Case:
             return Stage(load, forward + device.recompute_seconds(sum(tokens), pairs))
         if self.compact == "project":
             forward += device.regenerate_seconds(hidden)
-        elif self.compact == "absorb":
-            forward += device.absorb_seconds(hidden)
         return Stage(load, forward)
 
     def step(self, split: HostSplit, costs: OffloadCosts, step: int) -> "Step":

@@ -12,9 +12,8 @@ from typing import Literal, NamedTuple
 
 from loadgen.simulation.gpu import SimulatedDevice
 
-Compact = Literal["none", "project", "absorb", "tokens"]
-"""What takes the place of K and V: nothing; ACT that K and V are projected from again; ACT that attention runs on
-directly, with the projections absorbed into query and output (exact without RoPE); token ids."""
+Compact = Literal["none", "project", "tokens"]
+"""Stand-in for K and V: none; ACT, from which K and V are projected again; token ids."""
 
 MIB = 2**20
 
@@ -59,10 +58,6 @@ class OffloadDevice:
         """K and V of so many tokens from their hidden state."""
         return self.simulated.cache_work_seconds(restored_tokens=tokens) / self.layers
 
-    def absorb_seconds(self, tokens: int) -> float:
-        """What attention on so many tokens of hidden state takes longer than on their K and V; may be below zero."""
-        return self.simulated.absorbed_seconds(tokens) / self.layers
-
     def recompute_seconds(self, tokens: int, pairs: int) -> float:
         """The whole layer for so many tokens, with `pairs` query-key pairs: prefill, or token recomputation."""
         if not tokens:
@@ -105,7 +100,7 @@ def lay_out(
     """
     simulated, model = device.simulated, device.simulated.model
     buffers = 2.0 * buffer_bytes
-    if compact in ("project", "absorb"):
+    if compact == "project":
         buffers += 2.0 * device.ratio * buffer_bytes
     if compact in ("project", "tokens"):
         buffers += buffer_bytes

@@ -135,7 +135,6 @@ def shape_of(model: str) -> ModelShape:
         spec.vocab_size,
         tied=spec.tie_word_embeddings,
         max_model_len=spec.max_context,
-        rope=not spec.absorbs_kv,
         windows=spec.windows,
     )
 

@@ -7,10 +7,8 @@ of scheduling.
 """
 
 import random
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from engine.cache.blocks import CacheEntry, CacheKind
 from engine.scheduling.output import Collect, ModelRunnerOutput, SchedulerOutput
 from loadgen.simulation.specs import DEVICES, MODELS, DeviceSpec, ModelShape
 from predictor.costs import FEW_TOKENS, MANY_TOKENS, MEMORY_RATE, CacheCosts, affine
@@ -27,8 +25,6 @@ ELEMENTWISE_PASSES = 12
 ELEMENTWISE_KERNELS = 4
 NARROWED = 1.5
 """Bytes that move when K and V go to 8 bits, or come back, over those of K and V."""
-ABSORBED_KERNELS = 3
-"""Kernels that attention over hidden state adds to a layer: queries, attention beside that over KV, values."""
 
 
 @dataclass(slots=True)
@@ -129,8 +125,8 @@ class SimulatedDevice:
     def cache_work_seconds(
         self, compact_tokens: int = 0, restored_tokens: int = 0, transferred_bytes: int = 0
     ) -> float:
-        """What decodes over `compact_tokens` of hidden state add to every step, K and V of `restored_tokens` projected
-        once, and copies. Models with rotary embeddings project the compact tokens too, in every step.
+        """Return seconds of cache work: K and V of `compact_tokens` projected in this step and of `restored_tokens`
+        projected once, and copies.
 
         Where these are in 8 bits: reading K and V from half the bytes takes no longer (and is not counted as less, for
         they are widened then), going to 8 bits and back moves three halves of the bytes.
@@ -139,11 +135,8 @@ class SimulatedDevice:
             launches = self.model.num_layers * self.device.launch_seconds * (restored_tokens > 0)
             moved = NARROWED * restored_tokens * self._kv_token_seconds
             return self.transfer_seconds(transferred_bytes) + moved + launches
-        projected, absorbed = compact_tokens + restored_tokens, 0
-        if not self.model.rope:
-            projected, absorbed = restored_tokens, compact_tokens
-        seconds = self.transfer_seconds(transferred_bytes) + self.absorbed_seconds(absorbed)
-        if projected:
+        seconds = self.transfer_seconds(transferred_bytes)
+        if projected := compact_tokens + restored_tokens:
             width = 2 * self.model.num_kv_heads * self.model.head_dim
             layer = self.product_seconds(projected, self.model.hidden_size, width) + self.device.launch_seconds
             seconds += self.model.num_layers * layer
@@ -159,24 +152,6 @@ class SimulatedDevice:
         restore = affine(few, many, 3 * floor)
         return CacheCosts(run.token, restore.token, run_hidden_step=run.fixed, restore_step=restore.fixed)
 
-    def absorbed_seconds(self, tokens: int) -> float:
-        """What it takes longer to attend, one query each, to so many tokens of hidden state than to their K and V.
-
-        Hidden state is read once for scores and values, at half the bytes of K and V where there are as many KV heads
-        as heads, and multiplied with every head's query: bytes and FLOPs as for a matrix product, at the rate of
-        prefill attention. K's and V's weights are read a second time, so that the first token costs most; from some
-        thousands on this is below zero, for `step_seconds` has charged K and V of the whole context.
-        """
-        if not tokens:
-            return 0.0
-        model, device = self.model, self.device
-        values = tokens * model.hidden_size
-        memory = values * model.bytes_per_value / self._bandwidth
-        compute = 4.0 * values * model.num_heads / (device.flops * device.attention_efficiency)
-        weights = 2 * model.hidden_size * model.num_kv_heads * model.head_dim * model.bytes_per_value / self._bandwidth
-        layer = _norm(memory, compute, device.knee) + weights + ABSORBED_KERNELS * device.launch_seconds
-        return model.num_layers * layer - tokens * self._kv_token_seconds
-
 
 class SimulatedRunner:
     """A runner on the virtual clock. `noise`: standard deviation of a step's time, relative; deterministic per seed."""
@@ -186,12 +161,9 @@ class SimulatedRunner:
         self._reach = device.model.reach
         self._noise = noise
         self._random = random.Random(seed)
-        self._hidden_blocks: dict[int, int] = {}
 
     def launch(self, output: SchedulerOutput) -> Collect:
         """The step's time and a token for every sample; the cache is only accounted for, by the scheduler."""
-        if not self.device.model.rope:
-            self._count_hidden(output)
         reach = self._reach
         tokens = samples = context = pairs = 0
         for _, start, length, sample in output.chunks:
@@ -202,40 +174,9 @@ class SimulatedRunner:
                 pairs += reach.pairs(start, length)
         exact = self.device.step_seconds(tokens, len(output.chunks), samples, context, pairs)
         if any(output.cache_work):
-            exact += self._cache_seconds(output)
+            exact += self.device.cache_work_seconds(*output.cache_work)
         result = ModelRunnerOutput(output.step_id, [SIMULATED_TOKEN] * samples, None, self.noisy(exact))
         return lambda: result
-
-    def _cache_seconds(self, output: SchedulerOutput) -> float:
-        """Cache work of the step. Where decodes read hidden state itself, prompts' chunks still project their past."""
-        work = output.cache_work
-        if self.device.model.rope:
-            return self.device.cache_work_seconds(*work)
-        blocks, in_chunks, past = 0, 0, 0.0
-        for row, start, length, _ in output.chunks:
-            if hidden := self._hidden_blocks.get(row, 0):
-                blocks += hidden
-                if length > 1:
-                    in_chunks += hidden
-                    past += hidden * start / (start + length)
-        if not in_chunks:
-            return self.device.cache_work_seconds(*work)
-        block_size = work.compact_tokens / blocks
-        compact = round(work.compact_tokens - in_chunks * block_size)
-        projected = work.restored_tokens + round(past * block_size)
-        return self.device.cache_work_seconds(compact, projected, work.transferred_bytes)
-
-    def _count_hidden(self, output: SchedulerOutput) -> None:
-        """Blocks of hidden state by row."""
-        counts = self._hidden_blocks
-        for row in output.released_rows:
-            counts.pop(row, None)
-        for new in output.new_requests:
-            counts[new.row] = _num_hidden(new.entries)
-        for row, entries in output.appended:
-            counts[row] = counts.get(row, 0) + _num_hidden(entries)
-        for row, _, entry in output.replaced:
-            counts[row] = counts.get(row, 0) - (entry.kind is CacheKind.KV)
 
     def noisy(self, seconds: float) -> float:
         """`seconds` with one draw of noise; a step is never faster than 0.8 of its exact time."""
@@ -297,10 +238,6 @@ class TrueLatency:
     def expected_prefill(self, features: BatchFeatures, limit: float, max_tokens: int, start: int) -> int:
         """The largest chunk with which the step ends within `limit` seconds; 0 if it does not without any."""
         return self.max_prefill(features, limit - self.predict(features), max_tokens, start)
-
-
-def _num_hidden(entries: Sequence[CacheEntry]) -> int:
-    return sum(entry.kind.form.compact for entry in entries)
 
 
 def _norm(one: float, other: float, power: float) -> float:

@@ -15,7 +15,7 @@ GIB = 1024**3
 @dataclass(frozen=True, slots=True)
 class ModelShape:
     """A decoder-only model: sizes in elements. `gated`: a SwiGLU-style ffn (three matrices instead of two).
-    Without `rope` K and V are linear in the hidden state, so that attention can read it as it is. `windows`: of every
+    `windows`: of every
     layer the tokens that a query sees, itself included, None for all; empty where no layer has one."""
 
     name: str
@@ -30,7 +30,6 @@ class ModelShape:
     tied: bool = False
     max_model_len: int = 4096
     bytes_per_value: int = 2
-    rope: bool = True
     windows: tuple[int | None, ...] = ()
 
     @property
@@ -97,10 +96,10 @@ MODELS = {
         ModelShape("llama-2-13b", 40, 5120, 40, 40, 128, 13824, True, 32000),
         ModelShape("llama-3-8b", 32, 4096, 32, 8, 128, 14336, True, 128256, max_model_len=8192),
         ModelShape("mistral-7b", 32, 4096, 32, 8, 128, 14336, True, 32000, max_model_len=8192),
-        ModelShape("opt-6.7b", 32, 4096, 32, 32, 128, 16384, False, 50272, tied=True, max_model_len=2048, rope=False),
-        ModelShape("opt-13b", 40, 5120, 40, 40, 128, 20480, False, 50272, tied=True, max_model_len=2048, rope=False),
-        ModelShape("opt-30b", 48, 7168, 56, 56, 128, 28672, False, 50272, tied=True, max_model_len=2048, rope=False),
-        ModelShape("opt-66b", 64, 9216, 72, 72, 128, 36864, False, 50272, tied=True, max_model_len=2048, rope=False),
+        ModelShape("opt-6.7b", 32, 4096, 32, 32, 128, 16384, False, 50272, tied=True, max_model_len=2048),
+        ModelShape("opt-13b", 40, 5120, 40, 40, 128, 20480, False, 50272, tied=True, max_model_len=2048),
+        ModelShape("opt-30b", 48, 7168, 56, 56, 128, 28672, False, 50272, tied=True, max_model_len=2048),
+        ModelShape("opt-66b", 64, 9216, 72, 72, 128, 36864, False, 50272, tied=True, max_model_len=2048),
         ModelShape("qwen2.5-0.5b", 24, 896, 14, 2, 64, 4864, True, 151936, tied=True, max_model_len=8192),
         ModelShape("qwen2.5-14b", 48, 5120, 40, 8, 128, 13824, True, 152064, max_model_len=8192),
         ModelShape("qwen2.5-7b", 28, 3584, 28, 4, 128, 18944, True, 152064, max_model_len=8192),

@@ -12,7 +12,6 @@ request's end are masked, and `clear_begun_blocks` has seen to it that they hold
 Knows nothing of requests, sampling or models.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -36,12 +35,10 @@ _GROUP_COST = 512 * 1024  # bytes of K and V that could be read in the time of o
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """A step's layout in groups of chunks: `groups` are ranges of places that attention handles together; `absorbed`
-    those behind them, of chunks that read hidden state as it is."""
+    """A step's layout in groups of chunks: `groups` are ranges of places that attention handles together."""
 
     layout: Layout
     groups: tuple[tuple[int, int], ...]
-    absorbed: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,29 +72,21 @@ class _Narrow(NamedTuple):
     parts: Tensor
 
 
-def arrange(chunks: IntArray, rows: RowTable, cell_bytes: int, absorbed: IntArray | None = None) -> Batch:
+def arrange(chunks: IntArray, rows: RowTable, cell_bytes: int) -> Batch:
     """Order a step's chunks [n, 4] (row, start, length, sample) into groups. `cell_bytes`: K and V of one token in one
-    layer. `absorbed`: indices of the chunks that go apart, to the end."""
+    layer."""
     starts, lengths = chunks[:, 1], chunks[:, 2]
     blocks = -(-(starts + lengths) // rows.block_size)
     threshold = max(1, _GROUP_COST // (cell_bytes * rows.block_size))
-    kept = np.ones(len(chunks), dtype=np.bool_)
-    kept[[] if absorbed is None else absorbed] = False
     places: list[IntArray] = []
     for low, high in ((1, 1), (2, 8), (9, LONG_CHUNK - 1)):
-        members = np.flatnonzero((lengths >= low) & (lengths <= high) & kept)
+        members = np.flatnonzero((lengths >= low) & (lengths <= high))
         if members.size:
             members = members[np.argsort(-blocks[members], kind="stable")]
             places.extend(_split(members, blocks, threshold))
-    places.extend(np.flatnonzero((lengths >= LONG_CHUNK) & kept)[:, None])
-    num_groups = len(places)
-    places.extend(np.flatnonzero((lengths > 1) & ~kept)[:, None])
-    decodes = np.flatnonzero((lengths == 1) & ~kept)
-    if decodes.size:
-        places.extend(_split(decodes[np.argsort(-blocks[decodes], kind="stable")], blocks, threshold))
+    places.extend(np.flatnonzero(lengths >= LONG_CHUNK)[:, None])
     ends = np.cumsum([len(members) for members in places]).tolist()
-    groups = tuple(zip([0, *ends[:-1]], ends, strict=True))
-    return Batch(Layout.of(chunks, np.concatenate(places)), groups[:num_groups], groups[num_groups:])
+    return Batch(Layout.of(chunks, np.concatenate(places)), tuple(zip([0, *ends[:-1]], ends, strict=True)))
 
 
 def _split(members: IntArray, blocks: IntArray, threshold: int) -> list[IntArray]:
@@ -123,36 +112,16 @@ def clear_begun_blocks(pool: UnitPool, rows: RowTable, chunks: IntArray) -> None
 
 
 class PagedAttention:
-    """One step's attention: call it with each layer's q, k and v. Plans on creation, for all layers.
+    """One step's attention: call it with each layer's q, k and v. Plans on creation, for all layers."""
 
-    `absorbed`: what attends for the batch's absorbed groups (layer, q of all tokens) -> [t, heads * d] of theirs;
-    `keyed`: their hidden blocks have scratch for K all the same.
-    """
-
-    def __init__(
-        self,
-        pool: UnitPool,
-        rows: RowTable,
-        batch: Batch,
-        absorbed: Callable[[int, Tensor], Tensor] | None = None,
-        *,
-        keyed: bool = False,
-    ) -> None:
+    def __init__(self, pool: UnitPool, rows: RowTable, batch: Batch) -> None:
         self._pool = pool
-        self._absorbed = absorbed
         layout = batch.layout
         token_rows, block, offset = (
             layout.token_rows,
             layout.positions // pool.block_size,
             layout.positions % pool.block_size,
         )
-        self._written: Tensor | None = None
-        if batch.absorbed and not keyed:  # their hidden blocks have no place for K and V
-            first = int(layout.firsts[batch.absorbed[0][0]])
-            has_kv = ~rows.is_hidden[token_rows, block]
-            has_kv[:first] = True
-            self._written = torch.from_numpy(np.flatnonzero(has_kv)).to(pool.device)
-            token_rows, block, offset = token_rows[has_kv], block[has_kv], offset[has_kv]
         assert pool.compressed is None or (rows.k_table[token_rows, block] >= 0).all(), "8 bits are not written to"
         self._k_cells = pool.cell_ids(rows.k_table[token_rows, block], offset)
         self._v_cells = pool.cell_ids(rows.v_table[token_rows, block], offset)
@@ -161,13 +130,9 @@ class PagedAttention:
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, manner: Manner = PLAIN) -> Tensor:
         """q [T, heads, d], k [T, kv_heads, d], v [T, kv_heads, e] of all tokens -> [T, heads * e]. Writes k and v to
         the pool, whose cells may be wider than this layer's."""
-        if self._written is not None:
-            k, v = k.index_select(0, self._written), v.index_select(0, self._written)
         self._pool.write(self._k_cells[layer], k)
         self._pool.write(self._v_cells[layer], v)
         outputs = [self._attend(group, layer, q, k, v, manner) for group in self._groups]
-        if self._absorbed is not None:
-            outputs.append(self._absorbed(layer, q))
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
     def _attend(self, group: _Group, layer: int, q: Tensor, k: Tensor, v: Tensor, manner: Manner) -> Tensor:

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from engine.arrays import IntArray
-from engine.execution.cpu.absorbed import AbsorbedAttention, chunk_limit, reads_hidden
 from engine.execution.cpu.attention import Batch, PagedAttention, arrange, clear_begun_blocks
 from engine.execution.cpu.hidden import HiddenPlan, restore
 from engine.execution.hidden import ScratchPlan, has_hidden
@@ -23,14 +22,11 @@ from engine.execution.pool import UnitPool
 from engine.execution.pooling import TakeHidden
 from engine.execution.rows import RowTable
 from engine.execution.samples import DeviceSamples
-from engine.models.absorption import Absorption
 from engine.models.decoder import Attend, Decoder
 from engine.models.heads import Heads
-from engine.models.linear import PlainLinear
 from engine.models.lora import Adapters, Delta, Site
 from engine.models.manner import Manner
-from engine.models.spec import ModelSpec
-from engine.models.weights import LayerWeights, ModelWeights
+from engine.models.weights import LayerWeights
 from predictor.limits import Limits
 
 
@@ -115,8 +111,6 @@ class TorchDevice(PoolDevice):
         self.layers = range(spec.num_layers)
         self.beyond: Beyond | None = None
         self._heads = Heads(spec, weights, limits.max_model_len, hidden=scratch_blocks > 0)
-        reads = scratch_blocks > 0 and (spec.absorbs_kv or _absorbs_values(spec, weights))
-        self._absorption = Absorption(spec, weights) if reads else None
         self._cell_bytes = 2 * spec.kv_size * weights.embedding.dtype.itemsize
 
     def restore(self, units: IntArray, starts: IntArray) -> None:
@@ -194,36 +188,21 @@ class TorchDevice(PoolDevice):
         return x.index_select(1, torch.from_numpy(wanted))
 
     def _plan(self, chunks: IntArray) -> tuple[Batch, HiddenPlan | None]:
-        """The step's layout, and what it does with hidden state. That is read as it is where the model allows it and
-        the chunk is short, all of it or for V alone; what else is wanted of a past passes through scratch."""
+        """Return the step's layout, and how the hidden state of its rows is projected (None: there is none)."""
         pool, rows = self.pool, self.rows
-        hidden = has_hidden(rows, chunks)
-        absorbed = np.zeros(len(chunks), dtype=np.bool_)
-        if hidden and self._absorption is not None:
-            absorbed = reads_hidden(rows, chunks, chunk_limit(self.decoder.spec))
-        projected, scratch, whole = ~absorbed | self._keyed, None, np.zeros(0, dtype=np.bool_)
-        if hidden and projected.any():
-            scratch = ScratchPlan(rows, chunks[projected], pool.scratch_blocks)
+        scratch = ScratchPlan(rows, chunks, pool.scratch_blocks) if has_hidden(rows, chunks) else None
+        if scratch is not None:
             scratch.enter(rows)
-            pool.clear(scratch.beyond(rows, chunks[projected]))
-            whole = scratch.used_by(~absorbed[projected])
+            pool.clear(scratch.beyond(rows, chunks))
         clear_begun_blocks(pool, rows, chunks)
-        batch = arrange(chunks, rows, self._cell_bytes, np.flatnonzero(absorbed))
-        if not hidden:
+        batch = arrange(chunks, rows, self._cell_bytes)
+        if scratch is None:
             return batch, None
-        return batch, HiddenPlan(self._heads, pool, rows, chunks[projected], scratch, whole, batch.layout)
-
-    @property
-    def _keyed(self) -> bool:
-        """Whether K of what is read as hidden state has to be projected."""
-        return self._absorption is not None and not self._absorption.absorbs_keys
+        return batch, HiddenPlan(self._heads, pool, rows, chunks, scratch, batch.layout)
 
     def _attend(self, batch: Batch, hidden: HiddenPlan | None) -> Attend:
-        layout, absorbed = batch.layout, None
-        if self._absorption is not None and batch.absorbed:
-            groups = [(int(layout.firsts[first]), layout.chunks[first:last]) for first, last in batch.absorbed]
-            absorbed = AbsorbedAttention(self._absorption, self.pool, self.rows, groups, self._heads.hidden_size)
-        paged = PagedAttention(self.pool, self.rows, batch, absorbed, keyed=self._keyed)
+        layout = batch.layout
+        paged = PagedAttention(self.pool, self.rows, batch)
         rotary = self._heads.rotary(torch.from_numpy(layout.positions).to(self.pool.device))
         first, spec, streamed = self.layers.start, self.decoder.spec, self.decoder.weights.layers.streamed
         manners = [Manner(spec.scale, spec.window_of(index), spec.softcap) for index in range(spec.num_layers)]
@@ -231,21 +210,8 @@ class TorchDevice(PoolDevice):
         def attend(index: int, layer: LayerWeights, x: Tensor) -> Tensor:
             if hidden is not None:
                 if index in streamed:
-                    self._hold(index, layer)
+                    self._heads.hold(index, layer)
                 hidden(index, x)
             return paged(index - first, *self._heads.qkv(layer, x, rotary[index]), manners[index])
 
         return attend
-
-    def _hold(self, index: int, layer: LayerWeights) -> None:
-        """What becomes of hidden state in this layer is by the weights that are in its buffer now."""
-        self._heads.hold(index, layer)
-        if self._absorption is not None:
-            self._absorption.hold(index, layer)
-
-
-def _absorbs_values(spec: ModelSpec, weights: ModelWeights) -> bool:
-    """Whether V of what is stored as hidden state need not be projected: by weights that are not packed (of those W_v
-    would be kept once more), in layers whose attention is of the plain kind."""
-    plain = spec.scale is None and spec.softcap is None and not any(spec.windows)
-    return plain and all(isinstance(layer.qkv, PlainLinear) for layer in weights.layers)

@@ -1,16 +1,13 @@
 """Hidden state in torch's operators: what `engine.execution.hidden` says, layer by layer.
 
-Decodes of a model without rotary embeddings need no projection, those of others of K alone
-(`engine.execution.cpu.absorbed`). Knows nothing of requests or models beyond `Heads`.
+Knows nothing of requests or models beyond `Heads`.
 """
-
-from itertools import pairwise
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from engine.arrays import BoolArray, IntArray
+from engine.arrays import IntArray
 from engine.execution.hidden import ScratchPlan
 from engine.execution.layout import Layout
 from engine.execution.pool import SLICES_PER_SCRATCH_BLOCK, UnitPool
@@ -26,8 +23,7 @@ PIECE = 1024
 class HiddenPlan:
     """One step's hidden state: call it with each layer's attention input, before attention.
 
-    `scratch`, and the `chunks` that it was made for, are those whose past is projected; None: of nobody. `whole`: of
-    which of the plan's units V is wanted, too.
+    `scratch` is the plan of the step's `chunks [n, >=3]`.
     """
 
     def __init__(
@@ -36,8 +32,7 @@ class HiddenPlan:
         pool: UnitPool,
         rows: RowTable,
         chunks: IntArray,
-        scratch: ScratchPlan | None,
-        whole: BoolArray,
+        scratch: ScratchPlan,
         layout: Layout,
     ) -> None:
         self._heads = heads
@@ -49,28 +44,14 @@ class HiddenPlan:
         self._new = torch.from_numpy(new).to(pool.device)
         self._all_new = len(new) == len(layout.positions)
         self._new_cells = pool.cell_ids(rows.hidden_table[layout.token_rows[new], block[new]], offset[new])
-        self._pieces: list[tuple[slice, list[Rotary | None]]] = []
-        self._num_whole = 0
-        if scratch is not None:
-            index, offsets = scratch.past_tokens(chunks, block_size)
-            order = np.argsort(~whole[index], kind="stable")
-            self._num_whole = int(whole[index].sum())
-            self._plan_projection(scratch, index[order], offsets[order])
-
-    def _plan_projection(self, scratch: ScratchPlan, index: IntArray, offsets: IntArray) -> None:
-        """The past tokens [t]: place of each among the plan's units, and its offset in the block; the first ones are
-        those whose V is wanted."""
-        pool, cut = self._pool, self._num_whole
+        index, offsets = scratch.past_tokens(chunks, block_size)
         self._past_cells = pool.cell_ids(scratch.units[index], offsets)
         self._k_cells = pool.scratch_cell_ids(-1 - SLICES_PER_SCRATCH_BLOCK * index, offsets)
         self._v_cells = pool.scratch_cell_ids(-2 - SLICES_PER_SCRATCH_BLOCK * index, offsets)
         begins = scratch.blocks[scratch.first] * pool.block_size
         positions = torch.from_numpy(begins[index] + offsets).to(pool.device)
-        firsts = [*range(0, cut, PIECE), *range(cut, len(index), PIECE)]
-        self._pieces = [
-            (slice(first, end), self._heads.rotary(positions[first:end]))
-            for first, end in pairwise([*firsts, len(index)])
-        ]
+        pieces = (slice(first, first + PIECE) for first in range(0, len(index), PIECE))
+        self._pieces = [(piece, heads.rotary(positions[piece])) for piece in pieces]
 
     def __call__(self, layer: int, x: Tensor) -> None:
         """Store x [T, H] where it belongs, project what is stored of the past."""
@@ -82,11 +63,8 @@ class HiddenPlan:
 
     def _project(self, layer: int, piece: slice, rotary: Rotary | None) -> None:
         past = self._cells.index_select(0, self._past_cells[layer, piece])
-        if piece.start < self._num_whole:
-            k, v = self._heads.kv(layer, past, rotary)
-            self._pool.cells.index_copy_(0, self._v_cells[piece], v.reshape(len(v), -1))
-        else:
-            k = self._heads.keys(layer, past, rotary)
+        k, v = self._heads.kv(layer, past, rotary)
+        self._pool.cells.index_copy_(0, self._v_cells[piece], v.reshape(len(v), -1))
         self._pool.cells.index_copy_(0, self._k_cells[piece], k.reshape(len(k), -1))
 
 

@@ -19,7 +19,6 @@ from engine.execution import memory
 from engine.execution.compressed import scale_bytes
 from engine.execution.cpu.device import TorchDevice
 from engine.execution.cpu.transformers_device import MakeAttention, TransformersDevice
-from engine.execution.cuda import absorbed
 from engine.execution.cuda.buffers import HeadSizes
 from engine.execution.cuda.device import CudaDevice
 from engine.execution.cuda.kernels import triton_kernels
@@ -44,7 +43,6 @@ from engine.models.linear import MakeLinear, make_linear
 from engine.models.spec import ModelShape, ModelSpec
 from engine.models.transformers_model import TransformersModel, probe
 from engine.models.weights import Gather, LayerWeights, ModelWeights, ResidentLayers, torch_dtype
-from engine.triton_kernels import configs
 from predictor.limits import NO_PADDING, UNITS_PER_BLOCK, Limits, Padding
 
 _GRAPH_BYTES = 16 * 1024**2  # a guess at what the driver keeps of one graph of a few hundred kernels
@@ -301,11 +299,6 @@ def _room_beside_graphs(plan: LaunchPlan, weights: ModelWeights) -> int:
     num_shapes = len(Buckets(limits.max_num_seqs, limits.max_num_batched_tokens).all_shapes())
     if plan.takes_adapters:
         num_shapes += len(decode_buckets(limits.max_num_seqs))
-    if plan.scratch_blocks and absorbed.reads_hidden(plan.own):
-        num_shapes *= 2
-        multiprocessors = configs.num_multiprocessors(device)
-        items = configs.decode_items(limits.max_num_seqs, plan.own.num_kv_heads, multiprocessors)
-        room -= absorbed.scratch_bytes(plan.own, items, weights.embedding.dtype.itemsize)
     stored = plan.cell_type or weights.embedding.dtype
     unit = memory.unit_bytes(plan.spec, limits.block_size, stored)
     scales = scale_bytes(plan.spec.num_layers, limits.block_size, plan.spec.num_kv_heads) if plan.preempted_int8 else 0

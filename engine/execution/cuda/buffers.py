@@ -202,11 +202,9 @@ class StepBuffers:
         """Write the slots of a step of decodes alone: of their adapters, padded."""
         _pad(self._slots_of, slots, shape.samples, 0)
 
-    def fill_stored(self, stored: IntArray, read: int) -> None:
-        """Write rows [T] of new tokens that are kept as hidden state, -1 for others. The first `read` tokens are of
-        decodes that read it: no K and V are written of such."""
+    def fill_stored(self, stored: IntArray) -> None:
+        """Write rows [T] of new tokens that are kept as hidden state, -1 for others."""
         self._stored[: len(stored)] = stored
-        self._rows[:read][stored[:read] >= 0] = -1
 
     def fill_wishes(self, where: IntArray, ends: IntArray, rows: RowTable, vocab: int) -> StepWishes:
         """Write what samples of rows `where [S]` at positions `ends [S]` want."""

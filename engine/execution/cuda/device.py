@@ -20,7 +20,6 @@ from torch import Tensor
 from engine.api import MAX_LOGPROBS, SamplingParams
 from engine.arrays import IntArray
 from engine.execution.cpu.device import Beyond
-from engine.execution.cuda.absorbed import AbsorbedDecodes, reads_hidden
 from engine.execution.cuda.adapters import SlottedAdapters
 from engine.execution.cuda.buffers import HeadSizes, StepBuffers, StepInputs, StepWishes, send
 from engine.execution.cuda.forward import Forward
@@ -100,10 +99,6 @@ class CudaDevice:
         self._projection = Projection(self._forward, self.pool, limits)
         self._swapper = Swapper(self.pool, kernels, self.lane, out=Lane(device), back=Lane(device))
         self._buffers = StepBuffers(HeadSizes.of(spec), limits, weights.embedding.dtype, device)
-        self._absorbed: AbsorbedDecodes | None = None
-        if scratch_blocks and reads_hidden(spec):
-            items = self._buffers.max_items
-            self._absorbed = AbsorbedDecodes(self._forward, spec, weights, kernels, self.pool, items)
         self._sampling = Sampling(self.rows, kernels, self._buffers, spec.vocab_size, device)
         self._buckets = Buckets(limits.max_num_seqs, limits.max_num_batched_tokens)
         self._kernels = kernels
@@ -150,11 +145,8 @@ class CudaDevice:
         hidden, adapt, way, adapted = None, None, Way.PLAIN, bool(numbers.any())
         if has_hidden(rows, chunks):
             hidden = StepHidden.of(
-                self._projection, self._forward, self._buffers, inputs, rows, layout, self.pool.scratch_blocks,
-                layout.num_decodes if self._absorbed else 0,
-            )  # fmt: skip
-            if self._absorbed:
-                way, hidden = Way.HIDDEN, hidden if hidden.projects or take is not None or adapted else None
+                self._projection, self._forward, self._buffers, inputs, rows, layout, self.pool.scratch_blocks
+            )
         if adapted:
             slots = None
             if hidden is None and take is None and not inputs.shape.prefill:
@@ -168,8 +160,7 @@ class CudaDevice:
         if hidden is None and take is None and adapt is None:
             self._graphs.run(inputs, way)
         else:
-            decode = self._absorbed.attend if self._absorbed and way is Way.HIDDEN else None
-            self._forward(inputs, hidden, None if take is None else partial(take, layout), adapt, decode)
+            self._forward(inputs, hidden, None if take is None else partial(take, layout), adapt)
         self._last = inputs, way
         return self._choose(inputs, layout, wishes, masks)
 
@@ -221,19 +212,14 @@ class CudaDevice:
         """What a graph is captured of."""
         if way is Way.ADAPTED:
             self._forward(inputs, adapt=self._slotted.in_slots(inputs.slots, self._kernels))
-        elif way is Way.HIDDEN:
-            assert self._absorbed is not None, "hidden state is projected"
-            self._absorbed(inputs)
         else:
             self._forward(inputs)
 
     def _captured(self) -> list[tuple[StepShape, Way]]:
-        """What graphs are captured of: every bucket, those of decodes alone once more for rows with adapters, and all
-        once more for steps whose decodes read hidden state."""
+        """List the shapes to capture: every bucket, and those of decodes alone once more for adapters."""
         every = self._buckets.all_shapes()
         adapted = [shape for shape in every if not shape.prefill] if self._slotted.taken else []
-        ways = ((Way.PLAIN, every), (Way.ADAPTED, adapted), (Way.HIDDEN, every if self._absorbed else []))
-        return [(shape, way) for way, shapes in ways for shape in shapes]
+        return [*((shape, Way.PLAIN) for shape in every), *((shape, Way.ADAPTED) for shape in adapted)]
 
     def join(self, share: Callable[[Tensor], None]) -> None:
         """See RankDevice."""

@@ -26,9 +26,6 @@ from predictor.limits import Limits
 Observe = Callable[[int, Tensor], None]
 """(layer index, x [T, H]): the normed input of a layer's attention, before it attends."""
 
-Decode = Callable[[int, Tensor, StepInputs, Tensor], None]
-"""(layer index, q [n, heads, D], inputs, out [n, heads, D]): what decodes attend by, whose K and V are written."""
-
 
 class Forward:
     """Call it with a step's inputs. Leaves `logits [max_samples, vocab]` of the step's samples, `sampled [max_samples]`
@@ -81,9 +78,8 @@ class Forward:
         observe: Observe | None = None,
         take: Callable[[Tensor], None] | None = None,
         adapt: Adapt | None = None,
-        decode: Decode | None = None,
     ) -> None:
-        hidden, delta = self._unsummed(inputs, self.embed(inputs), observe, adapt, decode)
+        hidden, delta = self._unsummed(inputs, self.embed(inputs), observe, adapt)
         assert delta is not None, "a model has layers"
         if take is not None:
             take(self.decoder.normed(self.decoder.summed(hidden, delta)))
@@ -106,16 +102,15 @@ class Forward:
         hidden: Tensor,
         observe: Observe | None = None,
         adapt: Adapt | None = None,
-        decode: Decode | None = None,
     ) -> tuple[Tensor, Branch | None]:
         def attend(index: int, layer: LayerWeights, x: Tensor) -> Tensor:
             if observe is not None:
                 observe(index, x)
-            return self._attend(index, layer, layer.qkv(x), inputs, decode or self._decode)
+            return self._attend(index, layer, layer.qkv(x), inputs)
 
         def attend_rounded(index: int, layer: LayerWeights, rows: RoundedRows) -> Tensor:
             assert isinstance(layer.qkv, Float8Linear)
-            return self._attend(index, layer, layer.qkv.product(rows), inputs, self._decode)
+            return self._attend(index, layer, layer.qkv.product(rows), inputs)
 
         return self.decoder.run_unsummed(hidden, attend, self.layers, adapt, None if observe else attend_rounded)
 
@@ -153,7 +148,7 @@ class Forward:
             scratch_base=base, k_norm=None if norm is None else norm[spec.num_heads], eps=spec.norm_eps,
         )  # fmt: skip
 
-    def _attend(self, index: int, layer: LayerWeights, projected: Tensor, inputs: StepInputs, decode: Decode) -> Tensor:
+    def _attend(self, index: int, layer: LayerWeights, projected: Tensor, inputs: StepInputs) -> Tensor:
         spec, shape, here = self._spec, inputs.shape, index - self.layers.start
         num_heads, kv_heads = spec.num_heads, spec.num_kv_heads
         heads = projected.view(len(projected), num_heads + 2 * kv_heads, spec.head_dim)
@@ -165,7 +160,7 @@ class Forward:
         )  # fmt: skip
         out, count = self._mixed[: len(projected)], shape.decodes
         if count:
-            decode(index, q[:count], inputs, out[:count])
+            self._decode(index, q[:count], inputs, out[:count])
         if shape.prefill:
             self._prefill(index, q, inputs, out)
         return out.view(len(projected), -1)

@@ -20,7 +20,6 @@ class Way(Enum):
 
     PLAIN = "plain"
     ADAPTED = "adapted"  # by the LoRA adapters in its rows' slots
-    HIDDEN = "hidden"  # reading hidden state
 
 
 class Graphs:

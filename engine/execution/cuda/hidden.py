@@ -3,9 +3,8 @@
 The kernels of a step address tokens by row and position; so does everything here. A step gives each hidden block of its
 rows two scratch slices and enters them in the K and V tables (`engine.execution.hidden` says how); then, before a layer
 attends, the new tokens' input is stored and the past tokens are gathered, multiplied and written to scratch by the same
-kernel that writes new K and V. A restore does that for rows of a table that lives as long as the restore. Steps that
-project run without a graph: how much is different every time. Decodes of some models need not
-(`engine.execution.cuda.absorbed`). Apt-Serve §4.
+kernel that writes new K and V. A restore does that for rows of a table that lives as long as the restore. Such
+steps run without a graph, because the number of tokens to project differs every time. Apt-Serve §4.
 """
 
 from typing import Self
@@ -16,7 +15,7 @@ from torch import Tensor
 from engine.arrays import Int32Array, IntArray
 from engine.execution.cuda.buffers import StepBuffers, StepInputs, send
 from engine.execution.cuda.forward import Forward
-from engine.execution.hidden import ScratchPlan, has_hidden
+from engine.execution.hidden import ScratchPlan
 from engine.execution.layout import Layout
 from engine.execution.pool import UnitPool
 from engine.execution.rows import RowTable
@@ -60,38 +59,29 @@ class Projection:
 class StepHidden:
     """The hidden state of one step; called with each layer's attention input, before attention.
 
-    `inputs.stored`: rows of the new tokens that are kept as hidden state; `stores`: whether there is one. `past [2,
-    t]`: rows and positions of the tokens to project.
+    `inputs.stored`: rows of the new tokens that are kept as hidden state, -1 for all others. `past [2, t]`: rows and
+    positions of the tokens to project.
     """
 
-    def __init__(
-        self, projection: Projection, forward: Forward, inputs: StepInputs, past: Int32Array, *, stores: bool = True
-    ) -> None:
-        self._projection, self._forward, self._inputs, self._stores = projection, forward, inputs, stores
+    def __init__(self, projection: Projection, forward: Forward, inputs: StepInputs, past: Int32Array) -> None:
+        self._projection, self._forward, self._inputs = projection, forward, inputs
         self._past = send(past, inputs.positions.device) if past.size else None
-
-    @property
-    def projects(self) -> bool:
-        return self._past is not None
 
     @classmethod
     def of(
         cls, projection: Projection, forward: Forward, buffers: StepBuffers, inputs: StepInputs, rows: RowTable,
-        layout: Layout, scratch_blocks: int, read: int,
+        layout: Layout, scratch_blocks: int,
     ) -> Self:  # fmt: skip
-        """Writes to `buffers`, and points the tables of `rows` at scratch: before their changes are sent. The first
-        `read` tokens are of decodes that read hidden state, of which nothing is projected."""
-        chunks, block_size = layout.chunks[read:], rows.block_size
+        """Plan the step: write `buffers`, and point the tables of `rows` at scratch, before their changes are sent."""
+        chunks, block_size = layout.chunks, rows.block_size
         is_hidden = rows.is_hidden[layout.token_rows, layout.positions // block_size]
-        buffers.fill_stored(np.where(is_hidden, layout.token_rows, -1), read)
-        past = np.zeros((2, 0), dtype=np.int32)
-        if has_hidden(rows, chunks):
-            plan = ScratchPlan(rows, chunks, scratch_blocks)
-            plan.enter(rows)
-            index, offsets = plan.past_tokens(chunks, block_size)
-            members, blocks = plan.rows[plan.first][index], plan.blocks[plan.first][index]
-            past = np.stack((members, blocks * block_size + offsets)).astype(np.int32)
-        return cls(projection, forward, inputs, past, stores=bool(is_hidden.any()))
+        buffers.fill_stored(np.where(is_hidden, layout.token_rows, -1))
+        plan = ScratchPlan(rows, chunks, scratch_blocks)
+        plan.enter(rows)
+        index, offsets = plan.past_tokens(chunks, block_size)
+        members, blocks = plan.rows[plan.first][index], plan.blocks[plan.first][index]
+        past = np.stack((members, blocks * block_size + offsets)).astype(np.int32)
+        return cls(projection, forward, inputs, past)
 
     @classmethod
     def padding(cls, projection: Projection, forward: Forward, inputs: StepInputs) -> Self:
@@ -101,8 +91,7 @@ class StepHidden:
     def __call__(self, layer: int, x: Tensor) -> None:
         """Store x [T, H] where it belongs; project what is stored of the past."""
         tables, inputs = self._forward.tables, self._inputs
-        if self._stores:
-            self._forward.store(layer, tables, x, inputs.stored, inputs.positions)
+        self._forward.store(layer, tables, x, inputs.stored, inputs.positions)
         if self._past is not None:
             self._projection(layer, tables, *self._past)
 

@@ -7,9 +7,8 @@ from typing import Protocol
 
 from torch import Tensor
 
-from engine.models.absorption import KVWeights
 from engine.models.decoder import Ops
-from engine.triton_kernels.work import AbsorbedScratch, DecodeWork, PrefillWork
+from engine.triton_kernels.work import DecodeWork, PrefillWork
 
 
 class Kernels(Ops, Protocol):
@@ -92,21 +91,6 @@ class Kernels(Ops, Protocol):
         sinks: Tensor | None = None,
         mixed: int = 0,
         pair: int = 0,
-    ) -> None: ...
-
-    def absorbed_attention(
-        self,
-        q: Tensor,
-        pool: Tensor,
-        tables: Tensor,
-        layer_weights: KVWeights,
-        work: DecodeWork,
-        scratch: AbsorbedScratch,
-        out: Tensor,
-        *,
-        layer: int,
-        scratch_base: int,
-        scale: float,
     ) -> None: ...
 
     def hidden_write(
