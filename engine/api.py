@@ -19,8 +19,6 @@ from engine.pooling import EmbeddingSpec, Pooling
 from engine.text.thoughts import ThinkingBudget
 from predictor.judge import Standing
 
-KEEP_SECONDS = 1.0
-"""The least time that the cache of chats gets at an orderly end, however long requests took."""
 MAX_LOGPROBS = 20
 NEVER = 2**62
 """The position of no token."""
@@ -346,9 +344,6 @@ class EngineStats:
     prefix_queried_tokens: int = 0
     prefix_hit_tokens: int = 0
     prefix_host_hit_tokens: int = 0
-    prefix_disk_hit_tokens: int = 0
-    disk_units_total: int = 0
-    disk_units_used: int = 0
     preemptions: dict[str, int] = field(default_factory=dict)
     steps: int = 0
     failed_steps: int = 0
@@ -392,8 +387,7 @@ class DroppableLayers(NamedTuple):
 class EngineInfo:
     """Facts of the loaded model. `vocab_size` is the logits' width: any token id below it may be sent.
     `cache_tokens`: what the device cache holds of KV, in blocks of `block_size` tokens (0: not known).
-    `shares_prefixes`: between requests. `keeps_chats`: what a process has of them in its cache when it ends in order is
-    there for the next one, on a disk.
+    `shares_prefixes`: between requests.
     `embedding`: how a text becomes a vector; None: it does not. `max_num_seqs`: the most requests in a step.
     `adapters`: names of the LoRA adapters beside it, in the order of their numbers; `adapter_dir`: where further ones
     may come from, empty: there are none. `droppable`: None where no layer can be given up."""
@@ -413,7 +407,6 @@ class EngineInfo:
     adapter_dir: str = ""
     droppable: DroppableLayers | None = None
     shares_prefixes: bool = True
-    keeps_chats: bool = False
 
     @property
     def batch_lines(self) -> int:
@@ -462,8 +455,7 @@ class EngineClient(Protocol):
         ...
 
     async def stop(self, drain_seconds: float = 0.0) -> None:
-        """Refuse new work, let running requests end for at most `drain_seconds`, abort the rest, stop. What is left of
-        that time, at least `KEEP_SECONDS`, is for what a disk can keep of chats."""
+        """Refuse new work, let running requests end for at most `drain_seconds`, abort the rest, stop."""
         ...
 
     async def check_room(self, request_class: RequestClass, prompt_tokens: int, tenant: str) -> None:

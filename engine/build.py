@@ -11,7 +11,6 @@ import zlib
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +19,10 @@ from torch import Tensor
 
 import engine.models.demo
 from engine import __version__
-from engine.adapters import parse_adapters, stamps_of
+from engine.adapters import parse_adapters
 from engine.api import DroppableLayers, EngineInfo
 from engine.colocation.controller import make_controller
 from engine.config import (
-    MIXED_CACHES,
     EngineConfig,
     SchedulerConfig,
     most_blocks,
@@ -37,8 +35,6 @@ from engine.errors import ConfigError, ModelLoadError
 from engine.execution import memory
 from engine.execution.adapter_loader import RuntimeAdapters
 from engine.execution.backend import Backend, find_backend
-from engine.execution.compressed import scale_bytes
-from engine.execution.disk import DiskTier, slot_bytes
 from engine.execution.masks import FOREVER, MAX_FORCED, PATIENCE
 from engine.execution.offload import Offload, plan_offload
 from engine.execution.plan import FLOAT8, STORED_FLOATS, STORED_INTEGERS, LaunchPlan
@@ -50,7 +46,6 @@ from engine.execution.self_test import test_family, test_modules
 from engine.execution.stages import StagedRunner
 from engine.machine.facts import BUS_RATE, host_engines
 from engine.machine.passing_thread import in_passing_thread
-from engine.models.byte_cells import CELL_TYPES
 from engine.models.checkpoint import load_weights, stored_bytes
 from engine.models.hub import cached_folder, is_hub_id, resolve_model_folder
 from engine.models.implementation import OWN, TRANSFORMERS, Choice, choose
@@ -72,7 +67,6 @@ from predictor.profile import Profile, ProfileError, ProfileKey
 from predictor.reach import Reach
 from predictor.slo import SLO
 
-DEFAULT_DISK_DIR = "~/.cache/tidemill/disk"
 HIDDEN_SHARE = 2  # at most a block of hidden state for every so many blocks of KV that fit: a quarter of the units;
 # all of them where weights stream, for batch lines
 READ_TOGETHER = 64
@@ -142,10 +136,7 @@ def plan_launch(config: EngineConfig) -> LaunchPlan:
         weight_bytes=memory.weight_bytes(spec, torch_dtype(dtype), quantization, config.tensor_parallel_size),
         quantization=quantization,
         implementation=choice.implementation,
-        eight_bits=config.kv_cache_dtype if config.kv_cache_dtype in CELL_TYPES else "",
-        parked_int8=config.kv_cache_dtype == "parked-int8",
-        preempted_int8=config.kv_cache_dtype in MIXED_CACHES,
-        running_int8=config.kv_cache_dtype == "running-int8",
+        int8_cache=config.kv_cache_dtype == "int8",
         memory_utilization=config.gpu_memory_utilization,
         droppable=config.overload == "drop",
         ranks=config.tensor_parallel_size,
@@ -176,8 +167,6 @@ def _divided(config: EngineConfig, choice: Choice, backend: Backend) -> tuple[Mo
 
 def _tiers_refusal(config: EngineConfig) -> str | None:
     """Which tier was asked for that keeps no states; None if they all do."""
-    if config.disk_space:
-        return "--disk-space keeps keys and values alone"
     if (config.swap_space or config.overload == "swap") and not config.enable_prefix_caching:
         return "--swap-space without prefix caching keeps keys and values alone"
     return None
@@ -429,10 +418,7 @@ def _test_family(config: EngineConfig, plan: LaunchPlan, make: MakeLinear, backe
             scratch_blocks=0,
             host_units=0,
             offload=None,
-            eight_bits="",
-            parked_int8=False,
-            preempted_int8=False,
-            running_int8=False,
+            int8_cache=False,
         )
         device: Device = backend.make_runner(quick, small, weights, lambda _line: None)[0].device
         return device
@@ -525,14 +511,7 @@ def _join(config: EngineConfig, plan: LaunchPlan, runner: Runner[Any], say: Call
     scheduler = scheduler_config(config, plan)
     backend = find_backend(plan.device)
     copy_rate = backend.copy_rate() if plan.host_units else BUS_RATE
-    tiers = CacheTiers(
-        scheduler.scratch_blocks,
-        scheduler.host_units,
-        scheduler.unit_bytes,
-        copy_rate,
-        scheduler.preempted_int8,
-        scheduler.running_int8,
-    )
+    tiers = CacheTiers(scheduler.scratch_blocks, scheduler.host_units, scheduler.unit_bytes, copy_rate)
     profile = load_or_measure(
         profile_folder(config),
         runner,
@@ -546,17 +525,7 @@ def _join(config: EngineConfig, plan: LaunchPlan, runner: Runner[Any], say: Call
         partial(runner.can_enforce, INSIDE_STRING),
         partial(backend.busy_share, plan),
     )
-    disk = _open_disk(config, plan, runner, say)
-    if disk is not None:
-        seconds = disk.measure()
-        scheduler = replace(scheduler, disk_units=disk.num_units, disk_seconds=seconds)
-        if profile.cache_costs.swap_in is None:  # what moves then is charged as the disk's
-            costs = replace(profile.cache_costs, swap_out=seconds / 2, swap_in=seconds / 2)
-            profile = profile.with_cache_costs(costs, scheduler.unit_bytes)
     core, colocation, tuner = make_controller(config, scheduler, profile, slo, profile_folder(config), say)
-    if disk is not None:
-        runner.disk = disk
-        core.adopt(disk.found)
     info = _info(plan, config, scheduler)
     if plan.spec.state_bytes:
         say(_tell_checkpoints(plan, scheduler))
@@ -587,39 +556,13 @@ def _tell_checkpoints(plan: LaunchPlan, scheduler: SchedulerConfig) -> str:
     return f"{scheduler.state_slots} checkpoints of recurrent layers, {taken} of the cache's memory{host}"
 
 
-def _open_disk(
-    config: EngineConfig, plan: LaunchPlan, runner: Runner[Any], say: Callable[[str], None]
-) -> DiskTier | None:
-    """The disk tier, with what an earlier start has left there. Without room for it the server goes on without."""
-    if not config.disk_space:
-        return None
-    units = int(config.disk_space * 2**30) // slot_bytes(runner.device.pool.parked.num_bytes)
-    folder = Path(config.disk_dir or DEFAULT_DISK_DIR).expanduser()
-    try:
-        disk = DiskTier(folder, runner.device.pool, units, _content_key(config, plan))
-    except OSError as error:
-        say(f"no cache on a disk: {folder}: {error.strerror or error}")
-        return None
-    tokens = len(disk.found) * plan.limits.block_size
-    say(f"{units // UNITS_PER_BLOCK * plan.limits.block_size} tokens of cache in {folder}, {tokens} of them kept")
-    return disk
-
-
-def _content_key(config: EngineConfig, plan: LaunchPlan) -> bytes:
-    """What K and V depend on besides tokens: the checkpoint's files, types, layers and the layout of a unit."""
-    about = (plan.precision, plan.kernels, plan.implementation, plan.limits.block_size, __version__)
-    invented = config.seed if config.load_format == "dummy" else None
-    adapted = [stamps_of(each.folder) for each in plan.adapters]  # known by their numbers
-    return blake2b(repr((stamps_of(plan.folder), about, invented, *adapted)).encode(), digest_size=16).digest()
-
-
 def _with_cache(plan: LaunchPlan, config: EngineConfig, cache_bytes: int, group: Group | None = None) -> LaunchPlan:
     """The plan with its blocks and the context that they hold: of all ranks that `group` joins, as much as the one has
     that has least. Raises ConfigError."""
     host_units, host_states = _host_room(config, plan)
     if group is not None:
         cache_bytes, host_units = group.least([cache_bytes, host_units])
-    unit = memory.unit_bytes(plan.spec, plan.limits.block_size, _cache_dtype(plan)) + _scale_bytes(plan)
+    unit = _unit_bytes(plan)
     plan = _with_checkpoints(_with_states(plan, config, cache_bytes), config, cache_bytes, unit)
     states = (plan.limits.max_num_seqs + plan.state_slots) * plan.spec.state_bytes
     spec, limits, dtype = plan.spec, plan.limits, torch_dtype(plan.dtype)
@@ -661,7 +604,7 @@ def _window(plan: LaunchPlan) -> int:
     """Tokens that a request's blocks are kept for, where every layer has a window; 0: for all. Blocks that are not K
     and V, or that a pipeline of two engines counts whole, are kept."""
     spec = plan.whole or plan.spec
-    if not isinstance(spec, ModelSpec) or plan.scratch_blocks or plan.running_int8 or plan.droppable:
+    if not isinstance(spec, ModelSpec) or plan.scratch_blocks or plan.droppable:
         return 0
     windows = list(filter(None, spec.windows))
     return max(windows) + READ_TOGETHER if windows and len(windows) == spec.num_layers else 0
@@ -689,7 +632,7 @@ def _with_states(plan: LaunchPlan, config: EngineConfig, cache_bytes: int) -> La
 
 def _host_room(config: EngineConfig, plan: LaunchPlan) -> tuple[int, int]:
     """Units of the host tier, and slots for states there; with these only where a tier was asked for."""
-    each, unit, limits = plan.spec.state_bytes, _parked_bytes(plan), plan.limits
+    each, unit, limits = plan.spec.state_bytes, _unit_bytes(plan), plan.limits
     if not each:
         return memory.host_units(_swap_bytes(config, plan), unit), 0
     if config.swap_space is None and config.overload != "swap":
@@ -715,19 +658,12 @@ def _with_checkpoints(plan: LaunchPlan, config: EngineConfig, cache_bytes: int, 
 
 def host_bytes(plan: LaunchPlan) -> int:
     """Host memory that the host tier takes, all ranks' together."""
-    return plan.ranks * plan.host_units * _parked_bytes(plan) + plan.host_state_slots * plan.spec.state_bytes
+    return plan.ranks * plan.host_units * _unit_bytes(plan) + plan.host_state_slots * plan.spec.state_bytes
 
 
-def _parked_bytes(plan: LaunchPlan) -> int:
-    """What the host tier and the disk take for a unit."""
-    dtype = torch.int8 if plan.parked_int8 else _cache_dtype(plan)
-    return memory.unit_bytes(plan.spec, plan.limits.block_size, dtype) + _scale_bytes(plan)
-
-
-def _scale_bytes(plan: LaunchPlan) -> int:
-    """Beside a unit, for the block in 8 bits that may lie there."""
-    spec = plan.spec
-    return scale_bytes(spec.num_layers, plan.limits.block_size, spec.num_kv_heads) if plan.preempted_int8 else 0
+def _unit_bytes(plan: LaunchPlan) -> int:
+    """Return the bytes of a unit, on any tier."""
+    return memory.unit_bytes(plan.spec, plan.limits.block_size, _cache_dtype(plan))
 
 
 def _cache_dtype(plan: LaunchPlan) -> torch.dtype:
@@ -760,13 +696,11 @@ def scheduler_config(config: EngineConfig, plan: LaunchPlan) -> SchedulerConfig:
         num_units=plan.limits.num_units,
         max_model_len=plan.limits.max_model_len,
         host_units=plan.host_units if prefixes else 0,
-        unit_bytes=memory.unit_bytes(plan.spec, config.block_size, _cache_dtype(plan)),
+        unit_bytes=_unit_bytes(plan),
         max_num_seqs=plan.limits.max_num_seqs,
         max_num_batched_tokens=plan.limits.max_num_batched_tokens,
         scratch_blocks=plan.scratch_blocks,
         stream_seconds=plan.stream_seconds,
-        preempted_int8=plan.preempted_int8,
-        running_int8=plan.running_int8,
         window=plan.limits.window,
         pipeline_depth=find_backend(plan.device).pipeline_depth,
         ahead_seconds=find_backend(plan.device).ahead_seconds,
@@ -799,5 +733,4 @@ def _info(plan: LaunchPlan, config: EngineConfig, scheduler: SchedulerConfig) ->
         adapters=tuple(each.name for each in plan.adapters),
         adapter_dir=str(Path(config.allowed_lora_dir).expanduser().resolve()) if config.allowed_lora_dir else "",
         shares_prefixes=scheduler.enable_prefix_caching,
-        keeps_chats=scheduler.disk_units > 0,
     )

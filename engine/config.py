@@ -19,7 +19,6 @@ CHECKPOINT_TOKENS = 512
 """Tokens of a prompt from one checkpoint of recurrent layers to the next."""
 MAX_THREADS = 1024  # beyond any machine that it was tried on: a slip would take every thread that there is
 OVERLOADS = ("recompute", "swap", "drop")
-MIXED_CACHES = ("preempted-int8", "running-int8")  # some blocks of the pool in 8 bits
 
 
 def _flag(default: Any, help_text: str, choices: tuple[str, ...] = ()) -> Any:
@@ -42,11 +41,8 @@ class EngineConfig:
     dtype: str = _flag("auto", "type of weights and cache", ("auto", "bfloat16", "float16", "float32"))
     kv_cache_dtype: str = _flag(
         "auto",
-        "type of K and V in the cache; int8: each head of a token rounded to 255 steps, for about twice the tokens in "
-        "the same memory; fp8: to floats (e4m3), in the same room and further off; parked-int8: only what the host "
-        "tier and the disk keep; preempted-int8: what requests that lost their place have computed, while the room is "
-        "short; running-int8: and of those that run, so that fewer lose it (parked-int8 on a CPU)",
-        ("auto", "int8", "fp8", "parked-int8", "preempted-int8", "running-int8"),
+        "type of K and V in the cache; int8: 8 bits and a scale per head, about twice the tokens in the same memory",
+        ("auto", "int8"),
     )
     cpu_kernels: str = _flag(
         "auto", "on a CPU: our native kernels where they were built and pass their test, or torch's", ("auto", "torch")
@@ -111,10 +107,6 @@ class EngineConfig:
         "GiB of host memory for the cache of preempted requests, and of chats until their next turn "
         "(default: on a GPU and with --overload swap a quarter of what is free, at most 16; else, and with drop, 0)",
     )
-    disk_space: float = _flag(
-        0.0, "GiB on a disk for the cache of chats until their next turn, kept across restarts (on a CPU; 0: none)"
-    )
-    disk_dir: str = _flag("", "folder of that cache (default: cache in --state-dir)")
     overload: str = _flag(
         "recompute",
         "when memory for online requests runs out: recompute (preempt the last ones), swap (and keep their cache in "
@@ -147,18 +139,12 @@ class EngineConfig:
             raise ConfigError("--quantization fp8 does not go with --offload-weights, int8 does (on a CPU)")
         if self.kv_cache_dtype != "auto" and self.hidden_cache:
             raise ConfigError("--kv-cache-dtype does not go with --hidden-cache: units of 8 bits hold no hidden state")
-        if self.kv_cache_dtype == "parked-int8" and not (self.swap_space or self.disk_space or self.overload == "swap"):
-            raise ConfigError(
-                "--kv-cache-dtype parked-int8 is of what --swap-space and --disk-space keep: say one of them"
-            )
         parse_offload(self.offload_weights)
         parse_adapters(self.lora)
         if flag := "--lora" if self.lora else "--allowed-lora-dir" if self.allowed_lora_dir else "":
             _check_adapters(self, flag)
         if not 0.0 <= (self.swap_space or 0.0) <= 65536.0:
             raise ConfigError(f"--swap-space must be between 0 and 65536 GiB, not {self.swap_space}")
-        if not 0.0 <= self.disk_space <= 1048576.0:
-            raise ConfigError(f"--disk-space must be between 0 and 1048576 GiB, not {self.disk_space}")
         _check_overload(self)
         _check_ranks(self)
         if not 0.0 < self.gpu_memory_utilization <= 1.0:
@@ -176,13 +162,10 @@ class EngineConfig:
 class SchedulerConfig:
     """What the core needs to know, resolved. `num_units`: device units of the pool (a KV block takes two).
 
-    `host_units`: units of the host tier (0: none), `unit_bytes`: the size of one on any tier. `disk_units`: of the
-    disk, and `disk_seconds` that writing and reading one takes. `scratch_blocks`: how
+    `host_units`: units of the host tier (0: none), `unit_bytes`: the size of one on any tier. `scratch_blocks`: how
     many blocks a step may run from hidden state (0: hidden state is not offered), `rho`: seconds that one token run
     from it adds to a step that runs as many as may (`compact_tokens`).
     `stream_seconds`: what weights that stream take of every step.
-    `preempted_int8`: blocks of requests that wait may be put in 8 bits,
-    `running_int8`: so may full blocks of those that run, and are read as they are.
     `window`: tokens that a token sees in any layer, itself included, and those that a kernel reads with them; 0: all.
     Blocks before them are given back while the request runs, so that it may be longer than the pool.
     `state_slots`: checkpoints of what recurrent layers keep of a request, where there are such layers; a prompt has one
@@ -203,13 +186,9 @@ class SchedulerConfig:
     max_model_len: int
     host_units: int = 0
     unit_bytes: int = 0
-    disk_units: int = 0
-    disk_seconds: float = 0.0
     scratch_blocks: int = 0
     stream_seconds: float = 0.0
     rho: float = 0.0
-    preempted_int8: bool = False
-    running_int8: bool = False
     window: int = 0
     state_slots: int = 0
     host_state_slots: int = 0
@@ -239,13 +218,13 @@ class SchedulerConfig:
 
     @property
     def compact_tokens(self) -> int:
-        """Tokens that a step may run from hidden state, or from 8 bits."""
-        return self.block_size * (self.num_units if self.running_int8 else self.scratch_blocks)
+        """Tokens that a step may run from hidden state."""
+        return self.block_size * self.scratch_blocks
 
     @property
     def paired(self) -> bool:
         """Whether all blocks on the device are K and V, two units each."""
-        return not (self.scratch_blocks or self.preempted_int8)
+        return not self.scratch_blocks
 
     @property
     def most_blocks(self) -> int:
@@ -271,7 +250,7 @@ class SchedulerConfig:
         _check_reserve(self.reserve, self.chunked_prefill)
         _check_whole_prompts(self.chunked_prefill, self.max_num_batched_tokens, self.max_model_len)
         if self.window:
-            assert not self.scratch_blocks and not self.running_int8, "blocks of one kind are given back, K and V"
+            assert not self.scratch_blocks, "only blocks of K and V are given back"
 
 
 def most_unconfirmed(step_tokens: int, pipeline_depth: int, ahead_seconds: float) -> int:
@@ -323,8 +302,6 @@ def _check_overload(config: EngineConfig) -> None:
         "--allowed-lora-dir": config.allowed_lora_dir,
         "--hidden-cache": config.hidden_cache,
         "--swap-space": config.swap_space,
-        "--disk-space": config.disk_space,
-        f"--kv-cache-dtype {config.kv_cache_dtype}": config.kv_cache_dtype in MIXED_CACHES,
         "--offload-weights": parse_offload(config.offload_weights) is not None,
         "--model-impl transformers": config.model_impl == "transformers",
     }
@@ -340,7 +317,6 @@ def _check_ranks(config: EngineConfig) -> None:
         "--lora": config.lora,
         "--allowed-lora-dir": config.allowed_lora_dir,
         "--hidden-cache": config.hidden_cache,
-        "--disk-space": config.disk_space,
         "--overload drop": config.overload == "drop",
         "--offload-weights": parse_offload(config.offload_weights) is not None,
         "--model-impl transformers": config.model_impl == "transformers",

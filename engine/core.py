@@ -9,7 +9,7 @@ once their content is confirmed. HyGen §4.1; reliability E1-E8.
 """
 
 from collections import deque
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Generator, Sequence
 from functools import partial
 from itertools import chain, count, islice
 from operator import attrgetter
@@ -25,7 +25,6 @@ from engine.api import (
     RequestTimes,
     TokenLogprobs,
 )
-from engine.cache.blocks import CacheEntry
 from engine.config import SchedulerConfig
 from engine.errors import ErrorInfo, InvalidRequestError, TidemillError
 from engine.request import Request, RequestStatus
@@ -48,12 +47,8 @@ from engine.scheduling.results import InFlight, Results
 from engine.scheduling.state import SchedulerState
 from engine.scheduling.step import StepBuilder
 from engine.scheduling.trial import TrialBuilder
-from predictor.limits import UNITS_PER_BLOCK
 from predictor.load import Lengths
 from predictor.model import LatencyPredictor
-
-KEPT_BYTES = 16 * 1024**2
-"""Of one step that keeps prefixes: the time for it may be over behind any of them."""
 
 _aside = attrgetter("aside")
 
@@ -243,10 +238,6 @@ class EngineCore:
             if self._recovery.active:
                 outputs = list(self._failures.passed(flight, outputs, now))
         self._state.cache.complete_step(output.step_id)
-        if result is not None and result.disk_failed:
-            self._state.cache.tiers.lose_disk()
-        elif result is not None and result.disk_seconds:
-            self._state.cache.tiers.disk_seconds = result.disk_seconds
         return outputs
 
     def is_undone(self, output: SchedulerOutput) -> bool:
@@ -275,24 +266,6 @@ class EngineCore:
     def stats(self) -> EngineStats:
         """A snapshot; see EngineStats."""
         return report_stats(self._state, self._counters, self._admission.num_refused)
-
-    def adopt(self, found: Iterable[tuple[CacheEntry, bytes]]) -> None:
-        """What an earlier process has left on the disk: entries, and the hashes they are published under."""
-        self._state.cache.tiers.adopt(found)
-
-    def keep_prefixes(self) -> Iterator[SchedulerOutput]:
-        """At the end: steps without chunks that write to the disk what chats may come back for; none while requests are
-        left, as those of a trial. Each step is updated before the next one is asked for."""
-        if self._requests or self._in_flight or not self.config.disk_units:
-            return
-        tiers, size = self._state.cache.tiers, max(1, KEPT_BYTES // (UNITS_PER_BLOCK * self.config.unit_bytes))
-        blocks = tiers.unkept()
-        for first in range(0, len(blocks), size):
-            tiers.keep(blocks[first : first + size], self._next_step_id)
-            output = SchedulerOutput(self._next_step_id, (), operations=tiers.take_operations())
-            self._next_step_id += 1
-            self._in_flight.append(InFlight(output, [], []))
-            yield output
 
     def load(self, now: float) -> LoadReport:
         """What whoever routes requests to several engines must know of this one."""

@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from engine.adapters import AdapterFiles, AdapterLoader
 from engine.api import (
-    KEEP_SECONDS,
     EngineInfo,
     EngineRequest,
     EngineState,
@@ -156,7 +155,6 @@ class Engine:
             self._waiter = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tidemill-waiter")
         self._loop_task: asyncio.Task[None] | None = None
         self._warm = self._draining = self._stopping = False
-        self._keep_until = 0.0
         self._faults = FaultLog(log, clock)
 
     @property
@@ -198,11 +196,9 @@ class Engine:
         if self._tuner is not None:
             self._tuner.start()
 
-    async def stop(self, drain_seconds: float = 0.0, keep_seconds: float = KEEP_SECONDS) -> None:
-        """Refuse new work, let requests end for `drain_seconds`, abort the rest, stop the loop and the worker. What the
-        disk can keep of chats is written in what is left of that time, or in `keep_seconds` if that is longer."""
+    async def stop(self, drain_seconds: float = 0.0) -> None:
+        """Refuse new work, let requests end for `drain_seconds`, abort the rest, stop the loop and the worker."""
         self._draining = True
-        ends = self._clock() + drain_seconds
         if self._loop_task is None:
             await self._end_ranks()
             return
@@ -214,12 +210,9 @@ class Engine:
                 log.info("%d requests did not end within %.0f s", len(self._streams), drain_seconds)
         for request_id in list(self._streams):
             self.abort(request_id)
-        may_keep = self._core.config.disk_units > 0 and not self._hung
-        keep_seconds = max(keep_seconds, ends - self._clock()) if may_keep else 0.0
-        self._keep_until = self._clock() + keep_seconds
         self._stopping = True
         self._wake.set()
-        _, running = await asyncio.wait([self._loop_task], timeout=STOP_SECONDS + keep_seconds)
+        _, running = await asyncio.wait([self._loop_task], timeout=STOP_SECONDS)
         if running:
             log.critical("a model step does not end: its thread is left behind")
             self._hung = True
@@ -376,11 +369,6 @@ class Engine:
             self._close(request_id)
             self._wake_up()
 
-    def drop_all(self) -> None:
-        """`drop` every request: they go on elsewhere."""
-        for request_id in list(self._streams):
-            self.drop(request_id)
-
     def _abort(self, request_id: str, reason: FinishReason) -> RequestOutput:
         output = self._core.abort(request_id, self._clock(), reason)
         assert output is not None, "a stream is open for a request that the core does not know"
@@ -490,22 +478,6 @@ class Engine:
         except BaseException as error:
             self._fail_all(error)
             raise
-        try:
-            await self._keep_prefixes()
-        except Exception:  # the next process computes again what it does not find
-            log.exception("the cache of chats could not be written")
-
-    async def _keep_prefixes(self) -> None:
-        """Write what the disk can keep of chats for the next process, until the time for it is over."""
-        num_blocks, began = 0, self._clock()
-        for output in self._core.keep_prefixes():
-            if output.operations and self._clock() < self._keep_until:
-                self._core.update(output, await self._start(output), self._clock())
-                num_blocks += len(output.operations)
-            else:
-                break
-        if num_blocks:
-            log.info("%d blocks of chats' cache written in %.1f s", num_blocks, self._clock() - began)
 
     async def _sleep(self) -> None:
         """Until something happens, or until the time for which something waits in the core."""

@@ -256,8 +256,6 @@ def _serve(arguments: argparse.Namespace) -> int:
         server_config = dataclasses.replace(server_config, served_model_name=(model_name(engine_config),))
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # `tidemill fleet restart`: until the server listens it would end us
     folder = _open_state(server_config)
-    if engine_config.disk_space and not engine_config.disk_dir:
-        engine_config = dataclasses.replace(engine_config, disk_dir=str(folder.root / "cache"))
     try:
         return _serve_with(folder, engine_config, server_config, server, start)
     finally:

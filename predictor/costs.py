@@ -87,9 +87,9 @@ class CacheCosts:
             *(mine if mine is not None else theirs for mine, theirs in zip(astuple(self), astuple(older), strict=True))
         )
 
-    def covers(self, *, hidden: bool, host: bool, converts: bool = False) -> bool:
-        """Whether everything that is offered was measured."""
-        missing = (hidden and self.run_hidden is None) or ((hidden or converts) and self.restore is None)
+    def covers(self, *, hidden: bool, host: bool) -> bool:
+        """Return whether everything that is offered was measured."""
+        missing = hidden and (self.run_hidden is None or self.restore is None)
         return not (missing or (host and (self.swap_out is None or self.swap_in is None)))
 
 

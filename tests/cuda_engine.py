@@ -37,8 +37,6 @@ def make_runner(
             graphs=graphs and weights.embedding.device.type == "cuda",
             scratch_blocks=config.scratch_blocks,
             host_units=config.host_units,
-            preempted_int8=config.preempted_int8,
-            running_int8=config.running_int8,
             adapted=adapted,
         )
     )

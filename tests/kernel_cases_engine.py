@@ -29,7 +29,6 @@ from engine.execution.cuda.kernels import triton_kernels
 from engine.execution.ranks.follower import Follower
 from engine.execution.ranks.group import Group
 from engine.execution.ranks.step import Step
-from engine.models.byte_cells import dequantize, quantize
 from engine.models.checkpoint import load_weights
 from engine.models.decoder import Decoder
 from engine.models.lora import load_adapter, plan_adapter
@@ -185,96 +184,6 @@ def test_hidden_state_restored_swapped_and_run_from(name: str) -> None:
         step = SchedulerOutput(2, (Chunk(1, 7, 1, True),), replaced=replaced, operations=operations)
         runs.append(tokens + runner.launch(step)().token_ids)
     assert runs[0] == runs[1] and min(runs[0]) >= 0
-
-
-@pytest.mark.parametrize("kind", [torch.float32, torch.float16], ids=str)
-def test_a_block_that_waits_in_8_bits(kind: torch.dtype) -> None:
-    """Into 8 bits, through the host and back, and widened elsewhere; NaN lies where V was. The same tokens and logits
-    as over K and V that were rounded where they are."""
-    spec = load_spec(folder := model_folder("llama-gqa2"))
-    weights = load_weights(spec, folder, device=DEVICE, dtype=str(kind).removeprefix("torch."))
-    prompt = tuple(range(7, 7 + 11))
-    config = SchedulerConfig(
-        num_units=16, max_model_len=32, block_size=4, max_num_seqs=2, max_num_batched_tokens=16, host_units=4,
-        preempted_int8=True,
-    )  # fmt: skip
-    logits = []
-    for waits in (False, True):
-        runner = make_runner(spec, weights, config, triton_kernels())
-        if waits:
-            runner.device.warm_up()
-        pool, entries = runner.device.pool, (_entry(0, 1), _entry(2, 3), _entry(4, 5))
-        new = NewRequest(1, "r", prompt, 11, SamplingParams(max_tokens=4, temperature=0.0), entries)
-        runner.launch(SchedulerOutput(0, (Chunk(1, 0, 11, True),), (new,)))()
-        operations, replaced = (), ()
-        if waits:
-            first, second = (CacheEntry(CacheKind.KV8, Tier.DEVICE, (unit,)) for unit in (2, 9))
-            out = CacheEntry(CacheKind.KV8, Tier.HOST, (3,))
-            gone = (
-                CacheOperation(CacheAction.COMPRESS, _entry(2, 3), first),
-                CacheOperation(CacheAction.SWAP_OUT, first, out),
-            )
-            runner.launch(SchedulerOutput(1, (), operations=gone))()
-            pool.units[2:4] = float("nan")
-            operations = (
-                CacheOperation(CacheAction.SWAP_IN, out, second),
-                CacheOperation(CacheAction.EXPAND, second, _entry(9, 3)),
-            )
-            replaced = (ReplacedEntry(1, 1, _entry(9, 3)),)
-        else:
-            held = pool.units[2:4].view(2, spec.num_layers, 4, spec.num_kv_heads, spec.head_dim)
-            held.copy_(dequantize(*quantize(held), held.dtype))
-        step = SchedulerOutput(2, (Chunk(1, 11, 1, True),), replaced=replaced, operations=operations)
-        assert runner.launch(step)().token_ids[0] >= 0
-        logits.append(runner.device._forward.logits[0].clone())
-    assert torch.equal(*logits) and logits[0].isfinite().all()
-
-
-@pytest.mark.parametrize("kind", [torch.float32, torch.float16], ids=str)
-def test_a_request_that_runs_from_8_bits(kind: torch.dtype) -> None:
-    """Two full blocks go into 8 bits beside a step; what follows reads them there, decodes and a longer chunk. Nearly
-    the logits as over K and V that were rounded where they are, and the row of other blocks as ever."""
-    spec = load_spec(folder := model_folder("llama-gqa2"))
-    weights = load_weights(spec, folder, device=DEVICE, dtype=str(kind).removeprefix("torch."))
-    config = SchedulerConfig(
-        num_units=24, max_model_len=32, block_size=4, max_num_seqs=2, max_num_batched_tokens=16, preempted_int8=True,
-        running_int8=True,
-    )  # fmt: skip
-    seen = []
-    for narrow in (False, True):
-        runner = make_runner(spec, weights, config, triton_kernels())
-        pool, params = runner.device.pool, SamplingParams(max_tokens=8, temperature=0.0)
-        new = tuple(
-            NewRequest(row, f"r{row}", tuple(range(7, 7 + 11)), 11, params, tuple(_entry(u, u + 1) for u in units))
-            for row, units in enumerate(((0, 2, 4, 6), (8, 10, 12, 14)))
-        )
-        runner.launch(SchedulerOutput(0, tuple(Chunk(row, 0, 8, False) for row in (0, 1)), new))()
-        pairs, operations, replaced = ((8, 9), (10, 11)), (), ()
-        if narrow:
-            held = [CacheEntry(CacheKind.KV8, Tier.DEVICE, pair[:1]) for pair in pairs]
-            operations = tuple(
-                CacheOperation(CacheAction.COMPRESS, _entry(*pair), entry)
-                for pair, entry in zip(pairs, held, strict=True)
-            )
-            replaced = tuple(ReplacedEntry(1, block, entry) for block, entry in enumerate(held))
-        else:
-            for pair in pairs:
-                whole = pool.units[pair[0] : pair[1] + 1].view(2, spec.num_layers, 4, spec.num_kv_heads, spec.head_dim)
-                whole.copy_(dequantize(*quantize(whole), whole.dtype))
-        runner.launch(SchedulerOutput(1, (), replaced=replaced, operations=operations))()
-        if narrow:
-            for pair in pairs:
-                pool.units[pair[1]] = float("nan")
-        logits = []
-        for number, (start, length) in enumerate(((8, 3), (11, 1)), 2):
-            runner.launch(SchedulerOutput(number, tuple(Chunk(row, start, length, True) for row in (0, 1))))()
-            logits.append(runner.device._forward.logits[:2].clone())
-        seen.append(torch.stack(logits))
-    rounded, mixed = seen
-    assert torch.equal(rounded[:, 0], mixed[:, 0]) or (rounded[:, 0] - mixed[:, 0]).abs().max() < 1e-5
-    tolerance = 1e-3 if kind == torch.float32 else 3e-2
-    torch.testing.assert_close(mixed[:, 1], rounded[:, 1], rtol=tolerance, atol=tolerance)
-    assert (mixed[:, 1] - mixed[:, 0]).abs().max() > 1e-4, "8 bits were read"
 
 
 def _entry(*units: int) -> CacheEntry:

@@ -34,7 +34,7 @@ from engine.execution.cuda.modules import KernelAttention
 from engine.execution.pool import UnitPool
 from engine.execution.rows import RowTable
 from engine.execution.runner import Runner
-from engine.models.byte_cells import FLOATS, INTEGERS
+from engine.models.byte_cells import INTEGERS
 from engine.models.float8 import FLOAT8, Float8Linear, Rounding
 from engine.models.linear import MakeLinear, make_linear
 from engine.models.spec import hidden_offer, load_spec, spec_from_config
@@ -51,17 +51,11 @@ SHARED_MEMORY = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 103: 227, 120: 99}
 _D256 = SHAPES["8B"] | {"head_dim": 256, "num_attention_heads": 16, "num_key_value_heads": 4}
 MODELS: dict[str, tuple[dict[str, object], torch.dtype | None]] = {
     "8B": (SHAPES["8B"], None),
-    "8B mixed": (SHAPES["8B"], None),
-    "0.5B mixed": (SHAPES["Qwen2.5-0.5B"], None),
-    "d256 mixed": (_D256, None),
     "0.5B": (SHAPES["Qwen2.5-0.5B"], None),
     "0.6B": (SHAPES["Qwen3-0.6B"], None),
     "8B int8": (SHAPES["8B"], INTEGERS),
     "0.5B int8": (SHAPES["Qwen2.5-0.5B"], INTEGERS),
     "d256": (_D256, None),
-    "8B fp8 cache": (SHAPES["8B"], FLOATS),
-    "0.5B fp8 cache": (SHAPES["Qwen2.5-0.5B"], FLOATS),
-    "d256 fp8 cache": (_D256, FLOATS),
     "d256 int8": (_D256, INTEGERS),
     "window": (
         SHAPES["8B"] | {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 64},
@@ -87,8 +81,6 @@ MODELS: dict[str, tuple[dict[str, object], torch.dtype | None]] = {
     "8B fp8 static": (SHAPES["8B"], None),
 }  # fmt: skip
 """Shapes, and the 8 bits that K and V are kept in, if they are. The window is one that the steps here go beyond."""
-MIXED_MODELS = ("8B mixed", "0.5B mixed", "d256 mixed")
-"""Whose requests may run from blocks in 8 bits among others."""
 MODULES = "K wider than V"
 """Not a model of ours: attention of transformers' modules, as DeepSeek-V2 has it."""
 MODELS[MODULES] = (SHAPES["8B"], False)
@@ -155,15 +147,14 @@ def record(arch: int, names: Iterable[str] = MODELS) -> dict[Variant, list[str]]
                     weights = build_weights(
                         spec, _Tensors(), _float8(FLOAT8_MODELS[name]) if name in FLOAT8_MODELS else make_linear
                     )
-                mixed = name in MIXED_MODELS
-                offered = not hidden_offer(spec).refusal and not cell_type and not mixed
+                offered = not hidden_offer(spec).refusal and not cell_type
                 device = CudaDevice(
                     spec, weights, triton_kernels(), limits, graphs=graphs, cell_type=cell_type, host_units=8,
-                    scratch_blocks=12 if offered else 0, preempted_int8=mixed, running_int8=mixed,
+                    scratch_blocks=12 if offered else 0,
                 )  # fmt: skip
                 runner = Runner(device)
                 runner.masks = Masks(spec.vocab_size)  # type: ignore[assignment]
-                for kind in kinds_of(spec, int8=cell_type is not None, running_int8=mixed):
+                for kind in kinds_of(spec, int8=cell_type is not None):
                     counts_of(dry, runner, kind)
             for kernel, *asked in dry.variants:
                 users = found.setdefault(_variant(kernel, *asked), [])

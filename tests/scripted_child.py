@@ -38,7 +38,6 @@ from fakes.staged import LAYER_BYTES, LAYERS, UNIT_LAYER_BYTES, StagedFake  # no
 
 from engine.adapters import AdapterFiles  # noqa: E402
 from engine.api import DroppableLayers, EngineInfo, SamplingParams, TokenLogprobs  # noqa: E402
-from engine.cache.blocks import CacheAction  # noqa: E402
 from engine.colocation.keeper import Colocation  # noqa: E402
 from engine.config import EngineConfig, SchedulerConfig  # noqa: E402
 from engine.core import EngineCore  # noqa: E402
@@ -159,8 +158,6 @@ class ScriptedRunner(StagedFake):
             _compute(math.inf)
         result = super().launch(output)()
         time.sleep(STEP_SECONDS)
-        if any(operation.action is CacheAction.WRITE for operation in output.operations):
-            (faults.folder / "kept").touch()
         rows = [self._rows[chunk.row] for chunk in output.chunks if chunk.sample]
         logprobs = [
             None if row.sampling.logprobs is None else TokenLogprobs(-token / VOCAB, ((token, -token / VOCAB),))
@@ -271,10 +268,9 @@ def build(faults: Faults, config: EngineConfig, planned: child.Plan) -> Engine:
         raise OSError(errno.ENOMEM, "Cannot allocate memory")
     num_units = 2 * (config.num_gpu_blocks_override or 200)
     settings = SchedulerConfig.of(config, num_units=num_units, max_model_len=CONTEXT)
-    settings = replace(settings, block_size=4, unit_bytes=1, disk_units=400 if config.disk_space else 0)
+    settings = replace(settings, block_size=4, unit_bytes=1)
     core = EngineCore(settings)
     info = EngineInfo(CONTEXT, VOCAB, frozenset({EOS}), "scripted", "none", "none", 0, 800)
-    info = replace(info, keeps_chats=settings.disk_units > 0)
     info = replace(info, droppable=DroppableLayers(LAYERS, LAYER_BYTES, UNIT_LAYER_BYTES, num_units))
     runner = ScriptedRunner(faults, num_units)
     grammars: Any = ScriptedGrammars()

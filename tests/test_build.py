@@ -175,8 +175,6 @@ def test_where_quantization_does_not_apply_it_is_refused_by_name(monkeypatch: py
     monkeypatch.setattr("engine.build.find_backend", lambda _name: CudaBackend())
     with pytest.raises(ConfigError, match="--quantization int8 runs on a CPU only"):
         plan_launch(EngineConfig(quantization="int8"))
-    with pytest.raises(ConfigError, match="--kv-cache-dtype parked-int8 runs on a CPU only"):
-        plan_launch(EngineConfig(device="cuda", kv_cache_dtype="parked-int8", swap_space=0.01))
 
 
 # ---- type and device

@@ -121,12 +121,6 @@ def test_a_prompt_that_is_cut_for_the_decodes_leaves_room_for_offline_work() -> 
     assert sum(chunks_of(driver, step, "off")) == 4, "up to the limit"
 
 
-def test_a_core_without_a_disk_keeps_no_prefixes() -> None:
-    driver = decoding_driver(flat(0.020))
-    driver.core.abort("on", driver.now)
-    assert driver.core.config.unit_bytes == 0 and list(driver.core.keep_prefixes()) == []
-
-
 def test_banked_slack_may_delay_the_mean_but_not_one_gap() -> None:
     driver = decoding_driver(StepObjective(tbt=0.1))
     request = driver.core._requests["on"]

@@ -37,25 +37,24 @@ def build(request_id: str, shape: tuple) -> EngineRequest:  # type: ignore[type-
 
 
 # host units, blocks that may be run from hidden state, online policy, whether recomputing costs about as much as a
-# copy, disk units
+# copy
 tiers = st.sampled_from(
     [
         (0, 0, "fcfs", False),
         (200, 0, "fcfs", False),
-        (60, 0, "fcfs", True, 80),
+        (60, 0, "fcfs", True),
         (24, 0, "apt", False),
         (0, 6, "apt", False),
         (30, 5, "apt", False),
         (40, 9, "goodput-strict", True),
         (200, 40, "goodput", False),
-        (0, 0, "fcfs", False, 40),
     ]
 )
 NO_STATES = (0, 0, 0)
 states = st.sampled_from([NO_STATES, NO_STATES, (1, 0, 0), (3, 0, 0), (8, 0, 0), (40, 0, 0), (3, 4, 40), (5, 20, 120)])
 """Slots of checkpoints of recurrent layers, and of those on the host beside so many units."""
 States = tuple[int, int, int]
-Tiers = tuple[int, int, str, bool] | tuple[int, int, str, bool, int]
+Tiers = tuple[int, int, str, bool]
 ALONE: Tiers = (0, 0, "fcfs", False)
 LIKE_COPIES = LatencyModel(
     intercept=0.01, decodes=1e-3, prefill_tokens=1e-3, attention=4e-5, transferred=1.3e-3, restored=1e-4, compact=1e-4
@@ -72,7 +71,7 @@ def make_fuzz_driver(
     tiers: Tiers = ALONE,
     states: States = NO_STATES,
 ) -> Driver:
-    host_units, scratch_blocks, policy, costed, *disk_units = ALONE if any(states) else tiers
+    host_units, scratch_blocks, policy, costed = ALONE if any(states) else tiers
     state_slots, host_state_slots, state_units = states
     host_units += state_units
     config = SchedulerConfig(
@@ -86,7 +85,6 @@ def make_fuzz_driver(
         max_queue_time=UNLIMITED_QUEUE,
         host_units=host_units,
         unit_bytes=1,
-        disk_units=sum(disk_units),
         scratch_blocks=scratch_blocks,
         state_slots=state_slots,
         host_state_slots=host_state_slots,

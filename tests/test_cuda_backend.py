@@ -19,7 +19,6 @@ from engine.config import EngineConfig
 from engine.errors import ConfigError
 from engine.execution import lane, memory
 from engine.execution.backend import find_backend
-from engine.execution.compressed import scale_bytes
 from engine.execution.cpu.device import TorchDevice
 from engine.execution.cuda import backend
 from engine.execution.cuda.buffers import HeadSizes
@@ -260,37 +259,6 @@ def test_scratch_and_host_tier_are_made_and_accounted_for(monkeypatch: pytest.Mo
     scratch = memory.scratch_bytes(plan.spec, 16, torch.float32, sized.scratch_blocks)
     taken = (2 * sized.num_blocks + 1 + 4) * unit + scratch
     assert sized.scratch_blocks > 0 and room - 3 * unit - scratch < taken <= room + scratch
-
-
-@pytest.mark.usefixtures("on_a_gpu")
-@pytest.mark.parametrize("way", ["preempted-int8", "running-int8"])
-def test_blocks_in_8_bits_have_their_scales_accounted_for(
-    way: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """In the pool, in what units pass through on their way to the host, and on the host; attention reads them where
-    they run."""
-    write_config(tmp_path, llama_config())
-    config = EngineConfig(
-        model=str(tmp_path), device="cpu", dtype="float32", load_format="dummy", max_num_seqs=4,
-        max_num_batched_tokens=64, max_model_len=64, swap_space=0.01, kv_cache_dtype=way,
-    )  # fmt: skip
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (10**10, 10**10))
-    with pytest.raises(ConfigError, match="runs on a CPU only: on a GPU say preempted-int8"):
-        build.plan_launch(dataclasses.replace(config, kv_cache_dtype="parked-int8"))
-    assert build.plan_launch(config).preempted_int8
-    plan = plan_on_cpu(config)
-    unit = memory.unit_bytes(plan.spec, 16, torch.float32)
-    unit += scale_bytes(plan.spec.num_layers, 16, plan.spec.num_kv_heads)
-    room, num_shapes = 4_000_000, len(Buckets(4, 64).all_shapes())
-    monkeypatch.setattr(memory, "cuda_cache_bytes", lambda *_: room + backend.graph_bytes(num_shapes, 0, 64))
-    monkeypatch.setattr(CudaDevice, "_capture", lambda self: None)
-    monkeypatch.setattr("engine.execution.cuda.swap.STAGING_BYTES", 4 * unit)
-    runner, sized = build.build_runner(config, plan)
-    pool = runner.device.pool
-    assert isinstance(runner.device, CudaDevice) and pool.compressed is not None
-    assert runner.device._forward._mixed_layers == (plan.spec.num_layers if way == "running-int8" else 0)
-    assert len(pool.compressed.host_scales) == sized.host_units == int(0.01 * 2**30) // unit
-    assert room - 3 * unit < (2 * sized.num_blocks + 1 + 4) * unit <= room
 
 
 def _kv(first: int) -> tuple[CacheEntry, ...]:

@@ -282,19 +282,16 @@ class LaterKernels:
 
 
 @pytest.mark.parametrize("hurry", [0.0, 0.5, 1.0])
-@pytest.mark.parametrize("scales", [0, 8], ids=["plain", "with scales"])
-def test_swaps_hold_their_order_however_the_lanes_run(
-    hurry: float, scales: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Random swaps and writes of a step, in three lanes of any speed, end as they do one after the other; the scales of
-    blocks in 8 bits with their units. Marks are kept of two transfers at least."""
-    monkeypatch.setattr(swap, "STAGING_BYTES", 4 * 2 * (8 * 4 + scales * 2))  # two units in each half
+def test_swaps_hold_their_order_however_the_lanes_run(hurry: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Random swaps and writes of a step, in three lanes of any speed, end as they do one after the other. Marks are
+    kept of two transfers at least."""
+    monkeypatch.setattr(swap, "STAGING_BYTES", 4 * 2 * 8 * 4)  # two units in each half
     for seed in range(40):
         monkeypatch.setattr(swap, "_MOST_MARKS", 2 if seed % 2 else 64)
         rng = random.Random(seed)
         pool = UnitPool(
             8, num_layers=1, block_size=4, num_kv_heads=1, head_dim=2, dtype=torch.float32, device=CPU,
-            num_host_units=8, preempted_int8=bool(scales),
+            num_host_units=8,
         )  # fmt: skip
         lane, *ways = lanes = [LaterLane() for _ in range(3)]
         rng.shuffle(lanes)  # which of them are in a hurry
@@ -316,8 +313,6 @@ def test_swaps_hold_their_order_however_the_lanes_run(
                     device[target] = on_host[source]
             else:
                 lane.put(functools.partial(pool.units[sources[0]].fill_, float(step)))
-                if pool.compressed is not None:
-                    lane.put(functools.partial(pool.compressed.scales[sources[0]].fill_, float(step)))
                 device[sources[0]] = float(step)
             while rng.random() < 0.8 and (ready := [each for each in lanes if each.is_ready]):
                 (ready[-1] if rng.random() < hurry else ready[0]).advance()
@@ -327,9 +322,6 @@ def test_swaps_hold_their_order_however_the_lanes_run(
             (ready[-1] if rng.random() < hurry else ready[0]).advance()
         assert pool.units[:8, 0].tolist() == device
         assert pool.host_units[:, 0].tolist() == on_host
-        if pool.compressed is not None:
-            assert pool.compressed.scales.flatten(1).tolist() == [[value] * scales for value in device]
-            assert pool.compressed.host_scales.flatten(1).tolist() == [[value] * scales for value in on_host]
 
 
 def swapper_of(*ways: LaterLane) -> tuple[UnitPool, Swapper]:

@@ -246,7 +246,7 @@ def test_the_largest_step_can_be_rehearsed() -> None:
     check_greedy(decoder, request, driver.outputs["after"])
 
 
-@pytest.mark.parametrize(("options", "count"), [({}, 1), ({"preempted_int8": True}, 2), ({"scratch_blocks": 2}, 3)])
+@pytest.mark.parametrize(("options", "count"), [({}, 1), ({"scratch_blocks": 2}, 3)])
 def test_a_paired_pool_has_one_table_on_the_device(options: dict[str, int], count: int) -> None:
     """Every change of a block sends one entry; V that lies elsewhere than behind its K is not sent at all."""
     limits, layers = Limits(2, 32, 64, num_units=12, block_size=4), 3

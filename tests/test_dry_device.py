@@ -40,7 +40,7 @@ from engine.models.manner import PLAIN, Manner
 from engine.models.sharding import Shard
 from engine.models.spec import ModelSpec, hidden_offer, load_spec
 from engine.models.weights import build_weights
-from engine.scheduling.output import Chunk, NewRequest, ReplacedEntry, SchedulerOutput
+from engine.scheduling.output import Chunk, NewRequest, SchedulerOutput
 from predictor.limits import Limits
 
 pytest.importorskip("triton")
@@ -59,11 +59,8 @@ KINDS: dict[str, dict[str, object]] = {
     "swapped out and in": {"temperature": 0.0},
     "from hidden state": {"temperature": 0.0},
     "restored": {"temperature": 0.0},
-    "in 8 bits": {"temperature": 0.0},
-    "in 8 bits, mixed with all of them": {"top_p": 0.9, "frequency_penalty": 1.0, "logprobs": 5},
 }
 """Kinds of steps, and what their requests wish."""
-IN_8_BITS = tuple(kind for kind in KINDS if "in 8 bits" in kind)
 
 
 def kv(first: int, tier: Tier = Tier.DEVICE) -> CacheEntry:
@@ -87,30 +84,24 @@ class Masks:
         return lambda: StepMasks(places, bits, np.array([len(where) - 1]), none, {0: (5, 6)})
 
 
-def narrow(unit: int) -> CacheEntry:
-    return CacheEntry(CacheKind.KV8, Tier.DEVICE, (unit,))
-
-
 def make_runner(
     spec: ModelSpec,
     *,
     graphs: bool = True,
     tokens: int = 32,
-    int8: bool = False,
     shard: Shard | None = None,
     adapted: bool = False,
 ) -> Runner[CudaDevice]:
-    """`int8`: its requests may run from blocks in 8 bits, and not from hidden state. `shard`: of this rank. `adapted`:
-    under LoRA adapters."""
+    """`shard`: of this rank. `adapted`: under LoRA adapters."""
     limits = Limits(4, tokens, 64, num_units=60, block_size=BLOCK)
-    scratch = 0 if int8 or shard or hidden_offer(spec).refusal else 12
+    scratch = 0 if shard or hidden_offer(spec).refusal else 12
     with torch.inference_mode():
         weights = build_weights(spec, MetaTensors(), shard=shard)
     part = spec if shard is None else shard.spec_of(spec)
     runner = Runner(
         CudaDevice(
             part, weights, triton_kernels(), limits, graphs=graphs, scratch_blocks=scratch, host_units=8,
-            preempted_int8=int8, running_int8=int8, adapted=adapted,
+            adapted=adapted,
         )
     )  # fmt: skip
     runner.masks = Masks(spec.vocab_size)  # type: ignore[assignment]
@@ -123,12 +114,6 @@ def operations(kind: str) -> tuple[CacheOperation, ...]:
         return (CacheOperation(CacheAction.SWAP_OUT, out, back), CacheOperation(CacheAction.SWAP_IN, back, kv(52)))
     if kind == "restored":
         return (CacheOperation(CacheAction.RESTORE, hidden(40), kv(42), 0),)
-    if "in 8 bits" in kind:  # one goes there where it lies, one comes back
-        return (
-            CacheOperation(CacheAction.COMPRESS, kv(50), narrow(50)),
-            CacheOperation(CacheAction.EXPAND, narrow(50), kv(50)),
-            CacheOperation(CacheAction.COMPRESS, kv(0), narrow(0)),
-        )
     return ()
 
 
@@ -149,8 +134,7 @@ def steps_of(kind: str, rows: int = ROWS, adapters: Sequence[int] = (0,) * ROWS)
     prompts = SchedulerOutput(0, tuple(Chunk(row, 0, 5, True) for row in before), tuple(map(new, before)))
     decodes = [SchedulerOutput(n, tuple(Chunk(row, 4 + n, 1, True) for row in before)) for n in (1, 2)]
     late = (*(Chunk(row, 7, 1, True) for row in before), Chunk(rows - 1, 0, 5, True))
-    replaced = (ReplacedEntry(0, 0, narrow(0)),) if "in 8 bits" in kind else ()
-    moved = {"operations": operations(kind), "replaced": replaced}
+    moved = {"operations": operations(kind)}
     mixed = SchedulerOutput(3, late, (new(rows - 1),), **moved)  # type: ignore[arg-type]
     last = (*(Chunk(row, 8, 1, True) for row in before), Chunk(rows - 1, 5, 1, True))
     return [prompts, *decodes, mixed, SchedulerOutput(4, last, **moved)]  # type: ignore[arg-type]
@@ -179,10 +163,9 @@ def counts_of(
     return counts
 
 
-def kinds_of(spec: ModelSpec, *, int8: bool = False, running_int8: bool = False) -> list[str]:
-    """The steps that a model may meet: with a cache of 8 bits, or of both, none from hidden state."""
-    no_hidden = int8 or running_int8 or hidden_offer(spec).refusal
-    left_out = [*(("from hidden state", "restored") if no_hidden else ()), *(() if running_int8 else IN_8_BITS)]
+def kinds_of(spec: ModelSpec, *, int8: bool = False) -> list[str]:
+    """The steps that a model may meet: with a cache of 8 bits none from hidden state."""
+    left_out = ("from hidden state", "restored") if int8 or hidden_offer(spec).refusal else ()
     return [kind for kind in KINDS if kind not in left_out]
 
 
@@ -201,44 +184,6 @@ def test_no_step_waits_for_the_device_or_the_compiler(name: str) -> None:
                 continue
             copies = counts[-1]["uploads"], counts[-1]["fetches"], counts[-1]["pins"]
             assert copies == (1, 1 + ("logprobs" in KINDS[kind]), 0), "one copy each way, and one for log-probabilities"
-
-
-@pytest.mark.parametrize("graphs", [True, False])
-def test_decodes_that_read_hidden_state_replay_a_graph(graphs: bool) -> None:
-    """They copy and wait for as much as those of K and V. A prompt whose past is hidden state projects it, in a step
-    without a graph, which decodes beside it read theirs in; nothing is compiled for it."""
-    spec = load_spec(model_folder("opt"))
-    with dry_device() as dry:
-        runner = make_runner(spec, graphs=graphs)
-        device, buckets = runner.device, len(shapes.Buckets(4, 32).all_shapes())
-        assert device.num_shapes == 2 * buckets and device.num_graphs == graphs * 2 * buckets
-        dry.sealed = True
-        plain, hidden_ones = (counts_of(dry, runner, kind) for kind in ("greedy", "from hidden state"))
-        for mine, theirs in zip(hidden_ones, plain, strict=True):
-            counted = ("graphs", "uploads", "fetches", "pins", "blocking")
-            assert [mine[name] for name in counted] == [theirs[name] for name in counted]
-            assert mine["graphs"] == graphs and not mine["blocking"]
-        dry.step, dry.strict, dry.counts = dry.step + 3, True, Counter()
-        entries = tuple(hidden(48 + block) for block in range(4))
-        late = NewRequest(3, "late", (5,) * 12, 12, SamplingParams(40, temperature=0.0), entries)
-        for number, begun in enumerate((0, 6)):
-            dry.step, dry.counts = dry.step + 1, Counter()
-            chunks = (*(Chunk(row, 9 + number, 1, True) for row in range(2)), Chunk(3, begun, 6, begun > 0))
-            runner.launch(SchedulerOutput(5 + number, chunks, () if begun else (late,)))
-            assert dry.counts["graphs"] == int(graphs and not begun) and not dry.counts["blocking"]
-
-
-@pytest.mark.parametrize("graphs", [True, False])
-def test_no_step_that_runs_from_8_bits_waits(graphs: bool) -> None:
-    """Nor does one that puts blocks there beside it."""
-    spec = load_spec(model_folder("llama-gqa2"))
-    with dry_device() as dry:
-        runner = make_runner(spec, graphs=graphs, int8=True)
-        dry.sealed = True
-        for kind in kinds_of(spec, running_int8=True):
-            counts = counts_of(dry, runner, kind)
-            assert [each["graphs"] for each in counts] == [int(graphs)] * len(counts)
-        assert runner.device.rows.k_table[0, :2].tolist() == [-1, 2], "one block of the last ones was there"
 
 
 def shard_of(dry: DryDevice, rank: int) -> Shard:

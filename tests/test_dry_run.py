@@ -127,10 +127,8 @@ def test_what_others_hold_is_an_error(capsys: pytest.CaptureFixture[str], tmp_pa
         (("--request-log", "{tmp}"), "--request-log {tmp}: Is a directory"),
         (("--otlp-traces-endpoint", "x"), "--otlp-traces-endpoint must be an http address"),
         (("--state-dir", "{tmp}/file"), "--state-dir {tmp}/file cannot be used: Not a directory"),
-        (("--disk-space", "1", "--disk-dir", "{tmp}/file/x"), "--disk-dir {tmp}/file/x cannot be used: Not a dir"),
         (("--ray", "nonsense"), "--ray must be HOST:PORT, auto or local, not 'nonsense'"),
         (("--ray", "10.0.0.1:6379"), "--ray needs the extra 'ray'"),
-        (("--disk-space", "1000000"), "--disk-space 1000000: the disk of "),
         (("--hidden-cache", "--online-policy", "fcfs"), "--hidden-cache needs the policy apt or goodput, not fcfs"),
         (("--offload-dir", "{tmp}/file"), "--offload-dir {tmp}/file cannot be used"),
         (("--profile-dir", "{tmp}/file"), "--profile-dir {tmp}/file cannot be used"),
@@ -175,7 +173,7 @@ def test_where_several_engines_would_run(capsys: pytest.CaptureFixture[str], mon
         (["--ray", "local"], "needs the engines on one machine: leave out --ray"),
         (["--lora", "sums=folder"], "does not go with --lora yet"),
         (["--hidden-cache", "--online-policy", "apt"], "does not go with --hidden-cache yet"),
-        (["--swap-space", "1", "--disk-space", "1"], "does not go with --swap-space and --disk-space yet"),
+        (["--swap-space", "1"], "does not go with --swap-space yet"),
         (["--offload-weights", "auto"], "does not go with --offload-weights yet"),
         (["--model-impl", "transformers"], "does not go with --model-impl transformers yet"),
     ],
@@ -201,8 +199,6 @@ def test_a_model_that_cannot_give_up_layers_is_refused_before_its_weights_are_re
         assert dry_run(str(tmp_path / name), "--engines", "2", "--overload", "drop") == 2
         err = capsys.readouterr().err
         assert err.startswith("tidemill: --overload drop: ") and why in err and err.count("\n") == 1
-    assert dry_run(str(tmp_path / "recurrent"), "--disk-space", "1") == 2
-    assert "has recurrent layers" in capsys.readouterr().err
 
 
 def test_swapping_takes_host_memory_unless_it_is_said_how_much(capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,7 +13,7 @@ from test_native_model import LENGTH, load, team_of
 from tiny_models import model_folder
 
 from engine.api import SamplingParams
-from engine.build import build_runner, plan_launch, scheduler_config
+from engine.build import plan_launch, scheduler_config
 from engine.cache.blocks import CacheEntry, CacheKind, Tier
 from engine.config import EngineConfig
 from engine.errors import ConfigError
@@ -24,7 +24,7 @@ from engine.execution.cpu.native.linear import Native
 from engine.execution.cuda.device import CudaDevice
 from engine.execution.pool import UnitPool
 from engine.models import torch_ops
-from engine.models.byte_cells import CELL_TYPES, FLOATS, INTEGERS, STEPS, dequantize, quantize, slice_elements
+from engine.models.byte_cells import INTEGERS, STEPS, dequantize, quantize, slice_elements
 from engine.models.decoder import Decoder
 from engine.scheduling.output import NewRequest, SchedulerOutput
 from predictor.limits import Limits
@@ -51,62 +51,33 @@ def test_an_element_is_off_by_half_a_step_of_its_head_at_most(dtype: torch.dtype
     assert error.max() > 0
 
 
-@pytest.mark.parametrize("kind", CELL_TYPES.values(), ids=CELL_TYPES)
-def test_what_is_not_finite_stays_visible_in_its_head_alone(kind: torch.dtype) -> None:
+def test_what_is_not_finite_stays_visible_in_its_head_alone() -> None:
     x = random(4, 2, 8)
     x[0, 0, 3], x[1, 1, 0], x[2, 0] = math.nan, -math.inf, 0.0
-    back = dequantize(*quantize(x, kind), torch.float32)
+    back = dequantize(*quantize(x), torch.float32)
     assert back[0, 0].isnan().all() and back[1, 1].isnan().all()
     assert back.isnan().sum() == 16 and (back[2, 0] == 0).all()
-
-
-def test_a_float_is_off_by_a_sixteenth_of_itself_at_most() -> None:
-    """Or by half of the least float, where a value is a 28,000th of the largest or less. Sizes are those of any model's
-    keys: beyond the largest float without a scale (448), and far below the least."""
-    x = random(50, 3, 24) * torch.logspace(-9, 5, 50)[:, None, None]
-    values, scales = quantize(x, FLOATS)
-    assert values.dtype == torch.uint8 and scales.shape == (50, 3)
-    assert int((values & 0x7F).max()) <= 0x7E, "the bits that say NaN are never stored"
-    error = (dequantize(values, scales, torch.float32) - x).abs()
-    assert (error <= (x.abs() / 16).maximum(scales.float()[..., None] * 2**-10) * 1.0001).all()
-    assert (error > x.abs() / 40).any()
-
-
-def test_every_float_of_8_bits_is_read_as_torch_reads_it() -> None:
-    """One that was written by anybody else is kept, too, but NaN."""
-    bits = torch.arange(256, dtype=torch.uint8)
-    bits = bits[(bits & 0x7F) != 0x7F]
-    floats = dequantize(bits[None], torch.ones(1), torch.float32)
-    assert torch.equal(floats[0], bits.view(torch.float8_e4m3fn).float())
-    again, scales = quantize(floats, FLOATS)
-    assert scales.tolist() == [1.0] and torch.equal(again[0], bits)
 
 
 class Rounded(Reference):
     """The reference over K and V as 8 bits hold them."""
 
-    kind = INTEGERS
-
     def attend(self, row: int, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        return super().attend(row, layer, q, *(dequantize(*quantize(x, self.kind), x.dtype) for x in (k, v)))
+        return super().attend(row, layer, q, *(dequantize(*quantize(x), x.dtype) for x in (k, v)))
 
 
 @pytest.mark.parametrize("shape", [(9, 3, 16), (14, 2, 64)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("kind", CELL_TYPES.values(), ids=CELL_TYPES)
-def test_paged_attention_reads_what_the_pool_holds(
-    shape: tuple[int, int, int], dtype: torch.dtype, kind: torch.dtype
-) -> None:
+def test_paged_attention_reads_what_the_pool_holds(shape: tuple[int, int, int], dtype: torch.dtype) -> None:
     bench = AttentionBench(*shape, dtype, num_rows=6)
     _, kv_heads, head_dim = shape
     bench.pool = UnitPool(
         bench.pool.num_units, num_layers=bench.pool.num_layers, block_size=8, num_kv_heads=kv_heads, head_dim=head_dim,
-        dtype=dtype, device=bench.pool.device, cell_type=kind,
+        dtype=dtype, device=bench.pool.device, cell_type=INTEGERS,
     )  # fmt: skip
     assert bench.pool.bytes is not None
     bench.pool.bytes.scales[: bench.pool.zero_unit * bench.pool.num_layers] = math.nan
     bench.reference = Rounded()
-    bench.reference.kind = kind
     for wanted in ({0: 5, 1: 70, 2: 17}, {0: 1, 1: 1, 2: 4, 3: 8}, {0: 9, 1: 100, 3: 1}, {0: 1, 1: 1, 2: 1, 3: 1}):
         bench.step(wanted)
 
@@ -157,14 +128,13 @@ def test_native_kernels_keep_and_read_the_same_bytes(level: Level, name: str) ->
     torch.testing.assert_close(cells[0].scales[written], cells[1].scales[written], rtol=0.05, atol=1e-3)
 
 
-@pytest.mark.parametrize("kind", CELL_TYPES.values(), ids=CELL_TYPES)
-def test_a_cuda_device_keeps_and_reads_the_same(kind: torch.dtype) -> None:
+def test_a_cuda_device_keeps_and_reads_the_same() -> None:
     """Its path over the kernels' twins, on the CPU: prefills, chunks and decodes."""
     spec, weights = load("llama-gqa2", "float32")
     limits = Limits(6, 200, LENGTH, num_units=2 * 6 * -(-LENGTH // BLOCK), block_size=BLOCK)
     kernels: Any = torch_ops
-    ours = TorchDevice(Decoder(spec, weights), limits, cell_type=kind)
-    cuda = CudaDevice(spec, weights, kernels, limits, graphs=False, cell_type=kind)
+    ours = TorchDevice(Decoder(spec, weights), limits, cell_type=INTEGERS)
+    cuda = CudaDevice(spec, weights, kernels, limits, graphs=False, cell_type=INTEGERS)
     tokens = tuple(np.random.default_rng(1).integers(3, spec.vocab_size, LENGTH).tolist())
     units = np.arange(2 * 7).reshape(7, 2).tolist()
     entries = tuple(CacheEntry(CacheKind.KV, Tier.DEVICE, (k, v)) for k, v in units)
@@ -183,25 +153,14 @@ def plan(**flags: object):  # type: ignore[no-untyped-def]
     return plan_launch(config), config
 
 
-@pytest.mark.parametrize("name", CELL_TYPES)
-def test_a_server_has_nearly_twice_the_blocks(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_has_nearly_twice_the_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("engine.execution.memory.cpu_cache_bytes", lambda _available: 64 * 2**20)
-    (plain, _), (small, config) = plan(dtype="bfloat16"), plan(dtype="bfloat16", kv_cache_dtype=name)
+    (plain, _), (small, config) = plan(dtype="bfloat16"), plan(dtype="bfloat16", kv_cache_dtype="int8")
     assert 1.9 < small.num_blocks / plain.num_blocks < 2.0  # heads of 64: two bytes of 66 are the scale
-    assert small.precision == f"bfloat16, {name} cache"
+    assert small.precision == "bfloat16, int8 cache"
     spec, size = small.spec, config.block_size
-    per_slice = slice_elements(size, spec.num_kv_heads, spec.head_dim, CELL_TYPES[name])
+    per_slice = slice_elements(size, spec.num_kv_heads, spec.head_dim, INTEGERS)
     assert scheduler_config(config, small).unit_bytes == spec.num_layers * per_slice
-
-
-def test_without_native_kernels_for_it_a_cpu_says_so_and_serves() -> None:
-    lines: list[str] = []
-    config = EngineConfig(
-        device="cpu", kv_cache_dtype="fp8", num_gpu_blocks_override=8, max_num_seqs=2, profile_seconds=0.0
-    )
-    runner, plan = build_runner(config, plan_launch(config), lines.append)
-    assert any("no cache of fp8" in line for line in lines) and plan.kernels == "torch"
-    assert isinstance(runner.device, TorchDevice) and runner.device.pool.slices.dtype == FLOATS
 
 
 def test_what_it_does_not_go_with_is_said() -> None:

@@ -44,9 +44,8 @@ def test_nothing_on_the_page_spills() -> None:
     assert len(ledger) > 200 and not [key for key, binary in ledger.items() if binary.spills]
 
 
-@pytest.mark.parametrize(("arch", "model"), [(90, "8B"), (80, "8B fp8 cache")])
+@pytest.mark.parametrize(("arch", "model"), [(90, "8B"), (80, "8B int8")])
 def test_attention_compiles_to_what_the_page_says(arch: int, model: str) -> None:
-    """Floats of 8 bits too, where no instruction converts them."""
     found = [
         each for each in record(arch, [model]) if each.kernel in ("split_kernel", "prefill_kernel", "merge_kernel")
     ]

@@ -225,7 +225,7 @@ def test_a_block_of_a_paired_pool_lies_in_neighbours_whatever_came_and_went() ->
         pool.check_integrity([*blocks, single])
 
 
-@pytest.mark.parametrize("options", [{"scratch_blocks": 4}, {"preempted_int8": True}, {}])
+@pytest.mark.parametrize("options", [{"scratch_blocks": 4}, {}])
 def test_the_pool_of_a_core_is_paired_where_no_block_takes_one_unit(options: dict[str, object]) -> None:
     config = SchedulerConfig(num_units=8, max_model_len=64, **options)  # type: ignore[arg-type]
     assert config.paired == Tiers(config, None).device._paired == (not options)

@@ -522,25 +522,16 @@ def test_when_a_process_is_started_again() -> None:
         assert well.died(100.0 * minute + 70.0) == 0.0, "a minute in health makes up for the deaths before"
 
 
-@pytest.mark.parametrize("seconds", [0.0, 30.0])
-async def test_what_a_disk_can_keep_of_chats_is_written_at_an_orderly_end(tmp_path: Path, seconds: float) -> None:
-    async with engine_process(tmp_path / "run", config=replace(CONFIG, disk_space=1.0)) as engine:
-        await collect(engine, request("chat", prompt=40))
-        await engine.stop(seconds)
-    assert (tmp_path / "run" / "kept").exists()
-
-
 @pytest.mark.parametrize("stuck", [False, True])
-async def test_it_is_written_at_a_planned_restart_too_and_requests_go_on(
+async def test_requests_go_on_behind_a_planned_restart(
     tmp_path: Path, undisturbed: dict[str, tuple[Any, ...]], stuck: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Streams are not ended with the process that they are taken from; one that is stuck is not waited for."""
     if stuck:
         monkeypatch.setattr(client, "STOP_SECONDS", 0.1)
-        monkeypatch.setattr(client, "KEEP_SECONDS", 0.1)
     await asyncio.to_thread((tmp_path / "model").mkdir)
     (tmp_path / "model" / "model.safetensors").write_text("1")
-    config = replace(CONFIG, disk_space=1.0, model=str(tmp_path / "model"))
+    config = replace(CONFIG, model=str(tmp_path / "model"))
     async with engine_process(tmp_path / "run", config=config, loaded=True) as engine:
         await collect(engine, request("chat", prompt=40))
         first = int((tmp_path / "engine.pid").read_text())
@@ -558,7 +549,6 @@ async def test_it_is_written_at_a_planned_restart_too_and_requests_go_on(
         assert (await late)[-1].finish_reason is FinishReason.LENGTH
         assert (await engine.stats()).restarts == {"renewed": 1}
         assert int((tmp_path / "engine.pid").read_text()) != first
-        assert (tmp_path / "run" / "kept").exists() is not stuck
         await until_idle(engine)
 
 

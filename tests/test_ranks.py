@@ -382,7 +382,6 @@ def test_the_plan_is_of_one_rank() -> None:
         ({"lora": ("a=/a",)}, "--lora"),
         ({"allowed_lora_dir": "/a"}, "--allowed-lora-dir"),
         ({"hidden_cache": True}, "--hidden-cache"),
-        ({"disk_space": 1.0}, "--disk-space"),
         ({"overload": "drop"}, "--overload drop"),
         ({"offload_weights": "auto"}, "--offload-weights"),
         ({"model_impl": "transformers"}, "--model-impl transformers"),

@@ -10,14 +10,13 @@ from pathlib import Path
 import pytest
 
 import engine
-from engine.cache.blocks import CacheEntry, CacheKind, Tier
+from engine.cache.blocks import CacheKind
 
 ENGINE = Path(engine.__file__).parent
 TABLE = "cache/blocks.py"
 
 # The policy that offers one, and the data plane: where it lies in block tables, its conversion, what that costs.
 KNOW = {
-    "scheduling/pressure.py",
     "execution/rows.py",
     "execution/operations.py",
     "profiling/cache_costs.py",
@@ -41,7 +40,7 @@ def test_few_modules_name_another_form_than_k_and_v() -> None:
 
 def test_a_module_that_names_a_form_is_counted() -> None:
     named = named_members()
-    assert named["execution/rows.py"] == {"KV", "HIDDEN", "KV8", "GONE"}
+    assert named["execution/rows.py"] == {"KV", "HIDDEN", "GONE"}
     assert len(named) <= 12
 
 
@@ -49,12 +48,3 @@ def test_a_module_that_names_a_form_is_counted() -> None:
 def test_a_kind_is_found_by_its_value_and_crosses_a_process_as_itself(kind: CacheKind) -> None:
     assert CacheKind(kind.value) is kind
     assert pickle.loads(pickle.dumps(kind)) is kind
-
-
-def test_compressing_and_expanding_give_and_take_what_the_rows_say() -> None:
-    entry = CacheEntry(CacheKind.KV, Tier.DEVICE, (3, 8))
-    narrow, freed = entry.narrowed()
-    assert narrow == CacheEntry(CacheKind.KV8, Tier.DEVICE, (3,))
-    assert len(freed.units) == entry.kind.form.saves == narrow.kind.form.missing
-    assert narrow.widened(freed._replace(kind=CacheKind.KV8)) == entry
-    assert len(narrow.units) == narrow.kind.form.units

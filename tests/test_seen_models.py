@@ -132,9 +132,7 @@ def test_where_a_layer_sees_everything_nothing_is_given_back(case: str) -> None:
     assert plan.limits.window == 0
 
 
-@pytest.mark.parametrize(
-    "way", [{"kv_cache_dtype": "running-int8"}, {"overload": "drop"}, {"model_impl": "transformers"}]
-)
+@pytest.mark.parametrize("way", [{"overload": "drop"}, {"model_impl": "transformers"}])
 def test_what_counts_on_all_blocks_keeps_them(way: dict[str, Any]) -> None:
     config = EngineConfig(model=str(tiny_models.model_folder(CASE)), device="cpu", num_gpu_blocks_override=99, **way)
     assert plan_launch(config).limits.window == 0

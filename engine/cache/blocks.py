@@ -16,33 +16,25 @@ from predictor.limits import UNITS_PER_BLOCK
 
 
 class Representation(NamedTuple):
-    """`units`: what a block takes, on either tier. `compact`: K and V are made from it in every step that runs it, for
-    which the step needs a block of scratch; RESTORE makes them once. `saves`: units that COMPRESS frees of it, none if
-    it cannot be compressed. `narrow`: it is what COMPRESS makes, no exact copy of what was computed. `missing`: units
-    that it must get to be K and V again."""
+    """`units`: units of a block, on any tier. `compact`: a step that runs the block projects K and V from it, and needs
+    a block of scratch for them; RESTORE projects them once."""
 
     units: int
     compact: bool = False
-    saves: int = 0
-    narrow: bool = False
-    missing: int = 0
 
 
 class CacheKind(enum.Enum):
     """Which representation of the past a block holds.
 
     HIDDEN is the normed input of every attention layer, from which K and V are projected again; it is offered only by
-    models whose hidden state fits in half the room of K and V (`engine.models.spec.hidden_offer`). KV8 is K and V in 8
-    bits in the unit that was K's: it is made from K and V. Full blocks of it run as they are where the config says so
-    (`running_int8`); else it is for requests that wait, and made K and V again to run. GONE is the place of a block
-    that lies before every window of the model: it has no unit, and nobody reads it. STATE is what recurrent layers keep
-    of a request at the end of a block, however much lies before it; its unit is a slot of memory of its own
+    models whose hidden state fits in half the room of K and V (`engine.models.spec.hidden_offer`). GONE is the place of
+    a block that lies before every window of the model: it has no unit and is never read. STATE is what recurrent layers
+    keep of a request at the end of a block, however much lies before it; its unit is a slot of memory of its own
     (`engine.cache.checkpoints`).
     """
 
-    KV = "kv", Representation(UNITS_PER_BLOCK, saves=UNITS_PER_BLOCK - 1)
+    KV = "kv", Representation(UNITS_PER_BLOCK)
     HIDDEN = "hidden", Representation(1, compact=True)
-    KV8 = "kv8", Representation(1, narrow=True, missing=UNITS_PER_BLOCK - 1)
     GONE = "gone", Representation(0)
     STATE = "state", Representation(1)
 
@@ -68,11 +60,10 @@ class Tier(enum.Enum):
 
     DEVICE = "device"
     HOST = "host"
-    DISK = "disk"
 
 
 class CacheEntry(NamedTuple):
-    """One block as the data plane sees it. `units`: (k_unit, v_unit) for KV, (unit,) for HIDDEN and KV8.
+    """One block as the data plane sees it. `units`: (k_unit, v_unit) for KV, (unit,) for HIDDEN.
 
     Each tier's units are numbered from 0; a unit of another tier holds exactly what a device unit holds.
     """
@@ -80,15 +71,6 @@ class CacheEntry(NamedTuple):
     kind: CacheKind
     tier: Tier
     units: tuple[int, ...]
-
-    def narrowed(self) -> tuple["CacheEntry", "CacheEntry"]:
-        """(What COMPRESS makes of a KV entry where K lies, the rest of it, which is free)."""
-        kept, freed = self.units
-        return self._replace(kind=CacheKind.KV8, units=(kept,)), self._replace(units=(freed,))
-
-    def widened(self, spare: "CacheEntry") -> "CacheEntry":
-        """What EXPAND makes of an entry in 8 bits, where it lies and in the unit of another."""
-        return self._replace(kind=CacheKind.KV, units=self.units + spare.units)
 
 
 @dataclass(slots=True, eq=False)
@@ -115,11 +97,11 @@ class CacheMap:
     """The blocks of one request in token order; block i covers tokens [i·block_size, (i+1)·block_size).
 
     While the request runs, all blocks are on the device. While it waits, they are what is kept of its past
-    (`engine.cache.parked`): its first `num_parked_tokens` tokens, on either tier. The last copy to the host, or to 8
-    bits, was made by the step `parked_in_step`.
+    (`engine.cache.parked`): its first `num_parked_tokens` tokens, on either tier. The step
+    `parked_in_step` made the last copy to the host.
 
     `kind`: what new blocks are stored as; it outlives preemptions. `num_compact` blocks of a running request are
-    compact, `num_narrow` in 8 bits, its first `num_gone` given back. `hashes` are the chained hashes of the full blocks
+    compact, its first `num_gone` given back. `hashes` are the chained hashes of the full blocks
     known so far (computed lazily, kept across preemptions); the first `num_published` blocks are already offered to the
     prefix index. `checkpoint`: the slot with the state that it started from, -1: it started from nothing; `branch`:
     tokens of its prompt that blocks were there for when it started, but no state.
@@ -128,7 +110,6 @@ class CacheMap:
     blocks: list[CacheBlock] = field(default_factory=list)
     kind: CacheKind = CacheKind.KV
     num_compact: int = 0
-    num_narrow: int = 0
     num_gone: int = 0
     num_parked_tokens: int = 0
     parked_in_step: int = -1
@@ -143,15 +124,10 @@ class CacheMap:
         return len(self.blocks) - self.num_gone
 
     @property
-    def num_widened(self) -> int:
-        """Blocks of a running request that every step makes K and V of, or reads as they are."""
-        return self.num_compact + self.num_narrow
-
-    @property
     def num_running_units(self) -> int:
         """What the blocks of a running request take, as `count_units` says, without a look at each of them."""
         saved = UNITS_PER_BLOCK - COMPACT.form.units
-        return UNITS_PER_BLOCK * self.num_live - saved * self.num_compact - self.num_narrow
+        return UNITS_PER_BLOCK * self.num_live - saved * self.num_compact
 
 
 _NOWHERE = CacheEntry(CacheKind.GONE, Tier.DEVICE, ())
@@ -160,30 +136,20 @@ _NOWHERE = CacheEntry(CacheKind.GONE, Tier.DEVICE, ())
 class CacheAction(enum.Enum):
     """What a cache operation does to the units of a block."""
 
-    WRITE = "disk_write"
-    """Device or host -> disk, any kind."""
     SWAP_OUT = "swap_out"
     """Device -> host, any kind."""
-    COMPRESS = "compress"
-    """KV on the device -> KV8 in the unit that K had; V's is free."""
     SWAP_IN = "swap_in"
     """Host -> device, any kind."""
-    READ = "disk_read"
-    """Disk -> device, any kind. What cannot be read, or is not what was written, becomes NaN."""
     RESTORE = "restore"
     """HIDDEN on the device -> KV on the device: K and V are projected, once, from the hidden state."""
-    EXPAND = "expand"
-    """KV8 on the device -> KV in its unit and one more."""
 
 
 class CacheOperation(NamedTuple):
     """Writes `target` from `source`, which keeps what it holds; whole blocks, full or not.
 
-    `start`: position of the block's first token (RESTORE rotates K by it; the others ignore it). `key`: the hash that
-    the block is published under, which the disk keeps beside it. A target may be the
+    `start`: position of the block's first token (RESTORE rotates K by it; the others ignore it). A target may be the
     source of a later operation of the step (swap in, then restore), and a source the target of one of another action: a
-    unit that was swapped out may be given away at once, to operations and chunks behind it. No unit is a target twice,
-    but that a block which was compressed, or has just come to the device, may be expanded where it lies.
+    unit that was swapped out may be given away at once, to operations and chunks behind it. No unit is a target twice.
     Neighbours of one action run as one batch, so give them together, in the order of `CacheAction`.
     """
 
@@ -191,7 +157,6 @@ class CacheOperation(NamedTuple):
     source: CacheEntry
     target: CacheEntry
     start: int = 0
-    key: bytes = b""
 
 
 def gone_block() -> CacheBlock:
@@ -207,16 +172,6 @@ def count_gone(blocks: Iterable[CacheBlock]) -> int:
 def count_units(blocks: Iterable[CacheBlock]) -> int:
     """Units of these blocks."""
     return sum(len(block.entry.units) for block in blocks)
-
-
-def count_missing(blocks: Iterable[CacheBlock]) -> int:
-    """Units that these blocks must get besides theirs to run."""
-    return sum(block.entry.kind.form.missing for block in blocks)
-
-
-def count_narrow(blocks: Iterable[CacheBlock]) -> int:
-    """How many of these blocks are in 8 bits."""
-    return sum(block.entry.kind.form.narrow for block in blocks)
 
 
 def count_compact(blocks: Iterable[CacheBlock]) -> int:

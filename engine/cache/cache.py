@@ -10,7 +10,7 @@ victims, of time and of steps' limits.
 """
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from itertools import takewhile
 from typing import NamedTuple
@@ -25,8 +25,6 @@ from engine.cache.blocks import (
     CacheOperation,
     count_compact,
     count_gone,
-    count_missing,
-    count_narrow,
     count_units,
     gone_block,
 )
@@ -47,7 +45,7 @@ class Claim(NamedTuple):
     """What a waiting request would start from: `hits` in the prefix indexes, then parked blocks of its own, both on
     either tier, which together hold its first `num_tokens` tokens, `num_compact` blocks of them compact that no running
     request has. `units`: those of the device that it needs besides what lies there; `copied_bytes`: see Tiers, for what
-    comes from elsewhere; `widened_tokens`: of parked blocks in 8 bits. `goes_on`: the step that saves a copy of the
+    comes from elsewhere. `goes_on`: the step that saves a copy of the
     block behind those of the prefix, which is offered when it has ended. `num_published`: blocks of its prefix that
     there are, with those behind the last checkpoint."""
 
@@ -56,13 +54,12 @@ class Claim(NamedTuple):
     num_compact: int
     units: int
     copied_bytes: int = 0
-    widened_tokens: int = 0
     goes_on: int | None = None
     num_published: int = 0
 
 
 class Cache:
-    """`num_narrow` blocks of running requests are in 8 bits."""
+    """All tiers of one engine, and the parked pasts on them."""
 
     def __init__(self, config: SchedulerConfig, model: LatencyPredictor | None) -> None:
         self.tiers = Tiers(config, model)
@@ -70,10 +67,8 @@ class Cache:
         self.parked = ParkedPasts(config, self.tiers, model)
         self.checkpoints = Checkpoints(config, model)
         self.keeps_states = config.state_slots > 0
-        self.num_narrow = 0
         self._compact: Counter[CacheBlock] = Counter()
         """How many running requests have each compact block."""
-        self._replaced: list[tuple[Request, int, CacheEntry]] = []
         self._config = config
 
     @property
@@ -139,23 +134,19 @@ class Cache:
             hits = _on_device(hits)
         if parked and count_compact(hits) + count_compact(parked[len(hits) :]) > self._config.scratch_blocks:
             hits = []  # never both: its own past alone has run before
-        widened = self.parked.widened(request.cache_map.num_parked_tokens, parked, len(hits))
         parked, hits = parked[len(hits) :], self.without_gone(hits)
         num_tokens, num_compact = len(hits) * block_size, sum(map(self._is_new_compact, (*hits, *parked)))
         num_blocks = request.num_missing_blocks(block_size, len(hits) + len(parked), count_gone(hits))
         of_kind = max(0, min(num_blocks, self.compact_room - num_compact)) if self._stores_compact(request) else 0
         units = of_kind * COMPACT.form.units + (num_blocks - of_kind) * UNITS_PER_BLOCK
-        if request.cache_map.kind.form.narrow:  # what a step computes is K and V, what lies behind it need not be
-            units -= max(0, num_blocks - self._config.max_num_batched_tokens // self._config.block_size - 1)
         if parked:
             num_tokens = request.cache_map.num_parked_tokens
         elsewhere = [block for block in (*hits, *parked) if not block.on_device]
         copied_bytes = self.tiers.copied_bytes(elsewhere)
         if self.keeps_states:
             copied_bytes += self.checkpoints.copied_bytes(request.cache_map.hashes, len(hits))
-        units += count_units(elsewhere) + count_missing(widened)
-        widened_tokens = block_size * len(widened)
-        return Claim(hits, num_tokens, num_compact, units, copied_bytes, widened_tokens, goes_on, len(published))
+        units += count_units(elsewhere)
+        return Claim(hits, num_tokens, num_compact, units, copied_bytes, goes_on, len(published))
 
     def _goes_on(self, request: Request, num_found: int) -> int | None:
         """The step that saves the block behind the published ones of a prefix."""
@@ -187,7 +178,6 @@ class Cache:
         self.parked.resume(request, hits, step_id)
         for block in request.cache_map.blocks:
             self._run(request, block)
-        self._count_narrow(request, count_narrow(request.cache_map.blocks))
         request.cache_map.num_published = len(_on_device(claim.hits))
         if self.keeps_states:
             self.checkpoints.start(request, len(claim.hits), claim.num_published, step_id)
@@ -203,13 +193,11 @@ class Cache:
         kept: int,
         from_online: bool,
         growing: bool = False,
-        narrow: Callable[[int], object] | None = None,
     ) -> int:
         """Allocate what `length` more tokens of a running request need; returns for how many (≤ length) there is room.
 
         `kept`: units to leave alone. `from_online`: whether parked pasts of online requests may lose for it. `growing`:
-        tokens of the answer, one by one, which were no part of what the request claimed. `narrow`: puts as many blocks
-        of running requests in 8 bits, where they may be.
+        tokens of the answer, one by one, which the request did not claim.
         """
         cache_map, block_size = request.cache_map, self._config.block_size
         start, online = request.num_computed_tokens, request.request_class is RequestClass.ONLINE
@@ -226,9 +214,6 @@ class Cache:
             room = self.units_for(request, num_offline) - kept
             if wanted > room:
                 self.parked.reclaim(wanted - room, step_id, online=from_online)
-                room = self.units_for(request, num_offline) - kept
-            if wanted > room and narrow is not None:
-                narrow(wanted - room)
                 room = self.units_for(request, num_offline) - kept
             block = self.tiers.allocate(kind, step_id, online=online) if room >= size else None
             if block is None:
@@ -264,49 +249,12 @@ class Cache:
             request.cache_map.kind = CacheKind.KV
         return replaced
 
-    def narrow(
-        self, requests: Iterable[Request], units: int, step_id: int, spared: Collection[CacheBlock] = frozenset()
-    ) -> None:
-        """Put up to `units` blocks of running requests in 8 bits, the first ones first: each gives up a unit, which may
-        come free only when the steps in flight have ended. `take_replaced` tells the rows. Not what is `spared`."""
-        for request, index, source in self._narrowable(requests, spared):
-            if units <= 0:
-                return
-            # nothing of the step `step_id` reads V: operations come before chunks
-            target = self.device.compress(source, step_id, min(request.last_step, step_id - 1))
-            self.tiers.operations.append(CacheOperation(CacheAction.COMPRESS, source.entry, target.entry))
-            request.cache_map.blocks[index] = target
-            request.cache_map.parked_in_step = step_id
-            self._count_narrow(request, 1)
-            self._replaced.append((request, index, target.entry))
-            units -= 1
-
-    def num_narrowable(self, requests: Iterable[Request], spared: Collection[CacheBlock] = frozenset()) -> int:
-        """How many units `narrow` could give."""
-        return sum(1 for _ in self._narrowable(requests, spared))
-
-    def _narrowable(
-        self, requests: Iterable[Request], spared: Collection[CacheBlock]
-    ) -> Iterator[tuple[Request, int, CacheBlock]]:
-        """Full blocks, with their numbers, that steps before this one have computed and that no other request holds."""
-        for request in requests:
-            num_full = request.num_confirmed_tokens // self._config.block_size
-            for index, block in enumerate(request.cache_map.blocks[:num_full]):
-                if block.entry.kind.form.saves and block.ref_count == 1 and block not in spared:
-                    yield request, index, block
-
-    def take_replaced(self) -> list[tuple[Request, int, CacheEntry]]:
-        """Blocks of running requests that lie elsewhere since the last call: their numbers, and where."""
-        replaced, self._replaced = self._replaced, []
-        return [each for each in replaced if _has(*each)]
-
     def vacate(self, request: Request, *, keep: bool) -> None:
-        """A running request leaves its row. `keep`: what it has computed stays where it lies until the room is needed,
-        if there is a host tier or a form in 8 bits; else its full blocks stay in the prefix index for as long."""
+        """Take a running request out of its row. With `keep` and a host tier its blocks stay where they are until the
+        room is needed; otherwise its full blocks stay in the prefix index for as long."""
         cache_map = request.cache_map
         for block in cache_map.blocks if cache_map.num_compact else ():
             self._rest(request, block)
-        self.num_narrow -= cache_map.num_narrow
         if keep and not request.starts_over:
             given_up = self.parked.park(request)
         else:
@@ -315,7 +263,7 @@ class Cache:
         for block in reversed(given_up):
             self.device.release(block, request.last_step)
         self.checkpoints.leave(request)
-        cache_map.num_published = cache_map.num_narrow = cache_map.num_gone = 0
+        cache_map.num_published = cache_map.num_gone = 0
         request.num_computed_tokens = request.num_confirmed_tokens = 0
 
     def rewind(self, requests: Iterable[Request], failed: set[int]) -> None:
@@ -342,8 +290,7 @@ class Cache:
             return
         extend_hashes(cache_map.hashes, request.token_ids, config.block_size, request.spec.prefix_root)
         for index in range(cache_map.num_published, num_full):
-            if not cache_map.blocks[index].entry.kind.form.narrow:  # others would take it for exact
-                self.device.publish(cache_map.blocks[index], cache_map.hashes[index])
+            self.device.publish(cache_map.blocks[index], cache_map.hashes[index])
         cache_map.num_published = num_full
 
     def _give_up_unseen(self, request: Request) -> None:
@@ -381,10 +328,9 @@ class Cache:
         self.checkpoints.complete_step(step_id)
 
     def recount(self, running: Iterable[Request]) -> None:
-        """What these, all that run, have in other forms than K and V."""
-        self.num_narrow, self._compact = 0, Counter()
+        """Count the compact blocks of `running`, all requests that run, anew."""
+        self._compact = Counter()
         for request in running:
-            self.num_narrow += request.cache_map.num_narrow
             self._compact.update(b for b in request.cache_map.blocks if b.entry.kind.form.compact)
 
     def balance(self) -> None:
@@ -395,7 +341,6 @@ class Cache:
         """Assert unit conservation on both tiers, given every request that has not ended."""
         held: list[CacheBlock] = []
         compact: Counter[CacheBlock] = Counter()
-        num_narrow = 0
         for request in requests:
             cache_map = request.cache_map
             held.extend(cache_map.blocks)
@@ -404,19 +349,14 @@ class Cache:
                 assert cache_map.num_compact == count_compact(cache_map.blocks), "compact blocks are miscounted"
                 assert all(block.on_device for block in cache_map.blocks), "a running request has blocks on the host"
                 assert cache_map.num_running_units == count_units(cache_map.blocks), "units are miscounted"
-                assert cache_map.num_narrow == count_narrow(cache_map.blocks), "blocks in 8 bits are miscounted"
                 assert cache_map.num_gone == count_gone(cache_map.blocks), "blocks that were given back are miscounted"
                 seen = cache_map.blocks[self._num_unseen(request.num_confirmed_tokens) :]
                 assert all(block.entry.units for block in seen), "a block that is seen was given back"
-                num_full = request.num_confirmed_tokens // self._config.block_size if self._config.running_int8 else 0
-                assert not count_narrow(cache_map.blocks[num_full:]), "a running request has other blocks in 8 bits"
                 compact.update(block for block in cache_map.blocks if block.entry.kind.form.compact)
-                num_narrow += cache_map.num_narrow
             else:
                 self.parked.check_integrity(request)
         assert compact == self._compact, "compact blocks that run are miscounted"
         assert self.num_compact <= self._config.scratch_blocks, "scratch is overdrawn"
-        assert num_narrow == self.num_narrow, "blocks in 8 bits that run are miscounted"
         self.tiers.check_integrity(held)
         self.checkpoints.check_integrity()
 
@@ -438,10 +378,6 @@ class Cache:
     def _stores_compact(self, request: Request) -> bool:
         return request.cache_map.kind.form.compact
 
-    def _count_narrow(self, request: Request, change: int) -> None:
-        request.cache_map.num_narrow += change
-        self.num_narrow += change
-
     def _is_new_compact(self, block: CacheBlock) -> bool:
         """Whether a request that runs from this block takes scratch for it that no other has."""
         return block.entry.kind.form.compact and block not in self._compact
@@ -459,11 +395,6 @@ class Cache:
             self._compact[block] -= 1
             if not self._compact[block]:
                 del self._compact[block]
-
-
-def _has(request: Request, index: int, entry: CacheEntry) -> bool:
-    blocks = request.cache_map.blocks
-    return request.status is RequestStatus.RUNNING and index < len(blocks) and blocks[index].entry == entry
 
 
 def _on_device(hits: list[CacheBlock]) -> list[CacheBlock]:

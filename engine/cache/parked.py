@@ -1,15 +1,15 @@
 """The pasts of requests that wait: they stay on the device until the room is needed, then go block by block.
 
 With a host tier, a request that is preempted keeps its blocks. `reclaim` frees what is asked for where bringing it back
-costs least per unit (`engine.cache.placement`): a block is copied to the host, or put in 8 bits where it lies, or the
-tail is dropped; one past may lie in several places and representations (Apt-Serve §4.2, HybridServe §4). When the
-request starts again, what is on the device stays where it is, what is on the host is copied back, 8 bits are widened,
-and the dropped tail is computed. Hidden state cannot be made from K and V, so the form that a block has on the host is
-chosen when it is stored: a request that runs from hidden state stores the blocks of its answer by the host's split.
+costs least per unit (`engine.cache.placement`): a block is copied to the host, or the tail is dropped; one past may lie
+in several places and representations (Apt-Serve §4.2, HybridServe §4). When the request starts again, its blocks on the
+device stay where they are, its blocks on the host are copied back, and the dropped tail is computed. Hidden state
+cannot be made from K and V, so the form that a block has on the host is chosen when it is stored: a request that runs
+from hidden state stores the blocks of its answer by the host's split.
 
 Parked blocks block no other request: a running online request may take all of them, offline requests take those of
-offline ones, and a waiting online request takes all that are not its own. Without a host tier and 8 bits nothing is
-parked: what was computed stays in the prefix index, where its tail is evicted first. Knows nothing of time and of
+offline ones, and a waiting online request takes all that are not its own. Without a host tier nothing is parked:
+full blocks stay in the prefix index, where the tail is evicted first. Knows nothing of time and of
 steps' limits.
 """
 
@@ -55,7 +55,7 @@ class ParkedPasts:
         self._model = model
         self._holders: dict[Request, None] = {}
         # where layers are recurrent, a past ends at a checkpoint, and nowhere else
-        self._keeps = bool(config.host_units or config.preempted_int8) and not config.state_slots
+        self._keeps = config.host_units > 0 and not config.state_slots
         self._split: HostSplit | None = None
 
     @property
@@ -72,8 +72,7 @@ class ParkedPasts:
         cache_map.blocks, given_up = cache_map.blocks[:num_kept], cache_map.blocks[num_kept:]
         if num_kept:
             cache_map.num_parked_tokens = request.num_computed_tokens
-            if not cache_map.num_narrow:
-                cache_map.parked_in_step = -1
+            cache_map.parked_in_step = -1
             self._holders[request] = None
         return given_up
 
@@ -106,7 +105,7 @@ class ParkedPasts:
         for group in self._groups(online, but):
             holders += group
             if units > 0:
-                runs = [run for request in group for run in self._runs(request, spared, step_id)]
+                runs = [run for request in group for run in self._runs(request, spared)]
                 units -= self._release(runs, units, step_id)
             if units > 0:
                 units -= self._cut(holders, units, spared)
@@ -114,27 +113,18 @@ class ParkedPasts:
     def resume(self, request: Request, hits: Sequence[CacheBlock], step_id: int) -> None:
         """The past of a request that starts again: `hits`, which it has acquired, then its own blocks behind them.
 
-        Blocks come back from the host, and from 8 bits, in the step `step_id`. There must be room for them.
+        Blocks come back from the host in the step `step_id`. There must be room for them.
         """
         cache_map, num_hits = request.cache_map, len(hits)
         online = request.request_class is RequestClass.ONLINE
         parked, cache_map.blocks = cache_map.blocks, [*hits]
-        widened = set(self.widened(cache_map.num_parked_tokens, parked, num_hits))
         for source in parked[num_hits:]:
             block = source if source.on_device else self._tiers.fetch(source, step_id, online=online)
-            if source in widened:
-                block = self._tiers.expand(block, step_id, online=online)
             cache_map.blocks.append(block)
         for source in reversed(parked[:num_hits]):
             self._give_up(source, request.last_step if source.on_device else step_id)
         cache_map.num_parked_tokens = 0
         self._holders.pop(request, None)
-
-    def widened(self, num_tokens: int, blocks: Sequence[CacheBlock], first: int) -> list[CacheBlock]:
-        """Which of a past's blocks from number `first` on must be K and V again to run: those in 8 bits, or only the
-        one that is not full, where the others run as they are. The past has `num_tokens` tokens."""
-        full = num_tokens // self._config.block_size if self._config.running_int8 else 0
-        return [block for block in blocks[max(first, full) :] if block.entry.kind.form.narrow]
 
     def forget(self, request: Request) -> None:
         """Give up the past of a request that will not come back for it, and copies of it not yet on their way."""
@@ -169,9 +159,8 @@ class ParkedPasts:
             group = [r for r in self._holders if r.request_class is request_class and r is not but]
             yield sorted(group, key=lambda request: -request.arrival_order)
 
-    def _runs(self, request: Request, spared: Collection[CacheBlock], step_id: int) -> list[_Run]:
-        """The parts of a past that can be moved, from its tail; only what nothing lies behind can be dropped. What this
-        step compresses cannot be copied in it, too.
+    def _runs(self, request: Request, spared: Collection[CacheBlock]) -> list[_Run]:
+        """Return the parts of a past that can be moved, from its tail; only the last part can be dropped.
 
         A unit of either kind costs the same way to the host and back: the kind of which the host has less than its
         share of this request comes first.
@@ -180,8 +169,7 @@ class ParkedPasts:
         first = 0
 
         def kind_of(block: CacheBlock) -> CacheKind | None:
-            waits = _is_compressed(block) and block.last_step == step_id
-            return block.entry.kind if _is_movable(block) and block not in spared and not waits else None
+            return block.entry.kind if _is_movable(block) and block not in spared else None
 
         for kind, group in groupby(blocks, kind_of):
             end = first + len(list(group))
@@ -202,7 +190,7 @@ class ParkedPasts:
         moves = release_units([run.past for run in runs], units, self._host.num_available_units, costs)
         for index, group in groupby(moves, lambda move: move.past):
             self._move(runs[index], list(group), step_id)
-        return sum(move.blocks * runs[move.past].past.freed_units(move.place) for move in moves)
+        return sum(move.blocks * runs[move.past].past.block_units for move in moves)
 
     def _move(self, run: _Run, moves: Sequence[Move], step_id: int) -> None:
         end = run.first + run.past.num_blocks
@@ -211,10 +199,9 @@ class ParkedPasts:
             if place is Place.DROP:
                 self._truncate(run.request, begin)
             else:
-                put = self._swap_out if place is Place.HOST else self._compress
                 # Tail first: the head of a prefix is the most valuable part and must be evicted last.
                 for index in reversed(range(begin, end)):
-                    put(run.request, index, step_id)
+                    self._swap_out(run.request, index, step_id)
             end = begin
         self._check_holder(run.request)
 
@@ -227,14 +214,6 @@ class ParkedPasts:
         self._tiers.operations.append(CacheOperation(CacheAction.SWAP_OUT, source.entry, target.entry))
         cache_map.blocks[index] = target
         self._device.release(source, request.last_step)
-
-    def _compress(self, request: Request, index: int, step_id: int) -> None:
-        cache_map = request.cache_map
-        source = cache_map.blocks[index]
-        target = self._device.compress(source, step_id, request.last_step)
-        cache_map.parked_in_step = step_id
-        self._tiers.operations.append(CacheOperation(CacheAction.COMPRESS, source.entry, target.entry))
-        cache_map.blocks[index] = target
 
     def _cut(self, holders: Sequence[Request], units: int, spared: Collection[CacheBlock]) -> int:
         """Drop pasts of `holders` from the first block on that can come free; returns the units that did.
@@ -257,7 +236,7 @@ class ParkedPasts:
         cache_map = request.cache_map
         cache_map.blocks, lost = cache_map.blocks[:num_blocks], cache_map.blocks[num_blocks:]
         cache_map.num_parked_tokens = min(cache_map.num_parked_tokens, num_blocks * self._config.block_size)
-        unsent = self._tiers.cancel({b.entry for b in lost if not b.on_device or _is_compressed(b)})
+        unsent = self._tiers.cancel({b.entry for b in lost if not b.on_device})
         for block in reversed(lost):
             if block.entry in unsent:
                 block.last_step = -1
@@ -275,10 +254,6 @@ class ParkedPasts:
 def _is_movable(block: CacheBlock) -> bool:
     """Whether moving it frees its device units: no other request holds it."""
     return block.on_device and block.ref_count == 1
-
-
-def _is_compressed(block: CacheBlock) -> bool:
-    return block.on_device and block.entry.kind.form.narrow
 
 
 def _count_kinds(blocks: Iterable[CacheBlock]) -> tuple[int, int]:

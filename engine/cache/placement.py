@@ -2,8 +2,7 @@
 
 A request that loses its place keeps its blocks until the room is needed. Then every block can be given up in two ways,
 each with a measured cost of bringing it back: a copy to the bounded host pool and back, or computing it again, which
-only the tail of a past can be, for progress is one counter. Where K and V may be kept in 8 bits, a block of them can
-give up half its room and stay. `release_units` frees what is asked for at the least cost
+only the tail of a past can be, for progress is one counter. `release_units` frees what is asked for at the least cost
 per unit, so that a plan is dearer than the best one by at most its last step on one block while the host has room.
 
 Which representation a full host should hold, so that bringing pasts back keeps link and device busy alike, is the
@@ -28,16 +27,14 @@ from predictor.model import LatencyPredictor
 from predictor.reach import EVERYTHING, Reach
 
 READ_STEPS = 64
-"""Steps for which a request that starts from compact form is charged, or a block that goes to 8 bits while it runs: it
-does so until memory is no longer short."""
+"""Steps for which a request that starts from compact form is charged: it runs so until memory is no longer short."""
 
 
 class Place(enum.IntEnum):
-    """Where blocks of a past may go; of equal cost, the first. COMPRESS: they stay, in 8 bits."""
+    """Where blocks of a past may go; of equal cost, the first."""
 
     DROP = 0
     HOST = 1
-    COMPRESS = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +45,6 @@ class RestoreCosts:
     recompute_pair    and of each earlier token that it attends to (a long past costs more per token)
     restore           K and V of one token from its compact form, once
     copy              one unit to the host and back, as far as it delays steps
-    convert           one token's K and V to 8 bits and back; infinite where they are not kept so
     reach             to which earlier tokens one attends
     """
 
@@ -56,7 +52,6 @@ class RestoreCosts:
     restore: float
     copy: float
     recompute_pair: float = 0.0
-    convert: float = math.inf
     reach: Reach = EVERYTHING
 
     def recompute_seconds(self, start: int, tokens: int) -> float:
@@ -75,23 +70,12 @@ def recompute_costs(model: LatencyPredictor, beside: BatchFeatures, chunk: int) 
 
 def restore_costs(model: LatencyPredictor | None, config: SchedulerConfig) -> RestoreCosts:
     """What the latency model says; without one only recomputing costs anything."""
-    converts = config.preempted_int8
     if model is None:
-        return RestoreCosts(recompute=1.0, restore=0.0, copy=0.0, convert=0.0 if converts else math.inf)
+        return RestoreCosts(recompute=1.0, restore=0.0, copy=0.0)
     recompute, pair = recompute_costs(model, BatchFeatures(model.reach), max(2, config.max_num_batched_tokens))
     copy = 2.0 * model.cache_work(transferred_bytes=config.unit_bytes)
     restore = model.cache_work(restored_tokens=1)
-    return RestoreCosts(recompute, restore, copy, pair, 2.0 * restore if converts else math.inf, model.reach)
-
-
-def narrow_pays(model: LatencyPredictor | None, config: SchedulerConfig) -> bool:
-    """Whether running requests should rather be read from 8 bits than lose their place: what a unit costs that a block
-    gives up so, made once and read in `READ_STEPS` steps, against half a block computed again."""
-    if not config.running_int8 or model is None:
-        return config.running_int8
-    narrow = model.cache_work(restored_tokens=1) + READ_STEPS * model.cache_work(compact_tokens=1)
-    recompute = restore_costs(model, config).recompute_seconds(0, config.block_size)
-    return narrow * config.block_size <= recompute / UNITS_PER_BLOCK
+    return RestoreCosts(recompute, restore, copy, pair, model.reach)
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,10 +101,6 @@ class Past:
         """Units of each block."""
         return self.kind.form.units
 
-    def freed_units(self, place: Place) -> int:
-        """By each block that goes there."""
-        return self.kind.form.saves if place is Place.COMPRESS else self.block_units
-
     def drop_seconds(self, blocks: int, costs: RestoreCosts) -> float:
         """Computing the last `blocks` blocks again. What lies there in compact form would have to be restored anyway:
         only what goes beyond that counts."""
@@ -130,8 +110,8 @@ class Past:
 
 
 class Move(NamedTuple):
-    """`blocks` blocks of past number `past` go to `place`. Of one past, in this order from its tail: DROP, HOST,
-    COMPRESS; what is in front of them stays."""
+    """`blocks` blocks of past number `past` go to `place`. Of one past, in this order from its tail: DROP, HOST; the
+    blocks in front of them stay."""
 
     past: int
     place: Place
@@ -142,28 +122,20 @@ def release_units(pasts: Sequence[Past], units: int, host_room: int, costs: Rest
     """The cheapest way to give up `units` device units, or all that these pasts hold, in the order of the pasts.
 
     `host_room`: free host units. Equal costs take the earlier past first, so give them in the order in which they may
-    lose. Nothing is moved when nothing is needed. Where compressing all would not free enough, so many blocks go
-    altogether first that compressing the others does.
+    lose. Nothing is moved when nothing is needed.
     """
     kept = [past.num_blocks for past in pasts]
     moves: list[Move] = []
-    ways = sorted(_ways(pasts, units, costs)) if units > 0 else []
-    half = sum(kept[index] for _, index, place in ways if place is Place.COMPRESS)
-    whole = [way for way in ways if way[2] is not Place.COMPRESS] if half else []
-    for number, (_, index, place) in enumerate([*whole, *ways]):
+    for _, index, place in sorted(_ways(pasts, units, costs)) if units > 0 else ():
         size = pasts[index].block_units
-        frees = pasts[index].freed_units(place)
-        # of the first pass: each block that goes, of either size, leaves one less for the rest to free
-        wanted = units - half if number < len(whole) else -(-units // frees)
-        blocks = min(kept[index], max(0, wanted))
+        blocks = min(kept[index], max(0, -(-units // size)))
         if place is Place.HOST:
             blocks = min(blocks, host_room // size)
             host_room -= blocks * size
         if blocks:
             moves.append(Move(index, place, blocks))
             kept[index] -= blocks
-            units -= blocks * frees
-            half -= blocks if pasts[index].kind.form.saves else 0
+            units -= blocks * size
     return sorted(moves)
 
 
@@ -173,8 +145,6 @@ def _ways(pasts: Sequence[Past], units: int, costs: RestoreCosts) -> Iterator[tu
     copy = _rounded(costs.copy)
     for index, past in enumerate(pasts):
         yield copy, index, Place.HOST
-        if past.kind.form.saves and math.isfinite(costs.convert):
-            yield _rounded(costs.convert * past.block_size), index, Place.COMPRESS
         if past.can_drop:
             blocks = min(past.num_blocks, -(-units // past.block_units))
             yield _rounded(past.drop_seconds(blocks, costs) / (blocks * past.block_units)), index, Place.DROP

@@ -12,14 +12,14 @@ its units stay what they are until the step has ended, so a copy may run at any 
 
 In a *paired* pool every block takes two units, and V's is the one behind K's, so that one number says where a block
 lies: the free list is a stack of such pairs, which blocks leave and come back to whole. Where blocks of one unit are
-among others (hidden state, 8 bits) units come free one by one, and no pool is paired.
+among others (hidden state) units come free one by one, and no pool is paired.
 
 A pool may gain memory and lose it again (KunServe §4.1, §4.4): `grow` adds unit numbers behind the last one, `shrink`
 takes numbers from the end. Units behind the new end that a block still holds *retire*: nobody gets them any more, and
 they are gone when that block is given up. Memory may serve something else only once `num_retiring_units` is 0.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from functools import partial
 
 from engine.cache.blocks import CacheBlock, CacheEntry, CacheKind, Tier, count_units
@@ -117,20 +117,8 @@ class BlockPool:
             for each in zip(*(taken[i::size] for i in range(size)), strict=True)
         ]
 
-    def adopt(self, found: Iterable[tuple[CacheEntry, bytes]]) -> None:
-        """Offer what lies in free units already, of an earlier life: entries and the hashes they are published by."""
-        taken: set[int] = set()
-        for entry, block_hash in found:
-            if block_hash in self._index or not taken.isdisjoint(entry.units):
-                continue
-            taken.update(entry.units)
-            block = CacheBlock(entry, ref_count=0, block_hash=block_hash, online=True)
-            self._index[block_hash] = block
-            self._settle(block)
-        self._free = [unit for unit in self._free if unit not in taken]
-
     def forget(self) -> None:
-        """Offer nothing any more: what is here is lost. Holders keep their blocks."""
+        """Withdraw every published block, because its content is lost. Holders keep their blocks."""
         for block in list(self._index.values()):
             self.withdraw(block)
 
@@ -142,11 +130,6 @@ class BlockPool:
     def next_evicted(self) -> CacheBlock | None:
         """The least recently used cached block; those that only offline work touched come first."""
         return next(iter(self._cached_offline or self._cached_online), None)
-
-    @property
-    def kept_for_chats(self) -> Iterator[CacheBlock]:
-        """Cached blocks that online work touched, the one used last first: of a prefix, its head first."""
-        return reversed(self._cached_online)
 
     def num_idle_units(self, blocks: Iterable[CacheBlock]) -> int:
         """How many of these blocks' units count as available here now and would no longer once acquired."""
@@ -181,22 +164,6 @@ class BlockPool:
             self.num_deferred_units += size
         else:
             self._settle(block)
-
-    def compress(self, block: CacheBlock, step_id: int, last_step: int) -> CacheBlock:
-        """The block that its one holder has in place of a KV block once the step `step_id` has put it in 8 bits. V's
-        unit is given up; `last_step` is the newest step that may touch it. Nobody is offered the old one any more."""
-        assert block.ref_count == 1 and block.entry.kind.form.saves, "this block cannot be compressed"
-        self.withdraw(block)
-        entry, freed = block.entry.narrowed()
-        self.release(CacheBlock(freed, online=block.online), last_step)
-        return CacheBlock(entry, online=block.online, last_step=step_id)
-
-    def expand(self, block: CacheBlock, spare: CacheBlock) -> CacheBlock:
-        """The KV block that a holder has in place of one in 8 bits, with the unit of `spare`, which is his too."""
-        assert block.ref_count == spare.ref_count == 1
-        assert block.entry.kind is spare.entry.kind and block.entry.kind.form.narrow, "this block cannot be expanded"
-        entry = block.entry.widened(spare.entry)
-        return CacheBlock(entry, online=block.online, last_step=max(block.last_step, spare.last_step))
 
     def complete_step(self, step_id: int) -> None:
         """All steps up to `step_id` have ended: blocks deferred for them become free or cached."""

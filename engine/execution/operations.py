@@ -1,4 +1,4 @@
-"""Cache operations of a step: restore K and V from hidden state, to 8 bits and back, and copies between the tiers.
+"""Cache operations of a step: restore K and V from hidden state, and copy units between the tiers.
 
 Neighbouring operations of one action run as one batch, in their order.
 """
@@ -11,7 +11,6 @@ import numpy as np
 
 from engine.arrays import IntArray
 from engine.cache.blocks import CacheAction, CacheKind, CacheOperation, Tier
-from engine.execution.disk import DiskTier
 from engine.execution.pool import UnitPool
 
 
@@ -31,19 +30,12 @@ class CacheMover(Protocol):
         """Copy host units to device units [n, 2]; what follows finds them there."""
 
 
-def run_operations(mover: CacheMover, operations: Sequence[CacheOperation], disk: DiskTier | None) -> None:
+def run_operations(mover: CacheMover, operations: Sequence[CacheOperation]) -> None:
     """Run, or launch, the operations of one step in their order."""
     for action, group in groupby(operations, key=lambda operation: operation.action):
         batch = list(group)
-        if action in (CacheAction.WRITE, CacheAction.READ):
-            assert disk is not None, "this runner was made without a disk"
-            (disk.write if action is CacheAction.WRITE else disk.read)(batch)
-        elif action is CacheAction.RESTORE:
+        if action is CacheAction.RESTORE:
             mover.restore(_restored_units(batch), np.array([each.start for each in batch], dtype=np.int64))
-        elif action in (CacheAction.COMPRESS, CacheAction.EXPAND):
-            compressed, blocks = mover.pool.compressed, _converted_units(batch)
-            assert compressed is not None, "this runner was made without blocks in 8 bits"
-            (compressed.compress if action is CacheAction.COMPRESS else compressed.expand)(blocks)
         elif action is CacheAction.SWAP_IN:
             mover.swap_in(_swapped_units(batch, Tier.HOST, Tier.DEVICE))
         else:
@@ -55,15 +47,6 @@ def _restored_units(batch: Sequence[CacheOperation]) -> IntArray:
         assert (each.source.kind, each.source.tier) == (CacheKind.HIDDEN, Tier.DEVICE), "hidden state is restored"
         assert (each.target.kind, each.target.tier) == (CacheKind.KV, Tier.DEVICE), "... to K and V on the device"
     return np.array([each.source.units + each.target.units for each in batch], dtype=np.int64)
-
-
-def _converted_units(batch: Sequence[CacheOperation]) -> IntArray:
-    ways = {CacheAction.COMPRESS: (CacheKind.KV, CacheKind.KV8), CacheAction.EXPAND: (CacheKind.KV8, CacheKind.KV)}
-    for each in batch:
-        assert each.source.tier is each.target.tier is Tier.DEVICE, "a block is converted on the device"
-        assert (each.source.kind, each.target.kind) == ways[each.action], "K and V in 8 bits are made of K and V"
-        assert each.source.units[0] == each.target.units[0], "a block is converted where it lies"
-    return np.array([max(each.source.units, each.target.units, key=len) for each in batch], dtype=np.int64)
 
 
 def _swapped_units(batch: Sequence[CacheOperation], source: Tier, target: Tier) -> IntArray:

@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 
 from engine.execution.offload import Offload
-from engine.models.byte_cells import CELL_TYPES
+from engine.models.byte_cells import INTEGERS
 from engine.models.implementation import OWN
 from engine.models.lora import AdapterPlan
 from engine.models.spec import ModelShape, ModelSpec
@@ -26,11 +26,9 @@ class LaunchPlan:
     of 8 bits, of the checkpoint.
     `memory_utilization`: share of a GPU's memory to use. `host_units` of the host tier; `scratch_blocks`: how many
     blocks a step may run from hidden state; `state_slots`: checkpoints of what recurrent layers keep, and
-    `host_state_slots` on the host. `eight_bits`: what K and V are kept in, as `--kv-cache-dtype` says it (int8, fp8),
-    or nothing; `parked_int8`: those on the tiers behind the device are; `preempted_int8`: those of requests that wait
-    may be, `running_int8`: and full blocks of those that run. `kernels`: what steps on a CPU run by, and `threads` how
-    many work on one, once known. `offload`: which layers stream; None: all weights stay. `stream_seconds`: what that
-    takes of a step, once measured.
+    `host_state_slots` on the host. `int8_cache`: K and V are kept in 8 bits. `kernels`: what steps on a CPU run by, and
+    `threads` how many work on one, once known. `offload`: which layers stream; None: all weights stay.
+    `stream_seconds`: the part of a step that streaming takes, once measured.
     `droppable`: layers may be given up for a while, for more units (`engine.execution.stages`).
     `adapters`: LoRA beside the weights, which take `adapter_bytes`; `takes_adapters`: these or later ones may be.
     `implementation` of the layers: "own" or "transformers". `whole`: the model of which `spec` is the part that each of
@@ -57,10 +55,7 @@ class LaunchPlan:
     offload: Offload | None = None
     stream_seconds: float = 0.0
     implementation: str = OWN
-    eight_bits: str = ""
-    parked_int8: bool = False
-    preempted_int8: bool = False
-    running_int8: bool = False
+    int8_cache: bool = False
     droppable: bool = False
     adapters: tuple[AdapterPlan, ...] = ()
     adapter_bytes: int = 0
@@ -83,21 +78,12 @@ class LaunchPlan:
     def precision(self) -> str:
         """What weights, activations and cache are kept in, to tell."""
         layers = [] if self.quantization == "none" else [f"{self.quantization} layers"]
-        return ", ".join((self.dtype, *layers, *self._cache))
+        return ", ".join((self.dtype, *layers, *(["int8 cache"] if self.int8_cache else [])))
 
     @property
     def cell_type(self) -> torch.dtype | None:
         """The type of a cache of 8 bits; None: K and V are kept in the type that they are computed in."""
-        return CELL_TYPES.get(self.eight_bits)
-
-    @property
-    def _cache(self) -> list[str]:
-        if self.eight_bits:
-            return [f"{self.eight_bits} cache"]
-        ways = {"int8 parked": self.parked_int8, "int8 preempted": self.preempted_int8}
-        if self.running_int8:
-            return ["int8 preempted and running"]
-        return [name for name, chosen in ways.items() if chosen]
+        return INTEGERS if self.int8_cache else None
 
     @property
     def stored(self) -> bool:

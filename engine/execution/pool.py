@@ -4,9 +4,8 @@ A *unit* is one block of K, or of V, or of hidden state, for all layers. Unit u 
 slice is `[block_size, kv_heads, head_dim]`, a *cell* one token's part of it; in 8 bits as `engine.models.byte_cells`
 has it. One more unit behind the last is all zeros, never written, the target of every padded block table entry. Behind
 it lie the scratch slices, which K and V of hidden blocks pass through: table entry -1 - i is scratch slice i, the same
-in every layer. (A pool without scratch may have blocks in 8 bits: `engine.execution.compressed`.) A pool with neither
-is *paired*: V of a block lies in the unit behind its K. A host tier of units of the same layout takes what is swapped
-out. Who owns which unit is the control plane's affair.
+in every layer. A pool without scratch is *paired*: V of a block lies in the unit behind its K. A host tier of units of
+the same layout takes what is swapped out. Who owns which unit is the control plane's affair.
 
 A pool may be laid out anew for fewer layers, whose units are smaller and so more of them (KunServe §4.1), and back: it
 has more addresses than memory then (`PoolMemory`).
@@ -21,10 +20,8 @@ import torch
 from torch import Tensor
 
 from engine.errors import ConfigError
-from engine.execution.compressed import CompressedUnits, scale_bytes
 from engine.execution.huge_pages import advise
 from engine.execution.lane import host_zeros
-from engine.execution.parked_form import ParkedForm
 from engine.models.byte_cells import ByteSlices, slice_elements
 from engine.models.spec import ModelShape, hidden_offer
 from predictor.limits import Limits
@@ -74,11 +71,10 @@ class UnitPool:
 
     `slices [num_slices, block_size * kv_heads * head_dim]`, `cells [num_slices * block_size, kv_heads * head_dim]`
     (none of 8 bits) and `units [num_units + 1, elements of a unit]` are views of the same memory; `host_units
-    [num_host_units, elements of `parked`]` is pinned where the device is not the CPU. On the CPU a page is committed
+    [num_host_units, elements of a unit]` is pinned where the device is not the CPU. On the CPU a page is committed
     when it is first touched.
 
-    `parked_int8`: what goes to lower tiers is kept in 8 bits there; `preempted_int8`: what waits may be, anywhere
-    (`compressed`). `layers`: whose slices a unit has. `spare_bytes`: addresses that more units of fewer layers may
+    `layers`: whose slices a unit has. `spare_bytes`: addresses that more units of fewer layers may
     take, in memory that `reserve` gives.
     """
 
@@ -95,16 +91,11 @@ class UnitPool:
         scratch_blocks: int = 0,
         num_host_units: int = 0,
         cell_type: torch.dtype | None = None,
-        parked_int8: bool = False,
-        preempted_int8: bool = False,
         spare_bytes: int = 0,
         reserve: Reserve = HostMemory,
     ) -> None:
-        assert not ((cell_type or parked_int8) and scratch_blocks), "hidden state does not fit in units of 8 bits"
-        assert not (spare_bytes and (scratch_blocks or num_host_units or preempted_int8)), (
-            "nothing else depends on a unit's size"
-        )
-        assert not (preempted_int8 and scratch_blocks), "entries below zero are either of scratch or of 8 bits"
+        assert not (cell_type and scratch_blocks), "hidden state does not fit in units of 8 bits"
+        assert not (spare_bytes and (scratch_blocks or num_host_units)), "nothing else depends on a unit's size"
         self.num_units = num_units
         self.spare_bytes = spare_bytes
         self.num_layers = num_layers
@@ -122,33 +113,25 @@ class UnitPool:
         unit_size = num_layers * slice_size
         num_slices = self.scratch_base + scratch_blocks * SLICES_PER_SCRATCH_BLOCK
         held = num_slices * slice_size
-        shape = (num_layers, block_size, num_kv_heads, head_dim)
-        scales = num_units * scale_bytes(*shape[:-1]) // stored.itemsize if preempted_int8 else 0
         self._memory: PoolMemory | None = None
         if spare_bytes:
             self._memory = reserve(held * stored.itemsize, spare_bytes)
             num_slices += spare_bytes // (slice_size * stored.itemsize)
             storage = self._memory.tensor[: num_slices * slice_size * stored.itemsize].view(stored)
         else:
-            storage = _zeros(held + scales, stored, device)
+            storage = _zeros(held, stored, device)
         self.slices: Tensor = storage[: num_slices * slice_size].view(num_slices, slice_size)
         self.bytes = ByteSlices(self.slices, block_size, num_kv_heads, head_dim) if cell_type else None
         if not cell_type:
             self.cells: Tensor = self.slices.view(num_slices * block_size, num_kv_heads * head_dim)
         self.units: Tensor = storage[: (num_units + 1) * unit_size].view(num_units + 1, unit_size)
-        self.parked = ParkedForm(num_layers, block_size, num_kv_heads, head_dim, stored, int8=parked_int8)
-        self.compressed = None
-        if preempted_int8:
-            host = _host_zeros(num_host_units * scale_bytes(*shape[:-1]), torch.uint8, device)
-            self.compressed = CompressedUnits(self.units[:num_units], storage[held:], *shape, host)
-        host = _host_zeros(num_host_units * self.parked.elements, self.parked.dtype, device)
-        self.host_units = host.view(num_host_units, self.parked.elements)
+        self.host_units = _host_zeros(num_host_units * unit_size, stored, device).view(num_host_units, unit_size)
         self._layers = np.arange(num_layers, dtype=np.int64)[:, None]
 
     @property
     def paired(self) -> bool:
         """Whether the entry of a block's K says where its V lies, too: `num_layers` slices behind it, once for all."""
-        return not self.scratch_blocks and self.compressed is None and not self.spare_bytes
+        return not self.scratch_blocks and not self.spare_bytes
 
     @classmethod
     def of(
@@ -160,8 +143,6 @@ class UnitPool:
         host_units: int,
         *,
         cell_type: torch.dtype | None = None,
-        parked_int8: bool = False,
-        preempted_int8: bool = False,
         spare_bytes: int = 0,
         reserve: Reserve = HostMemory,
     ) -> Self:
@@ -172,8 +153,7 @@ class UnitPool:
         return cls(
             limits.num_units, num_layers=spec.num_layers, block_size=limits.block_size, num_kv_heads=spec.num_kv_heads,
             head_dim=spec.head_dim, dtype=like.dtype, device=like.device, scratch_blocks=scratch_blocks,
-            num_host_units=host_units, cell_type=cell_type, parked_int8=parked_int8, preempted_int8=preempted_int8,
-            spare_bytes=spare_bytes, reserve=reserve,
+            num_host_units=host_units, cell_type=cell_type, spare_bytes=spare_bytes, reserve=reserve,
         )  # fmt: skip
 
     def write(self, cells: Tensor, values: Tensor) -> None:

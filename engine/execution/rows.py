@@ -41,8 +41,6 @@ class RowTable:
     `window`: see `SchedulerConfig`. Entries of blocks before it may be of units that others have by now, or mean
     nothing: nobody reads what they say (`num_unseen`).
 
-    A block in 8 bits has -1 - unit for K and for V (`engine.execution.compressed`).
-
     `is_hidden [rows, max_blocks]`: blocks of hidden state (the entries of other blocks in `hidden_table` mean nothing),
     `num_hidden [rows]`: how many a row has; refused unless `hidden`. K and V of those pass through scratch, to which
     `engine.execution.hidden` points `k_table` and `v_table` anew for every step that projects them: such entries are
@@ -181,7 +179,5 @@ class RowTable:
         if hidden:
             (self.hidden_table[row, block],) = entry.units
             self.k_table[row, block] = self.v_table[row, block] = -1
-        elif entry.kind is CacheKind.KV8:
-            self.k_table[row, block] = self.v_table[row, block] = -1 - entry.units[0]
         else:
             self.k_table[row, block], self.v_table[row, block] = entry.units

@@ -24,7 +24,6 @@ from engine.adapters import AdapterLoader
 from engine.api import TokenLogprobs
 from engine.arrays import Int32Array, IntArray
 from engine.errors import InvalidRequestError
-from engine.execution.disk import DiskTier
 from engine.execution.lane import Lane, Mark, pinned
 from engine.execution.layout import chunk_array
 from engine.execution.masks import MAX_FORCED, PATIENCE, FinishMasks, RowMasks, StepMasks, masked
@@ -124,7 +123,6 @@ class Runner(Generic[DeviceT]):
         self.masks: RowMasks | None = None
         self.grammars: GrammarCompiler | None = None
         self.adapters: AdapterLoader | None = None
-        self.disk: DiskTier | None = None
         self.ranks: OtherRanks | None = None
         self._pools = RowPools(device.rows)
 
@@ -154,7 +152,7 @@ class Runner(Generic[DeviceT]):
             self._rows.apply(output)
             if self.ranks is not None:
                 self.ranks.begin(output, self._rows)
-            run_operations(device, output.operations, self.disk)
+            run_operations(device, output.operations)
             chunks = chunk_array(output.chunks)
             pools = self._pools.begin(chunks)
             samples = self._run(chunks, pools) if len(chunks) else None
@@ -251,10 +249,9 @@ class Runner(Generic[DeviceT]):
         ended = time.perf_counter()
         # a step launched behind another begins when that one ends
         latency, self._last_end = ended - max(began, self._last_end), ended
-        failed, disk_seconds = (False, 0.0) if self.disk is None else (self.disk.failed, self.disk.seconds)
         if samples is None:
-            return ModelRunnerOutput(step_id, [], None, latency, {}, pooled, failed, disk_seconds)
+            return ModelRunnerOutput(step_id, [], None, latency, {}, pooled)
         logprobs = None if samples.logprobs is None else samples.logprobs()
         tokens = samples.tokens.tolist()
         forced = {at: run for at, run in samples.forced.items() if tokens[at] >= 0}
-        return ModelRunnerOutput(step_id, tokens, logprobs, latency, forced, pooled, failed, disk_seconds)
+        return ModelRunnerOutput(step_id, tokens, logprobs, latency, forced, pooled)

@@ -173,8 +173,8 @@ def cannot_drop(runner: Runner[Any]) -> str | None:
     pool, layers = device.pool, device.decoder.weights.layers
     if not isinstance(layers, ResidentLayers):
         return "layers that stream take no memory that could be cache"
-    if pool.scratch_blocks or len(pool.host_units) or runner.disk is not None:
-        return "a cache of hidden state, in host memory or on a disk holds units of all layers"
+    if pool.scratch_blocks or len(pool.host_units):
+        return "a cache of hidden state or in host memory holds units of all layers"
     if len(layers) < 2:
         return "the model has one layer"
     if device.adapters:

@@ -350,8 +350,7 @@ class FleetClient:
         for member in self._members:
             if member.engine.is_up:
                 continue
-            if not (member.leaves and member.engine.info.keeps_chats):
-                member.lose_cache()
+            member.lose_cache()
             living = self._living()
             entries = member.engine.take_movable() if living else []
             for entry in entries:

@@ -243,7 +243,6 @@ def decode_attention(
     window: int = 0,
     softcap: float = 0.0,
     sinks: Tensor | None = None,
-    mixed: int = 0,
     pair: int = 0,
 ) -> None:
     """out[i] = softmax(scale * q[i] K^T) V; shapes as in the kernel's wrapper, `partial*` and `arrived` unused."""
@@ -253,7 +252,7 @@ def decode_attention(
         if not length:
             continue
         first = max(0, length - window) if window else 0
-        k, v = _gather(pool, (k_table[row], v_table[row]), first, length, layer, scratch_base, mixed, out.shape[2])
+        k, v = _gather(pool, (k_table[row], v_table[row]), first, length, layer, scratch_base, out.shape[2])
         out[index] = _attend(q[index], k, v, scale, softcap, sinks).to(out.dtype)
 
 
@@ -273,7 +272,6 @@ def prefill_attention(
     window: int = 0,
     softcap: float = 0.0,
     sinks: Tensor | None = None,
-    mixed: int = 0,
     pair: int = 0,
 ) -> None:
     """Causal attention of every chunk's tokens; shapes as in the kernel's wrapper, `partial*` unused."""
@@ -282,7 +280,7 @@ def prefill_attention(
     for row, first, length, position in work.chunks.tolist():
         oldest = max(0, position + 1 - window) if window else 0
         tables, end = (k_table[row], v_table[row]), position + length
-        k, v = _gather(pool, tables, oldest, end, layer, scratch_base, mixed, out.shape[2])
+        k, v = _gather(pool, tables, oldest, end, layer, scratch_base, out.shape[2])
         for token in range(length):
             end = position + token + 1
             seen = slice(max(0, end - window) - oldest if window else 0, end - oldest)
@@ -296,7 +294,6 @@ def _gather(
     end: int,
     layer: int,
     scratch_base: int,
-    mixed: int,
     value_dim: int,
 ) -> tuple[Tensor, Tensor]:
     """K [end - first, kv_heads, head_dim] and V [end - first, kv_heads, value_dim] of tokens `first` to `end` behind
@@ -308,29 +305,7 @@ def _gather(
         slices, where = ByteSlices.of(pool), (slots // pool.shape[1], slots % pool.shape[1])
         k, v = dequantize(slices.values[where], slices.scales[where], torch.float32)
         return k, v
-    if not mixed:
-        return _cells(pool, pool.shape[3])[slots[0]], _cells(pool, value_dim)[slots[1]]
-    entries = torch.stack([row[positions // pool.shape[1]] for row in rows]).long()
-    wide = pool.flatten(0, 1)[torch.where(entries < 0, 0, slots)]
-    narrow = _narrow_tokens(pool, (-1 - entries).clamp(min=0), positions, layer, scratch_base, mixed)
-    k, v = torch.where((entries < 0)[:, :, None, None], narrow, wide.to(narrow.dtype))
-    return k, v
-
-
-def _narrow_tokens(
-    pool: Tensor, starts: Tensor, positions: Tensor, layer: int, scratch_base: int, layers: int
-) -> Tensor:
-    """K and V [2, n, kv_heads, head_dim] float32 of tokens at `positions [n]`, of blocks in 8 bits in units whose first
-    slices are `starts [2, n]`."""
-    block_size, kv_heads, head_dim = pool.shape[1:]
-    shape = (2, layers, block_size, kv_heads)
-    values = pool.flatten().view(torch.int8).view(scratch_base // layers, -1)[:, : torch.Size(shape).numel() * head_dim]
-    behind = torch.empty(0, dtype=torch.bfloat16, device=pool.device).set_(pool.untyped_storage())
-    first = (pool.storage_offset() + pool.numel()) * pool.element_size() // behind.element_size()
-    scales = behind[first:][: (scratch_base // layers - 1) * torch.Size(shape).numel()].view(-1, *shape)
-    parts = torch.arange(2, device=pool.device)[:, None]
-    where = (starts // layers, parts, layer, positions % block_size)
-    return dequantize(torch.unflatten(values, 1, (*shape, head_dim))[where], scales[where], torch.float32)
+    return _cells(pool, pool.shape[3])[slots[0]], _cells(pool, value_dim)[slots[1]]
 
 
 def _keep(pool: Tensor, slots: Tensor, x: Tensor) -> None:

@@ -213,7 +213,6 @@ class EngineServer:
         self._connection: Connection[frames.ToEngine] | None = None
         self._outbox: list[RequestOutput] = []
         self._shutdown = asyncio.Event()
-        self._keep_seconds = 0.0
         self._ending = False
         self._preparing: set[str] = set()
         self._recorder: FlightRecorder | None = None
@@ -250,7 +249,7 @@ class EngineServer:
         for task in tasks:
             task.cancel()
         await asyncio.wait(tasks)
-        await engine.stop(keep_seconds=self._keep_seconds)
+        await engine.stop()
 
     async def _ask_again(self, golden: Golden) -> None:
         """Every hour, and after failed steps."""
@@ -298,14 +297,7 @@ class EngineServer:
                 self._send(frames.Stats(call, self._engine.snapshot()))
             case frames.Regroup(call, order):
                 self._do(self._regroup(call, self._stage.take(order)))
-            case frames.Shutdown(keep_seconds):
-                self._keep_seconds = keep_seconds
-                self._shutdown.set()
-            case frames.Keep(seconds):
-                self._ending = True
-                self._preparing.clear()  # nor is anything begun that waits for its grammar
-                self._engine.drop_all()
-                self._keep_seconds = seconds
+            case frames.Shutdown():
                 self._shutdown.set()
             case _:
                 raise AssertionError(f"{message} comes once, and first")

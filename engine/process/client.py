@@ -19,7 +19,6 @@ from typing import Any
 
 from engine.adapters import AdapterFiles
 from engine.api import (
-    KEEP_SECONDS,
     EngineInfo,
     EngineRequest,
     EngineState,
@@ -147,8 +146,6 @@ class EngineProcess:
         self._adapters: dict[int, AdapterFiles] = {}
         self._task: asyncio.Task[None] | None = None
         self._started = self._draining = self._stopping = self._judged = self._has_worked = False
-        self._dismissal: asyncio.TimerHandle | None = None
-        self._keep_until: float | None = None
         self._death: str | None = None
         self._dead = asyncio.Event()
 
@@ -428,29 +425,14 @@ class EngineProcess:
             if self._child is not child or self._stopping:
                 await launcher.drop()
                 return STARTED_ANYWAY
-        keeps = launcher.launch.config.disk_space > 0 and source == launcher.source
         launcher.source = source
         self._cause = RENEWED
         self._ready.clear()
-        self._dismiss(child, KEEP_SECONDS if keeps else 0.0)
+        child.kill()
         while not self._ready.is_set() and self._death is None and not self._draining:
             self._changed.clear()
             await self._changed.wait()
         return "another engine process runs"
-
-    def _dismiss(self, child: Endpoint, keep_seconds: float) -> None:
-        """Have it end, now or after it has written what the disk keeps of chats for the next one. It says nothing more
-        about its requests, so others of a fleet may go on with them from now on."""
-        if not keep_seconds:
-            child.kill()
-            return
-        self._watch.end()
-        self._calls.end()  # what it has not answered yet is asked of the next one
-        self._send(frames.Keep(keep_seconds))
-        self._keep_until = self._clock() + STOP_SECONDS + keep_seconds
-        self._dismissal = asyncio.get_running_loop().call_later(STOP_SECONDS + keep_seconds, child.kill)
-        self._judged = True
-        self._tell_change()
 
     async def start(self) -> None:
         """Start stepping; a process that cannot is an error now, and later one that died."""
@@ -467,7 +449,6 @@ class EngineProcess:
     async def stop(self, drain_seconds: float = 0.0) -> None:
         """See EngineClient.stop. A process that does not end by itself within a moment is killed."""
         self._draining = True
-        ends = self._clock() + drain_seconds
         self._changed.set()
         if self._task is None:
             return
@@ -486,10 +467,8 @@ class EngineProcess:
             each.cancel()
         await asyncio.wait(tasks)
         if self._child is not None:
-            keeps = self._launcher.launch.config.disk_space > 0
-            keep_seconds = max(KEEP_SECONDS, ends - self._clock()) if keeps else 0.0
-            self._send(frames.Shutdown(keep_seconds))
-            await self._end(self._child, grace=STOP_SECONDS + keep_seconds)
+            self._send(frames.Shutdown())
+            await self._end(self._child, grace=STOP_SECONDS)
         self._watch.end()
         await asyncio.to_thread(self.discard)
 
@@ -630,9 +609,7 @@ class EngineProcess:
         await asyncio.wait([self._lost])
         if not self._lost.cancelled():
             self._lost.exception()
-        keep_until, self._keep_until = self._keep_until, None
-        # the socket closes with the process, as things are; this does not rest on it while the disk is being written
-        ended = await self._end(child, grace=0.0 if keep_until is None else keep_until - self._clock())
+        ended = await self._end(child, grace=0.0)
         cause = self._cause or ("killed" if ended == "signal 9" else "crash")
         self._keep_flight(cause, child)
         return cause, ended
@@ -640,8 +617,6 @@ class EngineProcess:
     async def _end(self, child: Endpoint, grace: float) -> str:
         """See that it is gone, and all that was asked of it with it."""
         self._down()
-        if self._dismissal is not None:
-            self._dismissal.cancel()
         ended = ""
         if grace > 0:
             with suppress(TimeoutError):

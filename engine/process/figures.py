@@ -8,7 +8,6 @@ from engine.api import EngineStats
 
 GAUGES = frozenset(
     {"running", "waiting", "units_total", "units_free", "units_cached", "units_owned", "host_units_total"}
-    | {"disk_units_total", "disk_units_used"}
     | {"host_units_used", "host_units_cached", "hidden_blocks", "colocation", "token_costs", "restarts"}
     | {"resumed_requests", "engines", "pipelines", "state_slots_total", "state_slots_used"}
 )

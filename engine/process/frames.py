@@ -123,21 +123,12 @@ class Regroup(Message, frozen=True):
 
 
 class Shutdown(Message, frozen=True):
-    """End every request and the process. `keep_seconds`: in which what the disk keeps of chats may be written."""
-
-    keep_seconds: float = 0.0
-
-
-class Keep(Message, frozen=True):
-    """End, as another process takes over: let go of every request without a word, and write what the disk keeps of
-    chats, for at most `seconds`. Nothing that comes behind it is heard."""
-
-    seconds: float
+    """End every request and the process."""
 
 
 ToEngine = (
     Launch | Begin | Submit | Resume | CheckRoom | Abort | SetLane | LoadAdapter | UnloadAdapter | AskStats | Regroup
-    | Shutdown | Keep
+    | Shutdown
 )  # fmt: skip
 
 

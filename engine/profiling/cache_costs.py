@@ -33,15 +33,12 @@ GREEDY = SamplingParams(max_tokens=1, temperature=0.0)
 @dataclass(frozen=True, slots=True)
 class CacheTiers:
     """What a runner offers beside KV on the device: blocks of scratch for hidden state, units of the host tier, and the
-    bytes of a unit. Nothing by default. `copy_rate`: bytes/s that no copy between the tiers exceeds. `compresses`: K
-    and V go to 8 bits and back; `reads`: and are read there."""
+    bytes of a unit. Nothing by default. `copy_rate`: bytes/s that no copy between the tiers exceeds."""
 
     scratch_blocks: int = 0
     host_units: int = 0
     unit_bytes: int = 0
     copy_rate: float = BUS_RATE
-    compresses: bool = False
-    reads: bool = False
 
 
 KV_ONLY = CacheTiers()
@@ -51,8 +48,7 @@ def measure_cache_costs(runner: ModelRunner, limits: Limits, tiers: CacheTiers, 
     """Costs of what `tiers` offers and the pool has room to measure; the rest stays None. The runner is idle after.
 
     None is less than moving the bytes takes that it must: of a swapped unit at the tiers' `copy_rate`, of a restored
-    token (hidden state read, K and V written) at `MEMORY_RATE`. Running from hidden state has hardly a bound: where
-    attention reads hidden state itself it may move less than from KV; a read at `MEMORY_RATE` stands for "nothing".
+    token (hidden state read, K and V written) at `MEMORY_RATE`, of a token run from hidden state a read at that rate.
     """
     bench = _Bench(runner, limits, repeats)
     unit_bytes = max(1, tiers.unit_bytes)
@@ -72,11 +68,6 @@ def measure_cache_costs(runner: ModelRunner, limits: Limits, tiers: CacheTiers, 
     if min(blocks, longest) > 0:
         run_hidden = at_two_sizes(in_rows(bench.run_hidden), blocks, token_seconds)
         restore = at_two_sizes(bench.restore, min(blocks, longest), 3 * token_seconds)
-    blocks = min(limits.num_units // 2 - 1, -(-MANY_TOKENS // limits.block_size))
-    if tiers.compresses and blocks > 0:
-        restore = at_two_sizes(bench.convert, blocks, 3 * token_seconds)
-    if tiers.reads and min(blocks, longest) > 1:
-        run_hidden = at_two_sizes(in_rows(bench.run_narrow), blocks, token_seconds)
     units = min(tiers.host_units, limits.num_units - 2, MAX_UNITS)
     if units > 0:
         floor = unit_bytes / tiers.copy_rate
@@ -115,13 +106,6 @@ class _Bench:
         tokens = sum(len(share) * self._block_size - 1 for share in shares)
         return self._cost(hidden, kv, tokens, floor)
 
-    def run_narrow(self, shares: Sequence[range], floor: float) -> Measured:
-        """The same from 8 bits, but for each share's last block, which is written to."""
-        kv = [_kv(range(2 * share.start, 2 * share.stop)) for share in shares]
-        narrow = [(*map(_narrow, entries[:-1]), entries[-1]) for entries in kv]
-        tokens = sum(len(entries) - 1 for entries in kv) * self._block_size
-        return self._cost(self._decode(narrow), self._decode(kv), max(1, tokens), floor)
-
     def restore(self, blocks: int, floor: float) -> Measured:
         """By the token; units 0 and 1 are those of the step's own request."""
         sources = _hidden(range(2, 2 + blocks))
@@ -131,14 +115,6 @@ class _Bench:
             for index, (source, target) in enumerate(zip(sources, targets, strict=True))
         ]
         return self._cost_of(operations, blocks * self._block_size, floor)
-
-    def convert(self, blocks: int, floor: float) -> Measured:
-        """By the token on one way, of all that go to 8 bits and come back."""
-        wide = _kv(range(2, 2 + 2 * blocks))
-        narrow = [_narrow(entry) for entry in wide]
-        operations = [CacheOperation(CacheAction.COMPRESS, *pair) for pair in zip(wide, narrow, strict=True)]
-        operations += [CacheOperation(CacheAction.EXPAND, *pair) for pair in zip(narrow, wide, strict=True)]
-        return self._cost_of(operations, 2 * blocks * self._block_size, floor)
 
     def swap(self, units: int, action: CacheAction, floor: float) -> float:
         """Seconds per unit in one direction."""
@@ -194,7 +170,3 @@ def _hidden(units: Sequence[int]) -> tuple[CacheEntry, ...]:
 def _kv(units: Sequence[int]) -> tuple[CacheEntry, ...]:
     pairs = zip(units[::2], units[1::2], strict=True)
     return tuple(CacheEntry(CacheKind.KV, Tier.DEVICE, pair) for pair in pairs)
-
-
-def _narrow(entry: CacheEntry) -> CacheEntry:
-    return CacheEntry(CacheKind.KV8, Tier.DEVICE, entry.units[:1])

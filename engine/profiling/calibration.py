@@ -201,8 +201,7 @@ def load_or_measure(
         profile = None
     if profile is not None:
         say(f"latency profile of {profile.created_at} ({profile.num_samples} steps, error {profile.held_out_mape:.1%})")
-        hidden, host = tiers.scratch_blocks > 0 or tiers.reads, tiers.host_units > 0
-        if profile.cache_costs.covers(hidden=hidden, host=host, converts=tiers.compresses):
+        if profile.cache_costs.covers(hidden=tiers.scratch_blocks > 0, host=tiers.host_units > 0):
             return profile
         costs = measure_cache_costs(runner, limits, tiers).over(profile.cache_costs)
         profile = profile.with_cache_costs(costs, tiers.unit_bytes)

@@ -8,11 +8,9 @@ are considered.
 """
 
 from collections.abc import Sequence
-from functools import cached_property, partial
 
 from engine.api import RequestClass
 from engine.cache.cache import Claim
-from engine.cache.placement import narrow_pays
 from engine.request import Request
 from engine.scheduling.output import AppendedEntries, ReplacedEntry
 from engine.scheduling.reservation import NOTHING, Reservation, has_room_beside
@@ -44,7 +42,6 @@ class Allocation:
         self._victims = Victims(state, step_id, now, reservation.protected, self._embedding_room)
         # Units that requests of this step could not get because they are still deferred: no further victim for those.
         self._stalled_units = 0
-        self._started: set[Request] = set()
 
     def make_room(self, request: Request, claim: Claim) -> bool:
         """Whether a row and the claim's units are available now, evicting offline work for an online request."""
@@ -57,10 +54,6 @@ class Allocation:
         if self._has_row(reservation) and self._has_units(request, claim, reservation, online=False):
             return True
         missing = self._needed(claim, reservation) - pool.num_available_units - pool.num_deferred_units
-        if self._has_row(reservation) and missing > 0 and self._narrow_for(request, missing, claim):
-            if self._has_units(request, claim, reservation, online=False):
-                return True
-            missing = self._needed(claim, reservation) - pool.num_available_units - pool.num_deferred_units
         if self._has_row(reservation) and missing <= 0:
             return False  # enough is on its way; a later step admits it
         protected = reservation.protected
@@ -115,33 +108,7 @@ class Allocation:
 
         if 0 < (units := missing()) <= parked.num_units(online=False, but=request):
             parked.reclaim(units, self._step_id, online=False, but=request, spared=frozenset(claim.hits))
-        if (units := missing()) > 0 and self._narrow_for(request, units, claim):
-            units = missing()
-        return units <= 0
-
-    @cached_property
-    def _narrows(self) -> bool:
-        return narrow_pays(self._state.model, self._state.config)
-
-    def narrowable(self, request: Request | None = None) -> list[Request]:
-        """Running requests whose blocks may go to 8 bits for `request` (None: for any online one): offline ones before
-        online ones, for an offline one no others; the last to come first."""
-        running = self._state.running
-        groups = [running[RequestClass.OFFLINE], running[RequestClass.ONLINE]]
-        if request is not None and request.request_class is RequestClass.OFFLINE:
-            del groups[1]
-        return [each for group in groups for each in reversed(group) if each not in self._started]
-
-    def _narrow_for(self, request: Request, units: int, claim: Claim | None = None) -> bool:
-        """Have running requests give up `units` units for this one. False, and nothing done: they have fewer, or it
-        does not pay."""
-        if not self._narrows:
-            return False
-        requests, spared = self.narrowable(request), frozenset() if claim is None else frozenset(claim.hits)
-        if self._cache.num_narrowable(requests, spared) < units:
-            return False
-        self._cache.narrow(requests, units, self._step_id, spared)
-        return True
+        return missing() <= 0
 
     def evict_late(self, starts: Sequence[Start]) -> None:
         """Before anything is in the step: room for the savable requests that it can begin, from late running ones."""
@@ -173,7 +140,6 @@ class Allocation:
         """Give the request what it claimed; what it has on the host comes back in this step. There must be room."""
         if request.request_class is RequestClass.ONLINE:
             self.prompts.append(request)
-        self._started.add(request)  # what it brings is there when the step's operations have run, and not before
         self._cache.take(request, claim, self._step_id)
 
     def grow_decode(self, request: Request) -> bool:
@@ -234,5 +200,4 @@ class Allocation:
             kept=self._kept_for_embeddings() if keeps else 0,
             from_online=is_online and self._cache.has_parked and self._victims.offline() is None,
             growing=growing,
-            narrow=partial(self._narrow_for, request) if self._narrows else None,
         )

@@ -48,6 +48,5 @@ class SchedulerCounters:
     prefix_queried_tokens: int = 0
     prefix_hit_tokens: int = 0
     prefix_host_hit_tokens: int = 0
-    prefix_disk_hit_tokens: int = 0
     leftover_seconds: float = 0.0
     leftover_used_seconds: float = 0.0

@@ -21,7 +21,6 @@ from engine.scheduling.output import (
     CacheWork,
     Chunk,
     NewRequest,
-    ReplacedEntry,
     SavedState,
     SchedulerOutput,
 )
@@ -89,15 +88,13 @@ class StepDraft:
         released, self.state.released_rows = self.state.released_rows, []
         features = self.ledger.features
         new_rows = {new.row for new in self._new_requests}
-        narrowed = self.state.cache.take_replaced()
-        moved = tuple(ReplacedEntry(request.row, index, entry) for request, index, entry in narrowed)
         output = SchedulerOutput(
             step_id=self.step_id,
             chunks=tuple(self.chunks),
             new_requests=tuple(self._new_requests),
             appended=tuple(entry for entry in self.allocation.appended if entry.row not in new_rows),
             released_rows=tuple(released),
-            replaced=tuple(self.allocation.replaced) + moved,
+            replaced=tuple(self.allocation.replaced),
             operations=operations,
             saved_states=tuple(self._saved_states),
             parked_states=parked_states,
@@ -115,8 +112,8 @@ class StepDraft:
         start = request.num_computed_tokens
         end = start + length
         sample = request.spec.pooling is None and end == len(request.token_ids) + request.num_placeholders
-        if widened := request.cache_map.num_widened:
-            self.ledger.charge_cache_work(CacheWork(compact_tokens=widened * self.state.config.block_size))
+        if compact := request.cache_map.num_compact:
+            self.ledger.charge_cache_work(CacheWork(compact_tokens=compact * self.state.config.block_size))
         if request.spec.adapter:
             self.ledger.charge_adapter(request.spec.adapter, length)
         if self.state.unwritten and request in self.state.unwritten:
@@ -138,7 +135,7 @@ class StepDraft:
         """The next token of each, charged in bulk: what `add_chunk` does, for the hundreds that every step has. They
         are marked as part of the step already."""
         cache = self.state.cache
-        special = cache.num_compact or cache.num_narrow or cache.keeps_states or self.state.unwritten
+        special = cache.num_compact or cache.keeps_states or self.state.unwritten
         if special or any(map(_pooling, requests)) or any(map(_adapter, requests)):
             for request in requests:
                 self.add_chunk(request, 1)
@@ -181,7 +178,7 @@ class StepDraft:
         waits = claim.goes_on is not None and request.request_class is RequestClass.ONLINE
         if waits and (self.chunks or claim.goes_on != self.step_id):  # (a step without chunks is not launched)
             return False
-        work = CacheWork(restored_tokens=claim.widened_tokens, transferred_bytes=claim.copied_bytes)
+        work = CacheWork(transferred_bytes=claim.copied_bytes)
         self._charge_moves(work)
         length = choose_length(claim.num_tokens, len(request.token_ids) - claim.num_tokens)
         with cache.holding(claim):
@@ -206,12 +203,11 @@ class StepDraft:
                 return
             counters.prefix_queried_tokens += request.num_prompt_tokens
             counters.prefix_hit_tokens += claim.num_tokens
-            size, tiers = self.state.config.block_size, [block.entry.tier for block in claim.hits]
-            counters.prefix_host_hit_tokens += tiers.count(Tier.HOST) * size
-            counters.prefix_disk_hit_tokens += tiers.count(Tier.DISK) * size
+            on_host = sum(block.entry.tier is Tier.HOST for block in claim.hits)
+            counters.prefix_host_hit_tokens += on_host * self.state.config.block_size
 
     def _charge_moves(self, work: CacheWork) -> None:
-        """What moves between tiers and goes to 8 bits and back; negative numbers take it back."""
+        """Charge what moves between tiers; negative numbers take it back."""
         if any(work):
             self._charged = CacheWork(*map(sum, zip(self._charged, work, strict=True)))
             self.ledger.charge_cache_work(work)
@@ -219,10 +215,8 @@ class StepDraft:
     def _charge_rest(self, operations: tuple[CacheOperation, ...], num_states: int) -> None:
         """What moves besides the pasts of those that start; `num_states` to the host and from there."""
         if operations or num_states or any(self._charged):
-            tiers, charged = self.state.cache.tiers, self._charged
-            tokens, moved = tiers.converted_tokens(operations), tiers.moved_bytes(operations)
-            moved += num_states * self.state.config.state_bytes
-            self._charge_moves(CacheWork(0, tokens - charged.restored_tokens, moved - charged.transferred_bytes))
+            moved = self.state.cache.tiers.moved_bytes(operations) + num_states * self.state.config.state_bytes
+            self._charge_moves(CacheWork(transferred_bytes=moved - self._charged.transferred_bytes))
 
 
 def _whole(request: Request) -> NewRequest:

@@ -90,9 +90,6 @@ class Failures:
             for request in each.live():
                 self._restart(request)
         failed = {each.output.step_id for each in undone}
-        for request in self._requests.values():  # who runs from 8 bits that are in doubt, in a step or not
-            if request.cache_map.num_narrow and request.cache_map.parked_in_step in failed:
-                self._restart(request)
         self._state.cache.rewind(self._requests.values(), failed)
         for each in undone:
             self._state.released_rows.extend(each.output.released_rows)

@@ -69,8 +69,8 @@ class StepLedger:
             self.seconds += self.model.cache_work(*work, beside=self.features)
         self.features.add_cache_work(*work)
 
-    def widened_seconds(self, tokens: int) -> float:
-        """What so many tokens of a chunk's past that are not K and V would add."""
+    def compact_seconds(self, tokens: int) -> float:
+        """Return the seconds that projecting `tokens` tokens from compact form would add."""
         return self.model.cache_work(tokens, beside=self.features) if tokens and self.model is not None else 0.0
 
     def charge_adapter(self, number: int, tokens: int) -> None:

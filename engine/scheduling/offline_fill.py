@@ -58,7 +58,7 @@ class OfflineFill:
         """The decodes before anything else in the plan, at once, if there is room for all of them: what `_continue`
         does one by one. Returns how many items of the plan are done with."""
         state, draft, ledger, step_id = self._state, self._draft, self._draft.ledger, self._draft.step_id
-        if state.cache.num_compact or state.cache.num_narrow or state.unwritten:
+        if state.cache.num_compact or state.unwritten:
             return 0
         decodes, contexts, examined = self._leading_decodes(plan)
         if not decodes or len(decodes) > min(ledger.tokens_left, ledger.sequences_left):
@@ -148,7 +148,7 @@ class OfflineFill:
         wanted = min(wanted, ledger.tokens_left)
         # without time for its masks the rest of a prompt is of no use yet either
         seconds = ledger.seconds + ledger.mask_seconds(start + whole >= request.masked_from)
-        seconds += ledger.widened_seconds(request.cache_map.num_widened * config.block_size)
+        seconds += ledger.compact_seconds(request.cache_map.num_compact * config.block_size)
         length = allowance.largest(ledger.features, seconds, start, wanted)
         if not self._draft.chunks and (self._draft.nothing_in_flight or not self._state.has_online):
             # Nothing else moves: the first request always does, whatever the budget says (E4). Beside online work that

@@ -87,8 +87,7 @@ class SavedState(NamedTuple):
 
 class CacheWork(NamedTuple):
     """What a step does for its cache, as the latency model counts it: past tokens run from hidden state or 8 bits,
-    tokens whose K and V are restored (or put in 8 bits, or made of them), bytes moved between device and host (of the
-    disk, as many as take as long)."""
+    tokens whose K and V are restored (or put in 8 bits, or made of them), bytes moved between device and host."""
 
     compact_tokens: int = 0
     restored_tokens: int = 0
@@ -138,8 +137,7 @@ class ModelRunnerOutput:
     `forced[i]`: the tokens that must follow the i-th, by its grammar or its thinking budget; they stand in the row's
     tokens already, and where a later step in flight samples one of them, what that gives means nothing. `pooled`: by
     the index of the chunk that ends its prompt, the vector of a request with `pooling`, as float32 numbers; empty where
-    one is not finite. `disk_failed`: the disk tier takes nothing any more. `disk_seconds`: what writing a unit there
-    and reading it back takes now, 0 where there is no news. `trial`: the step was not run as steps are, to see what
+    one is not finite. `trial`: the step was not run as steps are, to see what
     that gives: its latency says nothing about others.
     """
 
@@ -149,8 +147,6 @@ class ModelRunnerOutput:
     latency: float
     forced: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
     pooled: Mapping[int, bytes] = field(default_factory=dict)
-    disk_failed: bool = False
-    disk_seconds: float = 0.0
     trial: bool = False
 
 

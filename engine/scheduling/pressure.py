@@ -6,8 +6,7 @@ What a choice is made by is in `engine.scheduling.selection`.
 import numpy as np
 
 from engine.api import RequestClass
-from engine.cache.blocks import COMPACT, CacheKind
-from engine.cache.placement import READ_STEPS, narrow_pays
+from engine.cache.placement import READ_STEPS
 from engine.scheduling.online_share import by_tenant
 from engine.scheduling.reservation import reservation_of
 from engine.scheduling.selection import Pressure, Select, Start
@@ -23,8 +22,6 @@ def pressure_of(state: SchedulerState, now: float) -> Pressure | None:
         state.pool.num_available_units + state.pool.num_deferred_units + state.cache.parked.num_units(online=True)
     )
     capacity += sum(request.cache_map.num_running_units for request in offline)
-    narrows = narrow_pays(state.model, state.config)
-    capacity += state.cache.num_narrowable(state.running[RequestClass.ONLINE]) if narrows else 0
     capacity -= state.prompt_reserve(state.running_prompts())
     capacity -= reservation_of(state).held
     if not _demand_exceeds(state, capacity):
@@ -35,8 +32,7 @@ def pressure_of(state: SchedulerState, now: float) -> Pressure | None:
         running=state.running[RequestClass.ONLINE],
         capacity=capacity,
         block_size=block_size,
-        compact_blocks=state.pool.num_units if narrows else state.cache.compact_room,
-        compact=CacheKind.KV8 if narrows else COMPACT,
+        compact_blocks=state.cache.compact_room,
         rho=_rho(state) * READ_STEPS * block_size / UNITS_PER_BLOCK,
         ttft=state.objective.ttft,
         tbt=state.objective.tbt,
@@ -49,7 +45,7 @@ def pressure_of(state: SchedulerState, now: float) -> Pressure | None:
 def _rho(state: SchedulerState) -> float:
     """What a further token from compact form adds to a step: where some run from it already, the step pays what does
     not grow with them anyway. Else it is shared by as many as there may be."""
-    if state.model is not None and (state.cache.num_compact or state.cache.num_narrow):
+    if state.model is not None and state.cache.num_compact:
         return state.model.cache_work(compact_tokens=1)
     return state.config.rho
 

@@ -19,7 +19,7 @@ LATE_PART = 0.25
 def report_stats(state: SchedulerState, steps: StepCounters, num_refused: int) -> EngineStats:
     """A snapshot; see EngineStats."""
     cache, counters = state.cache, state.counters
-    pool, host, disk = cache.device, cache.host, cache.tiers.disk
+    pool, host = cache.device, cache.host
     slots = cache.checkpoints.pool, cache.checkpoints.host
     return EngineStats(
         running={c: state.num_running(c) for c in RequestClass},
@@ -38,9 +38,6 @@ def report_stats(state: SchedulerState, steps: StepCounters, num_refused: int) -
         prefix_queried_tokens=counters.prefix_queried_tokens,
         prefix_hit_tokens=counters.prefix_hit_tokens,
         prefix_host_hit_tokens=counters.prefix_host_hit_tokens,
-        prefix_disk_hit_tokens=counters.prefix_disk_hit_tokens,
-        disk_units_total=disk.num_units,
-        disk_units_used=disk.num_units - disk.num_free_units,
         preemptions=dict(counters.preemptions),
         leftover_seconds=counters.leftover_seconds,
         leftover_used_seconds=counters.leftover_used_seconds,

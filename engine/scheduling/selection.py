@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from engine.cache.blocks import COMPACT, CacheKind, count_missing, count_units
+from engine.cache.blocks import COMPACT, CacheKind, count_units
 from engine.request import Request
 from engine.scheduling.knapsack import Columns, Floats, Ints, Selection, choose
 from engine.scheduling.waiting import Bools, columns_of
@@ -41,7 +41,7 @@ GRAIN = 16
 @dataclass(frozen=True, slots=True)
 class Pressure:
     """What the choice depends on. `capacity`: device units that online requests could get now, `compact_blocks`: how
-    many more blocks may be run from the form `compact` (0: none is offered). `rho`: seconds that a KV unit's worth of
+    many more blocks may be run from hidden state (0: none is offered). `rho`: seconds that a KV unit's worth of
     tokens adds to the steps in which it is run from that form, all together. `ttft`, `tbt`: limits in seconds, infinite
     where none is stated.
     """
@@ -51,7 +51,6 @@ class Pressure:
     capacity: int
     block_size: int
     compact_blocks: int = 0
-    compact: CacheKind = COMPACT
     rho: float = 0.0
     ttft: float = math.inf
     tbt: float = math.inf
@@ -65,7 +64,7 @@ class Pressure:
         for request, kind, _ in starts:
             blocks = min(len(request.token_ids) // self.block_size + 1, self.most_blocks)
             units += blocks * kind.form.units
-            compact += blocks * (kind is self.compact)
+            compact += blocks * (kind is COMPACT)
         return replace(self, capacity=self.capacity - units, compact_blocks=self.compact_blocks - compact)
 
 
@@ -137,9 +136,7 @@ def _correct(queue: _Queue, index: int, request: Request, pressure: Pressure) ->
     queue.kv[index] = blocks * UNITS_PER_BLOCK
     if cache_map.blocks:
         missing = (blocks - len(cache_map.blocks)) * cache_map.kind.form.units
-        narrow = pressure.compact.form.narrow  # what is in 8 bits runs so
         queue.kv[index] = count_units(cache_map.blocks) + missing
-        queue.kv[index] += 0 if narrow else count_missing(cache_map.blocks)
         queue.compact[index] = 0
     elif queue.compact[index]:
         queue.compact[index] = queue.kv[index] // KV_PER_COMPACT
@@ -193,7 +190,7 @@ def _chosen(queue: _Queue, values: Floats, savable: Bools, pressure: Pressure, r
                 allowed[index] = columns.compact[index]
         selection = choose(columns._replace(compact=allowed), pressure.capacity, live=live, rho=rho)
     chosen = [(index, CacheKind.KV) for index in selection.kv]
-    chosen += [(index, pressure.compact) for index in selection.compact]
+    chosen += [(index, COMPACT) for index in selection.compact]
     chosen.sort(key=lambda item: -columns.values[item[0]] / columns.kv[item[0]])
     places = indices.tolist()
     return [Start(queue.requests[places[index]], kind, bool(savable[places[index]])) for index, kind in chosen]

@@ -8,12 +8,7 @@ layers), the same in every layer. Offsets are 64 bit: a pool is larger than 2^31
 In a paired pool, without scratch, PAIR > 0 slices lie between a block's K and its V, and K's entry says where both are.
 
 A pool of 8 bits is the view of its values; their scales lie behind those of each slice (`engine.models.byte_cells`),
-which is SLICE bytes long. They are bfloat16, read and written as 16 bits. Values are integers (int8) or the bits of
-floats (e4m3, uint8), which whole numbers alone make and read: devices before 8.9 have no instruction for it.
-
-A mixed pool, of another type and without scratch, has LAYERS > 0 of them in a unit. Its entries t < 0 are of blocks in
-8 bits, whose integers, of K and then of V, fill the first half or less of the unit that begins at slice -t - 1; their
-scales lie behind the pool's zeros, at `scratch_base` (`engine.execution.compressed`).
+which is SLICE bytes long. They are bfloat16, read and written as 16 bits.
 """
 
 import torch
@@ -22,7 +17,6 @@ import triton.language as tl
 from torch import Tensor
 
 from engine.models.byte_cells import is_bytes, slice_elements
-from engine.triton_kernels.round_rows import nearest_float
 
 
 @triton.jit
@@ -70,55 +64,10 @@ def scale_pointers(pool, starts, tokens, heads, BLOCK_SIZE: tl.constexpr, ROW: t
 
 
 @triton.jit
-def narrow_pointers(
-    pool, entry, tokens, layer, scratch_base, head, PART: tl.constexpr, LAYERS: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, SLICE: tl.constexpr,
-):  # fmt: skip
-    """Pointers to what blocks in 8 bits have of a head of `tokens`: its first integer, of K (PART 0) or of V (1), and
-    its scale (16 bits)."""
-    unit = -1 - entry.to(tl.int64)
-    part = PART * LAYERS + layer
-    cell = (tokens % BLOCK_SIZE) * KV_HEADS + head
-    # two steps: a unit counts in elements of the pool, what is in it in bytes
-    values = (pool + unit * SLICE).to(tl.pointer_type(tl.int8)) + part * SLICE + cell * HEAD_DIM
-    scales = (pool + tl.cast(scratch_base, tl.int64) * SLICE).to(tl.pointer_type(tl.int16))
-    return values, scales + (unit * 2 + part) * (BLOCK_SIZE * KV_HEADS) + cell
-
-
-@triton.jit
-def load_mixed(wide, narrow_values, narrow_scales, is_narrow, dims, mask, DTYPE: tl.constexpr):
-    """A tile of cells of a mixed pool, (numbers [n, d], what they are to be multiplied by [n]). `wide` and
-    `narrow_values [n]` point to where a cell begins, and `is_narrow [n]` says in which; `mask [n, d]`."""
-    here = is_narrow[:, None]
-    numbers = tl.load(wide[:, None] + dims[None, :], mask=mask & (is_narrow == 0)[:, None], other=0.0).to(DTYPE)
-    steps = tl.load(narrow_values[:, None] + dims[None, :], mask=mask & here, other=0).to(DTYPE)
-    return tl.where(here, steps, numbers), tl.where(is_narrow, load_scales(narrow_scales, is_narrow), 1.0)
-
-
-@triton.jit
 def load_scales(pointers, mask):
     """Scales as float32; 0 where they are masked."""
     bits = tl.load(pointers, mask=mask, other=0)
     return (bits.to(tl.int32) << 16).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def load_steps(pool, pointers, mask, FLOATS_BY: tl.constexpr):
-    """Scales of cells of a pool of 8 bits, for what `widened` makes of them."""
-    scales = load_scales(pointers, mask)
-    if pool.dtype.element_ty == tl.uint8:
-        scales *= FLOATS_BY
-    return scales
-
-
-@triton.jit
-def widened(cells, DTYPE: tl.constexpr):
-    """Values of a pool as they are loaded, in type DTYPE; of floats of 8 bits a 256th, which float16 holds exactly: the
-    same digits behind an exponent that counts from 15, not from 7."""
-    if cells.dtype == tl.uint8:
-        wide = cells.to(tl.int16)
-        cells = (((wide & 0x80) << 8) | ((wide & 0x7F) << 7)).to(tl.float16, bitcast=True)
-    return cells.to(DTYPE)
 
 
 @triton.jit
@@ -130,25 +79,20 @@ def extent(x):
 
 
 @triton.jit
-def least_scales(highest, unsound, cell: tl.constexpr):
-    """Scales of heads with these extents, in cells of type `cell`: (16 bits of each, as float32). What is not finite
-    makes them NaN."""
-    upwards = ((highest / (448 if cell == tl.uint8 else 127)).to(tl.int32, bitcast=True) + 0xFFFF) >> 16
+def least_scales(highest, unsound):
+    """Return the scales of heads (16 bits of each, as float32); NaN where a number is not finite."""
+    upwards = ((highest / 127).to(tl.int32, bitcast=True) + 0xFFFF) >> 16
     bits = tl.where(unsound == 0, upwards, 0x7FC0)
     return bits.to(tl.int16), (bits << 16).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def to_steps(x, scales, cell: tl.constexpr):
-    """x in steps of `scales`, in type `cell`: whole ones, or the bits of floats; 0 where a scale is 0 or NaN."""
+def to_steps(x, scales):
+    """Return x in steps of `scales`, int8; 0 where a scale is 0 or NaN."""
     steps = tl.where(scales > 0, x, 0.0) * (1 / tl.where(scales > 0, scales, 1.0))
-    if cell == tl.uint8:
-        nearest = nearest_float(tl.minimum(tl.maximum(steps, -448.0), 448.0))
-        bits = (nearest * 0.00390625).to(tl.float16).to(tl.int16, bitcast=True)  # see `widened`: exact
-        whole = ((bits >> 8) & 0x80) | ((bits >> 7) & 0x7F)
-    else:  # 1.5 * 2^23: whole numbers, to the nearest
-        whole = (tl.minimum(tl.maximum(steps, -127.0), 127.0) + 12582912.0) - 12582912.0
-    return whole.to(cell)
+    # adding 1.5 * 2^23 rounds to the nearest whole number
+    whole = (tl.minimum(tl.maximum(steps, -127.0), 127.0) + 12582912.0) - 12582912.0
+    return whole.to(tl.int8)
 
 
 def check_pool(pool: Tensor, *tables: Tensor) -> None:
@@ -197,21 +141,6 @@ def check_queries(q: Tensor, out: Tensor, pool: Tensor) -> None:
     check_heads("out", out, out.shape[2], dtype)
     assert q.shape[:2] == out.shape[:2], f"out {out.shape} differs from q {q.shape}"
     check_value_width(pool, out.shape[2])
-
-
-def check_mixed(pool: Tensor, layers: int, scratch_base: int, pair: int) -> None:
-    """Assert that a pool whose units have `layers` slices has room for the scales of blocks in 8 bits behind it; 0: it
-    has no such blocks. `pair`: such a pool is not paired."""
-    if layers:
-        assert not pair, "a block in 8 bits is one unit: K and V of others do not lie in pairs"
-        assert pool.element_size() > 1 and len(pool) == scratch_base, (
-            "blocks in 8 bits: of a wider pool without scratch"
-        )
-        assert pool.is_contiguous(), "blocks in 8 bits are as wide as what they hold"
-        _, block_size, kv_heads, _ = pool.shape
-        scales = 2 * (scratch_base - layers) * block_size * kv_heads * 2  # bytes
-        room = pool.untyped_storage().nbytes() - (pool.storage_offset() + pool.numel()) * pool.element_size()
-        assert room >= scales, f"{scales} bytes of scales lie behind the pool, there is room for {room}"
 
 
 def computed_in(pool: Tensor, like: Tensor) -> torch.dtype:

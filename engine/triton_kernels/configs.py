@@ -100,37 +100,25 @@ def decode_config(
     dtype: torch.dtype,
     *,
     int8: bool = False,
-    mixed: bool = False,
     unlike: bool = False,
 ) -> LaunchConfig:
     """Tile of the split-KV decode kernel; `group` = query heads per KV head, packed into `block_m` rows. `int8`: K
-    and V are in 8 bits, which takes registers for their scales and types: more warps share them. `mixed`: some of them
-    are, and a tile takes registers for both. `unlike`: K and V are of two widths, and so are their masks."""
+    and V are in 8 bits, which takes registers for their scales and types: more warps share them. `unlike`: K and V are
+    of two widths, and so are their masks."""
     block_m = max(16, next_power_of_two(group))
     row = _DECODE_FLOAT32 if dtype.itemsize == 4 else _DECODE[_table_arch(arch), _padded_head_dim(head_dim)]
-    if int8 or mixed:
-        warps = 8 if mixed and _padded_head_dim(head_dim) == 256 else 4
-        return LaunchConfig(block_m, row.block_n, max(warps, row.num_warps), min(2, row.num_stages))
+    if int8:
+        return LaunchConfig(block_m, row.block_n, max(4, row.num_warps), min(2, row.num_stages))
     return LaunchConfig(block_m, row.block_n, row.num_warps, min(2, row.num_stages) if unlike else row.num_stages)
 
 
-def prefill_config(
-    arch: int, head_dim: int, dtype: torch.dtype, *, int8: bool = False, mixed: bool = False
-) -> LaunchConfig:
+def prefill_config(arch: int, head_dim: int, dtype: torch.dtype, *, int8: bool = False) -> LaunchConfig:
     """Tile of the prefill kernel: `block_m` rows of (token, head of the group) pairs; 64 or more, so that `wgmma` is
-    used, but for float32. `int8`, `mixed`: as in decode, with shorter tiles; of both widths one is in flight, more
-    would spill."""
+    used, but for float32. `int8`: as in decode, with shorter tiles."""
     if dtype.itemsize == 4:
         return _PREFILL_FLOAT32
     row = _PREFILL[_table_arch(arch), _padded_head_dim(head_dim)]
-    if not (int8 or mixed):
-        return row
-    return replace(row, block_n=max(16, min(32, row.block_n // 2)), num_stages=1 if mixed else row.num_stages)
-
-
-def join_config() -> LaunchConfig:
-    """One head of one request: sixteen splits at once."""
-    return LaunchConfig(1, 16, 2, 1)
+    return replace(row, block_n=max(16, min(32, row.block_n // 2))) if int8 else row
 
 
 def merged_splits(width: int) -> int:

@@ -15,16 +15,12 @@ from torch import Tensor
 from engine.models.byte_cells import is_bytes
 from engine.triton_kernels import configs
 from engine.triton_kernels.addressing import (
-    check_mixed,
     check_queries,
     check_tables,
     layer_base,
-    load_mixed,
-    load_steps,
-    narrow_pointers,
+    load_scales,
     scale_pointers,
     slice_starts,
-    widened,
 )
 from engine.triton_kernels.work import DecodeWork
 
@@ -80,7 +76,7 @@ def attend_split(
     q, pool, k_row, v_row, head, begin, end, oldest, layer, scratch_base, scale,
     BLOCK_SIZE: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     ROW: tl.constexpr, SLICE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_V: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, LAYERS: tl.constexpr, PAIR: tl.constexpr,
+    BLOCK_V: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, PAIR: tl.constexpr,
 ):  # fmt: skip
     """Tokens [begin, end) of one KV head, with a window from `oldest` on, for the rows of `q` [BLOCK_M, BLOCK_D]:
     (weighted V, peak, sum)."""
@@ -107,40 +103,22 @@ def attend_split(
         value_mask = mask
         if VALUE_DIM != HEAD_DIM:
             value_mask = seen[:, None] & (value_dims < VALUE_DIM)[None, :]
-        if LAYERS > 0:
-            is_narrow = k_entries < 0  # beyond the end an entry is 0
-            if WINDOW > 0:
-                is_narrow = is_narrow & seen
-            k8, k_scales = narrow_pointers(
-                pool, k_entries, tokens, layer, scratch_base, head, 0, LAYERS, BLOCK_SIZE, KV_HEADS, HEAD_DIM, SLICE
-            )
-            v8, v_scales = narrow_pointers(
-                pool, v_entries, tokens, layer, scratch_base, head, 1, LAYERS, BLOCK_SIZE, KV_HEADS, HEAD_DIM, SLICE
-            )
         # The next tile's entries are loaded one iteration ahead: K and V addresses then depend on nothing that this
         # iteration loads, and the pipeliner can keep several tiles in flight.
         k_entries, v_entries = load_pairs(k_row, v_row, tokens + BLOCK_N, end, BLOCK_SIZE, PAIR)
-        if LAYERS > 0:
-            k, k_steps = load_mixed(pool + k_at + in_block, k8, k_scales, is_narrow, dims, mask, q.dtype)
-            v, v_steps = load_mixed(pool + v_at + in_block, v8, v_scales, is_narrow, dims, mask, q.dtype)
-        else:
-            k = tl.load(pool + (k_at + in_block)[:, None] + dims[None, :], mask=mask, other=0)
-            v = tl.load(pool + (v_at + values_in_block)[:, None] + value_dims[None, :], mask=value_mask, other=0)
-        scores = tl.dot(q, tl.trans(widened(k, q.dtype)), input_precision="ieee") * scale
+        k = tl.load(pool + (k_at + in_block)[:, None] + dims[None, :], mask=mask, other=0)
+        v = tl.load(pool + (v_at + values_in_block)[:, None] + value_dims[None, :], mask=value_mask, other=0)
+        scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee") * scale
         if pool.dtype.element_ty.primitive_bitwidth == 8:
             at = scale_pointers(pool, k_at, tokens, head, BLOCK_SIZE, ROW, KV_HEADS)
-            scores *= load_steps(pool, at, seen, 256.0)[None, :]
-        if LAYERS > 0:
-            scores *= k_steps[None, :]
+            scores *= load_scales(at, seen)[None, :]
         scores = capped(scores, SOFTCAP)
         scores = tl.where(seen[None, :], scores, float("-inf"))
         weights, peak, total, rescale = online_softmax(scores, peak, total)
         if pool.dtype.element_ty.primitive_bitwidth == 8:
             at = scale_pointers(pool, v_at, tokens, head, BLOCK_SIZE, ROW, KV_HEADS)
-            weights *= load_steps(pool, at, seen, 256.0)[None, :]
-        if LAYERS > 0:
-            weights *= v_steps[None, :]
-        acc = tl.dot(weights.to(q.dtype), widened(v, q.dtype), acc * rescale[:, None], input_precision="ieee")
+            weights *= load_scales(at, seen)[None, :]
+        acc = tl.dot(weights.to(q.dtype), v.to(q.dtype), acc * rescale[:, None], input_precision="ieee")
     return acc, peak, total
 
 
@@ -221,7 +199,7 @@ def split_kernel(
     BLOCK_SIZE: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr, ROW: tl.constexpr, SLICE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_G: tl.constexpr, WINDOW: tl.constexpr,
-    SOFTCAP: tl.constexpr, SINKS: tl.constexpr, LAYERS: tl.constexpr, PAIR: tl.constexpr,
+    SOFTCAP: tl.constexpr, SINKS: tl.constexpr, PAIR: tl.constexpr,
 ):  # fmt: skip
     """Program (KV head, item). A request with one split goes straight to `out`, others by way of partial results."""
     head = tl.program_id(0)
@@ -247,7 +225,7 @@ def split_kernel(
     acc, peak, total = attend_split(
         q, pool, k_table + row, v_table + row, head, begin, end, oldest, layer, scratch_base, scale,
         BLOCK_SIZE, KV_HEADS, HEAD_DIM, VALUE_DIM, ROW, SLICE, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_V, WINDOW, SOFTCAP,
-        LAYERS, PAIR,
+        PAIR,
     )  # fmt: skip
     if WINDOW > 0:  # an empty split weighs nothing beside others, and must not be NaN
         peak = tl.where(total == 0.0, _NOTHING, peak)
@@ -290,7 +268,6 @@ def decode_attention(
     window: int = 0,
     softcap: float = 0.0,
     sinks: Tensor | None = None,
-    mixed: int = 0,
     pair: int = 0,
     config: configs.LaunchConfig | None = None,
 ) -> None:
@@ -302,8 +279,7 @@ def decode_attention(
     contents do not matter; arrived [max_items, kv_heads] int32, contiguous: zeros, which are zeros again when the
     kernel has ended. `window`: the last tokens that are seen, 0: all.
     `softcap` c, if not 0: a score s becomes c * tanh(s / c). `sinks` [heads] float32: of every head a score that takes
-    part in the softmax and has no value. `mixed`: the layers of a unit, in a pool that has blocks in 8 bits too, with
-    their scales behind it; 0: in another. `pair`: slices from a block's K to its V in a paired pool, whose V has no
+    part in the softmax and has no value. `pair`: slices from a block's K to its V in a paired pool, whose V has no
     table; 0: of another.
     The grid depends on shapes alone.
     """
@@ -311,9 +287,8 @@ def decode_attention(
     check_tables(pool, k_table, v_table, pair)
     _check(q, pool, work, partial, partial_lse, arrived, out)
     check_sinks(sinks, num_heads)
-    check_mixed(pool, mixed, scratch_base, pair)
     group = num_heads // kv_heads
-    widths = {"int8": is_bytes(pool.dtype), "mixed": mixed > 0}
+    widths = {"int8": is_bytes(pool.dtype)}
     value_dim = out.shape[2]
     widest, block_g, block_v = max(head_dim, value_dim), *map(configs.next_power_of_two, (group, value_dim))
     widths["unlike"] = value_dim != head_dim
@@ -327,7 +302,7 @@ def decode_attention(
         scratch_base, scale_of(scale, softcap), BLOCK_SIZE=block_size, KV_HEADS=kv_heads, GROUP=group,
         HEAD_DIM=head_dim, VALUE_DIM=value_dim, ROW=pool.stride(1), BLOCK_M=config.block_m, BLOCK_N=config.block_n,
         BLOCK_D=configs.next_power_of_two(head_dim), BLOCK_V=block_v, BLOCK_S=configs.merged_splits(block_g * block_v),
-        BLOCK_G=block_g, SLICE=pool.stride(0), WINDOW=window, SOFTCAP=softcap, SINKS=sinks is not None, LAYERS=mixed,
+        BLOCK_G=block_g, SLICE=pool.stride(0), WINDOW=window, SOFTCAP=softcap, SINKS=sinks is not None,
         PAIR=pair, **config.options,
     )  # fmt: skip
 

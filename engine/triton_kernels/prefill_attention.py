@@ -15,16 +15,12 @@ from torch import Tensor
 from engine.models.byte_cells import is_bytes
 from engine.triton_kernels import configs
 from engine.triton_kernels.addressing import (
-    check_mixed,
     check_queries,
     check_tables,
     layer_base,
-    load_mixed,
-    load_steps,
-    narrow_pointers,
+    load_scales,
     scale_pointers,
     slice_starts,
-    widened,
 )
 from engine.triton_kernels.decode_attention import (
     _NOTHING,
@@ -45,7 +41,7 @@ def attend_tiles(
     q, state, entries, pool, k_row, v_row, head, positions, begin, end, last, layer, scratch_base, scale,
     BLOCK_SIZE: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     ROW: tl.constexpr, SLICE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
-    MASKED: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, LAYERS: tl.constexpr, PAIR: tl.constexpr,
+    MASKED: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, PAIR: tl.constexpr,
 ):  # fmt: skip
     """Continue `state` = (acc, peak, total) over tokens [begin, end) behind `layer_base`; `entries` are those of the
     tile at `begin`."""
@@ -70,28 +66,14 @@ def attend_tiles(
         value_mask = mask
         if VALUE_DIM != HEAD_DIM:
             value_mask = (value_dims < VALUE_DIM)[None, :] & near[:, None]
-        if LAYERS > 0:
-            is_narrow = (k_entries < 0) & near
-            k8, k_scales = narrow_pointers(
-                pool, k_entries, tokens, layer, scratch_base, head, 0, LAYERS, BLOCK_SIZE, KV_HEADS, HEAD_DIM, SLICE
-            )
-            v8, v_scales = narrow_pointers(
-                pool, v_entries, tokens, layer, scratch_base, head, 1, LAYERS, BLOCK_SIZE, KV_HEADS, HEAD_DIM, SLICE
-            )
         # One iteration ahead, as in decode: no K or V address waits for a load of its own iteration.
         k_entries, v_entries = load_pairs(k_row, v_row, tokens + BLOCK_N, last, BLOCK_SIZE, PAIR)
-        if LAYERS > 0:
-            k, k_steps = load_mixed(pool + k_at + in_block, k8, k_scales, is_narrow, dims, mask, q.dtype)
-            v, v_steps = load_mixed(pool + v_at + in_block, v8, v_scales, is_narrow, dims, mask, q.dtype)
-        else:
-            k = tl.load(pool + (k_at + in_block)[:, None] + dims[None, :], mask=mask, other=0)
-            v = tl.load(pool + (v_at + values_in_block)[:, None] + value_dims[None, :], mask=value_mask, other=0)
-        scores = tl.dot(q, tl.trans(widened(k, q.dtype)), input_precision="ieee") * scale
+        k = tl.load(pool + (k_at + in_block)[:, None] + dims[None, :], mask=mask, other=0)
+        v = tl.load(pool + (v_at + values_in_block)[:, None] + value_dims[None, :], mask=value_mask, other=0)
+        scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee") * scale
         if pool.dtype.element_ty.primitive_bitwidth == 8:
             at = scale_pointers(pool, k_at, tokens, head, BLOCK_SIZE, ROW, KV_HEADS)
-            scores *= load_steps(pool, at, near, 256.0)[None, :]
-        if LAYERS > 0:
-            scores *= k_steps[None, :]
+            scores *= load_scales(at, near)[None, :]
         scores = capped(scores, SOFTCAP)
         if MASKED:
             seen = tokens[None, :] <= positions[:, None]
@@ -101,10 +83,8 @@ def attend_tiles(
         weights, peak, total, rescale = online_softmax(scores, peak, total)
         if pool.dtype.element_ty.primitive_bitwidth == 8:
             at = scale_pointers(pool, v_at, tokens, head, BLOCK_SIZE, ROW, KV_HEADS)
-            weights *= load_steps(pool, at, near, 256.0)[None, :]
-        if LAYERS > 0:
-            weights *= v_steps[None, :]
-        acc = tl.dot(weights.to(q.dtype), widened(v, q.dtype), acc * rescale[:, None], input_precision="ieee")
+            weights *= load_scales(at, near)[None, :]
+        acc = tl.dot(weights.to(q.dtype), v.to(q.dtype), acc * rescale[:, None], input_precision="ieee")
     return (acc, peak, total), (k_entries, v_entries)
 
 
@@ -115,7 +95,7 @@ def prefill_kernel(
     BLOCK_SIZE: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr, ROW: tl.constexpr, SLICE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr,
-    LAYERS: tl.constexpr, PAIR: tl.constexpr,
+    PAIR: tl.constexpr,
 ):  # fmt: skip
     """Program (KV head, item). A tile with one split goes straight to `out`, others to partial results."""
     head = tl.program_id(0)
@@ -154,12 +134,12 @@ def prefill_kernel(
         state, entries = attend_tiles(
             q, state, entries, pool, k_row, v_row, head, position + token, begin, seen_by_all, last, layer,
             scratch_base, scale, BLOCK_SIZE, KV_HEADS, HEAD_DIM, VALUE_DIM, ROW, SLICE, BLOCK_N, BLOCK_D, BLOCK_V,
-            False, WINDOW, SOFTCAP, LAYERS, PAIR,
+            False, WINDOW, SOFTCAP, PAIR,
         )  # fmt: skip
     state, entries = attend_tiles(
         q, state, entries, pool, k_row, v_row, head, position + token, seen_by_all, end, last, layer, scratch_base,
         scale, BLOCK_SIZE, KV_HEADS, HEAD_DIM, VALUE_DIM, ROW, SLICE, BLOCK_N, BLOCK_D, BLOCK_V, True, WINDOW, SOFTCAP,
-        LAYERS, PAIR,
+        PAIR,
     )  # fmt: skip
     acc, peak, total = state
     if SINKS:  # of a context that is split it counts in the merge, once
@@ -226,7 +206,6 @@ def prefill_attention(
     window: int = 0,
     softcap: float = 0.0,
     sinks: Tensor | None = None,
-    mixed: int = 0,
     pair: int = 0,
     config: configs.LaunchConfig | None = None,
 ) -> None:
@@ -236,7 +215,7 @@ def prefill_attention(
     [slices, block_size, kv_heads, head_dim], or a view of wider cells (`check_pool`); k_table, v_table [rows,
     max_blocks]; partial [work.partials, heads, value_dim] and partial_lse [work.partials, heads] float32, scratch whose
     contents do not matter. `window`: a token sees itself and the window - 1 before it, 0: all. `softcap`, `sinks`,
-    `mixed`, `pair`: as in `decode_attention`. The grids depend on shapes alone; splits of a step of no bucket are
+    `pair`: as in `decode_attention`. The grids depend on shapes alone; splits of a step of no bucket are
     merged where there are any.
     """
     (_, num_heads, head_dim), (_, block_size, kv_heads, _) = q.shape, pool.shape
@@ -244,11 +223,10 @@ def prefill_attention(
     check_queries(q, out, pool)
     assert num_heads % kv_heads == 0, f"{num_heads} query heads over {kv_heads} KV heads"
     check_sinks(sinks, num_heads)
-    check_mixed(pool, mixed, scratch_base, pair)
     value_dim = out.shape[2]
     check_partials(partial, partial_lse, (work.partials, num_heads, value_dim))
     group = num_heads // kv_heads
-    widths = {"int8": is_bytes(pool.dtype), "mixed": mixed > 0}
+    widths = {"int8": is_bytes(pool.dtype)}
     widest = max(head_dim, value_dim)
     config = config or configs.prefill_config(configs.device_arch(q.device), widest, q.dtype, **widths)
     assert work.tokens_per_tile * group <= config.block_m, "the work list's tiles are larger than the kernel's"
@@ -259,7 +237,7 @@ def prefill_attention(
         scale_of(scale, softcap), BLOCK_SIZE=block_size, KV_HEADS=kv_heads, GROUP=group, HEAD_DIM=head_dim,
         VALUE_DIM=value_dim, ROW=pool.stride(1), BLOCK_M=config.block_m, BLOCK_N=config.block_n, **config.options,
         BLOCK_D=configs.next_power_of_two(head_dim), BLOCK_V=configs.next_power_of_two(value_dim),
-        SLICE=pool.stride(0), WINDOW=window, SOFTCAP=softcap, SINKS=sinks is not None, LAYERS=mixed, PAIR=pair,
+        SLICE=pool.stride(0), WINDOW=window, SOFTCAP=softcap, SINKS=sinks is not None, PAIR=pair,
     )  # fmt: skip
     if work.merging:
         block_v = configs.next_power_of_two(value_dim)

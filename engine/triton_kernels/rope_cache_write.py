@@ -70,10 +70,10 @@ def transform_heads(
         highest_y, unsound_y = extent(wide_y)
         highest_z, unsound_z = extent(wide_z)
         highest = tl.maximum(tl.maximum(highest, highest_y), highest_z)
-        bits, step = least_scales(highest, unsound + unsound_y + unsound_z, cell)
+        bits, step = least_scales(highest, unsound + unsound_y + unsound_z)
         tl.store(scales + heads, bits[:, None], mask=heads < NUM_HEADS)
-        x, y = to_steps(wide_x, step[:, None], cell), to_steps(wide_y, step[:, None], cell)
-        z = to_steps(wide_z, step[:, None], cell)
+        x, y = to_steps(wide_x, step[:, None]), to_steps(wide_y, step[:, None])
+        z = to_steps(wide_z, step[:, None])
     if ROTARY > 0:
         tl.store(target + first, x, mask=turns)
         tl.store(target + first + ROTARY // 2, y, mask=turns)
@@ -128,10 +128,10 @@ def rope_cache_kernel(
         if cell.primitive_bitwidth == 8:
             wide = values.to(tl.float32)
             highest, unsound = extent(wide)
-            bits, step = least_scales(highest, unsound, cell)
+            bits, step = least_scales(highest, unsound)
             at = scale_pointers(pool, to - position % BLOCK_SIZE * ROW, position, heads, BLOCK_SIZE, ROW, KV_HEADS)
             tl.store(at, bits[:, None], mask=heads < KV_HEADS)
-            tl.store(pool + to + heads * HEAD_DIM + dims, to_steps(wide, step[:, None], cell), mask=mask)
+            tl.store(pool + to + heads * HEAD_DIM + dims, to_steps(wide, step[:, None]), mask=mask)
         else:
             tl.store(pool + to + heads * VALUE_DIM + dims, values, mask=mask)
 

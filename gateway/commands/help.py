@@ -49,8 +49,6 @@ FLAGS: tuple[tuple[str, tuple[str, ...]], ...] = (
             "offload_weights",
             "offload_dir",
             "swap_space",
-            "disk_space",
-            "disk_dir",
             "kv_cache_dtype",
             "hidden_cache",
             "enable_prefix_caching",

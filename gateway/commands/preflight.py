@@ -5,7 +5,6 @@ import errno
 import importlib
 import importlib.util
 import os
-import shutil
 from pathlib import Path
 
 from engine.adapters import parse_adapters
@@ -18,7 +17,7 @@ def check_start(engine_config: EngineConfig, server_config: ServerConfig) -> Non
     """Raises ConfigError, one line that names the flag. Changes nothing."""
     check_together(engine_config, server_config)
     _check_engine(engine_config)
-    _check_disk(engine_config, _check_server(server_config))
+    _check_server(server_config)
 
 
 def check_folder(flag: str, path: str | os.PathLike[str], *, written: bool = True, faults_pass: bool = False) -> Path:
@@ -56,16 +55,6 @@ def _check_engine(config: EngineConfig) -> None:
         check_folder("--offload-dir", config.offload_dir)
     if config.profile_dir:
         check_folder("--profile-dir", config.profile_dir, written=False)  # profiles in it may be all that is wanted
-
-
-def _check_disk(config: EngineConfig, state: Path) -> None:
-    """A disk tier that the disk can hold, were it empty: what it lacks today, a start says and goes on without."""
-    if not config.disk_space:
-        return
-    folder = check_folder("--disk-dir", config.disk_dir) if config.disk_dir else check_folder("--state-dir", state)
-    most = shutil.disk_usage(folder).total / 2**30
-    if config.disk_space > most:
-        raise ConfigError(f"--disk-space {config.disk_space:.9g}: the disk of {folder} has {most:.4g} GiB in all")
 
 
 def _check_server(config: ServerConfig) -> Path:

@@ -128,11 +128,9 @@ class EngineCollector(Collector):
             "prefix_queried_tokens", "Prompt tokens looked up in the prefix cache.", stats.prefix_queried_tokens
         )
         yield _total("prefix_hit_tokens", "Prompt tokens found in the prefix cache.", stats.prefix_hit_tokens)
-        below = stats.prefix_host_hit_tokens + stats.prefix_disk_hit_tokens
         tiers = CounterMetricFamily("tidemill_prefix_hit_tokens_by_tier", "Those by where they lay.", labels=["tier"])
-        tiers.add_metric(["device"], stats.prefix_hit_tokens - below)
+        tiers.add_metric(["device"], stats.prefix_hit_tokens - stats.prefix_host_hit_tokens)
         tiers.add_metric(["host"], stats.prefix_host_hit_tokens)
-        tiers.add_metric(["disk"], stats.prefix_disk_hit_tokens)
         yield tiers
         yield _total("steps", "Model steps that succeeded.", stats.steps)
         yield _total("failed_steps", "Model steps that failed.", stats.failed_steps)
@@ -226,8 +224,6 @@ def _pool_metrics(stats: EngineStats) -> Iterator[Metric]:
     yield GaugeMetricFamily("tidemill_host_units_used", "Those that hold something.", value=stats.host_units_used)
     name, text = "tidemill_host_units_cached", "Those of them that hold prefixes which nobody uses now."
     yield GaugeMetricFamily(name, text, value=stats.host_units_cached)
-    yield GaugeMetricFamily("tidemill_disk_units", "Cache units in the disk tier.", value=stats.disk_units_total)
-    yield GaugeMetricFamily("tidemill_disk_units_used", "Those that hold something.", value=stats.disk_units_used)
     yield GaugeMetricFamily("tidemill_hidden_blocks", "Blocks run from hidden state.", value=stats.hidden_blocks)
     name, text = "tidemill_state_slots", "Slots for checkpoints of recurrent layers."
     yield GaugeMetricFamily(name, text, value=stats.state_slots_total)
@@ -235,7 +231,7 @@ def _pool_metrics(stats: EngineStats) -> Iterator[Metric]:
     moved = CounterMetricFamily(
         "tidemill_cache_units", "Cache units moved, restored, or put in 8 bits and back.", labels=["operation"]
     )
-    for operation in ("swap_out", "swap_in", "disk_write", "disk_read", "restore", "compress", "expand"):
+    for operation in ("swap_out", "swap_in", "restore"):
         moved.add_metric([operation], stats.cache_units.get(operation, 0))
     yield moved
 

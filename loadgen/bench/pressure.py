@@ -2,11 +2,12 @@
 arrivals.
 
 The packaged demo model (as many KV heads as heads, rotary embeddings); one of the same size without rotary embeddings
-(`--model opt`, random weights); or one with half the KV heads (`--model gqa`, random weights), which offers no hidden state. All pools take the same bytes,
-so that one of 8 bits has more blocks. Each arm has a server of its own; every seed's requests arrive at the same times
-in each. Admitted are requests of a burst that ran at once before the first was preempted. Attainment counts requests
-whose first token came within the TTFT limit and whose nearest-rank P99 gap is within the TBT limit; those refused with
-429 count as missed. Recomputed are the tokens that the server computed beyond one pass over every answered request.
+(`--model opt`, random weights); or one with half the KV heads (`--model gqa`, random weights), which offers no hidden
+state. All pools take the same bytes, so that one of 8 bits has more blocks. Each arm has a server of its own; every
+seed's requests arrive at the same times in each. Admitted are requests of a burst that ran at once before the first was
+preempted. Attainment counts requests whose first token came within the TTFT limit and whose nearest-rank P99 gap is
+within the TBT limit; those refused with 429 count as missed. Recomputed are the tokens that the server computed beyond
+one pass over every answered request.
 """
 
 import argparse
@@ -37,7 +38,6 @@ from loadgen.workloads import fixed
 PROMPT, OUTPUT = 192, 192
 BLOCK_SIZE = 16
 INT8 = "--kv-cache-dtype=int8"
-PARKED = "--kv-cache-dtype=parked-int8"
 ARMS = {
     "fcfs, KV": ("--online-policy=fcfs", "--no-hidden-cache"),
     "apt, KV": ("--online-policy=apt", "--no-hidden-cache"),
@@ -48,22 +48,6 @@ ARMS = {
     "goodput, KV8": ("--online-policy=goodput", "--no-hidden-cache", INT8),
     "goodput-strict, KV8": ("--online-policy=goodput-strict", "--no-hidden-cache", INT8),
     "goodput-strict, KV8 host": ("--online-policy=goodput-strict", "--no-hidden-cache", "--swap-space=0.25", INT8),
-    "goodput-strict, host of 8 bits": (
-        "--online-policy=goodput-strict",
-        "--no-hidden-cache",
-        "--swap-space=0.25",
-        PARKED,
-    ),
-    "goodput-strict, waiting in 8 bits": (
-        "--online-policy=goodput-strict",
-        "--no-hidden-cache",
-        "--kv-cache-dtype=preempted-int8",
-    ),
-    "goodput-strict, running in 8 bits": (
-        "--online-policy=goodput-strict",
-        "--no-hidden-cache",
-        "--kv-cache-dtype=running-int8",
-    ),
 }
 """The arms: flags of their servers."""
 GQA_HEADS = 2
@@ -88,7 +72,7 @@ OPT_CONFIG: dict[str, Any] = {
 SAMPLE_SECONDS = 0.05
 BURST = 32
 COUNTED = ("preemptions", "prefill_tokens", "decode_tokens")
-MOVED = ("swap_out", "swap_in", "restore", "compress", "expand")
+MOVED = ("swap_out", "swap_in", "restore")
 HIDDEN, RUNNING, PREEMPTED = "tidemill_hidden_blocks", "tidemill_requests_running", "tidemill_preemptions_total"
 
 
@@ -171,7 +155,7 @@ def answered_rate(burst: PressureRun) -> float:
 TABLE = Table({
     "arm": "34", "seed": ">4", "requests": "d", "refused": "d", "attained": ".1%", "TTFT P50": "9.0f", "P99 ms": "8.0f",
     "TBT P50": "8.1f", "TBT P99": "8.1f", "preempted": ".0f", "recomputed": ".0f", "out": "6.0f", "in": "6.0f",
-    "restored": ".0f", "narrowed": ".0f", "widened": ".0f", "hidden": "7.1f",
+    "restored": ".0f", "hidden": "7.1f",
 })  # fmt: skip
 
 

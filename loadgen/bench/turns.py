@@ -1,5 +1,4 @@
-"""The next turn of a chat beside a batch that fills the pool, live: with the host tier (exact, and in 8 bits), the disk
-tier and neither.
+"""The next turn of a chat beside a batch that fills the pool, live: with the host tier and without.
 
 Chats as of the workload `chat-multiturn`, with lengths that are stated: each opens with a long history, and every later
 turn repeats all that was said before it and adds a question. While a chat thinks, a batch job takes the pool and other
@@ -33,11 +32,9 @@ from loadgen.workloads import fixed
 ARMS = {
     "device alone": ("--swap-space=0",),
     "with the host": ("--swap-space=0.5",),
-    "host in 8 bits": ("--swap-space=0.5", "--kv-cache-dtype=parked-int8"),
-    "with the disk": ("--swap-space=0", "--disk-space=1"),
 }
 """The arms: flags of their servers."""
-TIERS = ("device", "host", "disk")
+TIERS = ("device", "host")
 QUESTION, ANSWER = 24, 16
 LINE_PROMPT, LINE_OUTPUT = 256, 128
 SPACING = 1.0

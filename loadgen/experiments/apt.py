@@ -98,8 +98,6 @@ LLAMA_CACHES = {
     "hybrid": "hidden",
     "host": "host",
     "int8": "int8",
-    "wait8": "preempted-int8",
-    "run8": "running-int8",
 }
 
 
@@ -114,12 +112,12 @@ LLAMAS = Config(
         Part(
             MachineSpec("llama-2-7b", "a100-40gb", max_num_seqs=256, max_model_len=4096),
             (Load("apt-chat", 1.0, 1.0, (2.0, 3.0, 4.0, 5.0, 6.5), (3.0,)),),
-            llama_arms("kv", "hybrid", "host", "int8", "run8"),
+            llama_arms("kv", "hybrid", "host", "int8"),
         ),
         Part(
             MachineSpec("llama-3-8b", "rtx-4090", max_num_seqs=256, max_model_len=8192),
             (Load("apt-chat", 1.0, 1.0, (1.0, 1.5, 2.0, 2.5, 3.0, 4.0), (1.5,)),),
-            llama_arms("kv", "host", "int8", "wait8", "run8"),
+            llama_arms("kv", "host", "int8"),
         ),
     ),
 )

@@ -4,7 +4,6 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -25,10 +24,6 @@ from predictor.limits import UNITS_PER_BLOCK
 HIDDEN_SHARE = 2
 """KV blocks in the pool for every block that a step may run from hidden state, as in the live engine."""
 HOST_BYTES = 64 * 2**30
-NARROW: dict[str, dict[str, Any]] = {
-    "preempted-int8": {"preempted_int8": True},
-    "running-int8": {"preempted_int8": True, "running_int8": True},
-}
 SCALE_BYTES = 2
 """Of each token and head, beside K, and V, in 8 bits."""
 
@@ -50,7 +45,7 @@ class Load:
 @dataclass(frozen=True, slots=True)
 class Arm:
     """A policy on a cache: `kv`, `hidden` (KV and hidden state), `host` (KV, and a host tier for the preempted),
-    `both`, or what `--kv-cache-dtype` says (`int8`, `preempted-int8`, `running-int8`). `chunked`: prompts run in chunks
+    `both`, or `int8`. `chunked`: prompts run in chunks
     beside decodes, else whole, in steps of their own."""
 
     name: str
@@ -95,26 +90,17 @@ def with_cache(machine: Machine, cache: str, chunked: bool = True) -> Machine:
         scratch = units // UNITS_PER_BLOCK // HIDDEN_SHARE
         config = replace(config, num_units=units, scratch_blocks=scratch)
         config = replace(config, rho=costs.rho(config.compact_tokens))
-    if cache in NARROW:
-        config = replace(config, **NARROW[cache])
-        config = replace(config, rho=costs.rho(config.compact_tokens))
     return replace(machine, config=config, predictor=predictor)
 
 
 def _in_8_bits(machine: Machine, cache: str) -> Machine:
-    """The machine whose cache is of 8 bits, or may come to be; scales take their part of the memory."""
-    device, config, head = machine.device, machine.config, machine.device.model.head_dim
-    scales = SCALE_BYTES / head
-    if cache == "int8":
-        device = replace(device, cell_share=(1.0 + scales) / 2)
-        config = replace(config, num_units=device.num_units(config.block_size))
-        return replace(
-            machine, device=device, config=config, predictor=fit_device(device, config, config.seed).predictor
-        )
-    if cache in NARROW:
-        units = int(config.num_units / (1.0 + scales))
-        return replace(machine, device=replace(device, narrow=True), config=replace(config, num_units=units))
-    return machine
+    """Return the machine with a cache of 8 bits if `cache` says so; scales take their part of the memory."""
+    if cache != "int8":
+        return machine
+    scales = SCALE_BYTES / machine.device.model.head_dim
+    device = replace(machine.device, cell_share=(1.0 + scales) / 2)
+    config = replace(machine.config, num_units=device.num_units(machine.config.block_size))
+    return replace(machine, device=device, config=config, predictor=fit_device(device, config, config.seed).predictor)
 
 
 def requests_of(

@@ -23,8 +23,6 @@ which the scheduler does not see."""
 ELEMENTWISE_PASSES = 12
 """Reads and writes of a hidden-size row in one layer outside matrix products and attention (norms, RoPE, residuals)."""
 ELEMENTWISE_KERNELS = 4
-NARROWED = 1.5
-"""Bytes that move when K and V go to 8 bits, or come back, over those of K and V."""
 
 
 @dataclass(slots=True)
@@ -32,7 +30,7 @@ class SimulatedDevice:
     """One model on one device; all results in seconds, without noise.
 
     `utilization`: share of the memory for weights, activations and cache. `cell_share`: room of K and V over that in 16
-    bits. `narrow`: what is not K and V is in 8 bits instead of hidden state.
+    bits.
     """
 
     model: ModelShape
@@ -40,7 +38,6 @@ class SimulatedDevice:
     utilization: float = 0.9
     max_num_batched_tokens: int = 512
     cell_share: float = 1.0
-    narrow: bool = False
     _token_seconds: dict[int, float] = field(default_factory=dict, repr=False)
     _head_seconds: dict[int, float] = field(default_factory=dict, repr=False)
     _bandwidth: float = field(init=False, repr=False)
@@ -126,15 +123,7 @@ class SimulatedDevice:
         self, compact_tokens: int = 0, restored_tokens: int = 0, transferred_bytes: int = 0
     ) -> float:
         """Return seconds of cache work: K and V of `compact_tokens` projected in this step and of `restored_tokens`
-        projected once, and copies.
-
-        Where these are in 8 bits: reading K and V from half the bytes takes no longer (and is not counted as less, for
-        they are widened then), going to 8 bits and back moves three halves of the bytes.
-        """
-        if self.narrow:
-            launches = self.model.num_layers * self.device.launch_seconds * (restored_tokens > 0)
-            moved = NARROWED * restored_tokens * self._kv_token_seconds
-            return self.transfer_seconds(transferred_bytes) + moved + launches
+        projected once, and copies."""
         seconds = self.transfer_seconds(transferred_bytes)
         if projected := compact_tokens + restored_tokens:
             width = 2 * self.model.num_kv_heads * self.model.head_dim

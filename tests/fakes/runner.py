@@ -22,16 +22,10 @@ from engine.scheduling.output import INVALID_TOKEN, Chunk, Collect, ModelRunnerO
 Digest = bytes
 
 _WAYS = {
-    CacheAction.WRITE: ((Tier.DEVICE, Tier.DISK), (Tier.HOST, Tier.DISK)),
     CacheAction.SWAP_OUT: ((Tier.DEVICE, Tier.HOST),),
     CacheAction.SWAP_IN: ((Tier.HOST, Tier.DEVICE),),
-    CacheAction.READ: ((Tier.DISK, Tier.DEVICE),),
 }
 _PARTS = {CacheKind.KV: "kv", CacheKind.HIDDEN: "x"}
-_CONVERSIONS = {
-    CacheAction.COMPRESS: (CacheKind.KV, CacheKind.KV8),
-    CacheAction.EXPAND: (CacheKind.KV8, CacheKind.KV),
-}
 """What the units of a block hold, in the order of the entry."""
 
 
@@ -171,27 +165,20 @@ class FakeRunner:
         written: set[tuple[Tier, int]] = set()
         read: set[tuple[Tier, int]] = set()
         running: CacheAction | None = None
-        for action, source, target, start, key in operations:
+        for action, source, target, start in operations:
             if action is not running:
                 running = action
                 read.clear()
             units = {(target.tier, unit) for unit in target.units}
-            own = {(source.tier, unit) for unit in source.units} if action in _CONVERSIONS else set()
-            assert written.isdisjoint(units - own), "a unit is written twice in a step"
-            assert read.isdisjoint(units - own), "a unit is written while it may be read"
+            assert written.isdisjoint(units), "a unit is written twice in a step"
+            assert read.isdisjoint(units), "a unit is written while it may be read"
             assert all(unit < self.host_units for tier, unit in units if tier is Tier.HOST), "no such host unit"
             written |= units
             read |= {(source.tier, unit) for unit in source.units}
             if action is CacheAction.RESTORE:
                 self._restore(source, target, start)
                 continue
-            if action in _CONVERSIONS:
-                assert (source.kind, target.kind) == _CONVERSIONS[action], "no such conversion"
-                assert source.tier is target.tier is Tier.DEVICE and source.units[0] == target.units[0], "not in place"
-                self._convert(action, max(source.units, target.units, key=len))
-                continue
             assert (source.tier, target.tier) in _WAYS[action] and source.kind is target.kind, "no such copy"
-            assert bool(key) >= (Tier.DISK in (source.tier, target.tier)), "a block on the disk has a key"
             for old, new in zip(source.units, target.units, strict=True):
                 self._units[target.tier, new] = list(self._unit(source.tier, old))
 
@@ -205,16 +192,6 @@ class FakeRunner:
         ]
         for part, unit in zip(_PARTS[CacheKind.KV], target.units, strict=True):
             self._units[Tier.DEVICE, unit] = [cell and cell._replace(part=part) for cell in kept]
-
-    def _convert(self, action: CacheAction, units: tuple[int, ...]) -> None:
-        """In 8 bits a unit holds the cells of both, one behind the other."""
-        k, v = ((Tier.DEVICE, unit) for unit in units)
-        if action is CacheAction.COMPRESS:
-            self._units[k] = [*self._unit(*k)[: self.block_size], *self._unit(*v)[: self.block_size]]
-        else:
-            both = self._unit(*k)
-            assert len(both) == 2 * self.block_size, "a block is expanded that is not in 8 bits"
-            self._units[k], self._units[v] = both[: self.block_size], both[self.block_size :]
 
     def _unit(self, tier: Tier, unit: int) -> list[_Cell | None]:
         return self._units.setdefault((tier, unit), [None] * self.block_size)
@@ -238,15 +215,8 @@ class FakeRunner:
             past, stop = max(chunk.start - first, 0), end - first
             if self.window and first + self.block_size <= chunk.start - self.window + 1:
                 continue
-            if entry.kind is CacheKind.KV8:
-                assert past >= self.block_size, "a block in 8 bits is written to"
-                due_parts = (row.due[part][first : first + self.block_size] for part in _PARTS[CacheKind.KV])
-                held = self._unit(Tier.DEVICE, entry.units[0])
-                assert held == [cell for part in due_parts for cell in part], "a block in 8 bits is not this request's"
-                continue
             for part, unit in zip(_PARTS[entry.kind], entry.units, strict=True):
                 due, cells = row.due[part][first : first + self.block_size], self._unit(Tier.DEVICE, unit)
-                del cells[self.block_size :]  # an earlier owner's, in 8 bits
                 assert cells[:past] == due[:past], f"a position of {first} to {first + past} is not this request's"
                 cells[past:stop] = due[past:stop]
         reaches = end == len(row.token_ids) and not row.pooled

@@ -13,7 +13,6 @@ Knows nothing of requests, sampling or models.
 """
 
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -48,7 +47,6 @@ class _Group:
     `slices [layers, n * 2 * blocks]`: for every chunk its K slices, then its V slices, so that threads which share out
     the chunks find in their own caches what they gathered. `positions [n, queries]`; `biases`: by window (None: no
     window), each [n, 1, queries, keys] of 0 or -inf, made when a layer first asks.
-    `narrow`: where what the slices give is to be replaced by what blocks in 8 bits hold.
     `pad [n * queries]` and `unpad [tokens]` are set for several prefill chunks: token -> padded place and back.
     """
 
@@ -60,16 +58,7 @@ class _Group:
     positions: Tensor
     pad: Tensor | None
     unpad: Tensor | None
-    narrow: "_Narrow | None"
     biases: dict[int | None, Tensor] = field(default_factory=dict)
-
-
-class _Narrow(NamedTuple):
-    """Blocks in 8 bits among the slices of a group: their `places [m]` there, units, and parts (K 0, V 1)."""
-
-    places: Tensor
-    units: Tensor
-    parts: Tensor
 
 
 def arrange(chunks: IntArray, rows: RowTable, cell_bytes: int) -> Batch:
@@ -122,7 +111,6 @@ class PagedAttention:
             layout.positions // pool.block_size,
             layout.positions % pool.block_size,
         )
-        assert pool.compressed is None or (rows.k_table[token_rows, block] >= 0).all(), "8 bits are not written to"
         self._k_cells = pool.cell_ids(rows.k_table[token_rows, block], offset)
         self._v_cells = pool.cell_ids(rows.v_table[token_rows, block], offset)
         self._groups = [_plan_group(pool, rows, layout, first, last) for first, last in batch.groups]
@@ -137,10 +125,6 @@ class PagedAttention:
 
     def _attend(self, group: _Group, layer: int, q: Tensor, k: Tensor, v: Tensor, manner: Manner) -> Tensor:
         gathered = self._pool.read(group.slices[layer])
-        if group.narrow is not None:
-            assert self._pool.compressed is not None, "this pool was made without blocks in 8 bits"
-            where, units, parts = group.narrow
-            gathered.index_copy_(0, where, self._pool.compressed.read(layer, units, parts))
         cells = gathered.view(len(group.positions), 2, group.num_keys, -1)
         keys, values = (_heads_of(cells[:, index], x.shape[1:]) for index, x in enumerate((k, v)))
         bias, q = self._bias(group, manner.window), q[group.first : group.last]
@@ -211,10 +195,6 @@ def _plan_group(pool: UnitPool, rows: RowTable, layout: Layout, first: int, last
     tables = np.stack((rows.k_table[members, :num_blocks], rows.v_table[members, :num_blocks]), axis=1)
     tables.swapaxes(1, 2)[np.arange(num_blocks) >= blocks[:, None]] = pool.zero_unit
     tables.swapaxes(1, 2)[np.arange(num_blocks) < rows.num_unseen(starts)[:, None]] = pool.zero_unit
-    entries, narrow = tables.reshape(-1), None
-    if pool.compressed is not None and (where := np.flatnonzero(entries < 0)).size:
-        narrow = _Narrow(_ids(pool, where), _ids(pool, -1 - entries[where]), _ids(pool, where // num_blocks % 2))
-        entries[where] = pool.zero_unit
     # a padded query repeats the last one of its chunk: its result is dropped, but must not be NaN
     within = np.minimum(np.arange(queries), lengths[:, None] - 1)
     places = np.arange(queries) < lengths[:, None]
@@ -225,8 +205,7 @@ def _plan_group(pool: UnitPool, rows: RowTable, layout: Layout, first: int, last
         last=int(group_first + lengths.sum()),
         queries=queries,
         num_keys=num_blocks * pool.block_size,
-        slices=pool.slice_ids(entries),
-        narrow=narrow,
+        slices=pool.slice_ids(tables.reshape(-1)),
         positions=torch.from_numpy(starts[:, None] + within).to(pool.device),
         pad=_ids(pool, (layout.firsts[first:last] - group_first)[:, None] + within) if ragged else None,
         unpad=_ids(pool, np.flatnonzero(places)) if ragged else None,

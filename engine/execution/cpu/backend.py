@@ -26,7 +26,6 @@ from engine.execution.runner import Runner
 from engine.execution.stages import StagedRunner
 from engine.machine.core_share import processor_share, wait_for_quiet
 from engine.machine.facts import host_engines, memcpy_rate, read_processor
-from engine.models.byte_cells import FLOATS
 from engine.models.checkpoint import load_layers
 from engine.models.decoder import Decoder
 from engine.models.linear import MakeLinear, make_linear, make_plain
@@ -117,9 +116,6 @@ class CpuBackend:
             return plan, make_plain
         if config.cpu_kernels == "torch":
             return plan, _by_torch(plan)
-        if plan.cell_type == FLOATS:
-            say("steps run by torch's own operators: the native kernels read no cache of fp8, one of int8 they do")
-            return plan, _by_torch(plan)
         int8 = plan.quantization != "none"
         native = start(
             torch.get_num_threads(), torch_dtype(plan.dtype), int8=int8, int8_cache=plan.cell_type is not None
@@ -147,8 +143,7 @@ class CpuBackend:
         decoder, hidden, host = Decoder(plan.own, weights), plan.scratch_blocks, plan.host_units
         spare = weights.layers.held_bytes if plan.droppable else 0
         pool: dict[str, Any] = {
-            "scratch_blocks": hidden, "host_units": host, "cell_type": plan.cell_type,
-            "parked_int8": plan.parked_int8, "preempted_int8": plan.preempted_int8, "spare_bytes": spare,
+            "scratch_blocks": hidden, "host_units": host, "cell_type": plan.cell_type, "spare_bytes": spare,
         }  # fmt: skip
         if not isinstance(weights.head, NativeLinear):
             return Runner(TorchDevice(decoder, plan.limits, **pool)), plan
@@ -191,7 +186,7 @@ def _by_torch(plan: LaunchPlan) -> MakeLinear:
 def _runs_natively(config: EngineConfig) -> bool:
     """Whether every step will run by the native kernels: they read half the bytes and compute in float32, so that half
     precision is the faster type on any processor. Steps from hidden state go by torch, which is slow in it."""
-    if config.cpu_kernels != "auto" or config.kv_cache_dtype == "fp8":
+    if config.cpu_kernels != "auto":
         return False
     return not config.hidden_cache and not isinstance(load(), str)
 

@@ -61,22 +61,18 @@ class PoolDevice:
     def swap_out(self, pairs: IntArray) -> None:
         """See CacheMover."""
         for source, target in pairs.tolist():
-            self.pool.parked.keep(self.pool.units[source], self.pool.host_units[target])
-            if (compressed := self.pool.compressed) is not None:
-                compressed.host_scales[target] = compressed.scales[source]
+            self.pool.host_units[target].copy_(self.pool.units[source])
 
     def swap_in(self, pairs: IntArray) -> None:
         """See CacheMover."""
         for source, target in pairs.tolist():
-            self.pool.parked.give_back(self.pool.host_units[source], self.pool.units[target])
-            if (compressed := self.pool.compressed) is not None:
-                compressed.scales[target] = compressed.host_scales[source]
+            self.pool.units[target].copy_(self.pool.host_units[source])
 
 
 class TorchDevice(PoolDevice):
     """`scratch_blocks`: blocks of hidden state that one step may read or write; 0 refuses them altogether.
-    `host_units`: units of the host tier. `cell_type`: of K and V in 8 bits. `parked_int8`, `preempted_int8`,
-    `spare_bytes`: see UnitPool. Raises ConfigError for scratch where the model's hidden state is no use.
+    `host_units`: units of the host tier. `cell_type`: of K and V in 8 bits. `spare_bytes`: see UnitPool. Raises
+    ConfigError for scratch where the model's hidden state is no use.
 
     `layers`: those it runs; `beyond`: what runs the ones behind them, on the next engine of a pipeline."""
 
@@ -88,8 +84,6 @@ class TorchDevice(PoolDevice):
         scratch_blocks: int = 0,
         host_units: int = 0,
         cell_type: torch.dtype | None = None,
-        parked_int8: bool = False,
-        preempted_int8: bool = False,
         spare_bytes: int = 0,
     ) -> None:
         spec, weights = decoder.spec, decoder.weights
@@ -101,8 +95,6 @@ class TorchDevice(PoolDevice):
                 scratch_blocks,
                 host_units,
                 cell_type=cell_type,
-                parked_int8=parked_int8,
-                preempted_int8=preempted_int8,
                 spare_bytes=spare_bytes,
             ),
             RowTable(limits, hidden=scratch_blocks > 0),

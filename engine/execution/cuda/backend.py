@@ -16,7 +16,6 @@ from torch.nn import functional
 from engine.config import EngineConfig, parse_offload
 from engine.errors import ConfigError
 from engine.execution import memory
-from engine.execution.compressed import scale_bytes
 from engine.execution.cpu.device import TorchDevice
 from engine.execution.cpu.transformers_device import MakeAttention, TransformersDevice
 from engine.execution.cuda.buffers import HeadSizes
@@ -73,11 +72,6 @@ class CudaBackend:
     def config_refusal(self, config: EngineConfig) -> str | None:
         if config.quantization == "int8":
             return "--quantization int8 runs on a CPU only: say --device cpu, fp8, or none"
-        if config.kv_cache_dtype == "parked-int8":
-            way = "on a GPU say preempted-int8 or running-int8, or int8 or fp8 for the whole cache"
-            return f"--kv-cache-dtype parked-int8 runs on a CPU only: {way}"
-        if config.disk_space:
-            return "--disk-space runs on a CPU only: on a GPU --swap-space keeps the cache of chats"
         if config.hidden_cache and parse_offload(config.offload_weights) is not None:
             return "--offload-weights does not go with --hidden-cache on a GPU yet: projections need weights"
         return None
@@ -191,10 +185,7 @@ class CudaBackend:
                 pool |= {"spare_bytes": layers.spare_bytes, "reserve": layers.reserve}
             return Runner(_device(plan, weights, graphs=graphs, **pool)), plan
         decoder = Decoder(plan.own, weights)
-        device = TorchDevice(
-            decoder, plan.limits, scratch_blocks=hidden, host_units=host, cell_type=plan.cell_type,
-            preempted_int8=plan.preempted_int8,
-        )  # fmt: skip
+        device = TorchDevice(decoder, plan.limits, scratch_blocks=hidden, host_units=host, cell_type=plan.cell_type)
         return Runner(device), plan
 
     def module_attention(self, model: TransformersModel, limits: Limits) -> tuple[MakeAttention | None, str]:
@@ -275,7 +266,7 @@ def graph_bytes(num_shapes: int, step_bytes: int, max_tokens: int) -> int:
 def _device(plan: LaunchPlan, weights: ModelWeights, *, graphs: bool, **pool: Any) -> CudaDevice:
     return CudaDevice(
         plan.own, weights, triton_kernels(), plan.limits, graphs=graphs, cell_type=plan.cell_type,
-        preempted_int8=plan.preempted_int8, running_int8=plan.running_int8, adapted=plan.takes_adapters, **pool,
+        adapted=plan.takes_adapters, **pool,
     )  # fmt: skip
 
 
@@ -292,8 +283,6 @@ def _room_beside_graphs(plan: LaunchPlan, weights: ModelWeights) -> int:
         torch.cuda.reset_peak_memory_stats(device)
         rehearsed.run_padding(limits.max_num_batched_tokens, limits.max_num_seqs)
         step_bytes = torch.cuda.max_memory_allocated(device) - before
-        if rehearsed.pool.compressed is not None:
-            rehearsed.pool.compressed.rehearse()
 
     room = memory.cuda_cache_bytes(device, plan.memory_utilization, profile)
     num_shapes = len(Buckets(limits.max_num_seqs, limits.max_num_batched_tokens).all_shapes())
@@ -301,8 +290,7 @@ def _room_beside_graphs(plan: LaunchPlan, weights: ModelWeights) -> int:
         num_shapes += len(decode_buckets(limits.max_num_seqs))
     stored = plan.cell_type or weights.embedding.dtype
     unit = memory.unit_bytes(plan.spec, limits.block_size, stored)
-    scales = scale_bytes(plan.spec.num_layers, limits.block_size, plan.spec.num_kv_heads) if plan.preempted_int8 else 0
-    staging = staging_units(plan.host_units, unit + scales) * (unit + scales)
+    staging = staging_units(plan.host_units, unit) * unit
     if weights.layers.streamed:
         return room - staging  # such steps run without graphs
     return room - staging - graph_bytes(num_shapes, step_bytes, limits.max_num_batched_tokens)

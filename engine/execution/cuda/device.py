@@ -58,8 +58,7 @@ class CudaDevice:
     """`graphs`: capture one for every bucket now (CUDA only). Two steps may be in flight; use it from one thread.
 
     `scratch_blocks`: blocks of hidden state that one step may read or write; 0 refuses them altogether.
-    `host_units`: units of the host tier. `cell_type`: of K and V in 8 bits; `preempted_int8`: those of requests
-    that wait may be, `running_int8`: and of those that run, so that attention reads them. `adapted`: LoRA adapters may
+    `host_units`: units of the host tier. `cell_type`: of K and V in 8 bits. `adapted`: LoRA adapters may
     come. `spare_bytes`, `reserve`: see UnitPool. Raises ConfigError for scratch where the model's hidden state is no
     use.
 
@@ -78,24 +77,21 @@ class CudaDevice:
         scratch_blocks: int = 0,
         host_units: int = 0,
         cell_type: torch.dtype | None = None,
-        preempted_int8: bool = False,
-        running_int8: bool = False,
         adapted: bool = False,
         spare_bytes: int = 0,
         reserve: Reserve = HostMemory,
     ) -> None:
         limits = replace(limits, max_num_batched_tokens=max(limits.max_num_batched_tokens, limits.max_num_seqs))
-        assert preempted_int8 or not running_int8, "blocks in 8 bits come of requests that wait, too"
         device = weights.embedding.device
         self.lane = Lane(device)
         self.rows = RowTable(limits, hidden=scratch_blocks > 0)
         self.pool = UnitPool.of(
             spec, limits, weights.embedding, scratch_blocks, host_units, cell_type=cell_type,
-            preempted_int8=preempted_int8, spare_bytes=spare_bytes, reserve=reserve,
+            spare_bytes=spare_bytes, reserve=reserve,
         )  # fmt: skip
         assert len(self.pool.slices) < 2**31, "table entries are 32 bits wide"
         self._tables = DeviceTables(self.rows, self.pool)
-        self._forward = Forward(spec, weights, kernels, self._tables, self.pool, limits, mixed=running_int8)
+        self._forward = Forward(spec, weights, kernels, self._tables, self.pool, limits)
         self._projection = Projection(self._forward, self.pool, limits)
         self._swapper = Swapper(self.pool, kernels, self.lane, out=Lane(device), back=Lane(device))
         self._buffers = StepBuffers(HeadSizes.of(spec), limits, weights.embedding.dtype, device)
@@ -304,8 +300,6 @@ class CudaDevice:
                 pair = np.zeros((1, 2), dtype=np.int64)
                 self.swap_out(pair)
                 self.swap_in(pair)
-            if self.pool.compressed is not None:
-                self.pool.compressed.rehearse()
             self.pool.units[:2].zero_()
             self.lane.mark().synchronize()
 

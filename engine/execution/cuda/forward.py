@@ -30,7 +30,7 @@ Observe = Callable[[int, Tensor], None]
 class Forward:
     """Call it with a step's inputs. Leaves `logits [max_samples, vocab]` of the step's samples, `sampled [max_samples]`
     int32 (their greedy tokens, INVALID_TOKEN where logits are not finite), and `last_tokens` of their rows. `tables` as
-    in `DeviceTables`. `mixed`: attention reads blocks in 8 bits, too. `layers`: those it runs, and the pool has."""
+    in `DeviceTables`. `layers`: those it runs, and the pool has."""
 
     def __init__(
         self,
@@ -40,8 +40,6 @@ class Forward:
         tables: DeviceTables,
         pool: UnitPool,
         limits: Limits,
-        *,
-        mixed: bool = False,
     ) -> None:
         self._spec, self._weights, self._kernels = spec, weights, kernels
         self.tables, self._last_tokens = tables.tables, tables.last_tokens
@@ -53,7 +51,6 @@ class Forward:
         dtype, device = weights.embedding.dtype, weights.embedding.device
         self._embedding_scale = embedding_scale(spec, dtype)
         self._scratch_base = pool.scratch_base
-        self._mixed_layers = pool.num_layers if mixed else 0
         scale = spec.head_dim**-0.5 if spec.scale is None else spec.scale
         self._scale, self._softcap = scale, spec.softcap or 0.0
         tables_of = {rope: _cos_sin(rope, limits.max_model_len, device) for rope in (spec.rope, spec.local_rope)}
@@ -169,14 +166,14 @@ class Forward:
         self._kernels.decode_attention(
             q, self._pool, *self._kv_tables, inputs.decode, inputs.partial, inputs.partial_lse, inputs.arrived, out,
             layer=index - self.layers.start, window=self._spec.window_of(index) or 0, scale=self._scale,
-            scratch_base=self._scratch_base, softcap=self._softcap, mixed=self._mixed_layers, pair=self._pair,
+            scratch_base=self._scratch_base, softcap=self._softcap, pair=self._pair,
         )  # fmt: skip
 
     def _prefill(self, index: int, q: Tensor, inputs: StepInputs, out: Tensor) -> None:
         self._kernels.prefill_attention(
             q, self._pool, *self._kv_tables, inputs.prefill, inputs.prefill_partial, inputs.prefill_lse, out,
             layer=index - self.layers.start, window=self._spec.window_of(index) or 0, scale=self._scale,
-            scratch_base=self._scratch_base, softcap=self._softcap, mixed=self._mixed_layers, pair=self._pair,
+            scratch_base=self._scratch_base, softcap=self._softcap, pair=self._pair,
         )  # fmt: skip
 
 

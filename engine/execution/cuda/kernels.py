@@ -68,7 +68,6 @@ class Kernels(Ops, Protocol):
         window: int = 0,
         softcap: float = 0.0,
         sinks: Tensor | None = None,
-        mixed: int = 0,
         pair: int = 0,
     ) -> None: ...
 
@@ -89,7 +88,6 @@ class Kernels(Ops, Protocol):
         window: int = 0,
         softcap: float = 0.0,
         sinks: Tensor | None = None,
-        mixed: int = 0,
         pair: int = 0,
     ) -> None: ...
 

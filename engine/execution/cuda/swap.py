@@ -6,7 +6,7 @@ given away, and steps wait for the host's link only where staging is full. Inwar
 steps launched before, and the lane of the steps waits for its end. The link carries both ways at once, so each way has
 a lane and staging of its own: what comes back does not stand behind what goes. A host unit that was written is read
 once that has arrived; one that is read is not written before, for outwards the lane of the steps is waited for, and
-that has waited for what came back. The scales of blocks in 8 bits go beside their units. Knows nothing of requests or
+that has waited for what came back. Knows nothing of requests or
 of what lies in a unit.
 """
 
@@ -79,9 +79,6 @@ class Swapper:
         self._lane, self._out, self._back = lane, out, back
         self._written = _Written(len(pool.host_units))
         self._device, self._host = [pool.units], [pool.host_units]
-        if (compressed := pool.compressed) is not None:  # as numbers of the pool's type: no other variant of a kernel
-            self._device.append(compressed.scales.flatten(1).view(pool.units.dtype))
-            self._host.append(compressed.host_scales.flatten(1).view(pool.units.dtype))
         count = staging_units(len(pool.host_units), sum(part[:1].nbytes for part in self._device))
         staging = zip(*(part.new_zeros((count, part.shape[1])).chunk(_PARTS) for part in self._device), strict=True)
         halves = [_Half(list(parts), lane.mark()) for parts in staging if len(parts[0])]

@@ -13,8 +13,8 @@ _NO_CHANGES = np.zeros(0, dtype=np.int32)
 
 class DeviceTables:
     """`tables [1 to 3, rows, max_blocks]` int32: entries of K, of V unless the pool is paired, and of hidden state
-    where there is scratch. One is a unit's first slice, to which a kernel adds its layer, or below zero for scratch; of
-    a block in 8 bits -1 - that slice. `pair`: slices from a block's K to its V in a paired pool; 0: of another.
+    where there is scratch. One is a unit's first slice, to which a kernel adds its layer, or below zero for scratch.
+    `pair`: slices from a block's K to its V in a paired pool; 0: of another.
     `last_tokens [rows + 1]` int32: the token sampled last; the place behind the last row takes what padding writes."""
 
     def __init__(self, rows: RowTable, pool: UnitPool) -> None:
@@ -24,7 +24,6 @@ class DeviceTables:
         self.tables = torch.zeros(shape, dtype=torch.int32, device=pool.device)
         self.last_tokens = torch.zeros(num_rows + 1, dtype=torch.int32, device=pool.device)
         self._rows, self._num_layers = rows, pool.num_layers
-        self._narrow_layers = 1 if pool.compressed is None else pool.num_layers
         rows.track_changes()
 
     @property
@@ -51,5 +50,5 @@ class DeviceTables:
         self.tables.copy_(torch.from_numpy(entries))
 
     def _entries_of(self, units: IntArray) -> IntArray:
-        entries: IntArray = np.where(units < 0, (units + 1) * self._narrow_layers - 1, units * self._num_layers)
+        entries: IntArray = np.where(units < 0, units, units * self._num_layers)
         return entries

@@ -50,7 +50,7 @@ class Follower:
             while len(self._launched) > device.pipeline_depth:
                 self._launched.popleft().synchronize()
             device.rows.apply(output)
-            run_operations(device, output.operations, None)
+            run_operations(device, output.operations)
             if len(chunks := chunk_array(output.chunks)):
                 device.rows.tokens[token_places(chunks)] = np.frombuffer(step.token_ids, np.int32)
                 device.follow(chunks, whole=step.whole)

@@ -47,8 +47,6 @@ def _build() -> Any:
 
 def _features(adapter: Path) -> list[Feature]:
     short: dict[str, Any] = {"num_gpu_blocks_override": _SHORT_OF_MEMORY}
-    narrow: dict[str, Any] = {"kv_cache_dtype": "preempted-int8"}
-    narrow |= {"profile_seconds": 1.0, "profile_dir": str(adapter.parent)}  # a conversion is chosen by measured costs
     return [
         Feature("our own layers, eager and graphs", {}),
         Feature("memory short, recompute", short, True),
@@ -58,11 +56,7 @@ def _features(adapter: Path) -> list[Feature]:
         Feature("transformers' modules", {"model_impl": "transformers"}),
         Feature("a LoRA adapter beside none", {"lora": (f"a={adapter}",)}),
         Feature("cache of 8 bits", {"kv_cache_dtype": "int8"}),
-        Feature("cache of 8 bits, floats", {"kv_cache_dtype": "fp8"}),
         Feature("cache of 8 bits, memory short, swap", short | {"kv_cache_dtype": "int8", "swap_space": 0.25}, True),
-        Feature("preempted in 8 bits", short | narrow, True, False),
-        Feature("preempted in 8 bits, swap", short | narrow | {"swap_space": 0.25}, True, False),
-        Feature("running in 8 bits", short | narrow | {"kv_cache_dtype": "running-int8"}, True, False),
         Feature("bfloat16", {"dtype": "bfloat16"}, exact=False),
         Feature("float16", {"dtype": "float16"}, exact=False),
     ]

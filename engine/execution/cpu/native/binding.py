@@ -6,7 +6,6 @@ from engine.arrays import IntArray
 from engine.execution.cpu.native.library import CacheType, Shape, Step
 from engine.execution.pool import UnitPool
 from engine.execution.rows import RowTable
-from engine.models.byte_cells import INTEGERS
 
 
 def shape_over(pool: UnitPool, rows: RowTable, max_model_len: int, **model: Any) -> Shape:
@@ -41,7 +40,4 @@ def step_over(pool: UnitPool, rows: RowTable, chunks: IntArray, **results: Any) 
 
 
 def _cache_type(pool: UnitPool) -> CacheType:
-    if pool.bytes is not None:
-        assert pool.bytes.values.dtype == INTEGERS, "the native kernels read no floats of 8 bits"
-        return CacheType.INT8
-    return CacheType.EXACT if pool.compressed is None else CacheType.MIXED
+    return CacheType.EXACT if pool.bytes is None else CacheType.INT8

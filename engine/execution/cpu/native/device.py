@@ -37,13 +37,11 @@ class NativeDevice(TorchDevice):
         scratch_blocks: int = 0,
         host_units: int = 0,
         cell_type: torch.dtype | None = None,
-        parked_int8: bool = False,
-        preempted_int8: bool = False,
         spare_bytes: int = 0,
     ) -> None:
         super().__init__(
             decoder, limits, scratch_blocks=scratch_blocks, host_units=host_units, cell_type=cell_type,
-            parked_int8=parked_int8, preempted_int8=preempted_int8, spare_bytes=spare_bytes,
+            spare_bytes=spare_bytes,
         )  # fmt: skip
         length = limits.max_model_len
         self._tape_adapts = False

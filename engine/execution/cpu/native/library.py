@@ -61,7 +61,6 @@ class CacheType(enum.IntEnum):
 
     EXACT = 0
     INT8 = 1
-    MIXED = 2
 
 
 class Epilogue(enum.IntEnum):

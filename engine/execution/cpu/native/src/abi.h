@@ -14,7 +14,7 @@ enum tm_epilogue : int32_t { TM_PLAIN, TM_SWIGLU, TM_GELU, TM_GELU_TANH, TM_RELU
 // How a linear layer computes with integers of 8 bits: not at all, by pairs of 16 bits (any level), by products of bytes.
 enum tm_int8 : int32_t { TM_NO_INT8, TM_WORDS, TM_BYTES };
 // All of the pool in the model's type; all in 8 bits with scales; or blocks of the past in 8 bits among others (cells.h).
-enum tm_int8_cache : int32_t { TM_EXACT_CACHE, TM_INT8_CACHE, TM_MIXED_CACHE };
+enum tm_int8_cache : int32_t { TM_EXACT_CACHE, TM_INT8_CACHE };
 enum tm_result : int32_t { TM_DONE, TM_TOO_MANY, TM_BAD_CHUNK, TM_BAD_TOKEN, TM_BAD_BLOCK, TM_NO_MEMORY };
 
 // The model, as far as operations need to know it. `max_tokens`, `max_samples`: rows of the buffers of the operations.
@@ -71,8 +71,7 @@ struct tm_op {
 };
 
 // One step. `chunks` [num_chunks][4]: row, start, length, whether its last token samples. `tokens` [num_rows][token_stride],
-// `k_table`, `v_table` [num_rows][table_stride]: units of the pool, of TM_MIXED_CACHE both
-// -1 - unit for a full block in 8 bits; `num_blocks` [num_rows]. `logits`
+// `k_table`, `v_table` [num_rows][table_stride]: units of the pool; `num_blocks` [num_rows]. `logits`
 // [samples][logits_stride] float32, NULL: not kept. `best`, `best_id` [samples].
 struct tm_step {
     int64_t num_chunks, token_stride, table_stride, logits_stride;

@@ -75,7 +75,7 @@ template <class T, class S, class C = T> struct Attention {
         const Chunk &chunk = view.chunks[piece.chunk];
         const Span keys = keys_of(view, op, piece);
         for (int64_t part = 0; part < 2; part++) {
-            const C **end = pool.place(part, part ? chunk.v_table : chunk.k_table, op.layer, keys.first, keys.last, to);
+            const C **end = pool.place(part ? chunk.v_table : chunk.k_table, op.layer, keys.first, keys.last, to);
             to += round_up(keys.last - keys.first, W);
             while (end < to) *end = end[-1], end++;
         }
@@ -83,7 +83,7 @@ template <class T, class S, class C = T> struct Attention {
         const Piece *next = &piece + 1;
         if (next < view.pieces_end && next->keys > 0) {
             const Span first = keys_of(view, op, *next);
-            to = pool.place(0, view.chunks[next->chunk].k_table, op.layer, first.first, least(first.last, first.first + ON_THE_WAY), to);
+            to = pool.place(view.chunks[next->chunk].k_table, op.layer, first.first, least(first.last, first.first + ON_THE_WAY), to);
         }
         while (to < end) *to = to[-1], to++;
     }
@@ -100,24 +100,20 @@ template <class T, class S, class C = T> struct Attention {
         const C **cells = (const C **)scratch;  // [K, V, those of the next piece]
         float *scores = (float *)(cells + 2 * SPLIT + 2 * W + ON_THE_WAY), *to = scores + s.heads * SPLIT, *q = to + s.heads * gathered;
         float *top = q + s.heads * padded, *total = top + s.heads;
-        C *room = (C *)(total + s.heads);  // [W][dim], for what is narrow
         const S *from = (const S *)op.in + token * op.in_stride;
         memset(to, 0, size_t(s.heads * (gathered + padded)) * sizeof(float));
         for (int64_t h = 0; h < s.heads; h++)
             for (int64_t d = 0; d < dim; d += W) store(q + h * padded + d, get(from + h * dim + d, dim - d));
         if (keys) place_cells(view, op, piece, cells);
-        const C *widened[W];
         float scales[W];
         for (int64_t i = 0; i < keys; i += W) {
             const int64_t live = least(W, keys - i);
-            const bool narrow = pool.any_narrow(chunk.k_table, begin + i, live);
             for (int64_t kv = 0; kv < s.kv_heads; kv++) {
-                for (int64_t j = 0; narrow && j < W; j++) widened[j] = pool.head(0, chunk.k_table, op.layer, begin + i + least(j, live - 1), kv, room + j * dim);
                 for (int64_t j = 0; Cells<C>::SCALED && j < W; j++) scales[j] = pool.scale(chunk.k_table, op.layer, begin + i + least(j, live - 1), kv);
                 const Vec scale = Cells<C>::SCALED ? mul(set(s.scale), load(scales)) : set(s.scale);
                 for (int64_t g = 0; g < group; g += 4) {
                     const int64_t h = kv * group + g;
-                    score_heads(least(4, group - g), q + h * padded, padded, narrow ? widened : cells + i, narrow ? 0 : kv * dim, dim, scores + h * SPLIT + i, scale, op.softcap, live, g || narrow ? nullptr : cells + i + ON_THE_WAY);
+                    score_heads(least(4, group - g), q + h * padded, padded, cells + i, kv * dim, dim, scores + h * SPLIT + i, scale, op.softcap, live, g ? nullptr : cells + i + ON_THE_WAY);
                 }
             }
         }
@@ -125,16 +121,14 @@ template <class T, class S, class C = T> struct Attention {
         cells += round_up(keys, W);
         for (int64_t i = 0; i < keys; i += W) {
             const int64_t live = least(W, keys - i);
-            const bool narrow = pool.any_narrow(chunk.v_table, begin + i, live);
             for (int64_t kv = 0; kv < s.kv_heads; kv++) {
-                for (int64_t j = 0; narrow && j < live; j++) widened[j] = pool.head(1, chunk.v_table, op.layer, begin + i + j, kv, room + j * dim);
                 for (int64_t j = 0; Cells<C>::SCALED && j < live; j++) {
                     const float scale = pool.scale(chunk.v_table, op.layer, begin + i + j, kv);
                     for (int64_t h = kv * group; h < (kv + 1) * group; h++) scores[h * SPLIT + i + j] *= scale;
                 }
                 for (int64_t g = 0; g < group; g += 4) {
                     const int64_t h = kv * group + g;
-                    gather_heads(least(4, group - g), scores + h * SPLIT + i, narrow ? widened : cells + i, narrow ? 0 : kv * width, live, width, to + h * gathered, gathered, g || narrow ? nullptr : cells + i + ON_THE_WAY);
+                    gather_heads(least(4, group - g), scores + h * SPLIT + i, cells + i, kv * width, live, width, to + h * gathered, gathered, g ? nullptr : cells + i + ON_THE_WAY);
                 }
             }
         }
@@ -225,15 +219,15 @@ template <class T, class S, class C = T> struct Attention {
         for (int64_t i = 0; i < columns; i += 2 * W) product<TILE, ADD>(a, lda, b + i, ldb, k, c + i, ldc);
     }
 
-    // Keys [key, key + TILE_KEYS) of one head, turned: to [padded][TILE_KEYS], zero behind the last one. room [W][dim].
-    static void turn_keys(const View &view, const tm_op &op, const Chunk &chunk, int64_t head, int64_t key, int64_t keys, int64_t padded, float *to, C *room) {
+    // Keys [key, key + TILE_KEYS) of one head, turned: to [padded][TILE_KEYS], zero behind the last one.
+    static void turn_keys(const View &view, const tm_op &op, const Chunk &chunk, int64_t head, int64_t key, int64_t keys, int64_t padded, float *to) {
         const int64_t dim = view.shape->head_dim;
         const Cells<C> pool(view);
         for (int64_t i = 0; i < TILE_KEYS; i += W) {
             const C *from[W] = {};
             Vec scale[W];
             for (int64_t j = 0; j < W && i + j < keys; j++) {
-                from[j] = pool.head(0, chunk.k_table, op.layer, key + i + j, head, room + j * dim);
+                from[j] = pool.head(0, chunk.k_table, op.layer, key + i + j, head);
                 scale[j] = set(pool.scale(chunk.k_table, op.layer, key + i + j, head));
             }
             for (int64_t d = 0; d < padded; d += W) {
@@ -245,13 +239,13 @@ template <class T, class S, class C = T> struct Attention {
         }
     }
     static Vec scaled(Vec a, Vec scale) { return Cells<C>::SCALED ? mul(a, scale) : a; }
-    // Whether all of them are finite. room [dim].
-    static bool copy_values(const View &view, const tm_op &op, const Chunk &chunk, int64_t head, int64_t key, int64_t keys, int64_t padded, float *to, C *room) {
+    // Whether all of them are finite.
+    static bool copy_values(const View &view, const tm_op &op, const Chunk &chunk, int64_t head, int64_t key, int64_t keys, int64_t padded, float *to) {
         const int64_t dim = view.shape->value_dim;
         const Cells<C> pool(view);
         Vec zeros = zero();
         for (int64_t j = 0; j < keys; j++) {
-            const C *from = pool.head(1, chunk.v_table, op.layer, key + j, head, room);
+            const C *from = pool.head(1, chunk.v_table, op.layer, key + j, head);
             const Vec scale = set(pool.scale(chunk.v_table, op.layer, key + j, head));
             for (int64_t d = 0; d < padded; d += W) {
                 const Vec v = d < dim ? scaled(get(from + d, dim - d), scale) : zero();
@@ -313,7 +307,6 @@ template <class T, class S, class C = T> struct Attention {
         const int64_t rows = piece.queries * group, all = round_up(rows, TILE);
         float *q = (float *)scratch, *out = q + all * padded, *scores = out + all * gathered;  // scores of TILE rows
         float *keys = scores + TILE * TILE_KEYS, *values = keys + padded * TILE_KEYS, *top = values + gathered * TILE_KEYS, *total = top + all;
-        C *room = (C *)(total + all);  // [W][dim], for what is narrow
         memset(q, 0, size_t(all * (padded + gathered)) * sizeof(float));
         for (int64_t r = 0; r < rows; r++) {  // row: query, then head of the group
             const int64_t token = chunk.first + piece.query + r / group, head = piece.kv_head * group + r % group;
@@ -324,8 +317,8 @@ template <class T, class S, class C = T> struct Attention {
         const int64_t first = chunk.start + piece.query, end = first + piece.queries;  // keys that the last query sees
         for (int64_t key = first_seen(op, first) / TILE_KEYS * TILE_KEYS; key < end; key += TILE_KEYS) {
             const int64_t count = least(TILE_KEYS, end - key);
-            turn_keys(view, op, chunk, piece.kv_head, key, count, padded, keys, room);
-            const bool finite = copy_values(view, op, chunk, piece.kv_head, key, count, gathered, values, room);
+            turn_keys(view, op, chunk, piece.kv_head, key, count, padded, keys);
+            const bool finite = copy_values(view, op, chunk, piece.kv_head, key, count, gathered, values);
             for (int64_t begin = 0; begin < rows; begin += TILE) {
                 const int64_t stop = least(begin + TILE, rows), longest = least(count, first + (stop - 1) / group + 1 - key);
                 if (longest <= 0) continue;

@@ -3,7 +3,7 @@
 // S^T = K Q^T needs no packing of K, and its exponentials, in pairs of keys, are the right operand of O^T = V^T P^T. A
 // column is one query and head, 32 at a time; V is turned once for all of them.
 
-// Keys of 8 bits are made bfloat16 first, those of a round of keys at once; of a mixed pool all of a round with such keys.
+// Keys of 8 bits are made bfloat16 first, those of a round of keys at once.
 
 template <class C> struct AmxAttention {
     using Plain = Attention<bf16, bf16, C>;
@@ -61,27 +61,22 @@ template <class C> struct AmxAttention {
         const int64_t *table = view.chunks[piece.chunk].k_table, dim = pool.dim;
         for (int64_t i = 0; i < keys; i++) {
             const int64_t token = least(key + i, end - 1);
-            if constexpr (SCALED) {
-                const C *from = pool.values(table, op.layer, token) + piece.kv_head * dim;
-                const Vec scale = set(pool.scale(table, op.layer, token, piece.kv_head));
-                for (int64_t d = 0; d < dim; d += Vec::W) store(to + i * dim + d, mul(load(from + d), scale));
-            } else {
-                const C *from = pool.head(0, table, op.layer, token, piece.kv_head, to + i * dim);
-                if (from != to + i * dim) memcpy(to + i * dim, from, size_t(dim) * sizeof(C));
-            }
+            const C *from = pool.values(table, op.layer, token) + piece.kv_head * dim;
+            const Vec scale = set(pool.scale(table, op.layer, token, piece.kv_head));
+            for (int64_t d = 0; d < dim; d += Vec::W) store(to + i * dim + d, mul(load(from + d), scale));
         }
     }
 
-    // `widened`: the keys, if any are of 8 bits; else NULL.
+    // `widened`: the keys, if they are of 8 bits.
     static void score(const View &view, const tm_op &op, const Piece &piece, int64_t key, int64_t keys, int64_t end, const Room &room, const bf16 *widened) {
         const tm_shape &s = *view.shape;
         const Chunk &chunk = view.chunks[piece.chunk];
         const Cells<C> pool(view);
-        const int64_t dim = s.head_dim, cell = (widened ? dim : s.cell) * 2;
+        const int64_t dim = s.head_dim, cell = (SCALED ? dim : s.cell) * 2;
         for (int64_t i = 0; i < keys; i += 32) {
             const bf16 *k[2];
             for (int64_t j = 0; j < 2; j++)  // behind the end: any block, as it is masked
-                if (SCALED || widened) k[j] = widened + (i + 16 * j) * dim;
+                if (SCALED) k[j] = widened + (i + 16 * j) * dim;
                 else k[j] = (const bf16 *)pool.values(chunk.k_table, op.layer, least(key + i + 16 * j, (end - 1) / 16 * 16)) + piece.kv_head * dim;
             _tile_zero(0);
             _tile_zero(1);
@@ -144,13 +139,7 @@ template <class C> struct AmxAttention {
                 for (int64_t j = 0; j < 16; j++) {
                     r[j] = _mm512_setzero_si512();
                     if (key + i + j >= end) continue;
-                    const int64_t token = key + i + j, entry = chunk.v_table[token / s.block_size], at = piece.kv_head * s.value_dim + d;
-                    if (pool.narrow(entry)) {
-                        const Vec scale = set(pool.narrow_scale(1, entry, op.layer, token, piece.kv_head));
-                        r[j] = _mm512_cvtepu16_epi32(narrow(mul(load(pool.narrow_values(1, entry, op.layer, token) + at), scale).v));
-                        wrong |= _mm512_cmpeq_epi32_mask(_mm512_and_si512(r[j], exponent), exponent);
-                        continue;
-                    }
+                    const int64_t token = key + i + j, at = piece.kv_head * s.value_dim + d;
                     const C *from = pool.values(chunk.v_table, op.layer, token) + at;
                     if constexpr (SCALED)
                         r[j] = _mm512_cvtepu16_epi32(narrow(mul(load(from), set(pool.scale(chunk.v_table, op.layer, key + i + j, piece.kv_head))).v));
@@ -228,11 +217,10 @@ template <class C> struct AmxAttention {
             const int64_t keys = least(KEYS, round_up(end - key, 32));
             // a share of zero does not hide a NaN from the queries that do not see it
             if (!turn_values(view, op, piece, key, keys, end, turned)) return Plain::tile(view, op, piece, scratch);
-            const bool widens = SCALED || Cells<C>(view).any_narrow(chunk.k_table, key, least(keys, end - key));
-            if (widens) widen_keys(view, op, piece, key, keys, end, widened);
+            if constexpr (SCALED) widen_keys(view, op, piece, key, keys, end, widened);
             for (int64_t g = 0; g < groups; g++) {
                 const Room room(scratch, g, s);
-                score(view, op, piece, key, keys, end, room, widens ? widened : nullptr);
+                score(view, op, piece, key, keys, end, room, widened);
                 for (int64_t half = 0; half < 2; half++) weigh(op, *room.columns, half, key, keys, from, first, end, set(s.scale), room.out, dim);
                 gather(turned, keys, dim, room);
             }

@@ -50,13 +50,13 @@ template <class C> struct PairedTiles {
         return left >= 32 ? _mm512_loadu_si512(from) : _mm512_maskz_loadu_epi16(__mmask32((uint64_t(1) << left) - 1), from);
     }
 
-    // Keys [key, key + keys) of one head in pairs [padded / 2][TILE_KEYS], zero behind the last one. room [16][dim].
-    static void turn_keys(const View &view, const tm_op &op, const Chunk &chunk, int64_t head, int64_t key, int64_t keys, int64_t padded, uint32_t *to, bf16 *room) {
+    // Keys [key, key + keys) of one head in pairs [padded / 2][TILE_KEYS], zero behind the last one.
+    static void turn_keys(const View &view, const tm_op &op, const Chunk &chunk, int64_t head, int64_t key, int64_t keys, int64_t padded, uint32_t *to) {
         const int64_t dim = view.shape->head_dim;
         const Cells<bf16> pool(view);
         for (int64_t i = 0; i < TILE_KEYS; i += 16) {
             const bf16 *from[16] = {};
-            for (int64_t j = 0; j < 16 && i + j < keys; j++) from[j] = pool.head(0, chunk.k_table, op.layer, key + i + j, head, room + j * dim);
+            for (int64_t j = 0; j < 16 && i + j < keys; j++) from[j] = pool.head(0, chunk.k_table, op.layer, key + i + j, head);
             for (int64_t d = 0; d < padded; d += 32) {
                 __m512i r[16];
                 for (int64_t j = 0; j < 16; j++) r[j] = i + j < keys ? part_of(from[j] + d, dim - d) : _mm512_setzero_si512();
@@ -66,15 +66,15 @@ template <class C> struct PairedTiles {
         }
     }
 
-    // Their values in pairs of keys [divide_up(keys, 2)][padded]. Whether all of them are finite. room [2][dim].
-    static bool pair_values(const View &view, const tm_op &op, const Chunk &chunk, int64_t head, int64_t key, int64_t keys, int64_t padded, uint32_t *to, bf16 *room) {
+    // Their values in pairs of keys [divide_up(keys, 2)][padded]. Whether all of them are finite.
+    static bool pair_values(const View &view, const tm_op &op, const Chunk &chunk, int64_t head, int64_t key, int64_t keys, int64_t padded, uint32_t *to) {
         const int64_t dim = view.shape->value_dim;
         const Cells<bf16> pool(view);
         const __m512i exponent = _mm512_set1_epi16(0x7f80);
         __mmask32 wrong = 0;
         for (int64_t j = 0; j < keys; j += 2, to += padded) {
-            const bf16 *even = pool.head(1, chunk.v_table, op.layer, key + j, head, room);
-            const bf16 *odd = j + 1 < keys ? pool.head(1, chunk.v_table, op.layer, key + j + 1, head, room + dim) : nullptr;
+            const bf16 *even = pool.head(1, chunk.v_table, op.layer, key + j, head);
+            const bf16 *odd = j + 1 < keys ? pool.head(1, chunk.v_table, op.layer, key + j + 1, head) : nullptr;
             for (int64_t d = 0; d < padded; d += 32) {
                 const __m512i a = part_of(even + d, dim - d), b = odd ? part_of(odd + d, dim - d) : _mm512_setzero_si512();
                 wrong |= _mm512_cmpeq_epi16_mask(_mm512_and_si512(a, exponent), exponent);
@@ -97,7 +97,7 @@ template <class C> struct PairedTiles {
         float *out = (float *)scratch, *totals = out + all * gathered, *top = totals + all * Vec::W, *total = top + all;
         float *scores = total + all;  // of TILE rows, as are shares
         uint32_t *keys = (uint32_t *)(scores + TILE * TILE_KEYS), *values = keys + padded / 2 * TILE_KEYS;
-        bf16 *q = (bf16 *)(values + TILE_KEYS / 2 * gathered), *shares = q + all * padded, *room = shares + TILE * TILE_KEYS;
+        bf16 *q = (bf16 *)(values + TILE_KEYS / 2 * gathered), *shares = q + all * padded;
         memset(out, 0, size_t(all * (gathered + Vec::W)) * sizeof(float));
         memset(q, 0, size_t(all * padded) * sizeof(bf16));
         const float scale = op.softcap > 0 ? s.scale : s.scale * LOG2_E;
@@ -110,8 +110,8 @@ template <class C> struct PairedTiles {
         for (int64_t key = first_seen(op, first) / TILE_KEYS * TILE_KEYS; key < end; key += TILE_KEYS) {
             const int64_t count = least(TILE_KEYS, end - key);
             // a share of zero does not hide a NaN from the queries that do not see it
-            if (!pair_values(view, op, chunk, piece.kv_head, key, count, gathered, values, room)) return Plain::tile(view, op, piece, scratch);
-            turn_keys(view, op, chunk, piece.kv_head, key, count, padded, keys, room);
+            if (!pair_values(view, op, chunk, piece.kv_head, key, count, gathered, values)) return Plain::tile(view, op, piece, scratch);
+            turn_keys(view, op, chunk, piece.kv_head, key, count, padded, keys);
             for (int64_t begin = 0; begin < rows; begin += TILE) {
                 const int64_t stop = least(begin + TILE, rows), longest = least(count, first + (stop - 1) / group + 1 - key);
                 if (longest <= 0) continue;

@@ -1,7 +1,5 @@
 // Cells of the pool, each the keys or values of one token, all KV heads, in the pool's type C; included behind functions.h.
 // Cells of 8 bits are integers, and behind those of a block lie their scales [token][head] (engine.models.byte_cells).
-// Of a mixed pool (tm_shape.int8_cache) a block may be narrow, its table entries -1 - unit: integers of K, then of V, [layer]
-// [token][head][dim] in that unit, and their scales [unit][K, V][layer][token][head] behind the pool's zeros.
 
 template <class C> struct Cells {
     static constexpr bool SCALED = sizeof(C) == 1;
@@ -9,13 +7,11 @@ template <class C> struct Cells {
 
     char *pool;
     int64_t block_size, layers, heads, dim, value_dim, cell, slice;  // cell: elements; slice: bytes of a block in one layer
-    const bf16 *narrow_scales;
 
     explicit Cells(const View &view)
         : pool((char *)view.pool), block_size(view.shape->block_size), layers(view.shape->layers), heads(view.shape->kv_heads),
           dim(view.shape->head_dim), value_dim(view.shape->value_dim), cell(view.shape->cell),
-          slice(block_size * (cell * int64_t(sizeof(C)) + (SCALED ? heads * int64_t(sizeof(bf16)) : 0))),
-          narrow_scales((const bf16 *)(pool + (view.shape->pool_units + 1) * layers * slice)) {}
+          slice(block_size * (cell * int64_t(sizeof(C)) + (SCALED ? heads * int64_t(sizeof(bf16)) : 0))) {}
 
     C *values(int64_t block, int64_t token) const { return (C *)(pool + block * slice) + token * cell; }
     bf16 *scales(int64_t block, int64_t token) const {
@@ -33,40 +29,16 @@ template <class C> struct Cells {
         return SCALED ? widened(scales(table, layer, token)[head]) : 1.f;
     }
 
-    // Of K (part 0) or V (1) of a token whose entry is below zero.
-    const int8_t *narrow_values(int64_t part, int64_t entry, int64_t layer, int64_t token) const {
-        return (const int8_t *)pool + (-1 - entry) * layers * slice + ((part * layers + layer) * block_size + token % block_size) * heads * dim;
+    // Where the values (K: part 0, V: 1) of a token's head lie.
+    const C *head(int64_t part, const int64_t *table, int64_t layer, int64_t token, int64_t head) const {
+        return values(table, layer, token) + head * (part ? value_dim : dim);
     }
-    float narrow_scale(int64_t part, int64_t entry, int64_t layer, int64_t token, int64_t head) const {
-        return widened(narrow_scales[((((-1 - entry) * 2 + part) * layers + layer) * block_size + token % block_size) * heads + head]);
-    }
-    static bool narrow(int64_t entry) { return !SCALED && entry < 0; }
-    // Whether any of `count` >= 1 tokens from `token` on is in a narrow block.
-    bool any_narrow(const int64_t *table, int64_t token, int64_t count) const {
-        bool any = false;
-        for (int64_t block = token / block_size; block <= (token + count - 1) / block_size; block++) any |= narrow(table[block]);
-        return any;
-    }
-    // The values of a token's head where they lie, or widened in `room` [dim].
-    const C *head(int64_t part, const int64_t *table, int64_t layer, int64_t token, int64_t head, C *room) const {
-        const int64_t entry = table[token / block_size];
-        if constexpr (!SCALED)
-            if (entry < 0) {
-                const int8_t *from = narrow_values(part, entry, layer, token) + head * dim;
-                const Vec scale = set(narrow_scale(part, entry, layer, token, head));
-                for (int64_t d = 0; d < dim; d += Vec::W) put<C>(room + d, mul(get(from + d, dim - d), scale), dim - d);
-                return room;
-            }
-        return values(entry * layers + layer, token % block_size) + head * (part ? value_dim : dim);
-    }
-    // Where the values of tokens [first, last) lie, integers if their block is narrow; `to` behind the last of them.
-    const C **place(int64_t part, const int64_t *table, int64_t layer, int64_t first, int64_t last, const C **to) const {
+    // Where the values of tokens [first, last) lie; `to` behind the last of them.
+    const C **place(const int64_t *table, int64_t layer, int64_t first, int64_t last, const C **to) const {
         while (first < last) {
             const int64_t entry = table[first / block_size], count = least(last - first, block_size - first % block_size);
-            const char *from = narrow(entry) ? (const char *)narrow_values(part, entry, layer, first)
-                                             : (const char *)values(entry * layers + layer, first % block_size);
-            const int64_t bytes = cell * (narrow(entry) ? 1 : int64_t(sizeof(C)));
-            for (int64_t i = 0; i < count; i++) *to++ = (const C *)(from + i * bytes);
+            const C *from = values(entry * layers + layer, first % block_size);
+            for (int64_t i = 0; i < count; i++) *to++ = from + i * cell;
             first += count;
         }
         return to;

@@ -23,7 +23,7 @@ std::string check_shape(const tm_shape &s) {
     if (s.rotary_dim < 0 || s.rotary_dim % 2 || s.rotary_dim > s.head_dim) return "rotary_dim does not fit in a head";
     if (s.rotary_dim && !s.inverse_frequencies) return "frequencies are missing";
     if (s.rounds_once != 0 && s.rounds_once != 1) return "unknown rounding of norms";
-    if (s.int8_cache < TM_EXACT_CACHE || s.int8_cache > TM_MIXED_CACHE) return "unknown type of the cache";
+    if (s.int8_cache < TM_EXACT_CACHE || s.int8_cache > TM_INT8_CACHE) return "unknown type of the cache";
     if (s.cell < s.kv_heads * most(s.head_dim, s.value_dim)) return "a cell is narrower than what it holds";
     if (s.int8_cache != TM_EXACT_CACHE && (s.value_dim != s.head_dim || s.cell != s.kv_heads * s.head_dim)) return "cells of 8 bits are as wide as K and V, which are of one width";
     if (s.type < TM_FLOAT32 || s.type > TM_BFLOAT16) return "unknown type";

@@ -86,7 +86,7 @@ struct Kernels {
     void (*embed)(const View &, const tm_op &, Span tokens);
     void (*angles)(const View &, const tm_op &, Span tokens);
     void (*norm)(const View &, const tm_op &, Span rows);  // of samples for GATHER_NORM
-    CacheKernels cache[2];  // for pools in the model's type or mixed, and for TM_INT8_CACHE
+    CacheKernels cache[2];  // for pools in the model's type, and for TM_INT8_CACHE
     void (*linear)(const tm_op &, Span rows, Span panels, float *logits, int64_t logits_stride, Best best);
     void (*gather)(const View &, const tm_op &, Span samples);
     void (*merge)(const View &, const tm_op &, Span rows);

@@ -45,8 +45,7 @@ tm_result Plan::check(const tm_step &step) const {
             if (*id < 0 || *id >= shape_.vocab) return TM_BAD_TOKEN;
         for (int64_t i = 0; i < blocks; i++) {
             const int64_t k = step.k_table[row * step.table_stride + i], v = step.v_table[row * step.table_stride + i];
-            const bool narrow = shape_.int8_cache == TM_MIXED_CACHE && k < 0 && k == v && (i + 1) * shape_.block_size <= start;
-            for (const int64_t unit : {narrow ? -1 - k : k, narrow ? -1 - v : v})
+            for (const int64_t unit : {k, v})
                 if (unit < 0 || unit >= shape_.pool_units) return TM_BAD_BLOCK;
         }
     }
