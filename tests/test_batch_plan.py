@@ -21,9 +21,10 @@ from engine.config import SchedulerConfig
 from engine.core import EngineCore
 from engine.scheduling.service_cost import token_costs
 from engine.text.tokenizer import Tokenizer
-from gateway.batch.forecast import LEAST_LINES, MAX_WORK, URGENT_SHARE, Forecast, Load, Pace, finish_times
+from gateway.batch.forecast import LEAST_LINES, STEP_JOBS, Forecast, Pace
 from gateway.batch.head import HEAD_ANSWERS, read_head
 from gateway.batch.metrics import MAX_SHOWN, BatchCollector
+from gateway.batch.shares import MAX_WORK, URGENT_SHARE, Load, Shares, finish_times
 from gateway.store.objects import BatchJob, Lengths, Usage
 from gateway.store.states import BatchStatus
 from predictor.model import LatencyModel
@@ -96,6 +97,33 @@ def _in_steps(loads: Sequence[Load], rate: float) -> dict[str, float]:
 def test_ends_are_those_of_a_machine_shared_step_by_step(jobs: list[tuple[str, float, bool]], rate: float) -> None:
     loads = [Load(str(i), tenant, work, risk) for i, (tenant, work, risk) in enumerate(jobs)]
     assert finish_times(loads, rate) == pytest.approx(_in_steps(loads, rate), rel=1e-6, abs=1e-6)
+
+
+@settings(deadline=None)
+@given(loads_strategy, st.tuples(st.sampled_from("abcd"), st.floats(0.0, 1000.0), st.booleans()))
+def test_a_new_job_is_judged_as_if_it_were_one_of_them(
+    jobs: list[tuple[str, float, bool]], new: tuple[str, float, bool]
+) -> None:
+    loads = [Load(str(i), tenant, work, risk) for i, (tenant, work, risk) in enumerate(jobs)]
+    shares, added = Shares(), Load("new", *new)
+    for load in loads:
+        shares.add(load)
+    found = shares.seal().seconds(added, 2.0, is_new=True)
+    assert found == pytest.approx(finish_times([*loads, added], 2.0)["new"], rel=1e-6, abs=1e-6)
+
+
+def test_a_judgement_of_many_jobs_comes_in_small_steps_in_which_the_last_one_holds() -> None:
+    forecast = a_forecast(rate=10.0)
+    jobs = [(a_batch(f"batch_{i}", 10**6, 10 + i), Lengths(1_000 + 100 * i, 100.0)) for i in range(500)]
+    forecast.update(jobs[:1], 250.0)
+    before, steps = forecast.outlooks, 0
+    for steps, _ in enumerate(forecast.steps(jobs, 251.0), 1):
+        assert forecast.outlooks is before
+        if steps == 5:
+            late = a_batch("late", 10**6, 20)
+            assert forecast.add(late, Lengths(2_000, 100.0), 251.0).eta is not None
+    assert steps >= 3 * 500 // STEP_JOBS
+    assert forecast.outlooks.keys() == {batch.id for batch, _ in jobs} | {"late"}
 
 
 def test_the_outlook_of_a_job_beyond_all_time_has_no_end() -> None:

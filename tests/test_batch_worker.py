@@ -17,8 +17,10 @@ import sqlite3
 import threading
 import time
 import tracemalloc
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import httpx
@@ -508,25 +510,43 @@ def a_job(expires_at: int, tenant: str = "", **fields: Any) -> Job:
     return Job(BatchJob("b", tenant, "e", "f", "24h", 0, expires_at), **fields)
 
 
+def picked(order: FeedOrder, *jobs: Job) -> Job | None:
+    for job in jobs:
+        order.offer(job)
+    return order.pick()
+
+
 def test_a_job_with_nothing_to_feed_has_no_turn() -> None:
     order, job = FeedOrder(64), a_job(1)
     assert order.quantum == 16
-    assert order.pick([job]) is job and order.pick([]) is None
+    assert order.pick() is None and picked(order, job) is job
     job.exhausted = True
-    assert order.pick([job]) is None
+    assert picked(order, job) is None
     job.retry.append(LineRef(0, 1, 0, 1))
-    assert order.pick([job]) is job
+    assert picked(order, job) is job
     job.resting = True
-    assert order.pick([job]) is None
+    assert picked(order, job) is None
     job.resting = False
     job.settled.set()
-    assert order.pick([job]) is None
+    assert picked(order, job) is None
+
+
+def test_a_job_that_became_hungry_again_is_offered_again() -> None:
+    order, job = FeedOrder(64), a_job(1)
+    order.offer(job)
+    job.resting = True
+    assert order.pick() is None
+    job.resting = False
+    assert picked(order, job) is job
+    assert order.pick() is job, "it holds no line, and has more"
 
 
 def fill(order: FeedOrder, jobs: list[Job], turns: int, lines: int = 16) -> None:
     """Give turns; all of their lines stay in the window."""
+    for offered in jobs:
+        order.offer(offered)
     for _ in range(turns):
-        job = order.pick(jobs)
+        job = order.pick()
         assert job is not None
         job.unwritten += lines
 
@@ -545,10 +565,56 @@ def test_jobs_at_risk_hold_three_quarters_before_the_others() -> None:
     fill(order, [calm, late], 4)
     assert (calm.unwritten, late.unwritten) == (16, 48)
     late.unwritten -= 16
-    assert order.pick([calm, late]) is late, "what the engine has done of it is fed again at once"
+    assert order.pick() is late, "what the engine has done of it is fed again at once"
     late.unwritten += 16
     calm.exhausted = True
-    assert order.pick([calm, late]) is late, "with nobody else it may have all"
+    assert order.pick() is late, "with nobody else it may have all"
+
+
+def by_scan(jobs: list[Job], urgent_lines: int) -> Job | None:
+    """The definition of a turn, over all jobs."""
+    hungry = [job for job in jobs if job.hungry]
+    urgent = [job for job in hungry if job.at_risk]
+    if urgent and len(urgent) < len(hungry):
+        is_full = sum(job.num_held for job in jobs if job.at_risk) >= urgent_lines
+        hungry = [job for job in hungry if job.at_risk is not is_full]
+    held = Counter[str]()
+    for job in jobs:
+        held[job.batch.tenant] += job.num_held
+    keys = {job: (held[job.batch.tenant], job.num_held, job.last_turn, job.batch.expires_at) for job in hungry}
+    return min(keys, key=lambda job: keys[job]) if keys else None
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_turns_are_those_of_a_scan_over_all_jobs(seed: int) -> None:
+    random = Random(seed)
+    order = FeedOrder(16)
+    jobs = [a_job(i, tenant=random.choice("abc"), at_risk=random.random() < 0.3) for i in range(60)]
+    for job in jobs:
+        order.offer(job)
+    for _ in range(1500):
+        match random.randrange(8):
+            case 0 | 1 | 2 | 3:
+                expected = by_scan(jobs, 12)
+                found = order.pick()
+                assert found is expected
+                if found is not None:
+                    found.unwritten += random.randrange(5)
+            case 4 | 5:
+                for job in jobs:
+                    if job.unwritten and random.random() < 0.5:
+                        job.unwritten -= 1
+                        order.offer(job)
+            case 6:
+                job = random.choice(jobs)
+                job.at_risk = not job.at_risk
+                order.offer(job)
+            case _:
+                job = random.choice(jobs)
+                if random.random() < 0.05:
+                    job.settled.set()
+                job.resting, job.exhausted = random.random() < 0.3, random.random() < 0.4
+                order.offer(job)
 
 
 def test_the_window_counts_lines_and_bytes() -> None:

@@ -73,13 +73,18 @@ class LineFeeder:
             self._wake.clear()
             try:
                 while self._retry.healthy and not self._paused and not self._window.is_full:
-                    job = self._order.pick(self._jobs.values())
+                    job = self._order.pick()
                     if job is None or not await self._feed(job):
                         break
             except Exception as error:  # a bug of the order itself; a bug in the turn of a job rests that job
                 log_unexpected(error)
                 await asyncio.sleep(self._limits.retry_seconds)
                 self._wake.set()
+
+    def offer(self, job: Job) -> None:
+        """The job may have lines to feed, or its lane has changed."""
+        self._order.offer(job)
+        self._wake.set()
 
     def forget(self, job: Job) -> None:
         """The batch is no longer in progress."""
@@ -178,7 +183,7 @@ class LineFeeder:
 
     def _rested(self, job: Job) -> None:
         job.resting = False
-        self._wake.set()
+        self.offer(job)
 
     # Lines
 
@@ -263,15 +268,15 @@ class LineFeeder:
         """Return the line to its job: at the next turn, or after so many faults in a row only after a pause."""
         if ref.rank == CONTROL:
             return
-        if not faults:
-            job.retry.append(ref)
-            return
 
         def again() -> None:
             job.retry.append(ref)
-            self._wake.set()
+            self.offer(job)
 
-        asyncio.get_running_loop().call_later(self._limits.back_off(faults), again)
+        if faults:
+            asyncio.get_running_loop().call_later(self._limits.back_off(faults), again)
+        else:
+            again()
 
     # Pauses of all lines
 

@@ -10,11 +10,11 @@ A job is at risk if the others and it, served alike, would not let it end in tim
 help that jobs at risk get, so it is not undone by it.
 """
 
-import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
 from engine.api import TokenCosts
+from gateway.batch.shares import Load, Shares
 from gateway.store.objects import BatchJob, Lengths, Usage
 
 HALF_LIFE = 600.0
@@ -28,72 +28,15 @@ FIRST_PACE_SECONDS = 10.0
 ended, and what they took is not counted yet."""
 LEAST_LEFT = 0.05
 """Of the machine, for offline work beside online work that takes all of it."""
-URGENT_SHARE = 7 / 8
-"""What jobs at risk get together beside others: see the engine's lanes."""
 ENTER_MARGIN, LEAVE_MARGIN = 1.1, 1.25
 """A job is at risk when so many times its time would be too long, and until so many times would do."""
 MAX_STEP = 120.0
-MAX_WORK = 1e15
-"""Work of one job at most: sums over all jobs stay finite and exact enough."""
+STEP_JOBS = 32
+"""Jobs that a step of a judgement looks at."""
 HORIZON = 3e9
 """Seconds (about a century) beyond which a job has no expected end."""
 FIRST_PROMPT_TOKENS_PER_BYTE, FIRST_OUTPUT_TOKENS, FIRST_LINE_BYTES = 0.25, 64.0, 400.0
 """Guesses of a server that has not finished a line."""
-
-
-@dataclass(frozen=True, slots=True)
-class Load:
-    """One job: `work` it has left, in the unit of the pace's work."""
-
-    batch_id: str
-    tenant: str
-    work: float
-    at_risk: bool = False
-
-
-def finish_times(loads: Sequence[Load], rate: float) -> dict[str, float]:
-    """Return the seconds until each job is done at `rate` (work per second).
-
-    Tenants share the rate equally, the jobs of a tenant share the tenant's part, and jobs at risk get `URGENT_SHARE`
-    of the rate beside other jobs. Work that is negative or NaN counts as none, and no work is larger than `MAX_WORK`. A
-    rate that is not positive gives infinity. The cost is O(n log n) for n jobs.
-    """
-    urgent, others = _lane_work([x for x in loads if x.at_risk]), _lane_work([x for x in loads if not x.at_risk])
-    share = URGENT_SHARE if urgent and others else 1.0
-    rest = 1.0 - share if urgent and others else 1.0
-    alone = min(max(urgent.values(), default=0.0) / share, max(others.values(), default=0.0) / rest)
-    ends: dict[str, float] = {}
-    for lane, part in ((urgent, share), (others, rest)):
-        for name, work in lane.items():
-            passed = work / part
-            seconds = passed if passed <= alone or part == 1.0 else alone + (work - alone * part)
-            ends[name] = seconds / rate if rate > 0.0 else math.inf
-    return ends
-
-
-def _lane_work(loads: Sequence[Load]) -> dict[str, float]:
-    """Return the work that a lane has done, over all of its tenants, when each of its jobs ends."""
-    tenants: dict[str, list[tuple[float, str]]] = {}
-    for load in loads:
-        work = min(load.work, MAX_WORK) if load.work > 0.0 else 0.0  # NaN is not positive
-        tenants.setdefault(load.tenant, []).append((work, load.batch_id))
-    marks: list[tuple[float, int, str]] = []  # work of the tenant at the end of a job; 1 for the tenant's last job
-    for jobs in tenants.values():
-        jobs.sort()
-        done = before = 0.0
-        for index, (work, name) in enumerate(jobs):
-            done += (work - before) * (len(jobs) - index)
-            before = work
-            marks.append((done, int(index == len(jobs) - 1), name))
-    marks.sort()
-    total, level, active = 0.0, 0.0, len(tenants)
-    ends: dict[str, float] = {}
-    for done, is_last, name in marks:
-        total += (done - level) * active
-        level = done
-        active -= is_last
-        ends[name] = total
-    return ends
 
 
 class Pace:
@@ -213,8 +156,9 @@ class Forecast:
         self._ask_online = online_tokens
         self._online = OnlineUse()
         self._costs: TokenCosts | None = None
-        self._batches: list[BatchJob] = []
-        self._left: dict[str, tuple[float, float]] = {}
+        self._alike = Shares()
+        self._helped = Shares()
+        self._added: dict[str, Outlook] = {}
         self.pace = Pace()
         self.outlooks: dict[str, Outlook] = {}
 
@@ -225,22 +169,74 @@ class Forecast:
 
     def update(self, jobs: Sequence[tuple[BatchJob, Lengths]], now: float) -> None:
         """Judge all jobs in progress anew."""
+        for _ in self.steps(jobs, now):
+            pass
+
+    def steps(self, jobs: Sequence[tuple[BatchJob, Lengths]], now: float) -> Iterator[None]:
+        """Do the same in steps of well under a millisecond, in which the old outlooks hold."""
         self.pace.advance(now, bool(jobs))
         self._look(now)
-        self._batches = [batch for batch, _ in jobs]
-        self._left = {batch.id: self._tokens_left(batch, lengths) for batch, lengths in jobs}
-        self.outlooks = self._judge(self._batches, self._left, now)
+        self._added = {}
+        prices, rate = self._prices(), self._rate()
+        alike, helped, outlooks = Shares(), Shares(), {}
+        loads: list[tuple[BatchJob, Load, float]] = []
+        for index, (batch, lengths) in enumerate(jobs):
+            left = self._tokens_left(batch, lengths)
+            load = Load(batch.id, batch.tenant, prices.of(*left))
+            loads.append((batch, load, sum(left)))
+            alike.add(load)
+            if index % STEP_JOBS == 0:
+                yield
+        alike.seal()
+        yield
+        for index, (batch, load, tokens) in enumerate(loads):
+            at_risk = rate is not None and self._is_at_risk(batch, alike.seconds(load, rate), now)
+            loads[index] = (batch, replace(load, at_risk=at_risk), tokens)
+            helped.add(loads[index][1])
+            if index % STEP_JOBS == 0:
+                yield
+        helped.seal()
+        yield
+        for index, (batch, load, tokens) in enumerate(loads):
+            outlooks[batch.id] = self._outlook(batch, load.at_risk, helped.seconds(load, rate or 0.0), tokens, now)
+            if index % STEP_JOBS == 0:
+                yield
+        self._alike, self._helped = alike, helped
+        self.outlooks = {**outlooks, **self._added}
+
+    def add(self, batch: BatchJob, lengths: Lengths, now: float) -> Outlook:
+        """Judge a job that has just begun, beside the jobs of the last update."""
+        outlook = self.outlooks[batch.id] = self._added[batch.id] = self._beside(
+            batch, self._tokens_left(batch, lengths), now
+        )
+        return outlook
 
     def first(self, batch: BatchJob, num_bytes: int, now: float, head: Lengths | None = None) -> Outlook:
-        """Of a batch that was just created, beside all others, by its size and its first lines."""
+        """Judge a batch that was just created, by its size and its first lines, beside the jobs of the last update."""
         if batch.id in self.outlooks:  # the same request, sent again
             return self.outlooks[batch.id]
         self._look(now)
         lines = num_bytes / (self.pace.bytes_per_line if head is None else head.pending_line)
         per_line = self._output_per_line(() if head is None else head.answers)
-        left = dict(self._left)
-        left[batch.id] = (num_bytes * self.pace.tokens_per_byte, lines * per_line)
-        return self._judge([*self._batches, batch], left, now)[batch.id]
+        return self._beside(batch, (num_bytes * self.pace.tokens_per_byte, lines * per_line), now)
+
+    def _beside(self, batch: BatchJob, left: tuple[float, float], now: float) -> Outlook:
+        load, rate = Load(batch.id, batch.tenant, self._prices().of(*left)), self._rate()
+        if rate is None:
+            return Outlook(None, False, False, sum(left))
+        at_risk = self._is_at_risk(batch, self._alike.seconds(load, rate, is_new=True), now)
+        seconds = self._helped.seconds(replace(load, at_risk=at_risk), rate, is_new=True)
+        return self._outlook(batch, at_risk, seconds, sum(left), now)
+
+    def _outlook(self, batch: BatchJob, at_risk: bool, seconds: float, tokens: float, now: float) -> Outlook:
+        if self._rate() is None:
+            return Outlook(None, False, False, tokens)
+        known = self.pace.rate is not None and seconds < HORIZON
+        return Outlook(now + seconds if known else None, at_risk, now + seconds > batch.expires_at, tokens)
+
+    def _rate(self) -> float | None:
+        """Work per second; None if nobody can tell."""
+        return self.pace.rate if self._costs is None else self.pace.rate_after(self._online.left)
 
     def _look(self, now: float) -> None:
         self._costs = self._ask_costs()
@@ -265,27 +261,6 @@ class Forecast:
             per_byte += own * (computed / finished_bytes - per_byte)
             per_line += own * (batch.usage.output_tokens / batch.completed - per_line)
         return pending * per_byte, batch.remaining * per_line
-
-    def _judge(
-        self, batches: Sequence[BatchJob], left: dict[str, tuple[float, float]], now: float
-    ) -> dict[str, Outlook]:
-        prices, measured = self._prices(), self.pace.rate
-        rate = measured if self._costs is None else self.pace.rate_after(self._online.left)
-        if rate is None:
-            return {batch.id: Outlook(None, False, False, sum(left[batch.id])) for batch in batches}
-        alike = [Load(batch.id, batch.tenant, prices.of(*left[batch.id])) for batch in batches]
-        ends = finish_times(alike, rate)
-        risks = {batch.id: self._is_at_risk(batch, ends[batch.id], now) for batch in batches}
-        helped = finish_times([Load(one.batch_id, one.tenant, one.work, risks[one.batch_id]) for one in alike], rate)
-        return {
-            batch.id: Outlook(
-                eta=now + helped[batch.id] if measured is not None and helped[batch.id] < HORIZON else None,
-                at_risk=risks[batch.id],
-                misses=now + helped[batch.id] > batch.expires_at,
-                tokens=sum(left[batch.id]),
-            )
-            for batch in batches
-        }
 
     def _is_at_risk(self, batch: BatchJob, seconds: float, now: float) -> bool:
         before = self.outlooks.get(batch.id)

@@ -97,6 +97,7 @@ class ResultWriter:
 
     After an unexpected error the rows of the job stay in memory and are written again after a pause, and the job has no
     turn until then. If such rows take more than half of the window, the other lines of the job run again later.
+    `changed` is called after each group, written or not.
     """
 
     def __init__(
@@ -104,7 +105,7 @@ class ResultWriter:
         folder: StateFolder,
         retry: StorageRetry,
         window: Window,
-        changed: Callable[[], None],
+        changed: Callable[[Job], None],
         back_off: Callable[[int], float],
     ) -> None:
         self._folder = folder
@@ -164,7 +165,7 @@ class ResultWriter:
         self._let_go(job, lines)
         if not job.batch.remaining:
             job.settled.set()
-        self._changed()
+        self._changed(job)
 
     def _keep(self, job: Job, lines: list[FinishedLine]) -> None:
         job.write_faults += 1
@@ -177,7 +178,7 @@ class ResultWriter:
         seconds = self._back_off(job.write_faults)
         log.error("%d results of batch %s are written again in %g s", len(lines[:most]), job.batch.id, seconds)
         asyncio.get_running_loop().call_later(seconds, self._write_again, job)
-        self._changed()
+        self._changed(job)
 
     def _write_again(self, job: Job) -> None:
         self._pausing.discard(job)

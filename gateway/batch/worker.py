@@ -6,6 +6,7 @@ survive is in the store, so a start after a crash is the same as any start. Know
 """
 
 import asyncio
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -20,6 +21,7 @@ from gateway.batch.feeder import LineFeeder, RunLine
 from gateway.batch.finish import Finisher
 from gateway.batch.forecast import Forecast
 from gateway.batch.head import read_head
+from gateway.batch.judge import Judge
 from gateway.batch.limits import BatchLimits
 from gateway.batch.results import ResultWriter, StorageRetry, in_thread
 from gateway.http.errors import log_unexpected
@@ -29,7 +31,6 @@ from gateway.store.objects import BatchJob, Lengths
 from gateway.store.states import TERMINAL, BatchStatus, IllegalTransition
 
 EXPIRED_FILES = 1000
-JUDGE_SECONDS = 1.0
 
 
 def _no_limit(_tenant: str) -> int | None:
@@ -69,19 +70,21 @@ class BatchWorker:
         self._store = folder.store
         self._limits = limits
         self._clock = clock
-        self._set_lane = set_lane
         self._wake = asyncio.Event()
-        self._tick_now = asyncio.Event()
+        self._look_at_clock = asyncio.Event()
+        self._next_expiry = math.inf
         self._window = Window(limits.window_lines, limits.window_bytes)
         self._retry = StorageRetry(limits.retry_seconds, self._wake.set, folder.disk.health)
-        self._results = ResultWriter(folder, self._retry, self._window, self._wake.set, limits.back_off)
+        self._results = ResultWriter(
+            folder, self._retry, self._window, lambda job: self.feeder.offer(job), limits.back_off
+        )
         self._jobs: dict[str, Job] = {}
         self.feeder = LineFeeder(
             folder, limits, run_line, self._jobs, self._retry, self._results, self._window, self._wake, self._line_ended
         )
         self._finisher = Finisher(folder, limits, self._retry, self._now, max_lines)
-        self._judged = 0.0
         self.forecast = Forecast(costs, online_tokens)
+        self._judge = Judge(self.forecast, self._jobs, clock, set_lane, self.feeder.offer)
         self._drives: dict[str, asyncio.Task[None]] = {}
         self._services: list[asyncio.Task[None]] = []
         self.states: dict[str, BatchStatus] = {}
@@ -91,7 +94,12 @@ class BatchWorker:
 
     async def start(self) -> None:
         """Tidy up after the last process and go on where it stopped; later, while the state folder cannot be used."""
-        work = {"feed": self.feeder.run(), "results": self._results.run(), "ticks": self._tick_for_ever()}
+        work = {
+            "feed": self.feeder.run(),
+            "results": self._results.run(),
+            "ticks": self._tick_for_ever(),
+            "forecast": self._judge.run(),
+        }
         try:
             await self._resume()
         except StorageError:
@@ -223,10 +231,10 @@ class BatchWorker:
                 job.settled.set()
             lengths = await self._retry.run(lambda: self._store.line_lengths(batch.id))
             head = await self._head(batch)
-            job.lengths = lengths if head is None else replace(lengths, answers=head.answers)
-            self._judge()
-            self._wake.set()
-            self._tick_now.set()
+            self._judge.begin(job, lengths if head is None else replace(lengths, answers=head.answers))
+            self.feeder.offer(job)
+            if job.batch.expires_at < self._next_expiry:
+                self._look_at_clock.set()
             await job.settled.wait()
         finally:
             del self._jobs[batch.id]
@@ -241,26 +249,37 @@ class BatchWorker:
     # Time
 
     async def _tick_for_ever(self) -> None:
+        next_tick = time.monotonic() + self._limits.tick_seconds
         while True:
-            deadlines = [
-                job.batch.expires_at - self._clock() for job in self._jobs.values() if not job.settled.is_set()
-            ]
+            self._expire_jobs()
+            if time.monotonic() >= next_tick:
+                try:
+                    await self.tick()
+                except Exception as error:
+                    log_unexpected(error)
+                next_tick = time.monotonic() + self._limits.tick_seconds
+            # never long: the wall clock may jump
+            seconds = min(next_tick - time.monotonic(), self._next_expiry - self._clock())
             with suppress(TimeoutError):
-                # never long: the wall clock may jump
-                await asyncio.wait_for(self._tick_now.wait(), max(0.0, min([self._limits.tick_seconds, *deadlines])))
-            self._tick_now.clear()
-            try:
-                await self.tick()
-            except Exception as error:
-                log_unexpected(error)
+                await asyncio.wait_for(self._look_at_clock.wait(), max(0.0, seconds))
+            self._look_at_clock.clear()
 
-    async def tick(self) -> None:
-        """Look at the clock: batches and files that have expired."""
-        now = self._now()
+    def _expire_jobs(self) -> None:
+        """Settle the jobs whose completion window has closed, and find the next one."""
+        now, next_expiry = self._now(), math.inf
         for job in self._jobs.values():
             if now >= job.batch.expires_at:
                 job.settled.set()
-        self._judge()
+            elif not job.settled.is_set():
+                next_expiry = min(next_expiry, job.batch.expires_at)
+        self._next_expiry = next_expiry
+
+    async def tick(self) -> None:
+        """Look after batches without an owner and files that have expired."""
+        now = self._now()
+        self._judge.changed()
+        for job in list(self._jobs.values()):
+            self.feeder.offer(job)
         with suppress(StorageError):
             await self._folder.check_recovery()
             await self._folder.settle()
@@ -268,22 +287,10 @@ class BatchWorker:
                 self.added(batch)  # one whose creation was in doubt has no owner yet
             await self._folder.remove_expired(now, EXPIRED_FILES)
 
-    def _judge(self) -> None:
-        """Who will be done when; a job's lines, those in the engine too, go with those at risk, or not."""
-        self._judged = self._clock()
-        jobs = [job for job in self._jobs.values() if job.lengths is not None and not job.settled.is_set()]
-        self.forecast.update([(job.batch, job.lengths) for job in jobs if job.lengths is not None], self._judged)
-        for job in jobs:
-            at_risk = self.forecast.outlooks[job.batch.id].at_risk
-            if at_risk is not job.at_risk:
-                job.at_risk = at_risk
-                self._set_lane(job.batch.id, job.lane)
-
     def _line_ended(self, line: FinishedLine) -> None:
         self.lines_ended[line.succeeded] += 1
         self.forecast.line_ended(line.ref.length, line.usage)
-        if not 0.0 <= self._clock() - self._judged < JUDGE_SECONDS:
-            self._judge()
+        self._judge.changed()
 
     def notes(self, batch: BatchJob) -> dict[str, str]:
         """See JobListener."""

@@ -1,0 +1,112 @@
+"""When jobs end that share one machine: tenants share it equally, and so do the jobs of a tenant. Arithmetic only.
+
+The machine never rests, so time is work divided by the rate. A job of work w ends when its tenant has had T = sum of
+min(v, w) over the works v of the tenant's jobs, and then the lane has had the sum of min(S, T) over the tenants' totals
+S. Sorted works with running sums give both in O(log n).
+"""
+
+import math
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+
+URGENT_SHARE = 7 / 8
+"""Share of the machine for jobs at risk beside other jobs: see the engine's lanes."""
+MAX_WORK = 1e15
+"""Work of one job at most: sums over all jobs stay finite and exact enough."""
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """One job: `work` it has left, in the unit of the pace's work."""
+
+    batch_id: str
+    tenant: str
+    work: float
+    at_risk: bool = False
+
+    @property
+    def counted(self) -> float:
+        """The work in [0, MAX_WORK]; NaN counts as 0."""
+        return min(self.work, MAX_WORK) if self.work > 0.0 else 0.0
+
+
+@dataclass(slots=True)
+class SortedWorks:
+    """Works, and sums of what they are up to a level."""
+
+    works: list[float] = field(default_factory=list)
+    sums: list[float] = field(default_factory=lambda: [0.0])
+
+    def seal(self) -> None:
+        self.works.sort()
+        self.sums = list(accumulate(self.works, initial=0.0))
+
+    def up_to(self, level: float) -> float:
+        """Return the sum of min(work, level)."""
+        index = bisect_right(self.works, level)
+        return self.sums[index] + (len(self.works) - index) * level
+
+
+_NOTHING = SortedWorks()
+
+
+class _Lane:
+    def __init__(self) -> None:
+        self.tenants: dict[str, SortedWorks] = {}
+        self.totals = SortedWorks()
+
+    @property
+    def total(self) -> float:
+        return self.totals.sums[-1]
+
+    def seal(self) -> None:
+        for works in self.tenants.values():
+            works.seal()
+        self.totals = SortedWorks([works.sums[-1] for works in self.tenants.values()])
+        self.totals.seal()
+
+    def done_by(self, tenant: str, work: float, is_new: bool) -> float:
+        """Return the work of the lane until a job with `work` ends."""
+        works = self.tenants.get(tenant, _NOTHING)
+        level = works.up_to(work) + (work if is_new else 0.0)
+        return self.totals.up_to(level) + (level - min(works.sums[-1], level) if is_new else 0.0)
+
+
+class Shares:
+    """All jobs of a machine. Add each, seal once, then ask for each job, or for a job that is not among them."""
+
+    def __init__(self) -> None:
+        self._lanes: dict[bool, _Lane] = {}
+
+    def add(self, load: Load) -> None:
+        lane = self._lanes.setdefault(load.at_risk, _Lane())
+        lane.tenants.setdefault(load.tenant, SortedWorks()).works.append(load.counted)
+
+    def seal(self) -> "Shares":
+        for lane in self._lanes.values():
+            lane.seal()
+        return self
+
+    def seconds(self, load: Load, rate: float, *, is_new: bool = False) -> float:
+        """Return the time until the job ends at `rate` (work per second); `is_new`: the job comes in addition.
+
+        Infinity if the rate is not positive."""
+        lane = self._lanes.get(load.at_risk, _Lane())
+        other = self._lanes.get(not load.at_risk)
+        done = lane.done_by(load.tenant, load.counted, is_new)
+        if other is not None:
+            share = URGENT_SHARE if load.at_risk else 1.0 - URGENT_SHARE
+            alone = other.total / (1.0 - share)  # work of the machine until the other lane is empty
+            done = done / share if done <= alone * share else done + other.total
+        return done / rate if rate > 0.0 else math.inf
+
+
+def finish_times(loads: Sequence[Load], rate: float) -> dict[str, float]:
+    """Return the seconds until each job is done, in O(n log n) for n jobs."""
+    shares = Shares()
+    for load in loads:
+        shares.add(load)
+    shares.seal()
+    return {load.batch_id: shares.seconds(load, rate) for load in loads}
