@@ -9,6 +9,7 @@ import math
 import os
 import zlib
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -62,6 +63,8 @@ from engine.profiling.cache_costs import CacheTiers
 from engine.profiling.calibration import INSIDE_STRING, load_or_measure, load_profile
 from engine.scheduling.policies import find_policy
 from engine.structured.compiler import GrammarCompiler
+from engine.structured.prover_client import Prover
+from engine.structured.ready import Grammars
 from predictor.limits import UNITS_PER_BLOCK, Limits
 from predictor.profile import Profile, ProfileError, ProfileKey
 from predictor.reach import Reach
@@ -541,10 +544,17 @@ def _join(config: EngineConfig, plan: LaunchPlan, runner: Runner[Any], say: Call
         device_lost=runner.lost,
         colocation=colocation,
         tuner=tuner,
-        grammars=runner.grammars,
+        grammars=None if runner.grammars is None else _make_grammars(runner.grammars),
         adapters=runner.adapters,
         ranks=runner.ranks,
     )
+
+
+def _make_grammars(compiler: GrammarCompiler) -> Grammars:
+    """Load the tokenizer before the first request comes, since that holds the interpreter's lock."""
+    with suppress(OSError, ValueError):  # a request with a grammar is refused then
+        compiler.load()
+    return Grammars(compiler, Prover(compiler))
 
 
 def _tell_checkpoints(plan: LaunchPlan, scheduler: SchedulerConfig) -> str:

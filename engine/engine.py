@@ -13,7 +13,7 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -41,6 +41,7 @@ from engine.errors import (
     EngineUnavailableError,
     ErrorInfo,
     InvalidRequestError,
+    QueueFullError,
     RetryableError,
     TidemillError,
     adapter_in_use,
@@ -57,12 +58,11 @@ from engine.scheduling.moving import MovedRequest
 from engine.scheduling.output import ModelRunner, ModelRunnerOutput, SchedulerOutput
 from engine.scheduling.recovery import RETRY_AFTER
 from engine.stream import RequestStream
-from engine.structured.ready import Grammars
 
 if TYPE_CHECKING:  # an engine needs neither what compiles grammars nor what writes records, nor torch
     from engine.execution.runner import OtherRanks
     from engine.flight.recorder import FlightRecorder
-    from engine.structured.compiler import GrammarCompiler
+    from engine.structured.ready import Grammars
 
 log = logging.getLogger("tidemill.engine")
 
@@ -112,7 +112,7 @@ class Engine:
         plan_offline: PlanOffline | None = None,
         colocation: Colocation | None = None,
         tuner: BudgetTuner | None = None,
-        grammars: "GrammarCompiler | None" = None,
+        grammars: "Grammars | None" = None,
         adapters: AdapterLoader | None = None,
         ranks: "OtherRanks | None" = None,
     ) -> None:
@@ -135,7 +135,7 @@ class Engine:
         self._recorder: FlightRecorder | None = None
         self.colocation = colocation
         self._tuner = tuner
-        self._grammars = Grammars(grammars)
+        self._grammars = grammars
         self._streams: dict[str, OutputSink] = {}
         self._in_flight: deque[tuple[SchedulerOutput, asyncio.Future[ModelRunnerOutput]]] = deque()
         self._step_started: float | None = None
@@ -226,7 +226,8 @@ class Engine:
             await self._tuner.stop()
         if self._loop_task.done() and not self._loop_task.cancelled():
             self._loop_task.exception()  # already logged when it happened; read here so that asyncio does not repeat it
-        self._grammars.stop()
+        if self._grammars is not None:
+            await self._grammars.stop()
         self._executor.shutdown(wait=False)
         self._waiter.shutdown(wait=False)
         await self._end_ranks()
@@ -270,9 +271,15 @@ class Engine:
         return streams
 
     async def prepare(self, requests: Sequence[EngineRequest]) -> None:
-        """What must be done before requests with grammars can be queued. Raises InvalidRequestError."""
+        """Make the grammars of requests ready, before they are queued. Raises InvalidRequestError for a grammar that
+        cannot be enforced, and QueueFullError where it cannot be compiled now."""
         self._check_accepting()
-        await self._grammars.prepare(requests)
+        for grammar in (request.sampling.grammar for request in requests):
+            if grammar is not None and self._grammars is None:
+                message = f"'{grammar.param}' is not supported by this server."
+                raise InvalidRequestError(message, param=grammar.param, code="unsupported_parameter")
+        if self._grammars is not None:
+            await self._grammars.prepare(requests)
 
     @asynccontextmanager
     async def at_rest(self) -> AsyncIterator[None]:
@@ -329,6 +336,9 @@ class Engine:
     def attach(self, moved: MovedRequest, sink: OutputSink) -> bool:
         """Go on with a request of another engine; see EngineCore.attach."""
         self._check_accepting()
+        if self._grammars is not None:
+            with suppress(QueueFullError):  # its row fails, if the grammar could not be compiled here
+                self._grammars.hold(moved.spec)
         self._streams[moved.spec.request_id] = sink
         return self._core.moves.attach(moved)
 
@@ -340,6 +350,8 @@ class Engine:
                 self._add(request)
                 self._streams[request.request_id] = sink
                 opened.append(request.request_id)
+                if self._grammars is not None:
+                    self._grammars.hold(request)
         except BaseException:
             for request_id in opened:
                 self.drop(request_id)
@@ -377,6 +389,8 @@ class Engine:
 
     def _close(self, request_id: str) -> None:
         del self._streams[request_id]
+        if self._grammars is not None:
+            self._grammars.release(request_id)
         if not self._streams:
             self._idle.set()
 

@@ -1,7 +1,9 @@
-"""What an answer must look like, as plain values that can be sent to another process. Who enforces it:
-`engine.structured.compiler` compiles a grammar, `engine.execution.masks` keeps the tokens of a row to it."""
+"""The required form of an answer, as plain values that can be sent to another process.
+
+`engine.structured` compiles a grammar, `engine.execution.masks` restricts the tokens of a row to it."""
 
 from dataclasses import dataclass
+from hashlib import blake2b
 from typing import Literal
 
 MAX_GRAMMAR_BYTES = 256 * 1024
@@ -15,10 +17,21 @@ class Grammar:
     GBNF, whichever it looks like; a grammar as Lark.
 
     `whitespace` (json only): a regular expression of what may stand between the parts of the JSON; None: nothing, the
-    answer is compact. `param`: the field of the request that errors name.
+    answer is compact. `param`: the field of the request that errors name. `tenant`: the tenant that may use the
+    compiled grammar, so that the time of a first answer does not tell which grammars other tenants use.
     """
 
     kind: GrammarKind
     text: str
     whitespace: str | None = None
     param: str = "response_format"
+    tenant: str = ""
+
+    def key(self) -> bytes:
+        """Return a digest of everything but the name of the field."""
+        parts = (self.tenant, self.kind, self.whitespace or "", str(self.whitespace is None), self.text)
+        digest = blake2b(digest_size=16)
+        for part in parts:
+            data = part.encode(errors="surrogatepass")
+            digest.update(len(data).to_bytes(8, "little") + data)
+        return digest.digest()

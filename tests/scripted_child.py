@@ -15,6 +15,7 @@ Of `poison` NUMBER is a token: the process dies in each step that computes the f
 with it; and it dies whenever it prepares the grammar `POISON`.
 """
 
+import asyncio
 import errno
 import math
 import os
@@ -37,13 +38,12 @@ import socket  # noqa: E402
 from fakes.staged import LAYER_BYTES, LAYERS, UNIT_LAYER_BYTES, StagedFake  # noqa: E402
 
 from engine.adapters import AdapterFiles  # noqa: E402
-from engine.api import DroppableLayers, EngineInfo, SamplingParams, TokenLogprobs  # noqa: E402
+from engine.api import DroppableLayers, EngineInfo, EngineRequest, SamplingParams, TokenLogprobs  # noqa: E402
 from engine.colocation.keeper import Colocation  # noqa: E402
 from engine.config import EngineConfig, SchedulerConfig  # noqa: E402
 from engine.core import EngineCore  # noqa: E402
 from engine.engine import Engine  # noqa: E402
 from engine.errors import ConfigError  # noqa: E402
-from engine.grammar import Grammar  # noqa: E402
 from engine.loop.step_watch import StepLimits  # noqa: E402
 from engine.process import child, frames, golden  # noqa: E402
 from engine.process.connection import Connection  # noqa: E402
@@ -189,15 +189,18 @@ class CountedGolden(golden.Golden):
 
 
 class ScriptedGrammars:
-    """In the place of a compiler of grammars: whatever is asked for is allowed."""
+    """Takes the place of `Grammars`: every grammar is allowed, and one kills the process."""
 
-    def find(self, grammar: Grammar) -> Any:
-        return None
-
-    def compile(self, grammar: Grammar) -> Any:
-        if grammar.text == POISON:
+    async def prepare(self, requests: Sequence[EngineRequest]) -> None:
+        await asyncio.sleep(0.01)
+        if any(each.sampling.grammar is not None and each.sampling.grammar.text == POISON for each in requests):
             os.kill(os.getpid(), signal.SIGKILL)
-        return grammar
+
+    def hold(self, request: EngineRequest) -> None: ...
+
+    def release(self, request_id: str) -> None: ...
+
+    async def stop(self) -> None: ...
 
 
 class ScriptedLoader:

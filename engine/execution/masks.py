@@ -24,7 +24,6 @@ import numpy as np
 
 from engine.api import SamplingParams
 from engine.arrays import BoolArray, Int32Array, IntArray
-from engine.errors import InvalidRequestError
 from engine.execution.rows import RowTable
 from engine.grammar import Grammar
 from engine.text.thoughts import ThoughtTracker
@@ -89,10 +88,6 @@ class _RowMatcher:
         once = params.grammar is not None
         self._thoughts = None if budget is None else ThoughtTracker(budget.marks, budget.begun, once)
 
-    @property
-    def is_new(self) -> bool:
-        return self._matcher is None
-
     def take(self) -> "_State":
         """What became of the mask that was begun; one that is late goes on."""
         assert self.work is not None
@@ -103,8 +98,8 @@ class _RowMatcher:
         return self._state
 
     def run(self, compiler: "GrammarCompiler", token_ids: IntArray, room: int) -> None:
-        """The mask behind `token_ids`, the answer so far, and what must follow, `room` tokens at most altogether. The
-        grammar is ready unless it was pushed out meanwhile."""
+        """Make the mask behind `token_ids`, the answer so far, and the tokens that must follow: `room` tokens at most
+        altogether."""
         began = time.perf_counter()
         said = token_ids[self._num_seen :].tolist()
         self._num_seen = len(token_ids)
@@ -138,10 +133,10 @@ class _RowMatcher:
                 self._forbid(self.params.stop_token_ids)
             return _State.READY
         if self._matcher is None:
-            try:
-                self._matcher = compiler.compile(grammar).matcher()
-            except InvalidRequestError:  # it could be compiled when the request was taken
+            compiled = compiler.find(grammar)
+            if compiled is None:  # it was ready when the request was queued: its lexer has met a limit since
                 return _State.FAILED
+            self._matcher = compiled.matcher()
         self._matcher.advance(said)
         if thoughts is not None and budget is not None and thoughts.may_begin and budget.tokens:
             self._matcher.write_mask(self.bits)
@@ -232,7 +227,7 @@ class RowMasks:
         """In a thread, unless it is but a look at a few tokens."""
         grammar = matcher.params.grammar
         if grammar is not None:
-            return (self._quick if self._is_quick(matcher, grammar) else self._slow).submit(run)
+            return (self._quick if matcher.seconds <= self._patience else self._slow).submit(run)
         done: Future[None] = Future()
         run()
         done.set_result(None)
@@ -244,11 +239,6 @@ class RowMasks:
             return 1
         longest = min(self._rows.tokens.shape[1] - 1, int(self._rows.num_prompt[row]) + params.max_tokens)
         return min(longest - end, 1 + self._max_forced)
-
-    def _is_quick(self, matcher: _RowMatcher, grammar: Grammar) -> bool:
-        if matcher.is_new:
-            return self._compiler.find(grammar) is not None
-        return matcher.seconds <= self._patience
 
     def _finish(self, places: IntArray, matchers: list[_RowMatcher | None], alone: bool) -> StepMasks:
         work = [matcher.work for matcher in matchers if matcher is not None and matcher.work is not None]

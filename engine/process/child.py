@@ -214,7 +214,7 @@ class EngineServer:
         self._outbox: list[RequestOutput] = []
         self._shutdown = asyncio.Event()
         self._ending = False
-        self._preparing: set[str] = set()
+        self._preparing: dict[str, asyncio.Task[None]] = {}
         self._recorder: FlightRecorder | None = None
         self._num_received = 0
         self._reported = -math.inf
@@ -282,7 +282,8 @@ class EngineServer:
             case frames.CheckRoom(call, request_class, prompt_tokens, tenant):
                 self._answer(call, lambda: self._engine.look_for_room(request_class, prompt_tokens, tenant))
             case frames.Abort(request_id, reason):
-                self._preparing.discard(request_id)
+                if (preparing := self._preparing.pop(request_id, None)) is not None:
+                    preparing.cancel()
                 self._engine.drop(request_id, reason)
                 self._stage.abort(request_id)
             case frames.SetLane(job, lane):
@@ -316,9 +317,9 @@ class EngineServer:
         if not any(request.sampling.grammar or request.adapter in self._loading for request in requests):
             work(None)
             return
-        self._preparing.update(request.request_id for request in requests)
+        task = self._do(self._when_prepared(requests, work))
+        self._preparing.update((request.request_id, task) for request in requests)
         self._note_preparing()
-        self._do(self._when_prepared(requests, work))
 
     def _do(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)
@@ -357,22 +358,22 @@ class EngineServer:
             self._recorder.preparing(self._preparing, time.monotonic())
 
     async def _when_prepared(self, requests: Sequence[EngineRequest], work: Work) -> None:
-        """What may have ended the last process is prepared while no step runs, so that it is known whose fault it is if
-        this one ends as well."""
+        """Prepare a request that may have ended the last process while no step runs, so that the cause is known if this
+        process ends as well."""
         fault: TidemillError | None = None
-        if loading := [task for each in requests if (task := self._loading.get(each.adapter)) is not None]:
-            await asyncio.wait(loading)
         on_trial = any(request.resumed is not None and request.resumed.apart_until for request in requests)
         try:
+            if loading := [task for each in requests if (task := self._loading.get(each.adapter)) is not None]:
+                await asyncio.wait(loading)
             async with self._engine.at_rest() if on_trial else contextlib.nullcontext():
                 await self._engine.prepare(requests)
         except TidemillError as error:
             fault = error
-        ids = {request.request_id for request in requests}
-        if ids <= self._preparing:  # nobody has given one of them up meanwhile
-            work(fault)
-        self._preparing -= ids
-        self._note_preparing()
+        finally:
+            for request in requests:
+                self._preparing.pop(request.request_id, None)
+            self._note_preparing()
+        work(fault)
 
     def _submit(self, call: int, requests: Sequence[EngineRequest], fault: TidemillError | None) -> None:
         def queue() -> None:

@@ -9,6 +9,7 @@ import logging
 import socket
 import threading
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from typing import cast
 
 from engine.api import EngineRequest
@@ -114,6 +115,9 @@ class Stage:
             case orders.Reform():
                 await self._reform(order)
             case orders.Attach(requests):
+                for request, _ in requests:
+                    with suppress(TidemillError):  # its row fails then
+                        await self._engine.prepare([request])
                 return tuple(self._attach(requests))
             case orders.Place(pasts):
                 await self._engine.aside(self._place, pasts)

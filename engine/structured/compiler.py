@@ -1,15 +1,12 @@
-"""Grammars made ready for use, and the matchers that follow an answer; the one place that knows `llguidance`.
+"""Compile grammars for one tokenizer and follow answers through them; the only module that imports `llguidance`.
 
-What cannot be enforced is refused when it is compiled, never later and never ignored. Compiling lets go of the
-interpreter's lock, and takes milliseconds, or tenths of a second for a hostile grammar: it belongs in a thread. Nothing
-here is a secret of one thread; a matcher is used by one at a time. Torch-free.
+The library bounds neither the time nor the stack of a compilation. The grammar of a client is therefore compiled in
+the engine process only after `engine.structured.prover` has compiled it within limits. Torch-free.
 """
 
 import re
 import threading
-from collections import OrderedDict
 from collections.abc import Sequence
-from hashlib import blake2b
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,38 +16,52 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer, grammar_from
 from engine.arrays import Int32Array
 from engine.errors import InvalidRequestError
 from engine.grammar import MAX_GRAMMAR_BYTES, Grammar
+from engine.structured.cache import GrammarCache
 
 if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
 
-MAX_COMPILED = 256
+MAX_SOURCE_BYTES = 4 * MAX_GRAMMAR_BYTES
+"""Largest text that a GBNF grammar may become as Lark."""
+DEFAULT_COST = 2**20
 _MAX_REASON_CHARS = 400
+_MAX_REGEX_CHARS = 200
 _LIMITS = LLParserLimits(
     initial_lexer_fuel=10_000_000,  # regular expressions of real schemas take more than the library's million
     step_lexer_fuel=200_000,
     step_max_items=50_000,
-    max_lexer_states=50_000,
+    max_lexer_states=50_000,  # at most 30 MB, shared by all matchers of a grammar
     verbose_errors=False,
 )
 _UNKNOWN_KEYS = re.compile(r"Unimplemented keys: \[(.*)\]")
 _BAD_REGEX = re.compile(r"(invalid regex .*)?regex parse error:\n +(.*)\n[ ^]*\nerror: (.*)")
 
 
-class CompiledGrammar:
-    """A grammar for one tokenizer. `matcher` gives one for the beginning of an answer: microseconds."""
+class GrammarError(Exception):
+    """A grammar cannot be enforced; the text is the reason."""
 
-    def __init__(self, matcher: LLMatcher) -> None:
+
+class CompiledGrammar:
+    """A grammar for one tokenizer. `cost`: bytes of memory. `spoiled`: the lexer, which all matchers share, has
+    reached a limit, and every further answer would fail."""
+
+    def __init__(self, matcher: LLMatcher, cost: int = DEFAULT_COST) -> None:
         self._matcher = matcher
+        self.cost = cost
+        self.spoiled = False
 
     def matcher(self) -> "Matcher":
-        return Matcher(self._matcher.deep_copy())
+        """Return a matcher at the beginning of an answer; takes microseconds."""
+        return Matcher(self._matcher.deep_copy(), self)
 
 
 class Matcher:
-    """Follows an answer through its grammar. `failed`: why it cannot go on, a limit or a token that was not allowed."""
+    """Follows an answer through its grammar. `failed`: the reason why it cannot go on: a limit of the library, or a
+    token that was not allowed."""
 
-    def __init__(self, matcher: LLMatcher) -> None:
+    def __init__(self, matcher: LLMatcher, grammar: CompiledGrammar) -> None:
         self._matcher = matcher
+        self._grammar = grammar
         self._ended = False
         self.failed: str | None = None
 
@@ -84,21 +95,25 @@ class Matcher:
         return [] if self._ended or self.failed is not None else list(self._matcher.compute_ff_tokens())
 
     def _fail(self) -> None:
-        self.failed = _reason(self._matcher.get_error())
+        error = self._matcher.get_error()
+        self.failed = _reason(error)
+        self._grammar.spoiled = self._grammar.spoiled or "lexer error" in error
 
 
 class GrammarCompiler:
-    """Compiles for one model's tokenizer and keeps what was used last. `folder`: the checkpoint's; its tokenizer is
-    read at the first need, which takes a second or two for a large vocabulary."""
+    """Compiles for the tokenizer of the checkpoint in `folder`. `cache`: the grammars that are ready.
 
-    def __init__(self, folder: Path, vocab_size: int, eos_token_ids: frozenset[int]) -> None:
-        self._folder = folder
+    Loading a tokenizer of 150,000 tokens takes a second or more with the interpreter's lock held."""
+
+    def __init__(
+        self, folder: Path, vocab_size: int, eos_token_ids: frozenset[int], cache: GrammarCache | None = None
+    ) -> None:
+        self.folder = folder
         self.vocab_size = vocab_size
-        self._eos_token_ids = sorted(eos_token_ids)
-        self._tokenizer: LLTokenizer | None = None
+        self.eos_token_ids = eos_token_ids
+        self.cache = cache or GrammarCache()
+        self._tokenizer: LLTokenizer | OSError | ValueError | None = None
         self._loading = threading.Lock()
-        self._kept: OrderedDict[bytes, CompiledGrammar] = OrderedDict()
-        self._keeping = threading.Lock()
 
     @property
     def mask_words(self) -> int:
@@ -106,55 +121,78 @@ class GrammarCompiler:
         return -(-self.vocab_size // 32)
 
     def find(self, grammar: Grammar) -> CompiledGrammar | None:
-        """The grammar, if it is ready."""
-        key = _key(grammar)
-        with self._keeping:
-            if key in self._kept:
-                self._kept.move_to_end(key)
-            return self._kept.get(key)
+        """Return the grammar if it is ready."""
+        return self.cache.find(grammar)
 
     def compile(self, grammar: Grammar) -> CompiledGrammar:
-        """Slow: call it in a thread. Raises InvalidRequestError, which says what is wrong or cannot be enforced."""
-        found = self.find(grammar)
+        """Compile a grammar of our own, without limits, and keep it. Raises InvalidRequestError."""
+        found = self.cache.find(grammar)
         if found is not None:
             return found
-        compiled = CompiledGrammar(self._compile(grammar))
-        with self._keeping:
-            self._kept[_key(grammar)] = compiled
-            while len(self._kept) > MAX_COMPILED:
-                self._kept.popitem(last=False)
+        self.check_tokenizer(grammar)
+        try:
+            compiled = self.build(source_of(grammar))
+        except GrammarError as error:
+            raise refusal(grammar, str(error)) from error
+        self.cache.keep(grammar, compiled)
         return compiled
 
-    def _compile(self, grammar: Grammar) -> LLMatcher:
-        if len(grammar.text.encode()) > MAX_GRAMMAR_BYTES:
-            raise _refusal(grammar, f"it is longer than {MAX_GRAMMAR_BYTES // 1024} KiB")
-        tokenizer = self._load(grammar)
+    def build(self, source: str, cost: int = DEFAULT_COST) -> CompiledGrammar:
+        """Compile a text of `source_of`; lets go of the interpreter's lock. Raises GrammarError."""
         try:
-            matcher = LLMatcher(tokenizer, _source(grammar), log_level=0, limits=_LIMITS)
+            matcher = LLMatcher(self.load(), source, log_level=0, limits=_LIMITS)
         except (ValueError, RecursionError) as error:
-            raise _refusal(grammar, _reason(str(error))) from error
+            raise GrammarError(_reason(str(error))) from error
         if not matcher.is_error():
             matcher.compute_bitmask()  # most limits are met here, and not before
         if matcher.is_error():
-            raise _refusal(grammar, _reason(matcher.get_error()))
-        return matcher
+            raise GrammarError(_reason(matcher.get_error()))
+        return CompiledGrammar(matcher, cost)
 
-    def _load(self, grammar: Grammar) -> LLTokenizer:
+    def check_tokenizer(self, grammar: Grammar) -> None:
+        """Raise InvalidRequestError if the tokenizer cannot be used."""
+        try:
+            self.load()
+        except (OSError, ValueError) as error:
+            message = "This model's tokenizer cannot be used for structured output."
+            raise InvalidRequestError(message, param=grammar.param, code="unsupported_parameter") from error
+
+    def load(self) -> LLTokenizer:
+        """Return the tokenizer, read on the first call. Raises OSError or ValueError."""
         with self._loading:
             if self._tokenizer is None:
                 try:
-                    if not self._eos_token_ids:
-                        raise ValueError("no token ends an answer")
-                    text = (self._folder / "tokenizer.json").read_text(encoding="utf-8")
-                    self._tokenizer = LLTokenizer(text, n_vocab=self.vocab_size, eos_token=self._eos_token_ids)
+                    self._tokenizer = self._read_tokenizer()
                 except (OSError, ValueError) as error:
-                    message = "This model's tokenizer cannot be used for structured output."
-                    raise InvalidRequestError(message, param=grammar.param, code="unsupported_parameter") from error
+                    self._tokenizer = error
+            if isinstance(self._tokenizer, Exception):
+                raise self._tokenizer
             return self._tokenizer
+
+    def _read_tokenizer(self) -> LLTokenizer:
+        if not self.eos_token_ids:
+            raise ValueError("no token ends an answer")
+        text = (self.folder / "tokenizer.json").read_text(encoding="utf-8")
+        return LLTokenizer(text, n_vocab=self.vocab_size, eos_token=sorted(self.eos_token_ids))
+
+
+def source_of(grammar: Grammar) -> str:
+    """Return the grammar in the library's own form. Raises GrammarError.
+
+    The conversion of GBNF is Python and may take minutes."""
+    if len(grammar.text.encode(errors="surrogatepass")) > MAX_GRAMMAR_BYTES:
+        raise GrammarError(f"it is longer than {MAX_GRAMMAR_BYTES // 1024} KiB")
+    try:
+        source = _source(grammar)
+    except (ValueError, RecursionError) as error:
+        raise GrammarError(_reason(str(error))) from error
+    if len(source.encode()) > MAX_SOURCE_BYTES:
+        raise GrammarError("it is too large")
+    return source
 
 
 def _source(grammar: Grammar) -> str:
-    """The grammar as llguidance takes it. Raises ValueError."""
+    """Convert without limits of length. Raises ValueError."""
     if grammar.kind == "json":
         _parse(grammar.text)  # the library puts the text into its own JSON as it is
         overrides: JsonCompileOptions = {"whitespace_flexible": False, "coerce_one_of": False, "lenient": False}
@@ -180,11 +218,6 @@ def _parse(text: str) -> Any:
         raise ValueError(f"not JSON: {error}") from error
 
 
-def _key(grammar: Grammar) -> bytes:
-    parts = (grammar.kind, grammar.whitespace or "", str(grammar.whitespace is None), grammar.text)
-    return blake2b("\0".join(parts).encode(), digest_size=16).digest()
-
-
 def _reason(text: str) -> str:
     """The library's error in the words of the API, without the state that it may show behind it."""
     text = text.partition("<state>")[0].partition("\n<non-verbose/>")[0].strip()
@@ -197,10 +230,11 @@ def _reason(text: str) -> str:
         return f"not supported here: the keywords {keys[1]}"
     if regex := _BAD_REGEX.search(text):
         where = "the regular expression" if regex[1] else 'the keyword "pattern"'
-        return f"{where} {regex[2]}: {regex[3]}"
+        return f"{where} {regex[2][:_MAX_REGEX_CHARS]}: {regex[3]}"[:_MAX_REASON_CHARS]
     return text.partition("\n")[0][:_MAX_REASON_CHARS] or "it is too complex"
 
 
-def _refusal(grammar: Grammar, reason: str) -> InvalidRequestError:
+def refusal(grammar: Grammar, reason: str) -> InvalidRequestError:
+    """Return the error of a request whose grammar cannot be enforced."""
     message = f"'{grammar.param}' cannot be enforced: {reason}"
     return InvalidRequestError(message, param=grammar.param, code="invalid_value")

@@ -1,51 +1,205 @@
-"""The grammars of requests, made ready before the core sees them: compiling belongs neither into the event loop nor
-into a step. Those of offline work have a thread of their own, so that a batch of many schemas holds up no chat."""
+"""Make the grammars of requests ready before the core sees them.
+
+A grammar is first compiled by the prover, in a process with limits, and only then in this process. A first attempt with
+a short limit keeps a slow grammar from holding up the others; slow grammars wait for a place of their own. Tenants take
+turns, and chats go before offline work. The limits bound the work; waiting for a place is never the fault of a grammar.
+"""
 
 import asyncio
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING
+import logging
+import os
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, Protocol
 
-from engine.api import EngineRequest, RequestClass
-from engine.errors import InvalidRequestError
+import msgspec
+
+from engine.api import EngineRequest, Lane, RequestClass
+from engine.errors import QueueFullError
 from engine.grammar import Grammar
+from engine.structured.cache import Refusals
+from engine.structured.compiler import CompiledGrammar, GrammarCompiler, GrammarError, refusal
+from engine.structured.proof import ENGINE_STACKS, Fault, Limits, OutOfTime, Proof, Refused, Verdict, start_thread
+from engine.structured.slots import Slots
 
-if TYPE_CHECKING:  # an engine without grammars needs none of what compiles them
-    from engine.structured.compiler import GrammarCompiler
+log = logging.getLogger("tidemill.engine")
 
-COMPILE_SECONDS = 10.0
+QUICK_SECONDS = 0.25
+QUICK_PLACES = 2
+WAIT_SECONDS = 30.0
+RETRY_AFTER = 5.0
+ATTEMPTS = 2
+"""After a fault of the prover, which another grammar may have caused."""
+NICENESS = 5
+MAX_SLOW = 1024
+
+
+class Proves(Protocol):
+    """What `engine.structured.prover_client.Prover` does."""
+
+    async def prove(self, grammar: Grammar, limits: Limits) -> Verdict: ...
+
+    async def stop(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Asker:
+    """A request that waits. `patience`: seconds until it is refused with 429; None: as long as it takes."""
+
+    tenant: str
+    request_class: RequestClass
+    patience: float | None
 
 
 class Grammars:
-    """`compiler` None: no request may have a grammar."""
+    """The grammars of an engine. `limits` bound one compilation, `quick_seconds` its first attempt, `wait_seconds` the
+    wait of a chat for a place."""
 
-    def __init__(self, compiler: "GrammarCompiler | None", seconds: float = COMPILE_SECONDS) -> None:
+    def __init__(
+        self,
+        compiler: GrammarCompiler,
+        prover: Proves,
+        limits: Limits | None = None,
+        quick_seconds: float = QUICK_SECONDS,
+        wait_seconds: float = WAIT_SECONDS,
+    ) -> None:
         self._compiler = compiler
-        self._seconds = seconds
-        self._threads = {
-            request_class: ThreadPoolExecutor(1, thread_name_prefix=f"tidemill-grammars-{request_class.value}")
-            for request_class in RequestClass
-        }
+        self._prover = prover
+        self._limits = limits or Limits()
+        self._quick_limits = msgspec.structs.replace(self._limits, seconds=min(quick_seconds, self._limits.seconds))
+        self._wait_seconds = wait_seconds
+        self._quick, self._slow = Slots(QUICK_PLACES), Slots(1)
+        self._known_slow: OrderedDict[bytes, None] = OrderedDict()
+        self._refusals = Refusals()
+        self._held: dict[str, CompiledGrammar] = {}
 
     async def prepare(self, requests: Sequence[EngineRequest]) -> None:
-        """Compile what is not ready. Raises InvalidRequestError for what cannot be enforced, or takes too long."""
-        wanted = {r.sampling.grammar: r.request_class for r in requests if r.sampling.grammar is not None}
-        for grammar, request_class in wanted.items():
-            await self._prepare(grammar, request_class)
+        """Compile what is not ready. Raises InvalidRequestError for a grammar that cannot be enforced, and
+        QueueFullError where the system is short of time, memory or processes."""
+        for grammar, request in {r.sampling.grammar: r for r in requests if r.sampling.grammar is not None}.items():
+            chat = request.request_class is RequestClass.ONLINE or request.lane is Lane.FLEX
+            patience = self._wait_seconds if chat and request.resumed is None else None
+            await self._prepare(grammar, _Asker(request.tenant, request.request_class, patience))
 
-    async def _prepare(self, grammar: Grammar, request_class: RequestClass) -> None:
-        if self._compiler is None:
-            message = f"'{grammar.param}' is not supported by this server."
-            raise InvalidRequestError(message, param=grammar.param, code="unsupported_parameter")
-        if self._compiler.find(grammar) is not None:
+    def hold(self, request: EngineRequest) -> None:
+        """Keep the grammar of a request until `release`. Raises QueueFullError if it was evicted since `prepare`."""
+        grammar = request.sampling.grammar
+        if grammar is None:
             return
-        work = asyncio.get_running_loop().run_in_executor(self._threads[request_class], self._compiler.compile, grammar)
-        try:
-            await asyncio.wait_for(work, self._seconds)
-        except TimeoutError:
-            message = f"'{grammar.param}' cannot be enforced: it takes longer than {self._seconds:.0f} s to compile."
-            raise InvalidRequestError(message, param=grammar.param, code="invalid_value") from None
+        compiled = self._compiler.find(grammar)
+        if compiled is None:
+            raise QueueFullError("The memory for grammars is full.", retry_after=RETRY_AFTER)
+        self._held[request.request_id] = compiled
 
-    def stop(self) -> None:
-        for thread in self._threads.values():
-            thread.shutdown(wait=False, cancel_futures=True)
+    def release(self, request_id: str) -> None:
+        """The request has ended."""
+        self._held.pop(request_id, None)
+
+    async def stop(self) -> None:
+        """End the prover."""
+        await self._prover.stop()
+
+    async def _prepare(self, grammar: Grammar, asker: _Asker) -> None:
+        if self._is_ready(grammar):
+            return
+        self._compiler.check_tokenizer(grammar)
+        if grammar.key() not in self._known_slow and await self._try(self._quick, grammar, asker, self._quick_limits):
+            return
+        if await self._try(self._slow, grammar, asker, self._limits):
+            return
+        reason = f"it takes longer than {self._limits.seconds:g} s to compile"
+        self._refusals.add(grammar, reason)
+        raise refusal(grammar, reason)
+
+    def _is_ready(self, grammar: Grammar) -> bool:
+        """Raises InvalidRequestError if it was refused before."""
+        if (reason := self._refusals.find(grammar)) is not None:
+            raise refusal(grammar, reason)
+        return self._compiler.find(grammar) is not None
+
+    async def _try(self, slots: Slots, grammar: Grammar, asker: _Asker, limits: Limits) -> bool:
+        """Return whether the grammar is ready; False: `limits` were too short."""
+        try:
+            async with slots.place(asker.tenant, asker.request_class, asker.patience):
+                if self._is_ready(grammar):  # another request with it was first
+                    return True
+                return await self._compile(grammar, limits)
+        except TimeoutError:
+            message = "Too many grammars wait to be compiled."
+            raise QueueFullError(message, retry_after=RETRY_AFTER) from None
+
+    async def _compile(self, grammar: Grammar, limits: Limits) -> bool:
+        match await self._prove(grammar, limits):
+            case Refused(reason=reason):
+                self._refusals.add(grammar, reason)
+                raise refusal(grammar, reason)
+            case Fault(reason=reason):
+                log.error("a grammar could not be compiled: %s", reason)
+                raise QueueFullError("The server is short of resources.", retry_after=RETRY_AFTER)
+            case Proof(source=source, cost=cost):
+                self._compiler.cache.make_room(cost)
+                await self._build(grammar, source, cost, limits)
+                return True
+            case OutOfTime():
+                self._known_slow[grammar.key()] = None
+                while len(self._known_slow) > MAX_SLOW:
+                    self._known_slow.popitem(last=False)
+        return False
+
+    async def _prove(self, grammar: Grammar, limits: Limits) -> Verdict:
+        for _ in range(ATTEMPTS):
+            verdict = await self._prover.prove(grammar, limits)
+            if not isinstance(verdict, Fault):
+                break
+        return verdict
+
+    async def _build(self, grammar: Grammar, source: str, cost: int, limits: Limits) -> None:
+        """Compile a proven grammar in this process, in a thread with a large stack. Cannot be cancelled."""
+        loop = asyncio.get_running_loop()
+        built: asyncio.Future[CompiledGrammar] = loop.create_future()
+
+        def build() -> None:
+            _be_nice()
+            try:
+                compiled = self._compiler.build(source, cost)
+            except BaseException as error:
+                _tell(loop, built.set_exception, error)
+            else:
+                _tell(loop, built.set_result, compiled)
+
+        try:
+            start_thread(limits.stack * ENGINE_STACKS, build)
+        except RuntimeError as error:
+            log.error("a grammar could not be compiled: %s", error)
+            raise QueueFullError("The server is short of resources.", retry_after=RETRY_AFTER) from None
+        try:
+            compiled = await _to_end(built)
+        except GrammarError as error:
+            self._refusals.add(grammar, str(error))
+            raise refusal(grammar, str(error)) from error
+        self._compiler.cache.keep(grammar, compiled)
+
+
+async def _to_end(work: "asyncio.Future[CompiledGrammar]") -> CompiledGrammar:
+    """Wait for the end of a thread even if cancelled: its place must not be given to another one before."""
+    try:
+        return await asyncio.shield(work)
+    except asyncio.CancelledError:
+        await asyncio.wait([work])
+        work.exception()
+        raise
+
+
+def _be_nice() -> None:
+    """Let the steps go first: a thread can be as nice as a process."""
+    with suppress(OSError):
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
+
+
+def _tell(loop: asyncio.AbstractEventLoop, say: Callable[[Any], None], value: object) -> None:
+    """Call `say` on the loop, if there still is one."""
+    with suppress(RuntimeError):
+        loop.call_soon_threadsafe(say, value)

@@ -209,6 +209,8 @@ def _plan(
     request_class = RequestClass.OFFLINE if body.service_tier == "flex" else RequestClass.ONLINE
     # nobody looks at the tokens of a background answer before its end, unless a stop string may end it
     final_only = request_class is RequestClass.OFFLINE and not body.stream and not stop
+    if grammar is not None:
+        grammar = dataclasses.replace(grammar, tenant=caller.tenant)
     fields = {**_sampling_fields(body, num_logprobs, info), "grammar": grammar, "thinking": thinking}
     requests: list[EngineRequest] = []
     for prompt, length in zip(prompts, max_tokens, strict=True):

@@ -1,0 +1,171 @@
+"""Prove in a process with limits that a grammar can be compiled, followed and dropped safely."""
+
+import os
+import random
+import sys
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any, TypeVar
+
+import msgspec
+import numpy as np
+
+from engine.grammar import Grammar
+from engine.structured.compiler import CompiledGrammar, GrammarCompiler, GrammarError, Matcher, source_of
+
+Result = TypeVar("Result")
+
+WALK_TOKENS = 64
+WALK_SECONDS = 0.2
+"""Processor time after which the walk through an answer ends early: masks of a large vocabulary take milliseconds."""
+SMALL_STACK = 2**20
+"""Of the thread that follows and drops a grammar; in the engine these threads have 8 MiB."""
+MIN_COST = 2**20
+
+
+class Limits(msgspec.Struct, frozen=True):
+    """Limits of a compilation. `seconds`: processor time; `memory`: bytes; `stack`: bytes, of which the engine uses
+    `ENGINE_STACKS` times as many; `hold_seconds`: the longest call that keeps the interpreter's lock."""
+
+    seconds: float = 3.0
+    memory: int = 256 * 2**20
+    stack: int = 16 * 2**20
+    hold_seconds: float = 0.03
+
+
+ENGINE_STACKS = 4
+
+
+class Job(msgspec.Struct, tag=True, frozen=True):
+    """A grammar to be proven."""
+
+    number: int
+    grammar: Grammar
+    limits: Limits
+
+
+class Cancel(msgspec.Struct, tag=True, frozen=True):
+    """The verdict on a job is no longer wanted."""
+
+    number: int
+
+
+class Proof(msgspec.Struct, tag=True, frozen=True):
+    """The grammar can be compiled from `source` and takes `cost` bytes."""
+
+    number: int
+    source: str
+    cost: int
+
+
+class Refused(msgspec.Struct, tag=True, frozen=True):
+    """The grammar cannot be enforced."""
+
+    number: int
+    reason: str
+
+
+class OutOfTime(msgspec.Struct, tag=True, frozen=True):
+    """The processor time was too short."""
+
+    number: int
+
+
+class Fault(msgspec.Struct, tag=True, frozen=True):
+    """The system failed; nothing is known of the grammar."""
+
+    number: int
+    reason: str
+
+
+Verdict = Proof | Refused | OutOfTime | Fault
+
+
+def prove(compiler: GrammarCompiler, job: Job) -> Proof | Refused:
+    """Compile and follow a grammar; a limit of the process may end it."""
+    try:
+        source = source_of(job.grammar)
+        before = _resident_bytes()
+        held = [in_thread(job.limits.stack, lambda: compiler.build(source))]
+        ends = sorted(compiler.eos_token_ids)
+        in_thread(SMALL_STACK, lambda: _walk(held[0], compiler.mask_words, ends, job.limits.hold_seconds))
+        cost = max(MIN_COST, _resident_bytes() - before)
+        in_thread(SMALL_STACK, lambda: _timed(job.limits.hold_seconds, held.clear))
+    except GrammarError as error:
+        return Refused(job.number, str(error))
+    except MemoryError:
+        return Refused(job.number, "it takes too much memory to compile")
+    except BaseException as error:  # a panic of the library is no Exception
+        return Refused(job.number, f"the compiler fails with it ({type(error).__name__})")
+    return Proof(job.number, source, cost)
+
+
+def in_thread(stack: int, work: Callable[[], Result]) -> Result:
+    """Run `work` in a thread with a stack of so many bytes, and raise its error here."""
+    outcome: dict[str, Any] = {}
+
+    def run() -> None:
+        try:
+            outcome["result"] = work()
+        except BaseException as error:
+            outcome["error"] = error
+
+    thread = start_thread(stack, run)
+    thread.join()
+    if "error" in outcome:
+        raise outcome["error"]
+    result: Result = outcome["result"]
+    return result
+
+
+def start_thread(stack: int, work: Callable[[], None]) -> threading.Thread:
+    """Start a thread with a stack of so many bytes. Raises RuntimeError if the system has none."""
+    thread = threading.Thread(target=work, name="tidemill-grammar", daemon=True)
+    usual = threading.stack_size(stack)
+    try:
+        thread.start()
+    finally:
+        threading.stack_size(usual)
+    return thread
+
+
+def _walk(grammar: CompiledGrammar, mask_words: int, ends: list[int], hold_seconds: float) -> None:
+    """Follow an answer of random tokens. Raises GrammarError at a limit of the library, and for long calls."""
+    matcher = _timed(hold_seconds, grammar.matcher)
+    mask = np.zeros(mask_words, dtype=np.int32)
+    draw, until = random.Random(0), time.thread_time() + WALK_SECONDS
+    for _ in range(WALK_TOKENS):
+        matcher.write_mask(mask)
+        _check(matcher)
+        allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))
+        allowed = allowed[~np.isin(allowed, ends)]
+        if not allowed.size:
+            return
+        token = int(allowed[draw.randrange(len(allowed))])
+        _timed(hold_seconds, partial(matcher.advance, [token]))
+        _timed(hold_seconds, matcher.forced)
+        _check(matcher)
+        if time.thread_time() > until:
+            return
+
+
+def _check(matcher: Matcher) -> None:
+    if matcher.failed is not None:
+        raise GrammarError(f"it becomes too complex while an answer grows ({matcher.failed})")
+
+
+def _timed(seconds: float, call: Callable[[], Result]) -> Result:
+    began = time.thread_time()
+    result = call()
+    if time.thread_time() - began > seconds:
+        raise GrammarError("it is too large to be followed without holding up other requests")
+    return result
+
+
+def _resident_bytes() -> int:
+    if sys.platform != "linux":
+        return 0
+    with open("/proc/self/statm", encoding="ascii") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")

@@ -1,0 +1,179 @@
+"""Prove grammars, each in a process of its own that has limits of time, memory and stack.
+
+    python -P -m engine.structured.prover DESCRIPTOR
+
+The process loads the tokenizer once and forks for every job, so that a grammar which meets a limit ends its own
+process only. It ends when the other side of the socket is closed.
+"""
+
+import math
+import os
+import resource
+import selectors
+import signal
+import socket
+import sys
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NoReturn
+
+import msgspec
+
+from engine.machine.child import die_with_parent
+from engine.machine.link import Link, LinkLostError
+from engine.structured.compiler import GrammarCompiler
+from engine.structured.proof import Cancel, Fault, Job, Limits, OutOfTime, Proof, Refused, Verdict, prove
+
+NICENESS = 5
+"""Of a job with more than a second: the steps of the engine go first."""
+OOM_SCORE = "1000"
+PIPE_BYTES = 2**16
+_FORK_SPARE = 64 * 2**20
+"""Address space for the two stacks and what the allocator reserves."""
+
+
+class Setup(msgspec.Struct, frozen=True):
+    """The first message: the tokenizer to compile for, and the process that sends it."""
+
+    folder: str
+    vocab_size: int
+    eos_token_ids: list[int]
+    parent: int
+
+
+@dataclass(slots=True)
+class _Running:
+    job: Job
+    pid: int
+    said: bytearray = field(default_factory=bytearray)
+
+
+class ProofServer:
+    """Runs the jobs that come over a link."""
+
+    def __init__(self, sock: socket.socket, compiler: GrammarCompiler) -> None:
+        self._sock, self._link, self._compiler = sock, Link(sock), compiler
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(sock, selectors.EVENT_READ)
+        self._decode = msgspec.msgpack.Decoder(Job | Cancel).decode
+
+    def serve(self) -> None:
+        """Raises LinkLostError when the other side is gone."""
+        while True:
+            for key, _ in self._selector.select():
+                if key.data is None:
+                    self._take(self._decode(self._link.receive()))
+                else:
+                    self._read(key.fd, key.data)
+
+    def _take(self, message: Job | Cancel) -> None:
+        if isinstance(message, Job):
+            try:
+                self._begin(message)
+            except OSError as error:
+                self._answer(Fault(message.number, error.strerror or str(error)))
+            return
+        for key in self._selector.get_map().values():
+            if key.data is not None and key.data.job.number == message.number:
+                os.kill(key.data.pid, signal.SIGKILL)
+
+    def _begin(self, job: Job) -> None:
+        reading, writing = os.pipe()
+        try:
+            pid = os.fork()
+        except OSError:
+            os.close(reading)
+            os.close(writing)
+            raise
+        if not pid:
+            self._sock.close()
+            _run(self._compiler, job, writing)
+        os.close(writing)
+        self._selector.register(reading, selectors.EVENT_READ, _Running(job, pid))
+
+    def _read(self, descriptor: int, running: _Running) -> None:
+        data = os.read(descriptor, PIPE_BYTES)
+        if data:
+            running.said += data
+            return
+        self._selector.unregister(descriptor)
+        os.close(descriptor)
+        _, status = os.waitpid(running.pid, 0)
+        self._answer(_verdict(running.job, status, bytes(running.said)))
+
+    def _answer(self, verdict: Verdict) -> None:
+        self._link.send(msgspec.msgpack.encode(verdict))
+
+
+def _verdict(job: Job, status: int, said: bytes) -> Verdict:
+    """Judge a job by the end of its process."""
+    if status == 0:
+        with suppress(msgspec.MsgspecError):
+            return msgspec.msgpack.decode(said, type=Proof | Refused | Fault)
+    code = os.waitstatus_to_exitcode(status)
+    if -code in (signal.SIGPROF, signal.SIGXCPU):
+        return OutOfTime(job.number)
+    if -code in (signal.SIGSEGV, signal.SIGBUS):
+        return Refused(job.number, "it is nested too deeply")
+    if -code == signal.SIGABRT:
+        return Refused(job.number, "it takes too much memory to compile")
+    return Fault(job.number, f"the process that compiled it ended with {code}")
+
+
+def _run(compiler: GrammarCompiler, job: Job, writing: int) -> NoReturn:
+    """Do the job in the process that was forked for it."""
+    try:
+        _limit(job.limits)
+        data = memoryview(msgspec.msgpack.encode(prove(compiler, job)))
+        while data:
+            data = data[os.write(writing, data) :]
+        os._exit(0)
+    except BaseException:
+        os._exit(1)
+
+
+def _limit(limits: Limits) -> None:
+    die_with_parent()
+    with suppress(OSError):
+        Path("/proc/self/oom_score_adj").write_text(OOM_SCORE)
+    if limits.seconds > 1.0:
+        os.nice(NICENESS)
+    quiet = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(quiet, 2)  # a panic of the library prints what the client sent
+    seconds = math.ceil(limits.seconds) + 1
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))
+    signal.setitimer(signal.ITIMER_PROF, limits.seconds)
+    size = _address_space()
+    if size:
+        most = size + limits.stack + limits.memory + _FORK_SPARE
+        resource.setrlimit(resource.RLIMIT_AS, (most, most))
+
+
+def _address_space() -> int:
+    """Bytes that the process has mapped; 0 where that is unknown."""
+    if sys.platform != "linux":
+        return 0
+    with open("/proc/self/statm", encoding="ascii") as file:
+        return int(file.read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def main(arguments: list[str]) -> None:
+    sock = socket.socket(fileno=int(arguments[0]))
+    sock.set_inheritable(False)
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)  # the engine says when it ends
+    link = Link(sock)
+    with suppress(LinkLostError):
+        setup = msgspec.msgpack.decode(link.receive(), type=Setup)
+        die_with_parent()
+        if os.getppid() != setup.parent:
+            return
+        compiler = GrammarCompiler(Path(setup.folder), setup.vocab_size, frozenset(setup.eos_token_ids))
+        compiler.load()
+        ProofServer(sock, compiler).serve()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

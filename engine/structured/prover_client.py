@@ -1,0 +1,125 @@
+"""The engine's side of the process that proves grammars: it is started at the first need, and again after its end."""
+
+import asyncio
+import itertools
+import logging
+import os
+import socket
+import struct
+from contextlib import suppress
+
+import msgspec
+
+from engine.grammar import Grammar
+from engine.machine.child import python_module
+from engine.structured.compiler import GrammarCompiler
+from engine.structured.proof import Cancel, Fault, Job, Limits, OutOfTime, Proof, Refused, Verdict
+from engine.structured.prover import Setup
+
+log = logging.getLogger("tidemill.engine")
+
+WALL_SECONDS = 180.0
+"""The longest wait for a verdict, whatever its limit of processor time: the machine is overloaded then."""
+ONE_THREAD = {"MALLOC_ARENA_MAX": "1", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+_LENGTH = struct.Struct("<Q")
+_DECODE = msgspec.msgpack.Decoder(Proof | Refused | OutOfTime | Fault).decode
+
+
+class Prover:
+    """Proves grammars for one tokenizer, in another process."""
+
+    def __init__(self, compiler: GrammarCompiler) -> None:
+        self._compiler = compiler
+        self._numbers = itertools.count()
+        self._waiting: dict[int, asyncio.Future[Verdict]] = {}
+        self._starting = asyncio.Lock()
+        self._process: asyncio.subprocess.Process | None = None
+        self._writer: asyncio.StreamWriter | None = None
+        self._reading: asyncio.Task[None] | None = None
+
+    @property
+    def pid(self) -> int | None:
+        """The number of the process, if it runs."""
+        return None if self._process is None or self._writer is None else self._process.pid
+
+    async def prove(self, grammar: Grammar, limits: Limits) -> Verdict:
+        """Return the verdict on a grammar; a Fault where the system has no process for it."""
+        number = next(self._numbers)
+        verdict: asyncio.Future[Verdict] = asyncio.get_running_loop().create_future()
+        try:
+            async with self._starting:
+                if self._writer is None:
+                    await self._start()
+            self._waiting[number] = verdict
+            self._send(Job(number, grammar, limits))
+            async with asyncio.timeout(WALL_SECONDS):
+                return await verdict
+        except TimeoutError:
+            self._end()
+            return Fault(number, "the machine is overloaded")
+        except OSError as error:
+            return Fault(number, error.strerror or str(error))
+        except asyncio.CancelledError:
+            self._send(Cancel(number))
+            raise
+        finally:
+            self._waiting.pop(number, None)
+
+    async def _start(self) -> None:
+        """Raises OSError."""
+        ours, theirs = socket.socketpair()
+        with theirs:
+            try:
+                self._process = await asyncio.create_subprocess_exec(
+                    *python_module("engine.structured.prover", str(theirs.fileno())),
+                    pass_fds=[theirs.fileno()],
+                    stdin=asyncio.subprocess.DEVNULL,
+                    env={**os.environ, **ONE_THREAD},
+                )
+                reader, self._writer = await asyncio.open_unix_connection(sock=ours)
+            except BaseException:
+                ours.close()
+                raise
+        compiler = self._compiler
+        self._send(Setup(str(compiler.folder), compiler.vocab_size, sorted(compiler.eos_token_ids), os.getpid()))
+        self._reading = asyncio.create_task(self._read(reader, self._writer), name="tidemill-prover")
+
+    def _send(self, message: msgspec.Struct) -> None:
+        if self._writer is not None:
+            data = msgspec.msgpack.encode(message)
+            self._writer.write(_LENGTH.pack(len(data)) + data)
+
+    async def _read(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Pass verdicts on until the process ends."""
+        with suppress(OSError, asyncio.IncompleteReadError):
+            while True:
+                (length,) = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))
+                verdict = _DECODE(await reader.readexactly(length))
+                waiting = self._waiting.get(verdict.number)
+                if waiting is not None and not waiting.done():
+                    waiting.set_result(verdict)
+        if self._writer is writer:
+            log.error("the process that compiles grammars ended; it is started again at the next grammar")
+            self._end()
+
+    async def stop(self) -> None:
+        """End the process, and wait for its end."""
+        process, reading = self._process, self._reading
+        self._end()
+        if reading is not None:
+            await asyncio.wait([reading])
+        if process is not None:
+            await process.wait()
+
+    def _end(self) -> None:
+        """Kill the process; verdicts that are waited for become faults."""
+        writer, process = self._writer, self._process
+        self._writer = None
+        if writer is not None:
+            writer.close()
+        if process is not None and process.returncode is None:
+            with suppress(ProcessLookupError):
+                process.kill()
+        for number, waiting in list(self._waiting.items()):
+            if not waiting.done():
+                waiting.set_result(Fault(number, "the process that compiles grammars ended"))
