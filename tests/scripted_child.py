@@ -12,7 +12,8 @@ raises MemoryError), `device` (from this step on all fail, and the device says w
 breaks), `block` (the event loop stands still), `learner`, `planner` (what learns from steps, or plans offline work,
 raises), `canary` (from this check on canaries get other answers; without an `oom` they are asked one after another).
 Of `poison` NUMBER is a token: the process dies in each step that computes the fourth token of an answer to a prompt
-with it; and it dies whenever it prepares the grammar `POISON`.
+with it; and it dies whenever it prepares the grammar `POISON`. The grammar `ENDLESS` is prepared until the request is
+cancelled; then the file `cancelled` lies beside FOLDER.
 """
 
 import asyncio
@@ -50,7 +51,7 @@ from engine.process.connection import Connection  # noqa: E402
 from engine.scheduling.output import Collect, ModelRunnerOutput, SchedulerOutput  # noqa: E402
 from engine.scheduling.planner import OfflinePlan  # noqa: E402
 
-POISON = "poison"
+POISON, ENDLESS = "poison", "endless"
 VOCAB = 405
 CONTEXT = 512
 EOS = 402
@@ -189,12 +190,21 @@ class CountedGolden(golden.Golden):
 
 
 class ScriptedGrammars:
-    """Takes the place of `Grammars`: every grammar is allowed, and one kills the process."""
+    """Takes the place of `Grammars`: every grammar is allowed, one kills the process, one is never ready."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
 
     async def prepare(self, requests: Sequence[EngineRequest]) -> None:
         await asyncio.sleep(0.01)
-        if any(each.sampling.grammar is not None and each.sampling.grammar.text == POISON for each in requests):
+        texts = {each.sampling.grammar.text for each in requests if each.sampling.grammar is not None}
+        if POISON in texts:
             os.kill(os.getpid(), signal.SIGKILL)
+        if ENDLESS in texts:
+            try:
+                await asyncio.Event().wait()
+            finally:
+                (self._folder.parent / "cancelled").touch()
 
     def hold(self, request: EngineRequest) -> None: ...
 
@@ -276,7 +286,7 @@ def build(faults: Faults, config: EngineConfig, planned: child.Plan) -> Engine:
     info = EngineInfo(CONTEXT, VOCAB, frozenset({EOS}), "scripted", "none", "none", 0, 800)
     info = replace(info, droppable=DroppableLayers(LAYERS, LAYER_BYTES, UNIT_LAYER_BYTES, num_units))
     runner = ScriptedRunner(faults, num_units)
-    grammars: Any = ScriptedGrammars()
+    grammars: Any = ScriptedGrammars(faults.folder)
     limits = StepLimits(floor=HUNG_SECONDS, unknown=HUNG_SECONDS)
     keeper: Any = ScriptedKeeper(faults)
     for name in ("on_step", "on_arrival", "on_end", "on_refused"):

@@ -22,14 +22,14 @@ from engine.errors import InvalidRequestError, QueueFullError
 from engine.grammar import Grammar
 from engine.structured.cache import GrammarCache, Refusals
 from engine.structured.compiler import CompiledGrammar, GrammarCompiler
-from engine.structured.proof import Fault, Limits, OutOfTime, Proof, Refused, Verdict
+from engine.structured.proof import OutOfTime, Proof, ProofFault, ProofLimits, Refusal, Verdict
 from engine.structured.prover_client import Prover
 from engine.structured.ready import Grammars
 from engine.structured.slots import Slots
 
 FOLDER = Path(engine.models.demo.__file__ or "").parent / "weights"
 VOCAB, EOS = 2560, 2
-LIMITS = Limits(seconds=0.3, memory=160 * 2**20)
+LIMITS = ProofLimits(seconds=0.3, memory=160 * 2**20)
 QUICK = 0.1
 ENDLESS = dict(doublings())["new lines"]
 STUCK = LIMITS.seconds * 1000
@@ -63,7 +63,7 @@ def small(number: int) -> Grammar:
 
 @asynccontextmanager
 async def grammars_of(
-    compiler: GrammarCompiler, prover: Any = None, limits: Limits = LIMITS, **options: Any
+    compiler: GrammarCompiler, prover: Any = None, limits: ProofLimits = LIMITS, **options: Any
 ) -> AsyncIterator[Grammars]:
     options = {"quick_seconds": QUICK, **options}
     grammars = Grammars(compiler, prover or Prover(compiler), limits, **options)
@@ -83,7 +83,7 @@ class CountedProver:
         self.go_on = asyncio.Event()
         self.go_on.set()
 
-    async def prove(self, grammar: Grammar, limits: Limits) -> Verdict:
+    async def prove(self, grammar: Grammar, limits: ProofLimits) -> Verdict:
         self.asked.append((grammar.tenant, grammar.text))
         await self.go_on.wait()
         return self._verdicts.get(grammar.text, Proof(0, '{"grammars": [{"lark_grammar": "start: \\"a\\""}]}', 2**20))
@@ -140,10 +140,10 @@ async def test_every_hostile_grammar_ends_while_another_tenants_are_compiled() -
 async def test_a_grammar_is_refused_for_the_limit_that_it_met() -> None:
     compiler = make_compiler()
     cases = [
-        (dict(doublings())["doubling terminals"], Limits(seconds=30.0, memory=64 * 2**20), "memory"),
-        (ENDLESS, Limits(seconds=0.2), "longer than 0.2 s"),
-        (rules(2000, "start: r0\n", "r{}: r{}\n", 'r{}: "a"\n'), Limits(stack=2**20), "nested too deeply"),
-        (schema({"type": "string"}), Limits(hold_seconds=0.0), "without holding up"),
+        (dict(doublings())["doubling terminals"], ProofLimits(seconds=30.0, memory=64 * 2**20), "memory"),
+        (ENDLESS, ProofLimits(seconds=0.2), "longer than 0.2 s"),
+        (rules(2000, "start: r0\n", "r{}: r{}\n", 'r{}: "a"\n'), ProofLimits(stack=2**20), "nested too deeply"),
+        (schema({"type": "string"}), ProofLimits(hold_seconds=0.0), "without holding up"),
     ]
     for grammar, limits, reason in cases:
         async with grammars_of(compiler, limits=limits) as grammars:
@@ -152,7 +152,7 @@ async def test_a_grammar_is_refused_for_the_limit_that_it_met() -> None:
 
 
 async def test_a_refusal_is_remembered_for_its_tenant() -> None:
-    prover = CountedProver(bad=Refused(0, "a reason"), slow=OutOfTime(0))
+    prover = CountedProver(bad=Refusal(0, "a reason"), slow=OutOfTime(0))
     async with grammars_of(make_compiler(), prover) as grammars:
         for text, tries in (("bad", 1), ("slow", 2)):
             for _ in range(3):
@@ -207,7 +207,7 @@ async def test_waiting_for_a_place_is_no_fault_of_a_grammar() -> None:
 async def test_slow_grammars_leave_places_to_quick_ones() -> None:
     """Of the same tenant, too: a server without keys has one tenant."""
     compiler = make_compiler()
-    async with grammars_of(compiler, limits=Limits(seconds=STUCK)) as grammars:
+    async with grammars_of(compiler, limits=ProofLimits(seconds=STUCK)) as grammars:
         slow = [asyncio.create_task(grammars.prepare([ask(lark(ENDLESS.text + "\n" * i))])) for i in range(6)]
         for number in range(5):
             await grammars.prepare([ask(small(number))])
@@ -254,7 +254,7 @@ async def test_tenants_take_turns_and_chats_go_first() -> None:
 async def test_a_request_that_is_cancelled_ends_its_compilation() -> None:
     compiler = make_compiler()
     prover = Prover(compiler)
-    async with grammars_of(compiler, prover, Limits(seconds=STUCK), quick_seconds=STUCK) as grammars:
+    async with grammars_of(compiler, prover, ProofLimits(seconds=STUCK), quick_seconds=STUCK) as grammars:
         for _ in range(4):  # more than there are places
             task = asyncio.create_task(grammars.prepare([ask(ENDLESS)]))
             await asyncio.sleep(0.05)
@@ -305,6 +305,7 @@ async def test_grammars_of_running_requests_stay_and_count() -> None:
         with pytest.raises(QueueFullError):
             grammars.hold(ask(regex("large")))
         grammars.release(running[0].request_id)
+        await until(lambda: compiler.find(regex("a")) is None)  # the thread that compiled it ends
         await grammars.prepare([ask(regex("large"))])
         assert compiler.find(regex("a")) is None and compiler.find(regex("b")) is not None
 
@@ -344,7 +345,7 @@ async def test_a_prover_that_cannot_be_started_is_no_fault_of_the_grammar(
 
 
 async def test_a_fault_is_tried_again_but_not_for_ever() -> None:
-    prover = CountedProver(text=Fault(0, "killed"))
+    prover = CountedProver(text=ProofFault(0, "killed"))
     async with grammars_of(make_compiler(), prover) as grammars:
         for number in (2, 4):
             with pytest.raises(QueueFullError):
@@ -371,11 +372,11 @@ async def test_the_prover_ends_with_its_parent_even_if_it_is_stopped() -> None:
         "from pathlib import Path\n"
         "from engine.grammar import Grammar\n"
         "from engine.structured.compiler import GrammarCompiler\n"
-        "from engine.structured.proof import Limits\n"
+        "from engine.structured.proof import ProofLimits\n"
         "from engine.structured.prover_client import Prover\n"
         "async def main():\n"
         f"    prover = Prover(GrammarCompiler(Path(sys.argv[2]), {VOCAB}, frozenset({{{EOS}}})))\n"
-        "    await prover.prove(Grammar('regex', 'a'), Limits())\n"
+        "    await prover.prove(Grammar('regex', 'a'), ProofLimits())\n"
         "    print(prover.pid, flush=True)\n"
         "    await asyncio.sleep(60)\n"
         "asyncio.run(main())\n"

@@ -333,6 +333,22 @@ async def test_a_grammar_that_kills_every_process_ends_its_request_and_nobody_el
         await until_idle(engine)
 
 
+async def test_a_request_that_is_cancelled_is_no_longer_prepared(tmp_path: Path) -> None:
+    async with engine_process(tmp_path / "children") as engine:
+        several = [request(f"n{index}", grammar=Grammar("regex", "endless")) for index in range(2)]
+        submitted = asyncio.create_task(engine.submit(several))
+        await collect(engine, request("meanwhile"))
+        submitted.cancel()
+        await asyncio.wait([submitted])
+        await asyncio.to_thread(_wait_for, tmp_path / "cancelled")
+        assert not engine.holds("n0") and await collect(engine, request("after"))
+
+
+def _wait_for(file: Path) -> None:
+    while not file.exists():
+        time.sleep(0.01)
+
+
 async def _read(stream: OutputStream) -> list[RequestOutput]:
     return [output async for output in stream]
 

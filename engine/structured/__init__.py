@@ -1,1 +1,1 @@
-"""Answers that must look like something: grammars compiled, and made ready before the core sees them."""
+"""Structured output: compile grammars within limits, and follow answers through them."""

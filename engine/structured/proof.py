@@ -1,13 +1,12 @@
 """Prove in a process with limits that a grammar can be compiled, followed and dropped safely."""
 
-import os
+import ctypes
 import random
-import sys
 import threading
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import msgspec
 import numpy as np
@@ -25,28 +24,28 @@ SMALL_STACK = 2**20
 MIN_COST = 2**20
 
 
-class Limits(msgspec.Struct, frozen=True):
-    """Limits of a compilation. `seconds`: processor time; `memory`: bytes; `stack`: bytes, of which the engine uses
-    `ENGINE_STACKS` times as many; `hold_seconds`: the longest call that keeps the interpreter's lock."""
+class ProofLimits(msgspec.Struct, frozen=True):
+    """Bounds of one compilation. `seconds`: processor time; `memory`, `stack`: bytes; the engine's own stack is
+    `ENGINE_STACKS` times as large. `hold_seconds`: the longest call that keeps the interpreter's lock."""
 
     seconds: float = 3.0
     memory: int = 256 * 2**20
     stack: int = 16 * 2**20
-    hold_seconds: float = 0.03
+    hold_seconds: float = 0.05
 
 
 ENGINE_STACKS = 4
 
 
-class Job(msgspec.Struct, tag=True, frozen=True):
+class ProofJob(msgspec.Struct, tag=True, frozen=True):
     """A grammar to be proven."""
 
     number: int
     grammar: Grammar
-    limits: Limits
+    limits: ProofLimits
 
 
-class Cancel(msgspec.Struct, tag=True, frozen=True):
+class CancelProof(msgspec.Struct, tag=True, frozen=True):
     """The verdict on a job is no longer wanted."""
 
     number: int
@@ -60,7 +59,7 @@ class Proof(msgspec.Struct, tag=True, frozen=True):
     cost: int
 
 
-class Refused(msgspec.Struct, tag=True, frozen=True):
+class Refusal(msgspec.Struct, tag=True, frozen=True):
     """The grammar cannot be enforced."""
 
     number: int
@@ -73,32 +72,32 @@ class OutOfTime(msgspec.Struct, tag=True, frozen=True):
     number: int
 
 
-class Fault(msgspec.Struct, tag=True, frozen=True):
+class ProofFault(msgspec.Struct, tag=True, frozen=True):
     """The system failed; nothing is known of the grammar."""
 
     number: int
     reason: str
 
 
-Verdict = Proof | Refused | OutOfTime | Fault
+Verdict = Proof | Refusal | OutOfTime | ProofFault
 
 
-def prove(compiler: GrammarCompiler, job: Job) -> Proof | Refused:
+def prove(compiler: GrammarCompiler, job: ProofJob) -> Proof | Refusal:
     """Compile and follow a grammar; a limit of the process may end it."""
     try:
         source = source_of(job.grammar)
-        before = _resident_bytes()
+        before = _allocated_bytes()
         held = [in_thread(job.limits.stack, lambda: compiler.build(source))]
         ends = sorted(compiler.eos_token_ids)
         in_thread(SMALL_STACK, lambda: _walk(held[0], compiler.mask_words, ends, job.limits.hold_seconds))
-        cost = max(MIN_COST, _resident_bytes() - before)
+        cost = max(MIN_COST, _allocated_bytes() - before)
         in_thread(SMALL_STACK, lambda: _timed(job.limits.hold_seconds, held.clear))
     except GrammarError as error:
-        return Refused(job.number, str(error))
+        return Refusal(job.number, str(error))
     except MemoryError:
-        return Refused(job.number, "it takes too much memory to compile")
+        return Refusal(job.number, "it takes too much memory to compile")
     except BaseException as error:  # a panic of the library is no Exception
-        return Refused(job.number, f"the compiler fails with it ({type(error).__name__})")
+        return Refusal(job.number, f"the compiler fails with it ({type(error).__name__})")
     return Proof(job.number, source, cost)
 
 
@@ -164,8 +163,19 @@ def _timed(seconds: float, call: Callable[[], Result]) -> Result:
     return result
 
 
-def _resident_bytes() -> int:
-    if sys.platform != "linux":
+class _MallocInfo(ctypes.Structure):
+    """glibc's `struct mallinfo2`."""
+
+    _NAMES = ("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost")
+    _fields_: ClassVar = [(name, ctypes.c_size_t) for name in _NAMES]
+
+
+def _allocated_bytes() -> int:
+    """Return the bytes that the allocator has given out; 0 where that is unknown."""
+    try:
+        ask = ctypes.CDLL(None).mallinfo2
+    except (AttributeError, OSError, TypeError):
         return 0
-    with open("/proc/self/statm", encoding="ascii") as file:
-        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    ask.restype = _MallocInfo
+    info = ask()
+    return int(info.uordblks + info.hblkhd)

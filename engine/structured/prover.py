@@ -23,17 +23,27 @@ import msgspec
 from engine.machine.child import die_with_parent
 from engine.machine.link import Link, LinkLostError
 from engine.structured.compiler import GrammarCompiler
-from engine.structured.proof import Cancel, Fault, Job, Limits, OutOfTime, Proof, Refused, Verdict, prove
+from engine.structured.proof import (
+    CancelProof,
+    OutOfTime,
+    Proof,
+    ProofFault,
+    ProofJob,
+    ProofLimits,
+    Refusal,
+    Verdict,
+    prove,
+)
 
-NICENESS = 5
-"""Of a job with more than a second: the steps of the engine go first."""
+NICENESS, SLOW_NICENESS = 5, 10
+"""The steps of the engine go first, above all before a job with more than a second."""
 OOM_SCORE = "1000"
 PIPE_BYTES = 2**16
-_FORK_SPARE = 64 * 2**20
+SPARE_BYTES = 64 * 2**20
 """Address space for the two stacks and what the allocator reserves."""
 
 
-class Setup(msgspec.Struct, frozen=True):
+class ProverSetup(msgspec.Struct, frozen=True):
     """The first message: the tokenizer to compile for, and the process that sends it."""
 
     folder: str
@@ -44,7 +54,7 @@ class Setup(msgspec.Struct, frozen=True):
 
 @dataclass(slots=True)
 class _Running:
-    job: Job
+    job: ProofJob
     pid: int
     said: bytearray = field(default_factory=bytearray)
 
@@ -56,7 +66,7 @@ class ProofServer:
         self._sock, self._link, self._compiler = sock, Link(sock), compiler
         self._selector = selectors.DefaultSelector()
         self._selector.register(sock, selectors.EVENT_READ)
-        self._decode = msgspec.msgpack.Decoder(Job | Cancel).decode
+        self._decode = msgspec.msgpack.Decoder(ProofJob | CancelProof).decode
 
     def serve(self) -> None:
         """Raises LinkLostError when the other side is gone."""
@@ -67,18 +77,18 @@ class ProofServer:
                 else:
                     self._read(key.fd, key.data)
 
-    def _take(self, message: Job | Cancel) -> None:
-        if isinstance(message, Job):
+    def _take(self, message: ProofJob | CancelProof) -> None:
+        if isinstance(message, ProofJob):
             try:
                 self._begin(message)
             except OSError as error:
-                self._answer(Fault(message.number, error.strerror or str(error)))
+                self._answer(ProofFault(message.number, error.strerror or str(error)))
             return
         for key in self._selector.get_map().values():
             if key.data is not None and key.data.job.number == message.number:
                 os.kill(key.data.pid, signal.SIGKILL)
 
-    def _begin(self, job: Job) -> None:
+    def _begin(self, job: ProofJob) -> None:
         reading, writing = os.pipe()
         try:
             pid = os.fork()
@@ -106,22 +116,22 @@ class ProofServer:
         self._link.send(msgspec.msgpack.encode(verdict))
 
 
-def _verdict(job: Job, status: int, said: bytes) -> Verdict:
+def _verdict(job: ProofJob, status: int, said: bytes) -> Verdict:
     """Judge a job by the end of its process."""
     if status == 0:
         with suppress(msgspec.MsgspecError):
-            return msgspec.msgpack.decode(said, type=Proof | Refused | Fault)
+            return msgspec.msgpack.decode(said, type=Proof | Refusal | ProofFault)
     code = os.waitstatus_to_exitcode(status)
     if -code in (signal.SIGPROF, signal.SIGXCPU):
         return OutOfTime(job.number)
     if -code in (signal.SIGSEGV, signal.SIGBUS):
-        return Refused(job.number, "it is nested too deeply")
+        return Refusal(job.number, "it is nested too deeply")
     if -code == signal.SIGABRT:
-        return Refused(job.number, "it takes too much memory to compile")
-    return Fault(job.number, f"the process that compiled it ended with {code}")
+        return Refusal(job.number, "it takes too much memory to compile")
+    return ProofFault(job.number, f"the process that compiled it ended with {code}")
 
 
-def _run(compiler: GrammarCompiler, job: Job, writing: int) -> NoReturn:
+def _run(compiler: GrammarCompiler, job: ProofJob, writing: int) -> NoReturn:
     """Do the job in the process that was forked for it."""
     try:
         _limit(job.limits)
@@ -133,12 +143,11 @@ def _run(compiler: GrammarCompiler, job: Job, writing: int) -> NoReturn:
         os._exit(1)
 
 
-def _limit(limits: Limits) -> None:
+def _limit(limits: ProofLimits) -> None:
     die_with_parent()
     with suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text(OOM_SCORE)
-    if limits.seconds > 1.0:
-        os.nice(NICENESS)
+    os.nice(NICENESS if limits.seconds <= 1.0 else SLOW_NICENESS)
     quiet = os.open(os.devnull, os.O_WRONLY)
     os.dup2(quiet, 2)  # a panic of the library prints what the client sent
     seconds = math.ceil(limits.seconds) + 1
@@ -147,7 +156,7 @@ def _limit(limits: Limits) -> None:
     signal.setitimer(signal.ITIMER_PROF, limits.seconds)
     size = _address_space()
     if size:
-        most = size + limits.stack + limits.memory + _FORK_SPARE
+        most = size + limits.stack + limits.memory + SPARE_BYTES
         resource.setrlimit(resource.RLIMIT_AS, (most, most))
 
 
@@ -166,7 +175,7 @@ def main(arguments: list[str]) -> None:
         signal.signal(number, signal.SIG_IGN)  # the engine says when it ends
     link = Link(sock)
     with suppress(LinkLostError):
-        setup = msgspec.msgpack.decode(link.receive(), type=Setup)
+        setup = msgspec.msgpack.decode(link.receive(), type=ProverSetup)
         die_with_parent()
         if os.getppid() != setup.parent:
             return

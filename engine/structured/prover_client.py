@@ -13,8 +13,8 @@ import msgspec
 from engine.grammar import Grammar
 from engine.machine.child import python_module
 from engine.structured.compiler import GrammarCompiler
-from engine.structured.proof import Cancel, Fault, Job, Limits, OutOfTime, Proof, Refused, Verdict
-from engine.structured.prover import Setup
+from engine.structured.proof import CancelProof, OutOfTime, Proof, ProofFault, ProofJob, ProofLimits, Refusal, Verdict
+from engine.structured.prover import ProverSetup
 
 log = logging.getLogger("tidemill.engine")
 
@@ -22,7 +22,7 @@ WALL_SECONDS = 180.0
 """The longest wait for a verdict, whatever its limit of processor time: the machine is overloaded then."""
 ONE_THREAD = {"MALLOC_ARENA_MAX": "1", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 _LENGTH = struct.Struct("<Q")
-_DECODE = msgspec.msgpack.Decoder(Proof | Refused | OutOfTime | Fault).decode
+_DECODE = msgspec.msgpack.Decoder(Proof | Refusal | OutOfTime | ProofFault).decode
 
 
 class Prover:
@@ -42,8 +42,8 @@ class Prover:
         """The number of the process, if it runs."""
         return None if self._process is None or self._writer is None else self._process.pid
 
-    async def prove(self, grammar: Grammar, limits: Limits) -> Verdict:
-        """Return the verdict on a grammar; a Fault where the system has no process for it."""
+    async def prove(self, grammar: Grammar, limits: ProofLimits) -> Verdict:
+        """Return the verdict on a grammar; a ProofFault where the system has no process for it."""
         number = next(self._numbers)
         verdict: asyncio.Future[Verdict] = asyncio.get_running_loop().create_future()
         try:
@@ -51,16 +51,16 @@ class Prover:
                 if self._writer is None:
                     await self._start()
             self._waiting[number] = verdict
-            self._send(Job(number, grammar, limits))
+            self._send(ProofJob(number, grammar, limits))
             async with asyncio.timeout(WALL_SECONDS):
                 return await verdict
         except TimeoutError:
             self._end()
-            return Fault(number, "the machine is overloaded")
+            return ProofFault(number, "the machine is overloaded")
         except OSError as error:
-            return Fault(number, error.strerror or str(error))
+            return ProofFault(number, error.strerror or str(error))
         except asyncio.CancelledError:
-            self._send(Cancel(number))
+            self._send(CancelProof(number))
             raise
         finally:
             self._waiting.pop(number, None)
@@ -81,7 +81,7 @@ class Prover:
                 ours.close()
                 raise
         compiler = self._compiler
-        self._send(Setup(str(compiler.folder), compiler.vocab_size, sorted(compiler.eos_token_ids), os.getpid()))
+        self._send(ProverSetup(str(compiler.folder), compiler.vocab_size, sorted(compiler.eos_token_ids), os.getpid()))
         self._reading = asyncio.create_task(self._read(reader, self._writer), name="tidemill-prover")
 
     def _send(self, message: msgspec.Struct) -> None:
@@ -122,4 +122,4 @@ class Prover:
                 process.kill()
         for number, waiting in list(self._waiting.items()):
             if not waiting.done():
-                waiting.set_result(Fault(number, "the process that compiles grammars ended"))
+                waiting.set_result(ProofFault(number, "the process that compiles grammars ended"))

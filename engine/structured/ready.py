@@ -22,7 +22,16 @@ from engine.errors import QueueFullError
 from engine.grammar import Grammar
 from engine.structured.cache import Refusals
 from engine.structured.compiler import CompiledGrammar, GrammarCompiler, GrammarError, refusal
-from engine.structured.proof import ENGINE_STACKS, Fault, Limits, OutOfTime, Proof, Refused, Verdict, start_thread
+from engine.structured.proof import (
+    ENGINE_STACKS,
+    OutOfTime,
+    Proof,
+    ProofFault,
+    ProofLimits,
+    Refusal,
+    Verdict,
+    start_thread,
+)
 from engine.structured.slots import Slots
 
 log = logging.getLogger("tidemill.engine")
@@ -40,7 +49,7 @@ MAX_SLOW = 1024
 class Proves(Protocol):
     """What `engine.structured.prover_client.Prover` does."""
 
-    async def prove(self, grammar: Grammar, limits: Limits) -> Verdict: ...
+    async def prove(self, grammar: Grammar, limits: ProofLimits) -> Verdict: ...
 
     async def stop(self) -> None: ...
 
@@ -62,13 +71,13 @@ class Grammars:
         self,
         compiler: GrammarCompiler,
         prover: Proves,
-        limits: Limits | None = None,
+        limits: ProofLimits | None = None,
         quick_seconds: float = QUICK_SECONDS,
         wait_seconds: float = WAIT_SECONDS,
     ) -> None:
         self._compiler = compiler
         self._prover = prover
-        self._limits = limits or Limits()
+        self._limits = limits or ProofLimits()
         self._quick_limits = msgspec.structs.replace(self._limits, seconds=min(quick_seconds, self._limits.seconds))
         self._wait_seconds = wait_seconds
         self._quick, self._slow = Slots(QUICK_PLACES), Slots(1)
@@ -120,7 +129,7 @@ class Grammars:
             raise refusal(grammar, reason)
         return self._compiler.find(grammar) is not None
 
-    async def _try(self, slots: Slots, grammar: Grammar, asker: _Asker, limits: Limits) -> bool:
+    async def _try(self, slots: Slots, grammar: Grammar, asker: _Asker, limits: ProofLimits) -> bool:
         """Return whether the grammar is ready; False: `limits` were too short."""
         try:
             async with slots.place(asker.tenant, asker.request_class, asker.patience):
@@ -131,12 +140,12 @@ class Grammars:
             message = "Too many grammars wait to be compiled."
             raise QueueFullError(message, retry_after=RETRY_AFTER) from None
 
-    async def _compile(self, grammar: Grammar, limits: Limits) -> bool:
+    async def _compile(self, grammar: Grammar, limits: ProofLimits) -> bool:
         match await self._prove(grammar, limits):
-            case Refused(reason=reason):
+            case Refusal(reason=reason):
                 self._refusals.add(grammar, reason)
                 raise refusal(grammar, reason)
-            case Fault(reason=reason):
+            case ProofFault(reason=reason):
                 log.error("a grammar could not be compiled: %s", reason)
                 raise QueueFullError("The server is short of resources.", retry_after=RETRY_AFTER)
             case Proof(source=source, cost=cost):
@@ -149,14 +158,14 @@ class Grammars:
                     self._known_slow.popitem(last=False)
         return False
 
-    async def _prove(self, grammar: Grammar, limits: Limits) -> Verdict:
+    async def _prove(self, grammar: Grammar, limits: ProofLimits) -> Verdict:
         for _ in range(ATTEMPTS):
             verdict = await self._prover.prove(grammar, limits)
-            if not isinstance(verdict, Fault):
+            if not isinstance(verdict, ProofFault):
                 break
         return verdict
 
-    async def _build(self, grammar: Grammar, source: str, cost: int, limits: Limits) -> None:
+    async def _build(self, grammar: Grammar, source: str, cost: int, limits: ProofLimits) -> None:
         """Compile a proven grammar in this process, in a thread with a large stack. Cannot be cancelled."""
         loop = asyncio.get_running_loop()
         built: asyncio.Future[CompiledGrammar] = loop.create_future()
