@@ -275,6 +275,29 @@ async def test_a_commit_that_fails_has_not_happened(tmp_path: Path) -> None:
     await store.close()
 
 
+@pytest.mark.parametrize(
+    "name", ["FULL", "IOERR", "CANTOPEN", "READONLY", "CORRUPT", "NOTADB", "BUSY", "LOCKED", "PERM", "PROTOCOL"]
+)
+async def test_a_fault_of_the_database_is_a_fault_of_storage(
+    tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = SqliteStore(tmp_path / "s.db")
+
+    def fail(_: sqlite3.Connection) -> None:
+        error = sqlite3.OperationalError("words of SQLite")
+        error.sqlite_errorcode, error.sqlite_errorname = getattr(sqlite3, f"SQLITE_{name}"), f"SQLITE_{name}"
+        raise error
+
+    for _ in range(3):
+        with pytest.raises(StorageError):
+            await store._writer.run(fail)
+    assert store._writer._health.fault == f"SQLITE_{name}: words of SQLite"
+    assert len(caplog.messages) == 1 and f"SQLITE_{name}" in caplog.messages[0]
+    await store.add_file(a_file())
+    assert store._writer._health.fault is None
+    await store.close()
+
+
 async def test_what_is_written_to_a_deleted_database_is_refused_until_it_is_back(tmp_path: Path) -> None:
     """SQLite would go on in a file without a name: a 200 for what is lost at the end."""
     place, away = tmp_path / "state", tmp_path / "away"
