@@ -109,8 +109,13 @@ def test_a_tally_counts_each_answer_once() -> None:
     assert (tally.asked, tally.choices, tally.same, tally.cut, len(tally.differences)) == (5, 5, 1, 1, 1)
     assert {kind: count for kind, count in tally.errors.items() if count} == {"503": 1, "wrong usage": 1}
     kept = [promise.kept for promise in oracle_part.of_answers(tally, ties=0)]
-    assert kept == [None, None, False, False]
+    assert kept == [None, None, False, True, False]
     assert oracle_part.of_answers(tally, ties=1)[2].kept
+    tally.differences *= 0
+    for allowed in (True, False):
+        tally.add(SAMPLED, expected, answer(event([1, 3], reason="length", used=2)))
+        promises = oracle_part.of_answers(tally, ties=0)
+        assert promises[2].kept and promises[3].kept == allowed, "one draw at a boundary is no harm"
 
 
 def test_everything_that_is_still_held_breaks_a_promise() -> None:

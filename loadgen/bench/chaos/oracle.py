@@ -131,6 +131,11 @@ class Difference:
     got: list[int]
     reasons: tuple[str | None, str | None]
 
+    @property
+    def sampled(self) -> bool:
+        """Whether the answer was drawn, and not the likeliest one."""
+        return bool(request_of(self.number)[2]["temperature"])
+
     def __str__(self) -> str:
         kind, _, _ = request_of(self.number)
         around = slice(self.place, self.place + 3)
