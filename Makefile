@@ -52,11 +52,11 @@ floors:
 	.venv-floors/bin/python -m pytest -n 2 $(ARGS)
 
 bench: install
-	$(BIN)/python -m loadgen.bench $(ARGS)
+	$(BIN)/python -m benchmarks $(ARGS)
 
 # A server whose engine process is killed, hangs and fails for ten minutes; exits 1 on a broken promise.
 chaos: install
-	$(BIN)/python -m loadgen.bench chaos $(ARGS)
+	$(BIN)/python -m benchmarks chaos $(ARGS)
 
 # Two engines as actors of a Ray cluster on this machine, one of them killed; needs the extra `ray`.
 ray-check: install
@@ -64,7 +64,7 @@ ray-check: install
 
 # From a source tree, without an install: needs a Python with torch, triton and transformers (PYTHON=... picks one).
 gpu-check:
-	$(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) -m loadgen.bench.gpu $(ARGS)
+	$(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) -m benchmarks.gpu $(ARGS)
 
 clean:
 	rm -rf $(VENV) build dist engine/execution/cpu/native/*.so *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -183,7 +183,6 @@ def _replay(arguments: argparse.Namespace) -> int:
 def _add_profile(commands: Any) -> None:
     command = commands.add_parser("profile", help="measure step times anew and show the fit", allow_abbrev=False)
     _config_flags(command, EngineConfig)
-    command.add_argument("--plot", metavar="FILE.svg", type=Path, help="draw predicted against measured step times")
     command.set_defaults(run=_profile)
 
 
@@ -374,7 +373,7 @@ def say(line: str) -> None:
 def _profile(arguments: argparse.Namespace) -> int:
     (engine_config,) = resolve_configs(arguments, [EngineConfig])
     openmp.announce(engine_config, say)
-    return int(importlib.import_module("gateway.commands.profile").run(engine_config, arguments.plot, say))
+    return int(importlib.import_module("gateway.commands.profile").run(engine_config, say))
 
 
 def _loadgen(command: str, *words: str) -> int:

@@ -1,26 +1,19 @@
 """`tidemill simulate`: workloads through the engine's own scheduler, planner and policies on a virtual clock.
 
-Four uses: the capacity planner (`--slo`), one run of a workload on a simulated device, an experiment of a paper over
-seeds (`--experiment`), and how fast the simulator itself is (`--speed`). Needs neither a GPU nor torch. Times in
-seconds, throughput in tokens/s.
+Two uses: the capacity planner (`--slo`), and one run of a workload on a simulated device. Needs neither a GPU nor
+torch. Times in seconds, throughput in tokens/s.
 """
 
 import argparse
-import math
-import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import orjson
 
-from engine.api import EngineRequest, SamplingParams
-from engine.colocation.virtual import Arrival, VirtualDriver
 from engine.config import EngineConfig
-from engine.core import EngineCore
 from engine.errors import ConfigError, TidemillError
 from engine.scheduling.objective import UNLIMITED, StepObjective
 from engine.scheduling.policies import find_policy
@@ -28,34 +21,18 @@ from gateway.commands.flags import add_flags, flags_of, given
 from gateway.config import ServerConfig
 from loadgen import assemble, flags, workloads
 from loadgen.errors import InputError
-from loadgen.experiments import (
-    apt,
-    apt_table,
-    hybridserve,
-    hybridserve_table,
-    hygen,
-    kunserve,
-    larry,
-    llmd,
-    parts,
-    sal,
-    unsteady,
-)
-from loadgen.experiments.table import Result, render, write_table
 from loadgen.plan import Windows
 from loadgen.simulation import report
 from loadgen.simulation.device import Simulated, named_device, profiled_device
-from loadgen.simulation.machine import MachineSpec, build_machine
 from loadgen.simulation.planner import Question, answer
 from loadgen.simulation.run import Policies, shares_prefixes, simulate
 from loadgen.simulation.specs import DEVICES, MODELS
+from loadgen.simulation.table import Result, render, write_table
 from loadgen.workloads import Workload
 from predictor.budget import BudgetParams
 from predictor.slo import SLO, SLOError
 
 MIN_EVALUATIONS = 10
-SPEED_RUNNING = 64
-SPEED_OUTPUT = 200
 SECONDS = 300.0
 """Of traffic, by default."""
 PLAN_LINES = 2000
@@ -63,43 +40,9 @@ NOT_SERVING = frozenset({"model", "revision", "device", "dtype", "load_format", 
 """Fields of `EngineConfig` that say where a live engine finds its model, its machine and its measurements."""
 
 
-class Experiment(NamedTuple):
-    """An experiment: its checked-in configurations, what runs one seed of it, and how its rows are shown."""
-
-    config: Any
-    short: Any
-    run_seed: Callable[..., list[Result]]
-    summary: Callable[[Sequence[Result]], tuple[list[str], list[list[Any]]]]
-    figures: Callable[[Sequence[Result]], dict[str, str]]
-
-
-EXPERIMENTS = {
-    "apt-serve": Experiment(apt.CONFIG, apt.SHORT, apt.run_seed, apt_table.summary, apt_table.figures),
-    "apt-serve-llama": Experiment(apt.LLAMAS, apt.LLAMAS_SHORT, apt.run_seed, apt_table.summary, apt_table.figures),
-    "hybridserve": Experiment(
-        hybridserve.CONFIG,
-        hybridserve.SHORT,
-        hybridserve.run_seed,
-        hybridserve_table.summary,
-        hybridserve_table.figures,
-    ),
-    "hygen": Experiment(hygen.CONFIG, hygen.SHORT, hygen.run_seed, hygen.summary, hygen.figures),
-    "hygen-parts": Experiment(parts.CONFIG, parts.SHORT, parts.run_seed, parts.summary, parts.figures),
-    "kunserve": Experiment(kunserve.CONFIG, kunserve.SHORT, kunserve.run_seed, kunserve.summary, kunserve.figures),
-    "larry": Experiment(larry.CONFIG, larry.SHORT, larry.run_seed, larry.summary, larry.figures),
-    "llmd-491": Experiment(llmd.CONFIG, llmd.SHORT, llmd.run_seed, llmd.summary, llmd.figures),
-    "sal": Experiment(sal.CONFIG, sal.SHORT, sal.run_seed, sal.summary, sal.figures),
-    "sal-loads": Experiment(sal.LOADS, sal.LOADS_SHORT, sal.run_seed, sal.summary, sal.figures),
-    "unsteady": Experiment(unsteady.CONFIG, unsteady.SHORT, unsteady.run_seed, unsteady.summary, unsteady.figures),
-}
-
-
 def parser() -> argparse.ArgumentParser:
     """The command's flags; those of serving are generated from `EngineConfig`, as those of `tidemill serve` are."""
     made = argparse.ArgumentParser(prog="tidemill simulate", description=__doc__.split("\n", 1)[0], allow_abbrev=False)
-    what = made.add_mutually_exclusive_group()
-    what.add_argument("--experiment", choices=sorted(EXPERIMENTS), help="an experiment of a paper, over seeds")
-    what.add_argument("--speed", action="store_true", help="measure the simulator: simulated requests a second")
     machine = made.add_argument_group("machine")
     machine.add_argument("--model", help=f"a checkpoint's folder, or one of {', '.join(sorted(MODELS))}")
     machine.add_argument("--device", default="a100-40gb", help=f"one of {', '.join(sorted(DEVICES))}")
@@ -124,11 +67,6 @@ def parser() -> argparse.ArgumentParser:
     plan.add_argument("--evaluations", type=int, default=16, help="with --slo: replays of the search (default 16)")
     plan.add_argument("--json", action="store_true", help="with --slo: print the answer as JSON")
     plan.add_argument("--out", type=Path, help="folder for table.json and figures")
-    papers = made.add_argument_group("experiments")
-    papers.add_argument("--seeds", type=int, default=1, help="seeds: --seed and those after it (default 1)")
-    papers.add_argument("--workers", type=int, default=min(2, os.cpu_count() or 1), help="processes for replays")
-    papers.add_argument("--short", action="store_true", help="short windows: a look, no result")
-    papers.add_argument("--window", type=float, help="measured seconds of a trace (not llmd-491)")
     return made
 
 
@@ -143,37 +81,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit code (2: it could not be understood)."""
     arguments = parser().parse_args(argv)
     try:
-        if arguments.speed:
-            return _speed()
-        if arguments.experiment is not None:
-            return _experiment(arguments)
         return _replay(arguments)
     except (InputError, TidemillError) as error:
         print(f"tidemill simulate: {error}", file=sys.stderr)
         return 2
-
-
-def _experiment(arguments: argparse.Namespace) -> int:
-    experiment = EXPERIMENTS[arguments.experiment]
-    config = experiment.short if arguments.short else experiment.config
-    if arguments.data_dir is not None and not arguments.data_dir.is_dir():
-        raise InputError(f"{arguments.data_dir} is no folder")
-    if arguments.window is not None:
-        if not hasattr(config, "window") or not 0.0 < arguments.window < math.inf:
-            raise InputError("--window takes seconds, for experiments on a trace")
-        config = replace(config, window=arguments.window)
-    if arguments.seeds < 1 or arguments.workers < 1:
-        raise InputError("--seeds and --workers must be at least 1")
-    began = time.monotonic()
-    results: list[Result] = []
-    for seed in range(arguments.seed, arguments.seed + arguments.seeds):
-        results += experiment.run_seed(config, arguments.data_dir, seed, arguments.workers, _say)
-        if arguments.out is not None:  # after every seed: what was computed is kept when the rest is interrupted
-            write_table(results, arguments.out, experiment.figures(results))
-            _say(f"table.json and figures in {arguments.out}")
-    print(render(*experiment.summary(results)))
-    _say(f"{time.monotonic() - began:.0f} s")
-    return 0
 
 
 def _say(text: str) -> None:
@@ -289,27 +200,6 @@ def _single(arguments: argparse.Namespace, asked: Asked) -> int:
         setting = {"model": asked.device.model_name, "device": asked.device.name, "rate": arguments.request_rate}
         setting |= {"latency_budget": arguments.latency_budget, "duration": asked.seconds}
         write_table([Result(made.name, config.online_policy, setting, arguments.seed, metrics)], arguments.out, {})
-    return 0
-
-
-def measure_speed(requests: int = 1024) -> tuple[float, int]:
-    """(simulated requests per second of CPU time, steps) at 64 running requests of 200 output tokens each."""
-    spec = MachineSpec("llama-2-7b", "a100-80gb", SPEED_RUNNING)
-    machine = build_machine(spec)
-    sampling = SamplingParams(max_tokens=SPEED_OUTPUT)
-    arrivals = [Arrival(0.0, EngineRequest(f"r{i}", (1,) * 128, sampling)) for i in range(requests)]
-    driver = VirtualDriver(EngineCore(machine.config, model=machine.predictor), machine.runner(0), arrivals)
-    began = time.process_time()
-    steps = driver.run(math.inf).steps
-    return requests / (time.process_time() - began), steps
-
-
-def _speed() -> int:
-    rates = sorted(measure_speed()[0] for _ in range(3))
-    print(
-        f"{rates[1]:.0f} simulated requests/s of one core ({rates[0]:.0f} to {rates[2]:.0f}, 3 runs of 1,024 requests; "
-        f"{SPEED_RUNNING} running, {SPEED_OUTPUT} output tokens each)"
-    )
     return 0
 
 

@@ -27,6 +27,7 @@ from tiny_models import model_folder
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from benchmarks.gpu.setup import SHAPES
 from engine.execution.cuda.buffers import HeadSizes
 from engine.execution.cuda.device import CudaDevice
 from engine.execution.cuda.kernels import triton_kernels
@@ -40,7 +41,6 @@ from engine.models.linear import MakeLinear, make_linear
 from engine.models.spec import hidden_offer, load_spec, spec_from_config
 from engine.models.weights import build_weights
 from engine.triton_kernels.round_rows import round_rows, scale_rows
-from loadgen.bench.gpu.setup import SHAPES
 from predictor.limits import Limits
 
 ARCHS = (80, 86, 89, 90, 100, 103, 120)

@@ -7,14 +7,13 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.experiments import apt, apt_point, apt_table, main
 from engine.api import EngineRequest, SamplingParams
 from engine.colocation.virtual import Arrival, VirtualRecord, VirtualRun
-from loadgen import simulate
-from loadgen.experiments import apt, apt_point, apt_table
-from loadgen.experiments.table import Result
 from loadgen.simulation.gpu import SimulatedDevice
 from loadgen.simulation.machine import Machine, build_machine
 from loadgen.simulation.specs import MODELS
+from loadgen.simulation.table import Result
 from predictor.features import BatchFeatures
 
 CHAT = apt_point.Load("apt-chat", 1.0, 1.0, (1.0,), (1.0,))
@@ -115,8 +114,8 @@ def test_every_arm_gets_the_same_requests_at_the_same_times() -> None:
 
 def test_the_experiment_on_a_tiny_load(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(simulate.EXPERIMENTS, "apt-serve", simulate.EXPERIMENTS["apt-serve"]._replace(config=TINY))
-        assert simulate.main(["--experiment", "apt-serve", "--workers", "1", "--out", str(tmp_path)]) == 0
+        patch.setitem(main.EXPERIMENTS, "apt-serve", main.EXPERIMENTS["apt-serve"]._replace(config=TINY))
+        assert main.main(["apt-serve", "--workers", "1", "--out", str(tmp_path)]) == 0
     rows = json.loads((tmp_path / "table.json").read_text())
     assert len(rows) == 7 and {row["experiment"] for row in rows} == {"apt-serve"}
     for row in rows:

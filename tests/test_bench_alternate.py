@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from test_bench_steps import record
 
-from loadgen.bench import live
-from loadgen.bench.alternate import Spell, Turns, measure, promise, spells_of
+from benchmarks import live
+from benchmarks.alternate import Spell, Turns, measure, promise, spells_of
 from predictor.slo import SLO
 
 KEYS = ("ttft_mean", "tbt_mean")

@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from loadgen.bench import serving
-from loadgen.bench.peers import finders
-from loadgen.bench.peers.engine import Engine, start_all
+from benchmarks import serving
+from benchmarks.peers import finders
+from benchmarks.peers.engine import Engine, start_all
 from loadgen.prompts import WordCosts
 
 PEER = Path(__file__).with_name("scripted_peer.py")

@@ -9,12 +9,12 @@ import pytest
 from batch_tools import FAST, open_folder
 from fake_engine import serve
 
+from benchmarks import colocation
+from benchmarks.colocation import JOB, Run, check_job, delivered, draw, plan_arm, poisson
 from engine.build import build_engine, plan_launch
 from engine.config import EngineConfig
 from engine.text.tokenizer import Tokenizer
 from loadgen.arrivals import constant_rate
-from loadgen.bench import colocation
-from loadgen.bench.colocation import JOB, Run, check_job, delivered, draw, plan_arm, poisson
 from loadgen.client import seconds_of
 from loadgen.records import JobRecord, Records, RequestRecord, from_line, to_line
 

@@ -5,12 +5,12 @@ import signal
 import pytest
 from test_bench_steps import record
 
-from loadgen.bench.neighbours import Situation, fair_share, report, restless
+from benchmarks.neighbours import Situation, fair_share, report, restless
 from loadgen.records import RequestRecord
 
 
 def test_neighbours_live_as_long_as_the_situation(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("loadgen.bench.neighbours.SETTLE", 0.0)
+    monkeypatch.setattr("benchmarks.neighbours.SETTLE", 0.0)
     with restless(2) as processes:
         assert [process.poll() for process in processes] == [None, None]
     assert [process.returncode for process in processes] == [-signal.SIGKILL] * 2

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from loadgen.bench import offload
-from loadgen.bench.__main__ import BENCHES
-from loadgen.bench.offload import Arm, Result, arms_for, compare, model_folder, report
+from benchmarks import offload
+from benchmarks.__main__ import BENCHES
+from benchmarks.offload import Arm, Result, arms_for, compare, model_folder, report
 
 TINY = {
     "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "intermediate_size": 96,

@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from loadgen.bench import overload
-from loadgen.bench.__main__ import BENCHES
-from loadgen.bench.overload import OverloadRun, arrivals, ratio, show
+from benchmarks import overload
+from benchmarks.__main__ import BENCHES
+from benchmarks.overload import OverloadRun, arrivals, ratio, show
 from loadgen.records import RequestRecord
 
 

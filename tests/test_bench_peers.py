@@ -11,11 +11,11 @@ from typing import Any, cast
 
 import pytest
 
-from loadgen.bench import colocation, colocation_peers, live, serving
-from loadgen.bench.figures import Figures
-from loadgen.bench.peers import finders
-from loadgen.bench.peers.engine import Engine, start_all
-from loadgen.bench.weights import make_tokenizer
+from benchmarks import colocation, colocation_peers, live, serving
+from benchmarks.figures import Figures
+from benchmarks.peers import finders
+from benchmarks.peers.engine import Engine, start_all
+from benchmarks.weights import make_tokenizer
 from loadgen.prompts import WordCosts
 
 PEER = Path(__file__).with_name("scripted_peer.py")

@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 from fake_engine import Served, serve
 
+from benchmarks import pressure
+from benchmarks.live import PACKAGED, read_metric
 from engine.build import build_engine, plan_launch
 from engine.config import EngineConfig
 from engine.models.spec import load_spec
 from engine.text.tokenizer import Tokenizer
-from loadgen.bench import pressure
-from loadgen.bench.live import PACKAGED, read_metric
 from loadgen.records import RequestRecord
 
 PAGE = """# HELP tidemill_preemptions_total Preemptions by cause.

@@ -1,4 +1,4 @@
-"""What `python -m loadgen.bench quantization` holds eight bits against: each family's own distribution, with its scale,
+"""What `python -m benchmarks quantization` holds eight bits against: each family's own distribution, with its scale,
 caps and windows."""
 
 from pathlib import Path
@@ -7,11 +7,11 @@ import pytest
 import torch
 from tiny_models import FAMILY_CASES, model_folder, reference_model
 
+from benchmarks.live import make_model_folder
+from benchmarks.quantization import DRAWN, GEMMA, Arm, divergences, logits_of
 from engine.models.byte_cells import FLOATS, INTEGERS
 from engine.models.checkpoint import load_weights
 from engine.models.spec import load_spec
-from loadgen.bench.live import make_model_folder
-from loadgen.bench.quantization import DRAWN, GEMMA, Arm, divergences, logits_of
 
 IDS = torch.randint(0, 97, (48,), generator=torch.Generator().manual_seed(3))
 

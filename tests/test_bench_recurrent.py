@@ -1,10 +1,10 @@
-"""`python -m loadgen.bench recurrent`: what it says follows from sizes and counts."""
+"""`python -m benchmarks recurrent`: what it says follows from sizes and counts."""
 
 import pytest
 
-from loadgen.bench import recurrent
-from loadgen.bench.__main__ import BENCHES
-from loadgen.bench.recurrent import HYBRIDS, Hybrid, at_once, chosen, computed_share
+from benchmarks import recurrent
+from benchmarks.__main__ import BENCHES
+from benchmarks.recurrent import HYBRIDS, Hybrid, at_once, chosen, computed_share
 
 
 @pytest.mark.parametrize("model", HYBRIDS, ids=lambda model: model.name)

@@ -1,4 +1,4 @@
-"""`python -m loadgen.bench schemas`: what it reads, what it judges, and what it calls wrong."""
+"""`python -m benchmarks schemas`: what it reads, what it judges, and what it calls wrong."""
 
 import gzip
 import json
@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from loadgen.bench import __main__ as bench
-from loadgen.bench.schemas import Case, Findings, is_valid, take_answer
+from benchmarks import __main__ as bench
+from benchmarks.schemas import Case, Findings, is_valid, take_answer
 
 AGE = {"type": "object", "properties": {"age": {"type": "integer", "minimum": 0}}, "required": ["age"]}
 LINES: list[dict[str, Any]] = [

@@ -6,12 +6,12 @@ import pytest
 import torch
 from fake_engine import serve
 
+from benchmarks import limits, serving
+from benchmarks.live import PACKAGED
 from engine.build import build_engine, plan_launch
 from engine.config import EngineConfig
 from engine.models.spec import load_spec
 from engine.text.tokenizer import Tokenizer
-from loadgen.bench import limits, serving
-from loadgen.bench.live import PACKAGED
 
 
 async def test_requests_at_once_are_answered_in_full(tmp_path: Path) -> None:

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from loadgen.bench import __main__ as bench
-from loadgen.bench import colocation, steps
-from loadgen.bench.colocation import Run
-from loadgen.bench.steps import Step, compare, curve_of, document, is_good, markdown, slo_of, steps_of
+from benchmarks import __main__ as bench
+from benchmarks import colocation, steps
+from benchmarks.colocation import Run
+from benchmarks.steps import Step, compare, curve_of, document, is_good, markdown, slo_of, steps_of
 from loadgen.records import RequestRecord
 from predictor.slo import SLO
 

@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from loadgen.bench import turns
-from loadgen.bench.__main__ import BENCHES
-from loadgen.bench.turns import ANSWER, QUESTION, TurnsRun, conversations, shorter, show
+from benchmarks import turns
+from benchmarks.__main__ import BENCHES
+from benchmarks.turns import ANSWER, QUESTION, TurnsRun, conversations, shorter, show
 from loadgen.records import RequestRecord
 
 

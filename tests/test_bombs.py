@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 from pydantic import BaseModel, ValidationError
 from starlette.requests import Request
 
+from benchmarks import bombs
 from engine.text import chat_template
 from engine.text import tokenizer as text
 from engine.text.tokenizer import Tokenizer
@@ -32,7 +33,6 @@ from gateway.generate.messages import endpoint as messages
 from gateway.http import json_size, json_text
 from gateway.http.json_size import LIMITS, JsonSize, count_json
 from gateway.http.json_text import TooMuchJson, load_json
-from loadgen.bench import bombs
 
 one_loop = pytest.mark.asyncio(loop_scope="module")
 

@@ -8,16 +8,16 @@ from pathlib import Path
 import pytest
 from fakes.runner import FakeRunner
 
+from benchmarks.chaos import engine_parts, main, promises
+from benchmarks.chaos import server as chaos_server
+from benchmarks.chaos.engine_parts import Run
+from benchmarks.chaos.faults import Saboteur
+from benchmarks.chaos.load import Outcome
+from benchmarks.chaos.promises import Promise, Scale
 from engine.api import SamplingParams
 from engine.process.sabotage import POISON, SabotagedRunner
 from engine.scheduling.output import Chunk, NewRequest, SchedulerOutput
 from gateway.http.keys import KeyStore
-from loadgen.bench.chaos import engine_parts, main, promises
-from loadgen.bench.chaos import server as chaos_server
-from loadgen.bench.chaos.engine_parts import Run
-from loadgen.bench.chaos.faults import Saboteur
-from loadgen.bench.chaos.load import Outcome
-from loadgen.bench.chaos.promises import Promise, Scale
 
 
 def test_a_pause_is_what_a_gap_lasts_beyond_the_time_without_an_engine() -> None:
@@ -102,7 +102,7 @@ async def test_nothing_is_lost_while_everything_breaks() -> None:
     command = [
         sys.executable,
         "-m",
-        "loadgen.bench",
+        "benchmarks",
         "chaos",
         "--parts",
         "storm",

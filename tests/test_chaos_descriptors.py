@@ -6,8 +6,8 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from loadgen.bench.chaos import descriptors
-from loadgen.bench.chaos.descriptors import Crowd, Seen, connect, promises
+from benchmarks.chaos import descriptors
+from benchmarks.chaos.descriptors import Crowd, Seen, connect, promises
 
 Handler = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from loadgen.bench.chaos.disk import Round, promises
-from loadgen.bench.chaos.disk_faults import CallFault, Fault, Full, Ground, Moved, Page, during, ground
-from loadgen.bench.chaos.server import Server
+from benchmarks.chaos.disk import Round, promises
+from benchmarks.chaos.disk_faults import CallFault, Fault, Full, Ground, Moved, Page, during, ground
+from benchmarks.chaos.server import Server
 
 CALLS = """
 import os, sys

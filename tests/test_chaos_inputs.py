@@ -11,11 +11,11 @@ import orjson
 import pytest
 from aiohttp import web
 
-from loadgen.bench.bombs import MAX_BYTES, Bomb, joined
-from loadgen.bench.chaos import beside, inputs
-from loadgen.bench.chaos.grammars import grammars
-from loadgen.bench.chaos.prober import Probes, probing
-from loadgen.bench.chaos.promises import Scale
+from benchmarks.bombs import MAX_BYTES, Bomb, joined
+from benchmarks.chaos import beside, inputs
+from benchmarks.chaos.grammars import grammars
+from benchmarks.chaos.prober import Probes, probing
+from benchmarks.chaos.promises import Scale
 
 Handler = Callable[[web.Request], Awaitable[web.Response]]
 

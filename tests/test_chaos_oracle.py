@@ -12,12 +12,12 @@ import aiohttp
 import pytest
 from aiohttp import web
 
+from benchmarks.chaos import load, oracle, oracle_part
+from benchmarks.chaos.gateway_kills import Killed
+from benchmarks.chaos.oracle import Answer, Difference, Tally
+from benchmarks.chaos.oracle_part import Holdings
+from benchmarks.chaos.server import Server
 from gateway.store.schema import MIGRATIONS
-from loadgen.bench.chaos import load, oracle, oracle_part
-from loadgen.bench.chaos.gateway_kills import Killed
-from loadgen.bench.chaos.oracle import Answer, Difference, Tally
-from loadgen.bench.chaos.oracle_part import Holdings
-from loadgen.bench.chaos.server import Server
 
 GREEDY, SAMPLED, THREE = 0, 1, 2
 """Numbers of requests of these kinds."""
@@ -139,7 +139,7 @@ async def test_a_batch_that_lost_a_line_or_an_answer_is_harm(tmp_path: Path, mon
             await killed._count(session, "p", "gone")
         return {kind.removeprefix("p: ") for kind, number in killed.harm.items() if number}
 
-    monkeypatch.setattr("loadgen.bench.chaos.gateway_kills.WAIT_SECONDS", 0.0)
+    monkeypatch.setattr("benchmarks.chaos.gateway_kills.WAIT_SECONDS", 0.0)
     lost = {"acknowledged batches lost"}
     assert await count([row("0", "a"), row("1", "b")]) == lost
     assert await count([row("0", "a"), row("1", "a")]) == lost | {"rows with differing text"}

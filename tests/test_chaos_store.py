@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 
-from gateway.store.schema import MIGRATIONS
-from loadgen.bench.chaos.damages import Damage, State, damages
-from loadgen.bench.chaos.store import (
+from benchmarks.chaos.damages import Damage, State, damages
+from benchmarks.chaos.store import (
     DONE,
     LINES,
     Found,
@@ -19,6 +18,7 @@ from loadgen.bench.chaos.store import (
     contents,
     judge_rows,
 )
+from gateway.store.schema import MIGRATIONS
 
 
 @pytest.fixture

@@ -4,6 +4,11 @@ from dataclasses import replace
 
 import pytest
 
+from benchmarks.experiments import kunserve, sal
+from benchmarks.simulated_fleet.fleet import FleetDriver, OneByOne, Server
+from benchmarks.simulated_fleet.merged import MergedDriver
+from benchmarks.simulated_fleet.overload import Means, OverloadedFleet
+from benchmarks.simulated_fleet.pipeline import CHUNK_SECONDS, Bubbles, Link, PipelineRunner
 from engine.api import RequestClass
 from engine.colocation.virtual import Arrival, PredictedRunner, VirtualRun
 from engine.config import SchedulerConfig
@@ -11,14 +16,9 @@ from engine.core import EngineCore
 from engine.fleet.routing import Chance, Load, Prompt, find_router
 from engine.scheduling.lookahead import by_tokens
 from engine.scheduling.output import Chunk, SchedulerOutput
-from loadgen.experiments import kunserve, sal
-from loadgen.experiments.table import Result
-from loadgen.simulation.fleet import FleetDriver, OneByOne, Server
 from loadgen.simulation.machine import MachineSpec, build_machine
-from loadgen.simulation.merged import MergedDriver
-from loadgen.simulation.overload import Means, OverloadedFleet
-from loadgen.simulation.pipeline import CHUNK_SECONDS, Bubbles, Link, PipelineRunner
 from loadgen.simulation.requests import request_of
+from loadgen.simulation.table import Result
 from predictor.model import LatencyModel
 
 STEP = LatencyModel(intercept=0.01, knots=(0,), hinges=(1e-4,), token_limit=64)

@@ -14,6 +14,8 @@ from test_dry_device import counts_of
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from benchmarks.gpu.setup import SHAPES
+from benchmarks.quantization import logits_of
 from engine.build import plan_launch, profile_key
 from engine.config import EngineConfig
 from engine.errors import ConfigError, ModelLoadError
@@ -28,8 +30,6 @@ from engine.models.linear import Linear, MakeLinear, PlainLinear, make_linear
 from engine.models.quantized import Rounded
 from engine.models.spec import load_spec, spec_from_config
 from engine.models.weights import DummyTensors, LayerWeights, ModelWeights, ResidentLayers, build_weights, matrices
-from loadgen.bench.gpu.setup import SHAPES
-from loadgen.bench.quantization import logits_of
 from predictor.limits import Limits
 from tests import tiny_models
 

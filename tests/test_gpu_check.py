@@ -11,25 +11,25 @@ from pathlib import Path
 import pytest
 import torch
 
-from loadgen.bench.gpu import __main__ as check
-from loadgen.bench.gpu.kernels import check_kernels
-from loadgen.bench.gpu.limits import Limits
-from loadgen.bench.gpu.setup import Setup, tiny_setup
-from loadgen.bench.gpu.steps import Shape, floor_of
-from loadgen.bench.gpu.table import Row, failure, render, row_from_json
+from benchmarks.gpu import __main__ as check
+from benchmarks.gpu.kernels import check_kernels
+from benchmarks.gpu.limits import Limits
+from benchmarks.gpu.setup import Setup, tiny_setup
+from benchmarks.gpu.steps import Shape, floor_of
+from benchmarks.gpu.table import Row, failure, render, row_from_json
 
 ROOT = Path(__file__).parents[1]
 SERVER = {"fastapi", "starlette", "uvicorn", "orjson", "pydantic", "gateway", "aiohttp", "msgspec", "prometheus_client"}
 
 
 def run(*arguments: str, **options: object) -> "subprocess.CompletedProcess[str]":
-    command = [sys.executable, "-m", "loadgen.bench.gpu", *arguments]
+    command = [sys.executable, "-m", "benchmarks.gpu", *arguments]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=170)
 
 
 _BARE = """
 import sys
-from loadgen.bench.gpu import __main__ as check
+from benchmarks.gpu import __main__ as check
 
 class Missing:
     def find_spec(self, name, path=None, target=None):
@@ -151,10 +151,10 @@ def test_a_warning_of_a_plugin_that_is_not_ours_ends_no_run() -> None:
 
 
 def test_it_needs_nothing_of_the_server() -> None:
-    modules = sorted(f"loadgen.bench.gpu.{path.stem}" for path in (ROOT / "loadgen" / "bench" / "gpu").glob("*.py"))
+    modules = sorted(f"benchmarks.gpu.{path.stem}" for path in (ROOT / "benchmarks" / "gpu").glob("*.py"))
     code = f"import sys, importlib\nfor name in {modules!r}: importlib.import_module(name)\nprint(*sys.modules)"
     ended = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     loaded = {name.split(".")[0] for name in ended.stdout.split()}
     assert not loaded & SERVER
-    ours = {name for name in ended.stdout.split() if name.startswith("loadgen")}
-    assert ours == {"loadgen", "loadgen.bench", "loadgen.bench.gpu", *modules}, "and nothing of the load generator"
+    ours = {name for name in ended.stdout.split() if name.split(".")[0] in ("loadgen", "benchmarks")}
+    assert ours == {"benchmarks", "benchmarks.gpu", *modules}, "and nothing of the load generator"

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.experiments.mini_batches import HostBlocks, even_mini_batches, imbalance, mini_batches
 from engine.cache.placement import HostSplit, OffloadCosts, ideal_act, next_is_act, split_host
-from loadgen.experiments.mini_batches import HostBlocks, even_mini_batches, imbalance, mini_batches
 
 positive = st.floats(1e-3, 1.0)
 all_costs = st.builds(

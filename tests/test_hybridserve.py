@@ -9,17 +9,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.experiments import hybridserve as hybrid
+from benchmarks.experiments import hybridserve_table as table
+from benchmarks.experiments import main
+from benchmarks.experiments.hybridserve import ARMS, CONFIG, LINK, Config, Load, Point, choose, make_case, run_point
+from benchmarks.experiments.offload import algorithm_1, split_context
+from benchmarks.experiments.pipelines import Compact, OffloadDevice, Stage, lay_out, run_layers
 from engine.cache.placement import HostSplit, OffloadCosts
-from loadgen import simulate
-from loadgen.experiments import hybridserve as hybrid
-from loadgen.experiments import hybridserve_table as table
-from loadgen.experiments.hybridserve import ARMS, CONFIG, LINK, Config, Load, Point, choose, make_case, run_point
-from loadgen.experiments.offload import algorithm_1, split_context
-from loadgen.experiments.pipelines import Compact, OffloadDevice, Stage, lay_out, run_layers
-from loadgen.experiments.table import Result
 from loadgen.simulation.gpu import SimulatedDevice
 from loadgen.simulation.measure import Metrics
 from loadgen.simulation.specs import DEVICES, MODELS
+from loadgen.simulation.table import Result
 
 ARM = {arm.name: arm for arm in ARMS}
 TINY = replace(CONFIG, loads=(Load("opt-13b", 16, 256), Load("opt-30b", 8, None)), output=18)
@@ -205,8 +205,8 @@ def test_unknown_names_are_refused() -> None:
 def test_the_experiment_end_to_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setitem(simulate.EXPERIMENTS, "hybridserve", simulate.EXPERIMENTS["hybridserve"]._replace(config=TINY))
-    assert simulate.main(["--experiment", "hybridserve", "--seeds", "2", "--out", str(tmp_path)]) == 0
+    monkeypatch.setitem(main.EXPERIMENTS, "hybridserve", main.EXPERIMENTS["hybridserve"]._replace(config=TINY))
+    assert main.main(["hybridserve", "--seeds", "2", "--out", str(tmp_path)]) == 0
     rows = json.loads((tmp_path / "table.json").read_text())
     assert len(rows) == 2 * len(TINY.loads) * len(ARMS) and {row["seed"] for row in rows} == {0, 1}
     assert set(rows[0]) == {"experiment", "policy", "setting", "seed", "metrics"}
@@ -217,7 +217,7 @@ def test_the_experiment_end_to_end(
     assert (tmp_path / "opt-13b-throughput.svg").read_text().count("<circle") >= len(table.DRAWN)
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].split()[:3] == ["model", "batch", "prompt"] and lines[-1].split()[-5:-3] == ["1.61", "2.19"]
-    assert simulate.main(["--experiment", "hybridserve", "--window", "5"]) == 2
+    assert main.main(["hybridserve", "--window", "5"]) == 2
 
 
 def test_factors_are_over_k_and_v_alone() -> None:

@@ -7,10 +7,10 @@ from typing import Any
 from batch_tools import FAST, check_ended, client_of, jsonl, line, open_folder, submit, until, until_counted
 from fake_engine import serve
 
+from benchmarks.live import num_open, read_metric
 from engine.build import build_engine, plan_launch
 from engine.config import EngineConfig
 from engine.text.tokenizer import Tokenizer
-from loadgen.bench.live import num_open, read_metric
 
 MODEL = "tidemill-demo"
 BLOCKS = 80

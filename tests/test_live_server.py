@@ -14,10 +14,10 @@ import pytest
 from conftest import refuse_blocking
 from fake_engine import Served, serve
 
+from benchmarks.demo_training.phrases import held_out
 from engine.build import build_engine, plan_launch
 from engine.config import EngineConfig
 from engine.engine import Engine
-from engine.models.demo.training.phrases import held_out
 from engine.text.tokenizer import Tokenizer
 
 MODEL = "tidemill-demo"

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from aiohttp import web
 
-from loadgen.bench import accuracy, scripted
-from loadgen.bench.scripted import STALL_SECONDS, STALL_TEXT, answer_to
+from benchmarks import accuracy, scripted
+from benchmarks.scripted import STALL_SECONDS, STALL_TEXT, answer_to
 from loadgen.client import Client
 from loadgen.records import RequestRecord
 from loadgen.runner import MonotonicClock, Run

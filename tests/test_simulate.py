@@ -13,6 +13,12 @@ import numpy as np
 import pytest
 from driver import make_request
 
+from benchmarks import simulator_speed
+from benchmarks.experiments import larry
+from benchmarks.experiments import main as experiments
+from benchmarks.experiments.pool import Replays
+from benchmarks.experiments.replay import ONLINE_ONLY, Scenario, Setting, replay, run
+from benchmarks.experiments.surface import Family, Surface, Target, interference
 from engine.api import RequestClass
 from engine.colocation.virtual import Arrival, VirtualDriver
 from engine.config import EngineConfig, SchedulerConfig
@@ -21,11 +27,6 @@ from engine.scheduling.objective import UNLIMITED, StepObjective
 from engine.scheduling.output import Collect, SchedulerOutput
 from loadgen import simulate, workloads
 from loadgen.client import Target as Server
-from loadgen.experiments import larry
-from loadgen.experiments.pool import Replays
-from loadgen.experiments.replay import ONLINE_ONLY, Scenario, Setting, replay, run
-from loadgen.experiments.surface import Family, Surface, Target, interference
-from loadgen.experiments.table import Result, figure, render, write_table
 from loadgen.plan import FIRST_OFFLINE, Job, Plan, Windows
 from loadgen.prompts import PromptMaker, TokenIds
 from loadgen.simulation.device import measured_device, named_device, read_profile
@@ -34,6 +35,7 @@ from loadgen.simulation.machine import Machine, MachineSpec, build_machine
 from loadgen.simulation.measure import Metrics, measure
 from loadgen.simulation.run import requests
 from loadgen.simulation.run import simulate as simulated_run
+from loadgen.simulation.table import Result, figure, render, write_table
 from loadgen.svg import Series
 from loadgen.traces import Content, Trace
 from predictor.budget import BudgetParams
@@ -212,9 +214,9 @@ def test_an_experiment_from_the_command_line(tmp_path: Path, capsys: pytest.Capt
     spec = MachineSpec("qwen2.5-0.5b", "a100-40gb", max_num_seqs=32)
     tiny = replace(larry.CONFIG, machine=spec, warm_up=1.0, factors=(1.0,), rates=(("code", 2.0),))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(simulate.EXPERIMENTS, "larry", simulate.EXPERIMENTS["larry"]._replace(config=tiny))
-        arguments = ["--experiment", "larry", "--seeds", "2", "--window", "5", "--workers", "1", "--out", str(tmp_path)]
-        assert simulate.main(arguments) == 0
+        patch.setitem(experiments.EXPERIMENTS, "larry", experiments.EXPERIMENTS["larry"]._replace(config=tiny))
+        arguments = ["larry", "--seeds", "2", "--window", "5", "--workers", "1", "--out", str(tmp_path)]
+        assert experiments.main(arguments) == 0
     rows = json.loads((tmp_path / "table.json").read_text())
     assert {row["seed"] for row in rows} == {0, 1} and len(rows) == 2 * len(larry.arms(1))
     assert (tmp_path / "larry-code-p50.svg").exists()
@@ -226,10 +228,6 @@ def test_an_experiment_from_the_command_line(tmp_path: Path, capsys: pytest.Capt
     [
         ["--online-policy", "nobody"],
         ["--model", "opt-13b", "--device", "rtx-4090"],
-        ["--experiment", "hygen", "--traces", "no/such/folder"],
-        ["--experiment", "llmd-491", "--window", "5"],
-        ["--experiment", "larry", "--window", "0"],
-        ["--experiment", "larry", "--seeds", "0"],
     ],
 )
 def test_what_cannot_be_run_is_said(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
@@ -237,8 +235,22 @@ def test_what_cannot_be_run_is_said(arguments: list[str], capsys: pytest.Capture
     assert capsys.readouterr().err.startswith("tidemill simulate: ")
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["hygen", "--traces", "no/such/folder"],
+        ["llmd-491", "--window", "5"],
+        ["larry", "--window", "0"],
+        ["larry", "--seeds", "0"],
+    ],
+)
+def test_an_experiment_that_cannot_run_says_why(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert experiments.main(arguments) == 2
+    assert capsys.readouterr().err.startswith("experiments: ")
+
+
 def test_speed_counts_requests() -> None:
-    rate, steps = simulate.measure_speed(requests=65)
+    rate, steps = simulator_speed.measure_speed(requests=65)
     assert rate > 0
     assert 2 * 200 <= steps < 2 * 200 + 30  # the last one runs alone, after the first 64
 

@@ -23,7 +23,7 @@ import openai
 import pytest
 from batch_tools import check_ended, jsonl, line, submit
 
-from loadgen.bench.live import num_open
+from benchmarks.live import num_open
 
 MODEL = "tidemill-demo"
 MINUTES = float(os.environ.get("SOAK_MINUTES", "30"))

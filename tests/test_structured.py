@@ -17,6 +17,7 @@ from driver import Driver, make_request
 from native_build import native_library
 
 import engine.models.demo
+from benchmarks.structured_beside import HOSTILE
 from engine.api import FinishReason, RequestClass
 from engine.config import SchedulerConfig
 from engine.errors import InvalidRequestError
@@ -38,7 +39,6 @@ from engine.models.weights import ModelWeights
 from engine.profiling.calibration import INSIDE_STRING, measure_profile
 from engine.structured.compiler import CompiledGrammar, GrammarCompiler
 from engine.text.tokenizer import Tokenizer
-from loadgen.bench.structured_beside import HOSTILE
 from predictor.profile import ProfileKey
 
 FOLDER = Path(engine.models.demo.__file__ or "").parent / "weights"

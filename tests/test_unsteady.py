@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from loadgen.experiments.unsteady import CONFIG, SHORT, STEPPED, Config, Speed, misses, replay, run_seed, summary
+from benchmarks.experiments.unsteady import CONFIG, SHORT, STEPPED, Config, Speed, misses, replay, run_seed, summary
 
 
 def kept(machine: float, seconds: float, seed: int, *, offline: bool) -> tuple[float, float]:

@@ -15,9 +15,9 @@ import pytest
 from conftest import StartServer
 from fake_engine import MODEL, Served, colocation_stats
 
+from benchmarks import page as page_bench
 from engine.api import EngineState, EngineStats, EngineView
 from gateway.web.routes import FILES
-from loadgen.bench import page as page_bench
 
 NODE_TESTS = Path(__file__).parent / "web"
 

@@ -1,4 +1,4 @@
-"""Faults on demand in a real engine process, for `python -m loadgen.bench chaos`: off unless TIDEMILL_CHAOS names a
+"""Faults on demand in a real engine process, for `python -m benchmarks chaos`: off unless TIDEMILL_CHAOS names a
 folder.
 
 While the folder holds a file `fail`, every step raises; a file `hang` is taken away by a step that then never ends. A

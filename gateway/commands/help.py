@@ -104,7 +104,7 @@ tidemill batch list
 tidemill batch results BATCH --output answers.jsonl --errors failed.jsonl""",
     "top": "tidemill top --url http://gpu:8000 --api-key KEY      until Ctrl-C; once where the output is no terminal",
     "doctor": "tidemill doctor ./checkpoint                          would it run here, and with how much cache",
-    "profile": "tidemill profile --plot steps.svg                     predicted against measured step times",
+    "profile": "tidemill profile                                      predicted against measured step times",
     "completions": """\
 source <(tidemill completions bash)                   this shell; in ~/.bashrc for all
 tidemill completions zsh > ~/.zfunc/_tidemill         a folder of $fpath

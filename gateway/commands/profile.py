@@ -2,17 +2,14 @@
 
 import importlib
 import sys
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Callable
 
 from engine.config import EngineConfig
 from engine.errors import ConfigError
 from engine.profiling.calibration import INSIDE_STRING, Calibration, measure_profile
-from predictor.model import LatencyModel
-from predictor.samples import Sample
 
 
-def run(config: EngineConfig, plot: Path | None, say: Callable[[str], None]) -> int:
+def run(config: EngineConfig, say: Callable[[str], None]) -> int:
     """Measure, store, print; returns the exit code. Raises ConfigError when the result cannot be written."""
     build = importlib.import_module("engine.build")
     runner, plan = build.build_runner(config, build.plan_launch(config), say)
@@ -38,8 +35,6 @@ def run(config: EngineConfig, plot: Path | None, say: Callable[[str], None]) -> 
     path = build.profile_folder(config) / key.filename()
     try:
         calibration.profile.save(path)
-        if plot is not None:
-            plot.write_text(draw(calibration.held_out, calibration.profile.model))
     except OSError as error:
         raise ConfigError(f"cannot write {error.filename}: {error.strerror}") from None
     print("\n".join(table(calibration)))
@@ -65,13 +60,3 @@ def table(calibration: Calibration) -> list[str]:
             f"{predicted * 1e3:13.2f} {predicted / seconds - 1:>+7.1%}"
         )
     return lines
-
-
-def draw(samples: Sequence[Sample], model: LatencyModel) -> str:
-    """Predicted against measured step times in milliseconds, as one SVG document."""
-    svg = importlib.import_module("loadgen.svg")
-    measured = [seconds * 1e3 for _, seconds in samples]
-    predicted = [model.predict(features) * 1e3 for features, _ in samples]
-    top = max([*measured, *predicted], default=1.0)
-    series = [svg.Series("a held-out step", measured, predicted, dots=True), svg.Series("exact", [0, top], [0, top])]
-    return str(svg.document(svg.chart("Step times", series, x="measured, ms", y="predicted, ms")))

@@ -1,1 +1,1 @@
-"""The packaged demo model ``tidemill-demo``: its weights, and how they are made (`training/`, not in the wheel)."""
+"""The packaged demo model `tidemill-demo`; `benchmarks/demo_training` makes its weights."""

@@ -1,0 +1,170 @@
+"""Apt-Serve's evaluation (§6, Figures 8, 9 and 11, Tables 4 and 5): SLO attainment by policy, cache, rate, burstiness.
+
+OPT-13B on A100-40GB with the lengths of `apt-chat`, `apt-code` and `apt-sum`; then Llama-3-8B, whose hidden state is
+larger than its K and V and so refused: there the host tier takes its place. Every arm serves the same requests, from an
+empty machine until the last one has ended, as in the paper; nobody is refused early. `fcfs` fills its steps with chunks
+of prompts, so it stands for the paper's Sarathi-Serve, and `fcfs-whole` for its vLLM.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, replace
+from multiprocessing import get_context
+from pathlib import Path
+
+from benchmarks.experiments.apt_point import Arm, Load, Point, requests_of, run_point, with_cache
+from loadgen.simulation.machine import MachineSpec, build_machine
+from loadgen.simulation.measure import Metrics
+from loadgen.simulation.table import Result
+
+LARRY = "larry:0.001"
+"""The paper's α of 1, which weighs seconds against blocks, over the blocks of the pool (see the experiment `larry`)."""
+ARMS = (
+    Arm("fcfs", "fcfs"),
+    Arm("fcfs-whole", "fcfs", chunked=False),
+    Arm("random", "random"),
+    Arm("larry", LARRY),
+    Arm("apt-kv", "apt:0"),
+    Arm("apt-hybrid", "apt:0", "hidden"),
+    Arm("apt-both", "apt:0", "both"),
+    Arm("apt-vote", "apt:0", "hidden", chunked=False),
+    Arm("apt-decay", "apt:0.4", "hidden"),
+    Arm("goodput-kv", "goodput-strict"),
+    Arm("goodput-hybrid", "goodput-strict", "hidden"),
+    Arm("goodput-decay", "goodput", "hidden"),
+)
+"""`fcfs-whole`: prompts first, as the paper's vLLM; `apt-vote`: its Apt-Serve, whose iterations are of one type by vote
+(the others are its Apt-Serve-S, §6.7). `apt-decay` and `goodput-decay`: those that have missed their SLO keep 0.4 of
+their value (§6.6)."""
+HOST_ARMS = (
+    Arm("fcfs", "fcfs"),
+    Arm("fcfs-host", "fcfs", "host"),
+    Arm("apt-kv", "apt:0"),
+    Arm("apt-host", "apt:0", "host"),
+    Arm("goodput-kv", "goodput-strict"),
+    Arm("goodput-host", "goodput-strict", "host"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One machine, its loads and the arms that are compared on it."""
+
+    machine: MachineSpec
+    loads: tuple[Load, ...]
+    arms: tuple[Arm, ...]
+
+
+OPT = MachineSpec("opt-13b", "a100-40gb", max_num_seqs=256, max_model_len=2048)
+LLAMA = MachineSpec("llama-3-8b", "a100-40gb", max_num_seqs=256, max_model_len=8192)
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """`requests` a point; `cvs`: coefficients of variation of the arrivals at the burst rates (Poisson has 1)."""
+
+    parts: tuple[Part, ...] = (
+        Part(
+            OPT,
+            (
+                Load("apt-chat", 1.0, 1.0, (0.3, 0.4, 0.5, 0.65, 0.8, 1.0, 1.3, 1.8), (0.5, 0.8)),
+                Load("apt-code", 0.5, 0.5, (25.0, 35.0, 42.0, 50.0, 60.0, 75.0, 95.0), (35.0,), 4),
+                Load("apt-sum", 4.0, 1.0, (0.6, 0.8, 1.0, 1.2, 1.5, 1.8, 2.4), (1.0, 1.5)),
+            ),
+            ARMS,
+        ),
+        Part(LLAMA, (Load("apt-chat", 1.0, 1.0, (2.0, 3.0, 4.0, 5.0, 6.5), (3.0,)),), HOST_ARMS),
+    )
+    requests: int = 1000
+    cvs: tuple[float, ...] = (5.0, 10.0)
+
+
+CONFIG = Config()
+
+
+def shortened(config: Config) -> Config:
+    """Every other rate, one burst, few requests."""
+    parts = [
+        replace(part, loads=tuple(replace(each, rates=each.rates[::2], bursts=each.bursts[:1]) for each in part.loads))
+        for part in config.parts
+    ]
+    return replace(config, parts=tuple(parts), requests=200, cvs=config.cvs[:1])
+
+
+SHORT = shortened(CONFIG)
+LLAMA_POLICIES = {"fcfs": "fcfs", "apt": "apt:0", "goodput": "goodput-strict"}
+LLAMA_CACHES = {
+    "kv": "kv",
+    "hybrid": "hidden",
+    "host": "host",
+    "int8": "int8",
+}
+
+
+def llama_arms(*caches: str) -> tuple[Arm, ...]:
+    """Every policy on each of these caches; `fcfs` chooses nothing, and so starts nobody from hidden state."""
+    pairs = [(policy, cache) for policy in LLAMA_POLICIES for cache in caches if (policy, cache) != ("fcfs", "hybrid")]
+    return tuple(Arm(f"{name}-{cache}", LLAMA_POLICIES[name], LLAMA_CACHES[cache]) for name, cache in pairs)
+
+
+LLAMAS = Config(
+    parts=(
+        Part(
+            MachineSpec("llama-2-7b", "a100-40gb", max_num_seqs=256, max_model_len=4096),
+            (Load("apt-chat", 1.0, 1.0, (2.0, 3.0, 4.0, 5.0, 6.5), (3.0,)),),
+            llama_arms("kv", "hybrid", "host", "int8"),
+        ),
+        Part(
+            MachineSpec("llama-3-8b", "rtx-4090", max_num_seqs=256, max_model_len=8192),
+            (Load("apt-chat", 1.0, 1.0, (1.0, 1.5, 2.0, 2.5, 3.0, 4.0), (1.5,)),),
+            llama_arms("kv", "host", "int8"),
+        ),
+    ),
+)
+"""Llamas whose memory is short before their compute: as many KV heads as heads and rotary embeddings, so that hidden
+state is projected in every step; and a quarter of them, where 8 bits take the place of hidden state."""
+LLAMAS_SHORT = shortened(replace(LLAMAS, parts=LLAMAS.parts[1:], cvs=()))
+
+
+def points(config: Config, data: Path | None, seed: int) -> list[Point]:
+    """All runs of a seed."""
+    found = []
+    for part in config.parts:
+        limit = part.machine.max_model_len
+        machines = {}
+        for chunked in dict.fromkeys(arm.chunked for arm in part.arms):
+            # A step of whole prompts holds the longest one; its activations come out of the cache.
+            spec = part.machine if chunked else replace(part.machine, max_num_batched_tokens=limit)
+            plain = build_machine(spec, seed)
+            for arm in part.arms:
+                if arm.chunked is chunked:
+                    machines[arm.name] = with_cache(plain, arm.cache, chunked)
+        for load in part.loads:
+            cases = [(rate, 1.0) for rate in load.rates] + [(rate, cv) for rate in load.bursts for cv in config.cvs]
+            for rate, cv in cases:
+                rows = requests_of(load, rate, cv, load.scale * config.requests, seed, data, limit)
+                found += [Point(machines[arm.name], load, rate, cv, arm, rows, seed) for arm in part.arms]
+    return found
+
+
+def run_seed(config: Config, data: Path | None, seed: int, workers: int, say: Callable[[str], None]) -> list[Result]:
+    """All rows of one seed."""
+    results: list[Result] = []
+    asked = points(config, data, seed)
+    for point, metrics in zip(asked, _run_all(asked, workers), strict=True):
+        load, model = point.load, point.machine.spec.model
+        setting = {"model": model, "workload": load.workload, "rate": point.rate, "cv": point.cv}
+        setting |= {"ttft": load.ttft, "tbt": load.tbt, "online_policy": point.arm.policy, "cache": point.arm.cache}
+        setting |= {"chunked": point.arm.chunked}
+        results.append(Result("apt-serve", point.arm.name, setting, seed, metrics))
+        if point is asked[-1] or asked[len(results)].rows is not point.rows:
+            say(f"seed {seed}: {model}, {load.workload} at {point.rate:g} requests/s, CV {point.cv:g}")
+    return results
+
+
+def _run_all(asked: Sequence[Point], workers: int) -> Iterator[Metrics]:
+    if workers == 1:
+        yield from map(run_point, asked)
+        return
+    with ProcessPoolExecutor(workers, get_context("spawn")) as pool:
+        yield from pool.map(run_point, asked)

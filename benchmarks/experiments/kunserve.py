@@ -1,0 +1,178 @@
+"""KunServe's evaluation (§5.2-§5.4): a fleet whose memory overflows in a burst, by what is done about it.
+
+Qwen-2.5-14B on A100-80GB, 200 Gbit/s between engines, as the paper's cluster A; lengths of ShareGPT and of Azure's
+chats, Poisson arrivals with one burst. The cache is a share of what would fit, so that memory runs short before time
+does. All arms run first come, first served, behind SAL:
+
+- `recompute`, `swap`: a preempted request loses its cache, or keeps it on the host; `migrate`: running requests leave a
+  server with a queue for the one that has most room; `pipeline`: half the layers from the start, on pairs;
+- `kunserve`: drop, exchange, lookahead and restore; and the same without one of the last three.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from benchmarks.experiments.pool import each
+from benchmarks.simulated_fleet.fleet import FleetDriver
+from benchmarks.simulated_fleet.overload import Means, OverloadedFleet
+from engine.api import RequestClass
+from engine.colocation.virtual import Arrival
+from engine.fleet.routing import find_router
+from loadgen import lengths
+from loadgen.arrivals import RateCurve, schedule
+from loadgen.randomness import stream
+from loadgen.simulation.machine import Machine, MachineSpec, build_machine
+from loadgen.simulation.measure import Metrics, measure
+from loadgen.simulation.requests import Row, request_of, rows_of
+from loadgen.simulation.table import Result, figure, mean
+from loadgen.svg import Series
+
+SOURCES = {"sharegpt": lengths.SHAREGPT, "chat": lengths.AZURE_CONV}
+ARMS = (
+    Means("recompute"),
+    Means("swap", host_gib=64.0),
+    Means("migrate", migrate=True),
+    Means("pipeline", pipeline=2, lookahead=False),
+    Means("kunserve", drop=True),
+    Means("no lookahead", drop=True, lookahead=False),
+    Means("uncoordinated", drop=True, coordinated=False),
+    Means("no restore", drop=True, restore=False),
+)
+OURS = "kunserve"
+MACHINE = MachineSpec("qwen2.5-14b", "a100-80gb", max_num_seqs=512, max_num_batched_tokens=1024, max_model_len=8192)
+
+
+class Load(NamedTuple):
+    """Requests/s for each engine, before and behind the burst and in it."""
+
+    workload: str
+    base: float
+    burst: float
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """`cache`: share of the cache that would fit. `phases`: seconds before, in and behind the burst, all measured.
+    `link`: bytes/s; `min_tokens`: of a micro-batch, on average."""
+
+    machine: MachineSpec = MACHINE
+    engines: int = 4
+    cache: float = 0.45
+    loads: tuple[Load, ...] = (Load("sharegpt", 0.8, 2.6), Load("chat", 2.0, 5.5))
+    phases: tuple[float, float, float] = (15.0, 20.0, 45.0)
+    arms: tuple[Means, ...] = ARMS
+    link: float = 25e9
+    min_tokens: int = 512
+
+
+CONFIG = Config()
+SHORT = replace(CONFIG, engines=2, phases=(5.0, 15.0, 20.0), loads=CONFIG.loads[:1])
+
+
+class Task(NamedTuple):
+    """One run."""
+
+    config: Config
+    rows: tuple[Row, ...]
+    means: Means
+    seed: int
+
+
+@cache
+def machine_of(spec: MachineSpec, share: float, seed: int) -> Machine:
+    """The machine with a share of its cache."""
+    machine = build_machine(spec, seed)
+    return replace(machine, config=replace(machine.config, num_units=int(share * machine.config.num_units)))
+
+
+def rows_for(config: Config, data: Path | None, load: Load, seed: int) -> tuple[Row, ...]:
+    """Arrivals with one burst, and lengths drawn from the data set."""
+    rates = config.engines * np.array([load.base, load.burst, load.base])
+    curve = RateCurve(np.array(config.phases), rates)
+    times = schedule(curve, "poisson", stream(seed, "burst arrivals"), duration=curve.period)
+    drawn = lengths.sample(SOURCES[load.workload], len(times), seed, data, "online")
+    return rows_of(drawn.at(times), config.machine.max_model_len)
+
+
+def run_task(task: Task) -> Metrics:
+    """One run to the end of its last request, measured over all of them."""
+    config, limit = task.config, task.config.machine.max_model_len
+    machine = machine_of(config.machine, config.cache, task.seed)
+    fleet = OverloadedFleet(
+        machine, config.engines, task.means, link=config.link, min_tokens=config.min_tokens, seed=task.seed
+    )
+    arrivals = [
+        Arrival(row[0], request_of(f"n{i}", row, RequestClass.ONLINE, limit)) for i, row in enumerate(task.rows)
+    ]
+    router = find_router("sal")
+    driver = FleetDriver(fleet.servers, router, arrivals, seed=task.seed, on_report=fleet.watch)
+    fleet.bind(driver)
+    found = measure(driver.run(), 0.0, sum(config.phases))
+    tally = fleet.tally
+    found["preemptions"] = float(fleet.preemptions)
+    found["bubbles"] = tally.bubbles.share
+    found["peak"] = tally.peak
+    found["drops"], found["restores"], found["too_little"] = tally.drops, tally.restores, tally.too_little
+    found["dropped_share"] = tally.seconds_dropped / (config.engines * driver.now)
+    found["stall_mean"] = tally.stalled / tally.moved if tally.moved else 0.0
+    found["makespan"] = driver.now
+    return found
+
+
+def run_seed(config: Config, data: Path | None, seed: int, workers: int, say: Callable[[str], None]) -> list[Result]:
+    """All rows of one seed."""
+    results: list[Result] = []
+    for load in config.loads:
+        rows = rows_for(config, data, load, seed)
+        tasks = [Task(config, rows, means, seed) for means in config.arms]
+        for task, metrics in zip(tasks, each(run_task, tasks, workers), strict=True):
+            setting = {"workload": load.workload, "base": load.base, "burst": load.burst, "engines": config.engines}
+            results.append(Result("kunserve", task.means.name, setting, seed, metrics))
+        say(f"seed {seed}: {load.workload}, {load.base:g} and {load.burst:g} requests/s an engine")
+    return results
+
+
+HEADER = ("workload", "arm", "ttft p50 s", "p95", "p99", "tbt p50 ms", "p99 ms", "tokens/s", "done after s", "peak %")
+MORE = ("preempted", "drops", "restores", "in pipelines %", "bubbles %", "stall s", "p99 ttft / ours")
+
+
+def summary(results: Sequence[Result]) -> tuple[list[str], list[list[Any]]]:
+    """Header and rows: means over the seeds. The last column: the P99 TTFT ÷ that of `kunserve`, mean of the seeds'
+    own; above 1 kunserve is better."""
+    rows: list[list[Any]] = []
+    for workload in dict.fromkeys(r.setting["workload"] for r in results):
+        members = [r for r in results if r.setting["workload"] == workload]
+        for arm in dict.fromkeys(r.policy for r in members):
+            mine = [r for r in members if r.policy == arm]
+            ttft = [mean(mine, f"ttft_{key}") for key in ("p50", "p95", "p99")]
+            tbt = [1e3 * mean(mine, key) for key in ("tbt_p50", "tbt_p99")]
+            row = [workload, arm, *ttft, *tbt, mean(mine, "total_throughput"), mean(mine, "makespan")]
+            row += [100 * mean(mine, "peak"), *(mean(mine, key) for key in ("preemptions", "drops", "restores"))]
+            row += [100 * mean(mine, "dropped_share"), 100 * mean(mine, "bubbles"), mean(mine, "stall_mean")]
+            rows.append([*row, against(members, arm, "ttft_p99")])
+    return [*HEADER, *MORE], rows
+
+
+def against(members: Sequence[Result], arm: str, key: str) -> float | None:
+    """An arm's ÷ kunserve's, mean of the seeds' own."""
+    ours = {r.seed: float(r.metrics[key] or 0.0) for r in members if r.policy == OURS}
+    found = [float(r.metrics[key] or 0.0) / ours[r.seed] for r in members if r.policy == arm and ours.get(r.seed)]
+    return sum(found) / len(found) if found else None
+
+
+def figures(results: Sequence[Result]) -> dict[str, str]:
+    """TTFT by percentile, one line an arm."""
+    found = {}
+    for workload in dict.fromkeys(r.setting["workload"] for r in results):
+        series = []
+        for arm in dict.fromkeys(r.policy for r in results):
+            mine = [r for r in results if r.policy == arm and r.setting["workload"] == workload]
+            values = [mean(mine, f"ttft_p{percent}") for percent in (50, 95, 99)]
+            series.append(Series(arm, [50.0, 95.0, 99.0], values, points=True))
+        found[f"kunserve-{workload}"] = figure(f"{workload}: TTFT in a burst", series, "percentile", "seconds")
+    return found

@@ -1,0 +1,174 @@
+"""LARRY's evaluation (§6, Figures 7-9): time to first token by online policy and load, no offline work.
+
+Azure chat and code conversations stretched to a rate, Llama-3-8B on A100-40GB. The paper takes its arrivals from
+another trace; here both arrivals and lengths are those of the conversations. Requests ask for more tokens than they
+take (`max_tokens`), as clients do: `no-preempt` pays for it, `trail+` alone knows the true lengths.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from benchmarks.experiments.pool import Replays
+from benchmarks.experiments.replay import Scenario, Setting
+from loadgen import lengths, traces
+from loadgen.simulation.machine import MachineSpec, build_machine
+from loadgen.simulation.requests import rows_of
+from loadgen.simulation.table import Result, figure, mean
+from loadgen.svg import Series
+from predictor.limits import UNITS_PER_BLOCK
+
+PAPER_ALPHAS = (1.0, 500.0, 1000.0)
+"""α of the paper's Figure 9. It weighs seconds against cache blocks times queue length, read off its score; ours has
+neither unit, so ours is the paper's ÷ the blocks of the pool, times the TTFT objective where one is stated."""
+GUARD = 5.0
+"""TTFT objective in seconds of the run with the age guard: who has waited for longer goes first, by arrival."""
+SOURCES = {"chat": lengths.AZURE_CONV, "code": lengths.AZURE_CODE}
+
+MACHINE = MachineSpec("llama-3-8b", "a100-40gb", max_num_seqs=256, max_model_len=8192)
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """`rates`: requests/s at load factor 1, where the queue is neither empty nor growing all the time."""
+
+    machine: MachineSpec = MACHINE
+    rates: tuple[tuple[str, float], ...] = (("chat", 7.0), ("code", 1.5))
+    factors: tuple[float, ...] = (0.9, 1.0, 1.1)
+    window: float = 1200.0
+    warm_up: float = 30.0
+
+
+CONFIG = Config()
+SHORT = replace(CONFIG, window=180.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Arm:
+    """A policy and what the table says about it."""
+
+    policy: str
+    setting: Setting
+    described: tuple[tuple[str, float], ...] = ()
+
+    @property
+    def name(self) -> str:
+        """What tells it from the other arms of its policy."""
+        return " ".join([self.policy, *(f"{key} {value:g}" for key, value in self.described)])
+
+
+def arms(blocks: int) -> list[Arm]:
+    """All policies, LARRY with each α of the paper and once with its age guard. `blocks`: of the cache pool."""
+    made = [
+        Arm("fcfs", Setting(online_policy="fcfs")),
+        Arm("no-preempt", Setting(online_policy="no-preempt")),
+        Arm("random", Setting(online_policy="random")),
+        Arm("trail+", Setting(online_policy="srpt-oracle")),
+    ]
+    scaled = [(alpha, Setting(online_policy=f"larry:{alpha / blocks:.3g}")) for alpha in PAPER_ALPHAS]
+    made += [Arm("larry", setting, (("alpha", alpha),)) for alpha, setting in scaled]
+    guarded = Setting(online_policy=f"larry:{GUARD * PAPER_ALPHAS[0] / blocks:.3g}", ttft=GUARD)
+    made.append(Arm("larry", guarded, (("alpha", PAPER_ALPHAS[0]), ("age_guard", GUARD))))
+    return made
+
+
+def scenario(config: Config, data: Path | None, workload: str, rate: float, seed: int) -> Scenario:
+    """The seed's own part of the trace, stretched to `rate`; the run goes on until every request has ended.
+
+    Parts hold equally many requests, each at the rate by itself: a busy part would else be a load of its own.
+    """
+    source = lengths.arrivals(SOURCES[workload], seed, data)
+    count = min(max(1, round(rate * (config.warm_up + config.window))), len(source))
+    first = seed * count % (len(source) - count + 1)
+    end = float(source.arrived_at[first + count]) if first + count < len(source) else source.span
+    part = traces.window(source, float(source.arrived_at[first]), end)
+    rows = rows_of(traces.stretch(part, part.rate / rate), config.machine.max_model_len)
+    return Scenario(rows, (), config.warm_up)
+
+
+def run_seed(config: Config, data: Path | None, seed: int, workers: int, say: Callable[[str], None]) -> list[Result]:
+    """All rows of one seed."""
+    machine = build_machine(config.machine, seed)
+    compared = arms(machine.config.num_units // UNITS_PER_BLOCK)
+    points = [(name, factor, factor * rate) for name, rate in config.rates for factor in config.factors]
+    cases = {f"{name}@{factor:g}": scenario(config, data, name, rate, seed) for name, factor, rate in points}
+    results = []
+    with Replays(machine, cases, seed, workers) as replays:
+        for name, factor, rate in points:
+            found = replays.on(f"{name}@{factor:g}", [arm.setting for arm in compared])
+            for arm, metrics in zip(compared, found, strict=True):
+                setting = {"workload": f"larry-{name}", "factor": factor, "rate": rate, **dict(arm.described)}
+                setting["online_policy"] = arm.setting.online_policy
+                results.append(Result("larry", arm.policy, setting, seed, metrics))
+            say(f"seed {seed}: {name} at {rate:.3g} requests/s")
+    return results
+
+
+def _arm_of(result: Result) -> str:
+    described = [(key, result.setting[key]) for key in ("alpha", "age_guard") if key in result.setting]
+    return Arm(result.policy, Setting(), tuple(described)).name
+
+
+HEADER = ("workload", "factor", "policy", "ttft p50 s", "p95 s", "p99 s", "norm p50 ms", "e2e s")
+GAINS = ("p50 gain", "lowest", "highest", "p95 gain", "norm gain")
+
+
+def summary(results: Sequence[Result]) -> tuple[list[str], list[list[Any]]]:
+    """Header and rows: means over the seeds. A gain is the least of the policies that are not LARRY ÷ this one's (mean
+    over seeds; lowest and highest seed), so above 1 it beats the next best."""
+    rows: list[list[Any]] = []
+    for workload, factor in dict.fromkeys((r.setting["workload"], r.setting["factor"]) for r in results):
+        group = [r for r in results if (r.setting["workload"], r.setting["factor"]) == (workload, factor)]
+        for name in dict.fromkeys(map(_arm_of, group)):
+            mine = [r for r in group if _arm_of(r) == name]
+            ttft = [mean(mine, f"ttft_{key}") for key in ("p50", "p95", "p99")]
+            shown = [1e3 * mean(mine, "normalized_ttft_p50"), mean(mine, "e2e_mean")]
+            p50 = gains(group, mine, "ttft_p50")
+            others = [sum(found) / len(found) for key in OTHERS if (found := gains(group, mine, key))]
+            row = [workload, factor, name, *ttft, *shown]
+            rows.append([*row, sum(p50) / len(p50), min(p50), max(p50), *others] if p50 else [*row, *[None] * 5])
+    return [*HEADER, *GAINS], rows
+
+
+OTHERS = ("ttft_p95", "normalized_ttft_p50")
+
+
+def gains(group: Sequence[Result], mine: Sequence[Result], key: str) -> list[float]:
+    """By seed: the least value of `key` among policies other than LARRY ÷ that of `mine`; empty for the others."""
+    found = []
+    for result in mine:
+        rivals = [float(r.metrics[key] or 0.0) for r in group if r.seed == result.seed and r.policy != "larry"]
+        if result.policy == "larry" and rivals and result.metrics[key]:
+            found.append(min(rivals) / float(result.metrics[key] or 1.0))
+    return found
+
+
+def capacity(results: Sequence[Result], arm: str, workload: str, limit: float) -> float | None:
+    """The rate at which the P50 TTFT (mean over seeds) reaches `limit` seconds, log-linear between the rates that were
+    run; None when it is not reached between them."""
+    mine = [r for r in results if _arm_of(r) == arm and r.setting["workload"] == workload]
+    rates = sorted({r.setting["rate"] for r in mine})
+    values = [mean([r for r in mine if r.setting["rate"] == rate], "ttft_p50") for rate in rates]
+    for (low, before), (high, after) in pairwise(zip(rates, values, strict=True)):
+        if 0.0 < before <= limit < after:
+            return float(low + (high - low) * math.log(limit / before) / math.log(after / before))
+    return None
+
+
+def figures(results: Sequence[Result]) -> dict[str, str]:
+    """P50 and P95 TTFT against the load factor; `no-preempt` and `random` are left to the table."""
+    found = {}
+    for workload in dict.fromkeys(r.setting["workload"] for r in results):
+        for key in ("ttft_p50", "ttft_p95"):
+            series = []
+            for arm in ("fcfs", "trail+", "larry alpha 1", "larry alpha 1000", f"larry alpha 1 age_guard {GUARD:g}"):
+                mine = [r for r in results if (_arm_of(r), r.setting["workload"]) == (arm, workload)]
+                factors = sorted({r.setting["factor"] for r in mine})
+                values = [mean([r for r in mine if r.setting["factor"] == factor], key) for factor in factors]
+                series.append(Series(arm, factors, values, points=True))
+            title = f"{workload}: {key.replace('_', ' ').upper()}"
+            found[f"{workload}-{key[-3:]}"] = figure(title, series, "load factor", "seconds")
+    return found

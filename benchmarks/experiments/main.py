@@ -1,0 +1,115 @@
+"""`python -m benchmarks experiments NAME`: an experiment of a paper on the virtual clock, over seeds.
+
+Needs neither a GPU nor torch. Times in seconds, throughput in tokens/s.
+"""
+
+import argparse
+import math
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from benchmarks.experiments import (
+    apt,
+    apt_table,
+    hybridserve,
+    hybridserve_table,
+    hygen,
+    kunserve,
+    larry,
+    llmd,
+    parts,
+    sal,
+    unsteady,
+)
+from engine.errors import TidemillError
+from loadgen.errors import InputError
+from loadgen.simulation.table import Result, render, write_table
+
+
+class Experiment(NamedTuple):
+    """An experiment of a paper."""
+
+    config: Any
+    """The checked-in configuration."""
+    short: Any
+    """The same with short windows."""
+    run_seed: Callable[..., list[Result]]
+    summary: Callable[[Sequence[Result]], tuple[list[str], list[list[Any]]]]
+    figures: Callable[[Sequence[Result]], dict[str, str]]
+
+
+EXPERIMENTS = {
+    "apt-serve": Experiment(apt.CONFIG, apt.SHORT, apt.run_seed, apt_table.summary, apt_table.figures),
+    "apt-serve-llama": Experiment(apt.LLAMAS, apt.LLAMAS_SHORT, apt.run_seed, apt_table.summary, apt_table.figures),
+    "hybridserve": Experiment(
+        hybridserve.CONFIG,
+        hybridserve.SHORT,
+        hybridserve.run_seed,
+        hybridserve_table.summary,
+        hybridserve_table.figures,
+    ),
+    "hygen": Experiment(hygen.CONFIG, hygen.SHORT, hygen.run_seed, hygen.summary, hygen.figures),
+    "hygen-parts": Experiment(parts.CONFIG, parts.SHORT, parts.run_seed, parts.summary, parts.figures),
+    "kunserve": Experiment(kunserve.CONFIG, kunserve.SHORT, kunserve.run_seed, kunserve.summary, kunserve.figures),
+    "larry": Experiment(larry.CONFIG, larry.SHORT, larry.run_seed, larry.summary, larry.figures),
+    "llmd-491": Experiment(llmd.CONFIG, llmd.SHORT, llmd.run_seed, llmd.summary, llmd.figures),
+    "sal": Experiment(sal.CONFIG, sal.SHORT, sal.run_seed, sal.summary, sal.figures),
+    "sal-loads": Experiment(sal.LOADS, sal.LOADS_SHORT, sal.run_seed, sal.summary, sal.figures),
+    "unsteady": Experiment(unsteady.CONFIG, unsteady.SHORT, unsteady.run_seed, unsteady.summary, unsteady.figures),
+}
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of the command's flags."""
+    made = argparse.ArgumentParser(prog="python -m benchmarks experiments", description=__doc__, allow_abbrev=False)
+    made.add_argument("name", choices=sorted(EXPERIMENTS), metavar="NAME", help=", ".join(sorted(EXPERIMENTS)))
+    made.add_argument("--traces", dest="data_dir", type=Path, metavar="DIR", help="folder of the public traces")
+    made.add_argument("--seed", type=int, default=0, help="first seed (default 0)")
+    made.add_argument("--seeds", type=int, default=1, help="number of seeds (default 1)")
+    made.add_argument("--workers", type=int, default=min(2, os.cpu_count() or 1), help="processes for replays")
+    made.add_argument("--short", action="store_true", help="short windows: a look, not a result")
+    made.add_argument("--window", type=float, help="measured seconds of a trace (not llmd-491)")
+    made.add_argument("--out", type=Path, help="folder for table.json and figures")
+    return made
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; return its exit code (2: the arguments are wrong)."""
+    arguments = parser().parse_args(argv)
+    try:
+        _run(arguments)
+    except (InputError, TidemillError) as error:
+        print(f"experiments: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _run(arguments: argparse.Namespace) -> None:
+    experiment = EXPERIMENTS[arguments.name]
+    config = experiment.short if arguments.short else experiment.config
+    if arguments.data_dir is not None and not arguments.data_dir.is_dir():
+        raise InputError(f"{arguments.data_dir} is not a folder")
+    if arguments.window is not None:
+        if not hasattr(config, "window") or not 0.0 < arguments.window < math.inf:
+            raise InputError("--window takes seconds, for experiments on a trace")
+        config = replace(config, window=arguments.window)
+    if arguments.seeds < 1 or arguments.workers < 1:
+        raise InputError("--seeds and --workers must be at least 1")
+    began = time.monotonic()
+    results: list[Result] = []
+    for seed in range(arguments.seed, arguments.seed + arguments.seeds):
+        results += experiment.run_seed(config, arguments.data_dir, seed, arguments.workers, _say)
+        if arguments.out is not None:  # after every seed: an interruption keeps the finished rows
+            write_table(results, arguments.out, experiment.figures(results))
+            _say(f"table.json and figures in {arguments.out}")
+    print(render(*experiment.summary(results)))
+    _say(f"{time.monotonic() - began:.0f} s")
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)

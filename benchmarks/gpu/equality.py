@@ -1,0 +1,131 @@
+"""The whole engine against transformers, on random models of every family: each token must be the reference's best, up
+to the rounding of the type, given the tokens before it."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from benchmarks.gpu.loop import BLOCK, Loop, make_runner, scheduler_config
+from benchmarks.gpu.setup import Setup
+from benchmarks.gpu.table import Row
+from engine.api import EngineRequest, SamplingParams
+from engine.config import SchedulerConfig
+from engine.execution.cuda.device import CudaDevice
+from engine.execution.runner import Runner
+from engine.models.spec import ModelSpec, spec_from_config
+from engine.models.weights import TensorSource, build_weights
+
+_VOCAB = 1000
+_COMMON: dict[str, Any] = {
+    "vocab_size": _VOCAB, "hidden_size": 256, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "max_position_embeddings": 1024, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
+}  # fmt: skip
+_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "Llama": ("LlamaConfig", {"num_key_value_heads": 2, "intermediate_size": 512}),
+    "Qwen2, group of 7": (
+        "Qwen2Config",
+        {"hidden_size": 448, "num_attention_heads": 7, "num_key_value_heads": 1, "intermediate_size": 512},
+    ),
+    "Qwen3": ("Qwen3Config", {"num_key_value_heads": 2, "head_dim": 128, "intermediate_size": 512}),
+    "OPT": ("OPTConfig", {"ffn_dim": 512, "word_embed_proj_dim": 256, "dropout": 0.0}),
+    "GPT-NeoX": ("GPTNeoXConfig", {"intermediate_size": 512, "rotary_pct": 0.25}),
+}
+_SLACK = {torch.bfloat16: 0.15, torch.float16: 0.03, torch.float32: 1e-3}
+"""How far below the best logit a token may be; logits have a spread of about one."""
+
+
+MakeRunner = Callable[[Setup, ModelSpec, TensorSource, SchedulerConfig], Runner[CudaDevice]]
+
+
+class _StateDict:
+    """A transformers model's tensors as a TensorSource."""
+
+    def __init__(self, tensors: dict[str, Tensor]) -> None:
+        self._tensors = tensors
+
+    def has(self, name: str, /) -> bool:
+        return name in self._tensors
+
+    def fetch(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        tensor = self._tensors[name]
+        assert tensor.shape == shape, f"{name}: {tensor.shape}, not {shape}"
+        return tensor
+
+    def fetch_bytes(self, _name: str, _shape: tuple[int, int]) -> None:
+        return None
+
+
+def check_equality(setup: Setup) -> Iterator[Row]:
+    torch.backends.cuda.matmul.allow_tf32 = False
+    for dtype in (torch.float32, setup.dtype)[: setup.size(2, 1)]:
+        for name in list(_MODELS)[: setup.size(len(_MODELS), 2)]:
+            yield compare(replace(setup, dtype=dtype), name)
+
+
+def whole(setup: Setup, spec: ModelSpec, source: TensorSource, config: SchedulerConfig) -> Runner[CudaDevice]:
+    """All of the model on one device."""
+    return make_runner(setup, spec, build_weights(spec, source), config)
+
+
+def compare(setup: Setup, name: str, make: MakeRunner = whole, how: str = "") -> Row:
+    """Requests with shared prefixes in a pool that is too small for all of them; random weights from one seed."""
+    model = _reference(setup, name)
+    config = scheduler_config(8, 64, setup.size(512, 96), setup.size(60, 12))
+    spec = spec_from_config({**model.config.to_dict(), "architectures": [type(model).__name__]})
+    with torch.inference_mode():
+        runner = make(setup, spec, _StateDict(model.state_dict()), config)
+    loop = Loop(runner, config)
+    requests = _requests(setup)
+    loop.run(requests)
+    worst, best, count = 0.0, 0, 0
+    for request in requests:
+        below = _below_best(model, request.prompt_token_ids, loop.tokens[request.request_id])
+        worst, best, count = max(worst, max(below)), best + below.count(0.0), count + len(below)
+    note = f"{best} of {count} tokens are the best; {sum(loop.core.stats().preemptions.values())} preemptions"
+    kind = str(setup.dtype).removeprefix("torch.")
+    return Row(
+        f"engine against transformers, {name}, {kind}{how}", "below", worst, _SLACK[setup.dtype], None, "", True, note
+    )
+
+
+def _reference(setup: Setup, name: str) -> Any:
+    import transformers
+
+    kind, changes = _MODELS[name]
+    config = getattr(transformers, kind)(**(_COMMON | changes))
+    config._attn_implementation = "eager"
+    generator = torch.Generator().manual_seed(1)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        for key, parameter in model.named_parameters():
+            parameter.normal_(0.0, parameter.shape[-1] ** -0.5 if parameter.dim() > 1 else 0.1, generator=generator)
+            if parameter.dim() == 1 and key.endswith("weight"):
+                parameter.add_(1.0)
+    return model.to(setup.device, setup.dtype).eval()
+
+
+def _requests(setup: Setup) -> list[EngineRequest]:
+    rng = np.random.default_rng(7)
+    shared = rng.integers(3, _VOCAB, 2 * BLOCK).tolist()
+    longest, outputs = setup.size(200, 30), setup.size(60, 6)
+    requests = []
+    for index in range(setup.size(12, 4)):
+        prompt = rng.integers(3, _VOCAB, int(rng.integers(1, longest))).tolist()
+        sampling = SamplingParams(max_tokens=outputs, temperature=0.0)
+        prompt = shared + prompt if index % 2 else prompt
+        requests.append(EngineRequest(f"r{index}", tuple(prompt), sampling))
+    return requests
+
+
+def _below_best(model: Any, prompt: tuple[int, ...], output: list[int]) -> list[float]:
+    """For every output token, how far its logit is below the best one in a pass over the whole sequence."""
+    ids = torch.tensor([[*prompt, *output]], device=model.device)
+    with torch.inference_mode():
+        logits = model(ids, use_cache=False).logits[0, len(prompt) - 1 : -1].float()
+    chosen = logits.gather(1, ids[0, len(prompt) :, None])[:, 0]
+    below: list[float] = (logits.amax(dim=-1) - chosen).tolist()
+    return below

@@ -1,0 +1,157 @@
+"""Step times of the target table: the runner a step ahead, as the engine drives it, beside the roofline."""
+
+import statistics
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import count, pairwise
+
+from benchmarks.gpu.limits import Limits, measure_limits
+from benchmarks.gpu.loop import BLOCK, make_runner, scheduler_config
+from benchmarks.gpu.setup import Setup
+from benchmarks.gpu.table import Row
+from engine.api import SamplingParams
+from engine.cache.blocks import CacheEntry, CacheKind, CacheOperation, Tier
+from engine.execution.cuda.device import CudaDevice
+from engine.execution.runner import Runner
+from engine.models.spec import ModelSpec
+from engine.scheduling.output import Chunk, NewRequest, SchedulerOutput
+
+_OF_STEP, _OF_PREFILL = 0.8, 0.742
+"""What steps should reach of their floor: 4.4, 9.4 and 6.9 ms, and 42 k tok/s, on an H200."""
+_GREEDY = SamplingParams(max_tokens=1, temperature=0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Decodes at a context (the new token counted), and one prefill chunk of a fresh prompt (0: none)."""
+
+    decodes: int
+    context: int
+    chunk: int = 0
+
+    @property
+    def num_blocks(self) -> int:
+        return self.decodes * -(-self.context // BLOCK) + -(-self.chunk // BLOCK)
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """Seconds: `step` from one step's end to the next one's, `device` of the same step without any host work between,
+    `launch` of the host to launch one."""
+
+    step: float
+    device: float
+    launch: float
+
+
+def time_shape(
+    setup: Setup, runner: Runner[CudaDevice], shape: Shape, steps: int, operations: tuple[CacheOperation, ...] = ()
+) -> Timing:
+    """Medians over `steps` runs of one step, each launched before the one before it has ended; with `operations` in
+    each of them (on units behind the shape's own)."""
+    chunks, new_requests = [], []
+    units = count()
+    spans = [(shape.context - 1, 1)] * shape.decodes + ([(0, shape.chunk)] if shape.chunk else [])
+    for row, (start, length) in enumerate(spans):
+        blocks = -(-(start + length) // BLOCK)
+        entries = tuple(CacheEntry(CacheKind.KV, Tier.DEVICE, (next(units), next(units))) for _ in range(blocks))
+        tokens = tuple((row * 7919 + index * 31) % 100 for index in range(start + length))
+        new_requests.append(NewRequest(row, f"step-{row}", tokens, len(tokens), _GREEDY, entries))
+        chunks.append(Chunk(row, start, length, True))
+    runner.launch(SchedulerOutput(0, tuple(chunks), tuple(new_requests)))()
+    output = SchedulerOutput(1, tuple(chunks), operations=operations)
+    ends, launches, before = [], [], runner.launch(output)
+    for _ in range(steps):
+        began = time.perf_counter()
+        after = runner.launch(output)
+        launches.append(time.perf_counter() - began)
+        before()
+        ends.append(time.perf_counter())
+        before = after
+    before()
+    gaps = [after - before for before, after in pairwise(ends)]
+    device = setup.seconds(runner.device.repeat_last, repeats=steps, rounds=1)
+    runner.launch(SchedulerOutput(2, (), released_rows=tuple(range(len(spans)))))()
+    return Timing(statistics.median(gaps), device, statistics.median(launches))
+
+
+def floor_of(spec: ModelSpec, shape: Shape, limits: Limits, itemsize: int) -> float:
+    """Seconds: weights read once or GEMMs computed, and the cache read; activations are not counted."""
+    matrices = spec.num_parameters - (0 if spec.tie_word_embeddings else spec.vocab_size * spec.hidden_size)
+    body = matrices - spec.vocab_size * spec.hidden_size
+    tokens, samples = shape.decodes + shape.chunk, shape.decodes + bool(shape.chunk)
+    flops = 2 * (body * tokens + spec.vocab_size * spec.hidden_size * samples)
+    flops += 2 * spec.num_layers * spec.q_size * shape.chunk**2  # causal: half of 4 * chunk²
+    cached = shape.decodes * shape.context * spec.kv_bytes_per_token(itemsize)
+    return limits.step_seconds(matrices * itemsize, flops, cached)
+
+
+def _shapes(setup: Setup) -> tuple[Shape, Shape, Shape, Shape, Shape, Shape]:
+    """One stream, long contexts, many of them, a full house, a mixed step and a prefill."""
+    long = Shape(setup.size(64, 3), setup.size(2048, 40))
+    return (
+        Shape(1, setup.size(512, 20)),
+        long,
+        Shape(setup.size(128, 4), setup.size(512, 24)),
+        Shape(setup.size(256, 5), setup.size(256, 20)),
+        Shape(long.decodes, long.context, setup.size(512, 16)),
+        Shape(0, 1, setup.size(8192, 48)),
+    )
+
+
+def check_steps(setup: Setup) -> Iterator[Row]:
+    limits = measure_limits(setup)
+    yield from _small_model(setup, limits)
+    setup.release()
+    spec = setup.spec("8B")
+    one, long, wide, many, mixed, prefill = shapes = _shapes(setup)
+    context = max(max(shape.context, shape.chunk) for shape in shapes) + 1
+    blocks = max(shape.num_blocks for shape in shapes)
+    config = scheduler_config(many.decodes, prefill.chunk, context, blocks)
+    runner = make_runner(setup, spec, setup.weights(spec), config)
+    runs = setup.size(20, 2)
+    graphs = runner.device.num_graphs if setup.device.type == "cuda" else runner.device.num_shapes
+    yield Row("CUDA graphs captured", "", graphs, runner.device.num_shapes)
+    for shape, anchor in ((one, "72 % of bandwidth"), (long, "54-61 %"), (wide, "54-61 %")):
+        timing = time_shape(setup, runner, shape, runs)
+        floor = floor_of(spec, shape, limits, setup.dtype.itemsize) * 1e3
+        name = f"8B decode step, B{shape.decodes} c{shape.context}"
+        yield Row(name, "ms", timing.step * 1e3, floor / _OF_STEP, floor, anchor, True, _note(timing))
+        if shape is long:
+            gap = (timing.step - timing.device) * 1e3
+            yield Row(
+                f"host gap per step at {shape.decodes}", "ms", gap, 0.2, None, "0.31 (SGLang)", True, _note(timing)
+            )
+    timing = time_shape(setup, runner, many, runs)
+    name, gap = f"host gap per step at {many.decodes}", (timing.step - timing.device) * 1e3
+    yield Row(name, "ms", gap, 0.5, None, "", True, _note(timing))
+    timing = time_shape(setup, runner, mixed, runs)
+    ratio = timing.step / floor_of(spec, mixed, limits, setup.dtype.itemsize)
+    name = f"mixed step, {mixed.chunk} + {mixed.decodes} decodes, over its floor"
+    yield Row(name, "x", ratio, 1.15, 1.0, "peers run it eager", True, _note(timing))
+    timing = time_shape(setup, runner, prefill, setup.size(5, 2))
+    floor = prefill.chunk / floor_of(spec, prefill, limits, setup.dtype.itemsize) / 1e3
+    name = f"8B prefill, chunk of {prefill.chunk}"
+    yield Row(
+        name,
+        "k tok/s",
+        prefill.chunk / timing.step / 1e3,
+        _OF_PREFILL * floor,
+        floor,
+        "43.9 (SGLang)",
+        note=_note(timing),
+    )
+
+
+def _small_model(setup: Setup, limits: Limits) -> Iterator[Row]:
+    spec, shape = setup.spec("Qwen2.5-0.5B"), Shape(1, setup.size(512, 20))
+    config = scheduler_config(setup.size(8, 2), setup.size(512, 32), shape.context + 1, shape.num_blocks)
+    runner = make_runner(setup, spec, setup.weights(spec), config)
+    timing = time_shape(setup, runner, shape, setup.size(50, 2))
+    floor = floor_of(spec, shape, limits, setup.dtype.itemsize) * 1e3
+    yield Row("Qwen2.5-0.5B step, B1", "ms", timing.step * 1e3, 0.8, floor, "~4 (vLLM, A100)", True, _note(timing))
+
+
+def _note(timing: Timing) -> str:
+    return f"device {timing.device * 1e3:.3g} ms, launch {timing.launch * 1e3:.2g} ms"

@@ -1,0 +1,178 @@
+"""Where engines are found and how each is started: as many threads, the same checkpoint and type, no prefix cache.
+
+A peer is found by a flag or an environment variable that names its virtual environment (or its binary).
+"""
+
+import argparse
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from benchmarks.peers.engine import Engine
+from engine import __version__
+
+SEQUENCES = 64
+"""Most requests in one step, for every engine that has such a limit."""
+SLOTS, CONTEXT = 16, 2_048
+"""llama.cpp keeps a part of its cache for each request that it may run: as many as are ever asked at once."""
+SCRIPTS = Path(__file__).parent
+
+
+def add_flags(parser: argparse.ArgumentParser, names: Iterable[str] = ()) -> None:
+    """Where the peers are (all of them, or those named); the same threads and type for all."""
+    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1, help="of every engine (default: all cores)")
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of weights and cache")
+    for name in names or FINDERS:
+        _, what, fallback = FINDERS[name]
+        variable = f"TIDEMILL_BENCH_{name.upper()}"
+        default = os.environ.get(variable, fallback)
+        parser.add_argument(f"--{name}", default=default, metavar="PATH", help=f"{what}; '' for without (${variable})")
+
+
+def found(args: argparse.Namespace) -> list[Engine]:
+    """The peers that are installed where the flags say; one line for each that is not."""
+    engines = []
+    for name, (find, what, _) in FINDERS.items():
+        where = getattr(args, name, None)
+        if where is None:
+            continue
+        if not where:
+            print(f"{name}: not measured (--{name}: {what})")
+            continue
+        engine = find(where, args.threads, args.dtype)
+        if engine.version:
+            engines.append(engine)
+        else:
+            print(f"{name}: not measured, {where} is no {what}")
+    return engines
+
+
+def tidemill(threads: int, dtype: str, *flags: str) -> Engine:
+    """This server, as a user would start it."""
+
+    def command(folder: Path, port: int) -> list[str]:
+        own = [sys.executable, "-m", "gateway", "serve", str(folder), "--port", str(port)]
+        same = ["--served-model-name", "model", "--dtype", dtype, "--max-num-seqs", str(SEQUENCES)]
+        kept = ["--profile-dir", str(folder), "--state-dir", str(folder / "state"), "--no-enable-prefix-caching"]
+        return [*own, *same, *kept, "--threads", str(threads), *flags]
+
+    return Engine("tidemill", __version__, command, {"OMP_NUM_THREADS": str(threads)}, ready="/ready")
+
+
+def vllm(where: str, threads: int, dtype: str) -> Engine:
+    """vLLM's CPU build from its virtual environment, with Intel's OpenMP where the wheel brought it; classes are
+    priorities (the lower value goes first)."""
+    library = Path(where) / "lib" / "libiomp5.so"
+    environment = {
+        "OMP_NUM_THREADS": str(threads),
+        "VLLM_CPU_KVCACHE_SPACE": "2",
+        "VLLM_CPU_NUM_OF_RESERVED_CPU": "0",
+        "VLLM_NO_USAGE_STATS": "1",
+        **({"LD_PRELOAD": str(library)} if library.exists() else {}),
+    }
+
+    def command(folder: Path, port: int) -> list[str]:
+        own = [str(Path(where, "bin", "vllm")), "serve", str(folder), "--host", "127.0.0.1", "--port", str(port)]
+        same = ["--served-model-name", "model", "--dtype", dtype, "--max-num-seqs", str(SEQUENCES)]
+        kept = ["--generation-config", "vllm", "--no-enable-prefix-caching", "--scheduling-policy", "priority"]
+        return [*own, *same, *kept]
+
+    counts = ("vllm:num_requests_running", "vllm:num_requests_waiting")
+    version = version_in(where, "vllm-cpu", "vllm")
+    return Engine("vLLM", version, command, environment, offline={"priority": 10}, open=counts)
+
+
+def transformers(where: str, threads: int, dtype: str) -> Engine:
+    """`transformers serve` with continuous batching; it wants accelerate."""
+
+    def command(folder: Path, port: int) -> list[str]:
+        own = [str(Path(where, "bin", "python")), "-m", "transformers.cli.transformers", "serve", folder.name]
+        same = ["--host", "127.0.0.1", "--port", str(port), "--device", "cpu", "--dtype", dtype]
+        return [*own, *same, "--continuous-batching"]
+
+    version = version_in(where, "transformers") if version_in(where, "accelerate") else ""
+    return Engine("transformers serve", version, command, {"OMP_NUM_THREADS": str(threads)}, strict=True)
+
+
+def openvino(where: str, threads: int, dtype: str) -> Engine:
+    """openvino-genai's continuous batching, in process: no package of Python brings a server of it. The checkpoint is
+    exported by optimum-intel."""
+
+    def exported(folder: Path) -> str:
+        return str(folder.parent / "openvino")
+
+    def prepare(folder: Path) -> list[str]:
+        own = [str(Path(where, "bin", "optimum-cli")), "export", "openvino", "--model", str(folder)]
+        return [*own, "--task", "text-generation-with-past", "--weight-format", "fp32", exported(folder)]
+
+    def command(folder: Path, _: int) -> list[str]:
+        # Isolated: modules beside the script would stand before packages of the same name.
+        own = [str(Path(where, "bin", "python")), "-I", str(SCRIPTS / "openvino_worker.py"), exported(folder)]
+        return [*own, "--threads", str(threads), "--dtype", dtype]
+
+    version = version_in(where, "openvino-genai") if version_in(where, "optimum-intel") else ""
+    return Engine("OpenVINO in process", version, command, prepare=prepare, http=False)
+
+
+def llama(where: str, threads: int, dtype: str) -> Engine:
+    """llama.cpp: its own server where there is one, else that of llama-cpp-python, which runs one request at a time."""
+    place = Path(where)
+    python, binary = sys.executable, place
+    if place.is_dir():
+        python, binary = str(place / "bin" / "python"), place / "bin" / "llama-server"
+
+    def model(folder: Path) -> str:
+        return str(folder.parent / "model.gguf")
+
+    def prepare(folder: Path) -> list[str]:
+        return [python, "-I", str(SCRIPTS / "write_gguf.py"), str(folder), model(folder)]
+
+    def parallel(folder: Path, port: int) -> list[str]:
+        own = [str(binary), "--model", model(folder), "--alias", "model", "--host", "127.0.0.1", "--port", str(port)]
+        same = ["--threads", str(threads), "--threads-batch", str(threads), "--no-cache-prompt", "--cache-ram", "0"]
+        cache = ["--cache-type-k", "f32", "--cache-type-v", "f32"] if dtype == "float32" else []
+        return [*own, *same, *cache, "--parallel", str(SLOTS), "--ctx-size", str(SLOTS * CONTEXT)]
+
+    def single(folder: Path, port: int) -> list[str]:
+        own = [python, "-m", "llama_cpp.server", "--model", model(folder), "--model_alias", "model"]
+        same = ["--host", "127.0.0.1", "--port", str(port), "--n_threads", str(threads)]
+        kept = ["--interrupt_requests", "false", "--verbose", "false"]
+        return [*own, *same, "--n_threads_batch", str(threads), "--n_ctx", str(CONTEXT), *kept]
+
+    if binary.is_file():
+        return Engine("llama.cpp", version_of(binary), parallel, prepare=prepare)
+    version = version_in(where, "llama-cpp-python")
+    return Engine("llama-cpp-python", version, single, prepare=prepare, ready="/v1/models", strict=True)
+
+
+def version_of(binary: Path) -> str:
+    """What llama.cpp's server says of itself; empty where it does not run."""
+    try:
+        done = subprocess.run([str(binary), "--version"], capture_output=True, text=True, check=False)
+    except OSError:
+        return ""
+    found = re.search(r"version: (.+)", done.stdout + done.stderr)
+    return found[1] if found else ""
+
+
+def version_in(where: str, *names: str) -> str:
+    """Name and version of the first of these packages that a virtual environment has; empty without one."""
+    python = Path(where, "bin", "python")
+    code = "import importlib.metadata, sys; print(importlib.metadata.version(sys.argv[1]))"
+    for name in names if python.exists() else ():
+        done = subprocess.run([str(python), "-c", code, name], capture_output=True, text=True, check=False)
+        if done.returncode == 0:
+            return f"{name} {done.stdout.strip()}"
+    return ""
+
+
+FINDERS: dict[str, tuple[Callable[[str, int, str], Engine], str, str]] = {
+    "vllm": (vllm, "virtual environment with vllm-cpu", ""),
+    "openvino": (openvino, "virtual environment with openvino-genai and optimum-intel", ""),
+    "llama": (llama, "llama-server or virtual environment with it or with llama-cpp-python[server]", ""),
+    "transformers": (transformers, "virtual environment with transformers[serving] and accelerate", sys.prefix),
+}
+"""By flag: how it is made from its place, threads and type; what the place is; where it is looked for by default."""

@@ -1,0 +1,169 @@
+"""Eight bits beside sixteen: `--quantization int8`, `--kv-cache-dtype int8` and `fp8`. How far their
+distributions are from float32's, and what steps take, in alternation; of both `fp8` the first alone, by their twins on
+the CPU.
+
+Divergence is KL(float32 || other) of the next token, teacher-forced, by torch's path: over texts that the demo model
+knows, and over random tokens with random weights, a Gemma's with windows and caps among them. Steps are those of the
+runner that `tidemill serve` would use, one model of random weights for each arm in this process, so that a busy machine
+is busy for both: read the ratios.
+"""
+
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.live import CONFIG, make_model_folder
+from benchmarks.machine import describe
+from engine.build import build_runner, plan_launch, resolve_model
+from engine.config import EngineConfig
+from engine.execution.cpu.dense import dense_logits
+from engine.models.byte_cells import INTEGERS, dequantize, quantize
+from engine.models.checkpoint import load_weights
+from engine.models.float8 import make_float8
+from engine.models.linear import MakeLinear, make_linear
+from engine.models.quantized import make_quantized
+from engine.models.spec import ModelSpec, load_spec
+from engine.models.weights import ModelWeights
+from engine.profiling.calibration import ShapeRunner
+from engine.text.tokenizer import Tokenizer
+from predictor.sweep import StepShape
+
+CONTEXT, ROUNDS, DRAWN = 192, 15, 300
+SHAPES = {
+    **{f"{rows} decodes": StepShape(rows, CONTEXT) for rows in (1, 4, 8, 16)},
+    "16 of 1024": StepShape(16, 1024),
+    "prefill 512": StepShape(chunks=((0, 512),)),
+}
+STEPS: dict[str, dict[str, Any]] = {
+    "bfloat16": {},
+    "int8 layers": {"quantization": "int8"},
+    "int8 cache": {"kv_cache_dtype": "int8"},
+}
+GEMMA = CONFIG | {
+    "architectures": ["Gemma2ForCausalLM"],
+    "model_type": "gemma2",
+    "num_hidden_layers": 26,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "query_pre_attn_scalar": 48,
+    "attn_logit_softcapping": 50.0,
+    "final_logit_softcapping": 30.0,
+    "sliding_window": 128,
+}
+"""What a Gemma 2 attends by: a scale of its own, caps, and in every other layer a window that ends within what is
+drawn."""
+BLOCKS = 1200  # of KV: room for the longest shape
+QUESTIONS = (
+    "What is the capital of France?",
+    "What is TTFT?",
+    "Write a short story about a mill.",
+    "What is seven times eight?",
+    "Who are you?",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Arm:
+    """Weights, and the type of 8 bits that K and V are kept in, if they are."""
+
+    weights: ModelWeights
+    cell_type: torch.dtype | None = None
+
+
+def logits_of(spec: ModelSpec, weights: ModelWeights, ids: list[int], cell_type: torch.dtype | None = None) -> Tensor:
+    """Logits [length, vocab] of one sequence, whose K and V are kept as a cache of 8 bits has them, or as they are."""
+    if cell_type is None:
+        return dense_logits(spec, weights, torch.tensor(ids))
+
+    def kept(cells: Tensor) -> Tensor:
+        return dequantize(*quantize(cells), cells.dtype)
+
+    return dense_logits(spec, weights, torch.tensor(ids), kept)
+
+
+def answers(folder: Path, spec: ModelSpec, weights: ModelWeights) -> list[list[int]]:
+    """The demo model's greedy answers to a few questions, as whole contexts."""
+    tokenizer = Tokenizer.load(folder)
+    texts = []
+    for question in QUESTIONS:
+        ids = list(tokenizer.encode_chat([{"role": "user", "content": question}]))
+        for _ in range(40):
+            ids.append(int(logits_of(spec, weights, ids)[-1].argmax()))
+            if ids[-1] in spec.eos_token_ids:
+                break
+        texts.append(ids)
+    return texts
+
+
+def divergences(spec: ModelSpec, exact: ModelWeights, other: Arm, texts: list[list[int]]) -> str:
+    kl, same = [], []
+    for ids in texts:
+        arms = (Arm(exact), other)
+        p, q = (logits_of(spec, arm.weights, ids, arm.cell_type).double().log_softmax(-1) for arm in arms)
+        kl.append((p.exp() * (p - q)).sum(-1))
+        same.append((p.argmax(-1) == q.argmax(-1)).double())
+    every, equal = torch.cat(kl), torch.cat(same)
+    return f"{every.mean():9.5f} {every.max():9.5f} {equal.mean():9.1%} {len(every):8d}"
+
+
+def show_divergence(name: str, folder: Path, load_format: str) -> None:
+    spec = load_spec(folder)
+
+    def load(dtype: str, make: MakeLinear) -> ModelWeights:
+        return load_weights(spec, folder, dtype=dtype, load_format=load_format, make=make)
+
+    exact = load("float32", make_linear)
+    if load_format == "dummy":
+        ids = torch.randint(0, spec.vocab_size, (DRAWN,), generator=torch.Generator().manual_seed(0))
+        texts = [[int(token) for token in ids]]
+    else:
+        texts = answers(folder, spec, exact)
+    plain = load("bfloat16", make_linear)
+    arms = {
+        "bfloat16": Arm(plain),
+        "int8 in float32": Arm(load("float32", make_quantized)),
+        "int8 in bfloat16": Arm(load("bfloat16", make_quantized)),
+        "fp8 in bfloat16": Arm(load("bfloat16", make_float8)),
+    }
+    arms |= {"float32, int8 cache": Arm(exact, INTEGERS), "bfloat16, int8 cache": Arm(plain, INTEGERS)}
+    for title, arm in arms.items():
+        print(f"{name:24} {title:20} {divergences(spec, exact, arm, texts)}", flush=True)
+
+
+def show_steps(folder: Path) -> None:
+    arms = {}
+    for name, flags in STEPS.items():
+        config = EngineConfig(
+            model=str(folder), device="cpu", load_format="dummy", num_gpu_blocks_override=BLOCKS, **flags
+        )
+        runner, plan = build_runner(config, plan_launch(config))
+        arms[name] = ShapeRunner(runner, plan.limits, plan.spec.vocab_size)
+        print(f"{name}: {plan.precision}, kernels {plan.kernels}, weights {plan.weight_bytes / 2**20:.0f} MiB")
+    others = list(arms)[1:]
+    print(f"{'step':16}" + "".join(f" {name + ' ms':>14}" for name in arms) + f"   times as fast: {', '.join(others)}")
+    for name, shape in SHAPES.items():
+        rounds = [[arm.measure(shape) for arm in arms.values()] for _ in range(ROUNDS + 1)][1:]
+        times = [median(each[index] for each in rounds) * 1e3 for index in range(len(arms))]
+        faster = [median(each[0] / each[index] for each in rounds) for index in range(1, len(arms))]
+        print(f"{name:16}" + "".join(f" {ms:14.1f}" for ms in times) + "   " + ", ".join(f"{x:.2f}" for x in faster))
+
+
+def main(_argv: list[str] | None = None) -> None:
+    print(f"quantization: {describe()}")
+    print(f"{'KL to float32, nats':24} {'':20} {'mean':>9} {'largest':>9} {'same top':>9} {'tokens':>8}", flush=True)
+    show_divergence("demo model", resolve_model(EngineConfig()), "auto")
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        make_model_folder(folder)
+        show_divergence(f"random, {CONFIG['num_hidden_layers']} layers", folder, "dummy")
+        show_steps(folder)
+        make_model_folder(folder, GEMMA)
+        show_divergence(f"random Gemma, {GEMMA['num_hidden_layers']} layers", folder, "dummy")
+
+
+if __name__ == "__main__":
+    main()

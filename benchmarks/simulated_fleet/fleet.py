@@ -1,0 +1,263 @@
+"""Several engines on one virtual clock behind a router: each the engine's own core over a simulated device.
+
+The router sees what it would see live: what each engine reported last (ten times a second), what was routed to it
+since, and which answers have ended; between reports no prompt is assumed to be done (SAL §4.2). Deterministic for
+equal arrivals and equally seeded runners. Knows nothing of how a run is judged.
+"""
+
+import heapq
+import math
+import random
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from itertools import count
+from typing import NamedTuple, Protocol
+
+from benchmarks.simulated_fleet.queued import queued_work
+from engine.api import EngineRequest, RequestOutput
+from engine.colocation.virtual import Arrival, VirtualRecord, VirtualRun
+from engine.core import EngineCore
+from engine.errors import RetryableError
+from engine.fleet.routing import Chance, Load, Prompt, Router
+from engine.scheduling.output import ModelRunner, ModelRunnerOutput, SchedulerOutput
+from predictor.limits import UNITS_PER_BLOCK
+
+REPORT_SECONDS = 0.1
+RECENT = 1000
+"""Requests over which mean lengths are taken, about."""
+
+
+class Flight(NamedTuple):
+    """A launched step. `free_at`: when the next one may be launched; `ends_at`: when all its tokens are there.
+    `token_times`: by row, when that of the row is there, if not at the end."""
+
+    result: ModelRunnerOutput
+    free_at: float
+    ends_at: float
+    token_times: Mapping[int, float] = {}
+
+
+class StepRunner(Protocol):
+    """Runs steps on the virtual clock."""
+
+    def launch(self, output: SchedulerOutput, now: float) -> Flight:
+        """Start a step at `now`; its times are known at once."""
+        ...
+
+
+class OneByOne:
+    """A device that runs one step after the other."""
+
+    def __init__(self, inner: ModelRunner) -> None:
+        self._inner = inner
+
+    def launch(self, output: SchedulerOutput, now: float) -> Flight:
+        """The step, from `now` on."""
+        result = self._inner.launch(output)()
+        end = now + result.latency
+        return Flight(result, end, end)
+
+
+@dataclass(slots=True, eq=False)
+class Server:
+    """An engine, or several as one pipeline: what requests are routed to. `step_seconds`: a full step by its latency
+    model. A `closed` one starts no more steps and gets no more requests."""
+
+    number: int
+    core: EngineCore
+    runner: StepRunner
+    step_seconds: float = 1.0
+    closed: bool = False
+    free_at: float = 0.0
+    rows: dict[int, str] = field(default_factory=dict)
+    flights: deque[tuple[SchedulerOutput, Flight]] = field(default_factory=deque)
+
+
+Hits = Callable[[EngineRequest], Mapping[int, int]]
+"""By server, how many tokens of a prompt are expected in its prefix cache."""
+
+
+def no_hits(_request: EngineRequest) -> Mapping[int, int]:
+    """Where prefixes are not cached."""
+    return {}
+
+
+class FleetDriver:
+    """Replays arrivals (ascending) on `servers`. `on_report`: called with the time after every round of reports;
+    `on_idle`: with a server whose last step has ended, before the next one starts. While no server is open, requests
+    wait outside."""
+
+    def __init__(
+        self,
+        servers: Iterable[Server],
+        router: Router,
+        arrivals: Iterable[Arrival],
+        *,
+        seed: int = 0,
+        hits: Hits = no_hits,
+        on_report: Callable[[float], None] | None = None,
+    ) -> None:
+        self.servers = {server.number: server for server in servers}
+        self.now = 0.0
+        self.run_data = VirtualRun()
+        self.records: dict[str, VirtualRecord] = {}
+        self.placed: dict[str, int] = {}
+        self._router = router
+        self._chance = Chance(random.Random(seed))
+        self._hits = hits
+        self._on_report = on_report
+        self.on_idle: Callable[[Server], None] | None = None
+        self._held: list[Arrival] = []
+        self._arrivals = deque(arrivals)
+        self._loads: dict[int, Load] = {}
+        self._events: list[tuple[float, int, Callable[[], None]]] = []
+        self._order = count()
+        self._means = (1.0, 1.0)
+        self._num_ended = 0
+
+    @property
+    def num_open(self) -> int:
+        """Requests that have arrived and not ended."""
+        return len(self.records)
+
+    def at(self, time: float, what: Callable[[], None]) -> None:
+        """Call `what` at `time`, behind whatever is due then already."""
+        heapq.heappush(self._events, (time, next(self._order), what))
+
+    def run(self, until: float = math.inf) -> VirtualRun:
+        """Until every request has ended, or the virtual clock would pass `until`."""
+        self.report()
+        self.at(REPORT_SECONDS, self._tick)
+        if self._arrivals:
+            self.at(self._arrivals[0].at, self._arrive)
+        while self._events and (self._arrivals or self._held or self.records):
+            time, _, what = heapq.heappop(self._events)
+            if time > until:
+                break
+            self.now = time
+            what()
+        self.run_data.end = self.now
+        return self.run_data
+
+    def report(self) -> None:
+        """Every open server says how it stands."""
+        self._loads = {number: self._load(server) for number, server in self.servers.items() if not server.closed}
+
+    def add(self, server: Server) -> None:
+        """Another server from now on."""
+        self.servers[server.number] = server
+        self._loads[server.number] = self._load(server)
+        held, self._held = self._held, []
+        for arrival in held:
+            self._route(arrival)
+        self.at(server.free_at, lambda: self.pump(server))
+
+    def close(self, server: Server) -> None:
+        """No more steps and no more requests for this server."""
+        server.closed = True
+        self._loads.pop(server.number, None)
+
+    def remove(self, server: Server) -> None:
+        """A server that is gone; it must have no step in flight."""
+        assert not server.flights, "a step is in flight"
+        self.close(server)
+        del self.servers[server.number]
+
+    def pump(self, server: Server) -> None:
+        """Start what steps the server can start now."""
+        core = server.core
+        while not server.closed and self.now >= server.free_at and len(server.flights) <= core.config.pipeline_depth:
+            output = core.schedule(self.now)
+            if output is None:
+                return
+            for row in output.released_rows:
+                server.rows.pop(row, None)
+            server.rows.update((new.row, new.request_id) for new in output.new_requests)
+            flight = server.runner.launch(output, self.now)
+            server.flights.append((output, flight))
+            server.free_at = flight.free_at
+            self.run_data.steps += 1
+            self.at(flight.ends_at, lambda: self._end(server))
+            if flight.free_at < flight.ends_at:
+                self.at(flight.free_at, lambda: self.pump(server))
+
+    def _end(self, server: Server) -> None:
+        output, flight = server.flights.popleft()
+        times = {server.rows[row]: at for row, at in flight.token_times.items() if row in server.rows}
+        for found in server.core.update(output, flight.result, self.now):
+            self._take(server, found, times.get(found.request_id, self.now))
+        if not server.flights and self.on_idle is not None:
+            self.on_idle(server)
+        self.pump(server)
+
+    def _take(self, server: Server, output: RequestOutput, at: float) -> None:
+        record = self.records[output.request_id]
+        record.token_times.extend([at] * len(output.token_ids))
+        if output.finish_reason is None:
+            return
+        record.ended = at
+        del self.records[output.request_id], self.placed[output.request_id]
+        self._num_ended += 1
+        weight, (inputs, outputs) = 1.0 / min(self._num_ended, RECENT), self._means
+        inputs += weight * (len(record.arrival.request.prompt_token_ids) - inputs)
+        self._means = inputs, outputs + weight * (len(record.token_times) - outputs)
+        load = self._loads.get(server.number)
+        if load is not None:
+            self._loads[server.number] = replace(load, running=max(0, load.running - 1))
+
+    def _tick(self) -> None:
+        self.report()
+        if self._on_report is not None:
+            self._on_report(self.now)
+        self.at(self.now + REPORT_SECONDS, self._tick)
+
+    def _arrive(self) -> None:
+        while self._arrivals and self._arrivals[0].at <= self.now:
+            self._route(self._arrivals.popleft())
+        if self._arrivals:
+            self.at(self._arrivals[0].at, self._arrive)
+
+    def _route(self, arrival: Arrival) -> None:
+        request = arrival.request
+        if not self._loads:
+            self._held.append(arrival)
+            return
+        prompt = Prompt(len(request.prompt_token_ids), self._hits(request))
+        number = self._router(list(self._loads.values()), prompt, self._chance)
+        record = VirtualRecord(arrival)
+        self.run_data.online.append(record)
+        server, load = self.servers[number], self._loads[number]
+        try:
+            server.core.add_request(request, arrival.at)
+        except RetryableError as error:
+            record.rejected, record.retry_after = True, error.retry_after
+            return
+        self.records[request.request_id] = record
+        self.placed[request.request_id] = number
+        tokens = prompt.new_tokens(number)
+        self._loads[number] = replace(
+            load,
+            queued_tokens=load.queued_tokens + tokens,
+            queued_units=load.queued_units + math.ceil(tokens / load.tokens_per_unit),
+            queued_requests=load.queued_requests + 1,
+        )
+        self.pump(server)
+
+    def _load(self, server: Server) -> Load:
+        core = server.core
+        queued, pool = queued_work(core), core.stats()
+        return Load(
+            server.number,
+            queued_tokens=queued.tokens,
+            queued_units=queued.units,
+            queued_requests=queued.requests,
+            running=queued.running,
+            free_units=pool.units_free + pool.units_cached,
+            pool_units=pool.units_total,
+            tokens_per_unit=core.config.block_size / UNITS_PER_BLOCK,
+            tokens_per_step=core.config.max_num_batched_tokens,
+            mean_input=self._means[0],
+            mean_output=self._means[1],
+            step_seconds=server.step_seconds,
+        )

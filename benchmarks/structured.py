@@ -1,0 +1,126 @@
+"""Forced tokens: rows of structured JSON with and without them, server against server, in alternation.
+
+`--rows` requests, `--concurrency` at a time, ask a random 134.5 M Llama for JSON of one schema of the kind that batches
+extract: five required keys, an enum, numbers and short lists. What the model says is noise; what the grammar leaves no
+choice for is the schema's. Tokens are those that the server says it gave (`usage`), steps those of its engine: a forced
+token saves its row one, on a GPU all but the first of each run.
+"""
+
+import argparse
+import asyncio
+import json
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from http import HTTPStatus
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from benchmarks.frame import Table, compare
+from benchmarks.live import completions, make_model_folder, metrics_page, read_metric
+from benchmarks.machine import describe
+
+SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "title": {"type": "string", "maxLength": 24},
+        "sentiment": {"enum": ["positive", "negative", "neutral"]},
+        "confidence": {"type": "integer", "minimum": 0, "maximum": 100},
+        "keywords": {"type": "array", "items": {"type": "string", "maxLength": 12}, "minItems": 2, "maxItems": 3},
+        "needs_follow_up": {"type": "boolean"},
+    },
+    "required": ["title", "sentiment", "confidence", "keywords", "needs_follow_up"],
+    "additionalProperties": False,
+}
+MAX_TOKENS = 200
+ARMS = {"one by one": ("--no-forced-tokens",), "forced": ("--forced-tokens",)}
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """What one run gave: seconds, model steps, output tokens, those of them that were forced, rows that are whole and
+    valid JSON."""
+
+    seconds: float
+    steps: int
+    tokens: int
+    forced: int
+    whole: int
+
+    @property
+    def rate(self) -> float:
+        """Output tokens per second."""
+        return self.tokens / self.seconds
+
+
+async def run(url: str, rows: int, concurrency: int, seed: int) -> Row:
+    """All rows against one server."""
+    async with completions(url, concurrency) as ask_server:
+
+        async def ask(number: int) -> tuple[int, bool]:
+            status, answer = await ask_server(
+                model="model",
+                prompt=f"Report number {number} as JSON: ",
+                max_tokens=MAX_TOKENS,
+                temperature=1.0,
+                seed=seed + number,
+                service_tier="flex",
+                response_format={"type": "json_schema", "json_schema": {"name": "report", "schema": SCHEMA}},
+            )
+            if status != HTTPStatus.OK:
+                raise RuntimeError(f"the server answered {status}: {answer}")
+            choice = answer["choices"][0]
+            whole = choice["finish_reason"] == "stop" and bool(json.loads(choice["text"]))
+            return answer["usage"]["completion_tokens"], whole
+
+        await asyncio.gather(*(ask(rows + number) for number in range(concurrency)))  # nothing is cold
+        before = await _counts(url)
+        began = time.monotonic()
+        answers = await asyncio.gather(*(ask(number) for number in range(rows)))
+        seconds = time.monotonic() - began
+        after = await _counts(url)
+    steps, forced = (int(new - old) for old, new in zip(before, after, strict=True))
+    return Row(seconds, steps, sum(tokens for tokens, _ in answers), forced, sum(whole for _, whole in answers))
+
+
+async def _counts(url: str) -> tuple[float, float]:
+    """Model steps and forced tokens so far."""
+    page = await metrics_page(url)
+    return read_metric(page, "tidemill_steps_total"), read_metric(page, "tidemill_forced_tokens_total", missing=0.0)
+
+
+TABLE = Table({"arm": "12", "tok/s": "8.1f", "steps": "7d", "tokens": "8d", "forced": "7.0%", "whole": "6d"})
+
+
+def show(arm: str, rows: Sequence[Row]) -> str:
+    """A line of the table: the median rate, everything else added up."""
+    tokens = sum(row.tokens for row in rows)
+    forced = sum(row.forced for row in rows) / tokens
+    steps = sum(row.steps for row in rows)
+    return TABLE.line(arm, median(row.rate for row in rows), steps, tokens, forced, sum(row.whole for row in rows))
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks structured", description=__doc__)
+    parser.add_argument("--rows", type=int, default=96)
+    parser.add_argument("--concurrency", type=int, default=16)
+    parser.add_argument("--rounds", type=int, default=3)
+    args = parser.parse_args(argv)
+    about = f"{args.rows} rows of one schema, {args.concurrency} at a time"
+    print(f"forced tokens: random 134.5 M Llama, {about}; {describe()}", flush=True)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        make_model_folder(folder)
+
+        async def measure(url: str, number: int) -> Row:
+            return await run(url, args.rows, args.concurrency, 1000 * number)
+
+        found = compare(folder, ("--profile-dir", name), ARMS, args.rounds, measure, TABLE, show)
+    pairs = [forced.rate / plain.rate for plain, forced in zip(*found.values(), strict=True)]
+    print(f"times as fast with forced tokens: {', '.join(f'{pair:.2f}' for pair in pairs)}; median {median(pairs):.2f}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,1 +1,0 @@
-"""Benchmarks that anyone can run: `make bench`."""

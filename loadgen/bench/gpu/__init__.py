@@ -1,1 +1,0 @@
-"""`python -m loadgen.bench.gpu`: kernels and engine on a GPU, in one table (see docs/benchmarks/performance.md)."""
