@@ -1,6 +1,7 @@
-"""Eight bits beside sixteen: `--quantization int8`, `--kv-cache-dtype int8` and `fp8`. How far their
-distributions are from float32's, and what steps take, in alternation; of both `fp8` the first alone, by their twins on
-the CPU.
+"""Eight bits beside sixteen: `--quantization int8`, `fp8` and `--kv-cache-dtype int8`.
+
+Measures how far each distribution is from float32's and, in alternation, the time of steps. `fp8` is measured for the
+distribution alone, by its twin on the CPU.
 
 Divergence is KL(float32 || other) of the next token, teacher-forced, by torch's path: over texts that the demo model
 knows, and over random tokens with random weights, a Gemma's with windows and caps among them. Steps are those of the

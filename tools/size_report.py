@@ -1,4 +1,4 @@
-"""Print the size of each folder and what is larger than the house rules allow: files over 350 lines, functions over 40."""
+"""Print the size of each folder, the files over 350 lines and the functions over 40 lines."""
 
 import ast
 import subprocess
