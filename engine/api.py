@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import NamedTuple, Protocol
 
-from engine.adapters import AdapterFiles
 from engine.errors import ErrorInfo, InvalidRequestError
 from engine.grammar import Grammar
 from engine.pooling import EmbeddingSpec, Pooling
@@ -389,8 +388,8 @@ class EngineInfo:
     `cache_tokens`: what the device cache holds of KV, in blocks of `block_size` tokens (0: not known).
     `shares_prefixes`: between requests.
     `embedding`: how a text becomes a vector; None: it does not. `max_num_seqs`: the most requests in a step.
-    `adapters`: names of the LoRA adapters beside it, in the order of their numbers; `adapter_dir`: where further ones
-    may come from, empty: there are none. `droppable`: None where no layer can be given up."""
+    `adapters`: names of the LoRA adapters beside it, in the order of their numbers.
+    `droppable`: None where no layer can be given up."""
 
     max_model_len: int
     vocab_size: int
@@ -404,7 +403,6 @@ class EngineInfo:
     embedding: EmbeddingSpec | None = None
     max_num_seqs: int = 64
     adapters: tuple[str, ...] = ()
-    adapter_dir: str = ""
     droppable: DroppableLayers | None = None
     shares_prefixes: bool = True
 
@@ -478,17 +476,6 @@ class EngineClient(Protocol):
 
     def set_lane(self, job: str, lane: Lane) -> None:
         """The offline requests of a job that were queued go with this lane from now on. An unknown job is ignored."""
-        ...
-
-    async def load_adapter(self, adapter: AdapterFiles) -> None:
-        """Take a LoRA adapter, and have it again wherever an engine is started again. Requests run on meanwhile.
-
-        Raises ConfigError for one that cannot be had, or EngineUnavailableError: nothing has changed then.
-        """
-        ...
-
-    async def unload_adapter(self, number: int) -> None:
-        """Give up what `load_adapter` took. Raises InvalidRequestError while a request has it."""
         ...
 
     async def stats(self) -> EngineStats: ...

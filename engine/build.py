@@ -34,7 +34,6 @@ from engine.config import (
 from engine.engine import Engine
 from engine.errors import ConfigError, ModelLoadError
 from engine.execution import memory
-from engine.execution.adapter_loader import RuntimeAdapters
 from engine.execution.backend import Backend, find_backend
 from engine.execution.masks import FOREVER, MAX_FORCED, PATIENCE
 from engine.execution.offload import Offload, plan_offload
@@ -347,9 +346,6 @@ def _make_runner(
         runner.device.join(group.share)
     for number, deltas in enumerate(adapted, 1):
         runner.device.adapt(number, deltas)
-    if config.allowed_lora_dir:
-        modules = weights if isinstance(weights, TransformersModel) else None
-        runner.adapters = RuntimeAdapters(runner.device, plan.spec, _like(weights), modules)
     grammars = GrammarCompiler(plan.folder, plan.spec.vocab_size, plan.spec.eos_token_ids)
     patience = FOREVER if plan.spec.state_bytes else PATIENCE
     runner.enforce(grammars, MAX_FORCED if config.forced_tokens else 0, patience)
@@ -365,14 +361,14 @@ def _compare_kernels(plan: LaunchPlan, group: Group) -> None:
 
 def _with_adapters(plan: LaunchPlan, config: EngineConfig) -> LaunchPlan:
     """The plan with its LoRA adapters. Raises ConfigError, or ModelLoadError for one that is not supported."""
-    if not (config.lora or config.allowed_lora_dir):
+    if not config.lora:
         return plan
     if isinstance(plan.spec, TransformersShape) and plan.spec.recurrent:
         raise ConfigError(f"adapters: {plan.spec.architecture} has recurrent layers, which take none yet")
     adapters = tuple(plan_adapter(each, plan.spec) for each in parse_adapters(config.lora))
     size = 4 * sum(each.num_parameters for each in adapters)  # native kernels may want them in float32
     how = None if plan.implementation == TRANSFORMERS else find_backend(plan.device).adapted_steps(plan)
-    plan = replace(plan, adapters=adapters, adapter_bytes=size, takes_adapters=True)
+    plan = replace(plan, adapters=adapters, adapter_bytes=size)
     if how is None:
         return plan
     return replace(plan, notes=(*plan.notes, f"steps with rows of adapters run {how}"))
@@ -529,7 +525,7 @@ def _join(config: EngineConfig, plan: LaunchPlan, runner: Runner[Any], say: Call
         partial(backend.busy_share, plan),
     )
     core, colocation, tuner = make_controller(config, scheduler, profile, slo, profile_folder(config), say)
-    info = _info(plan, config, scheduler)
+    info = _info(plan, scheduler)
     if plan.spec.state_bytes:
         say(_tell_checkpoints(plan, scheduler))
     steps = backend.make_staged(config, plan, runner) if plan.droppable else runner
@@ -545,7 +541,6 @@ def _join(config: EngineConfig, plan: LaunchPlan, runner: Runner[Any], say: Call
         colocation=colocation,
         tuner=tuner,
         grammars=None if runner.grammars is None else _make_grammars(runner.grammars),
-        adapters=runner.adapters,
         ranks=runner.ranks,
     )
 
@@ -727,7 +722,7 @@ def _embedding(plan: LaunchPlan) -> EmbeddingSpec:
     return EmbeddingSpec(None, plan.spec.hidden_size, False, "transformers' modules run this model")
 
 
-def _info(plan: LaunchPlan, config: EngineConfig, scheduler: SchedulerConfig) -> EngineInfo:
+def _info(plan: LaunchPlan, scheduler: SchedulerConfig) -> EngineInfo:
     return EngineInfo(
         max_model_len=plan.limits.max_model_len,
         vocab_size=plan.spec.vocab_size,
@@ -741,6 +736,5 @@ def _info(plan: LaunchPlan, config: EngineConfig, scheduler: SchedulerConfig) ->
         max_num_seqs=plan.limits.max_num_seqs,
         embedding=_embedding(plan),
         adapters=tuple(each.name for each in plan.adapters),
-        adapter_dir=str(Path(config.allowed_lora_dir).expanduser().resolve()) if config.allowed_lora_dir else "",
         shares_prefixes=scheduler.enable_prefix_caching,
     )

@@ -63,9 +63,6 @@ class EngineConfig:
         "NAME=PATH: a LoRA adapter as peft stores it, which requests name as a model (NAME, or MODEL:NAME); repeat for "
         "several",
     )
-    allowed_lora_dir: str = _flag(
-        "", "folder whose adapters POST /v1/load_lora_adapter may load while the server runs (default: none may)"
-    )
     tensor_parallel_size: int = _flag(
         1, "ranks that each layer is divided among: processes of one engine, on a GPU each, or on parts of the cores"
     )
@@ -141,8 +138,8 @@ class EngineConfig:
             raise ConfigError("--kv-cache-dtype does not go with --hidden-cache: units of 8 bits hold no hidden state")
         parse_offload(self.offload_weights)
         parse_adapters(self.lora)
-        if flag := "--lora" if self.lora else "--allowed-lora-dir" if self.allowed_lora_dir else "":
-            _check_adapters(self, flag)
+        if self.lora and self.hidden_cache:
+            raise ConfigError("--lora does not go with --hidden-cache: K and V restored would be those of no adapter")
         if not 0.0 <= (self.swap_space or 0.0) <= 65536.0:
             raise ConfigError(f"--swap-space must be between 0 and 65536 GiB, not {self.swap_space}")
         _check_overload(self)
@@ -299,7 +296,6 @@ def _check_overload(config: EngineConfig) -> None:
         return
     whole = {  # what stands beside all layers, or holds something of each
         "--lora": config.lora,
-        "--allowed-lora-dir": config.allowed_lora_dir,
         "--hidden-cache": config.hidden_cache,
         "--swap-space": config.swap_space,
         "--offload-weights": parse_offload(config.offload_weights) is not None,
@@ -315,7 +311,6 @@ def _check_ranks(config: EngineConfig) -> None:
         return
     whole = {  # of which each rank would have a part that nothing divides or gathers
         "--lora": config.lora,
-        "--allowed-lora-dir": config.allowed_lora_dir,
         "--hidden-cache": config.hidden_cache,
         "--overload drop": config.overload == "drop",
         "--offload-weights": parse_offload(config.offload_weights) is not None,
@@ -330,13 +325,6 @@ def _check_slo(text: str) -> None:
         SLO.parse(text)
     except SLOError as error:
         raise ConfigError(f"--slo: {error}") from None
-
-
-def _check_adapters(config: EngineConfig, flag: str) -> None:
-    if config.hidden_cache:
-        raise ConfigError(f"{flag} does not go with --hidden-cache: K and V restored would be those of no adapter")
-    if config.allowed_lora_dir and parse_offload(config.offload_weights) is not None:
-        raise ConfigError("--allowed-lora-dir does not go with --offload-weights: only --lora does")
 
 
 def _check_reserve(reserve: str, chunked: bool) -> None:

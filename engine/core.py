@@ -98,10 +98,6 @@ class EngineCore:
         """Whether any offline request is waiting or running."""
         return bool(self._state.running[RequestClass.OFFLINE] or len(self._state.waiting_offline))
 
-    def has_adapter(self, number: int) -> bool:
-        """Whether any request has this LoRA adapter."""
-        return any(request.spec.adapter == number for request in self._requests.values())
-
     @property
     def retry_at(self) -> float | None:
         """When to call `schedule` again although nothing has happened: something waits for that time."""

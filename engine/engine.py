@@ -18,7 +18,6 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from engine.adapters import AdapterFiles, AdapterLoader
 from engine.api import (
     EngineInfo,
     EngineRequest,
@@ -36,7 +35,6 @@ from engine.colocation.keeper import Colocation
 from engine.colocation.tuner import BudgetTuner
 from engine.core import EngineCore
 from engine.errors import (
-    ConfigError,
     EngineStepError,
     EngineUnavailableError,
     ErrorInfo,
@@ -44,7 +42,6 @@ from engine.errors import (
     QueueFullError,
     RetryableError,
     TidemillError,
-    adapter_in_use,
 )
 from engine.loop.fault_log import FaultLog
 from engine.loop.planner import Planner, PlanOffline
@@ -113,14 +110,11 @@ class Engine:
         colocation: Colocation | None = None,
         tuner: BudgetTuner | None = None,
         grammars: "Grammars | None" = None,
-        adapters: AdapterLoader | None = None,
         ranks: "OtherRanks | None" = None,
     ) -> None:
         self.info = info
         self._ranks = ranks
         self._lost: str | None = None
-        self._adapter_loader = adapters
-        self._adapters = set(range(len(info.adapters) + 1))
         self._core = core
         self._runner = runner
         self._clock = clock
@@ -359,7 +353,7 @@ class Engine:
 
     def _add(self, request: EngineRequest) -> None:
         self._check_accepting()
-        if request.adapter not in self._adapters:
+        if request.adapter > len(self.info.adapters):
             raise InvalidRequestError("Its LoRA adapter is not loaded.", param="model", code="model_not_found")
         self._watchdog.on_work()
         with self._noting_refusal(request.request_class, len(request.prompt_token_ids)):
@@ -398,22 +392,6 @@ class Engine:
         """See EngineClient.set_lane."""
         self._core.set_lane(job, lane)
         self._wake_up()
-
-    async def load_adapter(self, adapter: AdapterFiles) -> None:
-        """See EngineClient.load_adapter."""
-        if self._adapter_loader is None:
-            raise ConfigError("the engine was started without --allowed-lora-dir")
-        matrices = await asyncio.to_thread(self._adapter_loader.read, adapter)
-        await self.aside(self._adapter_loader.put, adapter.number, matrices)
-        self._adapters.add(adapter.number)
-
-    async def unload_adapter(self, number: int) -> None:
-        """See EngineClient.unload_adapter."""
-        if self._core.has_adapter(number):
-            raise adapter_in_use()
-        if number in self._adapters and self._adapter_loader is not None:
-            self._adapters.discard(number)
-            await self.aside(self._adapter_loader.drop, number)
 
     async def stats(self) -> EngineStats:
         """See EngineClient.stats."""

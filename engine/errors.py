@@ -48,11 +48,6 @@ class ContextLengthError(InvalidRequestError):
         super().__init__(message, param=param, code="context_length_exceeded")
 
 
-def adapter_in_use() -> InvalidRequestError:
-    """Why an adapter stays."""
-    return InvalidRequestError("Requests use this LoRA adapter.", param="lora_name", code="adapter_in_use")
-
-
 class RetryableError(TidemillError):
     """The same request may succeed after `retry_after` seconds."""
 

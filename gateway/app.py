@@ -13,7 +13,7 @@ from engine import __version__
 from engine.api import EngineClient
 from engine.errors import TidemillError
 from engine.text.tokenizer import Tokenizer
-from gateway import adapters, endpoints, health
+from gateway import endpoints, health
 from gateway.batch import files
 from gateway.batch import routes as batches
 from gateway.batch.limits import BatchLimits, BatchState
@@ -93,9 +93,8 @@ def create_app(
     app.router.redirect_slashes = False
     app.state.context = context
     app.state.recorder = Recorder(metrics, lifecycle)
-    app.state.adapters = adapters.LoadedAdapters(client, models, folder)
-    lifecycle.background += [app.state.recorder, LoopLag(metrics.registry), app.state.adapters]
-    for router in (endpoints.routes(), adapters.router, health.router, web.router):
+    lifecycle.background += [app.state.recorder, LoopLag(metrics.registry)]
+    for router in (endpoints.routes(), health.router, web.router):
         app.include_router(router)
     if folder is not None:
         _add_batches(app, context, folder, limits or BatchLimits())

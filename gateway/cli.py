@@ -240,8 +240,6 @@ def _serve(arguments: argparse.Namespace) -> int:
     engine_config, server_config = resolve_configs(arguments, [EngineConfig, ServerConfig])
     served = server_config.served_model_name or (model_name(engine_config),)
     ModelNames(served, [each.name for each in parse_adapters(engine_config.lora)])  # is any of them taken?
-    if (folder := engine_config.allowed_lora_dir) and not Path(folder).expanduser().is_dir():
-        raise ConfigError(f"--allowed-lora-dir {folder} is no folder")
     if arguments.dry_run:
         given = given_where(arguments, [EngineConfig, ServerConfig])
         dry_run = importlib.import_module("gateway.commands.dry_run")

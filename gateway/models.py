@@ -24,29 +24,14 @@ class ModelNames:
 
     def __init__(self, served: Sequence[str], adapters: Sequence[str] = ()) -> None:
         self.first = served[0]
-        self._served = tuple(served)
         self._models = {name: Model(0, self.first) for name in served}
         self._listed = dict(self._models)
         for number, adapter in enumerate(adapters, 1):
-            self.check_free(adapter)
-            self.add(adapter, number)
-
-    def check_free(self, adapter: str) -> None:
-        """Raises ConfigError if an adapter cannot have this name."""
-        if adapter in TIERS or adapter in self._models:
-            raise ConfigError(f"adapter {adapter}: the name is that of a model, another adapter or a service tier")
-
-    def add(self, adapter: str, number: int) -> None:
-        """From now on there is an adapter of a name that is free."""
-        whole = {f"{name}:{adapter}": Model(number, adapter, name) for name in self._served}
-        self._listed |= whole
-        self._models |= whole | {adapter: Model(number, adapter, self.first)}
-
-    def remove(self, adapter: str) -> None:
-        """There is no such adapter any more."""
-        del self._models[adapter]
-        for name in self._served:
-            del self._models[f"{name}:{adapter}"], self._listed[f"{name}:{adapter}"]
+            if adapter in TIERS or adapter in self._models:
+                raise ConfigError(f"adapter {adapter}: the name is that of a model, another adapter or a service tier")
+            whole = {f"{name}:{adapter}": Model(number, adapter, name) for name in served}
+            self._listed |= whole
+            self._models |= whole | {adapter: Model(number, adapter, self.first)}
 
     def listed(self) -> Iterator[tuple[str, Model]]:
         """The names to tell, with the model's own in front."""

@@ -38,7 +38,6 @@ import socket  # noqa: E402
 
 from fakes.staged import LAYER_BYTES, LAYERS, UNIT_LAYER_BYTES, StagedFake  # noqa: E402
 
-from engine.adapters import AdapterFiles  # noqa: E402
 from engine.api import DroppableLayers, EngineInfo, EngineRequest, SamplingParams, TokenLogprobs  # noqa: E402
 from engine.colocation.keeper import Colocation  # noqa: E402
 from engine.config import EngineConfig, SchedulerConfig  # noqa: E402
@@ -213,18 +212,6 @@ class ScriptedGrammars:
     async def stop(self) -> None: ...
 
 
-class ScriptedLoader:
-    """In the place of what loads adapters: any folder will do in which there is no file `broken`."""
-
-    def read(self, adapter: AdapterFiles) -> None:
-        if (Path(adapter.folder) / "broken").exists():
-            raise ConfigError(f"adapter {adapter.name} is broken")
-
-    def put(self, number: int, _matrices: None) -> None: ...
-
-    def drop(self, number: int) -> None: ...
-
-
 class ScriptedKeeper:
     """In the place of what learns from steps."""
 
@@ -283,7 +270,7 @@ def build(faults: Faults, config: EngineConfig, planned: child.Plan) -> Engine:
     settings = SchedulerConfig.of(config, num_units=num_units, max_model_len=CONTEXT)
     settings = replace(settings, block_size=4, unit_bytes=1)
     core = EngineCore(settings)
-    info = EngineInfo(CONTEXT, VOCAB, frozenset({EOS}), "scripted", "none", "none", 0, 800)
+    info = EngineInfo(CONTEXT, VOCAB, frozenset({EOS}), "scripted", "none", "none", 0, 800, adapters=("sql",))
     info = replace(info, droppable=DroppableLayers(LAYERS, LAYER_BYTES, UNIT_LAYER_BYTES, num_units))
     runner = ScriptedRunner(faults, num_units)
     grammars: Any = ScriptedGrammars(faults.folder)
@@ -293,7 +280,7 @@ def build(faults: Faults, config: EngineConfig, planned: child.Plan) -> Engine:
         setattr(Colocation, name, getattr(ScriptedKeeper, name))
     engine = Engine(
         core, runner, info, step_limits=limits, device_lost=runner.lost, grammars=grammars, colocation=keeper,
-        plan_offline=partial(_plan, core, faults), adapters=ScriptedLoader(),
+        plan_offline=partial(_plan, core, faults),
     )  # fmt: skip
     update = core.update
 

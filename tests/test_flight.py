@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 from driver import submit_one
 
-from engine.adapters import AdapterFiles
 from engine.api import EngineInfo, EngineRequest, SamplingParams
 from engine.config import EngineConfig
 from engine.errors import ConfigError
@@ -105,8 +104,7 @@ async def kept(folder: Path, number: int) -> list[flight_file.Recording]:
 async def test_what_ran_when_the_process_was_killed_is_kept(tmp_path: Path) -> None:
     prompt = (201, 202, 203)
     async with engine_process(tmp_path, "") as engine:
-        await engine.load_adapter(AdapterFiles(7, "sql", str(tmp_path)))
-        asked = EngineRequest("asked", prompt, SamplingParams(max_tokens=300), adapter=7)
+        asked = EngineRequest("asked", prompt, SamplingParams(max_tokens=300), adapter=1)
         stream = await submit_one(engine, asked)
         for _ in range(3):
             await anext(stream)

@@ -206,25 +206,19 @@ def test_decodes_on_a_gpu_find_adapters_by_slots(num_slots: int, made: Any, monk
     assert gathered, "prompts"
 
 
-def test_slots_are_given_back(made: Any) -> None:
+def test_adapters_without_a_slot_are_known(made: Any) -> None:
     case = "llama-gqa2"
     device = make_driver(case, made(case), "cuda").runner.device
     assert isinstance(device, CudaDevice) and isinstance(device.adapters, slotted.SlottedAdapters)
     adapters, numbers = device.adapters, np.array([1, 0, 2])
     first = adapters.slots_of(numbers)
     assert first is not None and first[1] == 0 < first[0] != first[2] > 0
-    adapters.drop(1)
-    assert adapters.slots_of(numbers) is None
     spec = load_spec(model_folder(case))
     plan = plan_adapter(NamedFolder("all", made(case)[0].folder), spec)
-    for number in range(3, 3 + slotted.NUM_SLOTS):  # one more than are left
+    late = 1 + slotted.NUM_SLOTS
+    for number in range(3, late + 1):  # one more than there are slots
         device.adapt(number, load_adapter(plan, spec, torch.zeros(1)))
-    late = 2 + slotted.NUM_SLOTS
     assert adapters.slots_of(np.array([late])) is None and adapters.slots_of(np.array([late - 1, 2])) is not None
-    adapters.drop(2)
-    adapters.drop(late)
-    device.adapt(late + 1, load_adapter(plan, spec, torch.zeros(1)))
-    assert adapters.slots_of(np.array([late + 1])) == first[2], "the slot of the one that went"
 
 
 def test_a_prefix_is_shared_under_one_adapter_only(made: Any) -> None:

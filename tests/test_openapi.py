@@ -50,7 +50,7 @@ OPERATIONS = [
     ("GET", "/v1/models"), ("GET", "/v1/models/{model}"),
     ("POST", "/v1/chat/completions"), ("POST", "/v1/completions"), ("POST", "/v1/responses"),
     ("POST", "/v1/messages"), ("POST", "/v1/messages/count_tokens"),
-    ("POST", "/v1/embeddings"), ("POST", "/v1/load_lora_adapter"), ("POST", "/v1/unload_lora_adapter"),
+    ("POST", "/v1/embeddings"),
     ("POST", "/v1/files"), ("GET", "/v1/files"), ("GET", "/v1/files/{file_id}"), ("DELETE", "/v1/files/{file_id}"),
     ("GET", "/v1/files/{file_id}/content"),
     ("POST", "/v1/batches"), ("GET", "/v1/batches"), ("GET", "/v1/batches/{batch_id}"),

@@ -29,7 +29,6 @@ from recording_disk import IO_ERROR, NO_SPACE, FaultyDisk
 from engine.errors import ConfigError
 from engine.process import supervisor
 from engine.text.tokenizer import Tokenizer
-from gateway import adapters
 from gateway.commands.preflight import check_folder
 from gateway.store.folder import open_state
 from gateway.store.opening import MISTAKES, check_free
@@ -67,9 +66,8 @@ async def test_everything_in_the_folder_is_for_its_owner_alone(
         (root / "files" / "unknown").touch(mode=0o600)
         await folder.recover()
         folder.secret()
-        adapters._write(folder, b"{}")
         supervisor._write(root / "engine.pid", "1\n")
-        assert {"tidemill.db", "tidemill.db-wal", "salt", "adapters.json", "engine.pid", "lost+found", "lock"} <= {
+        assert {"tidemill.db", "tidemill.db-wal", "salt", "engine.pid", "lost+found", "lock"} <= {
             path.name for path in root.iterdir()
         }
         assert modes(tmp_path / "new") == {}
@@ -80,7 +78,7 @@ async def test_everything_in_the_folder_is_for_its_owner_alone(
 
 async def test_files_of_an_earlier_version_lose_the_mode_of_the_umask(tmp_path: Path) -> None:
     await (await open_folder(tmp_path / "s")).close()
-    for name in ("tidemill.db", "adapters.json"):
+    for name in ("tidemill.db", "salt"):
         (tmp_path / "s" / name).touch()
         (tmp_path / "s" / name).chmod(0o644)
     await (await open_folder(tmp_path / "s")).close()

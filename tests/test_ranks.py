@@ -380,7 +380,6 @@ def test_the_plan_is_of_one_rank() -> None:
     ("options", "flag"),
     [
         ({"lora": ("a=/a",)}, "--lora"),
-        ({"allowed_lora_dir": "/a"}, "--allowed-lora-dir"),
         ({"hidden_cache": True}, "--hidden-cache"),
         ({"overload": "drop"}, "--overload drop"),
         ({"offload_weights": "auto"}, "--offload-weights"),

@@ -237,8 +237,6 @@ ROUTES = {
     ("GET", "/metrics"): FIGURES,
     ("GET", "/dashboard/history"): FIGURES,
     ("GET", "/dashboard/events"): FIGURES,
-    ("POST", "/v1/load_lora_adapter"): FIGURES,
-    ("POST", "/v1/unload_lora_adapter"): FIGURES,
     ("GET", "/health"): NONE,
     ("GET", "/ready"): NONE,
     ("GET", "/version"): NONE,

@@ -30,7 +30,7 @@ class LaunchPlan:
     `threads` how many work on one, once known. `offload`: which layers stream; None: all weights stay.
     `stream_seconds`: the part of a step that streaming takes, once measured.
     `droppable`: layers may be given up for a while, for more units (`engine.execution.stages`).
-    `adapters`: LoRA beside the weights, which take `adapter_bytes`; `takes_adapters`: these or later ones may be.
+    `adapters`: LoRA beside the weights, which take `adapter_bytes`.
     `implementation` of the layers: "own" or "transformers". `whole`: the model of which `spec` is the part that each of
     `ranks` has; None where all of it is on one. Bytes are of one rank. `notes`: decisions that a user may not expect,
     one sentence each.
@@ -59,7 +59,6 @@ class LaunchPlan:
     droppable: bool = False
     adapters: tuple[AdapterPlan, ...] = ()
     adapter_bytes: int = 0
-    takes_adapters: bool = False
     ranks: int = 1
     whole: ModelSpec | None = None
 

@@ -20,7 +20,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.adapters import AdapterLoader
 from engine.api import TokenLogprobs
 from engine.arrays import Int32Array, IntArray
 from engine.errors import InvalidRequestError
@@ -122,7 +121,6 @@ class Runner(Generic[DeviceT]):
         self._last_end = 0.0
         self.masks: RowMasks | None = None
         self.grammars: GrammarCompiler | None = None
-        self.adapters: AdapterLoader | None = None
         self.ranks: OtherRanks | None = None
         self._pools = RowPools(device.rows)
 

@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import replace
 
-from engine.adapters import AdapterFiles
 from engine.api import (
     EngineInfo,
     EngineRequest,
@@ -26,7 +25,7 @@ from engine.api import (
     OutputStream,
     RequestClass,
 )
-from engine.errors import EngineUnavailableError, InvalidRequestError, QueueFullError, TidemillError, adapter_in_use
+from engine.errors import EngineUnavailableError, InvalidRequestError, QueueFullError, TidemillError
 from engine.fleet.harvest import shares, windows
 from engine.fleet.member import FleetEngine, Member, hits_of, offline_load, online_load
 from engine.fleet.overload import Overload
@@ -142,23 +141,6 @@ class FleetClient:
         """See EngineClient.set_lane."""
         for member in self._members:
             member.engine.set_lane(job, lane)
-
-    async def load_adapter(self, adapter: AdapterFiles) -> None:
-        """See EngineClient.load_adapter: all engines have it, or none."""
-        engines = [member.engine for member in self._members]
-        ended = await asyncio.gather(*[each.load_adapter(adapter) for each in engines], return_exceptions=True)
-        faults = [error for error in ended if error is not None]
-        if faults:
-            loaded = [engine for engine, error in zip(engines, ended, strict=True) if error is None]
-            await asyncio.gather(*[each.unload_adapter(adapter.number) for each in loaded], return_exceptions=True)
-            raise faults[0]
-
-    async def unload_adapter(self, number: int) -> None:
-        """See EngineClient.unload_adapter."""
-        if any(member.engine.has_adapter(number) for member in self._members):
-            raise adapter_in_use()
-        for member in self._members:
-            await member.engine.unload_adapter(number)
 
     async def stats(self) -> EngineStats:
         """See EngineClient.stats: of all together, with each of them in `engines`."""

@@ -270,10 +270,6 @@ class Adapters:
         """Rows of steps may have this one from now on."""
         self._deltas[number] = deltas
 
-    def drop(self, number: int) -> None:
-        """No row of a step has it any more."""
-        del self._deltas[number]
-
     def of_step(self, numbers: IntArray, device: torch.device, send: Send = _send) -> "StepAdapters | None":
         """For a step whose tokens [T] have these adapters; None where none has any. `send` brings indices there."""
         present = np.unique(numbers)

@@ -219,7 +219,6 @@ class EngineServer:
         self._num_received = 0
         self._reported = -math.inf
         self._tasks: set[asyncio.Task[None]] = set()
-        self._loading: dict[int, asyncio.Task[None]] = {}
         self._stage = Stage(engine, self._put, self._resume_again, self._knows, lambda: self._send(frames.Parted()))
 
     async def serve(
@@ -288,12 +287,6 @@ class EngineServer:
                 self._stage.abort(request_id)
             case frames.SetLane(job, lane):
                 self._engine.set_lane(job, lane)
-            case frames.LoadAdapter(call, adapter):
-                loading = self._do(self._change(call, self._engine.load_adapter(adapter)))
-                self._loading[adapter.number] = loading
-                loading.add_done_callback(lambda _: self._loading.pop(adapter.number, None))
-            case frames.UnloadAdapter(call, number):
-                self._do(self._change(call, self._engine.unload_adapter(number)))
             case frames.AskStats(call):
                 self._send(frames.Stats(call, self._engine.snapshot()))
             case frames.Regroup(call, order):
@@ -313,8 +306,8 @@ class EngineServer:
         self._step_failed.set()
 
     def _prepare(self, requests: Sequence[EngineRequest], work: Work) -> None:
-        """Do it when their grammars and adapters are ready: at once where there are none to wait for."""
-        if not any(request.sampling.grammar or request.adapter in self._loading for request in requests):
+        """Do the work when the grammars of the requests are ready: at once if they have none."""
+        if not any(request.sampling.grammar for request in requests):
             work(None)
             return
         task = self._do(self._when_prepared(requests, work))
@@ -326,16 +319,6 @@ class EngineServer:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
-
-    async def _change(self, call: int, work: Awaitable[None]) -> None:
-        """Answered when it is done."""
-        try:
-            await work
-        except TidemillError as error:
-            log.error("%s", error)
-            self._send(frames.Refused(call, ErrorInfo.of(error)))
-        else:
-            self._send(frames.Done(call))
 
     async def _regroup(self, call: int, work: Awaitable[tuple[Past, ...]]) -> None:
         """What requests have been given so far is said before the answer."""
@@ -363,8 +346,6 @@ class EngineServer:
         fault: TidemillError | None = None
         on_trial = any(request.resumed is not None and request.resumed.apart_until for request in requests)
         try:
-            if loading := [task for each in requests if (task := self._loading.get(each.adapter)) is not None]:
-                await asyncio.wait(loading)
             async with self._engine.at_rest() if on_trial else contextlib.nullcontext():
                 await self._engine.prepare(requests)
         except TidemillError as error:

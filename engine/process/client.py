@@ -17,7 +17,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from engine.adapters import AdapterFiles
 from engine.api import (
     EngineInfo,
     EngineRequest,
@@ -29,7 +28,7 @@ from engine.api import (
     RequestClass,
 )
 from engine.config import EngineConfig
-from engine.errors import EngineStepError, EngineUnavailableError, InvalidRequestError, adapter_in_use
+from engine.errors import EngineStepError, EngineUnavailableError, InvalidRequestError
 from engine.flight import recorder as flight
 from engine.loop.step_watch import StepLimits, StepWatch
 from engine.machine.activity import Activity
@@ -76,8 +75,6 @@ TURN_TOKENS = 1 << 20
 MAX_UNSENT, DRAIN_SECONDS = 1 << 26, 0.01
 """Bytes that the process has not read yet, beyond which the rest waits."""
 NOWHERE = Place()
-NOBODY = 0
-"""The number of a call whose answer is not waited for."""
 _LEVELS = {Origin.ASKED: logging.INFO, Origin.SYSTEM: logging.DEBUG}
 STARTED_ANYWAY = "the engine is being started anyway"
 
@@ -143,7 +140,6 @@ class EngineProcess:
         self._calls = Calls(self._send)
         self.regroup = Regrouping(self._calls, self._open, self._suspects, self.abort)
         self._figures = Figures()
-        self._adapters: dict[int, AdapterFiles] = {}
         self._task: asyncio.Task[None] | None = None
         self._started = self._draining = self._stopping = self._judged = self._has_worked = False
         self._death: str | None = None
@@ -334,36 +330,6 @@ class EngineProcess:
         """See EngineClient.set_lane."""
         self._open.set_lane(job, lane)
         self._send(frames.SetLane(job, lane))
-
-    async def load_adapter(self, adapter: AdapterFiles) -> None:
-        """See EngineClient.load_adapter."""
-        self._check_accepting()
-        if self._ready.is_set():
-            with suppress(GoneError):
-                await self._calls.ask(lambda call: frames.LoadAdapter(call, adapter))
-                self._adapters[adapter.number] = adapter
-                return
-        raise EngineUnavailableError("The engine is being started again.", retry_after=RETRY_AFTER)
-
-    async def unload_adapter(self, number: int) -> None:
-        """See EngineClient.unload_adapter."""
-        if self.has_adapter(number):
-            raise adapter_in_use()
-        self._check_accepting()
-        adapter = self._adapters.pop(number, None)  # a process that is being started will not load it
-        if adapter is None or not self._ready.is_set():
-            return
-        try:
-            await self._calls.ask(lambda call: frames.UnloadAdapter(call, number))
-        except GoneError:
-            pass
-        except InvalidRequestError:
-            self._adapters[number] = adapter
-            raise
-
-    def has_adapter(self, number: int) -> bool:
-        """Whether an open request has this LoRA adapter."""
-        return any(entry.request.adapter == number for entry in self._open)
 
     async def stats(self) -> EngineStats:
         """See EngineClient.stats. Of a process that does not answer, what it said last."""
@@ -702,10 +668,8 @@ class EngineProcess:
                 pass
 
     def _up(self) -> None:
-        """The child takes requests; first of all adapters and requests that the last one left."""
+        """The child takes requests; first those that the last one left."""
         self._outage.end()
-        for adapter in self._adapters.values():
-            self._send(frames.LoadAdapter(NOBODY, adapter))
         resumed = [entry for entry in self._open.accepted() if entry.request.request_id not in self._suspects]
         if resumed:
             self._resume(resumed)

@@ -9,7 +9,6 @@ from typing import Generic, TypeVar
 
 import msgspec
 
-from engine.adapters import AdapterFiles
 from engine.api import (
     EngineInfo,
     EngineRequest,
@@ -94,20 +93,6 @@ class SetLane(Message, frozen=True):
     lane: Lane
 
 
-class LoadAdapter(Message, frozen=True):
-    """Answered by `Done` or `Refused`. Requests that have it and come behind this wait until it is there."""
-
-    call: int
-    adapter: AdapterFiles
-
-
-class UnloadAdapter(Message, frozen=True):
-    """Answered by `Done` or `Refused`."""
-
-    call: int
-    number: int
-
-
 class AskStats(Message, frozen=True):
     """Answered by `Stats`."""
 
@@ -127,8 +112,7 @@ class Shutdown(Message, frozen=True):
 
 
 ToEngine = (
-    Launch | Begin | Submit | Resume | CheckRoom | Abort | SetLane | LoadAdapter | UnloadAdapter | AskStats | Regroup
-    | Shutdown
+    Launch | Begin | Submit | Resume | CheckRoom | Abort | SetLane | AskStats | Regroup | Shutdown
 )  # fmt: skip
 
 

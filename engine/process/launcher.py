@@ -9,7 +9,7 @@ from typing import TypeVar
 
 import msgspec
 
-from engine.adapters import AdapterFiles, parse_adapters
+from engine.adapters import parse_adapters
 from engine.config import EngineConfig
 from engine.errors import ConfigError
 from engine.machine.child import python_module, starter
@@ -34,7 +34,7 @@ EndpointT = TypeVar("EndpointT", bound=Endpoint)
 class Launcher:
     """`command` starts a process, its descriptor behind it, which runs at `place`; `spawn` starts such that are no
     children. `pid_file` holds the number of the one that runs. `launch`: what the next one is told; `source`: what the
-    one that runs was made of, None until that is known; `adapters`: those of --lora, by number."""
+    one that runs was made of, None until that is known."""
 
     def __init__(
         self,
@@ -53,9 +53,7 @@ class Launcher:
         self._spawn_elsewhere = spawn
         self._pid_file = pid_file
         self._folder: Path | None = None
-        given = parse_adapters(config.lora)
-        self._adapters = [each.folder for each in given]
-        self.adapters = {n: AdapterFiles(n, each.name, str(each.folder)) for n, each in enumerate(given, 1)}
+        self._adapters = [each.folder for each in parse_adapters(config.lora)]
         self._held: Child | None = None
         self._is_spare = False
         self._holding = asyncio.Lock()

@@ -21,6 +21,7 @@ ENVIRONMENT_PREFIX = "TIDEMILL_"
 _TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
 _NOUNS: dict[type, str] = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
 REMOVED: dict[str, str] = {
+    "--allowed-lora-dir": "name the adapters at start with --lora",
     "--disk-dir": "use --swap-space for the cache of chats",
     "--disk-space": "use --swap-space for the cache of chats",
     "--flight-tokens": "find the request by its id from tidemill replay FILE",

@@ -32,7 +32,6 @@ FLAGS: tuple[tuple[str, tuple[str, ...]], ...] = (
             "dtype",
             "max_model_len",
             "lora",
-            "allowed_lora_dir",
             "chat_template",
             "tool_parser",
             "served_model_name",

@@ -2,7 +2,6 @@
 
     lock                    held by the one server that uses the folder; its process's number
     tidemill.db             rows
-    adapters.json           LoRA adapters that were loaded while the server ran, by name: their folders
     files/<file id>         bodies of uploads and results; each has a row or an announcement, see `recovery`
     journals/<batch id>     results of a running batch in the order of their ends
     tmp/                    files that are being written; emptied at start

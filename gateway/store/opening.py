@@ -14,9 +14,11 @@ from gateway.store.recovery import LOST_AND_FOUND, LostAndFound
 from gateway.store.writer import open_database
 
 DATABASE = "tidemill.db"
-_PRIVATE = (DATABASE, f"{DATABASE}-wal", f"{DATABASE}-shm", "adapters.json", "engine.pid", "salt")
+_PRIVATE = (DATABASE, f"{DATABASE}-wal", f"{DATABASE}-shm", "engine.pid", "salt")
 _FOLDERS = ("files", "journals", "tmp")
-_OURS = {*_PRIVATE, *_FOLDERS, *LOST_AND_FOUND, "lock", "cache", "flights"}
+_FORMER = ("adapters.json", "cache")
+"""Names that earlier versions wrote. They do not make a folder a foreign one."""
+_OURS = {*_PRIVATE, *_FOLDERS, *_FORMER, *LOST_AND_FOUND, "lock", "flights"}
 MISTAKES = frozenset(
     {
         errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.EACCES, errno.EPERM, errno.ENAMETOOLONG,

@@ -1,8 +1,7 @@
 """LoRA adapters where CUDA graphs find them: a table of addresses by slot, which rows of a step name.
 
 A graph is captured once and reads in every step which slot a row has, so that rows of any adapters share it. Adapters
-that come when all slots are taken, or whose matrices are of too large a rank, do without; steps with their rows run
-without a graph.
+beyond the last slot, or with matrices of too large a rank, have no slot; steps with their rows run without a graph.
 """
 
 from collections.abc import Mapping
@@ -25,7 +24,7 @@ _PLACES = ("qkv", "out", "up", "down")
 
 
 class SlottedAdapters(Adapters):
-    """`max_rows`: of a step. Slot 0 is no adapter. With `taken`, adapters may come; without, no table is kept."""
+    """`max_rows`: of a step. Slot 0 is no adapter. Without `taken` there are no adapters, and no table."""
 
     def __init__(self, spec: ModelSpec, max_rows: int, device: torch.device, *, taken: bool) -> None:
         super().__init__()
@@ -50,11 +49,6 @@ class SlottedAdapters(Adapters):
             entries[self._places[site]] = delta.a.data_ptr(), delta.b.data_ptr(), len(delta.a)
         slot = self._slots[number] = self._free.pop()
         self.table[:, slot].copy_(send(entries, self.table.device))
-
-    def drop(self, number: int) -> None:
-        super().drop(number)
-        if (slot := self._slots.pop(number, None)) is not None:
-            self._free.append(slot)  # nobody reads it until it is written again
 
     def slots_of(self, numbers: IntArray) -> IntArray | None:
         """Slots of these adapters [T]; None where one of them has none."""

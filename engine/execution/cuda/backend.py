@@ -266,7 +266,7 @@ def graph_bytes(num_shapes: int, step_bytes: int, max_tokens: int) -> int:
 def _device(plan: LaunchPlan, weights: ModelWeights, *, graphs: bool, **pool: Any) -> CudaDevice:
     return CudaDevice(
         plan.own, weights, triton_kernels(), plan.limits, graphs=graphs, cell_type=plan.cell_type,
-        adapted=plan.takes_adapters, **pool,
+        adapted=bool(plan.adapters), **pool,
     )  # fmt: skip
 
 
@@ -286,7 +286,7 @@ def _room_beside_graphs(plan: LaunchPlan, weights: ModelWeights) -> int:
 
     room = memory.cuda_cache_bytes(device, plan.memory_utilization, profile)
     num_shapes = len(Buckets(limits.max_num_seqs, limits.max_num_batched_tokens).all_shapes())
-    if plan.takes_adapters:
+    if plan.adapters:
         num_shapes += len(decode_buckets(limits.max_num_seqs))
     stored = plan.cell_type or weights.embedding.dtype
     unit = memory.unit_bytes(plan.spec, limits.block_size, stored)
