@@ -128,6 +128,8 @@ class Memory:
         view: "Callable[[int, int, torch.device], Tensor] | None" = None,
     ) -> None:
         self.device = device
+        if driver is None:
+            torch.empty(1, device=device)  # the first CUDA call of a process: the driver needs torch's context
         self._driver = load_driver() if driver is None else driver
         self._view = view or tensor_over
         where = Location(_ON_DEVICE, device.index or 0)

@@ -64,24 +64,30 @@ class Group:
 
     def total(self, part: Tensor) -> None:
         """Replace each rank's `part` by the sum of all."""
-        self._group.allreduce([part], self._sum).wait()
+        _complete(self._group.allreduce([part], self._sum))
 
     def gather(self, part: Tensor) -> Tensor:
         """Every rank's part [rows, n], side by side [rows, ranks * n], in the order of the ranks."""
         rows, width = part.shape
         parts = part.new_empty((self._ranks * rows, width))
-        self._group._allgather_base(parts, part.contiguous(), self._from_all).wait()
+        _complete(self._group._allgather_base(parts, part.contiguous(), self._from_all))
         return parts.view(self._ranks, rows, width).movedim(0, 1).reshape(rows, -1)
 
     def share(self, values: Tensor) -> None:
         """Replace each rank's `values` by the first one's."""
-        self._group.broadcast([values], self._from_first).wait()
+        _complete(self._group.broadcast([values], self._from_first))
 
     def least(self, values: Sequence[int]) -> list[int]:
         """Of each number the least that a rank has. Waits for all."""
         found = torch.tensor(values, dtype=torch.int64, device=self._device)
-        self._group.allreduce([found], self._least).wait()
+        _complete(self._group.allreduce([found], self._least))
         return [int(value) for value in found.tolist()]
+
+
+def _complete(work: Any) -> None:
+    """Wait for a collective call. NCCL returns None for a call that runs in the current stream (torch >= 2.11)."""
+    if work is not None:
+        work.wait()
 
 
 class Seat(Protocol):
