@@ -24,7 +24,6 @@ tidemill_prefill_tokens_total 1000.0
 tidemill_decode_tokens_total 500.0
 tidemill_cache_units_total{operation="swap_out"} 7.0
 tidemill_cache_units_total{operation="restore"} 4.0
-tidemill_cache_units_total{operation="compress"} 6.0
 tidemill_hidden_blocks 5.0
 tidemill_prompt_tokens_total{class="online"} 99.0
 """
@@ -32,7 +31,7 @@ tidemill_prompt_tokens_total{class="online"} 99.0
 
 def test_counters_are_summed_by_cause_and_read_by_operation() -> None:
     expected = {"preemptions": 5.0, "prefill_tokens": 1000.0, "decode_tokens": 500.0, "swap_out": 7.0, "swap_in": 0.0}
-    assert pressure.counters(PAGE) == {**expected, "restore": 4.0, "compress": 6.0, "expand": 0.0}
+    assert pressure.counters(PAGE) == {**expected, "restore": 4.0}
     assert set(pressure.counters("").values()) == {0.0}
     assert [read_metric(PAGE, name, missing=0.0) for name in (pressure.HIDDEN, "tidemill_hidden")] == [5.0, 0.0]
 
@@ -57,8 +56,6 @@ def test_a_line_of_the_table() -> None:
         "decode_tokens": 12.0,
         "preemptions": 1.0,
         "restore": 6.0,
-        "compress": 5.0,
-        "expand": 4.0,
     }
     run = pressure.PressureRun(10, 4, answers, counts, [1.0, 4.0])
     assert run.recomputed == 50 - 39
@@ -78,8 +75,6 @@ def test_a_line_of_the_table() -> None:
         "0",
         "0",
         "12",
-        "10",
-        "8",
         "2.5",
     ]
     assert len(cells) == len(re.findall(r"(?:TTFT |TBT )?P\d\d(?: ms)?|\S+", pressure.TABLE.heading))
