@@ -514,7 +514,6 @@ def tiny_shape(**changes: object) -> Shape:
         ({"value_dim": 9}, "narrower"),
         ({"cell": 7}, "narrower"),
         ({"value_dim": 4, "int8_cache": CacheType.INT8}, "8 bits"),
-        ({"cell": 9, "int8_cache": CacheType.MIXED}, "8 bits"),
         ({"level": 9}, "level"),
     ],
 )
