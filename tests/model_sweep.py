@@ -46,10 +46,7 @@ branch or behind it, on queries and keys before or after they are turned, with a
 rotation of halves or of pairs, MLPs with a gate or without, branches one after the other or side by side, scaled.
 What a layer does is read from a run of a copy of it with random weights, and not from its type's name. A layer of
 which anything is left over runs by its modules (mixtures of experts, latent attention, recurrent layers among them),
-and so does a step with LoRA adapters. The start says how many are known. Where all are, and what is around them is an
-embedding (scaled or not), angles of frequencies, a norm and a head whose outputs are scaled, capped or left alone, a
-step is one call from tokens to logits. That is read from a run in which every part gives random values: what becomes
-of them must be equal to the last bit.
+and so does a step with LoRA adapters. The start says how many are known.
 
 On a GPU their attention is by our Triton kernels, with windows, caps, sinks and unlike widths, where heads have 16 to
 256 elements in multiples of 16 bytes; without CUDA graphs. The kernels equal their twins in Triton's interpreter and

@@ -1,28 +1,22 @@
 """Decoder layers of transformers' modules that run as wholes: what is read of them, what runs, what is refused."""
 
-import copy
 import functools
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import tiny_transformers
 import torch
 from native_build import native_library
 from test_transformers_model import Case, check_tokens, make_driver
-from torch import Tensor, nn
-from torch.nn import functional
 
-from engine.api import SamplingParams
 from engine.execution import self_test
 from engine.execution.cpu.native.layers import known_groups
 from engine.execution.cpu.native.library import Level, Team
 from engine.execution.cpu.native.linear import Native, NativeLinear
 from engine.execution.cpu.transformers_device import TransformersDevice
-from engine.models.ends_reader import Ends
 from engine.models.known_layers import LayerForm, Rotation
 from engine.models.transformers_model import TransformersModel, load_model, load_shape
 
@@ -60,8 +54,6 @@ CHANGED = {
     },
     "gemma3_text": {"layer_types": ["sliding_attention", "full_attention", "sliding_attention", "sliding_attention"]},
 }
-PARTLY = {"gpt2": "other parts"}
-"""Types of which not all around their layers is known: gpt2 has learned positions."""
 UNKNOWN = {"mixtral": "parts", "deepseek_v3": "parts", "apertus": "MLP"}
 """Experts, latent attention, an activation with weights."""
 
@@ -88,8 +80,6 @@ def test_tokens_equal_generate(case_of: Any, name: str, host_units: int) -> None
     model = load(case)
     driver = make_driver(model, 0, host_units=host_units, unit_bytes=1)
     assert driver.runner.device.known_layers == KNOWN[name], model.layer_forms()
-    assert driver.runner.device.runs_whole == (name not in PARTLY), model.ends()
-    assert PARTLY.get(name, "") in str(model.ends())
     check_tokens(case, driver)
     with torch.inference_mode():
         assert self_test.test_modules(model) == ""
@@ -174,129 +164,6 @@ def test_windows_and_caps_are_those_of_the_moment(case_of: Any) -> None:
     assert {look.seen.manner.window for look in model.look()} == {8, None}
 
 
-# ---- all of a step
-
-
-def test_a_model_is_read_whole(case_of: Any) -> None:
-    ends = [load(case_of(name)).ends() for name in ("llama", "granite", "gemma2", "gemma3_text", "cohere", "smollm3")]
-    llama, granite, gemma2, gemma3, cohere, smollm = (each for each in ends if not isinstance(each, str))
-    assert (llama.embedding_scale, llama.logit_scale, llama.softcap) == (1.0, 1.0, 0.0)
-    assert (llama.embedding, llama.norm.name, llama.head) == ("model.embed_tokens", "model.norm", "lm_head")
-    assert (granite.embedding_scale, granite.logit_scale) == (3.0, 0.5)
-    assert gemma2.embedding_scale == 8.0 and gemma2.softcap == 30.0 and gemma2.norm.centered
-    assert cohere.logit_scale == 0.0625 and cohere.norm.layer
-    assert len(set(gemma3.angles)) == 2 and len(set(llama.angles)) == 1, "local and global layers"
-    assert all(each is not None for each in smollm.angles), "also of layers that do not turn"
-
-
-class _Scaled(nn.Module):
-    """A module whose outputs are multiplied or moved."""
-
-    def __init__(self, module: nn.Module, scale: float = 1.0, offset: float = 0.0) -> None:
-        super().__init__()
-        self.inner, self.scale, self.offset = module, torch.tensor(scale), torch.tensor(offset)
-        self.weight = getattr(module, "weight", None)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.inner(x) * self.scale + self.offset
-
-
-class _MovedNorm(nn.Module):
-    """A norm that adds something, as one module."""
-
-    def __init__(self, norm: Any) -> None:
-        super().__init__()
-        self.weight, self.eps = norm.weight, norm.variance_epsilon
-
-    def forward(self, x: Tensor) -> Tensor:
-        return functional.rms_norm(x, x.shape[-1:], self.weight, self.eps) + 0.25
-
-
-def _feeding(change: Callable[[Tensor], Tensor]) -> Callable[[Any], None]:
-    """What a layer is given is not what the one before it gave."""
-
-    def apply(model: Any) -> None:
-        layer = model.model.layers[2]
-        whole = layer.forward
-        layer.forward = lambda x, **others: whole(change(x), **others)
-
-    return apply
-
-
-CHANGES: dict[str, tuple[str, Callable[[Any], None]]] = {
-    "a head that scales": (
-        "head's outputs",
-        lambda model: setattr(model, "lm_head", _Scaled(model.lm_head, scale=1.7)),
-    ),
-    "a head with an offset": (
-        "head's outputs",
-        lambda model: setattr(model, "lm_head", _Scaled(model.lm_head, offset=0.25)),
-    ),
-    "a norm with an offset": ("another norm", lambda model: setattr(model.model, "norm", _MovedNorm(model.model.norm))),
-    "an offset behind the norm": (
-        "head is given",
-        lambda model: setattr(model.model, "norm", _Scaled(model.model.norm, offset=0.25)),
-    ),
-    "no norm": ("other parts", lambda model: setattr(model.model, "norm", nn.Identity())),
-    "two norms": (
-        "other parts",
-        lambda model: setattr(model.model, "norm", nn.Sequential(model.model.norm, copy.deepcopy(model.model.norm))),
-    ),
-    "an embedding with an offset": (
-        "first layer",
-        lambda model: model.model.embed_tokens.register_forward_hook(lambda _module, _args, given: given + 0.25),
-    ),
-    "layers with something between": ("ones before", _feeding(lambda x: x + 0.25)),
-    "layers with something between in place": ("ones before", _feeding(lambda x: x.add_(0.25))),
-    "angles of other positions": (
-        "angles",
-        lambda model: model.model.rotary_emb.register_forward_pre_hook(
-            lambda _module, args, given: (args, given | {"position_ids": given["position_ids"] // 2}), with_kwargs=True
-        ),
-    ),
-}
-
-
-@pytest.mark.parametrize("change", CHANGES)
-def test_what_is_around_layers_and_not_known_runs_by_its_modules(case_of: Any, change: str) -> None:
-    """Right all the same: the self-test compares with the model that was changed."""
-    reason, apply = CHANGES[change]
-    model = load(case_of("llama"))
-    apply(model.module)
-    ends = model.ends()
-    assert isinstance(ends, str) and reason in ends, ends
-    device = TransformersDevice(model, self_test.LIMITS)
-    assert device.known_layers == 4 and not device.runs_whole
-    with torch.inference_mode():
-        assert self_test.test_modules(model) == ""
-
-
-MISREAD: dict[str, tuple[str, Callable[[Ends], dict[str, Any]]]] = {
-    "an embedding that is not scaled": ("granite", lambda _: {"embedding_scale": 1.0}),
-    "logits that are not scaled": ("granite", lambda _: {"logit_scale": 1.0}),
-    "logits that are not capped": ("gemma2", lambda _: {"softcap": 0.0}),
-    "another epsilon": ("llama", lambda ends: {"norm": replace(ends.norm, eps=0.1)}),
-    "a weight with 1 too many": ("llama", lambda ends: {"norm": replace(ends.norm, centered=True)}),
-    "other frequencies": (
-        "llama",
-        lambda ends: {"angles": tuple(replace(each, frequencies=each.frequencies / 2) for each in ends.angles)},
-    ),
-    "the angles of other layers": ("gemma3_text", lambda ends: {"angles": ends.angles[-1:] * len(ends.angles)}),
-    "another scaling": ("llama", lambda ends: {"angles": tuple(replace(each, scaling=1.1) for each in ends.angles)}),
-}
-
-
-@pytest.mark.parametrize("mutant", MISREAD)
-def test_a_model_that_is_read_wrong_is_refused(case_of: Any, mutant: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    name, change = MISREAD[mutant]
-    model = load(case_of(name))
-    ends = model.ends()
-    assert not isinstance(ends, str)
-    monkeypatch.setattr(model, "_ends", replace(ends, **change(ends)))
-    with torch.inference_mode():
-        assert "of their spread" in self_test.test_modules(model)
-
-
 def test_queries_keys_and_values_are_one_layer_and_kept_once(case_of: Any) -> None:
     """The modules' layers read its memory, and a second device takes it as it is."""
     model = load(case_of("llama"))
@@ -330,25 +197,6 @@ def test_a_joined_layer_adds_the_biases_of_its_parts() -> None:
         assert len({part.panels.untyped_storage().data_ptr() for part in (joined, *each)}) == 1
 
 
-def test_a_greedy_step_gives_the_token_of_its_largest_logit(case_of: Any) -> None:
-    """Of tokens that sample alone behind the last layer's attention, and of all."""
-    for name in ("llama", "phi", "granite"):
-        for length in (3, 9):
-            given = []
-            for temperature in (0.0, 1.0):
-                device = TransformersDevice(load(case_of(name)), self_test.LIMITS)
-                rows = device.rows
-                rows.tokens[0, :length], rows.num_blocks[0] = np.arange(length) * 7 % 97, 1
-                rows.k_table[0, 0], rows.v_table[0, 0] = 0, 1
-                rows.note(0, np.arange(1))
-                rows.sampling.write(0, SamplingParams(max_tokens=1, temperature=temperature))
-                with torch.inference_mode():
-                    given.append(device.forward(np.array([(0, 0, length, 1)])))
-            (none, samples), (logits, nothing) = given
-            assert none.shape == (1, 0) and nothing is None and samples is not None
-            assert samples.tokens.tolist() == logits.argmax(-1).tolist()
-
-
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_half_precision_is_within_rounding(tmp_path: Path, dtype: str) -> None:
     for name in ("llama", "granite", "gemma2"):
@@ -358,4 +206,4 @@ def test_half_precision_is_within_rounding(tmp_path: Path, dtype: str) -> None:
         with torch.inference_mode():
             assert self_test.test_modules(model) == ""
             device = TransformersDevice(model, self_test.LIMITS)
-            assert device.known_layers == shape.num_layers and device.runs_whole
+            assert device.known_layers == shape.num_layers

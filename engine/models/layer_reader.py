@@ -44,14 +44,14 @@ def read_layer(module: nn.Module, linear: type[nn.Module], given: Given, attendi
     linears = sum(isinstance(each, linear) for each in module.modules())
     if linears > _MOST_LINEARS or any(each.dim() > _MATRIX for each in module.parameters()):
         raise UnknownError("it has too many parts")  # experts, whose copy would be large
-    layer = copy_of(module, linear)
+    layer = _copy_of(module, linear)
     form = _Matcher(layer, given, _run(layer, given, attending, 1.0)).read()
     if form != _Matcher(layer, given, _run(layer, given, attending, 0.01)).read():  # where an epsilon matters
         raise UnknownError("it computes other things of small values")
     return form
 
 
-def copy_of(module: nn.Module, linear: type[nn.Module]) -> nn.Module:
+def _copy_of(module: nn.Module, linear: type[nn.Module]) -> nn.Module:
     """The module with random weights in float32."""
     memo: dict[int, Any] = {id(each.config): each.config for each in module.modules() if hasattr(each, "config")}
     for each in module.modules():

@@ -24,7 +24,6 @@ from torch import Tensor, nn
 
 from engine.errors import ModelLoadError
 from engine.models.checkpoint import Checkpoint
-from engine.models.ends_reader import Ends, read_ends
 from engine.models.families import family_named
 from engine.models.known_layers import LAYERS, Given, LayerForm, RunLayer, layer_of, observe
 from engine.models.known_layers import take_over as take_over_layer
@@ -307,7 +306,6 @@ class TransformersModel:
                 self._decoder_layers[index] = model.get_submodule(above)
                 take_over_layer(self._decoder_layers[index], index)
         self._forms: list[LayerForm | str] = []
-        self._ends: Ends | str = ""
 
     @property
     def like(self) -> Tensor:
@@ -350,7 +348,7 @@ class TransformersModel:
 
         with torch.inference_mode():
             ids = torch.arange(_PROBED, device=self.like.device)
-            positions = self._spread()
+            positions = torch.linspace(0, self.shape.max_context - 1, _PROBED, device=self.like.device).long()
             given = observe(lambda: self.forward(ids, positions, attend, ids[:1]))
         return [Look(self._decoder_layers.get(each), given.get(each), seen[each]) for each in range(len(seen))]
 
@@ -360,24 +358,6 @@ class TransformersModel:
             with torch.inference_mode():
                 self._forms = [_form_of(look) for look in self.look()]
         return self._forms
-
-    def ends(self) -> Ends | str:
-        """What is in front of the decoder layers and behind them, or why that is not known."""
-
-        def forward(ids: Tensor, positions: Tensor, keep: Tensor, layers: RunLayer) -> Tensor:
-            return self.forward(ids, positions, _nothing, keep, layers=layers)
-
-        if not self._ends:
-            try:
-                with torch.inference_mode():
-                    self._ends = read_ends(self.module, _Linear, forward, self._spread(), self.shape.num_layers)
-            except UnknownError as error:
-                self._ends = str(error)
-        return self._ends
-
-    def _spread(self) -> Tensor:
-        """Positions that are tried: of all that there may be."""
-        return torch.linspace(0, self.shape.max_context - 1, _PROBED, device=self.like.device).long()
 
     def linear_layers(self) -> list[Linear]:
         """Those of ours that stand in the place of transformers'."""

@@ -137,8 +137,8 @@ class CpuBackend:
         if isinstance(weights, TransformersModel):
             foreign = TransformersDevice.of(weights, plan)
             if plan.kernels != "torch":
-                around = ", and all that is around them" if foreign.runs_whole else ""
-                say(f"of {plan.spec.num_layers} layers with attention {foreign.known_layers} run as wholes{around}")
+                num_layers = plan.spec.num_layers
+                say(f"the native kernels run {foreign.known_layers} of {num_layers} attention layers as a whole")
             return Runner(foreign), replace(plan, threads=torch.get_num_threads(), state_slots=foreign.state_slots)
         decoder, hidden, host = Decoder(plan.own, weights), plan.scratch_blocks, plan.host_units
         spare = weights.layers.held_bytes if plan.droppable else 0

@@ -1,7 +1,7 @@
 """A device that runs transformers' modules: attention over our pool, everything else theirs (see the model).
 
-Where their linear layers are the native library's, attention is, too, and whole layers that are known are, or all of a
-step; else attention is what the device is given, or torch's.
+If the linear layers are those of the native library, the library computes attention and all known decoder layers as
+well. Otherwise attention is the given function, or torch's.
 """
 
 from collections.abc import Callable
@@ -16,7 +16,6 @@ from engine.execution.cpu.device import PoolDevice
 from engine.execution.cpu.native.attention import NativeAttention
 from engine.execution.cpu.native.layers import NativeLayers, known_groups
 from engine.execution.cpu.native.linear import Native, NativeLinear
-from engine.execution.cpu.native.whole import NativeWhole
 from engine.execution.layout import Layout
 from engine.execution.masks import FinishMasks
 from engine.execution.plan import LaunchPlan
@@ -67,13 +66,11 @@ class TransformersDevice(PoolDevice):
         native = _native_of(model)
         self._attend: StepAttention | None = None
         self._layers: NativeLayers | None = None
-        self._whole: NativeWhole | None = None
         self.known_layers = 0
         if native is not None:
             length, groups = limits.max_model_len, known_groups(model)
             self._attend = NativeAttention(native, self.pool, self.rows, length)
             self._layers = NativeLayers(native, groups, self.pool, self.rows, self._attend, length)
-            self._whole = NativeWhole.of(native, model, groups, self.pool, self.rows, length)
             self.known_layers = sum(map(len, groups))
         elif attention is not None:
             self._attend = attention(self.pool, self.rows)
@@ -87,11 +84,6 @@ class TransformersDevice(PoolDevice):
             host_state_slots=plan.host_state_slots,
         )  # fmt: skip
 
-    @property
-    def runs_whole(self) -> bool:
-        """Whether steps without adapters run by the native library alone."""
-        return self._whole is not None
-
     def restore(self, _units: IntArray, _starts: IntArray) -> None:
         """See CacheMover; nobody keeps hidden state here."""
         raise NotImplementedError
@@ -99,11 +91,9 @@ class TransformersDevice(PoolDevice):
     def forward(
         self, chunks: IntArray, masks: FinishMasks | None = None, take: TakeHidden | None = None
     ) -> tuple[Tensor, DeviceSamples | None]:
-        """See Device. Greedy tokens that may be any are chosen here where all is native, all others by the host."""
+        """See Device. The host chooses all tokens."""
         assert take is None, "a vector is asked of a model that makes none"
-        if self._whole is not None and not self.rows.adapters[chunks[:, 0]].any():
-            plain = masks is None and self.rows.sampling.plain(chunks[chunks[:, 3] > 0, 0])
-            return self._whole.run(chunks, logits=not plain).as_given()
+        del masks
         pool, rows = self.pool, self.rows
         layout, attend = self._attention(chunks)
         ids, positions, keep = (

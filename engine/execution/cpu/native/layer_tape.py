@@ -68,19 +68,14 @@ class Composer:
         self.ops: list[Op] = []
         self.kept: list[Tensor] = []
         self._at = rows
-        self._alone = 0  # whether the operations are of the tokens that sample alone
         self._addends: list[Tensor] = []
         self._scale = 1.0
 
-    def add(self, layer: KnownLayer, angles: Tensor | None, sampled: Rows | None = None) -> None:
-        """`angles`: cosines, then sines, float [T, rotary_dim]. `sampled`: where the tokens that sample go on behind
-        attention, alone."""
-        form = layer.form
+    def add(self, layer: KnownLayer, angles: Tensor) -> None:
+        """Append the operations of a layer. `angles`: cosines, then sines, float [T, rotary_dim]."""
+        form, at = layer.form, self._at
         source = self._add_norm(layer.module, form.input_norm)
         self._attention(layer, source, angles)
-        if sampled is not None:
-            source = self._go_on_with(sampled, source, also=form.parallel and form.mlp_norm is None)
-        at = self._at
         self._linear(layer.linear[form.out], at.attended, at.delta)
         self._norm_in_place(layer, form.attention_norm, at.delta)
         self._scale = form.scale
@@ -100,34 +95,8 @@ class Composer:
         self._add_norm(None, None)
         return self.ops
 
-    def end_with(self, norm: NormForm, module: nn.Module, head: NativeLinear, last: Tensor) -> Op:
-        """All of them, to the largest logits of the tokens that sample, with rows `last` for their norm; the head's
-        operation. `module` has the norm."""
-        self._add_norm(module, norm, last)
-        self._linear(head, last, None, Epilogue.LOGITS)
-        logits = self.ops[-1]
-        logits.sampled = 1
-        self.ops.append(Op(kind=Kind.BEST))
-        return logits
-
-    def _go_on_with(self, sampled: Rows, source: Tensor, *, also: bool) -> Tensor:
-        """From here on the tokens that sample: gathers what is still needed of them, `also` of `source`, what attention
-        was given. Gives that in its new place."""
-        at = self._at
-        attend, merge = self.ops[-2:]
-        attend.sampled = merge.sampled = self._alone = 1
-        normed = source is not at.x
-        needed = [(at.attended, sampled.attended), (at.x, sampled.x)]
-        for rows, few in [*needed, *([(at.normed, sampled.normed)] if also and normed else [])]:
-            op = Op(kind=Kind.GATHER, n=rows.shape[1], in_stride=rows.stride(0), out_stride=few.stride(0))
-            op.input, op.out = rows.data_ptr(), few.data_ptr()
-            self.ops.append(op)
-        self._at = sampled
-        return sampled.normed if normed else sampled.x
-
-    def _add_norm(self, module: nn.Module | None, norm: NormForm | None, out: Tensor | None = None) -> Tensor:
-        """What waits is added to the hidden state; its norm, or the hidden state itself. `out`: for the last norm, of
-        those that sample."""
+    def _add_norm(self, module: nn.Module | None, norm: NormForm | None) -> Tensor:
+        """Add the pending addends to the hidden state. Return the rows of its norm, or of the hidden state itself."""
         at, addends = self._at, self._addends
         if norm is not None or addends:
             op = Op(kind=Kind.NORM, k=at.kind.hidden, in_stride=at.x.stride(0), residual=at.x.data_ptr())
@@ -135,10 +104,7 @@ class Composer:
                 op.input, op.other = addends[0].data_ptr(), addends[1].data_ptr() if len(addends) > 1 else None
                 op.scale = 0.0 if self._scale == 1.0 else self._scale
             if norm is not None and module is not None:
-                self._as_norm(op, module, norm, at.normed if out is None else out)
-            if out is not None and not self._alone:
-                op.kind = Kind.GATHER_NORM
-            op.sampled = self._alone
+                self._as_norm(op, module, norm, at.normed)
             self.ops.append(op)
         self._addends = []
         return at.x if norm is None else at.normed
@@ -152,18 +118,16 @@ class Composer:
         """Of the first `width` elements, all by default."""
         if norm is not None:
             op = Op(kind=Kind.NORM, k=width or self._at.kind.hidden, in_stride=rows.stride(0), residual=rows.data_ptr())
-            op.sampled = self._alone
             self._as_norm(op, layer.module, norm, rows)
             self.ops.append(op)
 
-    def _attention(self, layer: KnownLayer, source: Tensor, angles: Tensor | None) -> None:
+    def _attention(self, layer: KnownLayer, source: Tensor, angles: Tensor) -> None:
         at, form, manner, first = self._at, layer.form, layer.manner, 0
         for linear in layer.qkv:
             self._linear(linear, source, at.qkv[:, first:])
             first += linear.out_features
         rope = Op(kind=Kind.ROPE_KV, layer=layer.index, out=at.qkv.data_ptr(), out_stride=at.qkv.stride(0))
         if form.rotation is not None:
-            assert angles is not None
             rope.input, rope.n = angles.data_ptr(), form.rotation.pairs + 2 * form.qk_norms_last
         if form.qk_norms is not None and form.qk_norms[0].heads:
             rope.weight, rope.eps = self._constant(self._heads_norm(layer, form.qk_norms)), form.qk_norms[0].eps
@@ -202,7 +166,7 @@ class Composer:
         self,
         linear: NativeLinear,
         rows: Tensor,
-        out: Tensor | None,
+        out: Tensor,
         epilogue: Epilogue = Epilogue.PLAIN,
         outputs: int = 0,
     ) -> None:
@@ -210,9 +174,7 @@ class Composer:
         op = linear.op(epilogue)
         assert op.in_stride == rows.stride(0)
         op.n = outputs or op.n
-        op.input, op.sampled = rows.data_ptr(), self._alone
-        if out is not None:
-            op.out, op.out_stride = out.data_ptr(), out.stride(0)
+        op.input, op.out, op.out_stride = rows.data_ptr(), out.data_ptr(), out.stride(0)
         self.ops.append(op)
 
     def _constant(self, values: Tensor) -> int:

@@ -15,7 +15,7 @@ from torch import Tensor
 from engine.execution.cpu.native.attention import ANY_TOKEN, FIRST_TOKENS, Heads, NativeAttention
 from engine.execution.cpu.native.binding import shape_over
 from engine.execution.cpu.native.layer_tape import Composer, KnownLayer, LayerKind, Rows
-from engine.execution.cpu.native.library import TYPES, Level, Shape, Step, Tape, activation_dtype
+from engine.execution.cpu.native.library import TYPES, Shape, Step, Tape, activation_dtype
 from engine.execution.cpu.native.linear import PANEL, Native, NativeLinear
 from engine.execution.pool import UnitPool
 from engine.execution.rows import RowTable
@@ -68,39 +68,23 @@ class NativeLayers:
                 ops.add(layer, angles)
             rotations = [layer.form.rotation for layer in group if layer.form.rotation is not None]
             frequencies = angles.data_ptr() if kind.rotary_dim else None  # of no use: angles come from the modules
-            shape = layer_shape(
-                kind, level, self._pool, self._table, self._max_model_len, max_tokens, ANY_TOKEN, frequencies
+            shape = shape_over(
+                self._pool,
+                self._table,
+                self._max_model_len,
+                **kind.heads._asdict(),
+                rotary_dim=kind.rotary_dim,
+                hidden=kind.hidden,
+                vocab=ANY_TOKEN,
+                max_tokens=max_tokens,
+                max_samples=self._table.num_rows,
+                rounds_once=int(kind.rounds_once),
+                level=level,
+                type=TYPES[self._pool.dtype],
+                rotary_scaling=1.0,
+                inverse_frequencies=frequencies,
             )
             self._runs[group[0].index] = _Run(self._native, shape, rows[kind], ops, angles, rotations)
-
-
-def layer_shape(
-    kind: LayerKind,
-    level: Level,
-    pool: UnitPool,
-    rows: RowTable,
-    max_model_len: int,
-    max_tokens: int,
-    vocab: int,
-    frequencies: int | None,
-) -> Shape:
-    """What a tape of such layers is over."""
-    return shape_over(
-        pool,
-        rows,
-        max_model_len,
-        **kind.heads._asdict(),
-        rotary_dim=kind.rotary_dim,
-        hidden=kind.hidden,
-        vocab=vocab,
-        max_tokens=max_tokens,
-        max_samples=rows.num_rows,
-        rounds_once=int(kind.rounds_once),
-        level=level,
-        type=TYPES[pool.dtype],
-        rotary_scaling=1.0,
-        inverse_frequencies=frequencies,
-    )
 
 
 def known_groups(model: TransformersModel) -> list[list[KnownLayer]]:
@@ -123,7 +107,7 @@ def _known(look: Look, form: LayerForm, dtype: torch.dtype, index: int) -> Known
     assert module is not None and given is not None
     linear: dict[str, Any] = {name: getattr(module.get_submodule(name), "layer", None) for name in form.linear}
     rms = {norm.once for norm in form.norms if not norm.layer}
-    if given.x.dtype != dtype or len(rms) > 1 or not all(is_plain(each, dtype) for each in linear.values()):
+    if given.x.dtype != dtype or len(rms) > 1 or not all(_is_plain(each, dtype) for each in linear.values()):
         return None
     if form.qk_norms is not None and not _norms_heads(form.qk_norms, last=form.qk_norms_last):
         return None
@@ -149,7 +133,7 @@ def _norms_heads(norms: tuple[NormForm, NormForm], *, last: bool) -> bool:
     return not last if not first.heads else not first.layer and first.eps == second.eps
 
 
-def is_plain(layer: object, dtype: torch.dtype) -> bool:
+def _is_plain(layer: object, dtype: torch.dtype) -> bool:
     """Whether a tape of this type reads the layer's weight as it is."""
     return type(layer) is NativeLinear and layer.dtype == dtype and not layer.gated
 

@@ -13,7 +13,7 @@ enum tm_kind : int32_t { TM_EMBED, TM_ANGLES, TM_NORM, TM_GATHER_NORM, TM_LINEAR
 enum tm_epilogue : int32_t { TM_PLAIN, TM_SWIGLU, TM_GELU, TM_GELU_TANH, TM_RELU, TM_LOGITS, TM_GEGLU, TM_RELU2, TM_TIMES_SILU, TM_TIMES_GELU, TM_TIMES_GELU_TANH };
 // How a linear layer computes with integers of 8 bits: not at all, by pairs of 16 bits (any level), by products of bytes.
 enum tm_int8 : int32_t { TM_NO_INT8, TM_WORDS, TM_BYTES };
-// All of the pool in the model's type; all in 8 bits with scales; or blocks of the past in 8 bits among others (cells.h).
+// Type of the pool's cells: that of the model, or integers of 8 bits with scales (cells.h).
 enum tm_int8_cache : int32_t { TM_EXACT_CACHE, TM_INT8_CACHE };
 enum tm_result : int32_t { TM_DONE, TM_TOO_MANY, TM_BAD_CHUNK, TM_BAD_TOKEN, TM_BAD_BLOCK, TM_NO_MEMORY };
 
@@ -42,7 +42,7 @@ struct tm_shape {
 //   GATHER_NORM  the same of the tokens that sample, residual left as it is
 //   GATHER       rows of `in` [tokens, n] that sample -> out [samples, n]
 //   LINEAR       in [rows, k] * packed weight [n, k] + bias -> out; see tm_epilogue. LOGITS, of rows that sample, writes
-//                float32, times `scale` if that is not 0, capped by `softcap`. SWIGLU, GEGLU: weight packed in halves, out
+//                float32, capped by `softcap`. SWIGLU, GEGLU: weight packed in halves, out
 //                [rows, n / 2]; GEGLU has GELU by tanh. RELU2 is squared. TIMES_*: outputs times the activation of what is in their places in
 //                `other`, rows like those of out, which they may be; if the layer in front wrote them there, of the same input,
 //                both run as one. Rows are padded to a multiple of 32 inputs, with zeros; on TM_AMX as many rows as make a

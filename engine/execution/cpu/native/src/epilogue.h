@@ -68,9 +68,7 @@ template <class T, class S> struct Epilogue {
         float highest_yet = best.value[row];
         for (int64_t i = 0; i < PANEL && first + i < op.n; i += Vec::W) {
             const int64_t left = op.n - first - i;
-            Vec x = output(c, first, i);
-            if (op.scale != 0) x = rounded_to<T>(mul(x, set(op.scale)));
-            x = rounded_to<T>(capped(x, op.softcap));
+            const Vec x = rounded_to<T>(capped(output(c, first, i), op.softcap));
             if (logits) put<float>(logits + row * logits_stride + first + i, x, left);
             const Vec seen = first_lanes(x, left, -INFINITY);
             const float top = has_nan(seen) ? NAN : highest(seen);
