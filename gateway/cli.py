@@ -10,6 +10,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
@@ -28,6 +29,7 @@ from gateway.models import ModelNames
 
 DEMO_NAME = "tidemill-demo"
 _LOADGEN = {"bench": "loadgen.cli", "simulate": "loadgen.simulate"}
+_LOADGEN_FLAGS = {"bench": "loadgen.flags", "simulate": "loadgen.simulate"}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -192,7 +194,11 @@ def _version(_arguments: argparse.Namespace) -> int:
 
 
 def _completions(arguments: argparse.Namespace) -> int:
-    print(script(_parser(), arguments.shell), end="")
+    apart = {}
+    for command, module in _LOADGEN_FLAGS.items():
+        with suppress(ImportError):  # the extra 'loadgen' may not be installed
+            apart[command] = importlib.import_module(module).parser()
+    print(script(_parser(), arguments.shell, apart), end="")
     return 0
 
 
