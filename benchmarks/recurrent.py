@@ -2,20 +2,31 @@
 states are set aside at the start, and where they would share one pool with K and V, as items of fixed cost in the
 knapsack; and what part of the prompts of chats is computed with checkpoints of the state.
 
-Nothing is measured: the core schedules for a runner that answers at once, with any token. Sizes are those of published
-configs, a state's elements taken as 4 bytes.
+`--live` measures instead how much sooner the second turn of a chat starts with checkpoints: two servers of an LFM2 of
+random weights, with and without prefix caching, asked in alternation.
+
+Otherwise nothing is measured: the core schedules for a runner that answers at once, with any token. Sizes are those of
+published configs, a state's elements taken as 4 bytes.
 """
 
 import argparse
+import asyncio
 import random
+import tempfile
+import time
 from collections import deque
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import count
+from pathlib import Path
+from statistics import median
 
 import numpy as np
 
+from benchmarks import live
 from benchmarks.frame import Table
+from benchmarks.machine import describe
 from engine.api import EngineRequest, SamplingParams
 from engine.config import CHECKPOINT_TOKENS, SchedulerConfig
 from engine.core import EngineCore
@@ -24,6 +35,24 @@ from engine.scheduling.knapsack import Columns, choose
 from engine.scheduling.output import ModelRunnerOutput
 from predictor.limits import UNITS_PER_BLOCK, Limits
 
+LFM2 = {
+    "architectures": ["Lfm2ForCausalLM"],
+    "model_type": "lfm2",
+    "hidden_size": 512,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "layer_types": ["conv", "conv", "full_attention"] * 4,
+    "vocab_size": 2560,
+    "max_position_embeddings": 4096,
+    "tie_word_embeddings": True,
+    "torch_dtype": "float32",
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+}
+"""A hybrid of short convolutions and attention, about 40 M parameters."""
+QUESTION = 40
 BLOCK, GIB = 16, 2**30
 CONTEXTS = (512, 2048, 8192, 32768)
 SYSTEMS = (900, 1700, 2500, 3300)
@@ -103,8 +132,55 @@ def computed_share(state_slots: int, every: int, *, prefixes: bool = True) -> fl
     return 1.0 - stats.prefix_hit_tokens / max(1, stats.prefix_queried_tokens)
 
 
+async def second_turns(url: str, history: int, chats: int, seed: int) -> list[float]:
+    """Return the seconds until the first token of each chat's second turn, one chat after another."""
+    chance, seconds = random.Random(seed), []
+    async with live.completions(url, 1) as ask:
+        for _ in range(chats):
+            prompt = [chance.randrange(16, 2000) for _ in range(history)]
+            for turn in (prompt, prompt + [chance.randrange(16, 2000) for _ in range(QUESTION)]):
+                began = time.monotonic()
+                status, answer = await ask(model="model", prompt=turn, max_tokens=1, temperature=0.0)
+                if status != 200:
+                    raise SystemExit(f"the server answered {status}: {answer}")
+            seconds.append(time.monotonic() - began)
+    return seconds
+
+
+def measure_live(history: int, chats: int, rounds: int) -> None:
+    """Print the median time to the first token of second turns, without and with checkpoints."""
+    flags = (
+        "--dtype=float32",
+        f"--max-model-len={history + 256}",
+        "--max-num-seqs=4",
+        "--slo=ttft_p99=60s",
+        "--profile-seconds=5",
+    )
+    found: dict[str, list[float]] = {"--no-enable-prefix-caching": [], "--enable-prefix-caching": []}
+    with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
+        folder = Path(name)
+        live.make_model_folder(folder, LFM2)
+        flags += (f"--profile-dir={folder}",)
+        states = {arm: f"--state-dir={folder / arm.strip('-')}" for arm in found}
+        urls = {arm: stack.enter_context(live.server(folder, 0, *flags, states[arm], arm)) for arm in found}
+        for seed in range(rounds):
+            for arm, url in urls.items():
+                found[arm] += asyncio.run(second_turns(url, history, chats, seed))
+    without, beside = (median(seconds) * 1e3 for seconds in found.values())
+    print(f"second turn behind {history} tokens, {describe()}: TTFT P50 {without:.0f} ms without checkpoints, ", end="")
+    print(f"{beside:.0f} ms with them: {without / beside:.1f} x sooner ({chats * rounds} chats an arm)")
+
+
 def main(argv: Sequence[str]) -> None:
-    argparse.ArgumentParser(prog="python -m benchmarks recurrent", description=__doc__).parse_args(argv)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks recurrent", description=__doc__)
+    parser.add_argument("--live", action="store_true", help="measure the second turn of chats on two servers")
+    parser.add_argument("--history", type=int, default=1500, help="tokens of a first turn, with --live")
+    parser.add_argument("--chats", type=int, default=4, help="chats of a round, with --live")
+    parser.add_argument("--rounds", type=int, default=3, help="rounds of both servers in turn, with --live")
+    arguments = parser.parse_args(argv)
+    if arguments.live:
+        measure_live(arguments.history, arguments.chats, arguments.rounds)
+        return
     chance = random.Random(0)
     queue = [round(2 ** chance.uniform(8, 15)) for _ in range(1000)]
     values = [chance.expovariate(1.0) for _ in queue]
