@@ -1,6 +1,6 @@
-"""Writes docs/reference/: `python tools/reference.py [--check]`. The pages come from the code that they describe.
+"""Write docs/reference/ from the code: `python tools/reference.py [--check]`.
 
-`--check` compares with the files and changes nothing; a test does it, so no page can say what is not so.
+`--check` compares the pages with the code and changes nothing; a test runs it.
 """
 
 import argparse
@@ -40,8 +40,8 @@ def page(title: str, *parts: str) -> str:
 
 
 def cli_page() -> str:
-    """Every command with its options; `tidemill COMMAND --help` says the same."""
-    parts: list[str] = []
+    """Every command with its options. Settings are named there and described in config.md."""
+    parts = ["`tidemill COMMAND --help` prints the same. Settings are described in [Configuration](config.md).\n"]
     _describe(cli._parser(), "tidemill", parts)
     parts.append("`tidemill bench --help` and `tidemill simulate --help` describe the measuring tools.\n")
     return page("Command line", *parts)
@@ -51,16 +51,30 @@ def _describe(parser: argparse.ArgumentParser, name: str, parts: list[str]) -> N
     parts.append(f"## {name}\n\n{parser.description or ''}".rstrip() + "\n")
     nested = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
     options = [a for a in parser._actions if a not in nested and a.dest != "help"]
-    if options:
-        parts.append(
-            table(("option", "what it does"), [(_spelled(a), (a.help or "").replace("%%", "%")) for a in options])
-        )
+    rows = [(_spelled(a), _help(a)) for a in options if not _is_setting(a)]
+    if rows:
+        parts.append(table(("option", "what it does"), rows))
+    if settings := [f"`{a.option_strings[0]}`" for a in options if _is_setting(a)]:
+        parts.append("Settings: " + ", ".join(settings) + ".\n")
     for action in nested:
         texts = {choice.dest: choice.help or "" for choice in action._choices_actions}
         parts.append(table(("command", "what it does"), [(f"`{n}`", texts.get(n, "")) for n in action.choices]))
         for inner, command in action.choices.items():
             if command.add_help:
                 _describe(command, f"{name} {inner}", parts)
+
+
+SETTINGS = {f"--{flag.key}": flag.help for config in (EngineConfig, ServerConfig) for flag in flags_of(config)}
+
+
+def _is_setting(action: argparse.Action) -> bool:
+    """Return whether the option sets a field of the configuration, and not only has the name of one."""
+    text = _help(action)
+    return any(text.startswith(SETTINGS.get(option) or "\0") for option in action.option_strings)
+
+
+def _help(action: argparse.Action) -> str:
+    return (action.help or "").replace("%%", "%")
 
 
 def _spelled(action: argparse.Action) -> str:
@@ -76,13 +90,15 @@ def _spelled(action: argparse.Action) -> str:
 
 def config_page() -> str:
     intro = (
-        "Each setting is a flag, an environment variable and a key of the `--config` file (YAML), taken in this order. "
-        "A flag that repeats is a comma-separated variable and a list in the file.\n"
+        "Each setting is a flag (`--max-model-len`), an environment variable (`TIDEMILL_MAX_MODEL_LEN`) and a key of "
+        "the `--config` file (YAML, `max-model-len`). A flag wins over a variable, a variable over the file. A "
+        "repeated flag is a comma-separated variable and a list in the file. `tidemill serve --dry-run` prints what "
+        "a start would do.\n"
     )
     parts = [intro]
     for title, config in (("Engine", EngineConfig), ("Server", ServerConfig)):
-        rows = [(f"`--{f.key}`", f"`{f.variable}`", _default(f), f.help) for f in flags_of(config)]
-        parts.append(f"## {title}\n\n" + table(("flag", "variable", "default", "what it does"), rows))
+        rows = [(f"`--{f.key}`", _default(f), f.help) for f in flags_of(config)]
+        parts.append(f"## {title}\n\n" + table(("flag", "default", "what it does"), rows))
     return page("Configuration", *parts)
 
 
