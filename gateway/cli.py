@@ -11,13 +11,12 @@ import signal
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
 from engine import __version__, openmp
 from engine.adapters import parse_adapters
-from engine.api import EngineClient, EngineInfo
+from engine.api import EngineInfo
 from engine.config import EngineConfig
 from engine.errors import ConfigError, TidemillError
 from gateway.commands.batch import add_batch
@@ -287,8 +286,7 @@ class _Start:
 def _serve_with(
     folder: Any, engine_config: EngineConfig, server_config: ServerConfig, server: Any, start: _Start
 ) -> int:
-    load = _load_processes if server_config.engine_process else _load_here
-    engine, tokenizer, discard = load(engine_config, server_config, folder, start.go_on)
+    engine, tokenizer = _load(engine_config, server_config, folder, start.go_on)
     try:
         window = server_config.engines * engine.info.batch_lines
         limits = importlib.import_module("gateway.batch.limits").BatchLimits(window_lines=window)
@@ -297,34 +295,14 @@ def _serve_with(
         print(summary(server_config, engine.info), flush=True)
         return int(server.run(app, server_config))
     finally:
-        discard()
+        engine.discard()
 
 
-Loaded = tuple[EngineClient, Any, Callable[[], None]]
-"""An engine, the tokenizer of its model (read before the weights are), and what takes down an engine not stopped."""
-
-
-def _load_here(
-    engine_config: EngineConfig, server_config: ServerConfig, _folder: Any, go_on: Callable[[], None]
-) -> Loaded:
-    """The engine in this process."""
-    from engine.text.tokenizer import Tokenizer
-
-    openmp.announce(engine_config, say)
-    build = importlib.import_module("engine.build")
-    plan = build.plan_launch(engine_config)
-    tokenizer = Tokenizer.load(plan.folder, server_config.chat_template)
-    for note in plan.notes:
-        say(note)
-    go_on()
-    engine = build.build_engine(engine_config, plan, say)
-    return engine, tokenizer, engine.kill
-
-
-def _load_processes(
+def _load(
     engine_config: EngineConfig, server_config: ServerConfig, folder: Any, go_on: Callable[[], None]
-) -> Loaded:
-    """Engines in processes of their own: torch is never loaded in this one."""
+) -> tuple[Any, Any]:
+    """Return an engine that runs in other processes, so that torch is never loaded in this one, and the tokenizer of
+    its model, which is read before the weights are."""
     from engine.text.tokenizer import Tokenizer
 
     tokenizers: list[Tokenizer] = []
@@ -337,22 +315,22 @@ def _load_processes(
 
     engine = _make_engine(engine_config, server_config, folder.root)
     engine.load(planned)
-    return engine, tokenizers[0], engine.discard
+    return engine, tokenizers[0]
 
 
 def _make_engine(engine_config: EngineConfig, server_config: ServerConfig, root: Path) -> Any:
     """One, or the fleet of several."""
     from engine.process.flights import Flights
     from engine.process.policy import RestartPolicy
+    from engine.process.sabotage import VARIABLE
 
-    policy = partial(RestartPolicy, server_config.max_engine_deaths, max_delay=server_config.max_restart_delay)
+    policy = RestartPolicy.without_end if os.environ.get(VARIABLE) else RestartPolicy
     log_level, pid_file = server_config.log_level, root / "engine.pid"
     flights = Flights(root / "flights", model_name(engine_config))
     if server_config.engines == 1 and not server_config.ray:
         make = importlib.import_module("engine.process.client").EngineProcess
         return make(
-            engine_config, log_level=log_level, pid_file=pid_file, policy=policy(), flights=flights,
-            spare=server_config.engine_spare,
+            engine_config, log_level=log_level, pid_file=pid_file, policy=policy(), flights=flights, spare=True
         )  # fmt: skip
     launch = importlib.import_module("engine.fleet.launch")
     fleet = launch.FleetPlan(

@@ -51,21 +51,6 @@ class ServerConfig:
     state_dir: str | None = _flag(
         None, "folder for files and batches (default: $XDG_STATE_HOME/tidemill or ~/.local/state/tidemill)"
     )
-    engine_process: bool = _flag(
-        True,
-        "run the engine in a process of its own; if it dies, the next one goes on with its requests (off: in this one)",
-    )
-    engine_spare: bool = _flag(
-        True,
-        "keep the next engine process ready, where 2 GiB of memory are free (it takes some 200 MB): a restart loads "
-        "weights only",
-    )
-    max_engine_deaths: int = _flag(
-        6, "deaths of the engine process, within ten minutes and without a healthy one, after which the server ends"
-    )
-    max_restart_delay: float = _flag(
-        30.0, "seconds that the next engine process waits at most: 0, 1, 2, 4 ... up to it"
-    )
     engines: int = _flag(1, "engines: a CUDA device of this machine each, or an equal part of its cores each")
     ray: str = _flag(
         "",
@@ -93,16 +78,8 @@ class ServerConfig:
             raise ConfigError(f"--max-body-bytes must be at least 1024, not {self.max_body_bytes}")
         if not 0.0 <= self.shutdown_timeout <= 86400.0:
             raise ConfigError(f"--shutdown-timeout must be between 0 and 86400, not {self.shutdown_timeout}")
-        if self.max_engine_deaths < 1:
-            raise ConfigError(f"--max-engine-deaths must be at least 1, not {self.max_engine_deaths}")
-        if not 0.0 <= self.max_restart_delay <= 3600.0:
-            raise ConfigError(f"--max-restart-delay must be between 0 and 3600, not {self.max_restart_delay}")
         if not 1 <= self.engines <= 256:
             raise ConfigError(f"--engines must be between 1 and 256, not {self.engines}")
-        if self.engines > 1 and not self.engine_process:
-            raise ConfigError("--engines needs engines in processes of their own: leave out --no-engine-process")
-        if self.ray and not self.engine_process:
-            raise ConfigError("--ray needs engines in processes of their own: leave out --no-engine-process")
         if self.ray and not re.fullmatch(r"auto|local|[^\s:/]+:[0-9]{1,5}|\[[0-9A-Fa-f:]+\]:[0-9]{1,5}", self.ray):
             raise ConfigError(f"--ray must be HOST:PORT, auto or local, not {self.ray!r}")
         find_router(self.router)

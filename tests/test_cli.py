@@ -381,9 +381,8 @@ def _has_cuda() -> bool:
     return torch.cuda.is_available()
 
 
-@pytest.mark.parametrize("place", ["--engine-process", "--no-engine-process"])
 def test_serve_joins_the_parts_and_says_what_runs(
-    place: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The real model, tokenizer and engine; only the HTTP side is watched instead of run."""
     seen: dict[str, Any] = {}
@@ -408,7 +407,7 @@ def test_serve_joins_the_parts_and_says_what_runs(
     monkeypatch.setitem(sys.modules, "gateway.app", App)  # type: ignore[arg-type]
     monkeypatch.setitem(sys.modules, "gateway.server", Server)  # type: ignore[arg-type]
     argv = ["serve", "--port", "0", "--device", "cpu", "--dtype", "float32", "--num-gpu-blocks-override", "20"]
-    assert cli.main([*argv, place]) == 0
+    assert cli.main(argv) == 0
     out = capfd.readouterr().out
     assert "context limited to the 320 tokens" in out
     assert re.search(

@@ -143,7 +143,7 @@ def test_a_wrong_value_starts_nothing(
     dry: tuple[str, ...],
 ) -> None:
     started: list[object] = []
-    monkeypatch.setattr(cli, "_load_processes", lambda *given: started.append(given))
+    monkeypatch.setattr(cli, "_load", lambda *given: started.append(given))
     monkeypatch.setitem(sys.modules, "ray", None)  # also where it is installed
     (tmp_path / "file").touch()
     words = [word.replace("{tmp}", str(tmp_path)) for word in argv]
@@ -161,8 +161,6 @@ def test_where_several_engines_would_run(capsys: pytest.CaptureFixture[str], mon
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert dry_run("--engines", "2", "--device", "cuda") == 2
     assert "--engines 2 needs as many CUDA devices; 0 can be seen" in capsys.readouterr().err
-    assert dry_run("--engines", "2", "--no-engine-process") == 2
-    assert "--engines needs engines in processes of their own" in capsys.readouterr().err
     assert dry_run("--engines", "0") == 2
 
 

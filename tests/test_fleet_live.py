@@ -20,6 +20,8 @@ import pytest
 from batch_tools import check_ended, jsonl, line, submit
 from test_soak import ended, ready_url
 
+from engine.process.sabotage import VARIABLE
+
 MODEL = "tidemill-demo"
 KILLS = int(os.environ.get("FLEET_KILLS", "4"))
 SEED = int(os.environ.get("FLEET_SEED", "0"))
@@ -33,9 +35,9 @@ def fleet_server(folder: Path) -> Iterator[str]:
     command = [sys.executable, "-m", "gateway", "serve", "--port", "0", "--state-dir", str(folder / "state")]
     command += ["--engines", "2", "--profile-dir", str(folder), "--profile-seconds", "0", "--dtype", "float32"]
     command += ["--num-gpu-blocks-override", "600", "--slo", "ttft_p99=100s,tbt_p99=100s"]
-    command += ["--max-engine-deaths", "999", "--max-restart-delay", "0"]
     with log.open("wb") as output:
-        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
+        environment = {**os.environ, VARIABLE: str(folder)}
+        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=environment)
         try:
             yield ready_url(process, log)
             assert process.poll() is None, log.read_text()[-4000:]

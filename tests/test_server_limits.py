@@ -669,12 +669,11 @@ sys.exit(main(sys.argv[1:]))
 """
 
 
-@pytest.mark.parametrize("engine", ["--engine-process", "--no-engine-process"])
-async def test_a_signal_ends_a_start_in_which_it_was_swallowed(tmp_path: Path, engine: str) -> None:
+async def test_a_signal_ends_a_start_in_which_it_was_swallowed(tmp_path: Path) -> None:
     """As libraries do that are imported with a bare `except`, and what C calls back."""
     flags = ["--port", "0", "--device", "cpu", "--profile-seconds", "0", "--profile-dir", str(tmp_path / "profiles")]
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-c", SWALLOWS, "serve", engine, *flags, "--state-dir", str(tmp_path / "state")),
+        *(sys.executable, "-c", SWALLOWS, "serve", *flags, "--state-dir", str(tmp_path / "state")),
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
         env={**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent)},

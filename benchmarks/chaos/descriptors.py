@@ -20,7 +20,7 @@ from benchmarks.chaos import load
 from benchmarks.chaos.beside import CHAT, ask
 from benchmarks.chaos.load import MODEL, Outcome
 from benchmarks.chaos.promises import Promise, Scale, at_most, none_of, shown
-from benchmarks.chaos.server import POLICY, Server
+from benchmarks.chaos.server import Server
 
 LIMIT, IDLE, STREAMS = 1024, 1100, 2
 PROMPT_SECONDS, PAUSE_SECONDS, RECOVERY_SECONDS = 5.0, 15.0, 60.0
@@ -165,7 +165,7 @@ async def descriptors(scale: Scale) -> list[Promise]:
 async def _serving() -> AsyncIterator[tuple[Server, aiohttp.ClientSession]]:
     """Run a server with few descriptors."""
     with tempfile.TemporaryDirectory(prefix="tidemill-chaos-") as name:
-        server = Server(Path(name), *POLICY[2:], limits={resource.RLIMIT_NOFILE: LIMIT})
+        server = Server(Path(name), limits={resource.RLIMIT_NOFILE: LIMIT})
         try:
             server.begin()
             async with server.session(seconds=120.0) as session:

@@ -18,7 +18,7 @@ from benchmarks.chaos import load
 from benchmarks.chaos.beside import CHAT, ask
 from benchmarks.chaos.disk_faults import Fault, Ground, during, ground
 from benchmarks.chaos.promises import Promise, Scale, at_most, none_of, shown
-from benchmarks.chaos.server import POLICY, Server, figure, read_metrics
+from benchmarks.chaos.server import Server, figure, read_metrics
 
 LINE_TOKENS, DONE_SHARE = 8, 0.2
 TOKENS = 'tidemill_generated_tokens_total{class="offline"}'
@@ -179,7 +179,7 @@ async def disk(scale: Scale) -> list[Promise]:
 @asynccontextmanager
 async def _serving(folder: Path, place: Ground, number: int) -> AsyncIterator[tuple[Server, aiohttp.ClientSession]]:
     """Run a server with its state on the faulty ground."""
-    server = Server(folder, *POLICY[2:], state=place.folder / f"state-{number}", environment=place.environment)
+    server = Server(folder, state=place.folder / f"state-{number}", environment=place.environment)
     try:
         server.begin()
         async with server.session(seconds=ANSWER_SECONDS) as session:

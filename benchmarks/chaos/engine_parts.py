@@ -6,7 +6,6 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from statistics import median
-from typing import NamedTuple
 
 import aiohttp
 
@@ -16,7 +15,6 @@ from benchmarks.chaos import server as chaos_server
 from benchmarks.chaos.faults import AT_ONCE, Saboteur
 from benchmarks.chaos.promises import Part, Promise, Scale, at_most, never, shown
 from benchmarks.chaos.server import Server, lag_within, read_lag
-from benchmarks.frame import in_turn
 
 NOTICED = 0.3
 """Seconds: a shorter gap in a stream is no pause."""
@@ -227,7 +225,7 @@ async def tenant(scale: Scale) -> list[Promise]:
     """A tenant with a thousand requests waiting, its share limited by the key file, beside one with a chat."""
     waiting, times = scale.of(1000, 50), scale.of(30, 5)
     prompts = load.make_prompts(scale.dice(), 64, 24)
-    with chaos_server.start(faults=False, keys=TENANTS) as server:
+    with chaos_server.start(keys=TENANTS) as server:
         async with server.session("light-key") as light, server.session("heavy-key") as heavy:
             await _first_tokens(light, prompts, 3)
             alone = await _first_tokens(light, prompts, times)
@@ -254,57 +252,6 @@ async def _first_tokens(session: aiohttp.ClientSession, prompts: Sequence[list[i
     return found
 
 
-async def cost(scale: Scale) -> list[Promise]:
-    """Streams without faults, in turn by an engine process and by an engine inside the server."""
-    prompts = load.make_prompts(scale.dice(), 2 * scale.streams, 24)
-    rounds = scale.of(12, 2)
-    speeds: dict[str, list[_Speed]] = {"process": [], "inside": []}
-    with chaos_server.start(faults=False) as apart, chaos_server.start("--no-engine-process", faults=False) as inside:
-        servers = {"process": apart, "inside": inside}
-        for number in range(rounds + 1):
-            for name in in_turn(list(servers), number):
-                speed = await _speed(servers[name], prompts)
-                if number:  # the first one warms up
-                    speeds[name].append(speed)
-
-    def ratio(of: Callable[[_Speed], float]) -> float:
-        """Of an engine process to one inside, round by round."""
-        return median(of(one) / of(other) for one, other in zip(speeds["process"], speeds["inside"], strict=True))
-
-    def each(what: str, of: Callable[[_Speed], float], unit: str) -> list[Promise]:
-        return [shown(f"{what}, {name}", median(map(of, found)), unit) for name, found in speeds.items()]
-
-    rate = ratio(lambda speed: speed.rate)
-    return [
-        *each(f"TTFT P50 of {len(prompts)} at once", lambda speed: 1e3 * speed.ttft, "ms"),
-        *each("TBT P50", lambda speed: 1e3 * speed.tbt, "ms"),
-        *each("speed", lambda speed: speed.rate, "tok/s"),
-        at_most("TTFT P50 against the engine inside", ratio(lambda speed: speed.ttft), 1.0, "x"),
-        at_most("TBT P50 against the engine inside", ratio(lambda speed: speed.tbt), 1.02, "x"),
-        Promise("speed against the engine inside", f"{rate:.3g} x", "0.98 x", rate >= 0.98, timing=True),
-    ]
-
-
-class _Speed(NamedTuple):
-    """`ttft`, `tbt`: P50 in seconds; `rate`: tokens a second of all streams at once."""
-
-    ttft: float
-    tbt: float
-    rate: float
-
-
-async def _speed(server: Server, prompts: Sequence[list[int]]) -> _Speed:
-    """The first tokens of all prompts at once, and then streams of half of them, as many as in the other parts."""
-    async with server.session() as session:
-        firsts = await asyncio.gather(*[_timed(session, prompt) for prompt in prompts])
-        start = time.monotonic()
-        half = prompts[: len(prompts) // 2]
-        answers = await asyncio.gather(*[load.stream(session, prompt, load.STREAM_TOKENS) for prompt in half])
-        took = time.monotonic() - start
-    gaps = [end - begin for answer in answers for begin, end in answer.gaps()]
-    return _Speed(median(firsts), median(gaps), sum(len(answer.tokens) for answer in answers) / took)
-
-
 async def _timed(session: aiohttp.ClientSession, prompt: list[int]) -> float:
     """Seconds until the first token."""
     start = time.monotonic()
@@ -312,6 +259,6 @@ async def _timed(session: aiohttp.ClientSession, prompt: list[int]) -> float:
 
 
 PARTS: dict[str, Part] = {
-    "kill": kill, "hang": hang, "fail": fail, "poison": poison, "bombs": bomb, "tenant": tenant, "cost": cost,
+    "kill": kill, "hang": hang, "fail": fail, "poison": poison, "bombs": bomb, "tenant": tenant,
     "storm": storm,
 }  # fmt: skip

@@ -253,7 +253,7 @@ async def inputs(scale: Scale) -> list[Promise]:
     for parser, stages in SERVERS:
         left = list(stages)
         while left:  # a stage that takes the server away costs the next one a new server
-            with start("--tool-parser", parser, faults=False) as server:
+            with start("--tool-parser", parser) as server:
                 found += await _go_through(server, scale, parser, left)
     return found
 

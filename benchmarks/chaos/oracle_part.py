@@ -177,5 +177,5 @@ async def gateway_killed(server: Server, scale: Scale) -> list[Promise]:
 
 async def oracle_part(scale: Scale) -> list[Promise]:
     """Mixed requests and a batch beside random signals to the engine process; the gateway killed in every phase."""
-    with start(faults=False) as server:
+    with start() as server:
         return [*await engine_killed(server, scale), *await gateway_killed(server, scale)]

@@ -16,7 +16,6 @@ import aiohttp
 from engine.process.sabotage import VARIABLE
 
 FLAGS = ("--slo", "ttft_p99=120s", "--max-queue-time", "none", "--dtype", "float32", "--profile-seconds", "5")
-POLICY = ("--max-engine-deaths", "1000000", "--max-restart-delay", "0")
 LAG, OWN_LAG = "tidemill_loop_lag_seconds_bucket", "tidemill_loop_own_lag_seconds_bucket"
 """Lateness of the event loop; the second one without waits for a core, which a busy machine causes."""
 START_SECONDS, STOP_SECONDS = 120.0, 60.0
@@ -29,7 +28,7 @@ class StartError(Exception):
 
 class Server:
     """`tidemill serve` in `folder`, which holds its log, its state unless `state` is elsewhere, and `chaos`, through
-    which faults are requested. `limits`: by resource number, soft and hard."""
+    which faults are requested. Engine deaths are unlimited. `limits`: by resource number, soft and hard."""
 
     def __init__(
         self,
@@ -67,7 +66,7 @@ class Server:
         command += ["--profile-dir", str(self.folder), *FLAGS, *self._flags]
         self._logs += 1
         with self.log.open("wb") as output:
-            environment = {**os.environ, **self._environment}
+            environment = {**os.environ, VARIABLE: str(self.chaos), **self._environment}
             self._process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=environment)
         for which, limit in self._limits.items():
             resource.prlimit(self.pid, which, (limit, limit))
@@ -147,14 +146,13 @@ def _memory(pid: int, name: str) -> int:
 
 
 @contextmanager
-def start(*flags: str, faults: bool = True, keys: Mapping[str, str] | None = None) -> Iterator[Server]:
-    """Run `tidemill serve` until the end of the block, engine deaths unlimited. `faults`: faults on demand; `keys`:
-    the key file's words for each key."""
+def start(*flags: str, keys: Mapping[str, str] | None = None) -> Iterator[Server]:
+    """Run `tidemill serve` until the end of the block. `keys`: the key file's words for each key."""
     with tempfile.TemporaryDirectory(prefix="tidemill-chaos-") as name:
         folder = Path(name)
         if keys:
             flags += ("--api-key-file", str(_key_file(folder, keys)))
-        server = Server(folder, *POLICY, *flags, environment={VARIABLE: str(folder / "chaos")} if faults else None)
+        server = Server(folder, *flags)
         try:
             server.begin()
             yield server

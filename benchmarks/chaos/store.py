@@ -18,7 +18,7 @@ import aiohttp
 from benchmarks.chaos import load
 from benchmarks.chaos.damages import Damage, State, damages
 from benchmarks.chaos.promises import Promise, Scale, none_of, shown
-from benchmarks.chaos.server import HANGS, POLICY, Server, StartError
+from benchmarks.chaos.server import HANGS, Server, StartError
 
 LINES, ENDED_LINES, DONE = 24, 4, 10
 """Lines of the batches, and how many of the second one have ended before the server is stopped."""
@@ -47,7 +47,7 @@ def lines(count: int) -> list[str]:
 
 async def make_base(folder: Path) -> State:
     """Run one batch to its end and a second one to its middle; kill the server there."""
-    server, older = Server(folder, *POLICY, "--max-num-seqs", "4"), folder / "older.db"
+    server, older = Server(folder, "--max-num-seqs", "4"), folder / "older.db"
     server.begin()
     try:
         async with server.session(seconds=WAIT_SECONDS) as session:
@@ -83,7 +83,7 @@ async def try_damage(base: State, damage: Damage, folder: Path, expected: dict[s
     state = State(folder / "state", base.ended, base.running, base.ended_input, base.running_input, base.older)
     damage.act(state)
     before = contents(state.folder)
-    found, server = Found(damage.name), Server(folder, *POLICY, state=state.folder)
+    found, server = Found(damage.name), Server(folder, state=state.folder)
     try:
         await asyncio.to_thread(server.begin)
         found.started = True

@@ -54,7 +54,7 @@ _SYSTEM_MESSAGES = ("can't start new thread", "Cannot allocate memory", "Resourc
 
 
 LEAST_DELAY = 0.02
-"""Seconds between two attempts where `--max-restart-delay` is 0."""
+"""Shortest pause in seconds between two attempts."""
 
 
 def origin_of(cause: str) -> Origin:

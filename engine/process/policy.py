@@ -1,5 +1,6 @@
 """When a process that died is started again, and when it is not any more. Pure; times are seconds on any clock."""
 
+import sys
 from collections import deque
 from collections.abc import Collection
 from dataclasses import dataclass, field
@@ -23,6 +24,11 @@ class RestartPolicy:
     _deaths: deque[float] = field(default_factory=deque)
     _in_a_row: int = 0
     _ready_since: float | None = None
+
+    @classmethod
+    def without_end(cls) -> "RestartPolicy":
+        """Return a policy that starts a process again at once and never gives up: for faults that are injected."""
+        return cls(max_deaths=sys.maxsize, max_delay=0.0)
 
     def ready(self, now: float) -> None:
         """The process takes requests."""

@@ -24,7 +24,11 @@ REMOVED: dict[str, str] = {
     "--allowed-lora-dir": "name the adapters at start with --lora",
     "--disk-dir": "use --swap-space for the cache of chats",
     "--disk-space": "use --swap-space for the cache of chats",
+    "--engine-process": "leave it out: the engine always runs in a process of its own",
+    "--engine-spare": "leave it out: a spare process is kept where 2 GiB of memory are free",
     "--flight-tokens": "find the request by its id from tidemill replay FILE",
+    "--max-engine-deaths": "leave it out: the server ends after six engine deaths within ten minutes",
+    "--max-restart-delay": "leave it out: an engine process is started again after at most 30 s",
     "--offline-thinking-budget": "set thinking_token_budget in the request or batch line",
     "replay --model": "send the request again, alone, to a server that runs the model",
 }

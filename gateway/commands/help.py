@@ -71,13 +71,7 @@ FLAGS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("several engines or ranks", ("engines", "ray", "router", "overload", "tensor_parallel_size")),
     (
         "life and death",
-        (
-            "engine_process",
-            "engine_spare",
-            "max_engine_deaths",
-            "max_restart_delay",
-            "shutdown_timeout",
-        ),
+        ("shutdown_timeout",),
     ),
 )
 EXAMPLES = {
