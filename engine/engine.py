@@ -71,10 +71,8 @@ OutputSink = Callable[[RequestOutput], bool]
 WARM_UP_ID = "warm-up"
 STOP_SECONDS = 1.0
 """How long `stop` waits for a step that runs."""
-HANG_SECONDS = 30.0
-"""How long a step that hangs may still end by itself, once its requests have ended."""
-SICK_SECONDS = 60.0
-"""How long every step may fail before the engine gives up."""
+SICK_SECONDS = 10.0
+"""How long every step may fail before the engine ends: an error of a device often ends with the process that met it."""
 DEVICE_SECONDS = 5.0
 """How long a device may take to say whether it still runs."""
 REST_SECONDS = 3.0
@@ -83,17 +81,16 @@ MIN_REST = 0.01
 """The shortest sleep in seconds before the core is asked again for work that it could not start."""
 
 
-class _DeviceLostError(Exception):
-    """No step of this process can run any more."""
-
-
 class Engine:
     """One model on one device, in this process. `core` and `runner` must agree on pool and block size.
 
-    `step_limits`: when a step counts as hung; then its requests end, and `alive` is False until it does. With work but
-    without a step for longer than `stall_seconds` the engine is not ready and recovers (see `engine.loop.watchdog`).
-    `device_lost`: asked after a step that failed, outside the loop's thread; why no further one can run, or None.
-    `ranks`: of the runner's; with one of them the engine ends.
+    Every failure after which no step can run has one ending, `_give_up`: a step hangs, every step fails, the loop
+    breaks, the device or a rank is lost. `on_death(cause, why)` is called first, then every open request ends with an
+    error.
+
+    `step_limits`: when a step counts as hung. `stall_seconds`: with work but without a step for longer, the engine is
+    not ready and recovers (see `engine.loop.watchdog`). `device_lost`: called after a failed step, outside the loop's
+    thread; returns why no further step can run, or None. `ranks`: the runner's other ranks.
     """
 
     def __init__(
@@ -114,16 +111,12 @@ class Engine:
     ) -> None:
         self.info = info
         self._ranks = ranks
-        self._lost: str | None = None
         self._core = core
         self._runner = runner
         self._clock = clock
         self._step_watch = StepWatch(step_limits or StepLimits(), self._on_hung, self._read_activity)
         self._device_lost = device_lost
-        self._hung = False
-        self._hang_timer: asyncio.TimerHandle | None = None
-        self._sick_seconds = SICK_SECONDS
-        self._supervisor: Callable[[str, str], None] | None = None
+        self.on_death: Callable[[str, str], None] = lambda _cause, _why: None
         self._death: str | None = None
         self._dead = asyncio.Event()
         self._recorder: FlightRecorder | None = None
@@ -153,7 +146,7 @@ class Engine:
 
     @property
     def state(self) -> EngineState:
-        if self._loop_task is not None and (self._hung or self._loop_task.done()):
+        if self._death is not None or (self._loop_task is not None and self._loop_task.done()):
             return EngineState.DEAD
         if self._draining:
             return EngineState.DRAINING
@@ -164,8 +157,8 @@ class Engine:
     @property
     def trouble(self) -> str | None:
         """See EngineClient.trouble."""
-        if self._hung:
-            return "a model step does not end"
+        if self._death is not None:
+            return self._death
         since = self._core.sick_since
         if since is not None:
             return f"every model step has failed for {self._clock() - since:.0f} s"
@@ -175,7 +168,7 @@ class Engine:
         """Start the loop and run one request through it; raises what the runner raised if that fails."""
         self._loop_task = asyncio.create_task(self._run(), name="tidemill-engine")
         if self._ranks is not None:
-            self._ranks.watch(partial(self._tell_lost, asyncio.get_running_loop()))
+            self._ranks.watch(partial(asyncio.get_running_loop().call_soon_threadsafe, self._on_lost_rank))
         self._planner.start()
         self._watchdog.start()
         length = min(8, self.info.max_model_len - 2)
@@ -209,17 +202,13 @@ class Engine:
         _, running = await asyncio.wait([self._loop_task], timeout=STOP_SECONDS)
         if running:
             log.critical("a model step does not end: its thread is left behind")
-            self._hung = True
             self._loop_task.cancel()
             await asyncio.wait([self._loop_task], timeout=STOP_SECONDS)
         self._step_watch.end()
-        self._hangs_no_more()
         await self._planner.stop()
         await self._watchdog.stop()
         if self._tuner is not None:
             await self._tuner.stop()
-        if self._loop_task.done() and not self._loop_task.cancelled():
-            self._loop_task.exception()  # already logged when it happened; read here so that asyncio does not repeat it
         if self._grammars is not None:
             await self._grammars.stop()
         self._executor.shutdown(wait=False)
@@ -421,11 +410,6 @@ class Engine:
     def kill(self) -> None:
         """See EngineClient.kill: all of it runs in this process."""
 
-    def be_supervised(self, die: Callable[[str, str], None], sick_seconds: float) -> None:
-        """This process is started again when it ends: where it could only end its requests, it calls `die` with a cause
-        and why, and they go on in the next one. So it does when every step has failed for `sick_seconds`."""
-        self._supervisor, self._sick_seconds = die, sick_seconds
-
     def put_between(self, wrap: Callable[[ModelRunner], ModelRunner]) -> None:
         """Steps go through what `wrap` makes of the runner; before `start`."""
         self._runner = wrap(self._runner)
@@ -434,32 +418,29 @@ class Engine:
         """From now on every step is written there before it runs."""
         self._recorder = recorder
 
-    def _give_up(self, cause: str, why: str) -> None:
-        """Nothing that could be done here helps any more."""
+    def _give_up(self, cause: str, why: str, error: TidemillError | None = None) -> None:
+        """End the engine: no further step runs here. `cause`: a name of `engine.process.causes`; `error`: ends the open
+        requests, once `on_death` had the chance to move them to another engine."""
         if self._death is not None:
             return
         self._death = why
-        log.critical("the engine gives up: %s", why)
-        if self._supervisor is not None:
-            self._supervisor(cause, why)
+        log.critical("the engine ends: %s", why)
+        self.on_death(cause, why)
+        stopped = f"The engine stopped while this request was running: {why}."
+        failure, now = ErrorInfo.of(error or EngineUnavailableError(stopped, retry_after=5.0)), self._clock()
+        times = RequestTimes(now, finished=now)
+        for request_id, push in list(self._streams.items()):
+            push(RequestOutput(request_id, (), None, times, 0, 0, 0, FinishReason.ERROR, error=failure))
+            self._close(request_id)
         self._dead.set()
-
-    def _tell_lost(self, loop: asyncio.AbstractEventLoop, why: str) -> None:
-        """From another thread."""
-        loop.call_soon_threadsafe(self._on_lost, why)
-
-    def _on_lost(self, why: str) -> None:
-        """A step that is in flight may never end: only who is supervised can do without it at once."""
-        self._lost = f"the device is lost: {why}"
-        if self._supervisor is not None:
-            self._give_up("device", self._lost)
         self._wake_up()
+
+    def _on_lost_rank(self, why: str) -> None:
+        self._give_up("device", f"the device is lost: {why}")
 
     async def _run(self) -> None:
         try:
-            while not self._stopping or self._in_flight:
-                if self._lost is not None:
-                    raise _DeviceLostError(self._lost)
+            while self._death is None and (not self._stopping or self._in_flight):
                 self._launch()
                 interpreter.collect_due(at_rest=not self._core.has_online)
                 if self._in_flight:
@@ -467,9 +448,9 @@ class Engine:
                 else:
                     await self._sleep()
                     self._busy_since = self._clock()
-        except BaseException as error:
-            self._fail_all(error)
-            raise
+        except Exception as error:
+            log.critical("the engine loop ended: %r", error, exc_info=error)
+            self._give_up("loop", "its loop ended")
 
     async def _sleep(self) -> None:
         """Until something happens, or until the time for which something waits in the core."""
@@ -536,23 +517,14 @@ class Engine:
                 self._recorder.completed(result, self._clock())
         except Exception as error:  # whatever a model step raises must end at its requests, not at the server
             result = None
-            if isinstance(error, LinkLostError):
-                self._held = True  # no step can run, and no request is to blame
-                self._watchdog.suspend(True)
-                self.on_parted()
-            if self._recorder is not None:
-                self._recorder.failed(output, error, self._clock())
-            if not self._core.is_undone(output):
-                self._faults.report("a model step failed", error)
-            if not self._warm:
-                self._end_streams(EngineStepError("The first model step failed."))
-            await self._check_device()
+            await self._on_failed_step(output, error)
+        if self._death is not None:
+            return
         self._in_flight.popleft()
         now = self._clock()
         self._step_started = now if self._in_flight else None
         # What a step costs a request that waits for its next token: scheduling it and delivering the last one included.
         taken, self._busy_since = now - self._busy_since, now
-        self._hangs_no_more()
         if self._in_flight:
             self._watch_step(self._in_flight[0][0])
         else:
@@ -562,24 +534,38 @@ class Engine:
         if result is None:
             for ended in outputs:
                 self._tell_keeper(Colocation.on_end, ended, now)
-            since = self._core.sick_since
-            if since is not None and now - since > self._sick_seconds:
-                self._give_up("sick", f"every model step has failed for {now - since:.0f} s")
         elif self._warm:
             self._tell_keeper(Colocation.on_step, output, taken, outputs, now, result.latency, result.trial)
         for request_output in outputs:
             self._deliver(request_output)
+        since = self._core.sick_since
+        if since is not None and now - since > SICK_SECONDS:
+            self._give_up("sick", f"every model step has failed for {now - since:.0f} s")
 
-    async def _check_device(self) -> None:
-        """Trials on a device that is lost would blame requests for it; whether one that says nothing hangs is for the
-        next step to show. Raises _DeviceLostError."""
+    async def _on_failed_step(self, output: SchedulerOutput, error: Exception) -> None:
+        """Record and report a failed step. End the engine if it was the first step, or if the device is lost."""
+        if isinstance(error, LinkLostError):
+            self._held = True  # no step can run, and no request is to blame
+            self._watchdog.suspend(True)
+            self.on_parted()
+        if self._recorder is not None:
+            self._recorder.failed(output, error, self._clock())
+        if not self._core.is_undone(output):
+            self._faults.report("a model step failed", error)
+        if not self._warm:
+            why = "the first model step failed"
+            self._give_up("start", why, EngineStepError("The first model step failed."))
+        elif (lost := await self._find_lost_device()) is not None:
+            self._give_up("device", f"the device is lost: {lost}")
+
+    async def _find_lost_device(self) -> str | None:
+        """Return why the device can run no further step; None if it can, or if it did not say within DEVICE_SECONDS.
+        Trials on a lost device would blame requests for it."""
         asked = asyncio.get_running_loop().run_in_executor(self._waiter, self._device_lost)
         try:
-            lost = await asyncio.wait_for(asked, DEVICE_SECONDS)
+            return await asyncio.wait_for(asked, DEVICE_SECONDS)
         except TimeoutError:
-            return  # a long step in flight may be in the way
-        if lost is not None:
-            raise _DeviceLostError(f"the device is lost: {lost}")
+            return None  # a long step in flight may be in the way; the next step shows whether the device hangs
 
     def _tell_keeper(self, tell: Callable[..., None], *facts: Any) -> None:
         """A fault in what learns from steps costs learning only."""
@@ -612,47 +598,4 @@ class Engine:
         return read_activity([os.getpid(), *(() if self._ranks is None else self._ranks.pids)])
 
     def _on_hung(self, limit: float) -> None:
-        if self._supervisor is not None:
-            self._give_up("hung", f"a model step has got nowhere for {limit:.1f} s")
-            return
-        log.critical("a model step has not ended after %.1f s: every request ends", limit)
-        self._hung = True
-        why = f"a model step has not ended after {limit + HANG_SECONDS:.0f} s"
-        self._hang_timer = asyncio.get_running_loop().call_later(HANG_SECONDS, self._give_up, "hung", why)
-        self._end_streams(EngineUnavailableError("A model step hangs; this request was ended.", retry_after=5.0))
-
-    def _hangs_no_more(self) -> None:
-        self._hung = False
-        if self._hang_timer is not None:
-            self._hang_timer.cancel()
-            self._hang_timer = None
-
-    def _end_streams(self, error: TidemillError) -> None:
-        """End every open request with an error; the core forgets them."""
-        now = self._clock()
-        for request_id in list(self._streams):
-            output = self._core.abort(request_id, now, FinishReason.ERROR, error)
-            assert output is not None, "a stream is open for a request that the core does not know"
-            self._tell_keeper(Colocation.on_end, output, now)
-            self._deliver(output)
-
-    def _fail_all(self, error: BaseException) -> None:
-        """The loop itself broke: nothing can be stepped any more, so every open stream ends with an error."""
-        broken, lost = not isinstance(error, asyncio.CancelledError), isinstance(error, _DeviceLostError)
-        cause, why = ("device", str(error)) if lost else ("loop", "its loop ended")
-        if broken and not lost:
-            log.critical("the engine loop ended: %r", error, exc_info=error)
-        if broken and self._supervisor is not None:
-            self._give_up(cause, why)
-            return
-        failure = ErrorInfo.of(
-            EngineUnavailableError("The engine stopped while this request was running.", retry_after=5.0)
-        )
-        now = self._clock()
-        times = RequestTimes(now, finished=now)
-        for request_id, push in list(self._streams.items()):
-            push(RequestOutput(request_id, (), None, times, 0, 0, 0, FinishReason.ERROR, error=failure))
-        self._streams.clear()
-        self._idle.set()
-        if broken:
-            self._give_up(cause, why)
+        self._give_up("hung", f"a model step has got nowhere for {limit:.1f} s")

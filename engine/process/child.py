@@ -45,8 +45,6 @@ log = logging.getLogger("tidemill.engine")
 PULSE_SECONDS = 0.5
 REPORT_SECONDS = 0.1
 """How often the load goes out with outputs: ten times a second, as LARRY's load balancer asks for it."""
-SICK_SECONDS = 10.0
-"""How long every step may fail: an error of a device often ends with the process that met it."""
 OOM_SCORE = "500"
 """Where memory runs out, this process goes rather than the gateway: it is started again."""
 QUIETLY = 10
@@ -237,7 +235,7 @@ class EngineServer:
             connection.send(_not_started(error, known))
             await asyncio.sleep(LAST_WORDS_SECONDS)
             return
-        engine.be_supervised(self._end, SICK_SECONDS)
+        engine.on_death = self._end
         connection.send(frames.Started())
         for message in early:
             self.receive(message)
@@ -387,7 +385,10 @@ class EngineServer:
             self._put(RequestOutput(request.request_id, (), None, times, 0, 0, 0, FinishReason.ERROR, error=info))
 
     def _put(self, output: RequestOutput) -> bool:
-        """Never too far behind: the gateway bounds what it keeps for a reader, and ends the request."""
+        """Send an output. Return True always: the gateway bounds the outputs that it keeps for a reader. Errors of an
+        engine that ends are dropped: its requests go on in the next process."""
+        if self._ending:
+            return True
         if not self._outbox:
             asyncio.get_running_loop().call_soon(self._flush)
         self._outbox.append(output)
