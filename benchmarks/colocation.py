@@ -277,7 +277,6 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument(
         "--job-rate", type=float, help=f"tokens/s for which a job has lines (default: {JOB_TOKENS_PER_SECOND:,})"
     )
-    parser.add_argument("--fill-policy", default="tidemill", choices=("tidemill", "hygen"))
     parser.add_argument("--arms", type=arms_of, default=tuple(TIERS), help=f"some of {', '.join(TIERS)} (default: all)")
     parser.add_argument("--plot", type=Path, metavar="FILE.svg", help="draw a run with a sine-shaped online load")
     parser.add_argument("--steps", type=rates_of, metavar="RATES", help="online requests/s, step by step: 0.3,1,2,0.3")
@@ -312,10 +311,10 @@ def main(argv: list[str] | None = None) -> None:
             f"online beside a batch job of {OFFLINE_PROMPT}/{OFFLINE_OUTPUT}, seed {args.seed}; {describe()}"
         )
         print(about, flush=True)
-        limits, policy = (args.ttft, args.tbt), args.fill_policy
+        limits = (args.ttft, args.tbt)
         steps.run_steps(
             args.steps, args.step_seconds, args.slos, limits,
-            seed=args.seed, policy=policy, job_rate=args.job_rate, output=args.output, about=about,
+            seed=args.seed, job_rate=args.job_rate, output=args.output, about=about,
         )  # fmt: skip
         return
     slo = f"ttft_p99={args.ttft * 1e3:g}ms,tbt_p99={args.tbt * 1e3:g}ms"
@@ -328,7 +327,7 @@ def main(argv: list[str] | None = None) -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         make_model_folder(folder, CONFIG if args.model == SMALL else SHAPES[args.model] | _IDS)
-        flags = ("--slo", slo, "--fill-policy", args.fill_policy, "--profile-dir", name)
+        flags = ("--slo", slo, "--profile-dir", name)
 
         def serve() -> AbstractContextManager[str]:
             return server(folder, 0, *flags, "--state-dir", str(folder / "state"))

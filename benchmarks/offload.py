@@ -12,6 +12,7 @@ arm, as a disk's speed changes by itself: a row of a step gives at most a token 
 import argparse
 import asyncio
 import json
+import os
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -77,14 +78,13 @@ def model_folder(folder: Path, layers: int, **changes: object) -> Path:
     return folder
 
 
-def configuration(model: Path, disk: Path, arm: Arm, budget: float) -> EngineConfig:
+def configuration(model: Path, arm: Arm, budget: float) -> EngineConfig:
     """`budget` in bytes."""
     return EngineConfig(
         model=str(model),
         device="cpu",
         load_format="dummy",
         offload_weights=f"{budget / 2**30:.6f}" if arm.streams else "off",
-        offload_dir=str(disk),
         profile_dir=str(model / "profiles"),
         profile_seconds=PROFILE_SECONDS,
         max_model_len=512,
@@ -134,7 +134,7 @@ async def serve(engine: Engine, arm: Arm, output: int, number: int) -> tuple[int
 
 async def measure(model: Path, disk: Path, arm: Arm, budget: float, output: int, rounds: int) -> Result:
     """Load, serve in rounds, stop; the stream by itself around every round."""
-    config = configuration(model, disk, arm, budget)
+    config = configuration(model, arm, budget)
     offload = plan_launch(config).offload
     if arm.streams and offload is None:
         raise SystemExit("the model fits in the budget: nothing streams")
@@ -202,6 +202,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     with tempfile.TemporaryDirectory() as name:
         arms, model = arms_for(options.rows), model_folder(Path(name), layers)
         disk = options.folder or Path(name) / "disk"
+        os.environ["XDG_CACHE_HOME"] = str(disk)
         results = asyncio.run(compare(model, disk, arms, budget, options.output, options.rounds))
     print(report(arms, results))
 

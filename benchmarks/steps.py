@@ -261,7 +261,6 @@ def run_steps(
     limits: tuple[float, float],
     *,
     seed: int = 1,
-    policy: str = "tidemill",
     job_rate: float | None = None,
     output: Path | None = None,
     about: str = "",
@@ -277,7 +276,7 @@ def run_steps(
         live.make_model_folder(folder)
 
         def serve(slo: str, profiles: Path) -> AbstractContextManager[str]:
-            flags = ("--slo", slo, "--fill-policy", policy, "--profile-dir", str(profiles))
+            flags = ("--slo", slo, "--profile-dir", str(profiles))
             return live.server(folder, 0, *flags, "--state-dir", str(profiles / "state"))
 
         arms = Arms(serve, folder, curve, arrivals, total, job_rate)

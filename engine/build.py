@@ -327,7 +327,7 @@ def _make_runner(
     group = None if seat is None else seat.join(torch.device(plan.device))
     if group is not None:
         _compare_kernels(plan, group)
-    transport = None if plan.offload is None else backend.transport(config, plan)
+    transport = None if plan.offload is None else backend.transport(plan)
     gather = backend.resident(plan)
     if plan.offload is not None and transport is not None:
         gather = partial(StreamedLayers, streamed=plan.offload.streamed, transport=transport)
@@ -348,7 +348,7 @@ def _make_runner(
         runner.device.adapt(number, deltas)
     grammars = GrammarCompiler(plan.folder, plan.spec.vocab_size, plan.spec.eos_token_ids)
     patience = FOREVER if plan.spec.state_bytes else PATIENCE
-    runner.enforce(grammars, MAX_FORCED if config.forced_tokens else 0, patience)
+    runner.enforce(grammars, MAX_FORCED, patience)
     return runner, plan
 
 

@@ -77,15 +77,12 @@ class EngineConfig:
         None, "most tokens in one step, the prefill chunk's upper bound (default: 512; 2048 on a GPU of 40 GB, ...)"
     )
     chunked_prefill: bool = _flag(True, "run prompts in chunks beside decodes; off: whole, in steps of their own")
-    forced_tokens: bool = _flag(True, "compute tokens for which a grammar leaves no choice at once, not one by one")
-    max_num_waiting: int = _flag(1024, "most online requests waiting, and most flex requests; beyond it 429")
     max_queue_time: str = _flag(
         DEFAULT_QUEUE,
         "who could not start online within it gets 429: a time (5s), times the TTFT objective (1x), or none",
     )
     enable_prefix_caching: bool = _flag(True, "share equal prompt prefixes between requests of one tenant")
     slo: str = _flag("ttft_p99=1s,tbt_p99=100ms", "what online requests are promised; also 'tbt_mean=50ms' or '5%'")
-    fill_policy: str = _flag("tidemill", "how offline work is sized; hygen: one flat budget", ("tidemill", "hygen"))
     online_policy: str = _flag(
         "goodput",
         "who starts if memory is short: goodput[:TAIL], goodput-strict, apt[:TAIL], larry[:ALPHA], no-preempt, fcfs",
@@ -95,9 +92,6 @@ class EngineConfig:
     )
     offload_weights: str = _flag(
         "off", "memory for weights, the rest streams in every step: a number of GiB, auto (what is free), or off"
-    )
-    offload_dir: str = _flag(
-        "", "folder on a disk from which weights stream on a CPU (default: tidemill/offload in the user's cache)"
     )
     swap_space: float | None = _flag(
         None,
@@ -121,7 +115,7 @@ class EngineConfig:
     seed: int = _flag(0, "seed of random weights and of scheduling choices")
 
     def __post_init__(self) -> None:
-        _positive(self, "block_size", "max_num_seqs", "max_num_batched_tokens", "max_num_waiting")
+        _positive(self, "block_size", "max_num_seqs", "max_num_batched_tokens")
         _positive(self, "max_model_len", "num_gpu_blocks_override", "threads", "tensor_parallel_size")
         if (self.threads or 0) > MAX_THREADS or not 0 <= self.seed < 2**63:
             raise ConfigError(f"--threads must be at most {MAX_THREADS}, and --seed from 0 and below 2**63")

@@ -1,6 +1,7 @@
 """The application: routes, middleware and error handlers put together around one engine client."""
 
 import logging
+import os
 import secrets
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, nullcontext
@@ -36,7 +37,7 @@ from gateway.store.folder import SECRET_BYTES, StateFolder
 from gateway.telemetry.loop_lag import LoopLag
 from gateway.telemetry.metrics import GatewayMetrics
 from gateway.telemetry.request_log import RequestLog
-from gateway.telemetry.tracing import TraceHeaders, Traces
+from gateway.telemetry.tracing import TraceHeaders, Traces, find_endpoint
 from gateway.web import routes as web
 from gateway.web.recorder import Recorder
 
@@ -63,7 +64,7 @@ def create_app(
     lifecycle = Lifecycle(client)
     keys = KeyStore(config.api_key, config.api_key_file)
     request_log = _open_request_log(config, metrics)
-    traces = _open_traces(config, metrics, models.first)
+    traces = _open_traces(metrics, models.first)
     context = GatewayContext(
         client,
         tokenizer,
@@ -113,10 +114,11 @@ def _open_request_log(config: ServerConfig, metrics: GatewayMetrics) -> RequestL
     return request_log
 
 
-def _open_traces(config: ServerConfig, metrics: GatewayMetrics, model: str) -> Traces | None:
-    if config.otlp_traces_endpoint is None:
+def _open_traces(metrics: GatewayMetrics, model: str) -> Traces | None:
+    endpoint = find_endpoint(os.environ)
+    if endpoint is None:
         return None
-    traces = Traces(config.otlp_traces_endpoint, model, __version__, lambda: metrics.stats)
+    traces = Traces(endpoint, model, __version__, lambda: metrics.stats)
     metrics.on_end.append(traces.add)
     return traces
 
@@ -131,7 +133,7 @@ def _add_middleware(app: FastAPI, context: GatewayContext, max_file_bytes: int) 
     app.add_middleware(HostGuard, hosts=HostNames(config.host, config.allowed_host))
     app.add_middleware(ErrorBoundary)
     app.add_middleware(RequestIds, metrics=context.metrics)
-    if config.otlp_traces_endpoint is not None:
+    if find_endpoint(os.environ) is not None:
         app.add_middleware(TraceHeaders)
 
 

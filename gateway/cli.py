@@ -333,9 +333,9 @@ def _make_engine(engine_config: EngineConfig, server_config: ServerConfig, root:
             engine_config, log_level=log_level, pid_file=pid_file, policy=policy(), flights=flights, spare=True
         )  # fmt: skip
     launch = importlib.import_module("engine.fleet.launch")
-    fleet = launch.FleetPlan(
-        server_config.engines, server_config.router, pid_file, log_level, policy, flights, server_config.ray
-    ).make(engine_config)
+    fleet = launch.FleetPlan(server_config.engines, pid_file, log_level, policy, flights, server_config.ray).make(
+        engine_config
+    )
     for note in fleet.notes:
         say(note)
     return fleet.client

@@ -8,7 +8,6 @@ from typing import Any
 
 from engine.config import EngineConfig
 from engine.errors import ConfigError
-from engine.fleet.routing import ROUTERS, find_router
 from gateway.generate.tool_formats import FORMATS
 
 TOOL_PARSERS = ("auto", *FORMATS)
@@ -57,15 +56,11 @@ class ServerConfig:
         "engines run as actors of a Ray cluster, with a GPU or an equal part of the processors each: HOST:PORT of its "
         "head, auto (this machine is a node), or local (one for this server alone)",
     )
-    router: str = _flag("sal", "with several engines: which one a chat goes to", tuple(ROUTERS))
     shutdown_timeout: float = _flag(
         30.0, "seconds that running requests may take to end after SIGTERM, and --disk-space to be written"
     )
     request_log: str | None = _flag(
         None, "file that gets a JSON line per ended request, never its text; SIGHUP opens it again (logrotate)"
-    )
-    otlp_traces_endpoint: str | None = _flag(
-        None, "collector that gets an OpenTelemetry span per ended request, such as http://localhost:4318/v1/traces"
     )
     log_level: str = _flag("info", "how much the server logs", LOG_LEVELS)
 
@@ -82,7 +77,6 @@ class ServerConfig:
             raise ConfigError(f"--engines must be between 1 and 256, not {self.engines}")
         if self.ray and not re.fullmatch(r"auto|local|[^\s:/]+:[0-9]{1,5}|\[[0-9A-Fa-f:]+\]:[0-9]{1,5}", self.ray):
             raise ConfigError(f"--ray must be HOST:PORT, auto or local, not {self.ray!r}")
-        find_router(self.router)
         if self.tool_parser not in TOOL_PARSERS:
             raise ConfigError(f"--tool-parser must be one of {', '.join(TOOL_PARSERS)}, not {self.tool_parser!r}")
         if self.log_level not in LOG_LEVELS:

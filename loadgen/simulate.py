@@ -63,6 +63,10 @@ def parser() -> argparse.ArgumentParser:
     plan.add_argument(
         "--latency-budget", type=float, help="L in ms: how long a step with offline work may be (no search)"
     )
+    plan.add_argument(
+        "--fill-policy", choices=("tidemill", "hygen"), default="tidemill",
+        help="how offline work is sized; hygen: one flat budget (default tidemill)",
+    )  # fmt: skip
     plan.add_argument("--no-offline", action="store_true", help="leave the offline work out")
     plan.add_argument("--evaluations", type=int, default=16, help="with --slo: replays of the search (default 16)")
     plan.add_argument("--json", action="store_true", help="with --slo: print the answer as JSON")
@@ -165,8 +169,11 @@ def _plan(arguments: argparse.Namespace, asked: Asked, slo: SLO) -> int:
         raise InputError(f"--evaluations must be at least {MIN_EVALUATIONS}")
     budget = None
     if arguments.latency_budget is not None:
-        budget = BudgetParams(asked.config.fill_policy, arguments.latency_budget / 1e3)
-    question = Question(asked.device, made, asked.config, slo, seconds, arguments.evaluations, budget, arguments.seed)
+        budget = BudgetParams(arguments.fill_policy, arguments.latency_budget / 1e3)
+    question = Question(
+        asked.device, made, asked.config, slo, seconds, arguments.evaluations, budget, arguments.seed,
+        arguments.fill_policy,
+    )  # fmt: skip
     began = time.monotonic()
     found = answer(question, _say)
     _say(f"{time.monotonic() - began:.0f} s")

@@ -125,12 +125,10 @@ def test_what_others_hold_is_an_error(capsys: pytest.CaptureFixture[str], tmp_pa
         (("--chat-template", "{tmp}/none"), "--chat-template {tmp}/none: No such file"),
         (("--api-key-file", "{tmp}/none"), "--api-key-file {tmp}/none: No such file"),
         (("--request-log", "{tmp}"), "--request-log {tmp}: Is a directory"),
-        (("--otlp-traces-endpoint", "x"), "--otlp-traces-endpoint must be an http address"),
         (("--state-dir", "{tmp}/file"), "--state-dir {tmp}/file cannot be used: Not a directory"),
         (("--ray", "nonsense"), "--ray must be HOST:PORT, auto or local, not 'nonsense'"),
         (("--ray", "10.0.0.1:6379"), "--ray needs the extra 'ray'"),
         (("--hidden-cache", "--online-policy", "fcfs"), "--hidden-cache needs the policy apt or goodput, not fcfs"),
-        (("--offload-dir", "{tmp}/file"), "--offload-dir {tmp}/file cannot be used"),
         (("--profile-dir", "{tmp}/file"), "--profile-dir {tmp}/file cannot be used"),
     ],
 )

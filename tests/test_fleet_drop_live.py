@@ -28,7 +28,7 @@ CONFIG = EngineConfig(
 @asynccontextmanager
 async def two_engines(folder: Path) -> AsyncIterator[FleetClient]:
     config = CONFIG
-    plan = FleetPlan(2, "sal", folder / "engine.pid", "info", lambda: RestartPolicy(9999, max_delay=0.1))
+    plan = FleetPlan(2, folder / "engine.pid", "info", lambda: RestartPolicy(9999, max_delay=0.1))
     fleet = plan.make(config).client
     await asyncio.to_thread(fleet.load, lambda _planned: None)
     await fleet.start()

@@ -257,13 +257,13 @@ def test_a_file_that_ends_early_is_an_error_and_never_old_weights(tmp_path: Path
 
 def test_folders_that_cannot_serve_are_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match=r"--offload-dir .*file"):
+    with pytest.raises(ConfigError, match=r"--offload-weights: .*file has no room .* set XDG_CACHE_HOME"):
         WeightFile(tmp_path / "file", 4096, 3)
     with pytest.raises(ConfigError, match="has no room for"):
         WeightFile(tmp_path, 2**40, 2**15)
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
     monkeypatch.setattr(weight_file, "file_system", lambda _folder: "tmpfs")
-    with pytest.raises(ConfigError, match="is tmpfs, which is memory"):
+    with pytest.raises(ConfigError, match="is on tmpfs, which is memory"):
         WeightFile(tmp_path, 4096, 3)
 
 
@@ -509,7 +509,7 @@ def test_a_host_without_room_for_what_streams_is_told(monkeypatch: pytest.Monkey
     launch = replace(launch, offload=plan_for(load_spec(folder), "torch", 3))
     monkeypatch.setattr("engine.execution.memory.available_memory", lambda: 1000)
     with pytest.raises(ConfigError, match="GiB of host memory"):
-        cuda_backend.CudaBackend().transport(EngineConfig(), launch)
+        cuda_backend.CudaBackend().transport(launch)
 
 
 # ---- the latency model
@@ -544,17 +544,22 @@ def test_sweep_and_fit_see_the_floor_of_a_stream() -> None:
 # ---- the whole launch
 
 
-def offloading_config(tmp_path: Path, **changes: object) -> EngineConfig:
+@pytest.fixture(autouse=True)
+def cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+
+def offloading_config(**changes: object) -> EngineConfig:
     """The demo model with two thirds of its weights in memory."""
     spec = plan_launch(DEMO).spec
     everything = offloading.fixed_bytes(spec, 4, "none") + spec.num_parameters * 4
     gib = round(everything * 0.6 / 2**30, 6)
-    return replace(DEMO, offload_weights=str(gib), offload_dir=str(tmp_path), **changes)  # type: ignore[arg-type]
+    return replace(DEMO, offload_weights=str(gib), **changes)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("kernels", ["auto", "torch"])
 async def test_a_launch_streams_what_does_not_fit_and_says_so(tmp_path: Path, kernels: str) -> None:
-    config = offloading_config(tmp_path, cpu_kernels=kernels)
+    config = offloading_config(cpu_kernels=kernels)
     plan = plan_launch(config)
     assert plan.offload is not None and plan.offload.held_bytes <= plan.offload.budget_bytes
     (note,) = [note for note in plan.notes if "pass through" in note]
@@ -574,7 +579,7 @@ async def test_a_launch_streams_what_does_not_fit_and_says_so(tmp_path: Path, ke
 
 async def test_hidden_state_is_offered_while_weights_stream(tmp_path: Path) -> None:
     """On a CPU, in no more memory; the scheduler knows what the stream takes, to divide the host by."""
-    config = offloading_config(tmp_path, hidden_cache=True, online_policy="goodput", swap_space=0.01)
+    config = offloading_config(hidden_cache=True, online_policy="goodput", swap_space=0.01)
     plan = plan_launch(config)
     assert plan.offload is not None and plan.scratch_blocks > 0
     gpu = cuda_backend.CudaBackend()
@@ -592,9 +597,9 @@ async def test_hidden_state_is_offered_while_weights_stream(tmp_path: Path) -> N
 
 
 def test_explicit_limits_of_a_step_stay(tmp_path: Path) -> None:
-    plan = plan_launch(offloading_config(tmp_path, max_num_seqs=7, max_num_batched_tokens=100))
+    plan = plan_launch(offloading_config(max_num_seqs=7, max_num_batched_tokens=100))
     assert (plan.limits.max_num_seqs, plan.limits.max_num_batched_tokens) == (7, 100)
-    said = plan_launch(offloading_config(tmp_path, max_num_seqs=64))
+    said = plan_launch(offloading_config(max_num_seqs=64))
     assert (said.limits.max_num_seqs, said.limits.max_num_batched_tokens) == (64, 2048), "64 is said, and kept"
 
 
@@ -614,7 +619,7 @@ async def test_a_file_that_ends_early_fails_steps_and_the_log_says_why(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Requests end with an error: no token is made of what a buffer held before."""
-    engine = build_engine(offloading_config(tmp_path))
+    engine = build_engine(offloading_config())
     await engine.start()
     try:
         layers = cast(TorchDevice, cast(Runner[TorchDevice], engine._runner).device).decoder.weights.layers

@@ -102,7 +102,7 @@ def test_affinity_ends_where_an_engine_would_hold_a_quarter_more_than_its_part()
 
 
 def test_an_unknown_router() -> None:
-    with pytest.raises(ConfigError, match="--router must be one of sal, p2c, round-robin, random, prefix"):
+    with pytest.raises(ConfigError, match="the router must be one of sal, p2c, round-robin, random, prefix"):
         find_router("fastest")
 
 

@@ -19,9 +19,8 @@ from engine.api import EngineRequest, EngineStats, FinishReason, SamplingParams
 from engine.errors import ConfigError
 from engine.pooling import Pooling
 from gateway.batch.line import LineOrigin, LineRunner
-from gateway.config import ServerConfig
 from gateway.telemetry.account import Account
-from gateway.telemetry.tracing import Traces, attributes_of, check_endpoint
+from gateway.telemetry.tracing import BASE_ENDPOINT, TRACES_ENDPOINT, Traces, attributes_of, find_endpoint
 
 SECRET = "a-prompt-that-nobody-may-read"
 TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
@@ -78,9 +77,12 @@ def client(served: Served, **headers: str) -> openai.AsyncOpenAI:
     return openai.AsyncOpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0, default_headers=headers)
 
 
-async def test_a_span_for_each_choice_on_the_trace_of_its_request(start_server: StartServer) -> None:
+async def test_a_span_for_each_choice_on_the_trace_of_its_request(
+    start_server: StartServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with collector() as (url, received):
-        served = await start_server("hello world", otlp_traces_endpoint=url)
+        monkeypatch.setenv(TRACES_ENDPOINT, url)
+        served = await start_server("hello world")
         async with client(served, traceparent=f"00-{TRACE}-{PARENT}-01") as api:
             whole = await api.completions.create(model=MODEL, prompt=SECRET, n=2, max_tokens=5)
         async with client(served) as api:
@@ -105,9 +107,10 @@ async def test_a_span_for_each_choice_on_the_trace_of_its_request(start_server: 
         assert span.start_time_unix_nano < span.end_time_unix_nano
 
 
-async def test_lines_of_a_batch_and_failures(start_server: StartServer) -> None:
+async def test_lines_of_a_batch_and_failures(start_server: StartServer, monkeypatch: pytest.MonkeyPatch) -> None:
     with collector() as (url, received):
-        served = await start_server("hello world again", fail_after=2, otlp_traces_endpoint=url)
+        monkeypatch.setenv(TRACES_ENDPOINT, url)
+        served = await start_server("hello world again", fail_after=2)
         async with client(served) as api:
             with pytest.raises(openai.APIError):
                 await api.completions.create(model=MODEL, prompt=SECRET)
@@ -120,8 +123,11 @@ async def test_lines_of_a_batch_and_failures(start_server: StartServer) -> None:
     assert lines and {attributes(line)["tidemill.tier"] for line in lines} == {"batch"}
 
 
-async def test_a_collector_that_is_gone_costs_no_request(start_server: StartServer) -> None:
-    served = await start_server("hello world", otlp_traces_endpoint="http://127.0.0.1:9/v1/traces")
+async def test_a_collector_that_is_gone_costs_no_request(
+    start_server: StartServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(BASE_ENDPOINT, "http://127.0.0.1:9")
+    served = await start_server("hello world")
     async with client(served) as api:
         answers = [await api.completions.create(model=MODEL, prompt="x") for _ in range(3)]
     assert {answer.choices[0].finish_reason for answer in answers} == {"stop"}
@@ -137,14 +143,21 @@ def test_a_span_says_what_was_asked_for(response_id: str, pooling: Pooling | Non
     assert attributes_of(account, MODEL, EngineStats())["gen_ai.operation.name"] == name
 
 
-@pytest.mark.parametrize("endpoint", ["localhost:4318", "grpc://localhost:4317", "http://", ""])
-def test_an_endpoint_is_an_http_address(endpoint: str) -> None:
-    with pytest.raises(ConfigError, match="--otlp-traces-endpoint must be an http address"):
-        check_endpoint(endpoint)
+@pytest.mark.parametrize("name", [TRACES_ENDPOINT, BASE_ENDPOINT])
+@pytest.mark.parametrize("endpoint", ["localhost:4318", "grpc://localhost:4317", "http://"])
+def test_an_endpoint_is_an_http_address(name: str, endpoint: str) -> None:
+    with pytest.raises(ConfigError, match=f"{name} must be an http address, not {endpoint!r}"):
+        find_endpoint({name: endpoint})
+
+
+def test_opentelemetry_s_variables_name_the_collector() -> None:
+    own, base = "http://a:1/spans", "https://b:2/otel/"
+    assert find_endpoint({}) is None and find_endpoint({TRACES_ENDPOINT: "", BASE_ENDPOINT: ""}) is None
+    assert find_endpoint({BASE_ENDPOINT: base}) == "https://b:2/otel/v1/traces"
+    assert find_endpoint({TRACES_ENDPOINT: own, BASE_ENDPOINT: base}) == own
 
 
 def test_without_the_extra_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace", None)
     with pytest.raises(ConfigError, match=r"pip install 'tidemill\[otel\]'"):
         Traces("http://localhost:4318/v1/traces", MODEL, "1", lambda: None)  # type: ignore[arg-type,return-value]
-    assert ServerConfig().otlp_traces_endpoint is None

@@ -19,6 +19,9 @@ from predictor.online import OnlineModel
 from predictor.profile import Profile
 from predictor.slo import SLO
 
+FILL_POLICY = "tidemill"
+"""The policy that sizes offline work; HyGen's own, one flat budget, is for replays."""
+
 
 def make_controller(
     config: EngineConfig,
@@ -32,18 +35,18 @@ def make_controller(
     model = OnlineModel.of(profile)
     scheduler = replace(scheduler, rho=profile.cache_costs.rho(scheduler.compact_tokens))
     core = EngineCore(scheduler, online_policy=config.online_policy, offline_policy=config.offline_policy, model=model)
-    budget = initial_budget(slo, profile.model, config.fill_policy)
+    budget = initial_budget(slo, profile.model, FILL_POLICY)
     say(f"SLO {slo}; offline work may extend a step to {budget.latency_budget * 1e3:.0f} ms")
     server = ReplayedServer(
         profile.model,
         slo,
         scheduler,
-        config.fill_policy,
+        FILL_POLICY,
         config.online_policy,
         config.offline_policy,
         normal_noise(profile.held_out_mape),
     )
-    promise = f"{slo}; {config.fill_policy}, {config.online_policy}, {config.offline_policy}; {_limits(scheduler)}"
+    promise = f"{slo}; {FILL_POLICY}, {config.online_policy}, {config.offline_policy}; {_limits(scheduler)}"
     store = LoadStore(folder, profile.key, promise)
     calendar = time.time() - time.monotonic()
     load, table = store.read(time.time(), say)

@@ -62,7 +62,7 @@ class Backend(Protocol):
     def weight_room(self, plan: LaunchPlan) -> int:
         """Device memory that weights may take where nobody says how much."""
 
-    def transport(self, config: EngineConfig, plan: LaunchPlan) -> Transport:
+    def transport(self, plan: LaunchPlan) -> Transport:
         """What brings the layers that stream (`plan.offload`) to the device. Raises ConfigError."""
 
     def swap_bytes(self) -> int:

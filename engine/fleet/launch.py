@@ -29,7 +29,6 @@ class FleetPlan:
     instead of on this machine."""
 
     engines: int
-    router: str
     pid_file: Path
     log_level: str
     policy: Callable[[], RestartPolicy]
@@ -77,9 +76,7 @@ class FleetPlan:
 
     def _client(self, make: MakeEngine, config: EngineConfig) -> FleetClient:
         drop = config.overload == "drop"
-        return FleetClient(
-            make, self.engines, router=self.router, drop=drop, patience=patience(config), seed=config.seed
-        )
+        return FleetClient(make, self.engines, drop=drop, patience=patience(config), seed=config.seed)
 
 
 def _notes(places: Sequence[Place]) -> Iterator[str]:

@@ -135,5 +135,5 @@ ROUTERS: dict[str, Router] = {
 def find_router(name: str) -> Router:
     """Raises ConfigError for a name that is none."""
     if name not in ROUTERS:
-        raise ConfigError(f"--router must be one of {', '.join(ROUTERS)}, not {name!r}")
+        raise ConfigError(f"the router must be one of {', '.join(ROUTERS)}, not {name!r}")
     return ROUTERS[name]

@@ -26,10 +26,16 @@ REMOVED: dict[str, str] = {
     "--disk-space": "use --swap-space for the cache of chats",
     "--engine-process": "leave it out: the engine always runs in a process of its own",
     "--engine-spare": "leave it out: a spare process is kept where 2 GiB of memory are free",
+    "--fill-policy": "leave it out for serve; use it with tidemill simulate",
     "--flight-tokens": "find the request by its id from tidemill replay FILE",
+    "--forced-tokens": "leave it out: forced tokens are always computed together",
     "--max-engine-deaths": "leave it out: the server ends after six engine deaths within ten minutes",
+    "--max-num-waiting": "use --max-queue-time",
     "--max-restart-delay": "leave it out: an engine process is started again after at most 30 s",
     "--offline-thinking-budget": "set thinking_token_budget in the request or batch line",
+    "--offload-dir": "set XDG_CACHE_HOME: weights stream from tidemill/offload in it",
+    "--otlp-traces-endpoint": "set OTEL_EXPORTER_OTLP_TRACES_ENDPOINT or OTEL_EXPORTER_OTLP_ENDPOINT",
+    "--router": "leave it out: chats are routed by expected load (sal)",
     "replay --model": "send the request again, alone, to a server that runs the model",
 }
 """Flags and commands that the last release had, with their replacement: a command, `COMMAND --flag`, or `--flag` for a

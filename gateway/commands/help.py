@@ -20,7 +20,7 @@ COMMANDS: tuple[tuple[str, tuple[str, ...]], ...] = (
 FLAGS: tuple[tuple[str, tuple[str, ...]], ...] = (
     (
         "promises",
-        ("slo", "max_queue_time", "max_num_waiting", "online_policy", "offline_policy", "fill_policy", "reserve"),
+        ("slo", "max_queue_time", "online_policy", "offline_policy", "reserve"),
     ),
     (
         "model",
@@ -46,7 +46,6 @@ FLAGS: tuple[tuple[str, tuple[str, ...]], ...] = (
             "num_gpu_blocks_override",
             "block_size",
             "offload_weights",
-            "offload_dir",
             "swap_space",
             "kv_cache_dtype",
             "hidden_cache",
@@ -59,7 +58,6 @@ FLAGS: tuple[tuple[str, tuple[str, ...]], ...] = (
             "max_num_seqs",
             "max_num_batched_tokens",
             "chunked_prefill",
-            "forced_tokens",
             "threads",
             "cpu_kernels",
             "quantization",
@@ -67,8 +65,8 @@ FLAGS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ),
     ("latency profile", ("profile_dir", "profile_seconds")),
     ("network and access", ("host", "port", "api_key", "api_key_file", "allowed_host", "max_body_bytes")),
-    ("files, batches and logs", ("state_dir", "request_log", "otlp_traces_endpoint", "log_level")),
-    ("several engines or ranks", ("engines", "ray", "router", "overload", "tensor_parallel_size")),
+    ("files, batches and logs", ("state_dir", "request_log", "log_level")),
+    ("several engines or ranks", ("engines", "ray", "overload", "tensor_parallel_size")),
     (
         "life and death",
         ("shutdown_timeout",),

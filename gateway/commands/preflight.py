@@ -51,8 +51,6 @@ def _check_engine(config: EngineConfig) -> None:
             raise ConfigError(f"--lora {adapter.name}: {adapter.folder} has no adapter_config.json")
     if config.revision is not None and not config.model:
         raise ConfigError(f"--revision {config.revision} is of models from the hub, and no MODEL is named")
-    if config.offload_dir:
-        check_folder("--offload-dir", config.offload_dir)
     if config.profile_dir:
         check_folder("--profile-dir", config.profile_dir, written=False)  # profiles in it may be all that is wanted
 
@@ -71,6 +69,5 @@ def _check_server(config: ServerConfig) -> Path:
         importlib.import_module("engine.text.tokenizer").read_template(config.chat_template)
     if config.request_log is not None:
         importlib.import_module("gateway.telemetry.request_log").check_path(config.request_log)
-    if config.otlp_traces_endpoint is not None:
-        importlib.import_module("gateway.telemetry.tracing").check_endpoint(config.otlp_traces_endpoint)
+    importlib.import_module("gateway.telemetry.tracing").find_endpoint(os.environ)
     return state

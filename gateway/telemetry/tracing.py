@@ -22,12 +22,13 @@ from gateway.telemetry.account import Account
 from gateway.telemetry.request_log import line_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from engine.api import EngineStats
 
 STOP_SECONDS = 5.0
 """How long a stop waits for a collector."""
+TRACES_ENDPOINT, BASE_ENDPOINT = "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT"
 _CARRIED = ("traceparent", "tracestate")
 _carrier: ContextVar[dict[str, str]] = ContextVar("carrier")
 
@@ -47,10 +48,9 @@ class TraceHeaders:
 
 class Traces:
     """`endpoint`: the collector's address for spans, such as http://localhost:4318/v1/traces; `model`: its name in the
-    API. An async context: what is left is sent at its end. Raises ConfigError."""
+    API. An async context: the remaining spans are sent at its end. Raises ConfigError without the extra 'otel'."""
 
     def __init__(self, endpoint: str, model: str, version: str, stats: "Callable[[], EngineStats]") -> None:
-        check_endpoint(endpoint)
         try:
             from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
             from opentelemetry.sdk.resources import Resource
@@ -59,7 +59,8 @@ class Traces:
             from opentelemetry.trace import SpanKind, Status, StatusCode
             from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
         except ImportError:
-            raise ConfigError("--otlp-traces-endpoint needs: pip install 'tidemill[otel]'") from None
+            missing = "a collector is named, and the extra 'otel' is missing"
+            raise ConfigError(f"{missing}; pip install 'tidemill[otel]'") from None
         logging.getLogger("opentelemetry").setLevel(logging.ERROR)
         resource = Resource.create({"service.name": "tidemill", "service.version": version})
         self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)
@@ -91,11 +92,19 @@ class Traces:
             await asyncio.wait_for(asyncio.to_thread(self._provider.shutdown), STOP_SECONDS)
 
 
-def check_endpoint(endpoint: str) -> None:
-    """Raises ConfigError for what is no address of a collector."""
+def find_endpoint(environment: "Mapping[str, str]") -> str | None:
+    """Return the collector's address for spans by OpenTelemetry's variables; None if none is set. Raise ConfigError if
+    it is no http address."""
+    name, endpoint = TRACES_ENDPOINT, environment.get(TRACES_ENDPOINT, "")
+    if not endpoint:
+        name, base = BASE_ENDPOINT, environment.get(BASE_ENDPOINT, "")
+        endpoint = base and f"{base.rstrip('/')}/v1/traces"
+    if not endpoint:
+        return None
     parts = urlsplit(endpoint)
     if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise ConfigError(f"--otlp-traces-endpoint must be an http address, not {endpoint!r}")
+        raise ConfigError(f"{name} must be an http address, not {environment[name]!r}")
+    return endpoint
 
 
 def attributes_of(account: Account, model: str, stats: "EngineStats") -> dict[str, Any]:

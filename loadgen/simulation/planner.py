@@ -34,7 +34,7 @@ class Question:
     """What is asked: this traffic on this machine, served under this configuration and SLO.
 
     `seconds` of the traffic are used, the first half for the search unless `budget` (no search) is given.
-    `evaluations`: replays that the search may make.
+    `evaluations`: replays that the search may make. `fill_policy`: tidemill or hygen.
     """
 
     machine: Simulated
@@ -45,6 +45,7 @@ class Question:
     evaluations: int = 16
     budget: BudgetParams | None = None
     seed: int = 0
+    fill_policy: str = "tidemill"
 
     @property
     def searches(self) -> bool:
@@ -129,11 +130,11 @@ def answer(question: Question, say: Say = lambda _line: None) -> Answer:
             _Replays(question, first, say).metrics,
             slo,
             step_range(question.machine.model, question.machine.config),
-            question.config.fill_policy,
+            question.fill_policy,
             confirm=[replays.metrics],
             max_evaluations=question.evaluations,
         )
-    budget = search.params if search is not None else question.budget or BudgetParams(question.config.fill_policy, 0.0)
+    budget = search.params if search is not None else question.budget or BudgetParams(question.fill_policy, 0.0)
     alone = replays.online_only() if made.online is not None else None
     offline_only = replays.offline_only() if made.jobs else None
     beside = replays.with_offline(budget) if alone is not None and offline_only is not None else alone or offline_only

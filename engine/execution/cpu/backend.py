@@ -78,9 +78,9 @@ class CpuBackend:
     def weight_room(self, _plan: LaunchPlan) -> int:
         return int(_own_memory() * memory.WEIGHT_SHARE)
 
-    def transport(self, config: EngineConfig, plan: LaunchPlan) -> WeightFile:
+    def transport(self, plan: LaunchPlan) -> WeightFile:
         assert plan.offload is not None
-        return WeightFile(_offload_folder(config), plan.offload.layer_bytes, len(plan.offload.streamed))
+        return WeightFile(_offload_folder(), plan.offload.layer_bytes, len(plan.offload.streamed))
 
     def swap_bytes(self) -> int:
         return 0  # the cache itself lies in host memory
@@ -191,9 +191,7 @@ def _runs_natively(config: EngineConfig) -> bool:
     return not config.hidden_cache and not isinstance(load(), str)
 
 
-def _offload_folder(config: EngineConfig) -> Path:
-    if config.offload_dir:
-        return Path(config.offload_dir).expanduser()
+def _offload_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tidemill" / "offload"
 
 

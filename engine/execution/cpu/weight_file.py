@@ -124,7 +124,9 @@ def _open(folder: Path, size: int) -> tuple[int, bool]:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if (kind := file_system(folder)) in _IN_MEMORY:
-            raise ConfigError(f"--offload-dir {folder} is {kind}, which is memory: weights would not leave it")
+            raise ConfigError(
+                f"--offload-weights: {folder} is on {kind}, which is memory; set XDG_CACHE_HOME to a folder on a disk"
+            )
         handle, name = tempfile.mkstemp(prefix="weights-", dir=folder)
         try:
             os.posix_fallocate(handle, 0, size)
@@ -134,7 +136,8 @@ def _open(folder: Path, size: int) -> tuple[int, bool]:
             os.unlink(name)
             os.close(handle)
     except OSError as error:
-        raise ConfigError(f"--offload-dir {folder} has no room for {size / 2**30:.1f} GiB: {error.strerror}") from None
+        room = f"{folder} has no room for {size / 2**30:.1f} GiB: {error.strerror}"
+        raise ConfigError(f"--offload-weights: {room}; set XDG_CACHE_HOME to a folder with room") from None
 
 
 def _past_the_cache(name: str) -> int | None:

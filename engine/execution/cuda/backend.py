@@ -119,7 +119,7 @@ class CudaBackend:
         room = int(total * plan.memory_utilization) - (total - free) - _STEP_BYTES
         return int(room * memory.WEIGHT_SHARE)
 
-    def transport(self, _config: EngineConfig, plan: LaunchPlan) -> PinnedWeights:
+    def transport(self, plan: LaunchPlan) -> PinnedWeights:
         assert plan.offload is not None
         if plan.offload.streamed_bytes > (free := memory.available_memory()):
             raise ConfigError(
