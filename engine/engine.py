@@ -168,7 +168,7 @@ class Engine:
         """Start the loop and run one request through it; raises what the runner raised if that fails."""
         self._loop_task = asyncio.create_task(self._run(), name="tidemill-engine")
         if self._ranks is not None:
-            self._ranks.watch(partial(asyncio.get_running_loop().call_soon_threadsafe, self._on_lost_rank))
+            self._ranks.watch(partial(self._tell_lost_rank, asyncio.get_running_loop()))
         self._planner.start()
         self._watchdog.start()
         length = min(8, self.info.max_model_len - 2)
@@ -435,8 +435,9 @@ class Engine:
         self._dead.set()
         self._wake_up()
 
-    def _on_lost_rank(self, why: str) -> None:
-        self._give_up("device", f"the device is lost: {why}")
+    def _tell_lost_rank(self, loop: asyncio.AbstractEventLoop, why: str) -> None:
+        """End the engine, from the thread that watches the ranks."""
+        loop.call_soon_threadsafe(self._give_up, "device", f"the device is lost: {why}")
 
     async def _run(self) -> None:
         try:
