@@ -9,7 +9,6 @@ from typing import Any
 from engine.adapters import parse_adapters
 from engine.errors import ConfigError
 from engine.queue_time import DEFAULT_QUEUE, QueueTime
-from engine.reserve import NO_RESERVE, parse_reserve
 from predictor.limits import Limits
 from predictor.slo import SLO, SLOError
 
@@ -106,10 +105,6 @@ class EngineConfig:
         OVERLOADS,
     )
     offline_policy: str = _flag("psm", "order of offline work; psm: shared prefixes first", ("psm", "deadline", "fcfs"))
-    reserve: str = _flag(
-        NO_RESERVE,
-        "share of each step for batch lines that may miss their completion window, even beside online prompts (10%)",
-    )
     profile_dir: str = _flag("", "where latency profiles are kept (default: tidemill/profiles in the user's cache)")
     profile_seconds: float = _flag(30.0, "longest measurement of step times when no profile fits (0: one step only)")
     seed: int = _flag(0, "seed of random weights and of scheduling choices")
@@ -120,7 +115,6 @@ class EngineConfig:
         if (self.threads or 0) > MAX_THREADS or not 0 <= self.seed < 2**63:
             raise ConfigError(f"--threads must be at most {MAX_THREADS}, and --seed from 0 and below 2**63")
         QueueTime.parse(self.max_queue_time)
-        _check_reserve(self.reserve, self.chunked_prefill)
         _check_slo(self.slo)
         if self.block_size & (self.block_size - 1):
             raise ConfigError(f"--block-size must be a power of two, not {self.block_size}")
@@ -170,7 +164,6 @@ class SchedulerConfig:
     `max_queue_time`: an online request that could not start within it is refused (429); see `engine.queue_time`.
     `max_offline_preemptions`: from that many evictions on an offline request loses its place last, and waits for 1, 2,
     4 ... seconds before it starts again beside online work.
-    `reserve`: the share of steps that lines at risk get beside online work; see `engine.reserve`.
     """
 
     num_units: int
@@ -196,7 +189,6 @@ class SchedulerConfig:
     min_prefill_chunk: int = 64
     max_offline_preemptions: int = 8
     max_queue_time: str = DEFAULT_QUEUE
-    reserve: str = NO_RESERVE
     seed: int = 0
 
     @classmethod
@@ -238,7 +230,6 @@ class SchedulerConfig:
     def __post_init__(self) -> None:
         _positive(self, "num_units", "max_model_len", "block_size", "max_num_seqs", "max_num_batched_tokens")
         QueueTime.parse(self.max_queue_time)
-        _check_reserve(self.reserve, self.chunked_prefill)
         _check_whole_prompts(self.chunked_prefill, self.max_num_batched_tokens, self.max_model_len)
         if self.window:
             assert not self.scratch_blocks, "only blocks of K and V are given back"
@@ -319,11 +310,6 @@ def _check_slo(text: str) -> None:
         SLO.parse(text)
     except SLOError as error:
         raise ConfigError(f"--slo: {error}") from None
-
-
-def _check_reserve(reserve: str, chunked: bool) -> None:
-    if parse_reserve(reserve) and not chunked:
-        raise ConfigError("--reserve needs chunked prefill: whole prompts leave no part of a step to others")
 
 
 def _check_whole_prompts(chunked: bool, max_num_batched_tokens: int, max_model_len: int) -> None:

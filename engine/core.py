@@ -199,7 +199,7 @@ class EngineCore:
             elif self._in_flight:
                 return None
             else:
-                trial = TrialBuilder(draft(reserved=False))
+                trial = TrialBuilder(draft())
                 step = trial.build(turn.requests, turn.force)
                 if step is None and trial.awaits_units:
                     self._recovery.waits(turn)
@@ -209,7 +209,7 @@ class EngineCore:
                 return step
         if not turns or self._in_flight:
             return None
-        return LastResort(draft(reserved=False)).build(with_offline=plan is not None)
+        return LastResort(draft()).build(with_offline=plan is not None)
 
     def update(self, output: SchedulerOutput, result: ModelRunnerOutput | None, now: float) -> list[RequestOutput]:
         """Take in what the oldest step in flight gave: a result, or None when it failed. One with logits that are not

@@ -56,7 +56,6 @@ class LivenessMachine(CoreRules):
         tiers=tiers,
         objective=objectives,
         share=st.sampled_from([0.0, 0.1, 1.0]),
-        reserve=st.sampled_from(["0%", "0%", "2%", "20%", "50%"]),
         window=st.sampled_from([0, 0, 1, 6, 17]),
     )
     def start(
@@ -70,7 +69,6 @@ class LivenessMachine(CoreRules):
         tiers: tuple[int, int],
         objective: StepObjective,
         share: float,
-        reserve: str,
         window: int = 0,
     ) -> None:
         host_units, scratch_blocks = tiers
@@ -92,7 +90,6 @@ class LivenessMachine(CoreRules):
             unit_bytes=1,
             scratch_blocks=scratch_blocks,
             max_offline_preemptions=limit,
-            reserve=reserve if chunked else "0%",
         )
         runner = FakeRunner(
             block_size=BLOCK, vocab_size=VOCAB, scratch_blocks=scratch_blocks, host_units=host_units, window=window
@@ -177,7 +174,7 @@ def test_a_prompt_too_large_for_their_room_beside_it_takes_the_room_of_embedding
     """Found by the machine: its start found the room, and its first chunk left some of it alone."""
     with mock.patch("engine.cache.cache.EMBEDDING_SHARE", 4):
         machine = LivenessMachine()
-        machine.start(1, 0, 5, 58, True, "fcfs", (0, 0), StepObjective(), 1.0, "0%")
+        machine.start(1, 0, 5, 58, True, "fcfs", (0, 0), StepObjective(), 1.0)
         machine.line([], 11, 8, Lane.BATCH, "", Pooling.LAST)
         machine.chat([], 4, 12, "")
         machine.chat([], 45, 5, "")

@@ -27,7 +27,6 @@ from engine.scheduling.laxity import (
     prefill_pace,
     uses_laxity,
 )
-from engine.scheduling.reservation import reservation_of
 from engine.scheduling.state import SchedulerState
 from predictor.limits import UNITS_PER_BLOCK
 
@@ -185,10 +184,10 @@ def _wait_behind(
     state: SchedulerState, request: Request, crowd: _Crowd, pace: PrefillPace, mean_output_tokens: float
 ) -> float:
     """Seconds. Rows and units come free as answers end, all of them in the time of one answer."""
-    config, running, reservation = state.config, state.running[RequestClass.ONLINE], reservation_of(state)
+    config, running = state.config, state.running[RequestClass.ONLINE]
     blocks = crowd.blocks + sum(other.num_blocks(config.block_size) for other in (*running, request))
-    units = UNITS_PER_BLOCK * blocks - state.pool.num_units + reservation.held
-    rows = len(running) + crowd.num_waiting + 1 + len(reservation.protected) + reservation.rows
+    units = UNITS_PER_BLOCK * blocks - state.pool.num_units
+    rows = len(running) + crowd.num_waiting + 1
     lack = max((rows - config.max_num_seqs) / config.max_num_seqs, 0.0)
     lack = max(lack, units / state.pool.num_units)
     step = pace.per_token * pace.chunk if crowd.work else pace.step

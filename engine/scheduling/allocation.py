@@ -13,7 +13,6 @@ from engine.api import RequestClass
 from engine.cache.cache import Claim
 from engine.request import Request
 from engine.scheduling.output import AppendedEntries, ReplacedEntry
-from engine.scheduling.reservation import NOTHING, Reservation, has_room_beside
 from engine.scheduling.selection import Start
 from engine.scheduling.state import SchedulerState
 from engine.scheduling.victims import Victims, freed_units
@@ -27,11 +26,10 @@ class Allocation:
     """Allocation within the step `step_id`; requests that are already in the step are never victims. `prompts`: online
     ones in progress, which want room for the rest of theirs."""
 
-    def __init__(self, state: SchedulerState, step_id: int, now: float, reservation: Reservation) -> None:
+    def __init__(self, state: SchedulerState, step_id: int, now: float) -> None:
         self.appended: list[AppendedEntries] = []
         self.replaced: list[ReplacedEntry] = []
         self.prompts: list[Request] = []
-        self.reservation = reservation
         self._state = state
         self._cache = state.cache
         self._pool = state.cache.device
@@ -39,7 +37,7 @@ class Allocation:
         self._step_id = step_id
         self._now = now
         self._embedding_room = state.embedding_room()
-        self._victims = Victims(state, step_id, now, reservation.protected, self._embedding_room)
+        self._victims = Victims(state, step_id, now, self._embedding_room)
         # Units that requests of this step could not get because they are still deferred: no further victim for those.
         self._stalled_units = 0
 
@@ -50,44 +48,33 @@ class Allocation:
             return False
         if request.request_class is RequestClass.OFFLINE:
             return bool(state.free_rows) and self._make_offline_room(request, claim)
-        reservation = self._reservation_beside(request)
-        if self._has_row(reservation) and self._has_units(request, claim, reservation, online=False):
+        if state.free_rows and self._has_units(request, claim, online=False):
             return True
-        missing = self._needed(claim, reservation) - pool.num_available_units - pool.num_deferred_units
-        if self._has_row(reservation) and missing <= 0:
-            return False  # enough is on its way; a later step admits it
-        protected = reservation.protected
-        victims = self._victims.for_start(request, claim, missing, protected, online=False)
-        for victim in victims or self._victims.for_start(request, claim, missing, protected, online=True):
+        missing = self._needed(claim) - pool.num_available_units - pool.num_deferred_units
+        if state.free_rows and missing <= 0:
+            return False  # the units are in flight: a later step admits the request
+        victims = self._victims.for_start(request, claim, missing, online=False)
+        for victim in victims or self._victims.for_start(request, claim, missing, online=True):
             state.preempt(victim, "online", self._now, self._step_id)
-        return self._has_row(reservation) and self._has_units(request, claim, reservation, online=True)
+        return bool(state.free_rows) and self._has_units(request, claim, online=True)
 
-    def _reservation_beside(self, request: Request) -> Reservation:
-        """What an online request that starts leaves to lines at risk."""
-        if self.reservation.share and not has_room_beside(self._state, request, self.reservation):
-            return NOTHING
-        return self.reservation
-
-    def _has_row(self, reservation: Reservation) -> bool:
-        return len(self._state.free_rows) > reservation.rows
-
-    def _has_units(self, request: Request, claim: Claim, reservation: Reservation, *, online: bool) -> bool:
+    def _has_units(self, request: Request, claim: Claim, *, online: bool) -> bool:
         """Whether the claim's units are available for an online request, moving parked pasts if that makes it so.
 
         Hits that only a victim held are idle once it has lost its place: taking them takes their units out of what is
         available. `online`: whether the pasts of waiting online requests may be moved, too.
         """
         pool, parked = self._pool, self._cache.parked
-        missing = self._needed(claim, reservation) - pool.num_available_units
+        missing = self._needed(claim) - pool.num_available_units
         if 0 < missing <= parked.num_units(online=online, but=request):
             parked.reclaim(missing, self._step_id, online=online, but=request, spared=frozenset(claim.hits))
-        return self._needed(claim, reservation) <= pool.num_available_units
+        return self._needed(claim) <= pool.num_available_units
 
-    def _needed(self, claim: Claim, reservation: Reservation) -> int:
+    def _needed(self, claim: Claim) -> int:
         """Units that must be available for an online request to start: prompts in progress will want theirs."""
         needed = claim.units + self._pool.num_idle_units(claim.hits) + self._state.prompt_reserve(self.prompts)
         kept = self._kept_for_embeddings() if needed + self._embedding_room <= self._pool.num_units else 0
-        return reservation.units + needed + kept
+        return needed + kept
 
     def _kept_for_embeddings(self) -> int:
         """Units that online requests leave to embeddings, beyond what these hold."""

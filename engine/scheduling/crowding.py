@@ -45,10 +45,10 @@ def let_in(draft: StepDraft) -> Request | None:
 def _victims(draft: StepDraft, request: Request, held: Counter[str]) -> list[Request]:
     """The youngest of the tenant that holds most rows, until there is room. No tenant gives up any to one that would
     then have more rows, or that has had more. Empty: offline work can give way, or even all of these are too few."""
-    state, reservation = draft.state, draft.allocation.reservation
-    offline = [r for r in state.running[RequestClass.OFFLINE] if r not in reservation.protected]
-    rows = len(state.free_rows) + len(offline) - reservation.rows
-    units = state.pool.num_available_units + state.pool.num_deferred_units - reservation.units
+    state = draft.state
+    offline = state.running[RequestClass.OFFLINE]
+    rows = len(state.free_rows) + len(offline)
+    units = state.pool.num_available_units + state.pool.num_deferred_units
     units += state.cache.parked.num_units(online=True, but=request) + sum(map(freed_units, offline))
     units -= state.prompt_reserve(state.running_prompts())
     wanted = UNITS_PER_BLOCK * request.num_blocks(state.config.block_size)

@@ -24,7 +24,6 @@ from engine.scheduling.output import (
     SavedState,
     SchedulerOutput,
 )
-from engine.scheduling.reservation import NOTHING, reservation_of
 from engine.scheduling.state import SchedulerState
 
 _pooling, _adapter = attrgetter("spec.pooling"), attrgetter("spec.adapter")
@@ -43,18 +42,15 @@ class StepDraft:
     """What the step holds so far. Whatever is added is charged to the ledger and marked on the request.
 
     `last_completed_step`: a request with a newer step in flight cannot start: its last token is unknown and its old
-    units are not yet released. `reserved`: lines at risk keep their share (see `engine.reserve`); a step for certain
-    requests ignores it.
+    units are not yet released.
     """
 
-    def __init__(
-        self, state: SchedulerState, step_id: int, last_completed_step: int, now: float, *, reserved: bool = True
-    ) -> None:
+    def __init__(self, state: SchedulerState, step_id: int, last_completed_step: int, now: float) -> None:
         config = state.config
         self.state = state
         self.step_id = step_id
         self.now = now
-        self.allocation = Allocation(state, step_id, now, reservation_of(state) if reserved else NOTHING)
+        self.allocation = Allocation(state, step_id, now)
         self.ledger = StepLedger(config.max_num_batched_tokens, config.max_num_seqs, state.model)
         self.chunks: list[Chunk] = []
         self.requests: list[Request] = []

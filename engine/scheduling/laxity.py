@@ -30,7 +30,6 @@ from engine.scheduling.fair_share import FairWalk
 from engine.scheduling.knapsack import Floats
 from engine.scheduling.objective import StepObjective
 from engine.scheduling.online_share import OnlineShare, by_tenant
-from engine.scheduling.reservation import reservation_of
 from engine.scheduling.state import SchedulerState
 from engine.scheduling.waiting import by_age
 from predictor.features import BatchFeatures
@@ -55,7 +54,7 @@ class PrefillPace:
     """How fast prompts are computed beside the decodes of now, `chunk` tokens of them in a step.
 
     `step`: seconds of a step without them; `per_token`: of a prompt's token that shares a full step with others.
-    `stretch`: what lines at risk add to a step, as a factor (see `engine.reserve`).
+    `stretch`: factor by which a prompt of several chunks takes longer, because others share the machine.
     """
 
     model: LatencyPredictor
@@ -93,17 +92,15 @@ def prefill_pace(state: SchedulerState, tbt_share: float = 1.0) -> PrefillPace |
     beside = BatchFeatures(model.reach)
     decodes = [r for r in state.running[RequestClass.ONLINE] if r.times.first_token is not None]
     beside.add_decodes(len(decodes), model.reach.contexts([len(r.token_ids) for r in decodes]))
-    reservation = reservation_of(state)
     step = model.predict(beside)
-    tokens = max(1, config.max_num_batched_tokens - len(decodes) - reservation.tokens)
+    tokens = max(1, config.max_num_batched_tokens - len(decodes))
     chunk = tokens
     if decodes and math.isfinite(state.objective.tbt):
-        limit = tbt_share * state.objective.tbt * (1.0 - reservation.share)
+        limit = tbt_share * state.objective.tbt
         chunk = model.max_prefill(beside, max(0.0, limit - step), tokens, 0)
         chunk = max(chunk, min(tokens, floor_chunk(model, beside, limit, config)))
-    stretch = 1.0 / (1.0 - reservation.share)
-    per_token = stretch * (step + model.marginal(beside, 0, chunk)) / chunk
-    return PrefillPace(model, beside, step, chunk, per_token, stretch)
+    per_token = (step + model.marginal(beside, 0, chunk)) / chunk
+    return PrefillPace(model, beside, step, chunk, per_token)
 
 
 def floor_chunk(

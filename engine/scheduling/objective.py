@@ -6,7 +6,7 @@ bounded by tokens, sequences and units alone.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from engine.request import Request
 from predictor.budget import BudgetParams
@@ -72,8 +72,7 @@ class StepObjective:
 class OfflineAllowance:
     """How much offline work one step may take in: the budget's rule, applied item by item.
 
-    `limit`: predicted end of the step, seconds from its start. `num_decodes`: online decodes beside it. `max_tokens`:
-    of one chunk.
+    `limit`: predicted end of the step, seconds from its start. `num_decodes`: online decodes beside it.
     """
 
     model: LatencyPredictor | None
@@ -81,19 +80,14 @@ class OfflineAllowance:
     num_decodes: int
     budget: BudgetParams
     saturated: BatchFeatures
-    max_tokens: int | None = None
-
-    def limited(self, max_tokens: int) -> "OfflineAllowance":
-        """The same for at most so many tokens."""
-        return replace(self, max_tokens=max_tokens)
 
     def fits_decodes(self, features: BatchFeatures, seconds: float, count: int, context_sum: int) -> bool:
         """Whether so many decodes, with that sum of contexts, may surely join a step predicted to take `seconds`, and
         so any of them: no decode takes less than no time. False also where each must be looked at by itself."""
         model = self.model
         if model is None:
-            return self.max_tokens is None
-        if self.max_tokens is not None or (self.num_decodes and not math.isinf(self.budget.lam)):
+            return True
+        if self.num_decodes and not math.isinf(self.budget.lam):
             return False
         room = self.limit - seconds
         return room > 0.0 and model.marginal_decodes(features, count, context_sum) <= room
@@ -101,7 +95,6 @@ class OfflineAllowance:
     def largest(self, features: BatchFeatures, seconds: float, start: int, wanted: int) -> int:
         """The largest chunk (≤ wanted tokens from `start`) that may join a step predicted to take `seconds`."""
         model = self.model
-        wanted = wanted if self.max_tokens is None else min(wanted, self.max_tokens)
         if model is None:
             return wanted
         room = self.limit - seconds

@@ -1,4 +1,4 @@
-"""Offline work of a step: lines at risk as far as their share goes, then the plan as far as online work leaves room."""
+"""Offline work of a step: the plan, as far as online work leaves room."""
 
 import math
 from collections.abc import Callable
@@ -8,13 +8,7 @@ from engine.scheduling.draft import StepDraft
 from engine.scheduling.iterations import IterationType
 from engine.scheduling.ledger import num_masked
 from engine.scheduling.objective import OfflineAllowance
-from engine.scheduling.planner import (
-    OfflinePlan,
-    offline_allowance,
-    reserve_bank,
-    reserved_allowance,
-    reserved_lines,
-)
+from engine.scheduling.planner import OfflinePlan, offline_allowance
 
 
 class OfflineFill:
@@ -101,24 +95,6 @@ class OfflineFill:
                     break
             examined += 1
         return decodes, contexts, examined
-
-    def add_reserved(self) -> None:
-        """Lines at risk, as far as their share goes, whatever the budget says beside online work."""
-        state, ledger, reservation = self._state, self._draft.ledger, self._draft.allocation.reservation
-        if not reservation.share or not self._draft.chunks:
-            return  # nothing is reserved, or no online request is in the step
-        num_online, online, last = len(self._draft.requests), ledger.seconds, ledger.tokens_left - reservation.tokens
-        allowance = reserved_allowance(state, ledger, reservation)
-        for request in list(reserved_lines(state, reservation, self._draft.now)):
-            if not ledger.open or ledger.tokens_left <= last:
-                break
-            add = self._continue if request.status is RequestStatus.RUNNING else self._start
-            if not add(request, allowance.limited(ledger.tokens_left - last)):
-                break
-        bank = reserve_bank(state, ledger, reservation.seconds_beside(online))
-        saved = state.reserve_credit + reservation.seconds_beside(online) - (ledger.seconds - online)
-        state.reserve_credit = min(max(0.0, saved), bank)
-        self._mark_beside_offline(num_online)
 
     def _mark_beside_offline(self, num_online: int) -> None:
         """Where offline requests joined the first `num_online` of the step, mark each online one that they delay."""

@@ -226,14 +226,8 @@ class OfflineQueue:
         if not lane.share.is_active(spec.tenant):
             del lane.tenants[spec.tenant]
 
-    def candidates(self, only: Lane | None = None) -> Iterator[Request]:
-        """Requests (`only`: of this lane) in the order in which they would be admitted now; the queue must not change
-        meanwhile."""
-        if only is not None:
-            walk = _LaneWalk(self, self._lanes[only])
-            while walk:
-                yield walk.take()
-            return
+    def candidates(self) -> Iterator[Request]:
+        """Yield requests in the order in which they would be admitted now; the queue must not change meanwhile."""
         floors = self._floors.copy()
         walks = {name: _LaneWalk(self, queue) for name, queue in self._lanes.items() if len(queue)}
         while walks:

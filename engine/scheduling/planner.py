@@ -13,14 +13,13 @@ from itertools import islice, repeat
 from operator import attrgetter
 from typing import NamedTuple
 
-from engine.api import Lane, RequestClass
+from engine.api import RequestClass
 from engine.cache.blocks import count_gone, count_units
 from engine.request import Request
 from engine.scheduling.laxity import EASY_SHARE, PrefillPace, floor_chunk, prefill_pace, prompt_slack
 from engine.scheduling.ledger import StepLedger, num_masked
-from engine.scheduling.objective import UNLIMITED, OfflineAllowance
+from engine.scheduling.objective import OfflineAllowance
 from engine.scheduling.output import CacheWork
-from engine.scheduling.reservation import Reservation, reservation_of
 from engine.scheduling.state import SchedulerState
 from predictor.features import BatchFeatures
 from predictor.limits import UNITS_PER_BLOCK
@@ -103,20 +102,6 @@ def offline_allowance(
     return OfflineAllowance(state.model, limit, num_online_decodes, objective.budget, saturated)
 
 
-def reserved_allowance(state: SchedulerState, ledger: StepLedger, reservation: Reservation) -> OfflineAllowance:
-    """What lines at risk may add beside the online work in `ledger`, what earlier steps left of their share included:
-    a share that is smaller than the shortest chunk is saved up for it."""
-    limit = ledger.seconds + reservation.seconds_beside(ledger.seconds) + state.reserve_credit
-    return OfflineAllowance(state.model, limit, 0, UNLIMITED, BatchFeatures())
-
-
-def reserve_bank(state: SchedulerState, ledger: StepLedger, seconds: float) -> float:
-    """The most seconds that lines at risk may save up: those of one step, or of the shortest useful chunk."""
-    model = state.model
-    chunk = 0.0 if model is None else model.marginal(ledger.features, 0, state.config.min_prefill_chunk)
-    return max(seconds, chunk)
-
-
 def _tightest_slack(state: SchedulerState, reachable_from: float, now: float) -> float:
     """Seconds to the earliest token deadline that a step of `reachable_from` seconds can still meet."""
     decoding = [r for r in state.running[RequestClass.ONLINE] if r.times.first_token is not None]
@@ -126,7 +111,7 @@ def _tightest_slack(state: SchedulerState, reachable_from: float, now: float) ->
 
 def plan_offline(state: SchedulerState, now: float) -> Generator[None, None, OfflinePlan]:
     """Yields between slices of work; returns the plan. The scheduler may change between slices: items go stale."""
-    ledger = _expected_online(state, reservation_of(state))
+    ledger = _expected_online(state)
     beside_prompt = ledger.features.num_prefill_chunks > 0
     pace = partial(prefill_pace, state)
     allowance = offline_allowance(state, ledger, ledger.features.num_decodes, beside_prompt, now, pace)
@@ -167,15 +152,6 @@ def whole(slices: Generator[None, None, OfflinePlan]) -> OfflinePlan:
         except StopIteration as end:
             plan: OfflinePlan = end.value
             return plan
-
-
-def reserved_lines(state: SchedulerState, reservation: Reservation, now: float) -> Iterator[Request]:
-    """Lines at risk that the share may reach: those that run, and as many as may start beside them."""
-    if not reservation.share:
-        return
-    yield from [r for r in state.running[RequestClass.OFFLINE] if r.spec.lane is Lane.AT_RISK]
-    waiting = islice(state.waiting_offline.candidates(Lane.AT_RISK), reservation.rows)
-    yield from [request for request in waiting if now >= request.not_before]
 
 
 def _plan_decodes(
@@ -269,9 +245,9 @@ def _may_start(state: SchedulerState, request: Request) -> bool:
     return request.num_blocks(state.config.block_size) * UNITS_PER_BLOCK + state.embedding_room() <= units
 
 
-def _expected_online(state: SchedulerState, reservation: Reservation) -> StepLedger:
-    """The ledger of the next step after the online work that is known now; prompts leave alone what is reserved, and
-    the decodes beside them the time that these have."""
+def _expected_online(state: SchedulerState) -> StepLedger:
+    """Return the ledger of the next step after the online work that is known now. Prompts end within the time limit of
+    the decodes beside them."""
     config = state.config
     ledger = StepLedger(config.max_num_batched_tokens, config.max_num_seqs, state.model)
     decodes: list[Request] = []
@@ -285,10 +261,10 @@ def _expected_online(state: SchedulerState, reservation: Reservation) -> StepLed
     ledger.charge_decodes([request.num_computed_tokens + 1 for request in decodes])
     ledger.charge_masks(num_masked(decodes))
     next_prompt = [request for request in state.waiting_online[:1] if _may_start(state, request)]
-    limit = state.objective.tbt * EASY_SHARE * (1.0 - reservation.share) if decodes else math.inf
+    limit = state.objective.tbt * EASY_SHARE if decodes else math.inf
     for request in (*prompts, *next_prompt):
         if ledger.open:
-            length = _prompt_length(state, ledger, request, ledger.tokens_left - reservation.tokens, limit)
+            length = _prompt_length(state, ledger, request, ledger.tokens_left, limit)
             if length > 0:
                 ledger.charge(request.num_computed_tokens, length)
                 end = request.num_computed_tokens + length

@@ -8,7 +8,6 @@ import numpy as np
 from engine.api import RequestClass
 from engine.cache.placement import READ_STEPS
 from engine.scheduling.online_share import by_tenant
-from engine.scheduling.reservation import reservation_of
 from engine.scheduling.selection import Pressure, Select, Start
 from engine.scheduling.state import SchedulerState
 from predictor.limits import UNITS_PER_BLOCK
@@ -23,7 +22,6 @@ def pressure_of(state: SchedulerState, now: float) -> Pressure | None:
     )
     capacity += sum(request.cache_map.num_running_units for request in offline)
     capacity -= state.prompt_reserve(state.running_prompts())
-    capacity -= reservation_of(state).held
     if not _demand_exceeds(state, capacity):
         return None
     capacity += sum(request.cache_map.num_running_units for request in state.evictable(now))

@@ -130,9 +130,7 @@ class PromptFill:
 
     def _num_rows(self) -> int:
         """Rows that an online request could get: offline ones give way."""
-        reservation = self._allocation.reservation
-        offline = len(self._state.running[RequestClass.OFFLINE]) - len(reservation.protected)
-        return max(0, len(self._state.free_rows) - reservation.rows) + offline
+        return len(self._state.free_rows) + len(self._state.running[RequestClass.OFFLINE])
 
     def _goes_first(self, head: Request) -> bool:
         """Reserve the floor chunk of `head`; or, where there is no room for both, whether its turn has come."""
@@ -194,10 +192,7 @@ class PromptFill:
     def _length(self, start: int, wanted: int) -> int:
         """The chunk that the decodes beside it can bear; one prompt of the step always gets a floor."""
         config, ledger = self._state.config, self._ledger
-        available = max(0, ledger.tokens_left - self._reserve.tokens)
-        tokens = max(0, available - self._allocation.reservation.tokens)
-        if not self.has_added and available:
-            tokens = max(tokens, min(config.min_prefill_chunk, max(1, available - 1)))
+        tokens = max(0, ledger.tokens_left - self._reserve.tokens)
         if not config.chunked_prefill:
             return wanted if wanted <= tokens else 0
         length = wanted = min(wanted, tokens)

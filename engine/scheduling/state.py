@@ -14,7 +14,6 @@ from engine.cache.cache import Cache
 from engine.config import SchedulerConfig
 from engine.queue_time import QueueTime
 from engine.request import Request, RequestStatus
-from engine.reserve import parse_reserve
 from engine.scheduling.counters import SchedulerCounters
 from engine.scheduling.objective import StepObjective
 from engine.scheduling.offline_queue import OfflineQueue
@@ -33,8 +32,6 @@ class SchedulerState:
     """Queues, rows and units. `offline_share` scales the offline budget beside online work (the circuit breaker).
 
     `aside`: requests that ordinary steps do not see, waiting or running, by age; see `engine.scheduling.recovery`.
-    `reserve_credit`: seconds that lines at risk were owed and could not use yet; see
-    `engine.scheduling.reservation`.
     `unwritten`: running requests whose rows the runner does not know yet (`engine.scheduling.moving`).
     `num_contested`: steps without room for both urgent prompts and those that they leave behind; they take turns.
     """
@@ -65,8 +62,6 @@ class SchedulerState:
         self.released_rows: list[int] = []
         self.num_contested = 0
         self.queue_time = QueueTime.parse(config.max_queue_time)
-        self.reserve = parse_reserve(config.reserve)
-        self.reserve_credit = 0.0
         self.counters = SchedulerCounters()
 
     def _make_offline_queue(self) -> OfflineQueue:

@@ -60,7 +60,6 @@ class StepBuilder:
         self._prompts.add(starts, first)
         if starts is None:
             self._restore_compact()
-        self._offline.add_reserved()
         if plan is not None:
             self._offline.add(plan, num_decodes, beside_prompt=self._prompts.has_added)
 
@@ -106,7 +105,7 @@ class StepBuilder:
             self._tightest = min(slacks)
             # A decode that would be late even in a decode-only step cannot be saved by starving the prompts.
             reachable = [min(slack, objective.tbt) for slack in slacks if slack >= ledger.seconds]
-            self._prompts.time_limit = min(reachable, default=math.inf) * (1.0 - draft.allocation.reservation.share)
+            self._prompts.time_limit = min(reachable, default=math.inf)
         return len(draft.chunks)
 
     def _due(self) -> tuple[list[Request], list[Request]]:

@@ -11,21 +11,15 @@ from engine.scheduling.state import SchedulerState
 
 
 class Victims:
-    """Chooses in the step `step_id`. `protected`: offline requests that keep their place (see
-    `engine.scheduling.reservation`); `embedding_room`: see `SchedulerState.embedding_room`."""
+    """Chooses in the step `step_id`. `embedding_room`: see `SchedulerState.embedding_room`."""
 
-    def __init__(
-        self, state: SchedulerState, step_id: int, now: float, protected: Collection[Request], embedding_room: int
-    ) -> None:
+    def __init__(self, state: SchedulerState, step_id: int, now: float, embedding_room: int) -> None:
         self._state = state
         self._step_id = step_id
         self._now = now
-        self._protected = protected
         self._embedding_room = embedding_room
 
-    def for_start(
-        self, request: Request, claim: Claim, missing: int, protected: Collection[Request], *, online: bool
-    ) -> list[Request]:
+    def for_start(self, request: Request, claim: Claim, missing: int, *, online: bool) -> list[Request]:
         """The offline requests to evict so that `missing` more units and a row come free for `request`.
 
         None is immune: one that was evicted often loses last, but loses. Empty when even all of them would not do.
@@ -37,7 +31,7 @@ class Victims:
         movable = (block for block, count in held.items() if count == block.ref_count and block not in spared)
         missing -= count_units(movable)
         offline = state.running[RequestClass.OFFLINE]
-        victims = [r for r in offline if r.last_step != self._step_id and r not in protected]
+        victims = [r for r in offline if r.last_step != self._step_id]
         seldom = [victim for victim in victims if victim.num_preemptions < limit]
         chosen = _smallest_victims(seldom, missing, held, spared)
         if not chosen and len(seldom) < len(victims):
@@ -61,7 +55,7 @@ class Victims:
     def offline(self) -> Request | None:
         """Of the running offline requests that are not in this step: of the last lane, seldom evicted, small, young."""
         offline = self._state.running[RequestClass.OFFLINE]
-        candidates = (r for r in offline if r.last_step != self._step_id and r not in self._protected)
+        candidates = (r for r in offline if r.last_step != self._step_id)
         if self.spares_embeddings:  # their room would only be kept for the next of them
             candidates = (r for r in candidates if r.spec.pooling is None)
         key = lambda r: (-r.spec.lane, r.num_preemptions, len(r.cache_map.blocks), -r.arrival_order)  # noqa: E731

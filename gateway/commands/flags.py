@@ -36,6 +36,7 @@ REMOVED: dict[str, str] = {
     "--offload-dir": "set XDG_CACHE_HOME: weights stream from tidemill/offload in it",
     "--otlp-traces-endpoint": "set OTEL_EXPORTER_OTLP_TRACES_ENDPOINT or OTEL_EXPORTER_OTLP_ENDPOINT",
     "--router": "leave it out: chats are routed by expected load (sal)",
+    "--reserve": "batch lines that may miss their completion window go before other lines without it",
     "replay --model": "send the request again, alone, to a server that runs the model",
 }
 """Flags and commands that the last release had, with their replacement: a command, `COMMAND --flag`, or `--flag` for a

@@ -20,7 +20,7 @@ COMMANDS: tuple[tuple[str, tuple[str, ...]], ...] = (
 FLAGS: tuple[tuple[str, tuple[str, ...]], ...] = (
     (
         "promises",
-        ("slo", "max_queue_time", "online_policy", "offline_policy", "reserve"),
+        ("slo", "max_queue_time", "online_policy", "offline_policy"),
     ),
     (
         "model",
