@@ -4,11 +4,12 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
 import torch
-from native_build import build, native_library
+from native_build import build, library_of, native_library
 
 from engine.execution.cpu.native.library import Level, Team
 from engine.execution.cpu.native.linear import Native, NativeLinear
@@ -102,3 +103,18 @@ def test_a_fork_finds_no_threads_and_both_sides_go_on() -> None:
     command = [sys.executable, "-c", FORK, str(build())]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_a_thread_enters_each_job_that_it_joins() -> None:
+    """A job on tiles follows so soon on a job of another level that the team's threads do not sleep in between."""
+    library = library_of(Level.AMX)
+    team = Team(library, 2)
+    plain = NativeLinear(Native(library, Level.AVX2, team), WEIGHT, None)
+    tiles = NativeLinear(Native(library, Level.AMX, team), WEIGHT.bfloat16(), None)
+    wide = X.repeat(30, 1)  # work enough for a thread that has to wake up first
+    narrow = wide.bfloat16()
+    expected = plain(wide), tiles(narrow)
+    for _ in range(200):
+        time.sleep(0.002)  # the threads fall asleep, and so have entered no job
+        given = plain(wide), tiles(narrow)
+        assert all(map(torch.equal, given, expected))

@@ -127,7 +127,7 @@ void Team::publish() {
 }
 
 // Runs chunks of one range, the thread's own first, until it has none. False if no range has any.
-bool Team::claim(int thread, Job::Leave &leave, bool &entered) {
+bool Team::claim(int thread, Entered &entered) {
     const int threads = threads_.load(std::memory_order_relaxed);
     for (int i = 0; i < threads; i++) {
         Range &range = ranges_[(thread + i) % threads];
@@ -138,7 +138,10 @@ bool Team::claim(int thread, Job::Leave &leave, bool &entered) {
                 continue;
             const uint64_t seq = word >> 16;
             Job &job = *job_;
-            if (!entered) leave = job.enter(), entered = true;
+            if (entered.number != number_) {  // a thread may go from one job to the next without a rest
+                entered.end();
+                entered = {number_, job.enter()};
+            }
             job.run(op_[seq & 1].load(std::memory_order_relaxed), int64_t(word & 0xffff), thread);
             worked = true;
             const int64_t total = total_[seq & 1].load(std::memory_order_relaxed);
@@ -148,6 +151,11 @@ bool Team::claim(int thread, Job::Leave &leave, bool &entered) {
         if (worked) return true;
     }
     return false;
+}
+
+void Team::Entered::end() {
+    if (leave) leave();
+    *this = {};
 }
 
 bool Team::has_work() const {
@@ -161,11 +169,10 @@ bool Team::has_work() const {
 
 // `number`: the job that the caller waits for; 0 for the team's own threads, which work until they are stopped.
 void Team::work(int thread, uint64_t number) {
-    Job::Leave leave = nullptr;
-    bool entered = false;
+    Entered entered;
     int waited = 0;
     for (;;) {
-        if (claim(thread, leave, entered)) {
+        if (claim(thread, entered)) {
             waited = 0;
             continue;
         }
@@ -175,13 +182,12 @@ void Team::work(int thread, uint64_t number) {
         } else if (waited <= SPINS + YIELDS) {
             sched_yield();
         } else {
-            if (entered && leave) leave();
-            entered = false;
+            entered.end();
             sleep(number);
             waited = 0;
         }
     }
-    if (entered && leave) leave();
+    entered.end();
 }
 
 // The sleeper counts itself and then looks for work; who offers work stores it and then looks for sleepers. One of them

@@ -21,7 +21,8 @@ public:
     // Chunks of an operation, 0: nothing to do. Called once, in order, before its chunks run.
     virtual int64_t begin(int64_t op, int threads) = 0;
     virtual void run(int64_t op, int64_t chunk, int thread) = 0;
-    // Called on a thread that is about to run chunks; gives what it is to call before it rests (the job may be gone then).
+    // Called on a thread before its first chunk of the job. Returns the function that the thread calls before it enters
+    // another job or sleeps; the job may be gone then.
     using Leave = void (*)();
     virtual Leave enter() { return nullptr; }
 };
@@ -49,8 +50,14 @@ private:
         std::atomic<uint32_t> end[2] = {};  // behind the last chunk, of even and odd sequence numbers
     };
 
+    struct Entered {  // the job that a thread has entered last
+        uint64_t number = 0;
+        Job::Leave leave = nullptr;
+        void end();
+    };
+
     void publish();
-    bool claim(int thread, Job::Leave &leave, bool &entered);
+    bool claim(int thread, Entered &entered);
     bool has_work() const;
     void work(int thread, uint64_t number);
     void sleep(uint64_t number);
