@@ -67,7 +67,6 @@ def _parser() -> argparse.ArgumentParser:
     add_batch(commands, Parser)
     _add_top(commands)
     _add_pull(commands)
-    _add_doctor(commands)
     _add_profile(commands)
     _add_replay(commands)
     _add_fleet(commands)
@@ -102,7 +101,7 @@ def _add_serve(commands: Any) -> None:
     )
     _config_flags(command, EngineConfig, ServerConfig)
     command.add_argument(
-        "--dry-run", action="store_true", help="show every setting, where it comes from and what would be loaded; end"
+        "--dry-run", action="store_true", help="show this machine, every setting with its origin and the model; end"
     )
     command.set_defaults(run=_serve)
 
@@ -151,12 +150,6 @@ def _add_pull(commands: Any) -> None:
     command.add_argument("model", metavar="OWNER/NAME", help="id of the model on the hub")
     command.add_argument("--revision", metavar="REVISION", help="branch, tag or commit (default: the newest)")
     command.set_defaults(run=_pull)
-
-
-def _add_doctor(commands: Any) -> None:
-    command = commands.add_parser("doctor", help="show this machine and what would run on it", allow_abbrev=False)
-    _config_flags(command, EngineConfig)
-    command.set_defaults(run=_doctor)
 
 
 def _add_replay(commands: Any) -> None:
@@ -229,16 +222,6 @@ def _server_of(arguments: argparse.Namespace) -> Any:
 
 def _pull(arguments: argparse.Namespace) -> int:
     return int(importlib.import_module("gateway.commands.pull").run(arguments.model, arguments.revision, say))
-
-
-def _doctor(arguments: argparse.Namespace) -> int:
-    engine_config, _server = resolve_configs(arguments, [EngineConfig, ServerConfig])
-    from gateway.commands.doctor import report_launch, report_machine
-
-    print("\n".join(report_machine(__version__)))
-    build = importlib.import_module("engine.build")
-    print("\n".join(report_launch(build.plan_launch(engine_config), model_name(engine_config))))
-    return 0
 
 
 def _serve(arguments: argparse.Namespace) -> int:

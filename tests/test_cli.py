@@ -106,15 +106,6 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert re.fullmatch(r"\d+\.\d+\.\d+\S*\n", capsys.readouterr().out)
 
 
-def test_doctor_shows_the_machine_and_what_would_run(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    file = tmp_path / "both.yaml"
-    file.write_text("port: 9000\nmax-model-len: 640\n")
-    assert cli.main(["doctor", "--config", str(file), "--num-gpu-blocks-override", "77", "--device", "cpu"]) == 0
-    shown = capsys.readouterr().out
-    for word in ("python", "torch", "cores", "memory", "tidemill-demo", "1,232 tokens", "640 tokens"):
-        assert word in shown
-
-
 # ---- removed
 
 

@@ -1,6 +1,7 @@
 """`tidemill serve --dry-run`: every setting with its origin, what would be loaded, and the errors that a start has."""
 
 import fcntl
+import platform
 import re
 import socket
 import sys
@@ -8,8 +9,10 @@ from pathlib import Path
 
 import pytest
 import tiny_transformers
+import torch
 from tiny_models import llama_config, write_config
 
+from engine import __version__
 from engine.config import EngineConfig
 from gateway import cli
 from gateway.commands.flags import flags_of
@@ -73,6 +76,17 @@ def test_every_setting_with_its_origin(
     ):
         assert words in out
     assert not (tmp_path / "state").exists() and not (tmp_path / "cache").exists(), "nothing was made"
+
+
+@pytest.mark.parametrize(("argv", "code"), [((), 0), (("--online-policy", "soon"), 2)])
+def test_the_machine_is_shown_beside_an_error_as_well(
+    capsys: pytest.CaptureFixture[str], argv: tuple[str, ...], code: int
+) -> None:
+    assert dry_run(*argv) == code
+    lines = [line.split(maxsplit=1) for line in capsys.readouterr().out.split("\n\n")[0].splitlines()]
+    shown = {label: text for label, text in lines if label.isalpha()}
+    assert shown["tidemill"] == __version__ and shown["python"].startswith(platform.python_version())
+    assert {"cpu", "memory", "gpu"} <= shown.keys() and f"torch {torch.__version__}" in shown["libraries"]
 
 
 def test_what_is_not_here_is_not_fetched(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,7 +26,7 @@ from engine.models.packing import packing_from_config
 from engine.models.quantized import QuantizedLinear, Rounded
 from engine.models.spec import load_spec, spec_from_config
 from engine.models.unpacking import dense
-from gateway.commands.doctor import report_launch
+from gateway.commands.report import report_launch
 
 CPU = torch.device("cpu")
 INTEGERS = ("w8a8", "w8a8 by tensors")

@@ -1,5 +1,5 @@
-"""`tidemill serve --dry-run`: every setting with the place it comes from, and what a start would load. It loads no
-weights, fetches nothing, and makes and changes no file.
+"""`tidemill serve --dry-run`: this machine, every setting with its origin, and the model that a start would load. It
+loads no weights, fetches nothing, and makes and changes no file.
 
 What a start would refuse is refused here, too: by the same checks, in the same words.
 """
@@ -9,12 +9,12 @@ import os
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
-from engine import openmp
+from engine import __version__, openmp
 from engine.config import EngineConfig
 from engine.machine.facts import share_out
-from gateway.commands.doctor import line, report_launch, size
 from gateway.commands.flags import Flag, Given, flags_of
 from gateway.commands.preflight import check_start
+from gateway.commands.report import line, report_launch, report_machine, size
 from gateway.config import ServerConfig
 
 DEFAULT = "default"
@@ -30,9 +30,8 @@ class Setting(NamedTuple):
 
 
 def run(given: Mapping[str, Given], engine_config: EngineConfig, server_config: ServerConfig, name: str) -> int:
-    """Print it all; returns the exit code. `name`: what the API would call the model.
-
-    Raises what a start would raise."""
+    """Print the report and return the exit code. `name`: the model's name in the API. Raise the errors of a start."""
+    print("\n".join([*report_machine(__version__), ""]), flush=True)
     found: dict[str, Given] = {}
     try:
         check_start(engine_config, server_config)

@@ -37,6 +37,7 @@ REMOVED: dict[str, str] = {
     "--otlp-traces-endpoint": "set OTEL_EXPORTER_OTLP_TRACES_ENDPOINT or OTEL_EXPORTER_OTLP_ENDPOINT",
     "--router": "leave it out: chats are routed by expected load (sal)",
     "--reserve": "batch lines that may miss their completion window go before other lines without it",
+    "doctor": "use tidemill serve --dry-run",
     "replay --model": "send the request again, alone, to a server that runs the model",
 }
 """Flags and commands that the last release had, with their replacement: a command, `COMMAND --flag`, or `--flag` for a

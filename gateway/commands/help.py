@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 from gateway.commands.flags import Flag, add_flags, removal
 
 COMMANDS: tuple[tuple[str, tuple[str, ...]], ...] = (
-    ("serve", ("serve", "pull", "doctor", "profile", "replay", "fleet")),
+    ("serve", ("serve", "pull", "profile", "replay", "fleet")),
     ("use a server", ("chat", "batch", "top")),
     ("measure", ("bench", "simulate")),
     ("more", ("completions", "version")),
@@ -80,7 +80,7 @@ tidemill chat                                         talk with it
 tidemill batch submit lines.jsonl --watch             the rest of the machine for a batch""",
     "serve": """\
 tidemill serve --slo "ttft_p99=1s,tbt_p99=100ms"      promise chats this; batches get what is left
-tidemill serve ./checkpoint --dry-run                 every setting, where it comes from, what would be loaded
+tidemill serve ./checkpoint --dry-run                 this machine, every setting, the model and its cache; no start
 tidemill serve --host 0.0.0.0 --api-key-file keys     for other machines, with keys
 tidemill serve --config tidemill.yaml --request-log requests.jsonl""",
     "pull": """\
@@ -94,7 +94,6 @@ tidemill batch submit lines.jsonl --window 8h --watch
 tidemill batch list
 tidemill batch results BATCH --output answers.jsonl --errors failed.jsonl""",
     "top": "tidemill top --url http://gpu:8000 --api-key KEY      until Ctrl-C; once where the output is no terminal",
-    "doctor": "tidemill doctor ./checkpoint                          would it run here, and with how much cache",
     "profile": "tidemill profile                                      predicted against measured step times",
     "completions": """\
 source <(tidemill completions bash)                   this shell; in ~/.bashrc for all

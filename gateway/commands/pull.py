@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.errors import ConfigError
-from gateway.commands.doctor import line, size
+from gateway.commands.report import line, size
 
 TERMINAL_SECONDS, LOG_SECONDS = 0.5, 10.0
 """How often progress is shown: on a terminal in one line, elsewhere in lines of their own."""

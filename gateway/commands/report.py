@@ -1,6 +1,6 @@
-"""`tidemill doctor`: this machine in a few lines, and what a configuration would run on it.
+"""Lines of a report: the machine, its libraries, and the model and cache of a launch plan.
 
-Knows the launch plan by its fields only; whatever touches torch is asked through it or imported here when needed.
+The module reads the fields of the plan alone. It imports torch only when it looks for GPUs.
 """
 
 import importlib
@@ -11,12 +11,12 @@ from typing import Any
 
 from engine.machine.facts import read_processor
 
-_WHOSE = {"own": "layers of our own", "transformers": "modules of transformers"}
+_IMPLEMENTATIONS = {"own": "layers of our own", "transformers": "modules of transformers"}
 _LIBRARIES = ("torch", "triton", "transformers", "tokenizers", "safetensors", "fastapi", "uvicorn")
 
 
 def report_machine(tidemill_version: str) -> list[str]:
-    """Python, processor, memory, GPUs and library versions, a line each."""
+    """Return lines for Python, the processor, memory, GPUs and library versions."""
     processor = read_processor()
     features = " ".join(processor.shown_features) or "no vector features known"
     return [
@@ -31,15 +31,12 @@ def report_machine(tidemill_version: str) -> list[str]:
 
 
 def report_launch(plan: Any, name: str) -> list[str]:
-    """What would run. `plan` is an engine.execution.plan.LaunchPlan."""
+    """Return lines for the model and its cache. `plan` is an engine.execution.plan.LaunchPlan."""
     tokens = plan.num_blocks * plan.limits.block_size
-    whose = _WHOSE[plan.implementation]
+    by = _IMPLEMENTATIONS[plan.implementation]
     about = "about " if plan.device == "cuda" else ""
     return [
-        line(
-            "model",
-            f"{name}: {plan.spec.architecture}, {plan.model.num_parameters:,} parameters, {whose}",
-        ),
+        line("model", f"{name}: {plan.spec.architecture}, {plan.model.num_parameters:,} parameters, {by}"),
         line("", f"{plan.precision} on {plan.device}, weights {size(plan.weight_bytes)}"),
         line("cache", f"{about}{tokens:,} tokens ({plan.num_blocks:,} blocks of {plan.limits.block_size})"),
         line("context", f"{plan.limits.max_model_len:,} tokens"),
@@ -49,12 +46,12 @@ def report_launch(plan: Any, name: str) -> list[str]:
 
 
 def line(label: str, text: str) -> str:
-    """A line of a report."""
+    """Return a line of a report."""
     return f"{label:<10} {text}"
 
 
 def size(num_bytes: int) -> str:
-    """Bytes in a unit that people read."""
+    """Return the bytes in GiB or MiB."""
     return f"{num_bytes / 2**30:.1f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.0f} MiB"
 
 
