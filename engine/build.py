@@ -595,7 +595,7 @@ def _with_cache(plan: LaunchPlan, config: EngineConfig, cache_bytes: int, group:
     )
     plan = replace(plan, limits=replace(plan.limits, window=_window(plan)))
     room = blocks * limits.block_size
-    if limits.max_model_len <= room or (config.chunked_prefill and _most_blocks(plan) <= blocks):
+    if limits.max_model_len <= room or _most_blocks(plan) <= blocks:
         return plan
     if config.max_model_len is not None:
         raise ConfigError(f"--max-model-len {limits.max_model_len} does not fit: the cache holds {room} tokens")

@@ -75,7 +75,6 @@ class EngineConfig:
     max_num_batched_tokens: int | None = _flag(
         None, "most tokens in one step, the prefill chunk's upper bound (default: 512; 2048 on a GPU of 40 GB, ...)"
     )
-    chunked_prefill: bool = _flag(True, "run prompts in chunks beside decodes; off: whole, in steps of their own")
     max_queue_time: str = _flag(
         DEFAULT_QUEUE,
         "who could not start online within it gets 429: a time (5s), times the TTFT objective (1x), or none",
@@ -139,8 +138,6 @@ class EngineConfig:
         seqs, tokens = step_limits(self)
         if tokens < seqs:
             raise ConfigError("--max-num-batched-tokens must be at least --max-num-seqs: every decode is one token")
-        if self.max_model_len is not None:
-            _check_whole_prompts(self.chunked_prefill, tokens, self.max_model_len)
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +153,6 @@ class SchedulerConfig:
     `state_slots`: checkpoints of what recurrent layers keep of a request, where there are such layers; a prompt has one
     at every `checkpoint_tokens` tokens, or at fewer places (`engine.cache.checkpoints`). `host_state_slots`: of those,
     in host memory; `state_bytes`: of a state, at most.
-    `chunked_prefill`: prompts run in chunks beside decodes; else a step is whole prompts or decodes.
     `pipeline_depth`: steps that may be in flight when `schedule` is called. `ahead_seconds`: where that is finite,
     `schedule` is called ahead of the end of steps that are expected to be shorter, see `EngineCore.may_run_ahead`.
     `min_prefill_chunk`: what the oldest prompt gets in every step, unless it makes decodes beside it late: then as much
@@ -183,7 +179,6 @@ class SchedulerConfig:
     max_num_batched_tokens: int = 512
     max_num_waiting: int = 1024
     enable_prefix_caching: bool = True
-    chunked_prefill: bool = True
     pipeline_depth: int = 0
     ahead_seconds: float = math.inf
     min_prefill_chunk: int = 64
@@ -230,7 +225,6 @@ class SchedulerConfig:
     def __post_init__(self) -> None:
         _positive(self, "num_units", "max_model_len", "block_size", "max_num_seqs", "max_num_batched_tokens")
         QueueTime.parse(self.max_queue_time)
-        _check_whole_prompts(self.chunked_prefill, self.max_num_batched_tokens, self.max_model_len)
         if self.window:
             assert not self.scratch_blocks, "only blocks of K and V are given back"
 
@@ -310,14 +304,6 @@ def _check_slo(text: str) -> None:
         SLO.parse(text)
     except SLOError as error:
         raise ConfigError(f"--slo: {error}") from None
-
-
-def _check_whole_prompts(chunked: bool, max_num_batched_tokens: int, max_model_len: int) -> None:
-    if not chunked and max_num_batched_tokens < max_model_len:
-        raise ConfigError(
-            f"--no-chunked-prefill needs --max-num-batched-tokens of at least --max-model-len: a prompt of up to "
-            f"{max_model_len} tokens does not fit in a step of {max_num_batched_tokens}"
-        )
 
 
 def _positive(config: object, *names: str) -> None:

@@ -130,22 +130,6 @@ def test_the_experiment_on_a_tiny_load(tmp_path: Path, capsys: pytest.CaptureFix
     assert "apt-hybrid" in capsys.readouterr().out
 
 
-def test_whole_prompts_take_larger_steps_and_no_chunks() -> None:
-    """Arms without chunked prefill have a machine of their own, whose steps hold the longest prompt."""
-    arms = tuple(arm for arm in apt.ARMS if arm.name in {"fcfs", "fcfs-whole", "apt-vote", "apt-both"})
-    config = replace(TINY, parts=(apt.Part(apt.OPT, (replace(CHAT, bursts=()),), arms),))
-    points = {point.arm.name: point for point in apt.points(config, None, 0)}
-    for name, whole in (("fcfs", False), ("fcfs-whole", True), ("apt-vote", True), ("apt-both", False)):
-        found = points[name].machine.config
-        assert found.chunked_prefill is not whole
-        assert found.max_num_batched_tokens == (2048 if whole else 512)
-    both = points["apt-both"].machine.config
-    assert both.host_units > 0 and both.scratch_blocks > 0
-    chunked, whole = (apt_point.run_point(points[name]) for name in ("fcfs", "fcfs-whole"))
-    assert whole["steps"] != chunked["steps"] and whole["requests"] == chunked["requests"] == TINY.requests
-    assert apt_point.run_point(points["apt-vote"])["requests"] == TINY.requests
-
-
 def test_a_run_is_deterministic_and_uses_what_its_arm_offers(machine: Machine) -> None:
     load = apt_point.Load("apt-chat", 1.0, 1.0, (3.0,))
     rows = apt_point.requests_of(load, 3.0, 1.0, 40, 0, None, 2048)

@@ -180,21 +180,6 @@ def test_with_time_for_one_chunk_the_two_sides_take_turns() -> None:
     assert 8 <= sum(begun) <= 12
 
 
-def test_whole_prompts_go_by_urgency_too_and_the_long_one_is_not_passed_over_for_ever() -> None:
-    core = make_core("goodput", max_model_len=4096, max_num_batched_tokens=4096, chunked_prefill=False)
-    arrivals = [Arrival(0.0, chat(f"long{index}", 4_000, index)) for index in range(3)]
-    arrivals += [Arrival(0.05 * index, chat(f"short{index}", 60, 10 + index)) for index in range(40)]
-    records = replay(core, sorted(arrivals, key=lambda arrival: arrival.at))
-    assert all(record.ended is not None for record in records.values())
-    late = [name for name, record in records.items() if record.ttft is not None and record.ttft > 1.0]
-    in_order = replay(
-        make_core("fcfs", max_model_len=4096, max_num_batched_tokens=4096, chunked_prefill=False),
-        sorted(arrivals, key=lambda arrival: arrival.at),
-    )
-    late_in_order = [name for name, record in in_order.items() if record.ttft is not None and record.ttft > 1.0]
-    assert len(late) < len(late_in_order)
-
-
 def test_who_starts_first_leaves_the_memory_of_a_prompt_in_progress_alone() -> None:
     """The long prompt holds its first blocks only; urgent ones may not take the room of the others."""
     config = SchedulerConfig(

@@ -51,7 +51,6 @@ class LivenessMachine(CoreRules):
         depth=st.integers(0, 1),
         seqs=st.integers(1, 5),
         tokens=st.integers(6, 64),
-        chunked=st.booleans(),
         policy=policies,
         tiers=tiers,
         objective=objectives,
@@ -64,7 +63,6 @@ class LivenessMachine(CoreRules):
         depth: int,
         seqs: int,
         tokens: int,
-        chunked: bool,
         policy: str,
         tiers: tuple[int, int],
         objective: StepObjective,
@@ -74,16 +72,15 @@ class LivenessMachine(CoreRules):
         host_units, scratch_blocks = tiers
         scratch_blocks = 0 if window else scratch_blocks
         held = most_blocks(window, BLOCK, (1 + depth) * tokens)
-        self.longest = POOL_TOKENS * (3 if chunked and held <= NUM_BLOCKS else 1)
+        self.longest = POOL_TOKENS * (3 if held <= NUM_BLOCKS else 1)
         config = SchedulerConfig(
             num_units=2 * NUM_BLOCKS,
             max_model_len=self.longest,
             window=window,
             block_size=BLOCK,
             max_num_seqs=seqs,
-            max_num_batched_tokens=tokens if chunked else POOL_TOKENS,
+            max_num_batched_tokens=tokens,
             min_prefill_chunk=8,
-            chunked_prefill=chunked,
             pipeline_depth=depth,
             max_queue_time=UNLIMITED_QUEUE,
             host_units=host_units,
@@ -174,7 +171,7 @@ def test_a_prompt_too_large_for_their_room_beside_it_takes_the_room_of_embedding
     """Found by the machine: its start found the room, and its first chunk left some of it alone."""
     with mock.patch("engine.cache.cache.EMBEDDING_SHARE", 4):
         machine = LivenessMachine()
-        machine.start(1, 0, 5, 58, True, "fcfs", (0, 0), StepObjective(), 1.0)
+        machine.start(1, 0, 5, 58, "fcfs", (0, 0), StepObjective(), 1.0)
         machine.line([], 11, 8, Lane.BATCH, "", Pooling.LAST)
         machine.chat([], 4, 12, "")
         machine.chat([], 45, 5, "")

@@ -184,7 +184,6 @@ def test_the_serve_command_makes_the_configuration_that_was_asked_about(profile:
         slo="tbt_mean=50ms",
         max_num_seqs=32,
         swap_space=2.5,
-        chunked_prefill=False,
         max_num_batched_tokens=4096,
         hidden_cache=True,
         online_policy="apt",
@@ -227,8 +226,6 @@ def test_cache_flags_reach_the_simulated_machine() -> None:
     assert parsed("--num-blocks", "400").device.config.num_units == 800
     less = parsed("--model", "llama-2-7b", "--gpu-memory-utilization", "0.6").device.config
     assert less.num_units < plain.num_units
-    whole = parsed("--no-chunked-prefill", "--max-num-batched-tokens", "4096").device.config
-    assert not whole.chunked_prefill
 
 
 def test_a_server_s_file_of_settings_is_understood(tmp_path: Path) -> None:

@@ -7,7 +7,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.scheduling.iterations import IterationType, vote
 from engine.scheduling.knapsack import Columns, choose
 from engine.scheduling.selection import (
     DEFAULT_TAIL,
@@ -93,23 +92,3 @@ def test_small_savable_requests_go_first_under_goodput_and_old_ones_under_apt() 
     assert chosen([apt_value(p, savable, tail=0.0) for p, savable, _ in queue], 22) == (0,)
     # With a tail the late one is back ahead of all: 0.4 · 3 s for four units.
     assert chosen([apt_value(p, savable) for p, savable, _ in queue], 22)[0] == 3
-
-
-def test_the_queue_with_the_larger_sum_of_pending_times_has_the_iteration() -> None:
-    assert vote([(1.0, True)], [(0.4, True), (0.5, True)]) is IterationType.PREFILL
-    assert vote([(1.0, True)], [(0.6, True), (0.5, True)]) is IterationType.DECODE
-    assert vote([(1.0, True)], [(1.0, True)]) is IterationType.DECODE
-
-
-def test_who_missed_its_slo_has_no_vote() -> None:
-    assert vote([(9.0, False), (0.1, True)], [(0.2, True)]) is IterationType.DECODE
-    assert vote([(0.3, True)], [(9.0, False), (0.2, True)]) is IterationType.PREFILL
-    assert vote([(9.0, False)], [(0.2, True)]) is IterationType.DECODE
-    assert vote([(9.0, False)], [(2.0, False)]) is IterationType.PREFILL  # nobody else: all have one
-
-
-def test_an_empty_queue_never_wins() -> None:
-    assert vote([], [(0.0, True)]) is IterationType.DECODE
-    assert vote([(0.0, True)], []) is IterationType.PREFILL
-    assert vote(iter([(0.0, False)]), iter([])) is IterationType.PREFILL
-    assert vote([], []) is IterationType.DECODE

@@ -3,7 +3,7 @@
 OPT-13B on A100-40GB with the lengths of `apt-chat`, `apt-code` and `apt-sum`; then Llama-3-8B, whose hidden state is
 larger than its K and V and so refused: there the host tier takes its place. Every arm serves the same requests, from an
 empty machine until the last one has ended, as in the paper; nobody is refused early. `fcfs` fills its steps with chunks
-of prompts, so it stands for the paper's Sarathi-Serve, and `fcfs-whole` for its vLLM.
+of prompts, so it stands for the paper's Sarathi-Serve.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -21,21 +21,18 @@ LARRY = "larry:0.001"
 """The paper's α of 1, which weighs seconds against blocks, over the blocks of the pool (see the experiment `larry`)."""
 ARMS = (
     Arm("fcfs", "fcfs"),
-    Arm("fcfs-whole", "fcfs", chunked=False),
     Arm("random", "random"),
     Arm("larry", LARRY),
     Arm("apt-kv", "apt:0"),
     Arm("apt-hybrid", "apt:0", "hidden"),
     Arm("apt-both", "apt:0", "both"),
-    Arm("apt-vote", "apt:0", "hidden", chunked=False),
     Arm("apt-decay", "apt:0.4", "hidden"),
     Arm("goodput-kv", "goodput-strict"),
     Arm("goodput-hybrid", "goodput-strict", "hidden"),
     Arm("goodput-decay", "goodput", "hidden"),
 )
-"""`fcfs-whole`: prompts first, as the paper's vLLM; `apt-vote`: its Apt-Serve, whose iterations are of one type by vote
-(the others are its Apt-Serve-S, §6.7). `apt-decay` and `goodput-decay`: those that have missed their SLO keep 0.4 of
-their value (§6.6)."""
+"""The arms of `apt` are the paper's Apt-Serve-S (§6.7). `apt-decay` and `goodput-decay`: a request that has missed its
+SLO keeps 0.4 of its value (§6.6)."""
 HOST_ARMS = (
     Arm("fcfs", "fcfs"),
     Arm("fcfs-host", "fcfs", "host"),
@@ -131,14 +128,8 @@ def points(config: Config, data: Path | None, seed: int) -> list[Point]:
     found = []
     for part in config.parts:
         limit = part.machine.max_model_len
-        machines = {}
-        for chunked in dict.fromkeys(arm.chunked for arm in part.arms):
-            # A step of whole prompts holds the longest one; its activations come out of the cache.
-            spec = part.machine if chunked else replace(part.machine, max_num_batched_tokens=limit)
-            plain = build_machine(spec, seed)
-            for arm in part.arms:
-                if arm.chunked is chunked:
-                    machines[arm.name] = with_cache(plain, arm.cache, chunked)
+        plain = build_machine(part.machine, seed)
+        machines = {arm.name: with_cache(plain, arm.cache) for arm in part.arms}
         for load in part.loads:
             cases = [(rate, 1.0) for rate in load.rates] + [(rate, cv) for rate in load.bursts for cv in config.cvs]
             for rate, cv in cases:
@@ -155,7 +146,6 @@ def run_seed(config: Config, data: Path | None, seed: int, workers: int, say: Ca
         load, model = point.load, point.machine.spec.model
         setting = {"model": model, "workload": load.workload, "rate": point.rate, "cv": point.cv}
         setting |= {"ttft": load.ttft, "tbt": load.tbt, "online_policy": point.arm.policy, "cache": point.arm.cache}
-        setting |= {"chunked": point.arm.chunked}
         results.append(Result("apt-serve", point.arm.name, setting, seed, metrics))
         if point is asked[-1] or asked[len(results)].rows is not point.rows:
             say(f"seed {seed}: {model}, {load.workload} at {point.rate:g} requests/s, CV {point.cv:g}")

@@ -45,13 +45,11 @@ class Load:
 @dataclass(frozen=True, slots=True)
 class Arm:
     """A policy on a cache: `kv`, `hidden` (KV and hidden state), `host` (KV, and a host tier for the preempted),
-    `both`, or `int8`. `chunked`: prompts run in chunks
-    beside decodes, else whole, in steps of their own."""
+    `both`, or `int8`."""
 
     name: str
     policy: str
     cache: str = "kv"
-    chunked: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +65,7 @@ class Point:
     seed: int
 
 
-def with_cache(machine: Machine, cache: str, chunked: bool = True) -> Machine:
+def with_cache(machine: Machine, cache: str) -> Machine:
     """The machine with hidden state or a host tier, and with the costs of both in its latency model.
 
     The scratch area that hidden state is projected into (K and V of one layer) is taken out of the pool. Raises
@@ -79,7 +77,7 @@ def with_cache(machine: Machine, cache: str, chunked: bool = True) -> Machine:
     unit_bytes = int(config.block_size * device.kv_bytes_per_token) // UNITS_PER_BLOCK
     costs = device.cache_costs()
     predictor = replace(machine.predictor, transferred=device.transfer_seconds(1), **costs.coefficients())
-    config = replace(config, unit_bytes=unit_bytes, max_queue_time=UNLIMITED_QUEUE, chunked_prefill=chunked)
+    config = replace(config, unit_bytes=unit_bytes, max_queue_time=UNLIMITED_QUEUE)
     if cache in {"host", "both"}:
         config = replace(config, host_units=HOST_BYTES // unit_bytes)
     if cache in {"hidden", "both"}:

@@ -67,7 +67,4 @@ class LastResort:
         return length > 0
 
     def _length(self, _start: int, wanted: int) -> int:
-        config = self._state.config
-        return min(
-            wanted, self._draft.ledger.tokens_left, config.min_prefill_chunk if config.chunked_prefill else wanted
-        )
+        return min(wanted, self._draft.ledger.tokens_left, self._state.config.min_prefill_chunk)

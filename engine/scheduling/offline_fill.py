@@ -5,7 +5,6 @@ from collections.abc import Callable
 
 from engine.request import Request, RequestStatus
 from engine.scheduling.draft import StepDraft
-from engine.scheduling.iterations import IterationType
 from engine.scheduling.ledger import num_masked
 from engine.scheduling.objective import OfflineAllowance
 from engine.scheduling.planner import OfflinePlan, offline_allowance
@@ -19,27 +18,19 @@ class OfflineFill:
         self._state = draft.state
         self._lookup = lookup
 
-    def add(
-        self, plan: OfflinePlan, num_online_decodes: int, *, beside_prompt: bool, turn: IterationType | None = None
-    ) -> None:
-        """Re-validate the plan against what the online work of this step has left, and take what still fits.
-
-        `turn`: the only type of work that the step may hold.
-        """
+    def add(self, plan: OfflinePlan, num_online_decodes: int, *, beside_prompt: bool) -> None:
+        """Add the items of the plan that still fit beside the online work of this step."""
         state, ledger = self._state, self._draft.ledger
         allowance = offline_allowance(
             state, ledger, num_online_decodes, beside_prompt, self._draft.now, lambda: self._draft.pace
         )
         before, num_online = ledger.seconds, len(self._draft.requests)
-        taken = 0 if turn is IterationType.PREFILL else self._add_decodes(plan, allowance)
-        for planned in plan.chunks[taken:]:
+        for planned in plan.chunks[self._add_decodes(plan, allowance) :]:
             if not ledger.open:
                 break
             request = self._lookup(planned.request_id)
             if request is None or (request.status is RequestStatus.RUNNING) != planned.running:
                 continue  # it has ended, was preempted for this step's online work, or is in the step already
-            if turn is not None and planned.running != (turn is IterationType.DECODE):
-                continue
             add = self._continue if planned.running else self._start
             if not add(request, allowance):
                 break
@@ -129,5 +120,5 @@ class OfflineFill:
         if not self._draft.chunks and (self._draft.nothing_in_flight or not self._state.has_online):
             # Nothing else moves: the first request always does, whatever the budget says (E4). Beside online work that
             # cannot start, it gives back its room in the end.
-            length = max(length, min(wanted, config.min_prefill_chunk if config.chunked_prefill else whole))
-        return length if config.chunked_prefill or length == whole else 0
+            length = max(length, min(wanted, config.min_prefill_chunk))
+        return length

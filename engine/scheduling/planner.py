@@ -276,7 +276,7 @@ def _prompt_length(state: SchedulerState, ledger: StepLedger, request: Request, 
     """The chunk of an online prompt in a step that should end by `limit`, as `engine.scheduling.prompts` sizes it."""
     start, model = request.num_computed_tokens, state.model
     length = min(len(request.token_ids) - start, tokens)
-    if length < 1 or model is None or math.isinf(limit) or not state.config.chunked_prefill:
+    if length < 1 or model is None or math.isinf(limit):
         return length
     fits = model.max_prefill(ledger.features, max(0.0, limit - ledger.seconds), length, start)
     if ledger.features.num_prefill_chunks:

@@ -143,7 +143,7 @@ class PromptFill:
             other = model.marginal(ledger.features, 0, config.min_prefill_chunk)
         rows = self._num_rows() > 1 or head.status is RequestStatus.RUNNING
         tokens = ledger.tokens_left >= floor + config.min_prefill_chunk and ledger.sequences_left > 1
-        if config.chunked_prefill and rows and tokens and ledger.seconds + seconds + other <= self.time_limit:
+        if rows and tokens and ledger.seconds + seconds + other <= self.time_limit:
             self._reserve = _Reserve(floor, seconds)
             return False
         self._state.num_contested += 1
@@ -191,11 +191,8 @@ class PromptFill:
 
     def _length(self, start: int, wanted: int) -> int:
         """The chunk that the decodes beside it can bear; one prompt of the step always gets a floor."""
-        config, ledger = self._state.config, self._ledger
-        tokens = max(0, ledger.tokens_left - self._reserve.tokens)
-        if not config.chunked_prefill:
-            return wanted if wanted <= tokens else 0
-        length = wanted = min(wanted, tokens)
+        ledger = self._ledger
+        length = wanted = min(wanted, max(0, ledger.tokens_left - self._reserve.tokens))
         if ledger.model is not None and not math.isinf(self.time_limit):
             room = self.time_limit - ledger.seconds - self._reserve.seconds
             length = ledger.model.max_prefill(ledger.features, room, wanted, start) if room > 0.0 else 0

@@ -13,7 +13,6 @@ from engine.api import RequestClass
 from engine.request import Request
 from engine.scheduling.crowding import let_in
 from engine.scheduling.draft import Step, StepDraft
-from engine.scheduling.iterations import IterationType, choose_turns
 from engine.scheduling.offline_fill import OfflineFill
 from engine.scheduling.output import CacheWork
 from engine.scheduling.planner import OfflinePlan
@@ -35,10 +34,14 @@ class StepBuilder:
     def build(self, plan: OfflinePlan | None) -> Step | None:
         """The step, or None when nothing can run now. Without a plan the step is online-only."""
         self._state.cache.balance()
-        if self._state.config.chunked_prefill:
-            self._mix(plan)
-        else:
-            self._take_turns(plan)
+        first = let_in(self._draft)
+        starts = self._choose_online()
+        num_decodes = self._add_online_decodes()
+        self._prompts.add(starts, first)
+        if starts is None:
+            self._restore_compact()
+        if plan is not None:
+            self._offline.add(plan, num_decodes, beside_prompt=self._prompts.has_added)
         return self._draft.finish(self._spare())
 
     def _spare(self) -> float:
@@ -51,39 +54,6 @@ class StepBuilder:
         if not state.running[RequestClass.ONLINE]:
             limit = min(limit, objective.idle)
         return max(0.0, limit - ledger.seconds)
-
-    def _mix(self, plan: OfflinePlan | None) -> None:
-        """Decodes, and chunks of prompts beside them."""
-        first = let_in(self._draft)
-        starts = self._choose_online()
-        num_decodes = self._add_online_decodes()
-        self._prompts.add(starts, first)
-        if starts is None:
-            self._restore_compact()
-        if plan is not None:
-            self._offline.add(plan, num_decodes, beside_prompt=self._prompts.has_added)
-
-    def _take_turns(self, plan: OfflinePlan | None) -> None:
-        """Whole prompts or decodes, never both (Apt-Serve §5; for comparison).
-
-        A policy that chooses by a knapsack lets the pending times of both queues vote; the others run prompts first
-        while they fit, as engines did before chunked prefill. Offline prompts share the iterations of online ones as
-        far as the budget allows, and have their own when no online request runs. A request that starts counts as a
-        prompt, even when all of its past but one token is there already.
-        """
-        num_decodes = 0
-        for turn in choose_turns(self._state, self._draft.now):
-            if turn is IterationType.PREFILL:
-                self._prompts.add(self._choose_online())
-            else:
-                num_decodes = self._add_online_decodes()
-                if not self._state.waiting_online:
-                    self._restore_compact()
-            alone = not self._state.running[RequestClass.ONLINE]
-            if plan is not None and (turn is IterationType.DECODE or self._draft.chunks or alone):
-                self._offline.add(plan, num_decodes, beside_prompt=self._prompts.has_added, turn=turn)
-            if self._draft.chunks:
-                return
 
     def _add_online_decodes(self) -> int:
         """Every running online request whose next token is due, and the time that the tightest of them leaves; returns

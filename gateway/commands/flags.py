@@ -22,6 +22,7 @@ _TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
 _NOUNS: dict[type, str] = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
 REMOVED: dict[str, str] = {
     "--allowed-lora-dir": "name the adapters at start with --lora",
+    "--chunked-prefill": "leave it out: prompts always run in chunks",
     "--disk-dir": "use --swap-space for the cache of chats",
     "--disk-space": "use --swap-space for the cache of chats",
     "--engine-process": "leave it out: the engine always runs in a process of its own",
@@ -35,9 +36,9 @@ REMOVED: dict[str, str] = {
     "--offline-thinking-budget": "set thinking_token_budget in the request or batch line",
     "--offload-dir": "set XDG_CACHE_HOME: weights stream from tidemill/offload in it",
     "--otlp-traces-endpoint": "set OTEL_EXPORTER_OTLP_TRACES_ENDPOINT or OTEL_EXPORTER_OTLP_ENDPOINT",
-    "--router": "leave it out: chats are routed by expected load (sal)",
     "--reserve": "batch lines that may miss their completion window go before other lines without it",
     "doctor": "use tidemill serve --dry-run",
+    "--router": "leave it out: chats are routed by expected load (sal)",
     "replay --model": "send the request again, alone, to a server that runs the model",
 }
 """Flags and commands that the last release had, with their replacement: a command, `COMMAND --flag`, or `--flag` for a

@@ -57,7 +57,6 @@ FLAGS: tuple[tuple[str, tuple[str, ...]], ...] = (
         (
             "max_num_seqs",
             "max_num_batched_tokens",
-            "chunked_prefill",
             "threads",
             "cpu_kernels",
             "quantization",
