@@ -7,8 +7,8 @@ from typing import Any
 import httpx
 import pytest
 import pytest_asyncio
-from conftest import refuse_blocking
 from fake_engine import MODEL, FakeEngine, Served, say, serve
+from fixtures import refuse_blocking
 
 from engine.text.tokenizer import Tokenizer
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 from batch_tools import FAST, BatchLimits, batch_server, jsonl, line
-from conftest import StartServer
 from fake_engine import Served
+from fixtures import StartServer
 
 from engine.text.tokenizer import Tokenizer
 from gateway import cli

@@ -25,8 +25,8 @@ from batch_tools import (
     until_counted,
     upload,
 )
-from conftest import refuse_blocking
 from fake_engine import MODEL, Script, Served
+from fixtures import refuse_blocking
 
 from engine.api import EngineRequest, Lane, RequestClass
 from engine.errors import EngineStepError, EngineUnavailableError, QueueFullError

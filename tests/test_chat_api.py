@@ -8,8 +8,8 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from conftest import StartServer
 from fake_engine import MODEL, Script, Served
+from fixtures import StartServer
 
 from engine.api import EngineRequest, FinishReason, Lane, RequestClass, TokenLogprobs
 from engine.errors import EngineUnavailableError, QueueFullError

@@ -7,8 +7,8 @@ import httpx
 import openai
 import pytest
 from batch_tools import keys_of
-from conftest import StartServer
 from fake_engine import MODEL, Script, Served
+from fixtures import StartServer
 
 from engine.api import EngineRequest, TokenLogprobs
 from engine.text.tokenizer import Tokenizer

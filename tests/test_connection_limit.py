@@ -9,8 +9,8 @@ import sys
 
 import httpx
 import pytest
-from conftest import StartServer
 from fake_engine import MODEL, Served
+from fixtures import StartServer
 from test_server_limits import Raw, post
 
 from gateway.http.connection import ProtocolLimits

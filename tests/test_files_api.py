@@ -12,8 +12,8 @@ import httpx
 import openai
 import pytest
 from batch_tools import batch_server, eventually, jsonl, leftovers, line, submit, until, upload
-from conftest import refuse_blocking
 from fake_engine import Served
+from fixtures import refuse_blocking
 from recording_disk import IO_ERROR, NO_SPACE, FaultyDisk
 from test_batches_api import check_types
 

@@ -10,8 +10,8 @@ from typing import Any
 import httpx
 import openai
 from batch_tools import FAST, client_of, eventually, open_folder
-from conftest import refuse_blocking
 from fake_engine import Served, serve
+from fixtures import refuse_blocking
 from test_process_http import CHILD, CONFIG, everything
 
 from engine.api import EngineState

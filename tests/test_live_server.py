@@ -11,8 +11,8 @@ import httpx
 import openai
 import pydantic
 import pytest
-from conftest import refuse_blocking
 from fake_engine import Served, serve
+from fixtures import refuse_blocking
 
 from benchmarks.demo_training.phrases import held_out
 from engine.build import build_engine, plan_launch

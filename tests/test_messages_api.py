@@ -7,8 +7,8 @@ from typing import Any
 import httpx
 import jsonschema_rs
 import pytest
-from conftest import StartServer
 from fake_engine import MODEL, Script, Served
+from fixtures import StartServer
 from test_responses_api import THINKS, prompt_of
 from test_structured_api import MODEL as DEMO
 from test_structured_api import server as demo_server

@@ -6,8 +6,8 @@ from collections.abc import Iterable
 import httpx
 import openai
 import pytest
-from conftest import StartServer
 from fake_engine import MODEL, Served, colocation_stats
+from fixtures import StartServer
 from prometheus_client.parser import text_string_to_metric_families
 
 from engine.api import EngineStats, RequestClass

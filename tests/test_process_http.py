@@ -13,8 +13,8 @@ import httpx
 import openai
 import pytest
 from batch_tools import FAST, check_ended, client_of, eventually, jsonl, line, open_folder, results_of, submit, until
-from conftest import refuse_blocking
 from fake_engine import Served, serve
+from fixtures import refuse_blocking
 from test_process import until_idle
 
 from engine.api import EngineState

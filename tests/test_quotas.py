@@ -13,8 +13,8 @@ import hypothesis.strategies as st
 import openai
 import pytest
 from batch_tools import batch_server, client_of, digest, eventually, jsonl, line, submit, until, upload
-from conftest import StartServer
 from fake_engine import MODEL, Served
+from fixtures import StartServer
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 

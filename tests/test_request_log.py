@@ -15,8 +15,8 @@ import httpx
 import openai
 import pytest
 from batch_tools import eventually
-from conftest import StartServer
 from fake_engine import MODEL, Served, colocation_stats
+from fixtures import StartServer
 
 from engine.api import (
     EngineRequest,

@@ -7,8 +7,8 @@ from typing import Any, Literal
 import httpx
 import openai
 import pytest
-from conftest import StartServer
 from fake_engine import MODEL, Script, Served
+from fixtures import StartServer
 from openai.types.responses import Response, ResponseFunctionToolCall
 from pydantic import BaseModel
 from test_structured_api import MODEL as DEMO

@@ -16,8 +16,8 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from conftest import StartServer
 from fake_engine import MODEL, Served
+from fixtures import StartServer
 
 from engine.api import FinishReason
 from engine.errors import ConfigError

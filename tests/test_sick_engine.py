@@ -7,10 +7,10 @@ import httpx
 import openai
 import pytest
 from batch_tools import FAST, client_of, eventually, jsonl, line, open_folder, submit, until
-from conftest import StartServer
 from fake_engine import MODEL, serve
 from fakes.runner import FakeRunner
 from faulty_runner import FaultyRunner
+from fixtures import StartServer
 
 from engine.api import EngineInfo
 from engine.config import SchedulerConfig

@@ -11,8 +11,8 @@ import jsonschema_rs
 import openai
 import pytest
 from batch_tools import FAST, check_ended, jsonl, line, open_folder, submit, until
-from conftest import refuse_blocking
 from fake_engine import Served, serve
+from fixtures import refuse_blocking
 from pydantic import BaseModel, Field
 
 from engine.build import build_engine, plan_launch

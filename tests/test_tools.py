@@ -17,8 +17,8 @@ import openai
 import pytest
 import tokenizer_folders
 import tokenizers
-from conftest import refuse_blocking
 from fake_engine import MODEL, FakeEngine, Served, say, serve
+from fixtures import refuse_blocking
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers.utils.chat_parsing.response_templates import load_response_template

@@ -21,8 +21,8 @@ from typing import Any
 import httpx
 import pytest
 from batch_tools import batch_server, jsonl, line, submit
-from conftest import StartServer
 from fake_engine import MODEL
+from fixtures import StartServer
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.cells import cell_len

@@ -10,8 +10,8 @@ from typing import Any
 
 import openai
 import pytest
-from conftest import StartServer
 from fake_engine import MODEL, Served
+from fixtures import StartServer
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
 

@@ -7,10 +7,10 @@ from typing import Any
 
 import httpx
 import pytest
-from conftest import refuse_blocking
 from driver import Driver, is_error, make_request, outputs_of, submit_one
 from fake_engine import serve
 from fakes.runner import FakeRunner, solo_tokens
+from fixtures import refuse_blocking
 
 from engine.api import EngineInfo, EngineRequest, EngineState, FinishReason, RequestClass
 from engine.build import build_engine, plan_launch

@@ -12,8 +12,8 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from conftest import StartServer
 from fake_engine import MODEL, Served, colocation_stats
+from fixtures import StartServer
 
 from benchmarks import page as page_bench
 from engine.api import EngineState, EngineStats, EngineView

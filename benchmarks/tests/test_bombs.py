@@ -14,8 +14,8 @@ import orjson
 import pytest
 import pytest_asyncio
 from batch_tools import FAST, check_ended, client_of, open_folder, submit, until
-from conftest import refuse_blocking
 from fake_engine import MODEL, FakeEngine, Served, say, serve
+from fixtures import refuse_blocking
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pydantic import BaseModel, ValidationError

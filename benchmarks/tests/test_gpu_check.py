@@ -18,7 +18,7 @@ from benchmarks.gpu.setup import Setup, tiny_setup
 from benchmarks.gpu.steps import Shape, floor_of
 from benchmarks.gpu.table import Row, failure, render, row_from_json
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 SERVER = {"fastapi", "starlette", "uvicorn", "orjson", "pydantic", "gateway", "aiohttp", "msgspec", "prometheus_client"}
 
 

@@ -1,0 +1,63 @@
+"""Shared fixtures: a tokenizer, and servers around a scripted engine."""
+
+import os
+
+# Tests run side by side on models so small that a second thread only waits for the first. Before torch is imported.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import AsyncExitStack, contextmanager
+from typing import Any
+
+import hypothesis
+import pytest
+import tokenizer_folders
+from blockbuster import BlockBuster
+from fake_engine import FakeEngine, Script, Served, say, serve
+
+from engine.api import EngineRequest
+from engine.text.tokenizer import Tokenizer
+
+StartServer = Callable[..., Awaitable[Served]]
+
+# The same examples in every run, so that a change is judged by what it changes. FUZZ=1 draws new ones: the search for
+# faults is a run of its own, and what it finds becomes a test.
+hypothesis.settings.register_profile("repeatable", derandomize=True)
+if not os.environ.get("FUZZ"):
+    hypothesis.settings.load_profile("repeatable")
+
+
+@pytest.fixture(scope="session")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    """Byte-level BPE with ChatML; <|im_end|> ends a sequence."""
+    return Tokenizer.load(tokenizer_folders.byte_level(tmp_path_factory.mktemp("tokenizer")), probe=False)
+
+
+@contextmanager
+def refuse_blocking() -> Iterator[None]:
+    """Blocking calls made by our own code on an event loop raise."""
+    blockbuster = BlockBuster(scanned_modules=["gateway", "engine"])
+    blockbuster.activate()
+    try:
+        yield
+    finally:
+        blockbuster.deactivate()
+
+
+@pytest.fixture
+async def start_server(tokenizer: Tokenizer) -> AsyncIterator[StartServer]:
+    """`await start_server("text to say" or a script, **ServerConfig fields)`; the servers stop with the test."""
+    async with AsyncExitStack() as stack:
+        stack.enter_context(refuse_blocking())
+
+        async def start(
+            script: str | Callable[[EngineRequest], Script] = "hello world", *, limits: Any = None, **config: Any
+        ) -> Served:
+            info = {name: config.pop(name) for name in ("max_model_len", "vocab_size") if name in config}
+            options = {name: config.pop(name) for name in ("burst", "hold_after", "fail_after") if name in config}
+            chosen = say(tokenizer, script, **options) if isinstance(script, str) else script
+            assert tokenizer.eos_token_id is not None
+            engine = FakeEngine(chosen, eos_token_ids=frozenset({tokenizer.eos_token_id}), **info)
+            return await stack.enter_async_context(serve(engine, tokenizer, limits, **config))
+
+        yield start
