@@ -12,16 +12,10 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,127}")
 
 
 class NamedFolder(NamedTuple):
-    """An adapter, and where its files are."""
+    """An adapter and the folder of its files."""
 
     name: str
     folder: Path
-
-
-def stamps_of(folder: Path) -> list[tuple[str, int, int]]:
-    """Name, size and time of what is stored there. Raises OSError."""
-    files = sorted(path for path in folder.iterdir() if path.suffix in (".json", ".safetensors"))
-    return [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files]
 
 
 def parse_adapters(words: Sequence[str]) -> tuple[NamedFolder, ...]:

@@ -2,7 +2,6 @@
 
 import logging
 import os
-import secrets
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, nullcontext
 from typing import Any
@@ -33,7 +32,7 @@ from gateway.http.keys import KeyStore
 from gateway.http.middleware import Authentication, BodyLimit, HostGuard, RequestIds
 from gateway.http.quotas import Admissions
 from gateway.models import ModelNames
-from gateway.store.folder import SECRET_BYTES, StateFolder
+from gateway.store.folder import StateFolder
 from gateway.telemetry.loop_lag import LoopLag
 from gateway.telemetry.metrics import GatewayMetrics
 from gateway.telemetry.request_log import RequestLog
@@ -77,7 +76,6 @@ def create_app(
         request_log,
         choose_format(config.tool_parser, tokenizer.chat_template_text, tokenizer.call_template),
         find_marks(tokenizer),
-        salt_secret=secrets.token_bytes(SECRET_BYTES) if folder is None else folder.secret(),
     )
 
     @asynccontextmanager

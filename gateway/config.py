@@ -56,9 +56,7 @@ class ServerConfig:
         "engines run as actors of a Ray cluster, with a GPU or an equal part of the processors each: HOST:PORT of its "
         "head, auto (this machine is a node), or local (one for this server alone)",
     )
-    shutdown_timeout: float = _flag(
-        30.0, "seconds that running requests may take to end after SIGTERM, and --disk-space to be written"
-    )
+    shutdown_timeout: float = _flag(30.0, "seconds that running requests may take to end after SIGTERM")
     request_log: str | None = _flag(
         None, "file that gets a JSON line per ended request, never its text; SIGHUP opens it again (logrotate)"
     )

@@ -88,10 +88,9 @@ class Lifecycle:
 
 @dataclass(frozen=True, slots=True)
 class GatewayContext:
-    """`salt_secret` is that of the state folder, whose cache on a disk outlives the process; without one it is drawn
-    anew. `text_threads` bounds how many prompts are tokenized at once, so that a flood of long ones cannot take every
-    core; `is_offline`: nobody waits for them, see `pace`. `parse_thread`: where large bodies are parsed, one at a time;
-    `body_turn`: what of them is put together in one round of the event loop.
+    """`salt_secret` separates the prefix caches of tenants. `text_threads` bounds the prompts tokenized at once,
+    so that a flood of long prompts cannot take every core; `is_offline`: no client waits for the answer, see `pace`.
+    `parse_thread` parses large bodies, one at a time; `body_turn` allows one part of a body in a round of the loop.
     `admissions`: requests of clients that are in the engine, by tenant, within the limits that `keys` names.
     `on_new_keys`: called after the keys were read again.
     `tool_format`: how the model writes calls of functions, None where that is not known; `thought_marks`: between which

@@ -49,7 +49,7 @@ class Refit:
 
     @property
     def is_of_slow_device(self) -> bool:
-        """Whether it holds for now alone: a profile is what the next start goes by, and slow engines are found by."""
+        """Whether the device is slow for now; the next start must not begin with this model."""
         return self.level >= SLOW
 
 

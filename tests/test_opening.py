@@ -65,9 +65,8 @@ async def test_everything_in_the_folder_is_for_its_owner_alone(
         folder.disk.open_journal(folder.journal_path(batch.id)).close()
         (root / "files" / "unknown").touch(mode=0o600)
         await folder.recover()
-        folder.secret()
         supervisor._write(root / "engine.pid", "1\n")
-        assert {"tidemill.db", "tidemill.db-wal", "salt", "engine.pid", "lost+found", "lock"} <= {
+        assert {"tidemill.db", "tidemill.db-wal", "engine.pid", "lost+found", "lock"} <= {
             path.name for path in root.iterdir()
         }
         assert modes(tmp_path / "new") == {}
@@ -78,7 +77,7 @@ async def test_everything_in_the_folder_is_for_its_owner_alone(
 
 async def test_files_of_an_earlier_version_lose_the_mode_of_the_umask(tmp_path: Path) -> None:
     await (await open_folder(tmp_path / "s")).close()
-    for name in ("tidemill.db", "salt"):
+    for name in ("tidemill.db", "engine.pid"):
         (tmp_path / "s" / name).touch()
         (tmp_path / "s" / name).chmod(0o644)
     await (await open_folder(tmp_path / "s")).close()
@@ -223,4 +222,4 @@ def test_a_read_only_file_system_is_no_wrong_path(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(os, "statvfs", lambda _: ReadOnly)
     assert check_folder("--state-dir", tmp_path / "x", faults_pass=True) == tmp_path
     with pytest.raises(ConfigError, match="Read-only file system"):
-        check_folder("--disk-dir", tmp_path)
+        check_folder("--offload-dir", tmp_path)

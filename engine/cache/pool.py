@@ -5,8 +5,7 @@ published block that nobody refers to (a prefix hit revives it, an allocation ev
 given up while a step that may touch it is still in flight (E2). The pool counts units and knows nothing of requests,
 tensors or time; steps are known by their increasing ids. There is one for each tier (`engine.cache.tiers`).
 
-A block never changes its kind or tier (`compress` and `expand` give another one in its place, in its unit). To convert
-or swap one, allocate the target, schedule the `CacheOperation` in a
+A block never changes its kind or tier. To convert or swap one, allocate the target, schedule the `CacheOperation` in a
 step, put the target in the request's map in place of the source, and release the source with that step as `last_step`:
 its units stay what they are until the step has ended, so a copy may run at any time within it.
 

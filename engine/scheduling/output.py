@@ -86,8 +86,8 @@ class SavedState(NamedTuple):
 
 
 class CacheWork(NamedTuple):
-    """What a step does for its cache, as the latency model counts it: past tokens run from hidden state or 8 bits,
-    tokens whose K and V are restored (or put in 8 bits, or made of them), bytes moved between device and host."""
+    """Work of a step for its cache, as the latency model counts it: past tokens run from hidden state, tokens whose K
+    and V are restored, bytes moved between device and host."""
 
     compact_tokens: int = 0
     restored_tokens: int = 0

@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from secrets import token_bytes, token_hex
+from secrets import token_hex
 
 from gateway.store.disk import Disk, DiskFile, StorageError
 from gateway.store.objects import BATCH_ID, FILE_ID
@@ -26,7 +26,6 @@ from gateway.store.opening import DATABASE, Opening
 from gateway.store.recovery import Recovery
 from gateway.store.sqlite import SqliteStore
 
-SECRET_BYTES = 32
 PROBE = b"tidemill" * 512
 
 
@@ -41,19 +40,6 @@ class StateFolder:
         """Findings of the last start that the operator has to know."""
         self._opening = opening
         self._in_doubt: set[str] = set()
-
-    def secret(self) -> bytes:
-        """What tenants' prefix caches are separated by, drawn once: a cache on a disk outlives the server."""
-        path = self.root / "salt"
-        with suppress(OSError):
-            if len(known := path.read_bytes()) == SECRET_BYTES:
-                return known
-        drawn, temporary = token_bytes(SECRET_BYTES), self.root / "tmp" / token_hex(16)
-        with suppress(OSError):  # a full disk: then it is this process's
-            temporary.touch(mode=0o600)
-            temporary.write_bytes(drawn)
-            temporary.replace(path)
-        return drawn
 
     def file_path(self, file_id: str) -> Path:
         assert FILE_ID.fullmatch(file_id)

@@ -14,9 +14,9 @@ from gateway.store.recovery import LOST_AND_FOUND, LostAndFound
 from gateway.store.writer import open_database
 
 DATABASE = "tidemill.db"
-_PRIVATE = (DATABASE, f"{DATABASE}-wal", f"{DATABASE}-shm", "engine.pid", "salt")
+_PRIVATE = (DATABASE, f"{DATABASE}-wal", f"{DATABASE}-shm", "engine.pid")
 _FOLDERS = ("files", "journals", "tmp")
-_FORMER = ("adapters.json", "cache")
+_FORMER = ("adapters.json", "cache", "salt")
 """Names that earlier versions wrote. They do not make a folder a foreign one."""
 _OURS = {*_PRIVATE, *_FOLDERS, *_FORMER, *LOST_AND_FOUND, "lock", "flights"}
 MISTAKES = frozenset(

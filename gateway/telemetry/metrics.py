@@ -228,9 +228,7 @@ def _pool_metrics(stats: EngineStats) -> Iterator[Metric]:
     name, text = "tidemill_state_slots", "Slots for checkpoints of recurrent layers."
     yield GaugeMetricFamily(name, text, value=stats.state_slots_total)
     yield GaugeMetricFamily("tidemill_state_slots_used", "Those that hold one.", value=stats.state_slots_used)
-    moved = CounterMetricFamily(
-        "tidemill_cache_units", "Cache units moved, restored, or put in 8 bits and back.", labels=["operation"]
-    )
+    moved = CounterMetricFamily("tidemill_cache_units", "Cache units moved or restored.", labels=["operation"])
     for operation in ("swap_out", "swap_in", "restore"):
         moved.add_metric([operation], stats.cache_units.get(operation, 0))
     yield moved
