@@ -60,6 +60,7 @@ from engine.models.weights import Gather, ModelWeights, torch_dtype
 from engine.pooling import EmbeddingSpec, read_embedding_spec
 from engine.profiling.cache_costs import CacheTiers
 from engine.profiling.calibration import INSIDE_STRING, load_or_measure, load_profile
+from engine.refusals import unsupported
 from engine.scheduling.policies import find_policy
 from engine.structured.compiler import GrammarCompiler
 from engine.structured.prover_client import Prover
@@ -80,8 +81,6 @@ def resolve_model(config: EngineConfig) -> Path:
     """The folder of the checkpoint, the packaged demo model's if none is named. Raises ModelLoadError."""
     if config.model:
         return resolve_model_folder(config.model, config.revision)
-    if config.revision is not None:
-        raise ModelLoadError(f"--revision {config.revision} is of models from the hub, and no MODEL is named")
     assert engine.models.demo.__file__ is not None
     return Path(engine.models.demo.__file__).parent / "weights"
 
@@ -105,16 +104,17 @@ def plan_launch(config: EngineConfig) -> LaunchPlan:
     dtype, note = (config.dtype, None) if config.dtype != "auto" else backend.choose_dtype(spec, config)
     foreign = choice.implementation == TRANSFORMERS
     whole, spec = _divided(config, choice, backend)
-    if config.kv_cache_dtype != "auto" and foreign:
-        raise ConfigError(f"--kv-cache-dtype {config.kv_cache_dtype} runs with models of our own families only")
+    by_modules = f"transformers' modules run {spec.architecture}"
+    if foreign and config.kv_cache_dtype != "auto":
+        raise unsupported(f"--kv-cache-dtype {config.kv_cache_dtype}", by_modules)
     if foreign and config.quantization != "none":
-        raise ConfigError(
-            f"--quantization {config.quantization} is of families of ours, and {spec.architecture} is none"
+        raise unsupported(f"--quantization {config.quantization}", by_modules)
+    if spec.state_bytes and not config.enable_prefix_caching and (config.swap_space or config.overload == "swap"):
+        raise unsupported(
+            "--swap-space", f"{spec.architecture} has recurrent layers", "remove --no-enable-prefix-caching"
         )
-    if spec.state_bytes and (refusal := _tiers_refusal(config)):
-        raise ConfigError(f"{refusal}, and {spec.architecture} has recurrent layers")
     if config.overload == "drop" and (refusal := _drop_refusal(choice, backend, dtype)):
-        raise ConfigError(f"--overload drop: {refusal}")
+        raise unsupported("--overload drop", refusal)
     by = f"transformers' modules run {spec.architecture}: {choice.why}" if foreign else None
     refusal = backend.refusal(spec, dtype)
     slow = f"slow attention by torch's own operators: {refusal}" if refusal else None
@@ -122,7 +122,7 @@ def plan_launch(config: EngineConfig) -> LaunchPlan:
     if quantization == STORED_FLOATS:
         dtype = "bfloat16"
     if quantization == FLOAT8:
-        quantization, dtype, unrounded = _float8(config, dtype, backend.float8_refusal())
+        quantization, dtype, unrounded = _float8(dtype, backend.float8_refusal())
     plan = LaunchPlan(
         folder=folder,
         spec=spec,
@@ -161,26 +161,19 @@ def _divided(config: EngineConfig, choice: Choice, backend: Backend) -> tuple[Mo
         return None, spec
     flag = f"--tensor-parallel-size {ranks}"
     if not isinstance(spec, ModelSpec):
-        raise ConfigError(f"{flag} divides layers of our own, and transformers' modules run {spec.architecture}")
+        raise unsupported(flag, f"transformers' modules run {spec.architecture}")
     if (devices := backend.devices()) is not None and len(devices) < ranks:
         raise ConfigError(f"{flag} needs as many {backend.name.upper()} devices; {len(devices)} can be seen")
     return spec, divide(spec, ranks)
-
-
-def _tiers_refusal(config: EngineConfig) -> str | None:
-    """Which tier was asked for that keeps no states; None if they all do."""
-    if (config.swap_space or config.overload == "swap") and not config.enable_prefix_caching:
-        return "--swap-space without prefix caching keeps keys and values alone"
-    return None
 
 
 def _drop_refusal(choice: Choice, backend: Backend, dtype: str) -> str | None:
     """Why no engine of this model can give up layers on this machine; None if it can."""
     spec = choice.shape
     if choice.implementation == TRANSFORMERS:
-        return f"layers of our own families are given up, and transformers' modules run {spec.architecture}"
+        return f"transformers' modules run {spec.architecture}"
     if spec.num_layers < 2:
-        return f"{spec.architecture} has one layer here, and gives up none"
+        return f"{spec.architecture} has one layer"
     return backend.drop_refusal(spec, dtype)
 
 
@@ -219,12 +212,10 @@ def _floats_refusal(config: EngineConfig, packing: Packing, backend: Backend) ->
     return backend.float8_refusal()
 
 
-def _float8(config: EngineConfig, dtype: str, refusal: str | None) -> tuple[str, str, str | None]:
+def _float8(dtype: str, refusal: str | None) -> tuple[str, str, str | None]:
     """Quantization and type of what was asked to run in floats of 8 bits, and a line where it does not."""
     if refusal is not None:
         return "none", dtype, f"--quantization fp8: {refusal}; weights stay in {dtype}"
-    if config.dtype not in ("auto", "bfloat16"):
-        raise ConfigError(f"--quantization fp8 computes in bfloat16, not in {config.dtype}")
     return FLOAT8, "bfloat16", None
 
 
@@ -254,8 +245,6 @@ def _hidden_refusal(config: EngineConfig, spec: ModelShape) -> str | None:
     """Why no request will be run from hidden state; None if some may be, empty if nobody asked."""
     if not config.hidden_cache:
         return ""
-    if find_policy(config.online_policy).select is None:
-        return f"--hidden-cache needs the policy apt or goodput, not {config.online_policy}"
     if not isinstance(spec, ModelSpec):
         return "transformers' modules keep the hidden state of their layers to themselves"
     return hidden_offer(spec).refusal or None
@@ -364,7 +353,7 @@ def _with_adapters(plan: LaunchPlan, config: EngineConfig) -> LaunchPlan:
     if not config.lora:
         return plan
     if isinstance(plan.spec, TransformersShape) and plan.spec.recurrent:
-        raise ConfigError(f"adapters: {plan.spec.architecture} has recurrent layers, which take none yet")
+        raise unsupported("--lora", f"{plan.spec.architecture} has recurrent layers")
     adapters = tuple(plan_adapter(each, plan.spec) for each in parse_adapters(config.lora))
     size = 4 * sum(each.num_parameters for each in adapters)  # native kernels may want them in float32
     how = None if plan.implementation == TRANSFORMERS else find_backend(plan.device).adapted_steps(plan)
@@ -437,7 +426,7 @@ def _with_offload(plan: LaunchPlan, config: EngineConfig) -> LaunchPlan:
     if gib is None:
         return plan
     if plan.implementation == TRANSFORMERS:
-        raise ConfigError("--offload-weights streams layers of our own, and transformers' modules run this model")
+        raise unsupported("--offload-weights", f"transformers' modules run {plan.spec.architecture}")
     budget = find_backend(plan.device).weight_room(plan) if math.isinf(gib) else int(gib * 2**30)
     offload = plan_offload(plan.own, torch_dtype(plan.dtype).itemsize, plan.quantization, budget)
     if offload is None:

@@ -9,6 +9,7 @@ from typing import Any
 from engine.adapters import parse_adapters
 from engine.errors import ConfigError
 from engine.queue_time import DEFAULT_QUEUE, QueueTime
+from engine.refusals import check_combinations
 from predictor.limits import Limits
 from predictor.slo import SLO, SLOError
 
@@ -117,27 +118,15 @@ class EngineConfig:
         _check_slo(self.slo)
         if self.block_size & (self.block_size - 1):
             raise ConfigError(f"--block-size must be a power of two, not {self.block_size}")
-        if self.quantization != "none" and self.hidden_cache:
-            raise ConfigError("--quantization does not go with --hidden-cache: K and V restored would be others")
-        if self.quantization == "fp8" and parse_offload(self.offload_weights) is not None:
-            raise ConfigError("--quantization fp8 does not go with --offload-weights, int8 does (on a CPU)")
-        if self.kv_cache_dtype != "auto" and self.hidden_cache:
-            raise ConfigError("--kv-cache-dtype does not go with --hidden-cache: units of 8 bits hold no hidden state")
         parse_offload(self.offload_weights)
         parse_adapters(self.lora)
-        if self.lora and self.hidden_cache:
-            raise ConfigError("--lora does not go with --hidden-cache: K and V restored would be those of no adapter")
         if not 0.0 <= (self.swap_space or 0.0) <= 65536.0:
             raise ConfigError(f"--swap-space must be between 0 and 65536 GiB, not {self.swap_space}")
-        _check_overload(self)
-        _check_ranks(self)
         if not 0.0 < self.gpu_memory_utilization <= 1.0:
             raise ConfigError(f"--gpu-memory-utilization must be in (0, 1], not {self.gpu_memory_utilization}")
         if not 0.0 <= self.profile_seconds <= 600.0:
             raise ConfigError(f"--profile-seconds must be between 0 and 600, not {self.profile_seconds}")
-        seqs, tokens = step_limits(self)
-        if tokens < seqs:
-            raise ConfigError("--max-num-batched-tokens must be at least --max-num-seqs: every decode is one token")
+        check_combinations(self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,38 +254,6 @@ def parse_offload(text: str) -> float | None:
     if not 0.0 < budget < 65536.0:
         raise ConfigError(f"--offload-weights must be off, auto or a number of GiB, not {text!r}")
     return budget
-
-
-def _check_overload(config: EngineConfig) -> None:
-    """What `--overload` does not go with, as far as that is known without the model and the machine."""
-    if config.overload == "swap" and config.swap_space == 0.0:
-        raise ConfigError("--overload swap needs host memory: leave out --swap-space 0, or say how many GiB")
-    if config.overload != "drop":
-        return
-    whole = {  # what stands beside all layers, or holds something of each
-        "--lora": config.lora,
-        "--hidden-cache": config.hidden_cache,
-        "--swap-space": config.swap_space,
-        "--offload-weights": parse_offload(config.offload_weights) is not None,
-        "--model-impl transformers": config.model_impl == "transformers",
-    }
-    if others := [flag for flag, given in whole.items() if given]:
-        raise ConfigError(f"--overload drop does not go with {' and '.join(others)} yet: leave out one of them")
-
-
-def _check_ranks(config: EngineConfig) -> None:
-    """What `--tensor-parallel-size` does not go with, as far as that is known without the model and the machine."""
-    if config.tensor_parallel_size == 1:
-        return
-    whole = {  # of which each rank would have a part that nothing divides or gathers
-        "--lora": config.lora,
-        "--hidden-cache": config.hidden_cache,
-        "--overload drop": config.overload == "drop",
-        "--offload-weights": parse_offload(config.offload_weights) is not None,
-        "--model-impl transformers": config.model_impl == "transformers",
-    }
-    if others := [flag for flag, given in whole.items() if given]:
-        raise ConfigError(f"--tensor-parallel-size does not go with {' and '.join(others)} yet: leave out one of them")
 
 
 def _check_slo(text: str) -> None:

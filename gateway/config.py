@@ -1,13 +1,12 @@
 """The frozen configuration of the HTTP server. Like `EngineConfig`, its fields are the command line's flags: a field's
 `metadata` holds the flag's help and choices."""
 
-import ipaddress
 import re
 from dataclasses import dataclass, field
 from typing import Any
 
-from engine.config import EngineConfig
 from engine.errors import ConfigError
+from engine.refusals import check_combinations
 from gateway.generate.tool_formats import FORMATS
 
 TOOL_PARSERS = ("auto", *FORMATS)
@@ -86,23 +85,4 @@ class ServerConfig:
                 raise ConfigError(f"--allowed-host must be a name without scheme and port, not {name!r}")
         if any(not name.strip() for name in self.served_model_name):
             raise ConfigError("--served-model-name must not be empty")
-        if not self.api_key and not self.api_key_file and not is_loopback(self.host):
-            raise ConfigError(f"--host {self.host} is reachable from other machines: set --api-key, or use 127.0.0.1")
-
-
-def check_together(engine: EngineConfig, server: ServerConfig) -> None:
-    """What an engine may do depends on how many there are, and where. Raises ConfigError."""
-    if engine.overload == "drop" and server.ray:
-        raise ConfigError("--overload drop needs the engines on one machine: leave out --ray")
-    if engine.overload == "drop" and server.engines < 2:
-        raise ConfigError("--overload drop needs several engines: say --engines 2")
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach `host`. Names are not resolved: all but localhost count as reachable."""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return False
+        check_combinations(self)

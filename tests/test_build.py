@@ -170,10 +170,10 @@ def test_bytes_of_quantised_weights_are_those_that_are_kept(tmp_path: Path, tied
 
 
 def test_where_quantization_does_not_apply_it_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ConfigError, match="--quantization does not go with --hidden-cache"):
+    with pytest.raises(ConfigError, match="--hidden-cache cannot be combined with --quantization"):
         EngineConfig(quantization="int8", hidden_cache=True)
     monkeypatch.setattr("engine.build.find_backend", lambda _name: CudaBackend())
-    with pytest.raises(ConfigError, match="--quantization int8 runs on a CPU only"):
+    with pytest.raises(ConfigError, match="--quantization int8 is not supported on a GPU; set --device cpu"):
         plan_launch(EngineConfig(quantization="int8"))
 
 
@@ -223,13 +223,13 @@ def test_native_kernels_run_half_precision_on_any_processor(
 
 
 @pytest.mark.parametrize(
-    ("policy", "asked", "note"),
-    [("fcfs", True, "needs the policy apt or goodput"), ("goodput", True, "KV alone"), ("goodput", False, None)],
+    ("asked", "note"),
+    [(True, "KV alone"), (False, None)],
 )
-def test_hidden_cache_that_cannot_be_is_said(tmp_path: Path, policy: str, asked: bool, note: str | None) -> None:
+def test_hidden_cache_that_cannot_be_is_said(tmp_path: Path, asked: bool, note: str | None) -> None:
     model = str(shape(tmp_path, torch_dtype="float32"))  # K and V of half the heads: no larger than hidden state
     config = EngineConfig(model=model, device="cpu", num_gpu_blocks_override=9, max_model_len=99)
-    plan = plan_launch(replace(config, online_policy=policy, hidden_cache=asked))
+    plan = plan_launch(replace(config, hidden_cache=asked))
     assert plan.scratch_blocks == 0
     assert [note in found for found in plan.notes] == [True] if note else not plan.notes
 

@@ -16,10 +16,11 @@ import pytest
 from engine import __version__
 from engine.api import EngineInfo
 from engine.config import EngineConfig
+from engine.refusals import is_loopback
 from gateway import cli
 from gateway.commands import help as command_help
 from gateway.commands.flags import REMOVED, add_flags, find_given, flags_of, resolve_configs
-from gateway.config import ServerConfig, is_loopback
+from gateway.config import ServerConfig
 
 
 @pytest.fixture(autouse=True)
@@ -256,7 +257,7 @@ def test_booleans_in_the_environment(word: str) -> None:
         (["--max-num-seqs", "0"], "--max-num-seqs must be at least 1"),
         (
             ["--max-num-seqs", "64", "--max-num-batched-tokens", "63"],
-            "--max-num-batched-tokens must be at least --max-num-seqs",
+            "--max-num-batched-tokens is below --max-num-seqs",
         ),
         (["--block-size", "12"], "--block-size must be a power of two"),
         (["--max-model-len", "0"], "--max-model-len must be at least 1"),
@@ -267,9 +268,9 @@ def test_booleans_in_the_environment(word: str) -> None:
         (["--device", "tpu"], "--device must be one of"),
         (["--load-format", "pt"], "--load-format must be one of"),
         (["--log-level", "loud"], "--log-level must be one of"),
-        (["--host", "0.0.0.0"], "--host 0.0.0.0 is reachable from other machines: set --api-key"),
-        (["--host", "::"], "--host :: is reachable"),
-        (["--host", "example.org"], "--host example.org is reachable"),
+        (["--host", "0.0.0.0"], "--host is reachable from other machines; set --api-key"),
+        (["--host", "::"], "--host is reachable"),
+        (["--host", "example.org"], "--host is reachable"),
         (["--host", ""], "--host must not be empty"),
         (["--api-key", ""], "--api-key must not be empty"),
         (["--api-key", " x"], "--api-key must not"),

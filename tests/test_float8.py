@@ -255,8 +255,6 @@ def test_it_runs_from_8_9_on_in_bfloat16(gpu, folder: str, capability: tuple[int
     assert profile_key(plan) != profile_key(plain)
     make = CudaBackend().prepare(config, plan, print)[1]
     assert getattr(make, "func", make) is make_float8  # on a GPU with our kernel
-    with pytest.raises(ConfigError, match="computes in bfloat16, not in float16"):
-        plan_launch(EngineConfig(model=folder, load_format="dummy", quantization="fp8", dtype="float16"))
 
 
 def test_elsewhere_weights_stay_and_a_line_says_so(gpu, folder: str) -> None:
@@ -268,7 +266,7 @@ def test_elsewhere_weights_stay_and_a_line_says_so(gpu, folder: str) -> None:
     assert plan.quantization == "none"
     line = "--quantization fp8: compute capability 8.0 is older than 8.9; weights stay in float16"
     assert line in plan.notes
-    with pytest.raises(ConfigError, match="does not go with --offload-weights"):
+    with pytest.raises(ConfigError, match="cannot be combined with --offload-weights"):
         EngineConfig(quantization="fp8", offload_weights="1")
 
 

@@ -583,7 +583,7 @@ async def test_hidden_state_is_offered_while_weights_stream(tmp_path: Path) -> N
     plan = plan_launch(config)
     assert plan.offload is not None and plan.scratch_blocks > 0
     gpu = cuda_backend.CudaBackend()
-    assert "does not go with --hidden-cache on a GPU" in str(gpu.config_refusal(config))
+    assert "cannot be combined with --hidden-cache on a GPU" in str(gpu.config_refusal(config))
     assert gpu.config_refusal(replace(config, hidden_cache=False)) is None
     lines: list[str] = []
     runner, made = build_runner(config, plan, lines.append)

@@ -299,7 +299,7 @@ def test_one_command_answers(profile: Path, tmp_path: Path, capsys: pytest.Captu
         (["--slo", "5%", "--workload", "random"], "without arrival times"),
         (["--slo", "5%", "--evaluations", "3"], "--evaluations"),
         (["--slo", "5%", "--hidden-cache", "--model", "llama-3-8b"], "more than half the room"),
-        (["--slo", "5%", "--hidden-cache", "--online-policy", "fcfs"], "needs the policy apt or goodput"),
+        (["--slo", "5%", "--hidden-cache", "--online-policy", "fcfs"], "needs a policy that selects requests"),
         (["--slo", "5%", "--max-model-len", "100000", "--num-blocks", "100"], "does not fit"),
         (["--slo", "5%", "--max-num-seqs", "none"], "must be a whole number"),
         (["--slo", "5%", "--trace", "no/such/file.csv"], "cannot read"),

@@ -290,7 +290,9 @@ def test_what_a_launch_says_and_leaves_out(case_of: Any) -> None:
     assert runner.device._states.num_bytes == rows * plan.spec.state_bytes
     alone = plan_launch(replace(config, enable_prefix_caching=False))
     assert alone.state_slots == 0 and not scheduler_config(config, alone).enable_prefix_caching
-    with pytest.raises(ConfigError, match=r"keeps keys and values alone.*has recurrent layers"):
+    with pytest.raises(
+        ConfigError, match=r"--swap-space is not supported here: .* has recurrent layers; remove --no-enable-prefix"
+    ):
         plan_launch(replace(config, swap_space=1.0, enable_prefix_caching=False))
 
 

@@ -142,8 +142,6 @@ class Cluster:
     ) -> "Cluster":
         """Join the cluster at `address` (`HOST:PORT`; `auto`: the one that runs on this machine; `local`: one that is
         started here and ends with us) and reserve room for all engines. Raises ConfigError."""
-        if config.tensor_parallel_size > 1:
-            raise ConfigError("--ray does not go with --tensor-parallel-size yet: an actor has one device")
         ray = _import_ray()
         try:
             ray.init(address=address, configure_logging=False, log_to_driver=True, **options)

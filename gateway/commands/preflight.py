@@ -10,12 +10,13 @@ from pathlib import Path
 from engine.adapters import parse_adapters
 from engine.config import EngineConfig
 from engine.errors import ConfigError
-from gateway.config import ServerConfig, check_together
+from engine.refusals import check_combinations
+from gateway.config import ServerConfig
 
 
 def check_start(engine_config: EngineConfig, server_config: ServerConfig) -> None:
     """Raises ConfigError, one line that names the flag. Changes nothing."""
-    check_together(engine_config, server_config)
+    check_combinations(engine_config, server_config)
     _check_engine(engine_config)
     _check_server(server_config)
 
@@ -43,14 +44,10 @@ def check_folder(flag: str, path: str | os.PathLike[str], *, written: bool = Tru
 
 
 def _check_engine(config: EngineConfig) -> None:
-    policy = importlib.import_module("engine.scheduling.policies").find_policy(config.online_policy)
-    if config.hidden_cache and policy.select is None:
-        raise ConfigError(f"--hidden-cache needs the policy apt or goodput, not {config.online_policy}")
+    importlib.import_module("engine.scheduling.policies").find_policy(config.online_policy)
     for adapter in parse_adapters(config.lora):
         if not (adapter.folder / "adapter_config.json").is_file():
             raise ConfigError(f"--lora {adapter.name}: {adapter.folder} has no adapter_config.json")
-    if config.revision is not None and not config.model:
-        raise ConfigError(f"--revision {config.revision} is of models from the hub, and no MODEL is named")
     if config.profile_dir:
         check_folder("--profile-dir", config.profile_dir, written=False)  # profiles in it may be all that is wanted
 

@@ -8,7 +8,7 @@ import ipaddress
 import re
 from collections.abc import Iterable
 
-from gateway.config import is_loopback
+from engine.refusals import is_loopback
 
 _AUTHORITY = re.compile(r"(\[[0-9a-f:.]+\]|[a-z0-9._-]+)(?::([0-9]{1,5}))?")
 _DEFAULT_PORTS = {"http": "80", "https": "443"}

@@ -71,9 +71,9 @@ class CudaBackend:
 
     def config_refusal(self, config: EngineConfig) -> str | None:
         if config.quantization == "int8":
-            return "--quantization int8 runs on a CPU only: say --device cpu, fp8, or none"
+            return "--quantization int8 is not supported on a GPU; set --device cpu, or --quantization fp8"
         if config.hidden_cache and parse_offload(config.offload_weights) is not None:
-            return "--offload-weights does not go with --hidden-cache on a GPU yet: projections need weights"
+            return "--offload-weights cannot be combined with --hidden-cache on a GPU; remove one of them"
         return None
 
     def drop_refusal(self, spec: ModelShape, dtype: str) -> str | None:
