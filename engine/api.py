@@ -144,8 +144,7 @@ class EngineRequest:
     where another engine left it, as if it had been preempted; it has been accepted and is not refused for room.
     `arrived`: when it came, on the engine's clock, if it waited for an engine since.
     `pooling`: it is one vector, of its prompt; nothing is sampled, and of `sampling` nothing counts.
-    `adapter`: the number of a LoRA adapter, from 1 in the order of `EngineInfo.adapters`, or the one that it was loaded
-    under; 0: the model as it is.
+    `adapter`: the number of a LoRA adapter, from 1 in the order of `EngineInfo.adapters`; 0: the model as it is.
     `probe`: the engine asks it of itself, and it is in no figure of anybody's work.
     """
 

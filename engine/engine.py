@@ -343,7 +343,11 @@ class Engine:
     def _add(self, request: EngineRequest) -> None:
         self._check_accepting()
         if request.adapter > len(self.info.adapters):
-            raise InvalidRequestError("Its LoRA adapter is not loaded.", param="model", code="model_not_found")
+            raise InvalidRequestError(
+                "The request names a LoRA adapter that this engine does not have.",
+                param="model",
+                code="model_not_found",
+            )
         self._watchdog.on_work()
         with self._noting_refusal(request.request_class, len(request.prompt_token_ids)):
             self._core.add_request(request, self._clock())

@@ -43,8 +43,8 @@ def affine(few: tuple[int, float], many: tuple[int, float], floor: float = 0.0) 
 class CacheCosts:
     """Seconds, above zero; None where the engine did not offer the representation when it was measured.
 
-    run_hidden       of one step, for every past token of it that is run from hidden state, or 8 bits, instead of KV
-    restore          once, for every token whose K and V are projected from its hidden state, or go to 8 bits, or back
+    run_hidden       of one step, for every past token of it that is run from hidden state instead of KV
+    restore          once, for every token whose K and V are projected from its hidden state
     swap_out         once, for every unit that goes from the device to the host
     swap_in          once, for every unit that comes back
     run_hidden_step  of every step with any such token, beside `run_hidden`; may be zero
@@ -67,7 +67,7 @@ class CacheCosts:
                 raise ValueError("cache costs of a step must be finite and not below zero")
 
     def rho(self, tokens: int) -> float:
-        """What a token adds to a step that runs so many from hidden state, or 8 bits (ρ); 0 where none can."""
+        """Return the seconds that a token adds to a step that runs `tokens` from hidden state (ρ), or 0 if none can."""
         if self.run_hidden is None or tokens <= 0:
             return 0.0
         return Affine(self.run_hidden_step or 0.0, self.run_hidden).per_token(tokens)
