@@ -29,6 +29,15 @@ class FeatureRow(NamedTuple):
     masked_rows: int = 0
 
 
+class CacheWork(NamedTuple):
+    """Work of one step for the cache: past tokens run from hidden state, tokens whose K and V are restored, bytes moved
+    between device and host."""
+
+    compact_tokens: int = 0
+    restored_tokens: int = 0
+    transferred_bytes: int = 0
+
+
 class BatchFeatures:
     """Running sums of the step being built; every operation is O(1). What chunks attend to counts as far as layers
     read it, on average over them: see `Reach`.
@@ -96,6 +105,11 @@ class BatchFeatures:
         self.compact_tokens += compact_tokens
         self.restored_tokens += restored_tokens
         self.transferred_bytes += transferred_bytes
+
+    @property
+    def cache_work(self) -> CacheWork:
+        """The work for the cache."""
+        return CacheWork(self.compact_tokens, self.restored_tokens, self.transferred_bytes)
 
     def add_adapted(self, adapters: int, tokens: int) -> None:
         """Add LoRA adapters that the step had not, and tokens of chunks under any."""

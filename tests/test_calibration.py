@@ -8,13 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 from driver import Driver, make_request
-from fakes.runner import FakeRunner
+from fakes.runner import FakeRunner, features_of
 from hypothesis import given
 from hypothesis import strategies as st
 from tiny_models import llama_config
 
 from engine.cache.blocks import CacheAction, CacheEntry, CacheKind, Tier
-from engine.colocation.virtual import step_features
 from engine.config import SchedulerConfig
 from engine.execution.cpu.device import TorchDevice
 from engine.execution.runner import Runner
@@ -40,7 +39,7 @@ class TimedRunner(FakeRunner):
     """Claims what a known law says, and checks every step like any fake runner."""
 
     def __init__(self) -> None:
-        super().__init__(block_size=16, vocab_size=50, latency=lambda output: TRUTH.predict(step_features(output)))
+        super().__init__(block_size=16, vocab_size=50, latency=lambda output: TRUTH.predict(features_of(output)))
 
     def _execute(self, output: SchedulerOutput) -> ModelRunnerOutput:
         """The sweep reads cells that nobody wrote: only the shape of a step is checked."""
@@ -66,7 +65,7 @@ def test_a_sweep_finds_what_adapters_cost() -> None:
     class Adapted(TimedRunner):
         def _execute(self, output: SchedulerOutput) -> ModelRunnerOutput:
             seen.update(new.adapter for new in output.new_requests)
-            return replace(super()._execute(output), latency=truth.predict(step_features(output)))
+            return replace(super()._execute(output), latency=truth.predict(features_of(output)))
 
     model = measure_profile(Adapted(), LIMITS, 50, KEY, seconds=2.0, adapters=3).profile.model
     assert seen == {0, 1, 2, 3}
@@ -183,7 +182,7 @@ class HybridRunner(FakeRunner):
             self.entries = tuple(entry for new in output.new_requests for entry in new.entries)
             assert all(len(new.token_ids) <= LIMITS.max_model_len for new in output.new_requests)
             self.most_rows = max(self.most_rows, len(output.new_requests))
-        latency = TRUTH.predict(step_features(output))
+        latency = TRUTH.predict(features_of(output))
         hidden = [entry for entry in self.entries if entry.kind is CacheKind.HIDDEN]
         assert len(hidden) <= self.scratch_blocks
         self.num_costed_steps += bool(hidden or output.operations)
@@ -307,7 +306,7 @@ class NoisyHybridRunner(HybridRunner):
 
     def _execute(self, output: SchedulerOutput) -> ModelRunnerOutput:
         result = super()._execute(output)
-        plain = TRUTH.predict(step_features(output))
+        plain = TRUTH.predict(features_of(output))
         seconds = plain + self._factor * (result.latency - plain)
         seconds *= (1.0 + 5e-4 * output.step_id) * self._random.gauss(1.0, 0.05)
         disturbed = 0.05 * (self._random.random() < 0.15)

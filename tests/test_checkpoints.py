@@ -219,8 +219,8 @@ def test_what_states_move_is_part_of_the_step() -> None:
     ask(driver, "c", list(range(70, 79)))
     for step in driver.steps:
         brought = sum(new.state >= 2 for new in step.new_requests)
-        assert step.cache_work.transferred_bytes == 100 * (len(step.parked_states) + brought)
-    assert any(step.cache_work.transferred_bytes for step in driver.steps[steps:])
+        assert step.features.transferred_bytes == 100 * (len(step.parked_states) + brought)
+    assert any(step.features.transferred_bytes for step in driver.steps[steps:])
 
 
 def test_only_what_chats_may_come_back_for_goes_to_the_host() -> None:

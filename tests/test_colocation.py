@@ -7,11 +7,10 @@ from typing import Any
 import hypothesis.strategies as st
 import pytest
 from driver import Driver, make_request
-from fakes.runner import FakeRunner, solo_tokens
+from fakes.runner import FakeRunner, features_of, solo_tokens
 from hypothesis import HealthCheck, given, settings
 
 from engine.api import EngineRequest, RequestClass
-from engine.colocation.virtual import step_features
 from engine.config import SchedulerConfig
 from engine.errors import QueueFullError
 from engine.request import RequestStatus
@@ -77,9 +76,9 @@ def test_adapters_of_decodes_leave_less_to_offline_work() -> None:
     driver.add(make_request("off", range(100), 5, request_class=OFFLINE))
     assert driver.launch()
     step = driver.steps[-1]
-    assert (step.adapters, step.adapted_tokens) == (1, 2)
+    assert (step.features.adapters, step.features.adapted_tokens) == (1, 2)
     assert sum(chunks_of(driver, step, "off")) == 11, "of 15: 3 ms for the adapter, 1 ms for its tokens"
-    assert step.predicted_latency == pytest.approx(model.predict(step_features(step)))
+    assert step.predicted_latency == pytest.approx(model.predict(features_of(step)))
     assert step.predicted_latency is not None and step.predicted_latency <= 0.020
 
 
@@ -90,7 +89,7 @@ def test_offline_fills_up_to_the_budget_and_not_beyond() -> None:
     step = driver.steps[-1]
     assert chunks_of(driver, step, "on") == [1]
     assert sum(chunks_of(driver, step, "off")) == 16, "8 free tokens with the decode, then 1 ms each"
-    assert step.predicted_latency == pytest.approx(MODEL.predict(step_features(step)))
+    assert step.predicted_latency == pytest.approx(MODEL.predict(features_of(step)))
     assert step.predicted_latency is not None and step.predicted_latency <= 0.020
 
 

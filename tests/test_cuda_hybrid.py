@@ -85,7 +85,7 @@ def test_tokens_of_the_whole_engine_equal_transformers(
     check_hybrid(driver, case)
     assert driver.most_in_flight == 1 + depth
     computed = sum(bool(step.chunks) for step in driver.steps)
-    from_hidden = sum(step.cache_work.compact_tokens > 0 for step in driver.steps)
+    from_hidden = sum(step.features.compact_tokens > 0 for step in driver.steps)
     assert replayed <= computed - from_hidden if scratch else replayed == computed
 
 

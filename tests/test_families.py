@@ -169,7 +169,7 @@ def check_hybrid(driver: Driver, case: str) -> None:
         driver.add(make_request(str(index), prompt, OUTPUT, request_class=request_class))
         if index % 4 == 3:
             driver.step()
-    while offered and not any(step.cache_work.compact_tokens for step in driver.steps):
+    while offered and not any(step.features.compact_tokens for step in driver.steps):
         assert driver.step(), "nobody was run from hidden state"
     started = {new.request_id for step in driver.steps for new in step.new_requests}
     gone = [name for name in list(driver.outputs) if offered and name not in started]

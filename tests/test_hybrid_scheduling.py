@@ -189,8 +189,8 @@ def test_hidden_state_becomes_kv_when_the_room_is_back(depth: int) -> None:
     check_solo(driver, *requests)
     assert CacheAction.RESTORE in actions(driver.steps)
     restored = [step for step in driver.steps if step.replaced]
-    assert restored and all(step.cache_work.restored_tokens > 0 for step in restored)
-    assert any(step.cache_work.compact_tokens > 0 for step in driver.steps)
+    assert restored and all(step.features.restored_tokens > 0 for step in restored)
+    assert any(step.features.compact_tokens > 0 for step in driver.steps)
 
 
 def test_the_scratch_area_is_never_overdrawn(depth: int) -> None:

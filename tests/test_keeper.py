@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from driver import Driver, make_request
+from fakes.runner import features_of
 from windows import poisson_window
 
 from engine.api import FinishReason, RequestClass, RequestOutput, RequestTimes
@@ -15,7 +16,7 @@ from engine.colocation.baseline import replay_alone, workload_of
 from engine.colocation.keeper import BUDGET_SHARE, MIN_OFFLINE, Colocation, initial_budget
 from engine.colocation.replay import ReplayedServer, Workload, metrics_of, normal_noise, replay
 from engine.colocation.search import find_budget
-from engine.colocation.virtual import Arrival, PredictedRunner, VirtualDriver, VirtualRecord, VirtualRun, step_features
+from engine.colocation.virtual import Arrival, PredictedRunner, VirtualDriver, VirtualRecord, VirtualRun
 from engine.colocation.waits import SHORTEST_AWAITED, ArrivalWaits
 from engine.config import SchedulerConfig
 from engine.core import EngineCore
@@ -63,6 +64,7 @@ def output_of(
 
 
 STEP = SchedulerOutput(0, (Chunk(0, 10, 1, True),))
+STEP = replace(STEP, features=features_of(STEP))
 
 
 def live(
@@ -459,7 +461,7 @@ def busy_steps(slo: str, device: list[float], host: list[float], count: int = 30
     core, keeper = make_keeper(SLO.parse(slo))
     core.add_request(make_request("chat", [1] * 10, max_tokens=1000), 0.0)
     for index in range(count):
-        took = MODEL.predict(step_features(STEP)) * device[index % len(device)]
+        took = MODEL.predict(features_of(STEP)) * device[index % len(device)]
         between = host[index % len(host)]
         keeper.on_step(STEP, took + between, [], index * 0.02, took)
     return keeper

@@ -6,9 +6,10 @@ from itertools import count
 
 import pytest
 from driver import make_request
+from fakes.runner import features_of
 
 from engine.api import EngineRequest, RequestClass, SamplingParams
-from engine.colocation.virtual import Arrival, VirtualDriver, step_features
+from engine.colocation.virtual import Arrival, VirtualDriver
 from engine.config import SchedulerConfig
 from engine.core import EngineCore
 from engine.execution.masks import PATIENCE
@@ -51,8 +52,8 @@ class MaskedMachine:
             self._from[new.row] = new.num_prompt_tokens + new.sampling.masked_from
         sampled = [chunk for chunk in output.chunks if chunk.sample]
         masked = [n for n, c in enumerate(sampled) if c.start + c.length >= self._from[c.row]]
-        assert output.masked_rows == len(masked)
-        features = step_features(output)
+        assert output.features.masked_rows == len(masked)
+        features = features_of(output)
         plain = FORWARD.predict(features)
         ready = min(len(masked), int((plain + PATIENCE) / self._each))
         seconds = max(plain, ready * self._each)

@@ -12,6 +12,7 @@ from statistics import fmean
 
 import numpy as np
 import pytest
+from fakes.runner import features_of
 from hypothesis import given
 from hypothesis import strategies as st
 from tiny_models import model_folder
@@ -20,7 +21,7 @@ from engine.api import EngineRequest, RequestClass, SamplingParams
 from engine.build import plan_launch, profile_key
 from engine.cache.placement import restore_costs
 from engine.colocation.search import model_of, refit_job
-from engine.colocation.virtual import Arrival, PredictedRunner, VirtualDriver, step_features
+from engine.colocation.virtual import Arrival, PredictedRunner, VirtualDriver
 from engine.config import EngineConfig, SchedulerConfig
 from engine.core import EngineCore
 from engine.scheduling.laxity import PrefillPace
@@ -219,11 +220,11 @@ def test_steps_are_planned_by_what_is_read() -> None:
     VirtualDriver(core, runner := Watched(), chats, lines, backlog=8).run(3.0)
     assert len(runner.steps) > 100 and any(chunk.start > 700 for step in runner.steps for chunk in step.chunks)
     for step in runner.steps:
-        taken = LAW.predict(step_features(step, LAW.reach))
+        taken = LAW.predict(features_of(step, LAW.reach))
         assert step.predicted_latency == pytest.approx(taken, rel=1e-9)
     whole = replace(LAW, reach=EVERYTHING)
     assert any(
-        whole.predict(step_features(step)) > 1.1 * LAW.predict(step_features(step, LAW.reach)) for step in runner.steps
+        whole.predict(features_of(step)) > 1.1 * LAW.predict(features_of(step, LAW.reach)) for step in runner.steps
     )
 
 

@@ -11,7 +11,7 @@ from engine.api import EngineRequest, SamplingParams
 from engine.colocation.virtual import Arrival, VirtualDriver
 from engine.config import SchedulerConfig
 from engine.core import EngineCore
-from engine.scheduling.output import CacheWork, Chunk, SchedulerOutput
+from engine.scheduling.output import Chunk, SchedulerOutput
 from loadgen.simulation.gpu import SimulatedDevice, SimulatedRunner, TrueLatency
 from loadgen.simulation.specs import CALIBRATION_TOKENS, DEVICES, MODELS, PUBLISHED_LINEAR_MS
 from predictor.features import BatchFeatures
@@ -153,9 +153,9 @@ def hidden_decode(device: SimulatedDevice, tokens: int, context: int = 100) -> f
     """Seconds that running from hidden state adds to a step."""
     runner = SimulatedRunner(device, noise=0.0)
     step = SchedulerOutput(0, (Chunk(0, context - 1, 1, True),))
-    plain, compact = (
-        runner.launch(replace(step, cache_work=CacheWork(compact_tokens=each)))().latency for each in (0, tokens)
-    )
+    features = BatchFeatures()
+    features.add_cache_work(compact_tokens=tokens)
+    plain, compact = (runner.launch(each)().latency for each in (step, replace(step, features=features)))
     return compact - plain
 
 

@@ -195,7 +195,7 @@ def test_a_start_is_charged_for_its_copies_once(depth: int) -> None:
     serve(driver, chat("second"))
     steps = driver.steps[before:]
     moved = [sum(len(op.target.units) for op in step.operations) for step in steps]
-    assert [step.cache_work.transferred_bytes for step in steps] == moved and sum(moved) >= 20
+    assert [step.features.transferred_bytes for step in steps] == moved and sum(moved) >= 20
     for step, units in zip(steps, moved, strict=True):
         assert step.predicted_latency == pytest.approx(step_seconds(step.predicted_latency, units), abs=1e-12), (
             "copies are part of what a step is said to take"

@@ -123,8 +123,8 @@ class _Watched:
     def launch(self, output: SchedulerOutput) -> Collect:
         result = self._inner.launch(output)()
         self.seconds += result.latency
-        if any(output.cache_work):
-            self.cache_seconds += self._device.cache_work_seconds(*output.cache_work)
+        if any(work := output.features.cache_work):
+            self.cache_seconds += self._device.cache_work_seconds(*work)
         return lambda: result
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from itertools import cycle
 
 from engine.api import EngineRequest, RequestClass
-from engine.colocation.virtual import Arrival, VirtualDriver, VirtualRun, step_features
+from engine.colocation.virtual import Arrival, VirtualDriver, VirtualRun
 from engine.core import EngineCore
 from engine.scheduling.objective import StepObjective
 from engine.scheduling.output import Collect, ModelRunner, SchedulerOutput
@@ -93,7 +93,7 @@ class _Recording:
 
     def launch(self, output: SchedulerOutput) -> Collect:
         result = self._inner.launch(output)()
-        self.steps.append(Sample(step_features(output), result.latency))
+        self.steps.append(Sample(output.features, result.latency))
         return lambda: result
 
 

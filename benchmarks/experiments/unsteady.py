@@ -22,7 +22,6 @@ from engine.colocation.virtual import (
     VirtualDriver,
     VirtualRecord,
     VirtualRun,
-    step_features,
 )
 from engine.config import SchedulerConfig
 from engine.core import EngineCore
@@ -113,7 +112,7 @@ class UnsteadyRunner:
 
     def launch(self, output: SchedulerOutput) -> Collect:
         """The step with its time."""
-        work = self._model.predict(step_features(output)) * math.exp(self._random.gauss(0.0, self._noise))
+        work = self._model.predict(output.features) * math.exp(self._random.gauss(0.0, self._noise))
         num_sampled = sum(chunk.sample for chunk in output.chunks)
         latency = self._speed.seconds(work, self.clock())
         result = ModelRunnerOutput(output.step_id, [PLACEHOLDER_TOKEN] * num_sampled, None, latency)

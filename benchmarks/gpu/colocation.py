@@ -20,7 +20,6 @@ from engine.colocation.keeper import Colocation
 from engine.colocation.replay import ReplayedServer, Workload, metrics_of, run_workload
 from engine.colocation.search import budget_job, step_range
 from engine.colocation.search_child import run_child
-from engine.colocation.virtual import step_features
 from engine.config import SchedulerConfig
 from engine.core import EngineCore
 from engine.engine import Engine
@@ -68,7 +67,7 @@ class WatchedCore(EngineCore):
         outputs = super().update(output, result, now)
         classes = {each.request_class for each in outputs}
         if RequestClass.ONLINE in classes:
-            expected = self._online_model.expected(step_features(output, self._online_model.reach))
+            expected = self._online_model.expected(output.features)
             self.steps.append((expected, now - self._last, RequestClass.OFFLINE in classes))
         self._last = now
         return outputs

@@ -18,14 +18,10 @@ takes numbers from the end. Units behind the new end that a block still holds *r
 they are gone when that block is given up. Memory may serve something else only once `num_retiring_units` is 0.
 """
 
-from collections.abc import Callable, Iterable
-from functools import partial
+from collections.abc import Iterable
 
 from engine.cache.blocks import CacheBlock, CacheEntry, CacheKind, Tier, count_units
 from predictor.limits import UNITS_PER_BLOCK
-
-_make_entry: Callable[[Iterable[object]], CacheEntry] = partial(tuple.__new__, CacheEntry)
-"""`CacheEntry._make` without a call in Python: a prompt's chunk takes dozens."""
 
 
 class BlockPool:
@@ -112,7 +108,7 @@ class BlockPool:
         self.num_owned_units += size * count
         tier = self._tier
         return [
-            CacheBlock(_make_entry((kind, tier, each)), online=online)
+            CacheBlock(CacheEntry(kind, tier, each), online=online)
             for each in zip(*(taken[i::size] for i in range(size)), strict=True)
         ]
 

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 
 from engine.api import ColocationStats, FinishReason, RequestClass, RequestOutput
 from engine.colocation.baseline import RecentRequests
-from engine.colocation.virtual import step_features
 from engine.colocation.waits import ArrivalWaits
 from engine.core import EngineCore
 from engine.scheduling.output import SchedulerOutput
@@ -174,9 +173,8 @@ class Colocation:
         now: float,
         device: float | None,
     ) -> None:
-        features = step_features(output, self.model.reach)
-        predicted = self.model.predict(features)
-        self.model.observe(features, measured, 0.0 if device is None else measured - device)
+        predicted = self.model.predict(output.features)
+        self.model.observe(output.features, measured, 0.0 if device is None else measured - device)
         if self._core.has_online or any(o.request_class is RequestClass.ONLINE for o in outputs):
             # In units of what a step may take: where 100 ms are allowed, 2 ms more than predicted endanger nobody.
             allowed = max(measured, self._step_limit if self._step_limit < math.inf else self.model.usual_seconds)

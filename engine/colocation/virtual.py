@@ -19,7 +19,6 @@ from engine.scheduling.output import Collect, ModelRunner, ModelRunnerOutput, Sc
 from engine.scheduling.planner import OfflinePlan, whole
 from predictor.features import BatchFeatures
 from predictor.model import LatencyPredictor
-from predictor.reach import EVERYTHING, Reach
 
 PLACEHOLDER_TOKEN = 0
 PLACEHOLDER_VECTOR = bytes(4)
@@ -45,7 +44,7 @@ class PredictedRunner:
         self._texts: dict[int, int] = {}  # lengths of what vectors are wanted of, by row
 
     def launch(self, output: SchedulerOutput) -> Collect:
-        features = step_features(output, self._model.reach)
+        features = output.features
         num_sampled = sum(chunk.sample for chunk in output.chunks)
         latency = self._model.predict(features)
         if self._noise:
@@ -63,22 +62,6 @@ class PredictedRunner:
         self._texts |= {new.row: new.num_prompt_tokens for new in output.new_requests if new.pooling is not None}
         ends = ((number, chunk.start + chunk.length, chunk.row) for number, chunk in enumerate(output.chunks))
         return {number: PLACEHOLDER_VECTOR for number, end, row in ends if self._texts.get(row) == end}
-
-
-def step_features(output: SchedulerOutput, reach: Reach = EVERYTHING) -> BatchFeatures:
-    """The features of a step for a latency model of this reach."""
-    features = BatchFeatures(reach)
-    contexts = []
-    for _, start, length, _ in output.chunks:
-        if length == 1:
-            contexts.append(start + 1)
-        else:
-            features.add_chunk(start, length)
-    features.add_decodes(len(contexts), reach.contexts(contexts))
-    features.add_cache_work(*output.cache_work)
-    features.add_adapted(output.adapters, output.adapted_tokens)
-    features.add_masked(output.masked_rows)
-    return features
 
 
 @dataclass(frozen=True, slots=True)

@@ -96,9 +96,7 @@ class ShapeRunner:
             self._chunks,
             new_requests,
             released_rows=released_rows,
-            adapters=shape.adapters,
-            adapted_tokens=shape.num_tokens if shape.adapters else 0,
-            masked_rows=shape.masked,
+            features=shape.features(),
         )
 
 

@@ -4,7 +4,7 @@ Decides neither which requests run nor how much of them: `engine.scheduling.step
 """
 
 from collections.abc import Callable, Sequence
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import repeat
 from operator import attrgetter
 from typing import NamedTuple
@@ -17,18 +17,15 @@ from engine.scheduling.allocation import Allocation
 from engine.scheduling.laxity import PrefillPace, prefill_pace
 from engine.scheduling.ledger import StepLedger, num_masked
 from engine.scheduling.output import (
-    NO_CACHE_WORK,
-    CacheWork,
     Chunk,
     NewRequest,
     SavedState,
     SchedulerOutput,
 )
 from engine.scheduling.state import SchedulerState
+from predictor.features import CacheWork
 
 _pooling, _adapter = attrgetter("spec.pooling"), attrgetter("spec.adapter")
-_make_chunk = partial(tuple.__new__, Chunk)
-"""`Chunk._make` without a call in Python: there are hundreds in a step."""
 
 
 class Step(NamedTuple):
@@ -56,7 +53,7 @@ class StepDraft:
         self.requests: list[Request] = []
         self._new_requests: list[NewRequest] = []
         self._saved_states: list[SavedState] = []
-        self._charged = NO_CACHE_WORK
+        self._charged = CacheWork()
         self._last_completed_step = last_completed_step
 
     @cached_property
@@ -82,7 +79,6 @@ class StepDraft:
         brought = sum(new.state >= slots for new in self._new_requests) if slots else 0
         self._charge_rest(operations, len(parked_states) + brought)
         released, self.state.released_rows = self.state.released_rows, []
-        features = self.ledger.features
         new_rows = {new.row for new in self._new_requests}
         output = SchedulerOutput(
             step_id=self.step_id,
@@ -94,10 +90,7 @@ class StepDraft:
             operations=operations,
             saved_states=tuple(self._saved_states),
             parked_states=parked_states,
-            cache_work=CacheWork(features.compact_tokens, features.restored_tokens, features.transferred_bytes),
-            adapters=features.adapters,
-            adapted_tokens=features.adapted_tokens,
-            masked_rows=features.masked_rows,
+            features=self.ledger.features,
             predicted_latency=self.ledger.seconds if self.ledger.model is not None else None,
             spare=spare,
         )
@@ -138,7 +131,7 @@ class StepDraft:
             return
         self.ledger.charge_masks(num_masked(requests))
         starts = [request.num_computed_tokens for request in requests]
-        self.chunks.extend(map(_make_chunk, zip([r.row for r in requests], starts, repeat(1), repeat(True))))
+        self.chunks.extend(map(Chunk._make, zip([r.row for r in requests], starts, repeat(1), repeat(True))))
         self.requests.extend(requests)
         for request, start in zip(requests, starts, strict=True):
             request.num_computed_tokens = start + 1

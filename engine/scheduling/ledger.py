@@ -4,8 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from engine.request import Request
-from engine.scheduling.output import CacheWork
-from predictor.features import BatchFeatures
+from predictor.features import BatchFeatures, CacheWork
 from predictor.model import LatencyPredictor
 
 

@@ -27,6 +27,7 @@ from typing import NamedTuple, Protocol
 from engine.api import SamplingParams, TokenLogprobs
 from engine.cache.blocks import CacheEntry, CacheOperation
 from engine.pooling import Pooling
+from predictor.features import BatchFeatures
 
 INVALID_TOKEN = -1
 """Stands for a token that could not be sampled (NaN logits)."""
@@ -85,25 +86,12 @@ class SavedState(NamedTuple):
     slot: int
 
 
-class CacheWork(NamedTuple):
-    """Work of a step for its cache, as the latency model counts it: past tokens run from hidden state, tokens whose K
-    and V are restored, bytes moved between device and host."""
-
-    compact_tokens: int = 0
-    restored_tokens: int = 0
-    transferred_bytes: int = 0
-
-
-NO_CACHE_WORK = CacheWork()
-
-
 @dataclass(frozen=True, slots=True)
 class SchedulerOutput:
-    """One step: decodes first, then prefill chunks. `predicted_latency` in seconds (None without a predictor).
+    """One step: decodes first, then prefill chunks.
 
-    `adapters`: LoRA adapters of its chunks, each counted once; `adapted_tokens`: tokens of those chunks.
-    `masked_rows`: samples that a grammar or a thinking budget may limit. `spare`: seconds by which the step may take
-    longer than predicted without breaking what online requests were promised.
+    `features`: sums over the chunks and their cache work, the input of the latency model. `predicted_latency`: seconds,
+    None without a model. `spare`: seconds by which the step may exceed its prediction without breaking the SLO.
     The distinct HIDDEN blocks that the step's chunks read or write must not be more than the runner's `scratch_blocks`.
     """
 
@@ -115,12 +103,9 @@ class SchedulerOutput:
     predicted_latency: float | None = None
     replaced: tuple[ReplacedEntry, ...] = ()
     operations: tuple[CacheOperation, ...] = ()
-    cache_work: CacheWork = NO_CACHE_WORK
     saved_states: tuple[SavedState, ...] = ()
     parked_states: tuple[tuple[int, int], ...] = ()
-    adapters: int = 0
-    adapted_tokens: int = 0
-    masked_rows: int = 0
+    features: BatchFeatures = field(default_factory=BatchFeatures)
     spare: float = 0.0
 
     @property

@@ -9,7 +9,7 @@ yields now and then so that a caller can slice it.
 import math
 from collections.abc import Callable, Generator, Iterator, Sequence
 from functools import partial
-from itertools import islice, repeat
+from itertools import islice
 from operator import attrgetter
 from typing import NamedTuple
 
@@ -19,9 +19,8 @@ from engine.request import Request
 from engine.scheduling.laxity import EASY_SHARE, PrefillPace, floor_chunk, prefill_pace, prompt_slack
 from engine.scheduling.ledger import StepLedger, num_masked
 from engine.scheduling.objective import OfflineAllowance
-from engine.scheduling.output import CacheWork
 from engine.scheduling.state import SchedulerState
-from predictor.features import BatchFeatures
+from predictor.features import BatchFeatures, CacheWork
 from predictor.limits import UNITS_PER_BLOCK
 from predictor.model import smallest_step
 
@@ -39,8 +38,6 @@ class PlannedChunk(NamedTuple):
 
 LOST_BUDGET_STEPS = 4.0
 """Smallest steps that one of offline work may take where nothing is said of TBT, or nothing that any step keeps."""
-
-_make_planned = partial(tuple.__new__, PlannedChunk)
 
 
 class OfflinePlan(NamedTuple):
@@ -180,7 +177,7 @@ def _plan_decodes(
         return [], 0
     ledger.charge_more_decodes(count, context_sum)
     ledger.charge_masks(masked)
-    return list(map(_make_planned, zip(names, repeat(1), repeat(True), strict=False))), examined
+    return [PlannedChunk(name, 1, running=True) for name in names], examined
 
 
 def _largest(allowance: OfflineAllowance, ledger: StepLedger, start: int, wanted: int, masked: bool) -> int:

@@ -5,9 +5,7 @@ what comes next.
 """
 
 from collections import deque
-from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Protocol
 
 from engine.api import FinishReason, RequestClass, RequestOutput, RequestTimes, TokenLogprobs
@@ -30,10 +28,6 @@ TOLD_TOGETHER = 16
 computed again where this engine is lost."""
 NO_TOKEN = -4
 """Stands for the token of a chunk that samples none."""
-
-# `_make` without a call in Python: there are hundreds in a step
-_make_times: Callable[[Iterable[object]], RequestTimes] = partial(tuple.__new__, RequestTimes)
-_make_output: Callable[[Iterable[object]], RequestOutput] = partial(tuple.__new__, RequestOutput)
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,7 +202,7 @@ class Results:
             return self._fail_grammar(request, now)
         times, sampling = request.times, request.spec.sampling
         first = now if times.first_token is None else times.first_token
-        request.times = _make_times((times.arrival, times.first_scheduled, first, now, None))
+        request.times = RequestTimes(times.arrival, times.first_scheduled, first, now)
         request.token_ids.append(token)
         logprobs = None if token_logprobs is None else (token_logprobs,)
         num_output = len(request.token_ids) - request.num_prompt_tokens
@@ -219,11 +213,19 @@ class Results:
             return self._finish(request, FinishReason.LENGTH, now, (token,), logprobs)
         spec = request.spec
         new = request.tell(TOLD_TOGETHER) if request.withholds else (token,)
-        return _make_output((
-            spec.request_id, new, logprobs, request.times, request.num_prompt_tokens, request.num_cached_tokens,
-            num_output, None, None, None, request.num_preemptions, spec.request_class, request.beside_offline, None,
-            spec.probe,
-        ))  # fmt: skip
+        return RequestOutput(
+            spec.request_id,
+            new,
+            logprobs,
+            request.times,
+            request.num_prompt_tokens,
+            request.num_cached_tokens,
+            num_output,
+            num_preemptions=request.num_preemptions,
+            request_class=spec.request_class,
+            beside_offline=request.beside_offline,
+            probe=spec.probe,
+        )
 
     def distrusts(self, flight: InFlight, result: ModelRunnerOutput) -> bool:
         """Whether logits of the step were not finite; what their requests computed leaves the prefix cache (E7)."""

@@ -14,11 +14,11 @@ from engine.request import Request
 from engine.scheduling.crowding import let_in
 from engine.scheduling.draft import Step, StepDraft
 from engine.scheduling.offline_fill import OfflineFill
-from engine.scheduling.output import CacheWork
 from engine.scheduling.planner import OfflinePlan
 from engine.scheduling.pressure import pressure_of, select_by_tenant
 from engine.scheduling.prompts import PromptFill
 from engine.scheduling.selection import Start
+from predictor.features import CacheWork
 
 
 class StepBuilder:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from engine.colocation.virtual import PredictedRunner, step_features
+from engine.colocation.virtual import PredictedRunner
 from engine.config import EngineConfig, SchedulerConfig, step_limits
 from engine.errors import ConfigError
 from engine.models.spec import load_spec
@@ -64,7 +64,7 @@ class _Observed:
 
     def launch(self, output: SchedulerOutput) -> Collect:
         result = self._inner.launch(output)()
-        self._model.observe(step_features(output, self._model.reach), result.latency)
+        self._model.observe(output.features, result.latency)
         if self._host_seconds:
             result = replace(result, latency=result.latency + self._host_seconds)
         return lambda: result

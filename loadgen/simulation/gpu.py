@@ -162,8 +162,8 @@ class SimulatedRunner:
             if length > 1:
                 pairs += reach.pairs(start, length)
         exact = self.device.step_seconds(tokens, len(output.chunks), samples, context, pairs)
-        if any(output.cache_work):
-            exact += self.device.cache_work_seconds(*output.cache_work)
+        if any(work := output.features.cache_work):
+            exact += self.device.cache_work_seconds(*work)
         result = ModelRunnerOutput(output.step_id, [SIMULATED_TOKEN] * samples, None, self.noisy(exact))
         return lambda: result
 
@@ -185,8 +185,7 @@ class TrueLatency:
         context = features.decode_context_sum + features.prefill_context_sum
         tokens, pairs = features.num_tokens, features.attention_work
         seconds = self._device.step_seconds(tokens, sequences, sequences, context, pairs)
-        work = (features.compact_tokens, features.restored_tokens, features.transferred_bytes)
-        return seconds + self.cache_work(*work)
+        return seconds + self.cache_work(*features.cache_work)
 
     def cache_work(
         self,

@@ -18,6 +18,8 @@ from typing import NamedTuple
 from engine.api import SamplingParams
 from engine.cache.blocks import CacheAction, CacheEntry, CacheKind, CacheOperation, Tier
 from engine.scheduling.output import INVALID_TOKEN, Chunk, Collect, ModelRunnerOutput, SchedulerOutput
+from predictor.features import BatchFeatures
+from predictor.reach import EVERYTHING, Reach
 
 Digest = bytes
 
@@ -33,6 +35,20 @@ class _Cell(NamedTuple):
     part: str
     position: int
     digest: Digest
+
+
+def features_of(output: SchedulerOutput, reach: Reach = EVERYTHING) -> BatchFeatures:
+    """Count the features of a step anew from its chunks, for a latency model of this reach."""
+    features = BatchFeatures(reach)
+    contexts = [chunk.start + 1 for chunk in output.chunks if chunk.length == 1]
+    features.add_decodes(len(contexts), reach.contexts(contexts))
+    for chunk in output.chunks:
+        if chunk.length > 1:
+            features.add_chunk(chunk.start, chunk.length)
+    features.add_cache_work(*output.features.cache_work)
+    features.add_adapted(output.features.adapters, output.features.adapted_tokens)
+    features.add_masked(output.features.masked_rows)
+    return features
 
 
 @dataclass(slots=True)
@@ -101,6 +117,8 @@ class FakeRunner:
 
     def _execute(self, output: SchedulerOutput) -> ModelRunnerOutput:
         """Apply the deltas in the documented order, run the chunks, sample."""
+        if output.features.num_tokens:
+            assert output.features == features_of(output, output.features.reach), "the features are of another step"
         latency = self._latency(output)
         if self._sleep:
             time.sleep(latency)
