@@ -1,6 +1,8 @@
-"""Every causal language model type of the installed transformers as a tiny random checkpoint, through plan, load,
-self-test and engine: equal to `generate` beside others, with chunks, prefix hits and preemptions, or refused with a
-reason. `python tests/model_sweep.py [TYPE ...]` writes docs/reference/models.md, or the rows of these types anew.
+"""Run every causal language model type of the installed transformers as a tiny random checkpoint.
+
+A type passes plan, load, self-test and engine with chunked prompts, prefix hits and preemptions, and returns the tokens
+of `generate`; or the start refuses it with a reason. `python tests/model_sweep.py [TYPE ...]` writes
+docs/reference/models.md, or replaces only these types.
 """
 
 import re
@@ -27,44 +29,36 @@ LARGEST = 20e6  # parameters
 
 EXACT, REFUSED, WRONG, UNTRIED = "exact", "refused", "WRONG", "not tried"
 
-INTRO = """Written by `make models` with transformers {version}: every causal language model type that it has, as a tiny
-random checkpoint in float32 with `--model-impl transformers`, on a CPU. *Exact*: the tokens of {prompts} requests side
-by side, in chunks, with prefix hits and preemptions, are those of `generate`. *Refused*: the start says so in a
-sentence. *Not tried*: no tiny checkpoint could be made that runs; the self-test still looks at such a model before it
-serves. Types with a *recurrent state* start behind a prefix where there is a checkpoint of it; *without prefix hits*
-those do whose layers take what goes on behind a state token by token.
+INTRO = """These families run through native layers (`--model-impl auto`): {own}.
 
-With `--model-impl auto`, the default, these types run by layers of our own: {own}; their
-sliding windows, too, where a config has them, in all layers or in some.
+All other decoder models run through transformers' modules with tidemill's cache and attention. The
+tables list every causal language model type of transformers {version}, tested as a tiny random
+checkpoint in float32 with `--model-impl transformers` on a CPU.
 
-The native CPU kernels compute linear layers and attention, for heads whose values are of another width than their keys,
-too (DeepSeek-V2/V3: 192 and 128). The cache's cells are of one width, that of the wider of the two in the widest layer:
-such a model's take 20 % more memory than its K and V. `--kv-cache-dtype` refuses 8 bits for all of these models.
+| outcome | meaning |
+|---|---|
+| exact | {prompts} concurrent requests with chunks, prefix hits and preemptions return the tokens of `generate` |
+| refused | the server does not start and names the reason |
+| not tried | no tiny checkpoint could be created; the self-test decides at start |
 
-They compute whole decoder layers where they have all that a layer does: norms (RMS and layer norms, in front of a
-branch or behind it, on queries and keys before or after they are turned, with a weight or without), linear layers, a
-rotation of halves or of pairs, MLPs with a gate or without, branches one after the other or side by side, scaled.
-What a layer does is read from a run of a copy of it with random weights, and not from its type's name. A layer of
-which anything is left over runs by its modules (mixtures of experts, latent attention, recurrent layers among them),
-and so does a step with LoRA adapters. The start says how many are known.
+## Details
 
-On a GPU their attention is by our Triton kernels, with windows, caps, sinks and unlike widths, where heads have 16 to
-256 elements in multiples of 16 bytes; without CUDA graphs. The kernels equal their twins in Triton's interpreter and
-compile for seven architectures, and steps wait for nothing on a device that runs nothing; no GPU has run them with
-modules.
-
-The self-test runs before a model serves, whoever's layers run it: 36 random tokens of two requests in chunks, beside
-what transformers' eager attention gives for each at once. More than rounding (16 units of the type's precision, at
-least 1e-4, of the spread of the logits) refuses the start with the figure. Of a family of ours it takes two layers
-(one of each kind, where some have a window) and 64 tokens of the vocabulary, so its cost does not grow with the model:
-the import of transformers' modules, and a fraction of a second. `--no-self-test` skips it; the packaged model,
-`--load-format dummy`, `--quantization int8` and families of ours on a GPU are not tested.
+- **CPU**: native kernels compute linear layers, attention and known decoder layers; other layers (mixtures of
+  experts, latent attention, recurrent layers) run as modules. The log states how many layers are known.
+- **GPU**: attention uses the Triton kernels if heads have 16 to 256 elements in multiples of 16 bytes, without CUDA
+  graphs.
+- **Cache**: `--kv-cache-dtype int8` is refused. If keys and values have different widths (DeepSeek-V2/V3), cells
+  have the larger one.
+- **Recurrent state**: prefixes are reused at [checkpoints](../concepts/cache.md#recurrent-layers).
+- **Self-test**: before serving, 36 random tokens of two requests are compared with transformers' eager attention; a
+  difference beyond rounding refuses the start. Native families test two layers. `--no-self-test` skips it. The demo
+  model, `--load-format dummy`, `--quantization int8` and native families on a GPU are not tested.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What became of a type, and why or how far."""
+    """The outcome of a type, and its reason or restriction."""
 
     model_type: str
     outcome: str
@@ -72,7 +66,7 @@ class Finding:
 
 
 def examine(model_type: str, folder: Path) -> Finding:
-    """Make a tiny checkpoint in `folder` and run it."""
+    """Create a tiny checkpoint in `folder` and run it."""
     try:
         tiny_transformers.save_config(model_type, folder)
         plan_launch(_config(folder))
@@ -165,15 +159,26 @@ def _generated(model: Any, prompt: list[int]) -> list[int]:
 
 
 def page(findings: list[Finding], version: str) -> str:
-    """docs/reference/models.md."""
+    """Return docs/reference/models.md: the types, grouped by outcome and reason."""
     own = ", ".join(f"`{family.name}`" for family in FAMILIES)
-    exact = [each for each in findings if each.outcome == EXACT]
-    lines = ["<!-- written by tests/model_sweep.py -->", "# Models by transformers' modules", ""]
+    lines = ["<!-- written by tests/model_sweep.py (make models) -->", "# Models", ""]
     lines += [INTRO.format(version=version, prompts=len(LENGTHS), own=own)]
-    lines += [f"{len(exact)} of {len(findings)} types are exact, none is wrong." if not _wrong(findings) else "", ""]
-    lines += ["| type | outcome | detail |", "|---|---|---|"]
-    lines += [f"| `{f.model_type}` | {f.outcome} | {f.detail.replace('|', '/')} |" for f in findings]
+    exact = sum(each.outcome == EXACT for each in findings)
+    lines += ["## Types", "", f"{exact} of {len(findings)} types are exact.", ""]
+    lines += ["| outcome | reason or restriction | types |", "|---|---|---|"]
+    groups: dict[tuple[str, str], list[str]] = {}
+    for finding in findings:
+        groups.setdefault((finding.outcome, _reason(finding)), []).append(finding.model_type)
+    for (outcome, reason), types in sorted(groups.items()):
+        lines.append(f"| {outcome} | {reason} | {', '.join(f'`{each}`' for each in types)} |")
     return "\n".join(lines) + "\n"
+
+
+def _reason(finding: Finding) -> str:
+    """Return the detail without the name of the type; types that were not tried share a row."""
+    if finding.outcome == UNTRIED:
+        return ""
+    return finding.detail.removeprefix(f"{finding.model_type} ").replace("|", "/")
 
 
 def _wrong(findings: list[Finding]) -> list[Finding]:
@@ -181,10 +186,14 @@ def _wrong(findings: list[Finding]) -> list[Finding]:
 
 
 def read_page() -> list[Finding]:
-    """The rows of the page as it is."""
-    return [
-        Finding(*row) for row in re.findall(r"^\| `([^`]+)` \| ([^|]+) \| (.*) \|$", PAGE.read_text(), re.MULTILINE)
+    """Return the findings that the page lists, by type."""
+    rows = re.findall(
+        rf"^\| ({EXACT}|{REFUSED}|{WRONG}|{UNTRIED}) \| ([^|]*)\| (.*`) \|$", PAGE.read_text(), re.MULTILINE
+    )
+    found = [
+        Finding(name, outcome, why.strip()) for outcome, why, types in rows for name in re.findall("`([^`]+)`", types)
     ]
+    return sorted(found, key=lambda each: each.model_type)
 
 
 def main(words: list[str]) -> int:
