@@ -1,19 +1,21 @@
-"""The circuit breaker of co-location: closed, open, half-open (ours; the last line behind prediction and search).
+"""Circuit breaker of co-location: the last safeguard behind latency prediction and budget search.
 
-Closed: offline work may use its budget. It opens when requests beside offline work break the SLO more than chance
-explains (see `predictor.evidence`), or when steps overrun their predictions by what endangers it; then nothing offline
-runs beside online work. After a while it is half-open: a tenth of the budget, until a few requests have passed the
-probe, and then closed. It closes by itself, also when no request comes to prove anything. Misses of requests that no
-offline work touched, or that came before the last opening, never count.
+States:
 
-Requests that no offline work touched say what the promise is worth without any. While they miss it as well nothing can
-be shown beside them and every trial makes it worse: it stays open until they keep it again, or nobody comes to say so.
+- Closed: offline work may use its budget. The breaker opens if requests beside offline work miss the SLO more often
+  than chance explains (`predictor.evidence`), or if steps overrun their predictions by more than `max_overrun`.
+- Open: no offline work runs beside online work.
+- Half-open: offline work gets `probe_share` of its budget until enough requests have passed. The breaker then closes.
+  It also closes by timeout if no requests arrive.
 
-What is granted follows the evidence: a quarter of a budget that nobody has proven, a little of itself more by every
-good request beside offline work, half by every one that missed a limit or came close to it; once evidence
-has changed it, it also grows back while nothing happens. Who opens again and again stays open longer and longer.
+Misses of requests without offline work, and of requests that arrived before the last opening, never count. If requests
+without offline work miss the SLO too, the breaker stays open until they meet it again or stop arriving.
 
-A pure state machine without timers: times are arguments, in seconds, and never go back; it may be asked at any event.
+The granted share of the budget follows the evidence. An unproven budget starts at `first_share`. A good request beside
+offline work raises the share slightly; a miss or near miss halves it. Once evidence has changed it, the share also
+grows while nothing happens. Repeated openings double the open time.
+
+The state machine is pure. Times are arguments in seconds and must not decrease.
 """
 
 import enum
@@ -35,21 +37,23 @@ class BreakerState(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class BreakerSettings:
-    """When the breaker opens, for how long, and what runs while it probes.
+    """Thresholds and durations of the breaker.
 
-    attainment      share of requests that must be good (the SLO's target); None: no limit is one of single requests
-    max_overrun     by how much steps may be longer than predicted with the margin, on average, as a share of what they
-                    may take: half of what a budget of 0.8 × the TBT limit leaves free
-    steps           steps of which that mean is taken
-    min_steps       steps before it counts
-    open_seconds    time in the open state, doubled with every opening soon after the last, up to `longest_open`
-    probe_seconds   time in the half-open state at least, ten times that at most
-    probe_requests  requests that must pass the probe before `probe_seconds` are enough
-    probe_share     share of the budget while half-open
-    first_share     share of a budget that nobody has proven, where requests are judged one by one
-    smallest_share  what repeated openings leave of the budget at least
-    quiet_seconds   without a judged request until the budget grows by itself: evidence comes before hope
-    regrow_seconds  time in which the budget grows back from nothing; openings within it are repeated ones
+    Attributes:
+        attainment: Target share of good requests. None if the SLO has no limit on single requests.
+        max_overrun: Mean overrun of steps that opens the breaker, as a share of the time a step may take. The default
+            is half of the slack of a budget of 0.8 × the TBT limit.
+        steps: Number of steps over which the mean overrun is taken.
+        min_steps: Number of steps before the mean overrun counts.
+        open_seconds: Time in the open state; doubled by each repeated opening, up to `longest_open`.
+        longest_open: Maximum time in the open state.
+        probe_seconds: Minimum time in the half-open state; the maximum is ten times as long.
+        probe_requests: Requests that must pass before `probe_seconds` suffice.
+        probe_share: Share of the budget while half-open.
+        first_share: Initial share of an unproven budget if the SLO has limits on single requests.
+        smallest_share: Lower bound of the share after repeated openings.
+        quiet_seconds: Time without a judged request before the share grows by itself.
+        regrow_seconds: Time in which the share grows from 0 to 1. Openings within it count as repeated.
     """
 
     attainment: float | None = 0.99
@@ -74,22 +78,22 @@ class BreakerSettings:
 
 
 SUSPICION = 0.75
-"""Where the test of a half-open or just closed breaker begins, of its threshold: one clear miss opens it again."""
+"""Start value of the miss test after the first opening, as a share of its threshold: one clear miss reopens."""
 
 ALONE, MISSES_ALONE = 16, 1
-"""Of so many of the last requests without offline work at most so many may be misses, for a trial to mean something."""
+"""The last ALONE requests without offline work may include at most MISSES_ALONE misses for a probe to be meaningful."""
 
 MOMENTS = 128
-"""Worst moments that are remembered: twice as many as requests run at once, or so."""
+"""Number of worst moments that are remembered, about twice the number of concurrent requests."""
 
 CLOSE = 0.8
-"""A request that took more of a limit came close: budgets and the time of prompts leave a fifth of it free. There are
-several times as many of them as misses, and they come first: what only follows misses gives way when it has broken the
-promise, and a burst has broken it a dozen times before the first of its requests is judged."""
+"""Share of a limit above which a request counts as a near miss. Budgets and prompt times leave a fifth of a limit free.
+Near misses are more frequent than misses and precede them. A burst causes a dozen misses before its first request is
+judged, so a reaction to misses alone would come too late."""
 
 
 class CircuitBreaker:
-    """Decides what share of its budget offline work may use beside online work; O(1) amortised but for aggregates."""
+    """Decide the share of its budget that offline work may use beside online work; O(1) amortised per event."""
 
     def __init__(self, settings: BreakerSettings | None = None) -> None:
         self.settings = settings or BreakerSettings()
@@ -100,7 +104,7 @@ class CircuitBreaker:
         self._opened_at = -math.inf
         self._open_for = self.settings.open_seconds
         self._granted = 1.0 if self.settings.attainment is None else self.settings.first_share
-        self._granted_at = math.inf  # never: time alone proves nothing, and the clock may have run for days
+        self._granted_at = math.inf  # no growth before the first evidence: the clock may have run for days
         self._probed = 0
         self._misses = MissTest(1.0 - (self.settings.attainment or 0.0))
         self._excesses: dict[str, ExcessTest] = {}
@@ -119,12 +123,19 @@ class CircuitBreaker:
         moment: float | None = None,
         used: float = 0.0,
     ) -> None:
-        """One online request was judged at `now`; `offline_contributed`: offline chunks ran in its steps.
+        """Record an online request that was judged at `now`.
 
-        `good`: it kept every limit of single requests; `used`: what share of the one that it came closest to it took;
-        `moment`: when it was worst off. Requests that miss by the same step are two misses at most, and those that come
-        close by it two of that kind: a single hiccup is no evidence, however many it hits. `excesses`: by how much it
-        was over the bound of each aggregate, as a share of the bound.
+        Requests that miss in the same step count as two misses at most, and likewise for near misses: a single hiccup
+        is weak evidence, however many requests it affects.
+
+        Args:
+            now: Time of the judgement.
+            arrival: Arrival time of the request.
+            good: Whether every limit on single requests was met.
+            offline_contributed: Whether offline chunks ran in the steps of the request.
+            excesses: For each aggregate, the excess over its bound as a share of the bound.
+            moment: Time at which the request was closest to a limit or furthest beyond it.
+            used: Largest share of a limit that the request took.
         """
         self._advance(now)
         counted = True
@@ -147,10 +158,12 @@ class CircuitBreaker:
         self.record_excesses(now, arrival, excesses or {})
 
     def _grant(self, now: float, good: bool, used: float) -> None:
-        """A little of itself more by every good request, half by one that missed or came close: it comes to rest where
-        1.4 times what is allowed does either, however much a share of the budget costs; steps of one size would rest
-        above that. Where waits fall off exponentially, half as many miss then as may. Limits so tight that requests
-        alone come close leave the smallest share."""
+        """Update the granted share: raise it after a good request, halve it after a miss or a near miss.
+
+        The equilibrium lies where misses and near misses together occur 1.4 times as often as misses may. If waiting
+        times are distributed exponentially, half of the allowed misses occur there. If limits are so tight that
+        requests without offline work come close to them, the smallest share remains.
+        """
         if self._state is not BreakerState.CLOSED:
             return
         granted, smallest = self.share(now), self.settings.smallest_share
@@ -164,7 +177,7 @@ class CircuitBreaker:
         self._granted_at = now
 
     def record_excesses(self, now: float, arrival: float, excesses: Mapping[str, float]) -> None:
-        """What became known only now about aggregates of a request that arrived then, beside offline work."""
+        """Record excesses of aggregates that became known after the request ended; see `record_request`."""
         self._advance(now)
         if self._state is BreakerState.OPEN or arrival < self._opened_at:
             return
@@ -176,9 +189,10 @@ class CircuitBreaker:
                 return
 
     def record_step(self, now: float, overrun: float) -> None:
-        """One step beside online work ended at `now`, later than predicted by `overrun` ≥ 0 of what a step may take.
+        """Record a step beside online work that ended at `now`.
 
-        One step counts for at most four times the bound, so that a single hiccup cannot open the breaker.
+        `overrun` ≥ 0 is the time beyond the prediction, as a share of the time a step may take. It is clipped to four
+        times the bound so that a single hiccup cannot open the breaker.
         """
         self._advance(now)
         if self._state is BreakerState.OPEN:
@@ -188,12 +202,12 @@ class CircuitBreaker:
             self._open(now, "predictor")
 
     def state(self, now: float) -> BreakerState:
-        """The state at `now`."""
+        """Return the state at `now`."""
         self._advance(now)
         return self._state
 
     def share(self, now: float) -> float:
-        """What of its budget offline work may use beside online work, 0 to 1."""
+        """Return the share (0 to 1) of its budget that offline work may use beside online work."""
         state, settings = self.state(now), self.settings
         if state is BreakerState.OPEN:
             return 0.0
@@ -202,26 +216,26 @@ class CircuitBreaker:
         return grown if state is BreakerState.CLOSED else min(settings.probe_share, self._granted)
 
     def renew(self) -> None:
-        """A budget that was replayed is in force: what the last one did is no reason to grant less of it."""
+        """Grant the whole budget: a budget that was verified by replay has come into force."""
         self._granted = 1.0
 
     def rescale(self, factor: float) -> None:
-        """Another budget is in force that nobody has replayed: `factor` is how many times as large the last one was."""
+        """Scale the granted share for a new, unverified budget; `factor` is old budget ÷ new budget."""
         if self.settings.attainment is not None:
             self._granted = min(1.0, factor * self._granted)
 
     @property
     def opened_at(self) -> float:
-        """When it last opened; minus infinity before that."""
+        """Time of the last opening; minus infinity before the first."""
         return self._opened_at
 
     @property
     def overrun(self) -> float:
-        """The mean overrun of the last steps beside online work; 0 without steps."""
+        """Mean overrun of the last steps beside online work; 0 without steps."""
         return math.fsum(self._overruns) / len(self._overruns) if self._overruns else 0.0
 
     def _advance(self, now: float) -> None:
-        """Transitions that time alone makes."""
+        """Make the transitions that depend on time alone."""
         settings = self.settings
         if self._state is BreakerState.OPEN:
             end = self._since + self._open_for
@@ -232,20 +246,20 @@ class CircuitBreaker:
             enough = self._probed >= settings.probe_requests
             end = self._since + (1.0 if enough else 10.0) * settings.probe_seconds
             if now >= end:
-                # Requests that made it enough came late; the state must not begin before them.
+                # The last probed requests may have ended after `end`; the closed state must not begin before them.
                 self._enter(BreakerState.CLOSED, now if enough else end)
                 self.cause = None
 
     @property
     def _misses_alone(self) -> bool:
-        """Whether the promise is broken without offline work, too."""
+        """Whether requests without offline work miss the SLO as well."""
         return self._alone.count(False) > MISSES_ALONE
 
     def _open(self, now: float, cause: str) -> None:
         settings = self.settings
         repeated = now - self._opened_at < self._open_for + settings.regrow_seconds
         self._open_for = min(2.0 * self._open_for, settings.longest_open) if repeated else settings.open_seconds
-        if cause == "slo":  # each miss has halved it
+        if cause == "slo":  # the share was already halved by each miss
             self._granted = max(self._granted, settings.smallest_share)
         elif cause != "predictor":
             self._granted = max(self.share(now) / 2.0, settings.smallest_share)
@@ -256,7 +270,7 @@ class CircuitBreaker:
         self._enter(BreakerState.OPEN, now)
 
     def _enter(self, state: BreakerState, now: float) -> None:
-        """What happened under another state says little about this one."""
+        """Enter `state` and discard the evidence of the previous state."""
         self._state = state
         self._since = now
         self._probed = 0

@@ -1,11 +1,12 @@
-"""From an SLO to the parameters of the offline fill, by replay (HyGen §4.2 "SLO-aware profiling", and ours).
+"""Budget search: find the parameters of the offline fill that keep an SLO, by replay (HyGen §4.2).
 
-The caller provides `evaluate(params) → metrics`, a replay of one workload on a virtual clock; this module decides what
-to try. All constraints of the SLO bind the same replay at once. Offline throughput is not monotone in the budget (large
-steps fill the cache with decodes and waste the memory-bound region), so nothing is bisected: a coarse grid first, then
-refinement around the best points found. Deterministic; every set of parameters is replayed at most once.
+The caller provides `evaluate(params) → metrics`, a replay of one workload on a virtual clock; this module chooses the
+parameters to replay. Every replay is checked against all constraints of the SLO. Offline throughput is not monotone in
+the budget: large steps fill the cache with decodes and waste the memory-bound region. The search therefore uses a
+coarse grid and refines around the best points instead of bisecting. It is deterministic and replays each set of
+parameters at most once.
 
-- `hygen`: one flat latency budget L per step;
+- `hygen`: one flat latency budget L per step.
 - `tidemill`: (L, λ, δ, rule), starting from the best flat L, so it is never worse on the replayed window.
 """
 
@@ -17,7 +18,7 @@ from typing import Any
 from predictor.slo import SLO
 
 Metrics = Mapping[str, float]
-"""`offline_throughput`, the SLO's keys (`ttft_p99` ... in seconds) and, for per-request limits, `slo_attainment`."""
+"""`offline_throughput`, the SLO's keys (`ttft_p99` ..., in seconds) and `slo_attainment` for limits per request."""
 
 POLICIES = ("hygen", "tidemill")
 MAX_EVALUATIONS = 60
@@ -31,14 +32,16 @@ LAMBDAS = (0.25, 1.0, 4.0, 16.0)
 
 @dataclass(frozen=True, slots=True)
 class BudgetParams:
-    """How offline work may extend a step beside online work.
+    """How far offline work may extend a step that has online work.
 
-    latency_budget  L in seconds: no step is extended beyond it; 0: no offline work at all (the online-only run)
-    lam             λ: an item joins n online decodes while added time · n ≤ λ · its value; inf: no such rule
-    delta           δ: what a second of an offline decode is worth in seconds of offline prefill
-    rule            which weight the SLO gives a step: `flat`, or the metric it protects (`tbt_mean`: online decodes;
-                    `ttft_mean`, `ttft_p99`: next to nothing, or its slack, beside a waiting prompt; `tbt_p99`: steps
-                    that are over L anyway are free)
+    Attributes:
+        policy: One of POLICIES.
+        latency_budget: L in seconds; offline work never extends a step beyond it. 0: no offline work.
+        lam: λ. An item joins n online decodes while added time · n ≤ λ · value of the item. Infinite: no such rule.
+        delta: δ, value of one second of offline decode relative to one second of offline prefill.
+        rule: Weight of a step, named after the metric that it protects. `flat`: no weight. `tbt_mean`: the number of
+            online decodes. `ttft_mean`, `ttft_p99`: almost nothing, or only the slack, beside a waiting prompt.
+            `tbt_p99`: steps that exceed L anyway are free.
     """
 
     policy: str
@@ -55,19 +58,19 @@ class BudgetParams:
 
 
 def to_plain(params: BudgetParams) -> dict[str, Any]:
-    """As JSON values: an infinite λ is null."""
+    """Return the parameters as JSON values; an infinite λ becomes null."""
     return {name: None if value == math.inf else value for name, value in asdict(params).items()}
 
 
 def params_of(plain: dict[str, Any]) -> BudgetParams:
-    """Inverse of `to_plain`. Raises KeyError, TypeError or ValueError for what cannot be parameters."""
+    """Inverse of `to_plain`. Raises KeyError, TypeError or ValueError for invalid values."""
     values: dict[str, Any] = {name: math.inf if value is None else value for name, value in plain.items()}
     return BudgetParams(**values)
 
 
 @dataclass(frozen=True, slots=True)
 class Evaluated:
-    """One replay: its parameters and metrics, and by how much it breaks each bound (empty: feasible)."""
+    """Result of one replay; `violations` holds the relative excess over each violated bound (empty: feasible)."""
 
     params: BudgetParams
     metrics: dict[str, float]
@@ -75,7 +78,7 @@ class Evaluated:
 
     @property
     def feasible(self) -> bool:
-        """True when every constraint holds, margin included."""
+        """Whether every constraint holds, including the margin."""
         return not self.violations
 
     @property
@@ -84,7 +87,7 @@ class Evaluated:
         return self.metrics["offline_throughput"]
 
     def rank(self) -> tuple[float, float, float, float]:
-        """Larger is better: feasible before infeasible, more throughput, less violation; then the smaller budget."""
+        """Sort key, larger is better: feasible first, then throughput or violation, then the smaller budget."""
         if self.feasible:
             return (1.0, self.throughput, -self.params.latency_budget, -self.params.lam)
         return (0.0, -max(self.violations.values()), -self.params.latency_budget, -self.params.lam)
@@ -92,11 +95,16 @@ class Evaluated:
 
 @dataclass(frozen=True, slots=True)
 class SearchResult:
-    """`best` and all replays in the order in which they were made, the online-only one (`baseline`) first.
+    """Result of a search.
 
-    `confirmed` is None without further windows, else whether `best` kept the whole SLO in all of them. `slo_in_reach`
-    is False when the online-only run itself breaks an absolute limit: then the search kept co-location from making it
-    worse.
+    Attributes:
+        best: The chosen replay.
+        baseline: The online-only replay.
+        surface: All replays in order; the baseline is the first.
+        slo_in_reach: False if the online-only run itself exceeds an absolute limit. The search then only ensured that
+            co-location does not increase the excess.
+        confirmed: Whether `best` kept the SLO in all further windows; None without such windows.
+        num_evaluations: Number of replays, further windows included.
     """
 
     best: Evaluated
@@ -122,12 +130,22 @@ def search_budget(
     margin: float = MARGIN,
     max_evaluations: int = MAX_EVALUATIONS,
 ) -> SearchResult:
-    """The parameters of `policy` with the highest offline throughput that keep the SLO.
+    """Find the parameters of `policy` with the highest offline throughput that keep the SLO.
 
-    `latency_range`: from the shortest step to the longest one, seconds; L is sought between. `margin`: the share of
-    the tolerance that may be used on the searched window; each of `confirm` replays another window, where the whole of
-    it may be. At most `max_evaluations` calls of `evaluate` and `confirm` together. Raises ValueError for an impossible
-    range, an unknown policy or too few evaluations, KeyError when a replay lacks a metric.
+    `evaluate` and `confirm` together are called at most `max_evaluations` times.
+
+    Args:
+        evaluate: Replays the searched window.
+        slo: Constraints to keep.
+        latency_range: Bounds of L in seconds: the shortest and the longest step.
+        policy: One of POLICIES.
+        confirm: Replays of further windows, in which the whole tolerance may be used.
+        margin: Share of the tolerance that may be used in the searched window.
+        max_evaluations: Maximum number of replays.
+
+    Raises:
+        ValueError: For an invalid range, an unknown policy or too few evaluations.
+        KeyError: If a replay lacks a metric.
     """
     low, high = latency_range
     if not 0.0 < low < high < math.inf:
@@ -153,7 +171,7 @@ def search_budget(
 
 
 def protecting_rules(slo: SLO) -> tuple[str, ...]:
-    """The rules that can help with the metrics of `slo`, each once; `flat` is always searched besides."""
+    """Return the rules that can help with the metrics of `slo`, without duplicates; `flat` is always searched too."""
     rules = []
     for objective in slo.objectives:
         metric = "tbt" if objective.metric == "tpot" else objective.metric
@@ -163,13 +181,13 @@ def protecting_rules(slo: SLO) -> tuple[str, ...]:
 
 
 def _keeps_limits(slo: SLO, online_only: Metrics) -> bool:
-    """Whether the online-only run keeps the absolute limits."""
+    """Return whether the online-only run keeps the absolute limits."""
     absolute = SLO(tuple(objective for objective in slo.objectives if objective.limit is not None))
     return not absolute.violations(online_only)
 
 
 class _Search:
-    """Replays, each once, and what they showed so far."""
+    """Replays made so far, each set of parameters once."""
 
     def __init__(
         self,
@@ -189,15 +207,15 @@ class _Search:
 
     @property
     def left(self) -> int:
-        """Replays left."""
+        """Number of replays left."""
         return self._max_evaluations - len(self.done)
 
     def best(self) -> Evaluated:
-        """The best replay so far; the online-only one is always feasible."""
+        """Return the best replay so far; the online-only replay is always feasible."""
         return max(self.done.values(), key=Evaluated.rank)
 
     def take(self, params: BudgetParams) -> Evaluated:
-        """The replay of `params`, made now unless it was made before."""
+        """Replay `params`, or return the result of an earlier replay."""
         if params not in self.done:
             assert self.left > 0, "out of evaluations"
             metrics = dict(self._evaluate(params))
@@ -206,7 +224,7 @@ class _Search:
         return self.done[params]
 
     def flat(self, policy: str, evaluations: int) -> Evaluated:
-        """The best flat budget: a geometric grid over the range, then halving the gaps beside the best points."""
+        """Return the best flat budget: try a geometric grid, then halve the gaps beside the best points."""
         stop = self.left - evaluations
         size = max(3, round(0.5 * evaluations))
         ratio = self._high / self._low
@@ -220,7 +238,7 @@ class _Search:
         return max(points, key=Evaluated.rank)
 
     def weighted(self, rule: str, flat_budget: float, evaluations: int) -> None:
-        """Pattern search over (L, λ, δ) under one rule, from the best of a few starts."""
+        """Search (L, λ, δ) under one rule by pattern search from the best of a few start points."""
         stop = self.left - evaluations
         uses_lambda = rule == "tbt_mean"
         starts = [
@@ -241,7 +259,7 @@ class _Search:
             here = ahead
 
     def _neighbours(self, params: BudgetParams, factor: float) -> list[BudgetParams]:
-        """One step along every axis, both ways, inside the range."""
+        """Return the parameters one step away along each axis, clamped to the range."""
         found = []
         for step in (factor, 1.0 / factor):
             budget = min(max(params.latency_budget * step, self._low), self._high)
@@ -255,9 +273,9 @@ class _Search:
 
 
 def _next_budgets(points: Sequence[Evaluated]) -> list[float]:
-    """Middles of the gaps beside the two best local maxima, wide ones only; empty when all are fine enough.
+    """Return the midpoints of the gaps beside the two best local maxima; empty if all gaps are below RESOLUTION.
 
-    Two, because the best of a coarse grid need not be next to the best of the range.
+    Two maxima are refined because the best point of a coarse grid need not be next to the best point of the range.
     """
     ordered = sorted(points, key=lambda point: point.params.latency_budget)
     ranks = [point.rank() for point in ordered]
@@ -277,9 +295,9 @@ def _next_budgets(points: Sequence[Evaluated]) -> list[float]:
 def _confirm(
     search: _Search, windows: Sequence[Callable[[BudgetParams], Metrics]], slo: SLO
 ) -> tuple[Evaluated, bool, int]:
-    """(the best candidate that keeps the SLO in all further windows, True, replays spent).
+    """Return (the best candidate that keeps the SLO in all further windows, True, number of replays).
 
-    If none of the first few does, the online-only parameters, which make nothing worse, and False.
+    If none of the first MAX_CONFIRMATIONS candidates keeps it, return the online-only replay and False.
     """
     assert search.baseline is not None
     bases = [dict(replay(search.baseline.params)) for replay in windows]
@@ -304,7 +322,7 @@ def _confirm(
 
 
 def _alike(one: BudgetParams, other: BudgetParams) -> bool:
-    """So close to a candidate that failed that it would fail as well."""
+    """Return whether the parameters are so close that both would fail the same window."""
     if one.rule != other.rule or one.delta != other.delta or math.isinf(one.lam) != math.isinf(other.lam):
         return False
     ratio = one.latency_budget / other.latency_budget

@@ -1,9 +1,9 @@
-"""What was searched so far: from a rate of online requests to the offline budget, so a change of load is a look-up.
+"""Table of searched budgets by rate of online requests, so that a change of load needs a lookup instead of a search.
 
-Rates are cells of a grid; a budget is searched at the upper edge of its cell, so it is on the safe side in all of it.
-An entry also knows the lengths of requests and the pace of steps that it was found for, and when.
+Rates are cells of a geometric grid. A budget is searched at the upper edge of its cell and is therefore safe in the
+whole cell. An entry records the request lengths, the step time and the time of its search.
 
-Pure: times are arguments, in seconds on the calendar's clock.
+Pure: times are arguments, in seconds of calendar time.
 """
 
 import math
@@ -15,18 +15,18 @@ from predictor.load import Shape
 
 GRID = 1.5
 LOWEST_CELL, HIGHEST_CELL = -16, 24
-"""A request in eleven minutes … 17,000 a second."""
+"""Cells from one request in eleven minutes to 17,000 per second."""
 HYSTERESIS = 1.1
-"""How far beyond the edge of the cell in force a rate must be: its estimate varies."""
+"""Factor by which a rate must exceed the edge of the current cell to leave it; rate estimates fluctuate."""
 SAME_LENGTHS = 1.3
 SAME_PACE = 1.25
 SURELY_FASTER = SAME_PACE**2
-"""Steps that are so much faster than those for which no budget was found may leave room for one."""
+"""Speed-up of steps after which a fruitless search is worth repeating."""
 MAX_AGE = 3600.0
 
 
 def cell_of(rate: float, current: int | None = None) -> int:
-    """The cell of a rate; the `current` one as long as the rate is not clearly outside it."""
+    """Return the cell of a rate; keep the `current` cell unless the rate is clearly outside it."""
     if current is not None and lowest_rate(current) < rate <= upper_rate(current) * HYSTERESIS:
         return current
     if rate <= 0.0:
@@ -35,18 +35,18 @@ def cell_of(rate: float, current: int | None = None) -> int:
 
 
 def upper_rate(cell: int) -> float:
-    """The highest rate of a cell, requests a second."""
+    """Return the highest rate of a cell in requests per second."""
     return GRID**cell
 
 
 def lowest_rate(cell: int) -> float:
-    """The lowest rate for which a cell may be in force, requests a second."""
+    """Return the lowest rate, in requests per second, at which a cell may stay current."""
     return upper_rate(cell - 1) / HYSTERESIS
 
 
 @dataclass(frozen=True, slots=True)
 class Situation:
-    """Besides the rate, what a budget was found for: lengths, and the seconds of a reference step."""
+    """Conditions of a search besides the rate: request lengths, and the seconds of a reference step (`pace`)."""
 
     shape: Shape
     pace: float
@@ -58,27 +58,29 @@ class Situation:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """`params` of L = 0: no budget keeps the SLO. `found_at`: calendar seconds."""
+    """Result of a search; `params` with L = 0 means that no budget keeps the SLO. `found_at` is in calendar seconds."""
 
     params: BudgetParams
     situation: Situation
     found_at: float
 
     def at_pace(self, pace: float) -> "Entry | None":
-        """What it says where steps take another time; None for nothing. What kept the SLO with faster steps may not
-        keep it now: so much less of its L is left as steps are slower. Slower ones are on the safe side."""
+        """Return the entry adapted to another step time; None if it does not apply.
+
+        For slower steps, L is reduced in proportion. For faster steps it stays, which is safe.
+        """
         if not self.params.latency_budget and pace * SURELY_FASTER < self.situation.pace:
             return None
         less = self.params.latency_budget * min(1.0, self.situation.pace / pace)
         return replace(self, params=_lower(self.params, less))
 
     def holds(self, situation: Situation, now: float) -> bool:
-        """Whether the answer would still be the same, for all that is known."""
+        """Return whether a new search would presumably give the same answer."""
         return now - self.found_at < MAX_AGE and self.situation.is_like(situation)
 
 
 class BudgetTable:
-    """The newest entry of each cell."""
+    """Newest entry of each cell."""
 
     def __init__(self) -> None:
         self.entries: dict[int, Entry] = {}
@@ -87,16 +89,15 @@ class BudgetTable:
         self.entries[cell] = entry
 
     def look_up(self, cell: int, situation: Situation, relative: bool = False) -> tuple[BudgetParams, int] | None:
-        """The budget for a cell, and the cell that it was searched for; None when nothing of use is known.
+        """Return the budget for a cell and the cell it was searched for; None without a usable entry.
 
-        An old entry is better than none, one for other lengths is not; entries for another pace say something where
-        there are none for this one. Of other cells, the next one above is safe. What kept the SLO at a lower rate was
-        searched for less than there is: so much less of its L is left as the rate is higher, and "none at all" stays
-        none.
+        An old entry is usable; an entry for other request lengths is not. Entries for another step time are adapted if
+        there are none for this one. If the cell itself has no entry, the next cell above is safe. A budget from a cell
+        below was searched for a lower rate: its L is reduced in proportion to the rates, and L = 0 stays 0.
 
-        `relative`: the SLO has tolerances over the online-only run. Then no other cell is safe: where fewer requests
-        come they have shorter steps alone, and λ lets more be added to a step with fewer of them. So much less of L and
-        of λ is left, and "none at all" says nothing of it.
+        `relative`: the SLO has tolerances relative to the online-only run. Then no other cell is safe: at a lower rate
+        the online-only steps are shorter, and λ admits more work to steps with fewer requests. L and λ are both reduced
+        in proportion, and L = 0 in a cell above says nothing about this cell.
         """
         alike = {c: e for c, e in self.entries.items() if not e.situation.shape.differs(situation.shape, SAME_LENGTHS)}
         usable = {c: e for c, e in alike.items() if e.situation.is_like(situation)}
@@ -113,22 +114,22 @@ class BudgetTable:
         return _lower(params, params.latency_budget * upper_rate(below) / upper_rate(cell)), below
 
     def answers(self, cell: int, situation: Situation) -> Entry | None:
-        """The entry that was searched for just this, whenever that was; None where there is none."""
+        """Return the entry searched for this cell and situation, of any age; None if there is none."""
         entry = self.entries.get(cell)
         return entry if entry is not None and entry.situation.is_like(situation) else None
 
     def needs(self, cell: int, situation: Situation, now: float) -> bool:
-        """Whether a search for this cell would tell something new."""
+        """Return whether a search for this cell would give new information."""
         entry = self.entries.get(cell)
         return entry is None or not entry.holds(situation, now)
 
     def to_document(self) -> list[dict[str, Any]]:
-        """All entries as plain JSON values."""
+        """Return all entries as JSON values."""
         return [{"cell": cell, **_plain(entry)} for cell, entry in sorted(self.entries.items())]
 
     @classmethod
     def from_document(cls, document: list[dict[str, Any]]) -> "BudgetTable":
-        """Raises KeyError, TypeError or ValueError for a document that is none."""
+        """Restore a table. Raises KeyError, TypeError or ValueError if the document is invalid."""
         table = cls()
         for row in document[: HIGHEST_CELL - LOWEST_CELL + 1]:
             situation = Situation(Shape(*(float(value) for value in row["shape"])), float(row["pace"]))
@@ -137,14 +138,14 @@ class BudgetTable:
 
 
 def _lower(params: BudgetParams, budget: float) -> BudgetParams:
-    """With a smaller L: under `tbt_p99` that would free more steps from it."""
+    """Reduce L; `tbt_p99` becomes `flat`, because a smaller L would exempt more steps under that rule."""
     if budget >= params.latency_budget:
         return params
     return replace(params, latency_budget=budget, rule="flat" if params.rule == "tbt_p99" else params.rule)
 
 
 def _for_fewer(params: BudgetParams, share: float) -> BudgetParams:
-    """Where only a `share` of the requests come."""
+    """Reduce L and λ for a cell with only a `share` of the requests."""
     return _lower(replace(params, lam=params.lam * share), params.latency_budget * share)
 
 

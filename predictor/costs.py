@@ -1,39 +1,41 @@
-"""What the representations of a request's past cost: measured once, beside the latency model (Apt-Serve §4, its ρ).
+"""Costs of the cache representations, measured once with the latency model (Apt-Serve §4, its ρ).
 
-Work on hidden state has a part that does not grow with the tokens: the first of a step has the weights of K and V read
-for it, and operators launched in every layer. So it is measured at two sizes, by live engines and by simulated devices,
-and a line goes through both: one size alone says as much of the other part as of this one.
+Work on hidden state has a part that does not depend on the number of tokens: reading the weights of K and V and
+launching operators in every layer. It is therefore measured at two sizes, on live engines and simulated devices, and
+both parts are taken from the line through the two points.
 """
 
 from dataclasses import astuple, dataclass
 from typing import Any, NamedTuple
 
 FEW_TOKENS, MANY_TOKENS = 128, 1024
-"""Tokens run from hidden state, or restored, in the steps that are measured."""
+"""Token counts, run or restored from hidden state, of the two measured steps."""
 
 MEMORY_RATE = 1e13
-"""Bytes/s that no device memory reaches."""
+"""Bytes per second, an upper bound of device memory bandwidth."""
 
 
 class Affine(NamedTuple):
-    """Seconds: `fixed` of a step with any token of the kind, and `token` for each of them."""
+    """Cost in seconds: `fixed` once per step with such tokens, plus `token` per token."""
 
     fixed: float
     token: float
 
     def per_token(self, tokens: int) -> float:
-        """A token's share where a step has so many."""
+        """Return the cost per token in a step with that many tokens."""
         return self.token + self.fixed / tokens
 
 
 def affine(few: tuple[int, float], many: tuple[int, float], floor: float = 0.0) -> Affine:
-    """The line nearest to two measurements (tokens, seconds) whose slope is `floor` or more, and which is nowhere below
-    zero. Equal numbers of tokens are one measurement: then all of it goes by the token."""
+    """Fit a nonnegative line with slope of at least `floor` to two measurements (tokens, seconds).
+
+    With equal token counts, the whole cost is attributed to the tokens.
+    """
     (fewer, at_few), (more, at_many) = few, many
     if more <= fewer:
         return Affine(0.0, max(at_many / more, floor))
     token = max((at_many - at_few) / (more - fewer), floor)
-    fixed = (at_few + at_many - token * (fewer + more)) / 2  # both points lie on it unless the slope was too small
+    fixed = (at_few + at_many - token * (fewer + more)) / 2  # exact for both points unless the floor raised the slope
     if fixed < 0.0:
         return Affine(0.0, max((fewer * at_few + more * at_many) / (fewer * fewer + more * more), floor))
     return Affine(fixed, token)
@@ -41,14 +43,15 @@ def affine(few: tuple[int, float], many: tuple[int, float], floor: float = 0.0) 
 
 @dataclass(frozen=True, slots=True)
 class CacheCosts:
-    """Seconds, above zero; None where the engine did not offer the representation when it was measured.
+    """Costs in seconds; None if the engine did not offer the representation during the measurement.
 
-    run_hidden       of one step, for every past token of it that is run from hidden state instead of KV
-    restore          once, for every token whose K and V are projected from its hidden state
-    swap_out         once, for every unit that goes from the device to the host
-    swap_in          once, for every unit that comes back
-    run_hidden_step  of every step with any such token, beside `run_hidden`; may be zero
-    restore_step     the same beside `restore`
+    Attributes:
+        run_hidden: Per step and past token that is read from hidden state instead of KV; positive.
+        restore: Once per token whose K and V are projected from hidden state; positive.
+        swap_out: Once per unit copied from the device to the host; positive.
+        swap_in: Once per unit copied back; positive.
+        run_hidden_step: Per step with any token of `run_hidden`, in addition to it.
+        restore_step: Per step with any token of `restore`, in addition to it.
     """
 
     run_hidden: float | None = None
@@ -67,13 +70,13 @@ class CacheCosts:
                 raise ValueError("cache costs of a step must be finite and not below zero")
 
     def rho(self, tokens: int) -> float:
-        """Return the seconds that a token adds to a step that runs `tokens` from hidden state (ρ), or 0 if none can."""
+        """Return the added time per token (ρ) of a step that reads `tokens` from hidden state; 0 if none."""
         if self.run_hidden is None or tokens <= 0:
             return 0.0
         return Affine(self.run_hidden_step or 0.0, self.run_hidden).per_token(tokens)
 
     def coefficients(self) -> dict[str, Any]:
-        """Those of a latency model for work on hidden state, by name; zero for what was not measured."""
+        """Return the cache coefficients of a latency model by name; 0 for unmeasured costs."""
         return {
             "compact": self.run_hidden or 0.0,
             "compact_step": self.run_hidden_step or 0.0,
@@ -82,13 +85,13 @@ class CacheCosts:
         }
 
     def over(self, older: "CacheCosts") -> "CacheCosts":
-        """These costs, and those of `older` where nothing was measured."""
+        """Return these costs, with unmeasured ones taken from `older`."""
         return CacheCosts(
             *(mine if mine is not None else theirs for mine, theirs in zip(astuple(self), astuple(older), strict=True))
         )
 
     def covers(self, *, hidden: bool, host: bool) -> bool:
-        """Return whether everything that is offered was measured."""
+        """Return whether all offered representations were measured."""
         missing = hidden and (self.run_hidden is None or self.restore is None)
         return not (missing or (host and (self.swap_out is None or self.swap_in is None)))
 

@@ -1,30 +1,28 @@
-"""Sequential tests: is a promise being broken, or was it bad luck? Both can be asked after every single request.
+"""Sequential tests that distinguish a broken promise from chance; both can be evaluated after every request.
 
-- `MissTest` for a promise about a share of requests: Page's CUSUM of the log-likelihood ratio, one per alternative.
-  The sums never fall below zero, so old good requests buy nothing, and age does not matter: four misses in a row are
-  four misses, within a second or within ten minutes.
-- `ExcessTest` for a promise about a mean: Student's t over the last requests, with a threshold far out in the tail
-  because it is asked again and again.
-
-Knows nothing of clocks, requests or what follows from an alarm.
+- `MissTest`, for a promised share of good requests: Page's CUSUM of the log-likelihood ratio, one per alternative. The
+  sums never fall below zero, so old good requests do not offset new misses. Age does not matter: four misses in a row
+  count the same within a second or within ten minutes.
+- `ExcessTest`, for a promised mean: Student's t over the last requests. Its threshold lies far in the tail because the
+  test is repeated after every request.
 """
 
 import math
 from collections import deque
 
 ODDS_RATIOS = (3.0, 10.0, 50.0)
-"""How much worse than promised the alternatives are: a little, clearly, hopelessly."""
+"""Odds of a miss under each alternative, relative to the promise."""
 FALSE_ALARMS = 1e-5
-"""At most so many false alarms a request while misses are just as frequent as promised; far fewer below that."""
+"""Maximum rate of false alarms per request while misses are exactly as frequent as allowed; far lower below that."""
 FEWEST_SAMPLES = 8
 FEWEST_MISSES_ALLOWED = 1e-3
 
 
 class MissTest:
-    """Whether misses are more frequent than `allowed` (a share, in [0, 1)).
+    """Test whether misses are more frequent than `allowed` (a share, in [0, 1)).
 
-    With the threshold h = ln(alternatives ÷ FALSE_ALARMS) the mean number of requests until a false alarm is at least
-    1 ÷ FALSE_ALARMS (Wald's inequality for each CUSUM, and their union).
+    With the threshold h = ln(alternatives ÷ FALSE_ALARMS), the mean number of requests until a false alarm is at least
+    1 ÷ FALSE_ALARMS (Wald's inequality for each CUSUM, and a union bound).
     """
 
     def __init__(self, allowed: float) -> None:
@@ -38,7 +36,7 @@ class MissTest:
         self._sums = [0.0] * len(self._steps)
 
     def record(self, missed: bool) -> None:
-        """One request."""
+        """Add one request."""
         self._sums = [max(0.0, total + step[missed]) for total, step in zip(self._sums, self._steps, strict=True)]
 
     @property
@@ -46,22 +44,22 @@ class MissTest:
         return max(self._sums) >= self._threshold
 
     def restart(self, suspicion: float = 0.0) -> None:
-        """Forget everything. `suspicion`: share of the threshold to begin with, so that fewer misses are enough."""
+        """Discard all evidence. `suspicion`: share of the threshold to start from, so that fewer misses suffice."""
         self._sums = [suspicion * self._threshold] * len(self._sums)
 
 
 class ExcessTest:
-    """Whether values have a mean above zero (each is by how much one request was over its bound).
+    """Test whether the mean of the values is positive; each value is the excess of one request over its bound.
 
-    It looks at the last `window` of them. The threshold of t grows where there are few, so that heavy tails of the
-    distribution itself are no alarm; values of equal size are one with FEWEST_SAMPLES.
+    The test covers the last `window` values. The threshold of t is higher for few values, so that heavy tails alone do
+    not raise an alarm. FEWEST_SAMPLES positive values of equal size do.
     """
 
     def __init__(self, window: int = 200) -> None:
         self._values: deque[float] = deque(maxlen=window)
 
     def record(self, excess: float) -> None:
-        """One request."""
+        """Add one request."""
         self._values.append(excess)
 
     @property
@@ -77,5 +75,5 @@ class ExcessTest:
         return mean > critical * math.sqrt(variance / count)
 
     def restart(self) -> None:
-        """Forget everything."""
+        """Discard all evidence."""
         self._values.clear()

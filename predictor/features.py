@@ -1,8 +1,7 @@
-"""What one step is made of, as running sums: the input of the latency model (HyGen §4.2, "Feature Engineering").
+"""Features of one step as running sums: the input of the latency model (HyGen §4.2, "Feature Engineering").
 
-Knows nothing of requests, blocks or devices: a chunk is (start, length), tokens [start, start + length) of a sequence.
-A chunk of length 1 is a decode, whatever its position, because that is what the device runs for one query row.
-The sums are Python integers, so that removing what was added restores them exactly.
+A chunk is (start, length), tokens [start, start + length) of a sequence. A chunk of length 1 is a decode at any
+position, because the device runs it as one query row. The sums are Python integers, so that subtraction is exact.
 """
 
 from typing import NamedTuple
@@ -11,7 +10,7 @@ from predictor.reach import EVERYTHING, Reach
 
 
 class FeatureRow(NamedTuple):
-    """The sums of one step in the order in which samples store them."""
+    """The sums of one step, in the order in which samples store them."""
 
     num_tokens: int
     num_decodes: int
@@ -39,24 +38,26 @@ class CacheWork(NamedTuple):
 
 
 class BatchFeatures:
-    """Running sums of the step being built; every operation is O(1). What chunks attend to counts as far as layers
-    read it, on average over them: see `Reach`.
+    """Running sums of the step being built; every operation is O(1).
 
-    num_tokens           T: all tokens of the step, decodes included
-    num_decodes          N_d
-    decode_context_sum   S_d: tokens that the decodes attend to, each its own included
-    num_prefill_chunks   N_p
-    prefill_token_sum    S_p
-    attention_work       Σ over prefill chunks of length·start + length·(length + 1)/2 query-key pairs, or fewer
-    compact_tokens       context tokens run from compact (hidden) cache
-    restored_tokens      tokens whose KV is restored in this step
-    transferred_bytes    bytes moved between host and device in this step
-    adapters             LoRA adapters that its chunks have, each counted once
-    adapted_tokens       tokens of those chunks
-    prefill_context_sum  tokens that the prefill chunks attend to, start + length of each at most: a short one behind a
-                         long past reads all of it, and on a GPU few programs do that
-    masks                1 where a grammar or a thinking budget limits what is sampled, else 0
-    masked_rows          samples that are limited
+    Context tokens count as far as the layers read them, as a mean over the layers (see `Reach`).
+
+    Attributes:
+        num_tokens: T, all tokens of the step, decodes included.
+        num_decodes: N_d.
+        decode_context_sum: S_d, tokens that the decodes attend to, including their own.
+        num_prefill_chunks: N_p.
+        prefill_token_sum: S_p.
+        attention_work: Query-key pairs of prefill chunks, Σ length·start + length·(length + 1)/2 without windows.
+        compact_tokens: Context tokens read from compact (hidden) cache.
+        restored_tokens: Tokens whose K and V are restored in this step.
+        transferred_bytes: Bytes copied between host and device in this step.
+        adapters: Number of distinct LoRA adapters.
+        adapted_tokens: Tokens of chunks with an adapter.
+        prefill_context_sum: Tokens that the prefill chunks attend to, start + length without windows. A short chunk
+            after a long context reads all of it, and on a GPU few programs share that work.
+        masks: 1 if a grammar or thinking budget limits any sample, else 0.
+        masked_rows: Number of limited samples.
     """
 
     __slots__ = (*FeatureRow._fields, "reach")
@@ -66,7 +67,7 @@ class BatchFeatures:
         self.clear()
 
     def clear(self) -> None:
-        """Back to the empty step."""
+        """Reset to the empty step."""
         self.num_tokens = 0
         self.num_decodes = 0
         self.decode_context_sum = 0
@@ -83,14 +84,14 @@ class BatchFeatures:
         self.masked_rows = 0
 
     def add_decodes(self, count: int, context_sum: int) -> None:
-        """Add `count` decodes whose contexts (own token included), as far as they are read, sum to `context_sum`."""
+        """Add `count` decodes whose contexts (own token included, within the windows) sum to `context_sum`."""
         self.num_tokens += count
         self.num_decodes += count
         self.decode_context_sum += context_sum
 
     def add_chunk(self, start: int, length: int) -> None:
-        """Add one chunk of `length` ≥ 1 tokens behind `start` computed ones; length 1 counts as a decode."""
-        assert start >= 0 and length >= 1, "a chunk has a start >= 0 and a length >= 1"
+        """Add one chunk of `length` ≥ 1 tokens after `start` computed tokens; length 1 counts as a decode."""
+        assert start >= 0 and length >= 1, "a chunk needs start >= 0 and length >= 1"
         if length == 1:
             self.add_decodes(1, self.reach.tokens(start, 1))
             return
@@ -101,7 +102,7 @@ class BatchFeatures:
         self.prefill_context_sum += self.reach.tokens(start, length)
 
     def add_cache_work(self, compact_tokens: int = 0, restored_tokens: int = 0, transferred_bytes: int = 0) -> None:
-        """Add the hidden-cache and host-tier terms (negative numbers take them back)."""
+        """Add work on hidden state and the host tier; negative values subtract."""
         self.compact_tokens += compact_tokens
         self.restored_tokens += restored_tokens
         self.transferred_bytes += transferred_bytes
@@ -112,7 +113,7 @@ class BatchFeatures:
         return CacheWork(self.compact_tokens, self.restored_tokens, self.transferred_bytes)
 
     def add_adapted(self, adapters: int, tokens: int) -> None:
-        """Add LoRA adapters that the step had not, and tokens of chunks under any."""
+        """Add LoRA adapters that are new in the step, and tokens of chunks with an adapter."""
         self.adapters += adapters
         self.adapted_tokens += tokens
 
@@ -122,11 +123,11 @@ class BatchFeatures:
         self.masks = int(self.masked_rows > 0)
 
     def copy(self) -> "BatchFeatures":
-        """An independent copy."""
+        """Return an independent copy."""
         return BatchFeatures.from_row(self.row(), self.reach)
 
     def row(self) -> FeatureRow:
-        """The sums as a tuple."""
+        """Return the sums as a tuple."""
         return FeatureRow(
             self.num_tokens,
             self.num_decodes,

@@ -1,10 +1,10 @@
-"""Fitting the latency model: non-negative least squares of the relative error (HyGen §4.2, "Model Training").
+"""Fit the latency model by non-negative least squares of the relative error (HyGen §4.2, "Model Training").
 
-A scheduler cares about relative error, so every sample is divided by its measured time; a second pass weighs each
-sample by 1/|its residual|, which turns squares into absolute values (MAPE) and takes the leverage from outliers.
-The solve works on a Gram matrix accumulated block by block, so 80,000 samples cost a few passes over their rows. The
-hinges are accumulated as increments between knots, which are nearly orthogonal; as hinges they would square an already
-large condition number. The only module that needs numpy and scipy, both imported when a fit is asked for.
+Schedulers need small relative errors, so every sample is divided by its measured time. A second pass weights each
+sample by 1 ÷ |residual|, which minimises absolute instead of squared errors (MAPE) and limits the leverage of outliers.
+The Gram matrix is accumulated block by block, so 80,000 samples cost a few passes over their rows. Hinges are
+accumulated as increments between knots, which are nearly orthogonal; hinges would square a condition number that is
+already large. numpy and scipy are imported on the first fit only.
 """
 
 from collections.abc import Iterable
@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 
 BLOCK_ROWS = 8192
 SINGLE_THREAD_PRODUCT = 220_000
-"""Multiply-adds below which BLAS stays on the calling thread. The machine is busy serving while a fit runs, and threads
-that wait for one another on taken cores made the same product a hundred times slower than one thread."""
+"""Multiply-adds below which BLAS stays on the calling thread. Fits run while the server is busy. BLAS threads that wait
+for each other on occupied cores made the same product a hundred times slower than a single thread."""
 RESIDUAL_FLOOR = 0.002
-"""Relative residuals below this weigh the same, or the second pass would chase the best-fitted samples."""
+"""Relative residuals below this get equal weight; otherwise the second pass would favour the best-fitted samples."""
 
 COLUMNS = {
     "decodes": "num_decodes",
@@ -45,7 +45,7 @@ COLUMNS = {
     "prefill_tokens_squared": "prefill_token_sum",
     "decode_context_squared": "decode_context_sum",
 }
-"""Model coefficient → the sum it multiplies (squared for the `_squared` ones)."""
+"""Feature sum that each model coefficient multiplies (squared for `_squared`)."""
 
 
 def fit(
@@ -58,11 +58,19 @@ def fit(
     reach: Reach = EVERYTHING,
     passes: int = 2,
 ) -> LatencyModel:
-    """The model of `feature_set` with the least mean relative error over `samples`.
+    """Fit the model of `feature_set` with the least mean relative error over `samples`.
 
-    `token_limit` is the largest step in tokens, `buckets` what token counts are padded to, `decode_buckets` those of
-    steps without prompts, `reach` what the features count of contexts. A `SampleLog` is used in place. Raises
-    ValueError when there are no samples, a time is not positive, or the feature set is unknown.
+    Args:
+        samples: Measured steps; a `SampleLog` is used in place.
+        feature_set: Key of FEATURE_SETS.
+        token_limit: Largest step in tokens.
+        buckets: Token counts to which steps are padded.
+        decode_buckets: Token counts to which steps without prompts are padded.
+        reach: Windows with which the features count contexts.
+        passes: Number of solves; each pass after the first reweights by the residuals.
+
+    Raises:
+        ValueError: Without samples, for times that are not positive, or for an unknown feature set.
     """
     import numpy as np
 
@@ -98,7 +106,7 @@ def fit(
 
 
 class _Design:
-    """The design matrix of a feature set, made block by block: linear terms, then increments between knots."""
+    """Design matrix of a feature set, built block by block: linear terms, then increments between knots."""
 
     def __init__(
         self,
@@ -118,7 +126,7 @@ class _Design:
         self._fields = [(FeatureRow._fields.index(COLUMNS[t]), t.endswith("_squared")) for t in terms[1:]]
 
     def _block(self, rows: "Matrix") -> "Matrix":
-        """[n, ROW_WIDTH] → [columns, n]: one contiguous row per feature."""
+        """Return the columns of a block, [n, ROW_WIDTH] → [columns, n]."""
         np = self._np
         out: Matrix = np.empty((len(self.terms) + len(self._knots), len(rows)))
         out[0] = 1.0
@@ -150,7 +158,7 @@ class _Design:
         return padded
 
     def gram(self, rows: "Matrix", weights: "Matrix") -> tuple["Matrix", "Matrix"]:
-        """(AᵀA, Aᵀb) of the rows scaled by `weights`, b their seconds."""
+        """Return (AᵀA, Aᵀb) of the rows scaled by `weights`; b is the measured seconds."""
         np = self._np
         width = len(self.terms) + len(self._knots)
         total: Matrix = np.zeros((width + 1, width))
@@ -165,7 +173,7 @@ class _Design:
         return total[:-1], total[-1]
 
     def evaluate(self, rows: "Matrix", coefficients: "Matrix") -> "Matrix":
-        """Predicted seconds of every row; hinge coefficients become slopes of the increments by summing up."""
+        """Return the predicted seconds of every row; cumulative sums turn hinge coefficients into slopes."""
         np = self._np
         slopes = coefficients.copy()
         slopes[len(self.terms) :] = np.cumsum(coefficients[len(self.terms) :])
@@ -176,10 +184,10 @@ class _Design:
 
 
 def _solve(gram: "Matrix", target: "Matrix", num_knots: int) -> "Matrix":
-    """Coefficients ≥ 0 of least squares, the last `num_knots` of them as hinges rather than increments.
+    """Solve non-negative least squares; the last `num_knots` coefficients are those of hinges instead of increments.
 
-    With the pivoted Cholesky factor PᵀGP = UᵀU the problem is min |U Pᵀx − U⁻ᵀPᵀg|; directions without data are
-    beyond the rank and drop out, so a feature that never occurs, or two that always occur together, do no harm.
+    With the pivoted Cholesky factor PᵀGP = UᵀU the problem is min |U Pᵀx − U⁻ᵀPᵀg|. Directions without data lie beyond
+    the rank and drop out, so features that never occur, or always occur together, are harmless.
     """
     import numpy as np
     from scipy.linalg import solve_triangular

@@ -1,11 +1,11 @@
-"""Judges online requests, one by one and as a window of the last ones, by every form of an SLO.
+"""Judge online requests against an SLO, individually and over a sliding window.
 
-A limit on requests (`ttft_p99=1s`) is kept or missed by each request. A limit on an aggregate (`tbt_mean=50ms`) and a
-tolerance over the online-only run (`5%`) are kept or missed by the last requests together: there a request counts as
-good when the promise held as it ended. What a tolerance is compared with is told from outside, a replay of the same
-requests without offline work; until then nobody can tell, and nobody is judged by it.
+A limit on requests (`ttft_p99=1s`) is met or missed by each request. A limit on an aggregate (`tbt_mean=50ms`) and a
+tolerance relative to the online-only run (`5%`) are met or missed by the window; a request then counts as good if the
+objective was met when the request ended. The caller sets the baseline of a tolerance from a replay of the same requests
+without offline work. Until then the objective is not judged.
 
-Pure: times are arguments, in seconds. Knows nothing of engines, breakers or replays.
+Pure: times are arguments, in seconds.
 """
 
 import math
@@ -17,15 +17,15 @@ from typing import NamedTuple
 from predictor.slo import SLO, Objective, aggregate, nearest_rank
 
 WINDOW = 200
-"""Requests that are judged together."""
+"""Maximum number of requests in the window."""
 MAX_AGE = 600.0
-"""Seconds after which a judged request says nothing about now."""
+"""Maximum age in seconds of a request in the window."""
 SLACK = 0.01
-"""How far over a bound an aggregate must be to be held against offline work: prediction is no better than that."""
+"""Relative excess over a bound that is attributed to prediction error instead of offline work."""
 
 
 class Served(NamedTuple):
-    """One online request as its client saw it. `ttft` None: no token came. `failed`: it ended with an error."""
+    """One online request as measured at the client. `ttft` is None if no token arrived; `failed` marks an error."""
 
     arrival: float
     ttft: float | None
@@ -35,10 +35,13 @@ class Served(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """One objective over the last requests; NaN where nothing is known. Times in seconds.
+    """One objective evaluated over the window; NaN for unknown values, times in seconds.
 
-    `value` is what the objective is about (its percentile or mean), `bound` what it may be at most, `attainment` the
-    share of requests at whose end it was kept.
+    Attributes:
+        objective: The objective in the syntax of the SLO.
+        value: Measured percentile or mean.
+        bound: Upper bound of `value`.
+        attainment: Share of requests at whose end the objective was met.
     """
 
     objective: str
@@ -48,9 +51,14 @@ class Standing:
 
 
 class Verdict(NamedTuple):
-    """`good`: every promise held as the request ended; None: nobody can tell. `limits_kept`: those on single requests
-    did; `used`: the largest share of one of them that it took. `excesses`: by how much it was over the bounds on
-    aggregates, by key; positive on average: that promise is broken."""
+    """Result for one request.
+
+    Attributes:
+        good: Whether every objective was met when the request ended. None if no objective can be evaluated yet.
+        limits_kept: Whether every limit on single requests was met.
+        excesses: Excess over the bound of each aggregate, by key. A positive mean over requests breaks the bound.
+        used: Largest share of a limit on single requests that the request took.
+    """
 
     good: bool | None
     limits_kept: bool
@@ -69,7 +77,7 @@ class _Judged:
 
 
 class Judge:
-    """The last requests, judged. `good` and `bad` count all of them."""
+    """Sliding window of judged requests. `good` and `bad` count all requests since the start."""
 
     def __init__(self, slo: SLO) -> None:
         self.slo = slo
@@ -80,7 +88,7 @@ class Judge:
         self._standings: tuple[Standing, ...] | None = None
 
     def judge(self, now: float, served: Served) -> Verdict:
-        """Take one request in, at its end."""
+        """Add a request that ended at `now` and judge it."""
         values = {o.key: own_value(o, served) for o in self.slo.objectives if o.per_request}
         judged = _Judged(now, served, values, {})
         self._window.append(judged)
@@ -103,7 +111,7 @@ class Judge:
         return Verdict(judged.good, limits_kept, self._absolute_excesses(served), max(shares, default=0.0))
 
     def _keeps(self, objective: Objective, judged: _Judged) -> bool | None:
-        """Whether the objective is kept as the request ends; None: nobody can tell."""
+        """Return whether the objective is met as the request ends; None if its baseline is unknown."""
         if objective.per_request:
             assert objective.limit is not None
             return judged.values[objective.key] <= objective.limit
@@ -116,7 +124,7 @@ class Judge:
         return {o.key: excess(o, served, (1.0 + SLACK) * (o.limit or 0.0)) for o in objectives}
 
     def set_baseline(self, aggregates: Mapping[str, float]) -> None:
-        """From now on tolerances are over these."""
+        """Set the aggregates of the online-only run, in seconds by key, and re-evaluate the window against them."""
         self._baseline = dict(aggregates)
         for key in self._over:
             self._over[key] = 0.0
@@ -129,19 +137,19 @@ class Judge:
         self._standings = None
 
     def attainment(self, now: float) -> float:
-        """Share of good requests of the window; NaN when nobody was judged."""
+        """Return the share of good requests in the window; NaN without judged requests."""
         self._forget(now)
         return _share([judged.good for judged in self._window if judged.good is not None])
 
     def standings(self, now: float) -> tuple[Standing, ...]:
-        """Every objective over the window, in the order of the SLO."""
+        """Return every objective evaluated over the window, in the order of the SLO."""
         self._forget(now)
         if self._standings is None:
             self._standings = tuple(map(self._standing, self.slo.objectives))
         return self._standings
 
     def breaks_a_limit(self, served: Served) -> bool:
-        """Whether a limit on single requests is broken already, however the request goes on."""
+        """Return whether the unfinished request already exceeds a limit on single requests."""
         limited = (o for o in self.slo.objectives if o.per_request)
         return any(own_value(o, served) > (o.limit or 0.0) for o in limited)
 
@@ -158,7 +166,7 @@ class Judge:
         return Standing(str(objective), value, self._bound(objective), attainment)
 
     def _bound(self, objective: Objective) -> float:
-        """What the aggregate may be at most; NaN while the base line is not known."""
+        """Return the upper bound of the objective; NaN while its baseline is unknown."""
         if objective.limit is not None:
             return objective.limit
         assert objective.tolerance is not None
@@ -171,7 +179,7 @@ class Judge:
                 self._over[key] -= over
             self._standings = None
         if not window:
-            self._over = dict.fromkeys(self._over, 0.0)  # the rounding of many subtractions
+            self._over = dict.fromkeys(self._over, 0.0)  # discard accumulated rounding errors
 
 
 def _share(kept: Sequence[bool]) -> float:
@@ -179,7 +187,7 @@ def _share(kept: Sequence[bool]) -> float:
 
 
 def own_value(objective: Objective, served: Served) -> float:
-    """The request's own TTFT, percentile of its gaps or mean gap; infinite without a token, 0 without a gap."""
+    """Return the request's TTFT, gap percentile or mean gap; infinite without a token, 0 without a gap."""
     if served.ttft is None:
         return math.inf
     if objective.metric == "ttft":
@@ -193,10 +201,11 @@ def own_value(objective: Objective, served: Served) -> float:
 
 
 def excess(objective: Objective, served: Served, bound: float) -> float:
-    """By how much one request takes an aggregate over `bound`: the sum over requests is positive iff it is over.
+    """Return the request's contribution to the excess of an aggregate over `bound`.
 
-    For a mean it is in units of the bound, summed over the values of the request (its gaps, where they are pooled); for
-    a percentile the values above the bound minus the share of them that may be. 0 for a request without a value.
+    The sum over requests is positive iff the aggregate exceeds the bound. For a mean, the contribution is summed over
+    the values of the request in units of the bound. For a percentile, it is the number of values above the bound minus
+    the number that may be. A request without a value contributes 0.
     """
     if served.ttft is None:
         return 0.0
@@ -214,10 +223,10 @@ def excess(objective: Objective, served: Served, bound: float) -> float:
 def excess_over(
     objective: Objective, served: Served, alone: Mapping[str, float], own: tuple[float, float]
 ) -> float | None:
-    """`excess` over a tolerance; None where there is nothing to compare.
+    """Return `excess` over a tolerance; None without a baseline or a value.
 
-    `alone`: aggregates of the online-only run by key, `own`: TTFT and mean gap of this request in it. Means are
-    compared request by request, so that what differs between requests is no noise.
+    `alone` holds the aggregates of the online-only run by key, `own` the TTFT and mean gap of this request in that run.
+    Means are compared per request, so that differences between requests add no noise.
     """
     base = alone.get(objective.key, 0.0)
     if served.ttft is None or objective.tolerance is None or base <= 0.0:

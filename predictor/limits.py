@@ -1,17 +1,17 @@
-"""What a step of an engine may hold."""
+"""Limits of a step of the engine."""
 
 from dataclasses import dataclass, replace
 
 from predictor.reach import EVERYTHING, Reach
 
 UNITS_PER_BLOCK = 2
-"""Cache units that a block of K and V takes."""
+"""Cache units per block of K and V."""
 
 
 @dataclass(frozen=True, slots=True)
 class Padding:
-    """The numbers of tokens that steps are padded to, ascending, as CUDA graphs have it: of decodes alone, and with
-    prompts. A step beyond the last one, and every step where there are none, runs in its own size."""
+    """Token counts, ascending, to which steps are padded (sizes of the CUDA graphs): decode-only steps and steps with
+    prompts. A step larger than the last size is not padded; nor is any step if the tuple is empty."""
 
     decode: tuple[int, ...] = ()
     mixed: tuple[int, ...] = ()
@@ -25,9 +25,17 @@ NO_PADDING = Padding()
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Requests and tokens of a step, tokens of a request's context, and cache units: two to a block of KV, which is
-    `block_size` tokens. `padding`: what steps are padded to. `window`: see `SchedulerConfig`; with one, a context may
-    be longer than the cache. `reach`: what layers read of a context.
+    """Capacity of a step and of the cache.
+
+    Attributes:
+        max_num_seqs: Requests per step.
+        max_num_batched_tokens: Tokens per step.
+        max_model_len: Tokens of a context.
+        num_units: Cache units, UNITS_PER_BLOCK per KV block.
+        block_size: Tokens per KV block.
+        padding: Sizes to which steps are padded.
+        window: See `SchedulerConfig`. With a window, a context may be longer than the cache.
+        reach: Part of a context that the layers read.
     """
 
     max_num_seqs: int
@@ -41,13 +49,13 @@ class Limits:
 
     @property
     def held(self) -> "Limits":
-        """The same for contexts that the cache holds whole."""
+        """The same limits with `max_model_len` reduced to a context that fits the cache as a whole."""
         return replace(self, max_model_len=min(self.max_model_len, self.num_units // UNITS_PER_BLOCK * self.block_size))
 
     def units(self, context: int) -> int:
-        """Units that a request of `context` tokens needs."""
+        """Return the units for a context of `context` tokens."""
         return -(-context // self.block_size) * UNITS_PER_BLOCK
 
     def max_decodes(self, context: int) -> int:
-        """How many decodes of `context` tokens one step can hold."""
+        """Return the number of decodes of `context` tokens that fit one step."""
         return min(self.max_num_seqs, self.max_num_batched_tokens, self.num_units // self.units(context))

@@ -1,15 +1,14 @@
-"""What a server has to do: arrivals and lengths as they come, learned while it serves, and windows of such work.
+"""Model of a server's load: arrival rates and request lengths, learned while serving, and synthetic windows of load.
 
-- The rate: of the last arrivals (what is true now), and by ten minutes of the week (what comes next).
-- Who comes: the last arrivals with the time between them in units of the mean of that hour, prompts, cached parts and
-  answers; and the lengths of offline requests.
+- Rates: the current rate from the last arrivals, and a weekly profile in buckets of ten minutes.
+- Requests: for the last arrivals, the gap before each (in units of the mean gap around it), prompt, cached part and
+  output length; and the lengths of offline requests.
 
-A window for a replay is a moving-block bootstrap of that: runs of consecutive arrivals, stretched to the wanted rate.
-So bursts stay bursts, prompts stay beside the answers that they got, and a window can be as long as a percentile needs
-although fewer requests were seen.
+A window for a replay is a moving-block bootstrap of the remembered requests: runs of consecutive arrivals, stretched to
+the requested rate. This keeps bursts, and the correlation of prompt and output lengths. A window can be longer than the
+record.
 
-Pure: times are arguments, in seconds; `LoadModel` wants those of the calendar. Randomness is seeded. Knows nothing of
-engines, budgets or files.
+Pure: times are arguments, in seconds; `LoadModel` uses calendar time. Randomness is seeded.
 """
 
 import math
@@ -22,24 +21,24 @@ from statistics import fmean
 from typing import Any, NamedTuple
 
 BLOCK = 16
-"""Consecutive arrivals that stay together in a window: about what one burst of chat requests has."""
+"""Consecutive arrivals that stay together in a window, about the size of one burst of chat requests."""
 DEFAULT_OUTPUT = 64
-"""Output tokens of a request that ended before anybody knew, when no other request tells."""
+"""Assumed output tokens of a request of unknown output length if no output length is known at all."""
 REMEMBERED = 1024
-"""Arrivals, and offline requests, that are remembered."""
+"""Number of online arrivals, and of offline requests, that are remembered."""
 RATE_SECONDS = 60.0
 RATE_ARRIVALS = 32
-"""The rate of now is that of the arrivals of the last RATE_SECONDS, but of RATE_ARRIVALS of them at least."""
+"""The current rate covers the arrivals of the last RATE_SECONDS, and at least RATE_ARRIVALS arrivals."""
 BUCKET = 600.0
 WEEK = 7 * 86_400.0
 NUM_BUCKETS = int(WEEK / BUCKET)
 DAY_BUCKETS = NUM_BUCKETS // 7
 FORGETTING = 0.3
-"""Share of the newest week in the rate of a bucket."""
+"""Weight of the newest week in the rate of a bucket."""
 
 
 class Lengths(NamedTuple):
-    """One request in tokens. `cached`: of the prompt, found in the prefix cache. `output` 0: not known (refused)."""
+    """Token counts of one request. `cached`: prompt tokens in the prefix cache. `output`: 0 if unknown (refused)."""
 
     prompt: int
     output: int
@@ -47,12 +46,12 @@ class Lengths(NamedTuple):
 
     @property
     def to_compute(self) -> int:
-        """Prompt tokens to compute, one at least."""
+        """Prompt tokens to compute, at least 1."""
         return max(1, self.prompt - self.cached)
 
 
 class OnlineArrival(NamedTuple):
-    """An online request and when it came, in seconds."""
+    """An online request and its arrival time in seconds."""
 
     at: float
     lengths: Lengths
@@ -60,7 +59,7 @@ class OnlineArrival(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Mean lengths in tokens, online and offline (0: none seen). `prompt` without what is cached."""
+    """Mean lengths in tokens, online and offline (0: no request seen). `prompt` excludes the cached part."""
 
     prompt: float
     cached: float
@@ -69,9 +68,9 @@ class Shape:
     offline_output: float = 0.0
 
     def differs(self, other: "Shape", factor: float) -> bool:
-        """Whether any of the means is more than `factor` times the `other`'s; a few tokens are no difference.
+        """Return whether any mean differs by more than `factor`, ignoring differences of a few tokens.
 
-        Where the other one has seen no offline request these are not compared.
+        Offline lengths are compared only if `other` has them.
         """
         known = 5 if other.offline_prompt else 3
         pairs = list(zip(self.values(), other.values(), strict=True))[:known]
@@ -85,7 +84,7 @@ FEW_TOKENS = 8.0
 
 
 class LoadModel:
-    """What was seen so far. `start`: when this server began to look, on the calendar clock of all other times here."""
+    """Observed load. `start`: calendar time at which observation began, in seconds."""
 
     def __init__(self, start: float) -> None:
         self.arrivals: deque[OnlineArrival] = deque(maxlen=REMEMBERED)
@@ -97,7 +96,7 @@ class LoadModel:
         self._bucket_count = 0
 
     def arrive(self, at: float) -> None:
-        """An online request came, whatever became of it."""
+        """Count an online request that arrived at `at`, whether or not it was admitted."""
         self.advance(at)
         self._bucket_count += 1
         self._times.append(at)
@@ -105,15 +104,15 @@ class LoadModel:
             self._times.popleft()
 
     def remember(self, arrival: OnlineArrival) -> None:
-        """An online request ended, or was refused: its lengths are known as far as they ever will be."""
+        """Store the lengths of an online request that ended or was refused."""
         self.arrivals.append(arrival)
 
     def remember_offline(self, lengths: Lengths) -> None:
-        """An offline request ended."""
+        """Store the lengths of an offline request that ended."""
         self.offline.append(lengths)
 
     def advance(self, now: float) -> None:
-        """Close the buckets of the week that have passed; one that was watched for less than half tells nothing."""
+        """Close buckets of the week that have passed; ignore buckets observed for less than half of their time."""
         bucket = math.floor(now / BUCKET)
         first = max(self._bucket, bucket - NUM_BUCKETS)
         for passed in range(first, bucket):
@@ -129,16 +128,16 @@ class LoadModel:
         self.week[index] = rate if math.isnan(known) else known + FORGETTING * (rate - known)
 
     def rate(self, now: float) -> float:
-        """Online requests a second of late; 0 before the second one."""
+        """Return the current rate in online requests per second; 0 before the second request."""
         times = self._times
         if len(times) < 2:
             return 0.0
-        # The time since the last one counts too: who falls silent has a falling rate.
+        # Include the time since the last arrival: the rate must fall when requests stop.
         span = max(now - times[0], 1e-6)
         return (len(times) - 1) / span
 
     def forecast(self, at: float) -> float:
-        """Online requests a second at that time of the week, else of the day; NaN when nobody has seen either."""
+        """Return the expected rate (requests per second) at that time of the week, else of the day; NaN if unknown."""
         index = math.floor(at / BUCKET) % NUM_BUCKETS
         if not math.isnan(self.week[index]):
             return self.week[index]
@@ -146,7 +145,7 @@ class LoadModel:
         return fmean(days) if days else math.nan
 
     def shape(self, offline: Sequence[Lengths] = ()) -> Shape | None:
-        """Mean lengths of those remembered last; None before the first. `offline`: where none has ended yet."""
+        """Return mean lengths of recent requests; None without any. `offline`: fallback if no offline request ended."""
         recent = [arrival.lengths for arrival in list(self.arrivals)[-SHAPE_OF:]]
         if not recent:
             return None
@@ -161,7 +160,7 @@ class LoadModel:
         )
 
     def to_document(self) -> dict[str, Any]:
-        """All of it as plain JSON values, of bounded size."""
+        """Return the model as JSON values of bounded size."""
         ordered = sorted(self.arrivals)
         gaps = unit_gaps([arrival.at for arrival in ordered])
         return {
@@ -172,11 +171,11 @@ class LoadModel:
 
     @classmethod
     def from_document(cls, document: dict[str, Any], start: float) -> "LoadModel":
-        """What an earlier server saw. Raises KeyError, TypeError or ValueError for a document that is none."""
+        """Restore a saved model. Raises KeyError, TypeError or ValueError if the document is invalid."""
         model = cls(start)
         week = [math.nan if rate is None else _finite(rate) for rate in document["week"]]
         if len(week) != NUM_BUCKETS:
-            raise ValueError(f"a week has {NUM_BUCKETS} rates, not {len(week)}")
+            raise ValueError(f"a week must have {NUM_BUCKETS} rates, not {len(week)}")
         model.week = week
         rows = [(_finite(gap), _lengths(lengths)) for gap, *lengths in document["arrivals"][-REMEMBERED:]]
         at = start - math.fsum(gap for gap, _ in rows)
@@ -188,7 +187,7 @@ class LoadModel:
 
 
 SHAPE_OF = 200
-"""Requests of which mean lengths are taken."""
+"""Number of recent requests over which mean lengths are taken."""
 
 
 def _finite(value: object) -> float:
@@ -206,7 +205,7 @@ NEIGHBOURS = 24
 
 
 def unit_gaps(times: Sequence[float]) -> list[float]:
-    """Of ascending times, the gap before each in units of the mean gap around it (1 for the first)."""
+    """Return the gap before each of the ascending times, in units of the mean gap around it (1 for the first)."""
     gaps = [later - earlier for earlier, later in pairwise(times)]
     found = [1.0] if times else []
     for index, gap in enumerate(gaps):
@@ -217,14 +216,14 @@ def unit_gaps(times: Sequence[float]) -> list[float]:
 
 
 def resample(recorded: Iterable[OnlineArrival], rate: float, count: int, seed: int) -> tuple[OnlineArrival, ...]:
-    """`count` arrivals from time 0 on at `rate` requests a second, in blocks of what was `recorded`.
+    """Return `count` arrivals from time 0 at `rate` requests per second, in blocks of consecutive `recorded` arrivals.
 
-    A request of unknown output gets that of a random other one. Raises ValueError for a record of fewer than two
-    arrivals.
+    A request of unknown output length gets the output length of a random other one. Raises ValueError for fewer than
+    two recorded arrivals or a rate of 0.
     """
     ordered = sorted(recorded)
     if len(ordered) < 2 or rate <= 0.0:
-        raise ValueError("a window needs a rate and a record of at least two arrivals")
+        raise ValueError("a window needs a positive rate and at least two recorded arrivals")
     gaps = unit_gaps([arrival.at for arrival in ordered])
     outputs = [arrival.lengths.output for arrival in ordered if arrival.lengths.output] or [DEFAULT_OUTPUT]
     generator = random.Random(seed)

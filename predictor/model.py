@@ -1,14 +1,15 @@
-"""The latency model: seconds of a step from its features, what a chunk adds, and its inverse (HyGen §4.2).
+"""Latency model: the time of a step from its features, the time that a chunk adds, and the inverse (HyGen §4.2).
 
-Linear with non-negative coefficients, so that more work never costs less. Two feature sets, one formula:
+The model is linear with non-negative coefficients, so that more work never costs less. Two feature sets share one
+formula:
 
-- `hygen`: intercept and the paper's S_p, S_d, S_p², S_d², N_p, N_d, with S_d read as the sum of decode contexts (as
-  printed it equals N_d and the fit is singular) and the squares of the sums, as printed;
-- `full`: intercept, hinges max(0, T − k) of the padded token count T (convex: a memory-bound floor that bends into the
-  compute-bound slope), contexts of decodes and of chunks, attention work, N_p, N_d, and terms of hidden cache, host
+- `hygen`: intercept and the paper's S_p, S_d, S_p², S_d², N_p, N_d. S_d is read as the sum of decode contexts (as
+  printed it equals N_d, which makes the fit singular); the squares are squares of the sums, as printed.
+- `full`: intercept; hinges max(0, T − k) of the padded token count T (convex: a memory-bound floor that bends into the
+  compute-bound slope); contexts of decodes and of chunks; attention work; N_p; N_d; and terms for hidden cache, host
   tier, adapters and masks (of grammars and thinking budgets).
 
-Knows nothing of requests or schedulers. `predictor.fitting` finds the coefficients.
+`predictor.fitting` fits the coefficients.
 """
 
 from collections.abc import Callable, Iterable
@@ -39,10 +40,10 @@ LINEAR_TERMS = (
     "compact_step",
     "restored_step",
 )
-"""Names of all coefficients but the hinges, each a field of `LatencyModel`."""
+"""Names of all coefficients except the hinges; each is a field of `LatencyModel`."""
 
 CACHE_TERMS = ("compact", "restored", "transferred", "compact_step", "restored_step")
-"""Those of work on the cache: measured apart (`predictor.costs`), never fitted."""
+"""Coefficients of work on the cache. They are measured separately (`predictor.costs`), never fitted."""
 
 FEATURE_SETS: dict[str, tuple[str, ...]] = {
     "hygen": (
@@ -56,39 +57,39 @@ FEATURE_SETS: dict[str, tuple[str, ...]] = {
     ),
     "full": LINEAR_TERMS[:13],
 }
-"""The linear terms of each feature set; `full` has hinges as well."""
+"""Linear terms of each feature set; `full` also has hinges."""
 
 KNOT_SPACING = 32
 LAST_KNOT = 1024
 
 
 class LatencyPredictor(Protocol):
-    """What a scheduler needs; times in seconds. `LatencyModel` and `OnlineModel` both serve."""
+    """Predictions needed by a scheduler, in seconds. Implemented by `LatencyModel` and `OnlineModel`."""
 
     @property
     def reach(self) -> Reach:
-        """What its features count of a context: those that it is given must count the same."""
+        """Windows with which features count contexts; features passed to the model must use the same."""
         ...
 
     def predict(self, features: BatchFeatures) -> float:
-        """Time of the whole step; of the empty step, the fixed cost of any step."""
+        """Return the time of the whole step; of the empty step, the fixed cost of any step."""
         ...
 
     def marginal(self, features: BatchFeatures, start: int, length: int) -> float:
-        """What the chunk (start, length) adds to the step."""
+        """Return the time that the chunk (start, length) adds to the step."""
         ...
 
     def marginal_decodes(self, features: BatchFeatures, count: int, context_sum: int) -> float:
-        """What `count` decodes with that sum of contexts, as far as they are read, add to the step."""
+        """Return the time that `count` decodes whose contexts, within the windows, sum to `context_sum` add."""
         ...
 
     def max_prefill(self, features: BatchFeatures, seconds: float, max_tokens: int, start: int) -> int:
-        """The largest chunk length ≤ `max_tokens` behind `start` that adds at most `seconds`; 0 if none does."""
+        """Return the largest chunk length ≤ `max_tokens` after `start` that adds at most `seconds`; 0 if none fits."""
         ...
 
     def expected_prefill(self, features: BatchFeatures, limit: float, max_tokens: int, start: int) -> int:
-        """The largest chunk with which the step is expected to end within `limit` seconds, no margin kept free; 0 if it
-        is not without any."""
+        """Return the largest chunk with which the expected time of the step is at most `limit` seconds, without margin;
+        0 if none fits."""
         ...
 
     def cache_work(
@@ -98,26 +99,28 @@ class LatencyPredictor(Protocol):
         transferred_bytes: int = 0,
         beside: BatchFeatures | None = None,
     ) -> float:
-        """What running from hidden state, restoring K and V and swapping add by the token and byte; with the features
-        of the step `beside`, what the first token of a step costs is in it, or comes back with the last."""
+        """Return the time added by running from hidden state, restoring K and V, and transfers.
+
+        With `beside`, fixed costs per step are included: added with the first token, subtracted with the last.
+        """
         ...
 
     def adapter_work(self, adapters: int, tokens: int) -> float:
-        """What further LoRA adapters, and tokens of chunks under any, add to a step."""
+        """Return the time that further LoRA adapters, and tokens of chunks with an adapter, add to a step."""
         ...
 
     def mask_work(self, features: BatchFeatures, rows: int) -> float:
-        """What so many further samples that a mask limits add to the step."""
+        """Return the time that `rows` further masked samples add to the step."""
         ...
 
 
 def default_knots(token_limit: int) -> tuple[int, ...]:
-    """0, 32, 64, ... 1,024, as far as a step of at most `token_limit` tokens reaches."""
+    """Return 0, 32, 64, ... 1,024, up to `token_limit` tokens."""
     return tuple(range(0, min(LAST_KNOT, max(token_limit - 1, 0)) + 1, KNOT_SPACING))
 
 
 def smallest_step(model: LatencyPredictor) -> float:
-    """Seconds of a step of one decode."""
+    """Return the seconds of a step with a single decode."""
     features = BatchFeatures(model.reach)
     features.add_decodes(1, 1)
     return model.predict(features)
@@ -125,12 +128,18 @@ def smallest_step(model: LatencyPredictor) -> float:
 
 @dataclass(frozen=True, slots=True)
 class LatencyModel:
-    """Fitted coefficients in seconds per unit of their feature, all non-negative.
+    """Fitted coefficients, all non-negative, in seconds per unit of their feature.
 
-    `hinges[i]` belongs to `knots[i]` (ascending). `token_limit` sizes the table of the hinge part; larger steps are
-    extrapolated by its last slope. `buckets` (ascending) are the token counts that steps are padded to; empty: none.
-    `decode_buckets` are those of steps without prompts; empty: the same. `reach`: what its features count of contexts.
-    Raises ValueError when the parts do not fit together.
+    The coefficients are named as in LINEAR_TERMS. Raises ValueError for inconsistent parts.
+
+    Attributes:
+        feature_set: Key of FEATURE_SETS.
+        knots: Token counts of the hinges, ascending.
+        hinges: Slope increase at each knot.
+        token_limit: Size of the table of the hinge part; larger steps are extrapolated with its last slope.
+        buckets: Token counts to which steps are padded, ascending; empty: no padding.
+        decode_buckets: The same for steps without prompts; empty: `buckets`.
+        reach: Windows with which the features count contexts.
     """
 
     feature_set: str = "full"
@@ -184,13 +193,13 @@ class LatencyModel:
         object.__setattr__(self, "_last_slope", sum(self.hinges))
 
     def _hinge(self, tokens: int, prompts: int) -> float:
-        """The hinge part at `tokens` (padded) with so many chunks of prompts, also beyond the table."""
+        """Return the hinge part at `tokens`, padded and extrapolated; `prompts` is the number of prefill chunks."""
         if tokens <= self._table_end:
             return self._table[tokens] if prompts else self._decode_table[tokens]
         return self._table[-1] + self._last_slope * (tokens - self._table_end)
 
     def predict(self, features: BatchFeatures) -> float:
-        """Seconds of the step; of the empty step, the intercept."""
+        """Return the seconds of the step; of the empty step, the intercept."""
         context, prefill = features.decode_context_sum, features.prefill_token_sum
         return (
             self.intercept
@@ -213,11 +222,11 @@ class LatencyModel:
         )
 
     def marginal(self, features: BatchFeatures, start: int, length: int) -> float:
-        """Seconds that the chunk (start, length ≥ 1) adds: `predict` after it minus `predict` before, in O(1)."""
+        """Return the seconds that the chunk (start, length ≥ 1) adds, in O(1): `predict` after minus before."""
         tokens = features.num_tokens
         end = tokens + length
         prompts = features.num_prefill_chunks
-        if end <= self._table_end:  # (the hot path)
+        if end <= self._table_end:  # hot path
             before = self._table if prompts else self._decode_table
             hinge = (before if length == 1 else self._table)[end] - before[tokens]
         else:
@@ -227,7 +236,7 @@ class LatencyModel:
             squares = self.decode_context_squared * (2 * features.decode_context_sum + context)
             return hinge + self.decodes + context * (self.decode_context + squares)
         squares = self.prefill_tokens_squared * (2 * features.prefill_token_sum + length)
-        if not self.reach.kinds:  # (the hot path)
+        if not self.reach.kinds:  # hot path
             per_token = self.attention * (start + 0.5 * (length + 1)) + self.prefill_tokens + squares
             return hinge + self.prefill_chunks + self.prefill_context * (start + length) + length * per_token
         attended = self.attention * self.reach.pairs(start, length)
@@ -235,7 +244,7 @@ class LatencyModel:
         return hinge + self.prefill_chunks + read + attended + length * (self.prefill_tokens + squares)
 
     def marginal_decodes(self, features: BatchFeatures, count: int, context_sum: int) -> float:
-        """Seconds that `count` decodes whose contexts sum to `context_sum` add."""
+        """Return the seconds that `count` decodes with contexts of `context_sum` tokens in total add."""
         tokens = features.num_tokens
         squares = self.decode_context_squared * (2 * features.decode_context_sum + context_sum)
         prompts = features.num_prefill_chunks
@@ -249,7 +258,7 @@ class LatencyModel:
         transferred_bytes: int = 0,
         beside: BatchFeatures | None = None,
     ) -> float:
-        """Seconds that such cache work adds to any step, or to `beside` with what the first token costs."""
+        """Return the seconds that the cache work adds; with `beside`, including fixed costs per step."""
         seconds = self.compact * compact_tokens + self.restored * restored_tokens + self.transferred * transferred_bytes
         if beside is not None:
             for step, before, more in (
@@ -260,31 +269,31 @@ class LatencyModel:
         return seconds
 
     def adapter_work(self, adapters: int, tokens: int) -> float:
-        """Seconds that further adapters and tokens under any add to a step."""
+        """Return the seconds that further adapters, and tokens of chunks with an adapter, add to a step."""
         return self.adapters * adapters + self.adapted_tokens * tokens
 
     def mask_work(self, features: BatchFeatures, rows: int) -> float:
-        """Seconds that so many further masked samples add, what the first of a step costs included."""
+        """Return the seconds that `rows` further masked samples add, including the fixed cost of the first mask."""
         return (self.masks if rows and not features.masks else 0.0) + self.masked_rows * rows
 
     def scaled(self, factor: float) -> "LatencyModel":
-        """The model of a device on which every step takes `factor` times as long."""
+        """Return the model of a device on which every step takes `factor` times as long."""
         linear = {name: factor * getattr(self, name) for name in LINEAR_TERMS}
         return replace(self, **linear, hinges=tuple(factor * hinge for hinge in self.hinges))
 
     def max_prefill(self, features: BatchFeatures, seconds: float, max_tokens: int, start: int) -> int:
-        """The largest chunk length ≤ `max_tokens` behind `start` that adds at most `seconds`; 0 if none does.
+        """Return the largest chunk length ≤ `max_tokens` after `start` that adds at most `seconds`; 0 if none fits.
 
-        Under padding this is an upper edge of a bucket whenever the edge fits: inside one, only attention grows.
+        With padding, the result is an upper edge of a bucket if one fits, because padding tokens are nearly free.
         """
         return largest_chunk(lambda length: self.marginal(features, start, length), seconds, max_tokens)
 
     def expected_prefill(self, features: BatchFeatures, limit: float, max_tokens: int, start: int) -> int:
-        """The same by the time of the whole step: a model that does not learn keeps no margin."""
+        """Like `max_prefill`, but by the time of the whole step; this model has no margin."""
         return self.max_prefill(features, limit - self.predict(features), max_tokens, start)
 
     def mape(self, samples: Iterable[Sample]) -> float:
-        """Mean of |predicted − measured| ÷ measured over `samples`; raises ValueError when there are none."""
+        """Return the mean of |predicted − measured| ÷ measured; raises ValueError without samples."""
         errors = [abs(self.predict(features) - seconds) / seconds for features, seconds in samples]
         if not errors:
             raise ValueError("a mean error needs at least one sample")
@@ -292,9 +301,9 @@ class LatencyModel:
 
 
 def largest_chunk(cost: Callable[[int], float], seconds: float, max_tokens: int) -> int:
-    """The largest length ≤ `max_tokens` with cost(length) ≤ `seconds`, or 0.
+    """Return the largest length ≤ `max_tokens` with cost(length) ≤ `seconds`, or 0.
 
-    `cost` never falls over lengths ≥ 2; length 1 is a decode, priced by other terms, and is tried on its own.
+    `cost` must not decrease for lengths ≥ 2. Length 1 is a decode with other terms and is tried separately.
     """
     if max_tokens < 1:
         return 0
@@ -313,7 +322,7 @@ def largest_chunk(cost: Callable[[int], float], seconds: float, max_tokens: int)
 
 
 def _hinge_table(knots: tuple[int, ...], hinges: tuple[float, ...], buckets: tuple[int, ...], end: int) -> list[float]:
-    """Hinge part in seconds at 0 … `end` tokens, each count padded up to its bucket (none above the largest)."""
+    """Return the hinge part in seconds at 0 … `end` tokens, each count padded to its bucket (if not above the last)."""
     table = [0.0] * (end + 1)
     value, slope, at = 0.0, 0.0, 0
     for knot, hinge in zip((*knots, end), (*hinges, 0.0), strict=True):

@@ -1,6 +1,6 @@
 """A fitted latency model on disk: one JSON file per model × device × dtype × version.
 
-The caller decides the directory and passes the time of creation; this module knows no clock and no default place.
+The caller chooses the directory and passes the creation time.
 """
 
 import contextlib
@@ -21,18 +21,18 @@ from predictor.reach import Reach
 from predictor.samples import Sample
 
 SCHEMA = 8
-"""2: the costs of the cache's representations came in; 3: none of them is zero; 4: the sweep itself, which later fits
-stand on; 5: adapters; 6: the contexts of chunks; 7: masks; 8: cache costs of a step. Older files are measured again."""
+"""Version of the file format. 2: cache costs; 3: nonzero cache costs; 4: samples of the sweep, for refits; 5: adapters;
+6: contexts of chunks; 7: masks; 8: cache costs per step. Profiles of older schemas are measured again."""
 
 
 class ProfileError(Exception):
-    """The file cannot serve as this engine's profile; one line that says which file and why."""
+    """The file cannot be used as this engine's profile; the message is one line with path and reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class ProfileKey:
-    """What a profile holds for: model name, device name, dtype, the version of the code that ran the steps, what steps
-    are padded to, and the windows of the model's layers (as a `Reach` writes itself)."""
+    """Identity of a profile: model name, device name, dtype, version of the code that ran the steps, padding sizes, and
+    windows of the model's layers (`str` of a `Reach`)."""
 
     model: str
     device: str
@@ -42,7 +42,7 @@ class ProfileKey:
     windows: str = ""
 
     def filename(self) -> str:
-        """A file name that is readable, safe on any file system, and distinct for distinct keys."""
+        """Return a readable file name that is valid on any file system and unique per key."""
         parts = (self.model, self.device, self.dtype, self.version, *filter(None, [self.padding, self.windows]))
         readable = re.sub(r"[^A-Za-z0-9.]+", "-", "_".join(parts[:4])).strip("-.")[:100]
         return f"{readable}-{hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:10]}.json"
@@ -50,11 +50,17 @@ class ProfileKey:
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """A latency model, what it holds for, when it was made (ISO 8601), and how good it is on steps it has not seen.
+    """A latency model and its metadata.
 
-    `sweep`: the measured steps, as many as `num_samples` or none; a refit of the model keeps them.
-    `core_share`: of their time that busy threads got while it was made; other work of the machine had the rest.
-    `cache_costs` are also coefficients of the model where they were measured (see `with_cache_costs`).
+    Attributes:
+        key: Identity of the profile.
+        created_at: Creation time, ISO 8601.
+        model: The fitted model.
+        held_out_mape: Mean absolute percentage error on steps that were held out of the fit.
+        num_samples: Number of measured steps.
+        cache_costs: Costs of cache operations; also coefficients of `model` if measured (see `with_cache_costs`).
+        sweep: The measured steps, either all or none; refits use them.
+        core_share: Share of CPU time that busy threads got during the sweep; other processes had the rest.
     """
 
     key: ProfileKey
@@ -67,17 +73,14 @@ class Profile:
     core_share: float = 1.0
 
     def with_cache_costs(self, costs: CacheCosts, unit_bytes: int) -> "Profile":
-        """The profile with these costs, and a model that charges them; `unit_bytes`: size of a cache unit."""
+        """Return the profile with these costs and a model that charges them; `unit_bytes`: size of a cache unit."""
         swap = (costs.swap_out or 0.0) + (costs.swap_in or 0.0)
         transferred = swap / 2 / unit_bytes if swap else 0.0
         model = replace(self.model, transferred=transferred, **costs.coefficients())
         return replace(self, model=model, cache_costs=costs)
 
     def save(self, path: Path) -> None:
-        """Write atomically: a reader, or a crash at any moment, meets the old file or the new one, whole.
-
-        Creates the folder. Raises OSError when the place cannot be written.
-        """
+        """Write the file atomically and create its folder. Raises OSError if the path cannot be written."""
         coefficients = {name: getattr(self.model, name) for name in LINEAR_TERMS}
         document = {
             "schema": SCHEMA,
@@ -99,30 +102,30 @@ class Profile:
 
     @classmethod
     def load(cls, path: Path, key: ProfileKey) -> "Profile":
-        """The profile in `path` if it is whole and was made for `key`; raises ProfileError otherwise."""
+        """Read the profile in `path`. Raises ProfileError if it is damaged or was made for another key."""
         try:
             document = json.loads(path.read_bytes())
         except OSError as error:
-            raise ProfileError(f"profile {path}: cannot be read ({error.strerror or error})") from None
+            raise ProfileError(f"profile {path} cannot be read ({error.strerror or error})") from None
         except (ValueError, RecursionError):
-            raise ProfileError(f"profile {path}: damaged (not JSON); delete it to measure again") from None
+            raise ProfileError(f"profile {path} is damaged (not JSON); delete it to measure again") from None
         schema = document.get("schema") if isinstance(document, dict) else None
         if schema != SCHEMA:
-            raise ProfileError(f"profile {path}: schema {schema!r}, this version reads schema {SCHEMA}")
+            raise ProfileError(f"profile {path} has schema {schema!r}; this version reads schema {SCHEMA}")
         try:
             profile = _parse(document)
         except (KeyError, TypeError, ValueError) as error:
             reason = f"missing {error}" if isinstance(error, KeyError) else str(error)
-            raise ProfileError(f"profile {path}: damaged ({reason}); delete it to measure again") from None
+            raise ProfileError(f"profile {path} is damaged ({reason}); delete it to measure again") from None
         for name in (field.name for field in fields(ProfileKey)):
             found, wanted = getattr(profile.key, name), getattr(key, name)
             if found != wanted:
-                raise ProfileError(f"profile {path}: made for {name} '{found}', not '{wanted}'")
+                raise ProfileError(f"profile {path} was made for {name} '{found}', not '{wanted}'")
         return profile
 
 
 def _parse(document: dict[str, Any]) -> Profile:
-    """The profile in a parsed document; raises KeyError, TypeError or ValueError when a part is missing or wrong."""
+    """Build the profile from a parsed document; raises KeyError, TypeError or ValueError for missing or wrong parts."""
     parts = {"windows": "", **document["key"]}
     key = ProfileKey(**{field.name: _string(parts[field.name]) for field in fields(ProfileKey)})
     mape = _number(document["held_out_mape"])
@@ -153,32 +156,32 @@ def _sample(row: list[object]) -> Sample:
 
 
 def _sum(value: object) -> int:
-    """A sum of features: attention work and bytes can be large."""
+    """Check a sum of features; attention work and bytes exceed 31 bits."""
     if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 2**62:
-        raise TypeError(f"a whole number was expected, not {value!r:.40}")
+        raise TypeError(f"expected a whole number, not {value!r:.40}")
     return value
 
 
 def _string(value: object) -> str:
     if not isinstance(value, str):
-        raise TypeError(f"a string was expected, not {value!r:.40}")
+        raise TypeError(f"expected a string, not {value!r:.40}")
     return value
 
 
 def _integer(value: object) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 2**31:
-        raise TypeError(f"a whole number was expected, not {value!r:.40}")
+        raise TypeError(f"expected a whole number, not {value!r:.40}")
     return value
 
 
 def _number(value: object) -> float:
     if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
-        raise TypeError(f"a finite number was expected, not {value!r:.40}")
+        raise TypeError(f"expected a finite number, not {value!r:.40}")
     return float(value)
 
 
 def write_atomically(path: Path, data: bytes) -> None:
-    """Temporary file in the same folder, fsync, rename, fsync of the folder."""
+    """Write `data` to a temporary file in the same folder, fsync it, rename it, and fsync the folder."""
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name[:40]}.")
     try:
@@ -187,7 +190,7 @@ def write_atomically(path: Path, data: bytes) -> None:
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
-    except BaseException:  # whatever it was, nothing half-written stays
+    except BaseException:  # remove the temporary file after any failure, cancellation included
         with contextlib.suppress(OSError):
             os.unlink(temporary)
         raise

@@ -1,7 +1,7 @@
-"""What of a context is read: a layer with a sliding window reads the last tokens of it alone.
+"""Part of a context that the layers read: a layer with a sliding window reads only the last tokens.
 
-Counts are means over the layers that attend, in whole tokens (rounded down, each chunk by itself, so that sums of them
-can be taken back exactly). They never fall when a context grows. Knows nothing of models or devices.
+Counts are means over the attention layers in whole tokens. They are rounded down per chunk, so that sums can be
+subtracted exactly. They never decrease as a context grows.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -11,21 +11,25 @@ from itertools import pairwise
 
 @dataclass(frozen=True, slots=True)
 class Reach:
-    """`kinds`: (window, layers with it), ascending by window, which is the tokens that a query sees, itself included;
-    0, the last: all before it. Empty: every layer sees all. Raises ValueError for what is no such list."""
+    """Sliding windows of a model's layers.
+
+    `kinds` holds pairs (window, number of layers), ascending by window. A window is the number of tokens that a query
+    sees, itself included. Window 0 stands for full attention and comes last. Empty: all layers have full attention.
+    Raises ValueError for an invalid list.
+    """
 
     kinds: tuple[tuple[int, int], ...] = ()
 
     def __post_init__(self) -> None:
         windows = [window for window, _ in self.kinds if window]
         if any(a >= b for a, b in zip((0, *windows), windows, strict=False)) or any(n < 1 for _, n in self.kinds):
-            raise ValueError("windows must ascend from 1 and have a layer at least")
+            raise ValueError("windows must ascend from 1, each with at least one layer")
         if self.kinds and (not windows or any(window == 0 for window, _ in self.kinds[:-1])):
-            raise ValueError("layers that see all come last, behind those that have a window")
+            raise ValueError("layers with full attention must come last, after layers with a window")
 
     @classmethod
     def of(cls, windows: Sequence[int | None]) -> "Reach":
-        """By the windows of all layers, None for those without; an empty list: no layer has one."""
+        """Build a reach from the window of each layer (None: full attention)."""
         counts: dict[int, int] = {}
         for window in windows:
             counts[window or 0] = counts.get(window or 0, 0) + 1
@@ -34,7 +38,7 @@ class Reach:
 
     @classmethod
     def parse(cls, text: str) -> "Reach":
-        """Inverse of `str`. Raises ValueError."""
+        """Parse the result of `str`. Raises ValueError."""
         pairs = (kind.split("x") for kind in text.split())
         return cls(tuple((int(window), int(layers)) for layers, window in pairs))
 
@@ -42,7 +46,7 @@ class Reach:
         return " ".join(f"{layers}x{window}" for window, layers in self.kinds)
 
     def tokens(self, start: int, length: int) -> int:
-        """Tokens whose K and V a chunk of `length` ≥ 1 tokens behind `start` reads, its own included."""
+        """Return the tokens whose K and V a chunk of `length` ≥ 1 tokens after `start` reads, its own included."""
         end = start + length
         if not self.kinds:
             return end
@@ -50,18 +54,18 @@ class Reach:
         return sum(read) // self.num_layers
 
     def contexts(self, contexts: Iterable[int]) -> int:
-        """The same of decodes with contexts of so many tokens, their own included: the sum."""
+        """Return the sum of tokens read by decodes with these context lengths, their own tokens included."""
         if not self.kinds:
             return sum(contexts)
         (window, layers), *others = self.kinds
         if any(other for other, _ in others):
             return sum([self.tokens(context - 1, 1) for context in contexts])
-        total = self.num_layers  # (one window, as models have it: every step asks this for all that run)
+        total = self.num_layers  # fast path for a single window: called in every step for all running requests
         limited, rest = layers * window, total - layers
         return sum([(limited + rest * c) // total if c > window else c for c in contexts])
 
     def pairs(self, start: int, length: int) -> int:
-        """Query-key pairs of a causal chunk: every token attends to as many before it as windows let it, and itself."""
+        """Return the query-key pairs of a causal chunk within the windows."""
         if not self.kinds:
             return _pairs(start, length)
         total = 0
@@ -71,8 +75,11 @@ class Reach:
         return total // self.num_layers
 
     def middles(self, start: int, length: int, chunk: int) -> Iterator[tuple[float, int]]:
-        """Tokens [start, start + length) in chunks of `chunk`: (share of the tokens, start of a chunk that costs what
-        those chunks cost on average). Up to a window a chunk's past grows with its start, and behind it no more."""
+        """Split [start, start + length) where the cost per chunk of `chunk` tokens changes its slope.
+
+        Yields (share of the tokens, start of a chunk of average cost in that part). Within a window, the cost of a
+        chunk grows with its start; beyond the window it is constant.
+        """
         inside = [window for window, _ in self.kinds if start < window < start + length]
         edges = (start, *inside, start + length)
         for begin, end in pairwise(edges):
@@ -80,7 +87,7 @@ class Reach:
 
     @property
     def num_layers(self) -> int:
-        """Of all kinds."""
+        """Number of layers of all kinds."""
         return sum([layers for _, layers in self.kinds])
 
 

@@ -1,12 +1,11 @@
-"""A new fit of the latency model from what steps really took, and whether it is better (HyGen §4.2, ours).
+"""Refit of the latency model on executed steps, with a check whether it is better (HyGen §4.2).
 
-A sweep sees an idle machine and the steps that it thought of; a scale puts right a device that is slower as a whole,
-but not one whose decodes cost twice as much and whose prompts cost the same. The fit stands on recent steps where there
-are enough of their kind and size, and elsewhere on the sweep, by what steps nearest to them show of how it has aged.
-Errors are measured on steps that were kept from the fit, all kinds and sizes alike, and by their time: that is what a
-budget is made of.
+A sweep covers an idle machine and its own choice of steps. A scale corrects a device that is slower as a whole, but not
+one whose decodes alone became slower. The refit uses recent steps in regimes that have enough. Other regimes use the
+sweep, scaled by the ratio of the nearest recent regime. Errors are measured on held-out steps, weighted by time and
+averaged over regimes, because budgets are sums of step times.
 
-Pure; the fit needs numpy, and time that a server's loop does not have.
+Pure. A fit needs numpy and is too slow for a server's event loop.
 """
 
 import math
@@ -20,23 +19,29 @@ from predictor.model import CACHE_TERMS, LatencyModel
 from predictor.samples import Sample, split_samples
 
 FEWEST = 100
-"""Recent steps that a fit needs."""
+"""Minimum number of recent steps for a refit."""
 COVERED = 16
-"""Steps of a kind and size that make those of the sweep superfluous."""
+"""Number of recent steps of a regime that replace those of the sweep."""
 HELD_OUT = 0.25
 BETTER = 0.95
-"""The error must fall to that share of the old one: less is chance."""
+"""Required ratio of new to old error; a smaller improvement may be chance."""
 SLOW = 1.5
-"""Times what the sweep says: a device that takes so long is shared or throttled, and will not be for ever."""
+"""Ratio to the sweep above which the device counts as shared or throttled, a temporary state."""
 
 Regime = tuple[bool, int]
-"""Whether there are prompts, and the octave of the step's tokens."""
+"""(has prompts, bit length of the number of tokens) of a step."""
 
 
 @dataclass(frozen=True, slots=True)
 class Refit:
-    """`error`: of `model` on steps that it was not fitted to; `error_before`: of the old model there, scaled to fit.
-    `level`: how many times longer recent steps took than the sweep says, or without a sweep the old model."""
+    """Result of a refit.
+
+    Attributes:
+        model: The new model.
+        error: Error of `model` on held-out steps.
+        error_before: Error of the old model on the same steps, scaled to the training steps.
+        level: Measured time of recent steps ÷ prediction by the sweep, or by the old model without a sweep.
+    """
 
     model: LatencyModel
     error: float
@@ -49,13 +54,12 @@ class Refit:
 
     @property
     def is_of_slow_device(self) -> bool:
-        """Whether the device is slow for now; the next start must not begin with this model."""
+        """Whether the fit reflects a temporary slowdown and must not be saved: later starts compare with profiles."""
         return self.level >= SLOW
 
 
 def refit(current: LatencyModel, sweep: Sequence[Sample], recent: Sequence[Sample]) -> Refit | None:
-    """None with too few steps. What cache work costs stays as it is: it is measured apart, and such steps are left
-    out."""
+    """Fit a new model; None with too few steps. Coefficients of cache work are kept and steps with it are excluded."""
     steps = [sample for sample in recent if not _has_cache_work(sample.features)]
     if len(steps) < FEWEST:
         return None
@@ -71,7 +75,7 @@ def refit(current: LatencyModel, sweep: Sequence[Sample], recent: Sequence[Sampl
 
 
 def error_of(model: LatencyModel, samples: Sequence[Sample]) -> float:
-    """Σ |predicted − measured| ÷ Σ measured of each kind and size, on average over them."""
+    """Return Σ |predicted − measured| ÷ Σ measured per regime, averaged over the regimes."""
     sums: dict[Regime, list[float]] = defaultdict(lambda: [0.0, 0.0])
     for features, seconds in samples:
         off_and_all = sums[_regime(features)]
@@ -81,8 +85,8 @@ def error_of(model: LatencyModel, samples: Sequence[Sample]) -> float:
 
 
 def _aged(sweep: Sequence[Sample], train: Sequence[Sample], base: LatencyModel) -> list[Sample]:
-    """The samples of the sweep that nothing recent stands for, each by how much the nearest recent steps take longer
-    now than `base`, its own fit, says."""
+    """Return the sweep's samples of regimes without enough recent steps, scaled by the ratio of measured time to the
+    prediction of `base` (the fit of the sweep) in the nearest regime."""
     sums: dict[Regime, list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0])
     for features, seconds in train:
         took = sums[_regime(features)]

@@ -1,7 +1,4 @@
-"""Measured steps: (features, seconds) pairs, stored so that 80,000 of them can be fitted without touching each one.
-
-Knows nothing of where they come from (start-up sweep or executed steps) nor of the model that is fitted to them.
-"""
+"""Measured steps: (features, seconds) pairs in a flat array, so that a fit of 80,000 needs no Python loop."""
 
 import base64
 import random
@@ -22,9 +19,9 @@ class Sample(NamedTuple):
 
 
 class SampleLog:
-    """Samples as rows of one flat array of doubles: `ROW_WIDTH` values each, the seconds last.
+    """Samples as rows of a flat array of doubles: `ROW_WIDTH` values each, the seconds last.
 
-    With a `capacity` the oldest sample is overwritten. `values` has shape [len, ROW_WIDTH], flattened.
+    `values` has shape [len, ROW_WIDTH], flattened. With a `capacity`, new samples overwrite the oldest.
     """
 
     __slots__ = ("_capacity", "_next", "values")
@@ -51,16 +48,16 @@ class SampleLog:
             self.append(features, seconds)
 
     def encode(self) -> str:
-        """All of it as text, quickly: base64 of its doubles, on the machine that reads it."""
+        """Return base64 of the doubles in native byte order."""
         return base64.b64encode(self.values.tobytes()).decode()
 
     @classmethod
     def decode(cls, text: str) -> "SampleLog":
-        """Inverse of `encode`, without a capacity. Raises ValueError for what is none."""
+        """Inverse of `encode`, without a capacity. Raises ValueError for invalid text."""
         log = cls()
         log.values.frombytes(base64.b64decode(text, validate=True))
         if len(log.values) % ROW_WIDTH:
-            raise ValueError("samples are cut short")
+            raise ValueError("the sample log is truncated")
         return log
 
     def __len__(self) -> int:
@@ -73,7 +70,7 @@ class SampleLog:
 
 
 def split_samples(samples: Iterable[Sample], held_out: float = 0.2, seed: int = 0) -> tuple[list[Sample], list[Sample]]:
-    """(train, held-out), shuffled by `seed`, each in its original order; both are non-empty from two samples on."""
+    """Return (train, held-out), chosen by `seed`, each in original order; both are non-empty from two samples on."""
     if not 0.0 < held_out < 1.0:
         raise ValueError(f"held_out must be between 0 and 1, not {held_out}")
     everything = list(samples)

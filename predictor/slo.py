@@ -1,10 +1,9 @@
-"""Service-level objectives: what the user states, and how one request and one window are judged by it.
+"""Service-level objectives: parsing, and evaluation for one request or one window.
 
-`X_pNN=limit` limits that value of each request (`tbt_pNN`: the nearest-rank percentile of the request's own gaps; no
-gap: it holds) and asks for NN % of requests good. `X_mean=limit`, and every tolerance in percent over the online-only
-run (HyGen §4.2), act on the aggregates of a window, gaps pooled. Times are seconds inside, units in the text.
-
-Knows nothing of requests, clocks or budgets.
+`X_pNN=limit` limits the value of each request and requires NN % of requests to be good. For `tbt_pNN` the value is the
+nearest-rank percentile of the request's own gaps; a request without gaps is good. `X_mean=limit`, and every tolerance
+in percent over the online-only run (HyGen §4.2), apply to the aggregates of a window, with gaps pooled. Times are
+seconds internally and have units in the text.
 """
 
 import math
@@ -16,7 +15,7 @@ METRICS = ("ttft", "tbt", "tpot")
 PERCENTILES = (50, 99)
 UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
 TOLERANCE_KEYS = ("ttft_mean", "ttft_p99", "tbt_mean", "tbt_p99")
-"""What a bare percentage stands for: HyGen's four metrics."""
+"""HyGen's four metrics, to which a bare percentage applies."""
 BEYOND_PERCENTILE = 10
 FEWEST_ARRIVALS = 200
 
@@ -27,7 +26,7 @@ ALLOWED = (
 
 
 class SLOError(ValueError):
-    """A service-level objective that cannot be read; names the offending part and what is allowed."""
+    """A service-level objective that cannot be parsed; the message names the part and the syntax."""
 
     def __init__(self, part: str, reason: str) -> None:
         super().__init__(f"SLO '{part}': {reason} ({ALLOWED})")
@@ -36,8 +35,14 @@ class SLOError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Objective:
-    """One constraint: `metric` (one of METRICS), `percentile` (None: the mean), and either `limit` in seconds or
-    `tolerance` as a ratio over the online-only run."""
+    """One constraint on a metric.
+
+    Attributes:
+        metric: One of METRICS.
+        percentile: Percentile; None for the mean.
+        limit: Absolute limit in seconds, or None.
+        tolerance: Ratio over the online-only run, or None.
+    """
 
     metric: str
     percentile: int | None
@@ -46,12 +51,12 @@ class Objective:
 
     @property
     def key(self) -> str:
-        """Its name in reports: `ttft_p99`, `tbt_mean` ..."""
+        """Name in reports: `ttft_p99`, `tbt_mean` ..."""
         return f"{self.metric}_{'mean' if self.percentile is None else f'p{self.percentile}'}"
 
     @property
     def per_request(self) -> bool:
-        """True when the limit holds for each request, not for an aggregate."""
+        """Whether the limit applies to each request instead of an aggregate."""
         return self.limit is not None and self.percentile is not None
 
     def __str__(self) -> str:
@@ -64,25 +69,25 @@ class Objective:
 
 @dataclass(frozen=True, slots=True)
 class SLO:
-    """All constraints together; every one must hold. An empty SLO always holds."""
+    """A conjunction of objectives. An empty SLO always holds."""
 
     objectives: tuple[Objective, ...] = ()
 
     @classmethod
     def parse(cls, text: str) -> "SLO":
-        """The SLO in `text`; raises SLOError. A tolerance for all metrics gives way to objectives for single ones."""
+        """Parse `text`; raises SLOError. Objectives for single metrics override a bare percentage."""
         general: Objective | None = None
         named: dict[str, Objective] = {}
         for part in (part.strip() for part in text.split(",")):
             name, equals, value = (piece.strip() for piece in part.partition("="))
             if not equals:
                 if general is not None:
-                    raise SLOError(part, "a second percentage for all metrics")
+                    raise SLOError(part, "a second percentage for all metrics; remove one")
                 general = _parse_general(part)
                 continue
             objective = _parse_objective(part, name.lower(), value)
             if objective.key in named:
-                raise SLOError(part, f"a second objective for {objective.key}")
+                raise SLOError(part, f"a second objective for {objective.key}; remove one")
             named[objective.key] = objective
         if general is not None:
             for key in TOLERANCE_KEYS:
@@ -95,38 +100,38 @@ class SLO:
         return ",".join(map(str, self.objectives))
 
     def limits(self) -> dict[str, float]:
-        """Absolute limits in seconds by key."""
+        """Return the absolute limits in seconds by key."""
         return {o.key: o.limit for o in self.objectives if o.limit is not None}
 
     def tolerances(self) -> dict[str, float]:
-        """Tolerated interference by key, as a ratio over the online-only run."""
+        """Return the tolerances by key, as ratios over the online-only run."""
         return {o.key: o.tolerance for o in self.objectives if o.tolerance is not None}
 
     @property
     def attainment_target(self) -> float | None:
-        """The share of requests that must be good: the strictest percentile; None when no limit is per request."""
+        """Share of requests that must be good, from the strictest percentile; None without limits per request."""
         targets = [o.percentile / 100 for o in self.objectives if o.per_request and o.percentile is not None]
         return max(targets, default=None)
 
     @property
     def arrivals_needed(self) -> int:
-        """How many requests a window must have to tell whether it keeps this SLO: ten beyond the highest percentile."""
+        """Requests that a window needs to evaluate this SLO: ten beyond the highest percentile."""
         percentile = max((o.percentile for o in self.objectives if o.percentile is not None), default=0)
         return max(FEWEST_ARRIVALS, round(100 * BEYOND_PERCENTILE / (100 - percentile)))
 
     def limit_of(self, metric: str) -> float | None:
-        """The strictest absolute limit on `metric` in seconds, of whatever statistic; None without one."""
+        """Return the strictest absolute limit on any statistic of `metric`, in seconds; None without one."""
         return min((o.limit for o in self.objectives if o.metric == metric and o.limit is not None), default=None)
 
     @property
     def gap_limited(self) -> bool:
-        """True when an absolute limit holds for every gap (`tbt_pNN`), not only for their mean."""
+        """Whether an absolute limit applies to every gap (`tbt_pNN`), not only to the mean gap."""
         return any(o.metric == "tbt" and o.per_request for o in self.objectives)
 
     def good(self, ttft: float | None, gaps: Sequence[float]) -> bool:
-        """True when one request that ended well kept every per-request limit.
+        """Return whether a request that ended without an error met every limit per request.
 
-        `ttft` in seconds (None: no token came, never good while anything is limited), `gaps` between its tokens.
+        `ttft` is in seconds; None: no token arrived, which violates any limit. `gaps` are the seconds between tokens.
         """
         limited = [o for o in self.objectives if o.per_request]
         if ttft is None:
@@ -142,12 +147,16 @@ class SLO:
     def violations(
         self, window: Mapping[str, float], baseline: Mapping[str, float] | None = None, margin: float = 1.0
     ) -> dict[str, float]:
-        """Violated constraints of a window of aggregates: key → (value − bound) ÷ bound, positive. Empty: all hold.
+        """Return the violated constraints of a window as key → (value − bound) ÷ bound. Empty: all hold.
 
-        `window` and `baseline` (the online-only run of the same workload) map the keys of the objectives to seconds,
-        and `slo_attainment` to a share when a limit is per request. `margin` is the share of the room between base
-        line and limit that may be used. Raises KeyError when a metric is missing, ValueError for a tolerance without
-        a base line.
+        Args:
+            window: Aggregates in seconds by key; `slo_attainment` as a share if there are limits per request.
+            baseline: The same for the online-only run of the workload.
+            margin: Share of the room between baseline and limit that may be used.
+
+        Raises:
+            KeyError: If a metric is missing.
+            ValueError: For a tolerance without a baseline.
         """
         found = {}
         for key, bound in self.bounds(baseline, margin).items():
@@ -157,15 +166,15 @@ class SLO:
         return found
 
     def bounds(self, baseline: Mapping[str, float] | None, margin: float = 1.0) -> dict[str, float]:
-        """Upper bounds by key on the aggregates of a window; that of `slo_attainment` is on the share of misses.
+        """Return upper bounds on the aggregates of a window by key; `slo_attainment` bounds the share of misses.
 
-        A limit that the base line itself breaks is relaxed to the base line: co-location shall not make it worse.
+        A limit that the baseline itself exceeds is relaxed to the baseline: co-location must not increase the excess.
         """
         bounds: dict[str, float] = {}
         for objective in self.objectives:
             if objective.tolerance is not None:
                 if baseline is None:
-                    raise ValueError(f"'{objective}' is a tolerance and needs the online-only run to compare with")
+                    raise ValueError(f"'{objective}' is a tolerance; pass the baseline of an online-only run")
                 bounds[objective.key] = baseline[objective.key] * (1.0 + margin * objective.tolerance)
             elif objective.limit is not None and not objective.per_request:
                 base = None if baseline is None else baseline[objective.key]
@@ -177,16 +186,16 @@ class SLO:
 
 
 def nearest_rank(values: Sequence[float], percentile: float) -> float:
-    """The smallest value that at least `percentile` % of `values` (not empty, any order) do not exceed."""
+    """Return the smallest value that at least `percentile` % of `values` (any order, not empty) do not exceed."""
     return sorted(values)[max(math.ceil(percentile * len(values) / 100), 1) - 1]
 
 
 def aggregate(
     requests: Sequence[tuple[float, Sequence[float]]], keys: Sequence[str] = TOLERANCE_KEYS
 ) -> dict[str, float]:
-    """Aggregates of a window by key, in seconds, from (ttft, gaps) of each request; gaps are pooled.
+    """Aggregate (ttft, gaps) of the requests of a window by key, in seconds; gaps are pooled.
 
-    A metric without a value (no requests, no gaps) is 0. Raises SLOError for a key that is none.
+    A metric without a value (no requests, no gaps) is 0. Raises SLOError for an unknown key.
     """
     pools: dict[str, list[float]] = {
         "ttft": [ttft for ttft, _ in requests],
@@ -226,10 +235,10 @@ def _parse_key(key: str) -> tuple[str, int | None]:
 
 
 def _parse_value(part: str, value: str) -> tuple[float, str]:
-    """(positive number in seconds or as a ratio, unit)."""
+    """Return (positive number in seconds or as a ratio, unit)."""
     match = re.fullmatch(r"(\d+(?:\.\d*)?|\.\d+)\s*(us|ms|s|%)", value, re.ASCII | re.IGNORECASE)
     if match is None:
-        raise SLOError(part, f"'{value}' is no time or percentage")
+        raise SLOError(part, f"'{value}' is neither a time nor a percentage")
     number, unit = float(match[1]), match[2].lower()
     if not 0.0 < number < math.inf:
         raise SLOError(part, f"'{value}' is not a positive number")
@@ -238,10 +247,10 @@ def _parse_value(part: str, value: str) -> tuple[float, str]:
 
 def _parse_general(part: str) -> Objective:
     if not part:
-        raise SLOError(part, "an empty objective")
+        raise SLOError(part, "the objective is empty")
     ratio, unit = _parse_value(part, part)
     if unit != "%":
-        raise SLOError(part, "a time needs the name of a metric")
+        raise SLOError(part, "a time needs a metric")
     return Objective("ttft", None, tolerance=ratio)
 
 

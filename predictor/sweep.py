@@ -1,8 +1,8 @@
-"""The start-up sweep: which steps to measure, in which order, within how much time (HyGen §4.2, "Training Data").
+"""Start-up sweep: the steps to measure, their order, and the time limit (HyGen §4.2, "Training Data").
 
-Pure: the caller runs a shape on its runner and returns seconds; the clock is an argument. Order is what makes a budget
-safe: first the anchors that pin every term down, then points dense around the knee between the memory-bound and the
-compute-bound regime, interleaved with a low-discrepancy sequence of mixed steps; any prefix gives a usable fit.
+Pure: the caller runs a shape on its runner and returns seconds; the clock is an argument. Anchors that determine every
+term come first. Points around the knee between the memory-bound and the compute-bound regime follow, interleaved with a
+low-discrepancy sequence of mixed steps. Any prefix of this order gives a usable fit, so the sweep can stop at any time.
 """
 
 import itertools
@@ -18,24 +18,28 @@ from predictor.samples import Sample
 MAX_SHAPES = 400
 REPEATS = 3
 SHAPE_SHARE = 0.02
-"""Share of the budget that the repeats of one shape may take: on a slow device many shapes tell more than many runs."""
+"""Share of the time limit for the repeats of one shape: on a slow device, more shapes help more than more repeats."""
 LONGEST_SHARE = 0.05
-"""Share of the budget that one run may be expected to take; a longer step is left out and extrapolated to."""
+"""Maximum expected share of the time limit for one run. Longer steps are skipped and extrapolated."""
 DEFAULT_KNEE = 256
 MIX_PRIMES = (2, 3, 5, 7)
 ADAPTED = 3
-"""Of so many shapes behind the anchors one is under LoRA adapters, where there are any."""
+"""One in ADAPTED shapes after the anchors runs LoRA adapters, if there are any."""
 MASKED = 4
-"""And of so many one has rows that a grammar limits, where grammars can be enforced."""
+"""One in MASKED shapes after the anchors has rows with a grammar mask, if grammars are supported."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepShape:
-    """One step to measure: `num_decodes` decodes of `decode_context` tokens each, and prefill chunks (start, length).
+    """One step to measure.
 
-    `decode_context` includes the decode's own token: such a decode is the chunk (decode_context − 1, 1).
-    `adapters`: all chunks are under that many LoRA adapters, in turn. `masked`: of so many sequences the samples are
-    limited by a grammar.
+    Attributes:
+        num_decodes: Number of decodes.
+        decode_context: Context length of each decode, its own token included: a decode is the chunk
+            (decode_context − 1, 1).
+        chunks: Prefill chunks (start, length).
+        adapters: Number of LoRA adapters, assigned to the sequences in turn.
+        masked: Number of sequences whose samples are limited by a grammar.
     """
 
     num_decodes: int = 0
@@ -46,11 +50,11 @@ class StepShape:
 
     @property
     def num_tokens(self) -> int:
-        """T of the step."""
+        """Number of tokens of the step (T)."""
         return self.num_decodes + sum(length for _, length in self.chunks)
 
     def fits(self, limits: Limits) -> bool:
-        """True when the step can be run under these limits."""
+        """Return whether the step can run under these limits."""
         contexts = [start + length for start, length in self.chunks] + [self.decode_context] * self.num_decodes
         return (
             0 < len(contexts) <= limits.max_num_seqs
@@ -60,7 +64,7 @@ class StepShape:
         )
 
     def features(self, reach: Reach = EVERYTHING) -> BatchFeatures:
-        """The step as the latency model sees it."""
+        """Return the features of the step for the latency model."""
         features = BatchFeatures(reach)
         if self.num_decodes:
             features.add_decodes(self.num_decodes, self.num_decodes * reach.tokens(self.decode_context - 1, 1))
@@ -72,7 +76,7 @@ class StepShape:
 
 
 def anchor_shapes(limits: Limits) -> Iterator[StepShape]:
-    """Few shapes that pin every term down: small steps first, so that what a token costs is known before large ones."""
+    """Yield the few shapes that determine every term. Small steps come first, to know the cost per token early."""
     tokens, length = limits.max_num_batched_tokens, limits.max_model_len
     short = min(32, length)
     seqs = limits.max_decodes(short)
@@ -91,14 +95,14 @@ def anchor_shapes(limits: Limits) -> Iterator[StepShape]:
 
 
 def under_adapters(shapes: Iterable[StepShape], adapters: int) -> Iterator[StepShape]:
-    """The shapes, every third of them under some of so many adapters: one, or several as far as it has chunks."""
+    """Assign adapters to every third shape: between one and `adapters`, at most one per sequence."""
     for index, shape in enumerate(shapes):
         count = min(1 + index // ADAPTED % adapters, shape.num_decodes + len(shape.chunks)) if adapters else 0
         yield shape if index % ADAPTED else replace(shape, adapters=count)
 
 
 def under_masks(shapes: Iterable[StepShape]) -> Iterator[StepShape]:
-    """The shapes, every fourth of them with masks, in turn for one of its sequences, a half and all."""
+    """Assign masks to every fourth shape: to all of its sequences, to one, or to half, in turn."""
     for index, shape in enumerate(shapes):
         sequences = shape.num_decodes + len(shape.chunks)
         count = (sequences, 1, -(-sequences // 2))[index // MASKED % 3]
@@ -106,7 +110,7 @@ def under_masks(shapes: Iterable[StepShape]) -> Iterator[StepShape]:
 
 
 def edge_shapes(limits: Limits) -> Iterator[StepShape]:
-    """Steps that fill what they are padded to, where they are: the stairs of such a device, one step each."""
+    """Yield one step for each padding size, filled to that size."""
     context = min(256, limits.max_model_len)
     for size in limits.padding.decode:
         yield StepShape(min(size, limits.max_decodes(context)), context)
@@ -118,9 +122,8 @@ def edge_shapes(limits: Limits) -> Iterator[StepShape]:
 
 
 def knee_shapes(limits: Limits, knee: int) -> Iterator[StepShape]:
-    """Steps of 16, 32, 48 … tokens up to four times the knee (then in eighths of an octave), nearest the knee first.
-
-    Each is built as a mix of decodes and one chunk, as offline fill makes them.
+    """Yield steps of 16, 32, 48 … tokens up to four times the knee, then in eighths of an octave, knee first.
+    Each step mixes decodes and one chunk, like a step with offline fill.
     """
     top = limits.max_num_batched_tokens
     counts = set(range(16, min(4 * knee, top) + 1, 16))
@@ -134,7 +137,7 @@ def knee_shapes(limits: Limits, knee: int) -> Iterator[StepShape]:
 
 
 def mixed_shapes(limits: Limits) -> Iterator[StepShape]:
-    """Endless mixes, spread evenly over the logarithms of (decodes, context, chunk, prefix): a Halton sequence."""
+    """Yield endless mixes, a Halton sequence over the logarithms of (decodes, context, chunk, prefix)."""
     for index in itertools.count(1):
         u = [_radical_inverse(index, prime) for prime in MIX_PRIMES]
         context = _log_scale(u[1], limits.max_model_len)
@@ -146,8 +149,8 @@ def mixed_shapes(limits: Limits) -> Iterator[StepShape]:
 
 
 def plan_sweep(limits: Limits, knee: int, max_shapes: int = MAX_SHAPES) -> Iterator[StepShape]:
-    """What follows the anchors: edges of the padding, then knee points, and mixes in turn; without repetition, each
-    within the limits."""
+    """Yield the shapes after the anchors: padding edges, then knee points, alternating with mixes; without repetition,
+    each within the limits."""
     seen: set[StepShape] = set()
     dense: Iterator[StepShape | None] = itertools.chain(
         edge_shapes(limits), knee_shapes(limits, knee), itertools.repeat(None)
@@ -161,10 +164,10 @@ def plan_sweep(limits: Limits, knee: int, max_shapes: int = MAX_SHAPES) -> Itera
 
 
 def find_knee(samples: Sequence[Sample]) -> int:
-    """The token count where the slope of prefill-only steps takes over from their floor.
+    """Return the token count at which prefill-only steps become compute-bound.
 
-    The least time is the floor, the steepest time per token the slope; their crossing is the knee. Falls back on
-    DEFAULT_KNEE when there is nothing to go by.
+    The knee is the crossing of the floor (the least time) and the slope (time per token of the largest prefill).
+    Returns DEFAULT_KNEE for fewer than two such samples.
     """
     prefills = [
         (f.num_tokens, seconds)
@@ -187,11 +190,19 @@ def run_sweep(
     adapters: int = 0,
     masks: bool = False,
 ) -> list[Sample]:
-    """Measure as many shapes as the budget allows, each as the median of up to REPEATS runs after one to warm up.
+    """Measure as many shapes as fit in `budget_seconds`; each is the median of up to REPEATS runs after a warm-up run.
 
-    `measure` runs the step once and returns its seconds. A shape too long for repeats is measured once; one that is
-    expected to overrun what is left is left out. At least one shape is always measured. `adapters`: LoRA adapters that
-    the runner has, from 1 on. `masks`: it can enforce a grammar.
+    At least one shape is measured. A shape too long for repeats is measured once. A shape whose expected time exceeds
+    the remaining time is skipped.
+
+    Args:
+        measure: Runs the step once and returns its seconds.
+        limits: Limits that the shapes must respect.
+        budget_seconds: Time limit of the sweep.
+        clock: Monotonic clock in seconds.
+        max_shapes: Maximum number of shapes after the anchors.
+        adapters: Number of LoRA adapters of the runner, numbered from 1.
+        masks: Whether the runner can enforce grammars.
     """
     sweep = _Sweep(measure, clock, budget_seconds, limits.reach)
     anchors = [shape for shape in dict.fromkeys(anchor_shapes(limits)) if shape.fits(limits)]
@@ -205,7 +216,7 @@ def run_sweep(
 
 
 class _Sweep:
-    """Measures shapes one by one and keeps within the deadline."""
+    """Measures shapes one by one within the time limit."""
 
     def __init__(
         self, measure: Callable[[StepShape], float], clock: Callable[[], float], budget: float, reach: Reach
@@ -220,7 +231,7 @@ class _Sweep:
         self._costs: list[tuple[int, int, float]] = []
 
     def take(self, shape: StepShape) -> bool:
-        """Measure `shape` if the time left allows; False once the budget is spent."""
+        """Measure `shape` if the remaining time allows it; return False once the time is up."""
         left = self._deadline - self._clock()
         if self.samples and left <= 0:
             return False
@@ -231,7 +242,7 @@ class _Sweep:
         first = self._clock() - begin
         repeats = REPEATS if first <= 0 else min(REPEATS, int(min(self._share, left - first) / first))
         if not self.samples and 2 * first <= left:
-            repeats = max(repeats, 1)  # the very first run also pays for everything that is set up lazily
+            repeats = max(repeats, 1)  # the very first run includes lazy initialisation
         if repeats >= 1:
             times = [self._measure(shape) for _ in range(repeats)]
         features = shape.features(self._reach)
@@ -240,7 +251,7 @@ class _Sweep:
         return True
 
     def _expected(self, shape: StepShape) -> float:
-        """Seconds the first run may take on the wall clock: a smaller step, grown by its tokens or its contexts."""
+        """Return the expected seconds of the first run, extrapolated from smaller steps by tokens or contexts."""
         features = shape.features(self._reach)
         tokens, context = features.num_tokens, _num_read(features)
         grown = [
@@ -252,12 +263,12 @@ class _Sweep:
 
 
 def _num_read(features: BatchFeatures) -> int:
-    """Tokens of all contexts that the step reads: the memory that it touches."""
+    """Return the tokens of all contexts that the step reads, a measure of memory traffic."""
     return features.decode_context_sum + features.prefill_context_sum
 
 
 def _radical_inverse(index: int, base: int) -> float:
-    """The digits of `index` mirrored behind the point: evenly spread over [0, 1)."""
+    """Return the radical inverse: the digits of `index` mirrored behind the point, evenly spread over [0, 1)."""
     value, scale = 0.0, 1.0
     while index:
         scale /= base
@@ -267,5 +278,5 @@ def _radical_inverse(index: int, base: int) -> float:
 
 
 def _log_scale(u: float, top: int) -> int:
-    """u in [0, 1) → 1 … `top`, even in the logarithm."""
+    """Map u in [0, 1) to 1 … `top`, uniform in the logarithm."""
     return max(1, round(math.pow(max(top, 1), u)))

@@ -386,7 +386,7 @@ def test_file_names_are_safe_and_distinct() -> None:
 @pytest.mark.parametrize("field", ["model", "device", "dtype", "version"])
 def test_a_profile_of_something_else_is_refused(tmp_path: Path, profile: Profile, field: str) -> None:
     profile.save(tmp_path / "p.json")
-    with pytest.raises(ProfileError, match=rf"p\.json: made for {field} '.*', not 'other'"):
+    with pytest.raises(ProfileError, match=rf"p\.json was made for {field} '.*', not 'other'"):
         Profile.load(tmp_path / "p.json", replace(KEY, **{field: "other"}))
 
 
@@ -421,7 +421,7 @@ def damaged(text: str, **changes: object) -> str:
         (lambda text: damaged(text, key="x"), "damaged"),
         (lambda text: damaged(text, key={}), "missing 'model'"),
         (lambda text: damaged(text, token_limit=True), "whole number"),
-        (lambda text: damaged(text, schema=1, cache_costs=None), "schema 1, this version reads schema 8"),
+        (lambda text: damaged(text, schema=1, cache_costs=None), "schema 1; this version reads schema 8"),
         (lambda text: damaged(text, cache_costs=None), "missing 'cache_costs'"),
         (lambda text: damaged(text, cache_costs={}), "missing 'run_hidden'"),
         (lambda text: text.replace('"swap_in": null', '"swap_in": -1'), "above zero"),
