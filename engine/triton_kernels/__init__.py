@@ -1,1 +1,1 @@
-"""Triton kernels, one operation per file, each with a torch twin of the same signature in engine.execution."""
+"""Triton kernels, one operation per file, each with a torch twin of the same signature."""

@@ -1,14 +1,14 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
-"""Where a block table entry points to in the pool. Shared by every kernel that reads or writes cached tokens.
+"""Addressing of cached tokens: from block table entries to offsets in the pool.
 
-The pool is `[num_units * layers + scratch_slices, block_size, kv_heads, head_dim]`. Entry t >= 0 is the first slice of
-a unit, so layer l of it is slice t + l; t < 0 is scratch slice -t - 1 (counted from `scratch_base` = num_units *
-layers), the same in every layer. Offsets are 64 bit: a pool is larger than 2^31 elements.
+The pool is `[num_units * layers + scratch_slices, block_size, kv_heads, head_dim]`. An entry t >= 0 is the first slice
+of a unit; layer l is slice t + l. An entry t < 0 is scratch slice -t - 1, counted from `scratch_base` = num_units *
+layers, and the same for every layer. Offsets are 64 bit because a pool can exceed 2^31 elements.
 
-In a paired pool, without scratch, PAIR > 0 slices lie between a block's K and its V, and K's entry says where both are.
+A paired pool has no scratch. PAIR > 0 slices lie between K and V of a block, and the entry of K locates both.
 
-A pool of 8 bits is the view of its values; their scales lie behind those of each slice (`engine.models.byte_cells`),
-which is SLICE bytes long. They are bfloat16, read and written as 16 bits.
+An 8-bit pool is a view of its values. Bfloat16 scales follow the values of each slice (`engine.models.byte_cells`) and
+are read and written as 16-bit integers. SLICE is the length of a slice in bytes.
 """
 
 import torch
@@ -21,14 +21,14 @@ from engine.models.byte_cells import is_bytes, slice_elements
 
 @triton.jit
 def slice_start(entry, layer, scratch_base, SLICE: tl.constexpr):
-    """Offset of the slice's first element; `entry` is a tensor of table entries, SLICE the elements of a slice."""
+    """Return the offset of the slice's first element. `entry`: tensor of table entries; SLICE: elements per slice."""
     wide = entry.to(tl.int64)
     return tl.where(wide >= 0, wide + layer, scratch_base - 1 - wide) * SLICE
 
 
 @triton.jit
 def layer_base(pool, layer, SLICE: tl.constexpr, PAIR: tl.constexpr):
-    """From where `slice_starts` counts: of a paired pool the layer is in it, once and not in every address."""
+    """Return the base pointer for `slice_starts`; in a paired pool it includes the layer, to shorten every address."""
     if PAIR > 0:
         pool += tl.cast(layer, tl.int64) * SLICE
     return pool
@@ -36,7 +36,7 @@ def layer_base(pool, layer, SLICE: tl.constexpr, PAIR: tl.constexpr):
 
 @triton.jit
 def slice_starts(k_entries, v_entries, layer, scratch_base, SLICE: tl.constexpr, PAIR: tl.constexpr):
-    """Offsets of the first elements of K's slices and of V's, behind `layer_base`."""
+    """Return the offsets of the first elements of the slices of K and of V, relative to `layer_base`."""
     if PAIR > 0:
         k_at = k_entries.to(tl.int64) * SLICE
         v_at = k_at + PAIR * SLICE
@@ -51,28 +51,28 @@ def token_start(
     table, row, table_stride, position, layer, scratch_base,
     BLOCK_SIZE: tl.constexpr, ROW: tl.constexpr, SLICE: tl.constexpr,
 ):  # fmt: skip
-    """Offset of one token (all heads, ROW elements) through row `row` of `table`; scalars in and out."""
+    """Return the offset of one token (all heads, ROW elements) through row `row` of `table`; scalars in and out."""
     entry = tl.load(table + row.to(tl.int64) * table_stride + position // BLOCK_SIZE)
     return slice_start(entry, layer, scratch_base, SLICE) + (position % BLOCK_SIZE) * ROW
 
 
 @triton.jit
 def scale_pointers(pool, starts, tokens, heads, BLOCK_SIZE: tl.constexpr, ROW: tl.constexpr, KV_HEADS: tl.constexpr):
-    """Pointers to the scales (16 bits each) of `heads` of `tokens`, in slices of 8 bits that begin at `starts`."""
+    """Return pointers to the 16-bit scales of `heads` of `tokens` in 8-bit slices that begin at `starts`."""
     first = (pool + starts + BLOCK_SIZE * ROW).to(tl.pointer_type(tl.int16))
     return first + (tokens % BLOCK_SIZE) * KV_HEADS + heads
 
 
 @triton.jit
 def load_scales(pointers, mask):
-    """Scales as float32; 0 where they are masked."""
+    """Return scales as float32; 0 where masked."""
     bits = tl.load(pointers, mask=mask, other=0)
     return (bits.to(tl.int32) << 16).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def extent(x):
-    """Of the rows of x: the largest magnitude, and how many numbers are not finite."""
+    """Return the largest finite magnitude of each row of x, and its number of values that are not finite."""
     size = tl.abs(x)
     sound = size < float("inf")
     return tl.max(tl.where(sound, size, 0.0), 1), tl.sum(tl.where(sound, 0, 1), 1)
@@ -80,7 +80,7 @@ def extent(x):
 
 @triton.jit
 def least_scales(highest, unsound):
-    """Return the scales of heads (16 bits of each, as float32); NaN where a number is not finite."""
+    """Return the scales of heads, as int16 bits and as float32; NaN if a value is not finite."""
     upwards = ((highest / 127).to(tl.int32, bitcast=True) + 0xFFFF) >> 16
     bits = tl.where(unsound == 0, upwards, 0x7FC0)
     return bits.to(tl.int16), (bits << 16).to(tl.float32, bitcast=True)
@@ -90,7 +90,7 @@ def least_scales(highest, unsound):
 def to_steps(x, scales):
     """Return x in steps of `scales`, int8; 0 where a scale is 0 or NaN."""
     steps = tl.where(scales > 0, x, 0.0) * (1 / tl.where(scales > 0, scales, 1.0))
-    # adding 1.5 * 2^23 rounds to the nearest whole number
+    # Adding 1.5 * 2^23 rounds to the nearest integer.
     whole = (tl.minimum(tl.maximum(steps, -127.0), 127.0) + 12582912.0) - 12582912.0
     return whole.to(tl.int8)
 
@@ -98,40 +98,40 @@ def to_steps(x, scales):
 def check_pool(pool: Tensor, *tables: Tensor) -> None:
     """Assert the contracts of the pool (four dimensions, 16-byte rows) and of its block tables.
 
-    A token's cell may be wider than what its heads of K fill, in a pool that is not of 8 bits: such a pool is a view of
-    it, with the strides of its cells. Heads of V, of the width `v` or `out` has, begin where those of K do.
+    A pool whose cells are wider than the heads of K (never 8-bit) is a view with the strides of its cells. Heads of V,
+    with the width of `v` or `out`, begin at the same offsets as those of K.
     """
     assert pool.dim() == 4 and pool.stride(3) == 1 and pool.stride(2) == pool.shape[3], (
-        "pool: [slices, block_size, kv_heads, head_dim], the heads of a token contiguous"
+        "pool must be [slices, block_size, kv_heads, head_dim] with contiguous heads per token"
     )
     _, block_size, kv_heads, head_dim = pool.shape
     if is_bytes(pool.dtype):
-        assert pool.stride(1) == kv_heads * head_dim, "cells of 8 bits are as wide as what they hold"
-        assert pool.stride(0) == slice_elements(block_size, kv_heads, head_dim, pool.dtype), "slices follow each other"
+        assert pool.stride(1) == kv_heads * head_dim, "8-bit cells must be as wide as their heads"
+        assert pool.stride(0) == slice_elements(block_size, kv_heads, head_dim, pool.dtype), "slices must be adjacent"
     else:
         assert pool.stride(1) >= kv_heads * head_dim, "a cell is narrower than its heads"
-        assert pool.stride(0) == block_size * pool.stride(1), "slices follow each other"
+        assert pool.stride(0) == block_size * pool.stride(1), "slices must be adjacent"
         assert pool.stride(1) * pool.element_size() % 16 == 0, "a cell must be a multiple of 16 bytes"
     assert block_size & (block_size - 1) == 0, f"block_size {block_size} is not a power of two"
     assert pool.shape[3] * pool.element_size() % 16 == 0, "a head must be a multiple of 16 bytes"
     for table in tables:
-        assert table.dim() == 2 and table.stride(1) == 1, "block table: [rows, max_blocks], rows contiguous"
-        assert table.dtype in (torch.int32, torch.int64), "block table: int32 or int64"
-        assert table.shape == tables[0].shape and table.stride() == tables[0].stride(), "tables of one shape"
+        assert table.dim() == 2 and table.stride(1) == 1, "block table must be [rows, max_blocks] with contiguous rows"
+        assert table.dtype in (torch.int32, torch.int64), "block table must be int32 or int64"
+        assert table.shape == tables[0].shape and table.stride() == tables[0].stride(), "block tables differ in shape"
 
 
 def check_tables(pool: Tensor, k_table: Tensor, v_table: Tensor | None, pair: int) -> None:
-    """Assert the contracts of the pool and of its tables: V has one, or lies `pair` slices behind K."""
-    assert (v_table is None) == (pair > 0), "V has a table, or lies behind its K"
+    """Assert the contracts of the pool and its tables: V has a table, or lies `pair` slices after K."""
+    assert (v_table is None) == (pair > 0), "pass either v_table or pair"
     check_pool(pool, k_table, *([] if v_table is None else [v_table]))
 
 
 def check_value_width(pool: Tensor, width: int) -> None:
-    """Assert that cells of `pool` have room for heads of V of `width`."""
+    """Assert that cells of `pool` have room for heads of V of `width` elements."""
     _, _, kv_heads, head_dim = pool.shape
     assert width * pool.element_size() % 16 == 0, "a head must be a multiple of 16 bytes"
     assert kv_heads * width <= pool.stride(1), f"heads of {width} do not fit in cells of {pool.stride(1)}"
-    assert width == head_dim or not is_bytes(pool.dtype), "cells of 8 bits hold K and V of one width"
+    assert width == head_dim or not is_bytes(pool.dtype), "8-bit cells need K and V of the same width"
 
 
 def check_queries(q: Tensor, out: Tensor, pool: Tensor) -> None:
@@ -144,12 +144,12 @@ def check_queries(q: Tensor, out: Tensor, pool: Tensor) -> None:
 
 
 def computed_in(pool: Tensor, like: Tensor) -> torch.dtype:
-    """The type of K and V before they are stored: that of `like` where the pool is of 8 bits."""
+    """Return the type of K and V before storage: the type of `like` for an 8-bit pool."""
     return like.dtype if is_bytes(pool.dtype) else pool.dtype
 
 
 def check_heads(name: str, value: Tensor, head_dim: int, dtype: torch.dtype) -> None:
-    """Assert `value` is [tokens, heads, head_dim], heads contiguous (a view into a fused projection will do)."""
+    """Assert that `value` is [tokens, heads, head_dim] with contiguous heads, possibly a view of a fused projection."""
     assert value.dim() == 3 and value.shape[2] == head_dim, f"{name}: [tokens, heads, {head_dim}], not {value.shape}"
     assert value.stride(2) == 1 and value.stride(1) == head_dim, f"{name}: the heads of a token must be contiguous"
     assert value.stride(0) * value.element_size() % 16 == 0, f"{name}: rows must start at multiples of 16 bytes"

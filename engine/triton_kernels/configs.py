@@ -1,11 +1,10 @@
-"""Launch configurations, chosen by table: no autotuning at run time, so a captured graph never meets a new variant.
+"""Launch configurations, selected from tables instead of autotuning, so that a captured graph meets no new variant.
 
-Knows nothing of the kernels' code. The numbers follow from capacity, not from timing: tiles fill about half the shared
-memory of a multiprocessor (two programs stay resident), accumulators fit in registers, and every configuration in the
-tables is compiled in tests and checked for spills. Whoever measures on a device changes the rows here: those of decode
-on Hopper for heads of 64 and 128 were chosen among some 30 on an H100 (batches of 32 to 256, contexts of 512 to 4,096),
-near the best in each; MIN_SPLIT shortened a single stream and cost the others nothing. Prefill's for heads of 128 were
-the best there as they were; heads of 256 were not measured.
+The numbers follow from capacity: tiles fill about half the shared memory of a multiprocessor (two programs stay
+resident) and accumulators fit in registers. Tests compile every row of the tables and check for spills. The decode rows
+of Hopper for heads of 64 and 128 were selected from some 30 candidates on an H100 (batches of 32 to 256, contexts of
+512 to 4,096) and are near the best in each case. MIN_SPLIT shortened a single stream at no cost to larger batches. The
+prefill row for heads of 128 was the best there without changes. Heads of 256 were not measured.
 """
 
 from dataclasses import dataclass, replace
@@ -16,22 +15,22 @@ import torch
 
 _HOPPER, _AMPERE = 90, 80
 MIN_SPLIT = 64
-"""Length (tokens) from which on a context is split in decode; evened out, a split is at least half as long."""
+"""Context length in tokens above which decode splits a context. Splits are at least half as long."""
 
 MIN_PREFILL_SPLIT = 256
-"""Cached tokens that a split of a prompt's chunk reads at least, in prefill; one of under four times as many is not
-split: the merge would take as long as it saves."""
+"""Minimum number of cached tokens per split of a prefill chunk. Contexts shorter than four times that are not split,
+because the merge would take as long as it saves."""
 
 LORA_SPLIT = 1024
-"""Inputs of a linear layer that one program multiplies with an adapter's matrix."""
+"""Inputs of a linear layer that one program multiplies with the matrix of an adapter."""
 
 SHARE_ONE = float(2**40)
-"""The share of a row's best token in draws; the shares of a vocabulary fit into 63 bits."""
+"""Share of the best token in a draw; the sum of the shares of a vocabulary fits into 63 bits."""
 
 
 @dataclass(frozen=True, slots=True)
 class LaunchConfig:
-    """`block_m` query rows by `block_n` cached tokens in a tile; other kernels use them as their function says."""
+    """A tile of `block_m` query rows by `block_n` cached tokens; other kernels define their own use of the fields."""
 
     block_m: int
     block_n: int
@@ -40,7 +39,7 @@ class LaunchConfig:
 
     @property
     def options(self) -> dict[str, Any]:
-        """Launch options. Contraction to fused multiply-adds is wanted; Triton 3.9 warns unless that is said."""
+        """Launch options. Fusion into multiply-adds is requested explicitly because Triton 3.9 warns otherwise."""
         return {"num_warps": self.num_warps, "num_stages": self.num_stages, "enable_fp_fusion": True}
 
 
@@ -74,19 +73,19 @@ def next_power_of_two(value: int) -> int:
 
 
 def is_cuda(device: torch.device) -> bool:
-    """Whether it has streams, and copies from pinned memory."""
+    """Return whether the device has streams and copies from pinned memory."""
     return device.type == "cuda"
 
 
 @cache
 def num_multiprocessors(device: torch.device) -> int:
-    """Of a device; 4 of one that only interprets kernels."""
+    """Return the number of multiprocessors; 4 for a device that only interprets kernels."""
     return torch.cuda.get_device_properties(device).multi_processor_count if is_cuda(device) else 4
 
 
 @cache
 def device_arch(device: torch.device) -> int:
-    """Compute capability as an integer (90 for 9.0). Devices that only interpret kernels count as Hopper."""
+    """Return the compute capability as an integer (90 for 9.0). Devices that only interpret kernels count as Hopper."""
     if not is_cuda(device):
         return _HOPPER
     major, minor = torch.cuda.get_device_capability(device)
@@ -102,9 +101,11 @@ def decode_config(
     int8: bool = False,
     unlike: bool = False,
 ) -> LaunchConfig:
-    """Tile of the split-KV decode kernel; `group` = query heads per KV head, packed into `block_m` rows. `int8`: K
-    and V are in 8 bits, which takes registers for their scales and types: more warps share them. `unlike`: K and V are
-    of two widths, and so are their masks."""
+    """Return the tile of the split-KV decode kernel.
+
+    `group` is the number of query heads per KV head, packed into `block_m` rows. `int8`: K and V have 8 bits; scales
+    and conversions need registers, so more warps share a tile. `unlike`: K and V differ in width and need two masks.
+    """
     block_m = max(16, next_power_of_two(group))
     row = _DECODE_FLOAT32 if dtype.itemsize == 4 else _DECODE[_table_arch(arch), _padded_head_dim(head_dim)]
     if int8:
@@ -113,8 +114,10 @@ def decode_config(
 
 
 def prefill_config(arch: int, head_dim: int, dtype: torch.dtype, *, int8: bool = False) -> LaunchConfig:
-    """Tile of the prefill kernel: `block_m` rows of (token, head of the group) pairs; 64 or more, so that `wgmma` is
-    used, but for float32. `int8`: as in decode, with shorter tiles."""
+    """Return the tile of the prefill kernel; `block_m` counts (token, head of the group) pairs.
+
+    `block_m` is at least 64 to enable `wgmma`, except for float32. `int8`: as in decode, with shorter tiles.
+    """
     if dtype.itemsize == 4:
         return _PREFILL_FLOAT32
     row = _PREFILL[_table_arch(arch), _padded_head_dim(head_dim)]
@@ -122,60 +125,61 @@ def prefill_config(arch: int, head_dim: int, dtype: torch.dtype, *, int8: bool =
 
 
 def merged_splits(width: int) -> int:
-    """Splits that are merged at once, of `width` floats each: 16 KB in flight, for which two warps have registers
-    beside a tile of wide heads."""
+    """Return the number of splits merged at once, each `width` floats: 16 KB in flight, for which two warps have
+    registers beside a tile of wide heads."""
     return max(2, min(32, 4096 // width))
 
 
 def row_config(width: int) -> LaunchConfig:
-    """One program per row of `width` elements (norms): about 8 elements a thread, 16 bytes at two bytes each."""
+    """Return the configuration of norms: one program per row of `width` elements, about 8 elements per thread."""
     block = next_power_of_two(width)
     return LaunchConfig(1, block, max(1, min(16, block // 256)), 1)
 
 
 def flat_config() -> LaunchConfig:
-    """Element-wise kernels: 1,024 elements a program, 8 a thread."""
+    """Return the configuration of element-wise kernels: 1,024 elements per program, 8 per thread."""
     return LaunchConfig(1, 1024, 4, 1)
 
 
 def copy_config() -> LaunchConfig:
-    """Copies: 4,096 elements a program, 32 a thread, so that four 16-byte loads are in flight before a store."""
+    """Return the configuration of copies: 4,096 elements per program, so that each thread has four 16-byte loads in
+    flight before it stores."""
     return LaunchConfig(1, 4096, 4, 1)
 
 
 def draw_config() -> LaunchConfig:
-    """Draws: one program a row, which passes over all of it many times: as many threads as fit with their sums."""
+    """Return the configuration of draws: one program with many threads per row, over which it passes many times."""
     return LaunchConfig(1, 4096, 16, 1)
 
 
 def heads_config() -> LaunchConfig:
-    """RoPE and cache write: 8 heads of one token a program."""
+    """Return the configuration of RoPE and cache write: 8 heads of one token per program."""
     return LaunchConfig(8, 1, 2, 1)
 
 
 def decode_items(num_requests: int, num_kv_heads: int, num_multiprocessors: int) -> int:
-    """Capacity of a decode work list for a bucket of `num_requests`: every request once, and four programs for each
-    multiprocessor to be made of splits."""
+    """Return the capacity of a decode work list for a bucket: one item per request, plus four programs per
+    multiprocessor for splits."""
     return num_requests + -(-4 * num_multiprocessors // num_kv_heads)
 
 
 def prefill_items(num_tokens: int, num_requests: int, tokens_per_tile: int, slots: int = 0) -> int:
-    """Capacity of a prefill work list for a bucket of `num_tokens` in at most `num_requests` chunks."""
+    """Return the capacity of a prefill work list for a bucket of `num_tokens` in at most `num_requests` chunks."""
     return num_tokens // tokens_per_tile + num_requests + slots
 
 
 def prefill_slots(num_kv_heads: int, num_multiprocessors: int) -> int:
-    """Query tiles that run side by side: a tile's programs, one for each KV head, take a multiprocessor each."""
+    """Return the number of concurrent query tiles: each tile has one program per KV head, each on a multiprocessor."""
     return num_multiprocessors // num_kv_heads
 
 
 def prefill_merged(slots: int, tokens_per_tile: int) -> int:
-    """Tokens whose past can be split at once. From half of the slots on splits of equal tiles would gain nothing."""
+    """Return the tokens whose context can be split at once; with half of the slots used, splits no longer help."""
     return slots // 2 * tokens_per_tile
 
 
 def prefill_partials(slots: int, tokens_per_tile: int) -> int:
-    """Rows of partial results that the splits of a step need at most (`PrefillWork.fill`)."""
+    """Return the maximum rows of partial results that the splits of a step need (`PrefillWork.fill`)."""
     return (slots + slots // 2) * tokens_per_tile
 
 

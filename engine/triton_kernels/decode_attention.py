@@ -2,9 +2,8 @@
 """Attention of one new token per request over its cached context: split-KV (flash decoding), merged by the last split.
 
 The query heads that share a KV head are packed into one tile, so that K and V are read once per group. A program takes
-one split of one context from the work list; of a group of splits the one that ends last weighs what all of them have
-left in scratch, whichever that is in the same order. Knows nothing of requests or of who computed K and V. Twin:
-engine.models.torch_ops.
+one split of one context from the work list. The program that finishes last in a group of splits merges the partial
+results of the group; the order of the sum does not depend on the program. Twin: engine.models.torch_ops.
 """
 
 import torch
@@ -26,18 +25,18 @@ from engine.triton_kernels.work import DecodeWork
 
 _LOG2_E = 1.4426950408889634
 _BASE_2 = tl.constexpr(_LOG2_E)
-_NOTHING = tl.constexpr(-1e38)  # the maximum of no scores: finite, unlike that of hidden ones
+_NOTHING = tl.constexpr(-1e38)  # maximum over no scores: finite, unlike the scores of masked tokens
 
 
 @triton.jit
 def load_entries(row, tokens, end, BLOCK_SIZE: tl.constexpr):
-    """Block table entries of a tile of tokens; entry 0 (never used) beyond `end`."""
+    """Load the block table entries of a tile of tokens; entry 0 (never used) beyond `end`."""
     return tl.load(row + tokens // BLOCK_SIZE, mask=tokens < end, other=0)
 
 
 @triton.jit
 def load_pairs(k_row, v_row, tokens, end, BLOCK_SIZE: tl.constexpr, PAIR: tl.constexpr):
-    """Entries of K and of V; of a paired pool K's are both."""
+    """Load the entries of K and of V; in a paired pool the entries of K serve both."""
     k_entries = load_entries(k_row, tokens, end, BLOCK_SIZE)
     v_entries = k_entries
     if PAIR == 0:
@@ -47,7 +46,7 @@ def load_pairs(k_row, v_row, tokens, end, BLOCK_SIZE: tl.constexpr, PAIR: tl.con
 
 @triton.jit
 def online_softmax(scores, peak, total):
-    """One tile's step in base 2: (weights, new peak, new sum, factor for what was accumulated before)."""
+    """Advance the softmax by one tile, in base 2: (weights, new peak, new sum, factor for earlier results)."""
     new_peak = tl.maximum(peak, tl.max(scores, 1))
     weights = tl.exp2(scores - new_peak[:, None])
     scale = tl.exp2(peak - new_peak)
@@ -56,7 +55,7 @@ def online_softmax(scores, peak, total):
 
 @triton.jit
 def capped(scores, SOFTCAP: tl.constexpr):
-    """SOFTCAP * tanh(scores) in base 2, where there is a cap: such scores come divided by it, and not in base 2."""
+    """Return SOFTCAP * tanh(scores) in base 2 if there is a cap; such scores arrive divided by it, not in base 2."""
     if SOFTCAP > 0:
         scores = (1.0 - 2.0 / (tl.exp2(scores * (2.0 * _BASE_2)) + 1.0)) * (SOFTCAP * _BASE_2)
     return scores
@@ -64,7 +63,7 @@ def capped(scores, SOFTCAP: tl.constexpr):
 
 @triton.jit
 def with_sink(acc, peak, total, sink):
-    """What is summed of whole contexts [rows, dims], and its sum, beside a score `sink [rows]` without a value."""
+    """Add a score `sink [rows]` without a value to the sums over whole contexts: (acc [rows, dims], total)."""
     sink = sink * _BASE_2
     new_peak = tl.maximum(peak, sink)
     scale = tl.exp2(peak - new_peak)
@@ -78,8 +77,10 @@ def attend_split(
     ROW: tl.constexpr, SLICE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_V: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, PAIR: tl.constexpr,
 ):  # fmt: skip
-    """Tokens [begin, end) of one KV head, with a window from `oldest` on, for the rows of `q` [BLOCK_M, BLOCK_D]:
-    (weighted V, peak, sum)."""
+    """Attend the rows of `q` [BLOCK_M, BLOCK_D] to tokens [begin, end) of one KV head: (weighted V, peak, sum).
+
+    With a window, tokens before `oldest` are masked.
+    """
     dims = tl.arange(0, BLOCK_D)
     value_dims = tl.arange(0, BLOCK_V)
     inside = (dims < HEAD_DIM)[None, :]
@@ -103,8 +104,8 @@ def attend_split(
         value_mask = mask
         if VALUE_DIM != HEAD_DIM:
             value_mask = seen[:, None] & (value_dims < VALUE_DIM)[None, :]
-        # The next tile's entries are loaded one iteration ahead: K and V addresses then depend on nothing that this
-        # iteration loads, and the pipeliner can keep several tiles in flight.
+        # Load the entries of the next tile one iteration ahead: the addresses of K and V then depend on no load of the
+        # same iteration, and the pipeliner can keep several tiles in flight.
         k_entries, v_entries = load_pairs(k_row, v_row, tokens + BLOCK_N, end, BLOCK_SIZE, PAIR)
         k = tl.load(pool + (k_at + in_block)[:, None] + dims[None, :], mask=mask, other=0)
         v = tl.load(pool + (v_at + values_in_block)[:, None] + value_dims[None, :], mask=value_mask, other=0)
@@ -127,13 +128,15 @@ def merged(
     partial, partial_lse, first, stride, count, head, NUM_HEADS: tl.constexpr, GROUP: tl.constexpr,
     VALUE_DIM: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """Up to BLOCK_S of `count` rows of partial results, `stride` apart from `first` on, of heads [head, head + GROUP),
-    weighed by their sums: (weighted [BLOCK_G, BLOCK_V], peak, sum)."""
+    """Merge up to BLOCK_S of `count` rows of partial results: (weighted [BLOCK_G, BLOCK_V], peak, sum).
+
+    The rows start at `first`, `stride` apart, and cover heads [head, head + GROUP).
+    """
     index, group, dims = tl.arange(0, BLOCK_S), tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_V)
     at = (first + index * stride).to(tl.int64)[:, None] * NUM_HEADS + (head + group)[None, :]
     mask = (index < count)[:, None] & (group < GROUP)[None, :]
     wide = mask[:, :, None] & (dims < VALUE_DIM)[None, None, :]
-    # from the L2 cache, where other multiprocessors' results are
+    # Bypass L1: other multiprocessors wrote these results, which are in L2.
     lse = tl.load(partial_lse + at, mask=mask, other=float("-inf"), cache_modifier=".cg")
     values = tl.load(
         partial + at[:, :, None] * VALUE_DIM + dims[None, None, :], mask=wide, other=0.0, cache_modifier=".cg"
@@ -149,9 +152,12 @@ def merge_upwards(
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_G: tl.constexpr,
     BLOCK_V: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
-    """Split `index` of `count`, whose results are in row first + index, has ended. Splits are merged in groups of
-    BLOCK_S, into the row of a group's first, and such groups again, each by the program that ends last of it: all of
-    a group's rows are in flight at once. The last of all writes `out`, the request's row."""
+    """Merge the results of split `index` of `count`, stored in row first + index, with those of its neighbours.
+
+    Splits are merged in groups of BLOCK_S into the row of the group's first member, then groups of groups. The program
+    that finishes last in a group merges it, with all rows of the group in flight at once. The last program of all
+    writes `out`, the row of the request.
+    """
     group, dims = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_V)
     heads = head * GROUP + group
     mask = (group < GROUP)[:, None] & (dims < VALUE_DIM)[None, :]
@@ -162,12 +168,12 @@ def merge_upwards(
         count = (count + BLOCK_S - 1) // BLOCK_S
         row = first + index * BLOCK_S * stride
         if members > 1:
-            # Every thread has written before one says so, and all see what that one counts: a barrier, release and
-            # acquire. Counted is in the row of the second member, which no group of another level has.
+            # The barrier, release and acquire ensure that all threads have written before the count and that the
+            # merging program sees the results. The counter is in the row of the second member, unique to this level.
             tl.debug_barrier()
             place = arrived + (row + stride) * KV_HEADS + head
             if tl.atomic_add(place, 1, sem="acq_rel") == members - 1:
-                tl.store(place, 0)  # for the next layer
+                tl.store(place, 0)  # reset for the next layer
                 acc, peak, total = merged(
                     partial, partial_lse, row, stride, members, head * GROUP, KV_HEADS * GROUP, GROUP, VALUE_DIM,
                     BLOCK_S, BLOCK_G, BLOCK_V,
@@ -182,13 +188,13 @@ def merge_upwards(
                 else:
                     total = tl.where(total > 0, total, 1.0)
                     at = row.to(tl.int64) * (KV_HEADS * GROUP) + heads
-                    tl.debug_barrier()  # all have read the row
+                    tl.debug_barrier()  # all threads have read the row
                     tl.store(
                         partial + at[:, None] * VALUE_DIM + dims[None, :], acc / total[:, None], mask=mask
                     )  # fmt: skip
                     tl.store(partial_lse + at, peak + tl.log2(total), mask=group < GROUP)
             else:
-                count = tl.minimum(count, 1)  # another goes on
+                count = tl.minimum(count, 1)  # another program continues
         stride = stride * BLOCK_S
 
 
@@ -201,7 +207,7 @@ def split_kernel(
     BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_G: tl.constexpr, WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr, SINKS: tl.constexpr, PAIR: tl.constexpr,
 ):  # fmt: skip
-    """Program (KV head, item). A request with one split goes straight to `out`, others by way of partial results."""
+    """Program (KV head, item). A request with one split is written to `out`, others to partial results."""
     head = tl.program_id(0)
     item = tl.program_id(1).to(tl.int64)
     request = tl.load(items + item * 4)
@@ -212,7 +218,7 @@ def split_kernel(
     end = tl.load(items + item * 4 + 3)
     splits = tl.load(ranges + request * 4 + 1)
     oldest = 0
-    if WINDOW > 0:  # a whole context ends where its last split does; splits before the window are empty
+    if WINDOW > 0:  # the context ends with its last split; splits before the window are empty
         last = (tl.load(ranges + request * 4) + splits - 1).to(tl.int64)
         oldest = tl.maximum(tl.load(items + last * 4 + 3) - WINDOW, 0)
         begin = tl.maximum(begin, oldest // BLOCK_N * BLOCK_N)
@@ -227,10 +233,10 @@ def split_kernel(
         BLOCK_SIZE, KV_HEADS, HEAD_DIM, VALUE_DIM, ROW, SLICE, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_V, WINDOW, SOFTCAP,
         PAIR,
     )  # fmt: skip
-    if WINDOW > 0:  # an empty split weighs nothing beside others, and must not be NaN
+    if WINDOW > 0:  # an empty split has no weight in the merge and must not be NaN
         peak = tl.where(total == 0.0, _NOTHING, peak)
         total = tl.where(total == 0.0, 1.0, total)
-    if SINKS:  # of a context that is split it counts in the merge, once
+    if SINKS:  # a split context adds its sink once, in the merge
         sink = tl.load(sinks + head * GROUP + group, mask=group < GROUP, other=0.0)
         acc, total = with_sink(acc, peak, total, tl.where(splits == 1, sink, float("-inf")))
     acc = acc / total[:, None]
@@ -271,17 +277,28 @@ def decode_attention(
     pair: int = 0,
     config: configs.LaunchConfig | None = None,
 ) -> None:
-    """out[i] = softmax(scale * q[i] K^T) V over the context of request i; not touched where `work` has no such request.
+    """Compute out[i] = softmax(scale * q[i] K^T) V over the context of request i; other rows of `out` are unchanged.
 
-    Shapes: q [n, heads, head_dim] with n <= the work list's requests; out [n, heads, value_dim]; pool [slices,
-    block_size, kv_heads, head_dim], of 8 bits too, or a view of wider cells (`check_pool`); k_table, v_table [rows,
-    max_blocks]; partial [max_items, heads, value_dim] and partial_lse [max_items, heads] float32, scratch whose
-    contents do not matter; arrived [max_items, kv_heads] int32, contiguous: zeros, which are zeros again when the
-    kernel has ended. `window`: the last tokens that are seen, 0: all.
-    `softcap` c, if not 0: a score s becomes c * tanh(s / c). `sinks` [heads] float32: of every head a score that takes
-    part in the softmax and has no value. `pair`: slices from a block's K to its V in a paired pool, whose V has no
-    table; 0: of another.
     The grid depends on shapes alone.
+
+    Args:
+        q: [n, heads, head_dim], n at most the number of requests of the work list.
+        pool: [slices, block_size, kv_heads, head_dim], also 8-bit, or a view of wider cells (`check_pool`).
+        k_table: Block table of K, [rows, max_blocks].
+        v_table: Block table of V; None in a paired pool.
+        work: Splits of the contexts.
+        partial: Scratch, [max_items, heads, value_dim] float32.
+        partial_lse: Scratch, [max_items, heads] float32.
+        arrived: Zeros, [max_items, kv_heads] int32, contiguous; the kernel resets them.
+        out: [n, heads, value_dim].
+        layer: Layer of the pool.
+        scratch_base: First scratch slice.
+        scale: Factor of the scores.
+        window: Number of last tokens that are attended to; 0: all.
+        softcap: If not 0, a score s becomes softcap * tanh(s / softcap).
+        sinks: [heads] float32, a score per head that takes part in the softmax without a value.
+        pair: Slices from K to V of a block in a paired pool; else 0.
+        config: Tile; default from `configs`.
     """
     (num_requests, num_heads, head_dim), (_, block_size, kv_heads, _) = q.shape, pool.shape
     check_tables(pool, k_table, v_table, pair)
@@ -308,7 +325,7 @@ def decode_attention(
 
 
 def scale_of(scale: float, softcap: float) -> float:
-    """What products are multiplied by in front of `capped`."""
+    """Return the factor of the products before `capped`."""
     return scale / softcap if softcap else scale * _LOG2_E
 
 
@@ -337,7 +354,7 @@ def check_partials(partial: Tensor, partial_lse: Tensor, shape: tuple[int, ...])
 
 
 def check_sinks(sinks: Tensor | None, num_heads: int) -> None:
-    """Assert the contract of a layer's sinks."""
+    """Assert the contract of the sinks of a layer."""
     if sinks is not None:
         assert sinks.shape == (num_heads,) and sinks.is_contiguous(), f"sinks: [{num_heads}], not {list(sinks.shape)}"
         assert sinks.dtype == torch.float32, "sinks are float32"

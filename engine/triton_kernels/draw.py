@@ -1,11 +1,11 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
-"""Random tokens from logits: temperature, min-p, top-k, top-p, and the inverse CDF in order of token ids.
+"""Draw random tokens from logits: temperature, min-p, top-k, top-p, and the inverse CDF in order of token ids.
 
-A program draws one row, in integers: a token's share is its weight beside the best token's, in units of 2^-40, so that
-sums of shares are exact in any order. The same seed gives the same token alone or in company, and a token whose share
-is zero is never drawn. Top-k and top-p look for the lowest logit that stays by pivots, without a sort: each pass over
-the row, which lies in the L2 cache, says how much is at least as large as the pivot, and the bounds move to logits that
-are there, so that ties stay together and the bound found is the one that sorting finds. Twin: engine.models.torch_ops.
+One program draws one row, in integers: the share of a token is its weight relative to the best token, in units of
+2^-40, so that sums of shares are exact in any order. The same seed gives the same token in any batch, and a token with
+share zero is never drawn. Top-k and top-p find the lowest admitted logit by bisection instead of a sort. Each pass over
+the row, which stays in the L2 cache, sums the logits at or above a pivot and moves the bounds to existing logits.
+Equal logits therefore stay together, and the result equals that of sorting. Twin: engine.models.torch_ops.
 """
 
 import torch
@@ -18,7 +18,7 @@ from engine.triton_kernels import configs
 
 @triton.jit
 def _load(logits, first, vocab, best, heat, BLOCK: tl.constexpr, ONE: tl.constexpr):
-    """Logits [BLOCK] float32 from token `first` on, and their shares int64."""
+    """Return logits [BLOCK] float32 from token `first` on, and their shares int64."""
     tokens = first + tl.arange(0, BLOCK)
     value = tl.load(logits + tokens, mask=tokens < vocab, other=float("-inf")).to(tl.float32)
     return value, (tl.exp((value - best) / heat) * ONE).to(tl.int64)
@@ -26,8 +26,8 @@ def _load(logits, first, vocab, best, heat, BLOCK: tl.constexpr, ONE: tl.constex
 
 @triton.jit
 def _lowest(logits, vocab, best, heat, low, held, goal, BY_COUNT: tl.constexpr, BLOCK: tl.constexpr, ONE: tl.constexpr):
-    """The largest logit from `low` on of which those at least as large are `goal` tokens, or shares; and how much they
-    are. `low` is one, and those at least as large are `held`."""
+    """Return the largest logit such that the tokens at or above it reach `goal` (a count, or a sum of shares), and the
+    sum that they reach. `low` is a logit that reaches it with the sum `held`."""
     high = best
     while low < high:
         pivot = low + (high - low) * 0.5
@@ -54,7 +54,7 @@ def _lowest(logits, vocab, best, heat, low, held, goal, BY_COUNT: tl.constexpr, 
 
 @triton.jit
 def _total(logits, vocab, best, heat, low, BLOCK: tl.constexpr, ONE: tl.constexpr):
-    """Shares of what is at least `low`."""
+    """Return the sum of the shares of logits of at least `low`."""
     much = tl.zeros([BLOCK], tl.int64)
     for first in range(0, vocab, BLOCK):
         value, share = _load(logits, first, vocab, best, heat, BLOCK, ONE)
@@ -110,10 +110,16 @@ def draw_kernel(
 def draw(
     logits: Tensor, greedy: Tensor, uniform: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor
 ) -> Tensor:
-    """Tokens [n] int32: drawn where `temperature` > 0, else, and where it is negative, the one in `greedy`.
+    """Return tokens [n] int32: drawn if `temperature` > 0, else (or if `greedy` is negative) the token in `greedy`.
 
-    Shapes: logits [n, vocab], rows contiguous; greedy [n] int32, the best token of each row whose logits are finite or
-    -inf, else negative; uniform [n] float64 in [0, 1); temperature, top_p, min_p [n] float32; top_k [n] int32, 0: all.
+    Args:
+        logits: [n, vocab], rows contiguous.
+        greedy: [n] int32, the best token of each row; negative if a logit is NaN or +inf.
+        uniform: [n] float64 in [0, 1).
+        temperature: [n] float32.
+        top_k: [n] int32; 0: all tokens.
+        top_p: [n] float32.
+        min_p: [n] float32.
     """
     assert logits.dim() == 2 and logits.stride(1) == 1, f"logits: [rows, vocab], not {logits.shape}"
     assert greedy.dtype == top_k.dtype == torch.int32 and uniform.dtype == torch.float64, "int32, int32, float64"

@@ -1,9 +1,9 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
-"""Hidden state in the pool: store the post-norm input of an attention layer, gather it to restore K and V from it.
+"""Hidden state in the pool: store the post-norm input of an attention layer, and gather it to restore K and V.
 
-A token's state takes the first `hidden_size` elements of its row in the slice (kv_heads * head_dim, which is never
-less where hidden state is offered at all). The projection itself stays with cuBLAS, and engine.triton_kernels.
-rope_cache_write puts its result in place. Knows nothing of requests. Twin: engine.models.torch_ops.
+The state of a token takes the first `hidden_size` elements of its row in the slice (kv_heads * head_dim elements, never
+fewer where hidden state is offered). cuBLAS projects the gathered state to K and V, and
+engine.triton_kernels.rope_cache_write stores the result. Twin: engine.models.torch_ops.
 """
 
 import torch
@@ -57,7 +57,7 @@ def hidden_write(
 def hidden_gather(
     out: Tensor, positions: Tensor, rows: Tensor, pool: Tensor, table: Tensor, *, layer: int, scratch_base: int
 ) -> None:
-    """out[i] = the hidden state at position positions[i] of table row rows[i]; rows[i] < 0: zeros. As hidden_write."""
+    """Set out[i] to the hidden state at positions[i] of table row rows[i]; rows[i] < 0: zeros. See `hidden_write`."""
     _launch(out, positions, rows, pool, table, layer, scratch_base, gather=True)
 
 

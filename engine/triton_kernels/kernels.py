@@ -1,4 +1,4 @@
-"""Every kernel's wrapper under one roof. Importing this needs Triton."""
+"""Wrappers of all kernels in one module. Importing it needs Triton."""
 
 from engine.triton_kernels.decode_attention import decode_attention
 from engine.triton_kernels.draw import draw

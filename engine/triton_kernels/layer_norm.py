@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
-"""Layer norm, with the residual addition before it fused in, of one branch or of two. Twin: engine.models.torch_ops."""
+"""Layer norm with the preceding residual addition fused in, of one or two branches. Twin: engine.models.torch_ops."""
 
 import triton
 import triton.language as tl
@@ -15,7 +15,7 @@ def layer_norm_kernel(
     HAS_BESIDE: tl.constexpr, HAS_RESIDUAL: tl.constexpr, HAS_ROWS: tl.constexpr, HAS_BIAS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One program a row of the output. The variance is taken around the mean, in a second pass over registers."""
+    """One program per output row. The variance is taken around the mean, in a second pass over registers."""
     row = tl.program_id(0).to(tl.int64)
     source = source_row(row, rows, HAS_ROWS)
     columns = tl.arange(0, BLOCK)
@@ -39,7 +39,7 @@ def layer_norm_kernel(
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
-    """(x - mean) / sqrt(variance + eps) * weight + bias. x [n, width], rows contiguous; weight and bias [width]."""
+    """Return (x - mean) / sqrt(variance + eps) * weight + bias. x [n, width], rows contiguous; weight, bias [width]."""
     return _launch(x, None, weight, bias, eps)[0]
 
 
@@ -52,8 +52,11 @@ def add_layer_norm(
     rows: Tensor | None = None,
     beside: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """residual + x, layer-normed; and residual + x. All [n, width], rows contiguous; weight and bias [width]. `rows`:
-    as in `add_rms_norm`. With `beside [n, width]` x + beside takes the place of x."""
+    """Return the layer norm of residual + x, and residual + x.
+
+    Shapes: x, residual, beside [n, width], rows contiguous; weight, bias [width]. `rows`: as in `add_rms_norm`. With
+    `beside`, x + beside replaces x.
+    """
     return _launch(x, residual, weight, bias, eps, rows, beside)
 
 

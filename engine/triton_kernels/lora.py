@@ -1,9 +1,9 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
-"""What LoRA adapters add to the outputs of a linear layer, each row by its own: y += b (a x). Twin:
-engine.models.torch_ops.
+"""LoRA updates of the outputs of a linear layer, each row with its own adapter: y += b (a x).
 
-Which adapter a row has, where its matrices lie and of which rank they are is read from device memory, so that one
-captured graph serves all of them. Few rows, as decodes are: every program reads the matrices for one row.
+The adapter of a row and the address and rank of its matrices are read from device memory, so that one captured graph
+serves all adapters. The kernels suit few rows, as in decode: every program reads the matrices for one row. Twin:
+engine.models.torch_ops.
 """
 
 import torch
@@ -14,7 +14,7 @@ from torch import Tensor
 from engine.triton_kernels.configs import LORA_SPLIT
 
 RANKS, BLOCK, OUTPUTS = 16, 256, 64
-"""Rows of `a` and inputs that a program of the first kernel multiplies at once; outputs of one of the second."""
+"""RANKS rows of `a` by BLOCK inputs per multiplication of the shrink kernel; OUTPUTS outputs per expand program."""
 
 
 @triton.jit
@@ -22,7 +22,7 @@ def lora_shrink_kernel(
     x, slots, table, partial, x_stride, width, split_stride, row_stride,
     RANKS: tl.constexpr, SPLIT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Program (row, group of ranks, split of inputs): a part of a x."""
+    """Program (row, group of ranks, split of inputs): compute a part of a x."""
     row, group, split = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2).to(tl.int64)
     entry = table + tl.load(slots + row).to(tl.int64) * 3
     rank = tl.load(entry + 2).to(tl.int32)
@@ -45,7 +45,7 @@ def lora_expand_kernel(
     partial, slots, table, y, y_stride, outputs, split_stride, row_stride,
     SPLITS: tl.constexpr, RANKS: tl.constexpr, OUTPUTS: tl.constexpr,
 ):  # fmt: skip
-    """Program (row, block of outputs): adds b to what the parts of a x sum to, rounded to the type of y."""
+    """Program (row, block of outputs): add b (a x) to y; a x is the sum of the splits, rounded to the type of y."""
     row = tl.program_id(0).to(tl.int64)
     entry = table + tl.load(slots + row).to(tl.int64) * 3
     rank = tl.load(entry + 2).to(tl.int32)
@@ -69,11 +69,11 @@ def lora_expand_kernel(
 
 
 def lora_add(x: Tensor, y: Tensor, slots: Tensor, table: Tensor, partial: Tensor) -> None:
-    """y[i] += b (a x[i]), where the row `slots[i]` of the table names a and b.
+    """Add b (a x[i]) to y[i], with a and b from row `slots[i]` of the table.
 
     Shapes: x [T, in], y [T, out] of one type, rows contiguous; slots [T] int32; table [n, 3] int64: addresses of a
-    [rank, in] and b [out, rank], contiguous and of that type, and the rank, 0 for nothing to add, at most as wide as
-    `partial [splits of in, at least T, ranks]` float32, which is scratch.
+    [rank, in] and b [out, rank] (contiguous, same type), and the rank, 0 for no adapter; partial [splits of in, at
+    least T, ranks] float32 scratch, with at least as many ranks as any adapter.
     """
     rows, width, outputs = len(x), x.shape[1], y.shape[1]
     splits = -(-width // LORA_SPLIT)

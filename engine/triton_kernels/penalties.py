@@ -1,8 +1,8 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
-"""Repetition, frequency and presence penalties from a history that stays on the device. Twin: engine.models.torch_ops.
+"""Repetition, frequency and presence penalties from a history on the device. Twin: engine.models.torch_ops.
 
-`history [rows, vocab]` int32 holds, of a row's request, twice how often the answer has a token, and one more if the
-prompt has it.
+`history [rows, vocab]` int32 has a row per request. A value is twice the count of the token in the answer, plus 1 if
+the token occurs in the prompt.
 """
 
 import torch
@@ -44,8 +44,8 @@ def count_tokens_kernel(history, rows, places, tokens, vocab):
 def penalise(logits: Tensor, places: Tensor, rows: Tensor, history: Tensor, penalties: Tensor) -> None:
     """Apply `penalties [n, 3]` (repetition, frequency, presence) to logits[places[i]] by history[rows[i]], in place.
 
-    Shapes: logits [samples, vocab] float32, rows contiguous; places, rows [n] int32, none twice; history [rows, vocab]
-    int32, contiguous; penalties float32.
+    Shapes: logits [samples, vocab] float32, rows contiguous; places, rows [n] int32 without duplicates; history [rows,
+    vocab] int32, contiguous; penalties float32.
     """
     vocab = logits.shape[1]
     assert logits.dtype == torch.float32 and logits.stride(1) == 1, "logits: [samples, vocab] float32"
@@ -59,7 +59,7 @@ def penalise(logits: Tensor, places: Tensor, rows: Tensor, history: Tensor, pena
 
 
 def count_tokens(history: Tensor, rows: Tensor, places: Tensor, tokens: Tensor) -> None:
-    """Note tokens[places[i]] in history[rows[i]], unless it is negative. Shapes as above; tokens [samples] int32."""
+    """Count tokens[places[i]] in history[rows[i]] unless it is negative. Shapes as above; tokens [samples] int32."""
     if len(places):
         count_tokens_kernel[(len(places),)](
             history, rows, places, tokens, history.shape[1], num_warps=1, num_stages=1, enable_fp_fusion=True

@@ -1,11 +1,11 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
-"""Causal attention of chunks of prompts over the paged cache, K and V of the chunk itself included (write them first).
+"""Causal attention of prompt chunks over the paged cache, including K and V of the chunk itself (write them first).
 
-Chunks of any length, one-token ones too, so that a mixed step needs no other kernel. A tile's rows are (token, head of
-the group) pairs: with grouped heads a short chunk still fills a tile, and the causal edge is short. Tiles of cached
-tokens that every row sees run without a mask; only the last ones pay for it. A short chunk behind a long past has too
-few tiles for the device: each is split over its cached tokens, and a second kernel merges by token and head: the last
-split would take longer over all rows of a tile. Knows nothing of requests. Twin: engine.models.torch_ops.
+Chunks can have any length, also one token, so that a mixed step needs no other kernel. The rows of a tile are (token,
+head of the group) pairs: with grouped heads a short chunk still fills a tile, and the causal edge is short. Tiles of
+cached tokens visible to every row run without a mask; only the last tiles need one. A short chunk after a long context
+has too few tiles to fill the device, so each tile is split over its cached tokens. A second kernel merges the splits by
+token and head; a merge by the last split would take longer over all rows of a tile. Twin: engine.models.torch_ops.
 """
 
 import triton
@@ -43,8 +43,8 @@ def attend_tiles(
     ROW: tl.constexpr, SLICE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
     MASKED: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, PAIR: tl.constexpr,
 ):  # fmt: skip
-    """Continue `state` = (acc, peak, total) over tokens [begin, end) behind `layer_base`; `entries` are those of the
-    tile at `begin`."""
+    """Continue `state` = (acc, peak, total) over tokens [begin, end), relative to `layer_base`. `entries`: block table
+    entries of the tile at `begin`."""
     acc, peak, total = state
     k_entries, v_entries = entries
     dims = tl.arange(0, BLOCK_D)
@@ -60,13 +60,13 @@ def attend_tiles(
         if MASKED:
             mask = mask & (tokens < last)[:, None]
         near = tokens < last
-        if WINDOW > 0:  # what lies before it may be another request's by now
+        if WINDOW > 0:  # blocks before the window may have been reused by another request
             near = near & (tokens > tl.min(positions, 0) - WINDOW)
             mask = mask & near[:, None]
         value_mask = mask
         if VALUE_DIM != HEAD_DIM:
             value_mask = (value_dims < VALUE_DIM)[None, :] & near[:, None]
-        # One iteration ahead, as in decode: no K or V address waits for a load of its own iteration.
+        # Load one iteration ahead, as in decode: no address of K or V depends on a load of its own iteration.
         k_entries, v_entries = load_pairs(k_row, v_row, tokens + BLOCK_N, last, BLOCK_SIZE, PAIR)
         k = tl.load(pool + (k_at + in_block)[:, None] + dims[None, :], mask=mask, other=0)
         v = tl.load(pool + (v_at + values_in_block)[:, None] + value_dims[None, :], mask=value_mask, other=0)
@@ -97,7 +97,7 @@ def prefill_kernel(
     BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr,
     PAIR: tl.constexpr,
 ):  # fmt: skip
-    """Program (KV head, item). A tile with one split goes straight to `out`, others to partial results."""
+    """Program (KV head, item). A tile with one split is written to `out`, others to partial results."""
     head = tl.program_id(0)
     item = items + tl.program_id(1) * 8
     count = tl.load(item + 2)
@@ -124,10 +124,10 @@ def prefill_kernel(
     tokens = begin + tl.arange(0, BLOCK_N)
     entries = load_pairs(k_row, v_row, tokens, last, BLOCK_SIZE, PAIR)
     pool = layer_base(pool, layer, SLICE, PAIR)
-    # a row that sees nothing of its first tile, or of its split, has a maximum all the same
+    # A row that attends to no token of its first tile, or of its split, still needs a finite maximum.
     peak = tl.full([BLOCK_M], _NOTHING, tl.float32)
     state = (tl.zeros([BLOCK_M, BLOCK_V], tl.float32), peak, tl.zeros([BLOCK_M], tl.float32))
-    if WINDOW > 0:  # both edges are masked in every tile: there are few
+    if WINDOW > 0:  # mask both edges in every tile: there are few tiles
         seen_by_all = begin
     else:
         seen_by_all = tl.minimum(tl.maximum(seen_by_all, begin), end)
@@ -142,17 +142,17 @@ def prefill_kernel(
         PAIR,
     )  # fmt: skip
     acc, peak, total = state
-    if SINKS:  # of a context that is split it counts in the merge, once
+    if SINKS:  # a split context adds its sink once, in the merge
         sink = tl.load(sinks + head * GROUP + pairs % GROUP)
         acc, total = with_sink(acc, peak, total, tl.where(splits == 1, sink, float("-inf")))
-    total = tl.where(total == 0.0, 1.0, total)  # what sees nothing weighs nothing beside other splits
+    total = tl.where(total == 0.0, 1.0, total)  # a row without visible tokens has no weight in the merge
     acc = acc / total[:, None]
     value_dims = tl.arange(0, BLOCK_V)
     value_mask = (token < count)[:, None] & (value_dims < VALUE_DIM)[None, :]
     if splits == 1:
         out_at = (first + token) * out_stride + (head * GROUP + pairs % GROUP) * VALUE_DIM
         tl.store(out_ptr + out_at[:, None] + value_dims[None, :], acc.to(out_ptr.dtype.element_ty), mask=value_mask)
-    else:  # the splits of a token lie side by side
+    else:  # the splits of a token are adjacent
         rows = tl.load(item + 6).to(tl.int64) + token * splits
         heads = rows * (KV_HEADS * GROUP) + head * GROUP + pairs % GROUP
         tl.store(partial + heads[:, None] * VALUE_DIM + value_dims[None, :], acc, mask=value_mask)
@@ -164,8 +164,8 @@ def merge_kernel(
     merges, partial, partial_lse, sinks, out_ptr, out_stride, NUM_HEADS: tl.constexpr, VALUE_DIM: tl.constexpr,
     BLOCK_S: tl.constexpr, BLOCK_V: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
-    """Program (head, row of `merges`): (first row of the partial results, splits, row of `out`, -); one split is in
-    `out` already."""
+    """Program (head, row of `merges`): (first row of the partial results, splits, row of `out`, -). A token with one
+    split is already in `out`."""
     head = tl.program_id(0)
     place = merges + tl.program_id(1).to(tl.int64) * 4
     first = tl.load(place)
@@ -209,14 +209,21 @@ def prefill_attention(
     pair: int = 0,
     config: configs.LaunchConfig | None = None,
 ) -> None:
-    """Token at position p of a chunk attends cached tokens [0, p] of its row; other tokens' `out` is not touched.
+    """Attend the token at position p of a chunk to cached tokens [0, p] of its row; `out` of other tokens is unchanged.
 
-    Shapes: q [tokens, heads, head_dim] and out [tokens, heads, value_dim], the chunks' tokens where `work` says; pool
-    [slices, block_size, kv_heads, head_dim], or a view of wider cells (`check_pool`); k_table, v_table [rows,
-    max_blocks]; partial [work.partials, heads, value_dim] and partial_lse [work.partials, heads] float32, scratch whose
-    contents do not matter. `window`: a token sees itself and the window - 1 before it, 0: all. `softcap`, `sinks`,
-    `pair`: as in `decode_attention`. The grids depend on shapes alone; splits of a step of no bucket are
-    merged where there are any.
+    The grids depend on shapes alone. For a step outside any bucket, the merge is launched only if there are splits.
+
+    Args:
+        q: [tokens, heads, head_dim], with the tokens of the chunks at the offsets in `work`.
+        pool: [slices, block_size, kv_heads, head_dim], or a view of wider cells (`check_pool`).
+        k_table: Block table of K, [rows, max_blocks].
+        v_table: Block table of V; None in a paired pool.
+        work: Query tiles and splits.
+        partial: Scratch, [work.partials, heads, value_dim] float32.
+        partial_lse: Scratch, [work.partials, heads] float32.
+        out: [tokens, heads, value_dim].
+        window: Number of tokens visible to a token, itself included; 0: all.
+        layer, scratch_base, scale, softcap, sinks, pair, config: As in `decode_attention`.
     """
     (_, num_heads, head_dim), (_, block_size, kv_heads, _) = q.shape, pool.shape
     check_tables(pool, k_table, v_table, pair)
@@ -229,7 +236,7 @@ def prefill_attention(
     widths = {"int8": is_bytes(pool.dtype)}
     widest = max(head_dim, value_dim)
     config = config or configs.prefill_config(configs.device_arch(q.device), widest, q.dtype, **widths)
-    assert work.tokens_per_tile * group <= config.block_m, "the work list's tiles are larger than the kernel's"
+    assert work.tokens_per_tile * group <= config.block_m, "tiles of the work list are larger than those of the kernel"
     assert work.tile % config.block_n == 0, f"splits of the work list begin at {work.tile}, tiles are {config.block_n}"
     prefill_kernel[(kv_heads, work.items.shape[0])](
         q, pool, k_table, k_table if v_table is None else v_table, work.items, out, partial, partial_lse,

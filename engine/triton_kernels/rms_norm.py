@@ -1,6 +1,6 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
-"""RMS-norm, with the residual addition before it fused in, a norm of what is added before that, and the rounding to
-floats of 8 bits behind it. Twin: engine.models.torch_ops."""
+"""RMS norm. Fused variants add a residual before the norm, normalise the addend, or round the result to 8-bit floats.
+Twin: engine.models.torch_ops."""
 
 import torch
 import triton
@@ -13,7 +13,7 @@ from engine.triton_kernels.round_rows import SMALLEST, empty_rows, round_part, s
 
 @triton.jit
 def source_row(row, rows, HAS_ROWS: tl.constexpr):
-    """The row of the inputs that a norm's row is made of."""
+    """Return the input row from which output row `row` is computed."""
     if HAS_ROWS:
         row = tl.load(rows + row).to(tl.int64)
     return row
@@ -21,7 +21,7 @@ def source_row(row, rows, HAS_ROWS: tl.constexpr):
 
 @triton.jit
 def normed_row(values, weight, columns, width, eps):
-    """The norm of a row [BLOCK] float32, zeros beyond its width."""
+    """Return the norm of a row [BLOCK] float32 that is zero beyond its width."""
     scale = tl.rsqrt(tl.sum(values * values, 0) / width + eps)
     return values * scale * tl.load(weight + columns, mask=columns < width, other=0.0).to(tl.float32)
 
@@ -31,7 +31,7 @@ def rms_norm_kernel(
     x, inner, weight, residual, rows, out, total_out, x_stride, residual_stride, width, eps,
     HAS_INNER: tl.constexpr, HAS_RESIDUAL: tl.constexpr, HAS_ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One program a row of the output."""
+    """One program per output row."""
     row = tl.program_id(0).to(tl.int64)
     source = source_row(row, rows, HAS_ROWS)
     columns = tl.arange(0, BLOCK)
@@ -42,7 +42,7 @@ def rms_norm_kernel(
         values = normed_row(values, inner, columns, width, eps).to(kind).to(tl.float32)
     if HAS_RESIDUAL:
         rest = tl.load(residual + source * residual_stride + columns, mask=mask, other=0.0).to(tl.float32)
-        # The sum is rounded before it is normalised: what the next layer reads is what this norm saw.
+        # Round the sum before the norm: the next layer reads the rounded residual.
         total = (values + rest).to(kind)
         tl.store(total_out + row * width + columns, total, mask=mask)
         values = total.to(tl.float32)
@@ -56,7 +56,7 @@ def rms_norm_rounded_kernel(
     HAS_INNER: tl.constexpr, HAS_RESIDUAL: tl.constexpr, HAS_ROWS: tl.constexpr, HAS_SCALE: tl.constexpr,
     SMALLEST: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One program a row of the output. What is rounded to 8 bits is what the norm alone would have stored."""
+    """One program per output row. The unrounded norm is rounded to its own type first, then to 8 bits."""
     row = tl.program_id(0).to(tl.int64)
     source = source_row(row, rows, HAS_ROWS)
     columns = tl.arange(0, BLOCK)
@@ -72,25 +72,28 @@ def rms_norm_rounded_kernel(
         values = total.to(tl.float32)
     normed = normed_row(values, weight, columns, width, eps).to(kind).to(tl.float32)
     step = scale_of(tl.max(tl.abs(normed), 0), given, SMALLEST, HAS_SCALE)
-    tl.store(scales + row, step + tl.sum(normed - normed, 0))  # not a number for a row that is not finite
+    tl.store(scales + row, step + tl.sum(normed - normed, 0))  # NaN if any value is not finite
     tl.store(out + row * width + columns, round_part(normed, step).to(out.dtype.element_ty), mask=mask)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x / sqrt(mean(x²) + eps) * weight. x [n, width], rows contiguous; weight [width]: [n, width]."""
+    """Return x / sqrt(mean(x²) + eps) * weight, [n, width]. x [n, width], rows contiguous; weight [width]."""
     return _launch(x, None, weight, eps)[0]
 
 
 def add_rms_norm(
     x: Tensor, residual: Tensor, weight: Tensor, eps: float, rows: Tensor | None = None, inner: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """residual + x, normed; and residual + x. All [n, width], rows contiguous; weight [width]. With `rows [m]` int32
-    both are of these rows alone: [m, width]. With `inner [width]` x is normed by it before it is added."""
+    """Return the norm of residual + x, and residual + x.
+
+    Shapes: x, residual [n, width], rows contiguous; weight [width]. With `rows [m]` int32 both results are of these
+    rows only, [m, width]. With `inner [width]` x is normalised by it before the addition.
+    """
     return _launch(x, residual, weight, eps, rows, inner)
 
 
 def rms_norm_rounded(x: Tensor, weight: Tensor, eps: float, scale: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The norm as floats of 8 bits: values [n, width] e4m3 and scales [n, 1] float32, by row or by `scale` [1]."""
+    """Return the norm as 8-bit floats: values [n, width] e4m3 and scales [n, 1] float32, per row or `scale` [1]."""
     return _launch_rounded(x, None, weight, eps, scale)[0]
 
 
@@ -103,7 +106,7 @@ def add_rms_norm_rounded(
     rows: Tensor | None = None,
     inner: Tensor | None = None,
 ) -> tuple[tuple[Tensor, Tensor], Tensor]:
-    """residual + x, normed and rounded; and residual + x. `rows`, `inner`: as in `add_rms_norm`."""
+    """Return the rounded norm of residual + x, and residual + x. `rows`, `inner`: as in `add_rms_norm`."""
     return _launch_rounded(x, residual, weight, eps, scale, rows, inner)
 
 
@@ -154,7 +157,7 @@ def _launch(
 
 
 def check_rows(x: Tensor, residual: Tensor | None, *weights: Tensor | None, rows: Tensor | None = None) -> int:
-    """Assert the contract that the norms share; gives how many rows come out."""
+    """Assert the common contract of the norms; return the number of output rows."""
     for name, value in (("x", x), ("residual", residual)):
         if value is not None:
             assert value.dim() == 2 and value.shape == x.shape, f"{name}: {value.shape}, not {x.shape}"

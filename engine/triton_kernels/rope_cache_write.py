@@ -1,10 +1,9 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
-"""RMS-norm of every head of Q and K (where the model has it), rotary embedding, and the write of K and V to the pool.
+"""RMS norm of the heads of Q and K (if the model has it), rotary embedding, and the write of K and V to the pool.
 
-One pass over a step's projections: Q is changed in place, K goes rotated and V as it is to the slices their block
-tables name. Without `q` it is the second half of a restore from hidden state. Half-split ("neox") layout; rotary
-dimensions may be fewer than a head has, or none. Knows nothing of requests.
-Twin: engine.models.torch_ops.
+One pass over the projections of a step: Q is changed in place; rotated K and unchanged V are written to the slices in
+their block tables. Without `q`, the kernel is the second half of a restore from hidden state. Half-split ("neox")
+layout; the rotary dimensions may be fewer than those of a head, or none. Twin: engine.models.torch_ops.
 """
 
 import torch
@@ -28,7 +27,7 @@ from engine.triton_kernels.addressing import (
 
 @triton.jit
 def normalize(a, b, rest, weight, half, tail, eps, HEAD_DIM: tl.constexpr, ROTARY: tl.constexpr):
-    """RMS-norm over the three parts of each head; what lies outside a part is zero."""
+    """Apply RMS norm over the three parts of each head; elements outside a part are zero."""
     squares = tl.sum(a * a, 1) + tl.sum(b * b, 1) + tl.sum(rest * rest, 1)
     scale = tl.rsqrt(squares / HEAD_DIM + eps)[:, None]
     a *= scale * tl.load(weight + half, mask=half < ROTARY // 2, other=0.0).to(tl.float32)
@@ -43,8 +42,8 @@ def transform_heads(
     NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, ROTARY: tl.constexpr, NORM: tl.constexpr,
     BLOCK_H: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr,
 ):  # fmt: skip
-    """Heads [block * BLOCK_H, ...) of one token from `source` to `target` (may be the same): norm, then rotation; to
-    8 bits with `scales`."""
+    """Transform heads [block * BLOCK_H, ...) of one token from `source` to `target` (may be the same): norm, rotation,
+    and rounding to 8 bits with `scales` if the target has 8 bits."""
     heads = block * BLOCK_H + tl.arange(0, BLOCK_H)[:, None]
     half = tl.arange(0, HALF)[None, :]
     tail = ROTARY + tl.arange(0, REST)[None, :]
@@ -84,7 +83,7 @@ def transform_heads(
 @triton.jit(
     do_not_specialize=["layer", "scratch_base", "table_stride"],
     do_not_specialize_on_alignment=["positions", "rows", "k_table", "v_table"],
-)  # a restore has tables and tokens of its own, of any size
+)  # a restore has its own tables and token counts of any size
 def rope_cache_kernel(
     q, k, v, cos_sin, positions, rows, pool, k_table, v_table, q_weight, k_weight, q_stride, k_stride, v_stride,
     table_stride, layer, scratch_base, eps,
@@ -93,7 +92,7 @@ def rope_cache_kernel(
     K_NORM: tl.constexpr, BLOCK_H: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr, WIDE: tl.constexpr,
     PAIR: tl.constexpr,
 ):  # fmt: skip
-    """Program (token, block of heads): the blocks of Q come first, then those of K, then those of V."""
+    """Program (token, block of heads): blocks of Q first, then of K, then of V."""
     token = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     Q_BLOCKS: tl.constexpr = (Q_HEADS + BLOCK_H - 1) // BLOCK_H
@@ -120,7 +119,7 @@ def rope_cache_kernel(
         )  # fmt: skip
     else:
         to = token_start(v_table, row, table_stride, position, layer, scratch_base, BLOCK_SIZE, ROW, SLICE)
-        to += PAIR * SLICE  # of a paired pool the table is K's
+        to += PAIR * SLICE  # a paired pool has only the table of K
         heads = (part - Q_BLOCKS - KV_BLOCKS) * BLOCK_H + tl.arange(0, BLOCK_H)[:, None]
         dims = tl.arange(0, WIDE)[None, :]
         mask = (heads < KV_HEADS) & (dims < VALUE_DIM)
@@ -156,10 +155,17 @@ def rope_cache_write(
 ) -> None:
     """Rotate q in place; write rotated k, and v, of token i to position positions[i] of table row rows[i].
 
-    Shapes: q [n, heads, head_dim]; k [n, kv_heads, head_dim]; v [n, kv_heads, value_dim]; cos_sin [positions,
-    rotary_dim] float32, cosines first, or None for no rotation; positions, rows [n] int32 or int64, rows[i] < 0 =
-    padding, nothing is done; q_norm, k_norm [head_dim] or None. `pair`: slices from a block's K to its V in a paired
-    pool, whose V has no table; 0: of another.
+    Args:
+        q: [n, heads, head_dim], or None.
+        k: [n, kv_heads, head_dim].
+        v: [n, kv_heads, value_dim].
+        cos_sin: [positions, rotary_dim] float32, cosines first; None: no rotation.
+        positions: [n] int32 or int64.
+        rows: [n] int32 or int64; a token with rows[i] < 0 is padding and is skipped.
+        pool, k_table, v_table, layer, scratch_base, pair: As in `decode_attention`.
+        q_norm: Weight [head_dim] of the norm of Q, or None.
+        k_norm: Weight [head_dim] of the norm of K, or None.
+        eps: Epsilon of the norms.
     """
     (count, kv_heads, head_dim), block_size = k.shape, pool.shape[1]
     rotary = 0 if cos_sin is None else cos_sin.shape[1]
@@ -168,7 +174,7 @@ def rope_cache_write(
     if count == 0:
         return
     config = configs.heads_config()
-    # Models without rotation and norm leave Q alone: no programs for it.
+    # Without rotation and norm, Q is unchanged and needs no programs.
     query, q_heads = (k, 0) if q is None or not (rotary or q_norm is not None) else (q, q.shape[1])
     blocks = -(-q_heads // config.block_m) + 2 * -(-kv_heads // config.block_m)
     rope_cache_kernel[(count, blocks)](

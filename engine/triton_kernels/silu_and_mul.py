@@ -1,10 +1,10 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
-"""The gate of a feed-forward layer: silu(gate) * up (SwiGLU) or gelu_tanh(gate) * up (GeGLU), from one projection; the
-first rounded to floats of 8 bits where the next layer computes with them.
+"""Gate of a feed-forward layer: silu(gate) * up (SwiGLU) or gelu_tanh(gate) * up (GeGLU), from one projection. SwiGLU
+can be rounded to 8-bit floats for a next layer that computes with them.
 
-ReLU and GELU alone have no kernel. Both follow a plain projection: torch._addmm_activation lets cuBLASLt apply ReLU and
-the tanh form of GELU in its epilogue, and for the exact form torch's own operator is the one pass that a kernel here
-would be. Twin: engine.models.torch_ops.
+ReLU and GELU alone need no kernel. Both follow a plain projection: torch._addmm_activation lets cuBLASLt apply ReLU and
+the tanh form of GELU in its epilogue. For the exact form, torch's operator is already a single pass. Twin:
+engine.models.torch_ops.
 """
 
 import triton
@@ -32,7 +32,7 @@ def silu_and_mul_kernel(x, out, x_stride, width, BLOCK: tl.constexpr, GELU: tl.c
 
 @triton.jit
 def _gated(x, row, x_stride, width, columns):
-    """silu(gate) * up of some columns as the kernel above stores it, in float32; zeros beyond the width."""
+    """Return silu(gate) * up of some columns, rounded as in the kernel above, in float32; zeros beyond the width."""
     mask = columns < width
     gate = tl.load(x + row * x_stride + columns, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(x + row * x_stride + width + columns, mask=mask, other=0.0).to(tl.float32)
@@ -43,7 +43,7 @@ def _gated(x, row, x_stride, width, columns):
 def silu_and_mul_rounded_kernel(
     x, given, out, scales, x_stride, width, HAS_SCALE: tl.constexpr, SMALLEST: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Program (row): its largest, unless a scale is given, then its values."""
+    """Program (row): find the maximum unless a scale is given, then round the values."""
     row = tl.program_id(0).to(tl.int64)
     top = tl.zeros((BLOCK,), tl.float32)
     if not HAS_SCALE:
@@ -56,11 +56,11 @@ def silu_and_mul_rounded_kernel(
         part = _gated(x, row, x_stride, width, columns)
         bad += part - part
         tl.store(out + row * width + columns, round_part(part, step).to(out.dtype.element_ty), mask=columns < width)
-    tl.store(scales + row, step + tl.sum(bad, 0))  # not a number for a row that is not finite
+    tl.store(scales + row, step + tl.sum(bad, 0))  # NaN if any value is not finite
 
 
 def silu_and_mul_rounded(x: Tensor, scale: Tensor | None) -> tuple[Tensor, Tensor]:
-    """silu(gate) * up as floats of 8 bits: values [n, width] e4m3 and scales [n, 1] float32, by row or by `scale` [1].
+    """Return silu(gate) * up as 8-bit floats: values [n, width] e4m3 and scales [n, 1] float32, per row or `scale` [1].
     x as in `silu_and_mul`."""
     assert x.dim() == 2 and x.shape[1] % 2 == 0 and x.stride(1) == 1, f"x: rows of 2 * width, not {x.shape}"
     width = x.shape[1] // 2
@@ -74,12 +74,12 @@ def silu_and_mul_rounded(x: Tensor, scale: Tensor | None) -> tuple[Tensor, Tenso
 
 
 def silu_and_mul(x: Tensor) -> Tensor:
-    """silu(gate) * up. x [n, 2 * width], gate first, rows contiguous: [n, width]."""
+    """Return silu(gate) * up, [n, width]. x [n, 2 * width], gate first, rows contiguous."""
     return _launch(x, gelu=False)
 
 
 def gelu_tanh_and_mul(x: Tensor) -> Tensor:
-    """gelu_tanh(gate) * up. x [n, 2 * width], gate first, rows contiguous: [n, width]."""
+    """Return gelu_tanh(gate) * up, [n, width]. x [n, 2 * width], gate first, rows contiguous."""
     return _launch(x, gelu=True)
 
 

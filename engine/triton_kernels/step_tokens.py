@@ -1,6 +1,6 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
-"""The two ends of a step: token ids to hidden state; logits with their cap, and sampled tokens to where the next step
-finds them. Twin: engine.models.torch_ops."""
+"""Start and end of a step: token ids to hidden state; soft-capped logits; and sampled tokens to the buffers from which
+the next step reads them. Twin: engine.models.torch_ops."""
 
 import torch
 import triton
@@ -39,9 +39,9 @@ def accept_kernel(tokens, best, rows, sampled, last_tokens, count, BEST: tl.cons
     token = tl.load(tokens + at, mask=inside, other=-1).to(tl.int32)
     if BEST:
         value = tl.load(best + at, mask=inside, other=0.0).to(tl.float32)
-        token = tl.where(tl.abs(value) < float("inf"), token, -1)  # not so for NaN
+        token = tl.where(tl.abs(value) < float("inf"), token, -1)  # false for NaN
     tl.store(sampled + at, token, mask=inside)
-    # an invalid token ends its request; a step already in flight behind it still needs some id to read
+    # An invalid token ends its request, but a step already in flight still needs a valid id to read.
     tl.store(last_tokens + tl.load(rows + at, mask=inside, other=0), tl.maximum(token, 0), mask=inside)
 
 
@@ -54,7 +54,7 @@ def softcap_kernel(x, out, x_stride, out_stride, width, cap, BLOCK: tl.constexpr
     share = tl.load(x + row * x_stride + at, mask=inside, other=0.0).to(tl.float32) / cap
     wide = 1.0 - 2.0 / (tl.exp(2.0 * share) + 1.0)  # tanh
     square = share * share
-    near = share * (1.0 - square * (0.33333333 - square * 0.13333333))  # where the difference would leave few digits
+    near = share * (1.0 - square * (0.33333333 - square * 0.13333333))  # series, where the difference loses digits
     value = tl.where(tl.abs(share) < 0.12, near, wide) * cap
     tl.store(out + row * out_stride + at, value.to(out.dtype.element_ty), mask=inside)
 
@@ -69,10 +69,11 @@ def embed_tokens(
     learned: Tensor | None,
     offset: int,
 ) -> Tensor:
-    """Hidden state [T, H] of tokens `ids [T]`, and of last_tokens[source[t]] where one is negative: their rows of
-    `embedding [vocab, H]`, times `scale`, plus row positions[t] + offset of `learned [n, H]`, each rounded.
+    """Return the hidden state [T, H] of tokens `ids [T]`, or of last_tokens[source[t]] where ids[t] is negative.
 
-    ids, source, positions, last_tokens int32, contiguous; embedding and learned contiguous and of one type.
+    It is the row of `embedding [vocab, H]`, times `scale`, plus row positions[t] + offset of `learned [n, H]`, rounded
+    after each operation. ids, source, positions, last_tokens: int32, contiguous; embedding and learned: contiguous, of
+    one type.
     """
     count, width = len(ids), embedding.shape[1]
     assert all(each.dtype == torch.int32 and each.is_contiguous() for each in (ids, source, positions, last_tokens))
@@ -88,8 +89,10 @@ def embed_tokens(
 
 
 def accept_tokens(tokens: Tensor, best: Tensor | None, rows: Tensor, sampled: Tensor, last_tokens: Tensor) -> None:
-    """sampled[i] = tokens[i], or -1 where best[i] is not finite; last_tokens[rows[i]] the same, but 0 for what is
-    negative. tokens [n] int32 or int64; best [n]; rows [n], sampled [n] and last_tokens int32; all contiguous."""
+    """Set sampled[i] to tokens[i], or -1 if best[i] is not finite; set last_tokens[rows[i]] to the same, at least 0.
+
+    tokens [n] int32 or int64; best [n]; rows [n], sampled [n] and last_tokens int32; all contiguous.
+    """
     count = len(tokens)
     assert len(rows) == len(sampled) == count and rows.dtype == sampled.dtype == last_tokens.dtype == torch.int32
     if count:
@@ -101,7 +104,7 @@ def accept_tokens(tokens: Tensor, best: Tensor | None, rows: Tensor, sampled: Te
 
 
 def softcap(x: Tensor, cap: float, out: Tensor | None = None) -> Tensor:
-    """cap * tanh(x / cap) in float32, rounded once. x and out [n, width], rows contiguous."""
+    """Return cap * tanh(x / cap), computed in float32 and rounded once. x and out [n, width], rows contiguous."""
     out = x.new_empty(x.shape) if out is None else out
     assert x.dim() == 2 and out.shape == x.shape and x.stride(1) == out.stride(1) == 1, f"{x.shape} to {out.shape}"
     if len(x):

@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
-"""Logits of tokens that a grammar does not allow become -inf; one bit a token. Twin: engine.models.torch_ops."""
+"""Set the logits of tokens that a grammar forbids to -inf; one bit per token. Twin: engine.models.torch_ops."""
 
 import torch
 import triton
@@ -23,7 +23,7 @@ def token_mask_kernel(logits, places, bits, logits_stride, bits_stride, vocab, B
 
 
 def token_mask(logits: Tensor, places: Tensor, bits: Tensor) -> None:
-    """logits[places[i], t] = -inf, in place, where bit t of bits[i] is not set.
+    """Set logits[places[i], t] to -inf in place where bit t of bits[i] is not set.
 
     Shapes: logits [rows, vocab], rows contiguous; places [n] int32; bits [n, ceil(vocab / 32)] int32, contiguous.
     """

@@ -1,8 +1,8 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
-"""Copy whole units: inside the pool, or between the pool and a staging buffer.
+"""Copy whole units within the pool, or between the pool and a staging buffer.
 
-A unit is contiguous over all layers, so a batch of swaps becomes one launch to staging and one transfer.
-Twin: engine.models.torch_ops.
+A unit is contiguous over all layers, so a batch of swaps needs one launch to the staging buffer and one transfer. Twin:
+engine.models.torch_ops.
 """
 
 import torch

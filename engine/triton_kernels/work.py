@@ -1,8 +1,7 @@
-"""Work lists of the attention kernels: which program does what, decided on the host, read from device memory.
+"""Work lists of the attention kernels: the assignment of programs, computed on the host and read from device memory.
 
-A list has a fixed capacity, so that a kernel's grid is static and one captured graph serves every batch of its bucket;
-unused items end at once. Lists are numpy arrays filled in place and uploaded by one copy. Knows nothing of Triton, of
-requests or of the pool.
+A list has a fixed capacity, so that the grid of a kernel is static and one captured graph serves every batch of its
+bucket; unused items end immediately. Lists are numpy arrays, filled in place and uploaded in one copy.
 """
 
 import math
@@ -19,19 +18,19 @@ from engine.triton_kernels.configs import MIN_PREFILL_SPLIT, MIN_SPLIT
 
 Int32Array = npt.NDArray[np.int32]
 
-_PINNED_COPIES = 3  # of the host's side: the copies of the steps in flight, and one to fill
+_PINNED_COPIES = 3  # of the host buffer: those of the steps in flight, and one to fill
 
 
 def aligned(size: int) -> int:
-    """Elements that a part of `size` takes in a `WorkBuffer`: parts start at multiples of 16 bytes."""
+    """Return the elements that a part of `size` takes in a `WorkBuffer`: parts start at multiples of 16 bytes."""
     return -(-size // 4) * 4
 
 
 class WorkBuffer:
-    """One int32 allocation of `size` elements on the host and its copy on the device, handed out in parts.
+    """One int32 allocation of `size` elements on the host and a copy on the device, handed out in parts.
 
-    The host's side is plain memory that may be changed again as soon as `upload` returns: on CUDA the copy to the
-    device starts from one of several pinned copies, each waited for before it is used again.
+    The host buffer is plain memory and may be changed as soon as `upload` returns. On CUDA the copy to the device
+    starts from one of several pinned copies, each reused only after its previous transfer has finished.
     """
 
     def __init__(self, size: int, device: torch.device) -> None:
@@ -45,7 +44,7 @@ class WorkBuffer:
         self._used = 0
 
     def take(self, *shape: int) -> tuple[Int32Array, Tensor]:
-        """The next free part, as the host's array and the device's tensor."""
+        """Return the next free part, as host array and device tensor."""
         part = slice(self._used, self._used + math.prod(shape))
         self._used += aligned(math.prod(shape))
         assert self._used <= len(self._host), "the buffer is too small for its parts"
@@ -57,15 +56,15 @@ class WorkBuffer:
             return
         pinned, copied = self._pinned[0]
         self._pinned.append(self._pinned.pop(0))
-        copied.synchronize()  # at once, but when the device is three copies behind
-        # Not by torch: from 32,768 numbers on it does so with a thread for every core, which then spin for a while.
+        copied.synchronize()  # returns immediately unless the device is _PINNED_COPIES copies behind
+        # Copy with numpy: from 32,768 elements on, torch starts a thread per core, and those threads spin for a while.
         pinned.numpy()[:] = self._host.numpy()
         self._device.copy_(pinned, non_blocking=True)
         copied.record()
 
 
 def buffer_for(shapes: Sequence[tuple[int, ...]], device: torch.device) -> WorkBuffer:
-    """A buffer that just holds parts of these shapes."""
+    """Return a buffer of exactly the size of parts of these shapes."""
     return WorkBuffer(sum(aligned(math.prod(shape)) for shape in shapes), device)
 
 
@@ -97,11 +96,11 @@ class DecodeWork:
 
     @staticmethod
     def shapes(max_requests: int, max_items: int) -> tuple[tuple[int, int], ...]:
-        """The parts of a buffer that a list takes."""
+        """Return the shapes of the parts of a buffer that a list uses."""
         return ((max_requests, 2), (max_requests, 4), (max_items, 4))
 
     def head(self, max_requests: int, max_items: int) -> "DecodeWork":
-        """A smaller list in the first part of this one's memory: of several only one can be filled at a time."""
+        """Return a smaller list in the same memory; only one such list can be filled at a time."""
         assert max_requests <= max_items <= len(self._items) and max_requests <= len(self._requests)
         part = copy(self)
         part._requests, part.requests = self._requests[:max_requests], self.requests[:max_requests]
@@ -110,9 +109,9 @@ class DecodeWork:
         return part
 
     def fill(self, rows: Int32Array, context_lens: Int32Array) -> None:
-        """Plan a batch: table row and context length of each request, fewer than the capacity or as many.
+        """Plan a batch from the table row and context length of each request, at most `max_requests`.
 
-        Contexts longer than `min_split` are split, as evenly as tiles allow and never under half of it.
+        Contexts longer than `min_split` are split as evenly as tiles allow, into splits of at least half of it.
         """
         count, capacity = len(rows), len(self._items)
         assert count <= len(self._requests), "more requests than the work list holds"
@@ -146,16 +145,23 @@ class DecodeWork:
 
 
 class PrefillWork:
-    """Query tiles of up to `max_chunks` chunks of prompts (a decode is a chunk of one token).
+    """Query tiles of up to `max_chunks` prompt chunks (a decode is a chunk of one token).
 
-    Device tensors: `chunks` [max_chunks, 4] = (table row, first query token, length, position of the first token),
-    length 0 = padding; `items` [max_items, 8] = (table row, first query token, tokens or 0 if unused, position of the
-    first token, begin and end in cached tokens, first row of the partial results, splits of the tile): split s of a
-    tile writes its token t to row (first + t * splits). `merges` [n, 4] = (first row of the partial results, splits,
-    query token, 0), 1 split where there is nothing to merge. `tokens_per_tile` = block_m // group.
+    Device tensors:
+        chunks: [max_chunks, 4] = (table row, first query token, length, position of the first token); length 0 =
+            padding.
+        items: [max_items, 8] = (table row, first query token, tokens or 0 if unused, position of the first token, begin
+            and end in cached tokens, first row of the partial results, splits of the tile). Split s of a tile writes
+            its token t to row (first + t * splits) + s.
+        merges: [n, 4] = (first row of the partial results, splits, query token, 0); 1 split if there is nothing to
+            merge.
 
-    `slots` tiles fit the device side by side (`configs.prefill_slots`), 0: nothing is split; `max_items` are then more
-    by as many. Splits begin at multiples of `tile`, the kernel's `block_n`. `min_split`: cached tokens of one at least.
+    Args:
+        tokens_per_tile: block_m // group.
+        slots: Number of tiles that run concurrently (`configs.prefill_slots`); 0: no splits. `max_items` must include
+            as many items for splits.
+        tile: `block_n` of the kernel; splits begin at its multiples.
+        min_split: Minimum number of cached tokens of a split.
     """
 
     def __init__(
@@ -170,7 +176,7 @@ class PrefillWork:
         tile: int = 0,
         min_split: int = MIN_PREFILL_SPLIT,
     ) -> None:
-        assert slots == 0 or tile > 0, "splits begin at multiples of a tile"
+        assert slots == 0 or tile > 0, "splits need the tile of the kernel"
         self.tokens_per_tile, self.slots, self.tile, self.min_split = tokens_per_tile, slots, tile, min_split
         self.fixed = False
         shapes = self.shapes(max_chunks, max_items, configs.prefill_merged(slots, tokens_per_tile))
@@ -183,23 +189,25 @@ class PrefillWork:
 
     @staticmethod
     def shapes(max_chunks: int, max_items: int, max_merged: int) -> tuple[tuple[int, int], ...]:
-        """The parts of a buffer that a list takes."""
+        """Return the shapes of the parts of a buffer that a list uses."""
         return ((max_chunks, 4), (max_items, 8), (max_merged, 4))
 
     @property
     def partials(self) -> int:
-        """Rows of partial results."""
+        """Number of rows of partial results."""
         return configs.prefill_partials(self.slots, self.tokens_per_tile)
 
     @property
     def merging(self) -> bool:
-        """Whether the merge is launched: always in a bucket, whose graph serves steps with splits and without, and in
-        a step of padding, which is what compiles it for the others."""
+        """Whether to launch the merge: in a bucket always, because one graph serves steps with and without splits, and
+        in a padding step, to compile it."""
         return len(self.merges) > 0 and (self.fixed or self._padding or self._merged > 0)
 
     def head(self, max_chunks: int, max_items: int, max_tokens: int, fixed: bool) -> "PrefillWork":
-        """A smaller list, of `max_tokens`, in the first part of this one's memory: of several only one can be filled at
-        a time. `fixed`: of a bucket."""
+        """Return a smaller list of `max_tokens` in the same memory; only one such list can be filled at a time.
+
+        `fixed`: the list belongs to a bucket.
+        """
         assert max_items <= len(self._items) and max_chunks <= len(self._chunks)
         part = copy(self)
         part.fixed = fixed
@@ -209,10 +217,10 @@ class PrefillWork:
         return part
 
     def fill(self, chunks: Int32Array) -> None:
-        """Plan a batch: `chunks` [n, 4] as above. The longest go first, so that short ones fill the end.
+        """Plan a batch; `chunks` [n, 4] as above. Long items come first, so that short ones fill the end.
 
-        Where few tiles of query tokens stand before long pasts, these are split so that the longest item is about as
-        long as all of them spread over the device; where half of the device has work, nothing is.
+        If few query tiles face long contexts, these are split so that the longest item is about as long as the total
+        spread over the device. With half of the slots occupied, nothing is split.
         """
         count, size = len(chunks), self.tokens_per_tile
         self._chunks[:count], self._chunks[count:] = chunks, 0
@@ -238,9 +246,9 @@ class PrefillWork:
         self._items[used:] = 0
 
     def _split(self, items: Int32Array) -> Int32Array:
-        """`items [n, 8]` of whole tiles with the longest split, n + slots at most; writes `merges`."""
+        """Split the longest tiles of `items [n, 8]`, at most n + slots items in total; write `merges`."""
         lengths = -(-items[:, 5] // self.tile)  # in tiles of cached tokens
-        # sum(ceil(length / share)) <= sum(lengths) / share + n <= slots + n, fewer than `slots` of them split
+        # sum(ceil(length / share)) <= sum(lengths) / share + n <= slots + n, and fewer than `slots` tiles are split
         share = max(-(-int(lengths.sum()) // self.slots), -(-self.min_split // self.tile))
         splits = -(-lengths // share)
         splits[items[:, 5] < 4 * self.min_split] = 1
