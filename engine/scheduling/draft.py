@@ -9,7 +9,7 @@ from itertools import repeat
 from operator import attrgetter
 from typing import NamedTuple
 
-from engine.api import RequestClass
+from engine.api import RequestClass, quick_constructor
 from engine.cache.blocks import CacheKind, CacheOperation, Tier
 from engine.cache.cache import Claim
 from engine.request import Request, RequestStatus
@@ -25,6 +25,7 @@ from engine.scheduling.output import (
 from engine.scheduling.state import SchedulerState
 from predictor.features import CacheWork
 
+_make_chunk = quick_constructor(Chunk)
 _pooling, _adapter = attrgetter("spec.pooling"), attrgetter("spec.adapter")
 
 
@@ -131,7 +132,7 @@ class StepDraft:
             return
         self.ledger.charge_masks(num_masked(requests))
         starts = [request.num_computed_tokens for request in requests]
-        self.chunks.extend(map(Chunk._make, zip([r.row for r in requests], starts, repeat(1), repeat(True))))
+        self.chunks.extend(map(_make_chunk, [r.row for r in requests], starts, repeat(1), repeat(True)))
         self.requests.extend(requests)
         for request, start in zip(requests, starts, strict=True):
             request.num_computed_tokens = start + 1

@@ -8,7 +8,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from engine.api import FinishReason, RequestClass, RequestOutput, RequestTimes, TokenLogprobs
+from engine.api import FinishReason, RequestClass, RequestOutput, RequestTimes, TokenLogprobs, quick_constructor
 from engine.errors import InvalidRequestError, TidemillError
 from engine.request import Request, RequestStatus
 from engine.scheduling.counters import StepCounters
@@ -28,6 +28,7 @@ TOLD_TOGETHER = 16
 computed again where this engine is lost."""
 NO_TOKEN = -4
 """Stands for the token of a chunk that samples none."""
+_make_times, _make_output = quick_constructor(RequestTimes), quick_constructor(RequestOutput)
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,7 +203,7 @@ class Results:
             return self._fail_grammar(request, now)
         times, sampling = request.times, request.spec.sampling
         first = now if times.first_token is None else times.first_token
-        request.times = RequestTimes(times.arrival, times.first_scheduled, first, now)
+        request.times = _make_times(times.arrival, times.first_scheduled, first, now)
         request.token_ids.append(token)
         logprobs = None if token_logprobs is None else (token_logprobs,)
         num_output = len(request.token_ids) - request.num_prompt_tokens
@@ -213,14 +214,14 @@ class Results:
             return self._finish(request, FinishReason.LENGTH, now, (token,), logprobs)
         spec = request.spec
         new = request.tell(TOLD_TOGETHER) if request.withholds else (token,)
-        return RequestOutput(
-            spec.request_id,
-            new,
-            logprobs,
-            request.times,
-            request.num_prompt_tokens,
-            request.num_cached_tokens,
-            num_output,
+        return _make_output(
+            request_id=spec.request_id,
+            token_ids=new,
+            logprobs=logprobs,
+            times=request.times,
+            num_prompt_tokens=request.num_prompt_tokens,
+            num_cached_tokens=request.num_cached_tokens,
+            num_output_tokens=num_output,
             num_preemptions=request.num_preemptions,
             request_class=spec.request_class,
             beside_offline=request.beside_offline,
