@@ -1,11 +1,12 @@
-"""What every kernel that a served step launches compiles to, for seven architectures; no GPU is needed.
+"""Compile every kernel that a served step launches, for seven architectures and without a GPU.
 
-The launches are recorded on the dry device: the shapes of real models (two layers of each), every kind of step, the
-cache in 8 bits, windows, softcaps, graphs and none. Each is compiled as Triton's own front end asks for it. `python
-tests/kernel_ledger.py` writes docs/develop/kernels.md anew (minutes); tests/test_kernel_ledger.py compares.
+The dry device records the launches: shapes of real models (two layers each), every kind of step, 8-bit caches,
+windows, softcaps, with and without graphs. Triton's own front end compiles them. `python tests/kernel_ledger.py`
+(minutes) writes tests/kernel_ledger.json and the tables of docs/develop/kernels.md; a test compares them.
 """
 
 import hashlib
+import json
 import re
 import subprocess
 import sys
@@ -44,10 +45,11 @@ from engine.triton_kernels.round_rows import round_rows, scale_rows
 from predictor.limits import Limits
 
 ARCHS = (80, 86, 89, 90, 100, 103, 120)
+LEDGER = Path(__file__).with_suffix(".json")
 PAGE = Path(__file__).parents[1] / "docs" / "develop" / "kernels.md"
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 SHARED_MEMORY = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 103: 227, 120: 99}
-"""KB that a program may have."""
+"""Shared memory of a program, KB."""
 _D256 = SHAPES["8B"] | {"head_dim": 256, "num_attention_heads": 16, "num_key_value_heads": 4}
 MODELS: dict[str, tuple[dict[str, object], torch.dtype | None]] = {
     "8B": (SHAPES["8B"], None),
@@ -80,17 +82,17 @@ MODELS: dict[str, tuple[dict[str, object], torch.dtype | None]] = {
     "8B fp8": (SHAPES["8B"], None),
     "8B fp8 static": (SHAPES["8B"], None),
 }  # fmt: skip
-"""Shapes, and the 8 bits that K and V are kept in, if they are. The window is one that the steps here go beyond."""
+"""Config of each model, and the cell type of an 8-bit cache. The recorded steps go beyond the sliding window."""
 MODULES = "K wider than V"
-"""Not a model of ours: attention of transformers' modules, as DeepSeek-V2 has it."""
+"""Attention of transformers' modules with the head sizes of DeepSeek-V2."""
 MODELS[MODULES] = (SHAPES["8B"], False)
 FLOAT8_MODELS = {"8B fp8": False, "8B fp8 static": True}
-"""Whose linear layers are of floats of 8 bits, and whether their inputs have stored scales."""
+"""Models with FP8 linear layers, and whether the checkpoint stores the scales of their inputs."""
 
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """A kernel with all that decides what it compiles to; picklable."""
+    """A kernel with everything that determines its machine code; picklable."""
 
     module: str
     kernel: str
@@ -102,13 +104,12 @@ class Variant:
 
     @property
     def digest(self) -> str:
-        """Tells it from the other variants; the same under every version of Triton."""
+        """Identify the variant independently of the version of Triton."""
         return hashlib.sha256(repr(self).encode()).hexdigest()[:8]
 
 
 class Binary(NamedTuple):
-    """What came out: registers of a thread, bytes of its stack, bytes of shared memory, instructions, and those of the
-    longest loop."""
+    """Registers and bytes of stack of a thread, bytes of shared memory, instructions in all and in the longest loop."""
 
     registers: int
     stack: int
@@ -121,17 +122,17 @@ class Binary(NamedTuple):
 
     @property
     def spills(self) -> bool:
-        """Whether registers were short; a few bytes of stack where few are in use are the compiler's choice."""
+        """Return whether registers spill; the compiler may use up to 8 bytes of stack where registers are free."""
         return self.stack > 8 or (self.stack > 0 and self.registers > 64)
 
     def is_close(self, other: "Binary") -> bool:
-        """Within a tenth in everything; the stack, which spills would need, the same."""
+        """Return whether all counts are within a tenth and the stacks are equal."""
         pairs = zip(self, other, strict=True)
         return self.stack == other.stack and all(abs(a - b) <= max(2, 0.1 * max(a, b)) for a, b in pairs)
 
 
 def record(arch: int, names: Iterable[str] = MODELS) -> dict[Variant, list[str]]:
-    """The variants that steps of these models launch on this architecture, and the models of each."""
+    """Return the variants that steps of these models launch on this architecture, each with its models."""
     found: dict[Variant, list[str]] = {}
     for name in names:
         config, cell_type = MODELS[name]
@@ -195,7 +196,7 @@ def _variant(
 
 
 def compile_variant(variant: Variant, arch: int) -> Binary:
-    """Compile it, and read the machine code."""
+    """Compile the variant and count its machine code."""
     kernel = getattr(import_module(variant.module), variant.kernel)
     attributes = {path: [["tt.divisibility", 16]] for path in variant.divisible}
     source = ASTSource(
@@ -220,7 +221,7 @@ def _tool(name: str, *arguments: str) -> str:
 
 
 def measure(archs: Iterable[int] = ARCHS) -> tuple[dict[Variant, list[str]], dict[tuple[Variant, int], Binary]]:
-    """Everything recorded and compiled, two at a time."""
+    """Record and compile all variants in two processes."""
     users: dict[Variant, list[str]] = {}
     work: list[tuple[Variant, int]] = []
     for arch in archs:
@@ -237,65 +238,75 @@ def _compile_pair(pair: tuple[Variant, int]) -> Binary:
 
 
 def launch_table() -> str:
-    """What steps launch, by name and in order."""
-    lines = ["| model | step | in a layer | outside of the layers |", "|---|---|---|---|"]
+    """Return the launches of a step in order, as a Markdown table; models with the same launches share a row."""
+    rows: dict[str, list[str]] = {}
     for name in LAUNCHING:
         for step, tokens in (("decodes", 2), ("decodes and prompts", 20)):
-            cells = [f"{len(each)}: {', '.join(map(_operation, each))}" for each in launches_of(name, tokens)]
-            lines.append(f"| {load_spec(model_folder(name)).family} | {step} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+            cells = [", ".join(map(_operation, each)) for each in launches_of(name, tokens)]
+            rows.setdefault(f"{step} | {' | '.join(cells)}", []).append(load_spec(model_folder(name)).family)
+    head = ["| model | step | in a layer | outside of the layers |", "|---|---|---|---|"]
+    return "\n".join(head + [f"| {', '.join(names)} | {cells} |" for cells, names in rows.items()])
 
 
 def _operation(name: str) -> str:
     return f"**{name.removesuffix('_kernel')}**" if name.endswith("_kernel") else name.strip("_")
 
 
-def write(path: Path = PAGE) -> None:
+class Entry(NamedTuple):
+    """A variant in the ledger."""
+
+    kernel: str
+    warps: int
+    stages: int
+    models: list[str]
+    binaries: dict[int, Binary]
+    """By architecture; an architecture that launches another variant is absent."""
+
+
+def summary_table(ledger: Mapping[str, Entry]) -> str:
+    """Return the number of variants and the largest figures of each kernel, as a Markdown table."""
+    lines = ["| kernel | variants | registers | shared memory, KB | instructions |", "|---|---:|---:|---:|---:|"]
+    for kernel in sorted({entry.kernel for entry in ledger.values()}):
+        entries = [entry for entry in ledger.values() if entry.kernel == kernel]
+        most = [max(column) for column in zip(*(b for entry in entries for b in entry.binaries.values()), strict=True)]
+        name = kernel.removesuffix("_kernel")
+        lines.append(f"| {name} | {len(entries)} | {most[0]} | {most[2] / 1024:.0f} | {most[3]:,} |")
+    return "\n".join(lines)
+
+
+def write() -> None:
     users, binaries = measure()
-    head = ["kernel", "variant", "models", "warps, stages", *(f"sm_{arch}" for arch in ARCHS)]
-    lines = [
-        _ABOUT.format(version=triton.__version__, launches=launch_table()),
-        f"| {' | '.join(head)} |",
-        "|---" * len(head) + "|",
-    ]
-    for variant in sorted(users, key=lambda each: (each.kernel, each.digest)):
-        cells = [str(binaries.get((variant, arch), "")) for arch in ARCHS]
-        row = [variant.kernel, variant.digest, ", ".join(users[variant]), f"{variant.warps}, {variant.stages}", *cells]
-        lines.append(f"| {' | '.join(row)} |")
-    path.write_text("\n".join(lines) + "\n")
+    ledger = {
+        variant.digest: Entry(
+            variant.kernel, variant.warps, variant.stages, users[variant],
+            {arch: binaries[variant, arch] for arch in ARCHS if (variant, arch) in binaries},
+        )
+        for variant in users
+    }  # fmt: skip
+    save(triton.__version__, ledger)
 
 
-def read(path: Path = PAGE) -> tuple[str, dict[tuple[str, int], Binary]]:
-    """The version of Triton, and what the page says by variant and architecture."""
-    text = path.read_text()
-    version = re.search(r"Triton (\S+),", text)
-    assert version, "the page does not say its version of Triton"
-    found: dict[tuple[str, int], Binary] = {}
-    for line in text.splitlines():
-        cells = [cell.strip() for cell in line.strip("|").split("|")]
-        if len(cells) == 4 + len(ARCHS) and re.fullmatch("[0-9a-f]{8}", cells[1]):
-            for arch, cell in zip(ARCHS, cells[4:], strict=True):
-                if cell:
-                    found[cells[1], arch] = Binary(*map(int, cell.split("/")))
-    return version[1], found
+def save(version: str, ledger: Mapping[str, Entry]) -> None:
+    """Write the ledger, a variant a line, and the tables of the page."""
+    ordered = sorted(ledger.items(), key=lambda item: (item[1].kernel, item[0]))
+    lines = [f"{json.dumps(digest)}: {json.dumps(entry._asdict())}" for digest, entry in ordered]
+    LEDGER.write_text(f'{{"triton": {json.dumps(version)}, "variants": {{\n' + ",\n".join(lines) + "\n}}\n")
+    text = PAGE.read_text()
+    for name, table in (("launches", launch_table()), ("binaries", summary_table(ledger))):
+        text, found = re.subn(f"(<!-- {name} -->\n).*?(\n<!-- end -->)", rf"\g<1>{table}\g<2>", text, flags=re.DOTALL)
+        assert found == 1, f"{PAGE} has no table '{name}'"
+    PAGE.write_text(text)
 
 
-_ABOUT = """# What steps launch, and what the Triton kernels compile to
+def read() -> tuple[str, dict[str, Entry]]:
+    """Return the version of Triton and the entries of the ledger by digest."""
+    saved = json.loads(LEDGER.read_text())
+    return saved["triton"], {digest: _entry(**fields) for digest, fields in saved["variants"].items()}
 
-What the dry device records of a step within a bucket, in order: kernels of ours in bold, operators of torch. A CUDA
-graph replays all of them at once. Draws, penalties and masks come behind, where a request wants them.
 
-{launches}
+def _entry(binaries: Mapping[str, list[int]], **fields: Any) -> Entry:
+    return Entry(**fields, binaries={int(arch): Binary(*counts) for arch, counts in binaries.items()})
 
-## What the kernels compile to
-
-Made by `python tests/kernel_ledger.py` with Triton {version}, without a GPU: counts of the code, not times. Every
-launch of a step of eighteen models (two layers each; d256: heads of 256), and of attention in modules that are not
-ours with heads of 192 and 128, as it is served, for each architecture:
-registers of a thread / bytes of its stack / bytes of shared memory / instructions / instructions of the longest loop. A
-stack where many registers are in use is of those that did not fit, and none may have one. An empty cell: not launched
-there, another variant is. Tests fail where a launch is missing here, and where a figure changed by more than a tenth.
-"""
 
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parents[1]))
