@@ -3,6 +3,7 @@
 import enum
 import math
 import sys
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from engine.api import EngineRequest, RequestClass, RequestTimes
@@ -135,25 +136,17 @@ class Request:
         return (len(self.token_ids) - (self.spec.pooling is not None)) // block_size + 1
 
     @property
-    def decode_is_due(self) -> bool:
-        """Whether, running, its next token can be computed now; tokens in flight count as known."""
-        expected = self.num_expected_tokens
-        return expected - self.num_computed_tokens == 1 and expected < self.max_total_tokens
+    def num_pending_tokens(self) -> int:
+        """Return the known tokens to compute next, those in flight included: 1 for a decode, more for a prompt or for a
+        run of forced tokens, 0 where no further token may follow."""
+        pending = len(self.token_ids) + self.num_placeholders - self.num_computed_tokens
+        return pending if pending != 1 or self.num_computed_tokens + 1 < self.max_total_tokens else 0
 
     @property
-    def prefill_is_due(self) -> bool:
-        """Whether, running, more than one of its known tokens is still to be computed."""
-        return self.num_placeholders == 0 and len(self.token_ids) - self.num_computed_tokens > 1
-
-    @property
-    def run_is_due(self) -> bool:
-        """Whether, running, a few known tokens of its answer are to be computed before the next one: its grammar or
-        its thinking budget forced them. They are as urgent as a decode."""
-        return (
-            self.times.first_token is not None
-            and self.prefill_is_due
-            and len(self.token_ids) - self.num_computed_tokens <= MAX_RUN
-        )
+    def is_answering(self) -> bool:
+        """Return whether pending tokens are as urgent as a decode: a few tokens of the answer that its grammar or its
+        thinking budget forced."""
+        return self.times.first_token is not None and self.num_pending_tokens <= MAX_RUN
 
     def tell(self, together: int = 1) -> tuple[int, ...]:
         """Output tokens that were not told yet; the next ones wait until there are so many, or no more may follow."""
@@ -164,3 +157,27 @@ class Request:
     def move_to(self, status: RequestStatus) -> None:
         assert status in TRANSITIONS[self.status], f"illegal transition {self.status} -> {status}"
         self.status = status
+
+
+def due(requests: Iterable[Request]) -> tuple[list[Request], list[Request]]:
+    """Return the running requests whose next token is to be computed, and those with more pending tokens, each in the
+    given order. The same as `num_pending_tokens` of each, without a call: a step looks at hundreds."""
+    decodes: list[Request] = []
+    prompts: list[Request] = []
+    for request in requests:
+        computed = request.num_computed_tokens
+        pending = len(request.token_ids) + request.num_placeholders - computed
+        if pending > 1:
+            prompts.append(request)
+        elif pending == 1 and computed + 1 < request.max_total_tokens:
+            decodes.append(request)
+    return decodes, prompts
+
+
+def leading_decodes(requests: Sequence[Request]) -> tuple[list[Request], int]:
+    """Return the decodes before the first request with more pending tokens, and how many requests precede it."""
+    decodes, prompts = due(requests)
+    if not prompts:
+        return decodes, len(requests)
+    count = requests.index(prompts[0])
+    return due(requests[:count])[0], count

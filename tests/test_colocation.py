@@ -296,8 +296,8 @@ class Watcher:
 
     def launch(self) -> None:
         driver, scheduler = self.driver, self.scheduler
-        due = [r for r in scheduler.running[ONLINE] if r.decode_is_due]
-        prompts = [r for r in scheduler.running[ONLINE] if r.prefill_is_due]
+        due = [r for r in scheduler.running[ONLINE] if r.num_pending_tokens == 1]
+        prompts = [r for r in scheduler.running[ONLINE] if r.num_pending_tokens > 1]
         before = {r.request_id: r.num_preemptions for r in due}
         had_online = scheduler.has_online
         oldest = scheduler.running[OFFLINE][:1] or list(scheduler.waiting_offline)[:1]

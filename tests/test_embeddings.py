@@ -2,10 +2,8 @@
 
 import asyncio
 import functools
-import itertools
 import json
 import math
-import random
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +22,7 @@ from transformers import AutoModel
 
 from engine.api import EngineRequest, FinishReason, RequestClass, SamplingParams
 from engine.build import build_engine, plan_launch
-from engine.colocation.virtual import Arrival, PredictedRunner, VirtualDriver
 from engine.config import EngineConfig, SchedulerConfig
-from engine.core import EngineCore
 from engine.execution.cpu.device import TorchDevice
 from engine.execution.cpu.native.device import NativeDevice
 from engine.execution.cpu.native.library import Level, Team
@@ -39,11 +35,7 @@ from engine.models.decoder import Decoder
 from engine.models.linear import make_linear
 from engine.models.spec import load_spec
 from engine.pooling import EmbeddingSpec, Pooling, read_embedding_spec
-from engine.queue_time import UNLIMITED_QUEUE
-from engine.scheduling.objective import StepObjective
 from engine.text.tokenizer import Tokenizer
-from predictor.budget import BudgetParams
-from predictor.model import LatencyModel
 
 pytestmark = pytest.mark.timeout(600)  # the first test may have to build the library
 BLOCK = 4
@@ -173,31 +165,6 @@ def test_a_vector_that_is_not_finite_ends_its_request_alone() -> None:
     assert driver.finals["ill"].finish_reason is FinishReason.ERROR
     assert np.abs(vector_of(driver, "well") - reference("llama-gqa2", (4, 5, 6), Pooling.MEAN)).max() < 1e-4
     assert len(driver.outputs["chat"]) == 5
-
-
-@pytest.mark.parametrize("length", [16, 48, 200])
-def test_beside_a_pool_full_of_chats_embeddings_fill_the_steps(length: int) -> None:
-    """They get half of the time that is left and more, and no chat's gap is longer for it than the objective."""
-    model = LatencyModel(intercept=0.010, decode_context=1e-6, knots=(8,), hinges=(0.0005,), token_limit=256)
-    objective = StepObjective(budget=BudgetParams("hygen", 0.060), tbt=0.080)
-    config = SchedulerConfig(
-        num_units=2 * 280, max_model_len=640, block_size=16, max_num_seqs=32, max_num_batched_tokens=256,
-        min_prefill_chunk=8, max_queue_time=UNLIMITED_QUEUE,
-    )  # fmt: skip
-    core = EngineCore(config, model=model, objective=objective)
-    rng = random.Random(1)
-    words = functools.partial(rng.choices, range(9, 999))
-    chats = [
-        Arrival(0.0, EngineRequest(f"chat {number}", tuple(words(k=300)), SamplingParams(max_tokens=300)))
-        for number in range(60)
-    ]
-    lines = (embed(f"text {i}", words(k=length), Pooling.LAST, RequestClass.OFFLINE) for i in itertools.count())
-    run = VirtualDriver(core, PredictedRunner(model), chats, lines).run(20.0)
-    assert core._state.waiting_online and sum(core.stats().preemptions.values()) > 5, "the pool is full to the end"
-    counters = core._state.counters
-    assert counters.leftover_used_seconds > 0.5 * counters.leftover_seconds > 1.0
-    gaps = sorted(gap for chat in run.online for gap in chat.gaps)
-    assert gaps[int(0.99 * len(gaps))] <= 0.080, "beside those of chats that lost their place to older ones"
 
 
 # What a checkpoint says

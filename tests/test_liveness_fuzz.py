@@ -3,7 +3,6 @@ always run (`Driver.launch` asserts it), and every answer is the solo run's."""
 
 import dataclasses
 import math
-from unittest import mock
 
 import hypothesis.strategies as st
 import pytest
@@ -163,21 +162,7 @@ class LivenessMachine(CoreRules):
 def run_machine(examples: int) -> None:
     checks = [HealthCheck.too_slow, HealthCheck.data_too_large]
     chosen = settings(max_examples=examples, stateful_step_count=50, deadline=None, suppress_health_check=checks)
-    with mock.patch("engine.cache.cache.EMBEDDING_SHARE", 4):  # of so small a pool, a larger part
-        run_state_machine_as_test(LivenessMachine, settings=chosen)
-
-
-def test_a_prompt_too_large_for_their_room_beside_it_takes_the_room_of_embeddings() -> None:
-    """Found by the machine: its start found the room, and its first chunk left some of it alone."""
-    with mock.patch("engine.cache.cache.EMBEDDING_SHARE", 4):
-        machine = LivenessMachine()
-        machine.start(1, 0, 5, 58, "fcfs", (0, 0), StepObjective(), 1.0)
-        machine.line([], 11, 8, Lane.BATCH, "", Pooling.LAST)
-        machine.chat([], 4, 12, "")
-        machine.chat([], 45, 5, "")
-        machine.line([], 11, 8, Lane.BATCH, "", Pooling.LAST)
-        machine.step(3)
-        machine.teardown()
+    run_state_machine_as_test(LivenessMachine, settings=chosen)
 
 
 @pytest.mark.parametrize("policy", ["apt", "goodput"])

@@ -37,9 +37,6 @@ from engine.request import Request, RequestStatus
 from predictor.limits import UNITS_PER_BLOCK
 from predictor.model import LatencyPredictor
 
-EMBEDDING_SHARE = 16
-"""One part in so many of the pool is the most that is kept for embeddings."""
-
 
 class Claim(NamedTuple):
     """What a waiting request would start from: `hits` in the prefix indexes, then parked blocks of its own, both on
@@ -88,23 +85,15 @@ class Cache:
         return self.parked.num_holders > 0
 
     def units_for(self, request: Request, num_offline: int) -> int:
-        """Units that a request could get now. `num_offline` offline requests leave the online prefixes used last alone,
-        up to a quarter of the pool: the next turn of a chat comes minutes later; embeddings use a little of it over and
-        over. One alone must be able to end (E4)."""
+        """Return the units that a request could get now.
+
+        Several offline requests leave the latest online prefixes, up to a quarter of the pool, for the next turns of
+        chats; one alone must be able to end (E4).
+        """
         device = self.device
         if request.request_class is RequestClass.ONLINE or num_offline <= 1:
             return device.num_available_units
-        spared = min(device.num_cached_online_units, device.num_units // 4)
-        if request.spec.pooling is not None:
-            spared = max(0, spared - self.embedding_room)
-        return device.num_available_units - spared
-
-    @property
-    def embedding_room(self) -> int:
-        """Units for texts of which nothing but a vector is wanted: enough for a step of them, or a small part of the
-        pool."""
-        blocks = self._config.max_num_batched_tokens // self._config.block_size + 1
-        return UNITS_PER_BLOCK * min(blocks, self.device.num_units // (UNITS_PER_BLOCK * EMBEDDING_SHARE))
+        return device.num_available_units - min(device.num_cached_online_units, device.num_units // 4)
 
     def find_prefix(self, request: Request) -> list[CacheBlock]:
         """Published blocks that this request could start behind, each on its nearest tier; at least one token is always
@@ -190,31 +179,30 @@ class Cache:
         step_id: int,
         *,
         num_offline: int,
-        kept: int,
         from_online: bool,
         growing: bool = False,
     ) -> int:
-        """Allocate what `length` more tokens of a running request need; returns for how many (≤ length) there is room.
+        """Allocate blocks for `length` more tokens of a running request; return for how many there is room.
 
-        `kept`: units to leave alone. `from_online`: whether parked pasts of online requests may lose for it. `growing`:
-        tokens of the answer, one by one, which the request did not claim.
+        `from_online`: parked pasts of online requests may lose their blocks for it. `growing`: the tokens belong to the
+        answer and come one by one; the request did not claim them.
         """
         cache_map, block_size = request.cache_map, self._config.block_size
         start, online = request.num_computed_tokens, request.request_class is RequestClass.ONLINE
         missing = -(-(start + length) // block_size) - len(cache_map.blocks)
         if missing > 0 and not self._stores_compact(request):
             units = missing * UNITS_PER_BLOCK
-            if units <= min(self.device.num_free_units, self.units_for(request, num_offline) - kept):
+            if units <= min(self.device.num_free_units, self.units_for(request, num_offline)):
                 cache_map.blocks += self.device.take_free(CacheKind.KV, missing, online=online)
                 return length
         while len(cache_map.blocks) * block_size < start + length:
             kind = self._next_kind(request, growing)
             size = kind.form.units
             wanted = size * (-(-(start + length) // block_size) - len(cache_map.blocks))
-            room = self.units_for(request, num_offline) - kept
+            room = self.units_for(request, num_offline)
             if wanted > room:
                 self.parked.reclaim(wanted - room, step_id, online=from_online)
-                room = self.units_for(request, num_offline) - kept
+                room = self.units_for(request, num_offline)
             block = self.tiers.allocate(kind, step_id, online=online) if room >= size else None
             if block is None:
                 break

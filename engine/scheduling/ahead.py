@@ -24,7 +24,7 @@ def may_run_ahead(state: SchedulerState, num_requests: int, in_flight: Iterable[
     return (
         len(running) <= MOST_ROWS
         and len(running) == num_requests
-        and all(request.decode_is_due and not _is_masked(request) for request in running)
+        and all(request.num_pending_tokens == 1 and not _is_masked(request) for request in running)
         and all((step.output.predicted_latency or math.inf) <= longest for step in in_flight)
     )
 

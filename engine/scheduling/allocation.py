@@ -36,8 +36,7 @@ class Allocation:
         self._block_size = state.config.block_size
         self._step_id = step_id
         self._now = now
-        self._embedding_room = state.embedding_room()
-        self._victims = Victims(state, step_id, now, self._embedding_room)
+        self._victims = Victims(state, step_id, now)
         # Units that requests of this step could not get because they are still deferred: no further victim for those.
         self._stalled_units = 0
 
@@ -72,17 +71,7 @@ class Allocation:
 
     def _needed(self, claim: Claim) -> int:
         """Units that must be available for an online request to start: prompts in progress will want theirs."""
-        needed = claim.units + self._pool.num_idle_units(claim.hits) + self._state.prompt_reserve(self.prompts)
-        kept = self._kept_for_embeddings() if needed + self._embedding_room <= self._pool.num_units else 0
-        return needed + kept
-
-    def _kept_for_embeddings(self) -> int:
-        """Units that online requests leave to embeddings, beyond what these hold."""
-        if not self._embedding_room:
-            return 0
-        offline = self._state.running[RequestClass.OFFLINE]
-        held = sum(freed_units(request) for request in offline if request.spec.pooling is not None)
-        return max(0, self._embedding_room - held)
+        return claim.units + self._pool.num_idle_units(claim.hits) + self._state.prompt_reserve(self.prompts)
 
     def _make_offline_room(self, request: Request, claim: Claim) -> bool:
         """Beside what runs, and beside the next block of everything that runs; parked offline pasts may be moved."""
@@ -129,6 +118,19 @@ class Allocation:
             self.prompts.append(request)
         self._cache.take(request, claim, self._step_id)
 
+    def grow_decodes(self, requests: Sequence[Request]) -> list[Request]:
+        """Make room for one more token of each; return the requests that have it, marked as part of the step so that
+        none of the others takes their place."""
+        granted: list[Request] = []
+        for request in requests:  # (a row below zero: an earlier one of them took its place)
+            blocks = request.cache_map.blocks
+            if request.row >= 0 and (
+                request.num_computed_tokens < len(blocks) * self._block_size or self.grow_decode(request)
+            ):
+                request.last_step = self._step_id
+                granted.append(request)
+        return granted
+
     def grow_decode(self, request: Request) -> bool:
         """Room for one more token of a decode; preempts for a block, perhaps the request itself."""
         if request.num_computed_tokens < len(request.cache_map.blocks) * self._block_size:
@@ -172,19 +174,17 @@ class Allocation:
         self.replaced.extend(ReplacedEntry(request.row, index, entry) for index, entry in found)
         return len(found) * self._block_size
 
-    def extend(self, request: Request, length: int, *, claimed: bool = False, growing: bool = False) -> int:
-        """Allocate what `length` more tokens need; returns for how many tokens (≤ length) there is room now.
+    def extend(self, request: Request, length: int, *, growing: bool = False) -> int:
+        """Allocate blocks for `length` more tokens; return for how many tokens (≤ length) there is room now.
 
-        `claimed`: `make_room` has found the room for them. `growing`: tokens of the answer, one by one.
+        `growing`: the tokens belong to the answer and come one by one.
         """
         is_online = request.request_class is RequestClass.ONLINE
-        keeps = is_online and not claimed and self._victims.spares_embeddings
         return self._cache.extend(
             request,
             length,
             self._step_id,
             num_offline=len(self._state.running[RequestClass.OFFLINE]),
-            kept=self._kept_for_embeddings() if keeps else 0,
             from_online=is_online and self._cache.has_parked and self._victims.offline() is None,
             growing=growing,
         )

@@ -145,7 +145,7 @@ class StepDraft:
 
     def advance(self, request: Request, length: int) -> bool:
         """Add up to `length` tokens of a running request, others giving way for the memory. Whether any were added."""
-        if request.decode_is_due:
+        if request.num_pending_tokens == 1:
             length = int(self.allocation.grow_decode(request))
         else:
             length = self.allocation.grow_prefill(request, length)
@@ -176,7 +176,7 @@ class StepDraft:
                 self._charge_moves(CacheWork(*(-part for part in work)))
                 return False
             self._start(request, claim)
-        granted = self.allocation.extend(request, length, claimed=True)
+        granted = self.allocation.extend(request, length)
         assert granted == length, "admitted without room"
         self._new_requests.append(_whole(request))
         self.charge_and_add(request, length)

@@ -61,7 +61,7 @@ class LastResort:
         if request.status is not RequestStatus.RUNNING:
             return self._draft.admit(request, self._length)
         start = request.num_computed_tokens
-        length = self._draft.allocation.grow_alone(request, self._length(start, request.num_expected_tokens - start))
+        length = self._draft.allocation.grow_alone(request, self._length(start, request.num_pending_tokens))
         if length:
             self._draft.charge_and_add(request, length)
         return length > 0

@@ -2,8 +2,9 @@
 
 import math
 from collections.abc import Callable
+from itertools import takewhile
 
-from engine.request import Request, RequestStatus
+from engine.request import Request, RequestStatus, leading_decodes
 from engine.scheduling.draft import StepDraft
 from engine.scheduling.ledger import num_masked
 from engine.scheduling.objective import OfflineAllowance
@@ -42,50 +43,30 @@ class OfflineFill:
     def _add_decodes(self, plan: OfflinePlan, allowance: OfflineAllowance) -> int:
         """The decodes before anything else in the plan, at once, if there is room for all of them: what `_continue`
         does one by one. Returns how many items of the plan are done with."""
-        state, draft, ledger, step_id = self._state, self._draft, self._draft.ledger, self._draft.step_id
+        state, draft, ledger = self._state, self._draft, self._draft.ledger
         if state.cache.num_compact or state.unwritten:
             return 0
-        decodes, contexts, examined = self._leading_decodes(plan)
+        decodes, examined = self._leading_decodes(plan)
         if not decodes or len(decodes) > min(ledger.tokens_left, ledger.sequences_left):
             return 0
         seconds = ledger.seconds + ledger.mask_seconds(num_masked(decodes))
-        if not allowance.fits_decodes(ledger.features, seconds, len(decodes), ledger.read(contexts)):
+        contexts = ledger.read([request.num_computed_tokens + 1 for request in decodes])
+        if not allowance.fits_decodes(ledger.features, seconds, len(decodes), contexts):
             return 0
-        allocation, block_size, running = draft.allocation, state.config.block_size, RequestStatus.RUNNING
-        granted: list[Request] = []
-        for request in decodes:
-            if request.status is not running:
-                continue  # it gave way to an earlier decode of this loop
-            has_room = request.num_computed_tokens < len(request.cache_map.blocks) * block_size
-            if has_room or allocation.grow_decode(request):
-                request.last_step = step_id  # none of the others may take its place any more
-                granted.append(request)
+        granted = draft.allocation.grow_decodes(decodes)
         if granted:
             ledger.charge_more_decodes(len(granted), ledger.read([r.num_computed_tokens + 1 for r in granted]))
             draft.add_decodes(granted)
         return examined
 
-    def _leading_decodes(self, plan: OfflinePlan) -> tuple[list[Request], list[int], int]:
-        """What the plan begins with: running requests whose next token is due, their contexts, and how many items they
-        and those between them are that have ended or run no more."""
-        lookup, step_id, running = self._lookup, self._draft.step_id, RequestStatus.RUNNING
-        decodes: list[Request] = []
-        contexts: list[int] = []
-        examined = 0
-        for request_id, length, planned in plan.chunks:
-            if length != 1 or not planned:
-                break
-            request = lookup(request_id)
-            if request is not None and request.status is running and request.last_step != step_id:
-                expected = len(request.token_ids) + request.num_placeholders
-                pending = expected - request.num_computed_tokens
-                if pending == 1 and expected < request.max_total_tokens:
-                    contexts.append(expected)
-                    decodes.append(request)
-                elif pending > 1:
-                    break
-            examined += 1
-        return decodes, contexts, examined
+    def _leading_decodes(self, plan: OfflinePlan) -> tuple[list[Request], int]:
+        """Return the decodes at the start of the plan, and how many of its items are done with them. Requests that have
+        ended, run no more or are in the step already are passed over."""
+        items = takewhile(lambda item: item.running and item.length == 1, plan.chunks)
+        found = [self._lookup(item.request_id) for item in items]
+        running = [r for r in found if r and r.status is RequestStatus.RUNNING and r.last_step != self._draft.step_id]
+        decodes, count = leading_decodes(running)
+        return decodes, len(found) if count == len(running) else found.index(running[count])
 
     def _mark_beside_offline(self, num_online: int) -> None:
         """Where offline requests joined the first `num_online` of the step, mark each online one that they delay."""
@@ -95,11 +76,10 @@ class OfflineFill:
 
     def _continue(self, request: Request, allowance: OfflineAllowance) -> bool:
         """Whether the tail of the plan should still be tried."""
-        if request.last_step == self._draft.step_id or not (request.decode_is_due or request.prefill_is_due):
+        wanted = request.num_pending_tokens
+        if request.last_step == self._draft.step_id or not wanted:
             return True
-        start = request.num_computed_tokens
-        wanted = request.num_expected_tokens - start
-        length = self._length(request, allowance, start, wanted)
+        length = self._length(request, allowance, request.num_computed_tokens, wanted)
         if length == 0:
             return False
         self._draft.advance(request, length)

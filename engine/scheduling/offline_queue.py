@@ -106,8 +106,6 @@ class OfflineQueue:
         self._floors = LaneFloors()
         self._charged: dict[str, float] = {}
         self._mean_output = 0.0
-        self.num_embeddings = 0
-        """How many of the requests that wait are embeddings."""
 
     def __len__(self) -> int:
         return sum(map(len, self._lanes.values()))
@@ -136,7 +134,6 @@ class OfflineQueue:
     def add(self, request: Request) -> None:
         """A new request, or one that was preempted."""
         lane = self._lanes[request.spec.lane]
-        self.num_embeddings += request.spec.pooling is not None
         if request.status is RequestStatus.PREEMPTED:
             lane.preempted[request.request_id] = request
             return
@@ -161,7 +158,6 @@ class OfflineQueue:
     def remove(self, request: Request, *, taken: bool = False) -> None:
         """A request waits no longer; `taken`: it was admitted (and not, say, aborted)."""
         spec = request.spec
-        self.num_embeddings -= spec.pooling is not None
         lane = self._lanes[spec.lane]
         tenant, key = lane.tenants[spec.tenant], self._job_key(request)
         cost = self._cost(request, tenant.jobs[key])

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from engine.api import RequestClass
 from engine.cache.blocks import count_gone, count_units
-from engine.request import Request
+from engine.request import Request, due, leading_decodes
 from engine.scheduling.laxity import EASY_SHARE, PrefillPace, floor_chunk, prefill_pace, prompt_slack
 from engine.scheduling.ledger import StepLedger, num_masked
 from engine.scheduling.objective import OfflineAllowance
@@ -117,8 +117,8 @@ def plan_offline(state: SchedulerState, now: float) -> Generator[None, None, Off
     examined = 0
     cut = False
     for request in running[done:]:
-        remaining = request.num_expected_tokens - request.num_computed_tokens
-        if remaining < 1 or request.num_expected_tokens >= request.max_total_tokens:
+        remaining = request.num_pending_tokens
+        if not remaining:
             continue
         wanted = min(remaining, ledger.tokens_left)
         if chunks and (wanted < 1 or (cut and wanted > 1) or not ledger.open):
@@ -156,20 +156,10 @@ def _plan_decodes(
 ) -> tuple[list[PlannedChunk], int]:
     """The decodes before anything else of `running`, at once, if there is room for all of them; and how many of
     `running` need not be looked at any more."""
-    names: list[str] = []
-    contexts: list[int] = []
-    examined = masked = 0
-    for request in running:
-        expected = len(request.token_ids) + request.num_placeholders
-        pending = expected - request.num_computed_tokens
-        if pending > 1 and expected < request.max_total_tokens:
-            break
-        if pending == 1 and expected < request.max_total_tokens:
-            contexts.append(expected)
-            masked += expected >= request.masked_from
-            names.append(request.spec.request_id)
-        examined += 1
-    count = len(names)
+    decodes, examined = leading_decodes(running)
+    contexts = [request.num_computed_tokens + 1 for request in decodes]
+    masked = num_masked(decodes)
+    count = len(decodes)
     if not count or count > min(ledger.tokens_left, ledger.sequences_left):
         return [], 0
     context_sum = ledger.read(contexts)
@@ -177,7 +167,7 @@ def _plan_decodes(
         return [], 0
     ledger.charge_more_decodes(count, context_sum)
     ledger.charge_masks(masked)
-    return [PlannedChunk(name, 1, running=True) for name in names], examined
+    return [PlannedChunk(request.spec.request_id, 1, running=True) for request in decodes], examined
 
 
 def _largest(allowance: OfflineAllowance, ledger: StepLedger, start: int, wanted: int, masked: bool) -> int:
@@ -234,12 +224,11 @@ def _candidates(state: SchedulerState, now: float) -> Iterator[Request]:
 
 
 def _may_start(state: SchedulerState, request: Request) -> bool:
-    """Whether a waiting online request could be in the next step: there is memory, with what offline work holds, beside
-    the room of embeddings."""
+    """Return whether the next step has memory for a waiting online request, the blocks of offline work included."""
     held = sum(r.cache_map.num_live for r in state.running[RequestClass.OFFLINE])
     parked = state.cache.parked.num_units(online=False)
     units = state.pool.num_available_units + state.pool.num_deferred_units + parked + UNITS_PER_BLOCK * held
-    return request.num_blocks(state.config.block_size) * UNITS_PER_BLOCK + state.embedding_room() <= units
+    return request.num_blocks(state.config.block_size) * UNITS_PER_BLOCK <= units
 
 
 def _expected_online(state: SchedulerState) -> StepLedger:
@@ -247,14 +236,7 @@ def _expected_online(state: SchedulerState) -> StepLedger:
     the decodes beside them."""
     config = state.config
     ledger = StepLedger(config.max_num_batched_tokens, config.max_num_seqs, state.model)
-    decodes: list[Request] = []
-    prompts: list[Request] = []
-    for request in state.running[RequestClass.ONLINE]:
-        pending = request.num_expected_tokens - request.num_computed_tokens
-        if pending == 1 and request.num_expected_tokens < request.max_total_tokens:
-            decodes.append(request)
-        elif pending > 1:
-            prompts.append(request)
+    decodes, prompts = due(state.running[RequestClass.ONLINE])
     ledger.charge_decodes([request.num_computed_tokens + 1 for request in decodes])
     ledger.charge_masks(num_masked(decodes))
     next_prompt = [request for request in state.waiting_online[:1] if _may_start(state, request)]

@@ -153,7 +153,7 @@ class PromptFill:
         if (
             request.last_step == self._draft.step_id
             or request.row < 0
-            or not request.prefill_is_due
+            or request.num_pending_tokens <= 1
             or not self._ledger.open
         ):
             return

@@ -13,7 +13,7 @@ from engine.api import RequestClass
 from engine.cache.cache import Cache
 from engine.config import SchedulerConfig
 from engine.queue_time import QueueTime
-from engine.request import Request, RequestStatus
+from engine.request import Request, RequestStatus, due
 from engine.scheduling.counters import SchedulerCounters
 from engine.scheduling.objective import StepObjective
 from engine.scheduling.offline_queue import OfflineQueue
@@ -90,29 +90,13 @@ class SchedulerState:
         to the brim and offline requests preempt one another for ever."""
         return UNITS_PER_BLOCK * (self.config.max_num_seqs - len(self.free_rows))
 
-    def embedding_room(self) -> int:
-        """Units that online requests leave to embeddings, as long as there are offline ones beside them. These hold
-        them for a step or two, so what a chat lends them comes back; without it they would get nothing of the time that
-        is left beside a pool full of chats."""
-        if not self.has_online:
-            return 0
-        if any(r.spec.pooling is not None for r in self.running[RequestClass.OFFLINE]):
-            return self.cache.embedding_room
-        if not self.waiting_offline.num_embeddings:  # the order of the queue is not worked out for nothing
-            return 0
-        following = next(self.waiting_offline.candidates(), None)
-        return self.cache.embedding_room if following and following.spec.pooling else 0
-
     def offline_units(self, request: Request, num_offline: int) -> int:
-        """Units that `request` could start with, as one of `num_offline` offline ones. An embedding may take the next
-        blocks of those that run, and gives them back when they need them."""
-        units = self.cache.units_for(request, num_offline)
-        return units if request.spec.pooling is not None else units - self.growth_reserve
+        """Return the units that `request` could start with as one of `num_offline` offline requests."""
+        return self.cache.units_for(request, num_offline) - self.growth_reserve
 
     def running_prompts(self) -> list[Request]:
-        """Running online requests with a prompt in progress, by age."""
-        running = self.running[RequestClass.ONLINE]  # (what `prefill_is_due` says, without a call for each)
-        return [r for r in running if not r.num_placeholders and len(r.token_ids) - r.num_computed_tokens > 1]
+        """Return the running online requests with a prompt in progress, by age."""
+        return due(self.running[RequestClass.ONLINE])[1]
 
     def prompt_reserve(self, prompts: Iterable[Request]) -> int:
         """Units that these prompts in progress have still to get: a request that starts leaves them alone."""
@@ -299,8 +283,6 @@ class SchedulerState:
         assert len(requests) == len(queued), "a request is in no queue"
         online = [r.request_id for r in queued if r.request_class is RequestClass.ONLINE]
         self.online_share.check_integrity(online)
-        embeddings = [request for request in self.waiting_offline if request.spec.pooling is not None]
-        assert len(embeddings) == self.waiting_offline.num_embeddings, "waiting embeddings were counted wrongly"
         self.cache.check_integrity(queued)
 
 

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable
 
 from engine.api import RequestClass
-from engine.request import Request
+from engine.request import Request, due
 from engine.scheduling.crowding import let_in
 from engine.scheduling.draft import Step, StepDraft
 from engine.scheduling.offline_fill import OfflineFill
@@ -59,17 +59,17 @@ class StepBuilder:
         """Every running online request whose next token is due, and the time that the tightest of them leaves; returns
         how many there are."""
         draft, ledger, objective = self._draft, self._draft.ledger, self._state.objective
-        decodes, runs = self._due()
+        decodes, prompts = due(self._state.online_order(draft.now))
+        decodes = draft.allocation.grow_decodes(decodes)
         timed = ledger.model is not None and not math.isinf(objective.tbt)
         slacks = [deadline - draft.now for deadline in objective.token_deadlines(decodes)] if timed else []
         contexts = [request.num_computed_tokens + 1 for request in decodes]
         draft.add_decodes(decodes)
         ledger.charge_decodes(contexts)
-        for request in runs:
-            pending = len(request.token_ids) - request.num_computed_tokens
-            if request.row < 0 or not ledger.open or not draft.advance(request, min(pending, ledger.tokens_left)):
+        for request in prompts:
+            if request.row < 0 or not request.is_answering or not ledger.open:
                 continue
-            if timed:
+            if draft.advance(request, min(request.num_pending_tokens, ledger.tokens_left)) and timed:
                 slacks += [deadline - draft.now for deadline in objective.token_deadlines([request])]
         if slacks:
             self._tightest = min(slacks)
@@ -77,23 +77,6 @@ class StepBuilder:
             reachable = [min(slack, objective.tbt) for slack in slacks if slack >= ledger.seconds]
             self._prompts.time_limit = min(reachable, default=math.inf)
         return len(draft.chunks)
-
-    def _due(self) -> tuple[list[Request], list[Request]]:
-        """Running online requests: those with room for the next token, which is due, and those with a run of known
-        tokens. The one loop over all that run, in every step: what it reads it reads once."""
-        allocation, step_id, block_size = self._draft.allocation, self._draft.step_id, self._state.config.block_size
-        decodes: list[Request] = []
-        runs: list[Request] = []
-        for request in self._state.online_order(self._draft.now):
-            computed = request.num_computed_tokens
-            expected = len(request.token_ids) + request.num_placeholders
-            if expected - computed == 1 and expected < request.max_total_tokens and request.row >= 0:
-                if computed < len(request.cache_map.blocks) * block_size or allocation.grow_decode(request):
-                    request.last_step = step_id  # none of the others may take its place any more
-                    decodes.append(request)
-            elif expected - computed > 1 and request.row >= 0 and request.run_is_due:
-                runs.append(request)  # (a row below zero: preempted by an earlier decode of this loop)
-        return decodes, runs
 
     def _choose_online(self) -> list[Start] | None:
         """What starts, where memory is short and a knapsack chooses; None: the order of the queue decides."""

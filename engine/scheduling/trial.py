@@ -47,11 +47,8 @@ class TrialBuilder:
         for request in requests:
             if not ledger.open:
                 break
-            if not request.decode_is_due and not request.prefill_is_due:
-                moves = True
-                continue
-            wanted = request.num_expected_tokens - request.num_computed_tokens
-            moves = self._draft.advance(request, min(wanted, ledger.tokens_left)) or moves
+            wanted = request.num_pending_tokens
+            moves = not wanted or self._draft.advance(request, min(wanted, ledger.tokens_left)) or moves
         return moves
 
     def _admit(self, request: Request, force: bool) -> None:

@@ -11,13 +11,12 @@ from engine.scheduling.state import SchedulerState
 
 
 class Victims:
-    """Chooses in the step `step_id`. `embedding_room`: see `SchedulerState.embedding_room`."""
+    """Choose the requests that lose their place in the step `step_id`."""
 
-    def __init__(self, state: SchedulerState, step_id: int, now: float, embedding_room: int) -> None:
+    def __init__(self, state: SchedulerState, step_id: int, now: float) -> None:
         self._state = state
         self._step_id = step_id
         self._now = now
-        self._embedding_room = embedding_room
 
     def for_start(self, request: Request, claim: Claim, missing: int, *, online: bool) -> list[Request]:
         """The offline requests to evict so that `missing` more units and a row come free for `request`.
@@ -56,15 +55,8 @@ class Victims:
         """Of the running offline requests that are not in this step: of the last lane, seldom evicted, small, young."""
         offline = self._state.running[RequestClass.OFFLINE]
         candidates = (r for r in offline if r.last_step != self._step_id)
-        if self.spares_embeddings:  # their room would only be kept for the next of them
-            candidates = (r for r in candidates if r.spec.pooling is None)
         key = lambda r: (-r.spec.lane, r.num_preemptions, len(r.cache_map.blocks), -r.arrival_order)  # noqa: E731
         return min(candidates, key=key, default=None)
-
-    @property
-    def spares_embeddings(self) -> bool:
-        """Whether what runs online leaves them their room: of several, one can give way; the last one may need all."""
-        return self._embedding_room > 0 and len(self._state.running[RequestClass.ONLINE]) > 1
 
 
 def _smallest_victims(
