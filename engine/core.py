@@ -33,7 +33,7 @@ from engine.scheduling.ahead import may_run_ahead
 from engine.scheduling.blame import LONE_WAITS, Blame
 from engine.scheduling.counters import StepCounters
 from engine.scheduling.draft import Step, StepDraft
-from engine.scheduling.failures import Failures
+from engine.scheduling.failures import Failures, check_integrity
 from engine.scheduling.last_resort import LastResort
 from engine.scheduling.moving import Moves
 from engine.scheduling.objective import StepObjective
@@ -285,7 +285,7 @@ class EngineCore:
 
     def check_integrity(self) -> None:
         """Assert E1 (every unit in one place), E3 (ended requests hold nothing) and the queues' agreement."""
-        self._state.check_integrity(self._requests)
+        check_integrity(self._state, self._requests)
 
     def _finish(
         self,

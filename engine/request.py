@@ -40,10 +40,10 @@ class Request:
     `not_before`: until then it does not start beside online work, which would only evict
     it again (seconds). `aside`: it is kept out of ordinary steps (see `engine.scheduling.recovery`).
     `masked_from`: a mask may limit what is sampled at this position and behind it.
-    `num_expected_hits`: tokens of its prompt that were in the prefix cache when it came. `was_let_in`: others gave up
-    their rows for it; `was_moved`: it gave up its own (see `engine.scheduling.crowding`). `withholds`: nobody reads its
-    answer before it is whole, so only `num_told` of its tokens were told, and the next ones are not while it has fewer
-    than `quiet_until`. `most_blocks`: that it holds at once (see `SchedulerConfig`).
+    `num_expected_hits`: tokens of its prompt that were in the prefix cache when it came. `withholds`: its client reads
+    the whole answer at once, so tokens are told in groups: `num_told` were told, the next ones once there are more than
+    `quiet_until`.
+    `most_blocks`: the most blocks that it holds at once (see `SchedulerConfig`).
     """
 
     spec: EngineRequest
@@ -63,8 +63,6 @@ class Request:
     num_preemptions: int = 0
     not_before: float = -math.inf
     aside: bool = False
-    was_let_in: bool = False
-    was_moved: bool = False
     beside_offline: bool = False
     quiet_until: int = 0
     num_told: int = field(init=False)

@@ -109,7 +109,7 @@ def test_who_loses_its_place_goes_on_from_its_last_block() -> None:
     for _ in range(10):
         driver.step()
     computed = driver.core._requests["line"].num_confirmed_tokens
-    driver.core.state.preempt(driver.core._requests["line"], "test", driver.now, driver.steps[-1].step_id + 1)
+    driver.core.state.preempt(driver.core._requests["line"], "test", driver.now)
     driver.step()
     (new,) = driver.steps[-1].new_requests
     (chunk,) = driver.steps[-1].chunks

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 import engine.scheduling.admission
-import engine.scheduling.pressure
 import engine.scheduling.prompts
+import engine.scheduling.tenants
 from engine.api import EngineRequest, RequestClass, SamplingParams
 from engine.colocation.virtual import Arrival, PredictedRunner, VirtualDriver, VirtualRecord
 from engine.config import SchedulerConfig
@@ -164,7 +164,7 @@ def test_with_one_tenant_nothing_asks_for_its_share(monkeypatch: pytest.MonkeyPa
 
     for module in (engine.scheduling.prompts, engine.scheduling.admission):
         monkeypatch.setattr(module, "order_tenants", refuse)
-    monkeypatch.setattr(engine.scheduling.pressure, "by_tenant", refuse)
+    monkeypatch.setattr(engine.scheduling.tenants, "by_tenant", refuse)
     records = replay(make_core(num_units=SHORT, max_queue_time="10x"), heavy(200))
     assert any(record.ended is not None for record in records.values())
 

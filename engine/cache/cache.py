@@ -237,18 +237,14 @@ class Cache:
             request.cache_map.kind = CacheKind.KV
         return replaced
 
-    def vacate(self, request: Request, *, keep: bool) -> None:
-        """Take a running request out of its row. With `keep` and a host tier its blocks stay where they are until the
-        room is needed; otherwise its full blocks stay in the prefix index for as long."""
+    def vacate(self, request: Request) -> None:
+        """Take a running request out of its row. `ParkedPasts.park` decides which blocks it keeps until the room is
+        needed; other full blocks stay in the prefix index for as long."""
         cache_map = request.cache_map
         for block in cache_map.blocks if cache_map.num_compact else ():
             self._rest(request, block)
-        if keep and not request.starts_over:
-            given_up = self.parked.park(request)
-        else:
-            cache_map.blocks, given_up = [], cache_map.blocks
         # Tail first: the head of a prefix is the most valuable part and must be evicted last.
-        for block in reversed(given_up):
+        for block in reversed(self.parked.park(request)):
             self.device.release(block, request.last_step)
         self.checkpoints.leave(request)
         cache_map.num_published = cache_map.num_gone = 0

@@ -64,10 +64,14 @@ class ParkedPasts:
         return len(self._holders)
 
     def park(self, request: Request) -> list[CacheBlock]:
-        """Keep what a request that leaves its row has computed, where it lies; returns the blocks that it gives up."""
+        """Decide how much of its past a request keeps when it leaves its row; return the blocks that it gives up. The
+        caller may `forget` the others.
+
+        Nothing is kept without a host tier, of a request that starts over, and of one that has given blocks back: no
+        shorter past can be started from behind those.
+        """
         cache_map = request.cache_map
-        # behind blocks that were given back no shorter past can be started from: it is kept whole, or not at all
-        keeps = self._keeps and not cache_map.num_gone
+        keeps = self._keeps and not cache_map.num_gone and not request.starts_over
         num_kept = -(-request.num_computed_tokens // self._config.block_size) if keeps else 0
         cache_map.blocks, given_up = cache_map.blocks[:num_kept], cache_map.blocks[num_kept:]
         if num_kept:

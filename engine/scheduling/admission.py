@@ -23,11 +23,11 @@ from engine.scheduling.laxity import (
     PrefillPace,
     PromptOrder,
     order_prompts,
-    order_tenants,
     prefill_pace,
     uses_laxity,
 )
 from engine.scheduling.state import SchedulerState
+from engine.scheduling.tenants import order_tenants
 from predictor.limits import UNITS_PER_BLOCK
 
 FORGETTING = 0.05

@@ -13,13 +13,9 @@ from engine.api import RequestClass
 from engine.cache.cache import Claim
 from engine.request import Request
 from engine.scheduling.output import AppendedEntries, ReplacedEntry
-from engine.scheduling.selection import Start
 from engine.scheduling.state import SchedulerState
-from engine.scheduling.victims import Victims, freed_units
+from engine.scheduling.victims import Victims
 from predictor.limits import UNITS_PER_BLOCK
-
-LATE_HEADROOM = 0.25
-"""Share of the pool that late requests leave free when they start, under a policy that runs them last."""
 
 
 class Allocation:
@@ -54,7 +50,7 @@ class Allocation:
             return False  # the units are in flight: a later step admits the request
         victims = self._victims.for_start(request, claim, missing, online=False)
         for victim in victims or self._victims.for_start(request, claim, missing, online=True):
-            state.preempt(victim, "online", self._now, self._step_id)
+            state.preempt(victim, "online", self._now)
         return bool(state.free_rows) and self._has_units(request, claim, online=True)
 
     def _has_units(self, request: Request, claim: Claim, *, online: bool) -> bool:
@@ -86,32 +82,6 @@ class Allocation:
             parked.reclaim(units, self._step_id, online=False, but=request, spared=frozenset(claim.hits))
         return missing() <= 0
 
-    def evict_late(self, starts: Sequence[Start]) -> None:
-        """Before anything is in the step: room for the savable requests that it can begin, from late running ones."""
-        state, units, tokens = self._state, 0, 0
-        for request, kind, savable in starts:
-            if savable and tokens < state.config.max_num_batched_tokens:
-                units += request.num_blocks(self._block_size) * kind.form.units
-                tokens += len(request.token_ids)
-        missing = units - self._pool.num_available_units - self._pool.num_deferred_units
-        missing -= self._cache.parked.num_units(online=True)
-        missing -= sum(freed_units(request) for request in state.running[RequestClass.OFFLINE])
-        for victim in state.evictable(self._now):
-            if missing <= 0:
-                return
-            missing -= freed_units(victim)
-            state.preempt(victim, "late", self._now, self._step_id)
-
-    def spares(self, request: Request) -> bool:
-        """Whether a late request may start: where they run last, those that can be saved will want the last of the
-        memory, and it would only be evicted again. With none running it always may."""
-        state = self._state
-        if not state.online_policy.late_last or not state.running[RequestClass.ONLINE]:
-            return True
-        units = request.num_blocks(self._block_size) * UNITS_PER_BLOCK
-        room = self._pool.num_available_units + self._cache.parked.num_units(online=True)
-        return room - units >= LATE_HEADROOM * self._pool.num_units
-
     def take(self, request: Request, claim: Claim) -> None:
         """Give the request what it claimed; what it has on the host comes back in this step. There must be room."""
         if request.request_class is RequestClass.ONLINE:
@@ -142,7 +112,7 @@ class Allocation:
             victim = self._victims.for_running(request)
             if victim is None:
                 return False
-            self._state.preempt(victim, "memory", self._now, self._step_id)
+            self._state.preempt(victim, "memory", self._now)
             if victim is request:
                 return False
         self.appended.append(AppendedEntries(request.row, (request.cache_map.blocks[-1].entry,)))
@@ -156,7 +126,7 @@ class Allocation:
             victim = self._victims.for_running(request)
             if victim is None or victim is request:
                 return 0  # it was the last to arrive: it keeps its cache and waits
-            self._state.preempt(victim, "memory", self._now, self._step_id)
+            self._state.preempt(victim, "memory", self._now)
         return granted
 
     def grow_alone(self, request: Request, length: int) -> int:

@@ -4,7 +4,8 @@ Joins the core's requests with `engine.scheduling.recovery`, which finds out who
 """
 
 from collections import deque
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping
+from itertools import chain
 
 from engine.api import FinishReason, RequestClass, RequestOutput
 from engine.errors import EngineUnavailableError
@@ -14,6 +15,7 @@ from engine.scheduling.counters import StepCounters
 from engine.scheduling.recovery import Ending, Recovery
 from engine.scheduling.results import Finish, InFlight
 from engine.scheduling.state import SchedulerState
+from engine.scheduling.waiting import WaitingQueue
 
 MAX_QUIET_RECOVERIES = 2
 """Attempts to get a standing engine going that end nobody's request."""
@@ -64,12 +66,12 @@ class Failures:
         """
         self._counters.stalls += attempt == 1
         state = self._state
-        state.rebuild(self._requests.values())
-        for request_class in (RequestClass.OFFLINE,) if attempt == 1 else RequestClass:
-            for request in list(state.running[request_class]):
-                state.preempt(request, "stall", now)
-        for request in [request for request in state.aside if request.status is RequestStatus.RUNNING]:
+        rebuild_queues(state, self._requests.values())
+        classes = (RequestClass.OFFLINE,) if attempt == 1 else RequestClass
+        running = [request for request_class in classes for request in state.running[request_class]]
+        for request in [*running, *(r for r in state.aside if r.status is RequestStatus.RUNNING)]:
             state.preempt(request, "stall", now)
+            state.cache.parked.forget(request)
         if attempt <= MAX_QUIET_RECOVERIES or not state.waiting_online:
             return []
         error = EngineUnavailableError("The engine could not start this request.", retry_after=1.0)
@@ -101,3 +103,41 @@ class Failures:
             self._state.rewind(request)
         else:
             self._state.cache.parked.forget(request)
+
+
+def rebuild_queues(state: SchedulerState, requests: Iterable[Request]) -> None:
+    """Derive queues and rows anew from all requests that have not ended."""
+    state.running = {request_class: [] for request_class in RequestClass}
+    state.waiting_online, state.waiting_offline, state.aside = WaitingQueue(), state.make_offline_queue(), []
+    for request in sorted(requests, key=lambda request: request.arrival_order):
+        if request.request_class is RequestClass.OFFLINE and request.status is not RequestStatus.WAITING:
+            state.waiting_offline.adopt(request)
+        if request.status is RequestStatus.RUNNING:
+            (state.aside if request.aside else state.running[request.request_class]).append(request)
+        else:
+            state.add_waiting(request)
+    state.cache.recount(chain(*state.running.values(), (r for r in state.aside if r.status is RequestStatus.RUNNING)))
+    held = {request.row for group in (*state.running.values(), state.aside) for request in group}
+    state.free_rows = [row for row in range(state.config.max_num_seqs - 1, -1, -1) if row not in held]
+
+
+def check_integrity(state: SchedulerState, requests: Mapping[str, Request]) -> None:
+    """Assert that every unit and row is in one place, that ended requests hold nothing, and that the queues agree with
+    `requests`, all that have not ended (E1, E3)."""
+    rows, queued = list(state.free_rows), list(state.all_requests())
+    for request in queued:
+        assert requests.get(request.request_id) is request, "a queued request is unknown"
+        assert request.aside == (request in state.aside), "a request is aside, or it is not"
+        if request.status is RequestStatus.RUNNING:
+            capacity = len(request.cache_map.blocks) * state.config.block_size
+            assert request.num_confirmed_tokens <= request.num_computed_tokens <= capacity
+            assert request.num_computed_tokens <= request.num_expected_tokens
+            rows.append(request.row)
+        else:
+            assert request.status in {RequestStatus.WAITING, RequestStatus.PREEMPTED}
+            assert request.row < 0, "a waiting request holds a row"
+    assert sorted(rows) == list(range(state.config.max_num_seqs)), "a row is lost or owned twice"
+    assert len(requests) == len(queued), "a request is in no queue"
+    online = [r.request_id for r in queued if r.request_class is RequestClass.ONLINE]
+    state.online_share.check_integrity(online)
+    state.cache.check_integrity(queued)

@@ -36,7 +36,7 @@ class LastResort:
                 self._state.cache.parked.forget_all()
                 self._run(request)
                 break
-            self._state.preempt(victim, CAUSE, self._draft.now, self._draft.step_id)
+            self._state.preempt(victim, CAUSE, self._draft.now)
         return self._draft.finish()
 
     def _next(self, with_offline: bool) -> Request | None:

@@ -6,18 +6,16 @@ so the order of deadlines is that of arrival, and laxity (deadline − now − p
 one prompt of many thousand tokens does not make the short ones behind it late. One that is left out, or late already,
 comes behind the others, by age; the first of them keeps a floor chunk (see `engine.scheduling.prompts`).
 
-Where several tenants have prompts all this holds for those of one; tenants go by virtual token counters, so that a
-thousand requests of one are not in the way of another's (`order_tenants`).
+Where several tenants have prompts, this order holds within each tenant (`engine.scheduling.tenants`).
 
 Pure but for reading the scheduler; seconds and tokens. Knows nothing of memory.
 """
 
 import math
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from heapq import heappop, heappush, merge
-from itertools import chain
 from operator import attrgetter
 from typing import NamedTuple
 
@@ -26,10 +24,8 @@ import numpy as np
 from engine.api import RequestClass
 from engine.config import SchedulerConfig
 from engine.request import Request
-from engine.scheduling.fair_share import FairWalk
 from engine.scheduling.knapsack import Floats
 from engine.scheduling.objective import StepObjective
-from engine.scheduling.online_share import OnlineShare, by_tenant
 from engine.scheduling.state import SchedulerState
 from engine.scheduling.waiting import by_age
 from predictor.features import BatchFeatures
@@ -207,46 +203,6 @@ def order_prompts(
     for request, taken in zip(live, on_time(jobs, begin), strict=True):
         (urgent if taken else missed).append(request)
     return PromptOrder(urgent, sorted([*late, *missed], key=by_age) if answering else late + missed)
-
-
-Order = Callable[[list[Request], PrefillPace | None], PromptOrder]
-"""Orders requests of one tenant, given by age, at the pace of that tenant."""
-
-
-def order_tenants(
-    requests: Sequence[Request], share: OnlineShare, pace: PrefillPace | None, order: Order
-) -> PromptOrder:
-    """`requests` of several tenants, given by age: tenants go by what they have had, the requests of one by `order`.
-
-    All are in `urgent`; the one in `behind` is the oldest of those that the urgent ones of their own tenant leave
-    behind. No other needs a floor chunk: no tenant keeps another waiting for ever.
-    """
-    groups = by_tenant(requests)
-    orders = {name: order(groups[name], own) for name, own in _paces(groups, pace).items()}
-    heads = [ordered.behind[0] for ordered in orders.values() if ordered.urgent and ordered.behind]
-    head = min(heads, key=by_age, default=None)
-    queues = {name: chain(ordered.urgent, ordered.behind) for name, ordered in orders.items()}
-    return PromptOrder(_merged(queues, share.walk(groups), share), () if head is None else (head,))
-
-
-def _merged(queues: Mapping[str, Iterator[Request]], walk: FairWalk, share: OnlineShare) -> Iterator[Request]:
-    """As far as anybody asks: of a thousand requests a step starts a few."""
-    while walk:
-        request = next(queues[walk.head], None)
-        if request is None:
-            walk.drop()
-            continue
-        walk.charge(share.price(request))
-        yield request
-
-
-def _paces(groups: Mapping[str, Sequence[Request]], pace: PrefillPace | None) -> dict[str, PrefillPace | None]:
-    """What each tenant gets of the machine while it has requests: it is done when all others have had as much, or are
-    done as well. Only how much work they have beside one another counts, so tokens will do."""
-    if pace is None:
-        return dict.fromkeys(groups)
-    work = {name: sum(request.num_prompt_tokens for request in group) for name, group in groups.items()}
-    return {name: pace.slower(sum(min(own, other) for other in work.values()) / own) for name, own in work.items()}
 
 
 def uses_laxity(state: SchedulerState) -> bool:

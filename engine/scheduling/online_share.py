@@ -25,6 +25,10 @@ class OnlineShare:
         self._num_requests: Counter[str] = Counter()
         self._charged: dict[str, float | None] = {}
         self._mean_output = 0.0
+        self.let_in: set[Request] = set()
+        """Requests for which a row was made free."""
+        self.moved: set[Request] = set()
+        """Requests that gave up their row to another tenant."""
 
     @property
     def is_contested(self) -> bool:
@@ -49,6 +53,8 @@ class OnlineShare:
 
     def end(self, request: Request) -> None:
         """A request has ended, wherever it was. One that never entered (the canary) changes nothing."""
+        self.let_in.discard(request)
+        self.moved.discard(request)
         if request.request_id not in self._charged:
             return
         tenant, charged = request.spec.tenant, self._charged.pop(request.request_id)

@@ -1,15 +1,12 @@
-"""Whether waiting online requests want more memory than there is, and which are chosen then, tenant by tenant.
-
-What a choice is made by is in `engine.scheduling.selection`.
-"""
+"""The state of memory while waiting online requests want more than there is."""
 
 import numpy as np
 
 from engine.api import RequestClass
 from engine.cache.placement import READ_STEPS
-from engine.scheduling.online_share import by_tenant
-from engine.scheduling.selection import Pressure, Select, Start
+from engine.scheduling.selection import Pressure
 from engine.scheduling.state import SchedulerState
+from engine.scheduling.victims import evictable
 from predictor.limits import UNITS_PER_BLOCK
 
 
@@ -24,7 +21,7 @@ def pressure_of(state: SchedulerState, now: float) -> Pressure | None:
     capacity -= state.prompt_reserve(state.running_prompts())
     if not _demand_exceeds(state, capacity):
         return None
-    capacity += sum(request.cache_map.num_running_units for request in state.evictable(now))
+    capacity += sum(request.cache_map.num_running_units for request in evictable(state, now))
     return Pressure(
         now=now,
         running=state.running[RequestClass.ONLINE],
@@ -56,19 +53,3 @@ def _demand_exceeds(state: SchedulerState, units: int) -> bool:
     for index in np.flatnonzero(columns.began).tolist():
         blocks += min(len(waiting[index].token_ids) // size + 1, state.config.most_blocks)
     return blocks > units // UNITS_PER_BLOCK
-
-
-def select_by_tenant(state: SchedulerState, select: Select, pressure: Pressure) -> list[Start]:
-    """What `select` chooses of the waiting requests; where several tenants have some, of each tenant's what has room
-    beside those of the tenants before it."""
-    if not state.online_share.is_contested:
-        return select(state.waiting_online, pressure)
-    groups = by_tenant(state.waiting_online)
-    starts: list[Start] = []
-    for tenant in state.online_share.by_standing(groups):
-        found = select(groups[tenant], pressure)
-        starts += found
-        if not found:
-            break  # smaller ones of the tenants behind it would take its room again and again
-        pressure = pressure.less(found)
-    return starts

@@ -21,13 +21,15 @@ from engine.scheduling.laxity import (
     PromptOrder,
     floor_chunk,
     order_prompts,
-    order_tenants,
     prefill_pace,
     prompt_slack,
     uses_laxity,
 )
 from engine.scheduling.policies import QueueContext
 from engine.scheduling.selection import Start
+from engine.scheduling.state import SchedulerState
+from engine.scheduling.tenants import order_tenants
+from engine.scheduling.victims import is_late, spares
 from engine.scheduling.waiting import WaitingQueue, by_age
 
 BEHIND_EVERY = 8
@@ -66,7 +68,7 @@ class PromptFill:
         self._allocation.prompts = list(prompts)
         if math.isfinite(self.time_limit) and self._has_time():
             self.time_limit *= EASY_SHARE
-        context = self._state.queue_context(self._draft.now)
+        context = _queue_context(self._state, self._draft.now)
         if first is not None:
             if not self._start_first(first) and self._state.pool.num_deferred_units:
                 starts = []  # its memory is on its way: none of the others may take it
@@ -167,13 +169,13 @@ class PromptFill:
         may_start = self._draft.may_start(request)
         if chosen is not None:
             start = chosen.get(request)  # none: a running prompt that an older one took the memory of in this step
-            if start is not None and may_start and (start.savable or self._allocation.spares(request)):
+            if start is not None and may_start and (start.savable or spares(self._state, request)):
                 self._admit(request, start.kind)
             return True  # a misfit does not end it
         policy = self._state.online_policy
         if not may_start:
             return False
-        if self._state.is_late(request, self._draft.now) and not self._allocation.spares(request):
+        if is_late(self._state, request, self._draft.now) and not spares(self._state, request):
             return True  # late ones leave room for those that can be saved
         if policy.admits(request, context) and self._admit(request, CacheKind.KV):
             return True
@@ -206,3 +208,17 @@ class PromptFill:
         if ledger.model is None or math.isinf(self.time_limit):
             return config.min_prefill_chunk
         return floor_chunk(ledger.model, ledger.features, self.time_limit, config, start)
+
+
+def _queue_context(state: SchedulerState, now: float) -> QueueContext:
+    """Return the facts that the online policy may look at in a step that is decided at `now`."""
+    return QueueContext(
+        now=now,
+        num_waiting=len(state.waiting_online),
+        running=state.running[RequestClass.ONLINE],
+        num_units=state.pool.num_units,
+        block_size=state.config.block_size,
+        ttft=state.objective.ttft,
+        seed=state.config.seed,
+        most_blocks=state.config.most_blocks,
+    )

@@ -11,13 +11,14 @@ from collections.abc import Callable
 
 from engine.api import RequestClass
 from engine.request import Request, due
-from engine.scheduling.crowding import let_in
 from engine.scheduling.draft import Step, StepDraft
 from engine.scheduling.offline_fill import OfflineFill
 from engine.scheduling.planner import OfflinePlan
-from engine.scheduling.pressure import pressure_of, select_by_tenant
+from engine.scheduling.pressure import pressure_of
 from engine.scheduling.prompts import PromptFill
 from engine.scheduling.selection import Start
+from engine.scheduling.tenants import let_in, select_by_tenant
+from engine.scheduling.victims import evict_late, online_order
 from predictor.features import CacheWork
 
 
@@ -59,7 +60,7 @@ class StepBuilder:
         """Every running online request whose next token is due, and the time that the tightest of them leaves; returns
         how many there are."""
         draft, ledger, objective = self._draft, self._draft.ledger, self._state.objective
-        decodes, prompts = due(self._state.online_order(draft.now))
+        decodes, prompts = due(online_order(self._state, draft.now))
         decodes = draft.allocation.grow_decodes(decodes)
         timed = ledger.model is not None and not math.isinf(objective.tbt)
         slacks = [deadline - draft.now for deadline in objective.token_deadlines(decodes)] if timed else []
@@ -88,7 +89,7 @@ class StepBuilder:
             return None
         starts = select_by_tenant(state, select, pressure)
         if state.online_policy.late_last:
-            self._draft.allocation.evict_late(starts)
+            evict_late(state, starts, self._draft.now)
         return starts
 
     def _restore_compact(self) -> None:

@@ -81,4 +81,4 @@ class TrialBuilder:
         return bool(self._state.free_rows) and 0 < missing <= pool.num_deferred_units
 
     def _preempt(self, victim: Request) -> None:
-        self._state.preempt(victim, CAUSE, self._draft.now, self._draft.step_id)
+        self._state.preempt(victim, CAUSE, self._draft.now)

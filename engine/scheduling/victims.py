@@ -1,13 +1,21 @@
 """Which requests lose their place to others in one step: few, of offline work first, and none that the step holds."""
 
+import math
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
+from itertools import compress
+from operator import not_
 
 from engine.api import RequestClass
 from engine.cache.blocks import CacheBlock, count_units
 from engine.cache.cache import Claim
 from engine.request import Request
+from engine.scheduling.selection import Start
 from engine.scheduling.state import SchedulerState
+from predictor.limits import UNITS_PER_BLOCK
+
+LATE_HEADROOM = 0.25
+"""Share of the pool that late requests leave free when they start, under a policy that runs them last."""
 
 
 class Victims:
@@ -45,7 +53,7 @@ class Victims:
             return victim
         state = self._state
         offline = state.running[RequestClass.OFFLINE]
-        peers = state.online_order(self._now) if online else sorted(offline, key=lambda r: r.spec.lane)
+        peers = online_order(state, self._now) if online else sorted(offline, key=lambda r: r.spec.lane)
         for candidate in reversed(peers):
             if candidate is request or candidate.last_step != self._step_id:
                 return candidate
@@ -88,3 +96,56 @@ def _smallest_victims(
 def freed_units(request: Request, spared: Collection[CacheBlock] = frozenset()) -> int:
     """Units that come free when a running request loses its place."""
     return count_units(b for b in request.cache_map.blocks if b.ref_count == 1 and b not in spared)
+
+
+def is_late(state: SchedulerState, request: Request, now: float) -> bool:
+    """Whether its first token came after the TTFT objective, or can only come after it."""
+    times = request.times
+    return (now if times.first_token is None else times.first_token) - times.arrival > state.objective.ttft
+
+
+def online_order(state: SchedulerState, now: float) -> list[Request]:
+    """Running online requests by age; where a knapsack chooses, late ones behind the others, which are worth more.
+    Memory is taken from the end."""
+    running = list(state.running[RequestClass.ONLINE])
+    if state.online_policy.select is not None and math.isfinite(state.objective.ttft):
+        late = [is_late(state, request, now) for request in running]
+        if any(late):
+            return [*compress(running, map(not_, late)), *compress(running, late)]
+    return running
+
+
+def evictable(state: SchedulerState, now: float) -> list[Request]:
+    """Late running requests that must give way to savable ones, the first to lose first; none of them for ever."""
+    if not state.online_policy.late_last:
+        return []
+    limit = state.config.max_offline_preemptions
+    running = reversed(state.running[RequestClass.ONLINE])
+    return [r for r in running if r.num_preemptions < limit and is_late(state, r, now)]
+
+
+def evict_late(state: SchedulerState, starts: Sequence[Start], now: float) -> None:
+    """Before anything is in the step: room for the savable requests that it can begin, from late running ones."""
+    size, units, tokens = state.config.block_size, 0, 0
+    for request, kind, savable in starts:
+        if savable and tokens < state.config.max_num_batched_tokens:
+            units += request.num_blocks(size) * kind.form.units
+            tokens += len(request.token_ids)
+    missing = units - state.pool.num_available_units - state.pool.num_deferred_units
+    missing -= state.cache.parked.num_units(online=True)
+    missing -= sum(freed_units(request) for request in state.running[RequestClass.OFFLINE])
+    for victim in evictable(state, now):
+        if missing <= 0:
+            return
+        missing -= freed_units(victim)
+        state.preempt(victim, "late", now)
+
+
+def spares(state: SchedulerState, request: Request) -> bool:
+    """Whether a late request may start: where they run last, those that can be saved will want the last of the
+    memory, and it would only be evicted again. With none running it always may."""
+    if not state.online_policy.late_last or not state.running[RequestClass.ONLINE]:
+        return True
+    units = request.num_blocks(state.config.block_size) * UNITS_PER_BLOCK
+    room = state.pool.num_available_units + state.cache.parked.num_units(online=True)
+    return room - units >= LATE_HEADROOM * state.pool.num_units
