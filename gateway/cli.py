@@ -1,6 +1,6 @@
-"""The `tidemill` command. Every command imports what it needs when it runs: `--help` loads no library.
+"""The `tidemill` command. Each command imports its dependencies when it runs, so `--help` loads no library.
 
-With engine/build.py the composition root: the one module of the gateway that reaches the data plane, by name.
+This module and engine/build.py are the composition root: no other gateway module imports the data plane.
 """
 
 import argparse
@@ -32,11 +32,11 @@ _LOADGEN_FLAGS = {"bench": "loadgen.flags", "simulate": "loadgen.simulate"}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command; returns the exit code (2: the configuration is wrong, 1: something else went wrong)."""
+    """Run a command and return the exit code: 2 for an invalid configuration, 1 for any other error."""
     words = list(sys.argv[1:] if argv is None else argv)
     try:
         if words and words[0] in _LOADGEN:
-            return _loadgen(*words)  # its commands and flags are the load generator's own
+            return _loadgen(*words)  # the load generator parses its own flags
         arguments = _parser().parse_args(words)
         run: Callable[[argparse.Namespace], int] = arguments.run
         return run(arguments)
@@ -72,9 +72,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_fleet(commands)
     commands.add_parser("bench", help="measure a server: run, sweep, compare, trace", add_help=False)
     commands.add_parser("simulate", help="replay workloads and experiments on a virtual clock", add_help=False)
-    command = commands.add_parser(
-        "completions", help="print a script that completes words in a shell", allow_abbrev=False
-    )
+    command = commands.add_parser("completions", help="print a shell completion script", allow_abbrev=False)
     command.add_argument("shell", choices=SHELLS)
     command.set_defaults(run=_completions)
     command = commands.add_parser("version", help="print the version", allow_abbrev=False)
@@ -83,12 +81,12 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _config_flags(command: argparse.ArgumentParser, *types: type) -> None:
-    """The model as a word of its own, the rest of the configs as flags by task."""
+    """Add the model as a positional argument and the other settings as flags, grouped by task."""
     command.usage = f"{command.prog} [MODEL] [flags]"
     model, *others = (flag for config in types for flag in flags_of(config))
     assert model.field == "model"
     command.add_argument("model", nargs="?", default=argparse.SUPPRESS, metavar="MODEL", help=model.help)
-    command.add_argument("--config", metavar="FILE.yaml", help="file of settings; its keys are the long flag names")
+    command.add_argument("--config", metavar="FILE.yaml", help="YAML file of settings; keys are flag names without --")
     add_by_task(command, others)
 
 
@@ -96,12 +94,12 @@ def _add_serve(commands: Any) -> None:
     command = commands.add_parser(
         "serve",
         help="serve a model over OpenAI's HTTP API",
-        description="Serve a model. Settings are taken from flags, then from TIDEMILL_* variables, then from --config.",
+        description="Serve a model. Flags override TIDEMILL_* variables; these override the file of --config.",
         allow_abbrev=False,
     )
     _config_flags(command, EngineConfig, ServerConfig)
     command.add_argument(
-        "--dry-run", action="store_true", help="show this machine, every setting with its origin and the model; end"
+        "--dry-run", action="store_true", help="report the machine, every setting with its origin and the model; exit"
     )
     command.set_defaults(run=_serve)
 
@@ -109,10 +107,14 @@ def _add_serve(commands: Any) -> None:
 def _add_chat(commands: Any) -> None:
     command = commands.add_parser("chat", help="chat with a running server", allow_abbrev=False)
     _add_server(command)
-    command.add_argument("--model", help="model to ask for (default: the server's first)")
+    command.add_argument("--model", help="name of the model (default: the server's first)")
     command.add_argument("--system", metavar="TEXT", help="system message")
-    command.add_argument("--max-tokens", type=_positive, metavar="N", help="longest answer")
-    command.add_argument("--temperature", type=float, metavar="T", help="0 is greedy (default: the server's)")
+    command.add_argument(
+        "--max-tokens", type=_positive, metavar="N", help="longest answer, tokens (default: the server's)"
+    )
+    command.add_argument(
+        "--temperature", type=float, metavar="T", help="sampling temperature, 0 is greedy (default: the server's)"
+    )
     command.set_defaults(run=_chat)
 
 
@@ -120,7 +122,7 @@ def _add_top(commands: Any) -> None:
     command = commands.add_parser(
         "top",
         help="watch a running server: SLO, tokens per second, steps, cache, batches",
-        description="Show a server's figures once a second until Ctrl-C; where the output is no terminal, once.",
+        description="Show a server's figures every second until Ctrl-C, or once if the output is not a terminal.",
         allow_abbrev=False,
     )
     _add_server(command)
@@ -128,9 +130,9 @@ def _add_top(commands: Any) -> None:
 
 
 def _add_server(command: argparse.ArgumentParser) -> None:
-    """Which server a client asks, and with which key."""
-    command.add_argument("--url", help="the server (default: $TIDEMILL_URL or http://127.0.0.1:8000)")
-    command.add_argument("--api-key", metavar="KEY", help="key to send (default: $TIDEMILL_API_KEY)")
+    """Add the flags for the server's URL and API key."""
+    command.add_argument("--url", help="URL of the server (default: $TIDEMILL_URL or http://127.0.0.1:8000)")
+    command.add_argument("--api-key", metavar="KEY", help="API key (default: $TIDEMILL_API_KEY)")
 
 
 def _positive(text: str) -> int:
@@ -143,25 +145,27 @@ def _positive(text: str) -> int:
 def _add_pull(commands: Any) -> None:
     command = commands.add_parser(
         "pull",
-        help="fetch a model from the Hugging Face hub",
-        description="Fetch a model, sizes first. HF_ENDPOINT names a mirror, HF_HOME where models are kept.",
+        help="download a model from the Hugging Face hub",
+        description="Show the size of a model, then download it. HF_ENDPOINT sets a mirror, HF_HOME the folder.",
         allow_abbrev=False,
     )
     command.add_argument("model", metavar="OWNER/NAME", help="id of the model on the hub")
-    command.add_argument("--revision", metavar="REVISION", help="branch, tag or commit (default: the newest)")
+    command.add_argument("--revision", metavar="REVISION", help="branch, tag or commit (default: main)")
     command.set_defaults(run=_pull)
 
 
 def _add_replay(commands: Any) -> None:
     command = commands.add_parser("replay", help="show the last steps before an engine died", allow_abbrev=False)
-    command.add_argument("file", metavar="FILE", type=Path, help="a recording in the folder flights of --state-dir")
+    command.add_argument("file", metavar="FILE", type=Path, help="recording, from the folder flights in --state-dir")
     command.set_defaults(run=_replay)
 
 
 def _add_fleet(commands: Any) -> None:
-    command = commands.add_parser("fleet", help="start the engines of a server again, one by one", allow_abbrev=False)
-    command.add_argument("action", choices=("restart",), help="restart: no request is refused, answers go on")
-    command.add_argument("--state-dir", metavar="DIR", help="folder of the server (default: as for serve)")
+    command = commands.add_parser("fleet", help="restart the engines of a server one by one", allow_abbrev=False)
+    command.add_argument(
+        "action", choices=("restart",), help="restart: no request is refused, running requests continue"
+    )
+    command.add_argument("--state-dir", metavar="DIR", help="state folder of the server (default: as for serve)")
     command.set_defaults(run=_fleet)
 
 
@@ -175,7 +179,9 @@ def _replay(arguments: argparse.Namespace) -> int:
 
 
 def _add_profile(commands: Any) -> None:
-    command = commands.add_parser("profile", help="measure step times anew and show the fit", allow_abbrev=False)
+    command = commands.add_parser(
+        "profile", help="measure step times and show the prediction error", allow_abbrev=False
+    )
     _config_flags(command, EngineConfig)
     command.set_defaults(run=_profile)
 
@@ -212,7 +218,7 @@ def _top(arguments: argparse.Namespace) -> int:
 
 
 def _server_of(arguments: argparse.Namespace) -> Any:
-    """What `_add_server` asked for."""
+    """Return the options set by the flags of `_add_server`."""
     from gateway.commands.chat import ChatOptions
 
     keys = os.environ.get("TIDEMILL_API_KEY", "").split(",")
@@ -227,7 +233,7 @@ def _pull(arguments: argparse.Namespace) -> int:
 def _serve(arguments: argparse.Namespace) -> int:
     engine_config, server_config = resolve_configs(arguments, [EngineConfig, ServerConfig])
     served = server_config.served_model_name or (model_name(engine_config),)
-    ModelNames(served, [each.name for each in parse_adapters(engine_config.lora)])  # is any of them taken?
+    ModelNames(served, [each.name for each in parse_adapters(engine_config.lora)])  # raises if a name is taken
     if arguments.dry_run:
         given = given_where(arguments, [EngineConfig, ServerConfig])
         dry_run = importlib.import_module("gateway.commands.dry_run")
@@ -235,11 +241,11 @@ def _serve(arguments: argparse.Namespace) -> int:
     start = _Start()
     importlib.import_module("gateway.http.connection_limit").raise_descriptor_limit()  # the engine inherits it
     preflight = importlib.import_module("gateway.commands.preflight")
-    preflight.check_start(engine_config, server_config)  # before minutes of loading
+    preflight.check_start(engine_config, server_config)  # loading takes minutes
     server = importlib.import_module("gateway.server")
     if not server_config.served_model_name:
         server_config = dataclasses.replace(server_config, served_model_name=(model_name(engine_config),))
-    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # `tidemill fleet restart`: until the server listens it would end us
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # `fleet restart` would end a starting server
     folder = _open_state(server_config)
     try:
         return _serve_with(folder, engine_config, server_config, server, start)
@@ -248,8 +254,10 @@ def _serve(arguments: argparse.Namespace) -> int:
 
 
 class _Start:
-    """SIGTERM before anything is served ends the process with 0: there is nothing to drain. Without a handler the first
-    process of a container would ignore it."""
+    """SIGTERM handler while the server starts: exit with 0 at once, because there is nothing to drain.
+
+    Without a handler, the first process of a container ignores SIGTERM.
+    """
 
     def __init__(self) -> None:
         self._ended = False
@@ -260,8 +268,7 @@ class _Start:
         raise SystemExit(0)
 
     def go_on(self) -> None:
-        """Ends here what SIGTERM did not end where it came: libraries being imported swallow every exception, and so
-        does whatever is called back from C."""
+        """Exit if SIGTERM came before. Imports and C callbacks may have swallowed the SystemExit of the handler."""
         if self._ended:
             raise SystemExit(0)
 
@@ -284,8 +291,10 @@ def _serve_with(
 def _load(
     engine_config: EngineConfig, server_config: ServerConfig, folder: Any, go_on: Callable[[], None]
 ) -> tuple[Any, Any]:
-    """Return an engine that runs in other processes, so that torch is never loaded in this one, and the tokenizer of
-    its model, which is read before the weights are."""
+    """Return an engine client and the model's tokenizer, which is loaded before the weights.
+
+    The engine runs in another process, so this one never imports torch.
+    """
     from engine.text.tokenizer import Tokenizer
 
     tokenizers: list[Tokenizer] = []
@@ -294,7 +303,7 @@ def _load(
         tokenizers.append(Tokenizer.load(Path(plan.folder), server_config.chat_template))
         for note in plan.notes:
             say(note)
-        go_on()  # what this process imports, it has; from here on it waits
+        go_on()  # all imports of this process are done; only waiting follows
 
     engine = _make_engine(engine_config, server_config, folder.root)
     engine.load(planned)
@@ -302,7 +311,7 @@ def _load(
 
 
 def _make_engine(engine_config: EngineConfig, server_config: ServerConfig, root: Path) -> Any:
-    """One, or the fleet of several."""
+    """Return the client of one engine process, or of a fleet."""
     from engine.process.flights import Flights
     from engine.process.policy import RestartPolicy
     from engine.process.sabotage import VARIABLE
@@ -325,13 +334,13 @@ def _make_engine(engine_config: EngineConfig, server_config: ServerConfig, root:
 
 
 def _open_state(config: ServerConfig) -> Any:
-    """The state folder, held from before the model is loaded: a second server on it should fail at once."""
+    """Open and lock the state folder before the model loads, so that a second server on it fails at once."""
     path = importlib.import_module("gateway.store.opening").state_path(config.state_dir, os.environ)
     return importlib.import_module("gateway.store.folder").open_state(path)
 
 
 def say(line: str) -> None:
-    """Tell the user what is going on."""
+    """Print a status line."""
     print(f"tidemill: {line}", flush=True)
 
 
@@ -345,12 +354,12 @@ def _loadgen(command: str, *words: str) -> int:
     try:
         module = importlib.import_module(_LOADGEN[command])
     except ImportError as error:
-        raise ConfigError(f"{command} needs the extra 'loadgen' ({error.name} is missing)") from None
+        raise ConfigError(f"{error.name} is missing; run pip install 'tidemill[loadgen]'") from None
     return int(module.main(list(words)))
 
 
 def model_name(config: EngineConfig) -> str:
-    """What the API calls a model unless told otherwise: a hub id as it is, of a folder its name, never its path."""
+    """Return the default name of the model in the API: the hub id, or a folder's name without its path."""
     if not config.model:
         return DEMO_NAME
     folder = Path(config.model).expanduser()
@@ -358,9 +367,9 @@ def model_name(config: EngineConfig) -> str:
 
 
 def summary(config: ServerConfig, info: EngineInfo) -> str:
-    """The one line that says what is being served."""
+    """Return the line that is printed when the server starts."""
     host = f"[{config.host}]" if ":" in config.host and not config.host.startswith("[") else config.host
-    address = f"http://{host}:{config.port}" if config.port else f"http://{host} (port chosen by the system)"
+    address = f"http://{host}:{config.port}" if config.port else f"http://{host} (free port)"
     model = f"{config.served_model_name[0]} ({info.architecture}, {info.num_parameters:,} parameters)"
     room = f"cache {info.cache_tokens:,} tokens, context {info.max_model_len:,} tokens"
     return f"tidemill {__version__}: {model}, {info.dtype} on {info.device}, {room}, {address}"

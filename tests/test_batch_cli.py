@@ -103,7 +103,10 @@ async def test_a_batch_that_runs(tokenizer: Tokenizer, tmp_path: Path, capsys: p
         _, out, _ = await terminal.run("submit", input_file(tmp_path, [line(1)]))
         await served.engine.wait_for_event("add")
         code, text, err = await terminal.run("results", out.strip())
-        assert (code, text) == (1, "") and err == "tidemill: the batch is in_progress: 0/1 lines\n"
+        assert (code, text) == (
+            1,
+            "",
+        ) and err == "tidemill: the batch is in_progress (0/1 lines); results are available after it ends\n"
         assert (await terminal.run("cancel", out.strip()))[1] in ("cancelling\n", "cancelled\n")
         assert (await terminal.run("watch", out.strip()))[0] == 1
 

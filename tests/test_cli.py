@@ -405,7 +405,7 @@ def test_serve_joins_the_parts_and_says_what_runs(
     assert re.search(
         r"^tidemill \S+: tidemill-demo \(LlamaForCausalLM, [\d,]+ parameters\), float32 on cpu, ", out, re.MULTILINE
     )
-    assert "cache 320 tokens, context 320 tokens, http://127.0.0.1 (port chosen by the system)" in out
+    assert "cache 320 tokens, context 320 tokens, http://127.0.0.1 (free port)" in out
     assert seen["address"] == ("127.0.0.1", 0)
     assert seen["app"] == "app" and seen["config"] is seen["run_config"]
     assert seen["folder"].root.name == "tidemill" and seen["limits"].window_lines == 4 * 64

@@ -64,7 +64,7 @@ def test_every_setting_with_its_origin(
     assert shown["--block-size"] == ("16", "default")
     assert shown["--num-gpu-blocks-override"][1] == "measured: free memory"
     assert shown["--served-model-name"] == ("tidemill-demo", "the model")
-    assert shown["--api-key"] == ("(1 of them)", "flag") and "geheim" not in out
+    assert shown["--api-key"] == ("(1 set)", "flag") and "geheim" not in out
     assert {line.split()[1] for line in out.splitlines() if line.startswith("* ")} == {
         "--max-num-seqs", "--slo", "--dtype", "--max-model-len", "--api-key", "--port", "--device"
     }  # fmt: skip
@@ -72,7 +72,7 @@ def test_every_setting_with_its_origin(
         "tidemill-demo: LlamaForCausalLM",
         "weights 16 MiB, cache ",
         " free",
-        "none fits: step times would be",
+        "none stored: a start would measure",
     ):
         assert words in out
     assert not (tmp_path / "state").exists() and not (tmp_path / "cache").exists(), "nothing was made"
@@ -93,7 +93,7 @@ def test_what_is_not_here_is_not_fetched(capsys: pytest.CaptureFixture[str], mon
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:1")  # would be refused
     assert dry_run("nobody/has-this") == 0
     out = capsys.readouterr().out
-    assert "nobody/has-this is not on this machine: `tidemill pull nobody/has-this`" in out
+    assert "nobody/has-this is not on this machine; `tidemill pull nobody/has-this`" in out
     assert rows(out)["MODEL"] == ("nobody/has-this", "flag")
 
 

@@ -72,7 +72,7 @@ def test_the_table_says_what_each_step_held_and_who_was_in_the_last(
     assert rows[0] == ["7", "-4.000", "s", "2", "1", "1", "65", "20.0", "ms", "25.0", "ms"]
     assert rows[1] == ["idle", "-2.500", "s"]
     assert rows[2][-1] == "RuntimeError" and rows[3][-2:] == ["no", "end"]
-    assert lines[6:] == ["in the steps at the end: b, up to its token 100"]
+    assert lines[6:] == ["in the last steps: b, up to token 100"]
 
 
 @asynccontextmanager

@@ -59,8 +59,8 @@ def test_sizes_come_first_and_only_what_is_served_is_fetched(
 ) -> None:
     assert cli.main(["pull", NAME]) == 0
     out = capsys.readouterr().out
-    assert "3, 2 MiB in all, 2 MiB to fetch" in out and "weights 2 MiB of " in out and " free at " in out
-    assert out.index("to fetch") < out.index("is in") and "next: tidemill serve acme/small" in out
+    assert "3, 2 MiB in all, 2 MiB to download" in out and "weights 2 MiB of " in out and " free at " in out
+    assert out.index("to download") < out.index("is in") and "next: tidemill serve acme/small" in out
     folder = folder_of(tmp_path)
     assert (folder / "model.safetensors").read_bytes() == WEIGHTS
     assert {path.name for path in folder.iterdir()} == {"config.json", "tokenizer.json", "model.safetensors"}
@@ -69,7 +69,7 @@ def test_sizes_come_first_and_only_what_is_served_is_fetched(
     hub.ranges.clear()
     assert cli.main(["pull", NAME, "--revision", COMMIT]) == 0
     out = capsys.readouterr().out
-    assert "all of it is here" in out and f"next: tidemill serve {NAME} --revision {COMMIT}" in out
+    assert "all downloaded" in out and f"next: tidemill serve {NAME} --revision {COMMIT}" in out
     assert hub.ranges == [], "nothing is fetched twice"
 
 
@@ -92,7 +92,7 @@ def test_a_pull_that_was_ended_goes_on_with_what_is_missing(hub: Hub, capsys: py
     hub.broken.clear()
     hub.ranges.clear()
     assert cli.main(["pull", NAME]) == 0
-    assert "4 MiB in all, 2 MiB to fetch" in capsys.readouterr().out
+    assert "4 MiB in all, 2 MiB to download" in capsys.readouterr().out
     assert [name for name, _ in hub.ranges] == ["model-2.safetensors"]
 
 
@@ -125,7 +125,7 @@ def test_a_revision_is_served_as_it_was_pulled(hub: Hub, tmp_path: Path, capsys:
     config = EngineConfig(model=NAME, revision="main")
     assert local_config(config) is None
     assert cli.main(["serve", NAME, "--revision", "v9", "--dry-run", "--port", "0"]) == 0
-    assert "`tidemill pull acme/small --revision v9` says how large it is" in capsys.readouterr().out
+    assert "`tidemill pull acme/small --revision v9` shows its size" in capsys.readouterr().out
     with pytest.raises(ModelLoadError, match="has no revision v9: tidemill pull acme/small takes the newest"):
         resolve_model(replace(config, revision="v9"))
     assert resolve_model(config) == folder_of(tmp_path)
@@ -166,7 +166,7 @@ def test_offline_with_all_of_it_here(
     monkeypatch.setattr(huggingface_hub.HfApi, "model_info", offline)
     capsys.readouterr()
     assert cli.main(["pull", NAME]) == 0
-    assert "all of it is here" in capsys.readouterr().out
+    assert "all downloaded" in capsys.readouterr().out
     assert models_hub.cached_folder(NAME) == folder_of(tmp_path)
 
 
@@ -191,7 +191,7 @@ def test_a_disk_that_is_too_small(
 ) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1 << 20))
     text = refused(capsys, NAME)
-    assert text.startswith("acme/small needs 2 MiB more, and ") and "has 1 MiB free: make room, or HF_HOME=" in text
+    assert text.startswith("acme/small needs 2 MiB more, and ") and "has 1 MiB free; free space or run HF_HOME=" in text
     assert {name for name, _ in hub.ranges} == {"config.json"}
 
 

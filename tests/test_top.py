@@ -273,9 +273,9 @@ def test_a_server_that_is_away_is_said_and_asked_again() -> None:
     head = f"tidemill 0.1.0 tidemill-demo {URL}"
     assert shown == [
         f"tidemill {URL} cannot reach {URL}: Connection refused; trying again",
-        f"{head} no figures", f"{head} ready", f"{head} ready", f"{head} the server ended the stream, connecting again",
+        f"{head} no figures", f"{head} ready", f"{head} ready", f"{head} the server ended the stream; reconnecting",
         f"{head} cannot reach {URL}: Connection refused; trying again",
-        f"{head} ready", f"{head} ready", f"{head} the server ended the stream, connecting again",
+        f"{head} ready", f"{head} ready", f"{head} the server ended the stream; reconnecting",
     ]  # fmt: skip
 
 
@@ -289,7 +289,7 @@ def test_what_will_not_change_ends_it_and_what_may_does_not() -> None:
 def test_figures_of_another_version_are_one_clear_error() -> None:
     for other in ({"time": 1.0}, [], SNAPSHOTS[0] | {"units": {}}):
         first, second = follow([other])  # type: ignore[list-item]
-        assert first.endswith("no figures") and "no figures that this version can read; trying again" in second
+        assert first.endswith("no figures") and "this version cannot read the server's figures" in second
 
 
 # ---- over HTTP
@@ -350,7 +350,7 @@ async def test_a_key_without_the_right_to_figures_sees_its_batches(start_server:
     keys.write_text("\n".join(f"{hashlib.sha256(key).hexdigest()} {key.decode()}" for key in (b"a", b"b")))
     keys.chmod(0o600)
     served = await start_server("hi", api_key_file=str(keys))
-    assert "this key sees its own batches, not the server's figures" in await top(served.url, "a")
+    assert "this API key may see its own batches only" in await top(served.url, "a")
 
 
 async def test_a_live_stream_follows_and_ends_with_the_server(start_server: StartServer) -> None:
@@ -373,7 +373,7 @@ async def test_a_live_stream_follows_and_ends_with_the_server(start_server: Star
     await seen.wait()
     await served.app.state.recorder.stop()
     await following
-    assert states[:2] == ["", ""] and states[-1] == "the server ended the stream, connecting again"
+    assert states[:2] == ["", ""] and states[-1] == "the server ended the stream; reconnecting"
     assert follower.picture.history.latest is not None
 
 

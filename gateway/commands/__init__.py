@@ -1,1 +1,1 @@
-"""What the commands of `gateway.cli` do; each is imported when it runs."""
+"""Implementations of the `tidemill` commands; `gateway.cli` imports each when it runs."""

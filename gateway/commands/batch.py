@@ -1,6 +1,6 @@
-"""`tidemill batch submit|list|watch|cancel|results`: batch jobs of a running server from a terminal.
+"""`tidemill batch submit|list|watch|cancel|results`: manage batch jobs of a running server from a terminal.
 
-Exit codes as everywhere: 0 well, 1 the server refused or the batch did not complete, 2 the command line is wrong.
+Exit codes: 0 success; 1 the server refused the request or the batch did not complete; 2 invalid command line.
 """
 
 import argparse
@@ -22,35 +22,37 @@ MAX_FIRST_LINE = 8 * 1024 * 1024
 
 
 def add_batch(commands: Any, parser_class: type[argparse.ArgumentParser]) -> None:
-    """Add the command and its five to `tidemill`."""
-    parser = commands.add_parser("batch", help="batch jobs of a running server", allow_abbrev=False)
+    """Add `batch` and its five subcommands to the parser of `tidemill`."""
+    parser = commands.add_parser("batch", help="manage batch jobs of a running server", allow_abbrev=False)
     actions = parser.add_subparsers(title="commands", metavar="COMMAND", required=True, parser_class=parser_class)
 
     def add(name: str, run: "Callable[[BatchClient, argparse.Namespace], int]", text: str) -> argparse.ArgumentParser:
         command: argparse.ArgumentParser = actions.add_parser(name, help=text, allow_abbrev=False)
-        command.add_argument("--url", help="the server (default: $TIDEMILL_URL or http://127.0.0.1:8000)")
-        command.add_argument("--api-key", metavar="KEY", help="key to send (default: $TIDEMILL_API_KEY)")
+        command.add_argument("--url", help="URL of the server (default: $TIDEMILL_URL or http://127.0.0.1:8000)")
+        command.add_argument("--api-key", metavar="KEY", help="API key (default: $TIDEMILL_API_KEY)")
         command.set_defaults(run=lambda arguments: run(_client(arguments), arguments))
         return command
 
-    submit = add("submit", _submit, "upload a JSONL file and start a batch; prints the batch's id")
+    submit = add("submit", _submit, "upload a JSONL file, start a batch and print its id")
     submit.add_argument("file", type=Path, metavar="FILE")
-    submit.add_argument("--endpoint", help="what the lines ask for (default: the first line's url)")
-    submit.add_argument("--window", default="24h", help="time to complete it in, as 24h, 90m or 7d (default: 24h)")
-    submit.add_argument("--metadata", action="append", default=[], metavar="KEY=VALUE", help="repeat for several")
-    submit.add_argument("--watch", action="store_true", help="stay and show its progress")
-    listing = add("list", _list, "list batches, the newest first")
-    listing.add_argument("--limit", type=_positive, default=20, metavar="N", help="how many (default: 20)")
-    listing.add_argument("--tenant", metavar="NAME", help="tenant; for operators: any name, or * for all")
+    submit.add_argument("--endpoint", help="endpoint of every line (default: url of the first line)")
+    submit.add_argument("--window", default="24h", help="completion window, e.g. 90m, 24h or 7d (default: 24h)")
+    submit.add_argument(
+        "--metadata", action="append", default=[], metavar="KEY=VALUE", help="metadata of the batch; repeatable"
+    )
+    submit.add_argument("--watch", action="store_true", help="show the progress until the batch ends")
+    listing = add("list", _list, "list batches, newest first")
+    listing.add_argument("--limit", type=_positive, default=20, metavar="N", help="number of batches (default: 20)")
+    listing.add_argument("--tenant", metavar="NAME", help="tenant whose batches are listed; * for all (operators only)")
     for name, run, text in (
         ("watch", _watch, "show the progress of a batch until it ends"),
-        ("cancel", _cancel, "cancel a batch; finished lines are kept"),
+        ("cancel", _cancel, "cancel a batch; results of finished lines remain available"),
         ("results", _results, "write the result lines of a batch that has ended"),
     ):
         command = add(name, run, text)
         command.add_argument("batch_id", metavar="BATCH")
-    command.add_argument("--output", type=Path, metavar="FILE", help="file for the output (default: standard output)")
-    command.add_argument("--errors", type=Path, metavar="FILE", help="file for the lines that failed")
+    command.add_argument("--output", type=Path, metavar="FILE", help="output file (default: standard output)")
+    command.add_argument("--errors", type=Path, metavar="FILE", help="output file for failed lines")
 
 
 def _positive(text: str) -> int:
@@ -89,7 +91,7 @@ def _submit(client: "BatchClient", arguments: argparse.Namespace) -> int:
 
 
 def _first_url(path: Path) -> str:
-    """What the first line asks for. Raises ConfigError."""
+    """Return the endpoint of the first line. Raise ConfigError if the file or its first line cannot be read."""
     try:
         with path.open("rb") as file:
             line = file.readline(MAX_FIRST_LINE)
@@ -98,7 +100,7 @@ def _first_url(path: Path) -> str:
     try:
         return str(json.loads(line)["url"])
     except (ValueError, LookupError, TypeError):
-        raise ConfigError(f"{path}: the first line is not a batch request; see also --endpoint") from None
+        raise ConfigError(f"{path}: the first line is not a batch request; fix it or set --endpoint") from None
 
 
 def _list(client: "BatchClient", arguments: argparse.Namespace) -> int:
@@ -116,7 +118,7 @@ def _watch(client: "BatchClient", arguments: argparse.Namespace) -> int:
 
 
 def _follow(client: "BatchClient", batch_id: str, seconds: float = 1.0) -> int:
-    """Show the progress until the end; leaving with Ctrl-C does not touch the batch."""
+    """Show the progress until the batch ends and return the exit code. Ctrl-C does not affect the batch."""
     from gateway.commands.batch_client import TERMINAL, Progress
 
     progress = Progress()
@@ -148,7 +150,10 @@ def _results(client: "BatchClient", arguments: argparse.Namespace) -> int:
 
     batch = client.batch(arguments.batch_id)
     if batch["status"] not in TERMINAL:
-        print(f"tidemill: the batch is {batch['status']}: {progress_text(batch)}", file=sys.stderr)
+        print(
+            f"tidemill: the batch is {batch['status']} ({progress_text(batch)}); results are available after it ends",
+            file=sys.stderr,
+        )
         return 1
     if batch["output_file_id"]:
         _write(client, batch["output_file_id"], arguments.output)
@@ -161,7 +166,7 @@ def _results(client: "BatchClient", arguments: argparse.Namespace) -> int:
 
 
 def _write(client: "BatchClient", file_id: str, path: Path | None) -> None:
-    """A file appears whole or not at all."""
+    """Download a file to `path`, or to standard output. `path` appears only after a complete download."""
     if path is None:
         client.download(file_id, sys.stdout.buffer)
         sys.stdout.flush()

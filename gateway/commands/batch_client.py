@@ -1,7 +1,4 @@
-"""The HTTP side of `tidemill batch`: files and batches of a running server, and a progress bar.
-
-A plain client of the HTTP API on the standard library; knows nothing of the server's insides.
-"""
+"""HTTP client of `tidemill batch`, built on the standard library, and its progress bar."""
 
 import http.client
 import json
@@ -20,37 +17,41 @@ from urllib.parse import quote
 from engine.errors import ConfigError
 from gateway.commands.chat import ChatClient, ChatError
 
+NOT_OPENAI = "the server is not OpenAI-compatible; check --url"
 PIECE_BYTES = 256 * 1024
 TERMINAL = frozenset({"completed", "failed", "expired", "cancelled"})
 RATE_SECONDS = 30.0
 
 
 class BatchClient(ChatClient):
-    """Raises ChatError for what the server refuses or when it cannot be reached."""
+    """Client of the files and batches endpoints.
+
+    Every method raises ChatError if the server cannot be reached or refuses the request.
+    """
 
     def call(self, method: str, path: str, body: Any = None) -> dict[str, Any]:
-        """One JSON request."""
+        """Send a JSON request and return the JSON object of the response."""
         data = json.dumps(body).encode() if body is not None else (b"" if method == "POST" else None)
         with closing(self._connect()) as connection:
             response = self._request(connection, method, path, data)
             try:
                 answer = json.loads(response.read())
             except (ValueError, OSError, http.client.HTTPException):
-                raise ChatError("the server does not answer like an OpenAI server") from None
+                raise ChatError(NOT_OPENAI) from None
             if not isinstance(answer, dict):
-                raise ChatError("the server does not answer like an OpenAI server")
+                raise ChatError(NOT_OPENAI)
             return answer
 
     def batch(self, batch_id: str) -> dict[str, Any]:
         return self.call("GET", f"/v1/batches/{quote(batch_id, safe='')}")
 
     def upload(self, path: Path) -> str:
-        """The id of an uploaded input file; it is streamed. Raises ConfigError for a file that cannot be read."""
+        """Upload an input file as a stream and return its id. Raise ConfigError if the file cannot be read."""
         try:
             with path.open("rb") as file, closing(self._connect()) as connection:
                 return self._upload(connection, file, path)
         except (ConnectionError, http.client.HTTPException) as error:
-            raise ChatError(f"the upload broke off: {error or type(error).__name__}") from None
+            raise ChatError(f"the upload failed: {error or type(error).__name__}; run the command again") from None
         except OSError as error:
             raise ConfigError(f"{path}: {error.strerror}") from None
 
@@ -79,16 +80,16 @@ class BatchClient(ChatClient):
         return str(json.loads(response.read())["id"])
 
     def download(self, file_id: str, target: BinaryIO) -> None:
-        """A file's content, piece by piece."""
+        """Stream the content of a file into `target`."""
         with closing(self._connect()) as connection:
             response = self._request(connection, "GET", f"/v1/files/{quote(file_id, safe='')}/content", None)
             try:
                 shutil.copyfileobj(response, target, PIECE_BYTES)
             except (ConnectionError, http.client.HTTPException):
-                raise ChatError("the connection broke in the middle of the file") from None
+                raise ChatError("the connection broke during the download; run the command again") from None
 
     def batches(self, limit: int, tenant: str | None = None) -> Iterator[dict[str, Any]]:
-        """Yield the newest batches first, page by page. `tenant`: a name, `*` for all, None for the key's own."""
+        """Yield up to `limit` batches, newest first. `tenant`: a name, `*` for all, None for the API key's tenant."""
         after = ""
         owner = "" if tenant is None else f"&tenant={quote(tenant, safe='')}"
         while limit > 0:
@@ -101,7 +102,7 @@ class BatchClient(ChatClient):
 
 
 def progress_text(batch: dict[str, Any]) -> str:
-    """How far a batch is, in a few words."""
+    """Return finished, total and failed lines, e.g. "3/10 lines, 1 failed"."""
     counts = batch.get("request_counts") or {"total": 0, "completed": 0, "failed": 0}
     done, total = counts["completed"] + counts["failed"], counts["total"]
     failed = f", {counts['failed']:,} failed" if counts["failed"] else ""
@@ -109,7 +110,7 @@ def progress_text(batch: dict[str, Any]) -> str:
 
 
 def duration_text(seconds: float) -> str:
-    """h:mm:ss, or m:ss below an hour."""
+    """Format a duration as h:mm:ss, or m:ss below an hour."""
     minutes, rest = divmod(max(0, round(seconds)), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
@@ -117,7 +118,7 @@ def duration_text(seconds: float) -> str:
 
 @dataclass(slots=True)
 class Progress:
-    """A bar that is drawn anew in its line on a terminal, and a line now and then elsewhere. `clock`: seconds."""
+    """Show batch progress: a bar redrawn in place on a terminal, else one line per change."""
 
     out: TextIO = field(default_factory=lambda: sys.stderr)
     clock: Callable[[], float] = time.monotonic
@@ -140,7 +141,7 @@ class Progress:
             self.out.write("\n")
 
     def text(self, batch: dict[str, Any]) -> str:
-        """The bar, with lines, tokens per second and the time left as the last half minute lets expect."""
+        """Return the bar, lines, tokens/s and estimated remaining time, from the rates of the last RATE_SECONDS."""
         counts = batch.get("request_counts") or {"total": 0, "completed": 0, "failed": 0}
         done, total = counts["completed"] + counts["failed"], counts["total"]
         tokens = (batch.get("usage") or {}).get("output_tokens", 0)

@@ -1,6 +1,6 @@
-"""`tidemill chat`: a conversation in the terminal with a running server, answers as they come.
+"""`tidemill chat`: chat with a running server in the terminal; answers are streamed.
 
-A plain client of the HTTP API on the standard library; knows nothing of the server's insides.
+The HTTP client is built on the standard library.
 """
 
 import http.client
@@ -14,16 +14,16 @@ from urllib.parse import urlsplit
 
 from engine.errors import ConfigError, TidemillError
 
-_HELP = "/reset starts over, /exit leaves, Ctrl-C stops an answer."
+_HELP = "/reset starts a new conversation, /exit leaves, Ctrl-C stops an answer."
 _CONNECT_SECONDS = 10.0
 
 
 class ChatError(TidemillError):
-    """What the server said went wrong, or that it cannot be reached."""
+    """The server cannot be reached or reported an error."""
 
 
 class RefusedError(ChatError):
-    """The server answered with another status than 200."""
+    """The server responded with a status other than 200."""
 
     def __init__(self, message: str, status: int) -> None:
         super().__init__(message)
@@ -32,7 +32,7 @@ class RefusedError(ChatError):
 
 @dataclass(frozen=True, slots=True)
 class ChatOptions:
-    """Where to and how. None: the server's choice."""
+    """Server and sampling options; None leaves the choice to the server."""
 
     url: str
     api_key: str | None = field(default=None, repr=False)
@@ -43,35 +43,35 @@ class ChatOptions:
 
 
 class ChatClient:
-    """One server. Every call opens a connection of its own, so that an answer is stopped by closing it."""
+    """Client of one server. Every call opens its own connection, so that closing it stops the answer."""
 
     answer_seconds: ClassVar[float] = 600.0
-    """The longest silence of a server that is at work."""
+    """Read timeout, seconds."""
 
     def __init__(self, options: ChatOptions) -> None:
-        """Raises ConfigError when the URL cannot be one of a server."""
+        """Raise ConfigError if the URL is not an http or https URL with a host."""
         self._options = options
         try:
             parts = urlsplit(options.url)
             self._host, self._port = parts.hostname or "", parts.port
         except ValueError:
-            raise ConfigError(f"--url {options.url} is not a URL") from None
+            raise ConfigError(f"--url {options.url} is not a valid URL; use e.g. http://127.0.0.1:8000") from None
         if parts.scheme not in ("http", "https") or not self._host:
             raise ConfigError(f"--url must look like http://127.0.0.1:8000, not {options.url}")
         self._secure = parts.scheme == "https"
         self._path = parts.path.rstrip("/").removesuffix("/v1")
 
     def first_model(self) -> str:
-        """The first model that the server offers. Raises ChatError."""
+        """Return the name of the first model that the server lists. Raise ChatError if there is none."""
         with closing(self._connect()) as connection:
             response = self._request(connection, "GET", "/v1/models", None)
             try:
                 return str(json.loads(response.read())["data"][0]["id"])
             except (ValueError, LookupError, TypeError):
-                raise ChatError(f"{self._options.url} does not answer like an OpenAI server") from None
+                raise ChatError(f"{self._options.url} is not an OpenAI-compatible server; check --url") from None
 
     def stream(self, model: str, messages: list[dict[str, str]]) -> Generator[str, None, None]:
-        """The answer's text, piece by piece. Raises ChatError; closing the iterator ends the request."""
+        """Yield the answer's text as it arrives. Closing the iterator ends the request. Raise ChatError on failure."""
         body: dict[str, Any] = {"model": model, "messages": messages, "stream": True}
         if self._options.max_tokens is not None:
             body["max_tokens"] = self._options.max_tokens
@@ -99,7 +99,7 @@ class ChatClient:
         try:
             connection.connect()
             connection.sock.settimeout(self.answer_seconds)
-            with suppress(BrokenPipeError, ConnectionResetError):  # refused early: the answer may be there
+            with suppress(BrokenPipeError, ConnectionResetError):  # an early refusal may already be readable
                 connection.request(method, self._path + path, body, headers)
             response = connection.getresponse()
             if response.status == 200:
@@ -107,8 +107,8 @@ class ChatClient:
             raise RefusedError(_error_message(response.read(65536), response.status), response.status)
         except (OSError, http.client.HTTPException) as error:
             reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
-            raise ChatError(f"cannot reach {self._options.url}: {reason}") from None
-        except ValueError as error:  # a key that no header can hold
+            raise ChatError(f"cannot reach {self._options.url}: {reason}; check --url and the server") from None
+        except ValueError as error:  # the key contains characters that headers cannot hold
             raise ConfigError(f"--api-key: {error}") from None
 
 
@@ -123,8 +123,8 @@ def _read_events(response: http.client.HTTPResponse) -> Iterator[str]:
                 return
             yield _delta_text(data)
     except (OSError, http.client.HTTPException):
-        raise ChatError("the connection broke in the middle of the answer") from None
-    raise ChatError("the answer ended early")
+        raise ChatError("the connection broke during the answer; send the message again") from None
+    raise ChatError("the server ended the answer early; send the message again")
 
 
 def _delta_text(data: bytes) -> str:
@@ -135,18 +135,18 @@ def _delta_text(data: bytes) -> str:
         choices = event["choices"]
         return str(choices[0]["delta"].get("content") or "") if choices else ""
     except (ValueError, LookupError, TypeError, AttributeError):
-        raise ChatError("the server sent something that is no chat completion") from None
+        raise ChatError("the response is not a chat completion; check --url") from None
 
 
 def _error_message(body: bytes, status: int) -> str:
     try:
         return str(json.loads(body)["error"]["message"])
     except (ValueError, LookupError, TypeError):
-        return f"the server answered with status {status}"
+        return f"the server responded with status {status}"
 
 
 def run_chat(options: ChatOptions) -> int:
-    """Read lines until /exit or the end of the input; returns the exit code. Raises ChatError if there is no server."""
+    """Chat until /exit or the end of the input and return the exit code. Raise ChatError if there is no server."""
     client = ChatClient(options)
     model = options.model or client.first_model()
     start = [{"role": "system", "content": options.system}] if options.system else []
@@ -173,13 +173,13 @@ def run_chat(options: ChatOptions) -> int:
 
 def _enable_line_editing() -> None:
     try:
-        import readline  # noqa: F401  # its import gives `input` arrow keys and history
+        import readline  # noqa: F401  # importing it gives `input` arrow keys and history
     except ImportError:
         return
 
 
 def _read_line(prompt: str) -> str | None:
-    """The next line, None at the end of the input. Ctrl-C drops what was typed."""
+    """Read a line; return None at the end of the input. Ctrl-C discards the typed text."""
     while True:
         try:
             return input(prompt)
@@ -191,8 +191,10 @@ def _read_line(prompt: str) -> str | None:
 
 
 def _exchange(client: ChatClient, model: str, messages: list[dict[str, str]]) -> list[dict[str, str]]:
-    """Print the answer to the last message; returns the conversation after it. A stopped answer stays in it as far
-    as it came; a message that failed does not."""
+    """Print the answer to the last message and return the updated conversation.
+
+    A stopped answer is kept as far as it arrived; a message whose request failed is removed.
+    """
     pieces: list[str] = []
     with closing(client.stream(model, messages)) as stream:
         try:

@@ -1,7 +1,7 @@
-"""`tidemill serve --dry-run`: this machine, every setting with its origin, and the model that a start would load. It
-loads no weights, fetches nothing, and makes and changes no file.
+"""`tidemill serve --dry-run`: report this machine, every setting with its origin, and the model that would be loaded.
 
-What a start would refuse is refused here, too: by the same checks, in the same words.
+The dry run loads no weights, downloads nothing, and changes no file. It runs the same checks as a start and fails
+with the same errors.
 """
 
 import importlib
@@ -21,23 +21,23 @@ DEFAULT = "default"
 
 
 class Setting(NamedTuple):
-    """A flag with the value that would hold, and where that comes from; `given`: by the user."""
+    """A row of the settings table."""
 
     flag: Flag
     value: str
     origin: str
-    given: bool
+    given: bool  # by the user
 
 
 def run(given: Mapping[str, Given], engine_config: EngineConfig, server_config: ServerConfig, name: str) -> int:
-    """Print the report and return the exit code. `name`: the model's name in the API. Raise the errors of a start."""
+    """Print the report and return the exit code. Raise the errors of a start. `name` is the model's name in the API."""
     print("\n".join([*report_machine(__version__), ""]), flush=True)
     found: dict[str, Given] = {}
     try:
         check_start(engine_config, server_config)
         places = _places(engine_config, server_config)
         lines = _look_ahead(engine_config, name, found, server_config.chat_template) + places
-    finally:  # also beside an error: what was said where is the first thing to look at
+    finally:  # after an error, too: the origin of a setting often explains it
         shown = found | _server_findings(server_config, name)
         print("\n".join(table(settings(given, engine_config, server_config, shown))), flush=True)
     print("\n".join(["", *lines]))
@@ -47,7 +47,7 @@ def run(given: Mapping[str, Given], engine_config: EngineConfig, server_config: 
 def settings(
     given: Mapping[str, Given], engine_config: EngineConfig, server_config: ServerConfig, found: Mapping[str, Given]
 ) -> Iterator[Setting]:
-    """Every flag. `found`: what was decided where the default leaves it open."""
+    """Yield every setting. `found` has the values chosen for settings whose default is automatic."""
     for config in (engine_config, server_config):
         for flag in flags_of(type(config)):
             value = getattr(config, flag.field)
@@ -59,7 +59,7 @@ def settings(
 
 
 def table(rows: Iterator[Setting]) -> list[str]:
-    """Columns of flag, value and origin; what the user gave is marked."""
+    """Format columns of flag, value and origin. Settings given by the user are marked with `*`."""
     lines = [("MODEL" if r.flag.field == "model" else f"--{r.flag.key}", r.value, r.origin, r.given) for r in rows]
     flag, value = max(len(line[0]) for line in lines), min(40, max(len(line[1]) for line in lines))
     return [f"{'*' if given else ' '} {name:{flag}}  {text:{value}}  {origin}" for name, text, origin, given in lines]
@@ -67,7 +67,7 @@ def table(rows: Iterator[Setting]) -> list[str]:
 
 def _shown(flag: Flag, value: Any) -> str:
     if flag.secret and value:
-        return f"({len(value)} of them)" if flag.many else "(set)"
+        return f"({len(value)} set)" if flag.many else "(set)"
     if value is None or value in ((), ""):
         return "-"
     if isinstance(value, bool):
@@ -76,7 +76,7 @@ def _shown(flag: Flag, value: Any) -> str:
 
 
 def _places(engine_config: EngineConfig, server_config: ServerConfig) -> list[str]:
-    """Where each of several engines would run. Raises ConfigError where there is no place for one."""
+    """Return the place of each engine if there are several. Raise ConfigError if the machine has too few places."""
     if server_config.ray:
         return [line("engines", f"{server_config.engines} in the Ray cluster at {server_config.ray}")]
     if server_config.engines == 1:
@@ -94,24 +94,24 @@ def _server_findings(config: ServerConfig, name: str) -> dict[str, Given]:
 
 
 def _look_ahead(config: EngineConfig, name: str, found: dict[str, Given], template: str | None) -> list[str]:
-    """What would be loaded, a line each; decisions go into `found`."""
+    """Return lines about the model that would be loaded; store the chosen values in `found`."""
     build = importlib.import_module("engine.build")
     found["model"] = Given("(the packaged demo model)", DEFAULT)
     found["profile_dir"] = Given(build.profile_folder(config), DEFAULT)
     local = build.local_config(config)
     if local is None:
         pull = f"tidemill pull {name}" + (f" --revision {config.revision}" if config.revision else "")
-        return [line("model", f"{name} is not on this machine: `{pull}` says how large it is, and fetches")]
+        return [line("model", f"{name} is not on this machine; `{pull}` shows its size and downloads it")]
     plan = build.plan_launch(local)
     notes: list[str] = []
     plan, profile = build.stored_profile(local, plan, notes.append)
     importlib.import_module("engine.text.tokenizer").Tokenizer.load(plan.folder, template)
     _decided(build, config, plan, found)
     if profile is None:
-        measured = f"none fits: step times would be measured, {config.profile_seconds:g} s at most"
+        measured = f"none stored: a start would measure step times for at most {config.profile_seconds:g} s"
     else:
         error = f"{profile.num_samples} steps, held-out error {profile.held_out_mape:.1%}"
-        measured = f"of {profile.created_at}, {error}"
+        measured = f"from {profile.created_at}, {error}"
     return [
         *report_launch(plan, name),
         line("memory", _memory(build, plan)),
@@ -126,21 +126,21 @@ def _decided(build: Any, config: EngineConfig, plan: Any, found: dict[str, Given
     found["dtype"] = Given(plan.dtype, "the model and this machine")
     found["max_model_len"] = Given(plan.limits.max_model_len, "the model and the cache")
     found["num_gpu_blocks_override"] = Given(plan.num_blocks, "measured: free memory")
-    why = "the device" if plan.offload is None else "weights that stream"
+    why = "the device" if plan.offload is None else "streamed weights"
     found["max_num_seqs"] = Given(plan.limits.max_num_seqs, why)
     found["max_num_batched_tokens"] = Given(plan.limits.max_num_batched_tokens, why)
     host = round(build.host_bytes(plan) / 2**30, 1)
-    found["swap_space"] = Given(host, "measured: free host memory" if host else "the cache lies there itself")
+    found["swap_space"] = Given(host, "measured: free host memory" if host else "the cache itself is in host memory")
     if plan.device == "cpu":
-        origin = "OMP_NUM_THREADS" if "OMP_NUM_THREADS" in os.environ else "at most one per core: a start measures"
+        origin = "OMP_NUM_THREADS" if "OMP_NUM_THREADS" in os.environ else "at most one per core; a start measures"
         found["threads"] = Given(openmp.num_threads(config, os.environ), origin)
         found["cpu_kernels"] = Given(
-            plan.kernels, "measured: they pass their test" if "native" in plan.kernels else "torch"
+            plan.kernels, "measured: the native kernels pass their test" if "native" in plan.kernels else "torch"
         )
 
 
 def _memory(build: Any, plan: Any) -> str:
-    stay = "" if plan.offload is None else f" (of which {size(plan.held_bytes)} stay)"
+    stay = "" if plan.offload is None else f" ({size(plan.held_bytes)} resident)"
     need = f"weights {size(plan.weight_bytes)}{stay}, cache {size(plan.cache_bytes)}"
     if plan.device != "cpu":
         return f"{need}, of {plan.memory_utilization:.0%} of the device"

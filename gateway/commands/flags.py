@@ -1,8 +1,8 @@
 """Command-line flags, environment variables and file keys, all generated from the fields of the config dataclasses.
 
-A field `max_num_seqs` is the flag `--max-num-seqs`, the variable `TIDEMILL_MAX_NUM_SEQS` and the key `max-num-seqs`;
-the layers are taken in this order, the defaults last. A tuple is a flag that repeats, a comma-separated variable and a
-list in the file. Knows nothing of what the fields mean: values out of range are the dataclass's own affair.
+The field `max_num_seqs` is the flag `--max-num-seqs`, the variable `TIDEMILL_MAX_NUM_SEQS` and the key `max-num-seqs`;
+the flag takes precedence over the variable, the variable over the key. A tuple is a repeatable flag, a comma-separated
+variable and a list in the file. The dataclasses check the ranges of values; this module checks types and choices.
 """
 
 import argparse
@@ -52,16 +52,16 @@ def removal(word: str, shown: str = "") -> str | None:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Flag:
-    """One field as a flag. `kind` is the type of a single value, `many` whether there may be several."""
+    """A config field as a flag."""
 
     field: str
-    kind: type
-    many: bool
-    optional: bool
+    kind: type  # of a single value
+    many: bool  # the flag is repeatable
+    optional: bool  # None is a value
     default: Any
     help: str
-    choices: tuple[str, ...]
-    secret: bool = False
+    choices: tuple[str, ...]  # empty: any value
+    secret: bool = False  # reports hide the value
 
     @property
     def key(self) -> str:
@@ -72,7 +72,7 @@ class Flag:
         return ENVIRONMENT_PREFIX + self.field.upper()
 
     def parse(self, text: str, source: str) -> Any:
-        """The value that a word stands for. Raises ConfigError, one line that begins with `source`."""
+        """Return the value of a word. Raise ConfigError, one line that begins with `source`, if it is invalid."""
         word = text.strip()
         if self.kind is bool and word.lower() in _TRUE + _FALSE:
             return word.lower() in _TRUE
@@ -84,7 +84,7 @@ class Flag:
             return self._refuse(text, source)
 
     def check(self, value: Any, source: str) -> Any:
-        """A value of a YAML file, which has types of its own. Raises ConfigError."""
+        """Check the type of a YAML value and return it as the field's type. Raise ConfigError if it is invalid."""
         if value is None and self.optional:
             return None
         if self.many and isinstance(value, list):
@@ -109,14 +109,14 @@ class Flag:
 
 
 class Given(NamedTuple):
-    """A value that was given, and where: `flag`, the name of a variable, or that of the file."""
+    """A value that the user set."""
 
     value: Any
-    origin: str
+    origin: str  # "flag", the name of a variable, or the name of the file
 
 
 def flags_of(config: type) -> tuple[Flag, ...]:
-    """The flags of a config dataclass, in the order of its fields."""
+    """Return the flags of a config dataclass, in the order of its fields."""
     hints = typing.get_type_hints(config)
     return tuple(_flag_of(field, hints[field.name]) for field in dataclasses.fields(config))
 
@@ -134,7 +134,7 @@ def _flag_of(field: "dataclasses.Field[Any]", hint: Any) -> Flag:
 
 
 def add_flags(parser: argparse.ArgumentParser, flags: Iterable[Flag]) -> None:
-    """Offer the flags. Only those that are given appear in the parsed arguments, as the words they were given as."""
+    """Add the flags to a parser. The parsed arguments contain only flags that the user set, with unparsed words."""
     for flag in flags:
         text = flag.help if flag.default in (None, (), "") else f"{flag.help} (default: {_shown(flag.default)})"
         common: dict[str, Any] = {"dest": flag.field, "default": argparse.SUPPRESS, "help": text.replace("%", "%%")}
@@ -150,7 +150,7 @@ def _shown(default: Any) -> str:
 
 
 def read_file(path: str) -> dict[str, Any]:
-    """The keys and values of a YAML file. Raises ConfigError."""
+    """Return the keys and values of a YAML file. Raise ConfigError if it cannot be read."""
     import yaml
 
     try:
@@ -158,7 +158,7 @@ def read_file(path: str) -> dict[str, Any]:
     except OSError as error:
         raise ConfigError(f"--config {path}: {error.strerror}") from None
     except UnicodeDecodeError:
-        raise ConfigError(f"--config {path}: not a text file") from None
+        raise ConfigError(f"--config {path}: not a UTF-8 text file") from None
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         place = f" (line {mark.line + 1})" if mark is not None else ""
@@ -173,7 +173,7 @@ def read_file(path: str) -> dict[str, Any]:
 def resolve_configs(
     arguments: argparse.Namespace, types: Sequence[type], environment: Mapping[str, str] | None = None
 ) -> list[Any]:
-    """One instance of each config type from the command line, the environment and the file. Raises ConfigError."""
+    """Return one instance per config type, from flags, environment and file. Raise ConfigError for invalid values."""
     values = given(arguments, types, environment)
     return [kind(**{f.field: values[f.field] for f in flags_of(kind) if f.field in values}) for kind in types]
 
@@ -181,14 +181,14 @@ def resolve_configs(
 def given(
     arguments: argparse.Namespace, types: Sequence[type], environment: Mapping[str, str] | None = None
 ) -> dict[str, Any]:
-    """What was said of the fields of these types, wherever it was said (`find_given`). Raises ConfigError."""
+    """Return the values that the user set for fields of these types. Raise ConfigError, see `find_given`."""
     return {field: each.value for field, each in given_where(arguments, types, environment).items()}
 
 
 def given_where(
     arguments: argparse.Namespace, types: Sequence[type], environment: Mapping[str, str] | None = None
 ) -> dict[str, Given]:
-    """The same, with the place where each was said."""
+    """Return the same values with their origins."""
     variables = os.environ if environment is None else environment
     path = arguments.config or variables.get(f"{ENVIRONMENT_PREFIX}CONFIG") or ""
     every = [flag for kind in types for flag in flags_of(kind)]
@@ -196,7 +196,7 @@ def given_where(
 
 
 def command_line(config: object) -> list[str]:
-    """The words that make this config of the defaults: a flag for every field that differs from its default."""
+    """Return a flag, as command-line words, for every field that differs from its default."""
     words = []
     for flag in flags_of(type(config)):
         value = getattr(config, flag.field)
@@ -217,10 +217,10 @@ def find_given(
     file: Mapping[str, Any],
     file_name: str = "",
 ) -> dict[str, Given]:
-    """The values that were given, by field: command line over environment over file.
+    """Return the values that the user set, by field. The command line overrides the environment, it the file.
 
-    `arguments` are what `add_flags` made of the command line. An empty variable counts as not set. Raises ConfigError
-    for a word or value of the wrong type and for a key of the file that is no flag.
+    `arguments` are the parsed arguments of a parser with `add_flags`. An empty variable counts as not set. Raise
+    ConfigError for a value of the wrong type, a removed setting, or an unknown key in the file.
     """
     by_key = {flag.key: flag for flag in flags}
     _refuse_removed(environment, file, file_name)

@@ -1,4 +1,4 @@
-"""`tidemill fleet restart`: the engines of a server are started again, one after another."""
+"""`tidemill fleet restart`: restart the engines of a running server, one after another."""
 
 import os
 import signal
@@ -10,13 +10,15 @@ RESTART = signal.SIGUSR1
 
 
 def restart(state_dir: str | None) -> str:
-    """Tell the server that holds the folder; returns what to say. Raises ConfigError where there is none."""
+    """Signal the server that holds the state folder and return a message. Raise ConfigError if there is no server."""
     root = state_path(state_dir, os.environ)
     pid = holder(root)
     if pid is None:
-        raise ConfigError(f"no server of this version holds --state-dir {root}")
+        raise ConfigError(f"no server of this version uses --state-dir {root}; set the --state-dir of the server")
     try:
         os.kill(pid, RESTART)
     except OSError as error:
-        raise ConfigError(f"the server, process {pid}, cannot be told: {error.strerror}") from None
-    return f"process {pid} starts its engines again, one after another: its log and /ready say how far it is"
+        raise ConfigError(
+            f"cannot signal process {pid}: {error.strerror}; run the command as the server's user"
+        ) from None
+    return f"process {pid} restarts its engines, one after another; its log and /ready show the progress"

@@ -1,6 +1,6 @@
-"""How the command line is laid out for people: commands and flags by task, and examples.
+"""Layout of the command-line help: commands and flags grouped by task, and examples.
 
-Knows names only. A flag of no group is shown in the last one, so that none is ever missing.
+A flag that is in no group is shown in a last group "more".
 """
 
 import argparse
@@ -75,12 +75,12 @@ EXAMPLES = {
     "tidemill": """\
 tidemill serve                                        the packaged demo model, at http://127.0.0.1:8000
 tidemill pull Qwen/Qwen3-0.6B && tidemill serve Qwen/Qwen3-0.6B
-tidemill chat                                         talk with it
-tidemill batch submit lines.jsonl --watch             the rest of the machine for a batch""",
+tidemill chat                                         chat with it
+tidemill batch submit lines.jsonl --watch             run a batch with the remaining capacity""",
     "serve": """\
-tidemill serve --slo "ttft_p99=1s,tbt_p99=100ms"      promise chats this; batches get what is left
-tidemill serve ./checkpoint --dry-run                 this machine, every setting, the model and its cache; no start
-tidemill serve --host 0.0.0.0 --api-key-file keys     for other machines, with keys
+tidemill serve --slo "ttft_p99=1s,tbt_p99=100ms"      latency objectives for chats; batches use the rest
+tidemill serve ./checkpoint --dry-run                 report machine, settings, model and cache; then exit
+tidemill serve --host 0.0.0.0 --api-key-file keys     reachable from other machines, with API keys
 tidemill serve --config tidemill.yaml --request-log requests.jsonl""",
     "pull": """\
 tidemill pull Qwen/Qwen3-0.6B
@@ -92,10 +92,10 @@ tidemill chat --url http://gpu:8000 --api-key KEY --system "Answer in one line."
 tidemill batch submit lines.jsonl --window 8h --watch
 tidemill batch list
 tidemill batch results BATCH --output answers.jsonl --errors failed.jsonl""",
-    "top": "tidemill top --url http://gpu:8000 --api-key KEY      until Ctrl-C; once where the output is no terminal",
-    "profile": "tidemill profile                                      predicted against measured step times",
+    "top": "tidemill top --url http://gpu:8000 --api-key KEY      live until Ctrl-C; one report if not a terminal",
+    "profile": "tidemill profile                                      measured and predicted step times",
     "completions": """\
-source <(tidemill completions bash)                   this shell; in ~/.bashrc for all
+source <(tidemill completions bash)                   for this shell; add it to ~/.bashrc for all
 tidemill completions zsh > ~/.zfunc/_tidemill         a folder of $fpath
 tidemill completions fish > ~/.config/fish/completions/tidemill.fish""",
 }
@@ -104,7 +104,7 @@ _UNKNOWN = re.compile(r"unrecognized arguments: (--[^\s=]+)|argument \S+: invali
 
 
 class Parser(argparse.ArgumentParser):
-    """One line for a wrong command line, not the usage in front of it; examples keep their lines."""
+    """Argument parser that reports an error in one line, without the usage, and shows examples as they are."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -113,7 +113,7 @@ class Parser(argparse.ArgumentParser):
             self.epilog = "examples:\n" + "\n".join(f"  {line}" for line in examples.splitlines())
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """A command knows its own flags best: what it does not know is an error here, not of the whole line."""
+        """Fail on unknown arguments here, so that the error names the subcommand and suggests its flags."""
         found, unknown = super().parse_known_args(args, namespace)
         if unknown:
             self.error(f"unrecognized arguments: {' '.join(unknown)}")
@@ -125,20 +125,20 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: {text}\n")
 
     def _explain(self, message: str, word: str) -> str:
-        """Say what replaced a removed word, else name the most similar word, else point to the help."""
+        """Return the replacement of a removed word, else the most similar word, else a pointer to the help."""
         command = str(self.prog).partition(" ")[2]
         asked = "--" + word.removeprefix("--no-") if word.startswith("--no-") else word
         if text := removal(f"{command} {asked}".strip(), word) or removal(asked, word):
             return text
         near = difflib.get_close_matches(word, self._words(), 1)
-        return message + (f"; did you mean {near[0]}?" if near else f"; {self.prog} --help shows what there is")
+        return message + (f"; did you mean {near[0]}?" if near else f"; {self.prog} --help shows the usage")
 
     def _words(self) -> list[str]:
         return [word for action in self._actions for word in action.option_strings or action.choices or ()]
 
 
 class RootParser(Parser):
-    """Lists its commands by task."""
+    """Parser of `tidemill`; its help lists the commands by task."""
 
     def format_help(self) -> str:
         (commands,) = (action for action in self._actions if isinstance(action, argparse._SubParsersAction))
@@ -147,18 +147,22 @@ class RootParser(Parser):
         for title, names in COMMANDS:
             shown = [name for name in names if name in texts]
             lines += [f"{title}:", *(f"    {name:<12} {texts[name]}" for name in shown), ""]
-        lines += ["tidemill COMMAND --help says more; tidemill --version prints the version.", "", self.epilog or ""]
+        lines += [
+            "tidemill COMMAND --help shows its flags; tidemill --version prints the version.",
+            "",
+            self.epilog or "",
+        ]
         return "\n".join(lines).rstrip() + "\n"
 
 
 def add_by_task(command: argparse.ArgumentParser, flags: Iterable[Flag]) -> None:
-    """Offer the flags in groups."""
+    """Add the flags to a parser in groups."""
     for title, members in by_task(flags):
         add_flags(command.add_argument_group(title), members)  # type: ignore[arg-type]  # a group takes them as well
 
 
 def by_task(flags: Iterable[Flag]) -> Iterator[tuple[str, list[Flag]]]:
-    """The flags by group, those of none in the last."""
+    """Yield the flags by group; flags that are in no group come last."""
     left = {flag.field: flag for flag in flags}
     for title, fields in FLAGS:
         members = [left.pop(field) for field in fields if field in left]

@@ -1,5 +1,7 @@
-"""What a start refuses before it makes a folder or a process: values that name nothing, files and folders that cannot
-be had. `serve` and `serve --dry-run` ask the same. What depends on model or device, the engine's plan refuses."""
+"""Checks that `serve` and `serve --dry-run` run before any folder or process is created.
+
+They cover invalid names, files, folders and addresses. The engine's launch plan checks the model and the device.
+"""
 
 import errno
 import importlib
@@ -15,16 +17,16 @@ from gateway.config import ServerConfig
 
 
 def check_start(engine_config: EngineConfig, server_config: ServerConfig) -> None:
-    """Raises ConfigError, one line that names the flag. Changes nothing."""
+    """Check both configs without changing anything. Raise ConfigError, one line that names the flag."""
     check_combinations(engine_config, server_config)
     _check_engine(engine_config)
     _check_server(server_config)
 
 
 def check_folder(flag: str, path: str | os.PathLike[str], *, written: bool = True, faults_pass: bool = False) -> Path:
-    """Return the folder that exists, `path` or the nearest above it. Raise ConfigError where none could be made there.
+    """Return `path`, or its nearest existing parent. Raise ConfigError if `path` is not, or cannot become, a folder.
 
-    `faults_pass`: a file system that is read-only now may be writable later.
+    `written` requires write permission. `faults_pass` accepts a read-only file system, which may recover later.
     """
     here = Path(path).expanduser().absolute()
     try:
@@ -49,11 +51,11 @@ def _check_engine(config: EngineConfig) -> None:
         if not (adapter.folder / "adapter_config.json").is_file():
             raise ConfigError(f"--lora {adapter.name}: {adapter.folder} has no adapter_config.json")
     if config.profile_dir:
-        check_folder("--profile-dir", config.profile_dir, written=False)  # profiles in it may be all that is wanted
+        check_folder("--profile-dir", config.profile_dir, written=False)  # read-only is fine for existing profiles
 
 
 def _check_server(config: ServerConfig) -> Path:
-    """An address, a state folder, a key file, a template and a log that can be had; returns the state folder."""
+    """Check address, state folder, API keys, chat template, request log and tracing; return the state folder."""
     if config.ray and importlib.util.find_spec("ray") is None:
         raise ConfigError("--ray needs the extra 'ray': pip install 'tidemill[ray]'")
     importlib.import_module("gateway.server").bind(config.host, config.port).close()

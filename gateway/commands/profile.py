@@ -1,4 +1,4 @@
-"""`tidemill profile`: measures step times on this machine, keeps the fit, and shows how good it is."""
+"""`tidemill profile`: measure step times on this machine, store the fitted model, and show its error."""
 
 import importlib
 import sys
@@ -10,7 +10,7 @@ from engine.profiling.calibration import INSIDE_STRING, Calibration, measure_pro
 
 
 def run(config: EngineConfig, say: Callable[[str], None]) -> int:
-    """Measure, store, print; returns the exit code. Raises ConfigError when the result cannot be written."""
+    """Measure, store and print a profile; return the exit code. Raise ConfigError if the file cannot be written."""
     build = importlib.import_module("engine.build")
     runner, plan = build.build_runner(config, build.plan_launch(config), say)
     key = build.profile_key(plan)
@@ -38,12 +38,12 @@ def run(config: EngineConfig, say: Callable[[str], None]) -> int:
     except OSError as error:
         raise ConfigError(f"cannot write {error.filename}: {error.strerror}") from None
     print("\n".join(table(calibration)))
-    say(f"profile kept in {path}")
+    say(f"profile written to {path}")
     return 0
 
 
 def table(calibration: Calibration) -> list[str]:
-    """Held-out error of both feature sets, and measured against predicted for a spread of held-out steps."""
+    """Format the held-out error of both feature sets, and about 12 held-out steps, measured and predicted."""
     lines = [
         f"{len(calibration.train)} step shapes measured, {len(calibration.held_out)} more held out",
         f"{'feature set':12} {'held-out MAPE':>14}",

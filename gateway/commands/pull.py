@@ -1,7 +1,7 @@
-"""`tidemill pull`: fetches a model from the Hugging Face hub, sizes first; the hub's own library downloads.
+"""`tidemill pull`: show the size of a model on the Hugging Face hub, then download it with the hub's library.
 
-What is fetched goes into its cache, where `tidemill serve` finds it. A connection that breaks is taken up again where
-it broke; a pull that was ended keeps the files that are whole and fetches the one it was at from its start.
+Files go into the hub's cache, where `tidemill serve` finds them. A broken connection resumes where it broke. An
+interrupted pull keeps complete files and downloads the unfinished one again.
 """
 
 import importlib
@@ -18,11 +18,11 @@ from engine.errors import ConfigError
 from gateway.commands.report import line, size
 
 TERMINAL_SECONDS, LOG_SECONDS = 0.5, 10.0
-"""How often progress is shown: on a terminal in one line, elsewhere in lines of their own."""
+"""Interval of progress reports: redrawn in one line on a terminal, separate lines elsewhere."""
 
 
 def run(name: str, revision: str | None, say: Callable[[str], None]) -> int:
-    """Pull; returns the exit code. Raises ConfigError or ModelLoadError, one sentence each, with what to do next."""
+    """Download a model and return the exit code. Raise ConfigError or ModelLoadError on failure."""
     hub = importlib.import_module("engine.models.hub")
     with hub.without_bars():
         return _pull(hub, name, revision, say)
@@ -44,12 +44,12 @@ def _pull(hub: Any, name: str, revision: str | None, say: Callable[[str], None])
 
 
 def describe(offer: Any, spec: Any) -> list[str]:
-    """What would be fetched, against the disk and the memory. `offer`: an engine.models.hub.Offer."""
+    """Return lines that compare the model with free disk and memory. `offer` is an engine.models.hub.Offer."""
     memory = importlib.import_module("engine.execution.memory").available_memory()
     weights = f"weights {size(offer.weight_bytes)} of {size(memory)} free"
     if offer.weight_bytes > memory:
-        weights += ": too large for this machine's memory as it is now (a GPU's is not counted)"
-    here = "all of it is here" if not offer.missing_bytes else f"{size(offer.missing_bytes)} to fetch"
+        weights += ": more than the free host memory (GPU memory is not counted)"
+    here = "all downloaded" if not offer.missing_bytes else f"{size(offer.missing_bytes)} to download"
     return [
         line("model", f"{offer.name} at {offer.commit[:12]}: {spec.num_parameters:,} parameters in {spec.dtype}"),
         line("files", f"{len(offer.files)}, {size(offer.total_bytes)} in all, {here}"),
@@ -62,8 +62,8 @@ def _check_disk(offer: Any) -> None:
     free = _free(offer.cache)
     if offer.missing_bytes > free:
         raise ConfigError(
-            f"{offer.name} needs {size(offer.missing_bytes)} more, and {offer.cache} has {size(free)} free: make room, "
-            f"or HF_HOME=/another/disk tidemill pull {offer.name}"
+            f"{offer.name} needs {size(offer.missing_bytes)} more, and {offer.cache} has {size(free)} free; free space "
+            f"or run HF_HOME=/another/disk tidemill pull {offer.name}"
         )
 
 
@@ -74,7 +74,7 @@ def _free(folder: Path) -> int:
 
 @contextmanager
 def _progress(offer: Any, terminal: bool, say: Callable[[str], None]) -> Iterator[None]:
-    """Show how much has come: the files' sizes on the disk, whatever way the library fetches them."""
+    """Show download progress, measured as file sizes on disk: this works for every transfer method of the library."""
     done = threading.Event()
     began, before = time.monotonic(), offer.bytes_on_disk()
 
@@ -99,7 +99,7 @@ def _progress(offer: Any, terminal: bool, say: Callable[[str], None]) -> Iterato
 
 
 def progress_line(got: int, wanted: int, seconds: float) -> str:
-    """How much, how fast, how much longer."""
+    """Format the share, size, rate and remaining time of a download. `got` and `wanted` are bytes."""
     rate = got / seconds if seconds > 0 else 0.0
     left = f"{(wanted - got) / rate:.0f} s left" if rate > 0 else "waiting"
     return f"{min(1.0, got / wanted):4.0%}  {size(got)} of {size(wanted)}, {size(int(rate))}/s, {left}"

@@ -1,4 +1,4 @@
-"""`tidemill replay FILE`: the last steps before an engine process ended, or before a step failed, as a table."""
+"""`tidemill replay FILE`: print the last steps before an engine process ended or a step failed, as a table."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -8,14 +8,14 @@ from engine.flight import recorder as flight
 
 
 def run(path: Path) -> int:
-    """Print a recording. Raises ConfigError if the file is not a recording."""
+    """Print a recording and return the exit code. Raise ConfigError if the file is not a recording."""
     for line in table(flight_file.load(path)):
         print(line)
     return 0
 
 
 def table(recording: flight_file.Recording) -> Iterator[str]:
-    """A line for each step, its time before the end, and who was in the last ones."""
+    """Yield a line per step, with its time before the end, and a line per request in the unfinished steps."""
     facts, entries = recording.facts, recording.entries
     yield f"{facts.cause}: {facts.model}, {facts.dtype} on {facts.device}; {len(entries)} entries"
     titles = f"{'step':>8} {'before the end':>14} {'requests':>8} {'adapted':>7} {'new':>4} {'tokens':>6}"
@@ -27,7 +27,7 @@ def table(recording: flight_file.Recording) -> Iterator[str]:
         elif isinstance(entry, flight.Idle):
             yield f"{'idle':>8} {entry.at - facts.clock:12.3f} s"
     for request_id, tokens in flight.in_flight(entries).items():
-        yield f"in the steps at the end: {request_id}, up to its token {tokens}"
+        yield f"in the last steps: {request_id}, up to token {tokens}"
 
 
 def _row(entry: flight.Launched, end: flight.Completed | flight.Failed | None, clock: float) -> str:

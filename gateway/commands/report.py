@@ -1,6 +1,6 @@
 """Lines of a report: the machine, its libraries, and the model and cache of a launch plan.
 
-The module reads the fields of the plan alone. It imports torch only when it looks for GPUs.
+The module imports torch only to find GPUs.
 """
 
 import importlib
@@ -11,14 +11,14 @@ from typing import Any
 
 from engine.machine.facts import read_processor
 
-_IMPLEMENTATIONS = {"own": "layers of our own", "transformers": "modules of transformers"}
+_IMPLEMENTATIONS = {"own": "native layers", "transformers": "transformers modules"}
 _LIBRARIES = ("torch", "triton", "transformers", "tokenizers", "safetensors", "fastapi", "uvicorn")
 
 
 def report_machine(tidemill_version: str) -> list[str]:
     """Return lines for Python, the processor, memory, GPUs and library versions."""
     processor = read_processor()
-    features = " ".join(processor.shown_features) or "no vector features known"
+    features = " ".join(processor.shown_features) or "vector features unknown"
     return [
         line("tidemill", tidemill_version),
         line("python", f"{platform.python_version()} on {platform.system()} {platform.machine()}"),
@@ -60,13 +60,13 @@ def _memory() -> str:
         total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (ValueError, OSError, AttributeError):
         return "unknown"
-    return f"{size(total)} in the machine"
+    return f"{size(total)} in total"
 
 
 def _gpus() -> list[str]:
     cuda = importlib.import_module("torch").cuda
     if not cuda.is_available():
-        return [line("gpu", "none that torch can use")]
+        return [line("gpu", "none usable by torch")]
     lines = []
     for index in range(cuda.device_count()):
         facts = cuda.get_device_properties(index)

@@ -1,4 +1,4 @@
-"""`tidemill completions bash|zsh|fish`: completion scripts that shtab makes from the parsers of all commands."""
+"""`tidemill completions bash|zsh|fish`: generate completion scripts from the parsers of all commands with shtab."""
 
 import argparse
 import importlib
@@ -8,7 +8,10 @@ SHELLS = ("bash", "zsh", "fish")
 
 
 def script(parser: argparse.ArgumentParser, shell: str, apart: Mapping[str, argparse.ArgumentParser]) -> str:
-    """Return the completion script for a shell of SHELLS. `apart`: parsers of commands that `parser` only names."""
+    """Return the completion script for a shell of SHELLS.
+
+    `apart` has the parsers of commands that are only placeholders in `parser`.
+    """
     shtab = importlib.import_module("shtab")
     _subcommands(parser).update(apart)
     for action in actions(parser):

@@ -1,4 +1,4 @@
-"""Figures as people read them in a terminal: durations, shares, spark lines, bars; text from elsewhere, made safe."""
+"""Formatting for a terminal: durations, percentages, spark lines and bars; escaping of untrusted text."""
 
 import math
 import unicodedata
@@ -11,11 +11,11 @@ NOTHING = "-"
 
 
 class Glyphs(NamedTuple):
-    """What is drawn with. `levels`: from nearly nothing to full; `full`, `light`: parts of a bar."""
+    """Characters for charts."""
 
-    levels: str
-    full: str
-    light: str
+    levels: str  # of a spark line, from lowest to full height
+    full: str  # filled cell of a bar
+    light: str  # empty cell of a bar
 
 
 UNICODE = Glyphs("▁▂▃▄▅▆▇█", "█", "░")
@@ -27,12 +27,12 @@ def glyphs_for(encoding: str) -> Glyphs:
 
 
 def plain(text: object) -> str:
-    """Text from elsewhere in one line: control characters, escape sequences and marks of direction are shown as '?'."""
+    """Return untrusted text as one line: control, escape and direction characters become '?'."""
     return "".join("?" if unicodedata.category(c)[0] == "C" or c in "\u2028\u2029" else c for c in str(text))
 
 
 def shortened(text: object, cells: int) -> str:
-    """`plain`, in at most `cells` columns of a terminal."""
+    """Return `plain(text)`, shortened to at most `cells` terminal columns."""
     safe = plain(text)
     return safe if cell_len(safe) <= cells else set_cell_size(safe, cells - 2).rstrip() + ".."
 
@@ -48,7 +48,7 @@ def seconds(value: float | None) -> str:
 
 
 def duration(value: float | None) -> str:
-    """Of whole seconds: `40 s`, `3 min 5 s`, `2 h 1 min`, `3 d 4 h`."""
+    """Format whole seconds: `40 s`, `3 min 5 s`, `2 h 1 min`, `3 d 4 h`."""
     if value is None or not math.isfinite(value):
         return NOTHING
     whole = max(0, round(value))
@@ -70,7 +70,7 @@ def percent(share: float | None, digits: int = 1) -> str:
 
 
 def spark(values: Sequence[float | None], top: float, glyphs: Glyphs, rows: int = 1) -> list[str]:
-    """Columns from 0 to `top`, one a value, in `rows` lines from above; None and 0 are blank."""
+    """Draw one column per value, scaled from 0 to `top`; None and 0 are blank. Return `rows` lines, top line first."""
     size = len(glyphs.levels)
     heights = [0 if not v else max(1, round(min(1.0, v / top) * size * rows)) for v in values]
     lines = []

@@ -1,7 +1,6 @@
-"""Reads a server for `tidemill top` as the page does: `/dashboard/history`, `/dashboard/events`, `/v1/batches`.
+"""Data source of `tidemill top`: `/dashboard/history`, `/dashboard/events` and `/v1/batches`, like the dashboard page.
 
-A server that is away is said in one line and asked again; a wrong key or address ends. Only the standard library, rich
-for the drawing.
+If the server cannot be reached, a line says so and the client reconnects. A wrong key or address ends the command.
 """
 
 import http.client
@@ -17,7 +16,7 @@ from typing import Any, TextIO
 from rich.console import Console
 from rich.live import Live
 
-from gateway.commands.batch_client import BatchClient
+from gateway.commands.batch_client import NOT_OPENAI, BatchClient
 from gateway.commands.chat import ChatError, ChatOptions, RefusedError
 from gateway.commands.top.history import is_complete
 from gateway.commands.top.view import Picture
@@ -27,17 +26,17 @@ RETRY_SECONDS = 2.0
 BATCHES_EVERY = 2
 BATCHES_SHOWN = 20
 HOPELESS = frozenset({400, 401, 404, 421})
-"""Answers that will be the same the next time."""
+"""Statuses that a retry cannot change."""
 NO_METRICS = 403
 
 
 class TopClient(BatchClient):
-    """Figures and batches of one server; a stream is silent for `SILENCE_SECONDS` at most. Raises ChatError."""
+    """Client of the dashboard and batch endpoints. Reads time out after SILENCE_SECONDS. Methods raise ChatError."""
 
     answer_seconds = SILENCE_SECONDS
 
     def snapshots(self) -> Iterator[dict[str, Any]]:
-        """A snapshot a second, until the server ends the stream."""
+        """Yield a snapshot per second until the server ends the stream."""
         with closing(self._connect()) as connection:
             response = self._request(connection, "GET", "/dashboard/events", None)
             try:
@@ -45,17 +44,18 @@ class TopClient(BatchClient):
                     if line.startswith(b"data:"):
                         yield json.loads(line.removeprefix(b"data:"))
             except (OSError, ValueError, http.client.HTTPException):
-                raise ChatError("the stream of figures broke off") from None
+                raise ChatError("the connection to /dashboard/events broke") from None
 
 
 def run_top(options: ChatOptions, out: TextIO | None = None, sleep: Callable[[float], None] = time.sleep) -> int:
-    """Show a server until Ctrl-C, or once where the output is no terminal; returns the exit code.
+    """Show a server's figures until Ctrl-C, or once if the output is not a terminal; return the exit code.
 
-    Raises ChatError where there is no server at the first print, or it refuses, and ConfigError for a wrong address.
+    Raise ChatError if the server refuses the request, or cannot be reached for a single report. Raise ConfigError for
+    an invalid URL.
     """
     out = out or sys.stdout
     if hasattr(out, "reconfigure"):
-        out.reconfigure(errors="replace")  # a name that the terminal cannot show must not end the picture
+        out.reconfigure(errors="replace")  # a name outside the terminal's encoding must not fail
     follower = Follower(TopClient(options), Picture(options.url), sleep)
     if not out.isatty():
         follower.look()
@@ -63,7 +63,7 @@ def run_top(options: ChatOptions, out: TextIO | None = None, sleep: Callable[[fl
         return 0
     console = Console(file=out, highlight=False, markup=False, emoji=False)
     with (
-        suppress(KeyboardInterrupt),  # the way to leave; `Live` puts the terminal back
+        suppress(KeyboardInterrupt),  # the way to leave; `Live` restores the terminal
         Live(follower.picture, console=console, screen=True, auto_refresh=False) as live,
     ):
         follower.run(live.refresh)
@@ -71,7 +71,7 @@ def run_top(options: ChatOptions, out: TextIO | None = None, sleep: Callable[[fl
 
 
 def printed(picture: Picture, width: int, encoding: str = "utf-8") -> str:
-    """The picture as lines of at most `width` columns, without colours."""
+    """Render the picture without colours, as lines of at most `width` columns."""
     buffer = TextIOWrapper(BytesIO(), encoding=encoding, errors="replace")
     console = Console(
         file=buffer, width=width, color_system=None, force_terminal=False, highlight=False, markup=False, emoji=False
@@ -79,11 +79,11 @@ def printed(picture: Picture, width: int, encoding: str = "utf-8") -> str:
     with console.capture() as capture:
         console.print(picture)
     text = "".join(f"{line.rstrip()}\n" for line in capture.get().splitlines())
-    return text.encode(encoding, "replace").decode(encoding)  # what it can show of names
+    return text.encode(encoding, "replace").decode(encoding)
 
 
 class Follower:
-    """Keeps a picture up to date."""
+    """Update a picture from a server."""
 
     def __init__(self, client: TopClient, picture: Picture, sleep: Callable[[float], None] = time.sleep) -> None:
         self.client = client
@@ -91,7 +91,7 @@ class Follower:
         self._sleep = sleep
 
     def look(self) -> None:
-        """What can be known at once. Raises ChatError."""
+        """Load model, version, batches and history. Raise ChatError on failure."""
         self.picture.model = self.client.first_model()
         self.picture.version = str(self.client.call("GET", "/version").get("version", ""))
         self._batches()
@@ -101,10 +101,10 @@ class Follower:
         except RefusedError as error:
             if error.status != NO_METRICS:
                 raise
-            self.picture.trouble = "this key sees its own batches, not the server's figures"
+            self.picture.trouble = "this API key may see its own batches only; use an operator's key for the figures"
 
     def run(self, show: Callable[[], None]) -> None:
-        """Follow for ever; a server that is away is asked again. Raises ChatError for what will not change."""
+        """Follow the server forever, reconnecting after errors. Raise ChatError for statuses in HOPELESS."""
         while True:
             try:
                 self.picture.trouble = self._follow(show)
@@ -118,10 +118,10 @@ class Follower:
             self._sleep(RETRY_SECONDS)
 
     def _follow(self, show: Callable[[], None]) -> str:
-        """Until the stream ends; returns what to say then."""
+        """Follow one stream of snapshots to its end; return the message to show then."""
         self.picture.trouble = ""
         self.look()
-        if self.picture.trouble:  # no figures for this key: batches alone, by asking
+        if self.picture.trouble:  # no figures for this key: show batches, updated at every retry
             return self.picture.trouble
         show()
         for number, snapshot in enumerate(self.client.snapshots(), start=1):
@@ -129,11 +129,11 @@ class Follower:
             if number % BATCHES_EVERY == 0:
                 self._batches()
             show()
-        return "the server ended the stream, connecting again"
+        return "the server ended the stream; reconnecting"
 
     def _add(self, snapshot: Any) -> None:
         if not is_complete(snapshot):
-            raise ChatError("the server gives no figures that this version can read")
+            raise ChatError("this version cannot read the server's figures; use the server's version of tidemill")
         self.picture.history.add(snapshot)
 
     def _batches(self) -> None:
@@ -142,6 +142,6 @@ class Follower:
         except RefusedError as error:
             if error.status != 404:
                 raise
-            self.picture.batches = None  # this server keeps no files and batches
+            self.picture.batches = None  # this server has no batch API
         except LookupError:
-            raise ChatError("the server does not answer like an OpenAI server") from None
+            raise ChatError(NOT_OPENAI) from None

@@ -1,6 +1,6 @@
-"""The snapshots that `tidemill top` draws from: rates, points, differences of counters. Pure, bounded; no terminal.
+"""The snapshots behind `tidemill top`, with rates and latencies derived from them.
 
-Counters grow for ever: a rate is a difference of two snapshots, and between two snapshots a counter grows evenly.
+A rate is the difference of a counter between two snapshots. Counters are interpolated linearly between snapshots.
 """
 
 import math
@@ -11,7 +11,7 @@ from itertools import pairwise
 from typing import Any
 
 WINDOW = 900.0
-"""Seconds that are kept."""
+"""Seconds of history that are stored."""
 MAX_CHATS = 4000
 
 Snapshot = Mapping[str, Any]
@@ -43,25 +43,25 @@ FIELDS = frozenset(
     ]
 )
 UNITS = frozenset(("total", "owned", "cached", "hidden_blocks", "host_total", "host_used"))
-"""What is read of a snapshot, and of its `units`."""
+"""Required keys of a snapshot (FIELDS) and of its `units` (UNITS)."""
 
 
 def is_complete(snapshot: object) -> bool:
-    """Whether it has everything that is read of it; that of another version may not."""
+    """Return whether a snapshot has all required keys; another version of the server may send fewer."""
     if not isinstance(snapshot, dict) or not snapshot.keys() >= FIELDS:
         return False
     return isinstance(snapshot["units"], dict) and snapshot["units"].keys() >= UNITS
 
 
 class History:
-    """Snapshots of `/dashboard/history` and `/dashboard/events`, in the order in which they came."""
+    """Snapshots of `/dashboard/history` and `/dashboard/events`, ordered by time, and the chats in them."""
 
     def __init__(self) -> None:
         self.snapshots: list[Snapshot] = []
         self.chats: deque[Mapping[str, Any]] = deque(maxlen=MAX_CHATS)
 
     def add(self, snapshot: Snapshot) -> None:
-        """Keep it, unless it is known already. A counter that fell back means that the server was started anew."""
+        """Add a snapshot unless it is already known. A counter that decreased means that the server restarted."""
         if self.snapshots and snapshot["time"] <= self.snapshots[-1]["time"]:
             return
         if self.snapshots and snapshot["computed_tokens"] < self.snapshots[-1]["computed_tokens"]:
@@ -79,12 +79,12 @@ class History:
         return self.snapshots[-1] if self.snapshots else None
 
     def span(self) -> float:
-        """Seconds that charts show: they widen as the history grows."""
+        """Return the width of the charts, seconds; it grows with the history."""
         known = self.snapshots[-1]["time"] - self.snapshots[0]["time"] if self.snapshots else 0.0
         return next((width for width in (60.0, 120.0, 300.0, 600.0) if known <= width), WINDOW)
 
     def rates(self, cells: int, span: float) -> tuple[list[float | None], list[float | None]]:
-        """Online and offline tokens per second of the last `span` seconds in `cells` equal parts; None: not known."""
+        """Return online and offline tokens/s in `cells` equal parts of the last `span` seconds; None where unknown."""
         total, offline = self._growth("computed_tokens", cells, span), self._growth("offline_tokens", cells, span)
         online = [None if a is None or b is None else max(0.0, a - b) for a, b in zip(total, offline, strict=True)]
         return online, offline
@@ -102,7 +102,7 @@ class History:
         ]
 
     def worst(self, name: str, cells: int, span: float) -> list[float | None]:
-        """The largest `name` ("ttft" or "gap") of the chats that ended in each part of the last `span` seconds."""
+        """Return the largest `name` ("ttft" or "gap") per part, for chats that ended in the last `span` seconds."""
         parts: list[float | None] = [None] * cells
         if self.latest is None:
             return parts
@@ -110,21 +110,21 @@ class History:
         for chat in self.chats:
             value, cell = chat[name], math.floor((chat["time"] - start) / span * cells)
             if value is not None and cell >= 0:
-                cell = min(cell, cells - 1)  # a chat's time is rounded
+                cell = min(cell, cells - 1)  # a chat's time is rounded and may lie past the end
                 parts[cell] = max(value, parts[cell] or 0.0)
         return parts
 
     def values(self, name: str) -> list[float]:
-        """Every kept chat's `name`, sorted."""
+        """Return the sorted `name` values ("ttft" or "gap") of all stored chats."""
         return sorted(chat[name] for chat in self.chats if chat[name] is not None)
 
     def change(self, name: str, seconds: float) -> float | None:
-        """What a counter grew by over the last `seconds`; None without two snapshots in them."""
+        """Return the growth of a counter over the last `seconds`, or None if fewer than two snapshots are in them."""
         recent = list(self._last(seconds))
         return float(recent[-1][name] - recent[0][name]) if len(recent) > 1 else None
 
     def last_rates(self) -> tuple[float, float]:
-        """Online and offline tokens per second between the two latest snapshots."""
+        """Return online and offline tokens/s between the two latest snapshots."""
         if len(self.snapshots) < 2:
             return 0.0, 0.0
         before, after = self.snapshots[-2:]
@@ -134,7 +134,7 @@ class History:
         return max(0, total - offline) / passed, offline / passed
 
     def engine_rates(self, engine: int, seconds: float) -> tuple[float | None, float | None]:
-        """Online and offline tokens per second of one of several engines; None where it was not seen twice."""
+        """Return online and offline tokens/s of one engine; None if fewer than two snapshots have it."""
         seen = [
             (snapshot["time"], each["computed_tokens"], each["offline_tokens"])
             for snapshot in self._last(seconds)
@@ -153,7 +153,7 @@ class History:
 
 
 def _between(times: Sequence[float], values: Sequence[float], time: float) -> float | None:
-    """A counter's value at `time`, on the line between the snapshots around it; None before the first."""
+    """Return a counter's value at `time`, interpolated linearly, or None before the first snapshot."""
     after = bisect_right(times, time)
     if after == 0:
         return None

@@ -1,6 +1,6 @@
-"""What `tidemill top` shows, made of figures alone: the same picture for a live terminal and for a single print.
+"""The screen of `tidemill top`, for a live terminal and for a single report.
 
-Everything from the server (model, reasons, batches) is data: it goes through `plain` into `Text`, never through markup.
+Text from the server (model, reasons, batches) is untrusted: `plain` escapes it, and it is never parsed as markup.
 """
 
 import time
@@ -31,9 +31,9 @@ from predictor.slo import SLO, SLOError, nearest_rank
 
 LABEL = 9
 NOTE = 34
-"""Columns of the names at the left, and of the figures at the right of a spark line."""
+"""Width in columns of the labels at the left and of the notes at the right of a spark line."""
 RECENT = 10.0
-"""Seconds over which rates of steps are taken."""
+"""Seconds over which rates are averaged."""
 FEWEST_ROWS = 3
 _COLOURS = {"online": "cyan", "offline": "yellow", "good": "green", "bad": "bold red", "warn": "yellow"}
 _BREAKER = {"closed": "good", "open": "bad", "half_open": "warn"}
@@ -41,19 +41,20 @@ _BREAKER = {"closed": "good", "open": "bad", "half_open": "warn"}
 
 @dataclass
 class Picture:
-    """All that is shown. `batches`: as of `/v1/batches`, None: the server keeps none or they are not known yet.
-    `trouble`: why these figures are not the present ones."""
+    """The content of the screen; rich renders it."""
 
     url: str
     history: History = field(default_factory=History)
     model: str = ""
     version: str = ""
     batches: Sequence[Mapping[str, Any]] | None = None
+    """Objects of `/v1/batches`; None if the server has no batch API or they are not loaded yet."""
     trouble: str = ""
+    """Reason why the figures are missing or out of date."""
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         glyphs = glyphs_for(options.encoding)
-        height = options.height  # of a screen; None where lines may go on
+        height = options.height  # of a terminal; None for a report of any length
         tall = 3 if height is not None and height >= 34 else 2
         yield from _lines_above(self, options.max_width, glyphs, tall)
         if self.batches is not None:
@@ -63,7 +64,7 @@ class Picture:
 
 
 def time_of(history: History) -> float:
-    """The server's time as far as it is known."""
+    """Return the server's time in the latest snapshot, or the local time if there is none."""
     return history.latest["time"] if history.latest is not None else time.time()
 
 
@@ -94,8 +95,8 @@ def _head(picture: Picture, width: int) -> Text:
         state, style = "ready", _COLOURS["good"]
     else:
         state, style = plain(now["reason"] or "not ready"), _COLOURS["bad"]
-    who = f"tidemill {plain(picture.version)}  {plain(picture.model)}".rstrip()
-    text = Text(f"{shortened(who, width // 2)}  {shortened(picture.url, width // 3)}", style="bold")
+    title = f"tidemill {plain(picture.version)}  {plain(picture.model)}".rstrip()
+    text = Text(f"{shortened(title, width // 2)}  {shortened(picture.url, width // 3)}", style="bold")
     room = width - text.cell_len - 2
     if len(state) <= room:
         return text + Text("  ") + Text(state, style=style)
@@ -115,7 +116,7 @@ def _promise(grid: Table, now: Snapshot) -> None:
 
 
 def standing(each: Mapping[str, Any]) -> tuple[str, str, str]:
-    """An objective over the last chats, as the server judges it: its name, the text, its colour."""
+    """Return the name, text and colour of an objective, as the server measured it over the last chats."""
     metric, _, statistic = plain(each["objective"]).partition("=")[0].partition("_")
     name = f"{metric.upper()} {statistic if statistic == 'mean' else statistic.upper()}"
     value, bound = each["value"], each["bound"]
@@ -165,10 +166,10 @@ def _latency_note(values: Sequence[float], limit: float | None) -> Text:
 
 
 def limit_of(slo: str | None, metric: str) -> float | None:
-    """The strictest limit of an SLO on a metric, seconds."""
+    """Return the strictest limit of an SLO on a metric, seconds, or None if there is none."""
     try:
         return SLO.parse(slo).limit_of(metric) if slo else None
-    except SLOError:  # of a server that knows more of them
+    except SLOError:  # a newer server may have other objectives
         return None
 
 
@@ -193,7 +194,7 @@ def _engine(grid: Table, history: History, now: Snapshot, glyphs: Glyphs) -> Non
         for name in ("online", "offline")
     )
     grid.add_row("requests", Text("; ".join(queues)))
-    if engines := now.get("engines"):  # there are several, of a server that knows of them
+    if engines := now.get("engines"):  # more than one; an older server omits the key
         for number, engine in enumerate(engines):
             style = "" if engine["state"] == "ready" else _COLOURS["bad"]
             grid.add_row("" if number else "engines", Text(_one_of(engine, history), style=style))
@@ -201,7 +202,7 @@ def _engine(grid: Table, history: History, now: Snapshot, glyphs: Glyphs) -> Non
 
 
 def _one_of(engine: Mapping[str, Any], history: History) -> str:
-    """One engine of several: its requests, tokens a second and cache, or why there are none."""
+    """Format one engine of several: requests, tokens/s and cache, or the reason why it is not ready."""
     if engine["state"] != "ready":
         return f"{engine['engine']}  {plain(engine['trouble'] or engine['state'])}"
     online, offline = history.engine_rates(engine["engine"], RECENT)
@@ -265,7 +266,7 @@ def _batch(batch: Mapping[str, Any], room: int, glyphs: Glyphs, now: float) -> t
 
 
 def time_left(batch: Mapping[str, Any], now: float) -> float | None:
-    """Seconds that the rest will take at the rate since it began; None when nothing can be said."""
+    """Estimate the remaining seconds of a batch from its average rate; None if it is not running or has no progress."""
     counts = batch.get("request_counts") or {}
     total, done = counts.get("total") or 0, (counts.get("completed") or 0) + (counts.get("failed") or 0)
     began = batch.get("in_progress_at")
