@@ -134,7 +134,7 @@ def test_a_revision_is_served_as_it_was_pulled(hub: Hub, tmp_path: Path, capsys:
     assert local is not None and local.revision is None and local.model == str(folder_of(tmp_path))
 
 
-@pytest.mark.parametrize(("model", "words"), [("", "no MODEL is named"), ("FOLDER", "is a folder")])
+@pytest.mark.parametrize(("model", "words"), [("", "name a MODEL"), ("FOLDER", "is a folder")])
 def test_a_revision_of_what_is_not_from_the_hub(tmp_path: Path, model: str, words: str) -> None:
     with pytest.raises(ModelLoadError, match=f"--revision main is of models from the hub.*{words}"):
         resolve_model(EngineConfig(model=model.replace("FOLDER", str(tmp_path)), revision="main"))
