@@ -15,7 +15,7 @@ from collections.abc import Callable, MutableMapping
 
 from engine.config import EngineConfig
 from engine.execution.cpu.native import is_built
-from engine.machine.core_share import QUIET_SHARE, processor_share
+from engine.machine.activity import QUIET_SHARE, processor_share
 from engine.machine.facts import cuda_devices, read_processor
 
 POLICY = "OMP_WAIT_POLICY"

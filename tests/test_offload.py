@@ -39,7 +39,7 @@ from engine.execution.cuda.pinned_weights import PinnedWeights
 from engine.execution.lane import Lane
 from engine.execution.offload import FEWEST_STREAMED, Offload, plan_offload, spread
 from engine.execution.runner import Runner
-from engine.machine import free_memory
+from engine.machine import facts
 from engine.models import torch_ops
 from engine.models.checkpoint import load_weights
 from engine.models.decoder import Decoder
@@ -637,8 +637,8 @@ async def test_a_file_that_ends_early_fails_steps_and_the_log_says_why(
 def test_files_in_the_page_cache_do_not_count_as_memory_that_is_taken(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(free_memory, "_CGROUP", tmp_path)
-    monkeypatch.setattr(free_memory, "_machine_memory", lambda: 10**12)
+    monkeypatch.setattr(facts, "_CGROUP", tmp_path)
+    monkeypatch.setattr(facts, "_machine_memory", lambda: 10**12)
     assert memory.available_memory() == 10**12
     (tmp_path / "memory.max").write_text("8000\n")
     (tmp_path / "memory.current").write_text("7000\n")

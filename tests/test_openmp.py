@@ -10,7 +10,7 @@ import pytest
 
 from engine import openmp
 from engine.config import EngineConfig
-from engine.machine.core_share import wait_for_quiet
+from engine.machine.activity import wait_for_quiet
 from engine.openmp import POLICY, choose_waiting
 
 TORCH = EngineConfig(cpu_kernels="torch")

@@ -22,7 +22,7 @@ from engine.execution.cpu.device import TorchDevice
 from engine.execution.pool import UnitPool
 from engine.execution.runner import Runner
 from engine.execution.sampling_table import uniforms
-from engine.machine import free_memory
+from engine.machine import facts
 from engine.models.decoder import Adapt, Attend, Decoder
 from engine.models.spec import ModelSpec, spec_from_config
 from engine.models.weights import DummyTensors, build_weights
@@ -425,15 +425,15 @@ def test_the_cpu_cache_is_a_capped_share(monkeypatch: pytest.MonkeyPatch, tmp_pa
     assert 0 < memory.cpu_cache_bytes() <= memory.CPU_LIMIT
     meminfo = tmp_path / "meminfo"
     meminfo.write_text("MemTotal: 9 kB\nMemAvailable:       2048 kB\n")
-    monkeypatch.setattr(free_memory, "_MEMINFO", meminfo)
-    monkeypatch.setattr(free_memory, "_CGROUP", tmp_path)
+    monkeypatch.setattr(facts, "_MEMINFO", meminfo)
+    monkeypatch.setattr(facts, "_CGROUP", tmp_path)
     assert memory.available_memory() == 2048 * 1024
     (tmp_path / "memory.max").write_text("1500000\n")
     (tmp_path / "memory.current").write_text("500000\n")
     assert memory.available_memory() == 1_000_000
     (tmp_path / "memory.max").write_text("max\n")
     meminfo.unlink()
-    assert memory.available_memory() == free_memory._FALLBACK
+    assert memory.available_memory() == facts._FALLBACK
 
 
 @pytest.mark.parametrize("cut", [0, 1, 7, 11])

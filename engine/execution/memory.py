@@ -12,7 +12,7 @@ import torch
 from engine.config import CHECKPOINT_TOKENS
 from engine.errors import ConfigError
 from engine.execution.plan import STORED
-from engine.machine.free_memory import available_memory as available_memory
+from engine.machine.facts import available_memory as available_memory
 from engine.models.byte_cells import slice_elements
 from engine.models.sharding import head_ranks
 from engine.models.spec import ModelShape, ModelSpec

@@ -13,8 +13,7 @@ from engine.adapters import parse_adapters
 from engine.config import EngineConfig
 from engine.errors import ConfigError
 from engine.machine.child import python_module, starter
-from engine.machine.facts import Place
-from engine.machine.free_memory import available_memory
+from engine.machine.facts import Place, available_memory
 from engine.process import frames
 from engine.process.causes import start_error
 from engine.process.renewal import Source

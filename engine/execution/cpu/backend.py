@@ -24,7 +24,7 @@ from engine.execution.cpu.weight_file import WeightFile
 from engine.execution.plan import LaunchPlan
 from engine.execution.runner import Runner
 from engine.execution.stages import StagedRunner
-from engine.machine.core_share import processor_share, wait_for_quiet
+from engine.machine.activity import processor_share, wait_for_quiet
 from engine.machine.facts import host_engines, memcpy_rate, read_processor
 from engine.models.checkpoint import load_layers
 from engine.models.decoder import Decoder
