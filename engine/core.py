@@ -11,7 +11,7 @@ once their content is confirmed. HyGen §4.1; reliability E1-E8.
 from collections import deque
 from collections.abc import Generator, Sequence
 from functools import partial
-from itertools import chain, count, islice
+from itertools import count
 from operator import attrgetter
 
 from engine.api import (
@@ -23,31 +23,27 @@ from engine.api import (
     RequestClass,
     RequestOutput,
     RequestTimes,
-    TokenLogprobs,
 )
 from engine.config import SchedulerConfig
-from engine.errors import ErrorInfo, InvalidRequestError, TidemillError
+from engine.errors import InvalidRequestError, TidemillError
 from engine.request import Request, RequestStatus
 from engine.scheduling.admission import Admission, check_length
-from engine.scheduling.ahead import may_run_ahead
 from engine.scheduling.blame import LONE_WAITS, Blame
 from engine.scheduling.counters import StepCounters
 from engine.scheduling.draft import Step, StepDraft
 from engine.scheduling.failures import Failures, check_integrity
-from engine.scheduling.last_resort import LastResort
 from engine.scheduling.moving import Moves
 from engine.scheduling.objective import StepObjective
 from engine.scheduling.output import ModelRunnerOutput, SchedulerOutput
+from engine.scheduling.pacing import OfflineRest, may_run_ahead
 from engine.scheduling.planner import OfflinePlan, plan_offline
 from engine.scheduling.policies import find_policy
 from engine.scheduling.recovery import Reached, Recovery
 from engine.scheduling.report import report_load, report_stats
-from engine.scheduling.rest import OfflineRest
-from engine.scheduling.results import InFlight, Results
+from engine.scheduling.results import Endings, InFlight, Results
 from engine.scheduling.state import SchedulerState
 from engine.scheduling.step import StepBuilder
-from engine.scheduling.trial import TrialBuilder
-from predictor.load import Lengths
+from engine.scheduling.trial import LastResortBuilder, TrialBuilder
 from predictor.model import LatencyPredictor
 
 _aside = attrgetter("aside")
@@ -77,6 +73,8 @@ class EngineCore:
         self.moves = Moves(self._state, self._requests, self._in_flight, self._recovery, self._arrivals)
         self._next_step_id = 0
         self._counters = StepCounters()
+        endings = Endings(self._state, self._requests, self._admission, self._recovery)
+        self._finish = endings.finish
         self._results = Results(self._state, self._counters, self._in_flight, self._finish)
         self._failures = Failures(
             self._state, self._requests, self._recovery, self._counters, self._in_flight, self._finish
@@ -209,7 +207,7 @@ class EngineCore:
                 return step
         if not turns or self._in_flight:
             return None
-        return LastResort(draft()).build(with_offline=plan is not None)
+        return LastResortBuilder(draft()).build(with_offline=plan is not None)
 
     def update(self, output: SchedulerOutput, result: ModelRunnerOutput | None, now: float) -> list[RequestOutput]:
         """Take in what the oldest step in flight gave: a result, or None when it failed. One with logits that are not
@@ -253,12 +251,6 @@ class EngineCore:
         """Follow another objective or budget from the next step on."""
         self._state.objective = objective
 
-    def offline_lengths(self, limit: int) -> list[Lengths]:
-        """Of up to `limit` offline requests that have not ended, their prompts and the most they may answer."""
-        state = self._state
-        requests = chain(state.running[RequestClass.OFFLINE], state.waiting_offline)
-        return [Lengths(r.num_prompt_tokens, r.spec.sampling.max_tokens) for r in islice(requests, limit)]
-
     def stats(self) -> EngineStats:
         """A snapshot; see EngineStats."""
         return report_stats(self._state, self._counters, self._admission.num_refused)
@@ -286,41 +278,3 @@ class EngineCore:
     def check_integrity(self) -> None:
         """Assert E1 (every unit in one place), E3 (ended requests hold nothing) and the queues' agreement."""
         check_integrity(self._state, self._requests)
-
-    def _finish(
-        self,
-        request: Request,
-        reason: FinishReason,
-        now: float,
-        token_ids: tuple[int, ...] = (),
-        logprobs: tuple[TokenLogprobs, ...] | None = None,
-        *,
-        stop_token_id: int | None = None,
-        error: TidemillError | None = None,
-    ) -> RequestOutput:
-        self._state.end(request)
-        request.move_to(RequestStatus.FINISHED)
-        if request.aside:
-            self._recovery.forget(request)
-        else:
-            self._admission.note_end(request)
-        del self._requests[request.request_id]
-        request.times = request.times._replace(finished=now)
-        if request.withholds:
-            token_ids = request.tell()
-        return RequestOutput(
-            request_id=request.request_id,
-            token_ids=token_ids,
-            logprobs=logprobs,
-            times=request.times,
-            num_prompt_tokens=request.num_prompt_tokens,
-            num_cached_tokens=request.num_cached_tokens,
-            num_output_tokens=request.num_output_tokens,
-            finish_reason=reason,
-            stop_token_id=stop_token_id,
-            error=None if error is None else ErrorInfo.of(error),
-            num_preemptions=request.num_preemptions,
-            request_class=request.spec.request_class,
-            beside_offline=request.beside_offline,
-            probe=request.spec.probe,
-        )

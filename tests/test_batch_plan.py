@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from engine.api import EngineStats, Lane, TokenCosts
 from engine.config import SchedulerConfig
 from engine.core import EngineCore
-from engine.scheduling.service_cost import token_costs
+from engine.scheduling.ledger import token_costs
 from engine.text.tokenizer import Tokenizer
 from gateway.batch.forecast import LEAST_LINES, STEP_JOBS, Forecast, Pace
 from gateway.batch.head import HEAD_ANSWERS, read_head

@@ -15,9 +15,8 @@ from engine.config import SchedulerConfig
 from engine.core import EngineCore
 from engine.errors import EngineStepError, EngineUnavailableError
 from engine.scheduling.blame import LONE_FAILURES, LONE_WAITS, Blame
-from engine.scheduling.canary import CANARY_ID, SICK_AFTER
 from engine.scheduling.objective import StepObjective
-from engine.scheduling.recovery import PATIENCE, Recovery
+from engine.scheduling.recovery import CANARY_ID, PATIENCE, SICK_AFTER, Recovery
 from predictor.slo import SLO
 
 VOCAB = 50

@@ -4,6 +4,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
+from engine.execution.lookahead import Piece, balanced, by_tokens, cost, quickest
 from engine.fleet.drop import (
     DropPlan,
     Exchange,
@@ -14,7 +15,6 @@ from engine.fleet.drop import (
     should_restore,
     split_layers,
 )
-from engine.scheduling.lookahead import Piece, balanced, by_tokens, cost, quickest
 from predictor.model import LatencyModel
 
 MODEL = LatencyModel(

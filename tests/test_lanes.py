@@ -18,9 +18,9 @@ from engine.errors import QueueFullError
 from engine.request import Request, RequestStatus
 from engine.scheduling.fair_share import FairShare
 from engine.scheduling.job_queue import OFFLINE_POLICIES
+from engine.scheduling.ledger import token_costs
 from engine.scheduling.offline_queue import LANE_FLOOR, OfflineQueue
 from engine.scheduling.planner import whole
-from engine.scheduling.service_cost import token_costs
 from predictor.model import LatencyModel
 
 BLOCK = 4

@@ -15,10 +15,10 @@ from engine.core import EngineCore
 from engine.queue_time import UNLIMITED_QUEUE
 from engine.request import RequestStatus
 from engine.scheduling.draft import StepDraft
-from engine.scheduling.last_resort import LastResort
 from engine.scheduling.objective import StepObjective
 from engine.scheduling.output import Collect, SchedulerOutput
 from engine.scheduling.planner import OfflinePlan, PlannedChunk, whole
+from engine.scheduling.trial import LastResortBuilder
 from predictor.budget import BudgetParams
 from predictor.model import LatencyModel
 
@@ -220,7 +220,7 @@ def test_whoever_is_in_the_way_of_the_last_resort_loses_its_place(host_units: in
         assert driver.step()
     assert not scheduler.pool.num_available_units
     step_id = driver.core._next_step_id
-    step = LastResort(StepDraft(scheduler, step_id, step_id - 1, driver.now)).build(with_offline=False)
+    step = LastResortBuilder(StepDraft(scheduler, step_id, step_id - 1, driver.now)).build(with_offline=False)
     assert step is not None and step.requests == [old] and step.output.chunks[0].length == 1
     assert scheduler.running[RequestClass.ONLINE] == [old]
     assert driver.core.stats().preemptions["stall"] == 1

@@ -14,8 +14,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from engine.api import EngineRequest, RequestTimes
 from engine.cache.prefix import extend_hashes
 from engine.request import Request, RequestStatus
+from engine.scheduling.job_queue import PrefixTree
 from engine.scheduling.offline_queue import OfflineQueue
-from engine.scheduling.prefix_tree import PrefixTree
 
 BLOCK = 2
 

@@ -24,12 +24,12 @@ from engine.colocation.search import model_of, refit_job
 from engine.colocation.virtual import Arrival, PredictedRunner, VirtualDriver
 from engine.config import EngineConfig, SchedulerConfig
 from engine.core import EngineCore
+from engine.execution.lookahead import Piece, cost, quickest
 from engine.scheduling.laxity import PrefillPace
-from engine.scheduling.lookahead import Piece, cost, quickest
+from engine.scheduling.ledger import token_costs
 from engine.scheduling.objective import StepObjective
 from engine.scheduling.output import Chunk, SchedulerOutput
 from engine.scheduling.selection import seconds_to_token
-from engine.scheduling.service_cost import token_costs
 from loadgen.simulation.device import profiled_device
 from loadgen.simulation.gpu import SimulatedDevice, SimulatedRunner, TrueLatency
 from loadgen.simulation.machine import fit_device

@@ -14,8 +14,8 @@ from benchmarks.simulated_fleet.fleet import FleetDriver, OneByOne, Server
 from benchmarks.simulated_fleet.pipeline import Bubbles, Link, PipelineRunner, Transfer
 from benchmarks.simulated_fleet.queued import queued_work
 from engine.core import EngineCore
+from engine.execution.lookahead import MicroBatch, Piece, balanced, by_tokens
 from engine.fleet.drop import Exchange, Group, exchanges, pipeline_units, plan_drop, should_restore, split_layers
-from engine.scheduling.lookahead import MicroBatch, Piece, balanced, by_tokens
 from engine.scheduling.moving import MovedRequest
 from loadgen.simulation.machine import Machine
 from predictor.limits import UNITS_PER_BLOCK

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from benchmarks.simulated_fleet.fleet import Flight
-from engine.scheduling.lookahead import MicroBatch, Piece
+from engine.execution.lookahead import MicroBatch, Piece
 from engine.scheduling.output import ModelRunnerOutput, SchedulerOutput
 from loadgen.simulation.gpu import SIMULATED_TOKEN, SimulatedDevice, SimulatedRunner
 from loadgen.simulation.machine import NOISE

@@ -13,8 +13,8 @@ from engine.api import RequestClass
 from engine.colocation.virtual import Arrival, PredictedRunner, VirtualRun
 from engine.config import SchedulerConfig
 from engine.core import EngineCore
+from engine.execution.lookahead import by_tokens
 from engine.fleet.routing import Chance, Load, Prompt, find_router
-from engine.scheduling.lookahead import by_tokens
 from engine.scheduling.output import Chunk, SchedulerOutput
 from loadgen.simulation.machine import MachineSpec, build_machine
 from loadgen.simulation.requests import request_of

@@ -16,6 +16,7 @@ from engine.colocation.waits import ArrivalWaits
 from engine.core import EngineCore
 from engine.scheduling.output import SchedulerOutput
 from engine.scheduling.planner import LOST_BUDGET_STEPS
+from engine.scheduling.report import offline_lengths
 from predictor.breaker import BreakerSettings, BreakerState, CircuitBreaker
 from predictor.budget import BudgetParams
 from predictor.judge import Judge, Served
@@ -196,7 +197,7 @@ class Colocation:
     def offline_work(self) -> list[Lengths]:
         """Lengths of offline requests that ended; of those that wait where too few have."""
         ended = list(self.load.offline)
-        return ended if len(ended) >= MIN_OFFLINE else ended + self._core.offline_lengths(MAX_QUEUED)
+        return ended if len(ended) >= MIN_OFFLINE else ended + offline_lengths(self._core.state, MAX_QUEUED)
 
     @property
     def num_openings(self) -> int:

@@ -23,11 +23,11 @@ from torch import Tensor
 from engine.arrays import IntArray
 from engine.errors import ConfigError
 from engine.execution.cpu.device import Beyond
+from engine.execution.lookahead import Piece, quickest
 from engine.execution.runner import Device, Runner
 from engine.machine.link import Link
 from engine.models.decoder import Decoder
 from engine.models.weights import LayerWeights, ResidentLayers, matrices
-from engine.scheduling.lookahead import Piece, quickest
 from engine.scheduling.output import Collect, SchedulerOutput
 from predictor.model import LatencyPredictor
 

@@ -2,7 +2,7 @@
 
 A failed step proves nothing against any of its requests. They become suspects: they run again in halves, in steps of
 their own, until one is alone. One that gets past the place at which it failed is acquitted. Each failure waits for a
-verdict on the engine (see `engine.scheduling.canary`): while the engine fails at anything, no request is to blame,
+verdict on the engine (see `engine.scheduling.recovery`): while the engine fails at anything, no request is to blame,
 and its suspects stay as they were. Only a request that fails `LONE_FAILURES` times alone, each time on an engine
 that works, is guilty. One that makes every step fail is found within ceil(log2 n) + `LONE_FAILURES` steps of its own, n
 being the size of the first of them.

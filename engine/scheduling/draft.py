@@ -54,7 +54,6 @@ class StepDraft:
         self.requests: list[Request] = []
         self._new_requests: list[NewRequest] = []
         self._saved_states: list[SavedState] = []
-        self._charged = CacheWork()
         self._last_completed_step = last_completed_step
 
     @cached_property
@@ -78,7 +77,7 @@ class StepDraft:
         parked_states = self.state.cache.checkpoints.take_parked()
         slots = self.state.config.state_slots
         brought = sum(new.state >= slots for new in self._new_requests) if slots else 0
-        self._charge_rest(operations, len(parked_states) + brought)
+        self._charge_operations(operations, len(parked_states) + brought)
         released, self.state.released_rows = self.state.released_rows, []
         new_rows = {new.row for new in self._new_requests}
         output = SchedulerOutput(
@@ -96,6 +95,11 @@ class StepDraft:
             spare=spare,
         )
         return Step(output, self.requests)
+
+    def _charge_operations(self, operations: tuple[CacheOperation, ...], num_states: int) -> None:
+        """Charge all bytes that the step moves: those of its operations, and of `num_states` recurrent states."""
+        moved = self.state.cache.tiers.moved_bytes(operations) + num_states * self.state.config.state_bytes
+        self.ledger.charge_moves(moved - self.ledger.features.transferred_bytes)
 
     def add_chunk(self, request: Request, length: int) -> None:
         """Add `length` tokens that will be charged in bulk."""
@@ -168,12 +172,11 @@ class StepDraft:
         waits = claim.goes_on is not None and request.request_class is RequestClass.ONLINE
         if waits and (self.chunks or claim.goes_on != self.step_id):  # (a step without chunks is not launched)
             return False
-        work = CacheWork(transferred_bytes=claim.copied_bytes)
-        self._charge_moves(work)
+        self.ledger.charge_moves(claim.copied_bytes)
         length = choose_length(claim.num_tokens, len(request.token_ids) - claim.num_tokens)
         with cache.holding(claim):
             if length == 0 or not self.allocation.make_room(request, claim):
-                self._charge_moves(CacheWork(*(-part for part in work)))
+                self.ledger.charge_moves(-claim.copied_bytes)
                 return False
             self._start(request, claim)
         granted = self.allocation.extend(request, length)
@@ -195,18 +198,6 @@ class StepDraft:
             counters.prefix_hit_tokens += claim.num_tokens
             on_host = sum(block.entry.tier is Tier.HOST for block in claim.hits)
             counters.prefix_host_hit_tokens += on_host * self.state.config.block_size
-
-    def _charge_moves(self, work: CacheWork) -> None:
-        """Charge what moves between tiers; negative numbers take it back."""
-        if any(work):
-            self._charged = CacheWork(*map(sum, zip(self._charged, work, strict=True)))
-            self.ledger.charge_cache_work(work)
-
-    def _charge_rest(self, operations: tuple[CacheOperation, ...], num_states: int) -> None:
-        """What moves besides the pasts of those that start; `num_states` to the host and from there."""
-        if operations or num_states or any(self._charged):
-            moved = self.state.cache.tiers.moved_bytes(operations) + num_states * self.state.config.state_bytes
-            self._charge_moves(CacheWork(transferred_bytes=moved - self._charged.transferred_bytes))
 
 
 def _whole(request: Request) -> NewRequest:

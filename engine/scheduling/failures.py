@@ -10,9 +10,8 @@ from itertools import chain
 from engine.api import FinishReason, RequestClass, RequestOutput
 from engine.errors import EngineUnavailableError
 from engine.request import Request, RequestStatus
-from engine.scheduling.canary import CANARY_ID
 from engine.scheduling.counters import StepCounters
-from engine.scheduling.recovery import Ending, Recovery
+from engine.scheduling.recovery import CANARY_ID, Ending, Recovery
 from engine.scheduling.results import Finish, InFlight
 from engine.scheduling.state import SchedulerState
 from engine.scheduling.waiting import WaitingQueue

@@ -6,12 +6,12 @@ within 1/(1-u) admissions on average. The draws are a function of (seed, number 
 discarded consumes none. Knows nothing of other jobs.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from hashlib import blake2b
 
 from engine.cache.prefix import extend_hashes
 from engine.request import Request
-from engine.scheduling.prefix_tree import PrefixTree
 
 OFFLINE_POLICIES = ("psm", "deadline", "fcfs")
 
@@ -69,3 +69,109 @@ class JobQueue:
     def _draw(self, index: int) -> float:
         digest = blake2b(f"{self._seed}:{index}".encode(), digest_size=8).digest()
         return int.from_bytes(digest, "little") / 2**64
+
+
+@dataclass(slots=True, eq=False)
+class _Node:
+    """`segment`: the block hashes on the edge into this node. `weight`: requests filed in the whole subtree."""
+
+    segment: tuple[bytes, ...]
+    parent: "_Node | None"
+    children: dict[bytes, "_Node"] = field(default_factory=dict)
+    requests: dict[str, Request] = field(default_factory=dict)
+    weight: int = 0
+
+
+class PrefixTree:
+    """Insertion and removal cost O(length of the prompt in blocks); memory O(requests) nodes."""
+
+    def __init__(self) -> None:
+        self._root = _Node((), None)
+        self._nodes: dict[str, _Node] = {}
+        self._position = self._root
+
+    def __len__(self) -> int:
+        return self._root.weight
+
+    def __contains__(self, request: Request) -> bool:
+        return request.request_id in self._nodes
+
+    def insert(self, request: Request, hashes: Sequence[bytes]) -> None:
+        """File a request under its prompt's block hashes (none: it shares nothing with anybody)."""
+        assert request.request_id not in self._nodes, "a request is filed twice"
+        node, depth = self._root, 0
+        while depth < len(hashes):
+            child = node.children.get(hashes[depth])
+            if child is None:
+                child = _Node(tuple(hashes[depth:]), node)
+                node.children[hashes[depth]] = child
+                node, depth = child, len(hashes)
+                break
+            common = _common_length(child.segment, hashes, depth)
+            if common < len(child.segment):
+                child = self._split(child, common)
+            node, depth = child, depth + common
+        node.requests[request.request_id] = request
+        self._nodes[request.request_id] = node
+        self._add_weight(node, 1)
+
+    def remove(self, request: Request, *, taken: bool = False) -> None:
+        """Forget a request. `taken`: it starts to run, so the walk goes on from where it was."""
+        node = self._nodes.pop(request.request_id)
+        del node.requests[request.request_id]
+        self._add_weight(node, -1)
+        if taken:
+            self._position = node
+        self._prune(node)
+
+    def walk(self) -> Iterator[Request]:
+        """All requests in depth-first order from the current position; the tree must not change meanwhile."""
+        visited: _Node | None = None
+        node: _Node | None = self._position
+        while node is not None:
+            yield from self._subtree(node, visited)
+            visited, node = node, node.parent
+
+    @staticmethod
+    def _subtree(top: _Node, skip: _Node | None) -> Iterator[Request]:
+        """Every node's own requests in order of arrival, then its subtrees, heaviest first; `skip` is left out.
+
+        A stack of our own: a chain of prompts, each one block longer than the last, is as deep as it is long.
+        """
+        stack = [top]
+        while stack:
+            node = stack.pop()
+            yield from node.requests.values()
+            children = [child for child in node.children.values() if child is not skip]
+            children.sort(key=lambda child: -child.weight)  # stable: equal weights keep their order of arrival
+            stack.extend(reversed(children))
+
+    def _split(self, child: _Node, common: int) -> _Node:
+        """Put a node in the middle of an edge, `common` blocks below its upper end."""
+        parent = child.parent
+        assert parent is not None
+        middle = _Node(child.segment[:common], parent, weight=child.weight)
+        parent.children[middle.segment[0]] = middle
+        child.segment = child.segment[common:]
+        child.parent = middle
+        middle.children[child.segment[0]] = child
+        return middle
+
+    @staticmethod
+    def _add_weight(node: _Node | None, change: int) -> None:
+        while node is not None:
+            node.weight += change
+            node = node.parent
+
+    def _prune(self, node: _Node) -> None:
+        """Drop empty branches; the walk's position moves up with them."""
+        while node.parent is not None and node.weight == 0:
+            if self._position is node:
+                self._position = node.parent
+            del node.parent.children[node.segment[0]]
+            node = node.parent
+
+
+def _common_length(segment: Sequence[bytes], hashes: Sequence[bytes], offset: int) -> int:
+    limit = min(len(segment), len(hashes) - offset)
+    return next((i for i in range(limit) if segment[i] != hashes[offset + i]), limit)

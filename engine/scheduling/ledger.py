@@ -1,11 +1,20 @@
-"""What one step may still hold, and what it will take: what is left of its limits, and its predicted time."""
+"""The limits that one step has left, and its predicted time.
 
-from collections.abc import Sequence
+Also the price of a token (`token_costs`), the unit in which service is shared and progress is forecast: seconds of a
+full step, or 1 for each token without a latency model. On some machines the prices of prompt and output tokens differ
+by a factor of ten.
+"""
+
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from engine.api import TokenCosts
+from engine.config import SchedulerConfig
 from engine.request import Request
 from predictor.features import BatchFeatures, CacheWork
 from predictor.model import LatencyPredictor
+from predictor.online import OnlineModel
+from predictor.reach import Reach
 
 
 @dataclass(slots=True)
@@ -68,6 +77,11 @@ class StepLedger:
             self.seconds += self.model.cache_work(*work, beside=self.features)
         self.features.add_cache_work(*work)
 
+    def charge_moves(self, num_bytes: int) -> None:
+        """Charge bytes moved between device and host; negative numbers take them back."""
+        if num_bytes:
+            self.charge_cache_work(CacheWork(transferred_bytes=num_bytes))
+
     def compact_seconds(self, tokens: int) -> float:
         """Return the seconds that projecting `tokens` tokens from compact form would add."""
         return self.model.cache_work(tokens, beside=self.features) if tokens and self.model is not None else 0.0
@@ -93,3 +107,26 @@ class StepLedger:
 def num_masked(decodes: Sequence[Request]) -> int:
     """Of requests whose next token is due, how many a mask may limit."""
     return sum([request.num_computed_tokens + 1 >= request.masked_from for request in decodes])
+
+
+DECODE_CONTEXT = 512
+"""Context of the decodes that an output token is priced among, tokens."""
+
+
+def token_costs(model: LatencyPredictor | None, config: SchedulerConfig) -> TokenCosts:
+    """The costs on a machine whose step times `model` predicts, in the fullest steps that `config` allows."""
+    return TokenCosts() if model is None else _costs(model.predict, model.reach, config)
+
+
+def usual_costs(model: LatencyPredictor, config: SchedulerConfig) -> TokenCosts:
+    """The same without the margin that guards objectives: a forecast wants what such steps usually take."""
+    return _costs(model.usual if isinstance(model, OnlineModel) else model.predict, model.reach, config)
+
+
+def _costs(seconds: Callable[[BatchFeatures], float], reach: Reach, config: SchedulerConfig) -> TokenCosts:
+    prompt, decodes = BatchFeatures(reach), BatchFeatures(reach)
+    length = max(2, min(config.max_num_batched_tokens, config.max_model_len))
+    prompt.add_chunk(0, length)
+    count = config.max_num_seqs
+    decodes.add_decodes(count, count * reach.tokens(min(DECODE_CONTEXT, config.max_model_len) - 1, 1))
+    return TokenCosts(seconds(prompt) / length, seconds(decodes) / count)

@@ -2,15 +2,18 @@
 must know it (LARRY section 4.2): online work, which goes before offline work and takes the memory that this holds.
 """
 
+from collections import Counter
 from collections.abc import Collection, Iterable
 from dataclasses import asdict
+from itertools import chain, islice
 
 from engine.api import EngineStats, LoadReport, RequestClass
-from engine.request import Request
+from engine.request import Request, RequestStatus
 from engine.scheduling.counters import StepCounters
-from engine.scheduling.service_cost import token_costs, usual_costs
+from engine.scheduling.ledger import token_costs, usual_costs
 from engine.scheduling.state import SchedulerState
 from predictor.limits import UNITS_PER_BLOCK
+from predictor.load import Lengths
 
 LATE_PART = 0.25
 """Of the mean output: what a request that is past it may still give."""
@@ -20,10 +23,12 @@ def report_stats(state: SchedulerState, steps: StepCounters, num_refused: int) -
     """A snapshot; see EngineStats."""
     cache, counters = state.cache, state.counters
     pool, host = cache.device, cache.host
+    waiting = {RequestClass.ONLINE: len(state.waiting_online), RequestClass.OFFLINE: len(state.waiting_offline)}
+    aside = Counter((r.request_class, r.status is RequestStatus.RUNNING) for r in state.aside)
     slots = cache.checkpoints.pool, cache.checkpoints.host
     return EngineStats(
-        running={c: state.num_running(c) for c in RequestClass},
-        waiting={c: state.num_waiting(c) for c in RequestClass},
+        running={c: len(state.running[c]) + aside[c, True] for c in RequestClass},
+        waiting={c: waiting[c] + aside[c, False] for c in RequestClass},
         units_total=pool.num_units,
         units_free=pool.num_free_units,
         units_cached=pool.num_cached_units,
@@ -74,6 +79,12 @@ def report_load(
         offline_waits=len(state.waiting_offline) > 0,
         time=now,
     )
+
+
+def offline_lengths(state: SchedulerState, limit: int) -> list[Lengths]:
+    """Return the prompt length and the longest answer of up to `limit` offline requests that have not ended."""
+    requests = chain(state.running[RequestClass.OFFLINE], state.waiting_offline)
+    return [Lengths(r.num_prompt_tokens, r.spec.sampling.max_tokens) for r in islice(requests, limit)]
 
 
 def _growth(state: SchedulerState, online: Collection[Request], num_waiting: int, mean_output: float) -> int:

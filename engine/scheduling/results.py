@@ -5,12 +5,14 @@ what comes next.
 """
 
 from collections import deque
+from collections.abc import MutableMapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from engine.api import FinishReason, RequestClass, RequestOutput, RequestTimes, TokenLogprobs, quick_constructor
-from engine.errors import InvalidRequestError, TidemillError
+from engine.errors import ErrorInfo, InvalidRequestError, TidemillError
 from engine.request import Request, RequestStatus
+from engine.scheduling.admission import Admission
 from engine.scheduling.counters import StepCounters
 from engine.scheduling.output import (
     INVALID_TOKEN,
@@ -20,7 +22,7 @@ from engine.scheduling.output import (
     ModelRunnerOutput,
     SchedulerOutput,
 )
-from engine.scheduling.recovery import Reached
+from engine.scheduling.recovery import Reached, Recovery
 from engine.scheduling.state import SchedulerState
 
 TOLD_TOGETHER = 16
@@ -67,6 +69,61 @@ class Finish(Protocol):
         stop_token_id: int | None = None,
         error: TidemillError | None = None,
     ) -> RequestOutput: ...
+
+
+class Endings:
+    """Ends requests. `requests`: the core's own, by id."""
+
+    def __init__(
+        self,
+        state: SchedulerState,
+        requests: MutableMapping[str, Request],
+        admission: Admission,
+        recovery: Recovery,
+    ) -> None:
+        self._state = state
+        self._requests = requests
+        self._admission = admission
+        self._recovery = recovery
+
+    def finish(
+        self,
+        request: Request,
+        reason: FinishReason,
+        now: float,
+        token_ids: tuple[int, ...] = (),
+        logprobs: tuple[TokenLogprobs, ...] | None = None,
+        *,
+        stop_token_id: int | None = None,
+        error: TidemillError | None = None,
+    ) -> RequestOutput:
+        """End a request and return its last output."""
+        self._state.end(request)
+        request.move_to(RequestStatus.FINISHED)
+        if request.aside:
+            self._recovery.forget(request)
+        else:
+            self._admission.note_end(request)
+        del self._requests[request.request_id]
+        request.times = request.times._replace(finished=now)
+        if request.withholds:
+            token_ids = request.tell()
+        return RequestOutput(
+            request_id=request.request_id,
+            token_ids=token_ids,
+            logprobs=logprobs,
+            times=request.times,
+            num_prompt_tokens=request.num_prompt_tokens,
+            num_cached_tokens=request.num_cached_tokens,
+            num_output_tokens=request.num_output_tokens,
+            finish_reason=reason,
+            stop_token_id=stop_token_id,
+            error=None if error is None else ErrorInfo.of(error),
+            num_preemptions=request.num_preemptions,
+            request_class=request.spec.request_class,
+            beside_offline=request.beside_offline,
+            probe=request.spec.probe,
+        )
 
 
 class Results:

@@ -12,11 +12,11 @@ from engine.config import SchedulerConfig
 from engine.queue_time import QueueTime
 from engine.request import Request, RequestStatus, due
 from engine.scheduling.counters import SchedulerCounters
+from engine.scheduling.ledger import token_costs
 from engine.scheduling.objective import StepObjective
 from engine.scheduling.offline_queue import OfflineQueue
 from engine.scheduling.online_share import OnlineShare
 from engine.scheduling.policies import OnlinePolicy
-from engine.scheduling.service_cost import token_costs
 from engine.scheduling.waiting import WaitingQueue, insert_by_age, remove_by_age
 from predictor.limits import UNITS_PER_BLOCK
 from predictor.model import LatencyPredictor
@@ -69,17 +69,6 @@ class SchedulerState:
     def has_online(self) -> bool:
         """Whether any online request is waiting or running."""
         return bool(self.waiting_online or self.running[RequestClass.ONLINE])
-
-    def num_running(self, request_class: RequestClass) -> int:
-        """Requests that hold a row, those aside included."""
-        aside = sum(r.request_class is request_class and r.status is RequestStatus.RUNNING for r in self.aside)
-        return len(self.running[request_class]) + aside
-
-    def num_waiting(self, request_class: RequestClass) -> int:
-        """Requests that wait for a row, those aside included."""
-        online = request_class is RequestClass.ONLINE
-        aside = sum(r.request_class is request_class and r.status is not RequestStatus.RUNNING for r in self.aside)
-        return len(self.waiting_online if online else self.waiting_offline) + aside
 
     @property
     def growth_reserve(self) -> int:

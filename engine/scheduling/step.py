@@ -14,11 +14,10 @@ from engine.request import Request, due
 from engine.scheduling.draft import Step, StepDraft
 from engine.scheduling.offline_fill import OfflineFill
 from engine.scheduling.planner import OfflinePlan
-from engine.scheduling.pressure import pressure_of
 from engine.scheduling.prompts import PromptFill
 from engine.scheduling.selection import Start
 from engine.scheduling.tenants import let_in, select_by_tenant
-from engine.scheduling.victims import evict_late, online_order
+from engine.scheduling.victims import evict_late, online_order, pressure_of
 from predictor.features import CacheWork
 
 

@@ -1,10 +1,18 @@
-"""A step for some requests alone, whatever policies and budgets say: suspects of a failed step, or the canary.
+"""Steps outside of policies, budgets, lanes and back-offs: trials of certain requests, and the step of last resort.
 
-Its requests are kept aside (`SchedulerState.aside`): no ordinary step sees them. They may take memory from others as
-such requests always may; online ones, and others where nothing else can run, take whatever they need.
+A trial holds suspects of a failed step, or the canary. Its requests are kept aside (`SchedulerState.aside`): no
+ordinary step sees them. They take memory from others like any request; online ones, and all where nothing else can run,
+take whatever they need.
+
+The step of last resort: the core builds it when no step is in flight and no other step holds anything. It cannot be
+empty while a request waits or runs that is no suspect: with nothing in flight no unit is deferred and every running
+request is due. The requests in its way are preempted one by one, until no other request holds a row or a unit. Then
+all kept pasts are given up as well, and every unit is free or can be taken from the prefix index. An accepted request
+never holds more than the pool (`max_model_len`, `most_blocks`), so its known length and its next token fit. The oldest
+request is chosen, online before offline, so that it reaches its end if every step is one of these.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from engine.api import RequestClass
 from engine.cache.blocks import CacheKind
@@ -82,3 +90,59 @@ class TrialBuilder:
 
     def _preempt(self, victim: Request) -> None:
         self._state.preempt(victim, CAUSE, self._draft.now)
+
+
+STALL = "stall"
+
+
+class LastResortBuilder:
+    """A step of one request's next token, or of a floor chunk of its prompt."""
+
+    def __init__(self, draft: StepDraft) -> None:
+        self._draft = draft
+        self._state = draft.state
+
+    def build(self, with_offline: bool) -> Step | None:
+        """None: there is nothing to run. `with_offline`: offline requests may be chosen (there was a plan for them)."""
+        request = self._next(with_offline)
+        if request is None:
+            return None
+        victims = self._others(request)
+        while not self._run(request):
+            victim = next(victims, None)
+            if victim is None:
+                self._state.cache.parked.forget_all()
+                self._run(request)
+                break
+            self._state.preempt(victim, STALL, self._draft.now)
+        return self._draft.finish()
+
+    def _next(self, with_offline: bool) -> Request | None:
+        state = self._state
+        for online in (state.running[RequestClass.ONLINE], state.waiting_online):
+            if online:
+                return online[0]
+        if not with_offline:
+            return None
+        running = min(state.running[RequestClass.OFFLINE], key=lambda r: r.spec.lane, default=None)
+        return running or next(state.waiting_offline.candidates(), None)
+
+    def _others(self, request: Request) -> Iterator[Request]:
+        """The others that run: offline before online, the last to arrive first, and those aside at the end."""
+        running = self._state.running
+        aside = [other for other in self._state.aside if other.status is RequestStatus.RUNNING]
+        groups = (running[RequestClass.OFFLINE], running[RequestClass.ONLINE], aside)
+        return iter([other for group in groups for other in reversed(group) if other is not request])
+
+    def _run(self, request: Request) -> bool:
+        """Whether the request is in the step with what is free now."""
+        if request.status is not RequestStatus.RUNNING:
+            return self._draft.admit(request, self._length)
+        start = request.num_computed_tokens
+        length = self._draft.allocation.grow_alone(request, self._length(start, request.num_pending_tokens))
+        if length:
+            self._draft.charge_and_add(request, length)
+        return length > 0
+
+    def _length(self, _start: int, wanted: int) -> int:
+        return min(wanted, self._draft.ledger.tokens_left, self._state.config.min_prefill_chunk)
