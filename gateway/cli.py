@@ -1,6 +1,6 @@
 """The `tidemill` command. Each command imports its dependencies when it runs, so `--help` loads no library.
 
-This module and engine/build.py are the composition root: no other gateway module imports the data plane.
+This module and engine/build are the composition root: no other gateway module imports the data plane.
 """
 
 import argparse

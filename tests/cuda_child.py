@@ -6,8 +6,8 @@ import sys
 import torch
 from fake_cuda_driver import fake_memory
 
-from engine import build
 from engine import engine as served
+from engine.execution import backend as backends
 from engine.execution.cuda import backend
 from engine.execution.cuda.device import CudaDevice
 from engine.loop.step_watch import StepLimits
@@ -23,7 +23,7 @@ class HostBackend(backend.CudaBackend):
 
 def pretend() -> None:
     """Have this process take the CPU for a GPU."""
-    build.find_backend = lambda _name: HostBackend()  # type: ignore[assignment, attr-defined]
+    backends.find_backend = lambda _name: HostBackend()  # type: ignore[assignment]
     torch.cuda.get_device_capability = lambda *_: (9, 0)  # type: ignore[assignment, misc]
     torch.cuda.mem_get_info = lambda *_: (2**34, 2**34)  # type: ignore[assignment]
     torch.cuda.get_device_name = lambda *_: "a stand-in"  # type: ignore[assignment]

@@ -172,7 +172,7 @@ def test_bytes_of_quantised_weights_are_those_that_are_kept(tmp_path: Path, tied
 def test_where_quantization_does_not_apply_it_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="--hidden-cache cannot be combined with --quantization"):
         EngineConfig(quantization="int8", hidden_cache=True)
-    monkeypatch.setattr("engine.build.find_backend", lambda _name: CudaBackend())
+    monkeypatch.setattr("engine.execution.backend.find_backend", lambda _name: CudaBackend())
     with pytest.raises(ConfigError, match="--quantization int8 is not supported on a GPU; set --device cpu"):
         plan_launch(EngineConfig(quantization="int8"))
 

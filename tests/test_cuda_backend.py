@@ -1,4 +1,4 @@
-"""The CUDA backend: what is refused, how much cache fits, and what build.py makes of it."""
+"""The CUDA backend: what is refused, how much cache fits, and what engine.build makes of it."""
 
 import dataclasses
 import importlib
@@ -104,8 +104,8 @@ def test_host_memory_that_is_not_there_is_refused_at_once(on_a_gpu: None, monkey
 
 @pytest.fixture
 def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """build.py takes the CUDA backend for what is the CPU."""
-    monkeypatch.setattr(build, "find_backend", lambda _name: backend.CudaBackend())
+    """engine.build takes the CUDA backend for what is the CPU."""
+    monkeypatch.setattr("engine.execution.backend.find_backend", lambda _name: backend.CudaBackend())
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     monkeypatch.setattr(backend, "launch_refusal", lambda: None)
     monkeypatch.setattr(backend, "triton_kernels", lambda: torch_ops)
@@ -114,13 +114,13 @@ def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 def plan_on_cpu(config: EngineConfig) -> LaunchPlan:
     """The plan with an estimate of this machine's memory."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(build, "find_backend", find_backend)
+        patch.setattr("engine.execution.backend.find_backend", find_backend)
         return build.plan_launch(config)
 
 
 @pytest.mark.usefixtures("on_a_gpu")
 def test_the_cache_gets_what_step_and_graphs_leave(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The seam in build.py, with the memory of a device made up: 3000 bytes for the largest step."""
+    """The seam in engine.build, with the memory of a device made up: 3000 bytes for the largest step."""
     write_config(tmp_path, llama_config())
     config = EngineConfig(
         model=str(tmp_path), device="cpu", dtype="float32", load_format="dummy", max_num_seqs=4,
@@ -194,12 +194,10 @@ def test_why_a_gpu_cannot_drop_layers_is_said_before_weights_are_read(
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (2**34, 2**34))
     monkeypatch.setattr(backend, "mapping_refusal", lambda _ordinal: "no such driver")
-    with pytest.raises(ConfigError, match="--overload drop: no such driver"):
+    with pytest.raises(ConfigError, match="--overload drop is not supported here: no such driver"):
         build.plan_launch(config)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (7, 5))
-    with pytest.raises(
-        ConfigError, match=r"--overload drop: our kernels do not run this model here: .* older than 8.0"
-    ):
+    with pytest.raises(ConfigError, match=r"--overload drop .*: our kernels do not run this .* older than 8.0"):
         build.plan_launch(config)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     monkeypatch.setattr(backend, "mapping_refusal", lambda _ordinal: None)

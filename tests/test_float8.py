@@ -231,7 +231,7 @@ def test_rounding_in_norms_and_gates_changes_no_bit(static: float | None) -> Non
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch):
     def has(capability: tuple[int, int]) -> None:
-        monkeypatch.setattr("engine.build.find_backend", lambda _name: CudaBackend())
+        monkeypatch.setattr("engine.execution.backend.find_backend", lambda _name: CudaBackend())
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (70 * 2**30, 80 * 2**30))

@@ -167,5 +167,5 @@ def test_what_it_does_not_go_with_is_said() -> None:
     with pytest.raises(ConfigError, match="hidden-cache"):
         EngineConfig(kv_cache_dtype="int8", hidden_cache=True)
     folder = model_folder("llama-gqa2")
-    with pytest.raises(ConfigError, match="our own families"):
+    with pytest.raises(ConfigError, match="transformers' modules run"):
         plan(model=str(folder), model_impl="transformers", kv_cache_dtype="int8")

@@ -250,7 +250,7 @@ def test_ranks_end_where_no_engine_comes_of_them(monkeypatch: pytest.MonkeyPatch
         found.append(rank_of(os.getpid()))
         raise ConfigError("no engine")
 
-    monkeypatch.setattr(build, "make_controller", fail)
+    monkeypatch.setattr("engine.build.join.make_controller", fail)
     with pytest.raises(ConfigError, match="no engine"):
         build.build_engine(config_of())
     assert has_ended(*found)
@@ -389,7 +389,7 @@ def test_models_that_cannot_be_divided_are_refused(tmp_path: Path) -> None:
 
 
 def test_each_rank_has_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(build, "find_backend", lambda _name: CudaBackend())
+    monkeypatch.setattr("engine.execution.backend.find_backend", lambda _name: CudaBackend())
     monkeypatch.setattr(CudaBackend, "devices", lambda _self: ["3"])
     with pytest.raises(ConfigError, match="--tensor-parallel-size 2 needs as many CUDA devices; 1 can be seen"):
         build.plan_launch(config_of(device="cuda"))

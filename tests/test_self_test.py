@@ -11,7 +11,6 @@ import tiny_transformers
 import torch
 from native_build import native_library
 
-from engine import build
 from engine.build import build_runner, plan_launch
 from engine.config import EngineConfig
 from engine.errors import ModelLoadError
@@ -176,7 +175,7 @@ def test_a_dropped_feature_is_noticed(feature: str, tmp_path: Path) -> None:
 
 def test_the_start_refuses_and_a_flag_serves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tiny_transformers.save("granite", tmp_path)
-    monkeypatch.setattr(build, "test_modules", lambda *_: "logits are 3 of their spread")
+    monkeypatch.setattr("engine.build.runner.test_modules", lambda *_: "logits are 3 of their spread")
     config = config_of(tmp_path)
     with pytest.raises(ModelLoadError, match=r"self-test: logits are 3 .*--no-self-test serves it"):
         build_runner(config, plan_launch(config))

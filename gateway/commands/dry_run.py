@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from engine import __version__, openmp
 from engine.config import EngineConfig
-from engine.machine.facts import share_out
+from engine.machine.facts import available_memory, share_out
 from gateway.commands.flags import Flag, Given, flags_of
 from gateway.commands.preflight import check_start
 from gateway.commands.report import line, report_launch, report_machine, size
@@ -114,7 +114,7 @@ def _look_ahead(config: EngineConfig, name: str, found: dict[str, Given], templa
         measured = f"from {profile.created_at}, {error}"
     return [
         *report_launch(plan, name),
-        line("memory", _memory(build, plan)),
+        line("memory", _memory(plan)),
         line("profile", measured),
         *(line("note", note) for note in notes),
     ]
@@ -139,9 +139,9 @@ def _decided(build: Any, config: EngineConfig, plan: Any, found: dict[str, Given
         )
 
 
-def _memory(build: Any, plan: Any) -> str:
+def _memory(plan: Any) -> str:
     stay = "" if plan.offload is None else f" ({size(plan.held_bytes)} resident)"
     need = f"weights {size(plan.weight_bytes)}{stay}, cache {size(plan.cache_bytes)}"
     if plan.device != "cpu":
         return f"{need}, of {plan.memory_utilization:.0%} of the device"
-    return f"{need}, of {size(build.memory.available_memory())} free"
+    return f"{need}, of {size(available_memory())} free"

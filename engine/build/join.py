@@ -1,0 +1,184 @@
+"""Joins a runner with its latency profile, scheduler, SLO keeper and grammars into an Engine."""
+
+import os
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from engine import __version__
+from engine.api import DroppableLayers, EngineInfo
+from engine.build.memory import gib, scheduler_config
+from engine.build.plan import plan_launch
+from engine.build.runner import build_runner
+from engine.colocation.controller import make_controller
+from engine.config import (
+    EngineConfig,
+    SchedulerConfig,
+)
+from engine.engine import Engine
+from engine.execution import backend as backends
+from engine.execution.plan import LaunchPlan
+from engine.execution.runner import Runner
+from engine.execution.stages import StagedRunner
+from engine.machine.facts import BUS_RATE
+from engine.machine.passing_thread import in_passing_thread
+from engine.models.implementation import OWN, TRANSFORMERS
+from engine.pooling import EmbeddingSpec, read_embedding_spec
+from engine.profiling.cache_costs import CacheTiers
+from engine.profiling.calibration import INSIDE_STRING, load_or_measure, load_profile
+from engine.scheduling.policies import find_policy
+from engine.structured.compiler import GrammarCompiler
+from engine.structured.prover_client import Prover
+from engine.structured.ready import Grammars
+from predictor.limits import UNITS_PER_BLOCK
+from predictor.profile import Profile, ProfileError, ProfileKey
+from predictor.slo import SLO
+
+
+def build_engine(
+    config: EngineConfig, plan: LaunchPlan | None = None, say: Callable[[str], None] = lambda _line: None
+) -> Engine:
+    """Load the model and join it with a scheduler; `start` the result in an event loop. Raises ConfigError.
+
+    `say` is told, a line each, what is measured and decided on the way.
+    """
+    plan = plan or plan_launch(config)
+    (
+        SLO.parse(config.slo),
+        find_policy(config.online_policy),
+    )  # what is wrong with them is said before the model is loaded
+    work = partial(_build, config, plan, say)
+    return in_passing_thread(work) if backends.find_backend(plan.device).leaves_workers else work()
+
+
+def _build(config: EngineConfig, plan: LaunchPlan, say: Callable[[str], None]) -> Engine:
+    runner, plan = build_runner(config, plan, say)
+    try:
+        return _join(config, plan, runner, say)
+    except BaseException:
+        if runner.ranks is not None:
+            runner.ranks.close()
+        raise
+
+
+def stored_profile(
+    config: EngineConfig, plan: LaunchPlan, say: Callable[[str], None]
+) -> tuple[LaunchPlan, Profile | None]:
+    """The plan with the kernels that steps would run by, and the latency profile that a start would find; None where
+    it would measure one. Sets this process up as a start does. Raises ConfigError."""
+    plan, _ = backends.find_backend(plan.device).prepare(config, plan, say)
+    try:
+        return plan, load_profile(profile_folder(config), profile_key(plan), plan.limits.held)
+    except ProfileError as error:
+        say(f"{error}; a start measures again")
+        return plan, None
+
+
+def profile_key(plan: LaunchPlan) -> ProfileKey:
+    """What a latency profile of this launch holds for."""
+    name = f"{plan.folder.name}, {plan.model.num_parameters} parameters"
+    if plan.ranks > 1:
+        name += f" on {plan.ranks} ranks"
+    if plan.implementation == TRANSFORMERS:
+        name += ", by transformers"
+    if plan.adapters:
+        name += f", adapters of rank {', '.join(str(each.rank) for each in plan.adapters)}"
+    device = backends.find_backend(plan.device).fingerprint(plan)
+    return ProfileKey(
+        name,
+        device + (f", {plan.offload}" if plan.offload else ""),
+        plan.precision,
+        __version__,
+        str(plan.limits.padding),
+        str(plan.limits.reach),
+    )
+
+
+def profile_folder(config: EngineConfig) -> Path:
+    if config.profile_dir:
+        return Path(config.profile_dir).expanduser()
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tidemill" / "profiles"
+
+
+def _join(config: EngineConfig, plan: LaunchPlan, runner: Runner[Any], say: Callable[[str], None]) -> Engine:
+    """Profile, SLO, budget and grammars around the runner."""
+    slo = SLO.parse(config.slo)
+    scheduler = scheduler_config(config, plan)
+    backend = backends.find_backend(plan.device)
+    copy_rate = backend.copy_rate() if plan.host_units else BUS_RATE
+    tiers = CacheTiers(scheduler.scratch_blocks, scheduler.host_units, scheduler.unit_bytes, copy_rate)
+    profile = load_or_measure(
+        profile_folder(config),
+        runner,
+        plan.limits.held,
+        plan.spec.vocab_size,
+        profile_key(plan),
+        config.profile_seconds,
+        say,
+        tiers,
+        len(plan.adapters),
+        partial(runner.can_enforce, INSIDE_STRING),
+        partial(backend.busy_share, plan),
+    )
+    core, colocation, tuner = make_controller(config, scheduler, profile, slo, profile_folder(config), say)
+    info = _info(plan, scheduler)
+    if plan.spec.state_bytes:
+        say(_tell_checkpoints(plan, scheduler))
+    steps = backend.make_staged(config, plan, runner) if plan.droppable else runner
+    if isinstance(steps, StagedRunner):
+        sizes = DroppableLayers(steps.num_layers, steps.layer_bytes, steps.unit_layer_bytes, plan.limits.num_units)
+        info = replace(info, droppable=sizes)
+    say(str(info.embedding))
+    return Engine(
+        core,
+        steps,
+        info,
+        device_lost=runner.lost,
+        colocation=colocation,
+        tuner=tuner,
+        grammars=None if runner.grammars is None else _make_grammars(runner.grammars),
+        ranks=runner.ranks,
+    )
+
+
+def _make_grammars(compiler: GrammarCompiler) -> Grammars:
+    """Load the tokenizer before the first request comes, since that holds the interpreter's lock."""
+    with suppress(OSError, ValueError):  # a request with a grammar is refused then
+        compiler.load()
+    return Grammars(compiler, Prover(compiler))
+
+
+def _tell_checkpoints(plan: LaunchPlan, scheduler: SchedulerConfig) -> str:
+    """From where prompts with recurrent layers go on."""
+    if not scheduler.state_slots:
+        return "no checkpoints of recurrent layers: prompts are computed from their first token on"
+    taken = gib(scheduler.state_slots * plan.spec.state_bytes)
+    host = f", {scheduler.host_state_slots} more on the host" if scheduler.host_state_slots else ""
+    return f"{scheduler.state_slots} checkpoints of recurrent layers, {taken} of the cache's memory{host}"
+
+
+def _embedding(plan: LaunchPlan) -> EmbeddingSpec:
+    if plan.implementation == OWN:
+        return read_embedding_spec(plan.folder, plan.spec.hidden_size)
+    return EmbeddingSpec(None, plan.spec.hidden_size, False, "transformers' modules run this model")
+
+
+def _info(plan: LaunchPlan, scheduler: SchedulerConfig) -> EngineInfo:
+    return EngineInfo(
+        max_model_len=plan.limits.max_model_len,
+        vocab_size=plan.spec.vocab_size,
+        eos_token_ids=plan.spec.eos_token_ids,
+        architecture=plan.spec.architecture,
+        dtype=plan.precision,
+        device=plan.device,
+        num_parameters=plan.model.num_parameters,
+        cache_tokens=plan.limits.num_units // UNITS_PER_BLOCK * plan.limits.block_size,
+        block_size=plan.limits.block_size,
+        max_num_seqs=plan.limits.max_num_seqs,
+        embedding=_embedding(plan),
+        adapters=tuple(each.name for each in plan.adapters),
+        shares_prefixes=scheduler.enable_prefix_caching,
+    )

@@ -1,0 +1,203 @@
+"""The plan of a launch: everything that is known before the weights are loaded."""
+
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import engine.models.demo
+from engine.adapters import parse_adapters
+from engine.build.memory import gib, with_cache
+from engine.build.refusals import check_model, floats_refusal
+from engine.config import (
+    EngineConfig,
+    parse_offload,
+    step_limits,
+)
+from engine.errors import ConfigError
+from engine.execution import backend as backends
+from engine.execution import memory
+from engine.execution.backend import Backend
+from engine.execution.offload import plan_offload
+from engine.execution.plan import FLOAT8, STORED_FLOATS, STORED_INTEGERS, LaunchPlan
+from engine.models.checkpoint import stored_bytes
+from engine.models.hub import cached_folder, is_hub_id, resolve_model_folder
+from engine.models.implementation import OWN, TRANSFORMERS, Choice, choose
+from engine.models.lora import plan_adapter
+from engine.models.sharding import divide
+from engine.models.spec import ModelShape, ModelSpec, resolve_max_model_len
+from engine.models.transformers_model import TransformersShape
+from engine.models.weights import torch_dtype
+from engine.refusals import unsupported
+from predictor.limits import Limits
+from predictor.reach import Reach
+
+
+def resolve_model(config: EngineConfig) -> Path:
+    """The folder of the checkpoint, the packaged demo model's if none is named. Raises ModelLoadError."""
+    if config.model:
+        return resolve_model_folder(config.model, config.revision)
+    assert engine.models.demo.__file__ is not None
+    return Path(engine.models.demo.__file__).parent / "weights"
+
+
+def local_config(config: EngineConfig) -> EngineConfig | None:
+    """The configuration with a model that is on this machine; None where it would have to be fetched."""
+    if not config.model or Path(config.model).expanduser().is_dir() or not is_hub_id(config.model):
+        return config
+    folder = cached_folder(config.model, config.revision)
+    return None if folder is None else replace(config, model=str(folder), revision=None)
+
+
+def plan_launch(config: EngineConfig) -> LaunchPlan:
+    """Decide how a configuration runs on this machine. Raises ConfigError for what cannot run."""
+    folder = resolve_model(config)
+    choice = choose(folder, config.model_impl)
+    spec = choice.shape
+    backend = backends.find_backend(config.device)
+    if refusal := backend.config_refusal(config):
+        raise ConfigError(refusal)
+    dtype, note = (config.dtype, None) if config.dtype != "auto" else backend.choose_dtype(spec, config)
+    foreign = choice.implementation == TRANSFORMERS
+    whole, spec = _divided(config, choice, backend)
+    check_model(config, choice, backend, dtype)
+    by = f"transformers' modules run {spec.architecture}: {choice.why}" if foreign else None
+    refusal = backend.refusal(spec, dtype)
+    slow = f"slow attention by torch's own operators: {refusal}" if refusal else None
+    quantization, unrounded = _quantization(config, choice, backend), None
+    if quantization == STORED_FLOATS:
+        dtype = "bfloat16"
+    if quantization == FLOAT8:
+        quantization, dtype, unrounded = _float8(dtype, backend.float8_refusal())
+    plan = LaunchPlan(
+        folder=folder,
+        spec=spec,
+        device=backend.name,
+        dtype=dtype,
+        limits=Limits(
+            *step_limits(config, wide=backend.is_wide()),
+            resolve_max_model_len(spec, config.max_model_len),
+            num_units=0,
+            block_size=config.block_size,
+            reach=Reach.of((whole or spec).windows),
+        ),
+        weight_bytes=memory.weight_bytes(spec, torch_dtype(dtype), quantization, config.tensor_parallel_size),
+        quantization=quantization,
+        implementation=choice.implementation,
+        int8_cache=config.kv_cache_dtype == "int8",
+        memory_utilization=config.gpu_memory_utilization,
+        droppable=config.overload == "drop",
+        ranks=config.tensor_parallel_size,
+        whole=whole,
+        notes=tuple(each for each in (by, note, slow, unrounded, _state_note(spec)) if each),
+    )
+    if plan.ranks > 1:
+        note = f"each layer is divided among {plan.ranks} ranks, of which each has {gib(plan.weight_bytes)} of weights"
+        plan = replace(plan, notes=(*plan.notes, note))
+    plan = _with_adapters(_with_offload(_with_storage(plan, config), config), config)
+    plan = replace(plan, limits=replace(plan.limits, padding=backend.padding(plan)))
+    return with_cache(plan, config, backend.cache_bytes(plan, None))
+
+
+def _divided(config: EngineConfig, choice: Choice, backend: Backend) -> tuple[ModelSpec | None, ModelShape]:
+    """What is divided among ranks, and the part that each has; None, and the model, where all of it is on one. Raises
+    ConfigError, or ModelLoadError for sizes that cannot be divided."""
+    ranks, spec = config.tensor_parallel_size, choice.shape
+    if ranks == 1:
+        return None, spec
+    flag = f"--tensor-parallel-size {ranks}"
+    if not isinstance(spec, ModelSpec):
+        raise unsupported(flag, f"transformers' modules run {spec.architecture}")
+    if (devices := backend.devices()) is not None and len(devices) < ranks:
+        raise ConfigError(f"{flag} needs as many {backend.name.upper()} devices; {len(devices)} can be seen")
+    return spec, divide(spec, ranks)
+
+
+def _state_note(spec: ModelShape) -> str | None:
+    """What recurrent layers cost a user; None without any."""
+    if not spec.state_bytes:
+        return None
+    return (
+        f"recurrent layers keep up to {spec.state_bytes / 2**20:.3g} MiB of each running request, and as much of each "
+        "prefix that others may start behind"
+    )
+
+
+def _quantization(config: EngineConfig, choice: Choice, backend: Backend) -> str:
+    """Of the linear layers: what is asked for, or else the integers, or the floats of 8 bits, that the checkpoint
+    stores, where the backend runs them as they are. Layers that stream, and K and V restored from hidden state beside
+    integers, are of unpacked weights."""
+    packing, streams = choice.shape.packing, parse_offload(config.offload_weights) is not None
+    if config.quantization != "none" or packing is None or config.load_format == "dummy":
+        return config.quantization
+    if config.tensor_parallel_size > 1:
+        return "none"  # scales are of whole outputs or blocks
+    if choice.implementation != OWN or streams:
+        return "none"
+    if packing.floats and floats_refusal(config, packing, backend) is None:
+        return STORED_FLOATS
+    return STORED_INTEGERS if packing.integers and backend.multiplies_integers and not config.hidden_cache else "none"
+
+
+def _float8(dtype: str, refusal: str | None) -> tuple[str, str, str | None]:
+    """Quantization and type of what was asked to run in floats of 8 bits, and a line where it does not."""
+    if refusal is not None:
+        return "none", dtype, f"--quantization fp8: {refusal}; weights stay in {dtype}"
+    return FLOAT8, "bfloat16", None
+
+
+def _with_storage(plan: LaunchPlan, config: EngineConfig) -> LaunchPlan:
+    """The plan with a line on what a checkpoint of few bits takes. Raises ModelLoadError if its files are missing."""
+    packing = plan.spec.packing
+    if packing is None or config.load_format == "dummy":
+        return plan
+    note = f"{packing.name}: {gib(stored_bytes(plan.folder))} on disk, {gib(plan.weight_bytes)} in memory"
+    if plan.quantization == FLOAT8:
+        note += ", as they are stored" if packing.floats else ", unpacked at load and rounded again"
+    if plan.quantization == STORED_FLOATS:
+        note += f", {'with the scales of inputs that are stored' if packing.static else 'a scale for each token'}"
+    if plan.quantization == "none":
+        note += f", unpacked to {plan.dtype} at load" + (", as layers are divided" if plan.ranks > 1 else "")
+        backend = backends.find_backend(plan.device)
+        rounds = backend.multiplies_integers
+        if plan.ranks == 1 and not rounds and (why := floats_refusal(config, packing, backend)):
+            note += f": {why}"
+        if rounds and plan.implementation == OWN and not config.hidden_cache:
+            smaller = memory.weight_bytes(plan.spec, torch_dtype(plan.dtype), "int8")
+            note += f" ({gib(smaller)} with --quantization int8)"
+    return replace(plan, notes=(*plan.notes, note))
+
+
+def _with_adapters(plan: LaunchPlan, config: EngineConfig) -> LaunchPlan:
+    """The plan with its LoRA adapters. Raises ConfigError, or ModelLoadError for one that is not supported."""
+    if not config.lora:
+        return plan
+    if isinstance(plan.spec, TransformersShape) and plan.spec.recurrent:
+        raise unsupported("--lora", f"{plan.spec.architecture} has recurrent layers")
+    adapters = tuple(plan_adapter(each, plan.spec) for each in parse_adapters(config.lora))
+    size = 4 * sum(each.num_parameters for each in adapters)  # native kernels may want them in float32
+    how = None if plan.implementation == TRANSFORMERS else backends.find_backend(plan.device).adapted_steps(plan)
+    plan = replace(plan, adapters=adapters, adapter_bytes=size)
+    if how is None:
+        return plan
+    return replace(plan, notes=(*plan.notes, f"steps with rows of adapters run {how}"))
+
+
+def _with_offload(plan: LaunchPlan, config: EngineConfig) -> LaunchPlan:
+    """The plan with the layers that stream. Then steps may be large, unless the configuration says how large: who takes
+    part in one shares the cost of the stream. Raises ConfigError."""
+    wanted = parse_offload(config.offload_weights)
+    if wanted is None:
+        return plan
+    if plan.implementation == TRANSFORMERS:
+        raise unsupported("--offload-weights", f"transformers' modules run {plan.spec.architecture}")
+    budget = backends.find_backend(plan.device).weight_room(plan) if math.isinf(wanted) else int(wanted * 2**30)
+    offload = plan_offload(plan.own, torch_dtype(plan.dtype).itemsize, plan.quantization, budget)
+    if offload is None:
+        return plan
+    seqs, tokens = step_limits(config, wide=True)
+    limits = replace(plan.limits, max_num_seqs=seqs, max_num_batched_tokens=tokens)
+    note = (
+        f"{offload}: {gib(offload.held_bytes)} of weights stay, {gib(offload.streamed_bytes)} pass through in every "
+        f"step, which holds up to {limits.max_num_seqs} requests and {limits.max_num_batched_tokens} tokens"
+    )
+    return replace(plan, offload=offload, limits=limits, notes=(*plan.notes, note))

@@ -1,0 +1,179 @@
+"""The runner of a plan: weights, adapters, kernels and self-test, on one rank or several."""
+
+import importlib
+import zlib
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from engine.build.memory import gib, host_bytes, with_cache
+from engine.build.plan import plan_launch
+from engine.config import (
+    EngineConfig,
+)
+from engine.errors import ConfigError, ModelLoadError
+from engine.execution import backend as backends
+from engine.execution.backend import Backend
+from engine.execution.masks import FOREVER, MAX_FORCED, PATIENCE
+from engine.execution.offload import Offload
+from engine.execution.plan import LaunchPlan
+from engine.execution.ranks.follower import Follower
+from engine.execution.ranks.group import LOADED, MADE, Group, Seat
+from engine.execution.runner import Device, Runner
+from engine.execution.self_test import LIMITS as TEST_LIMITS
+from engine.execution.self_test import test_family, test_modules
+from engine.models.checkpoint import load_weights
+from engine.models.implementation import OWN
+from engine.models.linear import MakeLinear
+from engine.models.lora import Delta, Site, load_adapter
+from engine.models.sharding import Shard
+from engine.models.spec import ModelSpec
+from engine.models.streaming import StreamedLayers
+from engine.models.transformers_model import TransformersModel, TransformersShape, load_model
+from engine.models.weights import Gather, ModelWeights
+from engine.structured.compiler import GrammarCompiler
+from predictor.limits import Limits
+from predictor.slo import SLO
+
+
+def build_runner(
+    config: EngineConfig, plan: LaunchPlan, say: Callable[[str], None] = lambda _line: None
+) -> tuple[Runner[Any], LaunchPlan]:
+    """Load the model; the plan comes back with the cache size that the device really has. Raises ConfigError.
+
+    Where its layers are divided this is the first rank, and the others are processes that the runner has (`ranks`).
+    """
+    if plan.ranks == 1:
+        return _make_runner(config, plan, say, None)
+    own = replace(config, model=str(plan.folder), revision=None, self_test=False)
+    ranks: Any = importlib.import_module("engine.execution.ranks.leader")  # msgspec comes with it
+    leader = ranks.Leader(own, plan.limits, backends.find_backend(plan.device).devices() or ())
+    try:
+        runner, plan = _make_runner(config, plan, say, leader)
+        leader.reached(MADE)
+    except BaseException:
+        leader.close()
+        raise
+    leader.listen()
+    runner.ranks = leader
+    return runner, plan
+
+
+def build_follower(config: EngineConfig, limits: Limits, seat: Seat) -> Follower:
+    """Another rank than the first, whose plan had these limits. Raises ConfigError, or what keeps it from others."""
+    plan = replace(plan_launch(config), limits=limits)
+    runner, _ = _make_runner(config, plan, lambda _line: None, seat)
+    seat.reached(MADE)
+    return Follower(runner.device)
+
+
+def _make_runner(
+    config: EngineConfig, plan: LaunchPlan, say: Callable[[str], None], seat: Seat | None
+) -> tuple[Runner[Any], LaunchPlan]:
+    backend = backends.find_backend(plan.device)
+    plan, make = backend.prepare(config, plan, say)
+    _test_family(config, plan, make, backend)
+    group = None if seat is None else seat.join(torch.device(plan.device))
+    if group is not None:
+        _compare_kernels(plan, group)
+    transport = None if plan.offload is None else backend.transport(plan)
+    gather = backend.resident(plan)
+    if plan.offload is not None and transport is not None:
+        gather = partial(StreamedLayers, streamed=plan.offload.streamed, transport=transport)
+    shard = None if seat is None or group is None else Shard(seat.rank, plan.ranks, group.total, group.gather)
+    weights = _load(config, plan, make, gather, shard, backend)
+    if plan.offload is not None and transport is not None:
+        plan = replace(plan, stream_seconds=_tell_floor(config, plan.offload, transport.seconds(), say))
+    adapted = _load_adapters(plan, weights)
+    if seat is not None:
+        seat.reached(LOADED)
+    plan = with_cache(plan, config, backend.cache_bytes(plan, weights), group)
+    if plan.host_units and config.swap_space is None:
+        say(f"{gib(host_bytes(plan))} of host memory keep what the cache has no room for; --swap-space says how much")
+    runner, plan = backend.make_runner(config, plan, weights, say)
+    if group is not None:
+        runner.device.join(group.share)
+    for number, deltas in enumerate(adapted, 1):
+        runner.device.adapt(number, deltas)
+    grammars = GrammarCompiler(plan.folder, plan.spec.vocab_size, plan.spec.eos_token_ids)
+    patience = FOREVER if plan.spec.state_bytes else PATIENCE
+    runner.enforce(grammars, MAX_FORCED, patience)
+    return runner, plan
+
+
+def _compare_kernels(plan: LaunchPlan, group: Group) -> None:
+    """Raises ConfigError where ranks run by different kernels: what they add has another type and stride then."""
+    own = zlib.crc32(plan.kernels.encode())
+    if group.least((own, -own)) != [own, -own]:
+        raise ConfigError(f"ranks run by different kernels, the first one by {plan.kernels}: say --cpu-kernels torch")
+
+
+def _load_adapters(plan: LaunchPlan, weights: ModelWeights | TransformersModel) -> list[dict[Site, Delta]]:
+    if plan.adapters and isinstance(weights, TransformersModel):
+        weights.take_adapters(plan.adapters)
+    return [load_adapter(each, plan.spec, _like(weights)) for each in plan.adapters]
+
+
+def _like(weights: ModelWeights | TransformersModel) -> Tensor:
+    return weights.like if isinstance(weights, TransformersModel) else weights.embedding
+
+
+def _load(
+    config: EngineConfig, plan: LaunchPlan, make: MakeLinear, gather: Gather, shard: Shard | None, backend: Backend
+) -> ModelWeights | TransformersModel:
+    common: dict[str, Any] = {
+        "dtype": plan.dtype, "device": plan.device, "load_format": config.load_format, "seed": config.seed, "make": make
+    }  # fmt: skip
+    if not isinstance(plan.spec, TransformersShape):
+        whole = plan.whole or plan.own
+        return load_weights(whole, plan.folder, **common, gather=gather, stored=plan.stored, shard=shard)
+    model = load_model(plan.spec, plan.folder, **common)
+    if config.self_test:
+        _refuse(plan, test_modules(model, backend.module_attention(model, TEST_LIMITS)[0]))
+    return model
+
+
+def _test_family(config: EngineConfig, plan: LaunchPlan, make: MakeLinear, backend: Backend) -> None:
+    """Refuse a model of ours that does not answer as transformers does. The packaged model, random weights and layers
+    that round their inputs are not tested, nor are all backends. Raises ModelLoadError."""
+    rounded, invented = "none" not in (config.quantization, plan.quantization), config.load_format == "dummy"
+    if not (config.self_test and config.model and backend.tests_families and plan.implementation == OWN):
+        return
+    if rounded or invented:
+        return
+    quick = replace(config, profile_seconds=0.0)
+
+    def device_of(spec: ModelSpec, weights: ModelWeights) -> Device:
+        small = replace(
+            plan,
+            spec=spec,
+            limits=TEST_LIMITS,
+            scratch_blocks=0,
+            host_units=0,
+            offload=None,
+            int8_cache=False,
+        )
+        device: Device = backend.make_runner(quick, small, weights, lambda _line: None)[0].device
+        return device
+
+    _refuse(plan, test_family(plan.whole or plan.own, plan.folder, plan.dtype, device_of, make))
+
+
+def _refuse(plan: LaunchPlan, wrong: str) -> None:
+    if wrong:
+        raise ModelLoadError(f"{plan.folder}: self-test: {wrong}; --no-self-test serves it all the same")
+
+
+def _tell_floor(config: EngineConfig, offload: Offload, seconds: float, say: Callable[[str], None]) -> float:
+    """Say what streaming costs a step, and which objectives are out of reach for it; `seconds` of a layer. Gives those
+    of a step."""
+    floor, rate = len(offload.streamed) * seconds, offload.layer_bytes / seconds
+    say(f"{offload}, {rate / 1e9:.2g} GB/s: a step takes at least {floor * 1e3:.0f} ms")
+    lost = [str(each) for each in SLO.parse(config.slo).objectives if each.limit is not None and each.limit < floor]
+    if lost:
+        say(f"{', '.join(lost)} cannot be met: one step takes longer; batch work is not affected")
+    return floor
