@@ -20,7 +20,7 @@ from engine.errors import EngineUnavailableError, TidemillError
 from engine.fleet.client import FleetClient
 from engine.machine.link import LinkLostError
 from engine.process import frames, stage
-from engine.process.calls import Calls
+from engine.process.link import Calls
 from engine.process.regroup import Regrouping
 from engine.process.requests import OpenRequest
 from engine.scheduling.moving import MovedRequest

@@ -25,8 +25,7 @@ from engine.api import (
 from engine.errors import EngineUnavailableError, QueueFullError, TidemillError
 from engine.fleet.client import FleetClient
 from engine.fleet.routing import ROUTERS
-from engine.process.handover import hand_over, take_over
-from engine.process.requests import OpenRequest, OpenRequests
+from engine.process.requests import OpenRequest, OpenRequests, hand_over, take_over
 from engine.process.suspects import Suspects
 from engine.stream import RequestStream
 

@@ -33,7 +33,7 @@ from engine.fleet.prefixes import MAX_BLOCKS, PrefixMemory, prefix_chain
 from engine.fleet.routing import Prompt, sal_load
 from engine.fleet.totals import info_of_all, total
 from engine.machine.facts import HOST_ENGINES, Place, share_out
-from engine.process.given import Given
+from engine.process.link import Given
 from predictor.judge import Standing
 
 

@@ -51,7 +51,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Any
 async def begun(fleet: FleetClient, asked: "asyncio.Task[Any]") -> None:
     """Both engines compute."""
     await until(
-        lambda: asked.done() or all(any(e.token_ids for e in m.engine._open) for m in fleet._members)  # type: ignore[attr-defined]
+        lambda: asked.done() or all(any(e.token_ids for e in m.engine._requests.open) for m in fleet._members)  # type: ignore[attr-defined]
     )
     assert not asked.done()
 

@@ -35,8 +35,8 @@ from engine.machine import interpreter
 from engine.machine.child import die_with_parent
 from engine.process import frames, sabotage
 from engine.process.causes import START, SYSTEM, is_of_system, start_error
-from engine.process.connection import Connection
 from engine.process.golden import HOUR, Golden, golden_file
+from engine.process.link import Connection
 from engine.process.orders import WHOLE, Past
 from engine.process.stage import Stage
 

@@ -15,12 +15,11 @@ COUNTERS = tuple(field.name for field in fields(EngineStats) if field.name not i
 
 
 class Figures:
-    """`last` is what the process of now said last; `restarts` and `resumed` are counted outside of it."""
+    """`last`: the figures that the process of now gave last; `restarts` are counted outside of it."""
 
     def __init__(self) -> None:
         self.last = EngineStats()
         self.restarts: Counter[str] = Counter()
-        self.resumed = 0
         self._before = EngineStats()
 
     def process_ended(self) -> None:
@@ -29,8 +28,9 @@ class Figures:
         empty = EngineStats()
         self.last = replace(self.last, **{name: getattr(empty, name) for name in COUNTERS})
 
-    def total(self) -> EngineStats:
-        return replace(self.last, **self._summed(), restarts=dict(self.restarts), resumed_requests=self.resumed)
+    def total(self, resumed: int) -> EngineStats:
+        """Return the sum over all processes. `resumed`: requests that went on in another process."""
+        return replace(self.last, **self._summed(), restarts=dict(self.restarts), resumed_requests=resumed)
 
     def _summed(self) -> dict[str, Any]:
         return {name: _sum(getattr(self._before, name), getattr(self.last, name)) for name in COUNTERS}

@@ -7,10 +7,9 @@ from functools import partial
 from engine.api import FinishReason
 from engine.errors import EngineUnavailableError
 from engine.process import frames
-from engine.process.calls import Calls, GoneError
-from engine.process.handover import take_over
+from engine.process.link import Calls, GoneError
 from engine.process.orders import Order, Past, Reset
-from engine.process.requests import OpenRequest, OpenRequests
+from engine.process.requests import OpenRequest, OpenRequests, take_over
 from engine.process.suspects import Suspects
 
 

@@ -1,12 +1,17 @@
-"""The requests that are open in an engine process: what it takes to go on with them in the next one."""
+"""The open requests of an engine: all that the next process needs to go on with them, and the deaths that they are
+suspected of."""
 
-from collections.abc import Callable, Iterable, Iterator
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from engine.api import EngineRequest, FinishReason, Lane, RequestClass, RequestOutput, RequestTimes, Resumption
-from engine.errors import EngineUnavailableError, ErrorInfo, TidemillError
-from engine.process.suspects import Suspicion
+from engine.errors import EngineStepError, EngineUnavailableError, ErrorInfo, TidemillError
+from engine.process.reputation import Reputation
+from engine.process.suspects import Suspects, Suspicion, Verdict
 from engine.stream import RequestStream
+
+log = logging.getLogger("tidemill.engine")
 
 
 @dataclass(slots=True)
@@ -128,3 +133,122 @@ class OpenRequests:
         for request_id, entry in list(self._by_id.items()):
             self.pop(request_id)
             entry.end(FinishReason.ERROR, now, EngineUnavailableError(why, retry_after=5.0))
+
+
+def hand_over(requests: OpenRequests, suspects: Suspects, *, given_up: bool) -> list[OpenRequest]:
+    """Take out what another engine is to go on with: all but suspects, which are tried where they are. Of an engine
+    that is `given_up` all, but none for a second time: what several engines have died with is not carried further."""
+    taken = requests.take(lambda e: not e.moved if given_up else e.request.request_id not in suspects)
+    for entry in taken:
+        entry.moved = entry.moved or given_up
+        entry.suspicion = suspects.release(entry.request.request_id)
+    return taken
+
+
+def take_over(entries: Sequence[OpenRequest], requests: OpenRequests, suspects: Suspects) -> list[OpenRequest]:
+    """Take them in with what is held against them; returns those that may run beside others."""
+    for entry in entries:
+        requests.add(entry)
+        if entry.suspicion is not None:
+            suspects.admit(entry.request.request_id, entry.suspicion)
+            entry.suspicion = None
+    return [entry for entry in entries if entry.request.request_id not in suspects]
+
+
+class Requests:
+    """The open requests, the suspects among them, and the reputation of requests that have left."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self.open = OpenRequests()
+        self.suspects = Suspects()
+        self._reputation = Reputation()
+        self._unjudged: set[float] = set()
+        self._clock = clock
+
+    def find(self, request_id: str) -> OpenRequest | None:
+        """Return an open request."""
+        return self.open.get(request_id)
+
+    def innocent(self, entries: Iterable[OpenRequest]) -> list[OpenRequest]:
+        """Return those that may run beside others."""
+        return [entry for entry in entries if entry.request.request_id not in self.suspects]
+
+    def resumed(self, entry: OpenRequest) -> EngineRequest | None:
+        """Return the request as the next process must be given it; None if it has ended meanwhile."""
+        name = entry.request.request_id
+        return entry.resumed(self.suspects.apart_until(name)) if self.open.get(name) is entry else None
+
+    def next_trial(self) -> OpenRequest | None:
+        """Return the next suspect to run alone, if it is its turn."""
+        name = self.suspects.next_trial(self._clock())
+        return None if name is None else self.open.get(name)
+
+    def recognise(self, entries: Sequence[OpenRequest]) -> bool:
+        """Return whether one of the requests is a suspect by its content. All count as accepted then.
+
+        Raise EngineStepError for content that is proven to end processes.
+        """
+        for entry in entries:
+            known = self._reputation.find(entry.request, self._clock())
+            if known is not None:
+                suspicion, guilty = known
+                if guilty:
+                    raise EngineStepError(f"The engine process ended {suspicion.deaths} times while it computed this.")
+                self.suspects.admit(entry.request.request_id, suspicion)
+        if len(self.innocent(entries)) == len(entries):
+            return False
+        self.open.accept(entry.request.request_id for entry in entries)
+        return True
+
+    def release(self, request_id: str) -> OpenRequest | None:
+        """Take out a request that leaves before its end, and keep what is held against it by its content."""
+        entry = self.open.pop(request_id)
+        if entry is not None and (suspicion := self.suspects.release(request_id)) is not None:
+            self._reputation.remember(entry.request, suspicion, self._clock())
+            self._unjudged.update(suspicion.died_at)
+        return entry
+
+    def got_on(self, entry: OpenRequest, output: RequestOutput) -> set[float]:
+        """Note an output. Return the times of deaths that count no more: the engine works without the requests that
+        were in them."""
+        if self.suspects.got_on(output.request_id, entry.num_computed):
+            self._reputation.forget(entry.request)
+        elif self._unjudged and output.token_ids and output.request_id not in self.suspects:
+            forgiven, self._unjudged = self._unjudged, set()
+            return forgiven
+        return set()
+
+    def end(self, request_id: str) -> None:
+        """Forget a request that has had its last output."""
+        self.open.pop(request_id)
+        self.suspects.forget(request_id)
+
+    def in_flight(self, recorded: Mapping[str, int]) -> dict[str, int]:
+        """Return the tokens of those recorded requests that are open."""
+        return {name: tokens for name, tokens in recorded.items() if name in self.open}
+
+    def resume_after(self) -> list[OpenRequest]:
+        """Return what a new process goes on with at once; suspects follow when one of those that stream gets on."""
+        resumed = self.innocent(self.open.accepted())
+        streams = [entry.request.request_id for entry in resumed if entry.is_online and entry.last is not None]
+        self.suspects.after(streams, self._clock())
+        return resumed
+
+    def acquit_all(self) -> None:
+        """Forget what is held by content: other weights or another engine run from now on."""
+        self._reputation.clear()
+
+    def end_guilty(self, verdict: Verdict) -> None:
+        """End a request that is proven to end processes, and suspects of the same content."""
+        now, guilty = self._clock(), self.open.get(verdict.request_id)
+        assert guilty is not None, "only open requests are suspected"
+        self._reputation.remember(guilty.request, verdict.suspicion, now, guilty=True)
+        for entry in self.open:
+            name = entry.request.request_id
+            known = self._reputation.find(entry.request, now) if entry is guilty or name in self.suspects else None
+            if known is None or not known[1]:
+                continue
+            log.error("request %s ended the engine process %d times; it ends now", name, verdict.deaths)
+            self.end(name)
+            message = f"The engine process ended {verdict.deaths} times while it computed this request."
+            entry.end(FinishReason.ERROR, now, EngineStepError(message))

@@ -3,6 +3,7 @@
 Knows nothing of requests.
 """
 
+import asyncio
 import contextlib
 import logging
 import mmap
@@ -29,6 +30,7 @@ from engine.process import frames
 
 log = logging.getLogger("tidemill.engine")
 
+REAP_SECONDS = 0.05
 _TUNABLES, _HUGE_PAGES = "GLIBC_TUNABLES", "glibc.malloc.hugetlb"
 
 
@@ -208,3 +210,15 @@ def remove(pid_file: Path | None) -> None:
     if pid_file is not None:
         with contextlib.suppress(OSError):
             pid_file.unlink(missing_ok=True)
+
+
+async def reaped(child: Endpoint, within: float | None = None) -> str:
+    """Return how a child ended. Raises TimeoutError. Polls where the system gives no thread to wait in."""
+    try:
+        return await asyncio.to_thread(child.reap, within)
+    except RuntimeError:
+        async with asyncio.timeout(within):
+            while True:
+                with contextlib.suppress(TimeoutError):
+                    return child.reap(0.0)
+                await asyncio.sleep(REAP_SECONDS)

@@ -1,0 +1,381 @@
+"""The life of an engine: one process after another is started, watched, judged when it dies, and started again."""
+
+import asyncio
+import logging
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+
+from engine.api import EngineInfo, EngineState
+from engine.errors import EngineUnavailableError
+from engine.loop.step_watch import StepLimits, StepWatch
+from engine.machine.activity import Activity
+from engine.process import frames
+from engine.process.causes import RENEWED, START, SYSTEM, Origin, is_of_system, origin_of, start_error
+from engine.process.figures import Figures
+from engine.process.flights import Flights
+from engine.process.judge import DeathJudge
+from engine.process.launcher import Launcher, end_now
+from engine.process.link import Link
+from engine.process.requests import Requests
+from engine.process.supervisor import Endpoint, reaped
+
+log = logging.getLogger("tidemill.engine")
+
+RETRY_AFTER = 5.0
+"""Seconds; about what a start takes."""
+START_SECONDS = 900.0
+"""The longest start: model, profile and first step."""
+STOP_SECONDS = 2.0
+SPARE_SECONDS = 1.0
+"""After the start of a process, until the next one is made ready."""
+_LEVELS = {Origin.ASKED: logging.INFO, Origin.SYSTEM: logging.DEBUG}
+STARTED_ANYWAY = "the engine is being started anyway"
+
+
+class ProcessLife:
+    """`requests` are judged with each process that dies; `figures` counts restarts. `down` is called when there is no
+    process any more, `changed` when one comes or goes.
+
+    `judge`: decides when the next process starts. `waits`: requests wait here for it, rather than at another engine.
+    `spare`: the next process is kept
+    ready while one runs. `flights` keeps the last steps of processes. `silence`: the longest time without a pulse.
+    """
+
+    def __init__(
+        self,
+        launcher: Launcher,
+        link: Link,
+        requests: Requests,
+        figures: Figures,
+        *,
+        judge: DeathJudge,
+        flights: Flights | None,
+        silence: StepLimits,
+        clock: Callable[[], float],
+        waits: bool,
+        spare: bool,
+        down: Callable[[], None],
+        changed: Callable[[], None],
+    ) -> None:
+        self.launcher = launcher
+        self.judge = judge
+        self.info: EngineInfo | None = None
+        self.child: Endpoint | None = None
+        self.pulse: frames.Pulse | None = None
+        self.ready = asyncio.Event()
+        self.turned = asyncio.Event()
+        """Set when a process has come, or will not; waiting requests look again."""
+        self.death: str | None = None
+        self.dead = asyncio.Event()
+        self.draining = self.judged = self.has_worked = False
+        self._link = link
+        self._requests = requests
+        self._figures = figures
+        self._flights = flights
+        self._watch = StepWatch(silence, self._on_silence, self._read_activity)
+        self._clock = clock
+        self._waits = waits
+        self._spare = spare
+        self._down = down
+        self._changed = changed
+        self._cause: str | None = None
+        self._lost: asyncio.Future[str] | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._making_spare: asyncio.Task[None] | None = None
+        self._started = self._stopping = False
+
+    @property
+    def state(self) -> EngineState:
+        if self.death is not None:
+            return EngineState.DEAD
+        if self.draining:
+            return EngineState.DRAINING
+        if not self._started:
+            return EngineState.STARTING
+        if not self.ready.is_set():
+            return EngineState.DEGRADED
+        return EngineState.READY if self.pulse is None else self.pulse.state
+
+    @property
+    def trouble(self) -> str | None:
+        """See EngineClient.trouble."""
+        if self.death is not None:
+            return self.death
+        if self.judge.outage.why is not None:
+            return f"the system does not let an engine process start: {self.judge.outage.why}; retrying"
+        if self._started and not self.ready.is_set():
+            return "the engine process ended and is started again"
+        return None if self.pulse is None else self.pulse.trouble
+
+    def check_accepting(self) -> None:
+        """Raise EngineUnavailableError where no request will be served any more."""
+        if self.draining:
+            raise EngineUnavailableError("The server is shutting down.", retry_after=5.0)
+        if self.death is not None:
+            raise EngineUnavailableError("The engine is not running.", retry_after=5.0)
+
+    # Messages of the process
+
+    def on_pulse(self, pulse: frames.Pulse) -> None:
+        self.pulse = pulse
+        if self.ready.is_set():  # no pulse follows from a process that ends
+            self._watch.begin(None)
+
+    def on_started(self) -> None:
+        """The process takes requests."""
+        self._watch.begin(None)
+        self.judged = False
+        self.ready.set()
+        self.turned.set()
+        self._changed()
+
+    def on_not_started(self, message: frames.NotStarted) -> None:
+        self._cause, self.judge.refusal = message.cause, message.error.message
+        if self._lost is not None and not self._lost.done():
+            self._lost.set_exception(message.error.to_error())
+
+    def on_dying(self, message: frames.Dying) -> None:
+        self._cause = message.cause
+        log.critical("the engine process ends itself: %s", message.message)
+        self.ready.clear()
+        self._changed()
+
+    def keep_flight(self, cause: str, child: Endpoint | None) -> None:
+        """Keep the last steps of a process on the disk."""
+        if self._flights is not None and child is not None and self.info is not None and cause != RENEWED:
+            self._flights.keep(cause, self.info, child.entries)
+
+    # The first process and the last
+
+    def load(self, planned: Callable[[frames.Planned], None]) -> None:
+        """Start the first process and wait until its model is loaded; before the event loop runs. `planned` is told
+        what will be loaded before it is. Raises what keeps it from starting; the process is gone then."""
+        child = self.child = self.launcher.spawn()
+        try:
+            message = child.receive()
+            assert isinstance(message, frames.Planned)
+            self.launcher.plan(message)
+            planned(message)
+            message = child.receive()
+            assert isinstance(message, frames.Built)
+            self.info = message.info
+        except BaseException as error:
+            self.discard()
+            raise (start_error(error) if isinstance(error, OSError) else error) from None
+
+    def discard(self) -> None:
+        """End processes that were loaded and will not be used."""
+        child, self.child = self.child, None
+        if child is not None:
+            end_now(child)
+        self.launcher.discard()
+
+    def kill(self) -> None:
+        """Kill all processes at once."""
+        if self.child is not None:
+            self.child.kill()
+        self.launcher.kill()
+
+    async def start(self) -> None:
+        """Start stepping; a process that cannot is an error now, and later one that died."""
+        child = self.child or await self.launcher.start()
+        try:
+            async with asyncio.timeout(START_SECONDS):
+                await self._begin(child)
+        except BaseException as error:
+            await self._end(child, grace=0.0)
+            raise (start_error(error) if isinstance(error, OSError | TimeoutError) else error) from None
+        self._started = True
+        self._task = asyncio.create_task(self._supervise(child), name="tidemill-supervisor")
+
+    @property
+    def is_supervised(self) -> bool:
+        """Whether processes are started again."""
+        return self._task is not None
+
+    async def stop(self) -> None:
+        """End the process, which gets a moment to end by itself."""
+        self._stopping = True
+        task, self._task = self._task, None
+        tasks = [each for each in (task, self._making_spare) if each is not None]
+        for each in tasks:
+            each.cancel()
+        await asyncio.wait(tasks)
+        if self.child is not None:
+            self._link.send(frames.Shutdown())
+            await self._end(self.child, grace=STOP_SECONDS)
+        self._watch.end()
+        await asyncio.to_thread(self.discard)
+
+    async def renew(self, *, anyway: bool) -> str:
+        """See EngineClient.renew. The next process is ready to load before this one ends, unless others of a fleet go
+        on: it is made ready in idle time, and a busy machine has none."""
+        child, launcher = self.child, self.launcher
+        if child is None or not self.ready.is_set() or self.death is not None or not launcher.may_renew:
+            return STARTED_ANYWAY
+        source = await launcher.look()
+        if source == launcher.source and not anyway:
+            return "weights and engine are those that run"
+        others_go_on = anyway and not self._waits
+        if launcher.holds_spares and not others_go_on:
+            await launcher.hold()
+            if self.child is not child or self._stopping:
+                await launcher.drop()
+                return STARTED_ANYWAY
+        launcher.source = source
+        self._cause = RENEWED
+        self.ready.clear()
+        child.kill()
+        while not self.ready.is_set() and self.death is None and not self.draining:
+            self.turned.clear()
+            await self.turned.wait()
+        return "another engine process runs"
+
+    # One process after another
+
+    async def _begin(self, child: Endpoint) -> None:
+        """Until the child takes requests; it is given those that are open. Raises what keeps it from starting."""
+        self.child = child
+        self._cause = None
+        self.has_worked = False
+        lost = self._lost = asyncio.get_running_loop().create_future()
+        await self._link.open(child, partial(self._on_lost, lost))
+        ready = asyncio.ensure_future(self.ready.wait())
+        try:
+            await asyncio.wait([ready, lost], return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            ready.cancel()
+        if not self.ready.is_set():
+            error = lost.exception()
+            raise error if error is not None else EngineUnavailableError("the engine process ended while it started")
+        self.judge.policy.ready(self._clock())
+        self.launcher.has_served()
+        if self._spare and (self._making_spare is None or self._making_spare.done()):
+            self._making_spare = asyncio.create_task(self._keep_spare(), name="tidemill-spare")
+
+    async def _keep_spare(self) -> None:
+        """Not at once: requests that waited for the process that has just come run first."""
+        await asyncio.sleep(SPARE_SECONDS)
+        await self.launcher.keep_spare()
+
+    async def _supervise(self, child: Endpoint) -> None:
+        try:
+            await self._start_again_and_again(child)
+        except Exception as error:
+            log.critical("the supervisor of the engine process failed", exc_info=error)
+            self._give_up("the supervisor of the engine process failed")
+
+    async def _start_again_and_again(self, first: Endpoint) -> None:
+        """Start one child after another until they die too often."""
+        child: Endpoint | None = first
+        while True:
+            cause, ended = await self._outlive(child) if child is not None else (self._cause or START, "an error")
+            delay = self.judge.judge(cause, [] if child is None else child.entries, worked=self.has_worked)
+            self.turned.set()
+            self._figures.restarts[cause] += 1
+            self.judged = True
+            self._changed()
+            if delay is None:
+                self._give_up(f"the engine process ended too often, at last by {ended} ({cause})")
+                return
+            log.log(
+                _LEVELS.get(origin_of(cause), logging.ERROR),
+                "the engine process ended by %s (%s); it is started again %s, %d requests wait for it",
+                ended, cause, f"in {delay:.0f} s" if delay else "at once", len(self._requests.open),
+            )  # fmt: skip
+            await asyncio.sleep(delay)
+            child = await self._restart()
+
+    async def _restart(self) -> Endpoint | None:
+        """Return the next child, which may have died already: that is found out like any death. None: there is none."""
+        self._cause = None
+        try:
+            child = await self.launcher.start()
+        except Exception as error:
+            self._note_refusal(error)
+            return None
+        try:
+            async with asyncio.timeout(START_SECONDS):
+                await self._begin(child)
+        except Exception as error:
+            if self._cause != SYSTEM:
+                self._note_refusal(error)
+            if self._lost is not None and not self._lost.done():
+                self._lost.set_result("")
+        return child
+
+    def _note_refusal(self, error: Exception) -> None:
+        """Note why a process could not be started, or did not get as far as taking requests."""
+        if is_of_system(error):
+            self._cause, self.judge.refusal = SYSTEM, str(error) or type(error).__name__
+            return
+        if isinstance(error, TimeoutError):
+            self._cause = START
+        log.error("the engine process did not start: %s", error or "it took too long")
+
+    async def _outlive(self, child: Endpoint) -> tuple[str, str]:
+        """Wait for the death of a child; return the cause, and how it ended."""
+        assert self._lost is not None
+        await asyncio.wait([self._lost])
+        if not self._lost.cancelled():
+            self._lost.exception()
+        ended = await self._end(child, grace=0.0)
+        cause = self._cause or ("killed" if ended == "signal 9" else "crash")
+        self.keep_flight(cause, child)
+        return cause, ended
+
+    async def _end(self, child: Endpoint, grace: float) -> str:
+        """See that a child is gone, and all questions to it; return how it ended."""
+        self.down()
+        ended = ""
+        if grace > 0:
+            with suppress(TimeoutError):
+                ended = await reaped(child, grace)
+        if not ended:
+            child.kill()
+            ended = await reaped(child)
+        self._link.close()
+        if self.child is child:
+            self.child = None
+        return ended
+
+    def down(self) -> None:
+        """Note that there is no process."""
+        self.ready.clear()
+        self.judged = False
+        self.pulse = None
+        self._watch.end()
+        self._link.end()
+        self._figures.process_ended()
+        self._down()
+        self._changed()
+
+    def _give_up(self, why: str) -> None:
+        self.death = why
+        log.critical("%s", why)
+        self._changed()
+        self._requests.open.end_all(self._clock(), "The engine stopped while this request was running.")
+        self._changed()
+        self.turned.set()
+        self.dead.set()
+
+    def _on_lost(self, lost: "asyncio.Future[str]", fault: str | None) -> None:
+        """Nothing more comes from a child."""
+        if fault is not None:
+            self._cause = self._cause or "protocol"
+            log.error("the engine process sent nonsense: %s", fault)
+        if not lost.done():
+            lost.set_result("")
+
+    def _read_activity(self) -> Activity | None:
+        return None if self.child is None else self.child.activity()
+
+    def _on_silence(self, limit: float) -> None:
+        """No pulse: the child's event loop stands still. Its last act is to show where."""
+        log.critical("the engine process has said nothing and got nowhere for %.0f s", limit)
+        self._cause = self._cause or "silent"
+        child = self.child
+        if child is not None:
+            child.dump()
+            asyncio.get_running_loop().call_later(1.0, child.kill)

@@ -1,0 +1,236 @@
+"""The gateway's link to one engine process after another: the socket, the questions asked over it, and the requests
+that the process was given."""
+
+import asyncio
+import socket
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar, cast
+
+from engine.api import EngineRequest, LoadReport
+from engine.process import frames
+from engine.process.frames import FrameError, FrameReader, Message, encode
+from engine.process.requests import OpenRequest
+from engine.process.supervisor import Endpoint
+
+MessageT = TypeVar("MessageT")
+
+FRAME_TOKENS, FRAME_REQUESTS = 1 << 16, 64
+"""Tokens or resumed requests after which a frame ends: it holds one more request at most."""
+TURN_TOKENS = 1 << 20
+"""Tokens of resumed requests sent in one turn of the event loop: about 10 ms."""
+MAX_UNSENT, DRAIN_SECONDS = 1 << 26, 0.01
+"""Bytes that the process has not read yet, beyond which the other requests wait."""
+
+
+class Connection(asyncio.Protocol, Generic[MessageT]):
+    """Hands each message to `on_message`; `on_lost` is called once, at the end, with what was wrong with the bytes."""
+
+    def __init__(
+        self,
+        reader: FrameReader[MessageT],
+        on_message: Callable[[MessageT], None],
+        on_lost: Callable[[str | None], None],
+    ) -> None:
+        self._reader = reader
+        self._on_message = on_message
+        self._on_lost = on_lost
+        self._transport: asyncio.Transport | None = None
+        self._fault: str | None = None
+
+    @classmethod
+    async def open(
+        cls,
+        sock: socket.socket,
+        reader: FrameReader[MessageT],
+        on_message: Callable[[MessageT], None],
+        on_lost: Callable[[str | None], None],
+    ) -> "Connection[MessageT]":
+        loop = asyncio.get_running_loop()
+        _, connection = await loop.create_unix_connection(lambda: cls(reader, on_message, on_lost), sock=sock)
+        return connection
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+
+    def data_received(self, data: bytes) -> None:
+        if self._fault is not None:
+            return
+        try:
+            messages = self._reader.feed(data)
+        except FrameError as error:
+            self._fault = str(error)
+            self.close()
+            return
+        for message in messages:
+            self._on_message(message)
+
+    def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002
+        self._transport = None
+        self._on_lost(self._fault)
+
+    def send(self, message: Message) -> None:
+        """Nothing is sent once the connection is lost: the other side is gone, and who waits for it is told."""
+        if self._transport is not None:
+            self._transport.write(encode(message))
+
+    @property
+    def unsent(self) -> int:
+        """Bytes that the other side has not taken yet."""
+        return 0 if self._transport is None else self._transport.get_write_buffer_size()
+
+    def close(self) -> None:
+        if self._transport is not None:
+            self._transport.abort()
+
+
+class GoneError(Exception):
+    """The process died before it answered."""
+
+
+@dataclass(slots=True)
+class _Call:
+    answer: "asyncio.Future[Any]"
+    submitted: Sequence[EngineRequest] = ()
+
+
+@dataclass(slots=True)
+class Calls:
+    """By number; `send` takes a message to the process."""
+
+    send: Callable[[frames.Message], None]
+    _open: dict[int, _Call] = field(default_factory=dict)
+    _number: int = 0
+
+    async def ask(self, make: Callable[[int], frames.Message], submitted: Sequence[EngineRequest] = ()) -> Any:
+        """Ask, and wait for the answer. Raises what it is refused with, or GoneError."""
+        self._number += 1
+        number = self._number
+        call = self._open[number] = _Call(asyncio.get_running_loop().create_future(), submitted)
+        try:
+            self.send(make(number))
+            return await call.answer
+        finally:
+            self._open.pop(number, None)
+
+    def submitted(self, number: int) -> Sequence[EngineRequest]:
+        """What was to be queued by it."""
+        call = self._open.get(number)
+        return () if call is None else call.submitted
+
+    def settle(self, number: int, value: Any = None) -> None:
+        """The answer has come. Who asked may have left."""
+        call = self._open.get(number)
+        if call is not None and not call.answer.done():
+            call.answer.set_result(value)
+
+    def refuse(self, number: int, error: Exception) -> None:
+        call = self._open.get(number)
+        if call is not None and not call.answer.done():
+            call.answer.set_exception(error)
+
+    def end(self) -> None:
+        """The process is gone."""
+        for number in list(self._open):
+            self.refuse(number, GoneError())
+        self._open.clear()
+
+
+class Given:
+    """`report`: what the process said last; None before its first word."""
+
+    def __init__(self) -> None:
+        self.report: LoadReport | None = None
+        self._number = 0
+        self._requests: deque[tuple[int, EngineRequest]] = deque()
+
+    def add(self, requests: Sequence[EngineRequest]) -> None:
+        """These are being sent."""
+        for request in requests:
+            self._number += 1
+            self._requests.append((self._number, request))
+
+    def hear(self, report: LoadReport | None) -> None:
+        """The process says how it is; it names how many requests have reached it, so those are in its figures."""
+        if report is None:
+            return
+        self.report = report
+        while self._requests and self._requests[0][0] <= report.received:
+            self._requests.popleft()
+
+    @property
+    def unreported(self) -> Iterable[EngineRequest]:
+        """What has been sent since, in order."""
+        return _second(self._requests)
+
+
+def _second(pairs: Iterable[tuple[int, EngineRequest]]) -> Iterator[EngineRequest]:
+    return (request for _, request in pairs)
+
+
+class Link:
+    """The link to the process of now. `receive` gets its messages; `resumed` returns a request as the next process must
+    be given it, or None for a request that has ended."""
+
+    def __init__(
+        self,
+        receive: Callable[[frames.ToGateway], None],
+        resumed: Callable[[OpenRequest], EngineRequest | None],
+    ) -> None:
+        self.calls = Calls(self.send)
+        self.given = Given()
+        self.num_resumed = 0
+        self._receive = receive
+        self._resumed = resumed
+        self._connection: Connection[frames.ToGateway] | None = None
+        self._resuming: deque[OpenRequest] = deque()
+
+    async def open(self, child: Endpoint, on_lost: Callable[[str | None], None]) -> None:
+        """Receive the messages of a process from here on; `on_lost` is called once, at the end, with the fault."""
+        self._connection = await Connection.open(child.sock, child.reader, self._receive, on_lost)
+        for message in child.read_ahead():
+            self._receive(message)
+
+    def send(self, message: frames.Message) -> None:
+        """Send a message, if there is a process."""
+        if self._connection is not None:
+            self._connection.send(message)
+
+    def resume(self, entries: Sequence[OpenRequest]) -> None:
+        """Have the process go on with requests."""
+        self.num_resumed += len(entries)
+        self._resuming.extend(entries)
+        self._resume_some()
+
+    def _resume_some(self) -> None:
+        """Send what a turn of the event loop has time for, in frames of bounded size, while the process reads it."""
+        unsent = 0 if self._connection is None else self._connection.unsent
+        left = TURN_TOKENS if unsent < MAX_UNSENT else 0
+        while self._resuming and left > 0:
+            requests: list[EngineRequest] = []
+            size = 0
+            while self._resuming and size < FRAME_TOKENS and len(requests) < FRAME_REQUESTS:
+                entry = self._resuming.popleft()
+                if (request := self._resumed(entry)) is not None:
+                    requests.append(request)
+                    size += entry.num_computed + 1
+            left -= size
+            if requests:
+                self.given.add(requests)
+                self.send(frames.Resume(tuple(requests)))
+        if self._resuming:
+            pause = 0.0 if unsent < MAX_UNSENT else DRAIN_SECONDS
+            asyncio.get_running_loop().call_later(pause, self._resume_some)
+
+    def end(self) -> None:
+        """Forget what the process was given and asked: it is gone."""
+        self.given = Given()
+        self._resuming.clear()
+        self.calls.end()
+
+    def close(self) -> None:
+        """Close the connection, if there is one."""
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
