@@ -15,6 +15,8 @@ from predictor.slo import SLO, SLOError
 
 USUAL_STEP, WIDE_STEP = (64, 512), (256, 2048)
 """Requests and tokens that a step may hold where nobody says."""
+BLOCK_SIZE = 16
+"""Tokens of a cache block."""
 CHECKPOINT_TOKENS = 512
 """Tokens of a prompt from one checkpoint of recurrent layers to the next."""
 MAX_THREADS = 1024  # beyond any machine that it was tried on: a slip would take every thread that there is
@@ -67,7 +69,6 @@ class EngineConfig:
         1, "ranks that each layer is divided among: processes of one engine, on a GPU each, or on parts of the cores"
     )
     max_model_len: int | None = _flag(None, "longest prompt plus output, tokens (default: the model's)")
-    block_size: int = _flag(16, "tokens in a cache block")
     num_gpu_blocks_override: int | None = _flag(None, "device cache size in blocks of KV; also on CPU")
     gpu_memory_utilization: float = _flag(0.9, "share of the device's memory for weights and cache")
     max_num_seqs: int | None = _flag(
@@ -110,14 +111,12 @@ class EngineConfig:
     seed: int = _flag(0, "seed of random weights and of scheduling choices")
 
     def __post_init__(self) -> None:
-        _positive(self, "block_size", "max_num_seqs", "max_num_batched_tokens")
+        _positive(self, "max_num_seqs", "max_num_batched_tokens")
         _positive(self, "max_model_len", "num_gpu_blocks_override", "threads", "tensor_parallel_size")
         if (self.threads or 0) > MAX_THREADS or not 0 <= self.seed < 2**63:
             raise ConfigError(f"--threads must be at most {MAX_THREADS}, and --seed from 0 and below 2**63")
         QueueTime.parse(self.max_queue_time)
         _check_slo(self.slo)
-        if self.block_size & (self.block_size - 1):
-            raise ConfigError(f"--block-size must be a power of two, not {self.block_size}")
         parse_offload(self.offload_weights)
         parse_adapters(self.lora)
         if not 0.0 <= (self.swap_space or 0.0) <= 65536.0:
@@ -163,7 +162,7 @@ class SchedulerConfig:
     host_state_slots: int = 0
     state_bytes: int = 0
     checkpoint_tokens: int = CHECKPOINT_TOKENS
-    block_size: int = 16
+    block_size: int = BLOCK_SIZE
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 512
     max_num_waiting: int = 1024

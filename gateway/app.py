@@ -42,6 +42,8 @@ from gateway.web.recorder import Recorder
 
 log = logging.getLogger("tidemill.gateway")
 
+MAX_BODY_BYTES = 4 * 1024 * 1024
+"""The largest request body; a larger one gets 413."""
 MAX_HELD_BODIES = 64  # bodies of the largest size that may be in memory at once
 OPEN_PATHS = frozenset({"/health", "/ready"}) | web.OPEN_PATHS
 """They need no key."""
@@ -124,9 +126,9 @@ def _open_traces(metrics: GatewayMetrics, model: str) -> Traces | None:
 def _add_middleware(app: FastAPI, context: GatewayContext, max_file_bytes: int) -> None:
     config = context.config
     # the last one added is the first that a request meets
-    held_bytes = MAX_HELD_BODIES * config.max_body_bytes
+    held_bytes = MAX_HELD_BODIES * MAX_BODY_BYTES
     streamed = {"/v1/files": max_file_bytes + MAX_OVERHEAD}
-    app.add_middleware(BodyLimit, max_body_bytes=config.max_body_bytes, max_held_bytes=held_bytes, streamed=streamed)
+    app.add_middleware(BodyLimit, max_body_bytes=MAX_BODY_BYTES, max_held_bytes=held_bytes, streamed=streamed)
     app.add_middleware(Authentication, keys=context.keys, open_paths=OPEN_PATHS)
     app.add_middleware(HostGuard, hosts=HostNames(config.host, config.allowed_host))
     app.add_middleware(ErrorBoundary)

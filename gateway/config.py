@@ -45,7 +45,6 @@ class ServerConfig:
         "how the model writes calls of functions; auto: by its response_template or its chat template",
         TOOL_PARSERS,
     )
-    max_body_bytes: int = _flag(4 * 1024 * 1024, "largest request body; beyond it 413")
     state_dir: str | None = _flag(
         None, "folder for files and batches (default: $XDG_STATE_HOME/tidemill or ~/.local/state/tidemill)"
     )
@@ -66,8 +65,6 @@ class ServerConfig:
             raise ConfigError("--host must not be empty (0.0.0.0 or :: listens on every address)")
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"--port must be between 0 and 65535, not {self.port}")
-        if self.max_body_bytes < 1024:
-            raise ConfigError(f"--max-body-bytes must be at least 1024, not {self.max_body_bytes}")
         if not 0.0 <= self.shutdown_timeout <= 86400.0:
             raise ConfigError(f"--shutdown-timeout must be between 0 and 86400, not {self.shutdown_timeout}")
         if not 1 <= self.engines <= 256:

@@ -12,6 +12,7 @@ import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import tiny_transformers
 import torch
@@ -103,15 +104,15 @@ def _is_small(model_type: str) -> bool:
 
 def _config(folder: Path) -> EngineConfig:
     return EngineConfig(
-        model=str(folder), model_impl="transformers", device="cpu", dtype="float32", block_size=BLOCK,
+        model=str(folder), model_impl="transformers", device="cpu", dtype="float32",
         num_gpu_blocks_override=BLOCKS, profile_seconds=0.0, threads=1,
     )  # fmt: skip
 
 
 def _run(model_type: str, folder: Path, reference: Any) -> Finding:
     config = _config(folder)
-    plan = plan_launch(config)
-    runner, plan = build_runner(config, plan)
+    with patch("engine.build.plan.BLOCK_SIZE", BLOCK):
+        runner, plan = build_runner(config, plan_launch(config))
     context = min(plan.limits.max_model_len, CONTEXT)
     if context <= 2 * OUTPUT:
         return Finding(model_type, REFUSED, f"contexts end at the {plan.spec.limited_by}")

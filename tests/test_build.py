@@ -89,7 +89,7 @@ async def test_dummy_weights_need_no_weight_files_and_follow_the_seed(tmp_path: 
 # ---- context and cache
 
 
-def test_the_context_is_the_least_of_model_flag_and_pool(tmp_path: Path) -> None:
+def test_the_context_is_the_least_of_model_flag_and_pool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def plan(**fields: int) -> tuple[int, bool]:
         made = plan_launch(EngineConfig(model=str(shape(tmp_path)), device="cpu", **fields))  # type: ignore[arg-type]
         return made.limits.max_model_len, any("context limited" in note for note in made.notes)
@@ -102,8 +102,9 @@ def test_the_context_is_the_least_of_model_flag_and_pool(tmp_path: Path) -> None
         plan(num_gpu_blocks_override=10, max_model_len=161)
     with pytest.raises(ConfigError, match="--max-model-len 4097 exceeds"):
         plan(max_model_len=4097)
+    monkeypatch.setattr("engine.build.plan.BLOCK_SIZE", 4)
     with pytest.raises(ConfigError, match="holds 4 tokens, too few"):
-        plan(num_gpu_blocks_override=1, block_size=4)
+        plan(num_gpu_blocks_override=1)
 
 
 def test_the_cache_takes_its_share_of_what_the_weights_leave(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -218,14 +218,14 @@ def test_a_new_field_becomes_a_flag_by_itself() -> None:
 
 def test_command_line_over_environment_over_file_over_defaults(tmp_path: Path) -> None:
     file = tmp_path / "tidemill.yaml"
-    file.write_text("port: 1\nmax-num-seqs: 2\nblock-size: 8\nmodel: from-file\nserved-model-name: [f, g]\n")
+    file.write_text("port: 1\nmax-num-seqs: 2\nmax-model-len: 8\nmodel: from-file\nserved-model-name: [f, g]\n")
     environment = {"TIDEMILL_PORT": "3", "TIDEMILL_MAX_NUM_SEQS": "4", "TIDEMILL_API_KEY": "k, l"}
     engine, server = configs("--config", str(file), "--port", "5", environment=environment)
-    assert (server.port, engine.max_num_seqs, engine.block_size, engine.model) == (5, 4, 8, "from-file")
+    assert (server.port, engine.max_num_seqs, engine.max_model_len, engine.model) == (5, 4, 8, "from-file")
     assert server.served_model_name == ("f", "g") and server.api_key == ("k", "l")
     assert engine.max_num_batched_tokens == EngineConfig().max_num_batched_tokens
     engine, _ = configs("from-line", environment={"TIDEMILL_CONFIG": str(file), "TIDEMILL_MODEL": "from-variable"})
-    assert (engine.model, engine.block_size) == ("from-line", 8)
+    assert (engine.model, engine.max_model_len) == ("from-line", 8)
     assert configs(environment={"TIDEMILL_MODEL": "from-variable"})[0].model == "from-variable"
 
 
@@ -259,7 +259,6 @@ def test_booleans_in_the_environment(word: str) -> None:
             ["--max-num-seqs", "64", "--max-num-batched-tokens", "63"],
             "--max-num-batched-tokens is below --max-num-seqs",
         ),
-        (["--block-size", "12"], "--block-size must be a power of two"),
         (["--max-model-len", "0"], "--max-model-len must be at least 1"),
         (["--num-gpu-blocks-override", "0"], "--num-gpu-blocks-override must be at least 1"),
         (["--gpu-memory-utilization", "nan"], "--gpu-memory-utilization must be in (0, 1]"),
@@ -275,7 +274,6 @@ def test_booleans_in_the_environment(word: str) -> None:
         (["--api-key", ""], "--api-key must not be empty"),
         (["--api-key", " x"], "--api-key must not"),
         (["--served-model-name", " "], "--served-model-name must not be empty"),
-        (["--max-body-bytes", "10"], "--max-body-bytes must be at least"),
         (["--shutdown-timeout", "nan"], "--shutdown-timeout must be between"),
         (["--shutdown-timeout", "-1"], "--shutdown-timeout must be between"),
         (["--slo", "ttft=1"], "--slo: SLO 'ttft=1': unknown statistic"),

@@ -61,7 +61,7 @@ def test_every_setting_with_its_origin(
     assert shown["--max-num-seqs"] == ("8", str(file))
     assert shown["--slo"] == ("tbt_mean=50ms", "TIDEMILL_SLO")
     assert shown["--dtype"] == ("float32", "flag")
-    assert shown["--block-size"] == ("16", "default")
+    assert shown["--max-queue-time"][1] == "default"
     assert shown["--num-gpu-blocks-override"][1] == "measured: free memory"
     assert shown["--served-model-name"] == ("tidemill-demo", "the model")
     assert shown["--api-key"] == ("(1 set)", "flag") and "geheim" not in out

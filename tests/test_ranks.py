@@ -64,12 +64,17 @@ PROMPT, WISHES = tuple(range(3, 20)), SamplingParams(60, temperature=0.8, seed=7
 def config_of(case: str = "llama-gqa2", ranks: int = 2, **changes: Any) -> EngineConfig:
     """A pool that is too small for all requests at once."""
     common: dict[str, Any] = {
-        "device": "cpu", "dtype": "float32", "cpu_kernels": "torch", "threads": 1, "block_size": 4,
+        "device": "cpu", "dtype": "float32", "cpu_kernels": "torch", "threads": 1,
         "num_gpu_blocks_override": 34, "max_num_seqs": 8, "max_num_batched_tokens": 24, "max_model_len": 100,
         "profile_seconds": 0.0, "self_test": False,
     }  # fmt: skip
     folder = str(tiny_models.model_folder(case)) if case else ""
     return EngineConfig(**common | {"model": folder, "tensor_parallel_size": ranks} | changes)
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("engine.build.plan.BLOCK_SIZE", 4)
 
 
 @contextmanager

@@ -85,13 +85,13 @@ def test_tokens_are_those_of_transformers_with_preemptions_and_chunks(
     ["torch", pytest.param("auto", marks=pytest.mark.skipif(not is_built(), reason="no native kernels here"))],
 )
 @pytest.mark.parametrize("cache", ["auto", "int8"])
-def test_a_request_longer_than_the_cache_is_served(kernels: str, cache: str) -> None:
+def test_a_request_longer_than_the_cache_is_served(kernels: str, cache: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("engine.build.plan.BLOCK_SIZE", BLOCK)
     folder = tiny_models.model_folder(CASE)
     config = EngineConfig(
         model=str(folder),
         device="cpu",
         dtype="float32",
-        block_size=BLOCK,
         cpu_kernels=kernels,
         kv_cache_dtype=cache,
         num_gpu_blocks_override=30,
@@ -118,9 +118,10 @@ def test_a_request_longer_than_the_cache_is_served(kernels: str, cache: str) -> 
     assert all(len(driver.outputs[str(index)]) == 30 for index in range(2)), "NaN was read"
 
 
-def test_a_cache_too_small_for_a_window_and_its_chunks_limits_the_context() -> None:
+def test_a_cache_too_small_for_a_window_and_its_chunks_limits_the_context(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("engine.build.plan.BLOCK_SIZE", BLOCK)
     folder = tiny_models.model_folder(CASE)
-    config = EngineConfig(model=str(folder), device="cpu", block_size=BLOCK, num_gpu_blocks_override=20)
+    config = EngineConfig(model=str(folder), device="cpu", num_gpu_blocks_override=20)
     assert plan_launch(config).limits.max_model_len == 80
 
 

@@ -233,16 +233,22 @@ async def test_pages_of_other_origins_are_refused(start_server: StartServer) -> 
 # --- sizes
 
 
-async def test_a_body_that_announces_too_much_is_413(start_server: StartServer) -> None:
-    served = await start_server(max_body_bytes=2000)
+async def test_a_body_that_announces_too_much_is_413(
+    start_server: StartServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gateway.app.MAX_BODY_BYTES", 2000)
+    served = await start_server()
     status, _, error = await exchange(served, post(b"", length=2001))
     assert (status, error["code"]) == (413, "request_too_large")
     assert (await exchange(served, post(b"", length=10**30)))[0] in {400, 413}
     assert (await exchange(served, post(CHAT)))[0] == 200
 
 
-async def test_a_chunked_body_that_grows_too_large_is_413(start_server: StartServer) -> None:
-    served = await start_server(max_body_bytes=2000)
+async def test_a_chunked_body_that_grows_too_large_is_413(
+    start_server: StartServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gateway.app.MAX_BODY_BYTES", 2000)
+    served = await start_server()
     raw = await Raw.open(served)
     raw.send(b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n")
     raw.send(b"transfer-encoding: chunked\r\n\r\n")
@@ -280,9 +286,12 @@ async def test_too_long_a_url_is_414(start_server: StartServer) -> None:
 
 
 @pytest.mark.parametrize(("begin", "endless"), [(b"1;", b"x" * 16384), (b"", b"0" * 16384), (b'1;a="', b'\\"' * 8192)])
-async def test_a_body_of_framing_is_cut(start_server: StartServer, begin: bytes, endless: bytes) -> None:
+async def test_a_body_of_framing_is_cut(
+    start_server: StartServer, monkeypatch: pytest.MonkeyPatch, begin: bytes, endless: bytes
+) -> None:
     """An extension of a chunk, and zeros before its size, without an end."""
-    served = await start_server(max_body_bytes=10_000)
+    monkeypatch.setattr("gateway.app.MAX_BODY_BYTES", 10_000)
+    served = await start_server()
     raw = await Raw.open(served)
     raw.send(CHUNKED)
     await raw.writer.drain()
@@ -330,7 +339,8 @@ async def test_small_chunks_and_pipelined_bodies_are_no_framing(start_server: St
 
 async def test_bodies_held_at_once_are_bounded(start_server: StartServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gateway.app.MAX_HELD_BODIES", 1)
-    served = await start_server(max_body_bytes=2000, hold_after=0)
+    monkeypatch.setattr("gateway.app.MAX_BODY_BYTES", 2000)
+    served = await start_server(hold_after=0)
     first = await Raw.open(served)
     first.send(post(CHAT + b" " * 1500))
     await served.engine.wait_for_event("add")

@@ -168,6 +168,7 @@ def scheduler_config(config: EngineConfig, plan: LaunchPlan) -> SchedulerConfig:
     return SchedulerConfig.of(
         config,
         num_units=plan.limits.num_units,
+        block_size=plan.limits.block_size,
         max_model_len=plan.limits.max_model_len,
         host_units=plan.host_units if prefixes else 0,
         unit_bytes=unit_bytes(plan),

@@ -9,6 +9,7 @@ from engine.adapters import parse_adapters
 from engine.build.memory import gib, with_cache
 from engine.build.refusals import check_model, floats_refusal
 from engine.config import (
+    BLOCK_SIZE,
     EngineConfig,
     parse_offload,
     step_limits,
@@ -77,7 +78,7 @@ def plan_launch(config: EngineConfig) -> LaunchPlan:
             *step_limits(config, wide=backend.is_wide()),
             resolve_max_model_len(spec, config.max_model_len),
             num_units=0,
-            block_size=config.block_size,
+            block_size=BLOCK_SIZE,
             reach=Reach.of((whole or spec).windows),
         ),
         weight_bytes=memory.weight_bytes(spec, torch_dtype(dtype), quantization, config.tensor_parallel_size),

@@ -23,6 +23,7 @@ _NOUNS: dict[type, str] = {int: "a whole number", float: "a number", bool: "true
 REMOVED: dict[str, str] = {
     "--allowed-lora-dir": "name the adapters at start with --lora",
     "--chunked-prefill": "leave it out: prompts always run in chunks",
+    "--block-size": "leave it out: a cache block is 16 tokens",
     "--disk-dir": "use --swap-space for the cache of chats",
     "--disk-space": "use --swap-space for the cache of chats",
     "--engine-process": "leave it out: the engine always runs in a process of its own",
@@ -30,6 +31,7 @@ REMOVED: dict[str, str] = {
     "--fill-policy": "leave it out for serve; use it with tidemill simulate",
     "--flight-tokens": "find the request by its id from tidemill replay FILE",
     "--forced-tokens": "leave it out: forced tokens are always computed together",
+    "--max-body-bytes": "leave it out: a request body may be 4 MiB; upload longer work as a batch file",
     "--max-engine-deaths": "leave it out: the server ends after six engine deaths within ten minutes",
     "--max-num-waiting": "use --max-queue-time",
     "--max-restart-delay": "leave it out: an engine process is started again after at most 30 s",

@@ -44,7 +44,6 @@ FLAGS: tuple[tuple[str, tuple[str, ...]], ...] = (
         (
             "gpu_memory_utilization",
             "num_gpu_blocks_override",
-            "block_size",
             "offload_weights",
             "swap_space",
             "kv_cache_dtype",
@@ -63,7 +62,7 @@ FLAGS: tuple[tuple[str, tuple[str, ...]], ...] = (
         ),
     ),
     ("latency profile", ("profile_dir", "profile_seconds")),
-    ("network and access", ("host", "port", "api_key", "api_key_file", "allowed_host", "max_body_bytes")),
+    ("network and access", ("host", "port", "api_key", "api_key_file", "allowed_host")),
     ("files, batches and logs", ("state_dir", "request_log", "log_level")),
     ("several engines or ranks", ("engines", "ray", "overload", "tensor_parallel_size")),
     (

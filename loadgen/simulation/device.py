@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from engine.colocation.virtual import PredictedRunner
-from engine.config import EngineConfig, SchedulerConfig, step_limits
+from engine.config import BLOCK_SIZE, EngineConfig, SchedulerConfig, step_limits
 from engine.errors import ConfigError
 from engine.models.spec import load_spec
 from engine.scheduling.output import Collect, ModelRunner, SchedulerOutput
@@ -95,10 +95,10 @@ def named_device(model: str, device: str, config: EngineConfig, host_seconds: fl
     _, tokens = step_limits(config)
     simulated = SimulatedDevice(shape, DEVICES[device], config.gpu_memory_utilization, max_num_batched_tokens=tokens)
     try:
-        units = simulated.num_units(config.block_size)
+        units = simulated.num_units(BLOCK_SIZE)
     except ValueError as error:
         raise InputError(str(error)) from None
-    room = _room(config, units, shape.max_model_len, config.block_size * shape.kv_bytes_per_token // UNITS_PER_BLOCK)
+    room = _room(config, units, shape.max_model_len, BLOCK_SIZE * shape.kv_bytes_per_token // UNITS_PER_BLOCK)
     costs = simulated.cache_costs()
     if config.hidden_cache:
         if shape.hidden_size > shape.num_kv_heads * shape.head_dim:
@@ -188,7 +188,7 @@ def _room(config: EngineConfig, units: int, longest: int, unit_bytes: int) -> Sc
     """The limits of a server of this configuration: `units` of cache unless it says otherwise, a context that fits."""
     if config.num_gpu_blocks_override is not None:
         units = UNITS_PER_BLOCK * config.num_gpu_blocks_override
-    wanted, room = config.max_model_len or longest, units // UNITS_PER_BLOCK * config.block_size
+    wanted, room = config.max_model_len or longest, units // UNITS_PER_BLOCK * BLOCK_SIZE
     if config.max_model_len is not None and wanted > room:
         raise ConfigError(f"--max-model-len {wanted} does not fit: the cache holds {room} tokens")
     return SchedulerConfig.of(
