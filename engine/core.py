@@ -30,15 +30,15 @@ from engine.request import Request, RequestStatus
 from engine.scheduling.admission import Admission, check_length
 from engine.scheduling.blame import LONE_WAITS, Blame
 from engine.scheduling.counters import StepCounters
-from engine.scheduling.draft import Step, StepDraft
-from engine.scheduling.failures import Failures, check_integrity
+from engine.scheduling.draft import DecidedStep, StepDraft
+from engine.scheduling.failures import StepFailures, check_integrity
 from engine.scheduling.moving import Moves
 from engine.scheduling.objective import StepObjective
 from engine.scheduling.output import ModelRunnerOutput, SchedulerOutput
 from engine.scheduling.pacing import OfflineRest, may_run_ahead
 from engine.scheduling.planner import OfflinePlan, plan_offline
 from engine.scheduling.policies import find_policy
-from engine.scheduling.recovery import Reached, Recovery
+from engine.scheduling.recovery import FaultRecovery, ReachedPoint
 from engine.scheduling.report import report_load, report_stats
 from engine.scheduling.results import Endings, InFlight, Results
 from engine.scheduling.state import SchedulerState
@@ -67,7 +67,7 @@ class EngineCore:
         self._state = SchedulerState(config, policy, offline_policy, model, objective or StepObjective())
         self._requests: dict[str, Request] = {}
         self._admission = Admission(self._state)
-        self._recovery = Recovery(self._state, self._requests, Blame(lone_waits))
+        self._recovery = FaultRecovery(self._state, self._requests, Blame(lone_waits))
         self._in_flight: deque[InFlight] = deque()
         self._arrivals = count()
         self.moves = Moves(self._state, self._requests, self._in_flight, self._recovery, self._arrivals)
@@ -76,7 +76,7 @@ class EngineCore:
         endings = Endings(self._state, self._requests, self._admission, self._recovery)
         self._finish = endings.finish
         self._results = Results(self._state, self._counters, self._in_flight, self._finish)
-        self._failures = Failures(
+        self._failures = StepFailures(
             self._state, self._requests, self._recovery, self._counters, self._in_flight, self._finish
         )
         self._rest = OfflineRest()
@@ -133,7 +133,7 @@ class EngineCore:
         if spec.request_class is RequestClass.ONLINE and not spec.probe:
             self._rest.online_came(now)
         if resumed is not None and resumed.apart_until:
-            self._recovery.suspect(Reached(request, resumed.apart_until))
+            self._recovery.suspect(ReachedPoint(request, resumed.apart_until))
 
     def check_room(self, request_class: RequestClass, tenant: str, now: float) -> None:
         """Raises QueueFullError if a tenant's request of this class would not be queued now, whatever it asks for."""
@@ -184,7 +184,7 @@ class EngineCore:
                 request.times = RequestTimes(request.times.arrival, first_scheduled=now)
         return output
 
-    def _build(self, plan: OfflinePlan | None, last_completed: int, now: float) -> Step | None:
+    def _build(self, plan: OfflinePlan | None, last_completed: int, now: float) -> DecidedStep | None:
         """The next step: the first turn in which anything can run. A trial has the device for itself, so that whatever
         it breaks, no other step is in question."""
         if any(any(map(_aside, flight.requests)) for flight in self._in_flight):
@@ -239,7 +239,7 @@ class EngineCore:
         return output.step_id <= self._failures.undone_through
 
     def clear_stall(self, now: float, attempt: int) -> list[RequestOutput]:
-        """Nothing runs although there is work: see `Failures.clear_stall`."""
+        """Nothing runs although there is work: see `StepFailures.clear_stall`."""
         assert not self._in_flight, "a step is in flight: the engine does not stand still"
         return self._failures.clear_stall(now, attempt)
 

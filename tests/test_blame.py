@@ -16,7 +16,7 @@ from engine.core import EngineCore
 from engine.errors import EngineStepError, EngineUnavailableError
 from engine.scheduling.blame import LONE_FAILURES, LONE_WAITS, Blame
 from engine.scheduling.objective import StepObjective
-from engine.scheduling.recovery import CANARY_ID, PATIENCE, SICK_AFTER, Recovery
+from engine.scheduling.recovery import CANARY_ID, PATIENCE, SICK_AFTER, FaultRecovery
 from predictor.slo import SLO
 
 VOCAB = 50
@@ -93,7 +93,7 @@ def test_a_trial_that_took_the_place_of_others_comes_before_they_start_again() -
     suspect, blame = core._requests["suspect"], Blame()
     blame.failed({"suspect": 5})
     assert blame.judge(0.0) is None
-    recovery = Recovery(core._state, core._requests, blame)
+    recovery = FaultRecovery(core._state, core._requests, blame)
     now = LONE_WAITS[0]
     ordinary, trial, forced = recovery.turns(now)
     assert (ordinary.requests, trial.requests, trial.force, forced.force) == (None, [suspect], False, True)

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.cache.blocks import CacheKind
-from engine.cache.placement import Move, Past, Place, RestoreCosts, recompute_costs, release_units
+from engine.cache.placement import BlockPlace, Move, PastRun, RestoreCosts, recompute_costs, release_units
 from predictor.features import BatchFeatures
 from predictor.model import LatencyModel
 
@@ -17,46 +17,46 @@ KV, HIDDEN = CacheKind.KV, CacheKind.HIDDEN
 HELD = [kind for kind in CacheKind if kind.form.units]  # what a block can be allocated for
 
 
-def past(blocks: int, kind: CacheKind = KV, *, start: int = 0) -> Past:
-    return Past(start, blocks * BLOCK, kind, BLOCK)
+def past(blocks: int, kind: CacheKind = KV, *, start: int = 0) -> PastRun:
+    return PastRun(start, blocks * BLOCK, kind, BLOCK)
 
 
-def units_of(pasts: Sequence[Past]) -> int:
+def units_of(pasts: Sequence[PastRun]) -> int:
     return sum(one.num_blocks * one.block_units for one in pasts)
 
 
-def block_cost(one: Past, place: Place | None, costs: RestoreCosts) -> float:
+def block_cost(one: PastRun, place: BlockPlace | None, costs: RestoreCosts) -> float:
     """Seconds of one full block, written down from the definition; None: it stays."""
     if place is None:
         return 0.0
-    if place is Place.HOST:
+    if place is BlockPlace.HOST:
         return one.kind.form.units * costs.copy
     owed = BLOCK * costs.restore if one.kind is HIDDEN else 0.0  # (the projection is owed anyway)
     return max(0.0, BLOCK * costs.recompute - owed)
 
 
-def seconds_of(pasts: Sequence[Past], moves: Sequence[Move], costs: RestoreCosts) -> float:
+def seconds_of(pasts: Sequence[PastRun], moves: Sequence[Move], costs: RestoreCosts) -> float:
     """What the moves cost, of pasts of full blocks."""
     return sum(blocks * block_cost(pasts[index], place, costs) for index, place, blocks in moves)
 
 
-def layouts(pasts: Sequence[Past]) -> Iterator[tuple[tuple[Past, Place | None], ...]]:
+def layouts(pasts: Sequence[PastRun]) -> Iterator[tuple[tuple[PastRun, BlockPlace | None], ...]]:
     """Every way to place every block."""
     blocks = [one for one in pasts for _ in range(one.num_blocks)]
-    for choice in product((None, *Place), repeat=len(blocks)):
+    for choice in product((None, *BlockPlace), repeat=len(blocks)):
         yield tuple(zip(blocks, choice, strict=True))
 
 
-def cheapest(pasts: Sequence[Past], units: int, host_room: int, costs: RestoreCosts) -> float:
+def cheapest(pasts: Sequence[PastRun], units: int, host_room: int, costs: RestoreCosts) -> float:
     return min(
         sum(block_cost(one, place, costs) for one, place in layout)
         for layout in layouts(pasts)
         if sum(one.block_units for one, place in layout if place is not None) >= units
-        and sum(one.block_units for one, place in layout if place is Place.HOST) <= host_room
+        and sum(one.block_units for one, place in layout if place is BlockPlace.HOST) <= host_room
     )
 
 
-def check(pasts: Sequence[Past], moves: Sequence[Move], units: int, host_room: int) -> None:
+def check(pasts: Sequence[PastRun], moves: Sequence[Move], units: int, host_room: int) -> None:
     """Enough is freed, the host is not overfilled, no block is moved twice, and the order is as promised."""
     moved = dict.fromkeys(range(len(pasts)), 0)
     for index, _, blocks in moves:
@@ -65,7 +65,7 @@ def check(pasts: Sequence[Past], moves: Sequence[Move], units: int, host_room: i
     assert all(blocks <= pasts[index].num_blocks for index, blocks in moved.items())
     assert list(moves) == sorted(moves)
     assert sum(blocks * pasts[index].block_units for index, _, blocks in moves) >= min(units, units_of(pasts))
-    copied = [move for move in moves if move.place is Place.HOST]
+    copied = [move for move in moves if move.place is BlockPlace.HOST]
     assert sum(blocks * pasts[index].block_units for index, _, blocks in copied) <= host_room
 
 
@@ -76,13 +76,15 @@ some_pasts = st.lists(st.builds(past, st.integers(1, 2), st.sampled_from(HELD)),
 
 @settings(max_examples=150, deadline=None)
 @given(some_pasts, st.data(), all_costs)
-def test_dearer_than_the_best_by_one_block_at_most(pasts: list[Past], data: st.DataObject, costs: RestoreCosts) -> None:
+def test_dearer_than_the_best_by_one_block_at_most(
+    pasts: list[PastRun], data: st.DataObject, costs: RestoreCosts
+) -> None:
     units = data.draw(st.integers(1, units_of(pasts)))
     moves = release_units(pasts, units, 100, costs)
     check(pasts, moves, units, 100)
     best = cheapest(pasts, units, 100, costs)
     # The whole plan but for one block's last step is part of the best fractional plan.
-    one_block = max(block_cost(one, place, costs) for one in pasts for place in Place)
+    one_block = max(block_cost(one, place, costs) for one in pasts for place in BlockPlace)
     assert best - 1e-9 <= seconds_of(pasts, moves, costs) <= best + one_block + 1e-9
     if units == units_of(pasts):
         assert seconds_of(pasts, moves, costs) == pytest.approx(best, abs=1e-9)
@@ -92,7 +94,7 @@ def test_dearer_than_the_best_by_one_block_at_most(pasts: list[Past], data: st.D
 @settings(max_examples=150, deadline=None)
 @given(some_pasts, st.data(), all_costs, st.integers(0, 4))
 def test_a_full_host_is_never_overfilled(
-    pasts: list[Past], data: st.DataObject, costs: RestoreCosts, host_room: int
+    pasts: list[PastRun], data: st.DataObject, costs: RestoreCosts, host_room: int
 ) -> None:
     units = data.draw(st.integers(1, units_of(pasts)))
     moves = release_units(pasts, units, host_room, costs)
@@ -102,7 +104,7 @@ def test_a_full_host_is_never_overfilled(
 
 @settings(max_examples=100, deadline=None)
 @given(some_pasts, all_costs, st.integers(1, 8))
-def test_more_units_never_cost_less_without_a_host(pasts: list[Past], costs: RestoreCosts, units: int) -> None:
+def test_more_units_never_cost_less_without_a_host(pasts: list[PastRun], costs: RestoreCosts, units: int) -> None:
     less, more = (seconds_of(pasts, release_units(pasts, wanted, 0, costs), costs) for wanted in (units, units + 1))
     assert more >= less - 1e-9
 
@@ -112,54 +114,54 @@ H200 = RestoreCosts(recompute=42e-6, restore=8.4e-6, copy=128e-6)
 
 
 def test_host_before_recompute() -> None:
-    assert release_units([past(4)], 8, 100, H200) == [(0, Place.HOST, 4)]
-    assert release_units([past(4)], 8, 4, H200) == [(0, Place.DROP, 2), (0, Place.HOST, 2)]
+    assert release_units([past(4)], 8, 100, H200) == [(0, BlockPlace.HOST, 4)]
+    assert release_units([past(4)], 8, 4, H200) == [(0, BlockPlace.DROP, 2), (0, BlockPlace.HOST, 2)]
     assert release_units([past(4), past(4, HIDDEN)], 9, 3, H200) == [
-        (0, Place.DROP, 3),
-        (0, Place.HOST, 1),
-        (1, Place.HOST, 1),
+        (0, BlockPlace.DROP, 3),
+        (0, BlockPlace.HOST, 1),
+        (1, BlockPlace.HOST, 1),
     ]
 
 
 def test_equal_costs_drop_before_they_copy() -> None:
     free = RestoreCosts(recompute=1.0, restore=0.0, copy=BLOCK / 2)
-    assert release_units([past(3)], 6, 100, free) == [(0, Place.DROP, 3)]
+    assert release_units([past(3)], 6, 100, free) == [(0, BlockPlace.DROP, 3)]
 
 
 def test_hidden_state_owes_its_projection_anyway() -> None:
     """So dropping it costs less than dropping K and V, for the same tokens."""
     assert past(3, HIDDEN).drop_seconds(2, H200) == pytest.approx(2 * BLOCK * (42e-6 - 8.4e-6))
     assert past(3).drop_seconds(2, H200) == pytest.approx(2 * BLOCK * 42e-6)
-    assert release_units([past(3, HIDDEN)], 2, 0, H200) == [(0, Place.DROP, 2)]
-    assert release_units([past(3, HIDDEN)], 2, 1, H200) == [(0, Place.DROP, 1), (0, Place.HOST, 1)]
+    assert release_units([past(3, HIDDEN)], 2, 0, H200) == [(0, BlockPlace.DROP, 2)]
+    assert release_units([past(3, HIDDEN)], 2, 1, H200) == [(0, BlockPlace.DROP, 1), (0, BlockPlace.HOST, 1)]
 
 
 def test_only_what_is_needed_is_given_up() -> None:
-    assert release_units([past(100), past(100)], 5, 0, H200) == [(0, Place.DROP, 3)]
+    assert release_units([past(100), past(100)], 5, 0, H200) == [(0, BlockPlace.DROP, 3)]
     assert release_units([past(3)], 0, 10, H200) == release_units([past(3)], -4, 10, H200) == []
     assert release_units([], 0, 0, H200) == []
 
 
 def test_more_than_there_is_gives_all_there_is() -> None:
-    assert release_units([past(2), past(1, HIDDEN)], 8, 0, H200) == [(0, Place.DROP, 2), (1, Place.DROP, 1)]
+    assert release_units([past(2), past(1, HIDDEN)], 8, 0, H200) == [(0, BlockPlace.DROP, 2), (1, BlockPlace.DROP, 1)]
     assert release_units([], 1, 100, H200) == []
 
 
 def test_what_lies_in_front_of_something_else_is_not_dropped() -> None:
-    front = Past(0, 2 * BLOCK, KV, BLOCK, can_drop=False)
-    assert release_units([front], 4, 2, H200) == [(0, Place.HOST, 1)]
+    front = PastRun(0, 2 * BLOCK, KV, BLOCK, can_drop=False)
+    assert release_units([front], 4, 2, H200) == [(0, BlockPlace.HOST, 1)]
 
 
 def test_a_nearly_empty_last_block_goes_first() -> None:
-    young = Past(0, 2 * BLOCK + 1, KV, BLOCK)
-    assert release_units([past(3), young], 2, 0, H200) == [(1, Place.DROP, 1)]
+    young = PastRun(0, 2 * BLOCK + 1, KV, BLOCK)
+    assert release_units([past(3), young], 2, 0, H200) == [(1, BlockPlace.DROP, 1)]
     assert young.drop_seconds(1, H200) == pytest.approx(42e-6)
 
 
 def test_a_long_past_costs_more_to_recompute() -> None:
     costs = RestoreCosts(1e-5, 1.0, 2.0, recompute_pair=1e-8)
     late, early = past(2, start=4000), past(2)
-    assert release_units([late, early], 4, 0, costs) == [(1, Place.DROP, 2)]
+    assert release_units([late, early], 4, 0, costs) == [(1, BlockPlace.DROP, 2)]
     assert early.drop_seconds(2, costs) == pytest.approx(32e-5 + 1e-8 * 32 * 33 / 2)
     # The tail of a long past is what is dropped, and it is priced there.
     assert past(100).drop_seconds(1, costs) == pytest.approx(16e-5 + 1e-8 * (16 * 99 * 16 + 16 * 17 / 2))

@@ -24,7 +24,7 @@ from engine.colocation.search import model_of, refit_job
 from engine.colocation.virtual import Arrival, PredictedRunner, VirtualDriver
 from engine.config import EngineConfig, SchedulerConfig
 from engine.core import EngineCore
-from engine.execution.lookahead import Piece, cost, quickest
+from engine.execution.lookahead import BatchPiece, cost, quickest
 from engine.scheduling.laxity import PrefillPace
 from engine.scheduling.ledger import token_costs
 from engine.scheduling.objective import StepObjective
@@ -247,7 +247,7 @@ def test_a_long_prompt_takes_what_its_chunks_take() -> None:
     context = LAW.reach.tokens(511, 1)
     decodes = LAW.intercept + 64 * LAW.decodes + LAW._hinge(64, 0) + LAW.decode_context * 64 * context
     assert token_costs(LAW, config).decode == pytest.approx(decodes / 64)
-    pieces = [Piece(0, 1000, 200), Piece(1, 500, 1), Piece(2, 0, 100)]
+    pieces = [BatchPiece(0, 1000, 200), BatchPiece(1, 500, 1), BatchPiece(2, 0, 100)]
     features = BatchFeatures(LAW.reach)
     for _, at, length in pieces:
         features.add_chunk(at, length)

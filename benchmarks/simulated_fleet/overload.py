@@ -14,7 +14,7 @@ from benchmarks.simulated_fleet.fleet import FleetDriver, OneByOne, Server
 from benchmarks.simulated_fleet.pipeline import Bubbles, Link, PipelineRunner, Transfer
 from benchmarks.simulated_fleet.queued import queued_work
 from engine.core import EngineCore
-from engine.execution.lookahead import MicroBatch, Piece, balanced, by_tokens
+from engine.execution.lookahead import BatchPiece, MicroBatch, balanced, by_tokens
 from engine.fleet.drop import Exchange, Group, exchanges, pipeline_units, plan_drop, should_restore, split_layers
 from engine.scheduling.moving import MovedRequest
 from loadgen.simulation.machine import Machine
@@ -299,7 +299,7 @@ class OverloadedFleet:
         self.parties[number] = party
         return party
 
-    def _former(self, stages: int) -> Callable[[Sequence[Piece]], list[MicroBatch]]:
+    def _former(self, stages: int) -> Callable[[Sequence[BatchPiece]], list[MicroBatch]]:
         if not self._means.lookahead:
             return lambda pieces: by_tokens(pieces, stages)
         model, least = self._machine.predictor, self._min_tokens

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from benchmarks.simulated_fleet.fleet import Flight
-from engine.execution.lookahead import MicroBatch, Piece
+from engine.execution.lookahead import BatchPiece, MicroBatch
 from engine.scheduling.output import ModelRunnerOutput, SchedulerOutput
 from loadgen.simulation.gpu import SIMULATED_TOKEN, SimulatedDevice, SimulatedRunner
 from loadgen.simulation.machine import NOISE
@@ -21,7 +21,7 @@ LATENCY = 2e-5
 CHUNK_SECONDS = 0.02
 """How long the transfer of cache or weights keeps a link before it looks whether activations wait: about a stage."""
 
-Former = Callable[[Sequence[Piece]], list[MicroBatch]]
+Former = Callable[[Sequence[BatchPiece]], list[MicroBatch]]
 
 
 @dataclass(slots=True)
@@ -110,7 +110,7 @@ class PipelineRunner:
             self._ready.pop(row, None)
         chunks = output.chunks
         order = sorted(range(len(chunks)), key=lambda index: self._ready.get(chunks[index].row, 0.0))
-        pieces = [Piece(index, chunks[index].start, chunks[index].length) for index in order]
+        pieces = [BatchPiece(index, chunks[index].start, chunks[index].length) for index in order]
         times: dict[int, float] = {}
         begin = max(now, self._end)
         for batch in self._form(pieces):
@@ -153,6 +153,6 @@ class PipelineRunner:
         return host + layers * len(self._kept[stage]) / self._num_layers + device.head_seconds(samples)
 
 
-def _ends(piece: Piece, chunk: tuple[int, int, int, bool]) -> bool:
+def _ends(piece: BatchPiece, chunk: tuple[int, int, int, bool]) -> bool:
     """Whether a piece is the last of its chunk."""
     return piece.start + piece.length == chunk[1] + chunk[2]

@@ -29,7 +29,16 @@ from engine.cache.blocks import (
     count_compact,
     count_units,
 )
-from engine.cache.placement import HostSplit, Move, Past, Place, host_split, next_is_act, release_units, restore_costs
+from engine.cache.placement import (
+    BlockPlace,
+    HostSplit,
+    Move,
+    PastRun,
+    host_split,
+    next_is_act,
+    release_units,
+    restore_costs,
+)
 from engine.cache.tiers import Tiers
 from engine.config import SchedulerConfig
 from engine.request import Request
@@ -41,7 +50,7 @@ class _Run(NamedTuple):
 
     request: Request
     first: int
-    past: Past
+    past: PastRun
 
 
 class ParkedPasts:
@@ -179,7 +188,7 @@ class ParkedPasts:
             end = first + len(list(group))
             if kind is not None:
                 tokens = min(request.cache_map.num_parked_tokens, end * size) - first * size
-                past = Past(first * size, tokens, kind, size, can_drop=end == len(blocks))
+                past = PastRun(first * size, tokens, kind, size, can_drop=end == len(blocks))
                 runs.append(_Run(request, first, past))
             first = end
         runs.reverse()
@@ -200,7 +209,7 @@ class ParkedPasts:
         end = run.first + run.past.num_blocks
         for _, place, blocks in moves:
             begin = end - blocks
-            if place is Place.DROP:
+            if place is BlockPlace.DROP:
                 self._truncate(run.request, begin)
             else:
                 # Tail first: the head of a prefix is the most valuable part and must be evicted last.

@@ -30,7 +30,7 @@ READ_STEPS = 64
 """Steps for which a request that starts from compact form is charged: it runs so until memory is no longer short."""
 
 
-class Place(enum.IntEnum):
+class BlockPlace(enum.IntEnum):
     """Where blocks of a past may go; of equal cost, the first."""
 
     DROP = 0
@@ -79,7 +79,7 @@ def restore_costs(model: LatencyPredictor | None, config: SchedulerConfig) -> Re
 
 
 @dataclass(frozen=True, slots=True)
-class Past:
+class PastRun:
     """Blocks of one request in one representation, all of them unshared, up to its last computed token.
 
     `start`: computed tokens before them (shared, or in another representation). `tokens` ≥ 1 in them. `can_drop`:
@@ -114,11 +114,11 @@ class Move(NamedTuple):
     blocks in front of them stay."""
 
     past: int
-    place: Place
+    place: BlockPlace
     blocks: int
 
 
-def release_units(pasts: Sequence[Past], units: int, host_room: int, costs: RestoreCosts) -> list[Move]:
+def release_units(pasts: Sequence[PastRun], units: int, host_room: int, costs: RestoreCosts) -> list[Move]:
     """The cheapest way to give up `units` device units, or all that these pasts hold, in the order of the pasts.
 
     `host_room`: free host units. Equal costs take the earlier past first, so give them in the order in which they may
@@ -129,7 +129,7 @@ def release_units(pasts: Sequence[Past], units: int, host_room: int, costs: Rest
     for _, index, place in sorted(_ways(pasts, units, costs)) if units > 0 else ():
         size = pasts[index].block_units
         blocks = min(kept[index], max(0, -(-units // size)))
-        if place is Place.HOST:
+        if place is BlockPlace.HOST:
             blocks = min(blocks, host_room // size)
             host_room -= blocks * size
         if blocks:
@@ -139,15 +139,15 @@ def release_units(pasts: Sequence[Past], units: int, host_room: int, costs: Rest
     return sorted(moves)
 
 
-def _ways(pasts: Sequence[Past], units: int, costs: RestoreCosts) -> Iterator[tuple[float, int, Place]]:
+def _ways(pasts: Sequence[PastRun], units: int, costs: RestoreCosts) -> Iterator[tuple[float, int, BlockPlace]]:
     """(cost per unit, past, place) of all moves, each priced for as many blocks from the tail as `units` units need; to
     nine digits, so that equal costs are equal and the order of the input decides."""
     copy = _rounded(costs.copy)
     for index, past in enumerate(pasts):
-        yield copy, index, Place.HOST
+        yield copy, index, BlockPlace.HOST
         if past.can_drop:
             blocks = min(past.num_blocks, -(-units // past.block_units))
-            yield _rounded(past.drop_seconds(blocks, costs) / (blocks * past.block_units)), index, Place.DROP
+            yield _rounded(past.drop_seconds(blocks, costs) / (blocks * past.block_units)), index, BlockPlace.DROP
 
 
 def _rounded(density: float) -> float:

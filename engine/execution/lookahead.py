@@ -18,7 +18,7 @@ GRAIN = 16
 """Chunks are cut at multiples of so many tokens."""
 
 
-class Piece(NamedTuple):
+class BatchPiece(NamedTuple):
     """Tokens [start, start + length) of `item`, a sequence of the batch. A decode has length 1 and is never cut."""
 
     item: int
@@ -26,10 +26,10 @@ class Piece(NamedTuple):
     length: int
 
 
-MicroBatch = list[Piece]
+MicroBatch = list[BatchPiece]
 
 
-def by_tokens(pieces: Sequence[Piece], count: int) -> list[MicroBatch]:
+def by_tokens(pieces: Sequence[BatchPiece], count: int) -> list[MicroBatch]:
     """`count` micro-batches of about equally many tokens, in the order given: what engines do today."""
     total, found, rest = sum(piece.length for piece in pieces), [], list(pieces)
     for number in range(count, 1, -1):
@@ -42,7 +42,7 @@ def by_tokens(pieces: Sequence[Piece], count: int) -> list[MicroBatch]:
 
 
 def balanced(
-    pieces: Sequence[Piece], model: LatencyPredictor, *, stages: int, min_tokens: int, grain: int = GRAIN
+    pieces: Sequence[BatchPiece], model: LatencyPredictor, *, stages: int, min_tokens: int, grain: int = GRAIN
 ) -> list[MicroBatch]:
     """Halves of equal predicted cost, in the order given, and halves of all of those: as often as there must be micro-
     batches for every stage, and further while they have `min_tokens` tokens on average. All are halved equally often,
@@ -57,7 +57,7 @@ def balanced(
     return batches
 
 
-def quickest(pieces: Sequence[Piece], model: LatencyPredictor, *, stages: int, most: int = 4) -> list[MicroBatch]:
+def quickest(pieces: Sequence[BatchPiece], model: LatencyPredictor, *, stages: int, most: int = 4) -> list[MicroBatch]:
     """The batch whole, or halved up to `most` micro-batches: what leaves a pipeline first whose stages have equal parts
     of the layers. Few decodes stay together: each half would read all weights."""
     best, least, count = [list(pieces)], cost(pieces, model), 2
@@ -70,7 +70,7 @@ def quickest(pieces: Sequence[Piece], model: LatencyPredictor, *, stages: int, m
     return best
 
 
-def cost(pieces: Sequence[Piece], model: LatencyPredictor) -> float:
+def cost(pieces: Sequence[BatchPiece], model: LatencyPredictor) -> float:
     """Predicted seconds of one micro-batch, by itself, through all layers."""
     features = BatchFeatures(model.reach)
     for _, start, length in pieces:
@@ -91,8 +91,8 @@ def _halve(batch: MicroBatch, model: LatencyPredictor, grain: int) -> tuple[Micr
         left, right = sums[index], _minus(sums[-1], sums[index])
         if tokens:
             _, start, length = batch[index]
-            rest = Piece(0, start + tokens, length - tokens)
-            left = _plus(left, _row(Piece(0, start, tokens), reach))
+            rest = BatchPiece(0, start + tokens, length - tokens)
+            left = _plus(left, _row(BatchPiece(0, start, tokens), reach))
             right = _plus(_minus(right, _row(batch[index], reach)), _row(rest, reach))
         return model.predict(BatchFeatures.from_row(left)) - model.predict(BatchFeatures.from_row(right))
 
@@ -109,21 +109,21 @@ def _halve(batch: MicroBatch, model: LatencyPredictor, grain: int) -> tuple[Micr
     return _cut(batch, sum(piece.length for piece in batch[:index]) + tokens)
 
 
-def _cut(batch: Sequence[Piece], tokens: int) -> tuple[MicroBatch, MicroBatch]:
+def _cut(batch: Sequence[BatchPiece], tokens: int) -> tuple[MicroBatch, MicroBatch]:
     """The first `tokens` tokens, and the rest."""
     first: MicroBatch = []
     for index, piece in enumerate(batch):
         if tokens < piece.length:
             if tokens:
-                first.append(Piece(piece.item, piece.start, tokens))
-                piece = Piece(piece.item, piece.start + tokens, piece.length - tokens)
+                first.append(BatchPiece(piece.item, piece.start, tokens))
+                piece = BatchPiece(piece.item, piece.start + tokens, piece.length - tokens)
             return first, [piece, *batch[index + 1 :]]
         first.append(piece)
         tokens -= piece.length
     return first, []
 
 
-def _row(piece: Piece, reach: Reach) -> FeatureRow:
+def _row(piece: BatchPiece, reach: Reach) -> FeatureRow:
     features = BatchFeatures(reach)
     features.add_chunk(piece.start, piece.length)
     return features.row()

@@ -23,7 +23,7 @@ from torch import Tensor
 from engine.arrays import IntArray
 from engine.errors import ConfigError
 from engine.execution.cpu.device import Beyond
-from engine.execution.lookahead import Piece, quickest
+from engine.execution.lookahead import BatchPiece, quickest
 from engine.execution.runner import Device, Runner
 from engine.machine.link import Link
 from engine.models.decoder import Decoder
@@ -209,7 +209,7 @@ class _Next:
         self._sent.clear()  # of a step that failed here on the way
         if whole or self._model is None:
             return [chunks]
-        pieces = [Piece(index, start, length) for index, (_, start, length, _) in enumerate(chunks.tolist())]
+        pieces = [BatchPiece(index, start, length) for index, (_, start, length, _) in enumerate(chunks.tolist())]
         return [_chunks_of(batch, chunks) for batch in quickest(pieces, self._model, stages=2)]
 
     def send(self, chunks: IntArray, hidden: Tensor, wanted: IntArray) -> None:
@@ -240,7 +240,7 @@ class _Next:
         return found
 
 
-def _chunks_of(batch: Sequence[Piece], chunks: IntArray) -> IntArray:
+def _chunks_of(batch: Sequence[BatchPiece], chunks: IntArray) -> IntArray:
     """A micro-batch as chunks [n, 4]: only the last piece of a chunk samples."""
     part = np.array([(*chunks[item, :1], start, length, chunks[item, 3]) for item, start, length in batch])
     ends = chunks[[piece.item for piece in batch], 1:3].sum(axis=1)

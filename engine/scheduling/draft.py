@@ -29,7 +29,7 @@ _make_chunk = quick_constructor(Chunk)
 _pooling, _adapter = attrgetter("spec.pooling"), attrgetter("spec.adapter")
 
 
-class Step(NamedTuple):
+class DecidedStep(NamedTuple):
     """A step as decided, and its requests in the order of its chunks."""
 
     output: SchedulerOutput
@@ -69,7 +69,7 @@ class StepDraft:
         """Whether no step in flight holds this request."""
         return request.last_step <= self._last_completed_step
 
-    def finish(self, spare: float = 0.0) -> Step | None:
+    def finish(self, spare: float = 0.0) -> DecidedStep | None:
         """The step as decided, or None when it holds nothing. `spare`: see `SchedulerOutput`."""
         if not self.chunks:
             return None
@@ -94,7 +94,7 @@ class StepDraft:
             predicted_latency=self.ledger.seconds if self.ledger.model is not None else None,
             spare=spare,
         )
-        return Step(output, self.requests)
+        return DecidedStep(output, self.requests)
 
     def _charge_operations(self, operations: tuple[CacheOperation, ...], num_states: int) -> None:
         """Charge all bytes that the step moves: those of its operations, and of `num_states` recurrent states."""

@@ -11,7 +11,7 @@ from engine.api import FinishReason, RequestClass, RequestOutput
 from engine.errors import EngineUnavailableError
 from engine.request import Request, RequestStatus
 from engine.scheduling.counters import StepCounters
-from engine.scheduling.recovery import CANARY_ID, Ending, Recovery
+from engine.scheduling.recovery import CANARY_ID, Ending, FaultRecovery
 from engine.scheduling.results import Finish, InFlight
 from engine.scheduling.state import SchedulerState
 from engine.scheduling.waiting import WaitingQueue
@@ -20,7 +20,7 @@ MAX_QUIET_RECOVERIES = 2
 """Attempts to get a standing engine going that end nobody's request."""
 
 
-class Failures:
+class StepFailures:
     """`requests`: the core's own, by id; `in_flight`: the steps behind the one that is looked at. Steps up to
     number `undone_through` were built on one that failed: what they give, or fail with, means nothing."""
 
@@ -28,7 +28,7 @@ class Failures:
         self,
         state: SchedulerState,
         requests: MutableMapping[str, Request],
-        recovery: Recovery,
+        recovery: FaultRecovery,
         counters: StepCounters,
         in_flight: deque[InFlight],
         finish: Finish,

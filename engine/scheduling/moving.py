@@ -12,7 +12,7 @@ from typing import NamedTuple
 from engine.api import EngineRequest, RequestClass, Resumption
 from engine.cache.blocks import CacheKind, count_units
 from engine.request import Request, RequestStatus
-from engine.scheduling.recovery import Recovery
+from engine.scheduling.recovery import FaultRecovery
 from engine.scheduling.results import InFlight
 from engine.scheduling.state import SchedulerState
 from engine.scheduling.waiting import insert_by_age, remove_by_age
@@ -32,7 +32,7 @@ class MovedRequest(NamedTuple):
         return self.spec.resumed.times.arrival
 
 
-class OpenRequest(NamedTuple):
+class HeldRequest(NamedTuple):
     """A request that has not ended. `units`: of the device that it holds; `running`: whether it has a row."""
 
     request_id: str
@@ -50,7 +50,7 @@ class Moves:
         state: SchedulerState,
         requests: MutableMapping[str, Request],
         in_flight: Collection[InFlight],
-        recovery: Recovery,
+        recovery: FaultRecovery,
         arrivals: Iterator[int],
     ) -> None:
         self._state = state
@@ -59,11 +59,11 @@ class Moves:
         self._recovery = recovery
         self._arrivals = arrivals
 
-    def open_requests(self) -> Iterator[OpenRequest]:
+    def open_requests(self) -> Iterator[HeldRequest]:
         """Every request that has not ended, and the units that it holds."""
         for request in self._requests.values():
             held = count_units(block for block in request.cache_map.blocks if block.on_device)
-            yield OpenRequest(request.request_id, request.times.arrival, held, request.row >= 0)
+            yield HeldRequest(request.request_id, request.times.arrival, held, request.row >= 0)
 
     def units_of(self, request_id: str) -> tuple[int, ...]:
         """Where a request's past lies on the device, in the order of its block table."""

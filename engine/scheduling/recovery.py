@@ -21,14 +21,14 @@ PATIENCE = 30.0
 RETRY_AFTER = 2.0
 
 
-class Turn(NamedTuple):
+class StepTurn(NamedTuple):
     """What the next step may hold: these requests and nobody else, or with None everybody who is not aside."""
 
     requests: Sequence[Request] | None = None
     force: bool = False
 
 
-class Reached(NamedTuple):
+class ReachedPoint(NamedTuple):
     """A request of a step, and how many of its tokens are computed after it."""
 
     request: Request
@@ -42,10 +42,10 @@ class Ending(NamedTuple):
     error: TidemillError
 
 
-ORDINARY = (Turn(),)
+ORDINARY = (StepTurn(),)
 
 
-class Recovery:
+class FaultRecovery:
     """`requests`: the core's own, by id; the canary is one of them while it runs."""
 
     def __init__(self, state: SchedulerState, requests: MutableMapping[str, Request], blame: Blame) -> None:
@@ -71,26 +71,26 @@ class Recovery:
         """When a step may be possible that is not possible now, if nothing happens until then."""
         return self._canary.due if self._canary.wanted else self._blame.retry_at
 
-    def turns(self, now: float) -> Sequence[Turn]:
+    def turns(self, now: float) -> Sequence[StepTurn]:
         """What the next step may be, the first that can run."""
         if self._canary.wanted:
-            return (Turn((self._canary_request(now),), force=True),) if now >= self._canary.due else ()
+            return (StepTurn((self._canary_request(now),), force=True),) if now >= self._canary.due else ()
         group = [self._requests[request_id] for request_id in self._blame.on_trial(now)]
         if not group:
             return ORDINARY
-        trial = Turn(group, self._force)
+        trial = StepTurn(group, self._force)
         first, second = (trial, *ORDINARY) if self._trial_first else (*ORDINARY, trial)
-        return first, second, Turn(group, force=True)
+        return first, second, StepTurn(group, force=True)
 
-    def took(self, turn: Turn) -> None:
+    def took(self, turn: StepTurn) -> None:
         """The next step is this turn: the other kind comes first in the one behind it."""
         self._trial_first, self._force = turn.requests is None, False
 
-    def waits(self, turn: Turn) -> None:
+    def waits(self, turn: StepTurn) -> None:
         """This turn took the place of others and waits for their units: it comes next, before they start again."""
         self._trial_first, self._force = True, turn.force
 
-    def failed(self, step: Sequence[Reached], now: float) -> list[Ending]:
+    def failed(self, step: Sequence[ReachedPoint], now: float) -> list[Ending]:
         """A step failed; its requests have been rewound already. Returns those that end because of it."""
         if any(request.request_id == CANARY_ID for request, _ in step):
             return self._canary_failed(now)
@@ -101,12 +101,12 @@ class Recovery:
         self._canary.ask(now)
         return []
 
-    def suspect(self, place: Reached) -> None:
+    def suspect(self, place: ReachedPoint) -> None:
         """A request that an engine before this one may have died of, and the tokens at which it is acquitted."""
         self._state.set_aside(place.request)
         self._blame.suspect(place.request.request_id, place.num_tokens)
 
-    def passed(self, step: Iterable[Reached]) -> None:
+    def passed(self, step: Iterable[ReachedPoint]) -> None:
         """A step passed: those of its requests that got past the place where they failed are like others again."""
         reached = {request.request_id: num_tokens for request, num_tokens in step if request.aside}
         self._acquit(self._blame.passed(reached))

@@ -22,7 +22,7 @@ from engine.scheduling.output import (
     ModelRunnerOutput,
     SchedulerOutput,
 )
-from engine.scheduling.recovery import Reached, Recovery
+from engine.scheduling.recovery import FaultRecovery, ReachedPoint
 from engine.scheduling.state import SchedulerState
 
 TOLD_TOGETHER = 16
@@ -48,11 +48,11 @@ class InFlight:
         pairs = zip(self.requests, self.epochs, strict=True)
         return [r for r, epoch in pairs if r.status is not RequestStatus.FINISHED and r.epoch == epoch]
 
-    def reached(self) -> list[Reached]:
+    def reached(self) -> list[ReachedPoint]:
         """The live requests, and what was computed of them."""
         pairs = zip(self.output.chunks, self.requests, strict=True)
         live = set(self.live())
-        return [Reached(request, chunk.start + chunk.length) for chunk, request in pairs if request in live]
+        return [ReachedPoint(request, chunk.start + chunk.length) for chunk, request in pairs if request in live]
 
 
 class Finish(Protocol):
@@ -79,7 +79,7 @@ class Endings:
         state: SchedulerState,
         requests: MutableMapping[str, Request],
         admission: Admission,
-        recovery: Recovery,
+        recovery: FaultRecovery,
     ) -> None:
         self._state = state
         self._requests = requests

@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from engine.api import RequestClass
 from engine.request import Request, due
-from engine.scheduling.draft import Step, StepDraft
+from engine.scheduling.draft import DecidedStep, StepDraft
 from engine.scheduling.offline_fill import OfflineFill
 from engine.scheduling.planner import OfflinePlan
 from engine.scheduling.prompts import PromptFill
@@ -31,7 +31,7 @@ class StepBuilder:
         self._offline = OfflineFill(draft, lookup)
         self._tightest = math.inf
 
-    def build(self, plan: OfflinePlan | None) -> Step | None:
+    def build(self, plan: OfflinePlan | None) -> DecidedStep | None:
         """The step, or None when nothing can run now. Without a plan the step is online-only."""
         self._state.cache.balance()
         first = let_in(self._draft)

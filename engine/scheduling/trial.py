@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from engine.api import RequestClass
 from engine.cache.blocks import CacheKind
 from engine.request import Request, RequestStatus
-from engine.scheduling.draft import Step, StepDraft
+from engine.scheduling.draft import DecidedStep, StepDraft
 
 CAUSE = "step_failure"
 
@@ -31,7 +31,7 @@ class TrialBuilder:
         self._draft = draft
         self._state = draft.state
 
-    def build(self, requests: Sequence[Request], force: bool) -> Step | None:
+    def build(self, requests: Sequence[Request], force: bool) -> DecidedStep | None:
         """As much of these requests as fits in one step, or None when nothing of them can run now.
 
         `force`: what is in the way of the first of them loses its place, whatever its class.
@@ -102,7 +102,7 @@ class LastResortBuilder:
         self._draft = draft
         self._state = draft.state
 
-    def build(self, with_offline: bool) -> Step | None:
+    def build(self, with_offline: bool) -> DecidedStep | None:
         """None: there is nothing to run. `with_offline`: offline requests may be chosen (there was a plan for them)."""
         request = self._next(with_offline)
         if request is None:
