@@ -73,7 +73,7 @@ def examine(model_type: str, folder: Path) -> Finding:
         plan_launch(_config(folder))
     except ConfigError as error:
         why = error.message.replace(f"{folder}: ", "")
-        failed = f"{model_type} by transformers: "  # its code stumbled, maybe over our sizes
+        failed = f"{model_type} fails in transformers: "  # its code stumbled, maybe over our sizes
         return Finding(model_type, UNTRIED if why.startswith(failed) else REFUSED, why.removeprefix(failed))
     except Exception as error:  # somebody else's checks of configs
         return Finding(model_type, UNTRIED, f"no tiny config: {type(error).__name__}")

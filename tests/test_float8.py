@@ -362,7 +362,7 @@ def test_layers_of_one_input_take_the_largest_of_its_scales(tmp_path: Path) -> N
         assert torch.equal(layer.outputs_from(16)(x), layer(x)[:, 16:])
     for wrong in (torch.tensor(0.0), torch.tensor(torch.nan), torch.ones(2)):
         save_file(tensors | {key: wrong}, tmp_path / "model.safetensors", metadata={"format": "pt"})
-        with pytest.raises(ModelLoadError, match="a scale of inputs"):
+        with pytest.raises(ModelLoadError, match="the scale of inputs"):
             _loaded(tmp_path)
 
 

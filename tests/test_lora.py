@@ -269,8 +269,8 @@ def test_rows_of_modules_by_transformers(name: str, native: bool, tmp_path: Path
     for request in requests:
         check(models[request.adapter], request, driver.outputs[request.request_id])
     for module, shapes, words in (
-        ("lm_head", (97, 64), "each token once"),
-        ("model.layers.0.mlp.other", (4, 4), "no linear"),
+        ("lm_head", (97, 64), "each token exactly once"),
+        ("model.layers.0.mlp.other", (4, 4), "no such linear layer"),
     ):
         wrong = adapter_of(tmp_path / module, {module: shapes}).folder
         with pytest.raises(ModelLoadError, match=words):

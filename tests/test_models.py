@@ -243,7 +243,7 @@ def test_windows_are_of_layers(family: str, changes: dict[str, Any], windows: tu
 def test_layer_types_that_are_not_understood_are_refused() -> None:
     switched = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "use_sliding_window": True}
     for types in (["sliding_attention"], ["mamba"] * 3, "full_attention"):
-        with pytest.raises(ModelLoadError, match="'layer_types' must say"):
+        with pytest.raises(ModelLoadError, match="'layer_types' must be"):
             spec_from_config(tiny_models.llama_config(**switched, layer_types=types))
 
 
@@ -255,7 +255,7 @@ def test_layer_types_that_are_not_understood_are_refused() -> None:
         ({"architectures": None, "model_type": None}, "names neither 'architectures' nor 'model_type'"),
         ({"architectures": ["XModel"], "auto_map": {"AutoModelForCausalLM": "x.XModel"}}, "needs its own code"),
         ({"auto_map": {"AutoModelForCausalLM": "x.MyLlama"}}, "needs its own code"),
-        ({"quantization_config": {"quant_method": "hqq"}}, "quantized by hqq are not read .*awq, .*gptq"),
+        ({"quantization_config": {"quant_method": "hqq"}}, "quantized by hqq are not supported .*awq, .*gptq"),
         ({"hidden_size": None}, "lacks 'hidden_size'"),
         ({"hidden_size": 63}, "hidden_size 63 is not a multiple of num_attention_heads 4"),
         ({"num_hidden_layers": "3"}, "'num_hidden_layers' must be a positive integer, not '3'"),
@@ -333,7 +333,7 @@ def test_gemmas_layers_with_a_window_turn_by_a_theta_of_their_own() -> None:
         ({"attn_logit_softcapping": 50.0}, "Gemma 3 with attn_logit_softcapping"),
         ({"query_pre_attn_scalar": 0}, "'query_pre_attn_scalar' must be a positive number, not 0"),
         ({"final_logit_softcapping": "30"}, "'final_logit_softcapping' must be a positive number"),
-        ({"rope_parameters": {"rope_theta": 1e4}}, "rope_parameters that are not by layer type"),
+        ({"rope_parameters": {"rope_theta": 1e4}}, "rope_parameters must be given by layer type"),
         ({"sliding_window": 0}, "'sliding_window' must be a positive integer"),
         ({"hidden_activation": "gelu"}, "activation 'gelu' is not supported in Gemma3ForCausalLM"),
     ],

@@ -260,10 +260,10 @@ def test_a_state_that_is_dropped_is_noticed(case_of: Any, monkeypatch: pytest.Mo
 
 
 REFUSED = {
-    "mamba": "does not take positions",
-    "bamba": "attends in no layer",
-    "minimax": "its recurrent layers take position_embeddings, which cannot be split",
-    "recurrent_gemma": "layers whose state is not found|what else it keeps of the past is not known",  # by its version
+    "mamba": "takes no position_ids",
+    "bamba": "has no attention layer",
+    "minimax": "its recurrent layers take position_embeddings, which cannot be split by request",
+    "recurrent_gemma": "layers whose state is not found|its other state is not supported",  # by its version
 }
 
 

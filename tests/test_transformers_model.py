@@ -215,10 +215,10 @@ def test_auto_takes_ours_where_it_can(case_of: Any) -> None:
 
 
 REFUSED = {
-    "qwen4_exp_text": "layers with a state of another kind",
-    "bart": "encoder with a decoder|does not take positions",
+    "qwen4_exp_text": "layers of the unsupported type",
+    "bart": "encoder-decoder model|takes no position_ids",
     "bert": "not causal",
-    "bloom": "does not take positions",
+    "bloom": "takes no position_ids",
 }
 
 

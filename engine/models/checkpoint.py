@@ -1,8 +1,7 @@
-"""A folder of safetensors as a tensor source: one tensor in memory at a time, and an account of what was used.
-Weights in fewer bits are unpacked on the way.
+"""A folder of safetensors as a tensor source: one tensor in memory at a time, with a check that all tensors are used.
+Quantized weights are unpacked while they are read.
 
-Pickled weights (.bin, .pt) are refused, never opened: reading them can run code. `load_weights` makes a model's weights
-of one; the reader itself knows nothing of model families beyond the names of buffers that some exporters leave in.
+Pickled weights (.bin, .pt) are refused and never opened, because reading them can run code.
 """
 
 import json
@@ -55,11 +54,22 @@ def load_weights(
     stored: bool = False,
     shard: Shard | None = None,
 ) -> ModelWeights:
-    """Load the checkpoint in `folder`, or with `load_format` "dummy" invent weights of its shape.
+    """Load the checkpoint in `folder`, or create random weights of its shape with `load_format` "dummy".
 
-    `dtype` "auto" is the checkpoint's own; `make` makes the linear layers, `gather` keeps the layers;
-    `stored`: those that the checkpoint stores in 8 bits compute with them; `shard`: one rank's part of the layers, to
-    run with `shard.spec_of(spec)`. Errors: ModelLoadError, one line that names what is missing or wrong.
+    Args:
+        spec: The model.
+        folder: Checkpoint folder.
+        dtype: Type of the weights; "auto": the type of the checkpoint.
+        device: Device of the weights.
+        load_format: "auto" or "dummy".
+        seed: Seed of dummy weights.
+        make: Makes the linear layers.
+        gather: Collects the layers.
+        stored: Whether layers stored in 8 bits compute with these 8 bits.
+        shard: The part of one rank, to be run with `shard.spec_of(spec)`; None: the whole model.
+
+    Raises:
+        ModelLoadError: One line that names the missing or wrong tensor or file.
     """
     kind = torch_dtype(spec.dtype if dtype == "auto" else dtype)
     target = torch.device(device)
@@ -71,7 +81,7 @@ def load_weights(
             copies = tuple(f"{name}.weight" for name in family_named(spec.family).names.head)
             checkpoint.check_all_used(tied_copies=copies if spec.tie_word_embeddings else ())
         if weights.layers.streamed:
-            checkpoint.forget()  # what was read once must not stay beside a stated budget
+            checkpoint.forget()  # page cache of the files must not add to a stated memory budget
         return weights
 
 
@@ -88,8 +98,10 @@ def load_layers(
     stored: bool = False,
     keep: Callable[[int, LayerWeights], LayerWeights] = lambda _index, layer: layer,
 ) -> list[LayerWeights]:
-    """Some layers, by ascending index, as `load_weights` gave them, once more; each as `keep` gives it back, before the
-    next one is loaded. Errors: ModelLoadError."""
+    """Load some layers again, by ascending index, with the same result as `load_weights`.
+
+    `keep` is applied to each layer before the next one is loaded. Raises ModelLoadError.
+    """
     kind, target = torch_dtype(dtype), torch.device(device)
     with torch.inference_mode():
         if load_format != "dummy":
@@ -101,17 +113,24 @@ def load_layers(
             kept.extend(keep(index, layer) for index, layer in enumerate(layers) if index in wanted)
             return ResidentLayers()
 
-        # random numbers depend on all that were drawn before them
+        # Random weights depend on all numbers drawn before them.
         build_weights(spec, DummyTensors(seed, kind, target), make, gather)
         return kept
 
 
 class Checkpoint:
-    """The tensors of a folder. A context manager: the files are mapped while it is open. `packing`: of linear layers.
-    `vocabulary`: how many tokens the model has; of tensors with a row for each, fewer rows can be had then, those in
-    the middle. `stored`: weights that are stored in 8 bits are to be had as they are.
+    """Tensors of a checkpoint folder; a context manager that maps the files while it is open.
 
-    Errors: ModelLoadError when the folder has no safetensors, or a file is missing, damaged or inconsistent.
+    Raises ModelLoadError if the folder has no safetensors, or a file is missing, damaged or inconsistent.
+
+    Args:
+        folder: Checkpoint folder.
+        dtype: Type of the returned tensors.
+        device: Device of the returned tensors.
+        packing: Storage format of quantized linear layers; None: none are quantized.
+        vocabulary: Number of tokens of the model. Of tensors with one row per token, callers may then fetch fewer
+            rows, which are taken from the middle.
+        stored: Whether `fetch_bytes` returns weights stored in 8 bits.
     """
 
     def __init__(
@@ -147,11 +166,11 @@ class Checkpoint:
         self._files.clear()
 
     def has(self, name: str) -> bool:
-        """Whether there is a tensor of this name, or a weight in fewer bits."""
+        """Return whether there is a tensor of this name, or a quantized weight."""
         return name in self._where or bool(self._stored(name))
 
     def fetch(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """One tensor, converted. Errors: ModelLoadError if it is missing, has another shape or is not of floats."""
+        """Return one tensor, converted. Raises ModelLoadError if it is missing, not floating or of another shape."""
         if self._stored(name):
             weight = self._unpack(name, dense)
             return weight[self._rows(name, tuple(weight.shape), shape)].to(self._device, self._dtype)
@@ -171,7 +190,7 @@ class Checkpoint:
         return Rounded(values.to(self._device), scales.to(self._device), self._dtype, inputs)
 
     def dense_tensors(self) -> dict[str, Tensor]:
-        """All of them by name: layers in fewer bits as one weight of the type asked for, others as they are."""
+        """Return all tensors by name: quantized layers unpacked to the requested type, others unchanged."""
         assert self._packing is not None
         found = dict[str, Tensor]()
         bodies = (weight_of(self._packing, name) for name in self._where)
@@ -184,10 +203,10 @@ class Checkpoint:
         return found
 
     def check_all_used(self, *, tied_copies: tuple[str, ...] = ()) -> None:
-        """Errors: ModelLoadError if a tensor was never fetched: the model would silently not be what was trained.
+        """Raise ModelLoadError if a tensor was never fetched, because the model would differ from the trained one.
 
-        Left aside: rotary and mask buffers, `tied_copies` (a tied head stored a second time), and beside layers in
-        fewer bits the scales of such a cache, and biases of zeros.
+        Exempt are rotary and mask buffers, `tied_copies` (copies of a tied head), scales of a quantized cache, and
+        zero biases of quantized layers.
         """
         left = [name for name in sorted(self._unused) if name not in tied_copies and not self._is_inert(name)]
         if left:
@@ -201,7 +220,7 @@ class Checkpoint:
         return last == "bias" and bool(self._stored(f"{module}.weight")) and not bool(self._floats(name).any())
 
     def _stored(self, name: str) -> dict[str, str]:
-        """The names of the tensors of a weight in fewer bits, by its parts; empty for any other."""
+        """Return the stored tensor names of a quantized weight, by part; empty for any other weight."""
         if self._packing is None:
             return {}
         named = names_of(self._packing, name)
@@ -220,7 +239,7 @@ class Checkpoint:
         return found
 
     def _floats(self, name: str, rows: slice = slice(None)) -> Tensor:
-        """A tensor as it is, or some rows."""
+        """Return a tensor, or some of its rows, unconverted."""
         file = self._files[self._where[name]]
         tensor: Tensor = file.get_tensor(name) if rows == slice(None) else file.get_slice(name)[rows]
         if tensor.dtype not in _FLOATS:
@@ -230,7 +249,7 @@ class Checkpoint:
         return tensor
 
     def _rows(self, name: str, found: tuple[int, ...], shape: tuple[int, ...]) -> slice:
-        """Which rows of a tensor make one of this shape."""
+        """Return the rows of a tensor that make one of this shape."""
         if found == shape:
             return slice(None)
         if found[0] == self._vocabulary and found[1:] == shape[1:]:
@@ -238,7 +257,7 @@ class Checkpoint:
         raise ModelLoadError(f"{self._folder}: tensor {name} is {list(found)}, config.json implies {list(shape)}")
 
     def forget(self) -> None:
-        """Drop the files from the page cache, as far as nothing maps them any more; after the context has ended."""
+        """Drop the unmapped pages of the files from the page cache; call it after the context has ended."""
         for name in sorted(set(self._where.values())):
             with (self._folder / name).open("rb") as file:
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
@@ -255,12 +274,12 @@ class Checkpoint:
 
 
 def stored_bytes(folder: Path) -> int:
-    """What the checkpoint's files take. Errors: ModelLoadError where there are none."""
+    """Return the size of the checkpoint's files in bytes. Raises ModelLoadError if there are none."""
     return sum((folder / name).stat().st_size for name in _weight_files(folder) if (folder / name).is_file())
 
 
 def _weight_files(folder: Path) -> list[str]:
-    """The files that make up the checkpoint: those of the index, or the one file, or every safetensors file."""
+    """Return the files of the checkpoint: those of the index, or the single file, or all safetensors files."""
     index = folder / "model.safetensors.index.json"
     if index.is_file():
         try:

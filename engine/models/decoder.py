@@ -1,8 +1,8 @@
-"""One decoder for every supported family: embedding, the layer loop, logits. The families' differences are data.
+"""One decoder for all supported families: embedding, layer loop, logits. Families differ in data only.
 
-The only loop over layers: a backend brings attention (`attend`) and operations (`ops`), the caller inference mode.
-Layers run in ranges, too, from and to a hidden state: they can be dropped, or live in another engine. Where the
-weights of a layer are, and whether they stream, is the business of its `LayerSource`.
+The backend supplies attention (`attend`) and operations (`ops`); the caller supplies inference mode. A run can be
+limited to a range of layers, from hidden state to hidden state, because layers can be dropped or live in another
+engine. A `LayerSource` provides the weights of a layer, which may be streamed.
 """
 
 from collections.abc import Callable
@@ -18,22 +18,22 @@ from engine.models.spec import ModelSpec
 from engine.models.weights import LayerWeights, ModelWeights, Norm, embedding_scale
 
 Attend = Callable[[int, LayerWeights, Tensor], Tensor]
-"""(layer index, the layer, x [T, H]) -> [T, heads · D]. x is the normed input of the layer's attention.
+"""(layer index, layer, x [T, H]) -> [T, heads · D]; x is the normalised input of the layer's attention.
 
-All that lies between it and the output projection belongs to the backend, so that its kernels may fuse it: queries,
-keys and values with their norms and rotation, the write to the cache, and causal attention to the whole context. x is
-also what a hidden cache stores.
+The backend computes everything between x and the output projection, so that its kernels can fuse it: queries, keys and
+values with norms and rotation, the write to the cache, and causal attention to the whole context. A hidden cache also
+stores x.
 """
 
 AttendRounded = Callable[[int, LayerWeights, RoundedRows], Tensor]
-"""The same with an input that is rounded for the layer's `qkv`, a Float8Linear."""
+"""Like Attend, with an input that is rounded for `qkv`, a Float8Linear."""
 
 Adapt = Callable[[int, LayerWeights], LayerWeights]
-"""(layer index, the layer) -> the layer as this step is to see it: with what adapters add."""
+"""(layer index, layer) -> the layer of this step, with adapters added."""
 
 
 class Ops(Protocol):
-    """What a layer computes besides GEMMs, attention and activations without a gate."""
+    """Operations of a layer other than GEMMs, attention and activations without a gate."""
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor: ...
     def add_rms_norm(
@@ -76,8 +76,13 @@ class Ops(Protocol):
 
 
 class Branch(NamedTuple):
-    """What is still to be added to the hidden state: x [T, H], normed by `inner [H]` first or with `beside [T, H]`,
-    where a family has such."""
+    """A pending addend of the hidden state.
+
+    Attributes:
+        x: [T, H].
+        inner: Weight [H] of an RMS norm of x before the addition, or None.
+        beside: Second addend [T, H], or None.
+    """
 
     x: Tensor
     inner: Tensor | None = None
@@ -85,7 +90,7 @@ class Branch(NamedTuple):
 
 
 class Decoder:
-    """A model that runs. T tokens of any requests, in any order that suits `attend`."""
+    """A runnable model. The T tokens of a step may belong to any requests, in any order that `attend` supports."""
 
     def __init__(self, spec: ModelSpec, weights: ModelWeights, ops: Ops = torch_ops) -> None:
         self.spec = spec
@@ -96,7 +101,7 @@ class Decoder:
         self._activation = (torch_ops.ACTIVATIONS | gates)[spec.activation]
 
     def embed(self, token_ids: Tensor, positions: Tensor) -> Tensor:
-        """token_ids [T], positions [T] -> hidden state [T, H]."""
+        """Return the hidden state [T, H] of token_ids [T] at positions [T]."""
         hidden = functional.embedding(token_ids, self.weights.embedding)
         if self._embedding_scale is not None:
             hidden = hidden * self._embedding_scale
@@ -113,8 +118,10 @@ class Decoder:
         adapt: Adapt | None = None,
         attend_rounded: AttendRounded | None = None,
     ) -> Tensor:
-        """These layers (all by default) on hidden [T, H] -> [T, H]. The argument is not modified. With `attend_rounded`
-        norms round what they give to layers on floats of 8 bits."""
+        """Run layers (default: all) on hidden [T, H] -> [T, H]; the argument is not modified.
+
+        With `attend_rounded`, norms round the inputs of 8-bit float layers.
+        """
         return self.summed(*self.run_unsummed(hidden, attend, layers, adapt, attend_rounded))
 
     def run_unsummed(
@@ -125,8 +132,8 @@ class Decoder:
         adapt: Adapt | None = None,
         attend_rounded: AttendRounded | None = None,
     ) -> tuple[Tensor, Branch | None]:
-        """See run; what the last layer adds, if there is one, is not added yet."""
-        # What a branch adds is added together with the next norm: one pass over the rows.
+        """Like `run`, but return the output of the last layer as a pending addend (None without layers)."""
+        # A branch is added in the next norm, in one pass over the rows.
         delta: Branch | None = None
         for index in range(len(self.weights.layers)) if layers is None else layers:
             with self.weights.layers.use(index) as stored:
@@ -152,7 +159,7 @@ class Decoder:
         return hidden, delta
 
     def summed(self, hidden: Tensor, delta: Branch | None) -> Tensor:
-        """The hidden state behind what `run_unsummed` gave."""
+        """Return the hidden state after the result of `run_unsummed`."""
         if delta is None:
             return hidden
         x = delta.x if delta.inner is None else self._ops.rms_norm(delta.x, delta.inner, self.spec.norm_eps)
@@ -161,8 +168,10 @@ class Decoder:
     def logits(
         self, hidden: Tensor, delta: Branch | None = None, rows: Tensor | None = None, out: Tensor | None = None
     ) -> Tensor:
-        """Final norm and head of the rows that sample: hidden [R, H] -> [R, vocab], in `out` if it is given. With
-        `delta` of the sum of both, of which rows may be chosen by `rows [R]`."""
+        """Apply the final norm and the head: hidden [R, H] -> [R, vocab], written to `out` if given.
+
+        With `delta`, the input is the sum of both, and `rows [R]` selects its rows.
+        """
         head, norm = self.weights.head, self.weights.final_norm
         if self._rounds(norm, head):
             logits = self._product(head, self._add_norm_rounded(delta, hidden, norm, head, rows)[0])
@@ -175,7 +184,7 @@ class Decoder:
         return logits if out is None else out.copy_(logits)
 
     def normed(self, hidden: Tensor) -> Tensor:
-        """The final norm: hidden [T, H] -> [T, H]."""
+        """Apply the final norm: hidden [T, H] -> [T, H]."""
         return self._norm(hidden, self.weights.final_norm)
 
     def _feed_forward(self, layer: LayerWeights, x: Tensor | RoundedRows) -> Tensor:
@@ -191,19 +200,19 @@ class Decoder:
         return linear(x)
 
     def _rounds(self, norm: Norm, linear: Linear) -> bool:
-        """Whether the norm may round for this layer: an RMS norm, and no adapter that sees what the layer is given."""
+        """Return whether the norm may round for this layer: it is an RMS norm, and no adapter reads the input."""
         return norm.bias is None and isinstance(linear, Float8Linear)
 
     def _add_norm_rounded(
         self, branch: Branch | None, residual: Tensor, norm: Norm, linear: Linear, rows: Tensor | None = None
     ) -> tuple[RoundedRows, Tensor]:
-        """See _add_norm; the norm as `linear` takes it."""
+        """Like `_add_norm`, with the norm rounded for `linear`."""
         assert isinstance(linear, Float8Linear)
         eps, scale = self.spec.norm_eps, linear.inputs
         if branch is None:
-            assert rows is None, "of a sum alone rows are chosen"
+            assert rows is None, "rows can be selected only with a branch"
             return RoundedRows(*self._ops.rms_norm_rounded(residual, norm.weight, eps, scale)), residual
-        assert branch.beside is None, "layer norms alone add two branches"
+        assert branch.beside is None, "only layer norms add two branches"
         normed, total = self._ops.add_rms_norm_rounded(branch.x, residual, norm.weight, eps, scale, rows, branch.inner)
         return RoundedRows(*normed), total
 
@@ -215,13 +224,13 @@ class Decoder:
     def _add_norm(
         self, branch: Branch | None, residual: Tensor, norm: Norm, rows: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """The norm of the sum of residual and branch, and the sum; of all rows or of `rows`."""
+        """Return the norm of the sum of residual and branch, and the sum; of all rows or of `rows`."""
         if branch is None:
-            assert rows is None, "of a sum alone rows are chosen"
+            assert rows is None, "rows can be selected only with a branch"
             return self._norm(residual, norm), residual
         (x, inner, beside), eps = branch, self.spec.norm_eps
         if norm.bias is None:
-            assert beside is None, "layer norms alone add two branches"
+            assert beside is None, "only layer norms add two branches"
             return self._ops.add_rms_norm(x, residual, norm.weight, eps, rows, inner)
-        assert inner is None, "RMS norms alone follow another"
+        assert inner is None, "only RMS norms normalise a branch"
         return self._ops.add_layer_norm(x, residual, norm.weight, norm.bias, eps, rows, beside)

@@ -1,6 +1,6 @@
-"""The supported families as data: what their configs leave unsaid, and where their tensors are. Torch-free.
+"""Supported model families as data: defaults of their configs and names of their tensors. Torch-free.
 
-Adding a family that is a recombination of known parts is adding a `Family` and a `TensorNames`. Knows nothing of files.
+A new family that recombines known parts needs a `Family` and a `TensorNames`.
 """
 
 from collections.abc import Callable, Mapping
@@ -33,11 +33,12 @@ def _nothing_to_check(_config: Config) -> None:
 
 @dataclass(frozen=True, slots=True)
 class TensorNames:
-    """Where a family keeps its tensors. Modules get `.weight` (and `.bias`) appended; several modules in one slot are
-    stacked along the output dimension. `prefixes` and `head`: the first one that the checkpoint has is used.
-    `branch_norms`: of what attention and the MLP give, where a family norms that before it is added.
+    """Names of a family's tensors.
 
-    `interleaved_qkv`: the fused projection is [heads, 3, head_dim], not [3, heads, head_dim].
+    Modules get `.weight` (and `.bias`) appended. Several modules in one field are stacked along the output dimension.
+    Of `prefixes` and `head`, the first that the checkpoint contains is used. `branch_norms` normalise the outputs of
+    attention and MLP before they are added. `interleaved_qkv`: the fused projection is [heads, 3, head_dim] instead of
+    [3, heads, head_dim].
     """
 
     prefixes: tuple[str, ...]
@@ -120,13 +121,16 @@ _GEMMA_NAMES = TensorNames(
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """One architecture. `*_default` stand where the config is silent; `window`: "none", "always", "switched", or
-    "patterned": every layer has one but each `pattern_default`-th.
+    """One architecture. `*_default` applies if the config has no value.
 
-    `centered_norms`: a norm is stored as what its weight is beside 1. `scaled_embedding`: times the root of its width.
-    `query_scalar_default`: scores are divided by the root of `query_pre_attn_scalar`, not of a head's width.
-    `softcaps`: of scores and of logits, where a config may have them. `local_rope`: layers with a window have a rotary
-    embedding of their own.
+    Attributes:
+        window: "none", "always", "switched", or "patterned": all layers except each `pattern_default`-th.
+        centered_norms: Norm weights are stored minus 1.
+        scaled_embedding: Embeddings are multiplied by the square root of their width.
+        query_scalar_default: Scores are divided by the square root of `query_pre_attn_scalar` instead of the head
+            width; its default.
+        softcaps: Default softcaps of scores and of logits; None if the family has none.
+        local_rope: Layers with a window have their own rotary embedding.
     """
 
     name: str
@@ -181,7 +185,7 @@ def _check_gemma(config: Config) -> None:
 
 def _check_gemma3(config: Config) -> None:
     _check_gemma(config)
-    if config.get("attn_logit_softcapping") is not None:  # the reference code reads it and caps no score
+    if config.get("attn_logit_softcapping") is not None:  # the reference code reads it but caps no score
         raise ModelLoadError("Gemma 3 with attn_logit_softcapping is not supported")
 
 
@@ -300,7 +304,7 @@ FAMILIES: tuple[Family, ...] = (
 
 
 def family_of(config: Config) -> Family:
-    """The family that a config names. Errors: ModelLoadError if it is not supported or needs code of its own."""
+    """Return the family of a config. Raises ModelLoadError if it is unsupported or needs its own code."""
     named = config.get("architectures") or []
     architecture = named[0] if isinstance(named, list) and named else None
     model_type = config.get("model_type")
@@ -309,7 +313,7 @@ def family_of(config: Config) -> Family:
     family = next(
         (f for f in FAMILIES if architecture in (f.architecture, None) and model_type in (f.name, None)), None
     )
-    # A file may name its own copy of a class that is built in (the first Phi-3 releases do): nothing of it is run.
+    # The config may name its own copy of a built-in class (the first Phi-3 releases do); that code is never run.
     own_code = str((config.get("auto_map") or {}).get("AutoModelForCausalLM", architecture)).rpartition(".")[2]
     if config.get("auto_map") and (family is None or own_code != family.architecture):
         raise ModelLoadError(f"{architecture or model_type} needs its own code (auto_map), which is never run")
@@ -320,5 +324,5 @@ def family_of(config: Config) -> Family:
 
 
 def family_named(name: str) -> Family:
-    """The family of a spec."""
+    """Return the family of that name."""
     return next(family for family in FAMILIES if family.name == name)

@@ -1,11 +1,11 @@
-"""Linear layers on floats of 8 bits (e4m3): weights rounded once, or by who made the checkpoint, with a scale for each
-output; inputs in every call, with a scale for each token, or with the checkpoint's for all of them.
+"""Linear layers on 8-bit floats (e4m3).
 
-On a CUDA device `torch._scaled_mm` multiplies the bytes themselves, with the scales of rows and columns inside; its
-results are bfloat16 and both sides of a weight multiples of 16. Elsewhere the same rounded numbers are multiplied as
-float32: the twin, for tests and for what rounding costs in quality, not for speed. Nothing waits for the device.
+Weights are rounded once, at load or by the author of the checkpoint, with a scale per output. Inputs are rounded in
+every call, with a scale per token or the checkpoint's scale for all tokens.
 
-Knows nothing of models.
+On a CUDA device `torch._scaled_mm` multiplies the bytes, with the scales of rows and columns inside. Its results are
+bfloat16, and both sides of a weight must be multiples of 16. On other devices the same rounded numbers are multiplied
+as float32: a twin for tests and for measuring the loss of quality, not for speed. Nothing synchronises with the device.
 """
 
 from collections.abc import Callable
@@ -19,41 +19,40 @@ from engine.models.quantized import Rounded, as_bytes
 
 FLOAT8 = torch.float8_e4m3fn
 OLDEST_ARCH = (8, 9)
-"""Compute capability from which on tensor cores multiply such floats."""
+"""Oldest compute capability whose tensor cores multiply 8-bit floats."""
 
 _HIGHEST = torch.finfo(FLOAT8).max
-_SMALLEST = 1e-12  # rows that are smaller than this everywhere lose precision, and zero is nobody's divisor
+_SMALLEST = 1e-12  # lower bound of the maximum of a row, to avoid division by zero
 _MULTIPLE = 16
 
 
 def round_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """x [T, k] -> floats [T, k] e4m3 and scales [T, 1] float32, whose product is nearest to it; not a number in a row
-    that has a value that is not finite."""
+    """Round x [T, k] to values [T, k] e4m3 and scales [T, 1] float32; rows that are not finite become NaN."""
     top = torch.linalg.vector_norm(x, torch.inf, -1, keepdim=True, dtype=torch.float32)
     scales = top.clamp_min(_SMALLEST) * (1 / _HIGHEST)
     return (x / scales).to(FLOAT8), scales
 
 
 def scale_rows(x: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-    """The same with one scale [1] float32 for all rows that are finite. What is beyond the largest float becomes it."""
+    """Like `round_rows`, with one scale [1] float32 for all finite rows; values are clipped to the largest float."""
     values = (x.float() / scale).clamp(-_HIGHEST, _HIGHEST).to(FLOAT8)
     return values, torch.where(x.isfinite().all(-1, keepdim=True), scale, torch.nan)
 
 
 def rounded(x: Tensor, scale: Tensor | None) -> tuple[Tensor, Tensor]:
-    """By one of the two."""
+    """Round with `scale`, or with a scale per row if it is None."""
     return round_rows(x) if scale is None else scale_rows(x, scale)
 
 
 class RoundedRows(NamedTuple):
-    """Inputs of a layer that are rounded already: values [T, k] e4m3, scales [T, 1] float32."""
+    """Rounded inputs of a layer: values [T, k] e4m3, scales [T, 1] float32."""
 
     values: Tensor
     scales: Tensor
 
 
 class Rounding(NamedTuple):
-    """How inputs of layers become floats of 8 bits: by torch's operators, or by kernels."""
+    """Functions that round layer inputs to 8-bit floats: torch operators, or kernels."""
 
     by_row: Callable[[Tensor], tuple[Tensor, Tensor]] = round_rows
     by_scale: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] = scale_rows
@@ -63,8 +62,10 @@ BY_TORCH = Rounding()
 
 
 class Float8Linear:
-    """See engine.models.linear.Linear. values [n, k] e4m3, scales [n, 1] float32; takes and gives bfloat16. `inputs`:
-    the scale [1] float32 of all that it takes; None: each token has its own."""
+    """A `Linear` with values [n, k] e4m3 and scales [n, 1] float32; input and output are bfloat16.
+
+    `inputs` is the scale [1] float32 of all inputs; None: one scale per token.
+    """
 
     def __init__(
         self,
@@ -80,10 +81,10 @@ class Float8Linear:
 
     @classmethod
     def of(cls, weight: Tensor, bias: Tensor | None, rounding: Rounding = BY_TORCH) -> "Float8Linear":
-        """A layer of a weight [n, k], which is not kept. Errors: ValueError for one that is not finite."""
+        """Round a weight [n, k], which is not kept. Raises ValueError if it is not finite."""
         values, scales = round_rows(weight)
         if not bool(scales.isfinite().all()):
-            raise ValueError("a weight that is not finite")
+            raise ValueError("the weight has values that are not finite")
         return cls(values, scales, bias, rounding)
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -93,7 +94,7 @@ class Float8Linear:
         return result.view(*x.shape[:-1], self.out_features)
 
     def product(self, rows: RoundedRows) -> Tensor:
-        """[T, n] of what was rounded for this layer, by `inputs`."""
+        """Return the product [T, n] for inputs rounded for this layer."""
         product = _on_device if rows.values.device.type in ("cuda", "meta") else _as_floats
         result = product(*rows, self._values, self._scales)
         return result if self._bias is None else result + self._bias
@@ -122,11 +123,13 @@ def make_float8(
     rounding: Rounding = BY_TORCH,
     keeps_floats: bool = False,
 ) -> Linear:
-    """A MakeLinear for weights in bfloat16 and for those that a checkpoint stores as such floats; `rounding` of what
-    its layers are given. One whose sides are no multiples of 16 is a plain layer; so is, with `keeps_floats`, one that
-    is not stored in 8 bits."""
+    """Make a layer (a MakeLinear) from a bfloat16 weight, or from a weight that the checkpoint stores in 8-bit floats.
+
+    `rounding` rounds the inputs. A weight whose sides are not multiples of 16 becomes a plain layer. With
+    `keeps_floats`, so does a weight that is not stored in 8 bits.
+    """
     if isinstance(weight, Rounded):
-        assert weight.values.dtype == FLOAT8, "integers of a checkpoint are unpacked before they are rounded to floats"
+        assert weight.values.dtype == FLOAT8, "integers of a checkpoint must be unpacked before rounding"
         layer = Float8Linear(weight.values, weight.scales[:, None].contiguous(), bias, rounding, weight.inputs)
         return PlainLinear(*layer.dense_from(0)) if _is_odd(weight.values) else layer
     if keeps_floats or _is_odd(weight):
@@ -146,5 +149,5 @@ def _on_device(rows: Tensor, scales: Tensor, values: Tensor, by_output: Tensor) 
 
 
 def _as_floats(rows: Tensor, scales: Tensor, values: Tensor, by_output: Tensor) -> Tensor:
-    """The same of the same numbers, summed in float32."""
+    """Compute the same product on the same numbers, summed in float32."""
     return (rows.float() @ values.float().t() * scales * by_output.t()).to(torch.bfloat16)

@@ -1,6 +1,6 @@
-"""From the input of a layer's attention to its queries, keys and values, normed and rotated, in torch's operators.
+"""Queries, keys and values of a layer's attention, with norms and rotation, in torch operators.
 
-What a backend without a fused kernel for it does before it attends. Knows nothing of caches.
+For backends without a fused kernel for these steps.
 """
 
 from torch import Tensor
@@ -15,9 +15,12 @@ from engine.models.weights import LayerWeights, ModelWeights
 
 
 class Heads:
-    """`max_model_len` is the engine's longest context (it picks longrope's factors). `hidden`: make the layers of `kv`;
-    where weights are packed these take the memory of their K and V parts once more. Those of layers that stream are
-    views, of what `hold` was given last."""
+    """Projections to heads.
+
+    `max_model_len` is the longest context of the engine (it selects the longrope factors). `hidden` creates the layers
+    of `kv`; with packed weights, these use the memory of the K and V parts a second time. For streamed layers they are
+    views of the layer last passed to `hold`.
+    """
 
     def __init__(self, spec: ModelSpec, weights: ModelWeights, max_model_len: int, *, hidden: bool = False) -> None:
         self.hidden_size = spec.hidden_size
@@ -33,12 +36,12 @@ class Heads:
             if rope is not None
         }
         views = all(isinstance(weights.layers[index].qkv, PlainLinear) for index in weights.layers.streamed)
-        assert views or not hidden, "projections of hidden state would stay in memory"
+        assert views or not hidden, "packed streamed layers would keep copies of their K and V projections in memory"
         self._kv: list[Linear] = [layer.qkv.outputs_from(spec.q_size) for layer in weights.layers] if hidden else []
 
     def rotary(self, positions: Tensor) -> list[Rotary | None]:
-        """Of every layer the rotation of Q and K at these positions [T], made once for those that share it; None for
-        models without rotary embeddings."""
+        """Return the rotation of Q and K at these positions [T] for every layer, shared between layers of equal rope;
+        None for layers without rotary embedding."""
         made: dict[RopeSpec | None, Rotary | None] = {None: None}
         for rope, (inv_freq, scaling) in self._ropes.items():
             cos, sin = torch_ops.rotary_tables(positions, inv_freq, scaling)
@@ -46,9 +49,9 @@ class Heads:
         return [made[self._spec.rope_of(layer)] for layer in range(self._spec.num_layers)]
 
     def qkv(self, layer: LayerWeights, x: Tensor, rotary: Rotary | None) -> tuple[Tensor, Tensor, Tensor]:
-        """x [T, H] -> q [T, heads, D], k and v [T, kv_heads, D]; q and k normed and rotated together.
+        """Project x [T, H] to q [T, heads, D], k and v [T, kv_heads, D], with norms and rotation applied to q and k.
 
-        Within a head the last dimension is contiguous; tokens and heads are strided views.
+        The last dimension is contiguous; tokens and heads are strided views.
         """
         heads = layer.qkv(x).view(-1, self._all_heads, self._spec.head_dim)
         qk = heads[:, : self._qk_heads]
@@ -60,18 +63,18 @@ class Heads:
         return qk[:, :num_heads], qk[:, num_heads:], heads[:, self._qk_heads :]
 
     def hold(self, index: int, layer: LayerWeights) -> None:
-        """Take K and V from this layer's weights as they are now: it streams, and is in use."""
+        """Refresh the K and V projections of a streamed layer from its current weights."""
         if self._kv:
             self._kv[index] = layer.qkv.outputs_from(self._spec.q_size)
 
     def kv(self, layer: int, x: Tensor, rotary: Rotary | None) -> tuple[Tensor, Tensor]:
-        """K and V alone, of tokens whose attention input was x, as `qkv` gave them. Needs `hidden`."""
+        """Return K and V of tokens with attention input x, equal to those of `qkv`. Needs `hidden`."""
         num_heads = self._spec.num_kv_heads
         heads = self._kv[layer](x).view(-1, 2 * num_heads, self._spec.head_dim)
         return self._placed(layer, heads[:, :num_heads], rotary), heads[:, num_heads:]
 
     def _placed(self, layer: int, k: Tensor, rotary: Rotary | None) -> Tensor:
-        """K normed and rotated."""
+        """Normalise and rotate K."""
         norm = self._layers[layer].qk_norm
         if norm is not None:
             k = torch_ops.rms_norm(k, norm[self._spec.num_heads :], self._spec.norm_eps)

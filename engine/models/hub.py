@@ -1,6 +1,6 @@
-"""Where a model's files are: a folder, or a Hugging Face id that is fetched once. Torch-free.
+"""Locate a model's files: a local folder, or a Hugging Face id that is downloaded once. Torch-free.
 
-The hub's own library downloads, into its own cache; here is what is asked for, and a sentence for each way to fail.
+Downloads go through the hub's own library and cache. This module selects the files and words the errors.
 """
 
 import os
@@ -15,14 +15,14 @@ from engine.models.implementation import choose
 from engine.models.spec import ModelShape
 
 _WANTED = ["*.safetensors", "*.json", "*.jinja", "merges.txt"]
-# Some repositories carry the same weights twice, once in their author's own layout.
+# Some repositories hold the weights twice, once in the layout of their author.
 _UNWANTED = ["original/*", "consolidated*"]
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 
 
 @dataclass(frozen=True, slots=True)
 class RemoteFile:
-    """A file of a repository: its size in bytes, and whether it is in the cache."""
+    """A file of a repository, its size in bytes, and whether it is in the cache."""
 
     path: str
     num_bytes: int
@@ -31,9 +31,16 @@ class RemoteFile:
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """What the hub has of a model at one commit, as far as it is wanted; `revision` is what was asked for, under which
-    the cache will find it. `pickles`: whether it has weights that would have to be unpickled. `cache`: the folder where
-    the repository's files lie or will lie."""
+    """Files of a model on the hub at one commit, limited to those that the engine uses.
+
+    Attributes:
+        name: Hugging Face id.
+        revision: Requested revision, under which the cache finds the files.
+        commit: Commit of the revision.
+        files: Files that the engine uses.
+        pickles: Whether the repository has pickled weights.
+        cache: Folder of the repository in the cache.
+    """
 
     name: str
     revision: str | None
@@ -55,59 +62,59 @@ class Offer:
         return sum(file.num_bytes for file in self.files if file.path.endswith(".safetensors"))
 
     def bytes_on_disk(self) -> int:
-        """What of the repository is in the cache, unfinished files included."""
+        """Return the bytes of the repository in the cache, including unfinished files."""
         total = 0
         for path in (self.cache / "blobs").glob("*"):
             try:
                 total += path.stat().st_size
-            except OSError:  # an unfinished file that has just got its name
+            except OSError:  # an unfinished file that was just renamed
                 continue
         return total
 
 
 def is_hub_id(name: str) -> bool:
-    """Whether a name that is no folder may be that of a repository, "owner/name"."""
+    """Return whether `name`, if not a folder, has the form of a repository ("owner/name")."""
     parts = name.split("/")
     return not name.startswith(("/", ".", "~")) and len(parts) == 2 and all(parts)
 
 
 def cached_folder(name: str, revision: str | None = None) -> Path | None:
-    """The folder of a hub id whose files are all on this machine; None if some are not. Asks nobody."""
+    """Return the cached folder of a hub id, or None if files are missing. Uses no network."""
     from huggingface_hub import snapshot_download
 
     try:
         found = snapshot_download(
             name, revision=revision, allow_patterns=_WANTED, ignore_patterns=_UNWANTED, local_files_only=True
         )
-    except Exception:  # whatever is wrong with what is here, a fetch puts it right
+    except Exception:  # any damage of the cache is repaired by a download
         return None
     return Path(found) if any(Path(found).glob("*.safetensors")) else None
 
 
 def resolve_model_folder(name: str, revision: str | None = None) -> Path:
-    """The local folder of `name`, downloading safetensors and JSON if it is a hub id ("owner/name"), at `revision`.
+    """Return the local folder of `name`; a hub id ("owner/name") is downloaded (safetensors and JSON) at `revision`.
 
-    Errors: ModelLoadError, one line, if there is no such folder and the hub has no such model or cannot be reached,
-    and for the revision of a folder.
+    Raises ModelLoadError, one line, if there is no such folder or model, the hub is unreachable, or a folder is given
+    together with a revision.
     """
     folder = Path(name).expanduser()
     if folder.is_dir():
         if revision is not None:
-            raise ModelLoadError(f"--revision {revision} is of models from the hub, and {name} is a folder")
+            raise ModelLoadError(f"--revision {revision} applies to hub models, but {name} is a folder; omit it")
         return folder
     _check_id(name)
     return _download(name, revision, _WANTED)
 
 
 def look_up(name: str, revision: str | None) -> Offer:
-    """What the hub has of a model; offline, what is here. Errors: ModelLoadError, one sentence."""
+    """Look a model up on the hub; offline, in the cache. Raises ModelLoadError, one line."""
     _check_id(name)
     from huggingface_hub import HfApi, constants, try_to_load_from_cache
     from huggingface_hub.file_download import repo_folder_name
 
     try:
         info = HfApi(endpoint=_endpoint()).model_info(name, revision=revision, files_metadata=True)
-    except Exception as error:  # httpx's or httpx2's, by the library's version, beside its own
+    except Exception as error:  # httpx or httpx2 errors, depending on the library's version, besides its own
         folder = cached_folder(name, revision) if _is_offline(error) else None
         if folder is None:
             raise _problem(name, revision, error) from None
@@ -124,7 +131,7 @@ def look_up(name: str, revision: str | None) -> Offer:
 
 
 def _matches(path: str, patterns: list[str]) -> bool:
-    """As the library matches: a star also stands for folders."""
+    """Match like the library: a star also matches folders."""
     return any(fnmatch(path, pattern) for pattern in patterns)
 
 
@@ -138,23 +145,21 @@ def _local_offer(name: str, revision: str | None, folder: Path) -> Offer:
 
 
 def check_offer(offer: Offer) -> ModelShape:
-    """The model's spec, for which only its smallest files are fetched.
-
-    Errors: ModelLoadError for what cannot be served."""
+    """Return the shape of the model; downloads only its config. Raises ModelLoadError if it cannot be served."""
     if not offer.weight_bytes:
         if offer.pickles:
             raise ModelLoadError(
-                f"{offer.name} has its weights only as pickles (.bin), which can run code and are not loaded: convert "
-                "it at https://huggingface.co/spaces/safetensors/convert, then "
+                f"{offer.name} has only pickled weights (.bin), which can run code and are not loaded; convert "
+                "it at https://huggingface.co/spaces/safetensors/convert, then run "
                 f"tidemill pull {offer.name} --revision refs/pr/N"
             )
-        raise ModelLoadError(f"{offer.name} has no weights in safetensors: choose another repository")
+        raise ModelLoadError(f"{offer.name} has no safetensors weights; choose another repository")
     return choose(_download(offer.name, offer.revision, ["config.json", "generation_config.json"]), "auto").shape
 
 
 @contextmanager
 def without_bars() -> Iterator[None]:
-    """The library shows no progress of its own."""
+    """Hide the progress bars of the library."""
     from huggingface_hub.utils.tqdm import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 
     if are_progress_bars_disabled():
@@ -168,13 +173,13 @@ def without_bars() -> Iterator[None]:
 
 
 def fetch(offer: Offer) -> Path:
-    """Download what is missing; returns the folder. Errors: ModelLoadError, one sentence."""
+    """Download missing files and return the folder. Raises ModelLoadError, one line."""
     return _download(offer.name, offer.revision, _WANTED)
 
 
 def _check_id(name: str) -> None:
     if not is_hub_id(name):
-        raise ModelLoadError(f"no folder {name!r}, and it is not a Hugging Face id (owner/name) either")
+        raise ModelLoadError(f"{name!r} is neither a folder nor a Hugging Face id (owner/name)")
 
 
 def _endpoint() -> str | None:
@@ -182,45 +187,45 @@ def _endpoint() -> str | None:
 
 
 def _download(name: str, revision: str | None, patterns: list[str]) -> Path:
-    from huggingface_hub import snapshot_download  # 0.2 s that a local folder need not pay
+    from huggingface_hub import snapshot_download  # takes 0.2 s, not needed for a local folder
 
     try:
         found = snapshot_download(
             name, revision=revision, allow_patterns=patterns, ignore_patterns=_UNWANTED, endpoint=_endpoint()
         )
-    except Exception as error:  # httpx's or httpx2's, by the library's version, beside its own
+    except Exception as error:  # httpx or httpx2 errors, depending on the library's version, besides its own
         raise _problem(name, revision, error) from None
     return Path(found)
 
 
 def _problem(name: str, revision: str | None, error: BaseException) -> ModelLoadError:
-    """The sentence for what went wrong, with what to do next."""
+    """Word an error of the library, with the next step to take."""
     from huggingface_hub import constants, errors
 
     again = f"tidemill pull {name}" + (f" --revision {revision}" if revision else "")
     where = (_endpoint() or constants.ENDPOINT).rstrip("/")
     causes = list(_causes(error))
     if _is_offline(error):
-        text = f"{name} is not on this machine, and HF_HUB_OFFLINE forbids to fetch it: HF_HUB_OFFLINE=0 {again}"
+        text = f"{name} is not on this machine and HF_HUB_OFFLINE forbids downloads; run HF_HUB_OFFLINE=0 {again}"
     elif any(isinstance(cause, errors.GatedRepoError) for cause in causes):
-        text = f"{name} is gated: accept its licence at {where}/{name}, then hf auth login and {again}"
+        text = f"{name} is gated; accept its licence at {where}/{name}, then run hf auth login and {again}"
     elif any(isinstance(cause, errors.RepositoryNotFoundError) for cause in causes):
-        text = f"{where} has no model {name}, or it is private: check the name, or hf auth login and {again}"
+        text = f"{where} has no model {name}, or it is private; check the name, or run hf auth login and {again}"
     elif any(isinstance(cause, errors.RevisionNotFoundError) for cause in causes):
-        text = f"{name} has no revision {revision}: tidemill pull {name} takes the newest"
+        text = f"{name} has no revision {revision}; tidemill pull {name} takes the newest"
     elif isinstance(error, errors.HFValidationError):
-        text = f"no folder {name!r}, and the hub has no such names: owner/name, of letters, digits, '-', '_' and '.'"
+        text = f"{name!r} is neither a folder nor a valid id (owner/name of letters, digits, '-', '_' and '.')"
     elif any(isinstance(cause, errors.HfHubHTTPError) for cause in causes):
-        text = f"{where} did not give {name} ({_first_line(causes[-1])}): try again later, {again}"
+        text = f"download of {name} from {where} failed ({_first_line(causes[-1])}); try again later: {again}"
     elif isinstance(error, OSError) and error.errno is not None:
-        text = f"{name} could not be kept: {error.strerror}"
+        text = f"{name} could not be stored: {error.strerror}"
     else:
-        text = f"{where} cannot be reached ({_first_line(causes[-1])}): HF_ENDPOINT names a mirror, {again} tries again"
+        text = f"{where} cannot be reached ({_first_line(causes[-1])}); set HF_ENDPOINT to a mirror, or repeat {again}"
     return ModelLoadError(text)
 
 
 def _is_offline(error: BaseException) -> bool:
-    """Whether the library was told not to use the network."""
+    """Return whether the library was told not to use the network."""
     from huggingface_hub import errors
 
     return any(isinstance(cause, errors.OfflineModeIsEnabled) for cause in _causes(error))

@@ -1,6 +1,6 @@
-"""Whose layers run a checkpoint: ours, where the family is ours, or transformers' modules. Torch-free until the latter.
+"""Select the implementation of a checkpoint: native layers for supported families, else transformers modules.
 
-`--model-impl` says auto, own or transformers.
+Selected by `--model-impl` (auto, own or transformers). Torch-free unless transformers is needed.
 """
 
 import importlib
@@ -15,7 +15,7 @@ OWN, TRANSFORMERS = "own", "transformers"
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """`implementation`: OWN or TRANSFORMERS, and `why`, in words."""
+    """The selected implementation (OWN or TRANSFORMERS) and the reason in words."""
 
     shape: ModelShape
     implementation: str
@@ -23,8 +23,10 @@ class Choice:
 
 
 def choose(folder: Path, wish: str) -> Choice:
-    """The model in `folder` by the implementation that `wish` (auto, own, transformers) leaves. Errors: ModelLoadError,
-    one line."""
+    """Select the implementation of the model in `folder` for `wish` (auto, own, transformers).
+
+    Raises ModelLoadError, one line.
+    """
     if wish == TRANSFORMERS:
         return Choice(_foreign(folder), TRANSFORMERS, "asked for")
     try:
@@ -37,14 +39,14 @@ def choose(folder: Path, wish: str) -> Choice:
 
 
 def _instead(folder: Path, own: ModelLoadError) -> ModelShape:
-    """transformers' model where ours refuses; an error says why neither runs it."""
+    """Return the transformers model after the native implementation refused; an error gives both reasons."""
     try:
         return _foreign(folder)
     except ModelLoadError as error:
         if error.message == own.message:
             raise own from None
         raise ModelLoadError(
-            f"{own.message}; nor by transformers: {error.message.removeprefix(f'{folder}: ')}"
+            f"{own.message}; transformers cannot run it either: {error.message.removeprefix(f'{folder}: ')}"
         ) from None
 
 

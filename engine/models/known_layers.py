@@ -1,5 +1,5 @@
-"""Decoder layers of transformers' modules that others may run in their place: how one is called, and what a layer that
-`engine.models.layer_reader` has read computes. Knows nothing of kernels, caches or steps.
+"""Replaceable decoder layers of transformers modules: interception of their calls, and the form of a layer that
+`engine.models.layer_reader` has recognised.
 """
 
 import inspect
@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 RunLayer = Callable[[int, Callable[..., Any], Tensor, Mapping[str, Any]], Any]
-"""(which of the layers that attend, the layer, its hidden state [1, T, H], what else it is given) -> what it gives."""
+"""(index among the attention layers, layer, hidden state [1, T, H], other arguments) -> output of the layer."""
 
-LAYERS: ContextVar[RunLayer | None] = ContextVar("who runs the decoder layers of this forward pass", default=None)
+LAYERS: ContextVar[RunLayer | None] = ContextVar("function that runs the decoder layers of this pass", default=None)
 
 _PLAIN = (type(None), bool, int, float, str)
 _POSITIONS = {"position_ids", "cache_position"}
@@ -23,9 +23,17 @@ _ROTATION = "position_embeddings"
 
 @dataclass(frozen=True, slots=True)
 class NormForm:
-    """A norm by its module's name. `centered`: the weight is stored without 1; `once`: it is rounded behind the weight
-    alone; `layer`: a mean is subtracted; `heads`: it is of each head alone; `bare`: of so many elements, without
-    a weight."""
+    """A norm, identified by the name of its module.
+
+    Attributes:
+        name: Module name.
+        eps: Epsilon.
+        layer: Layer norm (subtracts the mean) instead of RMS norm.
+        centered: The weight is stored minus 1.
+        once: The result is rounded only after the weight.
+        heads: The norm applies to each head separately.
+        bare: Number of elements of a norm without a weight; else 0.
+    """
 
     name: str
     eps: float
@@ -36,7 +44,7 @@ class NormForm:
     bare: int = 0
 
     def constants(self, module: nn.Module) -> tuple[Tensor, Tensor | None]:
-        """Weight and, of a layer norm, bias, in float32, of the module that has them."""
+        """Return weight and bias (None for an RMS norm) of the module in float32."""
         if self.bare:
             return torch.ones(self.bare), torch.zeros(self.bare) if self.layer else None
         stored, bias = getattr(module, "weight"), getattr(module, "bias", None)  # noqa: B009 - an Any
@@ -47,23 +55,42 @@ class NormForm:
 
 
 class Rotation(NamedTuple):
-    """How the elements of a head are turned: halves against each other, or `pairs` that lie side by side; and whether a
-    frequency's cosines, and sines, come side by side (`doubled`), or all of them twice."""
+    """Layout of a rotary embedding.
+
+    Attributes:
+        pairs: Adjacent elements of a head are rotated together, instead of its halves.
+        doubled: Cosines and sines of a frequency are adjacent, instead of the whole table being repeated.
+    """
 
     pairs: bool
     doubled: bool
 
     def once(self, values: Tensor) -> Tensor:
-        """Of cosines or sines [..., r] one for each frequency, [..., r / 2]."""
+        """Return one value per frequency, [..., r / 2], of cosines or sines [..., r]."""
         return values[..., ::2] if self.doubled else values[..., : values.shape[-1] // 2]
 
 
 @dataclass(frozen=True, slots=True)
 class LayerForm:
-    """A decoder layer, by the names of its modules. `qkv`: one linear layer or three; `up`: one (a gate's outputs
-    first) or two (the gate first), or, not `gated`, one; `parallel`: both branches see the layer's input, and the MLP
-    that of attention if `mlp_norm` is None; `scale`: what a branch is multiplied by before it is added;
-    `qk_norms_last`: norms on queries and keys see them turned."""
+    """A decoder layer, by the names of its modules.
+
+    Attributes:
+        input_norm: Norm before attention.
+        qkv: One linear layer or three.
+        qk_norms: Norms of queries and keys.
+        rotation: Layout of the rotary embedding.
+        out: Output projection.
+        attention_norm: Norm of the output of attention.
+        parallel: Both branches read the layer's input.
+        mlp_norm: Norm before the MLP. None with `parallel`: the MLP reads the normalised input of attention.
+        up: One linear layer (outputs of the gate first) or two (gate first); one if not `gated`.
+        gated: Whether the MLP has a gate.
+        activation: Name of the activation.
+        down: Down projection.
+        down_norm: Norm of the output of the MLP.
+        scale: Factor of a branch before it is added.
+        qk_norms_last: Norms of queries and keys follow the rotation.
+    """
 
     input_norm: NormForm | None
     qkv: tuple[str, ...]
@@ -92,8 +119,13 @@ class LayerForm:
 
 
 class Given(NamedTuple):
-    """What a layer of a forward pass is given: hidden state [1, T, H] and others. `follows`: the hidden state is what
-    the layer before it gave, as it was."""
+    """Arguments of a decoder layer in a forward pass.
+
+    Attributes:
+        x: Hidden state [1, T, H].
+        others: Other arguments by name.
+        follows: Whether x is the unmodified output of the preceding layer.
+    """
 
     x: Tensor
     others: Mapping[str, Any]
@@ -101,12 +133,12 @@ class Given(NamedTuple):
 
     @property
     def rotation(self) -> tuple[Tensor, Tensor] | None:
-        """Cosines and sines [1, T, r]."""
+        """Cosines and sines [1, T, r], or None."""
         return rotation_of(self.others)
 
     @property
     def unknown(self) -> str:
-        """What else comes that may matter; empty where nothing does."""
+        """Name of another argument that may matter; empty if there is none."""
         others = {name: each for name, each in self.others.items() if name not in _POSITIONS}
         if self.rotation is not None:
             del others[_ROTATION]
@@ -114,7 +146,7 @@ class Given(NamedTuple):
 
 
 def rotation_of(others: Mapping[str, Any]) -> tuple[Tensor, Tensor] | None:
-    """Cosines and sines [1, T, r] among what a layer is given."""
+    """Return cosines and sines [1, T, r] among the arguments of a layer, or None."""
     found = others.get(_ROTATION)
     if not isinstance(found, tuple) or len(found) != 2:
         return None
@@ -123,7 +155,7 @@ def rotation_of(others: Mapping[str, Any]) -> tuple[Tensor, Tensor] | None:
 
 
 def take_over(module: nn.Module, layer: int) -> None:
-    """From now on the module is run as `LAYERS` says, where that says anything; else it runs as it was."""
+    """Redirect calls of the module to the function in `LAYERS`, if set."""
     whole: Callable[..., Any] = module.forward
     signature = inspect.signature(whole)
 
@@ -131,7 +163,7 @@ def take_over(module: nn.Module, layer: int) -> None:
         run = LAYERS.get()
         if run is None:
             return whole(*args, **kwargs)
-        if len(args) == 1 and "hidden_states" not in kwargs:  # nearly always, and in a fraction of the time
+        if len(args) == 1 and "hidden_states" not in kwargs:  # fast path, the usual case
             return run(layer, whole, args[0], kwargs)
         given = signature.bind(*args, **kwargs).arguments
         x, others = given.pop("hidden_states"), given.pop("kwargs", {})
@@ -141,7 +173,8 @@ def take_over(module: nn.Module, layer: int) -> None:
 
 
 def layer_of(model: nn.Module, name: str) -> str | None:
-    """The decoder layer that the module of this name is in: what a list of modules holds and takes hidden state."""
+    """Return the name of the decoder layer that contains the module: an element of a module list that takes hidden
+    states. None if there is none."""
     above = name.rpartition(".")[0]
     while above:
         parent = above.rpartition(".")[0]
@@ -153,7 +186,7 @@ def layer_of(model: nn.Module, name: str) -> str | None:
 
 
 def observe(forward: Callable[[], object]) -> dict[int, Given]:
-    """What each layer is given in a forward pass."""
+    """Return the arguments of each layer in a forward pass."""
     seen: dict[int, Given] = {}
     last: Any = None
     kept: Any = None

@@ -1,9 +1,9 @@
-"""Reads what a decoder layer of transformers' modules computes, so that kernels of ours can compute all of it.
+"""Recognise the computation of a transformers decoder layer, so that native kernels can run it.
 
-A copy of the layer with random float32 weights runs a few tokens, and every tensor between its parts is noted. The
-layer is known if each of them is what one operation that we have makes of those before it: a norm, a linear layer, a
-rotation, an activation, a scaled addition; and if nothing in the layer is left over. Names of modules say nothing here.
-What cannot be read runs by its modules.
+A copy of the layer with random float32 weights runs a few tokens, and every tensor between its parts is recorded. The
+layer is recognised if each tensor is the result of one known operation on earlier tensors (a norm, a linear layer, a
+rotation, an activation, a scaled addition) and no part of the layer remains. Module names are not used. A layer that is
+not recognised runs by its modules.
 """
 
 import copy
@@ -20,7 +20,7 @@ from engine.models.norm_reader import UnknownError, floats, is_bare_norm, read_n
 
 Attention = Callable[[nn.Module, Tensor, Tensor, Tensor, Any], Tensor]
 Attending = Callable[[Attention, Callable[[], Any]], Any]
-"""Runs something with this attention in the place of transformers'."""
+"""Runs a callable with this attention in place of that of transformers."""
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": functional.silu,
@@ -37,22 +37,24 @@ _HEADS_FIRST = 4  # dimensions
 
 
 def read_layer(module: nn.Module, linear: type[nn.Module], given: Given, attending: Attending) -> LayerForm:
-    """What the layer computes, given such things. `linear`: the type of its linear layers, which have `in_features`,
-    `out_features` and `bias`. Raises UnknownError."""
+    """Return the form of the layer for such arguments. Raises UnknownError.
+
+    `linear` is the type of its linear layers, which have `in_features`, `out_features` and `bias`.
+    """
     if given.unknown:
-        raise UnknownError(f"it is given {given.unknown}")
+        raise UnknownError(f"it takes the argument {given.unknown}")
     linears = sum(isinstance(each, linear) for each in module.modules())
     if linears > _MOST_LINEARS or any(each.dim() > _MATRIX for each in module.parameters()):
         raise UnknownError("it has too many parts")  # experts, whose copy would be large
     layer = _copy_of(module, linear)
     form = _Matcher(layer, given, _run(layer, given, attending, 1.0)).read()
-    if form != _Matcher(layer, given, _run(layer, given, attending, 0.01)).read():  # where an epsilon matters
-        raise UnknownError("it computes other things of small values")
+    if form != _Matcher(layer, given, _run(layer, given, attending, 0.01)).read():  # small values reveal epsilons
+        raise UnknownError("it computes something else for small values")
     return form
 
 
 def _copy_of(module: nn.Module, linear: type[nn.Module]) -> nn.Module:
-    """The module with random weights in float32."""
+    """Return a copy of the module with random float32 weights."""
     memo: dict[int, Any] = {id(each.config): each.config for each in module.modules() if hasattr(each, "config")}
     for each in module.modules():
         if isinstance(each, linear):
@@ -61,7 +63,7 @@ def _copy_of(module: nn.Module, linear: type[nn.Module]) -> nn.Module:
     result = copy.deepcopy(module, memo).float()
     generator = torch.Generator().manual_seed(0)
     for each in result.modules():
-        each.__dict__.pop("forward", None)  # that of the module which was copied
+        each.__dict__.pop("forward", None)  # belongs to the copied module
     with torch.no_grad():
         for parameter in result.parameters():
             spread = parameter.shape[-1] ** -0.5 if parameter.dim() > 1 else 0.3
@@ -70,7 +72,7 @@ def _copy_of(module: nn.Module, linear: type[nn.Module]) -> nn.Module:
 
 
 class _Leaf(NamedTuple):
-    """A call of a module that holds no others."""
+    """A call of a module without child modules."""
 
     name: str
     module: Any
@@ -83,7 +85,7 @@ class _Leaf(NamedTuple):
 
 
 class _Queries(NamedTuple):
-    """The linear layers of q, k and v, norms on q and k, how those are turned, and whether that comes first."""
+    """Linear layers of q, k and v, norms and rotation of q and k, and whether the rotation comes first."""
 
     linear: tuple[str, ...]
     norms: tuple[NormForm, NormForm] | None
@@ -93,7 +95,7 @@ class _Queries(NamedTuple):
 
 @dataclass
 class _Notes:
-    """One run of a layer: its parts in the order of their calls, those in front of attention and those behind it."""
+    """Record of one run of a layer: calls of its parts in order, before and after attention."""
 
     x: Tensor
     before: list[_Leaf] = field(default_factory=list)
@@ -104,7 +106,7 @@ class _Notes:
 
 
 def _run(layer: nn.Module, given: Given, attending: Attending, size: float) -> _Notes:
-    """The layer on random tokens of this size, whose attention gives random values."""
+    """Run the layer on random tokens of this magnitude; attention returns random values."""
     generator = torch.Generator().manual_seed(1)
     x = size * torch.randn(given.x.shape, generator=generator)
     notes = _Notes(x.clone())
@@ -120,7 +122,7 @@ def _run(layer: nn.Module, given: Given, attending: Attending, size: float) -> _
         def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
             x = args[0] if args else next(iter(kwargs.values()), None)
             if isinstance(x, Tensor) and isinstance(output, Tensor):
-                leaf = _Leaf(name, module, x.clone(), output.clone())  # what changes them in place is seen
+                leaf = _Leaf(name, module, x.clone(), output.clone())  # clones, to detect changes in place
                 (notes.before if notes.qkv is None else notes.after).append(leaf)
 
         return hook
@@ -131,13 +133,13 @@ def _run(layer: nn.Module, given: Given, attending: Attending, size: float) -> _
         notes.y = attending(attention, lambda: layer(hidden_states=x, **_widened(given)))
     except UnknownError:
         raise
-    except Exception as error:  # of somebody else's code
+    except Exception as error:  # third-party code
         raise UnknownError(f"a copy of it does not run: {error}") from None
     finally:
         for each in hooks:
             each.remove()
     if not isinstance(notes.y, Tensor) or notes.qkv is None:
-        raise UnknownError("it does not attend, or gives more than hidden state")
+        raise UnknownError("it does not attend, or returns more than the hidden state")
     return notes
 
 
@@ -151,7 +153,7 @@ def _widened(given: Given) -> dict[str, Any]:
 
 
 class _Matcher:
-    """One run against what we have, part by part."""
+    """Matches one run against the known operations, part by part."""
 
     def __init__(self, layer: nn.Module, given: Given, notes: _Notes) -> None:
         self._layer = layer
@@ -177,7 +179,7 @@ class _Matcher:
         down_norm, result = self._norm_of(self._after, down.output)
         total = middle + scale * result
         if (not parallel and not same(seen, middle)) or not same(notes.y, total):
-            raise UnknownError("its branches are added in another way")
+            raise UnknownError("it adds its branches in another way")
         self._check_rest()
         return LayerForm(
             input_norm, queries.linear, queries.norms, queries.rotation, out.name, attention_norm, parallel, mlp_norm,
@@ -189,14 +191,14 @@ class _Matcher:
         return leaves.pop(0)
 
     def _linear(self, leaves: list[_Leaf], x: Tensor) -> _Leaf:
-        """The next part, a linear layer of these rows."""
+        """Take the next part, which must be a linear layer of x."""
         if not leaves or not leaves[0].is_linear or not same(leaves[0].input, x):
             found = leaves[0].name if leaves else "nothing"
-            raise UnknownError(f"{found} stands where a linear layer is looked for")
+            raise UnknownError(f"found {found} in place of a linear layer")
         return self._take(leaves)
 
     def _norm_of(self, leaves: list[_Leaf], x: Tensor) -> tuple[NormForm | None, Tensor]:
-        """The next part if it is a norm of x, and what it gives; else none, and x."""
+        """Take the next part if it is a norm of x and return it with its output; else return None and x."""
         if not leaves or leaves[0].is_linear or not same(leaves[0].input, x):
             return None, x
         leaf = self._take(leaves)
@@ -211,26 +213,28 @@ class _Matcher:
         rows = [self._linear([leaf], x).output.reshape(len(q), -1) for leaf in linear]
         widths = [each.shape[1] for each in rows]
         if widths not in (sizes, [sum(sizes)]) or len(norms) not in (0, 2):
-            raise UnknownError("queries, keys and values are made in another way")
+            raise UnknownError("it computes queries, keys and values in another way")
         mine, self._before = list(torch.split(torch.cat(rows, dim=1), sizes, dim=1)), []
         normed = [self._norm_of_heads(leaf, mine[place], (q, k)[place]) for place, leaf in enumerate(norms)]
         mine[: len(normed)] = [rows for _, rows, _ in normed]
         if not same(v.reshape(len(v), -1), mine[2]):
-            raise UnknownError("values are not those of a linear layer")
+            raise UnknownError("values are not the output of a linear layer")
         behind = {self._turned(each, mine[place].view(each.shape)) for place, each in enumerate((q, k))}
         in_front = {turned for _, _, turned in normed} or {None}
         forms = [form for form, _, _ in normed]
         if len(behind) != 1 or len(in_front) != 1 or len({form.heads for form in forms}) > 1:
-            raise UnknownError("queries and keys are unlike")
+            raise UnknownError("queries and keys differ in norm or rotation")
         first, last = in_front.pop(), behind.pop()
         if first is not None and last is not None:
-            raise UnknownError("queries and keys are turned twice")
+            raise UnknownError("queries and keys are rotated twice")
         names, pair = tuple(leaf.name for leaf in linear), (forms[0], forms[1]) if forms else None
         return _Queries(names, pair, last if first is None else first, first is not None)
 
     def _norm_of_heads(self, leaf: _Leaf, rows: Tensor, x: Tensor) -> tuple[NormForm, Tensor, Rotation | None]:
-        """The norm of queries or keys, rows [T, heads * d], as they are or turned; what it gives; and how they were
-        turned. `x` [T, heads, d] has their shape."""
+        """Return the norm of queries or keys `rows` [T, heads * d], its output, and the rotation applied before it.
+
+        `x` [T, heads, d] has their shape.
+        """
         swaps = {False: leaf.input.reshape(len(rows), -1)}
         if leaf.input.dim() == _HEADS_FIRST:  # heads may come before tokens
             swaps[True] = _swapped(leaf.input)
@@ -245,7 +249,7 @@ class _Matcher:
             None,
         )
         if found is None:
-            raise UnknownError(f"{leaf.name} is a norm of something else")
+            raise UnknownError(f"{leaf.name} normalises something else")
         width = leaf.input.shape[-1]
         if width not in (rows.shape[1], x.shape[2]):
             raise UnknownError(f"{leaf.name} is a norm of {width} elements")
@@ -254,7 +258,7 @@ class _Matcher:
         return replace(form, heads=width != rows.shape[1]), output, found[0]
 
     def _turns(self, x: Tensor) -> list[tuple[Rotation | None, Tensor]]:
-        """x [T, heads, d] as it is, and turned in each way."""
+        """Return x [T, heads, d] without and with each known rotation."""
         if self._rotation is None:
             return [(None, x)]
         return [(None, x), *((each, rotated(x, each, *self._rotation)) for each in ROTATIONS)]
@@ -263,10 +267,10 @@ class _Matcher:
         for rotation, turned in self._turns(mine):
             if same(found, turned):
                 return rotation
-        raise UnknownError("queries or keys are turned in another way")
+        raise UnknownError("queries or keys are rotated in another way")
 
     def _middle(self, branch: Tensor) -> tuple[float, Tensor]:
-        """What a branch is multiplied by, and the hidden state behind the first."""
+        """Return the factor of a branch, and the hidden state after the first branch."""
         x = self._notes.x
         for scale in (1.0, *floats(self._layer)):
             middle = x + scale * branch.view(x.shape)
@@ -275,11 +279,11 @@ class _Matcher:
         return 1.0, x + branch.view(x.shape)
 
     def _mlp(self, x: Tensor) -> tuple[tuple[str, ...], bool, str, _Leaf]:
-        """The linear layers up, the gate first; whether there is one; the activation; the layer down."""
+        """Return the up layers (gate first), whether there is a gate, the activation, and the down layer."""
         first = self._linear(self._after, x)
         second = self._linear(self._after, x) if len(self._after) > 1 and same(self._after[0].input, x) else None
         if not self._after or not self._after[0].is_linear:
-            raise UnknownError("its MLP is another")
+            raise UnknownError("its MLP is unknown")
         down = self._take(self._after)
         inner = down.input.reshape(-1, down.input.shape[-1])
         rows = [leaf.output.reshape(len(inner), -1) for leaf in (first, second) if leaf is not None]
@@ -290,33 +294,33 @@ class _Matcher:
             act = next((name for name in _PLAIN if same(inner, ACTIVATIONS[name](rows[0]))), None)
             if act is not None:
                 return names, False, act, down
-            raise UnknownError("its activation is another")
+            raise UnknownError("its activation is unknown")
         for gate, up, order in ((rows[0], rows[1], names), (rows[1], rows[0], names[::-1])):
             found = next((name for name in _GATES if same(inner, ACTIVATIONS[name](gate) * up)), None)
             if found is not None and (order == names or second is not None):
                 return order, True, found, down
-        raise UnknownError("its activation is another")
+        raise UnknownError("its activation is unknown")
 
     def _check_rest(self) -> None:
         rest = [*self._before, *self._after]
         if rest:
-            raise UnknownError(f"{rest[0].name} has no place")
+            raise UnknownError(f"{rest[0].name} is not part of a known layer")
         names = [leaf.name for leaf in self._used]
         if len(set(names)) != len(names):
             raise UnknownError("a part is called twice")
         owned = {f"{leaf.name}.{name}" for leaf in self._used for name, _ in leaf.module.named_parameters()}
         held = {name for name, _ in self._layer.named_parameters()}
         if held - owned:
-            raise UnknownError(f"{min(held - owned)} has no place")
+            raise UnknownError(f"{min(held - owned)} is not part of a known layer")
 
 
 def _swapped(x: Tensor) -> Tensor:
-    """x [1, heads, T, d] -> [T, heads * d]."""
+    """Reorder x [1, heads, T, d] to [T, heads * d]."""
     return x[0].transpose(0, 1).flatten(1)
 
 
 def rotated(x: Tensor, rotation: Rotation, cos: Tensor, sin: Tensor) -> Tensor:
-    """x [T, heads, d], of each head the first r elements turned; cos, sin [T, r]."""
+    """Rotate the first r elements of each head of x [T, heads, d]; cos, sin [T, r]."""
     width, (cos, sin) = cos.shape[-1], (rotation.once(each)[:, None] for each in (cos, sin))
     part, rest = x[..., :width], x[..., width:]
     first, second = (part[..., ::2], part[..., 1::2]) if rotation.pairs else part.chunk(2, dim=-1)
@@ -326,6 +330,6 @@ def rotated(x: Tensor, rotation: Rotation, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def _does_something(leaf: _Leaf) -> bool:
-    """Whether it has weights or is a norm; activations and the like are seen in what comes of them."""
+    """Return whether the part has weights or is a norm; other parts are recognised by their results."""
     has_weights = any(True for _ in leaf.module.parameters())
     return has_weights or is_bare_norm(leaf.module, leaf.input.shape[-1])

@@ -1,16 +1,14 @@
-"""Linear layers with weights packed once for the CPU; plain `F.linear` everywhere else.
+"""Linear layers: weights packed once for the CPU, plain `F.linear` elsewhere.
 
-At the few rows of a decode step a linear layer is bound by reading its weight. `F.linear` on a CPU hands oneDNN a
-row-major weight and pays for bringing it into the blocked layout of the matmul kernels in every call; packing at load
-leaves only the read. The packing operators are private to torch, so they live in this module alone, behind a self-test:
-if one is missing, or answers differently from `F.linear`, that type of weight stays plain and a log line says so once.
+At the few rows of a decode step, a linear layer is bound by reading its weight. On a CPU, `F.linear` hands oneDNN a
+row-major weight, which every call converts to the blocked layout of the matmul kernels. Packing at load avoids that.
+The packing operators are private to torch and therefore used in this module only, behind a self-test. If an operator is
+missing or disagrees with `F.linear`, weights of that type stay plain and one log line reports it.
 
-Which types: bfloat16 and float16 where oneDNN has kernels for them (AMX, AVX-512 or AVX2 with the right extensions).
-float32 stays plain: packed it gained little at a few rows and lost at one row and at prefill sizes. The packed layout
-depends on the row count given as a hint: the layout for one row is slower from 32 rows on, and all hints from 16 up
-gave one layout that is as fast at one row too; hence one hint for everything.
-
-Knows nothing of models, devices other than "CPU or not", or layouts of checkpoints.
+Packed types are bfloat16 and float16 where oneDNN has kernels for them (AMX, AVX-512 or AVX2 with extensions). float32
+stays plain: packed, it gained little at a few rows and lost at one row and at prefill sizes. The packed layout depends
+on a row count given as a hint. The layout for one row is slower from 32 rows on, and all hints from 16 up gave one
+layout that is as fast at one row; hence a single hint.
 """
 
 import functools
@@ -29,7 +27,7 @@ _PACK_ROWS = 64
 
 
 class Linear(Protocol):
-    """`x [T, in_features] -> [T, out_features]`, same type and device as the weight."""
+    """`x [T, in_features] -> [T, out_features]`, of the weight's type and device."""
 
     in_features: int
     out_features: int
@@ -37,21 +35,23 @@ class Linear(Protocol):
     def __call__(self, x: Tensor) -> Tensor: ...
 
     def outputs_from(self, first: int) -> "Linear":
-        """A layer of the outputs from `first` on; a packed layer's has a packed copy of its part of the weight."""
+        """Return a layer of the outputs from `first` on; a packed layer copies that part of the weight."""
 
     def dense_from(self, first: int) -> tuple[Tensor, Tensor | None]:
-        """Weight [out - first, in] and bias of the outputs from `first` on: views, or a copy of a packed weight."""
+        """Return weight [out - first, in] and bias of the outputs from `first` on: views, or unpacked copies."""
 
     def data(self) -> Tensor:
-        """The bytes [n] uint8 of the weight as each call reads them; what stays beside them is small. One that hides
-        them gives those of its dense weight."""
+        """Return the bytes [n] uint8 of the weight as each call reads them, without small tensors such as scales.
+
+        A layer with a hidden layout returns the bytes of its dense weight.
+        """
 
     def on(self, data: Tensor) -> "Linear":
-        """This layer with its weight in other memory, `data [n]` uint8, which holds or will hold the same bytes."""
+        """Return this layer with its weight in `data [n]` uint8, which holds or will hold the same bytes."""
 
 
 class PlainLinear:
-    """`F.linear` on the weight as it is."""
+    """`F.linear` on an unmodified weight."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         self.out_features, self.in_features = weight.shape
@@ -75,7 +75,7 @@ class PlainLinear:
 
 
 class PackedLinear:
-    """A oneDNN matmul on a weight in oneDNN's own layout. The original weight is not kept."""
+    """A oneDNN matmul on a weight in the layout of oneDNN. The original weight is not kept."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         self.out_features, self.in_features = weight.shape
@@ -93,38 +93,40 @@ class PackedLinear:
 
     def dense_from(self, first: int) -> tuple[Tensor, Tensor | None]:
         with torch.inference_mode():
-            weight = self._weight.to_dense()[first:].clone()  # not a view of the whole
+            weight = self._weight.to_dense()[first:].clone()  # a view would keep the whole weight
         return weight, None if self._bias is None else self._bias[first:]
 
     def data(self) -> Tensor:
         return as_bytes(self.dense_from(0)[0])
 
     def on(self, data: Tensor) -> PlainLinear:
-        """oneDNN packs into memory of its own: in other memory the layer is a plain one."""
+        """Return a plain layer, because oneDNN packs into its own memory."""
         return PlainLinear(data.view(self._weight.dtype).view(self.out_features, self.in_features), self._bias)
 
 
 class MakeLinear(Protocol):
-    """Makes a layer of `weight [out, in]` and `bias [out]`. `gated`: half of the outputs gate the other half. A weight
-    that comes in 8 bits stays so."""
+    """Makes a layer from `weight [out, in]` and `bias [out]`. `gated`: half of the outputs gate the other half.
+
+    A weight in 8 bits stays in 8 bits.
+    """
 
     def __call__(self, weight: Tensor | Rounded, bias: Tensor | None = None, *, gated: bool = False) -> Linear: ...
 
 
 def make_plain(weight: Tensor | Rounded, bias: Tensor | None = None, *, gated: bool = False) -> PlainLinear:  # noqa: ARG001
-    """A MakeLinear whose layers are as the checkpoint has them, and whose parts are views."""
-    assert isinstance(weight, Tensor), "integers stay only where layers of ours read them"
+    """Make a layer on the weight as stored in the checkpoint (a MakeLinear); parts of it are views."""
+    assert isinstance(weight, Tensor), "plain layers cannot compute with 8-bit weights"
     return PlainLinear(weight, bias)
 
 
 class AbsentLinear:
-    """In place of a layer whose weight was given up: its sizes, and no bytes."""
+    """Placeholder of a layer whose weight was released; it keeps the sizes only."""
 
     def __init__(self, layer: Linear) -> None:
         self.in_features, self.out_features = layer.in_features, layer.out_features
 
     def __call__(self, *_: object, **__: object) -> NoReturn:
-        raise RuntimeError("this layer's weights were given up")
+        raise RuntimeError("the weights of this layer were released")
 
     outputs_from = dense_from = on = __call__
 
@@ -138,9 +140,9 @@ def make_linear(
     *,
     gated: bool = False,  # noqa: ARG001
 ) -> Linear:
-    """The fastest linear layer by torch for `weight [out, in]` and `bias [out]` that gives the result of `F.linear`.
+    """Make the fastest torch linear layer for `weight [out, in]` and `bias [out]` that agrees with `F.linear`.
 
-    Drop the weight afterwards: a packed layer holds its own copy, a plain one refers to it.
+    A packed layer holds its own copy of the weight, a plain layer refers to it.
     """
     if isinstance(weight, Rounded):
         return QuantizedLinear.of(weight, bias)
@@ -152,7 +154,7 @@ def make_linear(
 
 @functools.cache
 def _packing_works(dtype: torch.dtype) -> bool:
-    """Whether weights of this type are worth packing here, and the private operators answer as `F.linear` does."""
+    """Return whether packing pays for this type here and the private operators agree with `F.linear`."""
     if dtype not in (torch.bfloat16, torch.float16):
         return False
     try:
@@ -165,13 +167,13 @@ def _packing_works(dtype: torch.dtype) -> bool:
 
 
 def _self_test(dtype: torch.dtype) -> str:
-    """Compare with `F.linear` on small layers, odd sizes included. Returns what is wrong, or an empty string."""
+    """Compare with `F.linear` on small layers, including odd sizes. Return the defect, or an empty string."""
     if dtype == torch.bfloat16:
         supported = torch.ops.mkldnn._is_mkldnn_bf16_supported()
     else:
         supported = torch.ops.mkldnn._is_mkldnn_fp16_supported()
     if not supported:
-        return "this CPU has no instructions for it"
+        return "this CPU lacks the instructions for it"
     generator = torch.Generator().manual_seed(0)
     with torch.inference_mode():
         for rows, width, outputs in ((1, 96, 64), (5, 33, 7), (130, 64, 100)):

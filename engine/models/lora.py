@@ -1,9 +1,9 @@
-"""LoRA adapters (Hu et al. 2021) as peft stores them, beside weights that stay as they are: y = W x + s · B (A x).
+"""LoRA adapters (Hu et al. 2021) in the format of peft, added to unmodified weights: y = W x + s · B (A x).
 
-An adapter is planned from its config and the header of its file, so that what is not supported is refused before any
-weight is loaded. The modules of a fused projection (q, k and v; gate and up) become one pair: their A stacked, their B
-in blocks along the diagonal, the scale in B. A step gathers the rows of each of its adapters, whoever's requests they
-are; rows of none are not touched. Knows nothing of requests and steps.
+An adapter is planned from its config and the header of its file, so that unsupported adapters are refused before any
+weight is loaded. The modules of a fused projection (q, k and v; gate and up) become one pair: stacked A, block-diagonal
+B with the scale included. A step gathers the rows of each of its adapters, over all requests; rows without an adapter
+are not touched.
 """
 
 import math
@@ -30,7 +30,7 @@ CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 _TENSOR = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<half>[AB])\.weight")
 _LAYER = re.compile(r"layers\.(\d+)\.(.+)")
 _CHANGES_WEIGHTS = ("pissa", "olora", "corda", "loftq")
-"""Initialisations that also change the weights of the model beside the adapter."""
+"""Initialisations that also modify the base model's weights."""
 _REFUSED = {
     "use_dora": "DoRA",
     "modules_to_save": "whole modules of its own (modules_to_save)",
@@ -47,8 +47,8 @@ _REFUSED = {
 
 
 class Site(NamedTuple):
-    """Where a delta is added: the output of a matrix of a layer, by its field in LayerWeights, or that of a module of
-    transformers', by its name."""
+    """The output to which a delta is added: a matrix of a layer, by its field in LayerWeights, or a module of
+    transformers, by its name."""
 
     layer: int
     slot: str
@@ -66,7 +66,7 @@ class Slot(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """An adapted module: A [rank, width], B [size, rank], named `module` in the file; `scale` times both."""
+    """An adapted module with A [rank, width] and B [size, rank], named `module` in the file; `scale` multiplies B A."""
 
     module: str
     slot: Slot
@@ -76,7 +76,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class AdapterPlan:
-    """What will be loaded. `parts`: in the order of their outputs."""
+    """Modules to load from an adapter; `parts` are in the order of their outputs."""
 
     name: str
     folder: Path
@@ -84,7 +84,7 @@ class AdapterPlan:
 
     @property
     def num_parameters(self) -> int:
-        """Elements that it takes in memory, the zeros beside the diagonal included."""
+        """Number of elements in memory, including the zeros off the diagonal."""
         return sum(
             sum(part.rank for part in parts) * (parts[0].slot.width + parts[0].slot.total)
             for parts in self.parts.values()
@@ -100,8 +100,10 @@ class AdapterPlan:
 
 
 def plan_adapter(given: NamedFolder, spec: ModelShape) -> AdapterPlan:
-    """Read an adapter's config and the names and shapes of its tensors. Errors: ModelLoadError, one line, for files
-    that are missing or wrong, what is not supported, and an adapter of another model."""
+    """Read an adapter's config and the names and shapes of its tensors.
+
+    Raises ModelLoadError, one line, if files are missing or damaged, the adapter is unsupported or of another model.
+    """
     try:
         return _plan(given, spec)
     except ModelLoadError as error:
@@ -120,7 +122,7 @@ def _plan(given: NamedFolder, spec: ModelShape) -> AdapterPlan:
     for name, shape in _shapes(folder / TENSORS).items():
         match = _TENSOR.fullmatch(name)
         if match is None:
-            raise ModelLoadError(f"tensor {name} is no LoRA matrix of a linear layer, which is all that is supported")
+            raise ModelLoadError(f"tensor {name} is not a LoRA matrix of a linear layer; others are not supported")
         halves.setdefault(match["module"], {})[match["half"]] = shape
     if not halves:
         raise ModelLoadError(f"{folder / TENSORS} is empty")
@@ -143,10 +145,10 @@ def _check_config(config: Mapping[str, Any]) -> None:
         raise ModelLoadError(f"adapters with biases (bias={bias!r}) are not supported")
     begun = config.get("init_lora_weights")
     if isinstance(begun, str) and begun.startswith(_CHANGES_WEIGHTS):
-        raise ModelLoadError(f"it was made with init_lora_weights={begun!r}, of a model whose weights it changed, too")
+        raise ModelLoadError(f"it was made with init_lora_weights={begun!r}, which also changes the base model")
     rank, alpha = config.get("r"), config.get("lora_alpha")
     if not isinstance(rank, int) or rank < 1 or not isinstance(alpha, int | float):
-        raise ModelLoadError(f"{CONFIG} must say r and lora_alpha")
+        raise ModelLoadError(f"{CONFIG} must set r and lora_alpha")
 
 
 def _shapes(path: Path) -> dict[str, tuple[int, ...]]:
@@ -158,7 +160,7 @@ def _shapes(path: Path) -> dict[str, tuple[int, ...]]:
 
 
 def _slots(spec: ModelSpec) -> dict[str, Slot]:
-    """The linear modules of a layer by their names."""
+    """Return the linear modules of a layer by name."""
     names, hidden, ffn = family_named(spec.family).names, spec.hidden_size, spec.intermediate_size
     fused = (
         ("qkv", names.qkv, split_over(names.qkv, (spec.q_size, spec.kv_size, spec.kv_size)), hidden),
@@ -176,7 +178,7 @@ def _slots(spec: ModelSpec) -> dict[str, Slot]:
 
 
 def _module(module: str, shapes: Mapping[str, tuple[int, ...]]) -> tuple[Site, Slot]:
-    """A module of transformers' model, which says itself whether it is there, and of this shape."""
+    """Return site and slot of a module of a transformers model, which later checks that it exists in this shape."""
     size, width = shapes.get("B", (0,))[0], shapes.get("A", (0,))[-1]
     return Site(0, module), Slot(module, 0, size, size, width)
 
@@ -188,7 +190,7 @@ def _place(module: str, spec: ModelSpec) -> tuple[Site, Slot]:
         if match is not None and match[2] in slots and int(match[1]) < spec.num_layers:
             slot = slots[match[2]]
             return Site(int(match[1]), slot.name), slot
-    raise ModelLoadError(f"it changes {module}, which is none of the layers that may be ({', '.join(slots)})")
+    raise ModelLoadError(f"it changes {module}, but only these layers can be adapted: {', '.join(slots)}")
 
 
 def _part(module: str, slot: Slot, shapes: Mapping[str, tuple[int, ...]], config: Mapping[str, Any]) -> Part:
@@ -203,7 +205,7 @@ def _part(module: str, slot: Slot, shapes: Mapping[str, tuple[int, ...]], config
 
 
 def _by_pattern(patterns: Mapping[str, Any] | None, module: str, default: Any) -> Any:
-    """As peft reads rank_pattern and alpha_pattern: the first one that the module's name ends with."""
+    """Look up rank_pattern and alpha_pattern like peft: the first pattern that matches the end of the module's name."""
     for pattern, value in (patterns or {}).items():
         if re.fullmatch(rf"(.*\.)?({pattern})", module):
             return value
@@ -212,7 +214,7 @@ def _by_pattern(patterns: Mapping[str, Any] | None, module: str, default: Any) -
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """`a [R, in]`, `b [out, R]`, the scale in it; R: all ranks of the site together."""
+    """`a [R, in]` and `b [out, R]`, scale included; R is the sum of the ranks of the site."""
 
     a: Tensor
     b: Tensor
@@ -221,7 +223,7 @@ class Delta:
         return Delta(self.a.to(dtype), self.b.to(dtype))
 
     def add(self, x: Tensor, y: Tensor, places: Tensor | None) -> None:
-        """y += b (a x) for rows `places [n]`, or all. x [T, in], y [T, out]."""
+        """Add b (a x) to y for rows `places [n]`, or all. x [T, in], y [T, out]."""
         if places is None:
             y.addmm_(x @ self.a.t(), self.b.t())
         else:
@@ -229,7 +231,7 @@ class Delta:
 
 
 def load_adapter(plan: AdapterPlan, spec: ModelShape, like: Tensor) -> dict[Site, Delta]:
-    """The matrices of an adapter in the type of `like`, on its device. Errors: ModelLoadError."""
+    """Load the matrices of an adapter with the type and device of `like`. Raises ModelLoadError."""
     interleaved = spec if isinstance(spec, ModelSpec) and family_named(spec.family).names.interleaved_qkv else None
     with torch.inference_mode(), safe_open(plan.folder / TENSORS, framework="pt", device="cpu") as file:
         deltas = dict[Site, Delta]()
@@ -258,7 +260,7 @@ def _send(values: IntArray, device: torch.device) -> Tensor:
 
 
 class Adapters:
-    """All adapters that are loaded, by their numbers."""
+    """All loaded adapters by number."""
 
     def __init__(self) -> None:
         self._deltas: dict[int, Mapping[Site, Delta]] = {}
@@ -267,11 +269,14 @@ class Adapters:
         return len(self._deltas)
 
     def put(self, number: int, deltas: Mapping[Site, Delta]) -> None:
-        """Rows of steps may have this one from now on."""
+        """Register an adapter for the rows of later steps."""
         self._deltas[number] = deltas
 
     def of_step(self, numbers: IntArray, device: torch.device, send: Send = _send) -> "StepAdapters | None":
-        """For a step whose tokens [T] have these adapters; None where none has any. `send` brings indices there."""
+        """Return the adapters of a step whose tokens [T] have these numbers; None if all are 0.
+
+        `send` copies indices to the device.
+        """
         present = np.unique(numbers)
         if not present.any():
             return None
@@ -283,14 +288,14 @@ class Adapters:
 
 
 class Group(NamedTuple):
-    """Rows of a step that have one adapter; `places` None: all of them."""
+    """Rows of a step with the same adapter; `places` None: all rows."""
 
     deltas: Mapping[Site, Delta]
     places: Tensor | None
 
 
 class StepAdapters:
-    """What a decoder's layers do beside their weights in one step: called with a layer, it gives the adapted one."""
+    """Adapters of one step. Called with a decoder layer, it returns the adapted layer."""
 
     def __init__(self, groups: Sequence[Group], num_tokens: int) -> None:
         self._groups = groups
@@ -306,12 +311,12 @@ class StepAdapters:
         )
 
     def has(self, site: Site) -> bool:
-        """Whether any of the step's adapters adds something here."""
+        """Return whether any adapter of the step adds to this site."""
         return any(site in group.deltas for group in self._groups)
 
     def add(self, site: Site, x: Tensor, y: Tensor) -> None:
-        """Add to y [T, out] what the rows' adapters make of x [T, in]."""
-        assert len(x) >= self._num_tokens, "a linear layer does not see all rows of a step"
+        """Add the contributions of the rows' adapters for x [T, in] to y [T, out]."""
+        assert len(x) >= self._num_tokens, "an adapted linear layer must see all rows of a step"
         for deltas, places in self._groups:
             if (delta := deltas.get(site)) is not None:
                 delta.add(x, y, places)
@@ -321,7 +326,7 @@ class StepAdapters:
 
 
 class _Adapted:
-    """A linear layer in one step; what is asked of its weight, its base answers."""
+    """A linear layer with adapters for one step; accesses to its weight go to the base layer."""
 
     def __init__(self, base: Linear, site: Site, step: StepAdapters) -> None:
         self.in_features, self.out_features = base.in_features, base.out_features

@@ -1,4 +1,4 @@
-"""How a layer attends, beyond what every layer does: plain data for whoever computes attention."""
+"""Variants of a layer's attention, as plain data."""
 
 from typing import NamedTuple
 
@@ -6,11 +6,13 @@ from torch import Tensor
 
 
 class Manner(NamedTuple):
-    """What a layer's attention does besides softmax(q · k / sqrt(d)) · v.
+    """Deviations of a layer's attention from softmax(q · k / sqrt(d)) · v.
 
-    `scale` instead of 1 / sqrt(d). `window`: a query sees itself and the window - 1 tokens before it. `softcap` c: a
-    score s becomes c · tanh(s / c), after the scale. `sinks [heads]`: a score that takes part in the softmax and has no
-    value.
+    Attributes:
+        scale: Replaces 1 / sqrt(d).
+        window: A query sees itself and the window - 1 tokens before it.
+        softcap: A score s becomes softcap · tanh(s / softcap), after the scale.
+        sinks: [heads], a score per head that takes part in the softmax without a value.
     """
 
     scale: float | None = None

@@ -1,4 +1,4 @@
-"""Which norm a module of transformers computes, its epsilon and how it rounds: found by trying it on random rows."""
+"""Recognise the norm that a transformers module computes, its epsilon and its rounding, by trials on random rows."""
 
 import copy
 from collections.abc import Iterator
@@ -11,33 +11,33 @@ from torch.nn import functional
 
 from engine.models.known_layers import NormForm
 
-_CLOSE = 3e-5  # of the largest value: float32, summed in another order
+_CLOSE = 3e-5  # relative to the largest value: float32 sums in another order
 _MOST_EPSILON = 0.1
-_USUAL = (1e-5, 1e-6, 1e-8, 1e-12)  # epsilons that a module without a weight may not hold
+_USUAL = (1e-5, 1e-6, 1e-8, 1e-12)  # candidates for a module without a weight that does not hold its epsilon
 
 
 class UnknownError(Exception):
-    """A module computes something else; a sentence says what was found."""
+    """A module computes something unknown; the message says what was found."""
 
 
 def read_norm(name: str, module: Any, width: int) -> NormForm:
-    """Which norm of so many elements the module is, with a weight or without. Raises UnknownError."""
+    """Return the norm of `width` elements that the module computes, with or without weight. Raises UnknownError."""
     weight = getattr(module, "weight", None)
     if any(True for _ in module.parameters()) and (not isinstance(weight, Tensor) or weight.shape != (width,)):
-        raise UnknownError(f"{name} is no norm of {width} elements with a weight")
+        raise UnknownError(f"{name} is not a norm of {width} elements with a weight")
     rows = torch.randn(3, width, generator=torch.Generator().manual_seed(2))
     rows *= torch.tensor([[1e-3], [1.0], [30.0]])
     expected = module(rows)
     if not isinstance(expected, Tensor) or expected.shape != rows.shape:
-        raise UnknownError(f"{name} is no norm")
+        raise UnknownError(f"{name} is not a norm")
     for form in _norm_forms(name, module, width):
         if all(same(mine, each) for mine, each in zip(norm(form, module, rows), expected, strict=True)):
             return _with_rounding(form, module, rows)
-    raise UnknownError(f"{name} is another norm")
+    raise UnknownError(f"{name} is an unknown norm")
 
 
 def norm(form: NormForm, module: nn.Module, x: Tensor) -> Tensor:
-    """The norm of x in float32; of an RMS norm in 16 bits, rounded as the form says."""
+    """Compute the norm of x in float32; for an RMS norm in 16 bits, rounded as the form says."""
     weight, bias = form.constants(module)
     wide = x.float()
     if form.layer:
@@ -47,7 +47,7 @@ def norm(form: NormForm, module: nn.Module, x: Tensor) -> Tensor:
 
 
 def is_bare_norm(module: nn.Module, width: int) -> bool:
-    """Whether it is a norm of so many elements that has no weight."""
+    """Return whether the module is a norm of `width` elements without a weight."""
     if any(module.children()) or any(True for _ in module.parameters()):
         return False
     try:
@@ -67,7 +67,7 @@ def _norm_forms(name: str, module: nn.Module, width: int) -> Iterator[NormForm]:
 
 
 def _with_rounding(form: NormForm, module: nn.Module, rows: Tensor) -> NormForm:
-    """The form as it rounds in 16 bits."""
+    """Return the form with the rounding that the module applies in 16 bits."""
     narrow, few = copy.deepcopy(module).to(torch.bfloat16), rows.to(torch.bfloat16)
     expected = narrow(few)
     forms = [replace(form, once=once) for once in (False, True)]
@@ -75,12 +75,12 @@ def _with_rounding(form: NormForm, module: nn.Module, rows: Tensor) -> NormForm:
 
 
 def floats(module: nn.Module) -> list[float]:
-    """Numbers that the module holds, each once."""
+    """Return the distinct float attributes of the module."""
     return list(dict.fromkeys(each for each in vars(module).values() if isinstance(each, float)))
 
 
 def same(a: Tensor, b: Tensor) -> bool:
-    """Whether they are one but for the rounding of float32."""
+    """Return whether the tensors agree within float32 rounding, regardless of leading dimensions."""
     if a.numel() != b.numel() or a.shape[-1] != b.shape[-1]:
         return False
     a, b = a.reshape(-1, a.shape[-1]).float(), b.reshape(-1, b.shape[-1]).float()

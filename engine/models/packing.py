@@ -1,7 +1,7 @@
-"""How a checkpoint stores the weights of its linear layers in fewer bits, read from its config.json; torch-free.
+"""Storage formats of quantized linear layers, read from config.json; torch-free.
 
-Which layers are stored so is seen by their tensors. What cannot be read is refused here, before any tensor is. The
-reader itself is `engine.models.unpacking`.
+Tensors, not the config, show which layers are quantized. Unsupported formats are refused here, before any tensor is
+read. `engine.models.unpacking` unpacks the weights.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -12,21 +12,28 @@ from engine.errors import ModelLoadError
 
 WORDS, AWQ, GPTQ, SCALED, EXPERTS = "words", "awq", "gptq", "scaled", "experts"
 MX_GROUP = 32
-"""Values of MXFP4 that share a power of two."""
+"""Number of MXFP4 values that share a power of two."""
 _WORD = 32  # bits
 _INACTIVE = ("none", "dense", "", None)
 
 
 @dataclass(frozen=True, slots=True)
 class Packing:
-    """`name`: what a report calls it. `layout`: WORDS (compressed-tensors: integers in words along the inputs), AWQ or
-    GPTQ (words beside scales [groups, outputs]), SCALED (a byte for each value), or EXPERTS (MXFP4: all experts of a
-    layer in one tensor, two values in a byte, each group with a power of two).
+    """Storage format of quantized linear layers.
 
-    `block`: how many outputs and inputs share a scale; 0: all of them. `shift` is added to stored zero points.
-    `integers`, `floats`: made for products of 8-bit integers, or of 8-bit floats (e4m3), with one scale for an output;
-    `static`: inputs of such layers have one stored scale, not one for each token. `in_float`: products of values and
-    scales are float32 whatever type the scales are of.
+    Attributes:
+        name: Name for reports.
+        layout: WORDS (compressed-tensors: integers in words along the inputs), AWQ or GPTQ (words, and scales [groups,
+            outputs]), SCALED (one byte per value), or EXPERTS (MXFP4: all experts of a layer in one tensor, two values
+            per byte, each group with a power of two).
+        bits: Bits of a value.
+        block: Number of outputs and of inputs that share a scale; 0: all.
+        zero_points: Whether zero points are stored.
+        shift: Added to stored zero points.
+        integers: Made for products of 8-bit integers, with one scale per output.
+        in_float: Values and scales are multiplied in float32 whatever the type of the scales.
+        floats: Made for products of 8-bit floats (e4m3), with one scale per output.
+        static: Inputs have one stored scale instead of a scale per token.
     """
 
     name: str
@@ -41,19 +48,19 @@ class Packing:
     static: bool = False
 
     def check(self, inputs: Iterable[int], outputs: Iterable[int]) -> None:
-        """Errors: ModelLoadError if layers of these widths cannot be in groups or words."""
+        """Raise ModelLoadError if layers of these widths cannot be divided into groups or words."""
         group = self.block[1] if self.block[0] == 1 else 0
         for width in inputs:
             if group and width % group:
-                raise ModelLoadError(f"{self.name}: {width} inputs are no whole groups of {group}")
+                raise ModelLoadError(f"{self.name}: {width} inputs cannot be divided into groups of {group}")
         per_word = _WORD // self.bits
         for width in (*inputs, *outputs) if self.layout in (AWQ, GPTQ) else ():
             if width % per_word:
-                raise ModelLoadError(f"{self.name}: {width} values are no whole words of {per_word}")
+                raise ModelLoadError(f"{self.name}: {width} values cannot be divided into words of {per_word}")
 
 
 def packing_from_config(config: Mapping[str, Any]) -> Packing | None:
-    """What `quantization_config` says; None without one. Errors: ModelLoadError naming what is not read."""
+    """Read `quantization_config`; None without one. Raises ModelLoadError for an unsupported format."""
     given = config.get("quantization_config") or config.get("compression_config")
     if not given:
         return None
@@ -61,7 +68,8 @@ def packing_from_config(config: Mapping[str, Any]) -> Packing | None:
     reader = _METHODS.get(str(method))
     if reader is None:
         named = method or "an unknown method"
-        raise ModelLoadError(f"weights quantized by {named} are not read (read: {', '.join(sorted(_METHODS))})")
+        known = ", ".join(sorted(_METHODS))
+        raise ModelLoadError(f"weights quantized by {named} are not supported (supported: {known})")
     return reader(given)
 
 
@@ -69,7 +77,7 @@ def _awq(given: Mapping[str, Any]) -> Packing:
     bits, group = _integer("awq", given, "bits", given.get("w_bit")), _integer("awq", given, "group_size", -1)
     version = str(given.get("version") or "gemm").lower()
     if version != "gemm":
-        raise ModelLoadError(f"awq of version {version!r} is not read (read: gemm)")
+        raise ModelLoadError(f"awq version {version!r} is not supported (supported: gemm)")
     _require("awq", bits == 4, f"{bits} bits", "4")
     _require("awq", given.get("zero_point", True) is not False, "zero_point false", "true")
     return Packing(f"AWQ int{bits}{_in_groups(group)}", AWQ, bits, _group("awq", group), zero_points=True)
@@ -83,7 +91,7 @@ def _gptq(given: Mapping[str, Any]) -> Packing:
     rules = given.get("dynamic") or {}
     others = [rule for rule, change in rules.items() if change and not rule.startswith("-:")]
     if others:
-        raise ModelLoadError(f"gptq with layers of another kind ({others[0]!r} in 'dynamic') is not read")
+        raise ModelLoadError(f"gptq with other settings for some layers ({others[0]!r} in 'dynamic') is not supported")
     shift = 1 if stored == "gptq" else 0
     name = f"GPTQ int{bits}{_in_groups(group)}"
     return Packing(name, GPTQ, bits, _group("gptq", group), zero_points=True, shift=shift)
@@ -108,14 +116,14 @@ def _compressed(given: Mapping[str, Any]) -> Packing:
     method, groups = "compressed-tensors", given.get("config_groups")
     kinds = [each for each in groups.values() if isinstance(each, Mapping)] if isinstance(groups, Mapping) else []
     if not kinds or not isinstance(kinds[0].get("weights"), Mapping):
-        raise ModelLoadError(f"{method} without a scheme of weights in 'config_groups' is not read")
+        raise ModelLoadError(f"{method} without a scheme of weights in 'config_groups' is not supported")
     first = kinds[0]
     stored = str(first.get("format") or given.get("format"))
     same = all(each.get("weights") == first["weights"] and each.get("format") == first.get("format") for each in kinds)
     _require(method, same, "more than one scheme of weights", "one")
     for extra, key in (("sparsity_config", "format"), ("transform_config", "config_groups")):
         if (given.get(extra) or {}).get(key) not in (*_INACTIVE, {}):
-            raise ModelLoadError(f"{method} with a {extra} is not read")
+            raise ModelLoadError(f"{method} with a {extra} is not supported")
     scheme = first["weights"]
     bits, kind = _integer(method, scheme, "num_bits"), str(scheme.get("type") or "int")
     if stored == "pack-quantized":
@@ -144,7 +152,7 @@ def _compressed(given: Mapping[str, Any]) -> Packing:
 
 def _strategy(scheme: Mapping[str, Any]) -> tuple[int, int]:
     method, strategy, group = "compressed-tensors", scheme.get("strategy"), scheme.get("group_size")
-    if strategy is None:  # as compressed-tensors itself reads it
+    if strategy is None:  # the default of compressed-tensors
         strategy = "tensor" if group is None else "channel" if group == -1 else "group"
     if strategy == "group":
         return _group(method, _integer(method, scheme, "group_size"))
@@ -177,17 +185,17 @@ def _in_groups(size: int) -> str:
 def _pair(method: str, value: object) -> tuple[int, int]:
     if isinstance(value, list | tuple) and len(value) == 2 and all(type(each) is int and each > 0 for each in value):
         return int(value[0]), int(value[1])
-    raise ModelLoadError(f"{method} with blocks of {value!r} is not read (read: two positive integers)")
+    raise ModelLoadError(f"{method} with blocks of {value!r} is not supported (supported: two positive integers)")
 
 
 def _integer(method: str, given: Mapping[str, Any], key: str, default: int | None = None) -> int:
     value = given.get(key)
     value = default if value is None else value
     if type(value) is not int:
-        raise ModelLoadError(f"{method} with {key} {value!r} is not read (read: an integer)")
+        raise ModelLoadError(f"{method} with {key} {value!r} is not supported (supported: an integer)")
     return value
 
 
 def _require(method: str, condition: bool, found: str, read: str) -> None:
     if not condition:
-        raise ModelLoadError(f"{method} with {found} is not read (read: {read})")
+        raise ModelLoadError(f"{method} with {found} is not supported (supported: {read})")

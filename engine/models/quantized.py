@@ -1,8 +1,8 @@
-"""Linear layers on integers of 8 bits (W8A8): weights rounded once, with a scale for each output; inputs in every call,
-with a scale for each token. Symmetric, to the nearest of 255 values.
+"""Linear layers on 8-bit integers (W8A8), symmetric, rounded to the nearest of 255 values.
 
-The twin of the native kernels in torch's operators: the same integers, the same sums, the same products of scales. They
-agree to the last bit in front of the bias. Knows nothing of models.
+Weights are rounded once, with a scale per output; inputs are rounded in every call, with a scale per token. These torch
+operators are the twin of the native kernels: the same integers, sums and products of scales. Both agree to the last bit
+before the bias.
 """
 
 from typing import NamedTuple
@@ -11,12 +11,18 @@ import torch
 from torch import Tensor
 
 _HIGHEST = 127.0
-_SMALLEST = 1e-30  # rows that are smaller than this everywhere are zero
+_SMALLEST = 1e-30  # rows with a smaller maximum become zero
 
 
 class Rounded(NamedTuple):
-    """A weight of 8 bits: values [n, k] int8 or e4m3, scales [n] float32. `dtype`: of what a layer takes and gives.
-    `inputs`: the scale [1] float32 that all it takes is rounded with; None: each token has its own."""
+    """A weight in 8 bits.
+
+    Attributes:
+        values: [n, k] int8 or e4m3.
+        scales: [n] float32.
+        dtype: Type of a layer's inputs and outputs.
+        inputs: Scale [1] float32 with which all inputs are rounded; None: one scale per token.
+    """
 
     values: Tensor
     scales: Tensor
@@ -25,36 +31,36 @@ class Rounded(NamedTuple):
 
 
 def as_bytes(weight: Tensor) -> Tensor:
-    """A weight as bytes [n] uint8: a view where it is contiguous."""
+    """Return a weight as bytes [n] uint8, a view if it is contiguous."""
     return weight.contiguous().view(torch.uint8).flatten()
 
 
 def round_weight(weight: Tensor | Rounded) -> Rounded:
-    """A weight as integers, unless it is of them already."""
+    """Round a weight to integers unless it is rounded already."""
     return weight if isinstance(weight, Rounded) else Rounded(*quantize_weight(weight), weight.dtype)
 
 
 def quantize_weight(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """weight [n, k] -> integers [n, k] int8 and scales [n] float32, whose product is nearest to it."""
+    """Round weight [n, k] to integers [n, k] int8 and scales [n] float32. Raises ValueError if it is not finite."""
     values, scales = quantize_rows(weight)
     if not bool(scales.isfinite().all()):
-        raise ValueError("a weight that is not finite")
+        raise ValueError("the weight has values that are not finite")
     return values, scales
 
 
 def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """x [T, k] -> integers [T, k] int8 and scales [T] float32; NaN for a row with a value that is not finite."""
+    """Round x [T, k] to integers [T, k] int8 and scales [T] float32; NaN for a row with a value that is not finite."""
     floats = x.float()
     top = floats.abs().amax(-1)
     finite = floats.isfinite().all(-1)
-    highest = torch.full_like(top, _HIGHEST)  # not a number: torch would multiply by a reciprocal, which rounds twice
+    highest = torch.full_like(top, _HIGHEST)  # a tensor: by a number, torch multiplies by a reciprocal, rounding twice
     factor = torch.where(finite & (top > _SMALLEST), highest / top, 0.0)
     values = torch.where(finite[:, None], floats * factor[:, None], 0.0).round().to(torch.int8)
     return values, torch.where(finite, top / highest, torch.nan)
 
 
 class QuantizedLinear:
-    """See engine.models.linear.Linear."""
+    """A `Linear` on 8-bit integers."""
 
     def __init__(self, values: Tensor, scales: Tensor, bias: Tensor | None, dtype: torch.dtype) -> None:
         self.out_features, self.in_features = values.shape
@@ -62,7 +68,7 @@ class QuantizedLinear:
 
     @classmethod
     def of(cls, weight: Tensor | Rounded, bias: Tensor | None) -> "QuantizedLinear":
-        """A layer of a weight [n, k], which is not kept."""
+        """Round a weight [n, k], which is not kept."""
         values, scales, dtype, _ = round_weight(weight)
         return cls(values, scales, bias, dtype)
 
@@ -73,7 +79,7 @@ class QuantizedLinear:
         return result.to(self._dtype)
 
     def product(self, x: Tensor) -> Tensor:
-        """x [..., k] -> [..., n] float32, without the bias."""
+        """Return the product of x [..., k], [..., n] float32, without the bias."""
         rows, scales = quantize_rows(x.reshape(-1, self.in_features))
         if not len(rows):
             return torch.empty(*x.shape[:-1], self.out_features)
@@ -102,5 +108,5 @@ def make_quantized(
     *,
     gated: bool = False,  # noqa: ARG001
 ) -> QuantizedLinear:
-    """The twin, as a MakeLinear."""
+    """Make a QuantizedLinear (a MakeLinear)."""
     return QuantizedLinear.of(weight, bias)

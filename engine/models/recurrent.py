@@ -1,9 +1,9 @@
-"""Layers of transformers' modules that keep a state of fixed size for each request, whatever its length: short
-convolutions, gated delta nets, state space models.
+"""Recurrent layers of transformers modules, with a state of fixed size per request: short convolutions, gated delta
+nets, state space models.
 
-Such a module runs the tokens of one request in their order, and takes its state from a cache of transformers'. Here it
-is called with a part of a step at a time and a `Past` in the place of that cache: who splits the step, and where the
-states lie, is the caller's (`Recur`). What asks a cache for more than a `Past` has is refused.
+Such a module runs the tokens of one request in order and takes its state from a cache of transformers. Here it is
+called with a part of a step and a `Past` in place of that cache. The caller splits the step and stores the states
+(`Recur`). A module that needs more of its cache than a `Past` offers is refused.
 """
 
 import inspect
@@ -17,35 +17,37 @@ from torch import Tensor, nn
 from engine.errors import ModelLoadError
 
 Part = tuple[str, int]
-"""Which of a layer's states: of a convolution ("conv") or a recurrence, and the module's own number for it."""
+"""Kind and number of a state of a layer: ("conv" or "recurrent", the module's own number for it)."""
 
 Call = Callable[[Tensor, "Past"], Tensor]
-"""x [n, t, hidden] of n requests, and their states, which it moves on -> [n, t, hidden]."""
+"""x [n, t, hidden] of n requests, and their states, which are updated -> [n, t, hidden]."""
 
 Recur = Callable[[int, Call, Tensor], Tensor]
-"""(recurrent layer, the layer, x [1, T, hidden] of all tokens of a step) -> [1, T, hidden]."""
+"""(index of the recurrent layer, its call, x [1, T, hidden] of all tokens of a step) -> [1, T, hidden]."""
 
 STATES = {"linear_attention", "conv", "hybrid", "hybrid_sliding"}
-"""Types of layers, in transformers' words, that keep a state."""
+"""Names in transformers of layer types with a state."""
 
 _CACHES = ("cache_params", "cache", "past_key_values")
 _IGNORED = {"position_ids", "position_embeddings", "cache_position"}
 
 
 class LayerState(NamedTuple):
-    """The states of one request [1, ...]. `resumes`: whether the layer goes on from them with several tokens at once;
-    else it takes them one by one."""
+    """States of one request [1, ...]. `resumes`: the layer can continue from them with several tokens at once; else it
+    takes tokens one at a time."""
 
     parts: Mapping[Part, Tensor]
     resumes: bool
 
 
-RECUR: ContextVar[Recur | None] = ContextVar("how recurrent layers of this forward pass run", default=None)
+RECUR: ContextVar[Recur | None] = ContextVar("function that runs the recurrent layers of this pass", default=None)
 
 
 class Past:
-    """The states of n requests in one layer, as transformers' modules ask for them: `parts` [n, ...] each, which hold
-    what they became when the layer has run. Without `parts` the requests begin."""
+    """States of n requests in one layer, with the cache interface that transformers modules use.
+
+    `parts` ([n, ...] each) hold the updated states after the layer has run. Without `parts`, the requests begin.
+    """
 
     def __init__(self, parts: Mapping[Part, Tensor] | None = None) -> None:
         self.parts: dict[Part, Tensor] = dict(parts or {})
@@ -60,9 +62,9 @@ class Past:
     def update_conv_state(
         self, x: Tensor, *_layer: int, state_idx: int = 0, conv_kernel_size: int | None = None, **_others: Any
     ) -> Tensor:
-        """x [n, channels, t] -> what the convolution reads; the last `conv_kernel_size` of it are kept."""
+        """Return the input x [n, channels, t] extended by the past, and store its last `conv_kernel_size` columns."""
         if conv_kernel_size is None:
-            raise ModelLoadError("its recurrent layers do not say how much they keep of the past")
+            raise ModelLoadError("its recurrent layers do not pass conv_kernel_size, the length of their past")
         if self._goes_on:
             x = torch.cat((self.parts["conv", state_idx], x), dim=-1)
         elif x.shape[-1] < conv_kernel_size:
@@ -78,12 +80,12 @@ class Past:
         return False
 
     def __getattr__(self, name: str) -> Any:
-        raise ModelLoadError(f"its recurrent layers ask their cache for {name}, which ours does not know")
+        raise ModelLoadError(f"its recurrent layers use the unknown cache attribute {name}")
 
 
 def candidates(model: nn.Module, layers: set[int], attending: set[int]) -> dict[str, nn.Module]:
-    """Modules of these layers, by name, that take a cache and neither attend (`attending`: their ids) nor hold others
-    that take one."""
+    """Return modules of these layers, by name, that take a cache, do not attend (`attending`: ids of those that do) and
+    contain no other module that takes one."""
     takers = {name: module for name, module in model.named_modules() if name and _cache_name(module) is not None}
     return {
         name: module
@@ -95,7 +97,7 @@ def candidates(model: nn.Module, layers: set[int], attending: set[int]) -> dict[
 
 
 def take_over(module: nn.Module, layer: int) -> None:
-    """From now on the module is called as `RECUR` says, where that says anything; else it runs as it was."""
+    """Redirect calls of the module to the function in `RECUR`, if set."""
     whole: Callable[..., Any] = module.forward
     signature, cache = inspect.signature(whole), _cache_name(module)
     assert cache is not None
@@ -110,12 +112,12 @@ def take_over(module: nn.Module, layer: int) -> None:
         passed = given | {name: each for name, each in extra.items() if name not in _IGNORED}
         foreign = sorted(name for name, each in passed.items() if isinstance(each, Tensor | tuple))
         if foreign:
-            raise ModelLoadError(f"its recurrent layers take {foreign[0]}, which cannot be split")
+            raise ModelLoadError(f"its recurrent layers take {foreign[0]}, which cannot be split by request")
 
         def call(part: Tensor, past: Past) -> Tensor:
             output = whole(hidden_states=part, **{cache: past}, **passed)
             if not isinstance(output, Tensor):
-                raise ModelLoadError("its recurrent layers give more than the new hidden state")
+                raise ModelLoadError("its recurrent layers return more than the new hidden state")
             return output
 
         return recur(layer, call, x)
@@ -124,8 +126,8 @@ def take_over(module: nn.Module, layer: int) -> None:
 
 
 def resumes(call: Call, x: Tensor, parts: Mapping[Part, Tensor]) -> bool:
-    """Whether what the layer gives for several tokens x [1, t, hidden] depends on a recurrence's state `parts` before
-    them: Mamba 1 by transformers begins anew."""
+    """Return whether the output for several tokens x [1, t, hidden] depends on the recurrent state `parts`; Mamba 1 in
+    transformers ignores it and begins anew."""
     other = {part: state + 1 if part[0] == "recurrent" else state for part, state in parts.items()}
     if all(part[0] == "conv" for part in parts):
         return True
@@ -133,7 +135,7 @@ def resumes(call: Call, x: Tensor, parts: Mapping[Part, Tensor]) -> bool:
 
 
 def begin(layer: int, call: Call, x: Tensor) -> Tensor:
-    """A step of one request's first tokens, whose state nobody keeps; see `Recur`."""
+    """Run a step of first tokens without keeping their states; a `Recur`."""
     del layer
     return call(x, Past())
 

@@ -1,6 +1,6 @@
-"""What a checkpoint says about its rotary embedding; torch-free. Knows nothing of tensors (see `rotary.py`).
+"""Rotary embedding of a checkpoint, read from its config; torch-free (for tensors see `rotary.py`).
 
-Both spellings are read: `rope_parameters` (transformers 5) and `rope_theta` + `rope_scaling` (before).
+Both spellings are read: `rope_parameters` (transformers 5) and the older `rope_theta` + `rope_scaling`.
 """
 
 from collections.abc import Mapping
@@ -9,18 +9,18 @@ from typing import Any
 
 from engine.errors import ModelLoadError
 
-_GLOBAL_THETA, _LOCAL_THETA = 1_000_000.0, 10_000.0  # of Gemma 3, where its config is silent
+_GLOBAL_THETA, _LOCAL_THETA = 1_000_000.0, 10_000.0  # defaults of Gemma 3
 _KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 
 
 @dataclass(frozen=True, slots=True)
 class RopeSpec:
-    """Rotary embedding of the first `rotary_dim` of every head, in the half-split ("neox") layout.
+    """Rotary embedding of the first `rotary_dim` elements of every head, in the half-split ("neox") layout.
 
-    `original_max_position` is the context of the pretraining; `attention_factor` multiplies cos and sin.
-    `short_factor` / `long_factor` (rotary_dim / 2 numbers each) belong to longrope: a sequence must keep one set for
-    its whole life, or cached keys would disagree with new ones, so the set is chosen once from the engine's longest
-    context. `dynamic` equals `default` up to `max_position_embeddings`, beyond which no engine goes.
+    `original_max_position` is the context length of the pretraining; `attention_factor` multiplies cos and sin.
+    `short_factor` / `long_factor` (rotary_dim / 2 numbers each) belong to longrope. A sequence must keep one set for
+    its lifetime, or cached keys would disagree with new ones; the set is therefore selected once, by the engine's
+    longest context. `dynamic` equals `default` up to `max_position_embeddings`, which no context exceeds.
     """
 
     theta: float
@@ -41,13 +41,13 @@ class RopeSpec:
 
 
 def rope_from_config(config: Mapping[str, Any], family: str, head_dim: int, max_position: int) -> RopeSpec:
-    """Read the rotary embedding. Errors: ModelLoadError for a kind or a field that is not understood."""
-    # What the modern spelling lacks is taken from the old one: files converted by hand carry a mixture.
+    """Read the rotary embedding. Raises ModelLoadError for an unsupported kind or field."""
+    # Fields missing in the modern spelling are taken from the old one: files converted by hand mix both.
     given = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
     if any(isinstance(value, Mapping) for value in given.values()):
         raise ModelLoadError("rope_parameters per layer type are not supported")
     kind = str(given.get("rope_type") or given.get("type") or "default")
-    if family == "phi3" and kind in ("su", "yarn"):  # the names longrope had in the first Phi-3 releases
+    if family == "phi3" and kind in ("su", "yarn"):  # names of longrope in the first Phi-3 releases
         kind = "longrope"
     if kind not in _KINDS:
         raise ModelLoadError(f"rope type {kind!r} is not supported (supported: {', '.join(_KINDS)})")
@@ -63,17 +63,17 @@ def rope_from_config(config: Mapping[str, Any], family: str, head_dim: int, max_
 
 
 def ropes_of_layer_types(config: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """A config whose layers with a window have a rotary embedding of their own, as two that `rope_from_config` reads:
-    of the layers without a window, and of those with one. Errors: ModelLoadError for a spelling that is neither."""
+    """Split a config whose windowed layers have their own rotary embedding into two that `rope_from_config` reads: for
+    layers without a window and with one. Raises ModelLoadError for an unsupported spelling."""
     given = config.get("rope_parameters") or {}
     if set(given) - {"full_attention", "sliding_attention"}:
-        raise ModelLoadError("rope_parameters that are not by layer type are not supported here")
+        raise ModelLoadError("rope_parameters must be given by layer type for this model")
     thetas = (config.get("rope_theta") or _GLOBAL_THETA, config.get("rope_local_base_freq") or _LOCAL_THETA)
     full, local = (
         {**config, "rope_parameters": given.get(kind), "rope_theta": theta}
         for kind, theta in zip(("full_attention", "sliding_attention"), thetas, strict=True)
     )
-    return full, {**local, "rope_scaling": None}  # what stretches contexts is for layers that see all of them
+    return full, {**local, "rope_scaling": None}  # scaling applies only to layers that see the whole context
 
 
 def _scaled(base: RopeSpec, kind: str, given: Mapping[str, Any], config: Mapping[str, Any], max_pos: int) -> RopeSpec:

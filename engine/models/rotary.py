@@ -1,8 +1,7 @@
-"""Inverse frequencies of every supported rotary embedding, as float32 tensors.
+"""Inverse frequencies of all supported rotary embeddings, as float32 tensors.
 
-The arithmetic is float32 on purpose: that is what the checkpoints were trained and are evaluated with, and at position
-100,000 a more exact frequency is a different angle. Papers: RoPE (Su et al.), YaRN (Peng et al.), LongRoPE (Ding et
-al.). Knows nothing of models or caches.
+The arithmetic is float32 on purpose: checkpoints are trained and evaluated with it, and at position 100,000 a more
+exact frequency is a different angle. Papers: RoPE (Su et al.), YaRN (Peng et al.), LongRoPE (Ding et al.).
 """
 
 import math
@@ -14,7 +13,7 @@ from engine.models.rope import RopeSpec
 
 
 def inverse_frequencies(rope: RopeSpec, max_model_len: int) -> Tensor:
-    """[rotary_dim / 2] float32 on the CPU: radians per position. `max_model_len` picks longrope's set of factors."""
+    """Return radians per position, [rotary_dim / 2] float32 on the CPU; `max_model_len` selects longrope factors."""
     exponents = torch.arange(0, rope.rotary_dim, 2, dtype=torch.int64).float() / rope.rotary_dim
     plain = 1.0 / (rope.theta**exponents)
     if rope.kind == "linear":
@@ -30,7 +29,7 @@ def inverse_frequencies(rope: RopeSpec, max_model_len: int) -> Tensor:
 
 
 def attention_scaling(rope: RopeSpec) -> float:
-    """What cos and sin are multiplied with."""
+    """Return the factor of cos and sin."""
     if rope.attention_factor is not None or rope.kind not in ("yarn", "longrope"):
         return rope.attention_factor or 1.0
     if rope.factor <= 1.0:
@@ -47,7 +46,7 @@ def _yarn_scale(factor: float, mscale: float) -> float:
 
 
 def _llama3(rope: RopeSpec, plain: Tensor) -> Tensor:
-    """Short wavelengths stay, long ones are divided by the factor, those between are interpolated."""
+    """Keep short wavelengths, divide long ones by the factor, and interpolate between them."""
     turns = rope.original_max_position * plain / (2 * math.pi)  # over the context of the pretraining
     weight = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
     blend = (1 - weight) * plain / rope.factor + weight * plain
@@ -56,7 +55,7 @@ def _llama3(rope: RopeSpec, plain: Tensor) -> Tensor:
 
 
 def _yarn(rope: RopeSpec, plain: Tensor) -> Tensor:
-    """Dimensions that turn more than beta_fast times stay, less than beta_slow are interpolated, a ramp between."""
+    """Keep dimensions that turn more than beta_fast times, interpolate those below beta_slow, with a ramp between."""
     low, high = (_turning_dim(rope, turns) for turns in (rope.beta_fast, rope.beta_slow))
     if rope.truncate:
         low, high = math.floor(low), math.ceil(high)
@@ -68,6 +67,6 @@ def _yarn(rope: RopeSpec, plain: Tensor) -> Tensor:
 
 
 def _turning_dim(rope: RopeSpec, turns: float) -> float:
-    """The (fractional) frequency index that makes `turns` turns over the context of the pretraining."""
+    """Return the (fractional) frequency index that makes `turns` turns over the pretraining context."""
     span = math.log(rope.original_max_position / (turns * 2 * math.pi))
     return rope.rotary_dim * span / (2 * math.log(rope.theta))

@@ -1,9 +1,9 @@
-"""One rank's part of a model whose layers are divided among ranks: its sizes, its tensors, and the sum over ranks.
+"""One rank's part of a model whose layers are divided among ranks: sizes, tensors, and the sum over ranks.
 
-Of each layer a rank has some heads and some of the MLP's inner values: rows of what makes queries, keys, values, gate
-and up, and the columns of out and down that read them. What out and down give is a part of a sum over all ranks. Where
-the vocabulary can be divided, a rank has the head's rows of a part of it, and all gather the logits. The rest of the
-model (embedding, norms) is whole on every rank. Knows nothing of processes or how ranks are joined.
+A rank has some heads and some inner values of the MLP of each layer: rows of the projections to queries, keys, values,
+gate and up, and the matching columns of out and down. The outputs of out and down are partial sums, added over all
+ranks. If the vocabulary is divisible, each rank has some rows of the head, and all ranks gather the logits. Embedding
+and norms are complete on every rank.
 """
 
 import re
@@ -19,19 +19,19 @@ from engine.models.linear import Linear
 from engine.models.spec import ModelSpec
 
 SumRanks = Callable[[Tensor], object]
-"""Replaces a tensor by its sum over all ranks, in place. Every rank calls it with its own, in the same order."""
+"""Replaces a tensor by its sum over all ranks, in place. All ranks must call it in the same order."""
 
 GatherRanks = Callable[[Tensor], Tensor]
-"""All ranks' tensors [rows, n], side by side [rows, ranks · n]. Every rank calls it with its own, in the same order."""
+"""Joins the tensors [rows, n] of all ranks to [rows, ranks · n]. All ranks must call it in the same order."""
 
 Fetch = Callable[[str, tuple[int, ...]], Tensor]
-"""(name, shape) -> the tensor, of exactly this shape; see TensorSource.fetch."""
+"""(name, shape) -> the tensor of exactly this shape; see TensorSource.fetch."""
 
 _IN_LAYER = re.compile(r"(?:^|\.)layers\.\d+\.(.+)\.(weight|bias)$")
 
 
 def divide(whole: ModelSpec, ranks: int) -> ModelSpec:
-    """The sizes of one rank's part. Errors: ModelLoadError where one cannot be divided."""
+    """Return the sizes of one rank's part. Raises ModelLoadError if a size is not divisible."""
     sizes = {
         "attention heads": (whole.num_heads, ranks),
         "key-value heads": (whole.num_kv_heads, _kv_parts(whole, ranks)),
@@ -45,18 +45,18 @@ def divide(whole: ModelSpec, ranks: int) -> ModelSpec:
 
 
 def _kv_parts(whole: ModelSpec, ranks: int) -> int:
-    """How many different parts of keys and values there are: ranks whose queries read the same head all have it."""
+    """Return the number of distinct parts of keys and values; ranks whose queries share a head hold the same part."""
     return ranks if ranks % whole.num_kv_heads else whole.num_kv_heads
 
 
 def head_ranks(vocab: int, ranks: int) -> int:
-    """How many ranks the head is divided among."""
+    """Return the number of ranks among which the head is divided."""
     return 1 if vocab % ranks else ranks
 
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """Which of how many ranks, how they add what each has, and how they gather it; None: the head is whole on each."""
+    """Position of a rank and its collective operations; without `gather` the head is complete on each rank."""
 
     rank: int
     ranks: int
@@ -68,29 +68,29 @@ class Shard:
         return divide(whole, self.ranks)
 
     def head_of(self, whole: Tensor) -> tuple[Tensor, GatherRanks | None]:
-        """This rank's part of a head [vocab, H], a view of it, and how the parts' logits become all; None: they are."""
+        """Return this rank's part of a head [vocab, H], a view, and the gather of its logits (None: not divided)."""
         if self.gather is None or head_ranks(len(whole), self.ranks) == 1:
             return whole, None
         return self.part_of(whole, 0), self.gather
 
     def part_of(self, whole: Tensor, dim: int, parts: int = 0) -> Tensor:
-        """A view of this rank's share of a dimension; of `parts`, where that is fewer than ranks, several have one."""
+        """Return a view of this rank's share of a dimension; with fewer `parts` than ranks, several ranks share one."""
         parts = parts or self.ranks
         size = whole.shape[dim] // parts
         return whole.narrow(dim, self.rank * parts // self.ranks * size, size)
 
 
 class ShardedTensors:
-    """A rank's part of a model's tensors, as a TensorSource of the part's spec. Nothing of the rest stays in memory.
+    """A rank's tensors, as a TensorSource with the spec of the part. Other tensors do not stay in memory.
 
-    Weights that are stored in fewer bits come in full: their scales are not divided.
+    Quantized weights are unpacked, because their scales are not divided.
     """
 
     def __init__(self, has: Callable[[str], bool], fetch: Fetch, whole: ModelSpec, shard: Shard) -> None:
         self.has, self._fetch, self._shard = has, fetch, shard
         names = family_named(whole.family).names
         inner = whole.intermediate_size
-        # a fused module's outputs are divided part by part, but for those that lie head by head
+        # Outputs of a fused module are divided section by section, unless they are ordered by head.
         kv = whole.kv_size, _kv_parts(whole, shard.ranks)
         rows = _sections(names.qkv, ((whole.q_size, shard.ranks), kv, kv))
         if names.interleaved_qkv:
@@ -100,7 +100,7 @@ class ShardedTensors:
         self._columns = {names.out: whole.q_size, names.down: inner}
 
     def fetch(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """See TensorSource; `shape` is that of the part."""
+        """See TensorSource; `shape` is the shape of the part."""
         found = _IN_LAYER.search(name)
         module, kind = found.groups() if found else ("", "")
         if sections := self._rows.get(module):
@@ -116,12 +116,11 @@ class ShardedTensors:
         return self._fetch(name, shape)
 
     def fetch_bytes(self, _name: str, _shape: tuple[int, int]) -> None:
-        """None: no weight is had in 8 bits."""
+        """Return None: no weight is available in 8 bits."""
 
 
 class SummedLinear:
-    """A layer whose inputs are divided among ranks: the products of each `part` are added over them by `total`, and
-    then the `bias` once."""
+    """A layer whose inputs are divided among ranks: `total` adds the products of all parts, then `bias` is added."""
 
     def __init__(self, part: Linear, bias: Tensor | None, total: SumRanks) -> None:
         self.in_features, self.out_features = part.in_features, part.out_features
@@ -148,11 +147,11 @@ class SummedLinear:
 
 
 _Section = tuple[int, int]
-"""Outputs of a module that are divided for themselves: how many, and into how many parts."""
+"""Outputs of a module that are divided separately: (number of outputs, number of parts)."""
 
 
 def _sections(modules: tuple[str, ...], sections: tuple[_Section, ...]) -> dict[str, tuple[_Section, ...]]:
-    """What each module's outputs are: one section each, or all in one fused module."""
+    """Return the sections of each module: one section per module, or all in a single fused module."""
     if len(modules) == 1:
         return {modules[0]: sections}
     return {module: (section,) for module, section in zip(modules, sections, strict=True)}

@@ -1,8 +1,7 @@
-"""What a decoder-only checkpoint is, read from its Hugging Face config; torch-free.
+"""Description of a decoder-only checkpoint, read from its Hugging Face config; torch-free.
 
-One `ModelSpec` covers Llama 2/3.x, Mistral, Qwen2/2.5, Qwen3, Phi-3, Gemma 2, Gemma 3 (text), OPT and GPT-NeoX/Pythia:
-the differences are data.
-Knows nothing of tensors, devices or files other than config.json and generation_config.json.
+One `ModelSpec` covers Llama 2/3.x, Mistral, Qwen2/2.5, Qwen3, Phi-3, Gemma 2, Gemma 3 (text), OPT and GPT-NeoX/Pythia;
+they differ in data only.
 """
 
 import json
@@ -28,18 +27,22 @@ _ACTIVATIONS = {
 }
 _GATED = {"silu": "silu", "gelu_tanh": "gelu_tanh_gated"}
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
-_FULL_LAYERS = 28  # of Qwen, before those that have a window, where the config is silent
+_FULL_LAYERS = 28  # default number of Qwen layers before those with a window
 _DTYPES = ("bfloat16", "float16", "float32")
 
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """What the cache, the scheduler and a report need of a model, whoever's code runs it. Sizes in elements.
+    """Properties of a model that cache, scheduler and reports need, for any implementation. Sizes are in elements.
 
-    `num_layers`: layers that attend; `vocab_size`: width of the logits; `dtype` is the checkpoint's own, `architecture`
-    the class that its config names. `packing`: how the checkpoint stores linear layers in fewer bits than `dtype` has.
-    `windows`: of every layer that attends the tokens that a query sees, itself included, or None for all before it;
-    empty where no layer has a window.
+    Attributes:
+        num_layers: Number of attention layers.
+        vocab_size: Width of the logits.
+        dtype: Type of the checkpoint.
+        architecture: Class named in the config.
+        packing: Storage format of quantized linear layers.
+        windows: Number of tokens visible to a query, itself included, per attention layer; None: all. Empty: no layer
+            has a window.
     """
 
     hidden_size: int
@@ -57,7 +60,7 @@ class ModelShape:
 
     @property
     def num_parameters(self) -> int:
-        """Distinct parameters (a tied head counts once)."""
+        """Number of distinct parameters (a tied head counts once)."""
         raise NotImplementedError
 
     @property
@@ -66,17 +69,17 @@ class ModelShape:
 
     @property
     def hidden_ratio(self) -> float:
-        """r: the size of a token's hidden state over the size of its keys and values."""
+        """r, the size of a token's hidden state relative to its keys and values."""
         return self.hidden_size / (2 * self.kv_size)
 
     @property
     def limited_by(self) -> str:
-        """What ends exact contexts before the last position; empty where nothing does."""
+        """Reason why exact contexts end before the last position; empty if they do not."""
         return ""
 
     @property
     def state_bytes(self) -> int:
-        """What recurrent layers keep of a request beside keys and values, at most: lost with the request's row."""
+        """Upper bound of the recurrent state of a request in bytes; it is lost with the request's row."""
         return 0
 
     @property
@@ -85,18 +88,24 @@ class ModelShape:
         return self.max_position_embeddings
 
     def kv_bytes_per_token(self, element_size: int) -> int:
-        """Keys and values of one token over all layers, bytes."""
+        """Return the bytes of keys and values of one token over all layers."""
         return 2 * self.num_layers * self.kv_size * element_size
 
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec(ModelShape):
-    """A model of a family of ours. `position_offset` is None without learned positions.
+    """A model of a native family.
 
-    `scale` of scores, None for 1 / sqrt(head_dim); `softcap` c: a score s becomes c · tanh(s / c), and `logit_softcap`
-    for logits; `local_rope`: of layers with a window, where it differs; `centered_norms`: weights of norms are stored
-    without 1, and a norm is rounded once, behind its weight; `branch_norms`: what attention and the MLP give is normed
-    before it is added; `embedding_scale`: a token's embedding is multiplied by it, rounded to the model's type."""
+    Attributes:
+        position_offset: Offset of learned positions; None without them.
+        scale: Factor of the scores; None: 1 / sqrt(head_dim).
+        softcap: A score s becomes softcap · tanh(s / softcap).
+        logit_softcap: The same for logits.
+        local_rope: Rotary embedding of layers with a window, if it differs.
+        centered_norms: Norm weights are stored minus 1, and a norm is rounded once, after its weight.
+        branch_norms: Outputs of attention and MLP are normalised before they are added.
+        embedding_scale: Factor of token embeddings, rounded to the model's type.
+    """
 
     family: str
     intermediate_size: int
@@ -132,7 +141,7 @@ class ModelSpec(ModelShape):
 
     @property
     def num_parameters(self) -> int:
-        """Distinct parameters (a tied head counts once)."""
+        """Number of distinct parameters (a tied head counts once)."""
         hidden, ffn = self.hidden_size, self.intermediate_size
         norm = hidden * (2 if self.norm == "layer" else 1)
         attention = hidden * (self.q_size + 2 * self.kv_size) + self.q_size * hidden
@@ -148,25 +157,25 @@ class ModelSpec(ModelShape):
 
 
 class HiddenOffer(NamedTuple):
-    """Whether hidden state may stand for K and V: units of a block of it (0: refused), and why not."""
+    """Units of hidden state that replace a block of K and V (0: not offered), and the reason of a refusal."""
 
     units: int
     refusal: str
 
 
 def hidden_offer(spec: ModelShape) -> HiddenOffer:
-    """Hidden state takes ceil(2r) units of a block where KV takes two, so it saves room iff 2r <= 1 (Apt-Serve §4)."""
+    """Return whether hidden state saves memory: it takes ceil(2r) units per block instead of two (Apt-Serve §4)."""
     if 2 * spec.hidden_ratio <= 1:
         return HiddenOffer(1, "")
     return HiddenOffer(
         0,
-        f"hidden state of {spec.hidden_size} values a token and layer does not fit in the {spec.kv_size} of K: "
-        f"it would take {spec.hidden_ratio:.2f} of the room of K and V, and only half or less is of use",
+        f"hidden state of {spec.hidden_size} values per token and layer exceeds the {spec.kv_size} values of K; "
+        f"it would take {spec.hidden_ratio:.2f} of the memory of K and V; at most 0.5 is supported",
     )
 
 
 def load_spec(folder: Path) -> ModelSpec:
-    """Read `config.json` and the end tokens of `generation_config.json`. Errors: ModelLoadError, one line."""
+    """Read `config.json` and the end tokens of `generation_config.json`. Raises ModelLoadError, one line."""
     path = folder / "config.json"
     if not path.is_file():
         raise ModelLoadError(f"{folder} has no config.json: not a Hugging Face checkpoint folder")
@@ -178,7 +187,7 @@ def load_spec(folder: Path) -> ModelSpec:
 
 
 def resolve_max_model_len(spec: ModelShape, requested: int | None) -> int:
-    """The engine's longest context: the model's own limit, or less on request. Errors: ConfigError for more."""
+    """Return the longest context of the engine: `requested`, or the model's limit. Raises ConfigError if above it."""
     if requested is None or requested <= spec.max_context:
         return requested or spec.max_context
     limit = f"the model's {spec.max_position_embeddings} positions"
@@ -188,7 +197,7 @@ def resolve_max_model_len(spec: ModelShape, requested: int | None) -> int:
 
 
 def spec_from_config(config: Mapping[str, Any], generation: Mapping[str, Any] | None = None) -> ModelSpec:
-    """Translate a config.json (and generation_config.json). Errors: ModelLoadError naming what is not supported."""
+    """Translate config.json and generation_config.json. Raises ModelLoadError for an unsupported property."""
     packing = packing_from_config(config)
     family = family_of(config)
     family.check(config)
@@ -291,7 +300,7 @@ def _activation(config: Mapping[str, Any], family: Family) -> str:
 def _ropes(
     config: Mapping[str, Any], family: Family, head_dim: int, max_position: int
 ) -> tuple[RopeSpec | None, RopeSpec | None]:
-    """The rotary embedding of all layers, or of those without a window, and that of the others where it differs."""
+    """Return the rotary embedding of all layers, or of those without a window, and of the others if it differs."""
     if not family.rope:
         return None, None
     if not family.local_rope:
@@ -310,7 +319,7 @@ def _scale(config: Mapping[str, Any], family: Family) -> float | None:
 
 
 def _softcap(config: Mapping[str, Any], key: str, default: float | None) -> float | None:
-    """None where the config says so, or is silent without a default."""
+    """Return the softcap; None if the config sets null, or has no value and there is no default."""
     return None if config.get(key, default) is None else _positive(config, key, default)
 
 
@@ -322,8 +331,8 @@ def _positive(config: Mapping[str, Any], key: str, default: float | None) -> flo
 
 
 def _windows(config: Mapping[str, Any], family: Family, num_layers: int) -> tuple[int | None, ...]:
-    """Where windows are "switched" or "patterned" the layers say whether they have one: by their types, or by their
-    place."""
+    """Return the window of every layer. For "switched" and "patterned" families, `layer_types` or the position of a
+    layer decides whether it has one."""
     if family.window == "none" or (family.window == "switched" and not config.get("use_sliding_window", False)):
         return ()
     window = config.get("sliding_window", family.window_default)
@@ -341,7 +350,7 @@ def _windows(config: Mapping[str, Any], family: Family, num_layers: int) -> tupl
             raise ModelLoadError(f"config.json: 'max_window_layers' must be an integer, not {full!r}")
         types = ["full_attention" if layer < full else "sliding_attention" for layer in range(num_layers)]
     if not isinstance(types, list) or len(types) != num_layers or set(map(str, types)) - _LAYER_TYPES:
-        raise ModelLoadError("config.json: 'layer_types' must say full_attention or sliding_attention of every layer")
+        raise ModelLoadError("config.json: 'layer_types' must be full_attention or sliding_attention for every layer")
     windows = tuple(window if kind == "sliding_attention" else None for kind in types)
     return windows if any(windows) else ()
 

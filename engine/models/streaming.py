@@ -1,10 +1,10 @@
-"""Layers whose matrices pass through a few buffers in every step, in the order in which a model runs them (HybridServe
-§2.4; FlexGen's layer-wise streaming).
+"""Layer streaming: matrices pass through a few buffers in every step, in the order of the model (HybridServe §2.4;
+FlexGen's layer-wise streaming).
 
-While a layer computes, the next ones that stream come into the buffers that are free; behind the last layer comes the
-first again, so that reading goes on between steps. Layers that stay are spread among them evenly: reading has their
-time too. An order that nobody expected (a step that failed half-way, a range of layers) costs the reads under way, no
-more. Norms and biases stay. Where bytes come from is a `Transport`'s business: a file, or page-locked host memory.
+While a layer computes, the next streamed layers are read into free buffers. The first layer follows the last one, so
+that reading continues between steps. Resident layers are distributed evenly between streamed ones, to give reads time.
+An unexpected order (a failed step, a range of layers) only discards the reads in progress. Norms and biases stay in
+memory. A `Transport` reads from a file or from page-locked host memory.
 """
 
 from collections import deque
@@ -19,33 +19,33 @@ from engine.errors import WeightReadError
 from engine.models.weights import LayerWeights, matrices
 
 ALIGNMENT = 64
-"""Bytes: a matrix begins at a multiple of it within its layer, as cache lines and vectors want it."""
+"""Alignment in bytes of a matrix within its layer, for cache lines and vector loads."""
 
 
 class Transport(Protocol):
-    """Keeps layers outside of the memory that computes, and brings them into its buffers. `place`: a number from 0."""
+    """Stores layers outside compute memory and copies them into buffers. `place` numbers the layers from 0."""
 
     @property
     def buffers(self) -> Sequence[Tensor]:
-        """At least two, [bytes of a layer] uint8 each."""
+        """At least two buffers, [bytes of a layer] uint8 each."""
 
     def keep(self, place: int, parts: Sequence[tuple[int, Tensor]]) -> None:
-        """Store a layer: bytes and where each of them begins. Only while nothing is under way. Raises ConfigError."""
+        """Store a layer as (offset, bytes) parts; not while reads are in progress. Raises ConfigError."""
 
     def begin(self, place: int, buffer: int) -> None:
-        """Start to bring a layer into a buffer that nothing uses any more but what was launched before `release`."""
+        """Start to read a layer into a buffer that is used only by work launched before `release`."""
 
     def wait(self, buffer: int) -> None:
-        """What is launched from here on finds in the buffer what was begun last. Raises WeightReadError."""
+        """Make work launched from now on see the last read of the buffer. Raises WeightReadError."""
 
     def release(self, buffer: int) -> None:
-        """What was launched up to here is all that reads the buffer."""
+        """Mark that only work launched until now reads the buffer."""
 
     def seconds(self) -> float:
-        """What bringing one layer takes, measured now over several."""
+        """Measure the seconds to read one layer, as a mean over several."""
 
     def close(self) -> None:
-        """Give everything back; nothing may be begun afterwards."""
+        """Free all resources; no read may be started afterwards."""
 
 
 def aligned(num_bytes: int) -> int:
@@ -59,8 +59,10 @@ class _Flight:
 
 
 class StreamedLayers:
-    """A LayerSource: `streamed` layers through `transport`, the others in memory. Layers are used one at a time, by one
-    thread."""
+    """A LayerSource that reads `streamed` layers through `transport` and keeps the others in memory.
+
+    Layers are used one at a time, by a single thread.
+    """
 
     def __init__(self, layers: Iterator[LayerWeights], streamed: tuple[int, ...], transport: Transport) -> None:
         self.streamed = streamed
@@ -117,12 +119,12 @@ class StreamedLayers:
             self._read_ahead()
 
     def close(self) -> None:
-        """Stop reading; no layer that streams can be used afterwards."""
+        """Stop reading; streamed layers cannot be used afterwards."""
         self._drop_ahead()
         self._transport.close()
 
     def _expect(self, place: int) -> _Flight:
-        """The read of this layer, under way already unless nobody expected it."""
+        """Return the read of this layer; start it if it is not the next one in progress."""
         if not self._ahead or self._ahead[0].place != place:
             self._drop_ahead()
             self._next = place
@@ -139,13 +141,13 @@ class StreamedLayers:
     def _drop_ahead(self) -> None:
         while self._ahead:
             flight = self._ahead.popleft()
-            with suppress(WeightReadError):  # nobody wanted it
+            with suppress(WeightReadError):  # the read is discarded
                 self._transport.wait(flight.buffer)
             self._free.append(flight.buffer)
 
 
 def _moved(layer: LayerWeights, buffer: Tensor, sizes: Sequence[int]) -> LayerWeights:
-    """The layer with its matrices one behind the other in a buffer."""
+    """Return the layer with its matrices placed consecutively in a buffer."""
     at, parts = 0, []
     for size in sizes:
         parts.append(buffer[at : at + size])

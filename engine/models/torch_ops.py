@@ -1,11 +1,10 @@
-"""The operations of a decoder in torch: what the CPU runs of a layer, and the twin of every Triton kernel.
+"""Operations of a decoder in torch: the CPU implementation of a layer, and the twin of every Triton kernel.
 
-Pure functions. Rounding of the elementwise ones follows the evaluation code that checkpoints ship with (norms reduce in
-float32 and round before the weight is applied, or behind it where the weight is float32 in a model of another type;
-rotary products are taken in the type of the model). The twins that read and write a paged pool are written to be
-obviously right, one request and one token at a time, in float32 (float64 stays float64); they read requests and chunks
-from a work list, never the kernels' items: a wrong split shows as a difference.
-Knows nothing of models or requests.
+Pure functions. Rounding of elementwise operations follows the evaluation code of the checkpoints. Norms reduce in
+float32 and round before the weight is applied, or after it if the weight is float32 in a model of another type. Rotary
+products use the type of the model. The twins that read and write a paged pool are written for clarity: one request and
+one token at a time, in float32 (float64 stays float64). They read requests and chunks from a work list, never the
+kernels' items, so that a wrong split shows as a difference.
 """
 
 import ctypes
@@ -26,14 +25,14 @@ if TYPE_CHECKING:
 
 
 class Rotary(NamedTuple):
-    """One step's rotation, as `apply_rotary` wants it: cos and signed sin, [T, 1, rotary_dim], in the model's type."""
+    """Rotation of one step for `apply_rotary`: cos and signed sin, [T, 1, rotary_dim], in the model's type."""
 
     cos: Tensor
     sin: Tensor
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x / sqrt(mean(x²) + eps) · weight over the last dimension. x [..., H], weight [H] or [heads, H]: same shape."""
+    """Return x / sqrt(mean(x²) + eps) · weight over the last dimension. x [..., H]; weight [H] or [heads, H]."""
     if weight.dtype != x.dtype:
         return functional.rms_norm(x.float(), x.shape[-1:], None, eps).mul_(weight).to(x.dtype)
     if x.dtype == torch.float32 or x.device.type != "cpu" or not x.shape[0]:
@@ -44,14 +43,16 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 def add_rms_norm(
     x: Tensor, residual: Tensor, weight: Tensor, eps: float, rows: Tensor | None = None, inner: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """residual + x, normed; and residual + x. All [T, H]; with `rows [R]` both of these rows alone, [R, H]. With
-    `inner [H]` x is normed by it before it is added."""
+    """Return the norm of residual + x, and residual + x. All [T, H]; with `rows [R]` only these rows, [R, H].
+
+    With `inner [H]` x is normalised by it before the addition.
+    """
     total = _sum(x if inner is None else rms_norm(x, inner, eps), residual, rows)
     return rms_norm(total, weight, eps), total
 
 
 def rms_norm_rounded(x: Tensor, weight: Tensor, eps: float, scale: Tensor | None) -> tuple[Tensor, Tensor]:
-    """RMS norm as floats of 8 bits: values [T, H] e4m3 and scales [T, 1] float32, by row or by `scale` [1]."""
+    """Return the RMS norm as 8-bit floats: values [T, H] e4m3 and scales [T, 1] float32, per row or `scale` [1]."""
     return rounded(rms_norm(x, weight, eps), scale)
 
 
@@ -64,13 +65,13 @@ def add_rms_norm_rounded(
     rows: Tensor | None = None,
     inner: Tensor | None = None,
 ) -> tuple[tuple[Tensor, Tensor], Tensor]:
-    """residual + x, normed and rounded; and residual + x. `rows`, `inner`: as in `add_rms_norm`."""
+    """Return the rounded norm of residual + x, and residual + x. `rows`, `inner`: as in `add_rms_norm`."""
     normed, total = add_rms_norm(x, residual, weight, eps, rows, inner)
     return rounded(normed, scale), total
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
-    """(x - mean) / sqrt(variance + eps) · weight + bias over the last dimension. x [T, H], weight and bias [H]."""
+    """Return (x - mean) / sqrt(variance + eps) · weight + bias over the last dimension. x [T, H]; weight, bias [H]."""
     return torch.layer_norm(x, x.shape[-1:], weight, bias, eps)
 
 
@@ -83,8 +84,10 @@ def add_layer_norm(
     rows: Tensor | None = None,
     beside: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """residual + x, layer-normed; and residual + x. All [T, H]. `rows`: as in `add_rms_norm`. With `beside [T, H]`
-    x + beside takes the place of x."""
+    """Return the layer norm of residual + x, and residual + x. All [T, H]. `rows`: as in `add_rms_norm`.
+
+    With `beside [T, H]`, x + beside replaces x.
+    """
     total = _sum(x if beside is None else x + beside, residual, rows)
     return torch.layer_norm(total, total.shape[-1:], weight, bias, eps), total
 
@@ -94,51 +97,51 @@ def _sum(x: Tensor, residual: Tensor, rows: Tensor | None) -> Tensor:
 
 
 def rotary_tables(positions: Tensor, inv_freq: Tensor, scaling: float = 1.0) -> tuple[Tensor, Tensor]:
-    """cos and sin of every angle, times `scaling`. positions [T], inv_freq [R/2] -> two [T, R/2] float32."""
+    """Return cos and sin of every angle times `scaling`, two [T, R/2] float32. positions [T], inv_freq [R/2]."""
     angles = positions.float().unsqueeze(1) * inv_freq
     cos, sin = angles.cos(), angles.sin()
     return (cos, sin) if scaling == 1.0 else (cos * scaling, sin * scaling)
 
 
 def prepare_rotary(cos: Tensor, sin: Tensor, dtype: torch.dtype) -> Rotary:
-    """Lay the tables of `rotary_tables` out for `apply_rotary`: once a step, not once a layer."""
+    """Arrange the result of `rotary_tables` for `apply_rotary`, once per step instead of once per layer."""
     return Rotary(torch.cat((cos, cos), -1).unsqueeze(1).to(dtype), torch.cat((-sin, sin), -1).unsqueeze(1).to(dtype))
 
 
 def apply_rotary(x: Tensor, rotary: Rotary) -> Tensor:
-    """Rotate the first R of every head in the model's type. x [T, heads, D] (any strides) -> [T, heads, D]."""
+    """Rotate the first R elements of every head in the model's type. x [T, heads, D], any strides -> [T, heads, D]."""
     cos, sin = rotary
     rotary_dim = cos.shape[-1]
     head = x if rotary_dim == x.shape[-1] else x[..., :rotary_dim]
-    # Rolling by half swaps the two halves; the sign of rotate-half lives in `sin`.
+    # A roll by half swaps the halves; `sin` carries the sign of rotate-half.
     turned = (head * cos).addcmul_(head.roll(rotary_dim // 2, -1), sin)
     return turned if head is x else torch.cat((turned, x[..., rotary_dim:]), -1)
 
 
 def silu_and_mul(x: Tensor) -> Tensor:
-    """SwiGLU: silu(gate) · up. x [T, 2·F], gate first -> [T, F]."""
+    """SwiGLU: return silu(gate) · up. x [T, 2·F], gate first -> [T, F]."""
     gate, up = x.chunk(2, -1)
     return functional.silu(gate).mul_(up)
 
 
 def silu_and_mul_rounded(x: Tensor, scale: Tensor | None) -> tuple[Tensor, Tensor]:
-    """SwiGLU as floats of 8 bits, as `rms_norm_rounded`."""
+    """SwiGLU as 8-bit floats, like `rms_norm_rounded`."""
     return rounded(silu_and_mul(x), scale)
 
 
 def gelu_tanh_and_mul(x: Tensor) -> Tensor:
-    """GeGLU: gelu_tanh(gate) · up. x [T, 2·F], gate first -> [T, F]."""
+    """GeGLU: return gelu_tanh(gate) · up. x [T, 2·F], gate first -> [T, F]."""
     gate, up = x.chunk(2, -1)
     return functional.gelu(gate, approximate="tanh").mul_(up)
 
 
 def gelu(x: Tensor) -> Tensor:
-    """The exact GELU (erf)."""
+    """Exact GELU (erf)."""
     return functional.gelu(x)
 
 
 def gelu_tanh(x: Tensor) -> Tensor:
-    """GELU by its tanh approximation."""
+    """GELU with the tanh approximation."""
     return functional.gelu(x, approximate="tanh")
 
 
@@ -150,22 +153,23 @@ def relu(x: Tensor) -> Tensor:
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": silu_and_mul, "gelu_tanh_gated": gelu_tanh_and_mul, "gelu": gelu, "gelu_tanh": gelu_tanh, "relu": relu
 }  # fmt: skip
-"""By their names in a spec: x [T, 2·F] or [T, F] -> [T, F]."""
+"""Activations by their names in a spec: x [T, 2·F] or [T, F] -> [T, F]."""
 
 
 def softcap(x: Tensor, cap: float, out: Tensor | None = None) -> Tensor:
-    """cap · tanh(x / cap), in float32 and rounded once, to `out` if it is given. Any shape."""
+    """Return cap · tanh(x / cap), computed in float32 and rounded once; written to `out` if given. Any shape."""
     found = (x.float() / cap).tanh_().mul_(cap)
     return found.to(x.dtype) if out is None else out.copy_(found)
 
 
 def _rms_norm_cpu(x: Tensor, eps: float) -> Tensor:
-    """Half-precision RMS norm without a weight.
+    """Return the half-precision RMS norm without a weight.
 
-    torch's own has no half-precision CPU kernel and copies the rows to float32 and back (five times the time of this at
-    [512, 576], the same at [16, 576]). A norm that accumulates in float32 plus batch norm's inference kernel (rows as
-    channels, mean 0, the sum of squares as "running variance") reads the half-precision rows directly and rounds at the
-    same place. Both sides of the fraction are times the row size: sqrt(H) · x / sqrt(sum(x²) + H · eps).
+    torch has no half-precision CPU kernel for it and copies the rows to float32 and back (five times the time of this
+    function at [512, 576], the same at [16, 576]). This uses a norm that accumulates in float32 and the inference
+    kernel of batch norm, with rows as channels, mean 0 and the sum of squares as "running variance". Both read
+    half-precision rows directly and round at the same place. Both sides of the fraction are multiplied by the row size:
+    sqrt(H) · x / sqrt(sum(x²) + H · eps).
     """
     size = x.shape[-1]
     rows = x if x.dim() == 2 else x.reshape(-1, size)
@@ -180,7 +184,7 @@ def _row_constants(count: int, size: int) -> tuple[Tensor, Tensor]:
     return torch.zeros(count), torch.full((count,), size**0.5)
 
 
-# --- twins of what the kernels do with the pool -------------------------------------------------------------------
+# --- twins of the kernels that use the pool -----------------------------------------------------------------------
 
 
 def rope_cache_write(
@@ -201,7 +205,7 @@ def rope_cache_write(
     eps: float = 1e-6,
     pair: int = 0,
 ) -> None:
-    """Rotate q in place; write rotated k, and v, to the pool; shapes as in the kernel's wrapper."""
+    """Rotate q in place; write rotated k, and v, to the pool. Shapes as in the kernel's wrapper."""
     real = rows >= 0
     positions, rows = positions[real].long(), rows[real].long()
     angles = None if cos_sin is None else cos_sin[positions]
@@ -214,7 +218,7 @@ def rope_cache_write(
 
 
 def _transform(x: Tensor, angles: Tensor | None, weight: Tensor | None, eps: float) -> Tensor:
-    """x [n, heads, head_dim]; angles [n, rotary_dim], cosines first."""
+    """Normalise and rotate x [n, heads, head_dim]; angles [n, rotary_dim], cosines first."""
     y = x.to(torch.promote_types(x.dtype, torch.float32))
     if weight is not None:
         y = y * (y.square().mean(-1, keepdim=True) + eps).rsqrt() * weight.to(y.dtype)
@@ -245,7 +249,7 @@ def decode_attention(
     sinks: Tensor | None = None,
     pair: int = 0,
 ) -> None:
-    """out[i] = softmax(scale * q[i] K^T) V; shapes as in the kernel's wrapper, `partial*` and `arrived` unused."""
+    """Compute out[i] = softmax(scale * q[i] K^T) V. Shapes as in the kernel's wrapper; scratch is unused."""
     del partial, partial_lse, arrived
     v_table = _values_table(k_table, v_table, pair)
     for index, (row, length) in enumerate(work.requests.tolist()[: len(q)]):
@@ -274,7 +278,7 @@ def prefill_attention(
     sinks: Tensor | None = None,
     pair: int = 0,
 ) -> None:
-    """Causal attention of every chunk's tokens; shapes as in the kernel's wrapper, `partial*` unused."""
+    """Compute causal attention of the tokens of every chunk. Shapes as in the kernel's wrapper; scratch is unused."""
     del partial, partial_lse
     v_table = _values_table(k_table, v_table, pair)
     for row, first, length, position in work.chunks.tolist():
@@ -296,8 +300,8 @@ def _gather(
     scratch_base: int,
     value_dim: int,
 ) -> tuple[Tensor, Tensor]:
-    """K [end - first, kv_heads, head_dim] and V [end - first, kv_heads, value_dim] of tokens `first` to `end` behind
-    `rows`, each of a block table."""
+    """Return K [n, kv_heads, head_dim] and V [n, kv_heads, value_dim] of tokens [first, end), n = end - first, found
+    through `rows`, a row of each block table."""
     positions = torch.arange(first, end, device=pool.device)
     zeros = torch.zeros_like(positions)
     slots = torch.stack([_token_slots(row[None], zeros, positions, pool, layer, scratch_base) for row in rows])
@@ -317,14 +321,14 @@ def _keep(pool: Tensor, slots: Tensor, x: Tensor) -> None:
 
 
 def _cells(pool: Tensor, width: int) -> Tensor:
-    """The pool's cells as tokens [n, kv_heads, width]: a view."""
+    """Return the pool's cells as tokens [n, kv_heads, width], a view."""
     num_slices, block_size, kv_heads, _ = pool.shape
     shape, stride = (num_slices * block_size, kv_heads, width), (pool.stride(1), width, 1)
     return pool.as_strided(shape, stride, pool.storage_offset())
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, scale: float, cap: float, sinks: Tensor | None) -> Tensor:
-    """q [heads, head_dim] over k, v [tokens, kv_heads, head_dim]; sinks [heads] or None."""
+    """Attend q [heads, head_dim] to k, v [tokens, kv_heads, head_dim]; sinks [heads] or None."""
     wide = torch.promote_types(q.dtype, torch.float32)
     group = q.shape[0] // k.shape[1]
     k, v = (value.to(wide).repeat_interleave(group, dim=1) for value in (k, v))
@@ -348,7 +352,7 @@ def hidden_write(
 def hidden_gather(
     out: Tensor, positions: Tensor, rows: Tensor, pool: Tensor, table: Tensor, *, layer: int, scratch_base: int
 ) -> None:
-    """out[i] = what `hidden_write` stored; rows[i] < 0: zeros. Shapes as in the kernel's wrapper."""
+    """Set out[i] to the state stored by `hidden_write`; rows[i] < 0: zeros. Shapes as in the kernel's wrapper."""
     real = rows >= 0
     slots = _token_slots(table, rows[real], positions[real], pool, layer, scratch_base)
     out.zero_()
@@ -356,13 +360,13 @@ def hidden_gather(
 
 
 def unit_copy(source: Tensor, target: Tensor, pairs: Tensor) -> None:
-    """target[pairs[i, 1]] = source[pairs[i, 0]]; negative sources are skipped. Shapes as in the kernel's wrapper."""
+    """Set target[pairs[i, 1]] = source[pairs[i, 0]]; skip negative sources. Shapes as in the kernel's wrapper."""
     real = pairs[pairs[:, 0] >= 0].long()
     target[real[:, 1]] = source[real[:, 0]]
 
 
 def lora_add(x: Tensor, y: Tensor, slots: Tensor, table: Tensor, _partial: Tensor) -> None:
-    """y[i] += b (a x[i]) with the matrices at the addresses of row slots[i] of the table, which lie in host memory."""
+    """Add b (a x[i]) to y[i]; row slots[i] of the table holds the host addresses of the matrices."""
     for slot in set(slots.tolist()):
         at, to, rank = table[slot].tolist()
         if rank:
@@ -372,7 +376,7 @@ def lora_add(x: Tensor, y: Tensor, slots: Tensor, table: Tensor, _partial: Tenso
 
 
 def _at(address: int, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
-    """What lies at an address of the host."""
+    """Return the tensor at a host address."""
     size = shape[0] * shape[1] * dtype.itemsize
     return torch.frombuffer((ctypes.c_char * size).from_address(address), dtype=dtype).view(shape)
 
@@ -387,7 +391,7 @@ def embed_tokens(
     learned: Tensor | None,
     offset: int,
 ) -> Tensor:
-    """Hidden state of tokens that the host knows, or the device alone. Shapes as in the kernel's wrapper."""
+    """Return the hidden state of tokens known to the host, or only to the device. Shapes as in the kernel's wrapper."""
     hidden = functional.embedding(torch.where(ids < 0, last_tokens[source], ids), embedding)
     if scale is not None:
         hidden = hidden * scale
@@ -395,20 +399,20 @@ def embed_tokens(
 
 
 def accept_tokens(tokens: Tensor, best: Tensor | None, rows: Tensor, sampled: Tensor, last_tokens: Tensor) -> None:
-    """Note sampled tokens, -1 where the best logit is not finite. Shapes as in the kernel's wrapper."""
+    """Store sampled tokens, -1 where the best logit is not finite. Shapes as in the kernel's wrapper."""
     sampled.copy_(tokens if best is None else tokens.masked_fill(~best.isfinite(), -1))
     last_tokens.index_copy_(0, rows.long(), sampled.clamp(min=0))
 
 
 def token_mask(logits: Tensor, places: Tensor, bits: Tensor) -> None:
-    """logits[places[i], t] = -inf where bit t of bits[i] is not set. Shapes as in the kernel's wrapper."""
+    """Set logits[places[i], t] to -inf where bit t of bits[i] is not set. Shapes as in the kernel's wrapper."""
     tokens = torch.arange(logits.shape[1], device=logits.device)
     forbidden = (bits[:, tokens // 32] >> (tokens % 32)) & 1 == 0
     logits[places.long()] = logits[places.long()].masked_fill(forbidden, -torch.inf)
 
 
 def penalise(logits: Tensor, places: Tensor, rows: Tensor, history: Tensor, penalties: Tensor) -> None:
-    """Penalise logits [samples, vocab] at `places` by what was said. Shapes as in the kernel's wrapper."""
+    """Penalise logits [samples, vocab] at `places` by their history. Shapes as in the kernel's wrapper."""
     said, values = history[rows.long()], logits[places.long()]
     repetition, frequency, presence = penalties.unsqueeze(2).unbind(1)
     repeated = torch.where(values > 0, values / repetition, values * repetition)
@@ -418,7 +422,7 @@ def penalise(logits: Tensor, places: Tensor, rows: Tensor, history: Tensor, pena
 
 
 def count_tokens(history: Tensor, rows: Tensor, places: Tensor, tokens: Tensor) -> None:
-    """Note tokens[places] in the history of `rows`; negative ones are none. Shapes as in the kernel's wrapper."""
+    """Count tokens[places] in the history of `rows`, except negative ones. Shapes as in the kernel's wrapper."""
     token_ids = tokens[places.long()].long()
     history[rows.long(), token_ids.clamp(min=0)] += 2 * (token_ids >= 0).to(torch.int32)
 
@@ -426,7 +430,7 @@ def count_tokens(history: Tensor, rows: Tensor, places: Tensor, tokens: Tensor) 
 def draw(
     logits: Tensor, greedy: Tensor, uniform: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor
 ) -> Tensor:
-    """Tokens [n] drawn where `temperature` > 0, by sorting. Shapes as in the kernel's wrapper."""
+    """Draw tokens [n] where `temperature` > 0, by sorting. Shapes as in the kernel's wrapper."""
     values, vocab = logits.float(), logits.shape[1]
     best = values.gather(1, greedy.clamp(min=0).long()[:, None])
     weights = ((values - best) / temperature[:, None].clamp(min=1e-30)).exp().nan_to_num(0.0).clamp(max=1.0)
@@ -448,14 +452,14 @@ def draw(
 
 
 def _values_table(k_table: Tensor, v_table: Tensor | None, pair: int) -> Tensor:
-    """V's own table, or that of a paired pool: every V begins `pair` slices behind its K."""
-    assert (v_table is None) == (pair > 0), "V has a table, or lies behind its K"
+    """Return the table of V; in a paired pool V begins `pair` slices after its K."""
+    assert (v_table is None) == (pair > 0), "pass either v_table or pair"
     return k_table + pair if v_table is None else v_table
 
 
 def _token_slots(table: Tensor, rows: Tensor, positions: Tensor, pool: Tensor, layer: int, scratch_base: int) -> Tensor:
-    """[n] int64 indices into `pool.flatten(0, 1)` of tokens at `positions` of the requests in `rows` of `table`; see
-    engine.triton_kernels.addressing for the layout."""
+    """Return indices [n] int64 into `pool.flatten(0, 1)` of tokens at `positions` of the requests in `rows` of `table`;
+    see engine.triton_kernels.addressing for the layout."""
     block_size = pool.shape[1]
     entries = table[rows.long(), positions.long() // block_size].long()
     slices = (entries + layer).where(entries >= 0, scratch_base - 1 - entries)

@@ -1,10 +1,9 @@
-"""Causal language models by transformers' own modules, with our attention, our cache and our linear layers.
+"""Causal language models that run transformers modules with this engine's attention, cache and linear layers.
 
-The modules see the tokens of a step packed in one row, each with its position, and no cache of their own; attention
-comes back to us through transformers' `AttentionInterface`, and layers with a state of their own are called request by
-request (`engine.models.recurrent`). What a model needs of the cache is read from the tensors of
-a forward pass without data, not from its config. What would run and be wrong is refused with a sentence
-(`ModelLoadError`); code from a checkpoint is never run. Knows nothing of steps, pools or devices.
+The modules see the tokens of a step packed in one row, each with its position, and no cache. Attention is redirected
+through transformers' `AttentionInterface`. Layers with a state are called request by request
+(`engine.models.recurrent`). Cache requirements are read from the tensors of a forward pass without data instead of the
+config. Models that would give wrong results are refused with ModelLoadError. Code from a checkpoint is never run.
 """
 
 import importlib
@@ -50,7 +49,7 @@ from engine.models.spec import ModelShape, ModelSpec, dtype_name, eos_tokens, re
 from engine.models.weights import TensorSource, torch_dtype
 
 ATTENTION = "tidemill"
-"""Our name among transformers' implementations of attention."""
+"""Name of this engine's attention among transformers' implementations."""
 
 Attend = Callable[[int, Tensor, Tensor, Tensor, Manner], Tensor]
 """(layer, q [T, heads, d], k [T, kv_heads, d], v [T, kv_heads, e], manner) -> [T, heads · e]."""
@@ -58,22 +57,29 @@ Attend = Callable[[int, Tensor, Tensor, Tensor, Manner], Tensor]
 _ATTENTION_TYPES = {"full_attention", "sliding_attention", "chunked_attention", "attention"}
 _ATTENDING = _ATTENTION_TYPES | {"hybrid", "hybrid_sliding"}
 _LAYER_TYPES = _ATTENDING | STATES | {"mlp", "moe"}
-_STATE_BYTES = 4  # at most, of an element
+_STATE_BYTES = 4  # upper bound per element
 _HARMLESS = {
     "position_ids", "position_embeddings", "cache_position", "output_attentions", "output_hidden_states", "use_cache",
     "layer_idx", "output_router_logits", "hidden_states",
 }  # fmt: skip
-_SWITCHING_ROPES = {"dynamic", "longrope"}  # frequencies that follow the longest context of a step
-_COUNTS = re.compile("layers|pattern")  # of layers, not of tokens
-_SCANS = {"chunk_size", "mamba_chunk_size"}  # what recurrent layers compute at once
+_SWITCHING_ROPES = {"dynamic", "longrope"}  # frequencies depend on the longest context of a step
+_COUNTS = re.compile("layers|pattern")  # config values that count layers, not tokens
+_SCANS = {"chunk_size", "mamba_chunk_size"}  # config values that only set the scan length of recurrent layers
 _PROBED = 6  # tokens
 
 
 @dataclass(frozen=True, slots=True)
 class TransformersShape(ModelShape):
-    """A model that transformers' modules run. `layers`: names of the modules that attend, in their order; `recurrent`:
-    of those that keep a state, which has `state_size` elements for a request in all of them together. `longest`:
-    context that is computed exactly where that is less than all positions, and the `limit` that ends it."""
+    """A model that runs transformers modules.
+
+    Attributes:
+        parameters: Number of parameters.
+        layers: Names of the attention modules in order.
+        longest: Longest context that is computed exactly, if shorter than all positions.
+        limit: Reason of `longest`.
+        recurrent: Names of the modules with a state.
+        state_size: Elements of the states of a request in all recurrent layers.
+    """
 
     parameters: int
     layers: tuple[str, ...]
@@ -100,7 +106,7 @@ class TransformersShape(ModelShape):
 
 
 class Seen(NamedTuple):
-    """An attention call of a forward pass without data."""
+    """An attention call in a forward pass without data."""
 
     module: nn.Module
     heads: int
@@ -110,7 +116,7 @@ class Seen(NamedTuple):
 
 
 def load_shape(folder: Path) -> TransformersShape:
-    """What a checkpoint is, from its config alone. Errors: ModelLoadError, one line, for what is not run."""
+    """Read the shape of a checkpoint from its config. Raises ModelLoadError, one line, if it is unsupported."""
     path = folder / "config.json"
     if not path.is_file():
         raise ModelLoadError(f"{folder} has no config.json: not a Hugging Face checkpoint folder")
@@ -123,7 +129,7 @@ def load_shape(folder: Path) -> TransformersShape:
 
 
 def _config(folder: Path, raw: Mapping[str, Any]) -> Any:
-    """transformers' config object of a causal language model that it has modules for."""
+    """Return the transformers config of a supported causal language model."""
     packing_from_config(raw)
     transformers = importlib.import_module("transformers")
     named = raw.get("model_type")
@@ -133,10 +139,10 @@ def _config(folder: Path, raw: Mapping[str, Any]) -> Any:
     with _quiet():
         try:
             config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
-        except Exception as error:  # whatever a config's own checks raise
+        except Exception as error:  # configs raise various types
             raise ModelLoadError(f"config.json: {_first_line(error)}") from None
     _check_kind(config, raw, transformers)
-    if hasattr(config, "quantization_config"):  # weights are unpacked by us, and then as any others
+    if hasattr(config, "quantization_config"):  # weights are unpacked by this engine
         del config.quantization_config
     return config
 
@@ -144,39 +150,37 @@ def _config(folder: Path, raw: Mapping[str, Any]) -> Any:
 def _check_kind(config: Any, raw: Mapping[str, Any], transformers: Any) -> None:
     name = config.model_type
     if getattr(config, "is_encoder_decoder", False):
-        raise ModelLoadError(f"{name} is an encoder with a decoder: only decoders are run")
+        raise ModelLoadError(f"{name} is an encoder-decoder model; only decoders are supported")
     if config.get_text_config() is not config:
-        raise ModelLoadError(f"{name} takes more than text: only language models are run")
+        raise ModelLoadError(f"{name} is a multimodal model; only text models are supported")
     causal = transformers.MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     if causal is None:
-        raise ModelLoadError(f"{name} is no causal language model of transformers {transformers.__version__}")
+        raise ModelLoadError(f"{name} is not a causal language model of transformers {transformers.__version__}")
     architecture = (raw.get("architectures") or [causal.__name__])[0]
     if architecture != causal.__name__:
-        raise ModelLoadError(
-            f"architecture {architecture!r} is not {causal.__name__}, the only one of {name} that is run"
-        )
+        raise ModelLoadError(f"architecture {architecture!r} is not supported; of {name}, only {causal.__name__} is")
     kinds = set(getattr(config, "layer_types", None) or ()) - _LAYER_TYPES
     if kinds:
-        raise ModelLoadError(f"{name} has layers with a state of another kind than keys and values ({min(kinds)})")
+        raise ModelLoadError(f"{name} has layers of the unsupported type {min(kinds)}")
 
 
 def _shape(config: Any, raw: Mapping[str, Any], ends: frozenset[int]) -> TransformersShape:
     with torch.device("meta"), _quiet():
         try:
             model = _causal_lm().from_config(config, attn_implementation=ATTENTION, trust_remote_code=False)
-        except Exception as error:  # of somebody else's code
+        except Exception as error:  # third-party code
             if isinstance(error, KeyError) and error.args == (ATTENTION,):
-                raise ModelLoadError(f"{config.model_type} does not let its attention be replaced") from None
-            raise ModelLoadError(f"{config.model_type} by transformers: {_first_line(error)}") from None
-    _settle(model, "batched_mm")  # the only kind of experts that runs without data
+                raise ModelLoadError(f"{config.model_type} does not support custom attention") from None
+            raise ModelLoadError(f"{config.model_type} fails in transformers: {_first_line(error)}") from None
+    _settle(model, "batched_mm")  # the only expert implementation that runs without data
     seen, vocab_size = probe(model)
     names = {id(module): name for name, module in model.named_modules()}
     recurrent, states = _probe_states(model, seen)
     limit, reason = _context_limit(config, seen, _SCANS if recurrent else set())
     positions = getattr(config, "max_position_embeddings", None)
     if not isinstance(positions, int) or positions < 1:
-        raise ModelLoadError(f"{config.model_type}: the config does not say how long a context may be")
-    # a cell of the cache is as wide as the widest layer's K or V
+        raise ModelLoadError(f"{config.model_type}: the config does not set max_position_embeddings")
+    # A cache cell is as wide as the widest K or V of any layer.
     kv_heads, width = max((each.kv_heads, max(each.widths)) for each in seen)
     widest = max(each.kv_heads * max(each.widths) for each in seen)
     if kv_heads * width < widest:
@@ -205,8 +209,8 @@ def _shape(config: Any, raw: Mapping[str, Any], ends: frozenset[int]) -> Transfo
 
 
 def _context_limit(config: Any, seen: list[Seen], harmless: set[str]) -> tuple[int | None, str]:
-    """The longest context in which no window, chunk or change of rotation that we do not see takes effect; `harmless`:
-    keys of others."""
+    """Return the longest context that is not affected by windows, chunks or rotations that attention calls do not show,
+    and the limiting property. `harmless`: config keys to ignore."""
     limits: list[tuple[int, str]] = []
     ropes = getattr(config, "rope_parameters", None) or {}
     for rope in (ropes, *(each for each in ropes.values() if isinstance(each, Mapping))):
@@ -230,13 +234,13 @@ def _context_limit(config: Any, seen: list[Seen], harmless: set[str]) -> tuple[i
 
 
 class _Linear(nn.Module):
-    """A linear layer of ours in the place of transformers'."""
+    """A linear layer of this engine in place of that of transformers."""
 
     def __init__(self, layer: Linear) -> None:
         super().__init__()
         self.layer = layer
         self.in_features, self.out_features = layer.in_features, layer.out_features
-        self.site: Site | None = None  # where adapters add something
+        self.site: Site | None = None  # set if adapters change this layer
 
     def forward(self, x: Tensor) -> Tensor:
         if not x.numel():
@@ -249,7 +253,7 @@ class _Linear(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """For modules that look at it: unpacked anew."""
+        """The unpacked weight, for modules that read it."""
         return self.layer.dense_from(0)[0]
 
     @property
@@ -258,13 +262,13 @@ class _Linear(nn.Module):
 
 
 class Adds(Protocol):
-    """What linear layers tell of their rows: see `engine.models.lora.StepAdapters`."""
+    """Receives the inputs and outputs of linear layers; see `engine.models.lora.StepAdapters`."""
 
     def add(self, site: Site, x: Tensor, y: Tensor) -> None: ...
 
 
 class _Calls:
-    """How many rows each linear layer saw, call by call."""
+    """Records the number of rows that each linear layer sees, call by call."""
 
     def __init__(self) -> None:
         self.rows: dict[Site, list[int]] = {}
@@ -282,8 +286,7 @@ def _nothing(_layer: int, q: Tensor, _k: Tensor, v: Tensor, _manner: Manner) -> 
 
 
 class Look(NamedTuple):
-    """A layer that attends, as a forward pass meets it: its decoder layer and what that is given, where it is one that
-    others may run; and its attention."""
+    """An attention layer as seen in a forward pass: its decoder layer and arguments, if replaceable, and its call."""
 
     layer: nn.Module | None
     given: Given | None
@@ -291,7 +294,7 @@ class Look(NamedTuple):
 
 
 class TransformersModel:
-    """A model that runs: T packed tokens of any requests. `shape.layers` name the modules that attend."""
+    """A runnable model over T packed tokens of any requests. `shape.layers` name the attention modules."""
 
     def __init__(self, shape: TransformersShape, model: Any) -> None:
         self.shape = shape
@@ -323,8 +326,11 @@ class TransformersModel:
         adapters: "Adds | None" = None,
         layers: RunLayer | None = None,
     ) -> Tensor:
-        """token_ids, positions [T], `keep` [S]: which of the T -> logits [S, vocab]. `recur`: how layers with a
-        state run; `adapters`: of the T; `layers`: runs decoder layers, which know nothing of adapters."""
+        """Return logits [S, vocab] of the tokens `keep` [S] among token_ids, positions [T].
+
+        `recur` runs layers with a state; `adapters` are those of the T tokens; `layers` runs decoder layers and cannot
+        be combined with adapters.
+        """
 
         def attention(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, manner: Manner) -> Tensor:
             return attend(self._layers[id(module)], q, k, v, manner)
@@ -339,7 +345,7 @@ class TransformersModel:
                 LAYERS.reset(before)
 
     def look(self) -> list[Look]:
-        """The layers that attend, in their order, as they are called now."""
+        """Return the attention layers in order, as currently called."""
         seen: dict[int, Seen] = {}
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, manner: Manner) -> Tensor:
@@ -353,19 +359,21 @@ class TransformersModel:
         return [Look(self._decoder_layers.get(each), given.get(each), seen[each]) for each in range(len(seen))]
 
     def layer_forms(self) -> list[LayerForm | str]:
-        """What the decoder layer of each layer that attends computes, or why that is not known."""
+        """Return the form of the decoder layer of each attention layer, or the reason why it is unknown."""
         if not self._forms:
             with torch.inference_mode():
                 self._forms = [_form_of(look) for look in self.look()]
         return self._forms
 
     def linear_layers(self) -> list[Linear]:
-        """Those of ours that stand in the place of transformers'."""
+        """Return this engine's linear layers that replace those of transformers."""
         return [each.layer for each in self.module.modules() if isinstance(each, _Linear)]
 
     def take_adapters(self, plans: Sequence[AdapterPlan]) -> None:
-        """Let these change linear layers of theirs. Errors: ModelLoadError for one that is not there, has another
-        shape, or does not see every token of a step once."""
+        """Attach adapters to the linear layers that they change.
+
+        Raises ModelLoadError if a layer does not exist, has another shape, or does not see every token of a step once.
+        """
         modules = {name: each for name, each in self.module.named_modules() if isinstance(each, _Linear)}
         before = {name: each.site for name, each in modules.items()}
         try:
@@ -380,20 +388,20 @@ class TransformersModel:
             for site, (part,) in plan.parts.items():
                 layer, slot = modules.get(part.module), part.slot
                 if layer is None or (layer.in_features, layer.out_features) != (slot.width, slot.size):
-                    what = f"{part.module}, which is no linear layer {slot.width} x {slot.size} of this model"
+                    what = f"{part.module}, but the model has no such linear layer of {slot.width} x {slot.size}"
                     raise ModelLoadError(f"adapter {plan.name}: it changes {what}")
                 layer.site = site
         calls = _Calls()
         with torch.inference_mode():
-            ids = torch.arange(_PROBED, device=self.like.device)  # unlike tokens: experts see some of them
+            ids = torch.arange(_PROBED, device=self.like.device)  # distinct tokens: experts see only some of the rows
             self.forward(ids, ids, _nothing, ids[:1], adapters=calls)
         for plan in plans:
             for site in plan.parts:
                 if calls.rows.get(site) != [_PROBED]:
-                    raise ModelLoadError(f"adapter {plan.name}: {site.slot} does not see each token once")
+                    raise ModelLoadError(f"adapter {plan.name}: {site.slot} does not see each token exactly once")
 
     def states(self) -> dict[int, LayerState]:
-        """States of one request in each recurrent layer, in the types that they are kept in."""
+        """Return the states of one request in each recurrent layer, in the types in which they are kept."""
         if not self.shape.recurrent:
             return {}
 
@@ -412,7 +420,7 @@ class TransformersModel:
         return found
 
     def rehearse(self, num_tokens: int, num_samples: int) -> None:
-        """The memory of the largest step but for what attention reads: all tokens, logits and what samples them."""
+        """Run the memory peak of the largest step except for attention: all tokens, logits and sampling."""
 
         with torch.inference_mode():
             ids = torch.zeros(num_tokens, dtype=torch.int64, device=self.like.device)
@@ -421,7 +429,7 @@ class TransformersModel:
 
     @contextmanager
     def short_windows(self, tokens: int) -> Iterator[None]:
-        """Sliding windows are at most so long meanwhile, for transformers' own attention as for ours."""
+        """Limit sliding windows to `tokens` in the context, also for transformers' own attention."""
         modules = list(self.module.modules())
         holders = [*modules, *{id(m.config): m.config for m in modules if hasattr(m, "config")}.values()]
         windows = [(each, getattr(each, "sliding_window", None)) for each in holders]
@@ -435,7 +443,7 @@ class TransformersModel:
                 each.sliding_window = window
 
     def eager(self, token_ids: Tensor) -> Tensor:
-        """Logits [T, vocab] of one request's tokens [T] at once, by transformers alone."""
+        """Return the logits [T, vocab] of the tokens [T] of one request, computed by transformers alone."""
         config = self.module.config
         try:
             self.module.set_attn_implementation("eager")
@@ -448,7 +456,7 @@ class TransformersModel:
 
 def _form_of(look: Look) -> LayerForm | str:
     if look.layer is None or look.given is None:
-        return "its decoder layer is not found"
+        return "its decoder layer was not found"
     try:
         return read_layer(look.layer, _Linear, look.given, _attending)
     except UnknownError as error:
@@ -465,9 +473,10 @@ def load_model(
     seed: int = 0,
     make: MakeLinear = make_linear,
 ) -> TransformersModel:
-    """Load the checkpoint in `folder`, from safetensors only, or with `load_format` "dummy" invent its weights.
+    """Load the checkpoint in `folder`, safetensors only, or create random weights with `load_format` "dummy".
 
-    Errors: ModelLoadError, one line that names what is missing or wrong."""
+    Raises ModelLoadError, one line that names the missing or wrong tensor.
+    """
     kind = torch_dtype(shape.dtype if dtype == "auto" else dtype)
     config = _config(folder, read_json(folder / "config.json"))
     with _quiet():
@@ -486,10 +495,11 @@ def load_model(
 def own_reference(
     folder: Path, spec: ModelSpec, picked: Sequence[int], tensors: TensorSource, dtype: torch.dtype
 ) -> Any:
-    """transformers' model of a family of ours, eager, with as many layers and tokens as `spec` has, and its windows;
-    `picked`: which layers of the checkpoint these are.
+    """Return the eager transformers model of a native family, with as many layers and tokens as `spec`, and its
+    windows.
 
-    Errors: ModelLoadError."""
+    `picked` are the indices of these layers in the checkpoint. Raises ModelLoadError.
+    """
     config = _config(folder, read_json(folder / "config.json"))
     config.num_hidden_layers, config.vocab_size, config.pad_token_id = spec.num_layers, spec.vocab_size, None
     if getattr(config, "layer_types", None):
@@ -500,13 +510,13 @@ def own_reference(
         model = _causal_lm().from_config(config, dtype=dtype, attn_implementation="eager").eval().requires_grad_(False)
     heads = [f"{head}.weight" for head in family_named(spec.family).names.head]
     for name, parameter in model.state_dict().items():
-        # some checkpoints were saved from the model without its head
+        # Some checkpoints were saved without the outer model.
         spellings = (name, name.partition(".")[2], *(heads if name == "lm_head.weight" else ()))
         stored = next((each for each in spellings if tensors.has(each)), None)
         if stored is not None:
             parameter.copy_(tensors.fetch(stored, tuple(parameter.shape)))
         elif not (spec.tie_word_embeddings and parameter.shape[0] == spec.vocab_size):
-            raise ModelLoadError(f"{folder} lacks tensor {name}, which transformers' model has")
+            raise ModelLoadError(f"{folder} lacks tensor {name}, which the transformers model needs")
     return model
 
 
@@ -522,7 +532,7 @@ def _from_safetensors(folder: Path, config: Any, dtype: torch.dtype, packing: Pa
             place, state_dict=tensors, config=config, dtype=dtype, attn_implementation=ATTENTION, use_safetensors=True,
             trust_remote_code=False, local_files_only=True, output_loading_info=True,
         )  # fmt: skip
-    except Exception as error:  # of somebody else's code
+    except Exception as error:  # third-party code
         raise ModelLoadError(f"{folder}: {_first_line(error)}") from None
     for what in ("missing_keys", "mismatched_keys", "unexpected_keys", "error_msgs"):
         if found := report.get(what):
@@ -540,14 +550,14 @@ def _replace_linear(model: nn.Module, make: MakeLinear) -> None:
                 setattr(module, name, _Linear(make(weight, None if found.bias is None else found.bias.data)))
 
 
-# --- what a forward pass meets ------------------------------------------------------------------------------------
+# --- calls of a forward pass --------------------------------------------------------------------------------------
 
 _Attention = Callable[[nn.Module, Tensor, Tensor, Tensor, Manner], Tensor]
 _CURRENT: ContextVar[_Attention] = ContextVar("attention of this forward pass")
 
 
 def _attending(attention: _Attention, call: Callable[[], Any]) -> Any:
-    """Run something of a model with this attention."""
+    """Run a callable of a model with this attention."""
     token = _CURRENT.set(attention)
     try:
         return call()
@@ -584,18 +594,18 @@ def _attention(
     is_causal: bool | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """What transformers calls: query [1, heads, T, d] and so on -> [1, T, heads, e]."""
+    """Attention function for transformers: query [1, heads, T, d] and so on -> [1, T, heads, e]."""
     unknown = sorted(name for name, given in others.items() if given is not None and name not in _HARMLESS)
     if unknown:
-        raise ModelLoadError(f"its attention takes {unknown[0]}, which ours does not know")
+        raise ModelLoadError(f"its attention takes the unknown argument {unknown[0]}")
     if attention_mask is not None:
-        raise ModelLoadError("its attention has a mask of its own")
+        raise ModelLoadError("its attention uses a custom mask")
     if is_causal is False or getattr(module, "is_causal", True) is False:
         raise ModelLoadError("its attention is not causal")
     if dropout:
-        raise ModelLoadError("its attention drops values at random")
+        raise ModelLoadError("its attention uses dropout")
     if query.shape[0] != 1 or query.shape[2] != key.shape[2]:
-        raise ModelLoadError("its attention looks at other tokens than the step's")
+        raise ModelLoadError("its attention reads other tokens than those of the step")
     manner = Manner(scaling, sliding_window or None, softcap or None, s_aux)
     q, k, v = (part[0].transpose(0, 1) for part in (query, key, value))
     output = _CURRENT.get()(module, q, k, v, manner)
@@ -603,8 +613,10 @@ def _attention(
 
 
 def probe(model: Any) -> tuple[list[Seen], int]:
-    """The attention calls of a forward pass of a few tokens, and the width of the logits. No weight is looked at, so
-    they may be on the meta device. Errors: ModelLoadError."""
+    """Return the attention calls of a forward pass of a few tokens, and the width of the logits.
+
+    No weight is read, so the model may be on the meta device. Raises ModelLoadError.
+    """
     seen: list[Seen] = []
 
     def attention(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, manner: Manner) -> Tensor:
@@ -618,17 +630,17 @@ def probe(model: Any) -> tuple[list[Seen], int]:
     types = getattr(model.config, "layer_types", None)
     attending = layers if types is None else sum(kind in _ATTENDING for kind in types)
     if len(seen) != attending or len({id(each.module) for each in seen}) != len(seen):
-        raise ModelLoadError(
-            f"{name} attends {len(seen)} times in {layers} layers: what else it keeps of the past is not known"
-        )
+        raise ModelLoadError(f"{name} attends {len(seen)} times in {layers} layers; its other state is not supported")
     if not seen:
-        raise ModelLoadError(f"{name} attends in no layer: what has no keys and values is not run")
+        raise ModelLoadError(f"{name} has no attention layer; models without keys and values are not supported")
     return seen, logits.shape[-1]
 
 
 def _probe_states(model: Any, seen: list[Seen]) -> tuple[tuple[str, ...], dict[int, dict[Part, Tensor]]]:
-    """Names of the modules that keep a state, in the order of their calls, and the states of one request by their place
-    among these. The modules are taken over. Errors: ModelLoadError."""
+    """Return the names of the modules with a state, in call order, and the states of one request by that order.
+
+    The modules are redirected (`take_over`). Raises ModelLoadError.
+    """
     types = getattr(model.config, "layer_types", None) or ()
     expected = {index for index, kind in enumerate(types) if kind in STATES}
     if not expected:
@@ -650,11 +662,11 @@ def _probe_states(model: Any, seen: list[Seen]) -> tuple[tuple[str, ...], dict[i
 
 
 def _noting(found: dict[int, dict[Part, Tensor]]) -> Recur:
-    """Requests that begin; `found` gets the states that they are left with."""
+    """Return a Recur for requests that begin; it stores their final states in `found`."""
 
     def recur(layer: int, call: Call, x: Tensor) -> Tensor:
         if layer in found:
-            raise ModelLoadError("its layers share what keeps a state")
+            raise ModelLoadError("its layers share a module with a state")
         past = Past()
         output = call(x, past)
         found[layer] = past.parts
@@ -664,25 +676,25 @@ def _noting(found: dict[int, dict[Part, Tensor]]) -> Recur:
 
 
 def _probe(model: Any, attention: _Attention, recur: Recur | None) -> Tensor:
-    """Logits of a few tokens. Errors: ModelLoadError."""
+    """Return the logits of a few tokens. Raises ModelLoadError."""
     device, name = model.get_input_embeddings().weight.device, model.config.model_type
     ids, keep = torch.zeros(_PROBED, dtype=torch.int64, device=device), torch.tensor([_PROBED - 1], device=device)
     with torch.inference_mode(), _quiet():
         try:
             return _run(model, ids, torch.arange(_PROBED, device=device), attention, keep, recur)
         except ModelLoadError as error:
-            raise ModelLoadError(f"{name} is not run: {error.message}") from None
-        except Exception as error:  # of somebody else's code
-            raise ModelLoadError(f"{name} by transformers: {_first_line(error)}") from None
+            raise ModelLoadError(f"{name} is not supported: {error.message}") from None
+        except Exception as error:  # third-party code
+            raise ModelLoadError(f"{name} fails in transformers: {_first_line(error)}") from None
 
 
 def _check_positions(model: Any) -> None:
     if "position_ids" not in inspect.signature(model.forward).parameters:
-        raise ModelLoadError(f"{model.config.model_type} does not take positions: tokens cannot be packed")
+        raise ModelLoadError(f"{model.config.model_type} takes no position_ids, so tokens cannot be packed")
 
 
 def _settle(model: Any, experts: str) -> None:
-    """Mixtures of experts as matrix products of fixed shapes; no looks at the tokens for padding."""
+    """Use matrix products of fixed shapes for mixtures of experts, and skip checks for padding tokens."""
     for module in model.modules():
         if hasattr(module, "warn_if_padding_and_no_attention_mask"):
             module.warn_if_padding_and_no_attention_mask = lambda *_: None
@@ -698,7 +710,7 @@ def _causal_lm() -> Any:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """transformers reports and shows progress as it likes; what matters is in our errors."""
+    """Silence reports and progress bars of transformers; errors carry the relevant information."""
     log = importlib.import_module("transformers").utils.logging
     level, bars = log.get_verbosity(), log.is_progress_bar_enabled()
     log.set_verbosity(logging.CRITICAL)

@@ -1,6 +1,6 @@
 """A model's weights as explicit objects, built from a tensor source (a checkpoint, or seeded random numbers).
 
-q/k/v and gate/up are stacked here: a layer is four GEMMs whatever the family. Knows nothing of how a layer runs.
+q/k/v and gate/up are stacked, so that a layer has four GEMMs in every family.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -21,7 +21,7 @@ from engine.models.spec import ModelSpec
 
 @dataclass(frozen=True, slots=True)
 class Norm:
-    """weight [H], in float32 where the spec says `centered_norms`; bias [H] for layer norm, None for RMS norm."""
+    """Weight [H], in float32 for `centered_norms`; bias [H] for a layer norm, None for an RMS norm."""
 
     weight: Tensor
     bias: Tensor | None
@@ -29,10 +29,13 @@ class Norm:
 
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
-    """One decoder layer. `qkv` gives [q heads | k heads | v heads], `up` gives [gate | up] where the MLP is gated.
+    """One decoder layer.
 
-    `qk_norm` [heads + kv_heads, head_dim] is None where q and k are not normed; `branch_norms` are of what attention
-    and the MLP give, None where that is added as it is.
+    Attributes:
+        qkv: Outputs [q heads | k heads | v heads].
+        qk_norm: Weight [heads + kv_heads, head_dim] of the norms of q and k, or None.
+        up: Outputs [gate | up] if the MLP is gated.
+        branch_norms: Norms of the outputs of attention and MLP, or None.
     """
 
     input_norm: Norm
@@ -46,9 +49,11 @@ class LayerWeights:
 
 
 class LayerSource(Protocol):
-    """The layers of a model in their order. Some may stream: their matrices pass through memory in every step.
+    """Layers of a model in order. Some may be streamed: their matrices pass through memory in every step.
 
-    `streamed`: indices of those, ascending. `held_bytes`: memory that matrices of layers take, buffers included.
+    Attributes:
+        streamed: Indices of streamed layers, ascending.
+        held_bytes: Memory of the layers' matrices, including buffers.
     """
 
     @property
@@ -62,14 +67,14 @@ class LayerSource(Protocol):
     def __iter__(self) -> Iterator[LayerWeights]: ...
 
     def __getitem__(self, index: int, /) -> LayerWeights:
-        """What stays of a layer: norms, biases, sizes. The matrices of one that streams hold anything at all."""
+        """Return the resident part of a layer: norms, biases, sizes. Matrices of a streamed layer are undefined."""
 
     def use(self, index: int, /) -> AbstractContextManager[LayerWeights]:
-        """The whole layer, for what is launched inside. Raises WeightReadError where it cannot be had."""
+        """Return the whole layer for work launched inside the context. Raises WeightReadError if it cannot be read."""
 
 
 class ResidentLayers(list[LayerWeights]):
-    """Layers that all stay in memory; see LayerSource. They can be given up, and come back."""
+    """A LayerSource that keeps all layers in memory. Layers can be released and loaded again."""
 
     streamed: tuple[int, ...] = ()
 
@@ -82,41 +87,51 @@ class ResidentLayers(list[LayerWeights]):
 
     @property
     def absent(self) -> list[int]:
-        """Indices of the layers that were given up."""
+        """Indices of released layers."""
         return [index for index, layer in enumerate(self) if isinstance(layer.qkv, AbsentLinear)]
 
     @property
     def spare_bytes(self) -> int:
-        """What the pool may get when all of them are given up."""
+        """Bytes that the pool may get when all layers are released."""
         return self.held_bytes
 
     def give_up(self, indices: Sequence[int], needed: int) -> None:
-        """Keep only the norms of these layers, until each is set to the whole layer again. `needed`: bytes that the
-        pool is to have then; raises ValueError, with nothing changed, where that is more than there is."""
-        del needed  # a pool in host memory takes it from the system
+        """Release the matrices of these layers until each is set to the whole layer again.
+
+        `needed` is the size in bytes that the pool shall have. Raises ValueError, without changes, if that is too much.
+        """
+        del needed  # a pool in host memory allocates from the system
         for index in indices:
             qkv, out, up, down = map(AbsentLinear, matrices(self[index]))
             self[index] = replace(self[index], qkv=qkv, out=out, up=up, down=down)
 
     def refill(self, index: int, loaded: LayerWeights) -> LayerWeights:
-        """What `self[index]` is to be set to, of the layer as it was loaded again."""
+        """Return the value for `self[index]`, from the layer that was loaded again."""
         del index
         return loaded
 
 
 Gather = Callable[[Iterator[LayerWeights]], LayerSource]
-"""Takes layers one by one as they are made, so that no more than one need be in memory besides those that stay."""
+"""Collects layers one at a time as they are made, so that at most one is in memory besides the resident ones."""
 
 
 def matrices(layer: LayerWeights) -> tuple[Linear, Linear, Linear, Linear]:
-    """What a layer reads in every step, all but a thousandth of its bytes."""
+    """Return the matrices of a layer, which make up 99.9 % of its bytes."""
     return layer.qkv, layer.out, layer.up, layer.down
 
 
 @dataclass(frozen=True, slots=True)
 class ModelWeights:
-    """A whole model. embedding [vocab, H]; positions [max_position + offset, H] or None. `gather`: makes of a head's
-    logits all ranks'; None where the head is whole."""
+    """A whole model.
+
+    Attributes:
+        embedding: [vocab, H].
+        positions: [max_position + offset, H] or None.
+        layers: The decoder layers.
+        final_norm: Norm before the head.
+        head: Projection to logits.
+        gather: Joins the logits of all ranks; None if the head is not divided.
+    """
 
     embedding: Tensor
     positions: Tensor | None
@@ -127,25 +142,25 @@ class ModelWeights:
 
 
 def embedding_scale(spec: ModelSpec, dtype: torch.dtype) -> float | None:
-    """What embeddings are multiplied by, as a model of this type rounds it; None where they are not."""
+    """Return the factor of embeddings, rounded to the model's type; None without one."""
     return None if spec.embedding_scale is None else float(torch.tensor(spec.embedding_scale).to(dtype))
 
 
 class TensorSource(Protocol):
-    """Where tensors come from. Every tensor is on the target device, in the target type."""
+    """Provides tensors on the target device and of the target type."""
 
     def has(self, name: str, /) -> bool:
-        """Whether there is such a tensor."""
+        """Return whether the tensor exists."""
 
     def fetch(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """The tensor, of exactly this shape. Errors: ModelLoadError if it is missing or has another shape."""
+        """Return the tensor of exactly this shape. Raises ModelLoadError if it is missing or has another shape."""
 
     def fetch_bytes(self, name: str, shape: tuple[int, int]) -> Rounded | None:
-        """The weight as the 8 bits that it is stored in, where layers are to compute with them; None elsewhere."""
+        """Return the stored 8 bits of a weight if layers compute with them; else None."""
 
 
 class DummyTensors:
-    """Random weights that keep activations near 1: norms of one, small biases, matrices scaled by their width."""
+    """Random weights that keep activations near 1: norms of 1, small biases, matrices scaled by their width."""
 
     def __init__(self, seed: int, dtype: torch.dtype, device: torch.device) -> None:
         self._generator = torch.Generator(device).manual_seed(seed)
@@ -172,9 +187,9 @@ def build_weights(
     gather: Gather = ResidentLayers,
     shard: Shard | None = None,
 ) -> ModelWeights:
-    """Fetch, stack and pack every tensor, one layer at a time; `gather` keeps the layers. Errors: ModelLoadError.
+    """Fetch, stack and pack all tensors, one layer at a time; `gather` collects the layers. Raises ModelLoadError.
 
-    `shard`: only that rank's part of the layers; `spec` and `source` are of the whole model all the same.
+    With `shard`, only that rank's part is built; `spec` and `source` still describe the whole model.
     """
     if shard is None:
         return _Builder(spec, source, make).model(gather)
@@ -185,12 +200,12 @@ def build_weights(
 def build_layers(
     spec: ModelSpec, source: TensorSource, wanted: Sequence[int], make: MakeLinear
 ) -> Iterator[LayerWeights]:
-    """Some of the layers, one after the other. Errors: ModelLoadError."""
+    """Build some of the layers, one at a time. Raises ModelLoadError."""
     return _Builder(spec, source, make).layers(wanted)
 
 
 class _Builder:
-    """Walks a family's tensor names in the order in which the model runs."""
+    """Fetches tensors by a family's names in the order in which the model runs."""
 
     def __init__(self, spec: ModelSpec, source: TensorSource, make: MakeLinear, shard: Shard | None = None) -> None:
         self._spec = spec
@@ -241,7 +256,7 @@ class _Builder:
         gated: bool = False,
         summed: bool = False,
     ) -> Linear:
-        """`summed`: where the layers are divided among ranks, this one's inputs are."""
+        """Build a linear layer. `summed`: with sharding, its inputs are divided among ranks."""
         pairs = list(zip(modules, sizes, strict=True))
         weight = self._weight([(f"{prefix}{name}.weight", (size, width)) for name, size in pairs])
         bias = None
@@ -260,13 +275,13 @@ class _Builder:
         return self._make(weight, bias, gated=gated)
 
     def _weight(self, modules: list[tuple[str, tuple[int, int]]]) -> Tensor | Rounded:
-        """In 8 bits only if every module is stored so."""
+        """Return the stacked weight, in 8 bits only if all modules are stored so."""
         found = [each for module in modules if (each := self._source.fetch_bytes(*module)) is not None]
         if len(found) < len(modules):
             return _stack([self._source.fetch(*each) for each in modules])
         values, scales = _stack([each.values for each in found]), _stack([each.scales for each in found])
         given = [each.inputs for each in found if each.inputs is not None]
-        # one input for all of them: of scales that differ nevertheless, the largest cuts nobody's off
+        # Fused modules share one scale of inputs; the largest avoids clipping if they differ.
         inputs = torch.stack(given).amax(0) if len(given) == len(found) else None
         return Rounded(values, scales, found[0].dtype, inputs)
 
@@ -302,20 +317,20 @@ class _Builder:
         return self._make(part if tied or gather is None else part.clone()), gather
 
     def _first_prefix(self) -> str:
-        """The prefix this checkpoint uses: some were saved from the model without its head."""
+        """Return the prefix used by this checkpoint; some were saved without the outer model."""
         prefixes = self._names.prefixes
         has = self._source.has
         return next((p for p in prefixes if has(f"{p}{self._names.embedding}.weight")), prefixes[0])
 
 
 def straighten(spec: ModelSpec, fused: Tensor) -> Tensor:
-    """Outputs of an interleaved projection [heads · 3 · D, ...] as [3 · heads · D, ...]."""
+    """Reorder the outputs of an interleaved projection [heads · 3 · D, ...] to [3 · heads · D, ...]."""
     by_head = fused.view(spec.num_heads, 3, spec.head_dim, *fused.shape[1:])
     return by_head.transpose(0, 1).flatten(0, 2)
 
 
 def split_over(modules: tuple[str, ...], sizes: tuple[int, ...]) -> tuple[int, ...]:
-    """Output sizes of the modules of one slot: one each, or all of them in one fused module."""
+    """Return the output sizes of the modules of one slot: one each, or the sum for a single fused module."""
     assert len(modules) in (1, len(sizes))
     return sizes if len(modules) == len(sizes) else (sum(sizes),)
 
@@ -325,7 +340,7 @@ def _stack(parts: list[Tensor]) -> Tensor:
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    """The torch type of a spec's or a configuration's name. Errors: ModelLoadError."""
+    """Return the torch type of that name. Raises ModelLoadError."""
     types = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
     if name not in types:
         raise ModelLoadError(f"dtype {name!r} is not supported (supported: {', '.join(types)})")
