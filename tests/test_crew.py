@@ -243,4 +243,4 @@ def test_the_start_measures_and_says_so(seconds: tuple[float, float], chosen: in
     runner = FakeRunner(lambda threads: seconds[threads - 1])
     threads, line = choose_threads(runner, limits, 100, 2, runner.resize, lambda: runner.now)
     assert threads == chosen
-    assert line.startswith(f"{chosen} of 2 threads") and "1: 20.0 / 20.0 ms" in line
+    assert line.startswith(f"steps use {chosen} of 2 threads") and "1: 20.0 / 20.0 ms" in line

@@ -197,7 +197,7 @@ def test_why_a_gpu_cannot_drop_layers_is_said_before_weights_are_read(
     with pytest.raises(ConfigError, match="--overload drop is not supported here: no such driver"):
         build.plan_launch(config)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (7, 5))
-    with pytest.raises(ConfigError, match=r"--overload drop .*: our kernels do not run this .* older than 8.0"):
+    with pytest.raises(ConfigError, match=r"--overload drop .*: the CUDA kernels do not run this .* older than 8.0"):
         build.plan_launch(config)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     monkeypatch.setattr(backend, "mapping_refusal", lambda _ordinal: None)

@@ -143,13 +143,13 @@ def test_a_start_without_memory_says_for_what() -> None:
     spec = llama()
     source = DummyTensors(3, torch.float32, torch.device("cpu"))
     memory, _ = fake_memory(capacity=2**17)
-    with pytest.raises(ConfigError, match=r"no room for the weights of layer 1: .*OUT_OF_MEMORY"):
+    with pytest.raises(ConfigError, match=r"no memory for the weights of layer 1: .*OUT_OF_MEMORY"):
         build_weights(spec, source, make_plain, lambda layers: MappedLayers(memory, layers))
     memory, driver = fake_memory()
     weights = build_weights(spec, source, make_plain, lambda layers: MappedLayers(memory, layers))
     assert isinstance(weights.layers, MappedLayers)
     driver.capacity = sum(driver.memory.values())
-    with pytest.raises(ConfigError, match=r"no room for a cache of 0.00 GiB: .*OUT_OF_MEMORY"):
+    with pytest.raises(ConfigError, match=r"no memory for a cache of 0.00 GiB: .*OUT_OF_MEMORY"):
         weights.layers.reserve(4096, 4096)
 
 

@@ -275,7 +275,7 @@ def test_a_step_that_failed_on_one_rank_is_the_last() -> None:
         runner.device.forward = fail
         with pytest.raises(MemoryError):
             runner.launch(driver.steps[-1])
-        assert "failed in the first of its ranks" in runner.lost()
+        assert "failed on the first rank only" in runner.lost()
 
 
 def test_a_rank_that_fails_says_why() -> None:

@@ -87,7 +87,7 @@ def test_host_memory_that_cannot_be_had_is_said(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: SimpleNamespace(cudaHostRegister=lambda *_: 2))
     for name in ("ones", "zeros"):
         monkeypatch.setattr(torch, name, fail)
-    with pytest.raises(ConfigError, match=r"no 0\.50 GiB of page-locked host memory: give --swap-space less"):
+    with pytest.raises(ConfigError, match=r"cannot page-lock 0\.50 GiB of host memory; reduce --swap-space"):
         pool._host_zeros(2**27, torch.float32, torch.device("cuda"))
 
 

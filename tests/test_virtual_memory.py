@@ -130,7 +130,7 @@ def test_why_a_machine_cannot_is_said() -> None:
 
     assert refusal(0, FakeDriver) is None
     assert "libcuda" in str(refusal(0, missing))
-    assert "gives no addresses without memory" in str(refusal(0, lambda: FakeDriver(supported=0)))
+    assert "does not support virtual memory" in str(refusal(0, lambda: FakeDriver(supported=0)))
     broken = FakeDriver()
     broken.fail = failing("cuInit", 0, 100)
     assert refusal(0, lambda: broken) is not None

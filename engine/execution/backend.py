@@ -1,4 +1,4 @@
-"""Backends: kinds of devices, and how a model is made to run on one. A new one is a folder and a line in BACKENDS."""
+"""Backends: kinds of devices and the runners of models on them. A new backend is a folder and an entry in BACKENDS."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
@@ -20,11 +20,18 @@ from predictor.limits import Limits, Padding
 
 
 class Backend(Protocol):
-    """`name`: what users and `torch.device` call it. `pipeline_depth`: steps that its runner takes ahead of the one in
-    execution; `ahead_seconds`: only behind steps that are expected to be shorter. `leaves_workers`: threads that have
-    run a model here leave workers behind that slow down those of the engine's thread (`engine.machine.passing_thread`).
-    `multiplies_integers`: layers run on integers of 8 bits, a checkpoint's own among them. `tests_families`: a model is
-    compared with transformers' at load. `locks_pages`: of the host tier, whose memory is taken at once."""
+    """A kind of device.
+
+    Attributes:
+        name: Name for users and `torch.device`.
+        pipeline_depth: Number of steps that the runner takes ahead of the one in execution.
+        ahead_seconds: Steps are taken ahead only behind steps that are expected to be shorter than this.
+        leaves_workers: Threads that have run a model leave workers behind that slow down the workers of the engine's
+            thread (`engine.machine.passing_thread`).
+        multiplies_integers: Layers can compute on 8-bit integers, also those of a checkpoint.
+        tests_families: At load, a native model is compared with that of transformers.
+        locks_pages: The host tier is page-locked and allocated at once.
+    """
 
     name: str
     pipeline_depth: int
@@ -35,64 +42,65 @@ class Backend(Protocol):
     locks_pages: bool
 
     def absence(self) -> str | None:
-        """Why there is no such device here; None if there is one."""
+        """Return why this machine has no such device; None if it has one."""
 
     def devices(self) -> Sequence[str] | None:
-        """Of which each rank has one; None: all ranks are on the same."""
+        """Return the devices of which each rank gets one; None if all ranks share one."""
 
     def config_refusal(self, config: EngineConfig) -> str | None:
-        """What of the configuration does not run here, and what to say instead; None if all does."""
+        """Return why the configuration does not run here, and the alternative; None if it does."""
 
     def drop_refusal(self, spec: ModelShape, dtype: str) -> str | None:
-        """Why no layer of a model of ours can be given up here; None if some can."""
+        """Return why layers of a native model cannot be released here; None if they can."""
 
     def resident(self, plan: LaunchPlan) -> Gather:
-        """What keeps layers that stay in memory, so that they can be given up where the plan is `droppable`. Raises
+        """Return the collector of resident layers, which can be released if the plan is `droppable`. Raises
         ConfigError."""
 
     def refusal(self, spec: ModelShape, dtype: str) -> str | None:
-        """Why the backend's own kernels cannot run this model, which torch's operators do then, slower."""
+        """Return why the backend's kernels cannot run this model (torch operators then run it, slower); None if they
+        can."""
 
     def choose_dtype(self, spec: ModelShape, config: EngineConfig) -> tuple[str, str | None]:
-        """The type of weights and cache, and a note where it is not the checkpoint's own."""
+        """Return the type of weights and cache, and a note if it differs from the type of the checkpoint."""
 
     def cache_bytes(self, plan: LaunchPlan, weights: ModelWeights | TransformersModel | None) -> int:
-        """Device memory for the cache; None for the weights: an estimate for when they are loaded."""
+        """Return the device memory for the cache; an estimate if `weights` is None (not loaded yet)."""
 
     def weight_room(self, plan: LaunchPlan) -> int:
-        """Device memory that weights may take where nobody says how much."""
+        """Return the default limit of device memory for weights."""
 
     def transport(self, plan: LaunchPlan) -> Transport:
-        """What brings the layers that stream (`plan.offload`) to the device. Raises ConfigError."""
+        """Return the transport of streamed layers (`plan.offload`) to the device. Raises ConfigError."""
 
     def swap_bytes(self) -> int:
-        """Host memory for the host tier where nobody says how much."""
+        """Return the default host memory for the host tier."""
 
     def float8_refusal(self) -> str | None:
-        """Why layers do not compute on floats of 8 bits here; None if they do."""
+        """Return why layers cannot compute on 8-bit floats here; None if they can."""
 
     def is_wide(self) -> bool:
-        """Whether the device is so large that steps hold many requests and tokens where nobody says how many."""
+        """Return whether the device is large enough for high defaults of requests and tokens per step."""
 
     def copy_rate(self) -> float:
-        """Bytes/s that no copy between the device and the host exceeds."""
+        """Return an upper bound of the copy rate between device and host in bytes/s."""
 
     def busy_share(self, plan: LaunchPlan) -> float:
-        """Of their time, what the threads that steps run by get beside whatever else the machine does."""
+        """Return the share of CPU time that the threads of a step get beside other load of the machine."""
 
     def adapted_steps(self, plan: LaunchPlan) -> str | None:
-        """How steps with rows of LoRA adapters run where that is slower; None where they run like others."""
+        """Return how steps with LoRA adapters run if slower than others; None if they are not slower."""
 
     def fingerprint(self, plan: LaunchPlan) -> str:
-        """The device as far as step times depend on it: a part of the latency profile's key."""
+        """Return the properties of the device that affect step times, for the key of the latency profile."""
 
     def padding(self, plan: LaunchPlan) -> Padding:
-        """What steps are padded to."""
+        """Return the sizes to which steps are padded."""
 
     def prepare(
         self, config: EngineConfig, plan: LaunchPlan, say: Callable[[str], None]
     ) -> tuple[LaunchPlan, MakeLinear]:
-        """Set this process up, before weights are loaded; gives what makes their linear layers."""
+        """Set up the process before weights are loaded; return the updated plan and the maker of linear layers."""
 
     def make_runner(
         self,
@@ -101,21 +109,21 @@ class Backend(Protocol):
         weights: ModelWeights | TransformersModel,
         say: Callable[[str], None],
     ) -> tuple[Runner[Any], LaunchPlan]:
-        """The runner that the plan describes, and the plan with what was measured on it. Raises ConfigError."""
+        """Return the runner of the plan, and the plan with measured values. Raises ConfigError."""
 
     def module_attention(self, model: TransformersModel, limits: Limits) -> tuple[MakeAttention | None, str]:
-        """What attends for modules that are not ours (None: what they bring, or torch), and how that is called."""
+        """Return the attention for transformers modules (None: their own, or torch), and a name for it."""
 
     def make_staged(self, config: EngineConfig, plan: LaunchPlan, runner: Runner[Any]) -> StagedRunner:
-        """The runner of a plan that is `droppable`, whose layers can be given up. Raises ConfigError."""
+        """Return a runner of a `droppable` plan whose layers can be released. Raises ConfigError."""
 
 
 BACKENDS: tuple[Backend, ...] = (CudaBackend(), CpuBackend())
-"""The first one that is here is the default."""
+"""In order of preference: the first available backend is the default."""
 
 
 def find_backend(name: str) -> Backend:
-    """The backend of this name, or the default for "auto". Raises ConfigError where there is no such device."""
+    """Return the backend of this name, or the default for "auto". Raises ConfigError if it has no device here."""
     for backend in BACKENDS:
         absence = backend.absence()
         if name in (backend.name, "auto") and absence is None:

@@ -1,11 +1,9 @@
-"""Running from hidden state: rows whose past is, wholly or in part, the input of each attention layer (Apt-Serve §4).
+"""Steps from hidden state: rows whose past is stored, in whole or in part, as attention inputs (Apt-Serve §4).
 
-A step gives every hidden block of its rows two scratch slices and enters them in the rows' K and V tables, so that
-attention finds K and V there as it does anywhere else. Before a layer attends, the device stores the new tokens' input
-in their hidden blocks and projects K and V of the past tokens into the scratch; the new tokens' own K and V are written
-there by attention itself. Every layer uses the same slices in turn. A block that several rows share is projected once.
-
-Knows nothing of requests or models.
+A step assigns two scratch slices to every hidden block of its rows and enters them in the K and V tables of the rows,
+so that attention needs no special case. Before a layer attends, the device stores the input of new tokens in their
+hidden blocks and projects K and V of past tokens into the scratch; attention writes K and V of new tokens there. All
+layers use the same slices in turn. A block shared by several rows is projected once.
 """
 
 import numpy as np
@@ -16,15 +14,20 @@ from engine.execution.rows import RowTable
 
 
 def has_hidden(rows: RowTable, chunks: IntArray) -> bool:
-    """Whether any row of the chunks [n, >=3] has a block of hidden state."""
+    """Return whether any row of the chunks [n, >=3] has a block of hidden state."""
     return bool(rows.num_hidden[chunks[:, 0]].any())
 
 
 class ScratchPlan:
-    """The hidden blocks of a step's rows, and the scratch slices that hold their K and V during it.
+    """Hidden blocks of a step's rows, and the scratch slices of their K and V.
 
-    `places`, `blocks [m]`: chunk and block number of every hidden block in use; `units [d]`: the distinct hidden units,
-    `first [d]` the place in the former where each is found, `scratch [m]` the number of its unit.
+    Attributes:
+        places: [m], chunk of every hidden block in use.
+        blocks: [m], its block number.
+        rows: [m], its row.
+        units: [d], distinct hidden units.
+        first: [d], index into `places` of a block of each unit.
+        scratch: [m], index into `units`.
     """
 
     def __init__(self, rows: RowTable, chunks: IntArray, scratch_blocks: int) -> None:
@@ -41,8 +44,8 @@ class ScratchPlan:
         )
 
     def past_tokens(self, chunks: IntArray, block_size: int) -> tuple[IntArray, IntArray]:
-        """The tokens [t] whose K and V are to be projected: place of each in `units`, and its offset in the block."""
-        # a shared block is full for all who share it, so that its first place speaks for all of them
+        """Return index into `units`, and offset in the block, of the tokens [t] whose K and V must be projected."""
+        # A shared block is full for all its rows, so its first occurrence represents all.
         begins = self.blocks[self.first] * block_size
         past = np.clip(chunks[self.places[self.first], 1] - begins, 0, block_size)
         index = np.repeat(np.arange(len(past)), past)
@@ -54,7 +57,7 @@ class ScratchPlan:
         rows.point(self.rows, self.blocks, -1 - entries, -2 - entries)
 
     def beyond(self, rows: RowTable, chunks: IntArray) -> IntArray:
-        """Entries of scratch that are not full when the chunks [n, >=3] have run."""
+        """Return the scratch entries of blocks that are not full after the chunks [n, >=3] have run."""
         ends = chunks[self.places, 1] + chunks[self.places, 2]
         partial = ends < (self.blocks + 1) * rows.block_size
         where = (self.rows[partial], self.blocks[partial])

@@ -1,7 +1,6 @@
-"""Host memory in pages of 2 MiB, where the system has them.
+"""Host memory in pages of 2 MiB, if the system supports them.
 
-Every step reads the weights from one end to the other. In pages of 4 KiB each of them costs a look at the page tables,
-which on a virtual machine are those of two systems.
+Every step reads all weights. Each page of 4 KiB costs a page table lookup, two on a virtual machine.
 """
 
 import mmap
@@ -17,21 +16,24 @@ _LINE = 64
 
 
 def advise(pages: mmap.mmap) -> None:
-    """Ask for large pages; without them, or on a system that knows none, the memory is as it was."""
+    """Ask for huge pages; without support, the memory stays in normal pages."""
     with suppress(OSError, AttributeError):
         pages.madvise(mmap.MADV_HUGEPAGE)
 
 
 class HugePages:
-    """Hands out memory. What is small lies side by side in pieces, each of which goes back to the system when nothing
-    in it is in use any more; a page that nobody has touched takes no memory."""
+    """Allocator of host memory.
+
+    Small blocks are packed into pieces. A piece returns to the system when none of its blocks is in use. Untouched
+    pages take no memory.
+    """
 
     def __init__(self) -> None:
         self._rest = torch.empty(0, dtype=torch.uint8)
         self._lock = threading.Lock()
 
     def empty(self, num_bytes: int) -> Tensor:
-        """[num_bytes] uint8 that begin at a multiple of 64 bytes; zeros at first."""
+        """Return [num_bytes] uint8, aligned to 64 bytes; initially zero."""
         taken = -(-num_bytes // _LINE) * _LINE
         if taken > _PIECE // 4:
             return _mapped(num_bytes)
@@ -43,7 +45,7 @@ class HugePages:
 
 
 def _mapped(num_bytes: int) -> Tensor:
-    pages = mmap.mmap(-1, num_bytes + _HUGE, mmap.MAP_PRIVATE)  # `frombuffer` keeps it as long as any part is in use
+    pages = mmap.mmap(-1, num_bytes + _HUGE, mmap.MAP_PRIVATE)  # `frombuffer` keeps it alive while any part is in use
     advise(pages)
     whole = torch.frombuffer(pages, dtype=torch.uint8)
     first = -whole.data_ptr() % _HUGE

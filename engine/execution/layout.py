@@ -1,4 +1,4 @@
-"""A step's chunks and tokens in the order in which the model sees them. Torch-free; knows nothing of caches."""
+"""Order of a step's chunks and tokens for the model. Torch-free."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,8 +13,15 @@ from engine.scheduling.output import Chunk
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """`chunks [n, 4]` (row, start, length, sample); `firsts [n]`: index of a chunk's first token among the T tokens;
-    `token_rows`, `positions [T]`. `sampled [S]`: places of the chunks that sample, in the step's own order."""
+    """Chunks and tokens of a step in the order of the model.
+
+    Attributes:
+        chunks: [n, 4] (row, start, length, sample).
+        firsts: [n], index of a chunk's first token among the T tokens.
+        token_rows: [T], row of each token.
+        positions: [T], position of each token.
+        sampled: [S], index of each sampling chunk, in the order of the step.
+    """
 
     chunks: IntArray
     firsts: IntArray
@@ -24,7 +31,7 @@ class Layout:
 
     @classmethod
     def of(cls, chunks: IntArray, order: IntArray) -> Self:
-        """`order [n]`: for each place the index of its chunk in the step."""
+        """Arrange `chunks`; `order [n]` is the index in the step of the chunk at each place."""
         place = np.empty(len(chunks), dtype=np.int64)
         place[order] = np.arange(len(chunks))
         sampled = place[np.flatnonzero(chunks[:, 3])]
@@ -58,23 +65,23 @@ class Layout:
 
     @property
     def sampled_tokens(self) -> IntArray:
-        """[S]: which of the T tokens the sampled ones follow."""
+        """[S], index of the token after which each sample comes."""
         tokens: IntArray = self.firsts[self.sampled] + self.lengths[self.sampled] - 1
         return tokens
 
 
 def chunk_array(chunks: Sequence[Chunk]) -> IntArray:
-    """[n, 4]: row, start, length, sample."""
+    """Return chunks as an array [n, 4] (row, start, length, sample)."""
     return np.fromiter(chain.from_iterable(chunks), np.int64, 4 * len(chunks)).reshape(-1, 4)
 
 
 def token_places(chunks: IntArray) -> tuple[IntArray, IntArray]:
-    """Rows and positions [T] of the tokens of chunks [n, 4], in their order."""
+    """Return rows and positions [T] of the tokens of chunks [n, 4], in order."""
     rows, starts, lengths = chunks[:, 0], chunks[:, 1], chunks[:, 2]
     firsts = np.cumsum(lengths) - lengths
     return np.repeat(rows, lengths), np.arange(int(lengths.sum())) + np.repeat(starts - firsts, lengths)
 
 
 def decodes_first(chunks: IntArray) -> Layout:
-    """Chunks [n, 4] of one token before longer ones, otherwise in the step's order."""
+    """Arrange chunks [n, 4] with those of one token first, otherwise in the order of the step."""
     return Layout.of(chunks, np.argsort(chunks[:, 2] > 1, kind="stable"))

@@ -1,13 +1,14 @@
-"""Which tokens the grammars and thinking budgets of a step's rows allow: computed while the forward pass runs, what
-takes time in threads.
+"""Token masks for grammars and thinking budgets, computed in threads while the forward pass runs.
 
-A matcher belongs to a row's request and is made anew, from the tokens so far, whenever the row is written: preemption
-and a restart cost nothing else. Nobody waits for a slow grammar: a row whose mask is not there `PATIENCE` seconds after
-the forward pass sits the step out, and its mask is looked for again in its next step (but where the same token cannot
-be run twice, as by recurrent layers, whose states have it already: there all wait). Rows that were slow have a thread
-of their own, so that they cannot hold up the masks of the others. Where the grammar leaves no choice for a while, the
-mask allows the first token alone, and those behind it are known with it; so it is with the end of a thought that has
-spent its budget. Where an answer has both, its grammar holds behind the thought. Knows nothing of tensors.
+A matcher belongs to the request of a row. It is rebuilt from the tokens whenever the row is written, so preemption and
+restarts need nothing else. The step does not wait for slow grammars: a row whose mask is not ready `PATIENCE` seconds
+after the forward pass gets no token in this step and is tried again in its next step. (If the same token cannot be run
+twice, as in recurrent layers, whose state already includes it, all rows wait.) Slow rows have their own thread, so that
+they do not delay the masks of others.
+
+If the grammar leaves no choice for several tokens, the mask allows only the first of them and the following tokens are
+known with it ("forced"). The same applies to the end of a thought whose budget is spent. If an answer has a budget and
+a grammar, the grammar applies after the thought.
 """
 
 import enum
@@ -28,22 +29,28 @@ from engine.execution.rows import RowTable
 from engine.grammar import Grammar
 from engine.text.thoughts import ThoughtTracker
 
-if TYPE_CHECKING:  # running a model needs none of what compiles grammars
+if TYPE_CHECKING:  # running a model does not need the grammar compiler
     from engine.structured.compiler import GrammarCompiler, Matcher
 
 MAX_FORCED = 32
-"""Most tokens behind a sampled one that are known with it."""
+"""Maximum number of tokens that are known together with a sampled one."""
 PATIENCE = 2e-3
 FOREVER = threading.TIMEOUT_MAX
 LONE_PATIENCE = 10e-3
-"""Where nothing but rows with grammars is in the step: others may come meanwhile."""
+"""Patience in seconds for steps with grammar rows only: new requests may arrive during the wait."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepMasks:
-    """Of the samples of a step: `places [m]` of those whose tokens are limited, and `bits [m, ceil(vocab / 32)]`, bit i
-    set where token i is allowed. `late`: places that give no token in this step; `failed`: those whose grammar cannot
-    go on. `forced`: by place, the tokens that must follow the one that is sampled."""
+    """Masks of the samples of a step.
+
+    Attributes:
+        places: [m], samples whose tokens are limited.
+        bits: [m, ceil(vocab / 32)], bit i is set if token i is allowed.
+        late: Samples without a token in this step because the mask is not ready.
+        failed: Samples whose grammar failed.
+        forced: For each sample, the tokens that must follow the sampled one.
+    """
 
     places: IntArray
     bits: Int32Array
@@ -53,12 +60,14 @@ class StepMasks:
 
 
 FinishMasks = Callable[[], StepMasks]
-"""Waits for the masks of a step that has begun."""
+"""Waits for the masks of a step that was begun."""
 
 
 def masked(rows: RowTable, where: IntArray, ends: IntArray) -> BoolArray:
-    """[S] of rows `where [S]`: whether a mask may limit what is sampled at position `ends [S]`. Not where the token is
-    known already: what is sampled there means nothing."""
+    """Return [S] whether a mask may limit the sample at position `ends [S]` of rows `where [S]`.
+
+    It does not if the token is already known, because that sample is discarded.
+    """
     begun: BoolArray = ends - rows.num_prompt[where] >= rows.sampling.masked_from[where]
     return begun & (ends >= rows.known_to[where])
 
@@ -71,16 +80,16 @@ class _State(enum.IntEnum):
 
 
 class _RowMatcher:
-    """Follows the answer of the request that a row held when it was in its `generation`."""
+    """Follows the answer of the request that the row held at its `generation`."""
 
     def __init__(self, generation: int, params: SamplingParams, words: int) -> None:
         self.generation = generation
         self.params = params
         self.bits = np.zeros(words, dtype=np.int32)
         self.work: Future[None] | None = None
-        self.end = -1  # the position that `work` is for
-        self.seconds = 0.0  # what the last mask took
-        self.forced: tuple[int, ...] = ()  # what must follow the token that the mask allows
+        self.end = -1  # position for which `work` computes the mask
+        self.seconds = 0.0  # duration of the last mask
+        self.forced: tuple[int, ...] = ()  # tokens that must follow the single allowed token
         self._state = _State.FAILED
         self._matcher: Matcher | None = None
         self._num_seen = 0
@@ -89,7 +98,7 @@ class _RowMatcher:
         self._thoughts = None if budget is None else ThoughtTracker(budget.marks, budget.begun, once)
 
     def take(self) -> "_State":
-        """What became of the mask that was begun; one that is late goes on."""
+        """Return the state of the mask; a late mask continues to be computed."""
         assert self.work is not None
         if not self.work.done():
             return _State.LATE
@@ -98,8 +107,7 @@ class _RowMatcher:
         return self._state
 
     def run(self, compiler: "GrammarCompiler", token_ids: IntArray, room: int) -> None:
-        """Make the mask behind `token_ids`, the answer so far, and the tokens that must follow: `room` tokens at most
-        altogether."""
+        """Compute the mask after `token_ids`, the answer so far, and the forced tokens, at most `room` in total."""
         began = time.perf_counter()
         said = token_ids[self._num_seen :].tolist()
         self._num_seen = len(token_ids)
@@ -113,7 +121,7 @@ class _RowMatcher:
         self.seconds = time.perf_counter() - began
 
     def _limit_thought(self, room: int) -> _State:
-        """Limit nothing but the thought of an answer that may take any form."""
+        """Limit only the thought of an answer without a grammar."""
         budget = self.params.thinking
         assert budget is not None and self._thoughts is not None
         run = self._thoughts.closing_due(budget.tokens)
@@ -128,13 +136,13 @@ class _RowMatcher:
             run = thoughts.closing_due(budget.tokens)
             if run:
                 self._allow_only(run, room)
-            else:  # what the grammar is for is still to come
+            else:  # the grammar applies after the thought
                 self.bits[:] = -1
                 self._forbid(self.params.stop_token_ids)
             return _State.READY
         if self._matcher is None:
             compiled = compiler.find(grammar)
-            if compiled is None:  # it was ready when the request was queued: its lexer has met a limit since
+            if compiled is None:  # it was ready when the request was queued, but its lexer hit a limit since
                 return _State.FAILED
             self._matcher = compiled.matcher()
         self._matcher.advance(said)
@@ -146,7 +154,7 @@ class _RowMatcher:
         return _State.READY if self._matcher.failed is None else _State.FAILED
 
     def _follow_grammar(self, matcher: "Matcher", room: int) -> None:
-        # Also where it is one token at a time: of the ways to spell what must come, an answer uses the tokenizer's.
+        # Also for runs of one token: of the spellings of a forced text, the answer must use that of the tokenizer.
         stops = self.params.stop_token_ids
         run = list(takewhile(lambda token_id: token_id not in stops, matcher.forced()))
         if run:
@@ -158,11 +166,11 @@ class _RowMatcher:
 
     @property
     def _is_short(self) -> bool:
-        """Whether the answer has not reached its least length."""
+        """Whether the answer has not reached its minimum length."""
         return self._num_seen < self.params.min_tokens
 
     def _allow_only(self, run: Sequence[int], room: int) -> None:
-        """The first of these tokens; the others are known with it."""
+        """Allow only the first token of the run; the others are forced."""
         self.forced = tuple(run[1:room])
         self.bits[:] = 0
         self._allow(run[0])
@@ -171,7 +179,7 @@ class _RowMatcher:
         self.bits.view(np.uint32)[token_id // 32] |= np.uint32(1) << np.uint32(token_id % 32)
 
     def _forbid(self, token_ids: frozenset[int]) -> None:
-        """An answer that is complete ends, however short."""
+        """Forbid the tokens unless nothing else is allowed: a complete answer ends even if it is short."""
         ids = np.array(sorted(token_ids), dtype=np.int64)
         bits = self.bits.copy()
         np.bitwise_and.at(bits.view(np.uint32), ids // 32, ~(np.uint32(1) << (ids % 32).astype(np.uint32)))
@@ -180,8 +188,11 @@ class _RowMatcher:
 
 
 class RowMasks:
-    """The matchers of a runner's rows. `patience`, `lone_patience`: seconds; see the module. `max_forced`: most tokens
-    that are known with a sampled one."""
+    """Matchers of a runner's rows.
+
+    `patience` and `lone_patience` are in seconds; see the module. `max_forced` limits the tokens that are known with a
+    sampled one.
+    """
 
     def __init__(
         self,
@@ -201,14 +212,16 @@ class RowMasks:
         self._slow = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tidemill-slow-masks")
 
     def start(self, where: IntArray, ends: IntArray, alone: bool) -> FinishMasks:
-        """Begin the masks of a step that samples position `ends [S]` of rows `where [S]`; `alone`: nothing else is
-        running. The tokens before must be known."""
+        """Begin the masks of a step that samples position `ends [S]` of rows `where [S]`; earlier tokens must be known.
+
+        `alone`: no other step is running.
+        """
         places = np.flatnonzero(masked(self._rows, where, ends))
         matchers = [self._begin(int(where[place]), int(ends[place])) for place in places.tolist()]
         return partial(self._finish, places, matchers, alone and len(places) == len(where))
 
     def _begin(self, row: int, end: int) -> _RowMatcher | None:
-        """None: the row sat out a step that this one was built on."""
+        """Begin the mask of a row; None if the row got no token in a step on which this one depends."""
         rows, matcher = self._rows, self._matchers.get(row)
         if matcher is None or matcher.generation != rows.generation[row]:
             params = rows.sampling.params[row]
@@ -217,14 +230,14 @@ class RowMasks:
             self._matchers[row] = matcher
         if matcher.work is not None:
             return matcher if matcher.end == end else None
-        # a token that never comes is read only by a step behind one that failed, and means nothing there
+        # UNKNOWN tokens occur only in steps behind a failed one, whose results are discarded.
         answer = np.maximum(rows.tokens[row, rows.num_prompt[row] : end], 0)
         run = partial(matcher.run, self._compiler, answer, self._room(row, end, matcher.params))
         matcher.end, matcher.work = end, self._start(matcher, run)
         return matcher
 
     def _start(self, matcher: _RowMatcher, run: Callable[[], None]) -> "Future[None]":
-        """In a thread, unless it is but a look at a few tokens."""
+        """Run in a thread, or directly if there is only a thinking budget to check."""
         grammar = matcher.params.grammar
         if grammar is not None:
             return (self._quick if matcher.seconds <= self._patience else self._slow).submit(run)
@@ -234,7 +247,8 @@ class RowMasks:
         return done
 
     def _room(self, row: int, end: int, params: SamplingParams) -> int:
-        """Tokens from position `end` on that may be known at once: log-probabilities are of sampled tokens only."""
+        """Return the number of tokens from position `end` that may be known at once; 1 if log-probabilities are
+        wanted, which exist only for sampled tokens."""
         if params.logprobs is not None:
             return 1
         longest = min(self._rows.tokens.shape[1] - 1, int(self._rows.num_prompt[row]) + params.max_tokens)

@@ -1,8 +1,8 @@
-"""How many cache units fit on the device: after the weights, and beside what a step needs.
+"""Number of cache units that fit on the device, after the weights and the needs of a step.
 
-CPU: a share of the memory that is available to this process (container limits counted), capped. CUDA: what
-`gpu_memory_utilization` of the whole device leaves after weights and the peak of a profiling pass. What running from
-hidden state needs beside the units comes out of the same memory; the host tier has a size of its own, given in bytes.
+On a CPU, the cache gets a capped share of the memory available to the process (container limits included). On CUDA, it
+gets the share `gpu_memory_utilization` of the device minus weights and the peak of a profiling pass. Hidden state takes
+additional memory from the same budget. The host tier has its own size in bytes.
 """
 
 from collections.abc import Callable
@@ -22,27 +22,29 @@ CPU_SHARE = 0.25
 CPU_LIMIT = 4 * 1024**3
 SWAP_SHARE, SWAP_LIMIT = 0.25, 16 * 1024**3
 CHECKPOINT_PART = 4
-"""One part in so many of what the rows' states leave of the cache's memory is the most that checkpoints take."""
+"""1 / CHECKPOINT_PART is the maximum share of the cache memory (after the states of rows) for checkpoints."""
 HOST_CHECKPOINT_TOKENS = 4 * CHECKPOINT_TOKENS
-"""Tokens of the host tier to a state there: a chat comes back for its last one or two."""
+"""Tokens of the host tier per state there; a returning chat needs only its last one or two."""
 LEAST_SLOTS = 4
-"""With fewer each prompt's states would push out those of the one before."""
+"""Minimum number of slots; with fewer, the states of each prompt would evict those of the previous one."""
 WEIGHT_SHARE = 0.75
-"""Of the free memory, what weights may take before some of them stream (`--offload-weights auto`)."""
+"""Maximum share of the free memory for weights before layers are streamed (`--offload-weights auto`)."""
 
 
 def unit_bytes(spec: ModelShape, block_size: int, dtype: torch.dtype) -> int:
-    """One block of K, or of V, for all layers, in a cache of this type."""
+    """Return the bytes of one block of K, or of V, in all layers of a cache of this type."""
     return spec.num_layers * slice_elements(block_size, spec.num_kv_heads, spec.head_dim, dtype) * dtype.itemsize
 
 
 def weight_bytes(spec: ModelShape, dtype: torch.dtype, quantization: str, ranks: int = 1) -> int:
-    """All weights; those of one of several ranks, where `spec` has its layers' sizes, and its part of the head.
-    Quantised, a linear layer's are bytes, with a scale and a sum of 4 bytes for each output; its bias, norms and
-    embeddings stay in `dtype`, a tied head beside its embedding. Beside stored values the head is in `dtype`, as such
-    checkpoints have it."""
+    """Return the bytes of all weights, or of one rank's part.
+
+    For one of several ranks, `spec` has the sizes of its layers. A quantised linear layer takes one byte per value,
+    plus a scale and a sum of 4 bytes each per output. Bias, norms and embeddings stay in `dtype`, a tied head in
+    addition to the embedding. With stored values the head stays in `dtype`, as in such checkpoints.
+    """
     if not isinstance(spec, ModelSpec):
-        assert quantization == "none", "only layers of ours are quantised"
+        assert quantization == "none", "only native layers are quantised"
         return spec.num_parameters * dtype.itemsize
     hidden, ffn, vocab = spec.hidden_size, spec.intermediate_size, spec.vocab_size
     head = vocab // head_ranks(vocab, ranks)
@@ -60,13 +62,15 @@ def weight_bytes(spec: ModelShape, dtype: torch.dtype, quantization: str, ranks:
 
 
 def scratch_bytes(spec: ModelShape, block_size: int, dtype: torch.dtype, scratch_blocks: int) -> int:
-    """K and V of so many blocks in one layer: every layer uses the same."""
+    """Return the bytes of K and V of these blocks in one layer; all layers share them."""
     return scratch_blocks * UNITS_PER_BLOCK * unit_bytes(spec, block_size, dtype) // spec.num_layers
 
 
 def projection_bytes(spec: ModelSpec, dtype: torch.dtype) -> int:
-    """Bytes of the K and V parts of all projections, packed once more for hidden state (`Heads`). The CPU packs types
-    of 16 bits; others are views of the weights."""
+    """Return the bytes of the K and V projections that hidden state packs a second time (`Heads`).
+
+    The CPU packs 16-bit types; other types are views of the weights.
+    """
     if dtype.itemsize != 2:
         return 0
     return spec.num_layers * 2 * spec.kv_size * spec.hidden_size * dtype.itemsize
@@ -81,8 +85,10 @@ def hidden_cache_bytes(
     *,
     streams: bool = False,
 ) -> int:
-    """All device memory that running from hidden state takes beside cache units; 0 without scratch. Where layers
-    stream, none is packed and projections are views."""
+    """Return the device memory that hidden state takes in addition to cache units; 0 without scratch.
+
+    With streamed layers, projections are views instead of packed copies.
+    """
     if not scratch_blocks:
         return 0
     copies = projection_bytes(spec, dtype) if device.type == "cpu" and not streams else 0
@@ -90,29 +96,29 @@ def hidden_cache_bytes(
 
 
 def host_units(host_bytes: int, bytes_per_unit: int) -> int:
-    """Units of the host tier that fit into so many bytes of host memory."""
+    """Return the units of the host tier that fit into `host_bytes`."""
     return max(host_bytes, 0) // bytes_per_unit
 
 
 def useful_slots(limits: Limits, num_blocks: int) -> int:
-    """Checkpoints that so many blocks can be used with: as often as prompts have them, and two of each row, whose last
-    one must not take the place of these."""
+    """Return the number of checkpoints that are useful for these blocks: one per CHECKPOINT_TOKENS, and two per row, so
+    that the last checkpoint of a row does not evict those."""
     return num_blocks * limits.block_size // CHECKPOINT_TOKENS + 2 * limits.max_num_seqs
 
 
 def swap_bytes(available: int) -> int:
-    """Bytes for the host tier beside a GPU, of `available` bytes of host memory: page-locked, so not much of it."""
+    """Return the bytes for the host tier beside a GPU; a small share, because the memory is page-locked."""
     return min(int(available * SWAP_SHARE), SWAP_LIMIT)
 
 
 def cpu_cache_bytes(available: int | None = None) -> int:
-    """Bytes for the cache on the CPU, of `available` bytes of memory (default: ask the machine)."""
+    """Return the bytes for the cache on a CPU with `available` bytes of memory (default: measured)."""
     available = available_memory() if available is None else available
     return min(int(available * CPU_SHARE), CPU_LIMIT)
 
 
 def cuda_cache_bytes(device: torch.device, utilization: float, profile: Callable[[], object]) -> int:
-    """Bytes for the cache on a CUDA device that holds the weights. `profile` runs the largest step once."""
+    """Return the bytes for the cache on a CUDA device that holds the weights. `profile` runs the largest step once."""
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(device)
     profile()
@@ -120,16 +126,16 @@ def cuda_cache_bytes(device: torch.device, utilization: float, profile: Callable
     peak = torch.cuda.max_memory_allocated(device)
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
-    # the context, libraries, and other processes: in use, and not by torch's allocator
+    # CUDA context, libraries and other processes use memory outside torch's allocator.
     outside = total - free - torch.cuda.memory_reserved(device)
     return int(total * utilization) - peak - outside
 
 
 def num_units(cache_bytes: int, bytes_per_unit: int, block_size: int, max_model_len: int, other_bytes: int = 0) -> int:
-    """Units that fit into `cache_bytes` beside the zero unit and what hidden state (`hidden_cache_bytes`) or recurrent
-    layers need.
+    """Return the units that fit into `cache_bytes`, besides the zero unit and `other_bytes` (for hidden state or
+    recurrent layers).
 
-    ConfigError if not one full context does.
+    Raises ConfigError if they cannot hold one context of `max_model_len` tokens.
     """
     cache_bytes -= other_bytes
     units = cache_bytes // bytes_per_unit - 1
@@ -150,7 +156,7 @@ def num_units(cache_bytes: int, bytes_per_unit: int, block_size: int, max_model_
 
 
 def longest_context(units: int, block_size: int) -> int:
-    """Tokens of one request that fit into so many units."""
+    """Return the tokens of one request that fit into these units."""
     return max(units, 0) // UNITS_PER_BLOCK * block_size
 
 

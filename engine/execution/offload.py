@@ -1,7 +1,7 @@
-"""Which layers of a model stay in a stated amount of memory, and which stream in every step. Torch-free.
+"""Selection of the layers that are streamed in every step, for a given amount of memory. Torch-free.
 
-Whole layers: embeddings, the head, norms and biases always stay, and two buffers hold layers that pass through.
-Sizes are those of the widest layout of a matrix (the CPU kernels' panels), so that no backend needs more.
+Layers are streamed whole. Embeddings, head, norms and biases stay in memory, and two buffers hold layers in passage.
+Sizes are those of the widest layout of a matrix (the panels of the CPU kernels), so that they suffice for any backend.
 """
 
 from collections.abc import Iterator
@@ -11,17 +11,24 @@ from engine.errors import ConfigError
 from engine.models.spec import ModelSpec
 
 BUFFERS = 2
-"""One computes while the other is filled."""
+"""Number of buffers: one is computed with while the other is filled."""
 FEWEST_STREAMED = BUFFERS + 1
-"""As many layers as there are buffers could stay in their place."""
+"""Minimum number of streamed layers; up to BUFFERS layers could stay in place of the buffers."""
 _PANEL, _PAGE = 32, 4096
-_INT8_SCALES = 8  # bytes of an output beside its integers
+_INT8_SCALES = 8  # bytes per output in addition to the integers
 
 
 @dataclass(frozen=True, slots=True)
 class Offload:
-    """`streamed`: indices of the layers that do, ascending. Bytes: `held` in memory, buffers included, of at most
-    `budget`; `layer` of one layer's matrices."""
+    """Selection of streamed layers.
+
+    Attributes:
+        budget_bytes: Memory budget.
+        held_bytes: Memory used, including buffers.
+        layer_bytes: Bytes of the matrices of one layer.
+        num_layers: Number of layers.
+        streamed: Indices of streamed layers, ascending.
+    """
 
     budget_bytes: int
     held_bytes: int
@@ -31,7 +38,7 @@ class Offload:
 
     @property
     def streamed_bytes(self) -> int:
-        """What passes through in every step."""
+        """Bytes that are streamed in every step."""
         return len(self.streamed) * self.layer_bytes
 
     def __str__(self) -> str:
@@ -39,10 +46,10 @@ class Offload:
 
 
 def plan_offload(spec: ModelSpec, itemsize: int, quantization: str, budget: int) -> Offload | None:
-    """The fewest layers that must stream for the weights to take at most `budget` bytes; None: all of them stay.
+    """Select the fewest layers to stream such that the weights take at most `budget` bytes; None: all layers stay.
 
-    `itemsize`: bytes of a value of embeddings and norms, and of matrices that are not quantised. Raises ConfigError
-    where not even the parts that must stay fit.
+    `itemsize`: bytes of a value of embeddings, norms and unquantised matrices. Raises ConfigError if the budget is too
+    small even with all layers streamed.
     """
     layer = sum(_round(matrix_bytes(n, k, itemsize, quantization), 64) for n, k in _matrices(spec))
     fixed, count = fixed_bytes(spec, itemsize, quantization), spec.num_layers
@@ -54,7 +61,7 @@ def plan_offload(spec: ModelSpec, itemsize: int, quantization: str, budget: int)
     if stay < 0:
         least = fixed + min(buffers, count * layer)
         raise ConfigError(
-            f"--offload-weights {budget / 2**30:.3g} is too little: embeddings, the head and {BUFFERS} buffers of a "
+            f"--offload-weights {budget / 2**30:.3g} is too small; embeddings, the head and {BUFFERS} buffers of a "
             f"layer take {least / 2**30:.3g} GiB"
         )
     held = fixed + buffers + stay * layer
@@ -62,19 +69,19 @@ def plan_offload(spec: ModelSpec, itemsize: int, quantization: str, budget: int)
 
 
 def spread(num_layers: int, num_streamed: int) -> tuple[int, ...]:
-    """Indices of so many layers of `num_layers`, as far apart as they can be: what stays gives reading its time."""
+    """Return the indices of the streamed layers, evenly spaced, so that resident layers give reads time."""
     return tuple((place + 1) * num_layers // num_streamed - 1 for place in range(num_streamed))
 
 
 def matrix_bytes(n: int, k: int, itemsize: int, quantization: str) -> int:
-    """A weight [n, k] in panels."""
+    """Return the bytes of a weight [n, k] in panels."""
     outputs, inputs = _round(n, _PANEL), _round(k, _PANEL)
     return outputs * (inputs * itemsize if quantization == "none" else inputs + _INT8_SCALES)
 
 
 def fixed_bytes(spec: ModelSpec, itemsize: int, quantization: str) -> int:
-    """Embeddings, the head beside them (packed apart even where it is tied), and norms and biases, as they are and once
-    more as floats."""
+    """Return the bytes of embeddings, head (packed separately even if tied), and norms and biases, which are kept in
+    their type and as floats."""
     hidden = spec.hidden_size
     embeddings = spec.vocab_size * hidden
     if spec.position_offset is not None:
@@ -88,12 +95,12 @@ def fixed_bytes(spec: ModelSpec, itemsize: int, quantization: str) -> int:
 
 
 def _qk_norms(spec: ModelSpec) -> int:
-    """Values of q and k norms, which are kept once for every head."""
+    """Return the number of values of q and k norms, which are repeated for every head."""
     return spec.num_layers * (spec.num_heads + spec.num_kv_heads) * spec.head_dim if spec.qk_norm else 0
 
 
 def _matrices(spec: ModelSpec) -> Iterator[tuple[int, int]]:
-    """Outputs and inputs of a layer's matrices."""
+    """Yield outputs and inputs of a layer's matrices."""
     hidden, ffn = spec.hidden_size, spec.intermediate_size
     yield spec.q_size + 2 * spec.kv_size, hidden
     yield hidden, spec.q_size

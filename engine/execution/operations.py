@@ -1,6 +1,6 @@
-"""Cache operations of a step: restore K and V from hidden state, and copy units between the tiers.
+"""Cache operations of a step: restoring K and V from hidden state, and copying units between the tiers.
 
-Neighbouring operations of one action run as one batch, in their order.
+Adjacent operations of the same action run as one batch.
 """
 
 from collections.abc import Sequence
@@ -15,23 +15,23 @@ from engine.execution.pool import UnitPool
 
 
 class CacheMover(Protocol):
-    """Moves and converts what lies in units of `pool`, each call behind the ones before it."""
+    """Moves and converts the contents of units of `pool`; calls take effect in order."""
 
     pool: UnitPool
 
     def restore(self, units: IntArray, starts: IntArray) -> None:
-        """Project K and V of whole blocks [n], full or not: `units [n, 3]` (hidden state, K, V) of tokens that begin at
-        positions `starts [n]`."""
+        """Project K and V of blocks [n], full or not, with `units [n, 3]` (hidden state, K, V) and first positions
+        `starts [n]`."""
 
     def swap_out(self, pairs: IntArray) -> None:
-        """Copy device units to host units [n, 2]; the device units may be overwritten by what follows."""
+        """Copy device units to host units [n, 2]; later work may overwrite the device units."""
 
     def swap_in(self, pairs: IntArray) -> None:
-        """Copy host units to device units [n, 2]; what follows finds them there."""
+        """Copy host units to device units [n, 2], before later work reads them."""
 
 
 def run_operations(mover: CacheMover, operations: Sequence[CacheOperation]) -> None:
-    """Run, or launch, the operations of one step in their order."""
+    """Run, or launch, the operations of one step in order."""
     for action, group in groupby(operations, key=lambda operation: operation.action):
         batch = list(group)
         if action is CacheAction.RESTORE:
@@ -44,8 +44,8 @@ def run_operations(mover: CacheMover, operations: Sequence[CacheOperation]) -> N
 
 def _restored_units(batch: Sequence[CacheOperation]) -> IntArray:
     for each in batch:
-        assert (each.source.kind, each.source.tier) == (CacheKind.HIDDEN, Tier.DEVICE), "hidden state is restored"
-        assert (each.target.kind, each.target.tier) == (CacheKind.KV, Tier.DEVICE), "... to K and V on the device"
+        assert (each.source.kind, each.source.tier) == (CacheKind.HIDDEN, Tier.DEVICE), "only hidden state is restored"
+        assert (each.target.kind, each.target.tier) == (CacheKind.KV, Tier.DEVICE), "a restore writes K and V"
     return np.array([each.source.units + each.target.units for each in batch], dtype=np.int64)
 
 

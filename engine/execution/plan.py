@@ -1,4 +1,4 @@
-"""What will run, as far as it can be decided without loading the weights. Torch-free."""
+"""Launch plan: the decisions that need no loaded weights. Torch-free but for types."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,26 +14,39 @@ from predictor.limits import UNITS_PER_BLOCK, Limits
 
 FLOAT8 = "fp8"
 STORED_INTEGERS, STORED_FLOATS = STORED = ("w8a8", "stored fp8")
-"""`LaunchPlan.quantization` of layers that compute with the integers, or the floats of 8 bits, of the checkpoint."""
+"""Values of `LaunchPlan.quantization` for layers that compute with the 8-bit integers or floats of the checkpoint."""
 
 
 @dataclass(frozen=True, slots=True)
 class LaunchPlan:
-    """`device`: the name of the backend; `dtype`: type of weights and cache. `cache_bytes` of device memory for the
-    cache and the units in `limits` are estimates where only the loaded weights show what is left.
+    """Everything that a launch decides before it loads weights. Byte counts are those of one rank.
 
-    `quantization` of the linear layers: "none", "int8", "fp8", or "w8a8" and "stored fp8" for the integers, or floats
-    of 8 bits, of the checkpoint.
-    `memory_utilization`: share of a GPU's memory to use. `host_units` of the host tier; `scratch_blocks`: how many
-    blocks a step may run from hidden state; `state_slots`: checkpoints of what recurrent layers keep, and
-    `host_state_slots` on the host. `int8_cache`: K and V are kept in 8 bits. `kernels`: what steps on a CPU run by, and
-    `threads` how many work on one, once known. `offload`: which layers stream; None: all weights stay.
-    `stream_seconds`: the part of a step that streaming takes, once measured.
-    `droppable`: layers may be given up for a while, for more units (`engine.execution.stages`).
-    `adapters`: LoRA beside the weights, which take `adapter_bytes`.
-    `implementation` of the layers: "own" or "transformers". `whole`: the model of which `spec` is the part that each of
-    `ranks` has; None where all of it is on one. Bytes are of one rank. `notes`: decisions that a user may not expect,
-    one sentence each.
+    Attributes:
+        folder: Checkpoint folder.
+        spec: The model, or the part of it on each rank.
+        device: Name of the backend.
+        dtype: Type of weights and cache.
+        limits: Limits of a step; units are an estimate if only loaded weights show the remaining memory.
+        weight_bytes: Size of the weights.
+        memory_utilization: Share of a GPU's memory to use.
+        notes: Decisions that a user may not expect, one sentence each.
+        cache_bytes: Device memory of the cache; possibly an estimate, like the units.
+        host_units: Units of the host tier.
+        scratch_blocks: Number of blocks that a step may run from hidden state.
+        state_slots: Number of checkpoints of recurrent state on the device.
+        host_state_slots: Number of checkpoints of recurrent state on the host.
+        kernels: Implementation of steps on a CPU, once known.
+        threads: Threads of a step on a CPU, once known.
+        quantization: Of linear layers: "none", "int8", "fp8", or an element of STORED.
+        offload: Selection of streamed layers; None: all weights stay in memory.
+        stream_seconds: Measured time of streaming per step.
+        implementation: "own" or "transformers".
+        int8_cache: Whether K and V are stored in 8 bits.
+        droppable: Whether layers can be released temporarily for more units (`engine.execution.stages`).
+        adapters: LoRA adapters.
+        adapter_bytes: Size of the adapters.
+        ranks: Number of ranks.
+        whole: The model if `spec` is a part of it; None with one rank.
     """
 
     folder: Path
@@ -64,29 +77,29 @@ class LaunchPlan:
 
     @property
     def model(self) -> ModelShape:
-        """The model, whatever part of it is on a rank."""
+        """The whole model, also with several ranks."""
         return self.whole or self.spec
 
     @property
     def own(self) -> ModelSpec:
-        """The spec of a model of ours."""
-        assert isinstance(self.spec, ModelSpec), "transformers' modules run this model"
+        """The spec of a native model."""
+        assert isinstance(self.spec, ModelSpec), "this model runs transformers modules"
         return self.spec
 
     @property
     def precision(self) -> str:
-        """What weights, activations and cache are kept in, to tell."""
+        """Types of weights, activations and cache, for reports."""
         layers = [] if self.quantization == "none" else [f"{self.quantization} layers"]
         return ", ".join((self.dtype, *layers, *(["int8 cache"] if self.int8_cache else [])))
 
     @property
     def cell_type(self) -> torch.dtype | None:
-        """The type of a cache of 8 bits; None: K and V are kept in the type that they are computed in."""
+        """Type of an 8-bit cache; None: K and V are stored in their computed type."""
         return INTEGERS if self.int8_cache else None
 
     @property
     def stored(self) -> bool:
-        """Whether layers are made of the 8 bits that the checkpoint stores, as they are."""
+        """Whether layers use the 8 bits stored in the checkpoint."""
         packing = self.spec.packing
         if packing is None or self.quantization == "none":
             return False
@@ -94,10 +107,10 @@ class LaunchPlan:
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of weights that stay in memory, with adapters, and with buffers for those that do not stay."""
+        """Bytes of weights in memory, including adapters, and buffers for streamed layers."""
         return self.adapter_bytes + (self.weight_bytes if self.offload is None else self.offload.held_bytes)
 
     @property
     def num_blocks(self) -> int:
-        """Blocks of KV that the cache holds."""
+        """Number of KV blocks of the cache."""
         return self.limits.num_units // UNITS_PER_BLOCK

@@ -1,14 +1,14 @@
-"""The device side of the unified block pool: one flat tensor of slices, and the addresses of units in it.
+"""Device side of the unified block pool: one flat tensor of slices, and the addresses of units in it.
 
-A *unit* is one block of K, or of V, or of hidden state, for all layers. Unit u of layer l is slice `u * layers + l`; a
-slice is `[block_size, kv_heads, head_dim]`, a *cell* one token's part of it; in 8 bits as `engine.models.byte_cells`
-has it. One more unit behind the last is all zeros, never written, the target of every padded block table entry. Behind
-it lie the scratch slices, which K and V of hidden blocks pass through: table entry -1 - i is scratch slice i, the same
-in every layer. A pool without scratch is *paired*: V of a block lies in the unit behind its K. A host tier of units of
-the same layout takes what is swapped out. Who owns which unit is the control plane's affair.
+A *unit* is one block of K, of V, or of hidden state, for all layers. Layer l of unit u is slice `u * layers + l`. A
+slice is `[block_size, kv_heads, head_dim]`; a *cell* is one token's part of it. For 8 bits see
+`engine.models.byte_cells`. An additional unit after the last is all zeros and never written; padded block table entries
+point to it. The scratch slices for K and V of hidden blocks follow: table entry -1 - i is scratch slice i in every
+layer. A pool without scratch is *paired*: V of a block is in the unit after its K. A host tier with units of the same
+layout takes swapped-out units. The control plane decides the use of units.
 
-A pool may be laid out anew for fewer layers, whose units are smaller and so more of them (KunServe §4.1), and back: it
-has more addresses than memory then (`PoolMemory`).
+A pool may be rearranged for fewer layers, with smaller and therefore more units (KunServe §4.1), and back. It then has
+more addresses than memory (`PoolMemory`).
 """
 
 import mmap
@@ -27,28 +27,28 @@ from engine.models.spec import ModelShape, hidden_offer
 from predictor.limits import Limits
 
 _PRIVATE = mmap.MAP_PRIVATE | getattr(mmap, "MAP_NORESERVE", 0)
-_PIECE = 16 * 2**20  # bytes that are moved at once
+_PIECE = 16 * 2**20  # bytes moved at once
 SLICES_PER_SCRATCH_BLOCK = 2  # K and V
 
 
 class PoolMemory(Protocol):
-    """Addresses of which only a part needs memory. `tensor`: over all of them, uint8, zeros where there is memory."""
+    """Address range that is only partly backed by memory. `tensor` [bytes] uint8 covers all of it, initially zero."""
 
     tensor: Tensor
 
     def back(self, num_bytes: int) -> None:
-        """Have memory at the first bytes; what was there stays. Raises ValueError where there is not so much."""
+        """Back the first bytes with memory; contents stay. Raises ValueError if there is not enough memory."""
 
     def give_back(self, num_bytes: int) -> None:
-        """Nothing lies behind the first bytes any more: the memory there may serve something else."""
+        """Release the memory after the first bytes, which holds nothing any more."""
 
 
 Reserve = Callable[[int, int], PoolMemory]
-"""(bytes at once, bytes that may come behind them) -> memory."""
+"""(bytes backed at once, bytes that may follow) -> memory."""
 
 
 class HostMemory:
-    """A PoolMemory of a CPU: the system commits a page when it is first touched."""
+    """A PoolMemory on a CPU, where the system commits a page when it is first touched."""
 
     def __init__(self, num_bytes: int, spare_bytes: int) -> None:
         self._pages = mmap.mmap(-1, num_bytes + spare_bytes, _PRIVATE)
@@ -56,26 +56,26 @@ class HostMemory:
         self.tensor = torch.frombuffer(self._pages, dtype=torch.uint8)
 
     def back(self, num_bytes: int) -> None:
-        """See PoolMemory; the system has what it has."""
+        """See PoolMemory; a no-op, because the system commits pages on demand."""
 
     def give_back(self, num_bytes: int) -> None:
-        """See PoolMemory. It reads as zeros then, on whole pages."""
+        """See PoolMemory; released whole pages read as zeros."""
         begin = -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
         if begin < len(self._pages):
             self._pages.madvise(mmap.MADV_DONTNEED, begin, len(self._pages) - begin)
 
 
 class UnitPool:
-    """`num_units` units of `layers` slices, zero at first. `dtype`: what K and V are computed in, and stored in but for
-    `cell_type`, one of 8 bits.
+    """Pool of `num_units` units of `layers` slices, initially zero.
 
-    `slices [num_slices, block_size * kv_heads * head_dim]`, `cells [num_slices * block_size, kv_heads * head_dim]`
-    (none of 8 bits) and `units [num_units + 1, elements of a unit]` are views of the same memory; `host_units
-    [num_host_units, elements of a unit]` is pinned where the device is not the CPU. On the CPU a page is committed
-    when it is first touched.
-
-    `layers`: whose slices a unit has. `spare_bytes`: addresses that more units of fewer layers may
-    take, in memory that `reserve` gives.
+    Attributes:
+        slices: [num_slices, block_size * kv_heads * head_dim].
+        cells: [num_slices * block_size, kv_heads * head_dim], a view of the same memory; not for 8 bits.
+        units: [num_units + 1, elements of a unit], a view of the same memory.
+        host_units: [num_host_units, elements of a unit]; pinned for a GPU, committed on first touch on a CPU.
+        layers: Layers whose slices a unit has.
+        dtype: Type in which K and V are computed; also the stored type unless there is an 8-bit `cell_type`.
+        spare_bytes: Addresses for additional units of fewer layers, in memory from `reserve`.
     """
 
     def __init__(
@@ -94,8 +94,8 @@ class UnitPool:
         spare_bytes: int = 0,
         reserve: Reserve = HostMemory,
     ) -> None:
-        assert not (cell_type and scratch_blocks), "hidden state does not fit in units of 8 bits"
-        assert not (spare_bytes and (scratch_blocks or num_host_units)), "nothing else depends on a unit's size"
+        assert not (cell_type and scratch_blocks), "an 8-bit pool cannot hold hidden state"
+        assert not (spare_bytes and (scratch_blocks or num_host_units)), "scratch and host tier need a fixed unit size"
         self.num_units = num_units
         self.spare_bytes = spare_bytes
         self.num_layers = num_layers
@@ -130,7 +130,7 @@ class UnitPool:
 
     @property
     def paired(self) -> bool:
-        """Whether the entry of a block's K says where its V lies, too: `num_layers` slices behind it, once for all."""
+        """Whether V of a block is `num_layers` slices after its K, so that the entry of K locates both."""
         return not self.scratch_blocks and not self.spare_bytes
 
     @classmethod
@@ -146,8 +146,8 @@ class UnitPool:
         spare_bytes: int = 0,
         reserve: Reserve = HostMemory,
     ) -> Self:
-        """The pool of a model, in the type and on the device of `like`. Raises ConfigError for scratch where the
-        model's hidden state is no use as a cache."""
+        """Return the pool of a model, with the type and device of `like`. Raises ConfigError for scratch if the model
+        cannot use hidden state as a cache."""
         if scratch_blocks and (refusal := hidden_offer(spec).refusal):
             raise ConfigError(refusal)
         return cls(
@@ -157,30 +157,30 @@ class UnitPool:
         )  # fmt: skip
 
     def write(self, cells: Tensor, values: Tensor) -> None:
-        """Keep values [n, heads, d] in cells [n], which may be wider if they are not of 8 bits."""
+        """Write values [n, heads, d] to cells [n]; cells may be wider, except in 8 bits."""
         if self.bytes is not None:
             self.bytes.write(cells, values)
         else:
             self.cells[:, : values.shape[1:].numel()].index_copy_(0, cells, values.flatten(1))
 
     def read(self, slices: Tensor) -> Tensor:
-        """What slices [n] hold, in `dtype`: [n, block_size * kv_heads * head_dim]."""
+        """Return the contents of slices [n] in `dtype`, [n, block_size * kv_heads * head_dim]."""
         return self.slices.index_select(0, slices) if self.bytes is None else self.bytes.read(slices, self.dtype)
 
     def slice_ids(self, entries: np.ndarray) -> Tensor:
-        """Table entries [n] -> slice ids [layers, n] on the device."""
+        """Convert table entries [n] to slice ids [layers, n] on the device."""
         return self._to_device(self._slices_of(entries))
 
     def cell_ids(self, entries: np.ndarray, offsets: np.ndarray) -> Tensor:
-        """Table entries [n] and offsets in their blocks [n] -> cell ids [layers, n] on the device."""
+        """Convert table entries [n] and offsets in their blocks [n] to cell ids [layers, n] on the device."""
         return self._to_device(self._slices_of(entries) * self.block_size + offsets[None, :])
 
     def scratch_cell_ids(self, entries: np.ndarray, offsets: np.ndarray) -> Tensor:
-        """Entries [n] of scratch and offsets in their blocks [n] -> cell ids [n], of every layer, on the device."""
+        """Convert scratch entries [n] and offsets [n] to cell ids [n], the same for all layers, on the device."""
         return self._to_device((self.scratch_base - 1 - entries) * self.block_size + offsets)
 
     def clear(self, entries: np.ndarray) -> None:
-        """Zero whole units and scratch slices [n]: what an earlier owner left there may be NaN, which no mask hides."""
+        """Zero whole units and scratch slices [n]: earlier contents may be NaN, which a mask does not hide."""
         units, scratch = entries, entries[:0]
         if self.scratch_blocks:
             units, scratch = entries[entries >= 0], entries[entries < 0]
@@ -190,24 +190,24 @@ class UnitPool:
             self.slices.index_fill_(0, self._to_device(self.scratch_base - 1 - scratch), 0)
 
     def bytes_of(self, layers: range, num_units: int) -> int:
-        """What so many units of these layers take. Raises ValueError for more than there are addresses for."""
+        """Return the bytes of `num_units` units of these layers. Raises ValueError if there are too few addresses."""
         if not layers or (num_units + 1) * len(layers) > len(self.slices):
-            raise ValueError(f"there is no room for {num_units} units of {len(layers)} layers")
+            raise ValueError(f"the pool has no addresses for {num_units} units of {len(layers)} layers")
         return (num_units + 1) * len(layers) * self.slices.shape[1] * self.slices.itemsize
 
     def relay(self, layers: range, num_units: int) -> None:
-        """Lay the units out for these layers, in place, so many of them. Those that there were and are keep what they
-        hold of layers that they had and have; all else they hold is undefined. Memory behind them is given back.
+        """Rearrange the pool in place for `num_units` units of these layers.
 
-        Raises ValueError for more than there are addresses, or is memory, for.
+        Units that exist before and after keep the contents of common layers; other contents are undefined. Memory after
+        the last unit is released. Raises ValueError if there are too few addresses or too little memory.
         """
-        assert self._memory is not None, "a pool without spare addresses stays as it is"
+        assert self._memory is not None, "only a pool with spare addresses can be rearranged"
         before, common = self.layers, range(max(layers.start, self.layers.start), min(layers.stop, self.layers.stop))
         self._memory.back(self.bytes_of(layers, num_units))
         kept = min(num_units, self.num_units) if common else 0
         per = max(1, _PIECE // (max(len(before), len(layers)) * self.slices.shape[1] * self.slices.itemsize))
         pieces = range(0, kept, per)
-        # Towards the front from the front on, and towards the back from the back: what is overwritten was moved.
+        # Move in the direction that overwrites only slices that were already moved.
         for first in pieces if len(layers) <= len(before) else reversed(pieces):
             last = min(first + per, kept)
             held = self._view(first, last, len(before))[:, common.start - before.start : common.stop - before.start]
@@ -222,18 +222,18 @@ class UnitPool:
         self.give_back(num_units + 1)
 
     def give_back(self, first: int) -> None:
-        """Give the memory of units from `first` on back: nothing lies there, and nobody looks."""
+        """Release the memory of units from `first` on, which hold nothing."""
         assert self._memory is not None
         self._memory.give_back(first * self.num_layers * self.slices.shape[1] * self.slices.itemsize)
 
     def past(self, units: np.ndarray, layers: range) -> Tensor:
-        """What units [n] hold of some of the layers: a copy on the host, [n, layers, elements of a slice]."""
+        """Return a host copy of some layers of units [n], [n, layers, elements of a slice]."""
         ids = self._ids_of(units, layers)
         parts = [self.slices.index_select(0, self._to_device(part.ravel())).cpu() for part in self._pieces(ids)]
         return (parts[0] if len(parts) == 1 else torch.cat(parts)).view(*ids.shape, self.slices.shape[1])
 
     def put_past(self, units: np.ndarray, layers: range, values: Tensor) -> None:
-        """Write what `past` gave of as many units and the same layers."""
+        """Write a result of `past` to as many units and the same layers."""
         ids = self._ids_of(units, layers)
         rows = values.reshape(ids.size, self.slices.shape[1])
         for part in self._pieces(ids):
@@ -241,24 +241,24 @@ class UnitPool:
             self.slices.index_copy_(0, self._to_device(part.ravel()), held.to(self.device))
 
     def _pieces(self, ids: np.ndarray) -> list[np.ndarray]:
-        """Ids [n, layers] a few units at a time: a device has no room for all of a past once more."""
+        """Split ids [n, layers] into groups of a few units, because a device may lack memory for a full copy."""
         if self.device.type == "cpu" or not ids.size:
             return [ids]
         per = max(1, _PIECE // (ids.shape[1] * self.slices.shape[1] * self.slices.itemsize))
         return [ids[first : first + per] for first in range(0, len(ids), per)]
 
     def _ids_of(self, units: np.ndarray, layers: range) -> np.ndarray:
-        """[n, layers]"""
+        """Return slice ids [n, layers]. Raises ValueError for layers or units that the pool does not have."""
         if len(layers) and (layers.start < self.layers.start or layers.stop > self.layers.stop):
-            raise ValueError(f"layers {layers} are not all among {self.layers}")
+            raise ValueError(f"layers {layers} are not all in {self.layers}")
         if units.size and not 0 <= int(units.min()) <= int(units.max()) < self.num_units:
-            raise ValueError(f"a unit that is none of the {self.num_units}")
+            raise ValueError(f"a unit is outside the pool of {self.num_units} units")
         within = np.arange(layers.start, layers.stop) - self.layers.start
         ids: np.ndarray = units[:, None] * self.num_layers + within
         return ids
 
     def _view(self, first: int, last: int, num_layers: int) -> Tensor:
-        """Units as if each had so many layers: [last - first, num_layers, elements of a slice]."""
+        """View units as if each had `num_layers` layers, [last - first, num_layers, elements of a slice]."""
         return self.slices[first * num_layers : last * num_layers].view(last - first, num_layers, -1)
 
     def _slices_of(self, entries: np.ndarray) -> np.ndarray:
@@ -283,4 +283,4 @@ def _host_zeros(num_elements: int, dtype: torch.dtype, device: torch.device) -> 
         return host_zeros(num_bytes, device).view(dtype)
     except RuntimeError as error:
         wanted = num_bytes / 2**30
-        raise ConfigError(f"no {wanted:.2f} GiB of page-locked host memory: give --swap-space less") from error
+        raise ConfigError(f"cannot page-lock {wanted:.2f} GiB of host memory; reduce --swap-space") from error

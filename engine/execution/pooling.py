@@ -1,6 +1,6 @@
-"""Vectors of the rows that want one instead of tokens: taken from a step's hidden states, summed up across chunks.
+"""Embeddings: vectors pooled from the hidden states of a row, summed across chunks.
 
-A sum belongs to a row's request: it begins with the request's first token and is made anew whenever the row is written.
+A sum belongs to the request of a row. It begins with the first token and restarts whenever the row is written.
 """
 
 from collections.abc import Callable, Mapping
@@ -15,24 +15,24 @@ from engine.execution.rows import RowTable
 from engine.pooling import Pooling
 
 TakeHidden = Callable[[Layout, Tensor], None]
-"""Takes the hidden states [T, H] of a step, behind the final norm, in the order of its layout."""
+"""Receives the hidden states [T, H] of a step after the final norm, in the order of its layout."""
 
 
 class RowPools:
-    """The sums of a runner's rows."""
+    """Sums of a runner's rows."""
 
     def __init__(self, rows: RowTable) -> None:
         self._rows = rows
         self._sums: dict[int, tuple[int, Tensor]] = {}
 
     def begin(self, chunks: IntArray) -> "StepPools | None":
-        """What a step with chunks [n, 4] (row, start, length, sample) has to pool; None: nothing."""
+        """Return the pooling of a step with chunks [n, 4] (row, start, length, sample); None if there is none."""
         if not self._rows.pools[chunks[:, 0]].any():
             return None
         return StepPools(self, {int(row): index for index, row in enumerate(chunks[:, 0])})
 
     def add(self, row: int, start: int, hidden: Tensor) -> Tensor | None:
-        """Take in the hidden states [n, H] of a row's tokens from `start` on; its vector [H], if they are the last."""
+        """Add the hidden states [n, H] of a row's tokens from `start`; return its vector [H] if they are the last."""
         rows = self._rows
         ends = start + len(hidden) == rows.num_prompt[row]
         if rows.pooling[row] is Pooling.LAST:
@@ -40,7 +40,7 @@ class RowPools:
         total, generation = hidden.float().sum(dim=0), int(rows.generation[row])
         if start:
             held, before = self._sums.pop(row)
-            assert held == generation, "a mean began in the middle of its text"
+            assert held == generation, "the mean of a text must begin with its first token"
             total += before
         if ends:
             return total / int(rows.num_prompt[row])
@@ -49,7 +49,7 @@ class RowPools:
 
 
 class StepPools:
-    """The vectors of one step, by the index of their chunk. Call it with the step's hidden states."""
+    """Vectors of one step by the index of their chunk; called with the hidden states of the step."""
 
     def __init__(self, pools: RowPools, indices: Mapping[int, int]) -> None:
         self._pools = pools
@@ -66,7 +66,7 @@ class StepPools:
                 self._vectors[self._indices[row]] = vector
 
     def fetch(self) -> dict[int, bytes]:
-        """When the step has ended: float32 numbers as they lie in memory; none where one is not finite."""
+        """Return the vectors as float32 bytes after the step has ended; empty bytes if a value is not finite."""
         if not self._vectors:
             return {}
         vectors = torch.stack(list(self._vectors.values())).cpu().numpy()

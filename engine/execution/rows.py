@@ -1,8 +1,8 @@
-"""Per-row state of a runner on the host, updated in place from the deltas of a `SchedulerOutput`.
+"""Host state of a runner's rows, updated in place from the deltas of a `SchedulerOutput`.
 
-A row is a running request's place in every table: its tokens, its sampling parameters, and its block table (units of K
-and of V per block, or one of both or of hidden state, in any mix). All numpy, so that a step's index arrays are vector
-operations; native kernels read tokens and tables, 64 bits wide, where they lie. Knows nothing of tensors or models.
+A row is the index of a running request in every table: tokens, sampling parameters, and block table (per block units of
+K and V, one unit of both, or one of hidden state, in any mix). All tables are numpy, so that the index arrays of a step
+are vector operations; native kernels read tokens and tables (64 bits) in place.
 """
 
 from collections.abc import Sequence
@@ -19,12 +19,17 @@ from engine.scheduling.output import NewRequest, SavedState, SchedulerOutput
 from predictor.limits import Limits
 
 UNKNOWN = -1
-"""Stands for a token that only the device knows yet."""
+"""Placeholder for a token that only the device knows so far."""
 
 
 class StateMoves(NamedTuple):
-    """What a step does with slots of recurrent layers' states: before all some are `parked`, (slot, slot on the host);
-    then (row, slot) are `loaded`; on the way others are `saved`."""
+    """Transfers of recurrent states between slots and rows in a step.
+
+    Attributes:
+        parked: (slot, slot on the host), before all others.
+        loaded: (row, slot), after `parked`.
+        saved: States saved while the step runs.
+    """
 
     parked: tuple[tuple[int, int], ...] = ()
     loaded: tuple[tuple[int, int], ...] = ()
@@ -32,19 +37,24 @@ class StateMoves(NamedTuple):
 
 
 class RowTable:
-    """`tokens [rows, max_model_len + 1]`; `num_blocks`, `num_prompt [rows]`; `tables [3, rows, max_blocks]`: units of
-    K, V and hidden state, also as `k_table`, `v_table`, `hidden_table`. `generation [rows]`: requests a row has held.
-    `known_to [rows]`: tokens before that position were known before anything sampled them.
-    `pooling`, `pools [rows]`: how, and whether, a row's request is made one vector. `adapters [rows]`: the number of
-    its LoRA adapter, 0: none.
+    """Tables of all rows. The memory of the large tables is committed only where it is used.
 
-    `window`: see `SchedulerConfig`. Entries of blocks before it may be of units that others have by now, or mean
-    nothing: nobody reads what they say (`num_unseen`).
-
-    `is_hidden [rows, max_blocks]`: blocks of hidden state (the entries of other blocks in `hidden_table` mean nothing),
-    `num_hidden [rows]`: how many a row has; refused unless `hidden`. K and V of those pass through scratch, to which
-    `engine.execution.hidden` points `k_table` and `v_table` anew for every step that projects them: such entries are
-    below zero, always. Memory of the large tables is committed only where it is used.
+    Attributes:
+        tokens: [rows, max_model_len + 1].
+        num_prompt: [rows], prompt tokens.
+        num_blocks: [rows], blocks of the table.
+        tables: [3, rows, max_blocks], units of K, V and hidden state; also as `k_table`, `v_table`, `hidden_table`.
+        generation: [rows], number of requests that the row has held.
+        known_to: [rows], tokens before this position were known before they were sampled.
+        pooling: Pooling of the row's request, or None.
+        pools: [rows], whether the row's request is pooled.
+        adapters: [rows], number of the LoRA adapter; 0: none.
+        window: See `SchedulerConfig`. Entries of blocks before the window may be stale and are not read
+            (`num_unseen`).
+        is_hidden: [rows, max_blocks], whether a block is hidden state; else its entry in `hidden_table` is undefined.
+        num_hidden: [rows], number of hidden blocks; always 0 unless `hidden`. K and V of hidden blocks pass through
+            scratch: `engine.execution.hidden` sets their entries in `k_table` and `v_table`, which are negative, in
+            every step that projects them.
     """
 
     def __init__(self, limits: Limits, *, hidden: bool = False) -> None:
@@ -69,7 +79,7 @@ class RowTable:
         self._state_moves = StateMoves()
 
     def apply(self, output: SchedulerOutput) -> None:
-        """Release rows, write new requests whole, extend block tables, replace entries: in this order."""
+        """Release rows, write new requests, extend block tables, and replace entries, in this order."""
         for row in output.released_rows:
             self._empty(row)
         for new in output.new_requests:
@@ -77,26 +87,25 @@ class RowTable:
         for appended in output.appended:
             self._extend(appended.row, appended.entries)
         for row, block, entry in output.replaced:
-            assert block < self.num_blocks[row], "a block that the row does not have is replaced"
+            assert block < self.num_blocks[row], "a replaced block must exist in the row"
             self._put(row, block, entry)
             self.note(row, np.array([block]))
         loaded = tuple((new.row, new.state) for new in output.new_requests if new.state >= 0)
         self._state_moves = StateMoves(output.parked_states, loaded, output.saved_states)
 
     def take_state_moves(self) -> StateMoves:
-        """What the step that was applied last does with states, once."""
+        """Return, once, the state transfers of the step applied last."""
         moves, self._state_moves = self._state_moves, StateMoves()
         return moves
 
     def settle(self, rows: IntArray, ends: IntArray, generations: IntArray, tokens: npt.NDArray[np.integer]) -> None:
-        """Note sampled tokens [n] at positions `ends` that wait for one, of rows that still hold the request they were
-        sampled for."""
+        """Store sampled tokens [n] at positions `ends` that are UNKNOWN, for rows that still hold the same request."""
         same = (self.generation[rows] == generations) & (self.tokens[rows, ends] == UNKNOWN)
-        # without a token its request ends, or runs the step again; one already in flight still needs some id to read
+        # Without a token the request ends or repeats the step, but a step already in flight needs a valid id to read.
         self.tokens[rows[same], ends[same]] = np.maximum(tokens[same], 0)
 
     def force(self, row: int, end: int, token_ids: Sequence[int]) -> None:
-        """Write what must follow the token before position `end`."""
+        """Write the forced tokens from position `end` on."""
         self.known_to[row] = end + len(token_ids)
         self.tokens[row, end : end + len(token_ids)] = token_ids
 
@@ -106,7 +115,7 @@ class RowTable:
         self.note(rows, blocks)
 
     def mirror(self, tables: IntArray) -> None:
-        """Let the first rows have these entries of K and V, [2, n, blocks]: those of another engine's rows."""
+        """Copy the K and V entries [2, n, blocks] of another engine's rows to the first rows."""
         _, count, blocks = tables.shape
         here = self.tables[:2, :count, :blocks]
         if self._changed is not None:
@@ -115,22 +124,22 @@ class RowTable:
         self.num_blocks[:count] = blocks
 
     def num_unseen(self, starts: IntArray) -> IntArray:
-        """Blocks in front of all that chunks see which begin at `starts` [n]."""
+        """Return the number of leading blocks that chunks beginning at `starts` [n] do not see."""
         return np.maximum(starts - self.window + 1, 0) // self.block_size if self.window else np.zeros_like(starts)
 
     def track_changes(self) -> None:
-        """From now on `take_changes` says what changed in the tables."""
+        """Enable `take_changes`."""
         self._changed = []
 
     def take_changes(self) -> IntArray:
-        """Blocks [n] (row * max_blocks + block), none twice, whose entries changed since the last call."""
+        """Return the blocks [n] (row * max_blocks + block), unique, whose entries changed since the last call."""
         if not self._changed:
             return np.zeros(0, np.int64)
         changed, self._changed = self._changed, []
         return np.unique(np.concatenate(changed))
 
     def note(self, rows: IntArray | int, blocks: IntArray) -> None:
-        """Entries of these blocks were written."""
+        """Record that entries of these blocks were written."""
         if self._changed is not None:
             self._changed.append(rows * self.tables.shape[2] + blocks)
 
@@ -157,7 +166,7 @@ class RowTable:
             return
         first = int(self.num_blocks[row])
         last = first + len(entries)
-        assert last <= self.tables.shape[2], "a block table is longer than the longest context"
+        assert last <= self.tables.shape[2], "the block table exceeds the longest context"
         if all(entry.kind is CacheKind.KV and entry.tier is Tier.DEVICE for entry in entries):
             self.tables[:2, row, first:last] = np.array([entry.units for entry in entries]).T
         else:
@@ -167,13 +176,13 @@ class RowTable:
         self.note(row, np.arange(first, last))
 
     def _put(self, row: int, block: int, entry: CacheEntry) -> None:
-        assert entry.tier is Tier.DEVICE, "a row's blocks are on the device"
+        assert entry.tier is Tier.DEVICE, "blocks of a row must be on the device"
         if entry.kind is CacheKind.GONE:
-            assert self.window, "a block was given back that is read"
-            self.tables[:2, row, block] = 0, 1  # units that exist, as a block's do: some check the whole table
+            assert self.window, "only blocks before a window can be given back"
+            self.tables[:2, row, block] = 0, 1  # existing units, because some checks read the whole table
             return
         hidden = entry.kind is CacheKind.HIDDEN
-        assert self._takes_hidden or not hidden, "this runner was made without scratch for hidden state"
+        assert self._takes_hidden or not hidden, "this runner has no scratch for hidden state"
         self.num_hidden[row] += int(hidden) - int(self.is_hidden[row, block])
         self.is_hidden[row, block] = hidden
         if hidden:

@@ -1,12 +1,13 @@
-"""Runner: a SchedulerOutput becomes operations of the cache, a forward pass, and tokens. All that backends share.
+"""Runner: turns a SchedulerOutput into cache operations, a forward pass, and tokens, for all backends.
 
-It owns the rows and applies the deltas in the order that `engine.scheduling.output` documents; memory, copies and the
-forward pass are the device's (`Device`). Where a device takes steps ahead, `launch` comes back while the step runs, and
-sampled tokens stay on the device, where the next step reads them before the host has seen them (a request that has
-ended by then costs one token too many, which the core drops; one whose next tokens turn out to be forced has computed
-the first of them, and what was sampled behind it is dropped). Where the device leaves sampling to the host, a step
-waits for the steps before it; the masks of grammars do so everywhere, while its forward pass runs. Knows nothing of
-scheduling, prefix sharing or text.
+The runner owns the rows and applies deltas in the order documented in `engine.scheduling.output`. Memory, copies and
+the forward pass belong to the `Device`.
+
+If the device takes steps ahead, `launch` returns while the step runs. Sampled tokens stay on the device, where the next
+step reads them before the host has seen them. A request that has ended by then costs one token too many, which the core
+drops. A request whose next tokens turn out to be forced has computed the first of them; the sample behind it is
+dropped. If sampling is left to the host, a step waits for the previous steps. Grammar masks always wait for them, while
+the forward pass runs.
 """
 
 import time
@@ -36,14 +37,14 @@ from engine.grammar import Grammar
 from engine.models.lora import Adapters, Delta, Site
 from engine.scheduling.output import Collect, ModelRunnerOutput, SchedulerOutput
 
-if TYPE_CHECKING:  # running a model needs none of what compiles grammars
+if TYPE_CHECKING:  # running a model does not need the grammar compiler
     from engine.structured.compiler import GrammarCompiler
 
 
 class Device(CacheMover, Protocol):
-    """A backend's half of a runner: its memory, and what runs on it, in order, in `lane`.
+    """Backend-specific part of a runner: memory, and operations that run in order in `lane`.
 
-    `pipeline_depth`: steps whose tokens may still be unknown to the host when the next one is launched.
+    `pipeline_depth` is the number of steps whose tokens may be unknown to the host when the next step is launched.
     """
 
     rows: RowTable
@@ -53,43 +54,49 @@ class Device(CacheMover, Protocol):
     adapters: Adapters
 
     def adapt(self, number: int, deltas: Mapping[Site, Delta]) -> None:
-        """Rows may have this LoRA adapter from now on."""
+        """Make a LoRA adapter available to rows."""
 
     def forward(
         self, chunks: IntArray, masks: FinishMasks | None = None, take: TakeHidden | None = None
     ) -> tuple[Tensor, DeviceSamples | None]:
         """Run chunks [n, 4] (row, start, length, sample) over the rows' tokens and tables, and write their cache.
 
-        Gives, in the order of the chunks that sample, logits [S, vocab] and tokens [S] int32, INVALID_TOKEN where
-        logits are not finite: as their rows wish, and where `masks` allow it, which are asked for when the forward pass
-        is under way. None for the samples: the host is to sample, and to mask. The next call may overwrite both. `take`
-        is called with the step's hidden states. Where a row's token is UNKNOWN the device reads the one it sampled.
+        A row's UNKNOWN token is read from the device's own sample. The next call may overwrite the results.
+
+        Args:
+            chunks: Chunks of the step.
+            masks: Called during the forward pass to get the masks of the samples.
+            take: Called with the hidden states of the step.
+
+        Returns:
+            Logits [S, vocab] and samples in the order of the sampling chunks, chosen by the sampling parameters of
+            their rows; INVALID_TOKEN if logits are not finite. None for the samples: the host samples and masks.
         """
 
 
 class OtherRanks(Protocol):
-    """Where each layer is divided among ranks: all but the first one, which is this runner's device.
+    """All ranks but the first, which is this runner's device; each layer is divided among ranks.
 
-    `pids`: the numbers of their processes.
+    `pids` are the process ids of the ranks.
     """
 
     @property
     def pids(self) -> list[int]: ...
 
     def begin(self, output: SchedulerOutput, rows: RowTable) -> None:
-        """Have them run a step of the first rank's, whose `rows` know it already. Raises LinkLostError."""
+        """Make the ranks run a step; `rows` already include it. Raises LinkLostError."""
 
     def end(self) -> None:
-        """The first rank has launched its part of what was begun."""
+        """Mark that the first rank has launched its part of the step."""
 
     def lost(self) -> str | None:
-        """After a step that failed: why there is no further one of all ranks; None if there is."""
+        """Return, after a failed step, why the ranks cannot continue together; None if they can."""
 
     def watch(self, lost: Callable[[str], None]) -> None:
-        """Call it, from another thread, when one of them is gone, with why."""
+        """Call `lost` with the reason, from another thread, when a rank has ended."""
 
     def close(self) -> None:
-        """They end. Any thread may call it, again, too."""
+        """End the ranks. May be called repeatedly and from any thread."""
 
 
 DeviceT = TypeVar("DeviceT", bound=Device)
@@ -97,7 +104,7 @@ DeviceT = TypeVar("DeviceT", bound=Device)
 
 @dataclass(slots=True)
 class _Samples:
-    """Of a launched step: where its tokens belong, and when `tokens [n]` will hold them; `logprobs` reads theirs."""
+    """Result of a launched step: target positions, and host buffers that are valid once `arrived` is passed."""
 
     rows: IntArray
     ends: IntArray
@@ -114,7 +121,7 @@ class Runner(Generic[DeviceT]):
     def __init__(self, device: DeviceT) -> None:
         self.device = device
         self._rows = device.rows
-        # host buffers for tokens and their log-probabilities: of the steps in flight, and one to spare
+        # Host buffers for tokens and their log-probabilities: one per step in flight, and a spare.
         depth, size = device.pipeline_depth, device.rows.num_rows * (1 + LOGPROB_COLUMNS)
         self._results = deque(pinned(size, torch.int32, device.pool.device) for _ in range(depth + 2))
         self._unsettled: deque[_Samples] = deque()
@@ -125,7 +132,7 @@ class Runner(Generic[DeviceT]):
         self._pools = RowPools(device.rows)
 
     def can_enforce(self, grammar: Grammar) -> bool:
-        """Whether rows may have this grammar; it is ready then."""
+        """Return whether rows may have this grammar; compiles it if so."""
         try:
             if self.grammars is not None:
                 self.grammars.compile(grammar)
@@ -134,16 +141,16 @@ class Runner(Generic[DeviceT]):
         return self.grammars is not None
 
     def enforce(self, grammars: "GrammarCompiler", max_forced: int = MAX_FORCED, patience: float = PATIENCE) -> None:
-        """Take requests with grammars and budgets from now on. `max_forced`, `patience`: see `RowMasks`."""
+        """Accept requests with grammars and budgets from now on. `max_forced`, `patience`: see `RowMasks`."""
         self.grammars = grammars
         self.masks = RowMasks(self._rows, grammars, patience, max_forced=max_forced)
 
     def lost(self) -> str | None:
-        """After a step that failed: why the device runs no further one; None if it does."""
+        """Return, after a failed step, why the device cannot run further steps; None if it can."""
         return (None if self.ranks is None else self.ranks.lost()) or self.device.lane.lost()
 
     def launch(self, output: SchedulerOutput) -> Collect:
-        """Start one step; where nothing is taken ahead it has ended when this returns."""
+        """Start one step; if the device takes no steps ahead, return when it has ended."""
         began, device = time.perf_counter(), self.device
         with torch.inference_mode(), device.lane.use():
             self._settle(all_but=device.pipeline_depth)
@@ -160,7 +167,7 @@ class Runner(Generic[DeviceT]):
         return partial(self._collect, output.step_id, samples, pools, arrived, began)
 
     def _run(self, chunks: IntArray, pools: StepPools | None) -> _Samples | None:
-        """Forward pass and sampling; None without a sample."""
+        """Run the forward pass and sample; return None without samples."""
         rows = self._rows
         ends = chunks[:, 1] + chunks[:, 2]
         assert (ends <= rows.num_blocks[chunks[:, 0]] * rows.block_size).all(), "a block table is too short"
@@ -175,10 +182,10 @@ class Runner(Generic[DeviceT]):
         return self._fetch(samples, where, ends, None if masks is None else masks())
 
     def _begin_masks(self, where: IntArray, ends: IntArray, alone: bool) -> FinishMasks | None:
-        """Begin the masks of a step whose past is known; of others, when somebody asks for them. They are made once."""
+        """Begin the masks of a step at once if its past is known, else on request. They are computed once."""
         if not masked(self._rows, where, ends).any():
             return None
-        assert self.masks is not None, "a request with a grammar was taken that nobody can enforce"
+        assert self.masks is not None, "a request has a grammar, but grammars are not enabled (`enforce`)"
         if not self._unsettled:
             return cache(self.masks.start(where, ends, alone))
 
@@ -191,7 +198,7 @@ class Runner(Generic[DeviceT]):
         return finish
 
     def _sample(self, logits: Tensor, where: IntArray, ends: IntArray, masks: FinishMasks | None) -> _Samples:
-        """Sampling by the host; waits for the device."""
+        """Sample on the host; waits for the device."""
         self._settle(all_but=0)
         rows = self._rows
         known = [rows.tokens[row, :end] for row, end in zip(where.tolist(), ends.tolist(), strict=True)]
@@ -199,14 +206,14 @@ class Runner(Generic[DeviceT]):
         allowed = None if masks is None else masks()
         tokens, logprobs = sample(logits, rows.sampling, batch, allowed)
         generations = rows.generation[where]
-        sought = ends >= rows.known_to[where]  # a step ahead may have computed the first of what was forced behind it
+        sought = ends >= rows.known_to[where]  # a step taken ahead may have computed the first of the forced tokens
         rows.tokens[where[sought], ends[sought]] = np.maximum(tokens, 0)[sought]
         forced = self._note_forced(where, ends, allowed)
         read = None if logprobs is None else lambda: logprobs
         return _Samples(where, ends, generations, tokens.astype(np.int32), self.device.lane.mark(), read, forced)
 
     def _note_forced(self, where: IntArray, ends: IntArray, allowed: StepMasks | None) -> Mapping[int, tuple[int, ...]]:
-        """What must follow samples at `ends [n]` of rows `where [n]` stands in their rows from now on."""
+        """Write the tokens forced after samples at `ends [n]` of rows `where [n]` to the rows."""
         if allowed is None:
             return {}
         for at, run in allowed.forced.items():
@@ -214,7 +221,7 @@ class Runner(Generic[DeviceT]):
         return allowed.forced
 
     def _fetch(self, sampled: DeviceSamples, where: IntArray, ends: IntArray, allowed: StepMasks | None) -> _Samples:
-        """Send tokens [n], and what belongs to them, on their way to the host."""
+        """Start the copy of tokens [n] and log-probabilities to the host."""
         count, results, logprobs = len(where), self._results[0], None
         self._results.rotate(-1)
         if (wanted := sampled.logprobs) is not None:
@@ -232,7 +239,7 @@ class Runner(Generic[DeviceT]):
         return samples
 
     def _settle(self, all_but: int) -> None:
-        """Note the tokens of the oldest steps in their rows, waiting for them if need be."""
+        """Store the tokens of all but the newest steps in their rows, waiting for them if necessary."""
         while len(self._unsettled) > all_but:
             step = self._unsettled.popleft()
             step.arrived.synchronize()
@@ -245,7 +252,7 @@ class Runner(Generic[DeviceT]):
         with torch.inference_mode():
             pooled = {} if pools is None else pools.fetch()
         ended = time.perf_counter()
-        # a step launched behind another begins when that one ends
+        # A step launched behind another begins when the other ends.
         latency, self._last_end = ended - max(began, self._last_end), ended
         if samples is None:
             return ModelRunnerOutput(step_id, [], None, latency, {}, pooled)

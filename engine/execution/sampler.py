@@ -1,11 +1,11 @@
-"""From logits to tokens, vectorised over rows; only rows with special wishes pay for them.
+"""Sampling on the host, vectorised over rows; only rows with special parameters cost extra time.
 
-Order of operations: log-probabilities from the raw logits; logit bias, minimum length, penalties; the masks of
-grammars; temperature, min-p, top-k, top-p; inverse CDF in order of token ids at a given uniform number. Every row is
-computed by itself (sums are prefix sums along the row), so neighbours cannot change its token. Rows whose logits are
-not finite where it matters (any NaN, +inf, or nothing but -inf) give INVALID_TOKEN and disturb nobody.
+Order of operations: log-probabilities from the raw logits; logit bias, minimum length, penalties; grammar masks;
+temperature, min-p, top-k, top-p; inverse CDF in order of token ids at a given uniform number. Every row is computed
+independently (sums are prefix sums along the row), so other rows cannot change its token. A row with NaN, +inf or only
+-inf gets INVALID_TOKEN.
 
-Knows nothing of requests' lives or the cache; token ids of callers were checked against the vocabulary before.
+The caller must have checked token ids against the vocabulary.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,14 +24,14 @@ from engine.scheduling.output import INVALID_TOKEN, LATE_TOKEN, UNMASKED_TOKEN
 
 _Lowest = Callable[[Tensor, Tensor], Tensor]
 
-_LOWEST_EXPONENT = -80.0  # of a share: less is never drawn, but subnormal, which a CPU adds at a tenth of its speed
-_FIRST_CANDIDATES = 64  # of top-p; then this many times more, until they hold the share asked for
+_LOWEST_EXPONENT = -80.0  # smaller weights are never drawn, and subnormal sums are ten times slower on a CPU
+_FIRST_CANDIDATES = 64  # first guess for top-p; multiplied until the candidates hold the required share
 _MORE_CANDIDATES = 16
 
 
 @dataclass(frozen=True, slots=True)
 class SampleInput:
-    """What is sampled: for each of R logits rows its table row, its number of prompt tokens, and its tokens so far."""
+    """For each of R logits rows: row in the table, number of prompt tokens, and tokens so far."""
 
     rows: IntArray
     num_prompt: IntArray
@@ -46,7 +46,7 @@ class SampleInput:
 def sample(
     logits: Tensor, table: SamplingTable, batch: SampleInput, masks: StepMasks | None = None
 ) -> tuple[IntArray, list[TokenLogprobs | None] | None]:
-    """logits [R, vocab] of any float type -> tokens [R] and, if any row wants them, log-probabilities per row."""
+    """Sample logits [R, vocab] of any float type: tokens [R], and log-probabilities per row if any row wants them."""
     rows = batch.rows
     wanted = np.flatnonzero(table.num_logprobs[rows] >= 0)
     edited = np.flatnonzero(table.edits[rows])
@@ -59,7 +59,7 @@ def sample(
             apply_masks(chosen_from, masks)
     tokens, best = _argmax(chosen_from)
     valid = np.isfinite(best)
-    if edited.size or masks is not None:  # the edits may hide a NaN behind a mask
+    if edited.size or masks is not None:  # edits or masks may hide a NaN
         valid &= np.isfinite(_argmax(logits)[1])
     drawn = np.flatnonzero(~table.greedy[rows] & valid)
     if drawn.size:
@@ -73,12 +73,12 @@ def sample(
 
 _ADDED = np.where(np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little"), 0.0, -np.inf)
 _ADDED = _ADDED.astype(np.float32)
-"""[256, 8]: what eight bits of a mask add to their logits."""
+"""[256, 8], values that eight mask bits add to their logits."""
 
 
 def apply_masks(logits: Tensor, masks: StepMasks) -> None:
-    """Set logits [R, vocab] to -inf where a row's mask has no bit, in place."""
-    # added, since a fill that looks at each bit guesses wrong where many are of either kind: ten times as long and more
+    """Set logits [R, vocab] to -inf in place where a row's mask has no bit."""
+    # Adding avoids the branch per bit of a fill, which is more than ten times slower for mixed masks.
     octets, vocab = masks.bits.view(np.uint8), logits.shape[1]
     added = np.empty((octets.shape[1], 8), dtype=np.float32)
     for place, row in zip(masks.places.tolist(), octets, strict=True):
@@ -87,13 +87,13 @@ def apply_masks(logits: Tensor, masks: StepMasks) -> None:
 
 
 def mark_unmasked(tokens: IntArray | Int32Array, masks: StepMasks) -> None:
-    """Say of the places without a mask why there is no token [R]."""
+    """Replace the tokens [R] at places without a mask by the reason."""
     tokens[masks.late] = LATE_TOKEN
     tokens[masks.failed] = UNMASKED_TOKEN
 
 
 def _argmax(logits: Tensor) -> tuple[IntArray, np.ndarray]:
-    """Lowest id of the largest logit per row [R], and that logit (NaN if the row has one)."""
+    """Return the lowest id of the largest logit per row [R], and that logit (NaN if the row has one)."""
     if logits.device.type == "cpu":
         values = logits.float().numpy()  # numpy's argmax is several times faster than torch's
         tokens = values.argmax(axis=1)
@@ -112,7 +112,7 @@ def _edit(logits: Tensor, places: IntArray, table: SamplingTable, batch: SampleI
     """Apply logit bias, minimum length and penalties to rows `places` of float32 logits, in place."""
     for place in places.tolist():
         params = table.params[batch.rows[place]]
-        assert params is not None, "a row is sampled that no request was written to"
+        assert params is not None, "a sampled row must hold a request"
         row = logits[place]
         num_prompt, token_ids = int(batch.num_prompt[place]), batch.token_ids[place]
         if params.logit_bias:
@@ -125,7 +125,7 @@ def _edit(logits: Tensor, places: IntArray, table: SamplingTable, batch: SampleI
 
 
 def _penalise(row: Tensor, params: SamplingParams, token_ids: IntArray, num_prompt: int) -> None:
-    """Repetition over prompt and output, multiplicative; frequency and presence over the output, additive."""
+    """Apply the repetition penalty over prompt and output, and frequency and presence penalties over the output."""
     if params.repetition_penalty != 1:
         seen = _tensor(np.unique(token_ids), row)
         values = row.index_select(0, seen)
@@ -142,7 +142,7 @@ def _tensor(ids: Sequence[int] | IntArray, like: Tensor) -> Tensor:
 
 
 def _draw(logits: Tensor, table: SamplingTable, rows: IntArray, output_positions: IntArray) -> IntArray:
-    """Draw a token for each of the rows [r, vocab] of finite float32 logits."""
+    """Draw a token for each row of finite float32 logits [r, vocab]."""
     device = logits.device
     weights = _weights(logits, torch.from_numpy(table.temperature[rows]).to(device, torch.float32)[:, None])
     _filter(weights, np.flatnonzero(table.min_p[rows] > 0), table.min_p[rows], _lowest_min_p)
@@ -152,19 +152,19 @@ def _draw(logits: Tensor, table: SamplingTable, rows: IntArray, output_positions
     cdf = weights.cumsum(dim=-1, dtype=torch.float64)
     uniform = torch.from_numpy(uniforms(table.seed[rows], output_positions)).to(device)[:, None]
     drawn = torch.searchsorted(cdf, uniform * cdf[:, -1:], right=True)
-    if device.type != "cpu":  # prefix sums by many threads may fall by a rounding, and pass a token of no weight
+    if device.type != "cpu":  # parallel prefix sums may decrease by rounding and select a token of weight 0
         drawn = torch.where(weights.gather(1, drawn) > 0, drawn, weights.argmax(dim=-1, keepdim=True))
     return drawn[:, 0].cpu().numpy()
 
 
 def _weights(logits: Tensor, temperature: Tensor) -> Tensor:
-    """Shares that need no sum to be 1: the largest is 1, and none is so small that it is a subnormal number."""
+    """Return unnormalised weights: the largest is 1 and none is subnormal."""
     exponents = (logits - logits.amax(dim=-1, keepdim=True)) / temperature
     return functional.threshold(exponents, _LOWEST_EXPONENT, -torch.inf, inplace=True).exp_()
 
 
 def _filter(weights: Tensor, places: IntArray, values: FloatArray | IntArray, lowest: _Lowest) -> None:
-    """Zero what lies under the lowest weight to keep, for the rows in `places`. Ties with it stay."""
+    """Zero the weights below the lowest weight to keep, for the rows in `places`. Ties stay."""
     if not places.size:
         return
     some = _select(weights, places)
@@ -181,7 +181,7 @@ def _lowest_top_k(weights: Tensor, top_k: Tensor) -> Tensor:
 
 
 def _lowest_top_p(weights: Tensor, top_p: Tensor) -> Tensor:
-    """The smallest weight of the smallest set of tokens with a share of at least top_p. Sorts no more than it must."""
+    """Return the smallest weight of the smallest token set with a share of at least top_p; sorts as few as possible."""
     target = top_p * weights.cumsum(dim=-1)[:, -1:].double()
     vocab_size, num_candidates = weights.shape[1], _FIRST_CANDIDATES
     while True:
@@ -194,7 +194,7 @@ def _lowest_top_p(weights: Tensor, top_p: Tensor) -> Tensor:
 
 
 def _logprobs(logits: Tensor, tokens: IntArray, places: IntArray, num_logprobs: IntArray) -> list[TokenLogprobs | None]:
-    """Natural logarithms of the softmax of raw float32 logits, for rows `places`; None for the others."""
+    """Return natural log-probabilities of raw float32 logits for rows `places`; None for the others."""
     results: list[TokenLogprobs | None] = [None] * len(tokens)
     if not places.size:
         return results

@@ -1,4 +1,4 @@
-"""What a device sampled in a step, on its way to the host."""
+"""Samples of a step on the device, and their transfer to the host."""
 
 from dataclasses import dataclass
 
@@ -9,20 +9,26 @@ from engine.api import MAX_LOGPROBS, TokenLogprobs
 from engine.arrays import Int32Array, IntArray
 
 LOGPROB_COLUMNS = 1 + 2 * MAX_LOGPROBS
-"""Most columns of `RowLogprobs.packed`."""
+"""Maximum number of columns of `RowLogprobs.packed`."""
 
 
 @dataclass(frozen=True, slots=True)
 class RowLogprobs:
-    """Log-probabilities of the samples at `places [w]`, `counts [w]` of the best each: `packed [w, 1 + 2n]` int32 on
-    the device holds the bits of the chosen token's and of the n best ones', and their ids."""
+    """Log-probabilities of samples.
+
+    Attributes:
+        packed: [w, 1 + 2n] int32 on the device: bits of the chosen token's and the n best log-probabilities, then the
+            ids of the n best tokens.
+        places: [w], samples with log-probabilities.
+        counts: [w], number of best tokens wanted.
+    """
 
     packed: Tensor
     places: IntArray
     counts: IntArray
 
     def read(self, packed: Int32Array, tokens: Int32Array) -> list[TokenLogprobs | None]:
-        """From a copy on the host, when it has arrived; None for samples without a token, or without the wish."""
+        """Decode a host copy; None for samples without a token or without log-probabilities."""
         results: list[TokenLogprobs | None] = [None] * len(tokens)
         most = packed.shape[1] // 2
         values, ids = packed[:, : 1 + most].view(np.float32), packed[:, 1 + most :]
@@ -35,7 +41,7 @@ class RowLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class DeviceSamples:
-    """`tokens [S]` int32 on the device, negative where there is none (`engine.scheduling.output`)."""
+    """`tokens [S]` int32 on the device, negative for samples without a token (`engine.scheduling.output`)."""
 
     tokens: Tensor
     logprobs: RowLogprobs | None = None

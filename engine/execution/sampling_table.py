@@ -1,7 +1,7 @@
-"""Per-row sampling parameters as numpy columns, and the random numbers of the streams.
+"""Sampling parameters of rows as numpy columns, and the random numbers of requests.
 
-The random number of output position i is a pure function of (seed, i): nothing is consumed, so neighbours, preemption
-and the order of a batch cannot change a stream. Torch-free.
+The random number of output position i is a pure function of (seed, i), so other rows, preemption and batch order cannot
+change the output of a request. Torch-free.
 """
 
 import numpy as np
@@ -10,17 +10,20 @@ from engine.api import NEVER, SamplingParams
 from engine.arrays import FloatArray, IntArray
 
 GREEDY_BELOW = 1e-5
-"""Lower temperatures are greedy: logits divided by them would overflow float32."""
+"""Lower temperatures are treated as greedy, because logits divided by them would overflow float32."""
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
 class SamplingTable:
-    """One column per parameter, one place per row. `num_logprobs` is -1 where none are wanted.
+    """One column per parameter, one entry per row.
 
-    `edits[row]`: its logits have to be changed before a token is chosen (bias, penalties, or a minimum length); those
-    of `penalised` rows by `penalties[row]` (repetition, frequency, presence);
-    `masked_from[row]`: the output position from which on a mask may say which tokens can be chosen.
+    Attributes:
+        num_logprobs: Number of best log-probabilities; -1: none are wanted.
+        edits: Whether logits must be changed before sampling (bias, penalties, or a minimum length).
+        penalised: Whether `penalties` apply.
+        penalties: [rows, 3] (repetition, frequency, presence).
+        masked_from: Output position from which a mask may limit the tokens.
     """
 
     def __init__(self, num_rows: int) -> None:
@@ -38,7 +41,7 @@ class SamplingTable:
         self.masked_from = np.full(num_rows, NEVER, dtype=np.int64)
 
     def write(self, row: int, params: SamplingParams) -> None:
-        """Take over a request's parameters."""
+        """Store a request's parameters."""
         self.params[row] = params
         self.temperature[row] = params.temperature
         self.top_k[row] = params.top_k
@@ -53,14 +56,14 @@ class SamplingTable:
         self.edits[row] = bool(params.logit_bias) or has_minimum(params) or has_penalties(params)
 
     def plain(self, rows: IntArray) -> bool:
-        """Whether each of these rows wants its best token, and nothing else."""
+        """Return whether all of these rows are greedy without edits or log-probabilities."""
         special = ~self.greedy[rows] | self.edits[rows] | (self.num_logprobs[rows] >= 0)
         return not special.any()
 
     def additions(self, row: int, output_position: int) -> tuple[IntArray, FloatArray]:
-        """What is added to the row's logits whatever was said: token ids [n], which may repeat, and values [n]."""
+        """Return the constant additions to the row's logits: token ids [n], possibly repeated, and values [n]."""
         params = self.params[row]
-        assert params is not None, "a row is sampled that no request was written to"
+        assert params is not None, "a sampled row must hold a request"
         pairs = list(params.logit_bias)
         if has_minimum(params) and output_position < params.min_tokens:
             pairs += [(token_id, -np.inf) for token_id in sorted(params.stop_token_ids)]
@@ -69,17 +72,17 @@ class SamplingTable:
 
 
 def has_minimum(params: SamplingParams) -> bool:
-    """Whether an answer may not end before it has a length; of a row with a grammar the masks see to that."""
+    """Return whether stop tokens are forbidden up to a minimum length; with a grammar, the masks handle that."""
     return params.min_tokens > 0 and params.grammar is None
 
 
 def has_penalties(params: SamplingParams) -> bool:
-    """Whether a token's past counts against it (or for it)."""
+    """Return whether the logit of a token depends on its earlier occurrences."""
     return params.presence_penalty != 0 or params.frequency_penalty != 0 or params.repetition_penalty != 1
 
 
 def uniforms(seeds: IntArray, positions: IntArray) -> FloatArray:
-    """One number in [0, 1) per (seed, output position), by SplitMix64: 52 bits, so that u * x < x for every x > 0."""
+    """Return one number in [0, 1) per (seed, output position), by SplitMix64; 52 bits, so that u * x < x for x > 0."""
     stream = _mix(seeds.astype(np.int64).view(np.uint64) + _GOLDEN)
     bits = _mix(stream + (positions.astype(np.uint64) + np.uint64(1)) * _GOLDEN)
     return (bits >> np.uint64(12)).astype(np.float64) * 2.0**-52

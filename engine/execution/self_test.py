@@ -1,11 +1,10 @@
-"""A look at a model before it serves: random tokens of two requests in chunks, over our cache, beside what eager
-attention by transformers gives for each of them at once. What is beyond the rounding of the type is refused with the
-figure.
+"""Self-test of a model at load: logits of two random requests, run in chunks over the engine's cache, are compared with
+those of eager attention in transformers. A model whose error exceeds the rounding of its type is refused.
 
-Windows are made short enough to matter. Of transformers' modules the loaded model itself is tested. Of a family of ours
-two layers are, one of each kind where some have a window, and a few rows of its vocabulary, by the kernels that will
-run it: as much as says whether we read its config as transformers does, at a cost that does not grow with the number of
-layers.
+Windows are shortened so that they take effect. For transformers modules, the loaded model itself is tested. For native
+families, two layers (one of each kind if some have a window) and a few vocabulary rows are tested with the kernels that
+will run the model. This suffices to check that the config is read as in transformers, at a cost independent of the
+number of layers.
 """
 
 import re
@@ -29,20 +28,20 @@ from engine.models.transformers_model import TransformersModel, own_reference
 from engine.models.weights import ModelWeights, TensorSource, build_weights, torch_dtype
 from predictor.limits import UNITS_PER_BLOCK, Limits
 
-_CHUNKS = ((9, 1, 5, 9), (4, 1, 6, 1))  # tokens of each request in each step
+_CHUNKS = ((9, 1, 5, 9), (4, 1, 6, 1))  # tokens per step of each request
 _BLOCK = 16
 _LONGEST = 2 * _BLOCK
-_WINDOW = 7  # what longer windows are cut to: shorter than the first chunk
+_WINDOW = 7  # limit for windows, shorter than the first chunk
 _LAYERS, _VOCABULARY = 2, 64
 _LAYER = re.compile(r"(?<![^.])layers\.(\d+)\.")
 _LEAST = 1e-4
 LIMITS = Limits(len(_CHUNKS), 2 * _LONGEST, _LONGEST, 2 * len(_CHUNKS) * UNITS_PER_BLOCK, _BLOCK)
-"""What a device of a test must hold."""
+"""Minimum limits of a tested device."""
 
 
 def test_modules(model: TransformersModel, attention: MakeAttention | None = None) -> str:
-    """What is wrong with transformers' modules over our cache, with `attention` as in their device; empty where nothing
-    is."""
+    """Test transformers modules over the engine's cache with `attention` as in their device. Return the error, or an
+    empty string."""
     requests = _tokens(model.shape.vocab_size)
     with torch.inference_mode(), model.short_windows(_WINDOW):
         expected = [model.eager(torch.from_numpy(ids).to(model.like.device)) for ids in requests]
@@ -57,7 +56,7 @@ def test_family(
     device_of: Callable[[ModelSpec, ModelWeights], Device],
     make: MakeLinear = make_linear,
 ) -> str:
-    """What is wrong with a family of ours, by the device that `device_of` makes; empty where nothing is."""
+    """Test a native family on the device made by `device_of`. Return the error, or an empty string."""
     picked = pick_layers(spec)
     windows = tuple(window and min(window, _WINDOW) for window in map(spec.window_of, picked) if spec.windows)
     small = replace(spec, num_layers=len(picked), vocab_size=min(_VOCABULARY, spec.vocab_size), windows=windows)
@@ -73,7 +72,7 @@ def test_family(
 
 
 def pick_layers(spec: ModelSpec) -> list[int]:
-    """The first layers, or the first of each kind."""
+    """Return the first layers, or the first layer of each kind."""
     kinds = [spec.window_of(layer) is None for layer in range(spec.num_layers)]
     if len(set(kinds)) == 1:
         return list(range(min(_LAYERS, spec.num_layers)))
@@ -81,7 +80,7 @@ def pick_layers(spec: ModelSpec) -> list[int]:
 
 
 class PickedLayers:
-    """Tensors of a model whose layers are some of another's."""
+    """A TensorSource whose layers are a selection of another's."""
 
     def __init__(self, tensors: TensorSource, picked: list[int]) -> None:
         self._tensors, self._picked = tensors, picked
@@ -105,14 +104,14 @@ def _tokens(vocab_size: int) -> list[IntArray]:
 
 
 def _by_chunks(device: Device, requests: list[IntArray]) -> list[Tensor]:
-    """The logits [n, vocab] that follow each request's chunks, which run side by side."""
+    """Return the logits [n, vocab] after each chunk of each request; the requests run in the same steps."""
     rows, blocks = device.rows, _LONGEST // _BLOCK
     for row, ids in enumerate(requests):
         units = np.arange(blocks * UNITS_PER_BLOCK) + row * blocks * UNITS_PER_BLOCK
         rows.tokens[row, : len(ids)], rows.num_blocks[row] = ids, blocks
         rows.k_table[row, :blocks], rows.v_table[row, :blocks] = units[::2], units[1::2]
         rows.note(row, np.arange(blocks))
-        rows.sampling.write(row, SamplingParams(max_tokens=1, temperature=1.0))  # logits are wanted, not tokens
+        rows.sampling.write(row, SamplingParams(max_tokens=1, temperature=1.0))  # only the logits are used
     starts, logits = [0] * len(requests), []
     for lengths in zip(*_CHUNKS, strict=True):
         step = np.array([(row, start, n, 1) for row, (start, n) in enumerate(zip(starts, lengths, strict=True))])
@@ -122,8 +121,11 @@ def _by_chunks(device: Device, requests: list[IntArray]) -> list[Tensor]:
 
 
 def _compare(ours: list[Tensor], expected: list[Tensor], dtype: torch.dtype) -> str:
-    """Errors over the spread of the logits. In 16 bits an expert may be another for a token whose scores are a tie: the
-    median row counts there, the worst one in float32."""
+    """Compare logits by error relative to their standard deviation; return the difference, or an empty string.
+
+    float32 uses the worst row. 16-bit types use the median row, because a tie of expert scores may select another
+    expert.
+    """
     errors = []
     for mine, full, lengths in zip(ours, expected, _CHUNKS, strict=True):
         theirs = full.float().cpu()[np.cumsum(lengths) - 1]
@@ -133,4 +135,4 @@ def _compare(ours: list[Tensor], expected: list[Tensor], dtype: torch.dtype) -> 
     allowed = max(_LEAST, 16 * torch.finfo(dtype).eps)
     if error <= allowed:
         return ""
-    return f"logits are {error:.2g} of their spread beside those of transformers, and {allowed:.2g} is rounding"
+    return f"logits differ from those of transformers by {error:.2g} of their spread; rounding allows {allowed:.2g}"

@@ -1,12 +1,11 @@
-"""A runner that is one stage of a pipeline of engines for a while: it gives up layers that another engine keeps, whose
-memory becomes units of its pool, and has them back later (KunServe §4).
+"""A runner that can be one stage of a pipeline of engines: it releases layers that another engine holds, uses their
+memory for additional cache units, and loads them again later (KunServe §4).
 
-The leader keeps the first layers, the embedding and the head. It runs every step, samples and keeps all there is to
-know of rows; the other engines run their layers of a step on what it sends: its chunks, their block tables, the hidden
-state. They send back the hidden state of the tokens that sample. Units have the same numbers on all engines; so where
-the past of requests lies is the affair of who regroups the engines.
+The leader keeps the first layers, the embedding and the head. It runs every step, samples, and keeps the state of rows.
+The other engines run their layers on the data that it sends (chunks, block tables, hidden state) and return the hidden
+state of sampled tokens. Units have the same numbers on all engines; the caller moves the past of requests.
 
-By whatever runs a range of layers (`StagedDevice`). Knows nothing of scheduling, nor of why layers are dropped.
+Any device that can run a range of layers works (`StagedDevice`).
 """
 
 import json
@@ -32,35 +31,37 @@ from engine.scheduling.output import Collect, SchedulerOutput
 from predictor.model import LatencyPredictor
 
 LoadLayers = Callable[[Sequence[int]], list[LayerWeights]]
-"""Loads layers, by ascending index, as they were loaded at the start, and refills those that were given up
+"""Loads layers, by ascending index, as they were at the start, and refills released layers
 (`ResidentLayers.refill`). Raises ModelLoadError."""
 _END = b"end"
 
 
 class StageError(RuntimeError):
-    """A step that failed on another engine of the pipeline."""
+    """A step failed on another engine of the pipeline."""
 
 
 @runtime_checkable
 class StagedDevice(Device, Protocol):
-    """A device that runs a part of the layers, and leads those beyond it."""
+    """A device that runs a range of layers and can lead the stages after it."""
 
     decoder: Decoder
     beyond: Beyond | None
 
     def keep(self, layers: range) -> None:
-        """Run these layers alone from now on. The pool is laid out for them already; weights of others may be gone."""
+        """Run only these layers from now on. The pool is already arranged for them; other weights may be released."""
 
     def pass_through(self, chunks: IntArray, hidden: Tensor, wanted: IntArray) -> Tensor:
-        """The next part of a step that another device began, as `Beyond.send` has it, where chunk i is of row i; gives
-        what is wanted of it, on the host."""
+        """Run the next part of a step that another device began, with the data of `Beyond.send`, chunk i in row i.
+
+        Returns the wanted hidden states, on the host.
+        """
 
 
 class StagedRunner:
-    """An `engine.scheduling.output.ModelRunner` whose layers can be dropped. `load`: has them back.
+    """An `engine.scheduling.output.ModelRunner` whose layers can be dropped; `load` loads them again.
 
-    No step may be in flight for anything but `launch` and `prepare_restore`. `layer_bytes`: weights of a layer,
-    `unit_layer_bytes`: one layer's part of a unit.
+    Only `launch` and `prepare_restore` may be called while a step is in flight. `layer_bytes` are the weights of a
+    layer, `unit_layer_bytes` is one layer's part of a unit.
     """
 
     def __init__(self, runner: Runner[Any], load: LoadLayers) -> None:
@@ -77,7 +78,7 @@ class StagedRunner:
         self.unit_layer_bytes = slices.shape[1] * slices.itemsize
 
     def launch(self, output: SchedulerOutput) -> Collect:
-        """See ModelRunner. Of a leader: raises LinkLostError, or StageError where another engine's part failed."""
+        """See ModelRunner. As a leader, raises LinkLostError, or StageError if another engine failed."""
         return self._runner.launch(output)
 
     def lost(self) -> str | None:
@@ -85,29 +86,35 @@ class StagedRunner:
         return self._runner.lost()
 
     def drop(self, keep: range, num_units: int) -> None:
-        """Free the weights of all other layers, and lay `num_units` units out for these. Units that there were keep
-        what they hold of them. Raises ValueError, with nothing changed, for more units than there is room for."""
+        """Release the weights of all layers outside `keep` and arrange the pool for `num_units` units of those.
+
+        Existing units keep their contents for these layers. Raises ValueError, without changes, if there is too little
+        memory.
+        """
         if not (len(keep) and keep.start >= 0 and keep.stop <= self.num_layers):
-            raise ValueError(f"no layers {keep} among {self.num_layers}")
+            raise ValueError(f"layers {keep} are not in a model of {self.num_layers} layers")
         if absent := [index for index in self._layers.absent if index in keep]:
-            raise ValueError(f"layers {absent} are not here")
+            raise ValueError(f"layers {absent} are not loaded")
         pool, needed = self._device.pool, self._device.pool.bytes_of(keep, num_units)
-        self._loaded.clear()  # what was loaded may lie where units come to lie
+        self._loaded.clear()  # loaded weights may occupy the memory of new units
         with torch.inference_mode(), self._device.lane.use():
             self._layers.give_up(sorted(set(range(self.num_layers)) - set(keep) - set(self._layers.absent)), needed)
             pool.relay(keep, num_units)
             self._device.keep(keep)
 
     def prepare_restore(self, num_units: int) -> None:
-        """Load the layers that are absent, in the memory of units from `num_units` on, which hold nothing any more.
-        Saves `restore` the time, and may run in a thread beside steps. Raises ModelLoadError."""
+        """Load absent layers into the memory of units from `num_units` on, which must be unused.
+
+        Shortens `restore`; may run in a thread beside steps. Raises ModelLoadError.
+        """
         self._device.pool.give_back(max(num_units, 0))
         if absent := [index for index in self._layers.absent if index not in self._loaded]:
             self._loaded.update(zip(absent, self._load(absent), strict=True))
 
     def restore(self, num_units: int) -> None:
-        """Have all layers back, and lay out `num_units` units, which keep what they hold of the layers that were here.
-        Whatever was begun before is undone: it may be called at any time. Raises ModelLoadError, with nothing changed.
+        """Load all layers and arrange the pool for `num_units` units, which keep the contents of layers held here.
+
+        May be called at any time; it cancels a pipeline. Raises ModelLoadError, without changes.
         """
         pool, every, absent = self._device.pool, range(self.num_layers), self._layers.absent
         self.prepare_restore(num_units)
@@ -121,15 +128,15 @@ class StagedRunner:
             self._device.keep(every)
 
     def read_past(self, units: Sequence[int], layers: range) -> bytes:
-        """K and V of whole units, of layers that are here. Raises ValueError for others."""
+        """Return K and V of whole units for layers held here. Raises ValueError for other layers."""
         with torch.inference_mode(), self._device.lane.use():
             past = self._device.pool.past(np.array(units, dtype=np.int64), layers)
             return bytes(_bytes_of(past))
 
     def write_past(self, units: Sequence[int], layers: range, data: bytes | bytearray | memoryview) -> None:
-        """Write what `read_past` gave of as many units and the same layers. Raises ValueError for another size."""
+        """Write a result of `read_past` to as many units and the same layers. Raises ValueError for a wrong size."""
         if len(data) != len(units) * len(layers) * self.unit_layer_bytes:
-            raise ValueError(f"{len(data)} bytes are not {len(units)} units of {len(layers)} layers")
+            raise ValueError(f"{len(data)} bytes do not match {len(units)} units of {len(layers)} layers")
         pool = self._device.pool
         if data:
             with torch.inference_mode(), self._device.lane.use():
@@ -137,27 +144,29 @@ class StagedRunner:
                 pool.put_past(np.array(units, dtype=np.int64), layers, values)
 
     def lead(self, link: Link, model: LatencyPredictor | None = None) -> None:
-        """Run the layers that are here, and have those behind them run over the link, from the next step on; also on an
-        engine that follows another and does not have the last layer. `model`: predicts steps of a whole engine; with it
-        a step runs as micro-batches where two stages at once are quicker."""
+        """Lead: run the layers held here and send the rest over the link, from the next step on.
+
+        Also for an engine that follows another and lacks the last layer. With `model`, which predicts steps of a whole
+        engine, a step runs as micro-batches if two concurrent stages are faster.
+        """
         self._device.beyond = _Next(self._device, link, model)
 
     def end_lead(self) -> None:
-        """Tell who follows that this was all. The link stays as it is, and in step. Raises LinkLostError."""
+        """Tell the follower that no steps follow. The link stays usable. Raises LinkLostError."""
         beyond, self._device.beyond = self._device.beyond, None
         if isinstance(beyond, _Next):
             beyond.link.send(_END)
 
     def follow(self, link: Link) -> None:
-        """Run steps for who leads until told to end. Raises LinkLostError, and StageError when none runs any more."""
+        """Run steps for the leader until it ends. Raises LinkLostError, and StageError if the device is lost."""
         device = self._device
-        tokens = device.rows.tokens  # nobody reads them here, but native kernels look at all that a chunk covers
+        tokens = device.rows.tokens  # unused here, but native kernels check the tokens of a chunk
         tokens[tokens < 0] = 0
         for step in _steps(link):
             try:
                 with torch.inference_mode(), device.lane.use():
                     result, failure = _run(device, step), ""
-            except Exception as error:  # whatever it is, who leads waits for an answer
+            except Exception as error:  # the leader waits for an answer in any case
                 result, failure = torch.empty(0), str(error) or type(error).__name__
             _send(link, {"failure": failure, "parts": result.shape, "number": step.number}, [_bytes_of(result)])
             if failure and (lost := device.lane.lost()) is not None:
@@ -166,26 +175,33 @@ class StagedRunner:
 
 
 def cannot_drop(runner: Runner[Any]) -> str | None:
-    """Why a runner's layers cannot be dropped, in one line; None if they can."""
+    """Return why the runner's layers cannot be dropped; None if they can."""
     device = runner.device
     if not isinstance(device, StagedDevice):
-        return "layers are dropped from a model of our own, and this one runs otherwise"
+        return "only layers of native models can be dropped"
     pool, layers = device.pool, device.decoder.weights.layers
     if not isinstance(layers, ResidentLayers):
-        return "layers that stream take no memory that could be cache"
+        return "streamed layers take no memory that the cache could use"
     if pool.scratch_blocks or len(pool.host_units):
-        return "a cache of hidden state or in host memory holds units of all layers"
+        return "hidden state and the host tier need units of all layers"
     if len(layers) < 2:
-        return "the model has one layer"
+        return "the model has only one layer"
     if device.adapters:
-        return "adapters stand beside all layers"
-    return None if pool.spare_bytes else "the cache was made without addresses for more units"
+        return "adapters apply to all layers"
+    return None if pool.spare_bytes else "the cache was created without addresses for more units"
 
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """One micro-batch. `chunks [n, 4]` of rows 0 to n - 1, `tables [2, n, blocks]` of K and V, `hidden [parts, T, H]`,
-    `wanted [R]`."""
+    """One micro-batch.
+
+    Attributes:
+        number: Sequence number.
+        chunks: [n, 4], of rows 0 to n - 1.
+        tables: [2, n, blocks] of K and V.
+        hidden: [parts, T, H].
+        wanted: [R], tokens whose hidden state is returned.
+    """
 
     number: int
     chunks: IntArray
@@ -195,7 +211,7 @@ class _Step:
 
 
 class _Next:
-    """See Beyond: the next stage, over a link. `model`: see `StagedRunner.lead`."""
+    """The next stage, over a link; see Beyond. `model`: see `StagedRunner.lead`."""
 
     def __init__(self, device: StagedDevice, link: Link, model: LatencyPredictor | None) -> None:
         self._rows = device.rows
@@ -206,7 +222,7 @@ class _Next:
 
     def cut(self, chunks: IntArray, *, whole: bool) -> list[IntArray]:
         """See Beyond."""
-        self._sent.clear()  # of a step that failed here on the way
+        self._sent.clear()  # left over from a failed step
         if whole or self._model is None:
             return [chunks]
         pieces = [BatchPiece(index, start, length) for index, (_, start, length, _) in enumerate(chunks.tolist())]
@@ -224,7 +240,7 @@ class _Next:
         _send(self.link, head, [renamed.tobytes(), tables.tobytes(), wanted.tobytes(), _bytes_of(hidden)])
 
     def receive(self) -> list[Tensor]:
-        """See Beyond. Raises StageError when all have come and one has failed."""
+        """See Beyond. Raises StageError, after all answers have arrived, if one failed."""
         sent, self._sent = self._sent, []
         found, failures = [], []
         for number, dtype in sent:
@@ -236,12 +252,12 @@ class _Next:
             else:
                 found.append(_tensor(data, dtype, answer["parts"]))
         if failures:
-            raise StageError(f"on the next engine of the pipeline: {failures[0]}")
+            raise StageError(f"a step failed on the next engine of the pipeline: {failures[0]}")
         return found
 
 
 def _chunks_of(batch: Sequence[BatchPiece], chunks: IntArray) -> IntArray:
-    """A micro-batch as chunks [n, 4]: only the last piece of a chunk samples."""
+    """Return a micro-batch as chunks [n, 4]; only the last piece of a chunk samples."""
     part = np.array([(*chunks[item, :1], start, length, chunks[item, 3]) for item, start, length in batch])
     ends = chunks[[piece.item for piece in batch], 1:3].sum(axis=1)
     part[:, 3] *= part[:, 1] + part[:, 2] == ends
@@ -249,8 +265,8 @@ def _chunks_of(batch: Sequence[BatchPiece], chunks: IntArray) -> IntArray:
 
 
 def _steps(link: Link) -> Iterator[_Step]:
-    """The steps that come until the end. A thread reads ahead: who sends the next one never waits for an answer to be
-    read, which would wait for him."""
+    """Yield steps until the end. A thread reads ahead, because the sender must never wait for its answers to be read,
+    which would be a deadlock."""
     came: SimpleQueue[_Step | Exception | None] = SimpleQueue()
 
     def read() -> None:
@@ -258,7 +274,7 @@ def _steps(link: Link) -> Iterator[_Step]:
             while (head := link.receive()) != _END:
                 came.put(_receive_step(link, head))
             came.put(None)
-        except Exception as error:  # whatever it is, who waits must hear of it
+        except Exception as error:  # the consumer must not wait for ever
             came.put(error)
 
     reader = Thread(target=read, name="stage-reader", daemon=True)

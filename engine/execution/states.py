@@ -1,10 +1,10 @@
-"""What recurrent layers keep of each request: one item of fixed size, in the request's row; and copies of it in slots,
-on the device and in host memory.
+"""States of recurrent layers: one item of fixed size per request, in its row, and copies in slots on the device and the
+host.
 
-A chunk from a request's first token on begins from nothing, and one behind a prefix from the state in a slot, so a row
-needs no clearing between requests, and a step that failed half-way leaves nothing behind: its requests start over.
-Decodes of a step run stacked, longer chunks one by one, and some layers take a chunk that goes on token by token
-(`LayerState`). A chunk in the midst of which a state is saved runs in parts, in these layers alone.
+A chunk from a request's first token starts without a state, and one after a prefix from the state in a slot. Rows
+therefore need no clearing between requests, and a failed step leaves nothing behind: its requests start over. Decodes
+run stacked, longer chunks one by one; some layers continue a chunk token by token (`LayerState`). A chunk in which a
+state is saved is cut there, in these layers only.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,12 +21,14 @@ from engine.models.recurrent import Call, LayerState, Part, Past, Recur
 
 _NO_MOVES = StateMoves()
 _Saves = Mapping[tuple[int, int], int]
-"""Where the state of a row behind so many tokens goes."""
+"""(row, number of tokens) -> place of the saved state."""
 
 
 class _Run(NamedTuple):
-    """Tokens of one request that a layer takes at once, from `first` of the step on; what is left goes to place `kept`
-    of the table, too, where that is not below zero."""
+    """Tokens of one request that a layer runs at once, from token `first` of the step.
+
+    The final state is also copied to place `kept` of the table if that is not negative.
+    """
 
     row: int
     begins: bool
@@ -36,8 +38,11 @@ class _Run(NamedTuple):
 
 
 class StateTable:
-    """`layers`: the states of one request in each recurrent layer, whose sizes and types are taken; the table has
-    `num_rows` of each, zero at first, and as many slots behind them, and on the host, as are wanted."""
+    """States of all rows and slots.
+
+    `layers` holds the states of one request per recurrent layer, as a template. The table has `num_rows` copies,
+    initially zero, followed by `num_slots` slots, and `host_slots` slots on the host.
+    """
 
     def __init__(
         self, layers: Mapping[int, LayerState], num_rows: int, num_slots: int = 0, host_slots: int = 0
@@ -59,14 +64,14 @@ class StateTable:
         return sum(table.nbytes for tables in self._layers.values() for table in tables.values())
 
     def of_step(self, layout: Layout, device: torch.device, moves: StateMoves = _NO_MOVES) -> Recur:
-        """How the recurrent layers of a step run."""
+        """Return the function that runs the recurrent layers of a step."""
         decodes = (layout.lengths == 1) & (layout.starts > 0)
         where, places = (torch.from_numpy(each[decodes]).to(device) for each in (layout.rows, layout.firsts))
         saves = {(row, num_tokens): self._num_rows + slot for row, num_tokens, slot in moves.saved}
         runs = list(_runs(layout.chunks[~decodes], layout.firsts[~decodes], saves))
         ends = zip(layout.rows[decodes].tolist(), (layout.starts[decodes] + 1).tolist(), strict=True)
         kept = [(end[0], saves[end]) for end in ends if end in saves]
-        assert len(kept) + sum(run.kept >= 0 for run in runs) == len(saves), "a state is saved that no chunk leaves"
+        assert len(kept) + sum(run.kept >= 0 for run in runs) == len(saves), "a saved state must end a chunk or part"
         self._park(moves.parked)
         loads = self._load(moves.loaded, device)
         copies = _places(kept, device)
@@ -94,7 +99,7 @@ class StateTable:
                     self._host[layer][part][target].copy_(table[self._num_rows + slot], non_blocking=True)
 
     def _load(self, loaded: Sequence[tuple[int, int]], device: torch.device) -> Tensor:
-        """Copy what rows get from the host; gives the places of what they get from the device."""
+        """Load states from the host into rows; return the places of the remaining copies on the device."""
         for row, slot in loaded:
             for layer, tables in self._layers.items() if slot >= self._num_slots else ():
                 for part, table in tables.items():
@@ -114,7 +119,7 @@ class StateTable:
 
 
 def _runs(chunks: IntArray, firsts: IntArray, saves: _Saves) -> Iterator[_Run]:
-    """Chunks [n, 4] of tokens from `firsts` [n] on, each cut where a state is saved."""
+    """Split chunks [n, 4] with first tokens `firsts` [n] wherever a state is saved."""
     for (row, start, length, _), first in zip(chunks.tolist(), firsts.tolist(), strict=True):
         cuts = sorted(num_tokens for of_row, num_tokens in saves if of_row == row and start < num_tokens)
         begin = start
@@ -124,13 +129,13 @@ def _runs(chunks: IntArray, firsts: IntArray, saves: _Saves) -> Iterator[_Run]:
 
 
 def _on_host(state: Tensor, slots: int) -> Tensor:
-    """Zeros for so many of a state [1, ...]."""
+    """Return zeros for `slots` copies of a state [1, ...] on the host."""
     size = slots * state[0].numel() * state.element_size()
     return host_zeros(size, state.device).view(state.dtype).view(slots, *state.shape[1:])
 
 
 def _places(pairs: Sequence[tuple[int, int]], device: torch.device) -> Tensor:
-    """[2, n]: from where, and to where."""
+    """Return [2, n], sources and targets."""
     return torch.tensor(pairs, dtype=torch.int64).reshape(-1, 2).t().contiguous().to(device)
 
 

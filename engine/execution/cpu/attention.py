@@ -1,15 +1,13 @@
-"""Paged attention over the unified pool in plain torch operations, batched over requests.
+"""Paged attention over the unified pool in torch operations, batched over requests.
 
-A step is planned once: which chunks share a batched call, where new K and V go, which slices each call reads, what it
-masks. Every layer then only picks its row of the index tensors. Chunks are grouped by shape, so that one long context
-does not pad many short ones: decodes by context length, short prefill chunks by length and context, long prefill
-chunks alone and in pieces whose keys end where causality ends. Whole blocks are gathered with `index_select`.
+A step is planned once: which chunks share a batched call, where new K and V go, which slices each call reads, and which
+cells it masks. Every layer then uses its row of the index tensors. Chunks are grouped by shape, so that one long
+context does not pad many short ones: decodes by context length, short prefill chunks by length and context. Long
+prefill chunks run alone, in pieces whose keys end where causality ends. Whole blocks are gathered with `index_select`.
 
-Why SDPA for decodes too: with the query heads of one KV head packed as its query rows no K or V is repeated, and
-torch's flash kernel beat the forms of batched matmul that were tried. Padding reads the pool's zero unit; cells past a
-request's end are masked, and `clear_begun_blocks` has seen to it that they hold finite numbers.
-
-Knows nothing of requests, sampling or models.
+Decodes use SDPA too: with the query heads of a KV head packed as its query rows, K and V are not repeated, and torch's
+flash kernel was faster than batched matmuls. Padding reads the pool's zero unit. Cells after the end of a request are
+masked; `clear_begun_blocks` ensures that they hold finite numbers.
 """
 
 from dataclasses import dataclass, field
@@ -26,15 +24,15 @@ from engine.execution.rows import RowTable
 from engine.models.manner import PLAIN, Manner
 
 LONG_CHUNK = 64
-"""Prefill chunks from this length on get calls of their own."""
+"""Minimum length of prefill chunks with separate calls."""
 
-_PIECE = 128  # query rows of a long chunk per call: short enough to skip most masked keys, long enough for matmuls
-_GROUP_COST = 512 * 1024  # bytes of K and V that could be read in the time of one more group's calls
+_PIECE = 128  # query rows of a long chunk per call, a compromise between skipped keys and matmul size
+_GROUP_COST = 512 * 1024  # bytes of K and V that can be read in the time of the calls of one more group
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """A step's layout in groups of chunks: `groups` are ranges of places that attention handles together."""
+    """Layout of a step in groups of chunks; `groups` are ranges of places that attention handles together."""
 
     layout: Layout
     groups: tuple[tuple[int, int], ...]
@@ -42,12 +40,19 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class _Group:
-    """Chunks that share their calls: `first:last` are their tokens, `queries` the padded length of a chunk.
+    """Chunks that share calls.
 
-    `slices [layers, n * 2 * blocks]`: for every chunk its K slices, then its V slices, so that threads which share out
-    the chunks find in their own caches what they gathered. `positions [n, queries]`; `biases`: by window (None: no
-    window), each [n, 1, queries, keys] of 0 or -inf, made when a layer first asks.
-    `pad [n * queries]` and `unpad [tokens]` are set for several prefill chunks: token -> padded place and back.
+    Attributes:
+        first: First token of the group.
+        last: End of its tokens.
+        queries: Padded length of a chunk.
+        num_keys: Padded length of a context.
+        slices: [layers, n * 2 * blocks], the K slices of each chunk followed by its V slices, so that threads that
+            divide the chunks find gathered data in their own caches.
+        positions: [n, queries].
+        pad: [n * queries], token of each padded place; None for decodes and single chunks.
+        unpad: [tokens], padded place of each token; None like `pad`.
+        biases: [n, 1, queries, keys] of 0 or -inf by window (None: no window), created on demand.
     """
 
     first: int
@@ -62,8 +67,7 @@ class _Group:
 
 
 def arrange(chunks: IntArray, rows: RowTable, cell_bytes: int) -> Batch:
-    """Order a step's chunks [n, 4] (row, start, length, sample) into groups. `cell_bytes`: K and V of one token in one
-    layer."""
+    """Group the chunks [n, 4] (row, start, length, sample) of a step. `cell_bytes`: K and V of a token in one layer."""
     starts, lengths = chunks[:, 1], chunks[:, 2]
     blocks = -(-(starts + lengths) // rows.block_size)
     threshold = max(1, _GROUP_COST // (cell_bytes * rows.block_size))
@@ -79,7 +83,7 @@ def arrange(chunks: IntArray, rows: RowTable, cell_bytes: int) -> Batch:
 
 
 def _split(members: IntArray, blocks: IntArray, threshold: int) -> list[IntArray]:
-    """Cut members (longest context first) where a shorter table for the rest saves more than one more group costs."""
+    """Split members (longest context first) where a shorter table for the rest saves more than a group costs."""
     counts = blocks[members]
     saved = (counts[0] - counts) * np.arange(len(members), 0, -1)
     cut = int(saved.argmax())
@@ -89,8 +93,7 @@ def _split(members: IntArray, blocks: IntArray, threshold: int) -> list[IntArray
 
 
 def clear_begun_blocks(pool: UnitPool, rows: RowTable, chunks: IntArray) -> None:
-    """Clear the blocks that chunks [n, >=3] begin and do not fill, of either kind: they are read whole, and no mask
-    hides a NaN."""
+    """Zero the blocks that chunks [n, >=3] begin but do not fill: they are read whole, and masks do not hide a NaN."""
     members, starts, ends = chunks[:, 0], chunks[:, 1], chunks[:, 1] + chunks[:, 2]
     last = ends // rows.block_size
     begun = np.flatnonzero((ends % rows.block_size > 0) & (starts <= last * rows.block_size))
@@ -101,7 +104,7 @@ def clear_begun_blocks(pool: UnitPool, rows: RowTable, chunks: IntArray) -> None
 
 
 class PagedAttention:
-    """One step's attention: call it with each layer's q, k and v. Plans on creation, for all layers."""
+    """Attention of one step, planned for all layers on creation; called with q, k and v of each layer."""
 
     def __init__(self, pool: UnitPool, rows: RowTable, batch: Batch) -> None:
         self._pool = pool
@@ -116,8 +119,10 @@ class PagedAttention:
         self._groups = [_plan_group(pool, rows, layout, first, last) for first, last in batch.groups]
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, manner: Manner = PLAIN) -> Tensor:
-        """q [T, heads, d], k [T, kv_heads, d], v [T, kv_heads, e] of all tokens -> [T, heads * e]. Writes k and v to
-        the pool, whose cells may be wider than this layer's."""
+        """Attend q [T, heads, d] to k [T, kv_heads, d], v [T, kv_heads, e] and the past; returns [T, heads * e].
+
+        Writes k and v to the pool, whose cells may be wider than those of this layer.
+        """
         self._pool.write(self._k_cells[layer], k)
         self._pool.write(self._v_cells[layer], v)
         outputs = [self._attend(group, layer, q, k, v, manner) for group in self._groups]
@@ -143,13 +148,15 @@ class PagedAttention:
 
 
 def _heads_of(cells: Tensor, shape: torch.Size) -> Tensor:
-    """cells [n, keys, width] -> [n, heads, keys, d] of their first heads · d elements; `shape`: heads, d."""
+    """View cells [n, keys, width] as [n, heads, keys, d] of their first heads · d elements; `shape`: heads, d."""
     return torch.unflatten(cells[..., : shape.numel()], -1, shape).transpose(1, 2)
 
 
 def mix(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, manner: Manner) -> Tensor:
-    """q [n, heads, c, d], k [n, kv_heads, keys, d], v [n, kv_heads, keys, e], bias [n, 1, c, keys] ->
-    [n, heads, c, e]."""
+    """Attend q [n, heads, c, d] to k [n, kv_heads, keys, d], v [n, kv_heads, keys, e] with bias [n, 1, c, keys].
+
+    Returns [n, heads, c, e].
+    """
     if manner.softcap is None and manner.sinks is None:
         gqa = q.shape[1] != k.shape[1]
         return functional.scaled_dot_product_attention(q, k, v, attn_mask=bias, enable_gqa=gqa, scale=manner.scale)
@@ -169,7 +176,7 @@ def mix(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, manner: Manner) -> Tensor
 
 
 def _attend_decodes(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, manner: Manner) -> Tensor:
-    """q [n, heads, d], k and v [n, kv_heads, keys, d] -> [n, heads * d]; the heads of a KV head are its query rows."""
+    """Attend q [n, heads, d] to k, v [n, kv_heads, keys, d]: [n, heads * d]. Heads of a KV head are its query rows."""
     if manner.softcap is not None or manner.sinks is not None:
         return mix(q.unsqueeze(2), k, v, bias, manner).flatten(1)
     packed = q.reshape(q.shape[0], k.shape[1], -1, q.shape[2])
@@ -177,12 +184,12 @@ def _attend_decodes(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, manner: Manne
 
 
 def _attend_chunk(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, manner: Manner) -> Tensor:
-    """One chunk: q [c, heads, d], k and v [1, kv_heads, keys, d] -> [c, heads * d], in pieces of `_PIECE` queries."""
+    """Attend a chunk, q [c, heads, d], to k, v [1, kv_heads, keys, d] in pieces of `_PIECE` queries: [c, heads * d]."""
     num_queries, num_keys = bias.shape[2:]
     queries, outputs = q.unsqueeze(0).transpose(1, 2), []
     for first in range(0, num_queries, _PIECE):
         last = min(first + _PIECE, num_queries)
-        end = num_keys - (num_queries - last)  # no query of this piece sees a later key
+        end = num_keys - (num_queries - last)  # later keys are masked for all queries of this piece
         part = mix(queries[:, :, first:last], k[:, :, :end], v[:, :, :end], bias[:, :, first:last, :end], manner)
         outputs.append(part.transpose(1, 2).flatten(2)[0])
     return torch.cat(outputs)
@@ -195,7 +202,7 @@ def _plan_group(pool: UnitPool, rows: RowTable, layout: Layout, first: int, last
     tables = np.stack((rows.k_table[members, :num_blocks], rows.v_table[members, :num_blocks]), axis=1)
     tables.swapaxes(1, 2)[np.arange(num_blocks) >= blocks[:, None]] = pool.zero_unit
     tables.swapaxes(1, 2)[np.arange(num_blocks) < rows.num_unseen(starts)[:, None]] = pool.zero_unit
-    # a padded query repeats the last one of its chunk: its result is dropped, but must not be NaN
+    # A padded query repeats the last one of its chunk: its result is dropped, but must not be NaN.
     within = np.minimum(np.arange(queries), lengths[:, None] - 1)
     places = np.arange(queries) < lengths[:, None]
     ragged = queries > 1 and last - first > 1
@@ -213,7 +220,7 @@ def _plan_group(pool: UnitPool, rows: RowTable, layout: Layout, first: int, last
 
 
 def _bias(pool: UnitPool, group: _Group, window: int | None) -> Tensor:
-    """[n, 1, queries, keys]: -inf where the key comes after the query, or lies before its window."""
+    """Return [n, 1, queries, keys] with -inf where the key comes after the query or before its window."""
     query = group.positions[:, None, :, None]
     keys = torch.arange(group.num_keys, device=pool.device)
     unseen = keys > query

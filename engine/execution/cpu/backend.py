@@ -1,4 +1,4 @@
-"""The CPU: our native kernels where they were built and pass their test, else torch's operators on packed weights."""
+"""CPU backend: native kernels if they were built and pass their test, else torch operators on packed weights."""
 
 import os
 from collections.abc import Callable
@@ -37,7 +37,7 @@ from predictor.limits import NO_PADDING, Limits, Padding
 
 
 class CpuBackend:
-    """See Backend."""
+    """Backend of the CPU."""
 
     name = "cpu"
     pipeline_depth = 1
@@ -68,7 +68,7 @@ class CpuBackend:
     def choose_dtype(self, spec: ModelShape, config: EngineConfig) -> tuple[str, str | None]:
         if read_processor().is_fast(spec.dtype) or _runs_natively(config):
             return spec.dtype, None
-        return "float32", f"float32 instead of {spec.dtype}, which this processor has no fast instructions for"
+        return "float32", f"float32 instead of {spec.dtype}, for which this processor has no fast instructions"
 
     def cache_bytes(self, plan: LaunchPlan, weights: ModelWeights | TransformersModel | None) -> int:
         if weights is not None:
@@ -83,10 +83,10 @@ class CpuBackend:
         return WeightFile(_offload_folder(), plan.offload.layer_bytes, len(plan.offload.streamed))
 
     def swap_bytes(self) -> int:
-        return 0  # the cache itself lies in host memory
+        return 0  # the cache itself is in host memory
 
     def float8_refusal(self) -> str | None:
-        return "a CPU multiplies no floats of 8 bits (integers it does: int8)"
+        return "8-bit floats are not supported on a CPU (8-bit integers are: int8)"
 
     def is_wide(self) -> bool:
         return False
@@ -98,7 +98,7 @@ class CpuBackend:
         return processor_share(plan.threads or torch.get_num_threads())
 
     def adapted_steps(self, plan: LaunchPlan) -> str | None:
-        return None if plan.offload is None else "by torch's operators, as weights stream"
+        return None if plan.offload is None else "by torch operators, because weights are streamed"
 
     def fingerprint(self, plan: LaunchPlan) -> str:
         kernels = "" if plan.kernels == "torch" else f", {plan.kernels}"
@@ -112,7 +112,7 @@ class CpuBackend:
     ) -> tuple[LaunchPlan, MakeLinear]:
         _use_cores(config.threads, plan.ranks)
         if plan.offload is not None and config.hidden_cache:
-            say("steps run by torch's own operators: projections of hidden state are parts of weights that stream")
+            say("steps run by torch operators, because projections of hidden state are parts of streamed weights")
             return plan, make_plain
         if config.cpu_kernels == "torch":
             return plan, _by_torch(plan)
@@ -121,7 +121,7 @@ class CpuBackend:
             torch.get_num_threads(), torch_dtype(plan.dtype), int8=int8, int8_cache=plan.cell_type is not None
         )
         if isinstance(native, str):
-            say(f"steps run by torch's own operators: {native}{openmp.after_all(config, os.environ)}")
+            say(f"steps run by torch operators: {native}{openmp.after_all(config, os.environ)}")
             return plan, _by_torch(plan)
         say(f"steps run by native kernels ({native.level.name})")
         make = native.int8_linear if plan.quantization == "int8" else native.linear
@@ -152,7 +152,7 @@ class CpuBackend:
         most = native.team.threads
         if config.threads is not None or most == 1 or config.profile_seconds <= 0 or plan.ranks > 1:
             return runner, replace(plan, threads=most)
-        wait_for_quiet(most)  # the gateway's process has begun with this one, and computes for a second yet
+        wait_for_quiet(most)  # the gateway's process starts at the same time and computes for about a second
         threads, line = choose_threads(runner, plan.limits, plan.spec.vocab_size, most, native.team.resize)
         say(line)
         runner.watch = ThreadWatch(candidates(most), threads, native.team.resize)
@@ -175,7 +175,7 @@ class CpuBackend:
 
 
 def _own_memory() -> int:
-    """Bytes that are free for this engine: the others on this host take as much."""
+    """Return the memory available to this engine; engines on the same host share it equally."""
     return memory.available_memory() // host_engines()
 
 
@@ -184,8 +184,11 @@ def _by_torch(plan: LaunchPlan) -> MakeLinear:
 
 
 def _runs_natively(config: EngineConfig) -> bool:
-    """Whether every step will run by the native kernels: they read half the bytes and compute in float32, so that half
-    precision is the faster type on any processor. Steps from hidden state go by torch, which is slow in it."""
+    """Return whether the native kernels will run every step.
+
+    They read half the bytes and compute in float32, so that half precision is the faster type on any processor. Steps
+    from hidden state use torch, which is slow in half precision.
+    """
     if config.cpu_kernels != "auto":
         return False
     return not config.hidden_cache and not isinstance(load(), str)
@@ -196,8 +199,8 @@ def _offload_folder() -> Path:
 
 
 def _use_cores(threads: int | None, ranks: int) -> None:
-    """One thread per physical core of the rank's: two on one core share its vector units. OMP_NUM_THREADS has
-    precedence."""
+    """Use one thread per physical core of the rank, because two threads on a core share its vector units.
+    OMP_NUM_THREADS takes precedence."""
     if threads is not None:
         torch.set_num_threads(threads)
     elif "OMP_NUM_THREADS" not in os.environ:

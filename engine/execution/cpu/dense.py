@@ -1,4 +1,4 @@
-"""A model's logits over one sequence, by torch's operators and without a cache: what others are held against."""
+"""Logits of a model over one sequence, by torch operators and without a cache, as a reference."""
 
 from collections.abc import Callable
 
@@ -16,7 +16,7 @@ from engine.models.weights import LayerWeights, ModelWeights
 def dense_logits(
     spec: ModelSpec, weights: ModelWeights, ids: Tensor, keep: Callable[[Tensor], Tensor] = lambda cells: cells
 ) -> Tensor:
-    """[length, vocab] float32. `keep`: what a cache makes of K and of V [length, kv_heads, d]."""
+    """Return logits [length, vocab] float32. `keep` applies a cache's rounding to K and to V [length, kv_heads, d]."""
     length = len(ids)
     heads, decoder = Heads(spec, weights, length), Decoder(spec, weights)
     positions = torch.arange(length)

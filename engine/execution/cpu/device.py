@@ -1,7 +1,7 @@
-"""TorchDevice: memory and forward pass in torch's own operators.
+"""TorchDevice: memory and forward pass in torch operators.
 
-Tuned for the CPU, correct on every torch device. Nothing is taken ahead: each call is in order behind those before it,
-and the host samples. Knows nothing of requests, sampling or the order of a step's parts (`Runner`).
+Tuned for the CPU, correct on every torch device. It takes no steps ahead: calls complete in order, and the host
+samples.
 """
 
 from collections.abc import Callable, Mapping
@@ -31,28 +31,32 @@ from predictor.limits import Limits
 
 
 class Beyond(Protocol):
-    """What runs the layers that a device does not have, on other engines, while this one goes on."""
+    """Runs the layers that a device lacks on other engines, while the device continues."""
 
     def cut(self, chunks: IntArray, *, whole: bool) -> list[IntArray]:
-        """Begin a step: its chunks [n, 4] as micro-batches, in order: one may go on with a chunk of an earlier one.
-        `whole`: they are wanted as one."""
+        """Begin a step: split its chunks [n, 4] into micro-batches, where one may continue a chunk of an earlier one.
+
+        `whole`: return a single batch.
+        """
 
     def send(self, chunks: IntArray, hidden: Tensor, wanted: IntArray) -> None:
-        """Run chunks [n, 4] as in `Device.forward`, whose hidden state in front of those layers is `hidden [parts, T,
-        H]`, chunk by chunk; parts are addends, as the device keeps them. Wanted are tokens [R]."""
+        """Send chunks [n, 4] as in `Device.forward` with their hidden state `hidden [parts, T, H]`, chunk by chunk.
+
+        The parts are addends, as the device keeps them. The answer contains the tokens `wanted [R]`.
+        """
 
     def receive(self) -> list[Tensor]:
-        """Of each `send` since the last call, in order: the hidden state [parts, R, H] behind the last layer."""
+        """Return the hidden state [parts, R, H] after the last layer for each `send` since the last call, in order."""
 
 
 class PoolDevice:
-    """What devices in torch's operators have in common: a pool, its rows, copies to the host tier and back."""
+    """Common base of devices in torch operators: a pool, its rows, and copies to and from the host tier."""
 
     pipeline_depth = 0
 
     def __init__(self, pool: UnitPool, rows: RowTable) -> None:
         self.pool, self.rows, self.adapters = pool, rows, Adapters()
-        self.lane = Lane(torch.device("cpu"))  # on any device: the current stream
+        self.lane = Lane(torch.device("cpu"))  # a no-op lane on any device: work uses the current stream
 
     def adapt(self, number: int, deltas: Mapping[Site, Delta]) -> None:
         """See Device."""
@@ -70,11 +74,22 @@ class PoolDevice:
 
 
 class TorchDevice(PoolDevice):
-    """`scratch_blocks`: blocks of hidden state that one step may read or write; 0 refuses them altogether.
-    `host_units`: units of the host tier. `cell_type`: of K and V in 8 bits. `spare_bytes`: see UnitPool. Raises
-    ConfigError for scratch where the model's hidden state is no use.
+    """A Device for native models.
 
-    `layers`: those it runs; `beyond`: what runs the ones behind them, on the next engine of a pipeline."""
+    Raises ConfigError for scratch if the model cannot use hidden state as a cache.
+
+    Args:
+        decoder: The model.
+        limits: Limits of a step.
+        scratch_blocks: Number of hidden blocks that one step may read or write; 0: none.
+        host_units: Units of the host tier.
+        cell_type: Type of an 8-bit cache.
+        spare_bytes: See UnitPool.
+
+    Attributes:
+        layers: Layers that it runs.
+        beyond: Runs the following layers on the next engine of a pipeline.
+    """
 
     def __init__(
         self,
@@ -127,23 +142,23 @@ class TorchDevice(PoolDevice):
         return self._logits(layout, x), None
 
     def _logits(self, layout: Layout, x: Tensor) -> Tensor:
-        """Of what is sampled [S, vocab] of hidden state [T, H]."""
+        """Return the logits of samples [S, vocab] from hidden state [T, H]."""
         if not layout.sampled.size:
             return x[:0]
         return self.decoder.logits(x.index_select(0, torch.from_numpy(layout.sampled_tokens).to(x.device)))
 
     def join(self, share: Callable[[Tensor], None]) -> None:
-        """See RankDevice: no token is on the device alone."""
+        """See RankDevice; a no-op, because the host knows all tokens."""
 
     def follow(self, chunks: IntArray, *, whole: bool) -> None:
-        """See RankDevice. It is whole at any rate."""
+        """See RankDevice; all tokens run in any case."""
         del whole
         layout, x = self._begin(chunks)
         if self.decoder.weights.gather is not None:
             self._logits(layout, x)
 
     def _begin(self, chunks: IntArray) -> tuple[Layout, Tensor]:
-        """The embedding, and the layers that are here: hidden state [T, H]."""
+        """Run embedding and local layers; return the hidden state [T, H]."""
         batch, hidden = self._plan(chunks)
         layout, device = batch.layout, self.pool.device
         attend = self._attend(batch, hidden)
@@ -153,7 +168,7 @@ class TorchDevice(PoolDevice):
         return layout, self.decoder.run(x, attend, self.layers, adapt)
 
     def _run_pipeline(self, beyond: Beyond, chunks: IntArray) -> Tensor:
-        """Logits [S, vocab] by this device and what is beyond, a micro-batch behind the other."""
+        """Return the logits [S, vocab] from this device and the stages after it, one micro-batch after the other."""
         for part in beyond.cut(chunks, whole=False):
             layout, x = self._begin(part)
             beyond.send(layout.chunks, x[None], layout.sampled_tokens)
@@ -161,16 +176,18 @@ class TorchDevice(PoolDevice):
         return self.decoder.logits(x) if len(x) else x
 
     def keep(self, layers: range) -> None:
-        """Run these layers alone from now on. The pool is laid out for them already; weights of others may be gone."""
+        """Run only these layers from now on. The pool is already arranged for them; other weights may be released."""
         self.layers = layers
 
     def pass_through(self, chunks: IntArray, hidden: Tensor, wanted: IntArray) -> Tensor:
-        """The next part of a step that another device began, as `Beyond.send` has it, where chunk i is of row i; gives
-        what is wanted of it."""
+        """Run the next part of a step that another device began, with the data of `Beyond.send`, chunk i in row i.
+
+        Returns the wanted hidden states.
+        """
         batch, _ = self._plan(chunks)
         layout, chunk = batch.layout, batch.layout.token_rows
         firsts = np.cumsum(chunks[:, 2]) - chunks[:, 2]
-        # tokens in the order in which attention wants them, and back
+        # Reorder tokens for attention, and back.
         came = torch.from_numpy(firsts[chunk] + layout.positions - chunks[chunk, 1])
         x = self.decoder.run(hidden[0].index_select(0, came), self._attend(batch, None), self.layers)
         x = torch.empty_like(x).index_copy_(0, came, x)[None]
@@ -180,7 +197,7 @@ class TorchDevice(PoolDevice):
         return x.index_select(1, torch.from_numpy(wanted))
 
     def _plan(self, chunks: IntArray) -> tuple[Batch, HiddenPlan | None]:
-        """Return the step's layout, and how the hidden state of its rows is projected (None: there is none)."""
+        """Return the layout of the step, and the projection of hidden state of its rows (None: there is none)."""
         pool, rows = self.pool, self.rows
         scratch = ScratchPlan(rows, chunks, pool.scratch_blocks) if has_hidden(rows, chunks) else None
         if scratch is not None:

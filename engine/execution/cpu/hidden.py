@@ -1,7 +1,4 @@
-"""Hidden state in torch's operators: what `engine.execution.hidden` says, layer by layer.
-
-Knows nothing of requests or models beyond `Heads`.
-"""
+"""Hidden state in torch operators; see `engine.execution.hidden`."""
 
 import numpy as np
 import torch
@@ -17,11 +14,11 @@ from engine.models.torch_ops import Rotary
 from engine.models.weights import LayerSource
 
 PIECE = 1024
-"""Tokens projected per call: enough for the matrix products' full rate, small beside the scratch."""
+"""Tokens projected per call, enough for the full rate of matrix products and few compared with the scratch."""
 
 
 class HiddenPlan:
-    """One step's hidden state: call it with each layer's attention input, before attention.
+    """Hidden state of one step; called with the attention input of each layer, before attention.
 
     `scratch` is the plan of the step's `chunks [n, >=3]`.
     """
@@ -54,7 +51,7 @@ class HiddenPlan:
         self._pieces = [(piece, heads.rotary(positions[piece])) for piece in pieces]
 
     def __call__(self, layer: int, x: Tensor) -> None:
-        """Store x [T, H] where it belongs, project what is stored of the past."""
+        """Store x [T, H] of new tokens in hidden blocks, and project the stored past."""
         if self._new.shape[0]:
             fresh = x if self._all_new else x.index_select(0, self._new)
             self._cells.index_copy_(0, self._new_cells[layer], fresh)
@@ -69,8 +66,11 @@ class HiddenPlan:
 
 
 def restore(heads: Heads, pool: UnitPool, layers: LayerSource, units: IntArray, starts: IntArray) -> None:
-    """Project blocks [n] once, `units [n, 3]` and `starts [n]` as in CacheMover. The cells of a block that is not full
-    hold zeros, whose K and V are finite. One pass over the layers: those that stream come in once."""
+    """Project blocks [n] once; `units [n, 3]` and `starts [n]` as in CacheMover.
+
+    Unused cells of a partial block hold zeros, whose K and V are finite. There is one pass over the layers, so that
+    streamed layers are read once.
+    """
     per_call = max(1, PIECE // pool.block_size)
     parts = []
     for first in range(0, len(units), per_call):

@@ -1,7 +1,7 @@
-"""A device that runs transformers' modules: attention over our pool, everything else theirs (see the model).
+"""A device for transformers modules, with attention over the engine's pool.
 
-If the linear layers are those of the native library, the library computes attention and all known decoder layers as
-well. Otherwise attention is the given function, or torch's.
+If the linear layers are those of the native library, the library also computes attention and all known decoder layers.
+Otherwise attention is the given function, or torch's.
 """
 
 from collections.abc import Callable
@@ -30,10 +30,10 @@ from predictor.limits import Limits
 
 
 class StepAttention(Protocol):
-    """Attends for each layer of a step that was begun."""
+    """Attention for the layers of a step."""
 
     def begin(self, chunks: IntArray) -> Layout:
-        """From now on calls are of the tokens of these chunks [n, 4], in the order of the layout."""
+        """Begin a step with these chunks [n, 4]; later calls pass the tokens in the order of the returned layout."""
         ...
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, manner: Manner, /) -> Tensor: ...
@@ -43,9 +43,12 @@ MakeAttention = Callable[[UnitPool, RowTable], StepAttention]
 
 
 class TransformersDevice(PoolDevice):
-    """`host_units`: units of the host tier. `attention`: makes what attends, of a pool and its rows. `state_slots`: of
-    checkpoints of recurrent layers, none where these cannot go on from one; `host_state_slots`: on the host. There is
-    no hidden state to run from."""
+    """A Device for transformers models, without hidden state.
+
+    `attention` creates the attention from the pool and its rows. `host_units` are units of the host tier. `state_slots`
+    and `host_state_slots` are checkpoints of recurrent layers on device and host; there are none if a layer cannot
+    continue from one.
+    """
 
     def __init__(
         self,
@@ -78,21 +81,21 @@ class TransformersDevice(PoolDevice):
 
     @classmethod
     def of(cls, model: TransformersModel, plan: LaunchPlan, attention: MakeAttention | None = None) -> Self:
-        """The device of a launch."""
+        """Create the device of a launch plan."""
         return cls(
             model, plan.limits, host_units=plan.host_units, attention=attention, state_slots=plan.state_slots,
             host_state_slots=plan.host_state_slots,
         )  # fmt: skip
 
     def restore(self, _units: IntArray, _starts: IntArray) -> None:
-        """See CacheMover; nobody keeps hidden state here."""
+        """See CacheMover; not used, because this device keeps no hidden state."""
         raise NotImplementedError
 
     def forward(
         self, chunks: IntArray, masks: FinishMasks | None = None, take: TakeHidden | None = None
     ) -> tuple[Tensor, DeviceSamples | None]:
-        """See Device. The host chooses all tokens."""
-        assert take is None, "a vector is asked of a model that makes none"
+        """See Device. The host samples all tokens."""
+        assert take is None, "embeddings are not supported for transformers models"
         del masks
         pool, rows = self.pool, self.rows
         layout, attend = self._attention(chunks)
@@ -106,7 +109,7 @@ class TransformersDevice(PoolDevice):
         return self._model.forward(ids, positions, attend, keep, recur, adapt, layers), None
 
     def _attention(self, chunks: IntArray) -> tuple[Layout, Attend]:
-        """The order of a step's tokens, and what attends for each layer."""
+        """Return the order of a step's tokens, and the attention of its layers."""
         if self._attend is not None:
             return self._attend.begin(chunks), self._attend
         clear_begun_blocks(self.pool, self.rows, chunks)
@@ -115,5 +118,5 @@ class TransformersDevice(PoolDevice):
 
 
 def _native_of(model: TransformersModel) -> Native | None:
-    """The library that computes the model's linear layers."""
+    """Return the library that computes the model's linear layers, or None."""
     return next((layer.native for layer in model.linear_layers() if isinstance(layer, NativeLinear)), None)

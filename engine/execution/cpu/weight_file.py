@@ -1,13 +1,12 @@
-"""Layers in a file of this process alone, from which threads read them into two buffers.
+"""Streamed layers in a private file, read by threads into two buffers.
 
-The file holds each layer as its kernels read it, one behind the other: packed once while the model is loaded, so that a
-pass over the model is a few long reads and nothing else. (Packing in every pass would cost more than the reads: it goes
-value by value.) It has no name: nobody else can open it, change it or find a stale one, and it is gone when the process
-is, however that ends.
+The file holds the layers one after the other, as kernels read them. They are packed once at load, so that a pass over
+the model consists of a few long reads; packing in every pass would take longer than the reads. The file has no name, so
+other processes cannot open or change it, and it disappears with the process.
 
-Reads go past the page cache (O_DIRECT), which would else grow to the size of the model beside a stated budget, and
-throw out the file's begin before the next pass wants it. Where a file system refuses that, what was read is dropped
-from the page cache at once (POSIX_FADV_DONTNEED). Knows nothing of models.
+Reads bypass the page cache (O_DIRECT). The cache would otherwise grow to the size of the model beyond the stated budget
+and evict the start of the file before the next pass. If the file system does not support this, read data is dropped
+from the page cache at once (POSIX_FADV_DONTNEED).
 """
 
 import mmap
@@ -24,14 +23,14 @@ from torch import Tensor
 from engine.errors import ConfigError, WeightReadError
 from engine.execution.offload import BUFFERS
 
-PAGE = 4096  # what O_DIRECT wants addresses, places and sizes to be multiples of
-_PIECE = 8 * 2**20  # bytes of one call
+PAGE = 4096  # O_DIRECT needs addresses, offsets and sizes to be multiples of this
+_PIECE = 8 * 2**20  # bytes per call
 _IN_MEMORY = ("tmpfs", "ramfs", "hugetlbfs")
 _MOUNTS = Path("/proc/self/mountinfo")
 
 
 class WeightFile:
-    """A Transport of `count` layers of up to `size` bytes each; the file is made in `folder`. Raises ConfigError."""
+    """A Transport of `count` layers of up to `size` bytes each, in a file in `folder`. Raises ConfigError."""
 
     def __init__(self, folder: Path, size: int, count: int) -> None:
         self._size = -(-size // PAGE) * PAGE
@@ -54,7 +53,7 @@ class WeightFile:
                 os.fdatasync(self._fd)
                 _forget(self._fd, (place * self._size, self._size))
         except OSError as error:
-            raise ConfigError(f"weights that are to stream could not be written: {error.strerror}") from None
+            raise ConfigError(f"writing the streamed weights failed: {error.strerror}") from None
 
     def begin(self, place: int, buffer: int) -> None:
         """See Transport."""
@@ -64,11 +63,11 @@ class WeightFile:
     def wait(self, buffer: int) -> None:
         """See Transport."""
         read = self._reads[buffer]
-        assert read is not None, "nothing was begun"
+        assert read is not None, "begin() must precede wait()"
         read.result()
 
     def release(self, buffer: int) -> None:
-        """See Transport: computing is over when it returns."""
+        """See Transport; a no-op, because computing has ended."""
 
     def close(self) -> None:
         """See Transport."""
@@ -82,7 +81,7 @@ class WeightFile:
             self.close()
 
     def seconds(self) -> float:
-        """What bringing in one layer takes: the quickest pace over all layers, at least once, for half a second."""
+        """Return the seconds per layer, as a mean over all layers, at least once, for about half a second."""
         began, done = time.perf_counter(), 0
         for place in range(max(self._count, BUFFERS)):
             if done and place % BUFFERS == 0 and time.perf_counter() - began > 0.5:
@@ -99,19 +98,19 @@ class WeightFile:
 
 
 def _read(fd: int, span: tuple[int, int], direct: bool, target: mmap.mmap) -> None:
-    """Bytes (first, size) of a file. Knows no WeightFile: one that nobody uses any more must not live on by it."""
+    """Read `span` = (first, size) of a file. A function without WeightFile, so that a read does not keep it alive."""
     first, size = span
     view, at = memoryview(target), 0
     try:
         while at < size:
             got = os.preadv(fd, [view[at : at + _PIECE]], first + at)
             if got <= 0:
-                raise WeightReadError(f"the file of weights ends after {first + at} bytes, {first + size} are wanted")
+                raise WeightReadError(f"the weight file ends after {first + at} bytes, expected {first + size}")
             at += got
         if not direct:
             _forget(fd, span)
     except OSError as error:
-        raise WeightReadError(f"weights could not be read: {error.strerror}") from None
+        raise WeightReadError(f"reading the streamed weights failed: {error.strerror}") from None
 
 
 def _forget(fd: int, span: tuple[int, int]) -> None:
@@ -120,7 +119,7 @@ def _forget(fd: int, span: tuple[int, int]) -> None:
 
 
 def _open(folder: Path, size: int) -> tuple[int, bool]:
-    """A file of this size without a name, and whether it goes past the page cache."""
+    """Create an unnamed file of this size; return its descriptor and whether it bypasses the page cache."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if (kind := file_system(folder)) in _IN_MEMORY:
@@ -141,7 +140,7 @@ def _open(folder: Path, size: int) -> tuple[int, bool]:
 
 
 def _past_the_cache(name: str) -> int | None:
-    """The file opened to bypass the page cache; None where its file system cannot."""
+    """Open the file to bypass the page cache; None if its file system does not support it."""
     try:
         return os.open(name, os.O_RDWR | os.O_DIRECT)
     except OSError:
@@ -149,7 +148,7 @@ def _past_the_cache(name: str) -> int | None:
 
 
 def file_system(folder: Path) -> str:
-    """The kind of file system that a folder is on; empty where nobody tells."""
+    """Return the type of the folder's file system; empty if unknown."""
     device = folder.stat().st_dev
     try:
         lines = _MOUNTS.read_text().splitlines()

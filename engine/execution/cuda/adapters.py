@@ -1,7 +1,7 @@
-"""LoRA adapters where CUDA graphs find them: a table of addresses by slot, which rows of a step name.
+"""LoRA adapters for CUDA graphs: a table of addresses by slot, to which the rows of a step refer.
 
-A graph is captured once and reads in every step which slot a row has, so that rows of any adapters share it. Adapters
-beyond the last slot, or with matrices of too large a rank, have no slot; steps with their rows run without a graph.
+A graph reads the slots of rows in every step, so that one graph serves rows of any adapters. Adapters without a free
+slot, or with too high a rank, get no slot; steps with such rows run without a graph.
 """
 
 from collections.abc import Mapping
@@ -17,14 +17,14 @@ from engine.models.lora import Adapters, Delta, Site, StepAdapters
 from engine.models.spec import ModelSpec
 from engine.triton_kernels import configs
 
-NUM_SLOTS = 63  # and the one of none: parts of the table then begin at multiples of 16 bytes
+NUM_SLOTS = 63  # plus slot 0 for no adapter, so that parts of the table start at multiples of 16 bytes
 LARGEST_RANK = 192
-"""Of one site: q, k and v of rank 64 together."""
+"""Maximum rank of a site, for example rank 64 for each of q, k and v."""
 _PLACES = ("qkv", "out", "up", "down")
 
 
 class SlottedAdapters(Adapters):
-    """`max_rows`: of a step. Slot 0 is no adapter. Without `taken` there are no adapters, and no table."""
+    """Adapters with slots. Slot 0 is no adapter. Without `taken` there are no adapters and no table."""
 
     def __init__(self, spec: ModelSpec, max_rows: int, device: torch.device, *, taken: bool) -> None:
         super().__init__()
@@ -45,27 +45,27 @@ class SlottedAdapters(Adapters):
             return
         entries = np.zeros((len(self._places), 3), dtype=np.int64)
         for site, delta in deltas.items():
-            assert delta.a.is_contiguous() and delta.b.is_contiguous(), "kernels know addresses alone"
+            assert delta.a.is_contiguous() and delta.b.is_contiguous(), "kernels need contiguous matrices"
             entries[self._places[site]] = delta.a.data_ptr(), delta.b.data_ptr(), len(delta.a)
         slot = self._slots[number] = self._free.pop()
         self.table[:, slot].copy_(send(entries, self.table.device))
 
     def slots_of(self, numbers: IntArray) -> IntArray | None:
-        """Slots of these adapters [T]; None where one of them has none."""
+        """Return the slots of these adapters [T]; None if one has no slot."""
         found = [self._slots.get(number, -1) if number else 0 for number in numbers.tolist()]
         return None if -1 in found else np.array(found, dtype=np.int64)
 
     def in_slots(self, slots: Tensor, kernels: Kernels) -> "StepSlots":
-        """For steps whose rows have the slots [T] that the device finds there."""
+        """Return the adapters of steps whose row slots [T] are in the device tensor `slots`."""
         return StepSlots(self, slots, kernels)
 
     def add(self, site: Site, x: Tensor, y: Tensor, slots: Tensor, kernels: Kernels) -> None:
-        """To y [T, out] what the slots' adapters make of x [T, in]."""
+        """Add the contributions of the slots' adapters for x [T, in] to y [T, out]."""
         kernels.lora_add(x, y, slots, self.table[self._places[site]], self.partial)
 
 
 class StepSlots(StepAdapters):
-    """A decoder's layers with what any adapters add, by a table: all of them, since nobody knows of which rows."""
+    """Adapters of a step by table; they apply to all layers, because the host does not know the rows."""
 
     def __init__(self, adapters: SlottedAdapters, slots: Tensor, kernels: Kernels) -> None:
         super().__init__((), len(slots))

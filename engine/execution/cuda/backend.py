@@ -1,4 +1,4 @@
-"""NVIDIA GPUs: our Triton kernels and CUDA graphs, or torch's operators where the kernels refuse a model."""
+"""Backend for NVIDIA GPUs: Triton kernels and CUDA graphs, or torch operators for models that the kernels refuse."""
 
 import importlib
 import math
@@ -44,16 +44,16 @@ from engine.models.transformers_model import TransformersModel, probe
 from engine.models.weights import Gather, LayerWeights, ModelWeights, ResidentLayers, torch_dtype
 from predictor.limits import NO_PADDING, UNITS_PER_BLOCK, Limits, Padding
 
-_GRAPH_BYTES = 16 * 1024**2  # a guess at what the driver keeps of one graph of a few hundred kernels
+_GRAPH_BYTES = 16 * 1024**2  # estimate of the driver's memory for a graph of a few hundred kernels
 WIDE_BYTES = 39 * 2**30
-"""Memory from which on a GPU is large: one that is sold with 40 GB has a little less."""
-_STEP_BYTES = 2**30  # a guess, for the estimate only: what a step needs beside weights and cache
+"""Memory from which a GPU counts as large; cards sold with 40 GB have slightly less."""
+_STEP_BYTES = 2**30  # estimate of a step's memory besides weights and cache
 _OLDEST_ARCH = (8, 0)
-_SMALLEST_HEAD, _LARGEST_GROUP = 16, 64  # of one product of the tensor cores; beyond it decode tiles spill
+_SMALLEST_HEAD, _LARGEST_GROUP = 16, 64  # limits of a tensor core product, and of decode tiles without spills
 
 
 class CudaBackend:
-    """See Backend."""
+    """Backend of CUDA devices."""
 
     name = "cuda"
     pipeline_depth = 1
@@ -78,7 +78,7 @@ class CudaBackend:
 
     def drop_refusal(self, spec: ModelShape, dtype: str) -> str | None:
         by = self.refusal(spec, dtype)
-        return f"our kernels do not run this model here: {by}" if by else mapping_refusal(torch.cuda.current_device())
+        return f"the CUDA kernels do not run this model: {by}" if by else mapping_refusal(torch.cuda.current_device())
 
     def resident(self, plan: LaunchPlan) -> Gather:
         if not plan.droppable:
@@ -95,7 +95,7 @@ class CudaBackend:
 
     def choose_dtype(self, spec: ModelShape, _config: EngineConfig) -> tuple[str, str | None]:
         if spec.dtype == "bfloat16" and torch.cuda.get_device_capability() < _OLDEST_ARCH:
-            return "float16", "float16 instead of bfloat16, which this GPU has no fast instructions for"
+            return "float16", "float16 instead of bfloat16, for which this GPU has no fast instructions"
         return spec.dtype, None
 
     def cache_bytes(self, plan: LaunchPlan, weights: ModelWeights | TransformersModel | None) -> int:
@@ -123,8 +123,8 @@ class CudaBackend:
         assert plan.offload is not None
         if plan.offload.streamed_bytes > (free := memory.available_memory()):
             raise ConfigError(
-                f"weights that stream take {plan.offload.streamed_bytes / 2**30:.1f} GiB of host memory, "
-                f"{free / 2**30:.1f} GiB are free"
+                f"streamed weights take {plan.offload.streamed_bytes / 2**30:.1f} GiB of host memory, "
+                f"but only {free / 2**30:.1f} GiB are free"
             )
         device = torch.device(plan.device)
         return PinnedWeights(plan.offload.layer_bytes, len(plan.offload.streamed), device)
@@ -143,14 +143,14 @@ class CudaBackend:
         return 1.0
 
     def adapted_steps(self, _plan: LaunchPlan) -> str:
-        return "without CUDA graphs where a prompt is among them"
+        return "without CUDA graphs in steps with a prompt"
 
     def fingerprint(self, _plan: LaunchPlan) -> str:
         return torch.cuda.get_device_name()
 
     def padding(self, plan: LaunchPlan) -> Padding:
         if not isinstance(plan.spec, ModelSpec) or self.refusal(plan.spec, plan.dtype) is not None:
-            return NO_PADDING  # transformers' modules and torch's operators run every step in its own size
+            return NO_PADDING  # transformers modules and torch operators run every step unpadded
         limits = plan.limits
         decode, mixed = decode_buckets(limits.max_num_seqs), mixed_buckets(limits.max_num_batched_tokens)
         return Padding(tuple(decode), tuple(mixed))
@@ -169,17 +169,17 @@ class CudaBackend:
         weights: ModelWeights | TransformersModel,
         say: Callable[[str], None],
     ) -> tuple[Runner[Any], LaunchPlan]:
-        # What torch computes on the host is small from now on. With a thread for every core each such operation has to
-        # wait until all of them have run, and they spin beside the event loop, the gateway and everybody else.
+        # Torch's remaining work on the host is small. With a thread per core, each operation would wait for all
+        # threads, which then spin beside the event loop and the gateway.
         torch.set_num_threads(1)
         hidden, host = plan.scratch_blocks, plan.host_units
         if isinstance(weights, TransformersModel):
             attention, how = self.module_attention(weights, plan.limits)
-            say(f"attention of transformers' modules by {how}, without CUDA graphs")
+            say(f"attention of transformers modules by {how}, without CUDA graphs")
             foreign = TransformersDevice.of(weights, plan, attention)
             return Runner(foreign), replace(plan, state_slots=foreign.state_slots)
         if self.refusal(plan.spec, plan.dtype) is None:
-            graphs = not weights.layers.streamed  # copies would have to be part of them, and kernels wait for those
+            graphs = not weights.layers.streamed  # a graph would have to include the copies of weights
             pool: dict[str, Any] = {"scratch_blocks": hidden, "host_units": host}
             if isinstance(layers := weights.layers, MappedLayers):
                 pool |= {"spare_bytes": layers.spare_bytes, "reserve": layers.reserve}
@@ -195,17 +195,17 @@ class CudaBackend:
         dtype, capability = model.like.dtype, torch.cuda.get_device_capability()
         refusals = (kernel_refusal(heads, dtype, capability) for heads, _ in calls)
         if model.shape.kv_size * dtype.itemsize % 16:
-            return None, "torch's operators: a token's keys are no multiple of 16 bytes"
+            return None, "torch operators: the keys of a token are not a multiple of 16 bytes"
         if refusal := next(filter(None, refusals), None) or launch_refusal():
-            return None, f"torch's operators: {refusal}"
+            return None, f"torch operators: {refusal}"
 
         def make(pool: UnitPool, rows: RowTable) -> KernelAttention:
             attention = KernelAttention(triton_kernels(), pool, rows, limits)
-            for heads, manner in calls:  # to compile one takes seconds, in which no token comes
+            for heads, manner in calls:  # compile now: it takes seconds, during which no token would be produced
                 attention.warm_up(heads, manner)
             return attention
 
-        return make, "our kernels"
+        return make, "Triton kernels"
 
     def make_staged(self, config: EngineConfig, plan: LaunchPlan, runner: Runner[Any]) -> StagedRunner:
         _, make = self.prepare(config, plan, lambda _line: None)
@@ -218,7 +218,7 @@ class CudaBackend:
 
 
 def kernel_refusal(heads: HeadSizes, dtype: torch.dtype, capability: tuple[int, int]) -> str | None:
-    """Why the kernels cannot run these heads on a device of this compute capability; None if they can."""
+    """Return why the kernels cannot run these heads on this compute capability; None if they can."""
     if capability < _OLDEST_ARCH:
         return f"compute capability {capability[0]}.{capability[1]} is older than 8.0"
     for width in (heads.head_dim, heads.value_dim):
@@ -231,8 +231,10 @@ def kernel_refusal(heads: HeadSizes, dtype: torch.dtype, capability: tuple[int, 
 
 
 def float8_layers(*, keeps_floats: bool = False) -> MakeLinear:
-    """Makes layers on floats of 8 bits, whose inputs our kernels round where Triton launches any. `keeps_floats`: of
-    weights that are stored so, and no others."""
+    """Return a maker of 8-bit float layers, with kernels for the rounding of inputs if Triton works.
+
+    `keeps_floats`: only for weights that are stored in 8-bit floats.
+    """
     rounding = float8.BY_TORCH
     if launch_refusal() is None:
         kernels = importlib.import_module("engine.triton_kernels.round_rows")
@@ -242,23 +244,23 @@ def float8_layers(*, keeps_floats: bool = False) -> MakeLinear:
 
 @cache
 def launch_refusal() -> str | None:
-    """Why Triton launches no kernel on this machine; None if it does. What it launches with it builds on the spot."""
+    """Return why Triton cannot launch kernels on this machine; None if it can. Triton compiles its launcher."""
     try:
         driver = importlib.import_module("triton.runtime.driver").driver
     except ImportError:
         return "Triton is not installed"
     if not os.environ.get("CC") and not shutil.which("gcc") and not shutil.which("clang"):
-        return "Triton needs a C compiler (gcc, clang, or what CC names), and there is none"
+        return "Triton needs a C compiler; install gcc or clang, or set CC"
     try:
         driver.active.get_current_target()
-    except Exception as error:  # of the compiler, of its output, of the driver's library: none of them is ours
+    except Exception as error:  # third-party errors of the compiler, its output, or the driver library
         reason = str(error).strip().partition("\n")[0]
-        return f"Triton builds nothing to launch with (are Python's headers installed?): {reason[:300]}"
+        return f"Triton cannot compile its launcher (are Python's headers installed?): {reason[:300]}"
     return None
 
 
 def graph_bytes(num_shapes: int, step_bytes: int, max_tokens: int) -> int:
-    """Memory that the graphs will take: `step_bytes` of the largest step, scaled to the largest graph, once for all."""
+    """Return the memory of the graphs: `step_bytes` of the largest step, scaled to the largest graph, shared by all."""
     largest = min(max_tokens, GRAPH_TOKENS)
     return num_shapes * _GRAPH_BYTES + -(-step_bytes * largest // max_tokens)
 
@@ -271,8 +273,8 @@ def _device(plan: LaunchPlan, weights: ModelWeights, *, graphs: bool, **pool: An
 
 
 def _room_beside_graphs(plan: LaunchPlan, weights: ModelWeights) -> int:
-    """What remains beside the largest step, run once without a request in it, beside the graphs, and beside what units
-    pass through on their way to a host tier."""
+    """Return the memory left by the largest step (run once as padding), the graphs, and the staging area of the host
+    tier."""
     device, limits, step_bytes = weights.embedding.device, plan.limits, 0
 
     def profile() -> None:
@@ -292,12 +294,12 @@ def _room_beside_graphs(plan: LaunchPlan, weights: ModelWeights) -> int:
     unit = memory.unit_bytes(plan.spec, limits.block_size, stored)
     staging = staging_units(plan.host_units, unit) * unit
     if weights.layers.streamed:
-        return room - staging  # such steps run without graphs
+        return room - staging  # steps with streamed weights run without graphs
     return room - staging - graph_bytes(num_shapes, step_bytes, limits.max_num_batched_tokens)
 
 
 def _largest_step(decoder: Decoder, plan: LaunchPlan) -> None:
-    """The memory of the largest step: a full prefill, and logits with their sampling for every sequence."""
+    """Allocate the memory of the largest step: a full prefill, and logits with sampling for every sequence."""
     heads = Heads(decoder.spec, decoder.weights, plan.limits.max_model_len)
 
     def attend(index: int, layer: LayerWeights, x: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
-"""What a step tells the device: one persistent buffer, filled in place on the host and uploaded by one copy.
+"""Step inputs on the device: one persistent buffer, filled in place on the host and uploaded in one copy.
 
-Every bucket reads the first part of the same tensors, so their addresses never change and a captured graph finds the
-next step's data where it found the last one's. Knows nothing of models or of who decided the step.
+Every bucket reads the first part of the same tensors. Their addresses never change, so a captured graph finds the data
+of each step in the same place.
 """
 
 from dataclasses import dataclass
@@ -22,20 +22,27 @@ from engine.triton_kernels import configs
 from engine.triton_kernels.work import DecodeWork, PrefillWork, WorkBuffer, aligned
 from predictor.limits import Limits
 
-_CHANGES = 4096  # table entries in the buffer; a step with more sends the rest by itself
-_EDITS = 4096  # biases and forbidden ends in the buffer; the same
-_SLACK = 256  # what aligning the parts may take
+_CHANGES = 4096  # table entries in the buffer; the rest is sent separately
+_EDITS = 4096  # biases and forbidden end tokens in the buffer; the rest is sent separately
+_SLACK = 256  # upper bound of padding between parts
 
 
 @dataclass(frozen=True, slots=True)
 class StepInputs:
-    """A shape's view of the device's side; T tokens, S samples.
+    """View of the device buffer for a shape with T tokens and S samples.
 
-    `ids [T]`: negative where the token is the one sampled last for `source [T]`; `positions [T]`; `rows [T]`: -1 for
-    padding, and where no K and V are kept; `sample_tokens [S]`: which of the T are sampled, for rows `sample_rows [S]`.
-    `partial`, `partial_lse`: scratch of the decode kernel; `prefill_partial`, `prefill_lse`: the same memory for the
-    prefill kernel behind it. `arrived`: zeros that the decode kernel counts in. `slots [T]`: of decodes alone, whose
-    LoRA adapters are in these slots. `stored [T]`: rows of what is kept as hidden state, -1 for others.
+    Attributes:
+        ids: [T], negative for the token sampled last for row `source [T]`.
+        positions: [T].
+        rows: [T], -1 for padding and for tokens whose K and V are not stored.
+        sample_tokens: [S], which of the T tokens are sampled.
+        sample_rows: [S], their rows.
+        decode, prefill: Work lists.
+        partial, partial_lse: Scratch of the decode kernel.
+        prefill_partial, prefill_lse: The same memory as scratch of the subsequent prefill kernel.
+        arrived: Counters of the decode kernel, zeros.
+        slots: [T], slots of LoRA adapters, for steps of decodes only.
+        stored: [T], rows of tokens stored as hidden state, -1 for others.
     """
 
     shape: StepShape
@@ -57,8 +64,10 @@ class StepInputs:
 
 
 class DrawInputs(NamedTuple):
-    """Sampling parameters of S rows on the device, neutral where a row has no such wish, as `Kernels.draw` takes them:
-    `temperature` is 0 where the best token is wanted."""
+    """Sampling parameters of S rows on the device for `Kernels.draw`, neutral where a parameter is not used.
+
+    `temperature` is 0 for greedy rows.
+    """
 
     uniform: Tensor
     temperature: Tensor
@@ -69,8 +78,10 @@ class DrawInputs(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PenaltyInputs:
-    """Samples at `places [n]`, of `rows [n]`, with penalties `values [n, 3]`: on the device, as `Kernels.penalise`
-    takes them. `host_rows`, `host_ends [n]`: the rows, and the positions that are sampled."""
+    """Penalties for `Kernels.penalise`: samples `places [n]` of `rows [n]` with `values [n, 3]`, on the device.
+
+    `host_rows`, `host_ends [n]`: the rows and the sampled positions.
+    """
 
     places: Tensor
     rows: Tensor
@@ -81,7 +92,7 @@ class PenaltyInputs:
 
 @dataclass(frozen=True, slots=True)
 class LogprobInputs:
-    """Samples at `places [w]` (on the device; also `host_places`) that want log-probabilities, of `counts [w]` best."""
+    """Samples `places [w]` (device; also `host_places`) with log-probabilities of the `counts [w]` best tokens."""
 
     places: Tensor
     host_places: IntArray
@@ -90,8 +101,10 @@ class LogprobInputs:
 
 @dataclass(frozen=True, slots=True)
 class StepWishes:
-    """What a step's samples want beside their best tokens; None or empty: nothing. `edits`: pairs of flat places in
-    logits [S, vocab] and values to add there."""
+    """Parameters of a step's samples beyond greedy decoding; None or empty if unused.
+
+    `edits` are pairs of flat indices into logits [S, vocab] and values to add.
+    """
 
     draws: DrawInputs | None = None
     edits: tuple[tuple[Tensor, Tensor], ...] = ()
@@ -100,7 +113,7 @@ class StepWishes:
 
 
 class HeadSizes(NamedTuple):
-    """Query heads, KV heads, and the widths of a head of q and k, and of v."""
+    """Numbers of query heads and KV heads, and head widths of q and k, and of v."""
 
     num_heads: int
     num_kv_heads: int
@@ -117,8 +130,10 @@ class HeadSizes(NamedTuple):
 
 
 class StepBuffers:
-    """The scratch of attention is shared by all layers of these `heads`, and by all shapes of steps. `max_items`: of a
-    step's decodes."""
+    """Buffers of steps. All layers with these `heads` and all step shapes share the scratch of attention.
+
+    `max_items` is the maximum number of decode work items.
+    """
 
     def __init__(self, heads: HeadSizes, limits: Limits, dtype: torch.dtype, device: torch.device) -> None:
         max_tokens, max_samples = limits.max_num_batched_tokens, limits.max_num_seqs
@@ -162,7 +177,7 @@ class StepBuffers:
         self._views: dict[StepShape, StepInputs] = {}
 
     def inputs(self, shape: StepShape) -> StepInputs:
-        """The device's side as a step of this shape sees it; the same tensors for every call with a bucket."""
+        """Return the device buffer as seen by a step of this shape; the same tensors for every call with a bucket."""
         if shape in self._views:
             return self._views[shape]
         tokens, samples = shape.tokens, shape.samples
@@ -182,7 +197,7 @@ class StepBuffers:
         return views
 
     def fill(self, shape: StepShape, layout: Layout, rows: RowTable) -> StepInputs:
-        """Write a step, its decodes first, padded to `shape`, on the host's side; `upload` sends it."""
+        """Write a step (decodes first, padded to `shape`) to the host buffer; `upload` sends it."""
         views, (row, start, length, _) = self.inputs(shape), layout.chunks.T
         _pad(self._ids, rows.tokens[layout.token_rows, layout.positions], shape.tokens, 0)
         _pad(self._source, layout.token_rows, shape.tokens, rows.num_rows)
@@ -199,15 +214,15 @@ class StepBuffers:
         return views
 
     def fill_slots(self, shape: StepShape, slots: IntArray) -> None:
-        """Write the slots of a step of decodes alone: of their adapters, padded."""
+        """Write the adapter slots of a step of decodes, padded."""
         _pad(self._slots_of, slots, shape.samples, 0)
 
     def fill_stored(self, stored: IntArray) -> None:
-        """Write rows [T] of new tokens that are kept as hidden state, -1 for others."""
+        """Write the rows [T] of new tokens stored as hidden state, -1 for others."""
         self._stored[: len(stored)] = stored
 
     def fill_wishes(self, where: IntArray, ends: IntArray, rows: RowTable, vocab: int) -> StepWishes:
-        """Write what samples of rows `where [S]` at positions `ends [S]` want."""
+        """Write the sampling parameters for rows `where [S]` at positions `ends [S]`."""
         table = rows.sampling
         if table.plain(where):
             return StepWishes()
@@ -263,16 +278,16 @@ class StepBuffers:
         )  # fmt: skip
 
     def fill_changes(self, places: Int32Array, entries: Int32Array) -> None:
-        """Write changes of the block tables, as many as there is room for; `write_tables` sends the rest."""
+        """Write block table changes, as many as fit; `write_tables` sends the rest."""
         count = min(len(places), _CHANGES)
         self._places[:count], self._entries[:count] = places[:count], entries[:count]
 
     def upload(self) -> None:
-        """Start the one copy of a step. What `fill*` wrote may be overwritten at once."""
+        """Start the copy of the step. The host buffer may be overwritten at once."""
         self._buffer.upload()
 
     def write_tables(self, tables: Tensor, places: Int32Array, entries: Int32Array) -> None:
-        """Apply the changes on the device, behind `upload`."""
+        """Apply the block table changes on the device, after `upload`."""
         count, flat = min(len(places), _CHANGES), tables.view(-1)
         if count:
             flat.index_copy_(0, self._places_[:count].long(), self._entries_[:count])
@@ -283,7 +298,7 @@ class StepBuffers:
 
 
 def _part(place: tuple[Int32Array, Tensor], values: IntArray | Int32Array) -> Tensor:
-    """Write `values [n]` to the host's side of a part; gives the device's."""
+    """Write `values [n]` to the host side of a part; return its device side."""
     host, device = place
     host[: len(values)] = values
     return device[: len(values)]
@@ -295,6 +310,6 @@ def _pad(target: Int32Array, values: IntArray | Int32Array, size: int, padding: 
 
 
 def send(values: Int32Array | IntArray | Float32Array, device: torch.device) -> Tensor:
-    """A copy on the device. The allocator of pinned memory keeps the host's side until it has been read."""
+    """Copy to the device. The pinned allocator keeps the host copy until it has been read."""
     host = torch.from_numpy(values.copy())
     return host.pin_memory().to(device, non_blocking=True) if configs.is_cuda(device) else host

@@ -1,10 +1,9 @@
-"""CudaDevice: persistent device state, our kernels, CUDA graphs by bucket, and tokens that stay on the device.
+"""CudaDevice: persistent device state, kernels, CUDA graphs by bucket, and tokens that stay on the device.
 
-`forward` turns a step into one upload and one graph replay and comes back at once; operations of the cache go down the
-same lane, transfers of the host tier down another (`engine.execution.cuda.swap`). Steps that project hidden state, or
-make vectors of it, or have prompts beside rows with adapters, do without a graph. With `kernels` from torch, or
-Triton's interpreter, the same class runs on the CPU. Knows nothing of scheduling, requests or the order of a step's
-parts (`Runner`).
+`forward` turns a step into one upload and one graph replay, and returns at once. Cache operations use the same lane,
+transfers of the host tier others (`engine.execution.cuda.swap`). Steps that project hidden state, compute embeddings,
+or have both prompts and adapters run without a graph. With torch kernels, or Triton's interpreter, the class also runs
+on the CPU.
 """
 
 import logging
@@ -51,18 +50,29 @@ log = logging.getLogger("tidemill.engine")
 _NO_CHUNKS = np.zeros((0, 4), dtype=np.int64)
 _EVERYTHING = SamplingParams(1, presence_penalty=1.0, logprobs=MAX_LOGPROBS, top_p=0.5, logit_bias=((0, 0.0),))
 _WISHES = (_EVERYTHING, SamplingParams(1), SamplingParams(1, temperature=0.0))
-"""With and without changes of the logits, and draws: what decides between kernels."""
+"""Parameters with and without edits of the logits, and draws, which select different kernels."""
 
 
 class CudaDevice:
-    """`graphs`: capture one for every bucket now (CUDA only). Two steps may be in flight; use it from one thread.
+    """A Device for CUDA. Two steps may be in flight. Use it from one thread.
 
-    `scratch_blocks`: blocks of hidden state that one step may read or write; 0 refuses them altogether.
-    `host_units`: units of the host tier. `cell_type`: of K and V in 8 bits. `adapted`: LoRA adapters may
-    come. `spare_bytes`, `reserve`: see UnitPool. Raises ConfigError for scratch where the model's hidden state is no
-    use.
+    Raises ConfigError for scratch if the model cannot use hidden state as a cache.
 
-    `beyond`: what runs the layers behind those that are here, on the next engine of a pipeline."""
+    Args:
+        spec: The model.
+        weights: Its weights.
+        kernels: Triton kernels or their torch twins.
+        limits: Limits of a step.
+        graphs: Capture a graph for every bucket now (CUDA only).
+        scratch_blocks: Number of hidden blocks that one step may read or write; 0: none.
+        host_units: Units of the host tier.
+        cell_type: Type of an 8-bit cache.
+        adapted: Whether LoRA adapters may be added.
+        spare_bytes, reserve: See UnitPool.
+
+    Attributes:
+        beyond: Runs the following layers on the next engine of a pipeline.
+    """
 
     pipeline_depth = 1
 
@@ -89,7 +99,7 @@ class CudaDevice:
             spec, limits, weights.embedding, scratch_blocks, host_units, cell_type=cell_type,
             spare_bytes=spare_bytes, reserve=reserve,
         )  # fmt: skip
-        assert len(self.pool.slices) < 2**31, "table entries are 32 bits wide"
+        assert len(self.pool.slices) < 2**31, "table entries have 32 bits"
         self._tables = DeviceTables(self.rows, self.pool)
         self._forward = Forward(spec, weights, kernels, self._tables, self.pool, limits)
         self._projection = Projection(self._forward, self.pool, limits)
@@ -116,13 +126,13 @@ class CudaDevice:
             self._capture()
 
     def adapt(self, number: int, deltas: Mapping[Site, Delta]) -> None:
-        """See Device. Between two steps."""
+        """See Device. Call it between two steps."""
         with torch.inference_mode(), self.lane.use():
             self.adapters.put(number, deltas)
 
     @property
     def num_graphs(self) -> int:
-        """Captured step shapes; `num_shapes` where all went well."""
+        """Number of captured step shapes; `num_shapes` if all succeeded."""
         return self._graphs.count
 
     @property
@@ -132,7 +142,7 @@ class CudaDevice:
     def forward(
         self, chunks: IntArray, masks: FinishMasks | None = None, take: TakeHidden | None = None
     ) -> tuple[Tensor, DeviceSamples]:
-        """See Device. Nothing is waited for but what `masks` wait for, while the device runs, and what is beyond."""
+        """See Device. Waits only for masks, while the device runs, and for other stages of a pipeline."""
         if self.beyond is not None:
             return self._run_pipeline(self.beyond, chunks, masks, take)
         rows, layout = self.rows, decodes_first(chunks)
@@ -163,7 +173,7 @@ class CudaDevice:
     def _choose(
         self, inputs: StepInputs, layout: Layout, wishes: StepWishes, masks: FinishMasks | None
     ) -> tuple[Tensor, DeviceSamples]:
-        """What `forward` gives, of the logits that are there."""
+        """Return the result of `forward` from the logits on the device."""
         count = len(layout.sampled)
         logits, greedy = self._forward.logits[:count], self._forward.sampled[:count]
         samples = self._sampling.choose(logits, greedy, wishes, None if masks is None else masks())
@@ -174,23 +184,23 @@ class CudaDevice:
         return logits, DeviceSamples(greedy, samples.logprobs)
 
     def keep(self, layers: range) -> None:
-        """Run these layers alone from now on, all of them from graphs again. The pool is laid out for them already."""
+        """Run only these layers from now on; graphs apply to all layers. The pool is already arranged for them."""
         self._forward.layers = layers
         self._tables.relaid(self.pool.num_layers)
 
     def pass_through(self, chunks: IntArray, hidden: Tensor, wanted: IntArray) -> Tensor:
-        """See Stage. Raises ValueError for a unit that the pool does not have, which would be the end of the device."""
+        """See Stage. Raises ValueError for a unit outside the pool, which would be a fatal error on the device."""
         blocks = -(-(chunks[:, 1] + chunks[:, 2]) // self.rows.block_size)
         tables = self.rows.tables[:2, : len(chunks), : int(blocks.max())]
         read = tables[:, np.arange(tables.shape[2]) < blocks[:, None]]
         if read.size and not 0 <= int(read.min()) <= int(read.max()) < self.pool.num_units:
-            raise ValueError(f"a unit that is none of the {self.pool.num_units}")
+            raise ValueError(f"a unit is outside the pool of {self.pool.num_units} units")
         return self._stage.pass_through(self.beyond, chunks, hidden, wanted)
 
     def _run_pipeline(
         self, beyond: Beyond, chunks: IntArray, masks: FinishMasks | None, take: TakeHidden | None
     ) -> tuple[Tensor, DeviceSamples]:
-        """See forward."""
+        """See `forward`."""
         came, layout = self._stage.lead(beyond, chunks, take), decodes_first(chunks)
         inputs = self._fill(layout)
         wishes = self._sampling.begin(layout)
@@ -205,14 +215,14 @@ class CudaDevice:
         return inputs
 
     def _run(self, inputs: StepInputs, way: Way) -> None:
-        """What a graph is captured of."""
+        """Run the part of a step that graphs capture."""
         if way is Way.ADAPTED:
             self._forward(inputs, adapt=self._slotted.in_slots(inputs.slots, self._kernels))
         else:
             self._forward(inputs)
 
     def _captured(self) -> list[tuple[StepShape, Way]]:
-        """List the shapes to capture: every bucket, and those of decodes alone once more for adapters."""
+        """Return the shapes to capture: every bucket, and the decode buckets again for adapters."""
         every = self._buckets.all_shapes()
         adapted = [shape for shape in every if not shape.prefill] if self._slotted.taken else []
         return [*((shape, Way.PLAIN) for shape in every), *((shape, Way.ADAPTED) for shape in adapted)]
@@ -222,10 +232,10 @@ class CudaDevice:
         self._share = share
 
     def follow(self, chunks: IntArray, *, whole: bool) -> None:
-        """See RankDevice; whole at any rate. The greedy tokens that the graph gives here are of no use: the first
-        rank's come behind it, chosen as their rows wish."""
+        """See RankDevice; all tokens run in any case. The greedy tokens of the graph are replaced by the samples of the
+        first rank."""
         del whole
-        assert self._share is not None, "a rank follows others"
+        assert self._share is not None, "join() must precede follow()"
         layout = decodes_first(chunks)
         inputs = self._fill(layout)
         self._upload()
@@ -236,25 +246,27 @@ class CudaDevice:
             self._forward.accept(inputs, tokens)
 
     def _fill(self, layout: Layout) -> StepInputs:
-        """Write a step on the host's side of the buffers."""
+        """Write a step to the host side of the buffers."""
         return self._buffers.fill(self._buckets.fit(len(layout.positions), layout.num_decodes), layout, self.rows)
 
     def _upload(self) -> None:
-        """Send what was written, and what has changed in the tables."""
+        """Send the step and the changes of the tables."""
         changes = self._tables.take_changes()
         self._buffers.fill_changes(*changes)
         self._buffers.upload()
         self._buffers.write_tables(self._tables.tables, *changes)
 
     def repeat_last(self) -> None:
-        """Run the last step's forward pass again, as it is: for measuring what the device takes without the host."""
-        assert self._last is not None, "no step was run yet"
+        """Repeat the forward pass of the last step, to measure device time without the host."""
+        assert self._last is not None, "a step must precede repeat_last()"
         with torch.inference_mode(), self.lane.use():
             self._graphs.run(*self._last)
 
     def run_padding(self, num_tokens: int, num_samples: int) -> None:
-        """A step of `num_tokens` of padding with `num_samples` that want everything: what the largest step allocates.
-        Only while no row holds a request."""
+        """Run `num_tokens` of padding with `num_samples` samples and all sampling features, for the peak of memory.
+
+        Only while no row holds a request.
+        """
         with torch.inference_mode(), self.lane.use():
             inputs = self._buffers.fill(self._buckets.exact(num_tokens, 0), decodes_first(_NO_CHUNKS), self.rows)
             self._run_padding(inputs, num_samples, _EVERYTHING)
@@ -279,8 +291,8 @@ class CudaDevice:
         self._forward.accept(inputs, samples.tokens)
 
     def warm_up(self) -> None:
-        """Every kernel in every form that a step may ask for: to compile one takes seconds, in which no token comes.
-        Nobody has anything in the pool yet."""
+        """Compile every variant of every kernel: it takes seconds, during which no token would be produced. The pool
+        must be unused."""
         shape, none = self._buckets.exact(2, 1), np.zeros(0, dtype=np.int64)
         bits = np.full((1, -(-self._forward.logits.shape[1] // 32)), -1, dtype=np.int32)
         masks = StepMasks(np.zeros(1, dtype=np.int64), bits, np.zeros(1, dtype=np.int64), none)
@@ -304,8 +316,10 @@ class CudaDevice:
             self.lane.mark().synchronize()
 
     def _capture(self) -> None:
-        """A graph for every bucket. Where the device refuses, steps run without: slower, and right. Of ranks that
-        divide layers each runs every bucket, as the others do, and one that cannot raises what keeps it from it."""
+        """Capture a graph for every bucket. Steps without a graph are slower.
+
+        Ranks that divide layers must all run every bucket, so a rank that cannot raises the error.
+        """
         empty, refused = decodes_first(_NO_CHUNKS), None
         with torch.inference_mode(), self.lane.use():
             for shape, way in self._captured():
@@ -316,10 +330,11 @@ class CudaDevice:
                 except RuntimeError as error:
                     if self._divided:
                         raise
-                    refused = error.with_traceback(None)  # which would keep what was allocated
-                # without memory smaller ones, which are worth more, may fit
+                    refused = error.with_traceback(None)  # the traceback would keep allocated tensors alive
+                # After a lack of memory, smaller graphs may still fit.
                 if refused and not isinstance(refused, torch.OutOfMemoryError) and not self._divided:
                     break
             self.lane.mark().synchronize()
         if refused:
-            log.warning("%d of %d CUDA graphs: other steps will be slow: %s", self.num_graphs, self.num_shapes, refused)
+            text = "captured %d of %d CUDA graphs; other steps are slow: %s"
+            log.warning(text, self.num_graphs, self.num_shapes, refused)

@@ -1,8 +1,8 @@
-"""A step's forward pass through the kernels: from token ids on the device to the next tokens on the device.
+"""Forward pass of a step through the kernels, from token ids on the device to the next tokens on the device.
 
-The decoder over fused kernels and a paged cache, and the greedy token of every sample behind it, so that all of it fits
-one CUDA graph: nothing here waits for the device, and every input and output has a fixed address. GEMMs are cuBLAS's.
-Nine kernels a layer in a step of decodes where the MLP is gated, and six outside of all layers.
+It runs the decoder with fused kernels and a paged cache, and takes the greedy token of every sample. It fits one CUDA
+graph, because it never waits for the device and all inputs and outputs have fixed addresses. GEMMs use cuBLAS. A decode
+step with a gated MLP has nine kernels per layer, and six outside the layers.
 """
 
 from collections.abc import Callable
@@ -24,13 +24,18 @@ from engine.models.weights import LayerWeights, ModelWeights, embedding_scale
 from predictor.limits import Limits
 
 Observe = Callable[[int, Tensor], None]
-"""(layer index, x [T, H]): the normed input of a layer's attention, before it attends."""
+"""(layer index, x [T, H]): called with the normalised input of a layer's attention, before it attends."""
 
 
 class Forward:
-    """Call it with a step's inputs. Leaves `logits [max_samples, vocab]` of the step's samples, `sampled [max_samples]`
-    int32 (their greedy tokens, INVALID_TOKEN where logits are not finite), and `last_tokens` of their rows. `tables` as
-    in `DeviceTables`. `layers`: those it runs, and the pool has."""
+    """Forward pass; called with the inputs of a step.
+
+    Attributes:
+        logits: [max_samples, vocab], logits of the step's samples.
+        sampled: [max_samples] int32, their greedy tokens; INVALID_TOKEN if logits are not finite.
+        tables: See `DeviceTables`; the call also updates `last_tokens` there.
+        layers: Layers to run, which are those of the pool.
+    """
 
     def __init__(
         self,
@@ -55,9 +60,9 @@ class Forward:
         self._scale, self._softcap = scale, spec.softcap or 0.0
         tables_of = {rope: _cos_sin(rope, limits.max_model_len, device) for rope in (spec.rope, spec.local_rope)}
         self._cos_sin = [tables_of[spec.rope_of(layer)] for layer in range(spec.num_layers)]
-        # views of the weights on a GPU; what is projected from hidden state
+        # For hidden state; on a GPU these are views of the weights.
         self._kv = [layer.qkv.outputs_from(spec.q_size) for layer in weights.layers] if pool.scratch_blocks else []
-        # Padding keeps what earlier steps left there: finite numbers, which uninitialised memory need not hold.
+        # Padding reads results of earlier steps, which must be finite; uninitialised memory may not be.
         self._mixed = torch.zeros(
             (limits.max_num_batched_tokens, spec.num_heads, spec.head_dim), dtype=dtype, device=device
         )
@@ -66,7 +71,7 @@ class Forward:
 
     @property
     def cells(self) -> Tensor:
-        """The pool's, as kernels take them."""
+        """The pool as kernels take it."""
         return self._pool
 
     def __call__(
@@ -77,20 +82,20 @@ class Forward:
         adapt: Adapt | None = None,
     ) -> None:
         hidden, delta = self._unsummed(inputs, self.embed(inputs), observe, adapt)
-        assert delta is not None, "a model has layers"
+        assert delta is not None, "the model has no layers"
         if take is not None:
             take(self.decoder.normed(self.decoder.summed(hidden, delta)))
         self.finish(inputs, hidden, delta, inputs.sample_tokens)
 
     def embed(self, inputs: StepInputs) -> Tensor:
-        """Hidden state [T, H] in front of the first layer."""
+        """Return the hidden state [T, H] before the first layer."""
         return self._kernels.embed_tokens(
             inputs.ids, inputs.source, self._last_tokens, inputs.positions, self._weights.embedding,
             self._embedding_scale, self._weights.positions, self._spec.position_offset or 0,
         )  # fmt: skip
 
     def through(self, inputs: StepInputs, hidden: Tensor) -> Tensor:
-        """The layers: hidden state [T, H] -> [T, H]."""
+        """Run the layers: hidden state [T, H] -> [T, H]."""
         return self.decoder.summed(*self._unsummed(inputs, hidden))
 
     def _unsummed(
@@ -114,27 +119,28 @@ class Forward:
     def finish(
         self, inputs: StepInputs, hidden: Tensor, delta: Branch | None = None, rows: Tensor | None = None
     ) -> None:
-        """The head, of the hidden state [samples, H] of what is sampled; `delta`, `rows` as in `Decoder.logits`."""
-        # To memory of our own, so that graphs can share that of everything else they allocate.
+        """Apply the head to the hidden state [samples, H] and sample; `delta`, `rows` as in `Decoder.logits`."""
+        # Write to a fixed buffer, so that graphs can share their other memory.
         logits = self.decoder.logits(hidden, delta, rows, self.logits[: inputs.shape.samples])
         best, tokens = logits.max(dim=-1)
         self.accept(inputs, tokens, best)
 
     def accept(self, inputs: StepInputs, tokens: Tensor, best: Tensor | None = None) -> None:
-        """Make `tokens [n]` what the first n samples of the step gave; none are valid whose `best` logit is not
-        finite."""
+        """Set the first n samples of the step to `tokens [n]`; a token is invalid if its `best` logit is not finite."""
         count = len(tokens)
         self._kernels.accept_tokens(tokens, best, inputs.sample_rows[:count], self.sampled[:count], self._last_tokens)
 
     def store(self, layer: int, tables: Tensor, x: Tensor, rows: Tensor, positions: Tensor) -> None:
-        """Keep x [t, H], the attention input of tokens at `positions` of `rows`, as their hidden state; rows < 0: skip.
-        `tables [3, rows, blocks]` as in `DeviceTables`."""
+        """Store x [t, H], attention inputs of tokens at `positions` of `rows`, as hidden state; rows < 0: skip.
+
+        `tables [3, rows, blocks]` as in `DeviceTables`.
+        """
         self._kernels.hidden_write(
             x, positions, rows, self._pool, tables[2], layer=layer, scratch_base=self._scratch_base
         )
 
     def project(self, layer: int, tables: Tensor, rows: Tensor, positions: Tensor) -> None:
-        """Write K and V of tokens [t], whose hidden state is stored, to where `tables` has them."""
+        """Project the stored hidden state of tokens [t] to K and V, written where `tables` points."""
         spec, base = self._spec, self._scratch_base
         x = self._weights.embedding.new_empty((len(rows), spec.hidden_size))
         self._kernels.hidden_gather(x, positions, rows, self._pool, tables[2], layer=layer, scratch_base=base)
@@ -178,7 +184,7 @@ class Forward:
 
 
 def _cos_sin(rope: RopeSpec | None, max_model_len: int, device: torch.device) -> Tensor | None:
-    """[max_model_len + 1, rotary_dim] float32: cosines, then sines, of every position."""
+    """Return [max_model_len + 1, rotary_dim] float32: cosines, then sines, of every position."""
     if rope is None:
         return None
     inv_freq = inverse_frequencies(rope, max_model_len).to(device)

@@ -1,8 +1,8 @@
-"""CUDA graphs: one for every step shape, captured at start. Knows nothing of what it captures.
+"""CUDA graphs, one for every step shape, captured at start.
 
-Capture forbids waiting for the device and whatever happens only once (loading a kernel, making a cuBLAS workspace), so
-every shape runs once by itself before, and as a graph once behind. All graphs share one memory pool: they run one at a
-time, and what they leave behind lies outside of it.
+A capture must not wait for the device or include one-time work (loading a kernel, creating a cuBLAS workspace), so
+every shape first runs once without a graph, and once as a graph afterwards. All graphs share one memory pool, because
+they run one at a time and their results are outside of it.
 """
 
 from collections.abc import Callable
@@ -16,14 +16,14 @@ from engine.execution.lane import Lane
 
 
 class Way(Enum):
-    """How a step of a shape runs: each has graphs of its own."""
+    """Variant of a step shape, with its own graphs."""
 
     PLAIN = "plain"
-    ADAPTED = "adapted"  # by the LoRA adapters in its rows' slots
+    ADAPTED = "adapted"  # with the LoRA adapters of its rows' slots
 
 
 class Graphs:
-    """Runs `forward` on a step's inputs: from a graph where one was captured for their shape, else as it is."""
+    """Runs `forward` on the inputs of a step, from a graph if there is one for their shape."""
 
     def __init__(self, forward: Callable[[StepInputs, Way], None], lane: Lane) -> None:
         self._forward = forward
@@ -33,9 +33,11 @@ class Graphs:
         self._pool: Any = None
 
     def capture(self, inputs: StepInputs, way: Way = Way.PLAIN) -> RuntimeError | None:
-        """Capture a shape, and give what the device has against it. Its inputs must lie on the device, padding only,
-        and keep their addresses. The shape has run twice then, also without a graph: of ranks that divide layers every
-        one adds up as often as the others. Raises what keeps it from running."""
+        """Capture a shape; return the device's error if the capture fails.
+
+        The inputs must be on the device, contain only padding, and keep their addresses. The shape runs twice in any
+        case, so that all ranks make the same collective calls. Raises errors of the runs themselves.
+        """
         assert self._lane.stream is not None, "graphs need a CUDA device"
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
@@ -48,9 +50,9 @@ class Graphs:
         except RuntimeError as error:
             self._forward(inputs, way)
             return error.with_traceback(None)
-        graph.replay()  # the first launch sends it to the device, which no step shall wait for
+        graph.replay()  # the first launch uploads the graph, which would delay a step
         self._graphs[id(inputs), way] = graph
-        self._inputs.append(inputs)  # keeps its id, and the tensors that the graph reads
+        self._inputs.append(inputs)  # keeps the id valid, and the tensors that the graph reads
         return None
 
     @property

@@ -1,7 +1,4 @@
-"""The operations of a layer, and of the cache, as one object: our Triton kernels, or their twins in torch_ops.
-
-Knows nothing of models.
-"""
+"""Interface of the operations of layers and cache: Triton kernels, or their twins in torch_ops."""
 
 from typing import Protocol
 
@@ -12,7 +9,7 @@ from engine.triton_kernels.work import DecodeWork, PrefillWork
 
 
 class Kernels(Ops, Protocol):
-    """Shapes and contracts as in `engine.triton_kernels`."""
+    """Operations with the shapes and contracts of `engine.triton_kernels`."""
 
     def embed_tokens(
         self,
@@ -130,7 +127,7 @@ class Kernels(Ops, Protocol):
 
 
 def triton_kernels() -> Kernels:
-    """The kernels. ImportError where Triton is not installed."""
+    """Return the Triton kernels. Raises ImportError if Triton is not installed."""
     from engine.triton_kernels import kernels
 
     return kernels

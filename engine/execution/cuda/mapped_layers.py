@@ -1,8 +1,8 @@
-"""Layers whose matrices lie in memory that the pool can have, and give back (KunServe §4.1).
+"""Layers whose memory can be lent to the pool and returned (KunServe §4.1).
 
-Each layer has a piece of memory and addresses of its own for it. To give a layer up puts its piece behind the pool's;
-to have it back puts it where it was. So a layer has the same addresses again, with all that stands beside its matrices:
-CUDA graphs that read them stay good, and no memory changes hands that anybody else could take. Knows nothing of units.
+Each layer has a piece of memory and its own addresses for it. Releasing a layer maps its piece after the pool's memory;
+restoring it maps the piece back. The layer then has its old addresses, so CUDA graphs that read it stay valid, and no
+other allocation can take the memory in between.
 """
 
 from collections.abc import Iterator, Sequence
@@ -16,13 +16,13 @@ from engine.execution.cuda.virtual_memory import MappingError, Memory, Piece, Ra
 from engine.models.weights import LayerWeights, ResidentLayers, matrices
 from engine.triton_kernels import configs
 
-_ALIGNMENT = 512  # bytes, as torch's own allocator has it: kernels may be chosen by it
+_ALIGNMENT = 512  # bytes, like torch's allocator; kernels may be selected by alignment
 
 
 class MappedLayers(ResidentLayers):
-    """See LayerSource. Also the PoolMemory of one pool, from `reserve` on. Raises ConfigError where there is no room.
+    """A LayerSource, and from `reserve` on the PoolMemory of one pool. Raises ConfigError if there is no memory.
 
-    What is in flight on the device must not touch layers that come or go.
+    Work in flight on the device must not touch layers that are released or restored.
     """
 
     def __init__(self, memory: Memory, layers: Iterator[LayerWeights]) -> None:
@@ -33,7 +33,7 @@ class MappedLayers(ResidentLayers):
         try:
             self.extend(map(self._move_in, layers))
         except MappingError as error:
-            raise ConfigError(f"no room for the weights of layer {len(self)}: {error.message}") from None
+            raise ConfigError(f"no memory for the weights of layer {len(self)}: {error.message}") from None
         self._whole = list(self)
         self._pool: Range | None = None
         self.tensor: Tensor
@@ -45,26 +45,26 @@ class MappedLayers(ResidentLayers):
 
     def reserve(self, num_bytes: int, spare_bytes: int) -> "MappedLayers":
         """See Reserve."""
-        assert self._pool is None, "layers are of one pool"
+        assert self._pool is None, "layers can lend memory to one pool only"
         try:
             piece = self._memory.create(num_bytes)
             self._pool = self._memory.reserve(piece.num_bytes + spare_bytes)
             self._pool.push([piece])
         except MappingError as error:
-            raise ConfigError(f"no room for a cache of {num_bytes / 2**30:.2f} GiB: {error.message}") from None
+            raise ConfigError(f"no memory for a cache of {num_bytes / 2**30:.2f} GiB: {error.message}") from None
         self.tensor = self._pool.tensor
         self.tensor[:num_bytes].zero_()
         return self
 
     def give_up(self, indices: Sequence[int], needed: int) -> None:
-        """See ResidentLayers. Raises MappingError, with nothing changed but memory that is nowhere until the next
+        """See ResidentLayers. Raises MappingError, without changes except pieces that stay unmapped until the next
         `give_back`."""
         assert self._pool is not None
         absent = {*self.absent, *indices}
         lent = [index for index in sorted(absent) if self._pieces[index].range is not self._pool]
         pieces = [self._pieces[index] for index in lent]
         if (room := self._pool.backed + sum(piece.num_bytes for piece in pieces)) < needed:
-            raise ValueError(f"there is no room for {needed} bytes of units, only for {room}")
+            raise ValueError(f"the pool needs {needed} bytes but can have only {room}")
         self._rest()
         try:
             for index in lent:
@@ -80,10 +80,10 @@ class MappedLayers(ResidentLayers):
         """See PoolMemory."""
         assert self._pool is not None
         if self._pool.backed < num_bytes:
-            raise ValueError(f"there is no room for {num_bytes} bytes of units, only for {self._pool.backed}")
+            raise ValueError(f"the pool needs {num_bytes} bytes but has only {self._pool.backed}")
 
     def give_back(self, num_bytes: int) -> None:
-        """See PoolMemory. Raises MappingError; what it has not done the next call does."""
+        """See PoolMemory. Raises MappingError; the next call completes the remaining work."""
         assert self._pool is not None
         pool = self._pool
         self._rest()
@@ -92,16 +92,16 @@ class MappedLayers(ResidentLayers):
         self._go_home()
 
     def refill(self, index: int, loaded: LayerWeights) -> LayerWeights:
-        """See ResidentLayers: what was loaded is copied to where the layer was made."""
+        """See ResidentLayers; copies the loaded weights to the original addresses of the layer."""
         if self._pieces[index].range is not self._homes[index]:
-            raise ValueError(f"the memory of layer {index} is the pool's")
+            raise ValueError(f"the memory of layer {index} is still in use by the pool")
         for mine, theirs in zip(matrices(self._whole[index]), matrices(loaded), strict=True):
             mine.data().copy_(theirs.data())
         self._rest()  # steps run in another stream
         return self._whole[index]
 
     def _move_in(self, layer: LayerWeights) -> LayerWeights:
-        """The layer in a piece of its own."""
+        """Move the layer to its own piece of memory."""
         data = [matrix.data() for matrix in matrices(layer)]
         at = [0]
         for part in data:
@@ -123,6 +123,6 @@ class MappedLayers(ResidentLayers):
                 home.push([piece])
 
     def _rest(self) -> None:
-        """What was launched has ended."""
+        """Wait until all launched work has ended."""
         if configs.is_cuda(self._memory.device):
             torch.cuda.synchronize(self._memory.device)

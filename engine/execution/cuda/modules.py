@@ -1,8 +1,8 @@
-"""Attention of modules that are not ours by our kernels: q, k and v of a layer come, what they gather goes back.
+"""Attention of transformers modules by the CUDA kernels: takes q, k and v of a layer and returns the result.
 
-Twin: `engine.execution.cpu.attention.PagedAttention`. Layers may differ in their heads, in the widths of K and V and in
-their manners: for each shape of heads there are work lists of its own, which a step fills and sends when a layer of it
-first comes. Nothing here waits for the device. Knows nothing of models.
+Twin: `engine.execution.cpu.attention.PagedAttention`. Layers may differ in heads, widths of K and V, and variants of
+attention. Each shape of heads has its own work lists, which a step fills and sends when it meets the first such layer.
+Nothing waits for the device.
 """
 
 from dataclasses import replace
@@ -26,37 +26,39 @@ _NO_CHUNKS = np.zeros((0, 4), dtype=np.int64)
 
 
 class KernelAttention:
-    """One step at a time, over a pool in the model's type, on the stream that is current."""
+    """Attention of one step at a time, over a pool in the model's type, on the current stream."""
 
     def __init__(self, kernels: Kernels, pool: UnitPool, rows: RowTable, limits: Limits) -> None:
-        assert pool.bytes is None and not pool.scratch_blocks, "modules attend to K and V in their own type"
+        assert pool.bytes is None and not pool.scratch_blocks, "modules need K and V in their own type"
         self._kernels, self._pool, self._rows = kernels, pool, rows
         self._limits = replace(limits, max_num_batched_tokens=max(limits.max_num_batched_tokens, limits.max_num_seqs))
         self._tables = DeviceTables(rows, pool)
         self._cells = pool.cells.view(-1, pool.block_size, pool.cells.shape[1])
         self._buffers: dict[HeadSizes, StepBuffers] = {}
         self._inputs: dict[HeadSizes, StepInputs] = {}
-        self._sinks: dict[int, tuple[Tensor, Tensor]] = {}  # as modules have them, and as kernels read them
+        self._sinks: dict[int, tuple[Tensor, Tensor]] = {}  # by id: sinks of the module, and their float32 copy
         self._layout: Layout | None = None
 
     def begin(self, chunks: IntArray) -> Layout:
-        """From now on calls are of the tokens of these chunks [n, 4] (row, start, length, sample), in this order."""
+        """Begin a step with these chunks [n, 4] (row, start, length, sample); later calls pass tokens in this order."""
         self._layout = decodes_first(chunks)
         self._inputs.clear()
         return self._layout
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, manner: Manner = PLAIN) -> Tensor:
-        """q [T, heads, d], k [T, kv_heads, d], v [T, kv_heads, e] of all tokens -> [T, heads * e]. Writes k and v to
-        the pool, whose cells may be wider than this layer's."""
+        """Attend q [T, heads, d] to k [T, kv_heads, d], v [T, kv_heads, e] and the past; returns [T, heads * e].
+
+        Writes k and v to the pool, whose cells may be wider than those of this layer.
+        """
         heads = HeadSizes(q.shape[1], k.shape[1], k.shape[2], v.shape[2])
         inputs = self._inputs.get(heads)
         if inputs is None:
-            assert self._layout is not None, "no step was begun"
+            assert self._layout is not None, "begin() must precede attention"
             inputs = self._inputs[heads] = self._send(heads, self._layout, len(self._layout.positions))
         return self._attend(inputs, layer, (q, k, v), manner)
 
     def warm_up(self, heads: HeadSizes, manner: Manner = PLAIN) -> None:
-        """Compile what layers of these heads and of this manner launch: a decode and a prompt of padding."""
+        """Compile the kernels for these heads and this variant, with a decode and a prompt of padding."""
 
         def zeros(count: int, width: int) -> Tensor:
             return torch.zeros((2, count, width), dtype=self._pool.dtype, device=self._pool.device)
@@ -89,7 +91,7 @@ class KernelAttention:
         return out.flatten(1)
 
     def _send(self, heads: HeadSizes, layout: Layout, tokens: int, decodes: int | None = None) -> StepInputs:
-        """Write a step for these heads and start its copy; with the first of them go the changes of the tables."""
+        """Write and send a step for these heads; the first one also sends the changes of the tables."""
         buffers = self._buffers.get(heads)
         if buffers is None:
             buffers = self._buffers[heads] = StepBuffers(heads, self._limits, self._pool.dtype, self._pool.device)

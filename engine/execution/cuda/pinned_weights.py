@@ -1,8 +1,7 @@
-"""Layers in page-locked host memory, copied to two buffers on the device beside the steps that compute.
+"""Streamed layers in page-locked host memory, copied to two buffers on the device while steps compute.
 
-Copies run in a lane of their own. A copy waits, on the device, for the kernels that read its buffer before; kernels
-that read it next wait for the copy; the host waits for neither, so that a step is launched whole while the one before
-it runs. Knows nothing of models.
+Copies run in their own lane. On the device, a copy waits for the kernels that read its buffer, and later kernels wait
+for the copy. The host waits for neither, so that a step is launched while the previous one runs.
 """
 
 import time
@@ -20,8 +19,10 @@ _MEASURED = 16  # layers
 
 
 class PinnedWeights:
-    """A Transport of `count` layers of up to `size` bytes each. `transfers`: where copies run; `steps` gives the lane
-    in which the caller launches now. Raises ConfigError where the host has no room."""
+    """A Transport of `count` layers of up to `size` bytes each.
+
+    Copies run in `transfers`; `steps` returns the lane of the caller. Raises ConfigError if the host lacks memory.
+    """
 
     def __init__(
         self,
@@ -39,7 +40,7 @@ class PinnedWeights:
             self.buffers = [torch.empty(size, dtype=torch.uint8, device=device) for _ in range(BUFFERS)]
         except RuntimeError as error:
             reason = str(error).partition("\n")[0]
-            raise ConfigError(f"no room for {count * size / 2**30:.1f} GiB of weights that stream: {reason}") from None
+            raise ConfigError(f"no memory for {count * size / 2**30:.1f} GiB of streamed weights: {reason}") from None
         self._free = [self._steps().mark() for _ in range(BUFFERS)]
         self._arrived: list[Mark | None] = [None] * BUFFERS
 
@@ -55,9 +56,9 @@ class PinnedWeights:
         self._arrived[buffer] = self._transfers.mark()
 
     def wait(self, buffer: int) -> None:
-        """See Transport. Host memory cannot fail to be read."""
+        """See Transport; reading host memory cannot fail."""
         arrived = self._arrived[buffer]
-        assert arrived is not None, "nothing was begun"
+        assert arrived is not None, "begin() must precede wait()"
         self._steps().wait(arrived)
 
     def release(self, buffer: int) -> None:

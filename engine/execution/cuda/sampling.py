@@ -1,8 +1,8 @@
-"""From a step's logits to its tokens without a look at the device: what `engine.execution.sampler` does, there.
+"""Sampling on the device: the equivalent of `engine.execution.sampler` without synchronisation.
 
-Logit bias and minimum length (a list of edits), penalties (a history of every row that stays on the device), the masks
-of grammars, draws, log-probabilities: in this order, each only where a row of the step wants it. Nothing here depends
-on values that only the device knows, so the next step can be launched before this one has ended.
+Order: logit bias and minimum length (a list of edits), penalties (a history per row on the device), grammar masks,
+draws, log-probabilities, each only if a row of the step uses it. Nothing depends on values that only the device knows,
+so the next step can be launched before this one has ended.
 """
 
 import numpy as np
@@ -20,29 +20,33 @@ from engine.scheduling.output import LATE_TOKEN, UNMASKED_TOKEN
 
 
 class Sampling:
-    """Of one device. `history [rows, vocab]` int32 as in `engine.triton_kernels.penalties`: 4 bytes for every row and
-    token of the vocabulary."""
+    """Sampling of one device.
+
+    `history [rows, vocab]` int32 as in `engine.triton_kernels.penalties` takes 4 bytes per row and token.
+    """
 
     def __init__(
         self, rows: RowTable, kernels: Kernels, buffers: StepBuffers, vocab: int, device: torch.device
     ) -> None:
         self._rows, self._kernels, self._buffers = rows, kernels, buffers
         self._history = torch.zeros((rows.num_rows, vocab), dtype=torch.int32, device=device)
-        self._loaded = np.full(rows.num_rows, -1, dtype=np.int64)  # the generation whose history a row has
+        self._loaded = np.full(rows.num_rows, -1, dtype=np.int64)  # generation whose history is on the device
 
     def begin(self, layout: Layout) -> StepWishes:
-        """Write what a step's samples want on the host's side of the buffers; before their upload."""
+        """Write the parameters of a step's samples to the host side of the buffers, before the upload."""
         where = layout.sampled_rows
         if not len(where):
             return StepWishes()
         ends = layout.positions[layout.sampled_tokens] + 1
-        # the history of a row whose last tokens were not sampled here begins anew
+        # Tokens that were not sampled here are missing in the history, which is then rebuilt.
         self._loaded[where[layout.lengths[layout.sampled] > 1]] = -1
         return self._buffers.fill_wishes(where, ends, self._rows, self._history.shape[1])
 
     def choose(self, raw: Tensor, greedy: Tensor, wishes: StepWishes, masks: StepMasks | None) -> DeviceSamples:
-        """Tokens [S] int32 of logits [S, vocab] whose best ones are `greedy` (negative: not finite); behind the upload.
-        Masks are applied in place where nobody wants the logits."""
+        """Return tokens [S] int32 of logits [S, vocab] with argmax `greedy` (negative: not finite), after the upload.
+
+        Masks are applied in place if no log-probabilities are wanted.
+        """
         logits, tokens, kernels = raw, greedy, self._kernels
         if wishes.edits or wishes.penalties:
             logits = raw.to(torch.float32, copy=True)
@@ -77,8 +81,11 @@ class Sampling:
         self._kernels.penalise(logits, penalties.places, penalties.rows, self._history, penalties.values)
 
     def _loads(self, where: IntArray, ends: IntArray) -> tuple[IntArray, IntArray, Int32Array] | None:
-        """The histories of rows whose request is sampled for the first time, or behind tokens that were forced: all its
-        tokens are known then. Rows [n] to clear, and flat places [m] in the history with their values [m]."""
+        """Return the histories to load: rows sampled for the first time, or after forced tokens.
+
+        Returns rows [n] to clear, flat indices [m] into the history, and values [m]; None if there are none. All tokens
+        of such rows are known.
+        """
         rows = self._rows
         new = self._loaded[where] != rows.generation[where]
         if not new.any():
@@ -86,7 +93,7 @@ class Sampling:
         places, values = [], []
         for row, end in zip(where[new].tolist(), ends[new].tolist(), strict=True):
             tokens, first = rows.tokens[row, :end], int(rows.num_prompt[row])
-            assert (tokens >= 0).all(), "a history begins before its tokens are known"
+            assert (tokens >= 0).all(), "all tokens of a new history must be known"
             ids, inverse = np.unique(tokens, return_inverse=True)
             said = 2 * np.bincount(inverse[first:], minlength=len(ids))
             said[np.unique(inverse[:first])] += 1
@@ -97,14 +104,14 @@ class Sampling:
 
 
 def _best(logits: Tensor, greedy: Tensor) -> Tensor:
-    """The best tokens [S] int32 of changed logits. Where the raw ones were not finite they stay negative: a mask may
+    """Return the argmax [S] int32 of changed logits; negative where the raw logits were not finite, because a mask may
     hide a NaN."""
     best, tokens = logits.max(dim=-1)
     return torch.where((greedy < 0) | ~best.isfinite(), greedy.clamp(max=-1), tokens.to(torch.int32))
 
 
 def _without_masks(tokens: Tensor, masks: StepMasks) -> Tensor:
-    """Tokens [S] with, at places that have no mask, the reason in a token's place."""
+    """Replace tokens [S] at places without a mask by the reason."""
     for places, reason in ((masks.late, LATE_TOKEN), (masks.failed, UNMASKED_TOKEN)):
         if len(places):
             tokens = tokens.index_fill(0, send(places.astype(np.int32), tokens.device).long(), reason)

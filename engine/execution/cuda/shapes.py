@@ -1,19 +1,26 @@
-"""Step shapes: the few sizes to which steps are padded, so that one CUDA graph serves every step of its bucket.
+"""Step shapes: a few sizes to which steps are padded, so that one CUDA graph serves every step of its bucket.
 
-Torch-free. Knows nothing of models, memory or what runs in a step.
+Torch-free.
 """
 
 from bisect import bisect_left
 from dataclasses import dataclass
 
 GRAPH_TOKENS = 2048
-"""Steps of more tokens run without a graph: their kernels are long enough to hide their launches."""
+"""Maximum number of tokens of a step with a graph; kernels of larger steps are long enough to hide their launches."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class StepShape:
-    """`tokens` of a step with its padding, the first `decodes` of them handled by the decode kernel. `prefill`: whether
-    there may be longer chunks; `samples`: how many tokens can be sampled; `exact`: made for one step, of no bucket."""
+    """Shape of a step.
+
+    Attributes:
+        tokens: Number of tokens, including padding.
+        decodes: Number of leading tokens that the decode kernel handles.
+        prefill: Whether there may be longer chunks.
+        samples: Maximum number of sampled tokens.
+        exact: Made for a single step instead of a bucket.
+    """
 
     tokens: int
     decodes: int
@@ -23,21 +30,21 @@ class StepShape:
 
 
 def decode_buckets(max_num_seqs: int) -> list[int]:
-    """Numbers of decodes: fine where a step is short, an eighth apart where it is long. Ends with `max_num_seqs`."""
+    """Return the padded numbers of decodes, about an eighth apart for large batches, up to `max_num_seqs`."""
     sizes = [1, 2, 4, *range(8, 65, 8), *range(80, 129, 16), *range(160, 257, 32)]
     sizes += range(320, max(max_num_seqs, 320) + 1, 64)
     return [size for size in sizes if size < max_num_seqs] + [max_num_seqs]
 
 
 def mixed_buckets(max_num_batched_tokens: int) -> list[int]:
-    """Numbers of tokens of steps with prefill chunks, up to `GRAPH_TOKENS`."""
+    """Return the padded numbers of tokens of steps with prefill chunks, up to `GRAPH_TOKENS`."""
     sizes = [16, 32, *range(64, 641, 64), *range(768, 1025, 128), *range(1280, GRAPH_TOKENS + 1, 256)]
     limit = min(max_num_batched_tokens, GRAPH_TOKENS)
     return [size for size in sizes if size < limit] + [limit]
 
 
 class Buckets:
-    """The shapes of an engine of at most `max_num_seqs` requests and `max_num_batched_tokens` tokens in a step."""
+    """Step shapes of an engine with at most `max_num_seqs` requests and `max_num_batched_tokens` tokens per step."""
 
     def __init__(self, max_num_seqs: int, max_num_batched_tokens: int) -> None:
         self.max_num_seqs = max_num_seqs
@@ -45,12 +52,12 @@ class Buckets:
         self._mixed = mixed_buckets(max_num_batched_tokens)
 
     def all_shapes(self) -> list[StepShape]:
-        """Every bucket, the largest first: graphs captured later find room in the memory of earlier ones."""
+        """Return all buckets, the largest first, so that later graphs fit into the memory of earlier ones."""
         decode = [StepShape(size, size, False, size) for size in self._decode]
         return sorted([*decode, *map(self._mixed_shape, self._mixed)], reverse=True)
 
     def fit(self, num_tokens: int, num_decodes: int) -> StepShape:
-        """The smallest shape that holds a step; beyond the buckets one of the step's own size."""
+        """Return the smallest shape that holds a step; beyond the buckets, a shape of its exact size."""
         if num_tokens == num_decodes:
             size = self._decode[bisect_left(self._decode, num_tokens)]
             return StepShape(size, size, False, size)
@@ -59,10 +66,10 @@ class Buckets:
         return self.exact(num_tokens, num_decodes)
 
     def exact(self, num_tokens: int, num_decodes: int) -> StepShape:
-        """A shape without padded tokens."""
+        """Return a shape without padded tokens."""
         return StepShape(num_tokens, num_decodes, True, min(num_tokens, self.max_num_seqs), exact=True)
 
     def _mixed_shape(self, size: int) -> StepShape:
-        # one request's chunk is at least two tokens long, so that many decodes at most stand beside one
+        # A prompt chunk has at least two tokens, so the number of decodes is below `size`.
         capacity = min(size, self.max_num_seqs)
         return StepShape(size, capacity, True, capacity)

@@ -1,8 +1,7 @@
-"""A CUDA device as one stage of a pipeline of engines: some of the layers, without graphs, between two hidden states
-that pass through page-locked host memory (KunServe §4).
+"""A CUDA device as one stage of a pipeline of engines: a range of layers, without graphs, between two hidden states in
+page-locked host memory (KunServe §4).
 
-Steps have the shapes of their buckets, so that the kernels are those that a whole engine's graphs have. Knows nothing
-of who is beyond, nor of how it is reached.
+Steps have the shapes of their buckets, so that they use the same kernels as the graphs of a whole engine.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -21,8 +20,10 @@ from engine.execution.pooling import TakeHidden
 
 
 class Stage:
-    """Of a `forward` that runs in `lane`. `fill`: writes a step and sends it to the device. A step has `max_tokens` at
-    most."""
+    """Stage of a `forward` that runs in `lane`.
+
+    `fill` writes a step and sends it to the device. `max_tokens` is the maximum number of tokens of a step.
+    """
 
     def __init__(self, forward: Forward, lane: Lane, fill: Callable[[Layout], StepInputs], max_tokens: int) -> None:
         self._forward, self._lane, self._fill = forward, lane, fill
@@ -32,8 +33,10 @@ class Stage:
         self._entered: Mark | None = None
 
     def lead(self, beyond: Beyond, chunks: IntArray, take: TakeHidden | None) -> Tensor:
-        """Run chunks [n, 4] here and beyond: the hidden state [S, H] of what is sampled, on the host. All micro-batches
-        are launched before the first is waited for, and each goes on when it has ended."""
+        """Run chunks [n, 4] here and on the following stages; return the sampled hidden state [S, H] on the host.
+
+        All micro-batches are launched before the first result is awaited; each is sent on when it has ended.
+        """
         layouts, begun = [], []
         for part in beyond.cut(chunks, whole=take is not None):
             layouts.append(decodes_first(part))
@@ -49,12 +52,14 @@ class Stage:
         return came[torch.from_numpy(layouts[0].sampled_tokens)]
 
     def pass_through(self, beyond: Beyond | None, chunks: IntArray, hidden: Tensor, wanted: IntArray) -> Tensor:
-        """The next part of a step that another device began, as `Beyond.send` has it, where chunk i is of row i; gives
-        what is wanted of it, on the host."""
+        """Run the next part of a step that another device began, with the data of `Beyond.send`, chunk i in row i.
+
+        Returns the wanted hidden states, on the host.
+        """
         layout = decodes_first(chunks)
         inputs, chunk = self._fill(layout), layout.token_rows
         firsts = np.cumsum(chunks[:, 2]) - chunks[:, 2]
-        # tokens in the order in which attention wants them, and back
+        # Reorder tokens for attention, and back.
         came = firsts[chunk] + layout.positions - chunks[chunk, 1]
         x = self._forward.through(inputs, self.enter(hidden[0], inputs.shape.tokens, came))
         back = np.empty_like(came)
@@ -67,10 +72,10 @@ class Stage:
         return beyond.receive()[0]
 
     def enter(self, hidden: Tensor, rows: int, order: IntArray | None = None) -> Tensor:
-        """Hidden state [n, H] of the host, in an order [n] of its tokens, on the device, with zeros up to so many
+        """Copy hidden state [n, H], reordered by `order [n]`, from the host to the device, padded with zeros to `rows`
         rows."""
         if self._entered is not None:
-            self._entered.synchronize()  # the memory on the way is free again
+            self._entered.synchronize()  # the staging memory is free again
         self._in = self._passing() if self._in is None else self._in
         passing = self._in[: len(hidden)]
         if order is None:
@@ -83,7 +88,7 @@ class Stage:
         return found
 
     def _leave(self, parts: Sequence[Tensor]) -> Iterator[Tensor]:
-        """Hidden states [n, H] on the host, each when it has come; good until the next call."""
+        """Yield hidden states [n, H] on the host as they arrive; valid until the next call."""
         self._out = self._passing() if self._out is None else self._out
         at, left = 0, list[tuple[Tensor, Mark]]()
         for part in parts:

@@ -1,13 +1,13 @@
-"""Swaps between the pool and the host tier, beside the steps that compute.
+"""Swaps between the pool and the host tier, concurrent with steps.
 
-Units pass through a staging area on the device. Outwards they are copied there in the lane of the steps, at the speed
-of device memory, and go on to the host in a lane of their own: once the copy to staging is enqueued their units may be
-given away, and steps wait for the host's link only where staging is full. Inwards the transfer begins at once, beside
-steps launched before, and the lane of the steps waits for its end. The link carries both ways at once, so each way has
-a lane and staging of its own: what comes back does not stand behind what goes. A host unit that was written is read
-once that has arrived; one that is read is not written before, for outwards the lane of the steps is waited for, and
-that has waited for what came back. Knows nothing of requests or
-of what lies in a unit.
+Units pass through a staging area on the device. Outwards, the lane of the steps copies them to staging at the speed of
+device memory, and another lane copies them to the host. Their units may be reused once the copy to staging is enqueued;
+steps wait for the host link only if staging is full. Inwards, the transfer starts at once, concurrent with steps
+launched before, and the lane of the steps waits for its end. The link carries both directions concurrently, so each has
+its own lane and staging.
+
+A host unit is read only after its last write has arrived. It is written only after pending reads: outward copies wait
+for the lane of the steps, which has waited for inward transfers.
 """
 
 from collections import deque
@@ -24,23 +24,25 @@ from engine.execution.lane import Lane, Mark
 from engine.execution.pool import UnitPool
 
 STAGING_BYTES = 64 * 1024**2
-"""Of staging in all, or what four units take if that is more: a transfer of a quarter of it hides its launch."""
+"""Total size of staging, or four units if that is more. A transfer of a quarter of it hides its launch."""
 
-_HALVES = 2  # of each way's: one is filled while the other is emptied
+_HALVES = 2  # per direction: one is filled while the other is emptied
 _PARTS = 2 * _HALVES
-_MOST_MARKS = 64  # that are kept of a lane; who needs an older one waits for the oldest of these
+_MOST_MARKS = 64  # kept per lane; an older mark is replaced by the oldest of these
 
 
 def staging_units(host_units: int, bytes_per_unit: int) -> int:
-    """Units of staging for a host tier of so many: 0 without one."""
+    """Return the number of staging units for a host tier; 0 without one."""
     per_half = max(1, STAGING_BYTES // _PARTS // bytes_per_unit)
     return _PARTS * min(host_units, per_half)
 
 
 @dataclass(slots=True)
 class _Half:
-    """`parts`, each [n, elements]: units, and the scales that lie beside them, which may be overwritten once `free` is
-    passed."""
+    """A half of a staging area.
+
+    `parts` [n, elements] hold units (and scales, if separate); they may be overwritten once `free` is passed.
+    """
 
     parts: list[Tensor]
     free: Mark
@@ -50,29 +52,31 @@ class _Half:
 
 
 class _Written:
-    """When each of `num_units` host units was last written, by transfers that end in their order."""
+    """Time of the last write of each of `num_units` host units; transfers end in order."""
 
     def __init__(self, num_units: int) -> None:
-        self._transfers = np.zeros(num_units, dtype=np.int64)  # the last of each unit, counted from 1
+        self._transfers = np.zeros(num_units, dtype=np.int64)  # number of the last transfer per unit, from 1
         self._count = 0
         self._marks: deque[Mark] = deque(maxlen=_MOST_MARKS)  # of the newest transfers
 
     def put(self, units: IntArray, mark: Mark) -> None:
-        """The next transfer writes these, and has ended at `mark`."""
+        """Record that the next transfer writes these units and ends at `mark`."""
         self._marks.append(mark)
         self._count += 1
         self._transfers[units] = self._count
 
     def awaited_in(self, lane: Lane, units: IntArray) -> None:
-        """What is launched next in `lane` finds them written."""
+        """Make later work in `lane` wait until these units are written."""
         newest = int(self._transfers[units].max())
         if newest:
             lane.wait(self._marks[max(0, len(self._marks) - 1 - (self._count - newest))])
 
 
 class Swapper:
-    """Moves units of `pool` to and from its host units. `lane`: where steps run; `out`, `back`: where copies to the
-    host and from it run."""
+    """Moves units between `pool` and its host units.
+
+    Steps run in `lane`, copies to the host in `out`, copies from the host in `back`.
+    """
 
     def __init__(self, pool: UnitPool, kernels: Kernels, lane: Lane, out: Lane, back: Lane) -> None:
         self._pool, self._kernels = pool, kernels
@@ -85,7 +89,7 @@ class Swapper:
         self._outwards, self._inwards = deque(halves[:_HALVES]), deque(halves[_HALVES:])
 
     def swap_out(self, pairs: IntArray) -> None:
-        """Device units to host units [n, 2]. What is launched next in `lane` may overwrite the device units."""
+        """Copy device units to host units [n, 2]. Later work in `lane` may overwrite the device units."""
         for half, part in _parts(pairs, self._outwards, host=1):
             self._lane.wait(half.free)
             staged = np.stack((part[:, 0], np.arange(len(part))), axis=1)
@@ -100,7 +104,7 @@ class Swapper:
             self._written.put(part[:, 1], half.free)
 
     def swap_in(self, pairs: IntArray) -> None:
-        """Host units to device units [n, 2]. What is launched next in `lane` finds them there."""
+        """Copy host units to device units [n, 2]. Later work in `lane` reads the copies."""
         for half, part in _parts(pairs, self._inwards, host=0):
             self._back.wait(half.free)
             self._written.awaited_in(self._back, part[:, 0])
@@ -119,8 +123,8 @@ class Swapper:
 
 
 def _parts(pairs: IntArray, halves: deque[_Half], host: int) -> Iterator[tuple[_Half, IntArray]]:
-    """Pairs in the order of their host units, as many at a time as a half takes, and which half."""
-    assert halves, "this runner was made without a host tier"
+    """Yield halves and pairs in the order of host units, as many pairs as a half holds."""
+    assert halves, "this runner has no host tier"
     pairs = pairs[np.argsort(pairs[:, host], kind="stable")]
     per_half = min(map(len, halves))
     for first in range(0, len(pairs), per_half):
@@ -129,7 +133,7 @@ def _parts(pairs: IntArray, halves: deque[_Half], host: int) -> Iterator[tuple[_
 
 
 def _runs(units: IntArray) -> Iterator[tuple[int, int, int]]:
-    """Neighbours among ascending units [n]: places [first, last) hold units `unit`, `unit + 1`, ..."""
+    """Yield (first, last, unit) for runs in ascending units [n]: places [first, last) hold `unit`, `unit + 1`, ..."""
     cuts = np.flatnonzero(np.diff(units) != 1) + 1
     firsts = [0, *cuts.tolist()]
     lasts = [*firsts[1:], len(units)]

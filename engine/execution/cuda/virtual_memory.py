@@ -1,14 +1,14 @@
-"""Device memory by CUDA's virtual memory management: addresses and the memory behind them are had apart, so that memory
-goes from one range of addresses to another with what it holds (KunServe §4.1).
+"""Device memory by CUDA's virtual memory management, which separates addresses from memory, so that memory can move
+between address ranges with its contents (KunServe §4.1).
 
-A *piece* is memory of the device, taken once. A *range* is addresses, of which the front has memory, piece behind
-piece. A piece is in one range at most; what the driver refuses leaves all where it was, or in no range. Nothing goes
-back to the driver in between, so nobody else can take it: to have memory again cannot fail for want of it.
+A *piece* is device memory that is allocated once. A *range* is a range of addresses whose front is backed by
+consecutive pieces. A piece is in at most one range. After an error of the driver, a piece is where it was, or in no
+range. Memory never returns to the driver in between, so other processes cannot take it and mapping it again cannot fail
+for lack of memory.
 
-torch's own means do not do this. An allocation of it is of one size for good. What its allocator frees (expandable
-segments or not) it gives back in parts that nobody can tell beforehand, and another process may take them; a
-`torch.cuda.MemPool` of one's own wants a compiled library, and moves nothing from one tensor to another either. So the
-driver's library is called by ctypes, here alone. Knows nothing of models or of units.
+torch cannot do this. Its allocations have a fixed size. Memory freed by its allocator (with or without expandable
+segments) is released in unpredictable parts, which another process may take. A custom `torch.cuda.MemPool` needs a
+compiled library and cannot move memory between tensors either. This module therefore calls the driver by ctypes.
 """
 
 import ctypes
@@ -46,7 +46,7 @@ _DLPACK_UINT = 1
 
 
 class MappingError(TidemillError):
-    """The driver refused to give memory, or to put it where it was wanted."""
+    """The driver refused to allocate or map memory."""
 
     def __init__(self, call: str, name: str, *, no_room: bool) -> None:
         super().__init__(f"{call} failed: {name}")
@@ -90,7 +90,7 @@ _CALLS: dict[str, tuple[Any, ...]] = {
 
 
 def load_driver() -> Any:
-    """The driver's library. Raises OSError, or AttributeError where it is older than these calls (CUDA 10.2)."""
+    """Load the driver library. Raises OSError, or AttributeError if it predates these calls (CUDA 10.2)."""
     library = ctypes.CDLL("libcuda.so.1")
     for name, types in _CALLS.items():
         function = getattr(library, name)
@@ -99,19 +99,19 @@ def load_driver() -> Any:
 
 
 def refusal(ordinal: int, load: Callable[[], Any] = load_driver) -> str | None:
-    """Why a device's memory cannot be had so; None if it can."""
+    """Return why the device does not support virtual memory management; None if it does."""
     try:
         driver, found = load(), c_int()
     except (OSError, AttributeError) as error:
-        return f"CUDA's driver gives no addresses without memory here: {error}"
+        return f"the CUDA driver does not support virtual memory management: {error}"
     if driver.cuInit(0) or driver.cuDeviceGetAttribute(byref(found), _SUPPORTED, ordinal) or not found.value:
-        return "this GPU, or its driver, gives no addresses without memory"
+        return "this GPU or its driver does not support virtual memory management"
     return None
 
 
 @dataclass(slots=True, eq=False)
 class Piece:
-    """`range`: which addresses it is behind; None: none."""
+    """Memory of the device; `range` is the range that it backs, or None."""
 
     handle: int
     num_bytes: int
@@ -119,7 +119,7 @@ class Piece:
 
 
 class Memory:
-    """Of one device. `view`: a tensor [bytes] uint8 over addresses."""
+    """Memory of one device. `view` creates a tensor [bytes] uint8 over addresses."""
 
     def __init__(
         self,
@@ -142,20 +142,20 @@ class Memory:
         self._ranges: list[Range] = []
 
     def create(self, num_bytes: int) -> Piece:
-        """Take memory, rounded up. Raises MappingError."""
+        """Allocate memory, rounded up. Raises MappingError."""
         handle, size = c_uint64(), self._rounded(num_bytes)
         try:
             self.call("cuMemCreate", byref(handle), size, byref(self._properties), 0)
         except MappingError as error:
             if not error.no_room:
                 raise
-            torch.cuda.empty_cache()  # torch's allocator keeps what its tensors have left
+            torch.cuda.empty_cache()  # release memory that torch's allocator caches
             self.call("cuMemCreate", byref(handle), size, byref(self._properties), 0)
         self._pieces.append(Piece(handle.value, size))
         return self._pieces[-1]
 
     def reserve(self, num_bytes: int) -> "Range":
-        """Take addresses, rounded up, without memory. Raises MappingError."""
+        """Reserve addresses, rounded up, without memory. Raises MappingError."""
         base, size = c_uint64(), self._rounded(num_bytes)
         self.call("cuMemAddressReserve", byref(base), size, 0, 0, 0)
         found = Range(self, base.value, size)
@@ -163,7 +163,7 @@ class Memory:
         return found
 
     def close(self) -> None:
-        """Give all back; nothing may be in use any more."""
+        """Free everything; nothing may be in use."""
         for found in self._ranges:
             while found.pieces:
                 found.pop()
@@ -176,11 +176,11 @@ class Memory:
         return self._view(base, num_bytes, self.device)
 
     def allow(self, address: int, num_bytes: int) -> None:
-        """Let the device read and write what was just put behind these addresses."""
+        """Enable device access to newly mapped addresses."""
         self.call("cuMemSetAccess", address, num_bytes, byref(self._access), 1)
 
     def call(self, name: str, *arguments: Any) -> None:
-        """Raises MappingError."""
+        """Call a driver function. Raises MappingError."""
         if code := getattr(self._driver, name)(*arguments):
             text = c_char_p()
             self._driver.cuGetErrorName(code, byref(text))
@@ -191,8 +191,11 @@ class Memory:
 
 
 class Range:
-    """`backed`: bytes at its front that have memory; `tensor [num_bytes]` uint8 is over all of it, and what is behind
-    must not be touched. The device must be at rest as far as anything reads or writes what is moved."""
+    """A range of addresses of which the first `backed` bytes have memory.
+
+    `tensor [num_bytes]` uint8 covers all addresses; those without memory must not be accessed. Nothing on the device
+    may access pieces that are moved.
+    """
 
     def __init__(self, memory: Memory, base: int, num_bytes: int) -> None:
         self.base, self.num_bytes = base, num_bytes
@@ -205,15 +208,15 @@ class Range:
 
     @property
     def tensor(self) -> Tensor:
-        """To be asked for while the front has memory."""
+        """Tensor over all addresses; the front must have memory."""
         return self._memory.view(self.base, self.num_bytes)
 
     def push(self, pieces: Sequence[Piece]) -> None:
-        """Put pieces, which are nowhere, behind those that are here: all of them, or none with a MappingError."""
+        """Map unmapped pieces after the existing ones: all, or none with a MappingError."""
         call, begin = self._memory.call, self.base + self.backed
         end = begin + sum(piece.num_bytes for piece in pieces)
-        assert all(piece.range is None for piece in pieces), "a piece is in one range"
-        assert end <= self.base + self.num_bytes, "there are not so many addresses"
+        assert all(piece.range is None for piece in pieces), "a piece can be in one range only"
+        assert end <= self.base + self.num_bytes, "the range has too few addresses"
         at, put = begin, list[tuple[int, int]]()
         try:
             for piece in pieces:
@@ -231,7 +234,7 @@ class Range:
         self.pieces += pieces
 
     def pop(self) -> Piece:
-        """Take the last piece away, with what it holds. Raises MappingError, with nothing changed."""
+        """Unmap the last piece, which keeps its contents. Raises MappingError, without changes."""
         last = self.pieces[-1]
         self._memory.call("cuMemUnmap", self.base + self.backed - last.num_bytes, last.num_bytes)
         last.range = None
@@ -247,7 +250,7 @@ class _DlType(ctypes.Structure):
 
 
 class _DlManaged(ctypes.Structure):
-    """DLManagedTensor: a DLTensor, whose it is, and what frees it."""
+    """DLManagedTensor: a DLTensor with its owner and deleter."""
 
     _fields_ = (
         ("data", c_void_p), ("device", _DlDevice), ("ndim", c_int32), ("dtype", _DlType), ("shape", POINTER(c_int64)),
@@ -259,10 +262,10 @@ _NAME = b"dltensor"
 
 
 def tensor_over(address: int, num_bytes: int, device: torch.device) -> Tensor:
-    """[num_bytes] uint8 over memory that is not torch's. Nothing is freed with the tensor."""
+    """Return a tensor [num_bytes] uint8 over foreign memory, which is not freed with the tensor."""
     where = _DlDevice(_DLPACK_DEVICES[device.type], device.index or 0)
     managed = _DlManaged(address, where, 1, _DlType(_DLPACK_UINT, 8, 1), (c_int64 * 1)(num_bytes))
-    # torch looks at it again when it lets go of the tensor, which may be when Python has ended
+    # torch accesses it when it releases the tensor, possibly after the end of the interpreter.
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(managed))
     make = ctypes.PYFUNCTYPE(ctypes.py_object, c_void_p, c_char_p, c_void_p)(("PyCapsule_New", ctypes.pythonapi))
     tensor: Tensor = from_dlpack(make(ctypes.addressof(managed), _NAME, None))

@@ -1,8 +1,7 @@
-"""A rank that follows: it runs its part of every step that the first rank sends, and samples nothing.
+"""A following rank: runs its part of every step that the first rank sends, and samples nothing.
 
-It keeps rows as a runner does, but for what sampling wants of them: tokens come with the steps that run them. Where
-the first rank takes steps ahead it launches them ahead, too, and the tokens that only devices know yet go from device
-to device.
+It keeps rows like a runner, without sampling state; tokens arrive with the steps. It takes steps ahead like the first
+rank; tokens that only devices know are copied between devices.
 """
 
 from collections import deque
@@ -29,22 +28,24 @@ class RankDevice(CacheMover, Protocol):
     pipeline_depth: int
 
     def join(self, share: Callable[[Tensor], None]) -> None:
-        """There are other ranks: `share` replaces a tensor by the one that the first rank has."""
+        """Set `share`, which replaces a tensor by that of the first rank."""
 
     def follow(self, chunks: IntArray, *, whole: bool) -> None:
-        """Run chunks [n, 4] as `forward` does on the first rank, which samples. `whole`: it looks at the hidden states
-        of all tokens there."""
+        """Run chunks [n, 4] like `forward` on the first rank, which samples.
+
+        `whole`: the first rank reads the hidden states of all tokens.
+        """
 
 
 class Follower:
-    """Runs steps on a device that is not the first rank's."""
+    """Runs steps on a device of a rank other than the first."""
 
     def __init__(self, device: RankDevice) -> None:
         self._device = device
         self._launched: deque[Mark] = deque()
 
     def run(self, step: Step) -> None:
-        """Start one step; where nothing is taken ahead it has ended when this returns."""
+        """Start one step; if the device takes no steps ahead, return when it has ended."""
         device, output = self._device, step.output
         with torch.inference_mode(), device.lane.use():
             while len(self._launched) > device.pipeline_depth:

@@ -1,7 +1,6 @@
-"""How ranks meet, and what they compute together: sums over all of them, and what the first one knows, by
-torch.distributed.
+"""Rendezvous of ranks, and their collective operations (sum, gather, broadcast) by torch.distributed.
 
-By gloo on a CPU and by NCCL on GPUs. Ranks are on one machine: whatever listens does so on its loopback.
+Uses gloo on CPUs and NCCL on GPUs. All ranks are on one machine and listen on the loopback interface only.
 """
 
 import importlib
@@ -19,22 +18,21 @@ Store = Any
 """torch.distributed.Store"""
 HOST = "127.0.0.1"
 WAIT = timedelta(seconds=300)
-"""The longest that a rank waits for another: they begin together what they do together. One that ended is known at
-once."""
+"""Maximum wait for another rank; ranks start collective work together. A rank that ends is noticed at once."""
 
 
 PLANNED, LOADED, MADE = "planned", "loaded", "made"
-"""The stages of a start: what will run is decided; a rank's weights are there; its cache and its graphs are."""
+"""Stages of a start: the plan is made; the weights of a rank are loaded; its cache and graphs are created."""
 
 
 @cache
 def c10d() -> Any:
-    """The parts of torch.distributed. Some builds of torch have none, and serve models on one rank."""
+    """Return the C++ parts of torch.distributed. Some builds of torch lack them and support a single rank only."""
     return importlib.import_module("torch._C._distributed_c10d")
 
 
 class Meeting:
-    """Where ranks find each other: the first one opens it."""
+    """Rendezvous of ranks, opened by the first rank."""
 
     def __init__(self) -> None:
         sock = socket.create_server((HOST, 0))
@@ -45,13 +43,15 @@ class Meeting:
 
 
 def find_meeting(port: int) -> Store:
-    """The store of the first rank's `Meeting`."""
+    """Return the store of the first rank's `Meeting`."""
     return c10d().TCPStore(HOST, port, is_master=False, wait_for_workers=False, timeout=WAIT)
 
 
 class Group:
-    """The ranks of one model, whose tensors are of `device`, by NCCL or by gloo. Each makes the same calls, in the same
-    order. Where one is gone a call of the others raises RuntimeError, or on a GPU never ends."""
+    """Ranks of one model with tensors on `device`, joined by NCCL or gloo. All must make the same calls in order.
+
+    If a rank has ended, calls of the others raise RuntimeError, or never return on a GPU.
+    """
 
     def __init__(self, store: Store, rank: int, ranks: int, device: torch.device, *, nccl: bool) -> None:
         self._device = device
@@ -59,7 +59,7 @@ class Group:
         self._least.reduceOp = c10d().ReduceOp.MIN
         self._ranks, self._from_first, self._from_all = ranks, c10d().BroadcastOptions(), c10d().AllgatherOptions()
         for options in (self._sum, self._least, self._from_first, self._from_all):
-            options.asyncOp = False  # in the stream of who calls: a graph that is captured there has it, too
+            options.asyncOp = False  # run in the caller's stream, so that graph captures include it
         self._group = (_by_nccl if nccl else _by_gloo)(store, rank, ranks)
 
     def total(self, part: Tensor) -> None:
@@ -67,18 +67,18 @@ class Group:
         _complete(self._group.allreduce([part], self._sum))
 
     def gather(self, part: Tensor) -> Tensor:
-        """Every rank's part [rows, n], side by side [rows, ranks * n], in the order of the ranks."""
+        """Join the parts [rows, n] of all ranks to [rows, ranks * n], in the order of the ranks."""
         rows, width = part.shape
         parts = part.new_empty((self._ranks * rows, width))
         _complete(self._group._allgather_base(parts, part.contiguous(), self._from_all))
         return parts.view(self._ranks, rows, width).movedim(0, 1).reshape(rows, -1)
 
     def share(self, values: Tensor) -> None:
-        """Replace each rank's `values` by the first one's."""
+        """Replace each rank's `values` by those of the first."""
         _complete(self._group.broadcast([values], self._from_first))
 
     def least(self, values: Sequence[int]) -> list[int]:
-        """Of each number the least that a rank has. Waits for all."""
+        """Return the element-wise minimum over all ranks. Waits for all."""
         found = torch.tensor(values, dtype=torch.int64, device=self._device)
         _complete(self._group.allreduce([found], self._least))
         return [int(value) for value in found.tolist()]
@@ -91,15 +91,15 @@ def _complete(work: Any) -> None:
 
 
 class Seat(Protocol):
-    """Of one of the ranks while they start, stage by stage (PLANNED, LOADED, MADE)."""
+    """A rank during the start, stage by stage (PLANNED, LOADED, MADE)."""
 
     rank: int
 
     def reached(self, stage: str) -> None:
-        """This rank is there. The first one goes on when all others are, and raises what keeps one from it."""
+        """Report a stage. The first rank waits for all others and raises the error of a rank that failed."""
 
     def join(self, device: torch.device) -> Group:
-        """Meet the others, which have planned what they load."""
+        """Join the other ranks, which have made their plans."""
 
 
 def _by_gloo(store: Store, rank: int, ranks: int) -> Any:
@@ -110,7 +110,7 @@ def _by_gloo(store: Store, rank: int, ranks: int) -> Any:
 
 
 def _by_nccl(store: Store, rank: int, ranks: int) -> Any:
-    os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")  # where they meet; data goes from device to device
+    os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")  # only for the rendezvous; data goes between devices
     options = c10d().ProcessGroupNCCL.Options()
     options._timeout = WAIT
     return c10d().ProcessGroupNCCL(store, rank, ranks, options)

@@ -1,7 +1,7 @@
-"""The first rank's side: it starts the processes of the others, sends them every step, and knows when one is gone.
+"""First rank: starts the processes of the other ranks, sends them every step, and notices when one ends.
 
-Whatever fails in a step between its sending and its end leaves ranks at different places in it, and nothing that could
-be done here brings them together again: the engine ends, and the next one starts all of them anew.
+A failure between the start and the end of a step leaves the ranks in different states, which cannot be repaired here.
+The engine ends, and a new engine starts all ranks again.
 """
 
 import logging
@@ -28,12 +28,12 @@ log = logging.getLogger("tidemill.engine")
 
 CHILD = "engine.process.rank"
 END_SECONDS = 5.0
-"""How long a rank whose link is closed may take to end."""
+"""Maximum time for a rank to end after its link is closed."""
 SAY_SECONDS = 1.0
 
 
 class _Rank:
-    """One of the others: its process, and our end of its link."""
+    """Another rank: its process, and this end of its link."""
 
     def __init__(self, number: int, environment: dict[str, str]) -> None:
         ours, theirs = socket.socketpair()
@@ -48,7 +48,7 @@ class _Rank:
         self.link = Link(ours)
 
     def receive(self) -> FromRank:
-        """What it says next. Raises EngineUnavailableError where it is gone without a word."""
+        """Return its next message. Raises EngineUnavailableError if it ended without one."""
         try:
             said: FromRank = decode_from_rank(self.link.receive())
         except LinkLostError:
@@ -59,14 +59,14 @@ class _Rank:
         try:
             code = self.process.wait(END_SECONDS)
         except subprocess.TimeoutExpired:
-            return "it says nothing"
+            return "it does not answer"
         return f"signal {-code}" if code < 0 else f"exit code {code}"
 
     def __str__(self) -> str:
         return f"rank {self.number}"
 
     def end(self) -> None:
-        """Now, whatever it does."""
+        """End the process, by force if necessary."""
         self.link.close()
         try:
             self.process.wait(END_SECONDS)
@@ -76,13 +76,13 @@ class _Rank:
 
 
 class RankLostError(RuntimeError):
-    """A rank is gone, and no step of the others ends."""
+    """A rank has ended, and steps of the others cannot complete."""
 
 
 class Leader:
-    """See OtherRanks; also their start, stage by stage.
+    """Implements OtherRanks, and their start stage by stage (Seat).
 
-    `devices`: for each rank the CUDA device that it sees; none on a CPU. Raises OSError where no process starts.
+    `devices`: the CUDA device visible to each rank; empty on a CPU. Raises OSError if a process cannot be started.
     """
 
     rank = 0
@@ -126,7 +126,7 @@ class Leader:
         return Group(self._meeting.store, self.rank, self._size, device, nccl=device.type == "cuda")
 
     def listen(self) -> None:
-        """All are made. From now on they say something only where they cannot go on."""
+        """Start to watch the ranks after all are created; from now on they only report failures."""
         for other in self._others:
             thread = threading.Thread(target=self._listen, args=(other,), name=f"tidemill-{other}", daemon=True)
             thread.start()
@@ -135,7 +135,7 @@ class Leader:
     def _listen(self, other: _Rank) -> None:
         try:
             said = other.receive()
-            why = f"{other}: {said.error.message}" if isinstance(said, Failed) else f"{other} says {said}"
+            why = f"{other}: {said.error.message}" if isinstance(said, Failed) else f"{other} sent {said} unexpectedly"
         except EngineUnavailableError as error:
             why = error.message
         with self._lock:
@@ -161,7 +161,7 @@ class Leader:
             try:
                 other.link.send(message)
             except LinkLostError:
-                raise RankLostError(f"{other} is gone") from None
+                raise RankLostError(f"{other} has ended") from None
 
     def end(self) -> None:
         """See OtherRanks."""
@@ -171,8 +171,8 @@ class Leader:
         """See OtherRanks."""
         if not self._in_step and not self._why:
             return None
-        self._gone.wait(SAY_SECONDS)  # that a rank is gone is known to whom it left in the middle of a sum first
-        return self._why or "a step failed in the first of its ranks, and not in the others"
+        self._gone.wait(SAY_SECONDS)  # a failed collective call may precede the message that a rank has ended
+        return self._why or "a step failed on the first rank only, so the ranks are out of step"
 
     def close(self) -> None:
         """See OtherRanks."""

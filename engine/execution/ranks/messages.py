@@ -1,6 +1,6 @@
-"""What the first rank and the others say to each other: one message of MessagePack for each of a link's. Torch-free.
+"""Messages between the first rank and the others, one MessagePack object each. Torch-free.
 
-The first one says what to load, and then step after step (`engine.execution.ranks.step`).
+The first rank sends the load request, then the steps (`engine.execution.ranks.step`).
 """
 
 import msgspec
@@ -12,12 +12,14 @@ from predictor.limits import Limits
 
 
 class Message(msgspec.Struct, frozen=True, array_like=True, tag=True, gc=False):
-    """Base of everything else that is sent."""
+    """Base of all messages except steps."""
 
 
 class Join(Message, frozen=True):
-    """The first message: what to load, as which of how many ranks, and where the store is that they meet at. `limits`:
-    those of the first rank before anything was loaded."""
+    """First message: what to load, as which rank, and the port of the rendezvous store.
+
+    `limits` are those of the first rank before anything was loaded.
+    """
 
     config: EngineConfig
     limits: Limits
@@ -27,13 +29,13 @@ class Join(Message, frozen=True):
 
 
 class Reached(Message, frozen=True):
-    """To the first rank: a stage of the start is done; the next one begins when all have said so."""
+    """To the first rank: a stage of the start is done; the next begins when all ranks have reported it."""
 
     stage: str
 
 
 class Failed(Message, frozen=True):
-    """To the first rank: this one cannot go on, and ends."""
+    """To the first rank: this rank cannot continue and ends."""
 
     error: ErrorInfo
 

@@ -1,4 +1,4 @@
-"""What the ranks that follow are told of a step. Torch-free."""
+"""Description of a step for the following ranks. Torch-free."""
 
 from dataclasses import dataclass, replace
 
@@ -14,9 +14,13 @@ _NO_WISHES = SamplingParams(1, temperature=0.0)
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What changes in rows and cache, the chunks, and their tokens (int32, in the order of the chunks), a negative one
-    where only devices know it yet; `whole`: hidden states of all tokens are wanted. Nobody else's business: what is
-    sampled, and how."""
+    """Changes of rows and cache, chunks, and tokens, without sampling parameters.
+
+    Attributes:
+        output: The step, with neutral sampling parameters.
+        token_ids: int32 tokens in the order of the chunks; negative if only devices know the token.
+        whole: Hidden states of all tokens are wanted.
+    """
 
     output: SchedulerOutput
     token_ids: bytes
@@ -24,7 +28,7 @@ class Step:
 
     @classmethod
     def of(cls, output: SchedulerOutput, rows: RowTable) -> "Step":
-        """`rows` know the step already."""
+        """Create the message from a step that `rows` already include."""
         if output.new_requests:
             plain = tuple(
                 each._replace(request_id="", token_ids=(), sampling=_NO_WISHES, pooling=None)

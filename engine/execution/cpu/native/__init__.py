@@ -1,4 +1,4 @@
-"""Whole steps of a model by a small C++ library of ours, one call per step; see src/abi.h. This file is torch-free."""
+"""Native kernels: a C++ library that runs whole steps, one call per step (see src/abi.h). This file is torch-free."""
 
 from pathlib import Path
 
@@ -6,5 +6,5 @@ LIBRARY = Path(__file__).parent / "libtidemill_cpu.so"
 
 
 def is_built() -> bool:
-    """Whether the library is there; whether it runs here shows only when it is loaded."""
+    """Return whether the library file exists; loading it shows whether it works on this machine."""
     return LIBRARY.exists()

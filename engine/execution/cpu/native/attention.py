@@ -1,9 +1,8 @@
-"""Attention of modules that are not ours by the C++ library: q, k and v of a layer come, what they gather goes back.
+"""Attention of transformers modules by the C++ library: takes q, k and v of a layer and returns the result.
 
-Twin: `engine.execution.cpu.attention.PagedAttention`. Layers may differ in their heads, in the widths of K and V and in
-their manners: there is a tape for each shape of heads, with three operations for each layer (its cells are written, its
-queries attend, the parts of split contexts are merged), made when a layer first comes. A step is planned once for each
-tape.
+Twin: `engine.execution.cpu.attention.PagedAttention`. Layers may differ in heads, widths of K and V, and variants of
+attention. Each shape of heads has its own tape, with three operations per layer (write cells, attend queries, merge
+parts of split contexts), added when the layer is first seen. A step is planned once per tape.
 """
 
 from typing import NamedTuple
@@ -22,14 +21,14 @@ from engine.execution.rows import RowTable
 from engine.models.manner import PLAIN, Manner
 
 FIRST_TOKENS = 512
-"""Rows of the buffers until a step needs more."""
+"""Initial rows of the buffers; they grow when a step needs more."""
 
 ANY_TOKEN = 2**31
-"""A vocabulary of modules, whose tokens are not looked up by the library."""
+"""Vocabulary size of modules, whose tokens the library does not look up."""
 
 
 class Heads(NamedTuple):
-    """What a tape is for: heads and KV heads, the widths of K and V, and what scores are multiplied by."""
+    """Key of a tape: numbers of heads and KV heads, widths of K and V, and the factor of scores."""
 
     heads: int
     kv_heads: int
@@ -39,7 +38,7 @@ class Heads(NamedTuple):
 
 
 class NativeAttention:
-    """One `step` at a time, over a pool in the model's type. `max_model_len`: the engine's longest context."""
+    """Attention of one `step` at a time, over a pool in the model's type. `max_model_len`: longest context."""
 
     def __init__(self, native: Native, pool: UnitPool, rows: RowTable, max_model_len: int) -> None:
         self._native = native
@@ -51,14 +50,16 @@ class NativeAttention:
         self.step = Step()
 
     def begin(self, chunks: IntArray) -> Layout:
-        """From now on calls are of the tokens of these chunks [n, 4] (row, start, length, sample), in their order."""
+        """Begin a step with these chunks [n, 4] (row, start, length, sample); calls pass tokens in this order."""
         self._chunks = np.ascontiguousarray(chunks, dtype=np.int64)
         self.step = step_over(self._pool, self._rows, self._chunks)
         return Layout.of(chunks, np.arange(len(chunks)))
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, manner: Manner = PLAIN) -> Tensor:
-        """q [T, heads, d], k [T, kv_heads, d], v [T, kv_heads, e] of all tokens -> [T, heads * e]. Writes k and v to
-        the pool, whose cells may be wider than this layer's. Raises StepError."""
+        """Attend q [T, heads, d] to k [T, kv_heads, d], v [T, kv_heads, e] and the past; returns [T, heads * e].
+
+        Writes k and v to the pool, whose cells may be wider than those of this layer. Raises StepError.
+        """
         scale = q.shape[2] ** -0.5 if manner.scale is None else manner.scale
         heads = Heads(q.shape[1], k.shape[1], k.shape[2], v.shape[2], scale)
         tape = self._tapes.get(heads)
@@ -70,7 +71,7 @@ class NativeAttention:
 
 
 class _HeadsTape:
-    """The layers of one shape of heads, for steps of at most `max_tokens`."""
+    """Tape of the layers with the same shape of heads, for steps of at most `max_tokens`."""
 
     def __init__(
         self, native: Native, pool: UnitPool, rows: RowTable, max_model_len: int, heads: Heads, max_tokens: int
@@ -98,7 +99,7 @@ class _HeadsTape:
         self._gathered = torch.zeros(count, stride_of(heads.heads * heads.value_dim), dtype=kind)
         self._ops: list[Op] = []
         self._places: dict[tuple[object, ...], int] = {}
-        self._kept: list[Tensor] = []  # sinks: as modules have them, and as the tape reads them
+        self._kept: list[Tensor] = []  # sinks of the modules, and the copies that the tape reads
         self._tape: Tape | None = None
         self._begun: Step | None = None
 
@@ -133,7 +134,7 @@ class _HeadsTape:
         attend = Op(kind=Kind.ATTEND, layer=layer, input=rows, in_stride=in_stride, out=out, out_stride=out_stride)
         attend.n, attend.softcap, attend.other = manner.window or 0, manner.softcap or 0.0, sinks
         return [
-            Op(kind=Kind.ROPE_KV, layer=layer, out=rows, out_stride=in_stride),  # nothing to rotate: writes cells
+            Op(kind=Kind.ROPE_KV, layer=layer, out=rows, out_stride=in_stride),  # no rotation: only writes cells
             attend,
             Op(kind=Kind.MERGE, layer=layer, out=out, out_stride=out_stride, other=sinks),
         ]

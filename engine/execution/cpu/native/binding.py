@@ -1,4 +1,4 @@
-"""A pool of blocks and a table of rows as the library's structures say them."""
+"""Fill the library's structures from a pool of blocks and a table of rows."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from engine.execution.rows import RowTable
 
 
 def shape_over(pool: UnitPool, rows: RowTable, max_model_len: int, **model: Any) -> Shape:
-    """What the cache says of a shape, and what else is known of the model."""
+    """Return the shape of the cache, completed by properties of the model."""
     return Shape(
         layers=pool.num_layers,
         cell=pool.num_kv_heads * pool.head_dim,
@@ -24,7 +24,7 @@ def shape_over(pool: UnitPool, rows: RowTable, max_model_len: int, **model: Any)
 
 
 def step_over(pool: UnitPool, rows: RowTable, chunks: IntArray, **results: Any) -> Step:
-    """A step of chunks [n, 4], int64, contiguous, which the caller keeps; `results`: where it puts what it samples."""
+    """Return a step of chunks [n, 4], int64, contiguous, kept alive by the caller; `results`: their addresses."""
     return Step(
         num_chunks=len(chunks),
         token_stride=rows.tokens.shape[1],

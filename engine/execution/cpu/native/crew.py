@@ -1,12 +1,13 @@
-"""How many threads work on a step: chosen at start by what steps take, watched while serving. Torch-free, no clock.
+"""Number of threads per step: selected at start by measured step times and adapted while serving. Torch-free, no clock.
 
-The second core of two halves a step when it is free and prolongs it when a neighbour has it; neighbours come and go. A
-step's measured time over its predicted time is the signal: that they came shows in it, that they went does not while
-few threads work, so other counts are tried from time to time as well. A trial alternates between two counts in short
-turns, so that both see the same hour and the same kinds of steps, and takes the other one only if it is clearly faster.
+A second core halves a step when it is idle and prolongs it when a neighbour uses it, and neighbours come and go. The
+signal is a step's measured time over its predicted time. It shows when neighbours arrive. It does not show when they
+leave while few threads work, so other counts are also tried from time to time. A trial alternates between two counts in
+short turns, so that both see the same conditions and kinds of steps, and adopts the other count only if it is clearly
+faster.
 
-A step of a trial may take twice as long as was predicted, and somebody may wait for it: only steps that may take so
-long are tried with another count.
+A step of a trial may take twice its predicted time while requests wait for it, so only steps with enough slack are
+used.
 """
 
 import math
@@ -16,41 +17,41 @@ from dataclasses import dataclass
 from statistics import median
 
 WORTH = 1.05
-"""Fewer threads do if they take no more than this many times the shortest time: cores are good for others, too."""
+"""Prefer fewer threads if they take at most this factor of the shortest time, to leave cores to other processes."""
 WIN, SURE = 0.9, 0.9
-"""What a trial's median must come down to for a change, and in what share of all pairs of steps the other count must
-have been the faster one: by chance that happens in one trial of a thousand."""
+"""A trial changes the count if the median falls below WIN times the old one and the other count is faster in a share of
+SURE of all pairs of steps, which happens by chance in one of a thousand trials."""
 SHIFT = 1.3
-"""Steps this many times as long, or as short, as they were: somebody came or went."""
+"""Factor of a change of step times that indicates a change of neighbours."""
 TURN, TURNS = 4, 3
-"""Steps of one count in a trial before the other's turn, and turns of each; a turn's first step is not counted."""
+"""Steps per turn of a trial, and turns per count; the first step of a turn is not counted."""
 RECENT, SETTLED = 12, 48
-"""Steps that stand for now, and at most so many for before."""
+"""Number of steps that represent the present, and maximum number that represents the past."""
 LONGER = 2.0
-"""How many times as long as predicted a step of a trial may take, where one count is no more than twice the other."""
+"""Minimum slack of a step in a trial as a factor of its predicted time (more if the counts differ by more)."""
 TRIAL_SECONDS = 60.0
-"""A trial that finds no steps for so long is given up: what its first steps showed is another hour."""
+"""A trial without enough steps in this time is cancelled, because its first steps are outdated."""
 PATIENCE = (30.0, 480.0)
-"""Seconds until other counts are tried although nothing happened: at first, and at most (it doubles in vain)."""
+"""Seconds between trials without an event: initial value, and maximum (doubled after each vain trial)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Times:
-    """Seconds of a step of decodes and of one of a prompt."""
+    """Seconds of a decode step and of a prefill step."""
 
     decode: float
     prefill: float
 
 
 def candidates(most: int) -> tuple[int, ...]:
-    """Sensible counts up to `most`: all of few, halves and quarters of many."""
+    """Return the counts to consider: all up to 4, else multiples of a quarter of `most`."""
     if most <= 4:
         return tuple(range(1, most + 1))
     return tuple(sorted({1, most // 4, most // 2, 3 * most // 4, most}))
 
 
 def choose(times: Mapping[int, Times]) -> int:
-    """The count of threads with the shortest steps, decodes and prompts weighed alike; of equals the smallest."""
+    """Return the count with the shortest steps, decodes and prompts weighted equally; fewer threads win ties."""
     decode, prefill = (min(getattr(each, kind) for each in times.values()) for kind in ("decode", "prefill"))
     costs = {n: math.sqrt(each.decode / decode * each.prefill / prefill) for n, each in times.items()}
     return min(n for n, cost in costs.items() if cost <= WORTH * min(costs.values()))
@@ -63,8 +64,10 @@ def measure(
     seconds: float,
     clock: Callable[[], float],
 ) -> dict[int, Times]:
-    """Least times of `rounds` rounds in alternation, of one round at least, of no more than about `seconds`.
-    `run(threads, kind)`: seconds of one step, kind "decode" or "prefill"."""
+    """Measure the least times over up to `rounds` alternating rounds, at least one, within about `seconds`.
+
+    `run(threads, kind)` returns the seconds of one step of kind "decode" or "prefill".
+    """
     ends = clock() + seconds
     best = {(n, kind): math.inf for n in counts for kind in ("decode", "prefill")}
     for _ in range(rounds):
@@ -76,7 +79,7 @@ def measure(
 
 
 class _Trial:
-    """Two counts in turns."""
+    """Alternating turns of two counts."""
 
     def __init__(self, now: int, other: int) -> None:
         self.now, self.other = now, other
@@ -87,7 +90,7 @@ class _Trial:
 
     @property
     def threads(self) -> int:
-        """Of its next step."""
+        """Count for the next step."""
         return self.other if self._taken // TURN % 2 == 0 else self.now
 
     @property
@@ -108,10 +111,14 @@ class _Trial:
 
 
 class Crew:
-    """The number of threads of an engine. `counts`: those that may be used, ascending; `threads`: the first one.
+    """The number of threads of an engine.
 
-    Ask it before every step (`choose`) and tell it what that took (`observe`). `threads`: of steps that are no part of
-    a trial. `on_change(before, after)` is called when these change.
+    Call `choose` before every step and `observe` after it.
+
+    Args:
+        counts: Allowed counts, ascending.
+        threads: Initial count; as an attribute, the count of steps outside trials.
+        on_change: Called as on_change(before, after) when `threads` changes.
     """
 
     def __init__(self, counts: tuple[int, ...], threads: int, on_change: Callable[[int, int], None]) -> None:
@@ -122,17 +129,17 @@ class Crew:
         self._recent: deque[float] = deque(maxlen=RECENT)
         self._before: deque[float] = deque(maxlen=SETTLED)
         self._trial: _Trial | None = None
-        self._tried = False  # whether the last step is a part of the trial
+        self._tried = False  # whether the last step was part of the trial
         self._waiting: list[int] = []  # counts to try
         self._patience, self._last_look = PATIENCE[0], math.nan
 
     def choose(self, longer: float = math.inf) -> int:
-        """The count for the next step, which may take `longer` times what was predicted (1: no longer than that)."""
+        """Return the count for the next step, which may take up to `longer` times its predicted time."""
         self._tried = self._trial is not None and longer >= self._trial.longer
         return self._trial.threads if self._trial is not None and self._tried else self.threads
 
     def observe(self, ratio: float, now: float) -> None:
-        """The step took `ratio` times what was predicted and ended at `now`, in seconds of any clock."""
+        """Record that the step took `ratio` times its predicted time and ended at `now`, in seconds of any clock."""
         if not 0.0 < ratio < math.inf:
             return
         if math.isnan(self._last_look):
@@ -164,7 +171,7 @@ class Crew:
         return not 1.0 / SHIFT < change < SHIFT
 
     def _look_around(self) -> None:
-        """Try the neighbours among the counts, the larger first."""
+        """Try the adjacent counts, the larger first."""
         at = self._counts.index(self.threads)
         self._waiting = [*self._counts[at + 1 : at + 2], *self._counts[max(at - 1, 0) : at]]
         self._next_trial()

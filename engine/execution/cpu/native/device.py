@@ -1,7 +1,7 @@
-"""The CPU's device with its forward pass by the C++ library: memory and everything else are `TorchDevice`'s.
+"""CPU device with the forward pass in the C++ library; everything else is inherited from `TorchDevice`.
 
-A step that touches hidden state goes through torch's path, with the same weights; the scratch that K and V pass
-through then is no business of the tape. So does one that has rows with adapters where layers stream.
+Steps with hidden state use torch operators with the same weights, because tapes do not support its scratch. So do steps
+with adapters if layers are streamed.
 """
 
 from collections.abc import Mapping
@@ -26,7 +26,7 @@ from predictor.limits import Limits
 
 
 class NativeDevice(TorchDevice):
-    """As `TorchDevice`, on the CPU; `native` are the library and its threads."""
+    """A `TorchDevice` whose steps run in `native`, the library with its threads."""
 
     def __init__(
         self,
@@ -58,12 +58,12 @@ class NativeDevice(TorchDevice):
     def forward(
         self, chunks: IntArray, masks: FinishMasks | None = None, take: TakeHidden | None = None
     ) -> tuple[Tensor, DeviceSamples | None]:
-        """See Device. Greedy tokens that may be any are chosen here, all others by the host."""
+        """See Device. Unrestricted greedy tokens are chosen here, all others by the host."""
         by_torch = len(self.adapters) > 0 and not self._tape_adapts
         has_adapters = self.rows.adapters[chunks[:, 0]].any()
         if has_hidden(self.rows, chunks) or (has_adapters and by_torch):
             return super().forward(chunks, masks, take)
-        if self.pool.scratch_blocks or by_torch:  # a later step by torch reads blocks whole
+        if self.pool.scratch_blocks or by_torch:  # a later step with torch reads whole blocks
             clear_begun_blocks(self.pool, self.rows, chunks)
         adapted = None
         if has_adapters:

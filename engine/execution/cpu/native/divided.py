@@ -1,6 +1,6 @@
-"""A tape whose layers are one rank's part: it runs in parts, and between two of them all ranks add up what each has.
+"""A tape for one rank's part of the layers: it runs in segments, and all ranks add their results between them.
 
-Every rank runs the same chunks, so that a row is the same token's on each. Knows nothing of how ranks are joined.
+All ranks run the same chunks, so that a row belongs to the same token on each.
 """
 
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from engine.execution.cpu.native.weights import NativeWeights, RankSum
 
 @dataclass(frozen=True, slots=True)
 class _Sum:
-    """Behind the operations in front of `end`, of `rows [n, stride]`: of the tokens that sample alone, if `sampled`."""
+    """A sum over ranks of `rows [n, stride]` before operation `end`; `sampled`: of sampled tokens only."""
 
     end: int
     rows: Tensor
@@ -23,7 +23,7 @@ class _Sum:
 
 
 class DividedTape(Tape):
-    """A tape, and the sums between its operations. `sampled`: see `compose`."""
+    """A tape with sums over ranks between its operations. `sampled`: see `compose`."""
 
     def __init__(
         self,
@@ -48,8 +48,10 @@ class DividedTape(Tape):
                 self._sums.append(_Sum(op + 1, rows, alone, ranks))
 
     def run_part(self, team: Team, step: Step, tokens: int, samples: int, *, head: bool) -> None:
-        """Run this rank's part of a step of so many tokens, `samples` of which sample, and the `head` if asked for.
-        Raises StepError, and RuntimeError where a rank is gone."""
+        """Run this rank's part of a step with `tokens` tokens and `samples` samples, and the `head` if requested.
+
+        Raises StepError, and RuntimeError if a rank has ended.
+        """
         self.begin(team, step)
         done = 0
         for each in self._sums:

@@ -1,4 +1,4 @@
-"""The operations of known decoder layers of transformers' modules, and the rows of activations between them."""
+"""Operations of known decoder layers of transformers modules, and the activation rows between them."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ _ALONE = {"gelu": Epilogue.GELU, "gelu_tanh": Epilogue.GELU_TANH, "relu": Epilog
 
 
 class LayerKind(NamedTuple):
-    """What layers of one tape have in common: heads, widths, and how their norms round."""
+    """Common properties of the layers of one tape: heads, widths, and rounding of norms."""
 
     heads: Heads
     hidden: int
@@ -29,8 +29,10 @@ class LayerKind(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class KnownLayer:
-    """A layer that can be run. `linear`: its linear layers by their names; `qkv`: those of queries, keys and values, as
-    one where that is possible."""
+    """A layer that the library can run.
+
+    `linear` holds its linear layers by name; `qkv` those of queries, keys and values, joined if possible.
+    """
 
     index: int
     kind: LayerKind
@@ -39,15 +41,15 @@ class KnownLayer:
     manner: Manner
     linear: Mapping[str, NativeLinear]
     qkv: tuple[NativeLinear, ...]
-    rotation: Tensor | None  # cosines, when it was looked at
+    rotation: Tensor | None  # cosines at the time of inspection, compared by identity
 
     def goes_with(self, before: "KnownLayer") -> bool:
-        """Whether one tape can run both."""
+        """Return whether one tape can run both layers."""
         return self.kind == before.kind and self.rotation is before.rotation
 
 
 class Rows:
-    """Rows of a step's tokens between operations. Zero at first, so that padding is and stays zero."""
+    """Activation rows of a step's tokens. They start as zeros, so that padding is and stays zero."""
 
     def __init__(self, kind: LayerKind, tokens: int, dtype: torch.dtype) -> None:
         def rows(width: int) -> Tensor:
@@ -62,7 +64,7 @@ class Rows:
 
 
 class Composer:
-    """The operations of layers, one behind the other: the addition of what a layer gives is the next one's norm's."""
+    """Composes the operations of consecutive layers; the norm of a layer also adds the output of the layer before."""
 
     def __init__(self, rows: Rows) -> None:
         self.ops: list[Op] = []
@@ -91,7 +93,7 @@ class Composer:
         self._addends = [at.delta, at.other] if form.parallel else [at.delta]
 
     def end(self) -> list[Op]:
-        """All of them, and the last addition."""
+        """Append the last addition and return all operations."""
         self._add_norm(None, None)
         return self.ops
 
@@ -115,7 +117,7 @@ class Composer:
         op.out, op.out_stride, op.eps = out.data_ptr(), out.stride(0), norm.eps
 
     def _norm_in_place(self, layer: KnownLayer, norm: NormForm | None, rows: Tensor, width: int = 0) -> None:
-        """Of the first `width` elements, all by default."""
+        """Append a norm of the first `width` elements (default: all) in place."""
         if norm is not None:
             op = Op(kind=Kind.NORM, k=width or self._at.kind.hidden, in_stride=rows.stride(0), residual=rows.data_ptr())
             self._as_norm(op, layer.module, norm, rows)
@@ -148,7 +150,7 @@ class Composer:
         return torch.cat([each.expand(n, -1) for each, n in zip(weights, counts, strict=True)]).contiguous()
 
     def _mlp(self, layer: KnownLayer, source: Tensor) -> None:
-        """Up to what the layer down takes: a gate's outputs, and in their places the others times their activation."""
+        """Append the up projection: the output of the gate, multiplied in place by the activated other output."""
         at, form = self._at, layer.form
         first, last = layer.linear[form.up[0]], layer.linear[form.up[-1]]
         if not form.gated:
@@ -158,7 +160,7 @@ class Composer:
         self._linear(last, source, at.inner, _TIMES[form.activation], outputs=at.kind.inner)
         op = self.ops[-1]
         op.other = op.out
-        if first is last:  # the second half of its outputs
+        if first is last:  # use the second half of its outputs
             op.weight += first.panels.numel() // 2
             op.bias = None if first.bias is None else first.bias[at.kind.inner :].data_ptr()
 
@@ -170,7 +172,7 @@ class Composer:
         epilogue: Epilogue = Epilogue.PLAIN,
         outputs: int = 0,
     ) -> None:
-        """`outputs`: so many, the first ones; all by default."""
+        """Append a linear layer; `outputs` limits it to its first outputs."""
         op = linear.op(epilogue)
         assert op.in_stride == rows.stride(0)
         op.n = outputs or op.n

@@ -1,9 +1,8 @@
-"""Decoder layers of transformers' modules as the C++ library runs them: those that are known, each run of neighbours as
-one tape.
+"""Known decoder layers of transformers modules in the C++ library; each run of adjacent layers is one tape.
 
-The first layer of a run takes the hidden state of a step and gives that behind the last; the others hand on what they
-are given. The modules stay what they are, and are the twin: the tape was made from what they compute, their linear
-layers are the tape's, and a step with adapters runs by them.
+The first layer of a run takes the hidden state and returns the result of the last; the others return their input. The
+modules remain as the twin: the tape is derived from their computation, shares their linear layers, and they run steps
+with adapters.
 """
 
 from collections.abc import Callable, Mapping
@@ -24,7 +23,7 @@ from engine.models.transformers_model import Look, TransformersModel
 
 
 class NativeLayers:
-    """A `RunLayer` for the step that `attention` has begun, of runs of layers that `known_groups` gives."""
+    """A `RunLayer` for the step begun by `attention`, over the runs of layers from `known_groups`."""
 
     def __init__(
         self,
@@ -67,7 +66,7 @@ class NativeLayers:
             for layer in group:
                 ops.add(layer, angles)
             rotations = [layer.form.rotation for layer in group if layer.form.rotation is not None]
-            frequencies = angles.data_ptr() if kind.rotary_dim else None  # of no use: angles come from the modules
+            frequencies = angles.data_ptr() if kind.rotary_dim else None  # a placeholder: modules supply the angles
             shape = shape_over(
                 self._pool,
                 self._table,
@@ -88,7 +87,7 @@ class NativeLayers:
 
 
 def known_groups(model: TransformersModel) -> list[list[KnownLayer]]:
-    """Known layers, those that follow each other and are alike together."""
+    """Return the known layers, grouped into runs of adjacent layers of the same kind."""
     groups: list[list[KnownLayer]] = []
     last: KnownLayer | None = None
     for index, (look, form) in enumerate(zip(model.look(), model.layer_forms(), strict=True)):
@@ -102,7 +101,7 @@ def known_groups(model: TransformersModel) -> list[list[KnownLayer]]:
 
 
 def _known(look: Look, form: LayerForm, dtype: torch.dtype, index: int) -> KnownLayer | None:
-    """The layer, if the library has all that it needs."""
+    """Return the layer if the library supports all of it, else None."""
     module, given, seen = look.layer, look.given, look.seen
     assert module is not None and given is not None
     linear: dict[str, Any] = {name: getattr(module.get_submodule(name), "layer", None) for name in form.linear}
@@ -128,18 +127,18 @@ def _known(look: Look, form: LayerForm, dtype: torch.dtype, index: int) -> Known
 
 
 def _norms_heads(norms: tuple[NormForm, NormForm], *, last: bool) -> bool:
-    """Whether queries and keys are normed by the operation that turns them, or as whole rows in front of it."""
+    """Return whether the norms of queries and keys are supported: per head in the rotation, or per row before it."""
     first, second = norms
     return not last if not first.heads else not first.layer and first.eps == second.eps
 
 
 def _is_plain(layer: object, dtype: torch.dtype) -> bool:
-    """Whether a tape of this type reads the layer's weight as it is."""
+    """Return whether a tape of this type can read the layer's weight as it is."""
     return type(layer) is NativeLinear and layer.dtype == dtype and not layer.gated
 
 
 class _Run:
-    """The tape of a run of layers."""
+    """Tape of a run of layers."""
 
     def __init__(
         self,
@@ -152,14 +151,14 @@ class _Run:
     ) -> None:
         self._team = native.team
         self._rotation = rotations[0] if rotations else None
-        assert len(set(rotations)) <= 1, "layers that are given the same angles turn by them in one way"
+        assert len(set(rotations)) <= 1, "layers with the same angles must share the layout of rotation"
         self._rows, self._angles = rows, angles
         self._ops = composer.end()
         self._kept = composer.kept
         self._tape = Tape(native.library, shape, self._ops)
 
     def __call__(self, step: Step, x: Tensor, rotation: tuple[Tensor, Tensor] | None) -> Tensor:
-        """x [1, T, H] of the step's tokens. Raises StepError."""
+        """Run x [1, T, H] of the step's tokens through the layers. Raises StepError."""
         at, (_, count, width) = self._rows, x.shape
         at.x[:count, :width] = x[0]
         if rotation is not None and self._rotation is not None:

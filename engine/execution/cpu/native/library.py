@@ -1,8 +1,8 @@
-"""The C++ library by ctypes: its structures, its calls, its threads.
+"""The C++ library by ctypes: its structures, calls and threads.
 
-The library is a plain shared object beside this file: no Python and no torch in it, so that one build serves every
-version of both. Where it is missing (no compiler at install, another processor) everything runs by torch. What a
-structure means is said in src/abi.h, which this module mirrors; sizes are compared at load.
+The library is a plain shared object beside this file, without Python and torch, so that one build serves every version
+of both. If it is missing (no compiler at install, another processor), steps run in torch. The structures mirror
+src/abi.h, which documents them; their sizes are compared at load.
 """
 
 import ctypes
@@ -25,7 +25,7 @@ _ERROR_BYTES = 256
 
 
 class Level(enum.IntEnum):
-    """Sets of instructions, each of which needs those before it."""
+    """Instruction sets; each level requires the lower ones."""
 
     AVX2 = 0
     AVX512 = 1
@@ -50,7 +50,7 @@ class Kind(enum.IntEnum):
 
 
 class Int8(enum.IntEnum):
-    """How a linear layer computes with integers of 8 bits: by pairs of 16 bits, which every level has, or of bytes."""
+    """Arithmetic of 8-bit linear layers: 16-bit pairs, available at every level, or bytes."""
 
     WORDS = 1
     BYTES = 2
@@ -64,7 +64,7 @@ class CacheType(enum.IntEnum):
 
 
 class Epilogue(enum.IntEnum):
-    """What a linear layer does with its outputs."""
+    """Operation applied to the outputs of a linear layer."""
 
     PLAIN = 0
     SWIGLU = 1
@@ -80,16 +80,16 @@ class Epilogue(enum.IntEnum):
 
     @property
     def gates(self) -> bool:
-        """Whether its outputs are half as many as the layer's."""
+        """Whether there is one output per two outputs of the layer."""
         return self in (Epilogue.SWIGLU, Epilogue.GEGLU)
 
 
 TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 _PROBLEMS = {
-    1: "more tokens, samples or chunks than there is room for",
-    2: "a chunk outside of its row",
-    3: "a token outside of the vocabulary",
-    4: "a block outside of the pool",
+    1: "the step has more tokens, samples or chunks than the buffers hold",
+    2: "a chunk is outside of its row",
+    3: "a token is outside of the vocabulary",
+    4: "a block is outside of the pool",
     5: "out of memory",
 }
 
@@ -137,11 +137,11 @@ class Step(Structure):
 
 
 class StepError(RuntimeError):
-    """A step that the library refused; nothing of it was run."""
+    """The library refused a step; nothing was run."""
 
 
 class Library:
-    """The calls of a loaded library. Raises OSError or ConfigError if the file cannot be used."""
+    """A loaded library. Raises OSError or ConfigError if the file cannot be used."""
 
     def __init__(self, path: Path) -> None:
         self._calls = ctypes.CDLL(str(path))
@@ -149,7 +149,7 @@ class Library:
         self._pages = HugePages()
         sizes = [self._calls.tm_struct_bytes(which) for which in range(3)]
         if self._calls.tm_abi() != _ABI or sizes != [ctypes.sizeof(each) for each in (Shape, Op, Step)]:
-            raise ConfigError(f"{path} is of another version: build it again")
+            raise ConfigError(f"{path} is from another version; build it again")
 
     def _declare(self) -> None:
         error = (c_char_p, c_int64)
@@ -185,15 +185,15 @@ class Library:
             call.restype, call.argtypes = result, arguments
 
     def levels(self) -> list[Level]:
-        """The levels that processor and system offer, lowest first."""
+        """Return the levels supported by processor and system, lowest first."""
         return [level for level in Level if self._calls.tm_has_level(level)]
 
     def room(self, num_bytes: int) -> Tensor:
-        """Memory for panels, bytes."""
+        """Allocate memory for panels."""
         return self._pages.empty(num_bytes)
 
     def pack(self, weight: Tensor, halves: bool) -> Tensor:
-        """weight [n, k] -> its panels, bytes. `halves`: outputs i and n / 2 + i lie side by side."""
+        """Pack weight [n, k] into panels (bytes). `halves`: interleave outputs i and n / 2 + i."""
         n, k = weight.shape
         kind = TYPES[weight.dtype]
         panels = self.room(self._calls.tm_packed_bytes(kind, n, k))
@@ -202,17 +202,17 @@ class Library:
         return panels
 
     def unpack(self, panels: Tensor, shape: tuple[int, int], dtype: torch.dtype, halves: bool) -> Tensor:
-        """The weight [n, k] that was packed."""
+        """Return the packed weight [n, k]."""
         weight = torch.empty(shape, dtype=dtype)
         self._calls.tm_unpack(TYPES[dtype], *shape, halves, panels.data_ptr(), weight.data_ptr())
         return weight
 
     def int8(self, level: Level) -> Int8:
-        """The fastest way for integers of 8 bits at a level."""
+        """Return the fastest 8-bit arithmetic of a level."""
         return Int8.BYTES if self._calls.tm_has_int8(level, Int8.BYTES) else Int8.WORDS
 
     def pack_int8(self, values: Tensor, scales: Tensor, halves: bool) -> Tensor:
-        """values [n, k] int8 and scales [n] float32 -> panels, bytes."""
+        """Pack values [n, k] int8 and scales [n] float32 into panels (bytes)."""
         n, k = values.shape
         panels = self.room(self._calls.tm_int8_bytes(n, k))
         rows, each = values.contiguous(), scales.contiguous()
@@ -220,33 +220,33 @@ class Library:
         return panels
 
     def unpack_int8(self, panels: Tensor, shape: tuple[int, int], halves: bool) -> tuple[Tensor, Tensor]:
-        """The values and scales that were packed."""
+        """Return the packed values and scales."""
         values, scales = torch.empty(shape, dtype=torch.int8), torch.empty(shape[0])
         self._calls.tm_unpack_int8(*shape, halves, panels.data_ptr(), values.data_ptr(), scales.data_ptr())
         return values, scales
 
     def linear(self, level: Level, dtype: torch.dtype, op: Op, rows: int, team: "Team") -> None:
-        """One linear layer: `rows` of op.input to op.out. Raises StepError if a size is wrong."""
+        """Run one linear layer on `rows` rows of op.input. Raises StepError for a wrong size."""
         if self._calls.tm_linear(level, TYPES[dtype], ctypes.byref(op), rows, team.handle):
-            raise StepError("a linear layer does not fit its buffers")
+            raise StepError("the sizes of a linear layer do not match its buffers")
 
 
 class Team:
-    """Threads that work on steps, the caller's included. They sleep between steps and are stopped before a fork."""
+    """Threads of steps, including the caller's. They sleep between steps and are stopped before a fork."""
 
     def __init__(self, library: Library, threads: int) -> None:
         self._calls = library._calls
         error = ctypes.create_string_buffer(_ERROR_BYTES)
         self.handle: int | None = self._calls.tm_team_new(threads, error, _ERROR_BYTES)
         if not self.handle:
-            raise ConfigError(f"no threads: {error.value.decode()}")
+            raise ConfigError(f"starting the threads failed: {error.value.decode()}")
 
     @property
     def threads(self) -> int:
         return int(self._calls.tm_team_threads(self.handle))
 
     def resize(self, threads: int) -> None:
-        """Use so many threads from the next step on."""
+        """Set the number of threads from the next step on."""
         self._calls.tm_team_resize(self.handle, threads)
 
     def stop(self) -> None:
@@ -260,7 +260,7 @@ class Team:
 
 
 class Tape:
-    """A sequence of operations. The caller keeps what they point to. Raises ConfigError for a wrong one."""
+    """A sequence of operations; the caller keeps their buffers alive. Raises ConfigError for an invalid sequence."""
 
     def __init__(self, library: Library, shape: Shape, ops: Sequence[Op]) -> None:
         self._calls = library._calls
@@ -271,30 +271,30 @@ class Tape:
             raise ConfigError(f"the native library refused the model: {error.value.decode()}")
 
     def run(self, team: Team, step: Step) -> None:
-        """Run a step. Raises StepError, before anything was run, for one that does not fit."""
+        """Run a step. Raises StepError for an invalid step, before anything has run."""
         result = self._calls.tm_tape_run(self._handle, team.handle, ctypes.byref(step))
         if result:
             raise StepError(_PROBLEMS[result])
 
     def begin(self, team: Team, step: Step) -> None:
-        """Check and plan a step, to be run in parts by `run_ops`; keep it until then. Raises StepError."""
+        """Check and plan a step to be run in parts by `run_ops`; keep it alive until then. Raises StepError."""
         result = self._calls.tm_tape_begin(self._handle, team.handle, ctypes.byref(step))
         if result:
             raise StepError(_PROBLEMS[result])
 
     def run_ops(self, team: Team, first: int, last: int) -> None:
-        """Run the operations [first, last) of the step that was begun. Raises StepError."""
+        """Run the operations [first, last) of the step. Raises StepError."""
         result = self._calls.tm_tape_run_ops(self._handle, team.handle, first, last)
         if result:
             raise StepError(_PROBLEMS[result])
 
     def set_weight(self, op: int, weight: int) -> None:
-        """Let a linear operation read its weight at this address from now on."""
+        """Set the weight address of a linear operation."""
         if self._calls.tm_tape_set_weight(self._handle, op, weight):
-            raise StepError("no linear operation, or no address")
+            raise StepError("the operation is not a linear layer, or the address is null")
 
     def seconds(self) -> dict[Kind, float]:
-        """What operations of each kind took since the last call."""
+        """Return the seconds spent in operations of each kind since the last call."""
         values = (c_double * len(Kind))()
         self._calls.tm_tape_seconds(self._handle, values)
         return {kind: values[kind] for kind in Kind}
@@ -306,17 +306,17 @@ class Tape:
 
 
 def activation_dtype(level: Level) -> torch.dtype:
-    """What activations are stored as: rounded to the model's type, but in float where that is what is multiplied."""
+    """Return the type of activations: bfloat16 if products use it, else float32, rounded to the model's type."""
     return torch.bfloat16 if level >= Level.BF16 else torch.float32
 
 
 @functools.cache
 def load() -> Library | str:
-    """The library of this installation, or why there is none."""
+    """Load the library of this installation; return the reason if that is impossible."""
     if platform.system() != "Linux" or platform.machine() != "x86_64":
         return f"there are no native kernels for {platform.system()} on {platform.machine()}"
     if not is_built():
-        return "the native kernels were not built (that takes g++ at install)"
+        return "the native kernels were not built (building needs g++ at install)"
     try:
         library = Library(LIBRARY)
     except (OSError, AttributeError, ConfigError) as error:

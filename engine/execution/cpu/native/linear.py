@@ -1,6 +1,6 @@
-"""Linear layers whose weights lie in the panels that the C++ library reads: the tape's, and callable for torch's path.
+"""Linear layers with weights in the panels of the C++ library, for tapes and for torch code.
 
-One copy of a weight serves both: what the tape does not do yet (hidden state), torch does with these layers.
+Both share one copy of a weight: torch code uses these layers for steps that tapes do not support (hidden state).
 """
 
 import copy
@@ -14,26 +14,26 @@ from engine.execution.cpu.native.library import Epilogue, Int8, Kind, Level, Lib
 from engine.models.quantized import Rounded, round_weight
 
 PAD = 32
-"""Inputs are padded to a multiple of this many, and so are the rows of a buffer."""
+"""Inputs, and rows of a buffer, are padded to a multiple of this."""
 
 PANEL = 32
-"""Outputs of a packed weight that lie together."""
+"""Number of outputs in a panel of a packed weight."""
 
-_SKEW = 16  # elements more: rows whose distance is a power of two would share a few lines of the cache
+_SKEW = 16  # additional elements per row: rows at a distance of a power of two would share few cache lines
 
 
 def rows_for(count: int) -> int:
-    """Rows of a buffer for so many: tiles of AMX read whole ones."""
+    """Return the rows of a buffer for `count` rows; AMX reads whole tiles."""
     return -(-count // PAD) * PAD
 
 
 def stride_of(width: int) -> int:
-    """Elements from one row of activations of this width to the next."""
+    """Return the elements from one activation row of this width to the next."""
     return -(-width // PAD) * PAD + _SKEW
 
 
 class Native:
-    """A library, the level of instructions that is used, and the threads."""
+    """The library, the instruction level in use, and the threads."""
 
     def __init__(self, library: Library, level: Level, team: Team) -> None:
         self.library = library
@@ -41,23 +41,23 @@ class Native:
         self.team = team
 
     def level_for(self, dtype: torch.dtype) -> Level:
-        """Instructions for bfloat16 serve models of that type only."""
+        """Return the level for models of a type; instructions for bfloat16 apply to that type only."""
         return self.level if dtype == torch.bfloat16 else min(self.level, Level.AVX512)
 
     def linear(self, weight: Tensor | Rounded, bias: Tensor | None = None, *, gated: bool = False) -> "NativeLinear":
-        """A layer of these threads; drop the weight afterwards."""
+        """Make a layer on these threads; the weight is not needed afterwards."""
         if isinstance(weight, Rounded):
             return self.int8_linear(weight, bias, gated=gated)
         return NativeLinear(self, weight, bias, gated)
 
     def int8_linear(self, weight: Tensor | Rounded, bias: Tensor | None = None, *, gated: bool = False) -> "NativeInt8":
-        """A layer that computes with integers of 8 bits."""
+        """Make a layer that computes with 8-bit integers."""
         values, scales, dtype, _ = round_weight(weight)
         return NativeInt8(self, (values, scales), bias, dtype, gated)
 
 
 class NativeLinear:
-    """weight [n, k] and bias [n] in panels. `gated`: two halves of outputs (gate, up), whose panels are interleaved."""
+    """Weight [n, k] and bias [n] in panels. `gated`: the panels of gate and up outputs are interleaved."""
 
     def __init__(self, native: Native, weight: Tensor, bias: Tensor | None, gated: bool = False) -> None:
         self._become(native, weight.shape, weight.dtype, bias, gated)
@@ -72,8 +72,10 @@ class NativeLinear:
 
     @classmethod
     def joined(cls, parts: Sequence["NativeLinear"]) -> "NativeLinear | None":
-        """One layer of the outputs of all, whose memory theirs is from now on; None where outputs of one do not fill
-        panels. Parts that lie so already stay where they are."""
+        """Join layers along their outputs; their weights become views of the result.
+
+        Returns None if the outputs of one do not fill whole panels. Weights that are already adjacent are not copied.
+        """
         if any(part.out_features % PANEL or part.gated for part in parts):
             return None
         sizes = [part.panels.numel() for part in parts]
@@ -88,7 +90,7 @@ class NativeLinear:
         return result
 
     def op(self, epilogue: Epilogue = Epilogue.PLAIN) -> Op:
-        """The layer as an operation, without its rows."""
+        """Return the layer as an operation, without its rows."""
         return Op(
             kind=Kind.LINEAR,
             epilogue=epilogue,
@@ -126,26 +128,28 @@ class NativeLinear:
         return self.panels
 
     def on(self, data: Tensor) -> Self:
-        """See Linear: the panels, which begin at a multiple of 64 bytes."""
+        """See Linear; `data` are the panels, aligned to 64 bytes."""
         moved = copy.copy(self)
         moved.panels = data
         return moved
 
 
 def _one_behind_the_other(parts: list[Tensor], library: Library) -> Tensor:
-    """Their bytes, where they are if they lie so already, as packed layers do that were made in a row."""
+    """Return the concatenated bytes, without a copy if they are adjacent, like layers packed in sequence."""
     first, size = parts[0], sum(part.numel() for part in parts)
     ends = [part.data_ptr() + part.numel() for part in parts]
     room = first.untyped_storage().nbytes() - first.storage_offset()
     if size <= room and [part.data_ptr() for part in parts[1:]] == ends[:-1]:
         return first.as_strided((size,), (1,))
-    with torch.inference_mode():  # memory that was first handed out in it is written in it
+    with torch.inference_mode():  # the memory was allocated in inference mode
         return torch.cat(parts, out=library.room(size))
 
 
 class NativeInt8(NativeLinear):
-    """The same on integers: values [n, k] int8 and scales [n], rows rounded to integers in every call. Twin:
-    `engine.models.quantized.QuantizedLinear`. `kind`: the fastest at the level if None."""
+    """A layer on integers: values [n, k] int8 and scales [n]; rows are rounded to integers in every call.
+
+    Twin: `engine.models.quantized.QuantizedLinear`. `kind` None selects the fastest arithmetic of the level.
+    """
 
     def __init__(
         self,
@@ -167,7 +171,7 @@ class NativeInt8(NativeLinear):
         return op
 
     def quantize_op(self) -> Op:
-        """What goes in front of `op`, without its rows: these to integers."""
+        """Return the operation that rounds the input to integers for `op`, without its rows."""
         stride = stride_of(self.in_features)
         return Op(kind=Kind.QUANTIZE, int8=self.kind, k=self.in_features, in_stride=stride, out_stride=stride)
 

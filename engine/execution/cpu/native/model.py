@@ -1,7 +1,4 @@
-"""A model that the C++ library runs, bound to a pool of blocks and a table of rows: one call per step.
-
-Knows nothing of sampling, hidden state or the scheduler.
-"""
+"""A model that the C++ library runs, bound to a pool of blocks and a table of rows: one call per step."""
 
 from dataclasses import dataclass
 
@@ -27,22 +24,27 @@ from engine.models.spec import ModelSpec
 from engine.models.weights import ModelWeights, matrices
 from engine.scheduling.output import INVALID_TOKEN
 
-_FIRST_TOKENS = 512  # rows of the buffers until a step needs more
+_FIRST_TOKENS = 512  # initial rows of the buffers
 MANY_A_SAMPLE = 4
-"""Tokens for one that samples, from which on the end of a step is of those that sample alone."""
+"""Tokens per sample from which the end of a step runs only for sampled tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """What a step gives for each chunk that samples, in their order: the largest logit (NaN or infinite: no token can
-    be chosen), its lowest token id, and the logits [n, vocab] float32 if they were asked for."""
+    """Result of a step for each sampling chunk, in order.
+
+    Attributes:
+        best: Largest logit; if not finite, no token can be chosen.
+        best_ids: Lowest token id of the largest logit.
+        logits: [n, vocab] float32 if requested.
+    """
 
     best: np.ndarray
     best_ids: IntArray
     logits: Tensor | None
 
     def as_given(self) -> tuple[Tensor, DeviceSamples | None]:
-        """What a device gives of it: logits, or tokens."""
+        """Return the result of `Device.forward`: logits, or tokens."""
         if self.logits is not None:
             return self.logits, None
         tokens = np.where(np.isfinite(self.best), self.best_ids, INVALID_TOKEN)
@@ -50,7 +52,7 @@ class Sampled:
 
 
 class NativeModel:
-    """One step at a time. `max_model_len`: the engine's longest context."""
+    """Runs one step at a time. `max_model_len`: longest context of the engine."""
 
     def __init__(
         self,
@@ -81,7 +83,7 @@ class NativeModel:
         self._make_room(_FIRST_TOKENS)
 
     def take_adapters(self) -> torch.dtype:
-        """From now on steps may have adapters; the type that their matrices are to have."""
+        """Enable adapters in later steps; return the type that their matrices must have."""
         if not self._takes_adapters:
             self._takes_adapters = True
             self._make_room(self._max_tokens)
@@ -97,12 +99,20 @@ class NativeModel:
         adapters: StepAdapters | None = None,
         follows: bool = False,
     ) -> Sampled:
-        """Run chunks [n, 4] (row, start, length, sample) of rows whose blocks all hold K and V. `beyond` runs the
-        layers behind those that are kept here; it leaves `hidden` right only if it is asked for the `whole`.
-        `adapters` of its tokens, chunk by chunk; not where layers stream, or lie elsewhere. `follows`: of ranks that
-        divide the layers another one samples.
+        """Run chunks [n, 4] (row, start, length, sample) of rows whose blocks all hold K and V.
 
-        Raises StepError, WeightReadError where layers stream, and RuntimeError where a rank is gone.
+        Args:
+            chunks: Chunks of the step.
+            logits: Whether logits are wanted.
+            beyond: Runs the layers after those kept here.
+            whole: Whether `hidden` must be valid for all tokens.
+            adapters: Adapters of the tokens, chunk by chunk; not with streamed or distributed layers.
+            follows: Whether another of the ranks that divide the layers samples.
+
+        Raises:
+            StepError: For an invalid step.
+            WeightReadError: If a streamed layer cannot be read.
+            RuntimeError: If a rank has ended.
         """
         chunks = self._take(chunks)
         count = int(np.count_nonzero(chunks[:, 3]))
@@ -128,7 +138,7 @@ class NativeModel:
         return Sampled(self._best[:count], self._best_ids[:count], kept)
 
     def keep(self, layers: range) -> None:
-        """Run these layers alone, which the pool is laid out for, in units as many as it has now."""
+        """Run only these layers; the pool is arranged for them with its current number of units."""
         self._weights = NativeWeights(self.native, self._spec, self._model, layers, self._max_model_len)
         self._make_room(self._max_tokens)
 
@@ -138,7 +148,7 @@ class NativeModel:
         step = self._step(chunks, None)
         tape.begin(team, step)
         first, last = self._composed.layers[0].start, self._composed.layers[-1].stop
-        tape.run_ops(team, 1, first)  # all in front of the layers but the embedding
+        tape.run_ops(team, 1, first)  # everything before the layers except the embedding
         self._put(np.arange(hidden.shape[1]), hidden)
         tape.run_ops(team, first, last)
         if beyond is None:
@@ -147,7 +157,7 @@ class NativeModel:
         return beyond.receive()[0]
 
     def _run_pipeline(self, beyond: Beyond, chunks: IntArray, step: Step, whole: bool) -> None:
-        """All of a step, by micro-batches; the head reads the rows of the step as if they had run together."""
+        """Run a step as micro-batches over all stages; the head reads their rows as if they had run together."""
         tape, team, last = self._tape, self.native.team, self._composed.layers[-1].stop
         for part in beyond.cut(chunks, whole=whole):
             part_step = self._step(part, None)
@@ -159,7 +169,7 @@ class NativeModel:
         tape.run_ops(team, last, len(self._composed.ops))
 
     def _addends(self) -> list[Tensor]:
-        """Rows whose sum is the hidden state between layers."""
+        """Return the rows whose sum is the hidden state between layers."""
         at, size = self._buffers, self._spec.hidden_size
         return [each[:, :size] for each in (at.x, at.delta, at.other) if each is not None]
 
@@ -171,7 +181,7 @@ class NativeModel:
             each[torch.from_numpy(tokens)] = part
 
     def _take(self, chunks: IntArray) -> IntArray:
-        """The chunks [n, 4] as the library reads them, with room for their tokens."""
+        """Return the chunks [n, 4] as contiguous int64, after ensuring room for their tokens."""
         chunks = np.ascontiguousarray(chunks, dtype=np.int64)
         total = int(chunks[:, 2].sum())
         if total > self._max_tokens:
@@ -179,7 +189,7 @@ class NativeModel:
         return chunks
 
     def _run_streamed(self, step: Step) -> None:
-        """The tape in parts, around the layers that stream."""
+        """Run the tape in segments around the streamed layers."""
         tape, team, layers = self._tape, self.native.team, self._layers
         tape.begin(team, step)
         done = 0
@@ -194,8 +204,8 @@ class NativeModel:
         tape.run_ops(team, done, len(self._composed.ops))
 
     def _run_adapted(self, step: Step, num_tokens: int, adapters: StepAdapters) -> None:
-        """The tape in parts, and between them what adapters add to the rows that its linear layers left."""
-        assert self._adapted is not None, "nobody said that there would be adapters"
+        """Run the tape in segments, and add the contributions of adapters to the outputs of linear layers."""
+        assert self._adapted is not None, "take_adapters() must precede steps with adapters"
         (composed, tape), team, spec, at = self._adapted, self.native.team, self._spec, self._buffers
         assert at.up is not None
         hidden, ffn, result = spec.hidden_size, spec.intermediate_size, at.delta if at.other is None else at.other
@@ -221,12 +231,11 @@ class NativeModel:
         tape.run_ops(team, done, len(composed.ops))
 
     def hidden(self, num_tokens: int) -> Tensor:
-        """The hidden states [T, H] that the last step left, chunk by chunk, before the final norm; of tokens that were
-        not sampled."""
+        """Return the hidden states [T, H] of the last step before the final norm, for tokens that were not sampled."""
         return torch.stack([part[:num_tokens].float() for part in self._addends()]).sum(dim=0).to(self._dtype)
 
     def seconds(self) -> dict[Kind, float]:
-        """What operations of each kind took since the last call."""
+        """Return the seconds spent in operations of each kind since the last call."""
         seconds = self._tape.seconds()
         lean = {} if self._lean is None else self._lean.seconds()
         return {kind: value + lean.get(kind, 0.0) for kind, value in seconds.items()}
@@ -262,7 +271,7 @@ class NativeModel:
             self._adapted = adapted, Tape(self.native.library, self._shape(), adapted.ops)
 
     def _lean_tape(self) -> Tape:
-        """The same, but for what nobody needs of tokens that do not sample."""
+        """Return a tape that skips unused work for tokens that are not sampled."""
         self._sampled = Buffers(
             self._spec, activation_dtype(self._level), self._max_samples, self._max_samples, int8=self._weights.has_int8
         )
@@ -300,6 +309,6 @@ class NativeModel:
 
 
 def _wanted(chunks: IntArray, whole: bool) -> IntArray:
-    """Of the tokens of a step, chunk by chunk, those behind whose last layer somebody looks."""
+    """Return the tokens of a step, chunk by chunk, whose final hidden state is used."""
     ends = np.cumsum(chunks[:, 2])
     return np.arange(int(ends[-1])) if whole else ends[chunks[:, 3] > 0] - 1

@@ -1,4 +1,4 @@
-"""Which level of the C++ library runs here: the highest that answers a small model as torch does."""
+"""Selection of the level of the C++ library: the highest whose results for a small model agree with torch."""
 
 import logging
 from dataclasses import replace
@@ -25,9 +25,9 @@ from predictor.limits import Limits
 
 logger = logging.getLogger(__name__)
 
-_LENGTH = 44  # tokens: a tile of queries, some short chunks, decodes
+_LENGTH = 44  # tokens: a tile of queries, short chunks, decodes
 _CUTS = (33, 4, 1, 1, 5)
-_INT8_ERROR = 0.03  # root mean square of logits near 1 that 8 bits of K and V may cost
+_INT8_ERROR = 0.03  # allowed root mean square error of logits near 1 from an 8-bit cache
 _CONFIG = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -45,7 +45,7 @@ _CONFIG = {
     "tie_word_embeddings": False,
 }
 
-_GEMMA = _CONFIG | {  # what layers have beyond that: caps, a scale, windows with a theta of their own, norms, GeGLU
+_GEMMA = _CONFIG | {  # further features: softcaps, a scale, windows with their own theta, branch norms, GeGLU
     "architectures": ["Gemma3ForCausalLM"],
     "model_type": "gemma3_text",
     "hidden_activation": "gelu_pytorch_tanh",
@@ -66,8 +66,10 @@ def start(
     int8: bool = False,
     int8_cache: bool = False,
 ) -> Native | str:
-    """The library at the best level for models of this type, or why steps run by torch. `found`: as `load` gives it;
-    `int8`: layers on integers are asked for, too; `int8_cache`: a pool of 8 bits is."""
+    """Return the library at the best level for models of this type, or the reason why steps run in torch.
+
+    `found` is a result of `load`. `int8`: also test 8-bit linear layers. `int8_cache`: also test an 8-bit pool.
+    """
     library = load() if found is None else found
     if isinstance(library, str):
         return library
@@ -86,8 +88,8 @@ def start(
 
 
 def self_test(native: Native, dtype: torch.dtype, *, int8_cache: bool = False) -> str:
-    """Run small models in chunks and compare their logits with torch's, and attention by itself. What is wrong, or an
-    empty string."""
+    """Compare logits of small models, run in chunks, and attention alone, with torch. Return the error, or an empty
+    string."""
     if wrong := _test_attention(native, dtype):
         return wrong
     specs = (spec_from_config(_CONFIG), replace(spec_from_config(_GEMMA), softcap=1.5))
@@ -104,11 +106,11 @@ def _test_model(native: Native, spec: ModelSpec, dtype: torch.dtype, *, int8_cac
     expected = dense_logits(spec, weights, torch.from_numpy(ids))[np.cumsum(_CUTS) - 1]
     error = float((logits - expected).square().mean().sqrt())
     allowed = 2.0 * float(torch.finfo(dtype).eps) * 8 + (_INT8_ERROR if int8_cache else 1e-5)
-    return "" if error <= allowed else f"logits are {error:.1e} beside those of torch"
+    return "" if error <= allowed else f"logits differ from those of torch by {error:.1e}"
 
 
 def _test_attention(native: Native, dtype: torch.dtype) -> str:
-    """Values of another width than keys, in the same chunks."""
+    """Test attention with different widths of keys and values, in the same chunks."""
     pool, rows = _cache(2, 64, 1, dtype)
     attention, generator = NativeAttention(native, pool, rows, _LENGTH), torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(_LENGTH, n, d, generator=generator).to(dtype) for n, d in ((4, 64), (2, 64), (2, 32)))
@@ -126,21 +128,21 @@ def _test_attention(native: Native, dtype: torch.dtype) -> str:
     expected = mix(q, k, v, bias, PLAIN)
     error = float((torch.cat(outputs).float() - expected[0].transpose(0, 1).flatten(1)).square().mean().sqrt())
     allowed = 4.0 * float(torch.finfo(dtype).eps) + 1e-5
-    return "" if error <= allowed else f"attention is {error:.1e} beside that of torch"
+    return "" if error <= allowed else f"attention differs from that of torch by {error:.1e}"
 
 
 def int8_test(native: Native, dtype: torch.dtype) -> str:
-    """Compare layers on integers with their twin in torch. What is wrong, or an empty string."""
+    """Compare 8-bit layers with their torch twin. Return the error, or an empty string."""
     generator = torch.Generator().manual_seed(0)
     for rows, n, k in ((1, 40, 96), (13, 64, 33)):
         x, weight = (torch.randn(count, k, generator=generator).to(dtype) for count in (rows, n))
         if not torch.equal(native.int8_linear(weight)(x), make_quantized(weight)(x)):
-            return "products of integers are others than those of torch"
+            return "products of 8-bit integers differ from those of torch"
     return ""
 
 
 def _typed(native: Native, spec: ModelSpec, dtype: torch.dtype) -> ModelWeights:
-    """The same random weights, rounded to a type, in native layers."""
+    """Return the same random weights, rounded to a type, in native layers."""
 
     class Rounded(DummyTensors):
         def fetch(self, name: str, shape: tuple[int, ...]) -> Tensor:
@@ -169,7 +171,7 @@ def _by_chunks(
 def _cache(
     num_kv_heads: int, head_dim: int, num_layers: int, dtype: torch.dtype, cell_type: torch.dtype | None = None
 ) -> tuple[UnitPool, RowTable]:
-    """Blocks for one row."""
+    """Create a cache for one row."""
     block_size = 16
     blocks = -(-_LENGTH // block_size)
     pool = UnitPool(

@@ -1,7 +1,7 @@
-"""The tape of a model: which operation follows which, and the rows of activations between them.
+"""The tape of a model: the sequence of its operations, and the activation rows between them.
 
-It is the layer loop of `engine.models.decoder` with the additions fused into the norms, and the activation of an MLP
-into its first linear layer.
+It is the layer loop of `engine.models.decoder` with additions fused into norms, and the activation of an MLP fused into
+its first linear layer.
 """
 
 from dataclasses import dataclass
@@ -23,8 +23,10 @@ _ACTIVATIONS = {
 
 
 class Buffers:
-    """Rows of a step's `tokens`, and of the `samples` among them. Zero at first, so that padding is and stays zero.
-    `adapted`: with rows for an MLP in front of its activation, which comes when adapters have added to them."""
+    """Activation rows of `tokens` tokens and `samples` samples. They start as zeros, so that padding is and stays zero.
+
+    `adapted`: include rows for MLP outputs before the activation, to which adapters add.
+    """
 
     def __init__(
         self, spec: ModelSpec, dtype: torch.dtype, tokens: int, samples: int, *, int8: bool, adapted: bool = False
@@ -51,13 +53,13 @@ class Buffers:
 
 @dataclass(frozen=True, slots=True)
 class Composed:
-    """The operations of a step, and which of them are each layer's, from the first that is there on."""
+    """Operations of a step, and the range of operations of each local layer."""
 
     ops: list[Op]
     layers: list[range]
 
     def linear_ops(self, layer: int) -> tuple[int, ...]:
-        """The operations that read the matrices of a layer, in the order of `engine.models.weights.matrices`."""
+        """Return the operations that read the matrices of a layer, in the order of `engine.models.weights.matrices`."""
         return tuple(place for place in self.layers[layer] if self.ops[place].kind == Kind.LINEAR)
 
 
@@ -69,9 +71,11 @@ def compose(
     adapted: bool = False,
     sampled: Buffers | None = None,
 ) -> Composed:
-    """The operations of a step, from token ids to the largest logits. `adapted`: activations are left to others, who
-    come between an MLP's two linear layers. `sampled`: rows for the tokens that sample; all that only they need, from
-    the last layer's queries on, is computed of them alone."""
+    """Compose the operations of a step, from token ids to the largest logits.
+
+    `adapted`: omit activations of MLPs, which the caller applies between its linear layers. `sampled`: buffers for
+    sampled tokens; operations needed only by these, from the queries of the last layer on, run on them only.
+    """
     return _Composer(spec, weights, buffers, adapted, sampled).compose()
 
 
@@ -84,7 +88,7 @@ class _Composer:
         self._weights = weights
         self._at = buffers
         self._sampled = sampled
-        self._alone = 0  # whether the operations are of the tokens that sample alone
+        self._alone = 0  # 1 once operations run only for sampled tokens
 
     def compose(self) -> Composed:
         at, ops, layers = self._at, [self._embed()], []
@@ -120,10 +124,10 @@ class _Composer:
         )
 
     def _attention(self, index: int, layer: NativeLayer, sampled: Buffers | None) -> list[Op]:
-        """`sampled`: where the tokens that sample go on from here, alone."""
+        """Compose attention; with `sampled`, continue with the sampled tokens in these buffers."""
         at, spec = self._at, self._spec
         qkv, attended = at.qkv.data_ptr(), at.attended.data_ptr()
-        place = index - min(self._weights.layers)  # of its slices in a unit
+        place = index - min(self._weights.layers)  # index of its slices in a unit
         rope = Op(kind=Kind.ROPE_KV, layer=place, weight=layer.qk_norm, out=qkv, out_stride=at.qkv.stride(0))
         angles = at.local_angles if spec.rope_of(index) is spec.local_rope else at.angles
         rope.input, rope.eps = None if angles is None else angles.data_ptr(), spec.norm_eps
@@ -145,11 +149,11 @@ class _Composer:
         return [*ops, *self._linear(layer.out, at.attended, at.delta), *self._branch_norm(layer, 0)]
 
     def _mlp(self, layer: NativeLayer) -> list[Op]:
-        """Its result is what the next norm adds: in place of attention's, or beside it."""
+        """Compose the MLP; the next norm adds its result, instead of that of attention or in addition to it."""
         at, spec = self._at, self._spec
         result = at.delta if at.other is None else at.other
         norm = self._norm(layer.post_norm, at.normed, added=True)
-        if spec.parallel_residual:  # both branches see the same rows
+        if spec.parallel_residual:  # both branches read the same rows
             norm.input = norm.other = None
         if self._adapted:
             up = self._linear(layer.up, at.normed, at.up)
@@ -158,7 +162,7 @@ class _Composer:
         return [norm, *up, *self._linear(layer.down, at.inner, result), *self._branch_norm(layer, 1)]
 
     def _branch_norm(self, layer: NativeLayer, which: int) -> list[Op]:
-        """The norm of what a branch gives, in its place, where a family has one."""
+        """Compose the norm of a branch, in place, if the family has one."""
         if layer.branch_norms is None:
             return []
         norm, delta = self._norm(layer.branch_norms[which], self._at.delta, added=False), self._at.delta
@@ -205,7 +209,7 @@ class _Composer:
 
 
 def _gather(rows: torch.Tensor, sampled: torch.Tensor, width: int) -> Op:
-    """Those of `rows` whose tokens sample."""
+    """Copy the rows of sampled tokens."""
     op = Op(kind=Kind.GATHER, n=width, in_stride=rows.stride(0), out_stride=sampled.stride(0))
     op.input, op.out = rows.data_ptr(), sampled.data_ptr()
     return op

@@ -1,4 +1,4 @@
-"""A runner whose number of threads follows what its steps take (`crew`)."""
+"""A runner that adapts its number of threads to measured step times (see `crew`)."""
 
 import logging
 import time
@@ -20,7 +20,7 @@ DECODES, CONTEXT, PROMPT = 4, 64, 64
 
 
 class ThreadWatch:
-    """Around steps that run one at a time: tells `resize` how many threads are to work on each."""
+    """Sets the number of threads of each step by `resize`; steps must run one at a time."""
 
     def __init__(
         self,
@@ -35,8 +35,8 @@ class ThreadWatch:
         resize(threads)
 
     def launch(self, launch: Callable[[SchedulerOutput], Collect], output: SchedulerOutput) -> Collect:
-        """Launch a step, and look at its time when it is collected. Those without a prediction, as a calibration's, are
-        no part of a trial and teach nothing."""
+        """Launch a step, and record its time when it is collected. Steps without a prediction (calibration) are
+        ignored."""
         predicted = output.predicted_latency if output.chunks else None
         self._use(self._crew.choose(1.0 + output.spare / predicted) if predicted else self._crew.threads)
         trial = self._threads != self._crew.threads
@@ -56,11 +56,11 @@ class ThreadWatch:
             self._resize(threads)
 
     def _tell(self, before: int, after: int) -> None:
-        logger.info("%d threads instead of %d work on a step: that takes less now", after, before)
+        logger.info("steps now use %d threads instead of %d, which is faster at present", after, before)
 
 
 class NativeRunner(Runner[NativeDevice]):
-    """A Runner by the native kernels; `watch`: what follows its steps' times, None where the threads are fixed."""
+    """A Runner of the native kernels. `watch` adapts the threads; None: their number is fixed."""
 
     watch: ThreadWatch | None = None
 
@@ -77,8 +77,10 @@ def choose_threads(
     resize: Callable[[int], None],
     clock: Callable[[], float] = time.perf_counter,
 ) -> tuple[int, str]:
-    """The best count up to `most` for this model now, by a few steps at each, and a line that says why. The runner must
-    be idle, and is idle again afterwards."""
+    """Return the best count up to `most` for this model, measured with a few steps, and a log line with the reason.
+
+    The runner must be idle.
+    """
     room = limits.num_units // UNITS_PER_BLOCK * limits.block_size
     context = min(CONTEXT, limits.max_model_len, room)
     decodes = max(1, min(DECODES, limits.max_num_seqs, room // context))
@@ -88,11 +90,11 @@ def choose_threads(
 
     def run(threads: int, kind: str) -> float:
         resize(threads)
-        steps.measure(shapes[kind])  # starts threads and fetches what it needs
+        steps.measure(shapes[kind])  # warm-up: starts threads and fills caches
         return steps.measure(shapes[kind])
 
     times = measure(candidates(most), run, ROUNDS, SECONDS, clock)
     steps.close()
     chosen = choose(times)
     seen = ", ".join(f"{n}: {t.decode * 1e3:.1f} / {t.prefill * 1e3:.1f} ms" for n, t in times.items())
-    return chosen, f"{chosen} of {most} threads work on a step (decodes / prompt with {seen}); watched while serving"
+    return chosen, f"steps use {chosen} of {most} threads (decodes / prompt with {seen}); adapted while serving"

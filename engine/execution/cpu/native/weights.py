@@ -1,4 +1,4 @@
-"""A model's weights as the tape's operations refer to them: packed layers, and addresses of float constants."""
+"""A model's weights for the operations of a tape: packed layers, and addresses of float constants."""
 
 from dataclasses import dataclass
 
@@ -14,7 +14,7 @@ from engine.models.weights import LayerWeights, ModelWeights, Norm, embedding_sc
 
 @dataclass(frozen=True, slots=True)
 class NativeNorm:
-    """weight [H], and bias [H] for layer norm: addresses of floats."""
+    """Addresses of float weight [H], and bias [H] for a layer norm."""
 
     weight: int
     bias: int | None
@@ -22,13 +22,13 @@ class NativeNorm:
 
 @dataclass(frozen=True, slots=True)
 class RankSum:
-    """What becomes of a part of a sum over ranks; `bias [H]` is added to it once."""
+    """Completes a partial sum over ranks; `bias [H]` is added once."""
 
     total: SumRanks
     bias: Tensor | None
 
     def add(self, rows: Tensor) -> None:
-        """Make rows [n, stride], the first H of which are products, those of all ranks. Padding is zero on each."""
+        """Sum rows [n, stride] over all ranks; the first H elements are products, padding is zero on each rank."""
         self.total(rows)
         if self.bias is not None:
             rows[:, : len(self.bias)] += self.bias
@@ -36,8 +36,11 @@ class RankSum:
 
 @dataclass(frozen=True, slots=True)
 class NativeLayer:
-    """One decoder layer; `qk_norm` is the address of floats [heads + kv_heads, head_dim]. `out_sum`, `down_sum`: of
-    what `out` and `down` give, where the layer is one rank's part."""
+    """One decoder layer.
+
+    `qk_norm` is the address of floats [heads + kv_heads, head_dim]. `out_sum` and `down_sum` complete the outputs of
+    `out` and `down` if the layer is one rank's part.
+    """
 
     input_norm: NativeNorm
     qkv: NativeLinear
@@ -53,20 +56,22 @@ class NativeLayer:
 
 @dataclass(frozen=True, slots=True)
 class LocalRope:
-    """Of layers with a window: the address of floats [rotary_dim / 2], and what cosines and sines are multiplied by."""
+    """Rotary embedding of layers with a window: address of floats [rotary_dim / 2], and the factor of cos and sin."""
 
     frequencies: int
     scaling: float
 
 
 class NativeWeights:
-    """A model, with the layers that are kept of it. Those that are not packed yet are packed here, beside what torch
-    holds of them; those that stream come packed, and the addresses of their matrices hold only inside
-    `LayerSource.use`."""
+    """Weights of a model with the `kept` layers.
+
+    Layers that are not packed are packed here, in addition to torch's copy. Streamed layers must be packed; the
+    addresses of their matrices are valid only inside `LayerSource.use`.
+    """
 
     def __init__(self, native: Native, spec: ModelSpec, weights: ModelWeights, kept: range, max_model_len: int) -> None:
         for index in weights.layers.streamed:
-            assert isinstance(weights.layers[index].qkv, NativeLinear), "a layer that streams was packed by another"
+            assert isinstance(weights.layers[index].qkv, NativeLinear), "streamed layers must be packed by this library"
         self._native = native
         self._constants: list[Tensor] = []
         self.embedding = weights.embedding.contiguous()
@@ -102,7 +107,7 @@ class NativeWeights:
         )
 
     def _linear(self, layer: Linear, gated: bool = False) -> NativeLinear:
-        """Of a layer that ranks divide, this one's part."""
+        """Return the packed layer; for a divided layer, this rank's part."""
         if isinstance(layer, SummedLinear):
             layer = layer.part
         if isinstance(layer, NativeLinear) and layer.gated == gated:
