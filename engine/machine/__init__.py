@@ -1,1 +1,1 @@
-"""The machine that the engine runs on: its facts, threads and processes of our own. Torch-free."""
+"""The machine: hardware facts, threads and child processes. Torch-free."""

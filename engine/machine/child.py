@@ -1,7 +1,7 @@
-"""Python processes of our own, which end with the process that started them.
+"""Python child processes that end with their parent.
 
-With `-P`, so that no file in the working directory is taken for a module, whatever it is called; our packages are named
-by their place, so that they are found from a source tree, too.
+They run with `-P`, so that files in the working directory cannot shadow modules. Packages are located by path, so that
+they are also found in a source tree.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ from typing import Any
 LOOK_SECONDS = 1.0
 _PR_SET_PDEATHSIG = 1
 starter = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tidemill-starter")
-"""One thread that lives as long as this process: the kernel ends a child with the thread that started it."""
+"""A permanent thread, because the kernel ends a child together with the thread that started it."""
 ROOT = Path(__file__).resolve().parents[2]
 _START = (
     "import runpy, sys; root, module = sys.argv[1:3]; del sys.argv[1:3]; "
@@ -29,26 +29,28 @@ _START = (
 
 
 def python_module(module: str, *arguments: str) -> list[str]:
-    """The command that runs one of our modules, as `python -m` would."""
+    """Return the command that runs a module of this project like `python -m`."""
     return [sys.executable, "-P", "-c", _START, str(ROOT), module, *arguments]
 
 
 def start_process(command: Sequence[str], **options: Any) -> "subprocess.Popen[bytes]":
-    """Start a child process that may call `die_with_parent`, from any thread. Raises OSError, or RuntimeError if the
-    first call cannot have a thread."""
+    """Start a child process that may call `die_with_parent`, from any thread.
+
+    Raises OSError, or RuntimeError if the first call cannot create the starter thread.
+    """
     thread = threading.current_thread()
     in_starter = thread in starter._threads
     if not in_starter:
-        starter.submit(os.getpid).result()  # the thread is there before the machine has none left to give
+        starter.submit(os.getpid).result()  # create the thread while the system can still provide one
     if in_starter or thread is threading.main_thread():
         return subprocess.Popen(command, **options)
     return starter.submit(lambda: subprocess.Popen(command, **options)).result()
 
 
 def die_with_parent() -> None:
-    """Have the kernel kill this process when the thread that started it ends, even while it is stopped or in C code.
+    """Make the kernel kill this process when the thread that started it ends, even if stopped or in C code.
 
-    Linux only. A parent that ended before this call is for the caller to notice.
+    Linux only. The caller must check whether the parent ended before this call.
     """
     if sys.platform == "linux":
         with contextlib.suppress(OSError, AttributeError):
@@ -56,7 +58,7 @@ def die_with_parent() -> None:
 
 
 def end_with(parent: int) -> None:
-    """Have this process end with `parent`, the one that started it, however that one ended."""
+    """End this process when its parent process `parent` ends, for any reason."""
     die_with_parent()
 
     def watch() -> None:

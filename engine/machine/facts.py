@@ -1,6 +1,6 @@
 """Facts about the machine: cores, features, copy rate, free memory. Reads /proc and the container's limits; torch-free.
 
-Where the system says nothing (other than Linux), the answers are the cautious ones.
+Where the system gives no information (other than Linux), defaults are conservative.
 """
 
 import os
@@ -15,18 +15,18 @@ from typing import NamedTuple
 from engine.errors import ConfigError
 
 BUS_RATE = 64e9
-"""Bytes/s that no copy between a device of its own memory and the host exceeds (PCIe 5.0 x16, one way)."""
+"""Upper bound in bytes/s of copies between a device and the host (PCIe 5.0 x16, one direction)."""
 
 HOST_ENGINES = "TIDEMILL_HOST_ENGINES"
-"""Variable of an engine's process: how many engines the memory of the host is for."""
+"""Environment variable with the number of engines that share the memory of the host."""
 
 _CPUINFO = Path("/proc/cpuinfo")
 _DEVICES = Path("/dev")
 _CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")
 _MEMINFO = Path("/proc/meminfo")
 _CGROUP = Path("/sys/fs/cgroup")
-_FALLBACK = 2 * 1024**3  # available memory where the system does not tell
-# Features that make half-precision matrix products faster than float32 ones, x86 and ARM names.
+_FALLBACK = 2 * 1024**3  # if unknown
+# Features that make half-precision matrix products faster than float32 ones, by their x86 and ARM names.
 _FAST = {
     "bfloat16": frozenset({"avx512_bf16", "amx_bf16", "bf16"}),
     "float16": frozenset({"avx512_fp16", "amx_fp16", "asimdhp"}),
@@ -35,8 +35,13 @@ _SHOWN = ("avx2", "avx512f", "avx512_bf16", "avx512_fp16", "amx_bf16", "asimdhp"
 
 
 class Place(NamedTuple):
-    """Where a process runs: on which processors (none named: all), and which CUDA devices it sees ("": all; several:
-    with commas between them); `engines`: that share the memory of the host."""
+    """Resources of a process.
+
+    Attributes:
+        processors: Processors to run on; empty: all.
+        device: Visible CUDA devices, separated by commas; "": all.
+        engines: Number of engines that share the memory of the host.
+    """
 
     processors: tuple[int, ...] = ()
     device: str = ""
@@ -44,15 +49,15 @@ class Place(NamedTuple):
 
     @property
     def shown(self) -> str:
-        """For people."""
+        """Description for logs."""
         if self.device:
             return f"CUDA device{'s' * (',' in self.device)} {self.device.replace(',', ', ')}"
         if self.processors:
             return f"processors {', '.join(map(str, self.processors))}"
-        return "processors that it shares with the others"
+        return "processors shared with other engines"
 
     def move_in(self, environment: MutableMapping[str, str]) -> None:
-        """Before threads are started and before anything asks for the device."""
+        """Apply the placement, before threads are started and before the device is used."""
         if self.processors and hasattr(os, "sched_setaffinity"):
             os.sched_setaffinity(0, self.processors)
         if self.device:
@@ -62,7 +67,7 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Processor:
-    """`cores`: physical ones this process may use; `features`: the kernel's names for what they can do."""
+    """Processor. `cores`: physical cores usable by this process; `features`: in the kernel's names."""
 
     name: str
     cores: int
@@ -70,7 +75,7 @@ class Processor:
     features: frozenset[str]
 
     def is_fast(self, dtype: str) -> bool:
-        """Whether the processor computes in `dtype` at least as fast as in float32."""
+        """Return whether the processor computes in `dtype` at least as fast as in float32."""
         return dtype == "float32" or not _FAST[dtype].isdisjoint(self.features)
 
     @property
@@ -79,7 +84,7 @@ class Processor:
 
 
 def read_processor(cpuinfo: str | None = None) -> Processor:
-    """The processor as this process may use it (affinity and container limits counted)."""
+    """Return the processor as usable by this process (affinity and container limits included)."""
     allowed = _allowed()
     mine = _usable(_read_cpuinfo() if cpuinfo is None else cpuinfo)
     places = {_core_of(entry) for entry in mine}
@@ -91,10 +96,10 @@ def read_processor(cpuinfo: str | None = None) -> Processor:
 
 
 def memcpy_rate(size: int = 1 << 25, repeats: int = 5) -> float:
-    """Bytes/s of copying a buffer larger than the caches within host memory, at its fastest."""
+    """Return the maximum rate in bytes/s of copies in host memory, with a buffer larger than the caches."""
     source, target = memoryview(bytearray(size)), memoryview(bytearray(size))
     seconds = []
-    for _ in range(repeats + 1):  # the first one commits the pages
+    for _ in range(repeats + 1):  # the first iteration commits the pages
         began = time.perf_counter()
         target[:] = source
         seconds.append(time.perf_counter() - began)
@@ -107,7 +112,7 @@ def _fields(block: str) -> dict[str, str]:
 
 
 def _quota() -> int | None:
-    """Whole processors that the container's quota is worth; None without one."""
+    """Return the number of whole processors of the container's quota; None without one."""
     try:
         quota, period = _CPU_QUOTA.read_text().split()
         return max(1, int(quota) // int(period))
@@ -116,11 +121,10 @@ def _quota() -> int | None:
 
 
 def share_out(engines: int, device: str = "auto", cpuinfo: str | None = None, ranks: int = 1) -> list[Place]:
-    """A place for each of several engines: a CUDA device for each of its ranks, or an equal part of the cores. Raises
-    ConfigError.
+    """Return the placement of each engine: a CUDA device per rank, or an equal part of the cores.
 
-    `device`: as in `EngineConfig`. Threads of one core stay together. Where there are more engines than cores, or a
-    container's quota is less than the processors it may use, they share them all.
+    `device` is as in `EngineConfig`. Threads of a core stay together. If there are more engines than cores, or the
+    container's quota is below the allowed processors, all engines share them. Raises ConfigError.
     """
     devices = [] if device == "cpu" else cuda_devices()
     if devices or device == "cuda":
@@ -141,12 +145,12 @@ def share_out(engines: int, device: str = "auto", cpuinfo: str | None = None, ra
 
 
 def host_engines() -> int:
-    """How many engines the memory of this host is for, this process's own included."""
+    """Return the number of engines that share the memory of this host, including this process's engine."""
     return int(os.environ.get(HOST_ENGINES, "1"))
 
 
 def cuda_devices() -> list[str]:
-    """The CUDA devices that a process of ours would see, as CUDA_VISIBLE_DEVICES names them; asks no driver."""
+    """Return the CUDA devices visible to child processes, in the format of CUDA_VISIBLE_DEVICES, without the driver."""
     named = os.environ.get("CUDA_VISIBLE_DEVICES")
     if named is not None:
         return [name.strip() for name in named.split(",") if name.strip() not in ("", "-1")]
@@ -162,7 +166,7 @@ def _allowed() -> set[int]:
 
 
 def _usable(cpuinfo: str) -> list[dict[str, str]]:
-    """What /proc/cpuinfo says of the processors that this process may use."""
+    """Return the entries of /proc/cpuinfo for the processors that this process may use."""
     allowed = _allowed()
     entries = [_fields(block) for block in cpuinfo.split("\n\n") if block.strip()]
     return [entry for entry in entries if entry.get("processor", "").isdigit() and int(entry["processor"]) in allowed]
@@ -173,7 +177,7 @@ def _core_of(entry: Mapping[str, str]) -> tuple[str, str]:
 
 
 def _cores(cpuinfo: str) -> list[list[int]]:
-    """The processors of each core, cores of one socket side by side."""
+    """Return the processors of each core; cores of a socket are adjacent."""
     cores: dict[tuple[str, str], list[int]] = {}
     for entry in _usable(cpuinfo):
         cores.setdefault(_core_of(entry), []).append(int(entry["processor"]))
@@ -182,7 +186,7 @@ def _cores(cpuinfo: str) -> list[list[int]]:
 
 
 def available_memory() -> int:
-    """Bytes this process may still take: the machine's, or its container's if that is less."""
+    """Return the bytes available to this process: those of the machine, or of its container if fewer."""
     candidates = [amount for amount in (_machine_memory(), _cgroup_memory()) if amount is not None]
     return min(candidates, default=_FALLBACK)
 
@@ -196,10 +200,10 @@ def _machine_memory() -> int | None:
 
 
 def _cgroup_memory() -> int | None:
-    """What the container's limit leaves; None without a limit (cgroup v2 only).
+    """Return the memory left by the container's limit; None without a limit (cgroup v2 only).
 
-    Files in the page cache that nobody uses count as used there, and make way: a checkpoint that was read before must
-    not look like memory that is taken.
+    Inactive files in the page cache count as used there but can be reclaimed. They are added back, so that a checkpoint
+    that was read before does not reduce the result.
     """
     try:
         limit, used = (int((_CGROUP / name).read_text()) for name in ("memory.max", "memory.current"))
@@ -209,7 +213,7 @@ def _cgroup_memory() -> int | None:
 
 
 def _idle_files() -> int:
-    """Bytes of files in the page cache that were not used lately."""
+    """Return the bytes of inactive files in the page cache."""
     try:
         lines = (_CGROUP / "memory.stat").read_text().splitlines()
         return next(int(line.split()[1]) for line in lines if line.startswith("inactive_file "))

@@ -1,30 +1,32 @@
-"""How a process's interpreter shares its time: collections at moments that cost nobody, short turns of threads.
+"""Interpreter settings for latency: garbage collections at suitable moments, and short thread switch intervals.
 
-Nearly everything here is freed by its reference count. A collection of the older generations finds a few thousand
-objects in minutes, and keeps a chat's token for 5 to 25 ms wherever it happens to begin (seen on an H100's host). So
-only the youngest objects are looked at while somebody waits (about a millisecond), and all of them when nobody does.
+Nearly all objects are freed by reference counting. A collection of the older generations finds a few thousand objects
+in minutes, and delays a token by 5 to 25 ms wherever it happens to start (seen on an H100's host). Therefore only young
+objects are collected while requests run (about a millisecond), and all objects when the engine is idle.
 """
 
 import gc
 import sys
 
 SOON, YOUNG = 700, 2_000
-"""New objects, beyond those that went, after which `collect_due` looks at the young ones, and the interpreter by itself
-wherever it is."""
+"""Numbers of new objects (created minus freed) after which `collect_due`, or the interpreter at any point, collects the
+young generation."""
 NEVER = 1 << 30
 AT_REST, AT_MOST = 20, 1_000
-"""Collections of young objects after which all are looked at: while nobody waits, and whoever waits. The second bounds
-what a leak of cycles can take: some hundred MB."""
+"""Numbers of young collections after which all objects are collected: while idle, and in any case. The second bounds
+the memory of leaked cycles to some hundred MB."""
 
 
 SWITCH_SECONDS = 0.0002
-"""For which a thread may keep the others from the interpreter (5 ms without us): the plan for a step keeps the launch
-of the one before, which needs the interpreter after each call of the driver; a body that is read keeps the loop."""
+"""Thread switch interval (Python's default is 5 ms). Planning a step would delay the launch of the previous one, which
+needs the interpreter after each driver call; parsing a request body would delay the event loop."""
 
 
 def settle() -> None:
-    """For a process of our own. Threads take short turns. What there is stays and is not looked at again: modules and a
-    model are some 300,000 objects, over which a collection takes 150 ms. Older objects are `collect_due`'s from now on.
+    """Configure a process of this project, after its imports.
+
+    Existing objects are excluded from collections: modules and a model are some 300,000 objects, which take 150 ms to
+    collect. Later objects of older generations are collected by `collect_due` only.
     """
     gc.collect()
     gc.freeze()
@@ -33,8 +35,7 @@ def settle() -> None:
 
 
 def collect_due(*, at_rest: bool) -> None:
-    """At a moment of ours, if it is time: look at the young objects, or at all that came since `settle`. `at_rest`:
-    nobody waits for anything."""
+    """Collect young objects, or all objects since `settle`, if due. `at_rest`: no request is waiting."""
     young, collections, _ = gc.get_count()
     if collections >= (AT_REST if at_rest else AT_MOST):
         gc.collect()

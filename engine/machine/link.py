@@ -1,6 +1,6 @@
-"""A connection between two engine processes: whole messages of bytes, for pasts and activations.
+"""A connection between two engine processes that carries whole messages of bytes, such as pasts and activations.
 
-Blocking, for threads. What it runs over may change (a socket now); who uses it sees messages only.
+Blocking, for threads. The transport (currently a socket) is hidden from users.
 """
 
 import contextlib
@@ -11,18 +11,18 @@ _LENGTH = struct.Struct("<Q")
 
 
 class LinkLostError(Exception):
-    """The other side is gone, or this side was closed."""
+    """The other side has closed the link, or this side has."""
 
 
 class Link:
-    """One end. One thread may send while another receives; `close` wakes both, and the other side."""
+    """One end of a link. One thread may send while another receives; `close` wakes both, and the other side."""
 
     def __init__(self, sock: socket.socket) -> None:
         sock.settimeout(None)
         self._sock = sock
 
     def send(self, data: "bytes | bytearray | memoryview") -> None:
-        """Raises LinkLostError."""
+        """Send a message. Raises LinkLostError."""
         view = memoryview(data).cast("B")
         try:
             self._sock.sendall(_LENGTH.pack(len(view)))
@@ -31,7 +31,7 @@ class Link:
             raise LinkLostError(str(error)) from None
 
     def receive(self) -> bytearray:
-        """The next message. Raises LinkLostError."""
+        """Return the next message. Raises LinkLostError."""
         (length,) = _LENGTH.unpack(self._read(_LENGTH.size))
         return self._read(length)
 

@@ -1,4 +1,4 @@
-"""Work in a thread that is gone afterwards, and its OpenMP workers with it. Torch-free."""
+"""Run work in a temporary thread whose OpenMP workers end with it. Torch-free."""
 
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -9,11 +9,11 @@ T = TypeVar("T")
 
 
 def in_passing_thread(work: Callable[[], T]) -> T:
-    """The result of `work`; raises what it raises.
+    """Run `work` in a temporary thread; return its result or raise its error.
 
-    Every thread that has run an operator on several cores keeps OpenMP workers of its own. With more of them than cores
-    the workers sleep at each barrier instead of spinning: steps of the engine's thread would take 1.3 to 2 times as
-    long as those that the profile was made of.
+    Every thread that has run a parallel operator keeps its own OpenMP workers. If there are more workers than cores,
+    they sleep at each barrier instead of spinning, and steps of the engine's thread take 1.3 to 2 times as long as in
+    the profile.
     """
     future: Future[T] = Future()
 
@@ -23,7 +23,7 @@ def in_passing_thread(work: Callable[[], T]) -> T:
         except BaseException as error:
             future.set_exception(error)
 
-    thread = Thread(target=run, name="tidemill-passing", daemon=True)  # a Ctrl-C does not wait for it
+    thread = Thread(target=run, name="tidemill-passing", daemon=True)  # Ctrl-C does not wait for a daemon thread
     thread.start()
     result = future.result()
     thread.join()

@@ -1,4 +1,4 @@
-"""Keep compiled grammars and refusals within bounds of memory, apart for each tenant."""
+"""Cache of compiled grammars and of refusals, limited in memory and separate for each tenant."""
 
 from collections import OrderedDict, defaultdict
 from threading import RLock
@@ -16,8 +16,10 @@ MAX_REFUSALS = 4096
 
 
 class GrammarCache:
-    """Compiled grammars by content and tenant. A grammar that a request holds is found even after it was evicted;
-    `max_bytes` bounds both together."""
+    """Compiled grammars by content and tenant.
+
+    A grammar held by a request is found even after eviction. `max_bytes` bounds cached and held grammars together.
+    """
 
     def __init__(self, max_bytes: int = MAX_BYTES) -> None:
         self._max_bytes = max_bytes
@@ -38,7 +40,7 @@ class GrammarCache:
             return found
 
     def keep(self, grammar: Grammar, compiled: "CompiledGrammar") -> None:
-        """Add a grammar, evicting the least recently used ones of the tenant that has most."""
+        """Add a grammar; evict the least recently used grammars of the tenant with the largest share."""
         key = grammar.key()
         with self._lock:
             self._alive[key] = compiled
@@ -67,18 +69,18 @@ class GrammarCache:
 
 
 class Refusals:
-    """The reasons why grammars were refused, by content and tenant; at most `size`, the oldest go first."""
+    """Reasons of refused grammars, by content and tenant; beyond `size`, the oldest are dropped."""
 
     def __init__(self, size: int = MAX_REFUSALS) -> None:
         self._size = size
         self._reasons: OrderedDict[bytes, str] = OrderedDict()
 
     def find(self, grammar: Grammar) -> str | None:
-        """Return the reason, if the grammar was refused."""
+        """Return the reason if the grammar was refused."""
         return self._reasons.get(grammar.key())
 
     def add(self, grammar: Grammar, reason: str) -> None:
-        """Refuse the grammar from now on."""
+        """Record that the grammar is refused."""
         self._reasons[grammar.key()] = reason
         while len(self._reasons) > self._size:
             self._reasons.popitem(last=False)

@@ -22,12 +22,12 @@ if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
 
 MAX_SOURCE_BYTES = 4 * MAX_GRAMMAR_BYTES
-"""Largest text that a GBNF grammar may become as Lark."""
+"""Maximum size of a GBNF grammar after its conversion to Lark."""
 DEFAULT_COST = 2**20
 _MAX_REASON_CHARS = 400
 _MAX_REGEX_CHARS = 200
 _LIMITS = LLParserLimits(
-    initial_lexer_fuel=10_000_000,  # regular expressions of real schemas take more than the library's million
+    initial_lexer_fuel=10_000_000,  # regular expressions of real schemas exceed the library's default of a million
     step_lexer_fuel=200_000,
     step_max_items=50_000,
     max_lexer_states=50_000,  # at most 30 MB, shared by all matchers of a grammar
@@ -42,8 +42,12 @@ class GrammarError(Exception):
 
 
 class CompiledGrammar:
-    """A grammar for one tokenizer. `cost`: bytes of memory. `spoiled`: the lexer, which all matchers share, has
-    reached a limit, and every further answer would fail."""
+    """A grammar compiled for one tokenizer.
+
+    Attributes:
+        cost: Memory in bytes.
+        spoiled: The lexer, which all matchers share, has reached a limit, so that every further answer would fail.
+    """
 
     def __init__(self, matcher: LLMatcher, cost: int = DEFAULT_COST) -> None:
         self._matcher = matcher
@@ -51,13 +55,13 @@ class CompiledGrammar:
         self.spoiled = False
 
     def matcher(self) -> "Matcher":
-        """Return a matcher at the beginning of an answer; takes microseconds."""
+        """Return a matcher at the start of an answer; takes microseconds."""
         return Matcher(self._matcher.deep_copy(), self)
 
 
 class Matcher:
-    """Follows an answer through its grammar. `failed`: the reason why it cannot go on: a limit of the library, or a
-    token that was not allowed."""
+    """Follows an answer through its grammar. `failed` is the reason why it cannot continue: a limit of the library, or
+    a forbidden token."""
 
     def __init__(self, matcher: LLMatcher, grammar: CompiledGrammar) -> None:
         self._matcher = matcher
@@ -67,12 +71,11 @@ class Matcher:
 
     @property
     def complete(self) -> bool:
-        """Whether the answer so far is a whole one."""
+        """Whether the answer so far is complete."""
         return bool(self._ended or self._matcher.is_accepting())
 
     def advance(self, token_ids: Sequence[int]) -> None:
-        """Take in the next tokens of the answer. What follows its end, a token or two of steps that were on their way,
-        means nothing."""
+        """Consume the next tokens of the answer. Tokens after its end, from steps already in flight, are ignored."""
         for token_id in token_ids:
             if self._ended or self.failed is not None:
                 return
@@ -84,14 +87,14 @@ class Matcher:
                     self._fail()
 
     def write_mask(self, target: Int32Array) -> None:
-        """Set bit i of `target [ceil(vocab / 32)]` for every token i that may come next, the end of the answer where it
-        is a whole one."""
+        """Set bit i of `target [ceil(vocab / 32)]` for every allowed next token i, including end tokens after a
+        complete answer."""
         self._matcher.unsafe_compute_mask_ptr(target.ctypes.data, target.nbytes)
         if self._matcher.is_error() and not self._ended:
             self._fail()
 
     def forced(self) -> list[int]:
-        """The tokens that must come next, as far as there is no choice; none at the end."""
+        """Return the tokens that must follow because there is no choice; empty at the end."""
         return [] if self._ended or self.failed is not None else list(self._matcher.compute_ff_tokens())
 
     def _fail(self) -> None:
@@ -101,9 +104,11 @@ class Matcher:
 
 
 class GrammarCompiler:
-    """Compiles for the tokenizer of the checkpoint in `folder`. `cache`: the grammars that are ready.
+    """Compiles grammars for the tokenizer of the checkpoint in `folder`.
 
-    Loading a tokenizer of 150,000 tokens takes a second or more with the interpreter's lock held."""
+    `cache` holds the compiled grammars. Loading a tokenizer of 150,000 tokens holds the interpreter lock for a second
+    or more.
+    """
 
     def __init__(
         self, folder: Path, vocab_size: int, eos_token_ids: frozenset[int], cache: GrammarCache | None = None
@@ -117,7 +122,7 @@ class GrammarCompiler:
 
     @property
     def mask_words(self) -> int:
-        """Words of 32 tokens that a mask has."""
+        """Number of 32-bit words of a mask."""
         return -(-self.vocab_size // 32)
 
     def find(self, grammar: Grammar) -> CompiledGrammar | None:
@@ -125,7 +130,7 @@ class GrammarCompiler:
         return self.cache.find(grammar)
 
     def compile(self, grammar: Grammar) -> CompiledGrammar:
-        """Compile a grammar of our own, without limits, and keep it. Raises InvalidRequestError."""
+        """Compile and cache a trusted grammar without limits. Raises InvalidRequestError."""
         found = self.cache.find(grammar)
         if found is not None:
             return found
@@ -138,13 +143,13 @@ class GrammarCompiler:
         return compiled
 
     def build(self, source: str, cost: int = DEFAULT_COST) -> CompiledGrammar:
-        """Compile a text of `source_of`; lets go of the interpreter's lock. Raises GrammarError."""
+        """Compile a result of `source_of`; releases the interpreter lock. Raises GrammarError."""
         try:
             matcher = LLMatcher(self.load(), source, log_level=0, limits=_LIMITS)
         except (ValueError, RecursionError) as error:
             raise GrammarError(_reason(str(error))) from error
         if not matcher.is_error():
-            matcher.compute_bitmask()  # most limits are met here, and not before
+            matcher.compute_bitmask()  # most limits take effect only here
         if matcher.is_error():
             raise GrammarError(_reason(matcher.get_error()))
         return CompiledGrammar(matcher, cost)
@@ -171,15 +176,16 @@ class GrammarCompiler:
 
     def _read_tokenizer(self) -> LLTokenizer:
         if not self.eos_token_ids:
-            raise ValueError("no token ends an answer")
+            raise ValueError("the model has no end token")
         text = (self.folder / "tokenizer.json").read_text(encoding="utf-8")
         return LLTokenizer(text, n_vocab=self.vocab_size, eos_token=sorted(self.eos_token_ids))
 
 
 def source_of(grammar: Grammar) -> str:
-    """Return the grammar in the library's own form. Raises GrammarError.
+    """Return the grammar in the library's format. Raises GrammarError.
 
-    The conversion of GBNF is Python and may take minutes."""
+    The conversion of GBNF is Python code and may take minutes.
+    """
     if len(grammar.text.encode(errors="surrogatepass")) > MAX_GRAMMAR_BYTES:
         raise GrammarError(f"it is longer than {MAX_GRAMMAR_BYTES // 1024} KiB")
     try:
@@ -194,17 +200,17 @@ def source_of(grammar: Grammar) -> str:
 def _source(grammar: Grammar) -> str:
     """Convert without limits of length. Raises ValueError."""
     if grammar.kind == "json":
-        _parse(grammar.text)  # the library puts the text into its own JSON as it is
+        _parse(grammar.text)  # the library inserts the text into its own JSON unchecked
         overrides: JsonCompileOptions = {"whitespace_flexible": False, "coerce_one_of": False, "lenient": False}
         if grammar.whitespace is not None:
             overrides |= {"whitespace_flexible": True, "whitespace_pattern": grammar.whitespace}
         return LLMatcher.grammar_from_json_schema(grammar.text, overrides=overrides)
     if grammar.kind == "regex":
         return LLMatcher.grammar_from_regex(grammar.text)
-    if grammar.kind == "choice":  # one terminal: as many rules would take ten times as long
+    if grammar.kind == "choice":  # a single terminal is ten times faster than as many rules
         texts = [orjson.dumps(text).decode() for text in _parse(grammar.text)]
         if not texts:
-            raise ValueError("there is nothing to choose from")
+            raise ValueError("the list of choices is empty")
         return LLMatcher.grammar_from_lark("start: CHOICE\nCHOICE: " + " | ".join(texts))
     if grammar.kind == "lark":
         return LLMatcher.grammar_from_lark(grammar.text)
@@ -219,7 +225,7 @@ def _parse(text: str) -> Any:
 
 
 def _reason(text: str) -> str:
-    """The library's error in the words of the API, without the state that it may show behind it."""
+    """Reword the library's error for the API, without its dump of the state."""
     text = text.partition("<state>")[0].partition("\n<non-verbose/>")[0].strip()
     if text.startswith("NoExtension"):
         return "nothing can satisfy it"

@@ -18,15 +18,21 @@ Result = TypeVar("Result")
 
 WALK_TOKENS = 64
 WALK_SECONDS = 0.2
-"""Processor time after which the walk through an answer ends early: masks of a large vocabulary take milliseconds."""
+"""CPU time limit of the trial answer; masks of a large vocabulary take milliseconds each."""
 SMALL_STACK = 2**20
-"""Of the thread that follows and drops a grammar; in the engine these threads have 8 MiB."""
+"""Stack size of the thread that follows and drops a grammar; these threads have 8 MiB in the engine."""
 MIN_COST = 2**20
 
 
 class ProofLimits(msgspec.Struct, frozen=True):
-    """Bounds of one compilation. `seconds`: processor time; `memory`, `stack`: bytes; the engine's own stack is
-    `ENGINE_STACKS` times as large. `hold_seconds`: the longest call that keeps the interpreter's lock."""
+    """Limits of one compilation.
+
+    Attributes:
+        seconds: CPU time.
+        memory: Bytes of memory.
+        stack: Bytes of stack; the engine uses ENGINE_STACKS times as much.
+        hold_seconds: Maximum time of a call that holds the interpreter lock.
+    """
 
     seconds: float = 3.0
     memory: int = 256 * 2**20
@@ -38,7 +44,7 @@ ENGINE_STACKS = 4
 
 
 class ProofJob(msgspec.Struct, tag=True, frozen=True):
-    """A grammar to be proven."""
+    """A grammar to prove."""
 
     number: int
     grammar: Grammar
@@ -46,13 +52,13 @@ class ProofJob(msgspec.Struct, tag=True, frozen=True):
 
 
 class CancelProof(msgspec.Struct, tag=True, frozen=True):
-    """The verdict on a job is no longer wanted."""
+    """The verdict on a job is no longer needed."""
 
     number: int
 
 
 class Proof(msgspec.Struct, tag=True, frozen=True):
-    """The grammar can be compiled from `source` and takes `cost` bytes."""
+    """The grammar compiles from `source` and takes `cost` bytes."""
 
     number: int
     source: str
@@ -67,13 +73,13 @@ class Refusal(msgspec.Struct, tag=True, frozen=True):
 
 
 class OutOfTime(msgspec.Struct, tag=True, frozen=True):
-    """The processor time was too short."""
+    """The CPU time limit was reached."""
 
     number: int
 
 
 class ProofFault(msgspec.Struct, tag=True, frozen=True):
-    """The system failed; nothing is known of the grammar."""
+    """The system failed; nothing is known about the grammar."""
 
     number: int
     reason: str
@@ -83,7 +89,7 @@ Verdict = Proof | Refusal | OutOfTime | ProofFault
 
 
 def prove(compiler: GrammarCompiler, job: ProofJob) -> Proof | Refusal:
-    """Compile and follow a grammar; a limit of the process may end it."""
+    """Compile and follow a grammar; a limit may kill the process."""
     try:
         source = source_of(job.grammar)
         before = _allocated_bytes()
@@ -96,13 +102,13 @@ def prove(compiler: GrammarCompiler, job: ProofJob) -> Proof | Refusal:
         return Refusal(job.number, str(error))
     except MemoryError:
         return Refusal(job.number, "it takes too much memory to compile")
-    except BaseException as error:  # a panic of the library is no Exception
-        return Refusal(job.number, f"the compiler fails with it ({type(error).__name__})")
+    except BaseException as error:  # a panic of the library is not an Exception
+        return Refusal(job.number, f"the compiler fails on it ({type(error).__name__})")
     return Proof(job.number, source, cost)
 
 
 def in_thread(stack: int, work: Callable[[], Result]) -> Result:
-    """Run `work` in a thread with a stack of so many bytes, and raise its error here."""
+    """Run `work` in a thread with a stack of that size, and re-raise its error."""
     outcome: dict[str, Any] = {}
 
     def run() -> None:
@@ -120,7 +126,7 @@ def in_thread(stack: int, work: Callable[[], Result]) -> Result:
 
 
 def start_thread(stack: int, work: Callable[[], None]) -> threading.Thread:
-    """Start a thread with a stack of so many bytes. Raises RuntimeError if the system has none."""
+    """Start a thread with a stack of that size. Raises RuntimeError if the system cannot create it."""
     thread = threading.Thread(target=work, name="tidemill-grammar", daemon=True)
     usual = threading.stack_size(stack)
     try:
@@ -131,7 +137,7 @@ def start_thread(stack: int, work: Callable[[], None]) -> threading.Thread:
 
 
 def _walk(grammar: CompiledGrammar, mask_words: int, ends: list[int], hold_seconds: float) -> None:
-    """Follow an answer of random tokens. Raises GrammarError at a limit of the library, and for long calls."""
+    """Follow an answer of random tokens. Raises GrammarError at a limit of the library, and for slow calls."""
     matcher = _timed(hold_seconds, grammar.matcher)
     mask = np.zeros(mask_words, dtype=np.int32)
     draw, until = random.Random(0), time.thread_time() + WALK_SECONDS
@@ -159,7 +165,7 @@ def _timed(seconds: float, call: Callable[[], Result]) -> Result:
     began = time.thread_time()
     result = call()
     if time.thread_time() - began > seconds:
-        raise GrammarError("it is too large to be followed without holding up other requests")
+        raise GrammarError("it is too large to be followed without delaying other requests")
     return result
 
 
@@ -171,7 +177,7 @@ class _MallocInfo(ctypes.Structure):
 
 
 def _allocated_bytes() -> int:
-    """Return the bytes that the allocator has given out; 0 where that is unknown."""
+    """Return the bytes in use by the allocator; 0 if unknown."""
     try:
         ask = ctypes.CDLL(None).mallinfo2
     except (AttributeError, OSError, TypeError):

@@ -1,9 +1,9 @@
-"""Prove grammars, each in a process of its own that has limits of time, memory and stack.
+"""Process that proves grammars, each in a fork with limits of time, memory and stack.
 
     python -P -m engine.structured.prover DESCRIPTOR
 
-The process loads the tokenizer once and forks for every job, so that a grammar which meets a limit ends its own
-process only. It ends when the other side of the socket is closed.
+The process loads the tokenizer once and forks for every job, so that a grammar that reaches a limit ends only its own
+fork. The process ends when the other side closes the socket.
 """
 
 import math
@@ -36,15 +36,15 @@ from engine.structured.proof import (
 )
 
 NICENESS, SLOW_NICENESS = 5, 10
-"""The steps of the engine go first, above all before a job with more than a second."""
+"""Niceness of forks: steps of the engine take priority, especially over jobs of more than a second."""
 OOM_SCORE = "1000"
 PIPE_BYTES = 2**16
 SPARE_BYTES = 64 * 2**20
-"""Address space for the two stacks and what the allocator reserves."""
+"""Additional address space for stacks and the allocator's reserve."""
 
 
 class ProverSetup(msgspec.Struct, frozen=True):
-    """The first message: the tokenizer to compile for, and the process that sends it."""
+    """First message: the tokenizer, and the process id of the sender."""
 
     folder: str
     vocab_size: int
@@ -60,7 +60,7 @@ class _Running:
 
 
 class ProofServer:
-    """Runs the jobs that come over a link."""
+    """Runs jobs received over a link."""
 
     def __init__(self, sock: socket.socket, compiler: GrammarCompiler) -> None:
         self._sock, self._link, self._compiler = sock, Link(sock), compiler
@@ -69,7 +69,7 @@ class ProofServer:
         self._decode = msgspec.msgpack.Decoder(ProofJob | CancelProof).decode
 
     def serve(self) -> None:
-        """Raises LinkLostError when the other side is gone."""
+        """Serve until the link is lost. Raises LinkLostError."""
         while True:
             for key, _ in self._selector.select():
                 if key.data is None:
@@ -117,7 +117,7 @@ class ProofServer:
 
 
 def _verdict(job: ProofJob, status: int, said: bytes) -> Verdict:
-    """Judge a job by the end of its process."""
+    """Derive the verdict from the exit status and output of the fork."""
     if status == 0:
         with suppress(msgspec.MsgspecError):
             return msgspec.msgpack.decode(said, type=Proof | Refusal | ProofFault)
@@ -132,7 +132,7 @@ def _verdict(job: ProofJob, status: int, said: bytes) -> Verdict:
 
 
 def _run(compiler: GrammarCompiler, job: ProofJob, writing: int) -> NoReturn:
-    """Do the job in the process that was forked for it."""
+    """Run the job in the fork and exit."""
     try:
         _limit(job.limits)
         data = memoryview(msgspec.msgpack.encode(prove(compiler, job)))
@@ -149,7 +149,7 @@ def _limit(limits: ProofLimits) -> None:
         Path("/proc/self/oom_score_adj").write_text(OOM_SCORE)
     os.nice(NICENESS if limits.seconds <= 1.0 else SLOW_NICENESS)
     quiet = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(quiet, 2)  # a panic of the library prints what the client sent
+    os.dup2(quiet, 2)  # a panic of the library would print input of the client
     seconds = math.ceil(limits.seconds) + 1
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))
@@ -161,7 +161,7 @@ def _limit(limits: ProofLimits) -> None:
 
 
 def _address_space() -> int:
-    """Bytes that the process has mapped; 0 where that is unknown."""
+    """Return the bytes of mapped address space; 0 if unknown."""
     if sys.platform != "linux":
         return 0
     with open("/proc/self/statm", encoding="ascii") as file:
@@ -172,7 +172,7 @@ def main(arguments: list[str]) -> None:
     sock = socket.socket(fileno=int(arguments[0]))
     sock.set_inheritable(False)
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # the engine says when it ends
+        signal.signal(number, signal.SIG_IGN)  # the engine ends this process by closing the socket
     link = Link(sock)
     with suppress(LinkLostError):
         setup = msgspec.msgpack.decode(link.receive(), type=ProverSetup)

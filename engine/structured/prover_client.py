@@ -1,4 +1,4 @@
-"""The engine's side of the process that proves grammars: it is started at the first need, and again after its end."""
+"""Client of the prover process, which is started on demand and restarted after it has ended."""
 
 import asyncio
 import itertools
@@ -19,14 +19,14 @@ from engine.structured.prover import ProverSetup
 log = logging.getLogger("tidemill.engine")
 
 WALL_SECONDS = 180.0
-"""The longest wait for a verdict, whatever its limit of processor time: the machine is overloaded then."""
+"""Maximum wait for a verdict regardless of its CPU time limit; beyond it the machine is overloaded."""
 ONE_THREAD = {"MALLOC_ARENA_MAX": "1", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 _LENGTH = struct.Struct("<Q")
 _DECODE = msgspec.msgpack.Decoder(Proof | Refusal | OutOfTime | ProofFault).decode
 
 
 class Prover:
-    """Proves grammars for one tokenizer, in another process."""
+    """Proves grammars for one tokenizer in another process."""
 
     def __init__(self, compiler: GrammarCompiler) -> None:
         self._compiler = compiler
@@ -39,11 +39,11 @@ class Prover:
 
     @property
     def pid(self) -> int | None:
-        """The number of the process, if it runs."""
+        """Process id if the process runs, else None."""
         return None if self._process is None or self._writer is None else self._process.pid
 
     async def prove(self, grammar: Grammar, limits: ProofLimits) -> Verdict:
-        """Return the verdict on a grammar; a ProofFault where the system has no process for it."""
+        """Return the verdict on a grammar; a ProofFault if the process cannot be started or fails."""
         number = next(self._numbers)
         verdict: asyncio.Future[Verdict] = asyncio.get_running_loop().create_future()
         try:
@@ -66,7 +66,7 @@ class Prover:
             self._waiting.pop(number, None)
 
     async def _start(self) -> None:
-        """Raises OSError."""
+        """Start the process. Raises OSError."""
         ours, theirs = socket.socketpair()
         with theirs:
             try:
@@ -90,7 +90,7 @@ class Prover:
             self._writer.write(_LENGTH.pack(len(data)) + data)
 
     async def _read(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Pass verdicts on until the process ends."""
+        """Dispatch verdicts until the process ends."""
         with suppress(OSError, asyncio.IncompleteReadError):
             while True:
                 (length,) = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))
@@ -99,11 +99,11 @@ class Prover:
                 if waiting is not None and not waiting.done():
                     waiting.set_result(verdict)
         if self._writer is writer:
-            log.error("the process that compiles grammars ended; it is started again at the next grammar")
+            log.error("the grammar compiler process ended; the next grammar restarts it")
             self._end()
 
     async def stop(self) -> None:
-        """End the process, and wait for its end."""
+        """End the process and wait for its end."""
         process, reading = self._process, self._reading
         self._end()
         if reading is not None:
@@ -112,7 +112,7 @@ class Prover:
             await process.wait()
 
     def _end(self) -> None:
-        """Kill the process; verdicts that are waited for become faults."""
+        """Kill the process; pending verdicts become faults."""
         writer, process = self._writer, self._process
         self._writer = None
         if writer is not None:
@@ -122,4 +122,4 @@ class Prover:
                 process.kill()
         for number, waiting in list(self._waiting.items()):
             if not waiting.done():
-                waiting.set_result(ProofFault(number, "the process that compiles grammars ended"))
+                waiting.set_result(ProofFault(number, "the grammar compiler process ended"))

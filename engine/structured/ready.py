@@ -1,8 +1,8 @@
-"""Make the grammars of requests ready before the core sees them.
+"""Compile the grammars of requests before the core sees them.
 
 A grammar is first compiled by the prover, in a process with limits, and only then in this process. A first attempt with
-a short limit keeps a slow grammar from holding up the others; slow grammars wait for a place of their own. Tenants take
-turns, and chats go before offline work. The limits bound the work; waiting for a place is never the fault of a grammar.
+a short time limit prevents slow grammars from delaying others; slow grammars have a separate queue. Tenants take turns,
+and chats precede offline work. Limits apply to compilation only, not to the wait for a slot.
 """
 
 import asyncio
@@ -41,13 +41,13 @@ QUICK_PLACES = 2
 WAIT_SECONDS = 30.0
 RETRY_AFTER = 5.0
 ATTEMPTS = 2
-"""After a fault of the prover, which another grammar may have caused."""
+"""Number of attempts; another grammar may have caused a fault of the prover."""
 NICENESS = 5
 MAX_SLOW = 1024
 
 
 class Proves(Protocol):
-    """What `engine.structured.prover_client.Prover` does."""
+    """Interface of `engine.structured.prover_client.Prover`."""
 
     async def prove(self, grammar: Grammar, limits: ProofLimits) -> Verdict: ...
 
@@ -56,7 +56,7 @@ class Proves(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _Asker:
-    """A request that waits. `patience`: seconds until it is refused with 429; None: as long as it takes."""
+    """A waiting request. `patience`: seconds before it is refused with 429; None: unlimited."""
 
     tenant: str
     request_class: RequestClass
@@ -64,8 +64,10 @@ class _Asker:
 
 
 class Grammars:
-    """The grammars of an engine. `limits` bound one compilation, `quick_seconds` its first attempt, `wait_seconds` the
-    wait of a chat for a place."""
+    """Grammars of an engine.
+
+    `limits` bound one compilation, `quick_seconds` its first attempt, `wait_seconds` the wait of a chat for a slot.
+    """
 
     def __init__(
         self,
@@ -86,8 +88,11 @@ class Grammars:
         self._held: dict[str, CompiledGrammar] = {}
 
     async def prepare(self, requests: Sequence[EngineRequest]) -> None:
-        """Compile what is not ready. Raises InvalidRequestError for a grammar that cannot be enforced, and
-        QueueFullError where the system is short of time, memory or processes."""
+        """Compile grammars that are not cached.
+
+        Raises InvalidRequestError if a grammar cannot be enforced, and QueueFullError if time, memory or processes are
+        short.
+        """
         for grammar, request in {r.sampling.grammar: r for r in requests if r.sampling.grammar is not None}.items():
             chat = request.request_class is RequestClass.ONLINE or request.lane is Lane.FLEX
             patience = self._wait_seconds if chat and request.resumed is None else None
@@ -104,7 +109,7 @@ class Grammars:
         self._held[request.request_id] = compiled
 
     def release(self, request_id: str) -> None:
-        """The request has ended."""
+        """Release the grammar of a request that has ended."""
         self._held.pop(request_id, None)
 
     async def stop(self) -> None:
@@ -124,20 +129,20 @@ class Grammars:
         raise refusal(grammar, reason)
 
     def _is_ready(self, grammar: Grammar) -> bool:
-        """Raises InvalidRequestError if it was refused before."""
+        """Return whether the grammar is compiled. Raises InvalidRequestError if it was refused before."""
         if (reason := self._refusals.find(grammar)) is not None:
             raise refusal(grammar, reason)
         return self._compiler.find(grammar) is not None
 
     async def _try(self, slots: Slots, grammar: Grammar, asker: _Asker, limits: ProofLimits) -> bool:
-        """Return whether the grammar is ready; False: `limits` were too short."""
+        """Compile within `limits` and return True; return False if their time was too short."""
         try:
             async with slots.place(asker.tenant, asker.request_class, asker.patience):
-                if self._is_ready(grammar):  # another request with it was first
+                if self._is_ready(grammar):  # another request compiled it in the meantime
                     return True
                 return await self._compile(grammar, limits)
         except TimeoutError:
-            message = "Too many grammars wait to be compiled."
+            message = "Too many grammars are waiting for compilation."
             raise QueueFullError(message, retry_after=RETRY_AFTER) from None
 
     async def _compile(self, grammar: Grammar, limits: ProofLimits) -> bool:
@@ -146,7 +151,7 @@ class Grammars:
                 self._refusals.add(grammar, reason)
                 raise refusal(grammar, reason)
             case ProofFault(reason=reason):
-                log.error("a grammar could not be compiled: %s", reason)
+                log.error("compiling a grammar failed: %s", reason)
                 raise QueueFullError("The server is short of resources.", retry_after=RETRY_AFTER)
             case Proof(source=source, cost=cost):
                 self._compiler.cache.make_room(cost)
@@ -166,7 +171,7 @@ class Grammars:
         return verdict
 
     async def _build(self, grammar: Grammar, source: str, cost: int, limits: ProofLimits) -> None:
-        """Compile a proven grammar in this process, in a thread with a large stack. Cannot be cancelled."""
+        """Compile a proven grammar in this process, in a thread with a large stack; not cancellable."""
         loop = asyncio.get_running_loop()
         built: asyncio.Future[CompiledGrammar] = loop.create_future()
 
@@ -182,7 +187,7 @@ class Grammars:
         try:
             start_thread(limits.stack * ENGINE_STACKS, build)
         except RuntimeError as error:
-            log.error("a grammar could not be compiled: %s", error)
+            log.error("compiling a grammar failed: %s", error)
             raise QueueFullError("The server is short of resources.", retry_after=RETRY_AFTER) from None
         try:
             compiled = await _to_end(built)
@@ -193,7 +198,7 @@ class Grammars:
 
 
 async def _to_end(work: "asyncio.Future[CompiledGrammar]") -> CompiledGrammar:
-    """Wait for the end of a thread even if cancelled: its place must not be given to another one before."""
+    """Wait for the end of a thread even if cancelled, because its slot must not be reused before."""
     try:
         return await asyncio.shield(work)
     except asyncio.CancelledError:
@@ -203,12 +208,12 @@ async def _to_end(work: "asyncio.Future[CompiledGrammar]") -> CompiledGrammar:
 
 
 def _be_nice() -> None:
-    """Let the steps go first: a thread can be as nice as a process."""
+    """Give steps priority over this thread; Linux supports niceness per thread."""
     with suppress(OSError):
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
 
 
 def _tell(loop: asyncio.AbstractEventLoop, say: Callable[[Any], None], value: object) -> None:
-    """Call `say` on the loop, if there still is one."""
+    """Call `say` on the loop unless it is closed."""
     with suppress(RuntimeError):
         loop.call_soon_threadsafe(say, value)

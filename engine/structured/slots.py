@@ -1,4 +1,4 @@
-"""Places for work of several tenants, handed out in turn."""
+"""Slots for work of several tenants, assigned in turn."""
 
 import asyncio
 from collections import OrderedDict, deque
@@ -11,7 +11,7 @@ ORDER = (RequestClass.ONLINE, RequestClass.OFFLINE)
 
 
 class Slots:
-    """`size` places. Online work goes before offline work; within a class the tenants take turns."""
+    """`size` slots. Online work precedes offline work; within a class, tenants take turns."""
 
     def __init__(self, size: int) -> None:
         self._free = size
@@ -21,7 +21,7 @@ class Slots:
 
     @asynccontextmanager
     async def place(self, tenant: str, request_class: RequestClass, patience: float | None) -> AsyncIterator[None]:
-        """Hold a place during the block. Raises TimeoutError if there is none within `patience` seconds."""
+        """Hold a slot during the block. Raises TimeoutError if none is free within `patience` seconds."""
         await self._take(tenant, request_class, patience)
         try:
             yield
@@ -37,7 +37,7 @@ class Slots:
             async with asyncio.timeout(patience):
                 await turn
         except BaseException:
-            if turn.done() and not turn.cancelled():  # it came at the same time
+            if turn.done() and not turn.cancelled():  # the slot was assigned at the same time
                 self._free += 1
             else:
                 turn.cancel()
@@ -54,7 +54,7 @@ class Slots:
             tenants = self._waiting[request_class]
             while tenants:
                 tenant, turns = tenants.popitem(last=False)
-                while turns and turns[0].done():  # given up
+                while turns and turns[0].done():  # cancelled
                     turns.popleft()
                 if not turns:
                     continue

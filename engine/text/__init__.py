@@ -1,1 +1,1 @@
-"""Text in and out: the tokenizer, the chat template and its probe, detokenising, stop strings, thoughts. No torch."""
+"""Text processing: tokenizer, chat template and its probe, detokenisation, stop strings, thoughts. Torch-free."""

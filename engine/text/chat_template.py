@@ -1,8 +1,8 @@
-"""Messages to token ids through the checkpoint's chat template, so that no message can forge a role.
+"""Conversion of messages to token ids by the checkpoint's chat template, so that no message can forge a role.
 
-The template runs in transformers' sandbox. Where the text of a control token stands in a client's string, the string is
-marked before rendering, and the rendered text is encoded with only the template's own control tokens as tokens. A
-conversation without such text takes transformers' plain path. Knows nothing of HTTP; rendering belongs in a thread.
+The template runs in transformers' sandbox. If a client's string contains the text of a control token, the text is
+marked before rendering, and in the rendered prompt only the template's own control tokens are encoded as tokens.
+Conversations without such text use transformers' normal path. Rendering should run in a thread.
 """
 
 import json
@@ -20,17 +20,18 @@ from engine.text.template_probe import TemplateFacts
 MAX_PROMPT_CHARS = 16 * 2**20
 _MAX_MESSAGE_CHARS = 200
 
-# Unicode noncharacters: never part of a text that is meant to be exchanged.
+# Unicode noncharacters, which do not occur in text for interchange.
 _STAND_IN, _BREAK, _MARK = "\ufdd0", "\ufdd1", "\ufdd2"
 _RESERVED = re.compile("[\ufdd0-\ufdd2]")
 _FIRST_STAND_IN = 0xF0000
 
 
 def encode_text(tokenizer: tokenizers.Tokenizer, text: str, *, add_special_tokens: bool, param: str) -> list[int]:
-    """Token ids; raises InvalidRequestError naming `param` for text with lone surrogates, which has no UTF-8.
+    """Return token ids. Raises InvalidRequestError for `param` if the text has lone surrogates, which are not UTF-8.
 
-    Encoded as a batch of one: until tokenizers 0.23 only that lets go of the interpreter's lock, and a long text takes
-    seconds."""
+    Encodes a batch of one, because before tokenizers 0.23 only batches release the interpreter lock, and a long text
+    takes seconds.
+    """
     try:
         (encoded,) = tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         ids: list[int] = encoded.ids
@@ -40,7 +41,7 @@ def encode_text(tokenizer: tokenizers.Tokenizer, text: str, *, add_special_token
 
 
 class ChatTemplate:
-    """The chat side of a tokenizer. `render(messages, **kwargs)` is transformers' rendering to a string."""
+    """Chat template of a tokenizer. `render(messages, **kwargs)` is transformers' rendering to a string."""
 
     def __init__(
         self,
@@ -59,7 +60,7 @@ class ChatTemplate:
         self._control_pattern = _pattern(self._control.values())
         self._plain: _PlainTextEncoder | None = None
         self._plain_lock = threading.Lock()
-        # Such a token is matched after normalisation, so text that only normalises to it must be looked for, too.
+        # Normalised tokens are matched after normalisation, so text that only normalises to one must be detected too.
         self._seen_late = backend.normalizer is not None and any(t.normalized for t in self._control.values())
 
     def encode(
@@ -70,7 +71,7 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         **template_kwargs: Any,
     ) -> list[int]:
-        """Token ids of a conversation. Raises InvalidRequestError when the template refuses it."""
+        """Return the token ids of a conversation. Raises InvalidRequestError if the template refuses it."""
         inputs: dict[str, Any] = {
             "messages": [self._fit(message) for message in messages],
             "tools": [dict(tool) for tool in tools] if tools else None,
@@ -102,13 +103,14 @@ class ChatTemplate:
             raise InvalidRequestError(
                 f"The chat template refuses these messages: {reason}", param="messages"
             ) from error
-        except Exception as error:  # a template is a program: any of its operations may fail on odd input
+        except Exception as error:  # a template is a program; any operation may fail on unusual input
             reason = type(error).__name__
             raise InvalidRequestError(
                 f"The chat template fails on these messages ({reason}).", param="messages"
             ) from error
         if len(text) > MAX_PROMPT_CHARS:
-            raise InvalidRequestError("The chat template makes too long a prompt of these messages.", param="messages")
+            message = f"The prompt has {len(text):,} characters after applying the chat template; the limit is"
+            raise InvalidRequestError(f"{message} {MAX_PROMPT_CHARS:,}.", param="messages")
         return text
 
     def _mark(self, text: str) -> str:
@@ -118,13 +120,13 @@ class ChatTemplate:
         return sum(map(self._control.__contains__, ids)) > len(self._control_pattern.findall(text))
 
     def _plain_text_encoder(self) -> "_PlainTextEncoder":
-        with self._plain_lock:  # built at the first need: it costs a second copy of the vocabulary
+        with self._plain_lock:  # created on demand, because it holds a second copy of the vocabulary
             if self._plain is None:
                 self._plain = _PlainTextEncoder(self._backend, self._control, self._control_pattern)
             return self._plain
 
     def _fit(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        """A message in the form that templates read: content as string or parts, tool arguments as objects."""
+        """Convert a message to the form that templates read: content as string or parts, tool arguments as objects."""
         fitted = dict(message)
         content = fitted.get("content")
         if isinstance(content, (list, tuple)):
@@ -140,16 +142,16 @@ class ChatTemplate:
             return "\n".join(texts)
         joined = "".join(texts)
         if len(self._control_pattern.findall(joined)) > sum(len(self._control_pattern.findall(t)) for t in texts):
-            texts = [joined]  # the parts together spell a control token
+            texts = [joined]  # a control token spans several parts
         return [{"type": "text", "text": text} for text in texts]
 
 
 class _PlainTextEncoder:
-    """Encodes rendered text in which a mark before a control token's text makes it plain text.
+    """Encodes rendered text in which a mark before the text of a control token makes it plain text.
 
-    It holds a copy of the tokenizer that does not know the control tokens; in their place it has stand-ins of reserved
-    characters, which take the place of the control tokens that the template wrote. So everything else about the
-    tokenizer (what happens beside a special token, at the start, between words) stays as it is.
+    It holds a copy of the tokenizer without the control tokens. Stand-ins of reserved characters replace the control
+    tokens that the template wrote, so that other behaviour of the tokenizer (next to special tokens, at the start,
+    between words) is unchanged.
     """
 
     def __init__(
@@ -168,24 +170,24 @@ class _PlainTextEncoder:
         self._ids |= {self._id_of(name): i for i, name in stand_ins.items()}
         self._break_id = self._id_of(_BREAK)
         self._pattern = re.compile(f"({_MARK}?)({pattern.pattern})")
-        # Ids by which the model itself can spell a control token (Unigram vocabularies hold them as pieces); that of
-        # the unknown token is what any unknown character becomes.
+        # Ids by which the model itself could spell a control token (Unigram vocabularies contain them as pieces),
+        # except the id of unknown characters.
         model = layout["model"]
         unknown = {model.get("unk_id"), self._tokenizer.token_to_id(model.get("unk_token") or "")}
         self._forgeable = {i for name in names if (i := self._tokenizer.token_to_id(name)) is not None} - unknown
 
     def _id_of(self, name: str) -> int:
         found = self._tokenizer.token_to_id(name)
-        assert found is not None, "an added token of the copy has an id"
+        assert found is not None, "an added token of the copy must have an id"
         return int(found)
 
     def encode(self, rendered: str) -> list[int]:
-        """Token ids; raises InvalidRequestError where marked text cannot be spelled without its token."""
+        """Return token ids. Raises InvalidRequestError if marked text cannot be spelled without its token."""
         ids = self._encode(rendered, "")
         if not self._forgeable.isdisjoint(ids):
             ids = self._encode(rendered, _BREAK)
             if not self._forgeable.isdisjoint(ids):
-                raise InvalidRequestError("The messages hold a control token of the model.", param="messages")
+                raise InvalidRequestError("The messages contain a control token of the model.", param="messages")
         return [self._ids.get(i, i) for i in ids if i != self._break_id]
 
     def _encode(self, rendered: str, separator: str) -> list[int]:
@@ -198,13 +200,16 @@ class _PlainTextEncoder:
 
 
 def _is_control(token: AddedToken, written: str) -> bool:
-    """Special, or written by the template itself; white space (Gemma's newlines) is ordinary text."""
+    """Return whether a token is special or written by the template; white space (Gemma's newlines) is ordinary."""
     return bool(token.content.strip()) and (token.special or token.content in written)
 
 
 def _pattern(control: Collection[AddedToken]) -> re.Pattern[str]:
-    """A pattern of all control tokens, the longest first. Vocabularies have up to thousands that begin alike, which
-    share their beginnings in it: else every `<|` in a text would be compared with each of them."""
+    """Return a pattern of all control tokens, the longest first.
+
+    Common prefixes are merged. Vocabularies have up to thousands of tokens with the same beginning, and every `<|` in a
+    text would otherwise be compared with each.
+    """
     if any(token.single_word for token in control):
         longest_first = sorted(control, key=lambda token: len(token.content), reverse=True)
         return re.compile("|".join(_token_pattern(token) for token in longest_first))
@@ -212,7 +217,7 @@ def _pattern(control: Collection[AddedToken]) -> re.Pattern[str]:
 
 
 def _any_of(texts: Iterable[str]) -> str:
-    """A regular expression of any of the texts, the longest that fits."""
+    """Return a regular expression for any of the texts that prefers the longest match."""
     tails: dict[str, list[str]] = {}
     for text in texts:
         tails.setdefault(text[:1], []).append(text[1:])
@@ -222,8 +227,8 @@ def _any_of(texts: Iterable[str]) -> str:
 
 
 def _branch(first: str, tails: list[str]) -> str:
-    """Texts that begin with the same character; what they have in common is written once."""
-    least, most = min(tails), max(tails)  # what these two share all share
+    """Return a regular expression for texts that begin with the same character, with their common prefix factored."""
+    least, most = min(tails), max(tails)  # any prefix common to these two is common to all
     size = next((at for at, char in enumerate(least) if most[at : at + 1] != char), len(least))
     return re.escape(first + least[:size]) + _any_of([tail[size:] for tail in tails])
 
@@ -238,7 +243,7 @@ def _like(token: AddedToken, name: str) -> AddedToken:
 
 
 def _strings(value: Any) -> Iterator[str]:
-    """Every string in a JSON-like value, keys included."""
+    """Yield every string in a JSON-like value, including keys."""
     waiting = [value]
     while waiting:
         item = waiting.pop()
@@ -269,7 +274,7 @@ def _part_text(part: Any) -> str:
 
 
 def _with_parsed_arguments(call: Any) -> Any:
-    """OpenAI sends a call's arguments as a JSON string; templates expect the object."""
+    """Parse the arguments of a call, which OpenAI sends as a JSON string and templates expect as an object."""
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
         return call

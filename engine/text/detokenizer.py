@@ -1,8 +1,8 @@
-"""Token ids to text, a few ids at a time, in constant time per token and never with half a character.
+"""Incremental detokenisation in constant time per token, without partial characters.
 
-Almost every tokenizer's decoder joins what its tokens stand for, so a token is a fixed string of bytes and the text is
-the UTF-8 decoding of their concatenation (`ByteRule`, read from the decoder of `tokenizer.json`). Decoders of any other
-kind are run over a short window of ids. Knows nothing of requests, stop strings or models.
+Decoders of almost all tokenizers concatenate their tokens, so that a token is a fixed byte string and the text is the
+UTF-8 decoding of the concatenation (`ByteRule`, read from the decoder in `tokenizer.json`). Other decoders run over a
+short window of ids.
 """
 
 import codecs
@@ -13,8 +13,8 @@ from typing import Any, Protocol
 
 REPLACEMENT = "\ufffd"
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
-_MAX_HELD_TOKENS = 16  # a character has at most 4 bytes; a longer "unfinished" one is a real U+FFFD in the text
-_CONTEXT_TOKENS = 4  # enough to hold the first bytes of a character that the prompt leaves unfinished
+_MAX_HELD_TOKENS = 16  # a character has at most 4 bytes; after more tokens a U+FFFD is part of the text
+_CONTEXT_TOKENS = 4  # enough for the first bytes of a character that the prompt leaves incomplete
 
 
 def _replace_each_byte(error: UnicodeError) -> tuple[str, int]:
@@ -26,8 +26,10 @@ codecs.register_error("tidemill.each_byte", _replace_each_byte)
 
 
 def _byte_level_alphabet() -> dict[str, int]:
-    """The byte that each character of a byte-level vocabulary stands for: printable Latin-1 characters stand for
-    themselves, the other bytes, in order, for the characters from U+0100 on."""
+    """Return the byte for each character of a byte-level vocabulary.
+
+    Printable Latin-1 characters represent themselves; the other bytes, in order, are represented from U+0100 on.
+    """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
@@ -38,10 +40,15 @@ _ALPHABET = _byte_level_alphabet()
 
 @dataclass(frozen=True, slots=True)
 class ByteRule:
-    """How a decoder turns each token into bytes.
+    """Conversion of tokens to bytes by a decoder.
 
-    `replacements` are applied to a token's text in order; `byte_fallback` reads tokens such as <0xE2> as bytes;
-    `strip` counts the leading `strip_text`s cut off the whole text; `bare_first` cuts all of them off the first token.
+    Attributes:
+        byte_level: Characters represent bytes.
+        replacements: Applied to the text of a token, in order.
+        byte_fallback: Tokens such as <0xE2> represent bytes.
+        strip: Number of leading `strip_text`s removed from the whole text.
+        strip_text: Text to remove.
+        bare_first: All spaces are removed from the first token.
     """
 
     byte_level: bool = False
@@ -55,7 +62,7 @@ class ByteRule:
         if self.byte_level:
             try:
                 return bytes([_ALPHABET[char] for char in token])
-            except KeyError:  # an added token with, say, a space in it
+            except KeyError:  # an added token with other characters, such as a space
                 return token.encode()
         for old, new in self.replacements:
             token = token.replace(old, new)
@@ -65,12 +72,12 @@ class ByteRule:
 
     @property
     def errors(self) -> str:
-        """What becomes of bytes that are no character: byte fallback shows every one of them, byte level each run."""
+        """Error handler for invalid bytes: byte fallback replaces each byte, byte level each run."""
         return "tidemill.each_byte" if self.byte_fallback else "replace"
 
 
 def read_byte_rule(decoder: dict[str, Any] | None) -> ByteRule | None:
-    """The rule of a decoder as `tokenizer.json` spells it, or None where tokens do not decode one by one."""
+    """Read the rule of a decoder in `tokenizer.json`; None if tokens do not decode independently."""
     if decoder is None:
         return None
     steps = list(decoder["decoders"]) if decoder["type"] == "Sequence" else [decoder]
@@ -88,7 +95,7 @@ def read_byte_rule(decoder: dict[str, Any] | None) -> ByteRule | None:
 
 
 def _read_token_step(step: dict[str, Any], rule: dict[str, Any]) -> bool:
-    """Add one step that acts on each token to `rule`; False where it is not such a step."""
+    """Add a step that acts on single tokens to `rule`; return False for another kind of step."""
     match step:
         case {"type": "ByteLevel"} if rule == {"replacements": ()}:
             rule["byte_level"] = True
@@ -105,26 +112,26 @@ def _read_token_step(step: dict[str, Any], rule: dict[str, Any]) -> bool:
 
 
 class TokenTable(Protocol):
-    """What a detokenizer needs of a tokenizer."""
+    """Part of a tokenizer that a detokenizer needs."""
 
     @property
     def byte_rule(self) -> ByteRule | None: ...
 
     def visible_bytes(self, token_id: int, skip_special_tokens: bool) -> bytes | None:
-        """The bytes of a token, None for one that is not shown. Only called where there is a `byte_rule`."""
+        """Return the bytes of a token, or None if it is hidden. Called only with a `byte_rule`."""
         ...
 
     def decode_window(self, token_ids: Sequence[int], skip_special_tokens: bool) -> str:
-        """The text of some ids by the tokenizer's own decoder."""
+        """Return the text of ids by the tokenizer's own decoder."""
         ...
 
 
 class IncrementalDetokenizer:
-    """The text of one growing answer.
+    """Text of one growing answer.
 
-    With `prompt_ids` the text is what the answer adds to the prompt's (a leading space stays, a character begun by
-    the prompt is completed); without, it is that of the answer alone. All that `push` and `finish` return, joined, is
-    the text of all ids, whatever the sizes of the pushes. Bytes that are no UTF-8 come out as U+FFFD.
+    With `prompt_ids`, the text is the continuation of the prompt's text: a leading space stays, and a character begun
+    by the prompt is completed. Without, the answer is decoded on its own. The joined results of `push` and `finish` do
+    not depend on the sizes of the pushes. Invalid UTF-8 becomes U+FFFD.
     """
 
     def __init__(self, table: TokenTable, prompt_ids: Sequence[int] = (), *, skip_special_tokens: bool = True) -> None:
@@ -136,16 +143,16 @@ class IncrementalDetokenizer:
             self._text = _ByteText(rule, lambda i: table.visible_bytes(i, skip_special_tokens), prompt_ids)
 
     def push(self, token_ids: Iterable[int]) -> str:
-        """Add ids; returns the characters that they complete."""
+        """Add ids; return the characters that they complete."""
         return self._text.push(token_ids)
 
     def finish(self) -> str:
-        """The last characters, U+FFFD for an unfinished one."""
+        """Return the last characters, with U+FFFD for an incomplete one."""
         return self._text.finish()
 
     @property
     def holds_text(self) -> bool:
-        """Whether the ids pushed so far end inside a character."""
+        """Whether the ids so far end inside a character."""
         return self._text.holds_text
 
 
@@ -162,7 +169,7 @@ class _ByteText:
         self._bare_first = rule.bare_first and not context
 
     def _context(self, prompt_ids: Sequence[int]) -> list[bytes]:
-        """The bytes of the prompt's last visible tokens."""
+        """Return the bytes of the prompt's last visible tokens."""
         found: list[bytes] = []
         for token_id in reversed(prompt_ids):
             piece = self._lookup(token_id)
@@ -198,12 +205,12 @@ class _ByteText:
 
 
 class _WindowText:
-    """Text by running a decoder over the last ids, with the ids before them as its context."""
+    """Text by a decoder run over the last ids, with earlier ids as context."""
 
     def __init__(self, decode: Callable[[Sequence[int]], str], prompt_ids: Sequence[int]) -> None:
         self._decode = decode
         self._ids = list(prompt_ids[-_CONTEXT_TOKENS:])
-        self._read = len(self._ids)  # ids before it have been shown; all are context for those after it
+        self._read = len(self._ids)  # ids before it are shown and serve as context
         self._shown = decode(self._ids) if self._ids else ""
 
     def push(self, token_ids: Iterable[int]) -> str:
@@ -218,7 +225,7 @@ class _WindowText:
 
     def _show(self, text: str) -> str:
         new, fresh = text[len(self._shown) :], self._ids[self._read :]
-        # ids without text (special ones) cannot serve as context
+        # Ids without text (special tokens) cannot serve as context.
         self._ids = fresh if self._decode(fresh) else self._ids[: self._read]
         self._read = len(self._ids)
         self._shown = self._decode(self._ids)

@@ -1,6 +1,6 @@
-"""Stop strings, and the text of one streamed choice: detokenisation and stop strings joined.
+"""Stop strings, and the text of one streamed choice: detokenisation combined with stop strings.
 
-Knows nothing of HTTP or of the engine; whoever sees a stop string here ends the request there.
+The caller ends the request when a stop string is found.
 """
 
 from collections import deque
@@ -11,24 +11,24 @@ from engine.text.detokenizer import IncrementalDetokenizer, TokenTable
 
 
 class StopMatcher:
-    """Finds the stop string that is complete first, and lets text through as soon as it can be part of none.
+    """Finds the first complete stop string and releases text as soon as it cannot be part of one.
 
-    Of several that end at the same character the longest counts. What comes out does not depend on how the text was
-    cut into pushes. `include` leaves the stop string itself in the text. Constant time per character and stop string.
+    Of several stop strings that end at the same character, the longest wins. The result does not depend on the sizes of
+    the pushes. `include` keeps the stop string in the text. Constant time per character and stop string.
     """
 
     def __init__(self, stop: tuple[str, ...], include: bool = False) -> None:
         self._stops = [text for text in stop if text]
         self._tables = [failure_table(text) for text in self._stops]
-        self._matched = [0] * len(self._stops)  # how much of each stop string the text ends with
+        self._matched = [0] * len(self._stops)  # length of each stop string's prefix at the end of the text
         self._held = ""
         self._include = include
         self.matched: str | None = None
-        self.position = 0  # characters let through so far
+        self.position = 0  # number of released characters
 
     def push(self, text: str) -> tuple[str, str | None]:
-        """Add text; returns what may be shown and the stop string that ended it. Nothing may follow a match."""
-        assert self.matched is None, "text after a stop string"
+        """Add text; return the released text, and the stop string if one is complete. Nothing may follow a match."""
+        assert self.matched is None, "no text may follow a stop string"
         if not self._stops:
             return self._let_through(text), None
         for index, char in enumerate(text):
@@ -44,7 +44,7 @@ class StopMatcher:
         return self._let_through(seen[:cut]), None
 
     def flush(self) -> str:
-        """The text held back, when no more will come."""
+        """Return the text held back, at the end of the answer."""
         held, self._held = self._held, ""
         self._matched = [0] * len(self._stops)
         return self._let_through(held)
@@ -54,7 +54,7 @@ class StopMatcher:
         return text
 
     def _advance(self, char: str) -> str | None:
-        """Move every match on by a character (Knuth-Morris-Pratt); returns the longest stop string now complete."""
+        """Advance all matches by a character (Knuth-Morris-Pratt); return the longest complete stop string."""
         complete: str | None = None
         for index, stop in enumerate(self._stops):
             size, table = self._matched[index], self._tables[index]
@@ -69,7 +69,7 @@ class StopMatcher:
 
 
 def failure_table(text: Sequence[object]) -> list[int]:
-    """For each prefix of a text, or of tokens, the length of its longest proper prefix that it also ends with."""
+    """Return for each prefix of a text or token sequence the length of its longest border."""
     table = [0] * len(text)
     size = 0
     for index in range(1, len(text)):
@@ -83,9 +83,14 @@ def failure_table(text: Sequence[object]) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class TextDelta:
-    """What a push adds to the answer: its text, the stop string that ended it, and how many more tokens the text so far
-    is made of. A token counts once its last character is out (one without text: once all before it is); after a stop
-    string, if any of its characters stayed in the text. The counts of one answer never exceed the tokens pushed.
+    """Result of a push.
+
+    Attributes:
+        text: New text.
+        stop: Stop string that ended the answer.
+        num_tokens: Number of tokens newly covered by the text. A token counts once its last character is released (one
+            without text: once all earlier tokens are); after a stop string, if any of its characters is in the text.
+            The sum never exceeds the number of pushed tokens.
     """
 
     text: str
@@ -94,10 +99,10 @@ class TextDelta:
 
 
 class OutputTextStream:
-    """The text of one choice. After a delta with `stop` nothing more may be pushed.
+    """Text of one choice. Nothing may be pushed after a delta with `stop`.
 
-    Stop strings are looked for only in the text of tokens after the first `min_tokens`. With `prompt_ids` the text is
-    what the answer adds to the prompt (completions); chat answers stand on their own.
+    Stop strings are matched only after the first `min_tokens` tokens. With `prompt_ids` the text continues the prompt
+    (completions); chat answers stand alone.
     """
 
     def __init__(
@@ -113,14 +118,14 @@ class OutputTextStream:
         self._detokenizer = IncrementalDetokenizer(tokenizer, prompt_ids, skip_special_tokens=skip_special_tokens)
         self._matcher = StopMatcher(stop, include_stop)
         self._unchecked_tokens = min_tokens if stop else 0
-        self._length = 0  # characters detokenized
+        self._length = 0  # characters detokenised
         self._shown = 0  # characters returned
-        # Begin and end of the tokens that are not counted yet, and begins of the tokens of an unfinished character.
+        # Begin and end of tokens not counted yet, and begins of the tokens of an incomplete character.
         self._open: deque[tuple[int, int]] = deque()
         self._unfinished: list[int] = []
 
     def push(self, token_ids: Sequence[int], final: bool = False) -> TextDelta:
-        """Add the tokens of a step; `final` lets out all that was held back."""
+        """Add the tokens of a step; `final` releases all text held back."""
         texts: list[str] = []
         for token_id in token_ids:
             begin, text = self._length, self._detokenizer.push((token_id,))
@@ -137,7 +142,7 @@ class OutputTextStream:
         return self._finish(texts) if final else self._delta(texts)
 
     def _record(self, begin: int) -> None:
-        """Note the begin of the last token; a token that completes a character ends all tokens of the character."""
+        """Record the begin of the last token; a completed character ends all of its tokens."""
         self._unfinished.append(begin)
         if not self._detokenizer.holds_text:
             self._open.extend((start, self._length) for start in self._unfinished)

@@ -1,8 +1,8 @@
-"""Tries a chat template on small conversations in a child process with limits, before any client can reach it.
+"""Runs a chat template on small conversations in a child process with limits, before clients can reach it.
 
-A template is a program out of a checkpoint: the sandbox keeps it from the machine, this keeps an endless or exploding
-one from the server. Started as a script, so that the child imports nothing of tidemill; the parent's side is
-`probe_templates`. What comes back also tells whether the template reads a message's content as a string or as parts.
+A template is a program from a checkpoint. The sandbox isolates it from the machine; this probe detects templates that
+do not end or produce huge output. It runs as a script, so that the child imports nothing of tidemill. The probe also
+finds out whether the template reads a message's content as a string or as parts. The parent calls `probe_templates`.
 """
 
 import contextlib
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 CPU_SECONDS = 5
-WALL_SECONDS = 600  # only for systems without a limit of processor time: on a busy machine imports alone take minutes
+WALL_SECONDS = 600  # for systems without a CPU time limit; imports alone can take minutes on a busy machine
 MEMORY_BYTES = 4 * 2**30
 MAX_RENDERED_CHARS = 1_000_000
 PROBE_TEXT = "tidemill-probe"
@@ -25,8 +25,14 @@ PROBE_TEXT = "tidemill-probe"
 
 @dataclass(frozen=True, slots=True)
 class TemplateFacts:
-    """What the probe saw. `reads_strings`, `reads_parts`: the forms of a message's content that arrive in the text;
-    `rendered`: all that the template wrote; `error`: why it cannot be used at all."""
+    """Result of the probe.
+
+    Attributes:
+        reads_strings: Content given as a string appears in the text.
+        reads_parts: Content given as parts appears in the text.
+        rendered: All text that the template wrote.
+        error: Why the template cannot be used, or None.
+    """
 
     reads_strings: bool = True
     reads_parts: bool = False
@@ -35,7 +41,7 @@ class TemplateFacts:
 
 
 def probe_templates(templates: Mapping[str, str], special_tokens: Mapping[str, str]) -> TemplateFacts:
-    """Run the probe on templates by name ("default" among them, or the first one counts as it)."""
+    """Probe templates by name; the one named "default", else the first, is the main template."""
     job = json.dumps({"templates": dict(templates), "special_tokens": dict(special_tokens), "cpu_seconds": CPU_SECONDS})
     command = [sys.executable, "-P", __file__]
     try:
@@ -54,7 +60,7 @@ def _user(content: Any) -> dict[str, Any]:
 
 
 def _conversations() -> list[list[dict[str, Any]]]:
-    """One for every role, so that the tokens which a template builds for it are seen."""
+    """Return a conversation for every role, so that tokens that a template builds from roles are seen."""
     user, answer = _user(PROBE_TEXT), {"role": "assistant", "content": PROBE_TEXT}
     call = {"id": "call00000", "type": "function", "function": {"name": "probe", "arguments": {"a": 1}}}
     calling = {"role": "assistant", "content": "", "tool_calls": [call]}
@@ -70,19 +76,19 @@ def _conversations() -> list[list[dict[str, Any]]]:
 def _limit(cpu_seconds: int) -> None:
     try:
         import resource
-    except ImportError:  # no such limits on this system; the parent's timeout remains
+    except ImportError:  # no resource limits on this system; the parent's timeout remains
         return
     with contextlib.suppress(OSError, AttributeError):  # Linux: PR_SET_PDEATHSIG, as in `die_with_parent`
         ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)
     used = resource.getrusage(resource.RUSAGE_SELF)
-    seconds = math.ceil(used.ru_utime + used.ru_stime) + cpu_seconds  # whole ones, and imports have used some
+    seconds = math.ceil(used.ru_utime + used.ru_stime) + cpu_seconds  # whole seconds; imports have used some
     resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 
 def _probe(render: Callable[[str, list[dict[str, Any]]], str], templates: dict[str, str]) -> dict[str, Any]:
-    """The fields of `TemplateFacts`. A template that refuses a conversation is none the worse for it."""
+    """Return the fields of `TemplateFacts`. A template may refuse a conversation."""
 
     def attempt(template: str, conversation: list[dict[str, Any]]) -> str:
         from jinja2 import TemplateSyntaxError
@@ -101,7 +107,7 @@ def _probe(render: Callable[[str, list[dict[str, Any]]], str], templates: dict[s
     for template in templates.values():
         rendered += [attempt(template, conversation) for conversation in _conversations()]
     if sum(map(len, rendered)) + len(as_parts) > MAX_RENDERED_CHARS:
-        return {"error": "it writes more than a million characters for a few words"}
+        return {"error": "its output exceeds a million characters for a few words"}
     return {
         "reads_strings": PROBE_TEXT in as_string,
         "reads_parts": PROBE_TEXT in as_parts and "'type'" not in as_parts and '"type"' not in as_parts,
@@ -129,7 +135,7 @@ def _main() -> None:
     except TemplateSyntaxError as error:
         facts = {"error": f"line {error.lineno}: {(error.message or 'syntax error')[:200]}"}
     except MemoryError:
-        facts = {"error": "it needs more memory than a prompt can"}
+        facts = {"error": "it needs more memory than allowed"}
     json.dump(facts, sys.stdout)
 
 

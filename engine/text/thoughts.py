@@ -1,7 +1,7 @@
-"""What an answer thinks before it speaks, told from its tokens: how many they are, and how they are brought to an end.
+"""Thoughts of an answer: counting their tokens, and ending them by a budget.
 
-A thought lies between two marks, `<think>` and `</think>` in most models, each a few tokens, or one. Plain values and
-pure functions of tokens: gateway and engine, and an engine that goes on with an answer, count alike.
+A thought lies between two marks, in most models `<think>` and `</think>`, of one or a few tokens each. All functions
+are pure, so that gateway, engine, and an engine that continues an answer count alike.
 """
 
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from engine.text.stopping import failure_table
 
 @dataclass(frozen=True, slots=True)
 class ThoughtMarks:
-    """The tokens that begin and end a thought, as the tokenizer spells the marks on their own."""
+    """Tokens that begin and end a thought, as the tokenizer encodes the marks alone."""
 
     opening: tuple[int, ...]
     closing: tuple[int, ...]
@@ -20,8 +20,10 @@ class ThoughtMarks:
 
 @dataclass(frozen=True, slots=True)
 class ThinkingBudget:
-    """At most `tokens` tokens of an answer, its marks not counted, are thoughts; then the closing mark is all that may
-    come next. `begun`: the prompt ends within a thought."""
+    """Limit of thought tokens in an answer, marks not counted; after it, only the closing mark may follow.
+
+    `begun`: the prompt ends within a thought.
+    """
 
     tokens: int
     marks: ThoughtMarks
@@ -29,7 +31,7 @@ class ThinkingBudget:
 
 
 class _Mark:
-    """Looks for a mark in tokens; `matched`: how much of it they end with."""
+    """Detects a mark in a token sequence; `matched` is the length of its prefix at the end."""
 
     def __init__(self, token_ids: Sequence[int]) -> None:
         self.token_ids = token_ids
@@ -37,7 +39,7 @@ class _Mark:
         self._table = failure_table(token_ids)
 
     def advance(self, token_id: int) -> bool:
-        """Whether it is complete with this token."""
+        """Add a token; return whether it completes the mark."""
         size = self.matched
         while size and self.token_ids[size] != token_id:
             size = self._table[size - 1]
@@ -49,11 +51,13 @@ class _Mark:
 
 
 class ThoughtTracker:
-    """Follows one answer through its thoughts. `begun`: the prompt has begun one. `once`: what comes behind the first
-    one, or where the answer does not begin with one, are no thoughts, whatever it looks like."""
+    """Follows the thoughts of one answer.
+
+    `begun`: the prompt has begun a thought. `once`: there is at most one thought, which must begin the answer.
+    """
 
     def __init__(self, marks: ThoughtMarks, begun: bool = False, once: bool = False) -> None:
-        assert not once or begun or len(marks.opening) == 1, "the first token tells whether the answer is a thought"
+        assert not once or begun or len(marks.opening) == 1, "the first token must tell whether the answer is a thought"
         self.thinking = begun
         self._once = once
         self._over = False
@@ -62,7 +66,7 @@ class ThoughtTracker:
 
     @property
     def num_thoughts(self) -> int:
-        """Tokens of thoughts, without marks and what may become one."""
+        """Number of thought tokens, without marks and possible beginnings of marks."""
         return self._num_inside - self._closing.matched
 
     @property
@@ -71,7 +75,7 @@ class ThoughtTracker:
         return not (self.thinking or self._over)
 
     def advance(self, token_ids: Sequence[int]) -> list[int]:
-        """Take in the next tokens; returns those outside of thoughts, marks left out only with `once`."""
+        """Add tokens; return those outside of thoughts (with `once` without marks)."""
         said: list[int] = []
         for token_id in token_ids:
             if self._over:
@@ -92,7 +96,7 @@ class ThoughtTracker:
             self.thinking, self._over = False, self._once
 
     def closing_due(self, budget: int) -> Sequence[int]:
-        """The tokens that must come next, as the budget is spent; none otherwise."""
+        """Return the tokens that must follow because the budget is spent; else none."""
         if not self.thinking or self.num_thoughts < budget:
             return ()
         return self._closing.token_ids[self._closing.matched :]

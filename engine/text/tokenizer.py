@@ -1,7 +1,5 @@
-"""Token ids in and out of the engine; text only here. Loads no torch: `tokenizer.json` is read by transformers' fast
-tokenizer, never by code from the checkpoint. Every method may be called from several threads at once.
-
-Knows nothing of requests, HTTP or models.
+"""Tokenizer of a checkpoint. Loads no torch: transformers' fast tokenizer reads `tokenizer.json`, without code from the
+checkpoint. All methods are thread-safe.
 """
 
 import json
@@ -20,21 +18,21 @@ from engine.text.template_probe import TemplateFacts, probe_templates
 
 __all__ = ["IncrementalDetokenizer", "Tokenizer"]
 
-_NO_TEMPLATE = "This model has no chat template: use /v1/completions, or start the server with --chat-template."
+_NO_TEMPLATE = "This model has no chat template; use /v1/completions, or start the server with --chat-template."
 
 
 class Tokenizer:
-    """A checkpoint's tokenizer with its chat template. Use `load`."""
+    """A checkpoint's tokenizer with its chat template. Create it with `load`."""
 
     def __init__(self, backend: Any, chat: ChatTemplate | None) -> None:
-        """`backend` is a transformers fast tokenizer."""
+        """Wrap `backend`, a transformers fast tokenizer."""
         self._tokenizer: tokenizers.Tokenizer = backend.backend_tokenizer
         self._chat = chat
         self.call_template = _call_template(getattr(backend, "response_template", None))
         self.special_tokens: Mapping[str, int] = {
             token.content: i for i, token in self._tokenizer.get_added_tokens_decoder().items() if token.special
         }
-        """By their text, which no text of an answer shows."""
+        """Special tokens by text; they are hidden in the text of answers."""
         self._special_ids = frozenset(self.special_tokens.values())
         self._byte_rule = read_byte_rule(_decoder_layout(self._tokenizer))
         self._bytes: dict[int, bytes | None] = {}
@@ -47,11 +45,11 @@ class Tokenizer:
     def load(
         cls, folder: str | os.PathLike[str], chat_template: str | os.PathLike[str] | None = None, *, probe: bool = True
     ) -> "Tokenizer":
-        """Read the tokenizer of a checkpoint's folder.
+        """Read the tokenizer in a checkpoint's folder.
 
-        `chat_template` is a file or the text of a template and takes the place of the checkpoint's. With `probe` the
-        template is first run in a child process (about a second) and refused if it does not end or explodes.
-        Raises ModelLoadError when there is no usable tokenizer, ConfigError when the template file cannot be read.
+        `chat_template`, a file or the text of a template, replaces that of the checkpoint. With `probe` the template is
+        first run in a child process (about a second) and refused if it does not end or produces huge output. Raises
+        ModelLoadError if there is no usable tokenizer, ConfigError if the template file cannot be read.
         """
         backend = _load_backend(Path(folder))
         if chat_template is not None:
@@ -66,21 +64,23 @@ class Tokenizer:
 
     @property
     def chat_template_text(self) -> str:
-        """The text of the template, of all where there are several; empty without one."""
+        """Text of the template, or of all templates joined; empty without one."""
         return "" if self._chat is None else self._chat.text
 
     @property
     def byte_rule(self) -> ByteRule | None:
-        """How single tokens decode, None where they do not."""
+        """Conversion of single tokens to bytes; None if tokens do not decode independently."""
         return self._byte_rule
 
     def least_tokens(self, texts: Iterable[str]) -> int:
-        """The fewest tokens that texts of these lengths can have together; 0 where nothing can be told without reading
-        them. White space around a text does not count, as templates may take it off."""
+        """Return a lower bound of the total number of tokens of the texts, by length only; 0 if there is none.
+
+        White space around a text does not count, because templates may strip it.
+        """
         return -(-sum(len(text.strip()) for text in texts) // self._max_token_chars) if self._max_token_chars else 0
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a raw prompt; the text of a special token stands for the token."""
+        """Return the token ids of a raw prompt; text of special tokens becomes the tokens."""
         return encode_text(self._tokenizer, text, add_special_tokens=add_special_tokens, param="prompt")
 
     def encode_chat(
@@ -91,28 +91,28 @@ class Tokenizer:
         add_generation_prompt: bool = True,
         **template_kwargs: Any,
     ) -> list[int]:
-        """Token ids of a conversation in OpenAI's form; special-token text in it stays plain text.
+        """Return the token ids of a conversation in OpenAI's form; text of special tokens stays plain text.
 
-        Slow for long conversations: call it in a worker thread. Raises InvalidRequestError when there is no template
-        or the template refuses the messages.
+        Slow for long conversations: call it in a worker thread. Raises InvalidRequestError if there is no template or
+        it refuses the messages.
         """
         if self._chat is None:
             raise InvalidRequestError(_NO_TEMPLATE, param="messages", code="chat_template_missing")
         return self._chat.encode(messages, tools=tools, add_generation_prompt=add_generation_prompt, **template_kwargs)
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """The text of some ids on their own: what `IncrementalDetokenizer` without a prompt gives in all."""
+        """Return the text of ids alone, equal to the whole output of `IncrementalDetokenizer` without a prompt."""
         detokenizer = IncrementalDetokenizer(self, skip_special_tokens=skip_special_tokens)
         return detokenizer.push(token_ids) + detokenizer.finish()
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes that a token adds inside a text, special tokens spelled out; empty for an unknown id."""
+        """Return the bytes that a token adds to a text, special tokens included; empty for an unknown id."""
         if self._byte_rule is None:
             return self.decode_window([token_id], False).encode()
         return self.visible_bytes(token_id, False) or b""
 
     def visible_bytes(self, token_id: int, skip_special_tokens: bool) -> bytes | None:
-        """The bytes of a token; None for an unknown id and, if they are skipped, for a special one."""
+        """Return the bytes of a token; None for an unknown id and for a skipped special token."""
         if skip_special_tokens and token_id in self._special_ids:
             return None
         try:
@@ -123,30 +123,32 @@ class Tokenizer:
             return self._bytes.setdefault(token_id, piece)
 
     def decode_window(self, token_ids: Sequence[int], skip_special_tokens: bool) -> str:
-        """The text of some ids by the checkpoint's own decoder."""
+        """Return the text of ids by the checkpoint's own decoder."""
         return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
 
 
 def _load_backend(folder: Path) -> Any:
-    """transformers' fast tokenizer. `AutoTokenizer` would load torch, and may build the tokenizer anew by a class that
-    the checkpoint names; `tokenizer.json` says all that there is to say."""
+    """Load transformers' fast tokenizer from `tokenizer.json`.
+
+    `AutoTokenizer` would load torch and might rebuild the tokenizer by a class that the checkpoint names.
+    """
     from transformers import PreTrainedTokenizerFast
 
     if not (folder / "tokenizer.json").is_file():
-        raise ModelLoadError(f"no tokenizer.json in {folder}: only tokenizers in that format can be loaded")
+        raise ModelLoadError(f"{folder} has no tokenizer.json; only tokenizers in that format are supported")
     try:
         backend = PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # the library raises whatever a broken file leads to
+    except Exception as error:  # the library raises various types for broken files
         reason = str(error).strip().split("\n")[0][:200] or type(error).__name__
         raise ModelLoadError(f"the tokenizer in {folder} cannot be loaded: {reason}") from error
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # a batch of one text needs no threads of its own
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # batches of one text need no threads
     backend.backend_tokenizer.no_truncation()
     backend.backend_tokenizer.no_padding()
     return backend
 
 
 def read_template(source: str | os.PathLike[str]) -> str:
-    """The text of a template given as such or as a file. A text has Jinja's braces, a path has not."""
+    """Return the template given as text or file; a text contains Jinja's braces."""
     if isinstance(source, str) and "{" in source:
         return source
     try:
@@ -157,8 +159,8 @@ def read_template(source: str | os.PathLike[str]) -> str:
 
 
 def _call_template(response_template: Any) -> str:
-    """How the checkpoint itself says that calls of functions are to be read, as JSON: the field `tool_calls` of what
-    transformers calls a response template; empty where it says nothing."""
+    """Return the checkpoint's own format of function calls as JSON: the field `tool_calls` of its response template;
+    empty if there is none."""
     fields = response_template.get("fields") if isinstance(response_template, Mapping) else None
     return json.dumps(fields["tool_calls"]) if isinstance(fields, Mapping) and "tool_calls" in fields else ""
 
@@ -178,8 +180,10 @@ def _chat_template(backend: Any, sources: Mapping[str, str], facts: TemplateFact
 
 
 def _max_token_chars(tokenizer: tokenizers.Tokenizer) -> int | None:
-    """Characters of the longest token; None where a token may stand for any number of characters that the vocabulary
-    does not have. What it has it spells with as many characters or more."""
+    """Return the characters of the longest token; None if a token may represent an unlimited number of characters.
+
+    Known characters are spelled with at least as many characters.
+    """
     layout = json.loads(tokenizer.to_str())["model"]
     vocabulary = tokenizer.get_vocab(with_added_tokens=True)
     knows_bytes = layout.get("byte_fallback") or vocabulary.keys() >= set(pre_tokenizers.ByteLevel.alphabet())
@@ -188,7 +192,7 @@ def _max_token_chars(tokenizer: tokenizers.Tokenizer) -> int | None:
 
 
 def _decoder_layout(tokenizer: tokenizers.Tokenizer) -> dict[str, Any] | None:
-    """The decoder as `tokenizer.json` spells it."""
+    """Return the decoder in the layout of `tokenizer.json`."""
     if tokenizer.decoder is None:
         return None
     layout: dict[str, Any] = json.loads(tokenizer.decoder.__getstate__())

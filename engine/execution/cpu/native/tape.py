@@ -42,9 +42,7 @@ class Buffers:
         self.inner = rows(spec.intermediate_size)
         self.up = rows(spec.intermediate_size * (1 + spec.gated_mlp)) if adapted else None
         self.last = rows(hidden, samples)
-        widest = max(
-            hidden, spec.q_size, spec.intermediate_size
-        )  # rows of integers have the strides of what they round
+        widest = max(hidden, spec.q_size, spec.intermediate_size)  # integer rows have the strides of their float rows
         count = max(rows_for(tokens), rows_for(samples)) if int8 else 0
         self.integers, self.scales = torch.zeros(count * stride_of(widest), dtype=torch.int16), torch.zeros(count)
         self.angles = torch.zeros(tokens, spec.rope.rotary_dim) if spec.rope else None
