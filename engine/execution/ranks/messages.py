@@ -8,6 +8,7 @@ import msgspec
 from engine.config import EngineConfig
 from engine.errors import ErrorInfo
 from engine.execution.ranks.step import Step
+from predictor.features import BatchFeatures
 from predictor.limits import Limits
 
 
@@ -42,7 +43,17 @@ class Failed(Message, frozen=True):
 
 FromRank = Reached | Failed
 
-encode = msgspec.msgpack.Encoder().encode
+
+def _omit_features(features: BatchFeatures) -> None:
+    """Encode the features of a step as nil: other ranks do not predict latencies."""
+    assert type(features) is BatchFeatures
+
+
+def _empty_features(_kind: type, _nil: None) -> BatchFeatures:
+    return BatchFeatures()
+
+
+encode = msgspec.msgpack.Encoder(enc_hook=_omit_features).encode
 decode_join = msgspec.msgpack.Decoder(Join).decode
-decode_step = msgspec.msgpack.Decoder(Step).decode
+decode_step = msgspec.msgpack.Decoder(Step, dec_hook=_empty_features).decode
 decode_from_rank = msgspec.msgpack.Decoder(FromRank).decode
