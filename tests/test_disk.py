@@ -91,7 +91,7 @@ def test_health_lasts_until_each_part_works_again(caplog: pytest.LogCaptureFixtu
     health.worked("files")
     assert health.fault == "EIO: Input/output error"
     health.worked("database")
-    assert health.fault is None and caplog.messages[-1] == "the state folder takes data again"
+    assert health.fault is None and caplog.messages[-1] == "the state folder can be used again"
     for _ in range(100):  # a fault that comes and goes
         health.failed("files", OSError(errno.EIO, "Input/output error"))
         health.worked("files")

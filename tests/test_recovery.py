@@ -185,7 +185,7 @@ def test_another_database_deletes_nothing(tmp_path: Path, damage: Any, caplog: p
     for path in (root / "lost+found").glob("*/files/*"):
         assert path.read_bytes() == b"hello"
     (message,) = [text for text in caplog.messages if "lost+found" in text]
-    assert "6 files" in message and "put the database" in message and str(tmp_path) not in message
+    assert "6 files" in message and "restore the database" in message and str(tmp_path) not in message
     assert folder.notice is not None and message in folder.notice
     again = asyncio.run(after())
     assert "lost+found" not in str(again.notice) and found(root) == bodies, "said once"
@@ -263,7 +263,7 @@ async def test_files_without_a_whole_body_are_counted(tmp_path: Path) -> None:
     folder.file_path(files[0].id).unlink()
     folder.file_path(files[1].id).write_bytes(b"hell")
     await folder.recover()
-    assert folder.notice is not None and folder.notice.startswith("2 files of the database have no whole body")
+    assert folder.notice is not None and folder.notice.startswith("the bodies of 2 files are missing")
     await folder.close()
 
 

@@ -1,1 +1,1 @@
-"""What the gateway keeps across restarts: rows in a database, bodies in files."""
+"""Persistent state of the gateway: rows in a database, bodies in files."""

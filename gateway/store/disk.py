@@ -1,7 +1,7 @@
-"""The only way that files and batches reach the disk: temporary file, fsync, rename, fsync of the folder.
+"""Durable file writes: temporary file, fsync, rename, fsync of the folder.
 
-Every primitive is a method of `Disk`, so that a test can record them and replay each prefix as a crash, or let any of
-them fail. Blocking: call it in a worker thread. Knows nothing of what the files hold.
+Every primitive is a method of `Disk`, so that tests can record the calls, replay each prefix as a crash, or inject
+errors. Blocking: call it in a worker thread.
 """
 
 import errno
@@ -13,14 +13,14 @@ from pathlib import Path
 from gateway.http.errors import ApiError
 from gateway.store.health import StorageHealth
 
-# Faults of one stored file: a bad sector, a failed checksum of the file system, a folder in the file's place.
+# Errors that concern one file only: bad sector, file system checksum, a folder under the file's name.
 FILE_FAULTS = frozenset({errno.EIO, errno.EBADMSG, errno.EUCLEAN, errno.EISDIR})
 
 
 class StorageError(ApiError):
-    """The state folder is full or faulty: 507 to a client, a pause to a job. Acknowledged data is not affected.
+    """The state folder is full or failing: clients get a 507 and batches pause. Acknowledged data is not affected.
 
-    `in_doubt`: a commit whose end the disk did not confirm. It has not happened, but may have after a crash, until
+    `in_doubt`: the disk did not confirm a commit. The change is not visible, but may reappear after a crash until
     another commit succeeds.
     """
 
@@ -31,7 +31,7 @@ class StorageError(ApiError):
 
 
 class UnreadableError(Exception):
-    """A stored file is damaged; `gone`: the file, or its end, does not exist, so another attempt is of no use."""
+    """A stored file is damaged. `gone`: the file or its end is missing, so a retry cannot succeed."""
 
     def __init__(self, *, gone: bool = False) -> None:
         super().__init__(gone)
@@ -40,7 +40,7 @@ class UnreadableError(Exception):
 
 @contextmanager
 def read_errors(path: Path) -> Iterator[None]:
-    """Raise UnreadableError for a fault of the file `path`, StorageError for a fault of the folder or the system."""
+    """Raise UnreadableError if only the file `path` is damaged, and StorageError if the folder or the system fails."""
     try:
         yield
     except EOFError as error:
@@ -54,7 +54,7 @@ def read_errors(path: Path) -> Iterator[None]:
 
 
 class DiskFile:
-    """A file open for writing at chosen places. Use `Disk.create` and `Disk.open_journal`."""
+    """A file open for writing at given offsets. Use `Disk.create` and `Disk.open_journal`."""
 
     def __init__(self, disk: "Disk", path: Path, descriptor: int) -> None:
         self.path = path
@@ -63,7 +63,7 @@ class DiskFile:
         self._descriptor = descriptor
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
-        """Append to what this object has written so far."""
+        """Append to the data that this object has written."""
         self.write_at(data, self.size)
         self.size += len(data)
 
@@ -71,17 +71,17 @@ class DiskFile:
         self.disk.write(self._descriptor, self.path, data, start)
 
     def length(self) -> int:
-        """Return the bytes that the file has on the disk."""
+        """Return the size of the file in bytes."""
         return os.fstat(self._descriptor).st_size
 
     def sync(self) -> None:
-        """Return when everything written is on the disk. After an error the data must be written again: the kernel
-        may have dropped it and will not say so twice."""
+        """Flush the data to the disk. After an error the data must be written again: the kernel may have dropped it,
+        which it reports only once."""
         self.disk.sync(self._descriptor, self.path)
         self.disk.health.worked("files")
 
     def close(self) -> None:
-        """Idempotent."""
+        """Close the file. Idempotent."""
         if self._descriptor >= 0:
             descriptor, self._descriptor = self._descriptor, -1
             os.close(descriptor)
@@ -95,14 +95,14 @@ class DiskFile:
 
 
 class Disk:
-    """The primitives, and `publish`, which puts them together. `health` is told of faults and successes."""
+    """File primitives, and `publish`, which combines them. Errors and successes are reported to `health`."""
 
     def __init__(self) -> None:
         self.health = StorageHealth()
 
     @contextmanager
     def storing(self) -> Iterator[None]:
-        """Turn every OSError into StorageError: whatever its number, the data is not stored and may be later."""
+        """Convert every OSError into StorageError: the data was not stored, and a retry may succeed."""
         try:
             yield
         except OSError as error:
@@ -110,11 +110,11 @@ class Disk:
             raise StorageError from error
 
     def create(self, path: Path) -> DiskFile:
-        """A new file, readable by its owner only."""
+        """Create a file with mode 0600."""
         return DiskFile(self, path, os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
 
     def open_journal(self, path: Path) -> DiskFile:
-        """A file whose content stays, made if there is none."""
+        """Open a file without truncating it, and create it if necessary."""
         return DiskFile(self, path, os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600))
 
     def write(self, descriptor: int, path: Path, data: bytes | bytearray | memoryview, start: int) -> None:  # noqa: ARG002
@@ -126,12 +126,12 @@ class Disk:
             view, start = view[written:], start + written
 
     def read_at(self, descriptor: int, start: int, length: int) -> bytes:
-        """Return exactly these bytes. Raises EOFError when the file ends before them."""
+        """Return exactly `length` bytes from `start`. Raises EOFError if the file is shorter."""
         data = os.pread(descriptor, length, start)
         while len(data) < length:
             more = os.pread(descriptor, length - len(data), start + len(data))
             if not more:
-                raise EOFError("a stored file is shorter than its rows say")
+                raise EOFError("the stored file is shorter than recorded in the database")
             data += more
         return data
 
@@ -142,7 +142,7 @@ class Disk:
         os.rename(source, target)
 
     def sync_folder(self, folder: Path) -> None:
-        """Make names in a folder durable: files that appeared in it or were renamed into it."""
+        """Make the directory entries of a folder durable, after files were created in it or renamed into it."""
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             os.fsync(descriptor)
@@ -155,7 +155,7 @@ class Disk:
             os.unlink(path)
 
     def publish(self, *files: tuple[DiskFile, Path]) -> None:
-        """Let finished files of one folder appear under their names, whole and for good. On an error none is left."""
+        """Move finished files to their targets, durably. On an error all of them are removed."""
         try:
             for file, target in files:
                 file.sync()
@@ -163,7 +163,7 @@ class Disk:
                 self.rename(file.path, target)
             for folder in {target.parent for _, target in files}:
                 self.sync_folder(folder)
-        except BaseException:  # all files or none, whatever came between
+        except BaseException:  # all files or none, also on a cancellation
             for file, target in files:
                 file.discard()
                 with suppress(OSError):

@@ -1,4 +1,4 @@
-"""Whether the state folder takes data: one log line per cause of a fault, and the cause that /ready shows."""
+"""Health of the state folder: the error that /ready shows, and one log line per cause."""
 
 import errno
 import logging
@@ -10,11 +10,11 @@ from collections.abc import Callable
 log = logging.getLogger("tidemill.gateway")
 
 QUIET_SECONDS = 600.0
-"""A cause that comes and goes is logged again after this time."""
+"""Minimum seconds between two log lines with the same cause."""
 
 
 def cause_of(error: BaseException) -> str:
-    """Describe the fault of the system behind an error, e.g. `ENOSPC: No space left on device`; never a path."""
+    """Describe the system error behind an exception, without paths, e.g. `ENOSPC: No space left on device`."""
     cause = error.__cause__ or error
     if isinstance(cause, OSError) and cause.errno is not None:
         return f"{errno.errorcode.get(cause.errno, cause.errno)}: {cause.strerror or os.strerror(cause.errno)}"
@@ -24,7 +24,7 @@ def cause_of(error: BaseException) -> str:
 
 
 class StorageHealth:
-    """The last fault of each part of the folder (`files`, `database`) that no success has followed. Any thread."""
+    """The current error of each part of the folder (e.g. `files`, `database`). Thread-safe."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -34,20 +34,20 @@ class StorageHealth:
 
     @property
     def fault(self) -> str | None:
-        """The cause of a fault that lasts; None: the last write of each part succeeded."""
+        """Cause of a current error; None if the last write of each part succeeded."""
         return next(iter(tuple(self._faults.values())), None)
 
     def failed(self, part: str, error: BaseException) -> None:
-        """Note a fault; log it unless the same cause was logged a short time ago."""
+        """Record an error; log it unless its cause was logged within QUIET_SECONDS."""
         cause, now = cause_of(error), self._clock()
         self._faults[part] = cause
         if now - self._logged.get(cause, -QUIET_SECONDS) >= QUIET_SECONDS:
             self._logged[cause] = now
             self._told = True
-            log.error("the state folder cannot be used (%s): uploads get a 507 and batches pause until it can", cause)
+            log.error("the state folder cannot be used (%s); uploads get a 507 and batches pause until then", cause)
 
     def worked(self, part: str) -> None:
-        """Note that the part took data."""
+        """Record a successful write of the part."""
         if self._faults.pop(part, None) is not None and not self._faults and self._told:
             self._told = False
-            log.info("the state folder takes data again")
+            log.info("the state folder can be used again")

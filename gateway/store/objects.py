@@ -1,4 +1,4 @@
-"""Files, batches and lines as the store knows them, and as OpenAI's API shows them. Times are Unix seconds."""
+"""Value types of files, batches and lines, with their JSON form in OpenAI's API. Times are Unix seconds."""
 
 import re
 import secrets
@@ -22,7 +22,7 @@ def new_batch_id() -> str:
 
 @dataclass(frozen=True, slots=True)
 class FileObject:
-    """A file that is on the disk, whole. `expires_at` None: never. `damage`: why its row cannot be read."""
+    """A completely stored file."""
 
     id: str
     tenant: str
@@ -32,6 +32,7 @@ class FileObject:
     purpose: str
     expires_at: int | None = None
     damage: str | None = None
+    """Why the database row is invalid, if it is."""
 
     def as_json(self) -> dict[str, Any]:
         return {
@@ -48,7 +49,7 @@ class FileObject:
 
 
 class InputError(NamedTuple):
-    """One reason why an input file cannot be a batch."""
+    """An error in an input file, or another error of its batch."""
 
     code: str
     message: str
@@ -57,7 +58,7 @@ class InputError(NamedTuple):
 
 
 class Usage(NamedTuple):
-    """Tokens of the lines that succeeded."""
+    """Token usage of the lines that succeeded."""
 
     input_tokens: int = 0
     cached_tokens: int = 0
@@ -79,8 +80,7 @@ class Usage(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class BatchJob:
-    """A batch as its row says. `times` holds the moments of OpenAI's `*_at` fields, by field name; `total` is 0 until
-    the input is found valid. `is_damaged`: the row cannot be read, and is shown as a batch that has failed."""
+    """The database row of a batch."""
 
     id: str
     tenant: str
@@ -97,19 +97,22 @@ class BatchJob:
     output_file_id: str | None = None
     error_file_id: str | None = None
     times: Mapping[str, int] = field(default_factory=dict)
+    """Values of the API's `*_at` fields, by field name."""
     total: int = 0
+    """Number of lines; 0 until the input has been validated."""
     completed: int = 0
     failed: int = 0
     usage: Usage = field(default_factory=Usage)
     is_damaged: bool = False
+    """The row is invalid, and the batch is shown as failed."""
 
     @property
     def remaining(self) -> int:
-        """Lines without a durable result."""
+        """Number of lines without a durable result."""
         return self.total - self.completed - self.failed
 
     def as_json(self, notes: Mapping[str, str] | None = None) -> dict[str, Any]:
-        """`notes` are shown with the metadata."""
+        """Return the API object; `notes` are added to its metadata."""
         names = ("in_progress", "finalizing", "completed", "failed", "expired", "cancelling", "cancelled")
         errors = {"object": "list", "data": [error._asdict() for error in self.errors]} if self.errors else None
         return {
@@ -133,7 +136,7 @@ class BatchJob:
 
 
 class LineRef(NamedTuple):
-    """An input line: `rank` in the order of feeding, `number` in the file (from 1), and its place there in bytes."""
+    """An input line: `rank` in feeding order, line `number` in the file (from 1), offset and length in bytes."""
 
     rank: int
     number: int
@@ -142,7 +145,7 @@ class LineRef(NamedTuple):
 
 
 class LineResult(NamedTuple):
-    """A line that ended: whether it goes to the output file, and its row's place in the journal."""
+    """A finished line: whether it succeeded, and the offset and length of its row in the journal."""
 
     rank: int
     succeeded: bool
@@ -151,7 +154,7 @@ class LineResult(NamedTuple):
 
 
 class LineRecord(NamedTuple):
-    """A line with its result; `succeeded` None: it has none."""
+    """A line with its result; `succeeded` is None for a line without a result."""
 
     ref: LineRef
     succeeded: bool | None
@@ -161,7 +164,7 @@ class LineRecord(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """Which part of a list: at most `limit` objects after the object `after` (None: from the beginning)."""
+    """Page of a list: at most `limit` objects after the object `after` (None: from the beginning)."""
 
     limit: int
     after: str | None = None
@@ -169,7 +172,7 @@ class Page:
 
 
 class Holdings(NamedTuple):
-    """Numbers of a tenant's unfinished batches and stored files."""
+    """Number of a tenant's unfinished batches and stored files."""
 
     tenant: str
     batches: int
@@ -177,7 +180,7 @@ class Holdings(NamedTuple):
 
 
 class UnknownCursor(Exception):
-    """There is no such object to continue a list after."""
+    """The object after which a list should continue does not exist."""
 
 
 class FileInUse(Exception):
@@ -185,7 +188,7 @@ class FileInUse(Exception):
 
 
 class StorageQuota(Exception):
-    """A file would take its tenant beyond the bytes that it may store; `used` are stored already."""
+    """A file would exceed the storage quota of its tenant. `used`: bytes already stored."""
 
     def __init__(self, used: int) -> None:
         super().__init__(used)
@@ -193,7 +196,7 @@ class StorageQuota(Exception):
 
 
 class LineQuota(Exception):
-    """A batch would take its tenant beyond the lines that it may have in batches; `used` are there already."""
+    """A batch would exceed the line quota of its tenant. `used`: lines in its other unfinished batches."""
 
     def __init__(self, used: int) -> None:
         super().__init__(used)
@@ -201,22 +204,24 @@ class LineQuota(Exception):
 
 
 class NoSuchFile(Exception):
-    """The batch's input file does not exist for its tenant."""
+    """The tenant of the batch has no such input file."""
 
 
 class WrongPurpose(Exception):
-    """The file was not uploaded as the input of a batch."""
+    """The input file was not uploaded with the purpose `batch`."""
 
 
 class IdempotencyConflict(Exception):
-    """The same idempotency key came with another body."""
+    """An idempotency key was reused with a different body."""
 
 
 @dataclass(frozen=True, slots=True)
 class Lengths:
-    """Bytes of a batch's lines: all of them, and one that has no result yet, on average. `answers`: the most tokens
-    that some of them may answer, as they say themselves; infinity where one does not."""
+    """Sizes of a batch's lines."""
 
     total_bytes: int
+    """Bytes of all lines."""
     pending_line: float
+    """Mean bytes of a line without a result."""
     answers: tuple[float, ...] = ()
+    """Maximum output tokens of a sample of the lines; infinity for a line without a limit."""

@@ -1,4 +1,4 @@
-"""Taking hold of a state folder: where it lies, whether it may be used, its lock, and its database. Blocking."""
+"""Locate, check, lock and open a state folder. Blocking."""
 
 import errno
 import fcntl
@@ -25,7 +25,7 @@ MISTAKES = frozenset(
         errno.ELOOP,
     }
 )  # fmt: skip
-"""Errors of the path itself, which no waiting mends. Every other error is a fault of the system, which may pass."""
+"""Errors of a wrong path, where a retry cannot help. All other errors may be temporary."""
 
 
 def default_state_dir(environment: Mapping[str, str]) -> Path:
@@ -34,13 +34,13 @@ def default_state_dir(environment: Mapping[str, str]) -> Path:
 
 
 def state_path(given: str | None, environment: Mapping[str, str]) -> Path:
-    """The folder that was named, or the default."""
+    """Return the given state folder, or the default."""
     return Path(given).expanduser() if given else default_state_dir(environment)
 
 
 def check_free(root: Path) -> None:
-    """Raise ConfigError if a start would refuse the folder: another server holds it, or it is not for it alone. Make
-    and change nothing."""
+    """Raise ConfigError if a start would refuse the folder: it is locked by another server, or shared with other files.
+    Changes nothing."""
     try:
         _check_foreign(root)
         if (root / "lock").exists():
@@ -51,7 +51,7 @@ def check_free(root: Path) -> None:
 
 
 def holder(root: Path) -> int | None:
-    """The process that holds a folder; None: no process does, or the number is not known."""
+    """Return the id of the process that has locked the folder; None if it is not locked or the id is unknown."""
     try:
         descriptor = os.open(root / "lock", os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
@@ -66,7 +66,7 @@ def holder(root: Path) -> int | None:
 
 
 class Opening:
-    """Opens one folder; may be repeated after a fault. `found`: where to put things that nothing explains."""
+    """Open one state folder; `open` may be repeated after an error. `found`: destination for unknown files."""
 
     def __init__(self, root: Path, disk: Disk) -> None:
         self._root = root
@@ -75,7 +75,7 @@ class Opening:
         self.found = LostAndFound(root, disk)
 
     def open(self) -> sqlite3.Connection:
-        """Lock the folder and open its database. Raises ConfigError, or StorageError for a fault that may pass."""
+        """Lock the folder and open its database. Raises ConfigError, or StorageError if a retry may succeed."""
         try:
             connection = self._open()
         except BaseException as error:  # also a Ctrl-C must not leave the folder locked
@@ -100,7 +100,7 @@ class Opening:
         try:
             for name in _FOLDERS:
                 (root / name).mkdir(mode=0o700, exist_ok=True)
-            for folder in sorted({root, root.parent, *made}):  # names are durable only when their folder is
+            for folder in sorted({root, root.parent, *made}):  # directory entries become durable with their folder
                 self._disk.sync_folder(folder)
         except BaseException:
             connection.close()
@@ -108,10 +108,10 @@ class Opening:
         return connection
 
     def _make_private(self) -> None:
-        """SQLite gives its other files the mode of the database; those of earlier versions had the umask's."""
+        """Give all files mode 0600: earlier versions used the umask. SQLite copies the mode of the database."""
         database, wal = self._root / DATABASE, self._root / f"{DATABASE}-wal"
         if wal.exists() and not (database.exists() and database.stat().st_size):
-            self.found.take(wal)  # SQLite deletes the log of a database that is gone; it may hold transactions
+            self.found.take(wal)  # SQLite would delete the log of a missing database, which may hold transactions
         if database.is_dir():
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
         os.close(os.open(database, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
@@ -121,35 +121,35 @@ class Opening:
                     (self._root / name).chmod(0o600)
 
     def close(self) -> None:
-        """Let another server have the folder. Idempotent."""
+        """Unlock the folder. Idempotent."""
         if self._lock >= 0:
             os.close(self._lock)
             self._lock = -1
 
 
 def _check_foreign(root: Path) -> None:
-    """Raise ConfigError for a shared folder such as /tmp. The mode of a folder that exists is its owner's affair."""
+    """Raise ConfigError for a shared folder such as /tmp. The mode of an existing folder is left unchanged."""
     if not root.is_dir() or (root / DATABASE).exists() or not root.stat().st_mode & 0o077:
         return
     foreign = sorted(name for name in os.listdir(root) if name not in _OURS)
     if foreign:
         raise ConfigError(
-            f"--state-dir {root} holds other files ({foreign[0]}) and is open to other users; "
-            f"name a folder for tidemill alone, e.g. {root / 'tidemill'}"
+            f"--state-dir {root} contains other files ({foreign[0]}) and is accessible to other users; "
+            f"use a folder for tidemill alone, e.g. {root / 'tidemill'}"
         )
 
 
 def _take_lock(path: Path) -> int:
-    """Raises OSError, or ConfigError when another server has the lock."""
+    """Lock a file and return its descriptor. Raises OSError, or ConfigError if another server has the lock."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         os.close(descriptor)
         if isinstance(error, BlockingIOError):
-            raise ConfigError(f"--state-dir {path.parent} is in use by another server") from None
+            raise ConfigError(f"--state-dir {path.parent} is in use by another server; use another folder") from None
         raise
-    with suppress(OSError):  # the number is for people; a full disk may refuse it
+    with suppress(OSError):  # the process id is informational; the disk may be full
         os.ftruncate(descriptor, 0)
         os.write(descriptor, f"{os.getpid()}\n".encode())
     return descriptor

@@ -1,9 +1,8 @@
-"""What a start does with a state folder before it is used: remove leftovers that the database explains, and move
-everything that it does not explain to `lost+found/<time>/`. Nothing else is ever removed.
+"""Cleanup of a state folder at start: remove known leftovers, and move unknown files to `lost+found/<time>/`.
 
-The database explains a body by its row, by the row of a deleted file, or by an announcement: ids are announced before
-their bodies appear, so that a body which a crash has left without a row is known. A body or journal without any of
-these belongs to another database: one that was lost, emptied, or replaced by a backup.
+The database knows a body by its row, by the row of a deleted file, or by an announcement: ids are announced before
+their bodies appear, which identifies bodies that a crash left without a row. Other bodies and journals belong to
+another database, which was lost, emptied or replaced by a backup. They are never removed.
 """
 
 import asyncio
@@ -23,14 +22,14 @@ log = logging.getLogger("tidemill.gateway")
 
 SWEEP = 1000
 LOST_AND_FOUND = ("lost+found", "tidemill-lost+found")
-"""The second one where the first is the file system's own and closed to the server."""
+"""The second name is used where `lost+found` belongs to the file system and is not writable."""
 
 Explain = Callable[[Sequence[str]], Awaitable[Mapping[str, bool]]]
-"""Which of these names must stay (True) or can go (False); no answer for a name that nothing explains."""
+"""Return whether each name must stay (True) or can be removed (False), leaving out unknown names."""
 
 
 class LostAndFound:
-    """A folder for things that nothing explains, made with the first of them. Blocks. Raises OSError."""
+    """Destination for unknown files, created with the first of these. Blocking. Raises OSError."""
 
     def __init__(self, root: Path, disk: Disk) -> None:
         self._root = root
@@ -39,7 +38,7 @@ class LostAndFound:
         self.moved = 0
 
     def take(self, path: Path) -> None:
-        """Move something out of the state folder."""
+        """Move a file out of the way, durably."""
         folder = self._place()
         target = folder / path.relative_to(self._root)
         target.parent.mkdir(mode=0o700, exist_ok=True)
@@ -49,7 +48,7 @@ class LostAndFound:
             self._disk.sync_folder(changed)
 
     def keep_rows(self, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Write rows of the database that cannot be read."""
+        """Write damaged database rows to `batches.jsonl`."""
         file = self._disk.create(self._place() / "batches.jsonl")
         try:
             for row in rows:
@@ -74,7 +73,7 @@ class LostAndFound:
 
 
 class Recovery:
-    """The tidying of one start. A step that the disk refuses is left to the next start."""
+    """Cleanup at one start. Steps that fail are left to the next start."""
 
     def __init__(self, root: Path, disk: Disk, store: SqliteStore, found: LostAndFound) -> None:
         self._root = root
@@ -83,15 +82,12 @@ class Recovery:
         self._found = found
 
     async def run(self, now: int) -> str | None:
-        """Return the findings that the operator has to know, None: there are none.
-
-        Raises StorageError if the folder cannot be read.
-        """
+        """Clean up and return the findings for the operator, if any. Raises StorageError."""
         notes: list[str] = []
         await self._tidy("tmp", _all_can_go)
         damaged = await self._store.damaged_batches()
         if damaged:
-            notes.append(f"the records of {len(damaged)} batches are damaged, and these batches have failed")
+            notes.append(f"the database rows of {len(damaged)} batches are damaged; these batches have failed")
             await self._try(lambda: self._found.keep_rows(damaged.values()))
         await self._tidy("journals", self._store.explain_journals)
         await self._tidy("files", self._store.explain_files)
@@ -99,12 +95,12 @@ class Recovery:
             await self._store.fail_damaged(list(damaged), now)
             await self._store.forget_announced()
         if lacking := await self._count_lacking():
-            notes.append(f"{lacking} files of the database have no whole body, and cannot be read")
+            notes.append(f"the bodies of {lacking} files are missing or incomplete; these files cannot be read")
         if self._found.folder is not None:
             where = self._found.folder.relative_to(self._root)
             notes.append(
-                f"{self._found.moved} files that the database does not know are in {where} of the state folder: if the "
-                "database was lost or replaced, stop the server, put the database and these files back, and start it; "
+                f"{self._found.moved} files without a database entry were moved to {where} in the state folder; if the "
+                "database was lost or replaced, stop the server, restore the database and these files, and start it; "
                 "otherwise delete them"
             )
         for note in notes:
@@ -126,7 +122,7 @@ class Recovery:
         try:
             await asyncio.to_thread(work)
         except OSError as error:
-            log.warning("the state folder cannot be tidied: %s", error.strerror)
+            log.warning("the state folder cannot be cleaned up: %s", error.strerror)
 
     async def _count_lacking(self) -> int:
         """Count files whose body is missing or has another size."""

@@ -1,7 +1,7 @@
-"""Between rows and objects. Knows nothing of transactions.
+"""Conversion between database rows and objects.
 
-A row that cannot be true (bits that changed on the disk, a hand that edited the database) is read as an object that has
-failed, with the reason; it never raises, so that lists and all other objects are not affected.
+A row with invalid values (bit rot, a manual edit) becomes a failed object with the reason. Reading never raises, so
+that lists and other objects are not affected.
 """
 
 import json
@@ -30,7 +30,7 @@ ROW_DAMAGED = "record_damaged"
 
 
 class _Damage(Exception):
-    """A column holds a value that was never written."""
+    """A column contains an invalid value."""
 
 
 def _number(row: sqlite3.Row, name: str) -> int:
@@ -85,7 +85,9 @@ def read_file_row(row: sqlite3.Row) -> FileObject:
 
 
 def _reason(kind: str, damage: _Damage) -> str:
-    return f"The server's record of this {kind} is damaged ({damage}); send again what has no result."
+    if kind == "file":
+        return f"The server's record of this file is damaged ({damage}); upload it again."
+    return f"The server's record of this batch is damaged ({damage}); resend the lines without a result."
 
 
 def insert_file(connection: sqlite3.Connection, file: FileObject) -> None:
@@ -118,7 +120,7 @@ def read_batch_row(row: sqlite3.Row) -> BatchJob:
 
 
 def repair_batch(row: sqlite3.Row, now: int) -> dict[str, Any]:
-    """Return the columns of a batch that has failed at `now`, in the place of a row that cannot be read."""
+    """Return the columns of a batch that failed at `now`, to replace a damaged row."""
     batch = read_batch_row(row)
     columns = ("tenant", "endpoint", "completion_window", "created_at", "expires_at", "output_file_id", "error_file_id")
     counts = ("total", "completed", "failed", "input_tokens", "cached_tokens", "output_tokens", "reasoning_tokens")
@@ -142,7 +144,7 @@ def _or(default: ValueT, read: Callable[[sqlite3.Row, str], ValueT], row: sqlite
 
 
 def _read_batch(row: sqlite3.Row) -> BatchJob:
-    """Raises _Damage."""
+    """Read a row. Raises _Damage."""
     batch = BatchJob(
         id=_text(row, "id", BATCH_ID),
         tenant=_text(row, "tenant"),

@@ -1,4 +1,4 @@
-"""The tables, version by version: `user_version` says how many of the scripts a database has been through."""
+"""Schema migrations: `user_version` is the number of scripts already applied to a database."""
 
 _FIRST = """
 CREATE TABLE files (
@@ -63,7 +63,7 @@ CREATE TABLE lines (
 
 _REASONING = "ALTER TABLE batches ADD COLUMN reasoning_tokens INTEGER NOT NULL DEFAULT 0"
 
-# Requests without a key belonged to the tenant ''; the key of a repeated creation must stay unique in its new tenant.
+# Requests without a key belonged to the tenant ''. Idempotency keys must stay unique within the new tenant.
 _DEFAULT_TENANT = """
 UPDATE batches SET idempotency_key = NULL, idempotency_digest = NULL WHERE tenant = '' AND idempotency_key IN
     (SELECT idempotency_key FROM batches WHERE tenant = 'default');

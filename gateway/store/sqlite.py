@@ -1,9 +1,8 @@
-"""Files and batches in one SQLite file: WAL, synchronous=FULL, one writer thread, group commit. Bodies are elsewhere.
+"""Rows of files and batches in one SQLite database: WAL, synchronous=FULL, one writer thread, group commit.
 
-Every method is one transaction: when it returns, what it did is durable. All of them raise StorageError when the disk
-does not take it, in which case nothing was changed; with `in_doubt` set the change may still appear after a crash,
-until `settle` or another change succeeds. What adds may be repeated: the second time it does nothing; what moves a
-batch raises IllegalTransition then.
+Every method is one transaction, which is durable when it returns. All methods raise StorageError if the disk fails.
+Then nothing has changed, but with `in_doubt` the change may still appear after a crash until `settle` or another
+change succeeds. Additions are idempotent; repeating a change of a batch's state raises IllegalTransition.
 """
 
 import asyncio
@@ -22,7 +21,7 @@ from gateway.store.writer import SqliteWriter, Work, open_database
 
 
 class SqliteStore(SqliteFiles, SqliteBatches, SqliteTenants, SqliteRecovery):
-    """Raises ConfigError when the database cannot be used."""
+    """Raises ConfigError if the database cannot be used."""
 
     def __init__(
         self,
@@ -38,17 +37,17 @@ class SqliteStore(SqliteFiles, SqliteBatches, SqliteTenants, SqliteRecovery):
         self._run = token_hex(8)
 
     def is_in_place(self) -> bool:
-        """Whether the database is where it was opened. Asks the disk, from any thread."""
+        """Return whether the database file is still at its path. Checks the disk; callable from any thread."""
         return self._writer.is_in_place()
 
     async def settle(self) -> None:
-        """Commit something: what is not to be seen now of a commit in doubt cannot appear after a crash any more."""
+        """Make a commit, which settles earlier commits in doubt: changes that are invisible now cannot reappear."""
         await self._writer.run(lambda connection: connection.execute(f"PRAGMA user_version = {VERSION}").fetchone())
 
     async def close(self) -> None:
-        """Waits for what was begun."""
+        """Wait for queued work, and close."""
         await asyncio.to_thread(self.close_now)
 
     def close_now(self) -> None:
-        """Blocks until what was queued is done."""
+        """Wait for queued work, and close. Blocking."""
         self._writer.close()

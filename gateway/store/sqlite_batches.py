@@ -1,5 +1,4 @@
-"""Batches and their lines in SQLite. The counts of a batch change in the transaction that records its lines' results.
-Mixed into `SqliteStore`."""
+"""Mixin of `SqliteStore` for batches and their lines. Line results and batch counts change in one transaction."""
 
 import json
 import sqlite3
@@ -28,16 +27,18 @@ from gateway.store.writer import SqliteWriter
 
 
 class SqliteBatches:
-    """Rows of batches and of their lines. Where `tenant` may be None, None stands for every tenant."""
+    """Rows of batches and their lines. A `tenant` of None means all tenants."""
 
     _writer: SqliteWriter
 
     async def create_batch(
         self, batch: BatchJob, idempotency: tuple[str, str] | None = None, max_lines: int | None = None
     ) -> BatchJob:
-        """Add a batch; `idempotency` is a key and a digest of the body: with a key seen before, the batch of then.
-        `max_lines`: what the unfinished batches of its tenant may have together; one whose lines are not yet counted
-        counts as one.
+        """Add a batch and return it, or return the batch that was created with the same idempotency key.
+
+        Args:
+            idempotency: key and digest of the body.
+            max_lines: maximum lines in the tenant's unfinished batches; a batch before validation counts as one line.
 
         Raises NoSuchFile, WrongPurpose, IdempotencyConflict or LineQuota.
         """
@@ -68,11 +69,11 @@ class SqliteBatches:
         return await self._writer.run(lambda connection: _find(connection, batch_id, tenant))
 
     async def load_batch(self, batch_id: str) -> BatchJob:
-        """For the worker, which serves every tenant. The batch must exist."""
+        """Return an existing batch of any tenant."""
         return await self._writer.run(lambda connection: _load(connection, batch_id))
 
     async def list_batches(self, tenant: str | None, page: Page) -> tuple[list[BatchJob], bool]:
-        """One page, newest first, and whether there is more. Raises UnknownCursor."""
+        """Return a page, newest first, and whether more batches follow. Raises UnknownCursor."""
 
         def work(connection: sqlite3.Connection) -> tuple[list[BatchJob], bool]:
             rows, more = read_page(connection, "batches", owned(tenant), {"tenant": tenant}, page)
@@ -90,7 +91,7 @@ class SqliteBatches:
     async def move_batch(
         self, batch_id: str, status: BatchStatus, now: int, errors: Sequence[InputError] = ()
     ) -> BatchJob:
-        """Change the state; a batch that has failed has no lines and counts none. Raises IllegalTransition."""
+        """Change the state; for `failed`, also remove the lines and reset the counts. Raises IllegalTransition."""
 
         def work(connection: sqlite3.Connection) -> BatchJob:
             _move(connection, batch_id, status, now)
@@ -105,7 +106,7 @@ class SqliteBatches:
         return await self._writer.run(work)
 
     async def note_error(self, batch_id: str, error: InputError) -> None:
-        """Say in a running batch what is wrong with it; the first such note stays."""
+        """Add an error to a running batch, unless it already has one."""
 
         def work(connection: sqlite3.Connection) -> None:
             query = "UPDATE batches SET errors = ? WHERE id = ? AND errors = '[]'"
@@ -114,19 +115,19 @@ class SqliteBatches:
         await self._writer.run(work)
 
     async def cancel_batch(self, tenant: str | None, batch_id: str, now: int) -> BatchJob | None:
-        """Begin to cancel where that is still possible; the batch as it is then, None if there is none."""
+        """Move a batch to `cancelling` if its state allows, and return it; None if it does not exist."""
 
         def work(connection: sqlite3.Connection) -> BatchJob | None:
             if _find(connection, batch_id, tenant) is None:
                 return None
-            with suppress(IllegalTransition):  # too late, or the second time: answered with the batch as it is
+            with suppress(IllegalTransition):  # already ended or cancelled: return the batch unchanged
                 _move(connection, batch_id, BatchStatus.CANCELLING, now)
             return _load(connection, batch_id)
 
         return await self._writer.run(work)
 
     async def add_lines(self, batch_id: str, lines: Sequence[LineRef], *, first: bool) -> None:
-        """Index lines of a batch under validation; `first`: forget those of an attempt that was cut off."""
+        """Add lines of a batch under validation; `first`: remove the lines of an interrupted attempt."""
 
         def work(connection: sqlite3.Connection) -> None:
             batch = _seq(connection, batch_id)
@@ -142,8 +143,8 @@ class SqliteBatches:
     async def start_batch(
         self, batch_id: str, total: int, model: str | None, now: int, max_lines: int | None = None
     ) -> BatchJob:
-        """The input is valid: from `validating` to `in_progress`; a batch being cancelled stays so. `max_lines`: see
-        `create_batch`. Raises LineQuota."""
+        """Move a validated batch to `in_progress`, unless it is being cancelled, and store `total` and `model`.
+        `max_lines`: see `create_batch`. Raises LineQuota."""
 
         def work(connection: sqlite3.Connection) -> BatchJob:
             batch = _load(connection, batch_id)
@@ -157,7 +158,7 @@ class SqliteBatches:
         return await self._writer.run(work)
 
     async def pending_lines(self, batch_id: str, after_rank: int, limit: int) -> list[LineRef]:
-        """Lines without a result, by rank."""
+        """Return lines without a result, ordered by rank."""
 
         def work(connection: sqlite3.Connection) -> list[LineRef]:
             query = "SELECT * FROM lines WHERE batch = ? AND rank > ? AND succeeded IS NULL ORDER BY rank LIMIT ?"
@@ -167,7 +168,7 @@ class SqliteBatches:
         return await self._writer.run(work)
 
     async def count_lines(self, batch_id: str) -> tuple[int, int, int]:
-        """Return the lines of a batch in the index: all, with a good result, with another result."""
+        """Return the number of indexed lines of a batch: all, succeeded, failed."""
 
         def work(connection: sqlite3.Connection) -> tuple[int, int, int]:
             return _count(connection, _seq(connection, batch_id))
@@ -186,7 +187,7 @@ class SqliteBatches:
         return await self._writer.run(work)
 
     async def add_results(self, batch_id: str, results: Sequence[LineResult], usage: Usage) -> BatchJob:
-        """Record results whose rows are already durable in the journal. A line that has a result keeps it."""
+        """Record results whose rows are durable in the journal. Lines that have a result keep it."""
 
         def work(connection: sqlite3.Connection) -> BatchJob:
             batch, counts = _seq(connection, batch_id), [0, 0]
@@ -197,7 +198,7 @@ class SqliteBatches:
                     (int(result.succeeded), result.start, result.length, batch, result.rank),
                 )
                 counts[result.succeeded] += changed.rowcount
-            if not any(counts):  # a commit in doubt that did happen
+            if not any(counts):  # an earlier commit in doubt had succeeded
                 return _load(connection, batch_id)
             connection.execute(
                 "UPDATE batches SET completed = completed + ?, failed = failed + ?, input_tokens = input_tokens + ?, "
@@ -210,8 +211,8 @@ class SqliteBatches:
         return await self._writer.run(work)
 
     async def run_again(self, batch_id: str, ranks: Sequence[int], usage: Usage | None) -> BatchJob:
-        """Forget the results of these lines and count those that are left: from `finalizing` back to `in_progress`.
-        `usage`: of the results that are left; None: unknown. Raises IllegalTransition."""
+        """Remove the results of the given lines, recount, and move the batch back to `in_progress`. `usage`: token
+        usage of the remaining results (None: unknown). Raises IllegalTransition."""
 
         def work(connection: sqlite3.Connection) -> BatchJob:
             batch = _load(connection, batch_id)
@@ -235,7 +236,7 @@ class SqliteBatches:
         return await self._writer.run(work)
 
     async def line_records(self, batch_id: str, after_rank: int, limit: int) -> list[LineRecord]:
-        """All lines, by rank."""
+        """Return lines with their results, ordered by rank."""
 
         def work(connection: sqlite3.Connection) -> list[LineRecord]:
             query = "SELECT * FROM lines WHERE batch = ? AND rank > ? ORDER BY rank LIMIT ?"
@@ -254,10 +255,13 @@ class SqliteBatches:
         completed: int | None = None,
         usage: Usage | None = None,
     ) -> BatchJob:
-        """End a batch together with the rows of its files, and remove the index of its lines.
+        """End a batch, add the rows of its result files and remove its lines. Idempotent for the same files.
 
-        `completed`: rows of the output file, `usage`: of these (None: as counted so far); all other lines count as
-        failed. Raises IllegalTransition, but for the same end with the same files.
+        Args:
+            completed: rows of the output file (None: as counted so far); all other lines count as failed.
+            usage: token usage of these rows (None: as counted so far).
+
+        Raises IllegalTransition.
         """
         ids = tuple(None if file is None else file.id for file in (output, errors))
 
@@ -285,7 +289,7 @@ class SqliteBatches:
 
 
 def _check_lines(connection: sqlite3.Connection, batch: BatchJob, lines: int, max_lines: int) -> None:
-    """Raises LineQuota if so many lines of a batch do not fit beside its tenant's other batches."""
+    """Raise LineQuota if `lines` lines do not fit beside the tenant's other unfinished batches."""
     query = (
         "SELECT COALESCE(SUM(MAX(1, total - completed - failed)), 0) AS used FROM batches WHERE tenant = ? AND id != ? "
         "AND status IN ('validating', 'in_progress', 'finalizing', 'cancelling')"
@@ -319,7 +323,7 @@ def _load(connection: sqlite3.Connection, batch_id: str) -> BatchJob:
 
 
 def _seq(connection: sqlite3.Connection, batch_id: str) -> int:
-    """The short number that lines name their batch by."""
+    """Return the integer key of a batch in the table of lines."""
     return int(connection.execute("SELECT seq FROM batches WHERE id = ?", (batch_id,)).fetchone()["seq"])
 
 

@@ -1,5 +1,5 @@
-"""Files in SQLite. A deleted file's row stays for a while, without a body, so that a list can go on after it: clients
-delete while they page. Mixed into `SqliteStore`."""
+"""Mixin of `SqliteStore` for files. The row of a deleted file stays for a day as a tombstone, because clients that
+delete while they page use its id as a cursor."""
 
 import sqlite3
 from collections.abc import Sequence
@@ -15,18 +15,17 @@ _STORED = "deleted_at IS NULL AND (expires_at IS NULL OR expires_at > :now)"
 
 
 def owned(tenant: str | None) -> str:
-    """Return the condition that a row belongs to `:tenant`; None stands for every tenant."""
+    """Return the SQL condition that a row belongs to `:tenant`; None means all tenants."""
     return "TRUE" if tenant is None else "tenant = :tenant"
 
 
 class SqliteFiles:
-    """Rows of files. A file that has expired or belongs to another tenant is a missing one. Where `tenant` may be None,
-    None stands for every tenant."""
+    """Rows of files. Expired files and files of other tenants count as missing; `tenant` None means all tenants."""
 
     _writer: SqliteWriter
 
     async def add_file(self, file: FileObject, max_bytes: int | None = None) -> None:
-        """`max_bytes`: what all files of its tenant may have together. Raises StorageQuota."""
+        """Add a file. `max_bytes`: quota for all files of the tenant. Raises StorageQuota."""
 
         def work(connection: sqlite3.Connection) -> None:
             if max_bytes is not None and find_file(connection, file.tenant, file.id, file.created_at) is None:
@@ -38,7 +37,7 @@ class SqliteFiles:
         await self._writer.run(work)
 
     async def stored_bytes(self, tenant: str, now: int) -> int:
-        """Of all files of a tenant."""
+        """Return the total size of a tenant's files in bytes."""
         return await self._writer.run(lambda connection: _stored_bytes(connection, tenant, now))
 
     async def get_file(self, tenant: str | None, file_id: str, now: int) -> FileObject | None:
@@ -47,7 +46,7 @@ class SqliteFiles:
     async def list_files(
         self, tenant: str | None, page: Page, purpose: str | None, now: int
     ) -> tuple[list[FileObject], bool]:
-        """One page, and whether there is more. Raises UnknownCursor."""
+        """Return a page, and whether more files follow. Raises UnknownCursor."""
 
         def work(connection: sqlite3.Connection) -> tuple[list[FileObject], bool]:
             where = f"{owned(tenant)} AND {_STORED}"
@@ -60,7 +59,7 @@ class SqliteFiles:
         return await self._writer.run(work)
 
     async def delete_file(self, tenant: str | None, file_id: str, now: int) -> bool:
-        """False if there is none. Raises FileInUse for the input of a batch that has not ended."""
+        """Delete a file; return False if it does not exist. Raises FileInUse for the input of an unfinished batch."""
 
         def work(connection: sqlite3.Connection) -> bool:
             if find_file(connection, tenant, file_id, now) is None:
@@ -74,7 +73,7 @@ class SqliteFiles:
         return await self._writer.run(work)
 
     async def expire_files(self, now: int, limit: int) -> list[str]:
-        """Take expired files out of the lists, but for inputs in use; returns the ids whose bodies may go."""
+        """Mark expired files as deleted, except inputs in use, and return their ids for removal of the bodies."""
 
         def work(connection: sqlite3.Connection) -> list[str]:
             rows = connection.execute(
@@ -87,13 +86,13 @@ class SqliteFiles:
         return await self._writer.run(work)
 
     async def old_tombstones(self, now: int, limit: int) -> list[str]:
-        """Return the ids of files that were deleted a day ago or earlier."""
+        """Return the ids of files that were deleted more than TOMBSTONE_SECONDS ago."""
         query = "SELECT id FROM files WHERE deleted_at < ? LIMIT ?"
         values = (now - TOMBSTONE_SECONDS, limit)
         return await self._writer.run(lambda c: [row["id"] for row in c.execute(query, values)])
 
     async def purge_files(self, file_ids: Sequence[str]) -> None:
-        """Remove the rows of deleted files whose bodies are gone."""
+        """Remove the rows of deleted files whose bodies have been removed."""
 
         def work(connection: sqlite3.Connection) -> None:
             query = "DELETE FROM files WHERE id = ? AND deleted_at IS NOT NULL"
@@ -102,7 +101,7 @@ class SqliteFiles:
         await self._writer.run(work)
 
     async def known_files(self, file_ids: Sequence[str]) -> set[str]:
-        """Those of the ids whose body must be kept, of whatever tenant."""
+        """Return the ids that belong to a file of any tenant that has not been deleted."""
 
         def work(connection: sqlite3.Connection) -> set[str]:
             query = "SELECT 1 FROM files WHERE id = ? AND deleted_at IS NULL"
@@ -125,8 +124,8 @@ def find_file(connection: sqlite3.Connection, tenant: str | None, file_id: str, 
 def read_page(
     connection: sqlite3.Connection, table: str, where: str, values: dict[str, str | int | None], page: Page
 ) -> tuple[list[sqlite3.Row], bool]:
-    """Return the rows of one page, and whether there are more. `table` and `where` never come from a client; `values`
-    holds the tenant, see `owned`."""
+    """Return the rows of a page, and whether more follow. `table` and `where` must not contain client input; `values`
+    contains the tenant, see `owned`."""
     if page.after is not None:
         owner = values["tenant"]
         assert not isinstance(owner, int)

@@ -1,5 +1,4 @@
-"""What a start asks of the database: which bodies and journals it explains, and which of its rows cannot be read. Mixed
-into `SqliteStore`."""
+"""Mixin of `SqliteStore` for recovery at start: known bodies and journals, and damaged rows."""
 
 import sqlite3
 from collections.abc import Mapping, Sequence
@@ -11,13 +10,13 @@ from gateway.store.writer import SqliteWriter
 
 
 class SqliteRecovery:
-    """`_run` is drawn at each opening: announcements of this run are of bodies that are just being written."""
+    """`_run` identifies this run of the server: bodies announced by this run may still be in the making."""
 
     _writer: SqliteWriter
     _run: str
 
     async def announce_files(self, file_ids: Sequence[str]) -> None:
-        """Note ids before their bodies appear: a body that never gets its row is known as garbage."""
+        """Record ids before their bodies appear, so that recovery can remove bodies that never got a row."""
 
         def work(connection: sqlite3.Connection) -> None:
             query = "INSERT INTO announced (id, run) VALUES (?, ?) ON CONFLICT DO NOTHING"
@@ -26,7 +25,7 @@ class SqliteRecovery:
         await self._writer.run(work)
 
     async def forget_announced(self, file_ids: Sequence[str] | None = None) -> None:
-        """Forget ids whose bodies are gone; None: those of all earlier runs."""
+        """Remove the announcements of these ids, or of all earlier runs for None."""
 
         def work(connection: sqlite3.Connection) -> None:
             if file_ids is None:
@@ -37,7 +36,7 @@ class SqliteRecovery:
         await self._writer.run(work)
 
     async def explain_files(self, names: Sequence[str]) -> Mapping[str, bool]:
-        """Return which of these bodies must stay (True) or can go (False), without the ones that are not known."""
+        """Return whether each body must stay (True) or can be removed (False), leaving out unknown ones."""
 
         def work(connection: sqlite3.Connection) -> dict[str, bool]:
             known: dict[str, bool] = {}
@@ -53,7 +52,7 @@ class SqliteRecovery:
         return await self._writer.run(work)
 
     async def explain_journals(self, names: Sequence[str]) -> Mapping[str, bool]:
-        """Do the same for journals: those of unfinished batches must stay. A damaged row explains nothing."""
+        """Return the same for journals: those of unfinished batches must stay. Damaged rows are ignored."""
 
         def work(connection: sqlite3.Connection) -> dict[str, bool]:
             known: dict[str, bool] = {}
@@ -67,12 +66,12 @@ class SqliteRecovery:
         return await self._writer.run(work)
 
     async def bodies(self, after: int, limit: int) -> list[tuple[int, str, int]]:
-        """Return sequence number, id and size of stored files, in their order, from the number `after` on."""
+        """Return sequence number, id and size of stored files with numbers above `after`, in order."""
         query = "SELECT seq, id, bytes FROM files WHERE seq > ? AND deleted_at IS NULL ORDER BY seq LIMIT ?"
         return await self._writer.run(lambda c: [tuple(row) for row in c.execute(query, (after, limit))])
 
     async def damaged_batches(self) -> dict[int, dict[str, Any]]:
-        """Return the rows of batches that cannot be read, as they are, by sequence number."""
+        """Return the unchanged damaged rows of batches by sequence number."""
 
         def work(connection: sqlite3.Connection) -> dict[int, dict[str, Any]]:
             rows = connection.execute("SELECT * FROM batches")
@@ -81,7 +80,7 @@ class SqliteRecovery:
         return await self._writer.run(work)
 
     async def fail_damaged(self, seqs: Sequence[int], now: int) -> None:
-        """Turn rows that cannot be read into rows of batches that have failed, with the reason."""
+        """Replace damaged rows by rows of failed batches with the reason, and remove their lines."""
 
         def work(connection: sqlite3.Connection) -> None:
             for seq in seqs:

@@ -1,4 +1,4 @@
-"""Owners of files and batches in SQLite. Mixed into `SqliteStore`."""
+"""Mixin of `SqliteStore` for the tenants of files and batches."""
 
 import sqlite3
 from collections.abc import Iterable
@@ -18,14 +18,14 @@ SELECT tenant, SUM(batches) AS batches, SUM(files) AS files FROM (
 
 
 class SqliteTenants:
-    """Changes and counts of owners."""
+    """Reassign and count the objects of tenants."""
 
     _writer: SqliteWriter
 
     async def adopt(self, tenant: str, owners: Iterable[str]) -> int:
-        """Give all files and batches of `owners` to `tenant` and return their number.
+        """Move all files and batches of `owners` to `tenant` and return their number.
 
-        Two batches of one tenant cannot have the same idempotency key: an adopted batch loses a key that is taken.
+        A moved batch loses its idempotency key if `tenant` already has a batch with this key.
         """
         former = tuple(owners)
 
@@ -46,7 +46,7 @@ class SqliteTenants:
         return await self._writer.run(work)
 
     async def holdings(self, now: int) -> list[Holdings]:
-        """Return the unfinished batches and the stored files of each tenant that has any, by name."""
+        """Return the number of unfinished batches and stored files per tenant, ordered by name."""
 
         def work(connection: sqlite3.Connection) -> list[Holdings]:
             return [Holdings(**row) for row in connection.execute(_HOLDINGS, {"now": now})]

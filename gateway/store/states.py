@@ -1,13 +1,14 @@
-"""The states of a batch: one table of legal changes, and which timestamp each state sets. Knows nothing of storage."""
+"""States of a batch: legal transitions, and the timestamp that each state sets."""
 
 from collections.abc import Mapping
 from enum import StrEnum
 
 
 class BatchStatus(StrEnum):
-    """OpenAI's words. Every state but the terminal ones is owned by the batch worker and ends: `validating` after a few
-    tries, `cancelling` within a minute of them, the others when their window has closed, if nothing else ends them.
-    Only a disk that takes no data stops the clock."""
+    """Batch states of OpenAI's API.
+
+    The batch worker ends every non-terminal state, unless the disk fails: `validating` after a few attempts,
+    `cancelling` within about a minute, and the others at the latest after the completion window."""
 
     VALIDATING = "validating"
     FAILED = "failed"
@@ -24,7 +25,7 @@ TRANSITIONS: Mapping[BatchStatus, frozenset[BatchStatus]] = {
         {BatchStatus.FAILED, BatchStatus.IN_PROGRESS, BatchStatus.CANCELLING, BatchStatus.EXPIRED}
     ),
     BatchStatus.IN_PROGRESS: frozenset({BatchStatus.FINALIZING, BatchStatus.CANCELLING, BatchStatus.EXPIRED}),
-    # back to work: results that are damaged on the disk are computed again
+    # to IN_PROGRESS: compute results again that were damaged on the disk
     BatchStatus.FINALIZING: frozenset({BatchStatus.COMPLETED, BatchStatus.FAILED, BatchStatus.IN_PROGRESS}),
     BatchStatus.CANCELLING: frozenset({BatchStatus.CANCELLED}),
     BatchStatus.FAILED: frozenset(),
@@ -36,7 +37,7 @@ TRANSITIONS: Mapping[BatchStatus, frozenset[BatchStatus]] = {
 TERMINAL = frozenset(status for status, after in TRANSITIONS.items() if not after)
 UNFINISHED = frozenset(BatchStatus) - TERMINAL
 
-# How a batch ends that the server cannot carry on: without files.
+# Terminal state, without result files, of a batch that fails repeatedly in the given state.
 GIVEN_UP = {
     BatchStatus.VALIDATING: BatchStatus.FAILED,
     BatchStatus.IN_PROGRESS: BatchStatus.EXPIRED,
@@ -44,7 +45,7 @@ GIVEN_UP = {
     BatchStatus.CANCELLING: BatchStatus.CANCELLED,
 }
 
-# The error code of a line that had not ended when its batch did.
+# Error code and message of a line without a result when its batch ends.
 UNFINISHED_LINE = {
     BatchStatus.EXPIRED: ("batch_expired", "This request could not be executed before the completion window closed."),
     BatchStatus.CANCELLED: ("batch_cancelled", "This request was not executed because the batch was cancelled."),
@@ -52,15 +53,15 @@ UNFINISHED_LINE = {
 
 
 class IllegalTransition(Exception):
-    """The batch is no longer in a state from which it may go there; nothing was changed."""
+    """The batch cannot move to the requested state from its current one; nothing was changed."""
 
 
 def check_transition(before: BatchStatus, after: BatchStatus) -> None:
-    """Raises IllegalTransition unless the table has it."""
+    """Raise IllegalTransition unless TRANSITIONS allows the change."""
     if after not in TRANSITIONS[before]:
         raise IllegalTransition(f"{before} -> {after}")
 
 
 def timestamp_field(status: BatchStatus) -> str | None:
-    """The field that says when a batch came into a state; `validating` begins with `created_at`."""
+    """Return the name of the timestamp field of a state; None for `validating`, which starts at `created_at`."""
     return None if status is BatchStatus.VALIDATING else f"{status.value}_at"

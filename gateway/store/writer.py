@@ -1,6 +1,6 @@
-"""One thread, one SQLite connection: work that waits together is committed together.
+"""Group commit for SQLite: one thread with one connection commits all waiting work together.
 
-Knows nothing of tables. Reads go through the same connection, in order, so they see what was acknowledged before.
+Reads use the same connection in order, so they see all acknowledged writes.
 """
 
 import asyncio
@@ -23,9 +23,9 @@ from gateway.store.schema import MIGRATIONS, VERSION
 ResultT = TypeVar("ResultT")
 Work = Callable[[sqlite3.Connection], ResultT]
 
-MAX_GROUP = 256  # a commit of that many rows takes about five times as long as of one
-CHECKED_BYTES = 64 * 1024 * 1024  # a whole check of a larger database would take too long at every start
-BUSY_SECONDS = 2.0  # how long a lock of another program, such as a backup, is waited for
+MAX_GROUP = 256  # committing this many rows takes about five times as long as one row
+CHECKED_BYTES = 64 * 1024 * 1024  # checking a larger database would take too long at start
+BUSY_SECONDS = 2.0  # maximum wait for a lock of another program, such as a backup
 _BUSY_CODES = frozenset({sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED})
 _STORAGE_CODES = _BUSY_CODES | {
     sqlite3.SQLITE_FULL,
@@ -38,14 +38,14 @@ _STORAGE_CODES = _BUSY_CODES | {
     sqlite3.SQLITE_PROTOCOL,
     sqlite3.SQLITE_NOLFS,
 }
-_NOT_COMMITTED = _BUSY_CODES | {sqlite3.SQLITE_FULL}  # after any other error a commit may have happened
+_NOT_COMMITTED = _BUSY_CODES | {sqlite3.SQLITE_FULL}  # after any other error the commit is in doubt
 
 
 def open_database(path: Path) -> sqlite3.Connection:
-    """The connection, its tables brought up to this version.
+    """Open a database and migrate it to the current schema.
 
-    Raises ConfigError, having changed nothing, for a damaged database or one of a newer version, and StorageError for a
-    fault of the disk.
+    Raises ConfigError, without changing the file, for a damaged database or a newer schema, and StorageError if the
+    disk fails.
     """
     try:
         if path.exists():
@@ -59,7 +59,7 @@ def open_database(path: Path) -> sqlite3.Connection:
         connection.execute("PRAGMA synchronous = FULL")
         _wait_for_locks(connection, BUSY_SECONDS)
         connection.row_factory = sqlite3.Row
-        connection.text_factory = lambda data: data.decode(errors="replace")  # damaged text must not end a list
+        connection.text_factory = lambda data: data.decode(errors="replace")  # damaged text must not break lists
         _migrate(connection)
     except BaseException as error:  # also a Ctrl-C must not leave the database open
         connection.close()
@@ -79,8 +79,8 @@ def _refusal(error: sqlite3.DatabaseError) -> ConfigError | StorageError:
 
 
 def _damaged(how: str) -> ConfigError:
-    what_to_do = "restore it from a backup, or move it away: a new one is made, and lost+found keeps the stored files"
-    return ConfigError(f"the database tidemill.db in --state-dir is damaged ({how}): {what_to_do}")
+    what_to_do = "restore a backup, or move it away to start with a new one (the stored files go to lost+found)"
+    return ConfigError(f"the database tidemill.db in --state-dir is damaged ({how}); {what_to_do}")
 
 
 def _wait_for_locks(connection: sqlite3.Connection, seconds: float) -> None:
@@ -88,7 +88,7 @@ def _wait_for_locks(connection: sqlite3.Connection, seconds: float) -> None:
 
 
 def _look_first(path: Path) -> None:
-    """Look without touching: closing an ordinary connection would already tidy up."""
+    """Check that the file is readable without changing it: closing a normal connection would checkpoint the WAL."""
     connection = sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro&immutable=1", uri=True)
     try:
         _refuse_newer(connection)
@@ -109,8 +109,8 @@ def _refuse_newer(connection: sqlite3.Connection) -> None:
     (version,) = connection.execute("PRAGMA user_version").fetchone()
     if version > VERSION:
         raise ConfigError(
-            f"--state-dir was written by a newer version (schema {version}, this one knows {VERSION}); "
-            "use that version, or name another folder"
+            f"--state-dir was written by a newer version (schema {version}, supported: {VERSION}); "
+            "use that version or another folder"
         )
 
 
@@ -121,11 +121,13 @@ def _migrate(connection: sqlite3.Connection) -> None:
 
 
 class SqliteWriter:
-    """Runs functions of the connection in its thread; each is atomic, and done for good when its future is.
+    """Run functions of the connection in a thread. Each is atomic, and durable when its future is done.
 
-    `on_commit` is called after every commit that may have written, in the thread. `path`: the database; while it is no
-    longer there nothing is written, since SQLite would go on in a file that is lost at the end. `health` is told of
-    faults and of commits that succeeded. `connection` None: `open_later` is called with each work until it succeeds.
+    Args:
+        connection: an open database, or None to call `open_later` at each group of work until it succeeds.
+        on_commit: called in the thread after every commit that may have written.
+        path: path of the database. Writes fail while the file is not there: SQLite would write to a deleted file.
+        health: receives errors and successful commits.
     """
 
     def __init__(
@@ -148,7 +150,7 @@ class SqliteWriter:
         self._thread.start()
 
     async def run(self, work: Work[ResultT]) -> ResultT:
-        """Raises what `work` raises, or StorageError when it could not be made durable or the store is closed."""
+        """Run `work` in the thread. Raises its exceptions, or StorageError if the commit fails."""
         if self._closed:
             raise StorageError
         future: Future[ResultT] = Future()
@@ -156,7 +158,7 @@ class SqliteWriter:
         return await asyncio.wrap_future(future)
 
     def close(self) -> None:
-        """Wait for what was queued, and close the connection. Blocks. Idempotent."""
+        """Wait for queued work, and close the connection. Blocking. Idempotent."""
         self._closed = True
         self._queue.put(None)
         self._thread.join()
@@ -185,7 +187,7 @@ class SqliteWriter:
         return self._opened
 
     def _is_open(self, group: list[tuple[Work[Any], Future[Any]]]) -> bool:
-        """Open the database if it is not; where that fails, so does the group."""
+        """Open the database if necessary. If that fails, fail the group and return False."""
         if self._opened is None and group:
             assert self._open_later is not None
             try:
@@ -224,7 +226,7 @@ class SqliteWriter:
                 future.set_exception(failure)
 
     def is_in_place(self) -> bool:
-        """Whether the database that is open is still there. From any thread; it asks the disk."""
+        """Return whether the open database is still at its path. Checks the disk; callable from any thread."""
         if self._path is None or self._identity is None:
             return True
         try:
@@ -233,17 +235,17 @@ class SqliteWriter:
             return False
 
     def _check_place(self) -> None:
-        """Raise StorageError when the database that is open has been deleted or moved away."""
+        """Raise StorageError if the open database has been deleted or moved."""
         if not self.is_in_place():
             raise StorageError from FileNotFoundError(errno.ENOENT, "the database has been deleted or replaced")
 
     def _attempt(self, work: Work[Any]) -> tuple[Any, Exception | None]:
-        """One piece of work, undone alone if it fails for a reason of its own. Raises StorageError."""
+        """Run one function in a savepoint; return its result or its exception. Raises StorageError."""
         connection = self._connection
         connection.execute("SAVEPOINT work")
         try:
             result = work(connection)
-        except Exception as error:  # any failure undoes this piece of work alone, and is its caller's
+        except Exception as error:  # roll back this function alone, and pass the exception to its caller
             if _storage_code(error) in _STORAGE_CODES:
                 raise StorageError from error
             connection.execute("ROLLBACK TO work")
@@ -253,8 +255,8 @@ class SqliteWriter:
         return result, None
 
     def _give_up(self, group: list[tuple[Work[Any], Future[Any]]], error: Exception, committing: bool) -> None:
-        """Nothing of the group has happened, as far as this connection sees. What only reads must not fail because of a
-        neighbour: one by one, and without waiting again for a lock that stayed."""
+        """Roll back. Retry the functions of a group one by one, so that reads succeed although a write fails; the wait
+        for a lock is not repeated. A single function fails."""
         with suppress(sqlite3.Error):  # SQLite may have rolled back by itself
             if self._connection.in_transaction:
                 self._connection.execute("ROLLBACK")
@@ -276,6 +278,6 @@ class SqliteWriter:
 
 
 def _storage_code(error: BaseException) -> int:
-    """SQLite's primary result code of an error, or of the one behind a StorageError; 0 for any other."""
+    """Return SQLite's primary result code of an error or of the cause of a StorageError, else 0."""
     cause = error.__cause__ if isinstance(error, StorageError) else error
     return int(getattr(cause, "sqlite_errorcode", 0)) & 0xFF
