@@ -109,7 +109,7 @@ def test_only_digests_are_kept() -> None:
 @pytest.mark.parametrize("mode", [0o640, 0o604, 0o660, 0o777])
 def test_a_file_that_others_can_read_is_refused(tmp_path: Path, mode: int) -> None:
     path = key_file(tmp_path, f"{digest('a')} acme", mode=mode)
-    with pytest.raises(ConfigError, match="others can read it"):
+    with pytest.raises(ConfigError, match="readable by other users"):
         load_keys([], path)
 
 
@@ -126,8 +126,8 @@ def test_a_file_that_others_can_read_is_refused(tmp_path: Path, mode: int) -> No
         ([f"{digest('a')} *"], "line 1"),
         (["", f"{digest('a')} ac/me"], "line 2"),
         ([f"{digest('a')} " + "x" * 65], "line 1"),
-        ([f"{digest('a')} t", f"{digest('a')} u"], "line 2: this key is in the file twice"),
-        (["# nothing"], "has no keys"),
+        ([f"{digest('a')} t", f"{digest('a')} u"], "line 2: duplicate key"),
+        (["# nothing"], "contains no keys"),
     ],
 )
 def test_a_wrong_file_is_one_line(tmp_path: Path, lines: list[str], says: str) -> None:

@@ -61,9 +61,9 @@ def test_limits_behind_tenant_and_tier(tmp_path: Path) -> None:
         (["a acme bytes=" + "9" * 30], "'bytes' must be"),
         (["a acme request=8"], "a limit must be one of requests=N, queued=N, tokens=N, lines=N, bytes=N"),
         (["a acme requests=8 requests=9"], "'requests' is given twice"),
-        (["a acme queued=9"], "'queued' limits who waits behind 'requests' or 'tokens'"),
+        (["a acme queued=9"], "'queued' needs 'requests' or 'tokens'"),
         (["a acme requests=8 flex"], "then limits"),
-        (["a acme requests=8", "b acme requests=9"], "line 2: its tenant has other limits"),
+        (["a acme requests=8", "b acme requests=9"], "line 2: the tenant has different limits"),
     ],
 )
 def test_a_wrong_limit_is_one_clear_line(tmp_path: Path, lines: list[str], says: str) -> None:

@@ -1,1 +1,1 @@
-"""What every request passes, whatever it asks for: the connection, names, keys, limits, errors, streams."""
+"""HTTP layers common to all endpoints: connections, hosts, API keys, quotas, JSON, errors and event streams."""

@@ -1,7 +1,7 @@
-"""uvicorn's HTTP protocol with the limits that it lacks, acting on the transport, where slow clients can be seen:
-a deadline and a size for headers, a least speed for bodies, an end for readers that stall, pipelines that end.
+"""uvicorn's HTTP protocol with limits against slow and abusive clients.
 
-Knows nothing of the application but the form of its errors.
+It adds a deadline and size limits for headers, a minimum rate for bodies, a timeout for clients that stop reading, and
+a limit on pipelined requests. The limits act on the transport, where stalls are visible.
 """
 
 import asyncio
@@ -26,40 +26,41 @@ _MAX_DROPPED = 64 * 2**20
 
 @dataclass(frozen=True, slots=True)
 class ProtocolLimits:
-    """Seconds and bytes. Headers may take `header_seconds` from their first byte on; before it a connection may be
-    silent for `silent_seconds`: it holds as little as one that is kept alive, and a client on a busy machine connects
-    long before it writes. A body may take `body_seconds` and a second more for every `min_body_rate` bytes that came.
-    The headers' size lets a key of a megabyte through to its 401; `max_url_bytes`: a URL is also taken apart.
-    `max_framing_bytes`: by how much the framing of a chunked body may exceed its content: extensions and leading
-    zeros have no length of their own. `linger_seconds`: how long what a refused client still sends is read and
-    dropped, so that it gets to read its answer. `max_connections`: see `ConnectionLimit`; one without a place has
-    `standing_seconds` to say what it wants.
-    """
+    """Limits of one connection."""
 
     silent_seconds: float = 30.0
+    """Maximum time before the first byte: idle connections are cheap, and clients on busy machines connect early."""
     header_seconds: float = 10.0
+    """Maximum time from the first byte to the end of the headers."""
     max_header_bytes: int = 3 * 512 * 1024
+    """Large enough to answer an API key of 1 MiB with 401."""
     max_headers: int = 256
     max_url_bytes: int = 64 * 1024
     body_seconds: float = 30.0
+    """Maximum time for the body, plus one second per `min_body_rate` bytes received."""
     min_body_rate: int = 16 * 1024
     max_framing_bytes: int = 64 * 1024
+    """Maximum excess of chunk framing over content: chunk extensions and leading zeros have no limit of their own."""
     write_stall_seconds: float = 10.0
+    """Abort a connection whose client has read nothing for this time."""
     linger_seconds: float = 5.0
+    """After a refusal, read and discard data for this time, so that the client can read the response."""
     max_connections: int | None = None
+    """See `ConnectionLimit`."""
     standing_seconds: float = 2.0
+    """Maximum time for the headers on a connection beyond the limit."""
 
 
 class HeadersTooLarge(Exception):
-    """Stops the parser inside a callback."""
+    """Stop the parser from a callback: the headers or the URL are too large."""
 
 
 class NoPlace(Exception):
-    """Stops the parser: the request is not one that is served without a place."""
+    """Stop the parser: the connection is beyond the limit, and the request is not a health check."""
 
 
 class GuardedProtocol(HttpToolsProtocol):
-    """One connection. Subclass with `limits` set: uvicorn makes the instances."""
+    """One connection. uvicorn creates the instances: use `with_limits` to set the limits on a subclass."""
 
     limits: ClassVar[ProtocolLimits] = ProtocolLimits()
     places: ClassVar[ConnectionLimit] = ConnectionLimit(None)
@@ -81,13 +82,13 @@ class GuardedProtocol(HttpToolsProtocol):
             transport.close()
 
     def give_way(self) -> None:
-        """See Holder: only a connection that waits for a request is asked to."""
+        """See Holder. Only called while the connection waits for a request."""
         self.transport.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.places.leave(self)
         self._cancel_timers()
-        for cycle in self._cycles:  # uvicorn tells only the newest of several pipelined requests
+        for cycle in self._cycles:  # uvicorn notifies only the newest of several pipelined requests
             if not cycle.response_complete:
                 cycle.disconnected = True
                 cycle.message_event.set()
@@ -107,14 +108,14 @@ class GuardedProtocol(HttpToolsProtocol):
                 self._refuse(ApiError(431))
 
     def _check_framing(self, size: int) -> None:
-        """Count `size` more bytes of the body that is being read. Those that came with its headers are not counted."""
+        """Count `size` bytes received for the current body, excluding bytes that arrived together with the headers."""
         self._wire_bytes += size
         framing = self._wire_bytes - self._body_bytes
         if framing > self._body_bytes + self.limits.max_framing_bytes and not self._refused:
-            self._refuse(ApiError(400, "The chunks of the request body hold more framing than content."))
+            self._refuse(ApiError(400, "The chunked request body has more framing than content."))
 
     def _drop(self, size: int) -> None:
-        """Count what a refused client still sends: it may read its answer, not keep the server busy."""
+        """Count discarded data of a refused client, and abort beyond the limit."""
         self._dropped_bytes += size
         if self._dropped_bytes > _MAX_DROPPED:
             self.transport.abort()
@@ -132,8 +133,7 @@ class GuardedProtocol(HttpToolsProtocol):
         self._count_header(len(url))
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """What comes after a body is a trailer and never a header (RFC 9110 §6.5.1): a proxy in front of this server
-        has looked at the headers only."""
+        """Ignore trailers, which must not be treated as headers (RFC 9110 §6.5.1): proxies check the headers only."""
         if self._in_head:
             super().on_header(name, value)
         self._count_header(len(name) + len(value))
@@ -154,7 +154,7 @@ class GuardedProtocol(HttpToolsProtocol):
         if len(self.pipeline) > _MAX_PIPELINED:
             self.transport.abort()
         elif self.pipeline:
-            self.flow.resume_reading()  # else nobody sees the client leave
+            self.flow.resume_reading()  # otherwise a disconnect would go unnoticed
 
     def on_body(self, body: bytes) -> None:
         self._body_bytes += len(body)
@@ -196,7 +196,7 @@ class GuardedProtocol(HttpToolsProtocol):
             self.transport.close()
 
     def _check_body(self) -> None:
-        """A body's deadline moves with what has come; while the server itself does not read, it does not count."""
+        """Refuse a body that is too slow. Time during which the server itself has paused reading does not count."""
         allowed = self.limits.body_seconds + self._body_bytes / self.limits.min_body_rate
         remaining = self._body_started + allowed - self.loop.time()
         if self.flow.read_paused or remaining > 0:
@@ -205,7 +205,7 @@ class GuardedProtocol(HttpToolsProtocol):
             self._refuse(ApiError(408))
 
     def send_400_response(self, msg: str) -> None:
-        """What uvicorn calls when the parser stops."""
+        """Respond to a parser error; called by uvicorn."""
         if not self._has_place and self._in_body:
             self._refuse(_no_place())
             return
@@ -214,12 +214,12 @@ class GuardedProtocol(HttpToolsProtocol):
         self._refuse(ApiError(414) if too_long else ApiError(431) if too_large else ApiError(400, msg))
 
     def _refuse(self, error: ApiError) -> None:
-        """Answer in the application's place, and read no more on this connection."""
+        """Respond without the application, and accept no further requests on this connection."""
         self._refused = True
         self._cancel_read()
         unfinished = [cycle for cycle in self._cycles if not cycle.response_complete]
         if any(cycle.response_started for cycle in unfinished) or len(unfinished) > 1:
-            self.transport.abort()  # an answer is being written: nothing can be said in between
+            self.transport.abort()  # another response is in progress and cannot be interleaved
             return
         for cycle in unfinished:
             cycle.disconnected = True
@@ -254,7 +254,7 @@ class GuardedProtocol(HttpToolsProtocol):
             self._write_timer = self.loop.call_later(self.limits.write_stall_seconds, self._check_writing)
 
     def _check_writing(self) -> None:
-        """Abort a connection whose reader has taken nothing since the last look."""
+        """Abort a connection whose client has read nothing since the last check."""
         self._write_timer = None
         size = self.transport.get_write_buffer_size()
         if size >= self._stalled_size > 0:
@@ -280,12 +280,12 @@ class GuardedProtocol(HttpToolsProtocol):
 
 
 def _no_place() -> ApiError:
-    message = "The server holds as many connections as it can. Try again later."
+    message = "The server has reached its maximum number of connections; try again later."
     return ApiError(503, message, code="too_many_connections", headers={"retry-after": "1"})
 
 
 def _limit_unsent(transport: asyncio.Transport) -> None:
-    """Keep what is not sent in our buffer, where it is seen, and not in the kernel's, which may hold megabytes."""
+    """Limit the kernel's send buffer, which may hold megabytes: stalls are only visible in our own buffer."""
     option = getattr(socket, "TCP_NOTSENT_LOWAT", None)
     connection = transport.get_extra_info("socket")
     if option is not None and connection is not None:
@@ -294,6 +294,6 @@ def _limit_unsent(transport: asyncio.Transport) -> None:
 
 
 def with_limits(limits: ProtocolLimits) -> type[GuardedProtocol]:
-    """The protocol class to give to uvicorn as `http=`."""
+    """Return a protocol class with these limits, for uvicorn's `http=`."""
     places = ConnectionLimit(limits.max_connections)
     return type("LimitedProtocol", (GuardedProtocol,), {"limits": limits, "places": places})

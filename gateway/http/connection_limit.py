@@ -1,7 +1,7 @@
-"""How many connections the server holds at once: descriptors are left for the engine's next process and for files.
+"""Limit on concurrent connections, which keeps file descriptors free for engine processes and files.
 
-A new connection beyond the limit takes the place of the one that has waited longest for a request. If every connection
-has a request, the new one may only ask whether the server lives; anything else is 503.
+A new connection beyond the limit closes the connection that has been idle for longest. If all connections have a
+request in progress, the new one is only served health checks; other requests get a 503.
 """
 
 import logging
@@ -12,16 +12,16 @@ from typing import Protocol
 log = logging.getLogger("tidemill.gateway")
 
 RESERVE = 192
-"""Descriptors for everything but connections: the socketpair, pipes and recorder of a process, database, journals,
-uploads, and connections that are accepted before the limit is applied to them."""
+"""Descriptors reserved for other uses: sockets and pipes of the engine process, database, journals, uploads, and
+connections that have been accepted but not counted yet."""
 STANDING = 32
-"""Connections beyond the limit that may say what they want; further ones are refused at once."""
+"""Connections beyond the limit whose request is read; further ones are refused at once."""
 ALWAYS_SERVED = frozenset({b"/health", b"/ready"})
 LOG_SECONDS = 60.0
 
 
 def raise_descriptor_limit() -> int | None:
-    """Raise the soft limit of open files to the hard one; return it, or None where there is none or it is not known."""
+    """Raise the soft limit of open files to the hard limit and return it; None if unlimited or unknown."""
     try:
         import resource
     except ImportError:
@@ -31,36 +31,36 @@ def raise_descriptor_limit() -> int | None:
         return None
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    except (ValueError, OSError):  # macOS names a hard limit that it does not grant
+    except (ValueError, OSError):  # macOS reports a hard limit that it does not grant
         return soft
     return None if hard == resource.RLIM_INFINITY else hard
 
 
 def connections_within(descriptors: int | None) -> int | None:
-    """Return how many connections fit beside the reserve, at least a third of all descriptors; None: any number."""
+    """Return the connection limit for a number of descriptors: all but the reserve, at least a third."""
     return None if descriptors is None else max(descriptors // 3, descriptors - RESERVE - STANDING)
 
 
 class Holder(Protocol):
-    """A connection, as the limit sees it."""
+    """A connection that is counted by `ConnectionLimit`."""
 
     def give_way(self) -> None:
-        """Close: a newer connection takes the place."""
+        """Close this idle connection in favour of a new one."""
 
 
 class ConnectionLimit:
-    """Counts connections up to `limit` (None: any number), and knows which of them wait for a request."""
+    """Count connections up to `limit` (None: unlimited), and track the idle ones."""
 
     def __init__(self, limit: int | None, clock: Callable[[], float] = time.monotonic) -> None:
         self._limit = limit
         self._clock = clock
         self._inside: set[Holder] = set()
         self._standing: set[Holder] = set()
-        self._waiting: dict[Holder, None] = {}  # the longest first
+        self._waiting: dict[Holder, None] = {}  # ordered by idle time, longest first
         self._log_at = -LOG_SECONDS
 
     def enter(self, holder: Holder) -> bool:
-        """Count a new connection, which waits for its first request; return False if there is no place for it."""
+        """Count a new, idle connection; return False if it exceeds the limit and no idle connection can be closed."""
         if self._limit is not None and len(self._inside) >= self._limit:
             self._log()
             oldest = next(iter(self._waiting), None)
@@ -75,21 +75,21 @@ class ConnectionLimit:
 
     @property
     def may_stand(self) -> bool:
-        """Whether a connection without a place may still say what it wants."""
+        """Whether a connection beyond the limit may send its request."""
         return len(self._standing) <= STANDING
 
     def begin(self, holder: Holder) -> None:
-        """The headers of a request are complete: the connection keeps its place until it is answered."""
+        """Mark a connection as busy: the headers of a request are complete."""
         self._waiting.pop(holder, None)
 
     def end(self, holder: Holder) -> None:
-        """All requests are answered: the connection waits for the next one."""
+        """Mark a connection as idle: all its requests are answered."""
         if holder in self._inside:
             self._waiting.pop(holder, None)
             self._waiting[holder] = None
 
     def leave(self, holder: Holder) -> None:
-        """The connection is closed."""
+        """Forget a closed connection."""
         self._inside.discard(holder)
         self._standing.discard(holder)
         self._waiting.pop(holder, None)
@@ -98,4 +98,4 @@ class ConnectionLimit:
         now = self._clock()
         if now - self._log_at >= LOG_SECONDS:
             self._log_at = now
-            log.warning("all %s connections are taken: raise the limit of open files (ulimit -n)", self._limit)
+            log.warning("all %s connections are in use; raise the limit of open files (ulimit -n)", self._limit)

@@ -1,8 +1,6 @@
-"""Every error as OpenAI's envelope `{"error": {message, type, param, code}}`, whatever its status and origin; under
-/v1/messages in the form of that API.
+"""Error responses in OpenAI's format `{"error": {message, type, param, code}}`, or Anthropic's under /v1/messages.
 
-Messages hold no traceback, path, key or prompt; what went wrong inside is logged by place, not by value. Knows nothing
-of routes.
+Messages contain no traceback, path, key or prompt. Internal errors are logged with their location, without values.
 """
 
 import logging
@@ -32,14 +30,14 @@ log = logging.getLogger("tidemill.gateway")
 INTERNAL_MESSAGE = "The server had an error while processing the request."
 _DEFAULTS: dict[int, tuple[str, str]] = {
     400: ("The request is not valid.", "invalid_request"),
-    404: ("There is no such resource.", "not_found"),
-    405: ("This method is not allowed here.", "method_not_allowed"),
+    404: ("The resource does not exist.", "not_found"),
+    405: ("The method is not allowed for this resource.", "method_not_allowed"),
     408: ("The request took too long to arrive.", "request_timeout"),
     413: ("The request body is too large.", "request_too_large"),
     414: ("The request's URL is too long.", "url_too_long"),
     415: ("The request body must be sent as application/json.", "unsupported_media_type"),
     431: ("The request's headers are too large.", "headers_too_large"),
-    503: ("The server cannot take this request now.", "service_unavailable"),
+    503: ("The server cannot accept this request at the moment; try again later.", "service_unavailable"),
 }
 
 
@@ -51,7 +49,7 @@ _MESSAGES_KINDS = {
 
 
 class ApiError(Exception):
-    """An answer that is decided: status, and the envelope's fields. `code` and `message` default by status."""
+    """An error response: status, headers and the fields of the envelope. `message` and `code` default by status."""
 
     def __init__(
         self,
@@ -72,7 +70,7 @@ class ApiError(Exception):
 
     @property
     def kind(self) -> str:
-        """The envelope's `type`."""
+        """The `type` field of the envelope."""
         if self.status == 429:
             return "rate_limit_error"
         return "server_error" if self.status >= 500 else "invalid_request_error"
@@ -83,7 +81,7 @@ class ApiError(Exception):
 
 
 def to_api_error(error: BaseException) -> ApiError:
-    """The answer to any exception; what is not ours becomes a 500 that says nothing of it."""
+    """Convert any exception to an error response; unexpected ones become a 500 without details."""
     match error:
         case ApiError():
             return error
@@ -94,7 +92,7 @@ def to_api_error(error: BaseException) -> ApiError:
         case EngineUnavailableError():
             return ApiError(503, error.message, headers=_retry_after(error))
         case EngineStepError():
-            # It failed by itself and would fail again: OpenAI's clients are told not to try twice more.
+            # The request would fail again: keep OpenAI's clients from retrying.
             return ApiError(500, error.message, code="engine_error", headers={"x-should-retry": "false"})
         case HTTPException(status_code=status) if status in _DEFAULTS:
             return ApiError(status, headers=error.headers)
@@ -109,13 +107,13 @@ def _retry_after(error: RetryableError) -> dict[str, str]:
 
 
 def messages_envelope(error: ApiError, request_id: str | None) -> dict[str, Any]:
-    """The error as Anthropic's API has it."""
+    """Return the error in the format of Anthropic's API."""
     kind = _MESSAGES_KINDS.get(error.status, "api_error" if error.status >= 500 else "invalid_request_error")
     return {"type": "error", "error": {"type": kind, "message": error.message}, "request_id": request_id}
 
 
 def error_response(error: BaseException, scope: Scope) -> Response:
-    """The answer to the request of `scope`."""
+    """Return the error response to the request of `scope`."""
     answer = to_api_error(error)
     envelope: dict[str, Any] = answer.envelope
     if scope["path"].startswith(MESSAGES_PATH):
@@ -124,19 +122,19 @@ def error_response(error: BaseException, scope: Scope) -> Response:
 
 
 def handle_error(request: Request, error: Exception) -> Response:
-    """The exception handler for everything that a route raises on purpose."""
+    """Exception handler for the errors that routes raise."""
     return error_response(error, request.scope)
 
 
 def log_unexpected(error: BaseException) -> None:
-    """Log type and place of a bug: an exception's text may hold a prompt."""
+    """Log type and location of an unexpected exception, without its message, which may contain a prompt."""
     frames = traceback.extract_tb(error.__traceback__)[-8:]
     places = " < ".join(f"{Path(frame.filename).name}:{frame.lineno} {frame.name}" for frame in reversed(frames))
     log.error("unexpected %s at %s", type(error).__name__, places)
 
 
 class ErrorBoundary:
-    """Middleware: whatever escapes the application becomes a 500, or a closed connection in mid-answer."""
+    """Middleware that converts exceptions to error responses, or closes the connection if a response has begun."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -153,11 +151,11 @@ class ErrorBoundary:
             await self._app(scope, receive, watched if scope["type"] == "http" else send)
         except ClientDisconnect:
             return
-        except Exception as error:  # every error of an application is an answer in OpenAI's form
+        except Exception as error:  # every exception becomes an error response
             if scope["type"] != "http":
                 raise
             if not isinstance(error, ApiError | TidemillError):
                 log_unexpected(error)
             if started:
-                raise ConnectionAbortedError("the answer broke off") from None  # the server closes the connection
+                raise ConnectionAbortedError("the response was cut off") from None  # the server closes the connection
             await error_response(error, scope)(scope, receive, send)

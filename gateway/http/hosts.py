@@ -1,7 +1,7 @@
-"""By which names the server may be addressed, so that a web page in a browser on this machine cannot.
+"""Validation of `Host` and `Origin` against requests from foreign web pages.
 
-A page may have its own name resolve to this machine (DNS rebinding): its requests then carry that name in `Host`. An
-address in its place cannot be rebound. Knows nothing of HTTP but the form of `Host` and `Origin`.
+With DNS rebinding a page makes its own name resolve to this machine; its requests carry that name in `Host`. IP
+addresses cannot be rebound.
 """
 
 import ipaddress
@@ -15,16 +15,20 @@ _DEFAULT_PORTS = {"http": "80", "https": "443"}
 
 
 def host_name(authority: str) -> str | None:
-    """The host in `name:port`, in one spelling; None where it has no such form."""
+    """Return the normalized host of `name:port`, or None if the text is malformed."""
     match = _AUTHORITY.fullmatch(authority.lower())
     return match[1].strip("[]").rstrip(".") if match else None
 
 
 class HostNames:
-    """`bound`: the address that the server listens on; `allowed`: further names, or `*` for any.
+    """Names under which the server may be addressed.
 
-    Beyond loopback the names by which others know the machine cannot be guessed, and keys are required: no page has
-    one. There any name will do unless some are said to be allowed.
+    A server that listens beyond loopback accepts any name unless `allowed` is given: its names are unknown, and it
+    requires API keys, which foreign pages do not have.
+
+    Args:
+        bound: address that the server listens on.
+        allowed: further names, or `*` for any.
     """
 
     def __init__(self, bound: str, allowed: Iterable[str]) -> None:
@@ -34,7 +38,7 @@ class HostNames:
         self._any = "*" in self._allowed or not (self._is_local or self._allowed)
 
     def know(self, authority: str) -> bool:
-        """Whether a request that names this host is meant for this server."""
+        """Return whether `authority` (host and port) addresses this server."""
         name = host_name(authority)
         if name is None:
             return False
@@ -47,8 +51,8 @@ class HostNames:
         return address.is_loopback or not self._is_local
 
     def trust(self, origin: str, authority: str) -> bool:
-        """Whether a page of this origin came from this server (`authority`: the request's host) or from a name of its
-        own before a proxy."""
+        """Return whether a page of `origin` was served by this server (`authority`: the request's host) or under one of
+        the allowed names."""
         scheme, found, place = origin.lower().partition("://")
         if not found or host_name(place) is None:
             return False

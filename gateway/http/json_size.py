@@ -1,53 +1,55 @@
-"""How much a JSON text holds, counted without building any of it.
+"""Count the values in a JSON text without parsing it.
 
-Parsing holds the interpreter's lock from its first byte to its last, and a list costs a hundred times its two bytes:
-what a text may make of itself is bounded by count, as its length is by bytes. Token ids are the only thing of which a
-request needs more: their arrays are found here, so that they can be read in pieces (`json_text`). Knows nothing of what
-the values mean.
+Parsing holds the GIL for the whole text, and a list takes about a hundred times the two bytes of its text. So requests
+are limited by the number of values as well as by bytes. Only arrays of token ids may be longer: their positions are
+returned, so that `json_text` can parse them in pieces.
 """
 
 from typing import NamedTuple
 
-WINDOW_BYTES = 16 * 1024  # looked at in one go, so that other threads get their turns
-_STRIDE = 1 << 20  # the same for a mere count
+WINDOW_BYTES = 16 * 1024  # scanned without releasing the GIL
+_STRIDE = 1 << 20  # the same for `bytes.count`
 _SPACE = b", \t\r\n"
 _NUMBERS = b"0123456789" + _SPACE
 _ARRAYS = _NUMBERS + b"[]"
 
 
 class JsonSize(NamedTuple):
-    """`containers`: objects and arrays; `strings`: texts, names included; `commas`: about as many as values, but for
-    those in long arrays of whole numbers, which are `numbers`."""
+    """Numbers of elements in a JSON text."""
 
     containers: int
+    """Objects and arrays."""
     strings: int
+    """Strings, including object keys."""
     commas: int
+    """Commas, approximately the number of values, outside long arrays of integers."""
     numbers: int = 0
+    """Commas in long arrays of integers."""
 
     def exceeds(self, limits: "JsonSize") -> bool:
         return any(mine > most for mine, most in zip(self, limits, strict=True))
 
     def excess(self, limits: "JsonSize") -> str | None:
-        """What of it is over the limits, in words."""
+        """Describe the first limit that is exceeded, e.g. `131072 strings`; None if none is."""
         names = ("objects and arrays", "strings", "values", "values")
         over = (f"{most} {name}" for mine, most, name in zip(self, limits, names, strict=True) if mine > most)
         return next(over, None)
 
 
 LIMITS = JsonSize(containers=32_768, strings=131_072, commas=131_072, numbers=1_048_576)
-"""Each takes about 10 ms to build but the last, which is read in pieces; a conversation of 4,096 messages of five parts
-needs three quarters of the others."""
+"""Parsing takes about 10 ms at each limit except `numbers`, which are parsed in pieces. A conversation of 4,096
+messages with five parts each reaches three quarters of the limits."""
 
 
 class JsonCount(NamedTuple):
-    """`arrays`: where long arrays of whole numbers, or of arrays of them, begin and end."""
+    """Size of a text, and the (start, end) positions of long arrays of integers, nested up to two levels."""
 
     size: JsonSize
     arrays: tuple[tuple[int, int], ...] = ()
 
 
 def count_json(raw: bytes | bytearray, limits: JsonSize = LIMITS) -> JsonCount:
-    """Of a text that may be invalid; above the limits only so much of it as shows that."""
+    """Count a text, which may be invalid JSON. Counting may stop as soon as a limit is exceeded."""
     strides = [(start, start + _STRIDE) for start in range(0, len(raw), _STRIDE)]
     brackets, braces, quotes, commas = (sum(raw.count(c, *s) for s in strides) for c in (b"[", b"{", b'"', b","))
     most = JsonSize(brackets + braces, quotes // 2, commas)
@@ -55,8 +57,8 @@ def count_json(raw: bytes | bytearray, limits: JsonSize = LIMITS) -> JsonCount:
 
 
 class _Counter:
-    """Tells what stands outside strings from what stands in them. `run`: where a text of nothing but whole numbers and
-    arrays began, and how many commas have been counted in it."""
+    """Count elements outside strings. `_run`: start of the current text of only integers and arrays, and the value of
+    `_numbers` there."""
 
     def __init__(self, raw: bytes | bytearray, limits: JsonSize) -> None:
         self._raw = raw
@@ -73,7 +75,7 @@ class _Counter:
         raw, start = self._raw, 0
         while start < len(raw) and not self._size.exceeds(self._limits):
             window = raw[start : start + WINDOW_BYTES]
-            if (len(window) - len(window.rstrip(b"\\"))) % 2:  # what is escaped comes with its backslash
+            if (len(window) - len(window.rstrip(b"\\"))) % 2:  # do not split an escape sequence
                 window += raw[start + len(window) : start + len(window) + 1]
             if self._quotes % 2 or window.translate(None, _ARRAYS):
                 self._end_run(start + len(window) - len(window.lstrip(_ARRAYS)))

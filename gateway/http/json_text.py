@@ -1,5 +1,5 @@
-"""Parses JSON so that nobody else waits long for the interpreter: what holds too much is refused unread, and long
-arrays of whole numbers are read in pieces, which `orjson` alone would build in one go."""
+"""Parse JSON without holding the GIL for long: refuse texts with too many values unparsed, and parse long arrays of
+integers in pieces, which `orjson` alone would parse in one call."""
 
 import re
 import secrets
@@ -15,11 +15,11 @@ _SPACE = re.compile(rb"[ \t\r\n]*")
 
 
 class TooMuchJson(ValueError):
-    """Its text says what there is too much of."""
+    """The text has too many values; the message names the limit."""
 
 
 def load_json(raw: bytes | bytearray, limits: JsonSize = LIMITS) -> Any:
-    """What `orjson.loads` gives. Raises orjson.JSONDecodeError, or TooMuchJson before anything is parsed."""
+    """Parse like `orjson.loads`. Raises orjson.JSONDecodeError, or TooMuchJson before parsing."""
     size, arrays = count_json(raw, limits)
     if (excess := size.excess(limits)) is not None:
         raise TooMuchJson(f"more than {excess}")
@@ -35,7 +35,7 @@ def load_json(raw: bytes | bytearray, limits: JsonSize = LIMITS) -> Any:
 
 
 def _put_in(body: Any, found: Mapping[str, list[Any]]) -> Any:
-    """The arrays in the place of their marks."""
+    """Replace the marks in `body` by their arrays."""
     if isinstance(body, str):
         return found.get(body, body)
     waiting = [body]
@@ -43,7 +43,7 @@ def _put_in(body: Any, found: Mapping[str, list[Any]]) -> Any:
         item = waiting.pop()
         if isinstance(item, dict):
             if not item.keys().isdisjoint(found):
-                raise _wrong("an array is no name")
+                raise _wrong("an array cannot be an object key")
             places: Any = list(item.items())
         else:
             places = enumerate(item)
@@ -57,7 +57,7 @@ def _put_in(body: Any, found: Mapping[str, list[Any]]) -> Any:
 
 
 def _read_array(text: bytes | bytearray) -> list[Any]:
-    """`[1,2]` or `[[1],[2]]`."""
+    """Parse `[1,2]` or `[[1],[2]]`."""
     inner = text[1:-1]
     if b"[" not in inner:
         return _read_numbers(inner)

@@ -1,13 +1,12 @@
-"""API keys: the tenant, the default service tier and the roles of a key, and the limits of its tenant. Only digests are
-kept.
+"""API keys with their tenant, default service tier and roles, and the limits of tenants. Only digests are stored.
 
-A key file has a line per key: the SHA-256 of the key in hex, the tenant, and optionally a default tier (default or
+A key file has one line per key: the SHA-256 of the key in hex, the tenant, and optionally a default tier (default or
 flex), roles and limits (`requests=8 queued=64 tokens=100000 lines=200000 bytes=50G`, see `gateway.http.quotas`); `#`
-begins a comment. The role `metrics` shows the figures of all tenants; `operator` includes it and reaches the files and
-batches of all tenants. Several keys may belong to one tenant; its limits may stand on any of their lines.
+starts a comment. The role `metrics` gives access to the metrics of all tenants; `operator` also to their files and
+batches. Several keys may belong to one tenant, whose limits are given on one of the lines.
 `printf %s "$KEY" | sha256sum` prints the digest.
 
-The values of --api-key, and requests to a server without keys, belong to the tenant `default`. Knows nothing of HTTP.
+The values of --api-key, and requests to a server without keys, belong to the tenant `default`.
 """
 
 import hashlib
@@ -27,7 +26,7 @@ from gateway.http.quotas import UNLIMITED, Quota, parse_quota
 Tier = Literal["default", "flex"]
 TIERS: tuple[Tier, ...] = ("default", "flex")
 _FILE_TIERS: dict[str, Tier] = {"default": "default", "flex": "flex", "priority": "default"}
-"""Words of the key file; there is no priority among online requests, and files of earlier versions may have it."""
+"""Tiers in a key file. `priority` is accepted for files of earlier versions and means `default`."""
 _ROLES = frozenset({"metrics", "operator"})
 DEFAULT_TENANT = "default"
 """The tenant of every --api-key value, and of all requests to a server without keys."""
@@ -38,18 +37,20 @@ _TENANT = re.compile("[A-Za-z0-9._-]{1,64}")
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """`digest`: SHA-256 of the key. `sees_all`: may see figures of all tenants' requests. `is_operator`: may read,
-    cancel and delete the files and batches of all tenants."""
+    """An API key."""
 
     digest: bytes
+    """SHA-256 of the key."""
     tenant: str
     service_tier: Tier = "default"
     sees_all: bool = False
+    """May read metrics of all tenants."""
     is_operator: bool = False
+    """May read, cancel and delete files and batches of all tenants."""
 
 
 class KeyRing:
-    """The keys that are accepted, and the limits of tenants. An empty ring is false: no key is asked for."""
+    """The accepted keys and the limits of tenants. An empty ring is false: no key is required."""
 
     def __init__(self, keys: Iterable[Key], quotas: Mapping[str, Quota] = MappingProxyType({})) -> None:
         self._keys = tuple(keys)
@@ -59,27 +60,27 @@ class KeyRing:
         return bool(self._keys)
 
     def find(self, sent: bytes) -> Key | None:
-        """The key that was sent. All digests are compared each time: the time taken tells nothing of a key."""
+        """Return the key that was sent, or None. Always compares all digests, to prevent timing attacks."""
         digest = hashlib.sha256(sent).digest()
         matches = [key for key in self._keys if hmac.compare_digest(digest, key.digest)]
         return matches[0] if matches else None
 
     def sees_all(self, key: Key) -> bool:
-        """Whether the key may see figures of every tenant; where there is one only, they are its own."""
+        """Return whether the key may read metrics of all tenants; always true with a single tenant."""
         return key.sees_all or len(self.tenants) == 1
 
     def quota(self, tenant: str) -> Quota:
-        """What a tenant may have at once."""
+        """Return the limits of a tenant."""
         return self._quotas.get(tenant, UNLIMITED)
 
     @property
     def tenants(self) -> frozenset[str]:
-        """The tenants that a client can act for."""
+        """All tenants with a key; the default tenant if no key is required."""
         return frozenset(key.tenant for key in self._keys) if self._keys else frozenset({DEFAULT_TENANT})
 
     @property
     def has_operator(self) -> bool:
-        """Whether a client can reach the files and batches of all tenants."""
+        """Whether some key gives access to the files and batches of all tenants."""
         return not self._keys or any(key.is_operator for key in self._keys)
 
     def __str__(self) -> str:
@@ -87,7 +88,7 @@ class KeyRing:
 
 
 class KeyStore:
-    """The ring that holds now. Raises ConfigError, as does `reload`, which then keeps the ring that held before."""
+    """The current key ring. The constructor and `reload` raise ConfigError; a failed `reload` keeps the old ring."""
 
     def __init__(self, api_keys: Iterable[str] = (), file: str | None = None) -> None:
         self._api_keys = tuple(api_keys)
@@ -99,20 +100,20 @@ class KeyStore:
         self.ring = load_keys(self._api_keys, self.file)
 
     def quota(self, tenant: str) -> Quota:
-        """What a tenant may have at once, as of now."""
+        """Return the current limits of a tenant."""
         return self.ring.quota(tenant)
 
     @property
     def former_tenants(self) -> list[str]:
-        """The names under which earlier versions stored the files and batches of the present --api-key values."""
+        """Tenant names under which earlier versions stored the files and batches of the current --api-key values."""
         names = [key_of(text).digest.hex()[:16] for text in self._api_keys]
         return [name for name in names if name not in self.ring.tenants]
 
 
 def load_keys(api_keys: Iterable[str], file: str | None) -> KeyRing:
-    """Return the ring of --api-key values and of a key file; for a key that is in both, the line of the file counts.
+    """Return the ring of the --api-key values and the key file, which takes precedence for a key in both.
 
-    The --api-key values are operators where there is no key file, which would name the operators. Raises ConfigError.
+    Without a key file the --api-key values are operators. Raises ConfigError.
     """
     keys = [key_of(text) for text in api_keys]
     if file is None:
@@ -135,7 +136,7 @@ def _read_file(path: Path) -> tuple[list[Key], dict[str, Quota]]:
             if not stat.S_ISREG(found.st_mode):
                 raise ConfigError(f"--api-key-file {path}: not a file")
             if found.st_mode & 0o077:
-                raise ConfigError(f"--api-key-file {path}: others can read it; chmod 600 it first")
+                raise ConfigError(f"--api-key-file {path}: readable by other users; run chmod 600")
             raw = file.read(MAX_FILE_BYTES + 1)
     except OSError as error:
         raise ConfigError(f"--api-key-file {path}: {error.strerror}") from None
@@ -160,18 +161,18 @@ def _parse(path: Path, lines: list[str]) -> tuple[list[Key], dict[str, Quota]]:
         except ValueError as error:
             raise ConfigError(f"--api-key-file {path}, line {number}: {error}") from None
         if key.digest in keys:
-            raise ConfigError(f"--api-key-file {path}, line {number}: this key is in the file twice")
+            raise ConfigError(f"--api-key-file {path}, line {number}: duplicate key; remove one of the lines")
         if quota != UNLIMITED and quotas.setdefault(key.tenant, quota) != quota:
-            message = "its tenant has other limits on a line above; they need to be on one line only"
+            message = "the tenant has different limits on an earlier line; give them on one line only"
             raise ConfigError(f"--api-key-file {path}, line {number}: {message}")
         keys[key.digest] = key
-    if not keys:  # else a server that asks for keys would become one that asks for none
-        raise ConfigError(f"--api-key-file {path}: has no keys")
+    if not keys:  # an empty ring would disable authentication
+        raise ConfigError(f"--api-key-file {path}: contains no keys; add one or remove the flag")
     return list(keys.values()), quotas
 
 
 def _parse_line(words: list[str]) -> tuple[Key, Quota]:
-    """Raises ValueError. Its text does not repeat a word of the line, which may be a key."""
+    """Parse the words of a line. Raises ValueError, whose message quotes nothing from the line, which may be a key."""
     num_given = next((index for index, word in enumerate(words) if "=" in word), len(words))
     given, limits = words[:num_given], words[num_given:]
     digest, tenant, *rest = given if len(given) >= 2 else ("", "")

@@ -1,6 +1,6 @@
-"""Pure ASGI middleware that acts on the headers, before a body is read: request id, host and origin, key, limits.
+"""Pure ASGI middleware for request ids, host and origin checks, authentication and body limits.
 
-Knows nothing of routes.
+All checks run before the body is read.
 """
 
 import re
@@ -19,7 +19,7 @@ _SLASHES = re.compile("/{2,}")
 
 
 class RequestIds:
-    """Outermost but for the error boundary: names each request, counts each response, collapses doubled slashes."""
+    """Assign request ids, count responses and collapse repeated slashes. Only the error boundary is further outside."""
 
     def __init__(self, app: ASGIApp, metrics: GatewayMetrics) -> None:
         self._app = app
@@ -35,7 +35,7 @@ class RequestIds:
             scope["path"] = _SLASHES.sub("/", scope["path"])
         names = [(b"x-request-id", request_id.encode())]
         if scope["path"].startswith("/v1/messages"):
-            names.append((b"request-id", request_id.encode()))  # what Anthropic's clients look for
+            names.append((b"request-id", request_id.encode()))  # read by Anthropic's clients
 
         async def named(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -47,9 +47,9 @@ class RequestIds:
 
 
 class HostGuard:
-    """Lets only requests through that are meant for this server, and none that a browser sends for a page of another
-    origin: such a page could use a server that asks for no key, and upload files to it, without ever being asked.
-    Following a link to here is allowed."""
+    """Refuse requests with a foreign host, and requests that a browser sends for pages of another origin.
+
+    Otherwise any web page could use a local server without API keys. Following a link to this server is allowed."""
 
     def __init__(self, app: ASGIApp, hosts: HostNames) -> None:
         self._app = app
@@ -65,15 +65,15 @@ class HostGuard:
     def _check(self, scope: Scope) -> ApiError | None:
         sent = {name: _values(scope, name) for name in ("host", "origin", "sec-fetch-site")}
         if len(sent["host"]) != 1 and (sent["host"] or scope["http_version"] != "1.0"):
-            return ApiError(400, "A request must name exactly one host.", code="invalid_host")
+            return ApiError(400, "A request must have exactly one Host header.", code="invalid_host")
         host = sent["host"][0] if sent["host"] else "localhost"
         if not self._hosts.know(host):
             name = (host_name(host) or "")[:64]
-            message = f"This server does not answer for the host '{name}'. If it should, start it with --allowed-host."
+            message = f"The host '{name}' is not allowed; to allow it, start the server with --allowed-host."
             return ApiError(400, message, code="invalid_host")
         foreign = any(not self._hosts.trust(origin, host) for origin in sent["origin"])
         if foreign or ("cross-site" in sent["sec-fetch-site"] and not _follows_link(scope)):
-            return ApiError(403, "Pages of another origin may not use this server.", code="forbidden_origin")
+            return ApiError(403, "Requests from pages of another origin are not allowed.", code="forbidden_origin")
         return None
 
 
@@ -87,8 +87,8 @@ def _values(scope: Scope, name: str) -> list[str]:
 
 
 class Authentication:
-    """Pass a request on if its key is one of `keys`, if there are no keys, or if its path is in `open_paths`; note its
-    tenant and roles. A change of the keys does not touch requests that run already."""
+    """Authenticate requests, and store tenant and roles in the request state. No key is required if the ring is empty
+    or the path is in `open_paths`. A change of the keys does not affect running requests."""
 
     def __init__(self, app: ASGIApp, keys: KeyStore, open_paths: Collection[str]) -> None:
         self._app = app
@@ -108,13 +108,13 @@ class Authentication:
                 )
             elif scope["path"] not in self._open_paths:
                 headers = {"www-authenticate": "Bearer"}
-                error = ApiError(401, "A valid API key is needed.", code="invalid_api_key", headers=headers)
+                error = ApiError(401, "A valid API key is required.", code="invalid_api_key", headers=headers)
                 await error_response(error, scope)(scope, receive, send)
                 return
         await self._app(scope, receive, send)
 
     def _find(self, scope: Scope) -> Key | None:
-        """OpenAI's clients send `authorization`, Anthropic's may send `x-api-key`; the first counts where both come."""
+        """Find the key in `authorization` (OpenAI), or else in `x-api-key` (Anthropic)."""
         sent = {name: [value for key, value in scope["headers"] if key == name] for name in _KEY_HEADERS}
         values = sent[b"authorization"] or [b"Bearer " + value for value in sent[b"x-api-key"]]
         scheme, _, key = values[0].partition(b" ") if len(values) == 1 else (b"", b"", b"")
@@ -122,10 +122,13 @@ class Authentication:
 
 
 class BodyLimit:
-    """Refuses bodies beyond `max_body_bytes` (413), by their announced length or as they come in, and more than
-    `max_held_bytes` of bodies at a time (503), so that memory is bounded however many clients send at once.
+    """Bound the memory of request bodies.
 
-    `streamed`: paths whose bodies are not held but pass through, and how long they may be."""
+    Args:
+        max_body_bytes: maximum size of a body, by content-length or as received (413).
+        max_held_bytes: maximum size of all bodies in memory (503).
+        streamed: maximum size by path of bodies that are not held in memory; their endpoints count the bytes.
+    """
 
     def __init__(
         self, app: ASGIApp, max_body_bytes: int, max_held_bytes: int, streamed: Mapping[str, int] | None = None
@@ -144,7 +147,7 @@ class BodyLimit:
         if _announced_length(scope) > most:
             await error_response(_too_large(most), scope)(scope, receive, send)
             return
-        if scope["path"] in self._streamed:  # its resource counts what comes
+        if scope["path"] in self._streamed:  # the endpoint counts the received bytes
             await self._app(scope, receive, send)
             return
         size = 0
@@ -159,7 +162,8 @@ class BodyLimit:
                 if size > self._max_body_bytes:
                     raise _too_large(most)
                 if self._held_bytes > self._max_held_bytes:
-                    raise ApiError(503, "Too many requests are being sent at once.", headers={"retry-after": "1"})
+                    text = "The server is receiving too many request bodies at once; try again later."
+                    raise ApiError(503, text, headers={"retry-after": "1"})
             return message
 
         try:

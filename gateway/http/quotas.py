@@ -1,9 +1,8 @@
-"""What one tenant may have of the server at once: limits from the key file, and who is inside them now.
+"""Quotas of tenants from the key file, and admission of requests within them.
 
-`requests` of a tenant are in the engine at a time, with at most `tokens` among them (prompt and longest answer);
-further ones wait here, first come first served, if `queued` has room for them, and are refused (429) otherwise. Other
-tenants are not held up by those that wait. `lines` and `bytes` are counted by the store. Knows nothing of HTTP but its
-errors.
+A tenant may have `requests` requests with a total of `tokens` tokens (prompt and maximum output) in the engine. Further
+requests wait here in FIFO order if `queued` allows, and are refused with 429 otherwise. They do not delay other
+tenants. The store counts `lines` and `bytes`.
 """
 
 import asyncio
@@ -22,14 +21,18 @@ _FACTORS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 @dataclass(frozen=True, slots=True)
 class Quota:
-    """Limits of one tenant; None: no limit. `requests`, `queued`, `tokens`: see above. `lines`: of batches that have
-    not ended. `bytes`: of stored files."""
+    """Limits of one tenant; None: no limit."""
 
     requests: int | None = None
+    """Requests in the engine."""
     queued: int | None = None
+    """Requests that wait for a place in the engine."""
     tokens: int | None = None
+    """Prompt and maximum output tokens of the requests in the engine."""
     lines: int | None = None
+    """Lines of unfinished batches."""
     bytes: int | None = None
+    """Bytes of stored files."""
 
     def __str__(self) -> str:
         return " ".join(f"{f.name}={getattr(self, f.name)}" for f in fields(self) if getattr(self, f.name) is not None)
@@ -40,8 +43,8 @@ LIMITS = tuple(f.name for f in fields(Quota))
 
 
 def parse_quota(words: Iterable[str]) -> Quota:
-    """`requests=8 bytes=50G` as a quota; K, M, G and T stand for powers of 1,024. Raises ValueError, whose text says
-    what is wrong and repeats nothing but the names of limits."""
+    """Parse limits such as `requests=8 bytes=50G`; K, M, G and T are powers of 1,024. Raises ValueError, whose message
+    quotes nothing but names of limits."""
     values: dict[str, int] = {}
     for word in words:
         name, _, number = word.partition("=")
@@ -49,17 +52,17 @@ def parse_quota(words: Iterable[str]) -> Quota:
         if name not in LIMITS:
             raise ValueError("a limit must be one of " + ", ".join(f"{limit}=N" for limit in LIMITS))
         if match is None:
-            raise ValueError(f"'{name}' must be a whole number above 0, with K, M, G or T behind it if wanted")
+            raise ValueError(f"'{name}' must be a whole number above 0, optionally with the suffix K, M, G or T")
         if name in values:
-            raise ValueError(f"'{name}' is given twice")
+            raise ValueError(f"'{name}' is given twice; remove one")
         values[name] = int(match[1]) * _FACTORS[match[2]]
     if "queued" in values and not values.keys() & {"requests", "tokens"}:
-        raise ValueError("'queued' limits who waits behind 'requests' or 'tokens'; give one of them, too")
+        raise ValueError("'queued' needs 'requests' or 'tokens'; add one or remove 'queued'")
     return Quota(**values)
 
 
 def limit_reached(name: str, limit: int, what: str, *, status: int = 429, retry_after: int = 1) -> ApiError:
-    """The refusal that names the limit. `what`: a clause that says what there is already."""
+    """Return the error for a limit that is reached. `what`: a clause with the current usage."""
     headers = {"retry-after": str(retry_after)} if status == 429 else None
     message = f"The limit '{name}={limit}' of this key's tenant is reached: {what}."
     return ApiError(status, message, code=TENANT_LIMIT, headers=headers)
@@ -67,7 +70,7 @@ def limit_reached(name: str, limit: int, what: str, *, status: int = 429, retry_
 
 @dataclass(slots=True, eq=False)
 class Place:
-    """A place in the engine, or in the queue for one: then `granted` is not yet set."""
+    """A request's place in the engine, or in the queue until `granted` is set."""
 
     tenant: str
     num_requests: int
@@ -78,12 +81,15 @@ class Place:
 
 @dataclass(slots=True)
 class _Tenant:
-    """Requests and tokens in the engine, and the places that wait, with the sum of their requests."""
+    """Current usage of one tenant."""
 
     num_requests: int = 0
+    """Requests in the engine."""
     num_tokens: int = 0
+    """Tokens of these requests."""
     waiting: OrderedDict[Place, None] = field(default_factory=OrderedDict)
     num_waiting: int = 0
+    """Requests of the waiting places."""
 
     def wait(self, place: Place) -> None:
         self.waiting[place] = None
@@ -94,7 +100,7 @@ class _Tenant:
         self.num_waiting -= place.num_requests
 
     def lacks(self, quota: Quota, num_requests: int, num_tokens: int) -> tuple[str, int] | None:
-        """The limit that so many more would break, and how much of it is used."""
+        """Return the name and current usage of the limit that the additional load would exceed, if any."""
         if quota.requests is not None and self.num_requests + num_requests > quota.requests:
             return "requests", self.num_requests
         if quota.tokens is not None and self.num_tokens + num_tokens > quota.tokens:
@@ -103,23 +109,24 @@ class _Tenant:
 
 
 class Admissions:
-    """Requests of clients by tenant. `quota_of` is asked each time: quotas may change while requests run."""
+    """Admission of requests by tenant. `quota_of` is called each time, because quotas may change at runtime."""
 
     def __init__(self, quota_of: Callable[[str], Quota]) -> None:
         self._quota_of = quota_of
         self._tenants: dict[str, _Tenant] = {}
 
     def check(self, tenant: str) -> None:
-        """Before anything is done for a request: raises ApiError 429 if not even the least one could wait."""
+        """Raise ApiError 429 if not even the smallest request could wait. Called before any work on a request."""
         self._check_room(tenant, 1, 1)
 
     def enter(self, tenant: str, num_requests: int, num_tokens: int) -> Place:
-        """A place, granted at once or in its turn. Raises ApiError 400 for what can never fit and 429 where nobody else
-        may wait; every place must be given back by `leave`."""
+        """Return a place, which is granted at once or later. The caller must pass it to `leave`.
+
+        Raises ApiError 400 for a request that exceeds its tenant's limits by itself, and 429 if the queue is full."""
         quota = self._quota_of(tenant)
         for name, limit, asked in (("requests", quota.requests, num_requests), ("tokens", quota.tokens, num_tokens)):
             if limit is not None and asked > limit:
-                message = f"This request asks for {asked} {name}, beyond the limit '{name}={limit}' of its tenant."
+                message = f"The request needs {asked} {name}; its tenant's limit is '{name}={limit}'."
                 raise ApiError(400, message, code=TENANT_LIMIT)
         self._check_room(tenant, num_requests, num_tokens)
         place = Place(tenant, num_requests, num_tokens)
@@ -128,7 +135,7 @@ class Admissions:
         return place
 
     def leave(self, place: Place) -> None:
-        """Give a place back, or stop waiting for it. Idempotent."""
+        """Release a place, or stop waiting for it. Idempotent."""
         if place.left:
             return
         place.left = True
@@ -141,12 +148,12 @@ class Admissions:
         self._grant(place.tenant)
 
     def recheck(self) -> None:
-        """The quotas have changed: some who wait may come in now."""
+        """Grant waiting places that fit after a change of the quotas."""
         for tenant in list(self._tenants):
             self._grant(tenant)
 
     def num_waiting(self, tenant: str) -> int:
-        """How many HTTP requests of a tenant wait for a place."""
+        """Return the number of a tenant's HTTP requests that wait for a place."""
         return len(self._tenants[tenant].waiting) if tenant in self._tenants else 0
 
     def _check_room(self, name: str, num_requests: int, num_tokens: int) -> None:
@@ -164,7 +171,7 @@ class Admissions:
             raise limit_reached("queued", quota.queued, f"{waiting} requests are waiting")
 
     def _grant(self, name: str) -> None:
-        """Let in whoever is first, as long as there is room; one that has become too large comes in alone."""
+        """Grant waiting places in order while they fit. A request that exceeds lowered limits is granted alone."""
         tenant, quota = self._tenants[name], self._quota_of(name)
         while tenant.waiting:
             place = next(iter(tenant.waiting))
@@ -179,8 +186,7 @@ class Admissions:
 
 
 class UploadPlaces:
-    """How many bodies are parsed at once: `each` of one tenant, `total` of all. A tenant's stalled uploads hold up its
-    own only."""
+    """Limit on concurrent uploads: `each` per tenant, `total` overall."""
 
     def __init__(self, each: int, total: int) -> None:
         self._each = each

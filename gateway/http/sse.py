@@ -1,4 +1,4 @@
-"""Server-sent events as raw bytes, and the watch for clients that leave. Knows nothing of what is streamed."""
+"""Server-sent events as raw bytes, and detection of client disconnects."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable
@@ -12,21 +12,21 @@ from starlette.types import Receive, Scope, Send
 DONE = b"data: [DONE]\n\n"
 END = b"\n\n"
 QUIET = b": the answer goes on\n\n"
-"""A comment, which every reader of events skips: whoever stands between knows that the connection is in use."""
+"""Keep-alive comment, which clients ignore; it keeps proxies from closing the connection."""
 QUIET_SECONDS = 10.0
-"""Without an event; below what proxies bear."""
+"""Seconds without an event before a keep-alive comment; below common proxy timeouts."""
 
 
 def event(data: Any) -> bytes:
-    """One event; `data` is anything that orjson can write."""
+    """Encode one event; `data` must be serializable by orjson."""
     return b"data: " + orjson.dumps(data) + END
 
 
 async def run_while_connected(receive: Receive, work: Callable[[], Awaitable[None]], abort: Callable[[], None]) -> bool:
-    """Run `work` until the client is gone; False if that happened. The request's body must have been read.
+    """Run `work`; cancel it and return False if the client disconnects. The request body must have been read.
 
-    Then `abort` is called at once: a cancellation alone reaches `work` only when it waits, and work that always finds
-    its next output ready does not. What `work` raises is raised here, not as a group.
+    On a disconnect `abort` is called at once, because a cancellation reaches `work` only at its next wait. Exceptions
+    of `work` are raised directly, not as a group.
     """
     finished = False
     failure: Exception | None = None
@@ -43,7 +43,7 @@ async def run_while_connected(receive: Receive, work: Callable[[], Awaitable[Non
         try:
             await work()
             finished = True
-        except Exception as error:  # raised again outside, not inside a group of exceptions
+        except Exception as error:  # raised after the task group, which would wrap it in an exception group
             failure = error
         group.cancel_scope.cancel()
     if failure is not None:
@@ -52,13 +52,13 @@ async def run_while_connected(receive: Receive, work: Callable[[], Awaitable[Non
 
 
 def named_event(data: dict[str, Any]) -> bytes:
-    """One event under the name of its `type`."""
+    """Encode one event, named by the `type` of its data."""
     return b"event: %b\ndata: %b%b" % (data["type"].encode(), orjson.dumps(data), END)
 
 
 class EventStream(Response):
-    """Sends what `events` yields, each as one write. `abort` is called however the stream ends, also when the client
-    is gone before the first event, so that nothing goes on running for nobody."""
+    """Send each item of `events` in one write. `abort` is called however the stream ends, also if the client
+    disconnects before the first event."""
 
     media_type = "text/event-stream"
 
@@ -91,7 +91,7 @@ class EventStream(Response):
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _fill_silence(self, send: Send) -> None:
-        """A request may wait long, for an engine that is started again or for its turn."""
+        """Send keep-alive comments while a request waits in the queue or for an engine restart."""
         while True:
             before = self._num_sent
             await asyncio.sleep(QUIET_SECONDS)
