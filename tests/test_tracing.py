@@ -146,7 +146,7 @@ def test_a_span_says_what_was_asked_for(response_id: str, pooling: Pooling | Non
 @pytest.mark.parametrize("name", [TRACES_ENDPOINT, BASE_ENDPOINT])
 @pytest.mark.parametrize("endpoint", ["localhost:4318", "grpc://localhost:4317", "http://"])
 def test_an_endpoint_is_an_http_address(name: str, endpoint: str) -> None:
-    with pytest.raises(ConfigError, match=f"{name} must be an http address, not {endpoint!r}"):
+    with pytest.raises(ConfigError, match=f"{name} must be an HTTP URL, not {endpoint!r}"):
         find_endpoint({name: endpoint})
 
 

@@ -1,1 +1,1 @@
-"""What is told of requests and of the server: accounts, metrics, the request log, traces."""
+"""Observability: measurements of requests, Prometheus metrics, the request log and traces."""

@@ -1,7 +1,7 @@
-"""What one choice asked for and got, measured as its outputs come; metrics and the request log are made of it.
+"""Measurements of one choice, the source of metrics, the request log and traces.
 
-Holds token counts and times, never a token or a text. Times of outputs are on the engine's clock; `clock` here only
-measures how long a client waited for what never came.
+They contain token counts and times, but no tokens or texts. Output times are on the engine's clock; `clock` only
+measures how long a client has waited since the last output.
 """
 
 import time
@@ -12,17 +12,12 @@ from dataclasses import dataclass, field
 from engine.api import EngineRequest, FinishReason, RequestOutput, RequestTimes
 
 CLIENT_LEFT = 499
-"""The status of an answer that nobody waited for."""
+"""Status of a response whose client disconnected."""
 
 
 @dataclass(slots=True)
 class Account:
-    """One choice of an answer. `gaps` are seconds between its outputs with tokens; `evicted_gaps` the numbers of those
-    in which it was preempted, `evicted_before_token`: it was so before its first token.
-
-    `status`: what HTTP says of it; of a stream that had begun, what it would have said. `beside_offline`: see
-    RequestOutput.
-    """
+    """Measurements of one choice. Times are in seconds."""
 
     request: EngineRequest
     response_id: str
@@ -30,16 +25,23 @@ class Account:
     clock: Callable[[], float] = time.monotonic
     times: RequestTimes | None = None
     gaps: "array[float]" = field(default_factory=lambda: array("d"))
+    """Times between consecutive outputs with tokens."""
     evicted_gaps: list[int] = field(default_factory=list)
+    """Indices into `gaps` of the gaps during which the request was preempted."""
     evicted_before_token: bool = False
+    """The request was preempted before its first token."""
     num_cached_tokens: int = 0
     num_tokens: int = 0
     num_preemptions: int = 0
     beside_offline: bool = False
+    """See RequestOutput."""
     finish: FinishReason | None = None
     status: int = 200
+    """HTTP status; for an error within a stream, the status that a non-streamed response would have."""
     seconds: float = 0.0
+    """Time from creation to the end."""
     quiet: float = 0.0
+    """Time from the last output with tokens, or from creation, to the end."""
     _begun: float = 0.0
     _last_token: float | None = None
     _last_seen: float = 0.0
@@ -69,14 +71,14 @@ class Account:
 
     @property
     def mean_gap(self) -> float | None:
-        """Seconds for each token behind the first; known also of an answer that came in one piece."""
+        """Mean seconds per token after the first, also known for an answer that was emitted at once."""
         times = self.times
         if times is None or times.first_token is None or times.last_token is None or self.num_tokens < 2:
             return None
         return (times.last_token - times.first_token) / (self.num_tokens - 1)
 
     def observe(self, output: RequestOutput) -> float | None:
-        """Take in an output; returns the gap that it ended, if it did."""
+        """Record an output; return the gap in seconds since the last output with tokens, if there is one."""
         self.times = times = output.times
         self.num_cached_tokens = output.num_cached_tokens
         self.beside_offline = self.beside_offline or output.beside_offline
@@ -95,7 +97,7 @@ class Account:
         return now - last
 
     def end(self, finish: FinishReason, status: int) -> None:
-        """Nothing more comes. `quiet` becomes what a client that left had waited for its next token."""
+        """Record the end of the choice."""
         now = self.clock()
         self.finish, self.status = finish, status
         self.seconds, self.quiet = now - self._begun, now - self._last_seen

@@ -1,7 +1,7 @@
-"""What of several engines is shown one by one; everything else is of all together, so that it reads as of one.
+"""Metrics per engine of a fleet. All other metrics are totals over the engines.
 
-Gauges and counters of their own names with a label `engine`: a name that were there with and without the label would be
-counted twice in every sum.
+These metrics have names of their own and a label `engine`: the same name with and without the label would be counted
+twice in sums.
 """
 
 from collections.abc import Iterator, Sequence
@@ -13,22 +13,20 @@ from engine.api import EngineState, EngineView, PipelineStats
 
 
 def engine_metrics(engines: Sequence[EngineView]) -> Iterator[Metric]:
-    """One sample per engine; none where there is one engine."""
-    ready = GaugeMetricFamily("tidemill_engine_ready", "With several engines: 1 for one that is.", labels=["engine"])
+    """Yield a sample per engine; nothing for a single engine."""
+    ready = GaugeMetricFamily("tidemill_engine_ready", "1 for an engine that is ready, else 0.", labels=["engine"])
     requests = GaugeMetricFamily(
-        "tidemill_engine_requests", "Requests in each of several engines.", labels=["engine", "class", "state"]
+        "tidemill_engine_requests", "Requests in each engine.", labels=["engine", "class", "state"]
     )
-    units = GaugeMetricFamily(
-        "tidemill_engine_units", "Cache units of each of several engines.", labels=["engine", "state"]
-    )
+    units = GaugeMetricFamily("tidemill_engine_units", "Cache units of each engine.", labels=["engine", "state"])
     harvest = GaugeMetricFamily(
         "tidemill_engine_harvest",
-        "Offline tokens a second of each of several engines, while lines wait.",
+        "Offline tokens per second of each engine while batch lines wait.",
         labels=["engine"],
     )
     routed = CounterMetricFamily("tidemill_engine_routed_requests", "Requests routed to an engine.", labels=["engine"])
     moved = CounterMetricFamily(
-        "tidemill_engine_moved_requests", "Requests taken from it as it was gone.", labels=["engine"]
+        "tidemill_engine_moved_requests", "Requests moved away from an engine that failed.", labels=["engine"]
     )
     for view in engines:
         name = str(view.engine)
@@ -45,25 +43,25 @@ def engine_metrics(engines: Sequence[EngineView]) -> Iterator[Metric]:
 
 
 def pipeline_metrics(stats: PipelineStats) -> Iterator[Metric]:
-    """Where engines may give up layers for cache."""
+    """Yield metrics of parameter dropping, where engines give up layers for cache."""
     yield GaugeMetricFamily(
-        "tidemill_fleet_pipelines", "Pairs of engines that compute as one pipeline.", value=len(stats.pairs)
+        "tidemill_fleet_pipelines", "Pairs of engines that run as one pipeline.", value=len(stats.pairs)
     )
     yield GaugeMetricFamily(
         "tidemill_fleet_memory_short",
-        "1 while memory for online requests is short and no further engine can give up layers.",
+        "1 while online requests lack memory and no further engine can give up layers, else 0.",
         value=float(stats.too_little),
     )
     for name, value, text in (
-        ("drops", stats.drops, "Pipelines that engines short of memory became."),
-        ("restores", stats.restores, "Pipelines that became engines with all layers again."),
-        ("drop_failures", stats.failures, "Changes and pipelines that failed; engines were made whole again."),
+        ("drops", stats.drops, "Pipelines formed by engines short of memory."),
+        ("restores", stats.restores, "Pipelines turned back into engines with all layers."),
+        ("drop_failures", stats.failures, "Failed drops, restores and pipelines; all layers were restored."),
     ):
         yield CounterMetricFamily(f"tidemill_fleet_{name}", text, value=value)
 
 
 def shown(engines: Sequence[EngineView]) -> list[dict[str, Any]]:
-    """Each engine for /ready, the page and `tidemill top`; nothing where there is one."""
+    """Return the state of each engine for /ready, the web page and `tidemill top`; empty for a single engine."""
     return [
         {
             "engine": view.engine,

@@ -1,4 +1,4 @@
-"""How late the event loop is: what every stream feels when something keeps it."""
+"""Lag of the event loop, which delays every stream."""
 
 import asyncio
 import threading
@@ -12,15 +12,15 @@ _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10
 
 
 class LoopLag:
-    """Asks to be woken ten times a second and observes by how much that was too late; see `BackgroundWork`.
+    """Measure ten times per second by how much a timer fires late; see `BackgroundWork`.
 
-    A loop that is late because its thread waits for a core shares the machine with too much; any other lateness is the
-    server's own: a callback that takes long, or another thread that keeps the interpreter. The kernel tells them apart.
+    Lag while the thread waits for a CPU core means that the machine is overloaded. The rest is caused by the server
+    itself: a slow callback, or another thread that holds the GIL. The kernel's scheduler statistics separate the two.
     """
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        self._lag = _histogram(registry, "tidemill_loop_lag_seconds", "How late the server's event loop was.")
-        text = "How late it was but for waiting for a core to run on (all of it where the system does not say)."
+        self._lag = _histogram(registry, "tidemill_loop_lag_seconds", "Lag of the server's event loop.")
+        text = "Lag of the event loop without waits for a CPU core (all lag where the system does not report waits)."
         self._own = _histogram(registry, "tidemill_loop_own_lag_seconds", text)
         self._task: asyncio.Task[None] | None = None
 
@@ -28,7 +28,7 @@ class LoopLag:
         self._task = asyncio.create_task(self._run(), name="tidemill-loop-lag")
 
     async def stop(self) -> None:
-        """Idempotent."""
+        """Stop measuring. Idempotent."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.wait([self._task])
@@ -45,13 +45,13 @@ class LoopLag:
 
 
 class CoreWaits:
-    """What the thread that makes it waits for a core."""
+    """Time that the creating thread has waited for a CPU core."""
 
     def __init__(self) -> None:
         self._file = Path(f"/proc/self/task/{threading.get_native_id()}/schedstat")
 
     def seconds(self) -> float:
-        """Since it began, while it could have run; 0 where the system does not say (only Linux does)."""
+        """Return the total wait since the thread's start in seconds; 0 on systems other than Linux."""
         with suppress(OSError, ValueError, IndexError):
             return int(self._file.read_text().split()[1]) / 1e9
         return 0.0

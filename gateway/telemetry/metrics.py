@@ -1,7 +1,7 @@
-"""Prometheus metrics: histograms observed as answers go out, gauges and counters read from the engine at each scrape.
+"""Prometheus metrics: histograms observed per output, and gauges and counters read from the engine at each scrape.
 
-One registry per application. The `vllm:*` aliases show online work only, so that dashboards and autoscalers made for
-vLLM see what users wait for and not the batch work that fills the rest. Labels are bounded; no ids.
+Each application has its own registry. The `vllm:*` aliases cover online work only, so that dashboards and autoscalers
+for vLLM are not affected by batch work. Labels have a bounded set of values and contain no ids.
 """
 
 from collections import deque
@@ -27,16 +27,17 @@ PREEMPTION_CAUSES = ("late", "memory", "online", "stall", "step_failure", "tenan
 
 @dataclass(frozen=True, slots=True)
 class EndedAnswer:
-    """Latencies of one answer that ran to its end, in seconds; `gap` is its longest one between two tokens, `ended` on
-    the engine's clock."""
+    """Latencies of one complete answer in seconds."""
 
     ended: float
+    """Time of the last token on the engine's clock."""
     ttft: float
     gap: float | None
+    """Longest gap between two tokens."""
 
 
 class ClassMetrics:
-    """The metrics of one service class, its labels bound once: `observe` is called for every token."""
+    """Metrics of one service class, with the labels bound once, because gaps are observed for every output."""
 
     def __init__(self, metrics: "GatewayMetrics", label: str) -> None:
         self.ttft = metrics.ttft.labels(label)
@@ -52,7 +53,7 @@ class ClassMetrics:
         self._listeners = metrics.on_end
 
     def observe_end(self, account: Account) -> None:
-        """Count an answer; the time spans only of one that ran to its end, as a cut-off one says nothing of speed."""
+        """Count an ended choice. Latencies are observed only for complete answers."""
         assert account.finish is not None
         self.ended[account.finish].inc()
         self.prompt_tokens.inc(account.num_prompt_tokens)
@@ -75,7 +76,7 @@ class ClassMetrics:
 
 
 class GatewayMetrics:
-    """All metrics of one application. `on_end` is told of every choice that ended."""
+    """All metrics of one application. The callbacks in `on_end` are called for every choice that ended."""
 
     def __init__(self, client: EngineClient, model_name: str) -> None:
         self.registry = CollectorRegistry()
@@ -91,7 +92,7 @@ class GatewayMetrics:
         self.requests = self._counter("requests", "Requests that ended, by finish reason.", "class", "reason")
         self.responses = self._counter("http_responses", "HTTP responses by status.", "status")
         self.on_end: list[Callable[[Account], None]] = []
-        self.log_dropped = self._counter("request_log_dropped_lines", "Lines that the request log could not take.")
+        self.log_dropped = self._counter("request_log_dropped_lines", "Request log lines that were dropped.")
         self.by_class = {c: ClassMetrics(self, c.value) for c in RequestClass}
         self.stats = EngineStats()
         self._client = client
@@ -105,16 +106,16 @@ class GatewayMetrics:
         return Counter(f"tidemill_{name}", text, labels, registry=self.registry)
 
     async def take_snapshot(self) -> None:
-        """Read the engine's figures."""
+        """Read the engine's statistics."""
         self.stats = await self._client.stats()
 
     def render(self) -> bytes:
-        """The text exposition of everything as of the last snapshot. Reads /proc: call it in a thread."""
+        """Return all metrics as of the last snapshot in the text format. Reads /proc: call it in a thread."""
         return generate_latest(self.registry)
 
 
 class EngineCollector(Collector):
-    """The engine's own figures, one snapshot per scrape."""
+    """Metrics from the engine's statistics as of the last snapshot."""
 
     def __init__(self, metrics: GatewayMetrics) -> None:
         self._metrics = metrics
@@ -122,42 +123,51 @@ class EngineCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         stats = self._metrics.stats
         yield _per_class("requests_running", "Requests in the running batch.", stats.running)
-        yield _per_class("requests_waiting", "Requests waiting, preempted ones included.", stats.waiting)
+        yield _per_class("requests_waiting", "Waiting requests, including preempted ones.", stats.waiting)
         yield from _pool_metrics(stats)
         yield _total(
             "prefix_queried_tokens", "Prompt tokens looked up in the prefix cache.", stats.prefix_queried_tokens
         )
         yield _total("prefix_hit_tokens", "Prompt tokens found in the prefix cache.", stats.prefix_hit_tokens)
-        tiers = CounterMetricFamily("tidemill_prefix_hit_tokens_by_tier", "Those by where they lay.", labels=["tier"])
+        text = "Prompt tokens found in the prefix cache, by cache tier."
+        tiers = CounterMetricFamily("tidemill_prefix_hit_tokens_by_tier", text, labels=["tier"])
         tiers.add_metric(["device"], stats.prefix_hit_tokens - stats.prefix_host_hit_tokens)
         tiers.add_metric(["host"], stats.prefix_host_hit_tokens)
         yield tiers
         yield _total("steps", "Model steps that succeeded.", stats.steps)
         yield _total("failed_steps", "Model steps that failed.", stats.failed_steps)
         yield _total(
-            "refused_requests", "Online requests refused on arrival (429), in no attainment.", stats.refused_requests
+            "refused_requests",
+            "Online requests refused on arrival (429), not part of attainment.",
+            stats.refused_requests,
         )
-        yield _total("stalls", "Times the engine stood still with work and had to recover.", stats.stalls)
+        yield _total("stalls", "Recoveries of the engine from a state without progress.", stats.stalls)
         yield _total("step_seconds", "Time in model steps.", stats.step_seconds)
         yield _total("prefill_tokens", "Prompt tokens computed.", stats.prefill_tokens)
         yield _total("decode_tokens", "Output tokens computed.", stats.decode_tokens)
-        yield _total("forced_tokens", "Output tokens that a grammar left no choice for.", stats.forced_tokens)
-        yield _total("offline_computed_tokens", "Those of both that were offline work.", stats.offline_computed_tokens)
-        yield _total("probe_tokens", "Computed besides: for the engine's own tests of itself.", stats.probe_tokens)
+        yield _total("forced_tokens", "Output tokens determined by a grammar alone.", stats.forced_tokens)
+        yield _total(
+            "offline_computed_tokens",
+            "Prompt and output tokens computed for offline work.",
+            stats.offline_computed_tokens,
+        )
+        yield _total("probe_tokens", "Tokens computed for the engine's self-tests.", stats.probe_tokens)
         restarts = CounterMetricFamily("tidemill_engine_restarts", "Engine processes that ended.", labels=["cause"])
         for cause in sorted({*CAUSES, *stats.restarts}):
             restarts.add_metric([cause], stats.restarts.get(cause, 0))
         yield restarts
-        yield _total("resumed_requests", "Requests that went on in the next engine process.", stats.resumed_requests)
+        yield _total("resumed_requests", "Requests resumed in a new engine process.", stats.resumed_requests)
         preemptions = CounterMetricFamily("tidemill_preemptions", "Preemptions by cause.", labels=["cause"])
-        for cause in sorted({*PREEMPTION_CAUSES, *stats.preemptions}):  # from zero on, so that a rate has a beginning
+        for cause in sorted({*PREEMPTION_CAUSES, *stats.preemptions}):  # `rate` needs a sample at zero
             preemptions.add_metric([cause], stats.preemptions.get(cause, 0))
         yield preemptions
-        yield _total("predicted_step_seconds", "What the model steps were predicted to take.", stats.predicted_seconds)
+        yield _total("predicted_step_seconds", "Predicted time of the model steps.", stats.predicted_seconds)
         yield _total(
-            "leftover_seconds", "Predicted time that online steps left to offline work.", stats.leftover_seconds
+            "leftover_seconds",
+            "Predicted time in steps with online work left for offline work.",
+            stats.leftover_seconds,
         )
-        yield _total("leftover_used_seconds", "How much of it offline work was given.", stats.leftover_used_seconds)
+        yield _total("leftover_used_seconds", "Leftover time used by offline work.", stats.leftover_used_seconds)
         if stats.colocation is not None:
             yield from _colocation_metrics(stats.colocation)
         yield from engine_metrics(stats.engines)
@@ -166,39 +176,49 @@ class EngineCollector(Collector):
 
 
 def _colocation_metrics(stats: ColocationStats) -> Iterator[Metric]:
-    """How the SLO is kept; NaN where nobody was judged, or nothing is known to judge by."""
+    """Yield metrics of the SLO and the offline budget; NaN where there is no data yet."""
     yield GaugeMetricFamily(
-        "tidemill_slo_attainment", "Share of good requests, of the last ones judged.", value=stats.attainment
+        "tidemill_slo_attainment", "Share of recently judged requests that met the SLO.", value=stats.attainment
     )
     objectives = {
-        "attainment": "Share of the last requests at whose end the objective was kept.",
-        "value_seconds": "What the objective is about, over the last requests.",
-        "bound_seconds": "What it may be at most.",
+        "attainment": "Share of recent requests at whose end the objective was met.",
+        "value_seconds": "Current value of the objective over recent requests.",
+        "bound_seconds": "Upper bound of the objective.",
     }
     for name, text in objectives.items():
         gauge = GaugeMetricFamily(f"tidemill_slo_objective_{name}", text, labels=["objective"])
         for standing in stats.objectives:
             gauge.add_metric([standing.objective], getattr(standing, name.removesuffix("_seconds")))
         yield gauge
-    yield GaugeMetricFamily("tidemill_online_rate", "Online requests a second of late.", value=stats.online_rate)
-    judged = CounterMetricFamily("tidemill_slo_requests", "Online requests judged.", labels=["good"])
+    yield GaugeMetricFamily("tidemill_online_rate", "Recent online requests per second.", value=stats.online_rate)
+    judged = CounterMetricFamily(
+        "tidemill_slo_requests", "Online requests by whether they met the SLO.", labels=["good"]
+    )
     judged.add_metric(["true"], stats.good_requests)
     judged.add_metric(["false"], stats.bad_requests)
     yield judged
-    yield GaugeMetricFamily("tidemill_latency_budget_seconds", "L of the offline fill.", value=stats.latency_budget)
     yield GaugeMetricFamily(
-        "tidemill_interference_weight", "Lambda of the offline fill.", value=stats.interference_weight
+        "tidemill_latency_budget_seconds", "Latency budget of steps with offline work (L).", value=stats.latency_budget
+    )
+    yield GaugeMetricFamily(
+        "tidemill_interference_weight", "Interference weight of offline work (lambda).", value=stats.interference_weight
     )
     yield GaugeMetricFamily(
         "tidemill_offline_share", "Share of the budget that offline work may use.", value=stats.offline_share
     )
     yield GaugeMetricFamily(
-        "tidemill_offline_held", "1 while no offline budget keeps the SLO.", value=float(bool(stats.held))
+        "tidemill_offline_held",
+        "1 while offline work is held because no budget would meet the SLO, else 0.",
+        value=float(bool(stats.held)),
     )
-    yield GaugeMetricFamily("tidemill_predictor_mape", "Mean relative error, recent steps.", value=stats.predictor_mape)
+    yield GaugeMetricFamily(
+        "tidemill_predictor_mape",
+        "Mean relative error of predicted step times, recent steps.",
+        value=stats.predictor_mape,
+    )
     yield GaugeMetricFamily(
         "tidemill_predictor_overrun",
-        "Time by which steps beside chat overran their predictions, as a share of what a step may take.",
+        "Time by which steps with online work exceeded their predictions, as a share of the step time allowed.",
         value=stats.overrun,
     )
     refits = CounterMetricFamily("tidemill_model_refits", "New fits of the latency model.", labels=["outcome"])
@@ -206,8 +226,10 @@ def _colocation_metrics(stats: ColocationStats) -> Iterator[Metric]:
     refits.add_metric(["refused"], stats.model_refits_refused)
     yield refits
     yield _total("offline_tokens", "Prompt and output tokens of offline requests.", stats.offline_tokens)
-    yield _total("breaker_openings", "How often the circuit breaker opened.", stats.breaker_openings)
-    breaker = GaugeMetricFamily("tidemill_breaker_state", "1 for the state the breaker is in.", labels=["state"])
+    yield _total("breaker_openings", "Openings of the circuit breaker.", stats.breaker_openings)
+    breaker = GaugeMetricFamily(
+        "tidemill_breaker_state", "1 for the current state of the circuit breaker.", labels=["state"]
+    )
     for state in ("closed", "open", "half_open"):
         breaker.add_metric([state], float(state == stats.breaker))
     yield breaker
@@ -215,20 +237,26 @@ def _colocation_metrics(stats: ColocationStats) -> Iterator[Metric]:
 
 def _pool_metrics(stats: EngineStats) -> Iterator[Metric]:
     yield GaugeMetricFamily("tidemill_device_units", "Cache units in the pool.", value=stats.units_total)
-    kinds = GaugeMetricFamily("tidemill_device_units_by_state", "Cache units by what they hold.", labels=["state"])
+    kinds = GaugeMetricFamily("tidemill_device_units_by_state", "Cache units by state.", labels=["state"])
     kinds.add_metric(["free"], stats.units_free)
     kinds.add_metric(["cached"], stats.units_cached)
     kinds.add_metric(["owned"], stats.units_owned)
     yield kinds
     yield GaugeMetricFamily("tidemill_host_units", "Cache units in the host tier.", value=stats.host_units_total)
-    yield GaugeMetricFamily("tidemill_host_units_used", "Those that hold something.", value=stats.host_units_used)
-    name, text = "tidemill_host_units_cached", "Those of them that hold prefixes which nobody uses now."
+    yield GaugeMetricFamily(
+        "tidemill_host_units_used", "Cache units in use in the host tier.", value=stats.host_units_used
+    )
+    name, text = "tidemill_host_units_cached", "Cache units in the host tier with prefixes not used by any request."
     yield GaugeMetricFamily(name, text, value=stats.host_units_cached)
-    yield GaugeMetricFamily("tidemill_hidden_blocks", "Blocks run from hidden state.", value=stats.hidden_blocks)
+    yield GaugeMetricFamily("tidemill_hidden_blocks", "Blocks stored as hidden state.", value=stats.hidden_blocks)
     name, text = "tidemill_state_slots", "Slots for checkpoints of recurrent layers."
     yield GaugeMetricFamily(name, text, value=stats.state_slots_total)
-    yield GaugeMetricFamily("tidemill_state_slots_used", "Those that hold one.", value=stats.state_slots_used)
-    moved = CounterMetricFamily("tidemill_cache_units", "Cache units moved or restored.", labels=["operation"])
+    yield GaugeMetricFamily(
+        "tidemill_state_slots_used", "Slots in use for checkpoints of recurrent layers.", value=stats.state_slots_used
+    )
+    moved = CounterMetricFamily(
+        "tidemill_cache_units", "Cache units moved or restored, by operation.", labels=["operation"]
+    )
     for operation in ("swap_out", "swap_in", "restore"):
         moved.add_metric([operation], stats.cache_units.get(operation, 0))
     yield moved
@@ -246,8 +274,8 @@ def _total(name: str, text: str, value: float) -> Metric:
 
 
 class VllmAliases(Collector):
-    """The online share of our metrics once more, under the names and with the label that vLLM uses. The cache is one:
-    its figures are of all work; queries and hits are tokens, as with vLLM."""
+    """Online metrics under vLLM's names and labels. Cache metrics cover all work; as in vLLM, queries and hits count
+    tokens."""
 
     def __init__(self, metrics: GatewayMetrics, model_name: str, client: EngineClient) -> None:
         self._metrics = metrics

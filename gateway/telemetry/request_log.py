@@ -1,8 +1,7 @@
-"""The request log: a JSON line for each choice that ended, with what it cost, what it waited for, and why the SLO was
-missed if it was. Never a prompt, an answer or a key.
+"""Request log: a JSON line per ended choice with token counts, latencies and the cause of a missed SLO.
 
-Lines are handed over on the event loop and written in a thread, as many at once as have come meanwhile. What is not
-written yet is bounded: beside a disk that is full or hangs, lines are dropped and counted, and requests go on.
+Lines contain no prompt, answer or key. They are queued on the event loop and written in groups by a thread. The queue
+is bounded: if the disk is full or hangs, lines are dropped and counted, and requests are not affected.
 """
 
 import asyncio
@@ -27,16 +26,18 @@ log = logging.getLogger("tidemill.gateway")
 MAX_LINES = 10_000
 RETRY_SECONDS = 1.0
 _MISTAKES = frozenset({errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EACCES, errno.EPERM, errno.ENAMETOOLONG})
-"""Errors of the path itself: it will not be right later, either."""
+"""Errors of a wrong path, where a retry cannot help."""
 STOP_SECONDS = 5.0
-"""How long a stop waits for a disk."""
+"""Maximum wait for the disk at shutdown."""
 
 
 class RequestLog:
-    """See the module. `stats` says by which SLO and costs requests are judged; `on_drop` is told how many lines were
-    lost. An async context: it writes while entered.
+    """Write log lines while the async context is entered.
 
-    Raises ConfigError when the path is wrong. A disk that is full or read-only costs lines, not the start.
+    Args:
+        path: log file; a wrong path raises ConfigError. On a full or read-only disk lines are dropped.
+        stats: returns the engine statistics with the SLO and the token costs for the verdicts.
+        on_drop: called with the number of dropped lines.
     """
 
     def __init__(
@@ -70,7 +71,7 @@ class RequestLog:
             log.error("--request-log: %s; lines are dropped until it can be written", error.strerror)
 
     def add(self, account: Account) -> None:
-        """A choice ended. On the event loop; never blocks."""
+        """Queue the line of an ended choice. Call it on the event loop; does not block."""
         if len(self._pending) >= self._max_lines:
             self._on_drop(1)
             return
@@ -78,7 +79,7 @@ class RequestLog:
         self._wanted.set()
 
     def reopen(self) -> None:
-        """Go on in a new file of the same name before the next line: the old one was moved away."""
+        """Reopen the path before the next line, after log rotation."""
         self._reopen = True
         self._wanted.set()
 
@@ -86,7 +87,7 @@ class RequestLog:
         self._task = asyncio.create_task(self._run(), name="tidemill-request-log")
 
     async def __aexit__(self, *_: object) -> None:
-        """Write what is there and close the file."""
+        """Write the queued lines and close the file."""
         self._stopping = True
         self._wanted.set()
         if self._task is not None:
@@ -100,7 +101,7 @@ class RequestLog:
             self._wanted.clear()
             try:
                 self._on_drop(await asyncio.to_thread(self._write, lines, reopen))
-            except RuntimeError:  # no thread is to be had
+            except RuntimeError:  # cannot start a thread
                 self._on_drop(len(lines))
                 self._reopen = self._reopen or reopen
                 await asyncio.sleep(RETRY_SECONDS)
@@ -110,7 +111,7 @@ class RequestLog:
             await asyncio.to_thread(self._close)
 
     def _write(self, lines: list[dict[str, Any]], reopen: bool) -> int:
-        """In a thread. Returns how many lines were lost."""
+        """Write lines in a thread; return the number of lost lines."""
         left = len(lines)
         try:
             if reopen or self._file is None:
@@ -130,7 +131,7 @@ class RequestLog:
         return 0
 
     def _write_line(self, file: int, data: bytes) -> None:
-        """A line of which only a part fits on the disk is ended before the next, so that it spoils no other."""
+        """Write a line, after a newline if the previous line was written only in part."""
         rest = b"\n" + data if self._torn else data
         while rest:
             done = self._os_write(file, rest)
@@ -148,7 +149,7 @@ class RequestLog:
 
 
 def check_path(path: str) -> None:
-    """Raises ConfigError where a log could not be opened; makes no file."""
+    """Raise ConfigError if a log could not be opened at the path. Creates no file."""
     file = Path(path).expanduser()
     there = file if file.exists() else file.parent
     if not there.exists() or not os.access(there, os.W_OK):
@@ -159,7 +160,7 @@ def check_path(path: str) -> None:
 
 
 def line_of(account: Account, stats: EngineStats) -> dict[str, Any]:
-    """The line, times in seconds."""
+    """Return the line of an ended choice; times in seconds."""
     request, colocation = account.request, stats.colocation
     verdict = judge(account, colocation.slo if colocation is not None else "", stats.token_costs)
     assert account.finish is not None

@@ -1,7 +1,7 @@
-"""Whether an online request got what was promised, and if not, which measured part of it took the time.
+"""SLO verdict on one online request, with the cause of a miss.
 
-Judged by the limits on single requests (`ttft_p99=1s`), as `predictor.judge` does; means and tolerances are promises
-about many requests and say nothing of one.
+Only objectives that limit single requests (`ttft_p99=1s`) are judged, as in `predictor.judge`; objectives on means
+concern many requests.
 """
 
 import functools
@@ -23,16 +23,18 @@ STEP_TIME = "step_time"
 
 @dataclass(frozen=True, slots=True)
 class SLOVerdict:
-    """`met` None: nobody can tell (offline work, no limit on single requests, or the client left in time). `missed`
-    names a cause by the objective that it broke; `why` is the first of them, or an engine fault."""
+    """Verdict on one request."""
 
     met: bool | None = None
+    """None if undefined: offline work, no limit on single requests, or the client disconnected before a miss."""
     why: str | None = None
+    """First cause in `missed`, or ENGINE_FAULT."""
     missed: dict[str, str] = field(default_factory=dict)
+    """Cause by missed objective."""
 
 
 def judge(account: Account, slo_text: str, costs: TokenCosts | None) -> SLOVerdict:
-    """The verdict on a choice that ended. `costs`: seconds a token, None where no latency model is known."""
+    """Judge an ended choice. `costs`: seconds per token, or None without a latency model."""
     if account.request.request_class is not RequestClass.ONLINE:
         return SLOVerdict()
     limits = _limits(slo_text)
@@ -52,7 +54,7 @@ def _limits(slo_text: str) -> tuple[Objective, ...]:
 
 
 def _served(account: Account, left: bool) -> Served:
-    """As the client saw it; who left counts with what it had waited until then."""
+    """Return the latencies that the client saw; if it disconnected, including its last wait."""
     gaps = list(account.gaps)
     if left and account.ttft is None:
         return Served(0.0, account.seconds, gaps)
@@ -64,8 +66,8 @@ def _cause(objective: Objective, account: Account, costs: TokenCosts | None) -> 
 
 
 def _late_start(account: Account, costs: TokenCosts | None) -> str:
-    """The longest part of the wait for the first token: in the queue, its own prompt alone (as predicted), or the rest,
-    in which its prompt ran beside others."""
+    """Return the longest part of the time to first token: queue, predicted time of its own prompt, or the rest, when
+    its prompt shared steps with other requests."""
     if account.evicted_before_token:
         return PREEMPTION
     queued, ttft = account.queued, account.ttft
@@ -80,7 +82,7 @@ def _late_start(account: Account, costs: TokenCosts | None) -> str:
 
 
 def _long_gap(account: Account, limit: float) -> str:
-    """Where most of the time of the gaps beyond the limit went."""
+    """Return the cause of most of the time in gaps above the limit."""
     evicted = set(account.evicted_gaps)
     lost, slow = 0.0, account.quiet if account.finish is FinishReason.ABORT else 0.0
     for number, gap in enumerate(account.gaps):

@@ -1,9 +1,8 @@
-"""OpenTelemetry: a span for each choice that ended, sent to a collector over OTLP. Needs the extra `otel`.
+"""OpenTelemetry tracing: a span per ended choice, sent to a collector over OTLP. Needs the extra `otel`.
 
-A span is made when its choice ends, with the times that it had, so that nothing is kept for it meanwhile; it hangs on
-the trace that the request came with (`traceparent`). Attributes follow the conventions for generative AI where there is
-one. Never a prompt, an answer or a key. A collector that is slow or gone costs spans, never a request: they wait in a
-bounded queue that a thread sends.
+A span is created when its choice ends, and is a child of the trace in the request's `traceparent` header. Attributes
+follow the semantic conventions for generative AI where they exist, and contain no prompt, answer or key. Spans wait in
+a bounded queue for a sender thread: a slow or unreachable collector loses spans but does not affect requests.
 """
 
 import asyncio
@@ -27,14 +26,14 @@ if TYPE_CHECKING:
     from engine.api import EngineStats
 
 STOP_SECONDS = 5.0
-"""How long a stop waits for a collector."""
+"""Maximum wait for the collector at shutdown."""
 TRACES_ENDPOINT, BASE_ENDPOINT = "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT"
 _CARRIED = ("traceparent", "tracestate")
 _carrier: ContextVar[dict[str, str]] = ContextVar("carrier")
 
 
 class TraceHeaders:
-    """Notes the trace that a request belongs to, for what is done in its task."""
+    """Middleware that stores the trace headers of a request for its task."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -47,8 +46,14 @@ class TraceHeaders:
 
 
 class Traces:
-    """`endpoint`: the collector's address for spans, such as http://localhost:4318/v1/traces; `model`: its name in the
-    API. An async context: the remaining spans are sent at its end. Raises ConfigError without the extra 'otel'."""
+    """Send spans. Leaving the async context sends the remaining spans.
+
+    Args:
+        endpoint: URL of the collector for spans, such as http://localhost:4318/v1/traces.
+        model: name of the model in the API.
+
+    Raises ConfigError without the extra `otel`.
+    """
 
     def __init__(self, endpoint: str, model: str, version: str, stats: "Callable[[], EngineStats]") -> None:
         try:
@@ -71,7 +76,7 @@ class Traces:
         self._model, self._stats = model, stats
 
     def add(self, account: Account) -> None:
-        """A choice ended, in the task of its request. On the event loop; never blocks."""
+        """Queue the span of an ended choice. Call it in the task of the request; does not block."""
         ended = time.time_ns()
         began = ended - int(account.seconds * 1e9)
         attributes = attributes_of(account, self._model, self._stats())
@@ -93,8 +98,9 @@ class Traces:
 
 
 def find_endpoint(environment: "Mapping[str, str]") -> str | None:
-    """Return the collector's address for spans by OpenTelemetry's variables; None if none is set. Raise ConfigError if
-    it is no http address."""
+    """Return the collector's URL for spans from OpenTelemetry's environment variables, or None if none is set.
+
+    Raises ConfigError for an invalid URL."""
     name, endpoint = TRACES_ENDPOINT, environment.get(TRACES_ENDPOINT, "")
     if not endpoint:
         name, base = BASE_ENDPOINT, environment.get(BASE_ENDPOINT, "")
@@ -103,12 +109,12 @@ def find_endpoint(environment: "Mapping[str, str]") -> str | None:
         return None
     parts = urlsplit(endpoint)
     if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise ConfigError(f"{name} must be an http address, not {environment[name]!r}")
+        raise ConfigError(f"{name} must be an HTTP URL, not {environment[name]!r}")
     return endpoint
 
 
 def attributes_of(account: Account, model: str, stats: "EngineStats") -> dict[str, Any]:
-    """What a span says, times in seconds; of the names outside `gen_ai` see the request log."""
+    """Return the attributes of a span; times in seconds. For names outside `gen_ai` see the request log."""
     line, sampling = line_of(account, stats), account.request.sampling
     named: dict[str, Any] = {
         "gen_ai.operation.name": _operation(account),

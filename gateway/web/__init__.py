@@ -1,1 +1,1 @@
-"""The page at `/`: its files, the events that it follows and the history that it begins with."""
+"""The web dashboard at `/`: static files, history and live events."""

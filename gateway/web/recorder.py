@@ -1,7 +1,7 @@
-"""What the page shows, once a second: snapshots of the engine's figures, the last quarter of an hour kept in memory.
+"""Snapshots of the engine's statistics for the web dashboard, with the last 900 kept in memory.
 
-A snapshot is encoded once, however many pages follow. Without a page it is taken every ten seconds, so that a page that
-opens finds a history; that costs nothing that could be measured. Counters grow for ever, the page takes differences.
+A snapshot is taken every second while a page is open, and every ten seconds otherwise, so that a new page has a
+history. It is encoded once for all pages. Counters are cumulative; the page computes differences.
 """
 
 import asyncio
@@ -27,7 +27,7 @@ KEPT_SNAPSHOTS = 900
 
 
 class Recorder:
-    """Takes the snapshots; see `BackgroundWork`. `clock` is the wall clock, `engine_clock` the one of request times."""
+    """Take snapshots; see `BackgroundWork`. `clock` is the wall clock, `engine_clock` the clock of request times."""
 
     def __init__(
         self,
@@ -48,11 +48,11 @@ class Recorder:
         self._task: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        await self._metrics.take_snapshot()  # from now on there are figures, whoever asks for them
+        await self._metrics.take_snapshot()  # statistics must exist before the first request
         self._task = asyncio.create_task(self._run(), name="tidemill-recorder")
 
     async def stop(self) -> None:
-        """End the recording and every stream that follows it. Idempotent."""
+        """Stop recording and end all event streams. Idempotent."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.wait([self._task])
@@ -62,13 +62,13 @@ class Recorder:
             self._next = None
 
     async def history(self) -> bytes:
-        """Every kept snapshot as one JSON document, and one of now if the last is older than pages are used to."""
+        """Return all snapshots as a JSON document, after taking a new one if the last is older than a second."""
         if self._clock() - self._recorded_at >= FOLLOWED_SECONDS:
             await self.record()
         return b'{"snapshots":[' + b",".join(self._snapshots) + b"]}"
 
     async def follow(self) -> AsyncGenerator[bytes, None]:
-        """Server-sent events, one a snapshot, until the recorder stops."""
+        """Yield a server-sent event per snapshot until the recorder stops."""
         self._followers += 1
         self._followed.set()
         try:
@@ -78,12 +78,12 @@ class Recorder:
                 yield await asyncio.shield(self._next)
         except asyncio.CancelledError:
             if self._task is not None:
-                raise  # the client left; otherwise the recorder has stopped and the stream just ends
+                raise  # the client disconnected; otherwise the recorder has stopped and the stream ends normally
         finally:
             self._followers -= 1
 
     async def record(self) -> bytes:
-        """Take a snapshot now and hand it to those that follow; returns it, encoded."""
+        """Take a snapshot, send it to all event streams, and return it encoded."""
         await self._metrics.take_snapshot()
         answers = self._metrics.by_class[RequestClass.ONLINE].answers
         now = self._recorded_at = self._clock()
@@ -119,7 +119,7 @@ class Recorder:
 
 
 def take(stats: EngineStats, chats: list[dict[str, Any]], now: float) -> dict[str, Any]:
-    """One snapshot; `chats` are those that ended since the last. Seconds; `now` counts from the epoch."""
+    """Return a snapshot. `chats`: chats ended since the last snapshot; `now`: Unix time; all times in seconds."""
     return {
         "time": round(now, 3),
         "running": {c.value: stats.running.get(c, 0) for c in RequestClass},

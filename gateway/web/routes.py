@@ -1,7 +1,7 @@
-"""The page at `/`, its files under `/web/`, and what it reads: `/dashboard/history` and `/dashboard/events`.
+"""The dashboard page at `/`, its files under `/web/`, and its data at `/dashboard/history` and `/dashboard/events`.
 
-The files hold no figure and need no key; the two others are guarded like /metrics. Everything comes from this server:
-the content security policy lets nothing else in.
+The static files need no API key; the data endpoints are protected like /metrics. The content security policy allows
+resources of this server only.
 """
 
 import hashlib
@@ -31,7 +31,7 @@ _TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript", "svg"
 
 @dataclass(frozen=True, slots=True)
 class StaticFile:
-    """A file of the page as it is sent."""
+    """A static file with its headers."""
 
     content: bytes
     media_type: str
@@ -39,7 +39,7 @@ class StaticFile:
 
 
 def load_files() -> dict[str, StaticFile]:
-    """Every file of the page by its name."""
+    """Return the static files by name."""
     files = {}
     for item in resources.files("gateway.web").joinpath("static").iterdir():
         media_type = _TYPES.get(item.name.rpartition(".")[2])
