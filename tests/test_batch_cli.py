@@ -114,8 +114,8 @@ async def test_a_batch_that_runs(tokenizer: Tokenizer, tmp_path: Path, capsys: p
 @pytest.mark.parametrize(
     ("arguments", "code", "says"),
     [
-        (("watch", "batch_none"), 1, "There is no such batch."),
-        (("cancel", "../../x"), 1, "There is no such"),
+        (("watch", "batch_none"), 1, "The batch does not exist."),
+        (("cancel", "../../x"), 1, "does not exist"),
         (("submit", "missing.jsonl"), 2, "missing.jsonl: No such file or directory"),
         (("submit", "."), 2, ".: Is a directory"),
         (("submit", "IN", "--metadata", "nothing"), 2, "--metadata must look like KEY=VALUE"),
@@ -142,7 +142,7 @@ async def test_an_upload_that_is_refused_early_says_why(
         code, _, err = await Terminal(served, capsys).run("submit", big)
         assert code == 1 and "larger than" in err
         code, _, err = await Terminal(served, capsys).run("submit", big, key="wrong")
-        assert code == 1 and "A valid API key is needed." in err
+        assert code == 1 and "A valid API key is required." in err
 
 
 def test_a_server_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
@@ -152,7 +152,7 @@ def test_a_server_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
 
 async def test_a_server_without_batches(start_server: StartServer, capsys: pytest.CaptureFixture[str]) -> None:
     code, _, err = await Terminal(await start_server("x"), capsys).run("list")
-    assert code == 1 and "There is no such resource." in err
+    assert code == 1 and "The resource does not exist." in err
 
 
 # ---- the bar

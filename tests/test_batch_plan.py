@@ -190,7 +190,7 @@ def test_who_is_at_risk_and_until_when() -> None:
     assert forecast.outlooks["late"].at_risk and forecast.outlooks["late"].misses
     notes = forecast.outlooks["late"].notes(late)
     assert notes["tidemill.at_risk"] == "true" and int(notes["tidemill.eta"]) > 350
-    assert "will not be done" in notes["tidemill.warning"]
+    assert "will not finish" in notes["tidemill.warning"]
 
 
 def test_each_job_says_when_it_will_end_and_the_first_hundred_are_shown() -> None:
@@ -346,7 +346,7 @@ async def test_a_job_that_cannot_make_it_is_told_so_and_its_lines_go_first(
         await served.app.state.context.metrics.take_snapshot()
         created = await submit(client, jsonl(line(i) for i in range(20)), completion_window="60s", metadata={"a": "b"})
         assert created.metadata is not None and created.metadata["a"] == "b"
-        assert "will not be done" in created.metadata["tidemill.warning"], "a warning, no refusal"
+        assert "will not finish" in created.metadata["tidemill.warning"], "a warning, no refusal"
         await served.engine.wait_for_event("add", 20)
         assert {request.lane for request in served.engine.requests} == {Lane.AT_RISK}
         running = await client.batches.retrieve(created.id)

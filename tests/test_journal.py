@@ -118,7 +118,7 @@ def test_a_result_file_that_ends_early_says_so(tmp_path: Path, left: int) -> Non
     whole = b"".join(ROWS)
     (tmp_path / "result").write_bytes(whole[:left])
     *_, last = content_of(tmp_path / "result", len(whole)).splitlines()
-    assert f"{len(whole) - left} bytes early" in json.loads(last)["error"]["message"]
+    assert f"{len(whole) - left} bytes too short" in json.loads(last)["error"]["message"]
 
 
 def test_pages_that_the_disk_cannot_read_cost_their_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

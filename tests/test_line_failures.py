@@ -165,7 +165,7 @@ async def test_a_fault_of_the_system_is_never_a_row(tmp_path: Path, error: Excep
     async with running(tmp_path, engine, 10) as (worker, (batch,)):
         await eventually(lambda: max(engine.runs.values(), default=0) > 2 * QUICK.attempts)
         assert not worker.lines_ended, "many attempts, and no row"
-        assert "a fault of the system" in (worker.feeder.trouble() or "")
+        assert "a system failure" in (worker.feeder.trouble() or "")
         engine.raises = lambda number: None
         await eventually(lambda: not worker.states)
         assert await counts(worker, batch) == (BatchStatus.COMPLETED, 10, 0)

@@ -165,7 +165,9 @@ async def test_the_state_of_earlier_versions_moves_to_the_default_tenant(
         assert [text.split()[5].rstrip(",") for text in lines] == sorted([former("lost"), "shop"])
         assert all("0 unfinished batches and 1 files" in text for text in lines)
         assert all("tidemill batch list --tenant" in text for text in lines), "the one authority is an operator"
-        assert ["--api-key of that time" in text for text in lines] == [former("lost") in text for text in lines]
+        assert ["start once with the former --api-key" in text for text in lines] == [
+            former("lost") in text for text in lines
+        ]
         assert await names(clients["two"], tenant="shop") == {ids["shop"]}
         metrics = await get(clients["two"], "/metrics")
         assert "tidemill_unreachable_tenants 2.0" in metrics.text

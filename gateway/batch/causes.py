@@ -1,10 +1,10 @@
-"""The table of causes: is an exception under a batch line the fault of the request, of the system, or unknown?
+"""Classification of exceptions raised while a batch line runs, and the answer to each class.
 
 | cause   | exceptions                                                  | answer                                       |
 |---------|-------------------------------------------------------------|----------------------------------------------|
 | REQUEST | 4xx, invalid requests, steps that the engine has proven     | error row at once                            |
 | BUSY    | 408, 429, 503, every `RetryableError` of the engine         | retry after the time that the error names    |
-| SYSTEM  | every OSError, memory, threads, storage, unreadable weights | pause all lines with backoff, retry for ever |
+| SYSTEM  | every OSError, memory, threads, storage, unreadable weights | pause all lines with backoff, retry forever  |
 | UNKNOWN | everything else: a bug                                      | retry with backoff; error row when proven    |
 """
 
@@ -18,7 +18,7 @@ from gateway.store.disk import StorageError
 
 BUSY_STATUS = frozenset({408, 429, 503})
 BUSY_SECONDS = 1.0
-"""Pause where a busy answer names no time."""
+"""Pause in seconds after a busy answer without Retry-After."""
 
 
 class Cause(StrEnum):
@@ -29,11 +29,11 @@ class Cause(StrEnum):
 
 
 _FIRST = (Cause.SYSTEM, Cause.BUSY, Cause.UNKNOWN, Cause.REQUEST)
-"""Of a group of exceptions, the first of these causes counts."""
+"""Precedence of the causes within an exception group, highest first."""
 
 
 def cause_of(error: BaseException) -> Cause:
-    """Return the cause of an exception. A timeout of our own code has no errno and is no fault of the system."""
+    """Return the cause of an exception. A TimeoutError without errno comes from our own code: UNKNOWN, not SYSTEM."""
     match error:
         case BaseExceptionGroup():
             return min(map(cause_of, error.exceptions), key=_FIRST.index)
@@ -58,7 +58,7 @@ def cause_of(error: BaseException) -> Cause:
 
 
 def retry_after(error: BaseException) -> float:
-    """Return the pause in seconds that a busy answer asks for."""
+    """Return the pause in seconds before a busy line is retried."""
     if isinstance(error, RetryableError):
         return error.retry_after
     named = error.headers.get("retry-after", "") if isinstance(error, ApiError) else ""
@@ -66,7 +66,7 @@ def retry_after(error: BaseException) -> float:
 
 
 def kind_of(error: BaseException) -> str:
-    """Return the type and the place of an exception, and no text of it: a text may hold a prompt."""
+    """Return the type and source line of an exception, without its message, which may contain a prompt."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     name = type(error).__name__

@@ -1,8 +1,8 @@
-"""Unexpected failures of batch lines: does the error belong to the line, to its batch, or to the server?
+"""Attribution of unexpected failures to a line, its batch or the server.
 
-A line fails in the same way whenever it is the cause. So one line may fail alone, but `COMMON` lines that fail in the
-same way while no line succeeds have a common cause, and none of them is to blame. The server forgets all of this at a
-restart: a line then has all of its attempts again.
+A failure counts against its line unless `COMMON` lines fail with the same error and no line succeeds in between: such
+lines share a cause, and none uses up an attempt. The counts are in memory only: after a restart every line has all of
+its attempts again.
 """
 
 from collections import defaultdict
@@ -11,15 +11,16 @@ from dataclasses import dataclass, field
 from gateway.store.objects import LineRef
 
 COMMON = 3
-"""Lines that fail in the same way, without any success since, before a common cause is assumed."""
+"""Number of lines failing with the same error, without a success in between, from which a common cause is assumed."""
 
 
 @dataclass(slots=True)
 class Scope:
-    """Failing lines and successes of one batch, or of all batches. Lines are keyed by batch and rank."""
+    """Failing lines and successes of one batch, or of all batches."""
 
     successes: int = 0
     lines: defaultdict[str, set[tuple[str, int]]] = field(default_factory=lambda: defaultdict(set))
+    """Failing lines (batch id, rank) by the kind of their last error."""
 
     def add(self, kind: str, line: tuple[str, int]) -> None:
         self.lines[kind].add(line)
@@ -30,49 +31,55 @@ class Scope:
             del self.lines[kind]
 
     def is_common(self, kind: str, since: int) -> bool:
-        """Whether enough lines fail in this way and none has succeeded since there were `since` successes."""
+        """Return whether `COMMON` lines fail with this error and no line succeeded since the count was `since`."""
         return self.successes == since and len(self.lines.get(kind, ())) >= COMMON
 
 
 @dataclass(slots=True)
 class FailingLine:
-    """`faults`: failures of the system; `own`: unexpected failures that only the line itself explains. `kind`: the last
-    unexpected failure (None: there was none); the numbers of successes are as of then."""
+    """Failure counts of one line."""
 
     faults: int = 0
+    """Failures of the system."""
     own: int = 0
+    """Unexpected failures without a common cause; they count as attempts of the line."""
     kind: str | None = None
+    """Kind of the last unexpected failure, if any."""
     batch_successes: int = 0
+    """Successes in the batch at the last unexpected failure."""
     successes: int = 0
+    """Successes in all batches at the last unexpected failure."""
 
 
 @dataclass(slots=True)
 class Trials:
-    """The failing lines of one batch, by rank. `pauses`: how often in a row the batch has paused for a common cause;
-    `turn_faults`: how often in a row its lines could not be fed. `control`: a line that has succeeded. It runs again
-    beside failing lines if there is no other line that could succeed."""
+    """Failures of the lines of one batch."""
 
     scope: Scope = field(default_factory=Scope)
     lines: dict[int, FailingLine] = field(default_factory=dict)
+    """Failing lines by rank."""
     pauses: int = 0
+    """Consecutive pauses of the batch for a common cause."""
     turn_faults: int = 0
+    """Consecutive turns in which no line could be fed."""
     control: LineRef | None = None
+    """A line that succeeded; it runs again beside failing lines when no new line is left that could succeed."""
 
 
 class Failures:
-    """The judge of failing lines, over all batches."""
+    """Failure counts over all batches."""
 
     def __init__(self) -> None:
         self._all = Scope()
 
     def system_fault(self, trials: Trials, rank: int) -> int:
-        """Count a failure that says nothing about the line; return how many there were."""
+        """Count a system failure of a line; return how many the line has had."""
         line = trials.lines.setdefault(rank, FailingLine())
         line.faults += 1
         return line.faults
 
     def unknown(self, batch_id: str, trials: Trials, rank: int, kind: str) -> tuple[FailingLine, bool]:
-        """Count an unexpected failure; return the line and whether the cause is common to several lines."""
+        """Count an unexpected failure; return the line's counts and whether several lines share the cause."""
         line, key = trials.lines.setdefault(rank, FailingLine()), (batch_id, rank)
         if line.kind is None:
             line.batch_successes, line.successes = trials.scope.successes, self._all.successes
@@ -87,18 +94,18 @@ class Failures:
         return line, is_common
 
     def is_new(self, kind: str) -> bool:
-        """Whether no line fails in this way at present."""
+        """Return whether no line currently fails with this error."""
         return kind not in self._all.lines
 
     def ended(self, batch_id: str, trials: Trials, rank: int, succeeded: bool) -> None:
-        """The line has a row."""
+        """Forget a line that has its result row, and count it if it succeeded."""
         if (line := trials.lines.pop(rank, None)) is not None:
             self._drop(trials, (batch_id, rank), line)
         trials.scope.successes += succeeded
         self._all.successes += succeeded
 
     def forget(self, batch_id: str, trials: Trials) -> None:
-        """The batch is no longer in progress."""
+        """Forget the failing lines of a batch that is no longer in progress."""
         for rank, line in trials.lines.items():
             self._drop(trials, (batch_id, rank), line)
         trials.lines.clear()

@@ -1,4 +1,4 @@
-"""Which job's lines go into the engine next, and how many. Pure bookkeeping: no disk, no engine, no clock."""
+"""Order in which batches feed lines into the engine. Pure bookkeeping: no disk, no engine, no clock."""
 
 import asyncio
 from collections import Counter, deque
@@ -14,7 +14,7 @@ from gateway.store.objects import BatchJob, Lengths, LineRef, Usage
 
 
 class FinishedLine(NamedTuple):
-    """A line's row, not yet durable."""
+    """A line with its result row, which is not durable yet."""
 
     ref: LineRef
     succeeded: bool
@@ -24,47 +24,55 @@ class FinishedLine(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """A batch in progress. `cursor` is the highest rank that was taken; `retry` lines that the engine did not take.
-    `running` lines are in the engine, `unwritten` ones have ended and wait for the disk; `settled` says that no more of
-    its lines are to be fed: all have ended, or the batch has. `journal_end` is where the next group of results goes:
-    after all that was ever written. After a fault in its turn the job is `resting`; `at_risk`: it may miss its
-    completion window. `lengths`: of its lines, once they were asked for. `trials`: its lines that fail.
-    `write_faults`: how often in a row its results could not be stored for an unexpected reason; `closing`: the batch
-    takes no more results; `place`: its
-    lane and number in the feed order's queue, None while it does not wait for a turn."""
+    """A batch in progress."""
 
     batch: BatchJob
     cursor: int = -1
+    """Highest rank taken from the store."""
     exhausted: bool = False
+    """No pending line lies beyond `cursor`."""
     retry: deque[LineRef] = field(default_factory=deque)
+    """Lines to feed again."""
     running: "set[asyncio.Task[None]]" = field(default_factory=set)
+    """Lines in the engine."""
     unwritten: int = 0
+    """Finished lines whose rows are not durable."""
     written: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set while `unwritten` is 0."""
     settled: asyncio.Event = field(default_factory=asyncio.Event)
+    """Feed no more lines: all lines have ended, or the batch has."""
     last_turn: int = -1
     journal_end: int = 0
+    """Byte offset of the next group of rows in the journal."""
     read_faults: int = 0
+    """Consecutive failures to read input lines."""
     resting: bool = False
+    """No turn until the pause after a fault is over."""
     at_risk: bool = False
+    """The batch may miss its completion window."""
     lengths: Lengths | None = None
+    """Lengths of the batch's lines, once loaded."""
     trials: Trials = field(default_factory=Trials)
     write_faults: int = 0
+    """Consecutive unexpected failures to store results."""
     place: tuple[bool, int] | None = None
+    """Lane (`at_risk`) and number in the queue of `FeedOrder`; None while the job does not wait for a turn."""
     closing: bool = False
+    """The batch accepts no more results."""
 
     @property
     def lane(self) -> Lane:
-        """Which offline work its lines go with."""
+        """The engine's offline lane for the job's lines."""
         return Lane.AT_RISK if self.at_risk else Lane.BATCH
 
     @property
     def num_held(self) -> int:
-        """Its lines in the window."""
+        """Number of the job's lines in the window."""
         return len(self.running) + self.unwritten
 
     @property
     def hungry(self) -> bool:
-        """Whether it has lines to feed."""
+        """Whether the job has lines to feed."""
         return not (self.settled.is_set() or self.resting or self.write_faults) and (
             bool(self.retry) or not self.exhausted
         )
@@ -72,7 +80,7 @@ class Job:
 
 @dataclass(slots=True)
 class Window:
-    """What of all jobs is in memory: lines, and bytes of their input. A line that is alone may have any size."""
+    """Limit on the lines of all jobs in memory and their input bytes. A single line may have any size."""
 
     max_lines: int
     max_bytes: int
@@ -84,7 +92,7 @@ class Window:
         return self.lines >= self.max_lines or self.bytes >= self.max_bytes
 
     def fitting(self, refs: Iterable[LineRef]) -> list[LineRef]:
-        """As many of the first of them as there is room for; at least one when nothing else is there."""
+        """Return the longest prefix of `refs` that fits; at least one line if the window is empty."""
         taken: list[LineRef] = []
         size = self.bytes
         for ref in refs:
@@ -106,12 +114,14 @@ class Window:
 
 
 class FeedOrder:
-    """Decides whose turn it is. Tenants hold equal parts of the window, and so do the jobs of a tenant, as far as they
-    have lines. Jobs at risk of missing their completion window may hold three quarters of it before the others. A turn
-    is a run of lines in key order, so that the engine sees groups of equal prefixes.
+    """Choose the job that feeds next.
 
-    `offer` a job whenever it may have lines to feed. A pick costs O(tenants + jobs that hold lines), however many jobs
-    wait: those that hold no line wait in a heap of their tenant.
+    Tenants share the window equally, and the jobs of a tenant share its part, as far as they have lines. Jobs at risk
+    of missing their completion window go first until they hold three quarters of the window. One turn feeds a run of
+    lines in key order, so that the engine receives lines with equal prefixes together.
+
+    Call `offer` whenever a job may have lines to feed. `pick` costs O(tenants + jobs with lines in the window): jobs
+    without a line in the window wait in a heap per tenant.
     """
 
     def __init__(self, window_lines: int) -> None:
@@ -123,7 +133,7 @@ class FeedOrder:
         self._holding: set[Job] = set()
 
     def offer(self, job: Job) -> None:
-        """The job may have lines to feed, or its `at_risk` has changed."""
+        """Queue a job that may have lines to feed or whose `at_risk` has changed."""
         waits = job.place is not None and job.place[0] is job.at_risk
         if job not in self._holding and not waits and job.hungry:
             job.place = (job.at_risk, next(self._numbers))
@@ -131,7 +141,7 @@ class FeedOrder:
             heappush(heap, (job.last_turn, job.batch.expires_at, job.place[1], job))
 
     def pick(self) -> Job | None:
-        """Return the job whose turn it is, None if no job has lines to feed; counts as the job's turn."""
+        """Return the job that feeds next and count its turn; None if no job has lines to feed."""
         for job in [job for job in self._holding if not job.num_held]:
             self._holding.remove(job)
             self.offer(job)
@@ -154,7 +164,7 @@ class FeedOrder:
         return job
 
     def _first_waiting(self) -> list[Job]:
-        """The first job of each tenant and lane that holds no line; entries that no longer hold true are dropped."""
+        """Return the first waiting job of each tenant and lane, and drop stale heap entries."""
         found: list[Job] = []
         for (at_risk, tenant), heap in list(self._waiting.items()):
             while heap and not (heap[0][-1].place == (at_risk, heap[0][-2]) and heap[0][-1].hungry):

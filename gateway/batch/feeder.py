@@ -1,6 +1,7 @@
-"""Feeds the lines of all batches in progress into the engine, and decides what becomes of a line that fails.
+"""Feed the lines of all batches in progress into the engine, and retry or end the lines that fail.
 
-A line that ends has a row. A line that fails by the table of `gateway.batch.causes` has an error row, or runs again.
+Every finished line has a result row. The table in `gateway.batch.causes` decides whether a failed line gets an error
+row or runs again.
 """
 
 import asyncio
@@ -29,13 +30,14 @@ log = logging.getLogger("tidemill.gateway")
 RunLine = Callable[[str, dict[str, Any], LineOrigin], Awaitable[LineAnswer]]
 Envelope = dict[str, Any]
 CONTROL = -1
-"""Rank of a line that runs again although it has its row."""
+"""Rank of a control: a line with a result row that runs again to test whether lines can succeed."""
 PROBE_LINES = 8
-"""Lines in a turn of a batch that pauses for a common cause: half of them have failed, half of them have not run."""
+"""Lines in a turn of a batch that pauses for a common cause: half have failed before, half have not run yet."""
 
 
 class LineFeeder:
-    """One task feeds, and each line in the engine has a task. `ended` is called with each line that has a row."""
+    """Feed lines from one task; each line in the engine has a task of its own. `ended` is called with each finished
+    line."""
 
     def __init__(
         self,
@@ -76,42 +78,40 @@ class LineFeeder:
                     job = self._order.pick()
                     if job is None or not await self._feed(job):
                         break
-            except Exception as error:  # a bug of the order itself; a bug in the turn of a job rests that job
+            except Exception as error:  # a bug in FeedOrder; a bug in a job's turn only pauses that job
                 log_unexpected(error)
                 await asyncio.sleep(self._limits.retry_seconds)
                 self._wake.set()
 
     def offer(self, job: Job) -> None:
-        """The job may have lines to feed, or its lane has changed."""
+        """Queue a job that may have lines to feed or whose lane has changed."""
         self._order.offer(job)
         self._wake.set()
 
     def forget(self, job: Job) -> None:
-        """The batch is no longer in progress."""
+        """Forget a batch that is no longer in progress."""
         self._failures.forget(job.batch.id, job.trials)
         self._pausing.discard(job)
 
     @property
     def num_paused(self) -> int:
-        """Batches that pause because their lines fail with a common cause."""
+        """Number of batches that pause because their lines fail with a common cause."""
         return len(self._pausing)
 
     def trouble(self) -> str | None:
-        """Return why batch lines do not run, or None. A batch without lines in progress has no trouble."""
+        """Return why batch lines do not run, or None; always None without a batch in progress."""
         if not self._jobs:
             return None
         if self._system_pauses:
-            return f"batch lines pause after a fault of the system ({self._system_fault}) and are tried again"
+            return f"batch lines pause after a system failure ({self._system_fault}) and are retried"
         if self._pausing:
-            return (
-                f"the lines of {self.num_paused} batches fail with an unexpected error; they pause and are tried again"
-            )
+            return f"the lines of {self.num_paused} batches fail with an unexpected error; they pause and are retried"
         return None
 
     # Turns
 
     async def _feed(self, job: Job) -> bool:
-        """Give a job its turn; False when there was no room for its next line."""
+        """Feed the next lines of a job; return False if there was no room for its next line."""
         refs: list[LineRef] = []
         try:
             refs = await self._retry.run(lambda: self._next_lines(job))
@@ -137,7 +137,7 @@ class LineFeeder:
         return True
 
     def _turn_failed(self, job: Job, error: Exception) -> None:
-        """Other jobs go on while the lines of this one cannot be found or read."""
+        """Pause the job, or all jobs after a system failure, because its lines could not be found or read."""
         if cause_of(error) is Cause.SYSTEM:
             self._pause_for_system(error)
             return
@@ -149,7 +149,7 @@ class LineFeeder:
         self._rest(job, job.trials.turn_faults)
 
     async def _next_lines(self, job: Job) -> list[LineRef]:
-        """Take the next lines of a job for which there is room."""
+        """Take the next lines of a job that fit into the window."""
         probes = job.trials.pauses > 0
         most = PROBE_LINES if probes else self._order.quantum
         old = list(islice(job.retry, most // 2 if probes else most))
@@ -166,8 +166,8 @@ class LineFeeder:
         return refs
 
     async def _read(self, job: Job, refs: list[LineRef]) -> list[Envelope | None]:
-        """None for a line that cannot be read any more: a batch must end all the same. Raises UnreadableError a few
-        times before that."""
+        """Return the lines' envelopes. Raise UnreadableError for the first `read_attempts` failures; after that return
+        None for an unreadable line, so that the batch can end."""
         lenient, file_id = job.read_faults >= self._limits.read_attempts, job.batch.input_file_id
         found = await in_thread(lambda: read_envelopes(self._folder, file_id, refs, lenient=lenient))
         lost = [ref for ref, envelope in zip(refs, found, strict=True) if envelope is None]
@@ -190,7 +190,7 @@ class LineFeeder:
     async def _execute(self, job: Job, ref: LineRef, envelope: Envelope | None) -> None:
         try:
             line = await self._finished(job, ref, envelope)
-        except Exception as error:  # any failure of a line has its answer in the table of causes
+        except Exception as error:  # `cause_of` classifies every failure
             self._failed(job, ref, envelope, error)
         except BaseException:
             self._window.release([ref])
@@ -210,7 +210,7 @@ class LineFeeder:
         return FinishedLine(ref, answer.status == 200, row, answer.usage)
 
     def _end(self, job: Job, line: FinishedLine) -> None:
-        """The line has its row; the row of a control is not wanted."""
+        """Pass the row of a finished line to the result writer; discard the row of a control."""
         self._failures.ended(job.batch.id, job.trials, line.ref.rank, line.succeeded)
         self._system_pauses = 0
         if line.succeeded:
@@ -243,8 +243,8 @@ class LineFeeder:
             self._run_again(job, ref, self._failures.system_fault(job.trials, ref.rank))
 
     def _is_proven(self, job: Job, ref: LineRef, error: Exception) -> bool:
-        """Judge an unexpected error: True if the line has failed often enough by itself. If not, the line runs again,
-        and the batch pauses if the cause is common to its lines."""
+        """Return whether the line has used up its attempts. If not, run it again, and pause the batch if several lines
+        share the cause."""
         kind = kind_of(error)
         is_new = self._failures.is_new(kind)
         line, is_common = self._failures.unknown(job.batch.id, job.trials, ref.rank, kind)
@@ -265,7 +265,7 @@ class LineFeeder:
         self._rest(job, job.trials.pauses)
 
     def _run_again(self, job: Job, ref: LineRef, faults: int = 0) -> None:
-        """Return the line to its job: at the next turn, or after so many faults in a row only after a pause."""
+        """Return the line to its job: at once, or after the backoff of `faults` consecutive failures."""
         if ref.rank == CONTROL:
             return
 
@@ -285,7 +285,7 @@ class LineFeeder:
             self._system_pauses += 1
             self._system_fault = kind_of(error)
             seconds = self._limits.back_off(self._system_pauses)
-            log.error("batch lines pause for %g s: a fault of the system, %s", seconds, self._system_fault)
+            log.error("batch lines pause for %g s after a system failure: %s", seconds, self._system_fault)
             self._pause(seconds)
 
     def _pause(self, seconds: float) -> None:

@@ -1,4 +1,4 @@
-"""/v1/files: uploads that stream to the disk, lists, deletion, content. 200 means: on the disk, whole, with its row."""
+"""/v1/files: upload, list, delete and content. An upload gets its 200 once body and database row are durable."""
 
 import logging
 import os
@@ -73,9 +73,9 @@ async def create_file(request: Request) -> Response:
 
 
 async def _room(request: Request, quota: int | None) -> int:
-    """How large the upload may be. Raises ApiError 413 where it is known to be too large for what its tenant has left.
+    """Return the maximum size of the upload in bytes. Raise ApiError 413 if it exceeds the tenant's remaining quota.
 
-    Not 507: that is a fault of the server, which clients try again.
+    Not 507, which clients retry as a server error.
     """
     state = state_of(request)
     if quota is None:
@@ -93,7 +93,7 @@ def _quota_reached(quota: int, used: int) -> ApiError:
 
 
 async def _receive(request: Request, temp: DiskFile, max_bytes: int) -> Upload:
-    """Parse the body into the file, in pieces that are worth a thread. Raises ApiError, StorageError."""
+    """Parse the body into the file, in pieces large enough for a thread hop. Raises ApiError, StorageError."""
     parser = UploadParser(request.headers.get("content-type", ""), temp, max_bytes)
     pieces = bytearray()
     async for chunk in request.stream():
@@ -135,7 +135,7 @@ def _expiry(fields: dict[str, str]) -> int:
 
 
 async def _store(state: BatchState, temp: DiskFile, file: FileObject, quota: int | None) -> None:
-    """Announce the id, then store the body, then the row: a crash in between leaves garbage that the next start knows.
+    """Announce the id, then store body and row: the next start removes the leftovers of a crash in between.
 
     Raises StorageQuota and StorageError.
     """
@@ -167,7 +167,7 @@ async def retrieve_file(request: Request, file_id: str) -> Response:
 
 
 async def _find(request: Request, file_id: str) -> FileObject:
-    """Raises ApiError 404, the same for a missing file and for another tenant's, unless an operator asks."""
+    """Return a file. Raises ApiError 404 for a missing file and, without the operator role, for another tenant's."""
     state = state_of(request)
     if FILE_ID.fullmatch(file_id):
         file = await state.folder.store.get_file(reached_tenant(request), file_id, state.now())
@@ -177,7 +177,7 @@ async def _find(request: Request, file_id: str) -> FileObject:
 
 
 def no_such_file(param: str = "file_id") -> ApiError:
-    return ApiError(404, "There is no such file.", param=param, code="file_not_found")
+    return ApiError(404, "The file does not exist.", param=param, code="file_not_found")
 
 
 @router.delete("/v1/files/{file_id}")
@@ -209,7 +209,7 @@ async def read_content(request: Request, file_id: str) -> Response:
                 raise no_such_file() from None
             raise StorageError from error.__cause__
 
-    # Once open it can be read to its end, whoever deletes it meanwhile.
+    # An open descriptor stays readable if the file is deleted meanwhile.
     descriptor = await to_thread.run_sync(open_file)
     try:
         parts = await to_thread.run_sync(_verified, file, descriptor)
@@ -220,14 +220,14 @@ async def read_content(request: Request, file_id: str) -> Response:
 
 
 def _verified(file: FileObject, descriptor: int) -> list[Part]:
-    """Return the parts of the file's content, error rows in the place of damaged rows. Raises ApiError 500 for an
-    upload that is not whole."""
+    """Return the parts of the file's content, with error rows for damaged rows. Raises ApiError 500 for a truncated
+    upload."""
     try:
         size = os.fstat(descriptor).st_size
         if file.purpose == "batch_output":
             parts = intact_parts(descriptor, file.bytes)
             if parts != [(0, file.bytes)]:
-                log.error("file %s is damaged: error rows take the place of damaged rows", file.id)
+                log.error("file %s is damaged: error rows replace the damaged rows", file.id)
             return parts
     except OSError as error:
         raise StorageError from error
@@ -238,11 +238,11 @@ def _verified(file: FileObject, descriptor: int) -> list[Part]:
 
 
 def _nothing() -> None:
-    """What is read is read in threads: a cancellation is enough."""
+    """Nothing to abort on a disconnect: cancelling the task stops the reads."""
 
 
 class FileContent(Response):
-    """Sends an open file and closes it, however the sending ends; stops reading when the client is gone."""
+    """Send an open file, and close it in every case. Reading stops when the client disconnects."""
 
     media_type = "application/octet-stream"
 
@@ -272,7 +272,7 @@ class FileContent(Response):
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     def _read(self, start: int, length: int) -> bytes:
-        """Raises StorageError: the answer breaks off."""
+        """Read bytes. A StorageError breaks the response off."""
         try:
             return os.pread(self._descriptor, length, start)
         except OSError as error:

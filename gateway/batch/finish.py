@@ -1,5 +1,4 @@
-"""The two ends of a batch that are work on files: reading the input, and building the results. One batch at a time, so
-that memory stays bounded however many wait. Knows nothing of engines."""
+"""Validate the input file of a batch and build its result files, one batch at a time to bound memory."""
 
 import asyncio
 import logging
@@ -26,16 +25,16 @@ INDEX_ROWS = 2000
 CHECKED_ROWS = 1000
 RECORD_ROWS = 100
 INPUT_LOST = ("input_unavailable", "The input file can no longer be read.")
-GIVEN_UP_ERROR = InputError("internal_error", "The server failed again and again while it worked on this batch.")
+GIVEN_UP_ERROR = InputError("internal_error", "The server failed repeatedly while processing this batch.")
 _NO_CODE = ("internal_error", "The request was not executed.")
 
 
 class _CheckTimeout(Exception):
-    """Reading an input takes too long."""
+    """Reading an input file exceeded its time limit."""
 
 
 class Finisher:
-    """`max_lines`: what a tenant's unfinished batches may have together (None: no limit)."""
+    """`max_lines`: maximum number of lines in a tenant's unfinished batches (None: no limit)."""
 
     def __init__(
         self,
@@ -57,12 +56,12 @@ class Finisher:
         self._rounds: Counter[str] = Counter()
 
     async def validate(self, batch: BatchJob) -> None:
-        """Read the input: from `validating` to `in_progress` or `failed`. A batch that is being cancelled is read all
-        the same, because each of its lines gets a row. Raises IllegalTransition."""
+        """Read the input and move the batch from `validating` to `in_progress` or `failed`. A batch that is being
+        cancelled is read too, because each of its lines gets a row. Raises IllegalTransition."""
         await self._while_readable(lambda lenient: self._validate(batch, lenient))
 
     def hurry(self, batch_id: str) -> None:
-        """The batch is being cancelled: what is left of reading its input must end soon."""
+        """Shorten the time limit of reading the input to `cancel_seconds`: the batch is being cancelled."""
         self._hurried.add(batch_id)
         check = self._checks.get(batch_id)
         if check is not None:
@@ -70,8 +69,8 @@ class Finisher:
             check.reschedule(min(soon, check.when() or soon))
 
     async def give_up(self, batch: BatchJob) -> None:
-        """End a batch without files, as its state allows, and say why. Raises IllegalTransition."""
-        log.error("batch %s is given up while %s", batch.id, batch.status)
+        """End a batch without result files and record the error. Raises IllegalTransition."""
+        log.error("batch %s ends without results after repeated failures while %s", batch.id, batch.status)
         end = GIVEN_UP[batch.status]
         if end is BatchStatus.FAILED:
             await self._retry.run(lambda: self._store.move_batch(batch.id, end, self._now(), [GIVEN_UP_ERROR]))
@@ -80,8 +79,8 @@ class Finisher:
         await self._retry.run(lambda: self._store.finish_batch(batch.id, end, self._now(), None, None, 0))
 
     async def check_results(self, batch: BatchJob) -> int:
-        """Verify the results that a batch has: lines whose result is damaged or missing run again. Return where the
-        next result goes in the journal. Raises IllegalTransition."""
+        """Verify stored results and rerun lines whose result is damaged or missing. Return the journal offset of the
+        next result. Raises IllegalTransition."""
         path = self._folder.journal_path(batch.id)
         counted = await self._retry.run(lambda: self._store.count_lines(batch.id))
         if counted != (batch.total, 0, 0) or batch.completed or batch.failed:
@@ -89,7 +88,7 @@ class Finisher:
         return await self._retry.run(lambda: in_thread(lambda: self._end_of(path)))
 
     def _end_of(self, journal: Path) -> int:
-        """Behind all that was ever written, so that no row is overwritten; the name is durable from now on."""
+        """Return the journal's size in bytes, and make its directory entry durable."""
         with self._folder.disk.storing():
             try:
                 end = journal.stat().st_size
@@ -124,25 +123,25 @@ class Finisher:
         await to_end(self._store.run_again(batch.id, journal.damaged, journal.usage))
 
     async def _index_again(self, batch: BatchJob, lenient: bool) -> None:
-        """Add the lines that the database has lost; where each line lies follows from the input alone."""
+        """Add lines that are missing in the database: the input file determines the offset of each."""
         report = await self._read_input(batch, lenient)
         if len(report.lines) == batch.total:
             for start in range(0, batch.total, INDEX_ROWS):
                 await self._store.add_lines(batch.id, report.lines.rows(start, start + INDEX_ROWS), first=False)
 
     async def finish(self, batch: BatchJob, status: BatchStatus) -> None:
-        """Build the result files and end the batch with them. Raises IllegalTransition, with no files left."""
+        """Build the result files and end the batch. Raises IllegalTransition, after removing the files."""
         await self._while_readable(lambda lenient: self._retry.run(lambda: self._build(batch, status, lenient)))
 
     async def _while_readable(self, work: Callable[[bool], Awaitable[None]]) -> None:
-        """Do it in its turn; what cannot be read is tried again a few times, others before it, and then done without
-        (`work` is told to be lenient)."""
+        """Run `work(lenient)`, one batch at a time, and retry it with backoff after UnreadableError. After
+        `read_attempts` failures `lenient` is true: unreadable lines then count as damaged."""
         faults = 0
         while True:
             try:
                 async with self._turn:
                     lenient = faults >= self._limits.read_attempts
-                    if lenient:  # a disk that fails every read is no reason to lose a line
+                    if lenient:  # if the disk fails every read, pause instead of dropping lines
                         await self._retry.run(lambda: in_thread(self._folder.check_disk))
                     await work(lenient)
                 return
@@ -183,7 +182,7 @@ class Finisher:
             raise
 
     async def _check(self, batch: BatchJob) -> InputReport:
-        """Raises _CheckTimeout when it takes too long, which is no fault of the file."""
+        """Check the input. Raises _CheckTimeout after the time limit: an OSError would blame the file."""
         path, limits = self._folder.file_path(batch.input_file_id), self._limits
         cancelling = batch.status is BatchStatus.CANCELLING or batch.id in self._hurried
         try:
@@ -200,7 +199,7 @@ class Finisher:
     async def _build(self, batch: BatchJob, status: BatchStatus, lenient: bool) -> None:
         await self._folder.settle()
         if (await self._store.load_batch(batch.id)).status is status:
-            return  # an end that was in doubt did happen
+            return  # an earlier attempt ended the batch after all
         unfinished = UNFINISHED_LINE.get(status, _NO_CODE)
         builder = ResultBuilder(self._folder, batch.id, batch.input_file_id, unfinished, lenient)
         try:
@@ -217,18 +216,17 @@ class Finisher:
             await in_thread(builder.close)
 
     def _has_rounds(self, batch: BatchJob) -> bool:
-        """Whether damaged results may be computed again: on a disk that spoils every row, a batch must end as well."""
+        """Return whether damaged results may be computed again. The limit lets a batch end on a disk that damages every
+        row."""
         self._rounds[batch.id] += 1
         return self._rounds[batch.id] <= self._limits.attempts
 
     async def _check_rows(self, batch: BatchJob, builder: ResultBuilder) -> None:
-        """The files must hold a row of each line."""
+        """Record an error on the batch unless its files have a row for each line."""
         rows = builder.output.rows + builder.errors.rows
         if rows != batch.total:
             log.error("batch %s: its files have %d rows for %d lines", batch.id, rows, batch.total)
-            message = (
-                f"The result files have {rows} rows for {batch.total} lines; send the lines again that lack a row."
-            )
+            message = f"The result files have {rows} rows for {batch.total} lines; resend the lines that lack a row."
             await self._store.note_error(batch.id, InputError("results_incomplete", message))
 
     async def _publish(self, batch: BatchJob, status: BatchStatus, builder: ResultBuilder) -> None:
@@ -253,9 +251,9 @@ class Finisher:
         return FileObject(file_id, batch.tenant, size, now, f"{batch.id}_{kind}.jsonl", "batch_output", expires_at)
 
     def forget(self, batch: BatchJob) -> None:
-        """The batch has ended. Blocking: removes its journal; a journal that stays goes at the next start."""
+        """Remove the journal of a batch that has ended; if that fails, the next start removes it. Blocking."""
         self._hurried.discard(batch.id)
         del self._rounds[batch.id]
-        if not batch.is_damaged:  # else the results are all that is left of it
+        if not batch.is_damaged:  # the journal of a damaged batch holds its only results
             with suppress(OSError):
                 self._folder.disk.remove(self._folder.journal_path(batch.id))

@@ -1,13 +1,13 @@
-"""When each batch will be done, and which may miss its completion window. Arithmetic: no disk, no engine, no clock.
+"""Forecast the end of each batch and whether it may miss its completion window. Pure: no disk, no engine, no clock.
 
-Work is measured in predicted seconds of the machine (`TokenCosts`), so that the pace that was seen with one job's
-prompts and answers tells something of another's. What a job has left is told by the bytes of its lines and by the
-tokens that its finished ones took; until it has finished some, by those of other jobs, as far as its lines may answer
-that much. The pace is what was harvested lately while there was batch work; before that, and a little in its first
-seconds, it is what the machine has left beside the online work of now.
+Work is measured in predicted engine seconds (`TokenCosts`), so that a pace measured with one job's prompts and answers
+applies to other jobs. The remaining work of a job follows from the bytes of its pending lines and the tokens of its
+finished lines; before enough lines have finished, from the averages of all jobs, capped by the lines' answer limits.
+The pace is the recent work per second while batch work was present; at first it is the share of the machine that
+current online work leaves free.
 
-A job is at risk if the others and it, served alike, would not let it end in time. That judgement does not look at the
-help that jobs at risk get, so it is not undone by it.
+A job is at risk if it would end too late with all jobs served equally. The priority given to jobs at risk does not
+enter this decision, so it cannot reverse it.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -18,29 +18,30 @@ from gateway.batch.shares import Load, Shares
 from gateway.store.objects import BatchJob, Lengths, Usage
 
 HALF_LIFE = 600.0
-"""Seconds after which what was seen counts half."""
+"""Half-life of measurements in seconds."""
 LEAST_SEEN = 2.0
-"""Seconds of batch work before a pace is believed."""
+"""Seconds of batch work before the measured pace is used."""
 LEAST_LINES = 8
-"""Finished lines of a job before nothing but its own lengths are believed."""
+"""Finished lines of a job from which only its own token counts are used."""
 FIRST_PACE_SECONDS = 10.0
-"""What the machine has left counts as much as a pace that was seen for so long: the lines of the first steps have not
-ended, and what they took is not counted yet."""
+"""Weight in seconds of the expected pace beside the measured one: at first, running lines are not counted yet."""
 LEAST_LEFT = 0.05
-"""Of the machine, for offline work beside online work that takes all of it."""
+"""Minimum share of the machine assumed for offline work."""
 ENTER_MARGIN, LEAVE_MARGIN = 1.1, 1.25
-"""A job is at risk when so many times its time would be too long, and until so many times would do."""
+"""Factors on the expected time: a job is at risk if it would end late at ENTER_MARGIN, until it would not at
+LEAVE_MARGIN."""
 MAX_STEP = 120.0
+"""Maximum seconds counted between two measurements: the clock may be set."""
 STEP_JOBS = 32
-"""Jobs that a step of a judgement looks at."""
+"""Jobs per step of an update."""
 HORIZON = 3e9
 """Seconds (about a century) beyond which a job has no expected end."""
 FIRST_PROMPT_TOKENS_PER_BYTE, FIRST_OUTPUT_TOKENS, FIRST_LINE_BYTES = 0.25, 64.0, 400.0
-"""Guesses of a server that has not finished a line."""
+"""Assumptions before the first line has finished."""
 
 
 class Pace:
-    """What was harvested lately: work and tokens per second of time in which there was batch work."""
+    """Recent batch throughput: work and tokens per second of time with batch work present."""
 
     def __init__(self) -> None:
         self._seconds = self._work = self._tokens = 0.0
@@ -48,7 +49,7 @@ class Pace:
         self._last: float | None = None
 
     def advance(self, now: float, busy: bool) -> None:
-        """Time goes on, with or without batch work; a clock that was set counts for little."""
+        """Advance to `now` and decay older measurements; `busy`: batch work was present since the last call."""
         step = 0.0 if self._last is None else min(max(0.0, now - self._last), MAX_STEP)
         self._last = now
         if busy:
@@ -58,7 +59,7 @@ class Pace:
             self._tokens *= decay
 
     def line_ended(self, num_bytes: int, usage: Usage, work: float) -> None:
-        decay = 0.998  # some 500 lines
+        decay = 0.998  # average over about 500 lines
         computed = usage.input_tokens - usage.cached_tokens
         self._work += work
         self._tokens += usage.input_tokens + usage.output_tokens
@@ -69,23 +70,23 @@ class Pace:
 
     @property
     def rate(self) -> float | None:
-        """Work per second; None before enough was seen."""
+        """Work per second; None before LEAST_SEEN seconds of batch work."""
         return self._work / self._seconds if self._seconds >= LEAST_SEEN and self._work > 0 else None
 
     def rate_after(self, first: float) -> float:
-        """Work per second where `first` was expected before anything was seen."""
+        """Work per second, blended with the expected rate `first` for the first seconds."""
         if self.rate is None:
             return first
         return (self._work + FIRST_PACE_SECONDS * first) / (self._seconds + FIRST_PACE_SECONDS)
 
     @property
     def tokens_per_second(self) -> float:
-        """Prompt and output tokens of lines that ended; 0 before any did."""
+        """Prompt and output tokens of finished lines per second of batch work."""
         return self._tokens / self._seconds if self._seconds > 0 else 0.0
 
     @property
     def tokens_per_byte(self) -> float:
-        """Computed prompt tokens for a byte of input."""
+        """Computed (not cached) prompt tokens per byte of input."""
         return self._prompts / self._bytes if self._bytes else FIRST_PROMPT_TOKENS_PER_BYTE
 
     @property
@@ -98,14 +99,14 @@ class Pace:
 
 
 class OnlineUse:
-    """Which share of the machine online work takes lately, of counters that grow."""
+    """Recent share of the machine used by online work, from cumulative token counters."""
 
     def __init__(self) -> None:
         self._seconds = self._work = 0.0
         self._last: tuple[float, float, float] | None = None
 
     def advance(self, now: float, tokens: tuple[float, float], prices: TokenCosts) -> None:
-        """`tokens`: prompt tokens computed and output tokens of online requests, ever."""
+        """Advance to `now`; `tokens`: prompt tokens computed and output tokens of online requests since the start."""
         if self._last is not None:
             step = min(max(0.0, now - self._last[0]), MAX_STEP)
             decay = 0.5 ** (step / HALF_LIFE)
@@ -116,36 +117,39 @@ class OnlineUse:
 
     @property
     def left(self) -> float:
-        """The share that it leaves; all of it before anything was seen."""
+        """Share of the machine left for offline work; 1 before the first measurement."""
         return max(LEAST_LEFT, 1.0 - self._work / self._seconds) if self._seconds > 0.0 else 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class Outlook:
-    """What is expected of a job. `eta`: Unix seconds, None while nobody can tell. `misses`: even with the help that
-    jobs at risk get it will not be done in its window. `tokens`: prompt and output tokens that it has left."""
+    """Forecast of one job."""
 
     eta: float | None
+    """Expected end in Unix seconds; None if unknown."""
     at_risk: bool
+    """The job would end after its window if all jobs were served equally."""
     misses: bool
+    """The job is expected to end after its window even with the priority of jobs at risk."""
     tokens: float
+    """Estimated prompt and output tokens left."""
 
     def notes(self, batch: BatchJob) -> dict[str, str]:
-        """What the batch object's metadata says of it."""
+        """Return the metadata entries for the batch object."""
         notes = {"tidemill.at_risk": "true" if self.at_risk else "false"}
         if self.eta is not None:
             notes["tidemill.eta"] = str(round(self.eta))
         if self.misses:
             notes["tidemill.warning"] = (
-                "At the present pace this batch will not be done when its completion window closes; "
-                f"what has no result then ends as expired (window: {batch.completion_window})."
+                f"At the current pace this batch will not finish within its completion window "
+                f"({batch.completion_window}); lines without a result by then expire."
             )
         return notes
 
 
 class Forecast:
-    """The outlook of all jobs. `costs()` are the engine's as of now; None: it has no latency model. `online_tokens()`:
-    prompt tokens computed and output tokens of its online requests so far."""
+    """Outlooks of all jobs. `costs()` returns the engine's current token costs, or None without a latency model;
+    `online_tokens()` the prompt tokens computed and output tokens of online requests since the start."""
 
     def __init__(
         self,
@@ -163,17 +167,17 @@ class Forecast:
         self.outlooks: dict[str, Outlook] = {}
 
     def line_ended(self, num_bytes: int, usage: Usage) -> None:
-        """A line of so many bytes has ended, well or not."""
+        """Count a finished line of `num_bytes` bytes, successful or not."""
         work = self._prices().of(usage.input_tokens - usage.cached_tokens, usage.output_tokens)
         self.pace.line_ended(num_bytes, usage, work)
 
     def update(self, jobs: Sequence[tuple[BatchJob, Lengths]], now: float) -> None:
-        """Judge all jobs in progress anew."""
+        """Recompute the outlooks of all jobs in progress."""
         for _ in self.steps(jobs, now):
             pass
 
     def steps(self, jobs: Sequence[tuple[BatchJob, Lengths]], now: float) -> Iterator[None]:
-        """Do the same in steps of well under a millisecond, in which the old outlooks hold."""
+        """Do the work of `update` in steps of well under 1 ms; the old outlooks stay valid until the last step."""
         self.pace.advance(now, bool(jobs))
         self._look(now)
         self._added = {}
@@ -205,15 +209,15 @@ class Forecast:
         self.outlooks = {**outlooks, **self._added}
 
     def add(self, batch: BatchJob, lengths: Lengths, now: float) -> Outlook:
-        """Judge a job that has just begun, beside the jobs of the last update."""
+        """Return the outlook of a job that has just begun, beside the jobs of the last update."""
         outlook = self.outlooks[batch.id] = self._added[batch.id] = self._beside(
             batch, self._tokens_left(batch, lengths), now
         )
         return outlook
 
     def first(self, batch: BatchJob, num_bytes: int, now: float, head: Lengths | None = None) -> Outlook:
-        """Judge a batch that was just created, by its size and its first lines, beside the jobs of the last update."""
-        if batch.id in self.outlooks:  # the same request, sent again
+        """Return the outlook of a new batch from its size and first lines, beside the jobs of the last update."""
+        if batch.id in self.outlooks:  # a repeated request with the same idempotency key
             return self.outlooks[batch.id]
         self._look(now)
         lines = num_bytes / (self.pace.bytes_per_line if head is None else head.pending_line)
@@ -235,7 +239,7 @@ class Forecast:
         return Outlook(now + seconds if known else None, at_risk, now + seconds > batch.expires_at, tokens)
 
     def _rate(self) -> float | None:
-        """Work per second; None if nobody can tell."""
+        """Work per second; None if unknown."""
         return self.pace.rate if self._costs is None else self.pace.rate_after(self._online.left)
 
     def _look(self, now: float) -> None:
@@ -243,7 +247,7 @@ class Forecast:
         self._online.advance(now, self._ask_online(), self._prices())
 
     def _output_per_line(self, answers: Sequence[float]) -> float:
-        """Of a job of which nothing is known but what its lines may answer."""
+        """Return the mean output tokens over all jobs, capped by the answer limits of this job's lines."""
         usual = self.pace.output_per_line
         return sum(min(usual, most) for most in answers) / len(answers) if answers else usual
 
@@ -251,7 +255,7 @@ class Forecast:
         return self._costs or TokenCosts()
 
     def _tokens_left(self, batch: BatchJob, lengths: Lengths) -> tuple[float, float]:
-        """Prompt tokens to compute and output tokens that a job has left."""
+        """Estimate the prompt tokens to compute and the output tokens that a job has left."""
         pending = lengths.pending_line * batch.remaining
         finished_bytes = lengths.total_bytes - pending
         per_byte, per_line = self.pace.tokens_per_byte, self._output_per_line(lengths.answers)

@@ -1,8 +1,7 @@
-"""Is an input file a batch? One pass with bounded memory: the places of its lines in the order in which to feed them,
-or what is wrong with it. Only envelopes are looked at: a bad `body` is an error row later, not a failed batch.
+"""Validate an input file in one pass with bounded memory: find its lines and the order to feed them, or its errors.
 
-Blocking, slow, and Python all the way: beside model steps it must run in a process of its own (`check_apart`), or each
-of a step's many small operations would wait for the interpreter's lock. Knows nothing of stores, tokens or engines.
+Only the envelopes are validated: an invalid `body` becomes an error row later and does not fail the batch. The work is
+CPU-bound Python, so it runs in a process of its own (`check_apart`): a thread would delay model steps through the GIL.
 """
 
 import os
@@ -26,12 +25,12 @@ MAX_ERRORS = 100
 MAX_CUSTOM_ID_CHARS = 512
 READ_BYTES = 1024 * 1024
 LOW_PRIORITY = 10
-"""Niceness of validation: model steps and users' requests come first where cores are few."""
+"""Niceness of the validation process, so that it yields to model steps and online requests."""
 _ENVELOPE = frozenset({"custom_id", "method", "url", "body"})
 
 
 class RawLine(NamedTuple):
-    """A line without its end; `content` None: longer than allowed, and not kept."""
+    """A line without its line end; `content` is None if the line is too long."""
 
     number: int
     start: int
@@ -40,7 +39,7 @@ class RawLine(NamedTuple):
 
 
 class LinePlaces:
-    """Where the lines are, in the order of feeding: 24 bytes each, so that many are soon sent to another process."""
+    """Number, offset and length of each line in feeding order, packed into 24 bytes for transfer between processes."""
 
     def __init__(self, places: Iterable[tuple[int, int, int]] = ()) -> None:
         self._numbers = array("q", chain.from_iterable(places))
@@ -49,22 +48,24 @@ class LinePlaces:
         return len(self._numbers) // 3
 
     def rows(self, start: int, stop: int) -> list[LineRef]:
-        """The lines of these ranks, as far as there are any."""
+        """Return the lines with ranks from `start` to `stop` (exclusive)."""
         cut = self._numbers[3 * start : 3 * stop]
         return [LineRef(start + i, *cut[3 * i : 3 * i + 3]) for i in range(len(cut) // 3)]
 
 
 @dataclass(slots=True)
 class InputReport:
-    """`lines` by prefix key, if there are no `errors`. `model`: the one that all lines name, if they do."""
+    """Result of a validation."""
 
     lines: LinePlaces = field(default_factory=LinePlaces)
+    """Lines sorted by prefix key; empty if there are errors."""
     errors: list[InputError] = field(default_factory=list)
     model: str | None = None
+    """Model named by the lines, if any."""
 
 
 def read_lines(file: BinaryIO, max_bytes: int) -> Iterator[RawLine]:
-    """The lines of a file, numbered from 1, one in memory at a time. Blank ones are left out, but counted."""
+    """Yield the lines of a file, numbered from 1, with one line in memory. Blank lines are counted but not yielded."""
     number, start, position = 1, 0, 0
     pending = bytearray()
     while data := file.read(READ_BYTES):
@@ -79,7 +80,7 @@ def read_lines(file: BinaryIO, max_bytes: int) -> Iterator[RawLine]:
 
 
 def _split(data: bytes) -> Iterator[bytes]:
-    """Pieces that end with LF, but the last; `splitlines` would end a line at a lone CR, too."""
+    """Yield the lines of `data` with their LF; unlike `splitlines`, do not split at a lone CR."""
     *whole, rest = data.split(b"\n")
     for piece in whole:
         yield piece + b"\n"
@@ -99,7 +100,7 @@ def _line(number: int, start: int, end: int, pending: bytearray, max_bytes: int)
 
 
 class InputChecker:
-    """The rules, line by line. `max_lines` and `max_line_bytes` are the limits of a batch."""
+    """Check an input file line by line. `max_lines` and `max_line_bytes` are the limits of a batch."""
 
     def __init__(self, endpoint: str, max_lines: int, max_line_bytes: int) -> None:
         self._endpoint = endpoint
@@ -112,7 +113,7 @@ class InputChecker:
         self.errors: list[InputError] = []
 
     def check(self, line: RawLine) -> bool:
-        """Take in a line; False when no more need to be looked at."""
+        """Check a line; return False if no further line needs to be checked."""
         self._num_lines += 1
         if self._num_lines > self._max_lines:
             self.errors = [InputError("too_many_tasks", f"A batch has at most {self._max_lines} lines.", line.number)]
@@ -162,7 +163,7 @@ class InputChecker:
         return self._check_model(body.get("model"), number) or self._check_unique(custom_id, number)
 
     def _check_model(self, model: Any, number: int) -> InputError | None:
-        """A missing model or one that is not a text is the body's affair."""
+        """Return an error if the line names another model. An invalid `model` is reported with the body, later."""
         if not isinstance(model, str):
             return None
         self._models = self._models or {model}
@@ -198,7 +199,7 @@ def _why_not_json(content: bytes) -> str:
 
 
 def check_input(file: BinaryIO, endpoint: str, max_lines: int, max_line_bytes: int) -> InputReport:
-    """Read a whole input file."""
+    """Validate an input file."""
     checker = InputChecker(endpoint, max_lines, max_line_bytes)
     for line in read_lines(file, max_line_bytes):
         if not checker.check(line):
@@ -207,30 +208,32 @@ def check_input(file: BinaryIO, endpoint: str, max_lines: int, max_line_bytes: i
 
 
 async def check_apart(path: str, endpoint: str, max_lines: int, max_line_bytes: int) -> InputReport:
-    """`check_input` in another process, which a cancellation kills. Raises OSError when the file cannot be read, or
-    what anyio raises when there can be no such process."""
-    os.environ.setdefault("PYTHONSAFEPATH", "1")  # it starts without our path, and would look in the working directory
+    """Run `check_input` in a child process, which a cancellation kills. Raises OSError if the file cannot be read, and
+    anyio's errors if the process cannot start."""
+    os.environ.setdefault("PYTHONSAFEPATH", "1")  # keep the child from importing from the working directory
     return await to_process.run_sync(_check_file, path, endpoint, max_lines, max_line_bytes, cancellable=True)
 
 
 def _check_file(path: str, endpoint: str, max_lines: int, max_line_bytes: int) -> InputReport:
     die_with_parent()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the server's to answer
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the server handles Ctrl-C
     os.setpriority(os.PRIO_PROCESS, 0, LOW_PRIORITY)
     with open(path, "rb") as file:
         return check_input(file, endpoint, max_lines, max_line_bytes)
 
 
 def prefix_key(body: Mapping[str, Any]) -> bytes:
-    """The first bytes of the prompt in one canonical form. Lines with equal keys can share computed prefixes, so the
-    engine's queue should see them together; it need not be exact, and a body that is wrong has a key, too."""
+    """Return the first bytes of the prompt in a canonical form.
+
+    Lines are fed in key order, because lines with equal prefixes can share cached blocks. The key is approximate;
+    invalid bodies have one, too."""
     messages, prompt = body.get("messages"), body.get("prompt")
     text = _text(prompt) if messages is None else _conversation(messages)
     return text[:PREFIX_BYTES].encode()[:PREFIX_BYTES]
 
 
 def _text(prompt: Any) -> str:
-    """A text, the first of several, or token ids as text."""
+    """Return the prompt as text: a string, the first of a list, or token ids in decimal."""
     first = prompt[0] if isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list) else prompt
     if isinstance(first, list):
         return " ".join(str(token) for token in first[:PREFIX_BYTES] if isinstance(token, int))
@@ -238,7 +241,7 @@ def _text(prompt: Any) -> str:
 
 
 def _conversation(messages: Any) -> str:
-    """Roles and texts in their order, as a template would put them."""
+    """Return roles and texts in their order, as a chat template would render them."""
     if not isinstance(messages, list):
         return ""
     parts: list[str] = []

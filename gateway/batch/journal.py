@@ -1,9 +1,9 @@
-"""The journal of a batch: finished rows in the order of their ends, each with its line, its usage and a checksum.
+"""Journal of a batch: result rows in the order in which the lines finished, each with rank, usage and checksum.
 
     <CRC-32, 8 hex digits> <rank> <1 or 0: succeeded> <input>/<cached>/<output>/<reasoning tokens> <result row>
 
-The checksum covers the batch's id and everything behind it, so bytes of another batch or line do not pass. Earlier
-versions wrote the bare row; such a row must be a line of JSON. Blocking: call it in a worker thread.
+The checksum covers the batch id and the rest of the row, so bytes of another batch or line are detected. Earlier
+versions wrote bare rows, which are only checked to be a line of JSON. Blocking: call it in a worker thread.
 """
 
 import os
@@ -16,24 +16,24 @@ from gateway.store.folder import StateFolder
 from gateway.store.objects import LineRecord, Usage
 
 _CRC_BYTES = 9
-"""With the blank."""
+"""Including the space."""
 
 
 class JournalRow(NamedTuple):
-    """A row for the result file, and its usage (None: written by an earlier version)."""
+    """A result row and its usage (None: written by an earlier version)."""
 
     row: bytes
     usage: Usage | None
 
 
 def frame(batch_id: str, rank: int, succeeded: bool, usage: Usage, row: bytes) -> bytes:
-    """Return what the journal holds of a finished line."""
+    """Return the journal entry of a finished line."""
     content = b"%d %d %d/%d/%d/%d %b" % (rank, succeeded, *usage, row)
     return _checksum(batch_id, content) + content
 
 
 def unframe(batch_id: str, rank: int, succeeded: bool, data: bytes) -> JournalRow | None:
-    """Return the row that was written for this line, None if these are not its bytes."""
+    """Return the row in a journal entry, or None if the entry is damaged or belongs to another line."""
     if data.startswith(b"{"):
         is_row = data.find(b"\n") == len(data) - 1 and is_json(data)
         return JournalRow(data, None) if is_row else None
@@ -51,11 +51,12 @@ def _checksum(batch_id: str, content: bytes) -> bytes:
 
 
 class JournalReader:
-    """Reads and verifies the rows of one journal. Close it in any case.
+    """Read and verify the rows of one journal. The caller must close it.
 
-    `damaged`: ranks of the lines whose row is missing or changed. `counts`: of the intact rows, by outcome (0: failed).
-    `usage`: of the intact rows (None: unknown, a row of an earlier version is among them). `lenient`: a row on a bad
-    sector counts as damaged.
+    Attributes:
+        damaged: ranks of the lines whose row is missing or changed. With `lenient` this includes unreadable sectors.
+        counts: number of intact rows that failed ([0]) and succeeded ([1]).
+        usage: total usage of the intact rows; None if a row of an earlier version is included.
     """
 
     def __init__(self, folder: StateFolder, batch_id: str, lenient: bool) -> None:
@@ -70,9 +71,9 @@ class JournalReader:
         self.usage: Usage | None = Usage()
 
     def read(self, record: LineRecord) -> bytes | None:
-        """Return the row of a line that has ended; None if it is damaged.
+        """Return the row of a finished line, or None if the row is damaged.
 
-        Raises UnreadableError for a bad sector unless `lenient`, StorageError for a fault of the folder.
+        Raises UnreadableError for an unreadable sector unless `lenient`, and StorageError if the state folder fails.
         """
         assert record.succeeded is not None
         found = self._read(record)

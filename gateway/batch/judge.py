@@ -1,4 +1,4 @@
-"""Judges the jobs in progress while they run: which will miss their completion window, and go first in the engine."""
+"""Update the forecast while batches run, and move batches that may miss their window to the engine's urgent lane."""
 
 import asyncio
 import time
@@ -11,14 +11,16 @@ from gateway.http.errors import log_unexpected
 from gateway.store.objects import Lengths
 
 JUDGE_SECONDS = 2.0
-"""Least time between two judgements of all jobs."""
+"""Minimum time between two updates of all jobs."""
 SLICE_SECONDS = 0.0005
-"""Time of the event loop that a judgement takes in one go."""
+"""Maximum time that an update holds the event loop."""
 
 
 class Judge:
-    """`set_lane` tells the engine the lane of a batch whose lines it holds; `offer` tells the feed order that the lane
-    of a job has changed."""
+    """Apply the forecast to the jobs in progress.
+
+    `set_lane` moves the lines of a batch in the engine to another lane; `offer` queues a job anew in the feed order.
+    """
 
     def __init__(
         self,
@@ -46,11 +48,11 @@ class Judge:
             await asyncio.sleep(JUDGE_SECONDS)
 
     def changed(self) -> None:
-        """A line has ended, or time has passed: judge all jobs soon."""
+        """Schedule an update of all jobs: a line has ended, or time has passed."""
         self._changed.set()
 
     def begin(self, job: Job, lengths: Lengths) -> None:
-        """Judge one job that has just begun, in O(log n) for n jobs."""
+        """Forecast a job that has just begun, in O(log n) for n jobs."""
         job.lengths = lengths
         self._forecast.add(job.batch, lengths, self._clock())
         self._apply(job)
@@ -63,7 +65,7 @@ class Judge:
         await _in_slices(map(self._apply, jobs))
 
     def _apply(self, job: Job) -> None:
-        """Move the lines of a job, those in the engine too, to the lane of its outlook."""
+        """Move a job, including its lines in the engine, to the lane that its outlook asks for."""
         outlook = self._forecast.outlooks.get(job.batch.id)
         if outlook is not None and outlook.at_risk is not job.at_risk:
             job.at_risk = outlook.at_risk
@@ -72,7 +74,7 @@ class Judge:
 
 
 async def _in_slices(steps: Iterable[object]) -> None:
-    """Take all steps; give the event loop a round whenever SLICE_SECONDS have passed."""
+    """Run all steps; yield to the event loop after every SLICE_SECONDS."""
     begun = time.perf_counter()
     for _ in steps:
         if time.perf_counter() - begun >= SLICE_SECONDS:

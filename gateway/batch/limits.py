@@ -1,4 +1,4 @@
-"""What the resources of files and batches share, beside the context that every resource has."""
+"""Limits and shared state of the files and batches endpoints."""
 
 import time
 from collections.abc import Callable
@@ -13,59 +13,64 @@ from gateway.store.objects import BatchJob
 
 UPLOADS_EACH, UPLOADS_IN_ALL = 16, 64
 MAX_BACK_OFF = 60.0
-"""Seconds."""
+"""Maximum pause in seconds."""
 MAX_DOUBLINGS = 30
 
 
 class JobListener(Protocol):
-    """Who works on batches."""
+    """Interface between the endpoints and the batch worker."""
 
     def added(self, batch: BatchJob) -> None:
-        """A new batch is durable."""
+        """Start work on a batch that has become durable."""
         ...
 
     def cancelled(self, batch: BatchJob) -> None:
-        """A batch is being cancelled."""
+        """Stop work on a batch that is being cancelled."""
         ...
 
     def notes(self, batch: BatchJob) -> dict[str, str]:
-        """What is expected of a batch, for its metadata."""
+        """Return metadata entries with the forecast of a batch."""
         ...
 
     async def first_notes(self, batch: BatchJob, num_bytes: int) -> dict[str, str]:
-        """The same of a batch that was just created, by its input's size and first lines; nothing unless it is bad
-        news."""
+        """Return metadata entries for a new batch if it is expected to miss its window, else nothing.
+
+        `num_bytes`: size of the input file."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class BatchLimits:
-    """Sizes in bytes, times in seconds. `window_lines` and `window_bytes` bound what of all batches is in memory at
-    once, `line_bytes` a single line. After a fault the disk is tried again every `retry_seconds`; a file that cannot be
-    read is read again `read_attempts` times, ever later. What fails for no reason that anybody knows is tried
-    `attempts` times; reading an input may take `check_seconds`, and no longer than `cancel_seconds` once its batch is
-    being cancelled."""
+    """Limits of files and batches. Sizes in bytes, times in seconds."""
 
     file_bytes: int = 200 * 1024 * 1024
     lines: int = 50_000
+    """Maximum lines per batch."""
     line_bytes: int = 4 * 1024 * 1024
     window_lines: int = 256
+    """Maximum lines of all batches in memory."""
     window_bytes: int = 32 * 1024 * 1024
+    """Maximum input bytes of all batches in memory."""
     retry_seconds: float = 1.0
+    """First pause after a failure; it doubles with each further one."""
     read_attempts: int = 5
+    """Attempts to read an unreadable file before its unreadable lines count as lost."""
     attempts: int = 5
+    """Attempts after unexpected errors."""
     check_seconds: float = 600.0
+    """Time limit for validating an input file."""
     cancel_seconds: float = 60.0
+    """The same, once the batch is being cancelled."""
     tick_seconds: float = 30.0
 
     def back_off(self, faults: int) -> float:
-        """Return the pause in seconds after so many faults in a row: `retry_seconds`, doubled after each of them."""
+        """Return the pause in seconds after `faults` consecutive failures: exponential, at most MAX_BACK_OFF."""
         return min(MAX_BACK_OFF, self.retry_seconds * float(1 << min(faults - 1, MAX_DOUBLINGS)))
 
 
 @dataclass(frozen=True, slots=True)
 class BatchState:
-    """`clock` is the wall clock; `uploads` bounds how many bodies are parsed at once, by tenant and in all."""
+    """`clock` is the wall clock; `uploads` limits concurrent uploads per tenant and in total."""
 
     folder: StateFolder
     limits: BatchLimits

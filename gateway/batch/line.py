@@ -1,4 +1,4 @@
-"""One line of a batch, executed as its HTTP endpoint would be, without HTTP: offline class, one output at the end."""
+"""Execute a batch line like a request to its endpoint, without HTTP: in the offline class, with one final output."""
 
 import dataclasses
 from typing import Any, NamedTuple
@@ -18,11 +18,11 @@ from gateway.http.errors import to_api_error
 from gateway.store.objects import Usage
 
 INLINE_LINE = 8 * 1024
-"""Bytes of a line that is checked on the event loop, in 0.1 ms: to ask a thread costs more."""
+"""Maximum bytes of a line that is validated on the event loop (0.1 ms): a thread hop would cost more."""
 
 
 class LineAnswer(NamedTuple):
-    """What HTTP would have answered, and what it took."""
+    """The response that HTTP would have given, and its token usage."""
 
     status: int
     body: dict[str, Any]
@@ -30,26 +30,31 @@ class LineAnswer(NamedTuple):
 
 
 class LineOrigin(NamedTuple):
-    """Where a line comes from. `deadline`: Unix seconds; `lane`: which offline work it goes with; `length`: its bytes,
-    None where nobody counted."""
+    """Origin of a line."""
 
     tenant: str
     job: str
+    """Batch id."""
     deadline: float
+    """End of the completion window in Unix seconds."""
     lane: Lane = Lane.BATCH
     length: int | None = None
+    """Length in bytes, if known."""
 
 
 class LineRunner:
-    """Runs lines on one application's engine. Long prompts are tokenized in a thread of their own and at half speed;
-    lines begin a few in each round of the event loop. No chat waits for a batch."""
+    """Run lines on the engine without delaying online requests.
+
+    Long prompts are tokenized in a separate thread at half speed, and only a few lines start per round of the event
+    loop.
+    """
 
     def __init__(self, context: GatewayContext) -> None:
         self._context = dataclasses.replace(context, text_threads=anyio.CapacityLimiter(1), is_offline=True)
 
     async def run(self, endpoint: str, body: dict[str, Any], origin: LineOrigin) -> LineAnswer:
-        """Return the answer, also to a request that is at fault itself. Every other failure raises, and is the caller's
-        to judge: the line may run again. Cancelling ends the line in the engine."""
+        """Return the answer, which is an error answer if the request itself is invalid. Other failures raise, and the
+        caller decides whether the line runs again. Cancelling ends the line in the engine."""
         try:
             return await self._answer(ENDPOINTS[endpoint], body, origin)
         except Exception as error:
@@ -81,8 +86,8 @@ def _usage(used: dict[str, Any]) -> Usage:
 
 
 def _offline(plan: GenerationPlan, origin: LineOrigin) -> GenerationPlan:
-    """The plan in the offline class, whatever tier the line asks for. Nobody looks at its tokens before its end, unless
-    a stop string may end it."""
+    """Return the plan in the offline class, whatever service tier the line asks for. Tokens are only reported at the
+    end, unless stop strings must be checked."""
     offline, final_only = RequestClass.OFFLINE, not plan.stop
     requests = tuple(
         dataclasses.replace(

@@ -1,4 +1,4 @@
-"""OpenAI's lists: which part is asked for, and how it is answered. Knows nothing of what is listed."""
+"""Pagination of OpenAI's list endpoints: query parameters and response."""
 
 from collections.abc import Sequence
 from typing import Any, NoReturn
@@ -18,7 +18,7 @@ def _refuse(param: str, rule: str) -> NoReturn:
 
 
 def read_page(request: Request, *, default: int, most: int, orders: bool = False) -> Page:
-    """The query's `limit`, `after` and, where there are `orders`, `order`. Raises ApiError 400."""
+    """Parse `limit`, `after` and, with `orders`, `order` from the query. Raises ApiError 400."""
     query = request.query_params
     limit = query.get("limit", str(default))
     if not (limit.isascii() and limit.isdigit() and len(limit) <= 6 and 1 <= int(limit) <= most):
@@ -33,7 +33,7 @@ def read_page(request: Request, *, default: int, most: int, orders: bool = False
 
 
 def unknown_cursor() -> NoReturn:
-    """The object that a list should go on after does not exist, or is another tenant's."""
+    """Raise ApiError 400 for an `after` that does not exist or belongs to another tenant."""
     _refuse("after", "the id of an object of this list")
 
 
@@ -54,13 +54,13 @@ def json_response(content: dict[str, Any]) -> Response:
 
 
 def describe_page(most: int, *names: str) -> dict[str, Any]:
-    """The OpenAPI description of a list's query; `names` are those beside `limit`, `after` and `tenant`."""
+    """Return the OpenAPI description of a list's query: `limit`, `after`, `tenant` and `names`."""
     schemas: dict[str, dict[str, Any]] = {
         "limit": {"type": "integer", "minimum": 1, "maximum": most},
         "after": {"type": "string"},
         "order": {"enum": ["asc", "desc"]},
         "purpose": {"type": "string"},
-        "tenant": {"type": "string", "description": "Name of a tenant, or * for all; other tenants: for operators."},
+        "tenant": {"type": "string", "description": "Tenant name, or * for all; other tenants need an operator's key."},
     }
     chosen = ("limit", "after", "tenant", *names)
     return {"parameters": [{"name": name, "in": "query", "schema": schemas[name]} for name in chosen]}

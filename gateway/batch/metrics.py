@@ -1,4 +1,4 @@
-"""Batch jobs in /metrics: how many are in which state, how many lines have ended, whether the disk takes data."""
+"""Prometheus metrics of batches, their lines and the state folder."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -14,12 +14,11 @@ from gateway.batch.worker import BatchWorker
 from gateway.store.states import UNFINISHED
 
 MAX_SHOWN = 100
-"""Batches of which each has series of its own: those that will be done first."""
+"""Maximum number of batches with their own series: those that are expected to end first."""
 
 
 class BatchCollector(Collector):
-    """Figures of one worker, read at each scrape. The worker does not hold batches in terminal states, so there is no
-    figure of these."""
+    """Metrics of one worker, read at each scrape. Batches in terminal states are not counted."""
 
     def __init__(self, worker: BatchWorker, ownership: Ownership) -> None:
         self._worker = worker
@@ -36,11 +35,11 @@ class BatchCollector(Collector):
         at_risk = sum(outlook.at_risk for outlook in outlooks)
         text = "Batches that may miss their completion window."
         yield GaugeMetricFamily("tidemill_batch_jobs_at_risk", text, value=at_risk)
-        text = "Estimate of the prompt and output tokens that batches in progress have left."
+        text = "Estimated prompt and output tokens left in batches in progress."
         yield GaugeMetricFamily("tidemill_batch_remaining_tokens", text, value=sum(o.tokens for o in outlooks))
-        text = "Prompt and output tokens of batch lines that ended, per second of batch work, lately."
+        text = "Recent prompt and output tokens of finished batch lines per second of batch work."
         yield GaugeMetricFamily("tidemill_batch_tokens_per_second", text, value=forecast.pace.tokens_per_second)
-        text = "When the last batch in progress is expected to end, Unix time (0: none is, or nobody can tell)."
+        text = "Expected end of the last batch in progress, in Unix time (0: none in progress, or unknown)."
         end = max((outlook.eta or 0.0 for outlook in outlooks), default=0.0)
         yield GaugeMetricFamily("tidemill_batch_eta_timestamp_seconds", text, value=end)
         yield from _each(forecast.outlooks)
@@ -55,15 +54,15 @@ class BatchCollector(Collector):
         yield retries
         text = "Batches that pause because their lines fail with the same unexpected error."
         yield GaugeMetricFamily("tidemill_batch_jobs_pausing", text, value=self._worker.feeder.num_paused)
-        text = "1 while the disk takes no data or the state folder is lost, and batch jobs pause."
+        text = "1 while the state folder cannot be written and batches pause, else 0."
         yield GaugeMetricFamily("tidemill_storage_fault", text, value=int(self._worker.storage_fault() is not None))
-        text = "Tenants that own files or unfinished batches but have no key, as of the start or the last SIGHUP."
+        text = "Tenants with files or unfinished batches but without a key, as of the start or the last SIGHUP."
         yield GaugeMetricFamily("tidemill_unreachable_tenants", text, value=len(self._ownership.unreachable))
 
 
 def _each(outlooks: Mapping[str, Outlook]) -> Iterator[Metric]:
-    """Who may read /metrics sees ids; what a batch holds takes the key of its tenant."""
-    text = "When a batch in progress is expected to end, Unix time, by its id; the first hundred to end."
+    """Yield the expected end of each batch. Batch ids are not secret: reading a batch needs its tenant's key."""
+    text = "Expected end of a batch in progress in Unix time, for the first hundred to end."
     etas = GaugeMetricFamily("tidemill_batch_job_eta_timestamp_seconds", text, labels=["batch"])
     known = ((outlook.eta, batch) for batch, outlook in outlooks.items() if outlook.eta is not None)
     for eta, batch in nsmallest(MAX_SHOWN, known):

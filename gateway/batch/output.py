@@ -1,7 +1,7 @@
-"""Result files, built once from a batch's journal when the batch ends, and the reading of input lines.
+"""Reading of input lines, and building of the result files from the journal when a batch ends.
 
-A row is written to the journal in its final form when its line ends; building only sorts rows into two files. Blocking:
-call it in a worker thread.
+The journal holds rows in their final form; building only sorts them into two files. Blocking: call it in a worker
+thread.
 """
 
 import os
@@ -20,7 +20,7 @@ _RESULT_LOST = ("result_unavailable", "The line was executed, but its result was
 
 
 class InputReader:
-    """Reads lines of an input file. `lenient`: a line on a bad sector is damaged. Close it in any case."""
+    """Read lines of an input file. `lenient`: an unreadable line counts as damaged. The caller must close it."""
 
     def __init__(self, folder: StateFolder, file_id: str, lenient: bool) -> None:
         self._folder = folder
@@ -31,9 +31,9 @@ class InputReader:
         self._disk_checked = False
 
     def envelope(self, ref: LineRef) -> dict[str, Any] | None:
-        """Return a line that was valid when its batch began; None if it is damaged or gone.
+        """Return a validated line, or None if it has been damaged or removed since.
 
-        Raises UnreadableError for a bad sector unless `lenient`, StorageError for a fault of the folder.
+        Raises UnreadableError for an unreadable sector unless `lenient`, and StorageError if the state folder fails.
         """
         try:
             with read_errors(self._path):
@@ -80,7 +80,7 @@ def read_envelopes(
 
 
 class ResultFile:
-    """One of the two files in the making; it comes into being with its first row."""
+    """One of the two result files while it is built. The file is created with its first row."""
 
     def __init__(self, folder: StateFolder) -> None:
         self._folder = folder
@@ -111,10 +111,10 @@ class ResultFile:
 
 
 class ResultBuilder:
-    """Sorts the lines of one batch into its output and its error file. Close it in any case.
+    """Sort the lines of one batch into its output file and its error file. The caller must close it.
 
-    `unfinished`: code and message for lines without a result. A line whose row in the journal is damaged gets an error
-    row. `lenient`: so does a line whose row is on a bad sector.
+    `unfinished`: code and message for lines without a result. A line whose journal row is damaged gets an error row;
+    with `lenient`, so does a line whose row cannot be read.
     """
 
     def __init__(
@@ -127,7 +127,7 @@ class ResultBuilder:
         self.output, self.errors = ResultFile(folder), ResultFile(folder)
 
     def add(self, records: Iterable[LineRecord]) -> None:
-        """Raises StorageError or UnreadableError."""
+        """Add the rows of these lines. Raises StorageError or UnreadableError."""
         with self._folder.disk.storing():
             for record in records:
                 if record.succeeded is None:
@@ -138,7 +138,7 @@ class ResultBuilder:
                     self.errors.add(unfinished_row(self._custom_id(record.ref), *_RESULT_LOST))
 
     def publish(self, output_id: str, error_id: str) -> None:
-        """Let the files appear. Raises StorageError, after which neither has."""
+        """Publish both files. On StorageError neither is published."""
         with self._folder.disk.storing():
             self.output.flush()
             self.errors.flush()
@@ -152,6 +152,6 @@ class ResultBuilder:
         self._input.close()
 
     def _custom_id(self, line: LineRef) -> str | None:
-        """From the input; None if the line is damaged: every line gets a row all the same."""
+        """Return the line's custom_id from the input, or None if the line is damaged."""
         envelope = self._input.envelope(line)
         return None if envelope is None else str(envelope["custom_id"])

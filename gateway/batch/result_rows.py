@@ -1,4 +1,4 @@
-"""Rows of result files. Each row carries a checksum in its id, so that a damaged row is found whenever it is read.
+"""Rows of result files. The id of each row contains a checksum, so that damage is detected at every read.
 
 {"id":"batch_req_<32 random hex digits><CRC-32 of these and of the rest, 8 hex digits>","custom_id":...}
 """
@@ -23,7 +23,7 @@ _SEAL = _SALT + 8
 
 
 def response_row(custom_id: str, status: int, body: dict[str, Any]) -> bytes:
-    """Return the row of a line that was executed, whatever its status."""
+    """Return the row of an executed line."""
     response = {"status_code": status, "request_id": f"req-{token_hex(16)}", "body": body}
     return _row(custom_id, response, None)
 
@@ -40,8 +40,8 @@ def _row(custom_id: str | None, response: Any, error: Any, salt: str | None = No
 
 
 def is_intact(row: bytes) -> bool:
-    """Whether a row (without its line end) has the bytes that were written. A row of an earlier version has no
-    checksum: it must be JSON."""
+    """Return whether a row (without its line end) is undamaged. A row of an earlier version has no checksum and only
+    has to be valid JSON."""
     if not row.startswith(_PREFIX):
         return False
     if row[_SEAL : _SEAL + 2] == b'",':
@@ -59,13 +59,13 @@ def is_json(text: bytes) -> bool:
 
 
 Part = tuple[int, int] | bytes
-"""A range of a file (start, end), or bytes to be sent in the place of a damaged range."""
+"""A byte range (start, end) of a file, or bytes that replace a damaged range."""
 
 
 def intact_parts(descriptor: int, size: int) -> list[Part]:
-    """Return the content of a result file of `size` bytes with an error row in the place of each damaged row.
+    """Return the content of a result file of `size` bytes, with an error row for each damaged row.
 
-    `[(0, size)]` if nothing is damaged. Blocks; reads the whole file. Raises OSError for a fault of the system.
+    An undamaged file is `[(0, size)]`. Blocking: reads the whole file. Raises OSError if the system fails.
     """
     parts: list[Part] = []
     there = min(size, os.fstat(descriptor).st_size)
@@ -75,12 +75,12 @@ def intact_parts(descriptor: int, size: int) -> list[Part]:
         else:
             _salvage(parts, start, line)
     if there < size:
-        parts.append(_damaged(there, f"The file ends {size - there} bytes early: rows are missing."))
+        parts.append(_damaged(there, f"The file is {size - there} bytes too short: rows are missing."))
     return parts
 
 
 def _salvage(parts: list[Part], start: int, line: bytes) -> None:
-    """Keep the intact rows of a line that is not one: a damaged line end joins two rows."""
+    """Keep the intact rows within a damaged line: a damaged line end joins two rows."""
     bounds = [0, *_starts(line), len(line)]
     for begin, end in pairwise(bounds):
         piece = line[begin:end]
@@ -100,8 +100,8 @@ def _starts(line: bytes) -> Iterator[int]:
 
 
 def _damaged(place: int, message: str) -> bytes:
-    """The same row at each reading."""
-    message = f"{message} Send the lines again that have no row in this file or in the batch's other file."
+    """Return an error row for the damage at byte `place`; its id is the same at each read."""
+    message = f"{message} Resend the lines that have no row in this file or in the batch's other file."
     return _row(None, None, {"code": RESULT_DAMAGED, "message": message}, salt=f"{place:032x}")
 
 
@@ -113,7 +113,7 @@ def _keep(parts: list[Part], start: int, end: int) -> None:
 
 
 def _lines(descriptor: int, size: int) -> Iterator[tuple[int, bytes]]:
-    """The lines with their line ends, and where they start."""
+    """Yield each line with its line end, and its offset."""
     pending, start, read = bytearray(), 0, 0
     while read < size:
         pending += _read(descriptor, read, min(READ_BYTES, size - read))
@@ -128,7 +128,7 @@ def _lines(descriptor: int, size: int) -> Iterator[tuple[int, bytes]]:
 
 
 def _read(descriptor: int, start: int, length: int) -> bytes:
-    """Read exactly so many bytes; zeros in the place of pages that the disk cannot read."""
+    """Read exactly `length` bytes; pages that the disk cannot read become zeros."""
     try:
         data = os.pread(descriptor, length, start)
     except OSError as error:

@@ -1,7 +1,6 @@
-"""Makes the ends of lines durable, in groups: rows into the journal, fsync, then their places and the counts into the
-store. What comes while a group is being written is the next group.
+"""Group commit of finished lines: append the rows to the journal, fsync, then store their offsets and the counts.
 
-Knows nothing of engines or of how jobs are fed.
+Lines that finish while a group is being written form the next group.
 """
 
 import asyncio
@@ -24,18 +23,18 @@ log = logging.getLogger("tidemill.gateway")
 ResultT = TypeVar("ResultT")
 
 MAX_PAUSE = 10.0
-"""Seconds between two attempts at most: so long may a repaired folder go unnoticed."""
+"""Maximum seconds between two attempts, and so the maximum delay after the folder is repaired."""
 
 
 async def to_end(work: Awaitable[ResultT]) -> ResultT:
-    """Await work that must not be left half done: a cancellation is raised only after its end."""
+    """Await work that must not be interrupted: a cancellation is raised after the work has ended."""
     task = asyncio.ensure_future(work)
     try:
         return await asyncio.shield(task)
     except asyncio.CancelledError:
         await asyncio.wait([task])
         if not task.cancelled():
-            task.exception()  # whatever it was, who was cancelled does not hear of it
+            task.exception()  # mark as retrieved: the cancellation takes precedence
         raise
 
 
@@ -45,10 +44,10 @@ async def in_thread(work: Callable[[], ResultT]) -> ResultT:
 
 
 class StorageRetry:
-    """Repeats work of the state folder until no storage fault ends it, with a growing pause.
+    """Retry work on the state folder with backoff for as long as it raises StorageError.
 
-    `healthy` is false while any work waits; `changed` is called when none waits any more. When `stopping`, the fault is
-    raised instead.
+    `healthy` is false while any work waits for a retry; `changed` is called when the last wait ends. While `stopping`,
+    the StorageError is raised instead.
     """
 
     def __init__(self, retry_seconds: float, changed: Callable[[], None], health: StorageHealth) -> None:
@@ -63,7 +62,7 @@ class StorageRetry:
         return not self._waiting
 
     async def run(self, work: Callable[[], Awaitable[ResultT]]) -> ResultT:
-        """`work` must be repeatable. Raises StorageError when stopping, and what else `work` raises."""
+        """Run `work`, which must be repeatable. Raises StorageError only while stopping."""
         try:
             return await work()
         except StorageError as error:
@@ -93,11 +92,11 @@ class StorageRetry:
 
 
 class ResultWriter:
-    """One task that writes; `put` never waits, since the window bounds the lines that are not written.
+    """Write result rows from one task. `put` does not wait: the window bounds the number of unwritten lines.
 
-    After an unexpected error the rows of the job stay in memory and are written again after a pause, and the job has no
-    turn until then. If such rows take more than half of the window, the other lines of the job run again later.
-    `changed` is called after each group, written or not.
+    After an unexpected error the job's rows stay in memory and are written again after a pause; the job gets no turn
+    until then. Rows beyond half of the window are dropped, and their lines run again later. `changed` is called after
+    each group, whether or not it was written.
     """
 
     def __init__(
@@ -134,7 +133,7 @@ class ResultWriter:
             await asyncio.gather(*(self._write(job, lines) for job, lines in groups.items()))
 
     async def close(self, job: Job) -> None:
-        """Write the rows of a job that takes no more; drop the rows if that fails, since their lines have no result."""
+        """Write the last rows of a job; if that fails, drop them: their lines then count as unfinished."""
         job.closing = True
         if job.unwritten:
             self._write_again(job)
@@ -145,7 +144,7 @@ class ResultWriter:
         if not self._pausing:
             return None
         return (
-            f"the results of {len(self._pausing)} batches cannot be stored for an unexpected reason and wait in memory"
+            f"the results of {len(self._pausing)} batches cannot be stored after an unexpected error and wait in memory"
         )
 
     async def _write(self, job: Job, lines: list[FinishedLine]) -> None:
@@ -153,13 +152,13 @@ class ResultWriter:
         try:
             await self._retry.run(lambda: self._commit(job, lines, start))
         except StorageError:
-            log.warning("%d results could not be stored before the end; their lines run again", len(lines))
-        except Exception as error:  # a bug, or a damaged database: the results were paid for and must not be lost
+            log.warning("%d results could not be stored before shutdown; their lines run again", len(lines))
+        except Exception as error:  # a bug or a damaged database: keep the results, which cost engine time
             log_unexpected(error)
             if not job.closing:
                 self._keep(job, lines)
                 return
-            log.warning("%d results could not be stored: batch %s takes no more", len(lines), job.batch.id)
+            log.warning("%d results of batch %s could not be stored and are dropped", len(lines), job.batch.id)
         else:
             job.write_faults = 0
         self._let_go(job, lines)
@@ -191,7 +190,7 @@ class ResultWriter:
             job.written.set()
 
     async def _commit(self, job: Job, lines: list[FinishedLine], start: int) -> None:
-        """Both steps are repeatable: the same rows go to the same place in the journal."""
+        """Write a group. Repeatable: the same rows go to the same offset of the journal."""
         results: list[LineResult] = []
         usage, data = Usage(), bytearray()
         for line in lines:

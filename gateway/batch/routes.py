@@ -1,4 +1,4 @@
-"""/v1/batches: creation, lists, cancelling. What happens to a batch after its creation is the worker's affair."""
+"""/v1/batches: create, list, retrieve and cancel. The batch worker processes the batches."""
 
 import hashlib
 import re
@@ -98,7 +98,7 @@ _CREATE: dict[str, Any] = {
 
 
 def window_seconds(text: str) -> int:
-    """The length of a completion window such as 24h, 90m or 7d. Raises ApiError 400."""
+    """Return the seconds of a completion window such as 24h, 90m or 7d. Raises ApiError 400."""
     match = _WINDOW.fullmatch(text)
     seconds = int(match[1]) * _SECONDS[match[2]] if match else 0
     if not 1 <= seconds <= MAX_WINDOW_SECONDS:
@@ -113,7 +113,7 @@ async def create_batch(request: Request) -> Response:
     state = state_of(request)
     body = await read_json(request, lambda raw: validate(BatchRequest, parse_json(raw)))
     if any(key.startswith(OUR_METADATA) for key in body.metadata or {}):
-        message = f"Metadata whose name begins with '{OUR_METADATA}' is the server's own."
+        message = f"Metadata keys that begin with '{OUR_METADATA}' are reserved; choose another key."
         raise ApiError(400, message, param="metadata", code="invalid_value")
     if body.endpoint not in ENDPOINTS:
         message = f"'endpoint' must be one of {', '.join(ENDPOINTS)}."
@@ -145,7 +145,7 @@ async def create_batch(request: Request) -> Response:
         message = "The input file must have been uploaded with the purpose 'batch'."
         raise ApiError(400, message, param="input_file_id", code="invalid_value") from None
     except IdempotencyConflict:
-        message = "This idempotency key was used before with another body."
+        message = "This idempotency key was already used with a different body; use a new key."
         raise ApiError(400, message, code="idempotency_key_reused") from None
     state.jobs.added(created)
     file = await state.folder.store.get_file(created.tenant, created.input_file_id, now)
@@ -184,7 +184,7 @@ async def retrieve_batch(request: Request, batch_id: str) -> Response:
 
 @router.post("/v1/batches/{batch_id}/cancel")
 async def cancel_batch(request: Request, batch_id: str) -> Response:
-    """Always 200 for a batch that exists: too late is not an error, and the client would retry a 409."""
+    """Cancel a batch. A batch that has already ended is returned with 200: clients would retry a 409."""
     state = state_of(request)
     batch = None
     if BATCH_ID.fullmatch(batch_id):
@@ -196,4 +196,4 @@ async def cancel_batch(request: Request, batch_id: str) -> Response:
 
 
 def _no_such_batch() -> ApiError:
-    return ApiError(404, "There is no such batch.", param="batch_id", code="batch_not_found")
+    return ApiError(404, "The batch does not exist.", param="batch_id", code="batch_not_found")

@@ -1,8 +1,8 @@
-"""When jobs end that share one machine: tenants share it equally, and so do the jobs of a tenant. Arithmetic only.
+"""End times of jobs under processor sharing: tenants share the machine equally, and so do the jobs of a tenant.
 
-The machine never rests, so time is work divided by the rate. A job of work w ends when its tenant has had T = sum of
-min(v, w) over the works v of the tenant's jobs, and then the lane has had the sum of min(S, T) over the tenants' totals
-S. Sorted works with running sums give both in O(log n).
+The machine is always busy, so time is work divided by the rate. A job of work w ends when its tenant has received
+T = sum of min(v, w) over the works v of the tenant's jobs. By then the lane has received the sum of min(S, T) over the
+tenants' totals S. Sorted works with prefix sums give both in O(log n).
 """
 
 import math
@@ -12,29 +12,30 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 
 URGENT_SHARE = 7 / 8
-"""Share of the machine for jobs at risk beside other jobs: see the engine's lanes."""
+"""Share of the machine for jobs at risk while other jobs run, as in the engine's lanes."""
 MAX_WORK = 1e15
-"""Work of one job at most: sums over all jobs stay finite and exact enough."""
+"""Maximum work of one job, so that sums over all jobs stay finite and precise."""
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """One job: `work` it has left, in the unit of the pace's work."""
+    """The work that one job has left."""
 
     batch_id: str
     tenant: str
     work: float
+    """In predicted engine seconds."""
     at_risk: bool = False
 
     @property
     def counted(self) -> float:
-        """The work in [0, MAX_WORK]; NaN counts as 0."""
+        """The work, limited to [0, MAX_WORK]; NaN counts as 0."""
         return min(self.work, MAX_WORK) if self.work > 0.0 else 0.0
 
 
 @dataclass(slots=True)
 class SortedWorks:
-    """Works, and sums of what they are up to a level."""
+    """Sorted works with their prefix sums."""
 
     works: list[float] = field(default_factory=list)
     sums: list[float] = field(default_factory=lambda: [0.0])
@@ -68,14 +69,14 @@ class _Lane:
         self.totals.seal()
 
     def done_by(self, tenant: str, work: float, is_new: bool) -> float:
-        """Return the work of the lane until a job with `work` ends."""
+        """Return the work that the lane does until a job with `work` ends; `is_new`: the job is not in the lane yet."""
         works = self.tenants.get(tenant, _NOTHING)
         level = works.up_to(work) + (work if is_new else 0.0)
         return self.totals.up_to(level) + (level - min(works.sums[-1], level) if is_new else 0.0)
 
 
 class Shares:
-    """All jobs of a machine. Add each, seal once, then ask for each job, or for a job that is not among them."""
+    """All jobs of a machine. Add the jobs, call `seal` once, then ask for the end of a job, added or new."""
 
     def __init__(self) -> None:
         self._lanes: dict[bool, _Lane] = {}
@@ -90,7 +91,7 @@ class Shares:
         return self
 
     def seconds(self, load: Load, rate: float, *, is_new: bool = False) -> float:
-        """Return the time until the job ends at `rate` (work per second); `is_new`: the job comes in addition.
+        """Return the time until the job ends at `rate` (work per second); `is_new`: the job was not added.
 
         Infinity if the rate is not positive."""
         lane = self._lanes.get(load.at_risk, _Lane())
@@ -104,7 +105,7 @@ class Shares:
 
 
 def finish_times(loads: Sequence[Load], rate: float) -> dict[str, float]:
-    """Return the seconds until each job is done, in O(n log n) for n jobs."""
+    """Return the seconds until each job ends, by batch id, in O(n log n) for n jobs."""
     shares = Shares()
     for load in loads:
         shares.add(load)

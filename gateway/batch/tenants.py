@@ -1,4 +1,4 @@
-"""Tenants of files and batches: which ones a request reaches, and which ones no key reaches."""
+"""Access of requests to the files and batches of tenants, and detection of tenants without a key."""
 
 import logging
 import re
@@ -23,14 +23,14 @@ _DIGEST = re.compile("[0-9a-f]{16}")
 
 
 def reached_tenant(request: Request) -> str | None:
-    """Return the tenant whose objects a request reaches by their ids; None: those of all tenants, for an operator."""
+    """Return the tenant whose objects the request may access by id; None for an operator: all tenants."""
     return None if is_operator(request) else tenant_of(request)
 
 
 def listed_tenant(request: Request) -> str | None:
-    """Return the tenant whose objects a list shows, by the query's `tenant`; None: those of all tenants.
+    """Return the tenant whose objects a list shows, from the query's `tenant`; None: all tenants.
 
-    Raises ApiError 403, whether or not the tenant exists, for another tenant than the key's own without the role.
+    Raises ApiError 403 for another tenant, existing or not, without the role `operator`.
     """
     own = tenant_of(request)
     tenant = request.query_params.get("tenant") or own
@@ -41,17 +41,19 @@ def listed_tenant(request: Request) -> str | None:
 
 
 def shown(request: Request, item: BatchJob | FileObject, content: dict[str, Any]) -> dict[str, Any]:
-    """Add the tenant's name to an object of another tenant, and to all objects of a list by tenant."""
+    """Add the tenant's name to an object of another tenant, and to all objects if the query has `tenant`."""
     if "tenant" in request.query_params or item.tenant != tenant_of(request):
         content["tenant"] = item.tenant
     return content
 
 
 class Ownership:
-    """Moves objects of earlier versions to the tenant of the present keys, and names tenants that no key belongs to.
+    """Move objects of earlier versions to the tenant of the current keys, and report tenants without a key.
 
-    Implements BackgroundWork. It starts before the batch worker, which reads the tenants of its batches. `unreachable`:
-    tenants with files or unfinished batches but without a key, as of the start or the last reading of the key file.
+    Implements BackgroundWork. Starts before the batch worker, which reads the tenants of its batches.
+
+    Attributes:
+        unreachable: tenants with files or unfinished batches but without a key, as of the last `report`.
     """
 
     def __init__(self, store: SqliteStore, keys: KeyStore, clock: Callable[[], float] = time.time) -> None:
@@ -61,7 +63,7 @@ class Ownership:
         self.unreachable: list[Holdings] = []
 
     async def start(self) -> None:
-        """See BackgroundWork. While the state folder cannot be used, objects of earlier versions do not move."""
+        """See BackgroundWork. Objects of earlier versions stay where they are if the state folder cannot be used."""
         with suppress(StorageError):
             if moved := await self._store.adopt(DEFAULT_TENANT, self._keys.former_tenants):
                 log.info("%d files and batches of --api-key values now belong to the tenant %s", moved, DEFAULT_TENANT)
@@ -71,12 +73,12 @@ class Ownership:
         """See BackgroundWork."""
 
     async def report(self) -> None:
-        """Log a line for each tenant without a key."""
+        """Log a warning for each tenant without a key."""
         ring = self._keys.ring
         try:
             holdings = await self._store.holdings(int(self._clock()))
         except StorageError as error:
-            log.error("tenants without a key are not known: %s", error.message)
+            log.error("tenants without a key could not be determined: %s", error.message)
             return
         self.unreachable = [each for each in holdings if each.tenant not in ring.tenants]
         for each in self.unreachable:
@@ -88,10 +90,10 @@ class Ownership:
 
 
 def _advice(tenant: str, *, has_operator: bool) -> str:
-    """Return what makes a tenant's objects reachable."""
+    """Return how the operator of the server can make a tenant's objects accessible."""
     ways = ["add a key of this tenant, or one with the role 'operator', to --api-key-file"]
     if has_operator:
         ways = [f"an operator's key reaches them: tidemill batch list --tenant {tenant}"]
     if _DIGEST.fullmatch(tenant):  # earlier versions named a tenant by the digest of its --api-key
-        ways.append(f"start once with the --api-key of that time, which moves them to tenant {DEFAULT_TENANT}")
+        ways.append(f"start once with the former --api-key, which moves them to tenant {DEFAULT_TENANT}")
     return ", or ".join(ways)

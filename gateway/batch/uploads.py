@@ -1,6 +1,6 @@
-"""A multipart body from the wire to a temporary file: parsed as it comes, nothing held but the current piece.
+"""Streaming parser of multipart uploads: only the current piece of the body is in memory.
 
-Knows nothing of HTTP frameworks, tenants or stores. `feed` blocks on the disk: call it in a worker thread.
+`feed` blocks on the disk: call it in a worker thread.
 """
 
 from collections.abc import Callable
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 MAX_FIELD_BYTES = 1024
 MAX_PARTS = 16
-MAX_OVERHEAD = 64 * 1024  # of everything around the file's content
+MAX_OVERHEAD = 64 * 1024  # bytes of the body beside the file's content
 MAX_FILENAME_CHARS = 255
 FIELDS = frozenset({"purpose", "expires_after[anchor]", "expires_after[seconds]"})
 
@@ -29,14 +29,14 @@ def _refuse(message: str, param: str | None = None, code: str = "invalid_value")
 
 @dataclass(slots=True)
 class Upload:
-    """What a body held: text fields, and the file's own name. Its content is in the file given to the parser."""
+    """Text fields and file name of a parsed body. The parser writes the content to a file."""
 
     fields: dict[str, str]
     filename: str | None = None
 
 
 class UploadParser:
-    """Feed it the body; then `finish`. Raises ApiError 400 or 413, or StorageError, as soon as it is certain."""
+    """Parse a body: call `feed` for each piece, then `finish`. Raises ApiError 400, 413 or 415, or StorageError."""
 
     def __init__(self, content_type: str, file: DiskFile, max_file_bytes: int) -> None:
         kind, options = parse_options_header(content_type)
@@ -62,7 +62,7 @@ class UploadParser:
             _refuse("The multipart boundary is not valid.", code="invalid_multipart")
 
     def feed(self, data: bytes) -> None:
-        """Take in the next piece of the body."""
+        """Parse the next piece of the body."""
         self._num_bytes += len(data)
         if self._num_bytes > self._max_file_bytes + MAX_OVERHEAD:
             raise self._too_large()
@@ -73,7 +73,7 @@ class UploadParser:
             _refuse("The multipart body is not valid.", code="invalid_multipart")
 
     def finish(self) -> Upload:
-        """The body has ended. Raises ApiError 400 unless it was whole and had a file."""
+        """Return the result at the end of the body. Raises ApiError 400 if the body is incomplete or has no file."""
         if not self._ended:
             _refuse("The multipart body ended early.", code="invalid_multipart")
         if self.upload.filename is None:
@@ -125,7 +125,7 @@ class UploadParser:
 
     def _begin_file(self, raw_name: bytes | None) -> None:
         if raw_name is None:
-            _refuse("'file' must be a file, with a file name.", "file")
+            _refuse("'file' must be a file with a file name.", "file")
         if self.upload.filename is not None:
             _refuse("Exactly one file can be uploaded at a time.", "file")
         name = raw_name.decode("utf-8", "replace")

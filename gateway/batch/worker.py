@@ -1,8 +1,7 @@
-"""Carries every batch from its creation to its end: validation, lines through the engine, result files.
+"""Process each batch from creation to its terminal state: validate the input, run the lines, build the result files.
 
-Each unfinished batch has a task that owns its state; one feeder shares the engine's room between them. All that must
-survive is in the store, so a start after a crash is the same as any start. Knows nothing of HTTP; lines are executed by
-`run_line`.
+Each unfinished batch has a task that owns its state; one feeder divides the window between the batches. All durable
+state is in the store, so recovery after a crash is the normal start. `run_line` executes the lines.
 """
 
 import asyncio
@@ -50,10 +49,15 @@ def _no_lanes(_batch_id: str, _lane: Lane) -> None:
 
 
 class BatchWorker:
-    """Implements JobListener. `clock` is the wall clock: deadlines outlive the process. `max_lines`: what a tenant's
-    unfinished batches may have together; `costs`: what tokens cost the engine, as of now; `online_tokens`: what it has
-    computed of online requests; `set_lane`: tells the engine that the lines of a batch which it holds are at risk, or
-    not any more."""
+    """Implements JobListener.
+
+    Args:
+        clock: wall clock, because deadlines outlive the process.
+        max_lines: maximum number of lines in a tenant's unfinished batches (None: no limit).
+        costs: current token costs of the engine (None: no latency model).
+        online_tokens: prompt tokens computed and output tokens of online requests since the start.
+        set_lane: moves the lines of a batch that are in the engine to another lane.
+    """
 
     def __init__(
         self,
@@ -93,7 +97,7 @@ class BatchWorker:
     # Life
 
     async def start(self) -> None:
-        """Tidy up after the last process and go on where it stopped; later, while the state folder cannot be used."""
+        """Recover from the last process and resume its batches; if the state folder is unusable, retry later."""
         work = {
             "feed": self.feeder.run(),
             "results": self._results.run(),
@@ -116,7 +120,7 @@ class BatchWorker:
             await self._retry.run(self._resume)
 
     async def stop(self) -> None:
-        """Stop feeding, end the lines in the engine, make durable what has ended. Idempotent."""
+        """Stop feeding, end the lines in the engine and store finished lines. Idempotent."""
         self._retry.stopping = True
         if not self._services:
             return
@@ -127,7 +131,7 @@ class BatchWorker:
         self._services = []
 
     def added(self, batch: BatchJob) -> None:
-        """See JobListener. A batch that is known already is left alone."""
+        """See JobListener. Does nothing for a batch that is already running."""
         if batch.id not in self._drives and batch.status not in TERMINAL and not self._retry.stopping:
             self.states[batch.id] = batch.status
             self._drives[batch.id] = asyncio.create_task(self._guard(batch.id), name=f"tidemill-{batch.id}")
@@ -141,20 +145,18 @@ class BatchWorker:
 
     @property
     def paused(self) -> bool:
-        """Whether jobs wait for the disk."""
+        """Whether batches wait for the disk."""
         return not self._retry.healthy
 
     def storage_fault(self) -> str | None:
-        """Return why nothing can be stored, None if data can be. Asks the disk; call it from any thread."""
+        """Return why nothing can be stored, or None. Checks the disk; callable from any thread."""
         if not self._store.is_in_place():
-            return "the state folder has been deleted or replaced: files and batches are refused until it is back"
+            return "the state folder was deleted or replaced; files and batches are refused until it is restored"
         cause = self._folder.disk.health.fault
-        return (
-            cause and f"the state folder cannot be used ({cause}): uploads are refused and batches pause until it can"
-        )
+        return cause and f"the state folder cannot be used ({cause}); uploads are refused and batches pause until then"
 
     def trouble(self) -> str | None:
-        """Return why lines of batches do not end although the disk takes data, or None."""
+        """Return why batch lines do not finish although the state folder works, or None."""
         return self.feeder.trouble() or self._results.trouble()
 
     def _now(self) -> int:
@@ -163,8 +165,8 @@ class BatchWorker:
     # One batch
 
     async def _guard(self, batch_id: str) -> None:
-        """Drive the batch until it ends. After an unexpected error, log it and retry with exponential backoff. Only
-        errors that are no fault of the system count towards giving the batch up."""
+        """Drive the batch until it reaches a terminal state. After an unexpected error, log it and retry with backoff.
+        Failures of the system do not count as attempts."""
         faults: Counter[BatchStatus] = Counter()
         bugs: Counter[BatchStatus] = Counter()
         try:
@@ -187,8 +189,8 @@ class BatchWorker:
             self.states.pop(batch_id, None)
 
     async def _give_up_in_time(self, batch_id: str, status: BatchStatus, faults: int) -> bool:
-        """End a batch that meets the same bug again and again, or it would hold its input for ever. What its results
-        are in is only given up when its window has closed: the bug may be gone by then."""
+        """End a batch after `attempts` bugs, so that it does not keep its input file forever. A batch with results ends
+        only after its completion window, because a restart may bring a version without the bug."""
         try:
             batch = await self._store.load_batch(batch_id)
             has_time = status in (BatchStatus.IN_PROGRESS, BatchStatus.FINALIZING) and self._now() < batch.expires_at
@@ -197,7 +199,7 @@ class BatchWorker:
                 return False
             await self._finisher.give_up(batch)
             return True
-        except Exception as error:  # even this must not let go of the batch
+        except Exception as error:  # the caller must keep driving the batch
             log_unexpected(error)
             return False
 
@@ -211,7 +213,7 @@ class BatchWorker:
             if batch.status in TERMINAL:
                 await in_thread(partial(self._finisher.forget, batch))
                 return
-            with suppress(IllegalTransition):  # it was cancelled meanwhile: look again
+            with suppress(IllegalTransition):  # cancelled meanwhile: load the batch again
                 if not batch.total:
                     await self._finisher.validate(batch)
                 elif batch.status is BatchStatus.IN_PROGRESS:
@@ -222,7 +224,7 @@ class BatchWorker:
                     await self._finisher.finish(batch, BatchStatus.CANCELLED)
 
     async def _process(self, batch: BatchJob) -> None:
-        """Feed lines until all have ended, or the batch has."""
+        """Feed lines until all lines have ended, or the batch has."""
         job = Job(batch, journal_end=await self._finisher.check_results(batch))
         self._jobs[batch.id] = job
         try:
@@ -258,14 +260,14 @@ class BatchWorker:
                 except Exception as error:
                     log_unexpected(error)
                 next_tick = time.monotonic() + self._limits.tick_seconds
-            # never long: the wall clock may jump
+            # bounded by `tick_seconds`, because the wall clock may jump
             seconds = min(next_tick - time.monotonic(), self._next_expiry - self._clock())
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._look_at_clock.wait(), max(0.0, seconds))
             self._look_at_clock.clear()
 
     def _expire_jobs(self) -> None:
-        """Settle the jobs whose completion window has closed, and find the next one."""
+        """Settle the jobs whose completion window has closed, and find the next deadline."""
         now, next_expiry = self._now(), math.inf
         for job in self._jobs.values():
             if now >= job.batch.expires_at:
@@ -275,7 +277,7 @@ class BatchWorker:
         self._next_expiry = next_expiry
 
     async def tick(self) -> None:
-        """Look after batches without an owner and files that have expired."""
+        """Start batches without a task, and remove expired files."""
         now = self._now()
         self._judge.changed()
         for job in list(self._jobs.values()):
@@ -284,7 +286,7 @@ class BatchWorker:
             await self._folder.check_recovery()
             await self._folder.settle()
             for batch in await self._store.unfinished_batches():
-                self.added(batch)  # one whose creation was in doubt has no owner yet
+                self.added(batch)  # a batch whose creation was in doubt has no task yet
             await self._folder.remove_expired(now, EXPIRED_FILES)
 
     def _line_ended(self, line: FinishedLine) -> None:
@@ -308,7 +310,7 @@ class BatchWorker:
 
 
 async def _cancel(tasks: Iterable["asyncio.Task[None]"]) -> None:
-    """Cancel tasks and wait for their ends."""
+    """Cancel tasks and wait until they have ended."""
     waiting = list(tasks)
     for task in waiting:
         task.cancel()
