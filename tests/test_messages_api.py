@@ -296,7 +296,7 @@ USER = {"role": "user", "content": "x"}
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"max_tokens": None}, "max_tokens"),
     ({"messages": []}, "messages"),
-    ({"messages": [USER, {"role": "assistant", "content": "So"}]}, "last of the 'messages'"),
+    ({"messages": [USER, {"role": "assistant", "content": "So"}]}, "last message"),
     ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role"),
     ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "messages[0].content[0]"),
     ({"messages": [{"role": "assistant", "content": [{"type": "tool_use", "id": "a", "name": "f", "input": DEEP}]},

@@ -214,7 +214,7 @@ async def test_a_budget_is_that_of_the_request_alone(tmp_path: Path) -> None:
 async def test_what_cannot_be_held_to_a_budget_says_so(tmp_path: Path) -> None:
     budget = {"thinking_token_budget": 5}
     async with scripted(tmp_path / "plain", "Yes") as served, client_of(served) as client:
-        with pytest.raises(openai.BadRequestError, match="knows of no thoughts") as caught:
+        with pytest.raises(openai.BadRequestError, match="does not support reasoning") as caught:
             await client.chat.completions.create(**ask_http(tools=[], extra_body=budget))
         assert caught.value.param == "thinking_token_budget"
         with pytest.raises(openai.BadRequestError, match="efforts"):

@@ -627,7 +627,7 @@ async def test_what_is_refused_names_its_parameter(tmp_path: Path) -> None:
 async def test_models_that_call_nothing_say_so(tmp_path: Path) -> None:
     deaf = TEMPLATE.replace("tools", "gadgets")
     unknown = TEMPLATE.replace("tool_call>", "x>")
-    cases = [(deaf, {}, "does not take tools"), (unknown, {}, "--tool-parser")]
+    cases = [(deaf, {}, "does not support tools"), (unknown, {}, "--tool-parser")]
     for number, (template, config, word) in enumerate(cases):
         folder = tmp_path / str(number)
         async with scripted(folder, "x", template, **config) as served, client_of(served) as client:

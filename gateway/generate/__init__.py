@@ -1,1 +1,1 @@
-"""Endpoints that ask the model: from a body to a plan, from tokens to an answer."""
+"""Endpoints that run the model: request parsing, planning and response formats."""

@@ -1,8 +1,8 @@
-"""An answer taken apart as it grows: what is said, what is thought, and the calls of functions in it.
+"""Incremental parser of model output into text, reasoning and tool calls.
 
-A client steers what a model writes, so every step is linear in the new text, whatever it is, and what is held back is
-bounded: a part of a mark, MAX_BLANKS of white space, MAX_CALL_CHARS of a call. What comes out in all does not depend
-on how the text was cut into pieces, and text that looks like a call and is none comes out as it is, once.
+Clients influence the model's output, so each step takes time linear in the new text, and held-back text is bounded: a
+partial mark, MAX_BLANKS characters of white space, MAX_CALL_CHARS characters of a call. The total result does not
+depend on how the text is split into pieces. Text that looks like a call but is invalid is emitted unchanged.
 """
 
 import re
@@ -15,14 +15,14 @@ from gateway.generate.tool_formats import END_THINK, THINK, Call, ToolFormat
 from gateway.generate.tool_grammars import Function
 
 MAX_BLANKS = 256
-"""Characters of white space that are left out beside thoughts and calls; of a longer run the first ones are said."""
+"""Maximum white space in characters that is dropped next to reasoning and calls; the excess is emitted as text."""
 MAX_CALL_CHARS = 2**19
-"""A longer text between the marks of calls is no call."""
+"""Maximum length of a call; longer text between the marks is emitted as text."""
 
 
 @dataclass(slots=True)
 class Piece:
-    """What some more text of an answer adds to it."""
+    """Parsed output of one `push`."""
 
     text: str = ""
     reasoning: str = ""
@@ -35,23 +35,27 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Parsing:
-    """How the answers of one request are taken apart. `format` None: it offers no functions. `reasons`: the model may
-    think before it speaks, between `marks`, and `is_thinking`: the prompt has already begun to. `parallel`: it may call
-    several. `once`: it thinks at its beginning or not at all."""
+    """Parser settings for the answers of one request."""
 
     format: ToolFormat | None = None
+    """Tool call format; None if no tools are offered."""
     functions: Sequence[Function] = ()
     reasons: bool = False
+    """The model may write reasoning."""
     is_thinking: bool = False
+    """The prompt ends with the mark that opens reasoning."""
     parallel: bool = True
+    """Several calls are allowed."""
     marks: ThoughtMarks | None = None
+    """Tokens that delimit reasoning."""
     once: bool = False
+    """Reasoning is only allowed at the beginning of the answer."""
 
     def parser(self) -> "AnswerParser":
         return AnswerParser(self)
 
     def tracker(self) -> ThoughtTracker | None:
-        """What counts the tokens of thoughts; None: there are none."""
+        """Return a counter of reasoning tokens, or None if the model has no reasoning."""
         return None if self.marks is None else ThoughtTracker(self.marks, self.is_thinking, self.once)
 
     @property
@@ -60,7 +64,7 @@ class Parsing:
 
 
 class _Region(Enum):
-    """What the text is part of. START: nothing has come yet, and a thought may only be the first thing."""
+    """Kind of the current text. START: no text yet, and reasoning is only allowed at the beginning."""
 
     START = auto()
     SAID = auto()
@@ -69,7 +73,7 @@ class _Region(Enum):
 
 
 class _Marks:
-    """The texts that end a region."""
+    """The marks that end a region."""
 
     def __init__(self, *marks: str) -> None:
         self._marks = [mark for mark in marks if mark]
@@ -80,7 +84,7 @@ class _Marks:
         return None if self._pattern is None else self._pattern.search(text, start, stop)
 
     def begin(self, text: str, start: int) -> int:
-        """Return where the text ends with a part of a mark, or its length."""
+        """Return the position of a partial mark at the end of the text, or the length of the text."""
         first = len(text)
         for mark in self._marks:
             at = text.find(mark[0], max(start, len(text) - len(mark) + 1))
@@ -91,14 +95,14 @@ class _Marks:
 
 
 class _Edges:
-    """Holds white space back until more follows. `leading`: white space at the beginning is dropped."""
+    """Hold back trailing white space until other text follows. `leading`: drop white space at the beginning."""
 
     def __init__(self, leading: bool = False) -> None:
         self._drops = leading
         self.held = ""
 
     def add(self, text: str) -> str:
-        """Return what may be shown now."""
+        """Return the text that can be emitted now."""
         text = text.lstrip() if self._drops else self.held + text
         self._drops = self._drops and not text
         end = max(len(text.rstrip()), len(text) - MAX_BLANKS)
@@ -107,7 +111,7 @@ class _Edges:
 
 
 class AnswerParser:
-    """One answer. Nothing may be pushed after the last piece."""
+    """Parser of one answer. Do not push after the final text."""
 
     def __init__(self, parsing: Parsing) -> None:
         form = parsing.format
@@ -123,11 +127,11 @@ class AnswerParser:
         self._region = _Region.START if parsing.reasons and parsing.once else _Region.SAID
         if parsing.is_thinking:
             self._region = _Region.THOUGHT
-        self._tail = ""  # may be the beginning of a mark
-        self._lead = "" if form is not None and form.calls.leads else None  # may precede leading calls; None: does not
+        self._tail = ""  # possible beginning of a mark
+        self._lead = "" if form is not None and form.calls.leads else None  # text before possible leading calls
         self._said, self._thought = _Edges(), _Edges(leading=True)
         self._has_thought = self._has_called = False
-        self._opening = ""  # of the call that is being read
+        self._opening = ""  # mark that opened the current call
         self._body: list[str] = []
         self._room = 0
         self._texts: list[str] = []
@@ -135,7 +139,7 @@ class AnswerParser:
         self._calls: list[Call] = []
 
     def push(self, text: str, final: bool = False) -> Piece:
-        """Add text; `final` lets out all that was held back."""
+        """Parse more text; `final`: the answer ends, so emit all held-back text."""
         text, at = self._tail + text, 0
         if self._region is _Region.START:
             at = self._start(text, final)
@@ -160,7 +164,7 @@ class AnswerParser:
         return self._piece()
 
     def _start(self, text: str, final: bool) -> int:
-        """Tell whether the answer begins with a thought, once that is known; return where the next region begins."""
+        """Determine whether the answer begins with reasoning, once possible; return the start of the next region."""
         if text.startswith(THINK):
             self._region = _Region.THOUGHT
             return len(THINK)
@@ -169,7 +173,7 @@ class AnswerParser:
         return 0
 
     def _add(self, text: str, start: int, end: int) -> int:
-        """Add a part of the text to the region; return where the next region begins if it ends there, else `end`."""
+        """Add text to the current region; return the start of the next region if the current one ends, else `end`."""
         if self._region is _Region.CALL:
             taken = min(end, start + self._room)
             self._body.append(text[start:taken])
@@ -187,7 +191,7 @@ class AnswerParser:
         return end
 
     def _look_for_calls(self, text: str) -> int:
-        """Find calls at the beginning of the answer. Return how many of the last characters are theirs."""
+        """Detect calls at the beginning of the answer. Return how many of the last characters belong to them."""
         form = self._parsing.format
         assert form is not None and self._lead is not None
         text = self._lead + text
@@ -206,7 +210,7 @@ class AnswerParser:
         return 0
 
     def _cross(self, mark: str) -> None:
-        """Go over the mark that ends the region."""
+        """Switch regions at a mark."""
         if self._region is _Region.CALL:
             self._end_call(mark)
         elif self._region is _Region.THOUGHT:
@@ -222,7 +226,7 @@ class AnswerParser:
         self._region, self._opening, self._room = _Region.CALL, opening, MAX_CALL_CHARS
 
     def _end_call(self, closing: str | None) -> None:
-        """`closing`: the mark behind it, "" for the end of the answer; None: it is too long."""
+        """Decode the current call. `closing`: its end mark, "" at the end of the answer, None for too long a call."""
         body, self._region = "".join(self._body), _Region.SAID
         self._body.clear()
         parsing = self._parsing
@@ -240,11 +244,11 @@ class AnswerParser:
         self._calls += calls
 
     def _say(self, text: str) -> None:
-        """Around thoughts and calls, white space is no part of what is said."""
+        """Emit text, without white space next to reasoning and calls."""
         self._texts.append(self._said.add(text) if self._call_mark or self._has_thought or self._has_called else text)
 
     def _let_out(self) -> None:
-        """Say what is held back."""
+        """Emit held-back text."""
         if self._lead:
             self._say(self._lead)
             self._lead = None if self._lead.strip() else ""

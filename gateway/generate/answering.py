@@ -1,6 +1,6 @@
-"""From a plan to an HTTP answer, streamed or whole: what chat and completions have in common.
+"""Request reading, admission and responses, streamed or not, common to all generating endpoints.
 
-Knows nothing of the shapes of their chunks; those are an `AnswerFormat`.
+An `AnswerFormat` defines the JSON of an endpoint's chunks and responses.
 """
 
 import asyncio
@@ -29,59 +29,59 @@ from gateway.http.quotas import Admissions, Place
 from gateway.http.sse import EventStream, run_while_connected
 from gateway.models import Model
 
-INLINE_BYTES = 32 * 1024  # parsing more than this takes long enough for a thread to be worth it
-CHARS_PER_TOKEN = 4  # a guess, for prompts that are not read
-INLINE_ANSWER_PARTS = 2000  # deltas, tokens with logprobs, pieces of vectors; each takes 1 to 30 us
-_PART_BYTES = 64  # of a vector
-READ_INLINE = 2000  # characters that are tokenized on the event loop
+INLINE_BYTES = 32 * 1024  # larger bodies are parsed in a thread
+CHARS_PER_TOKEN = 4  # estimate for prompts before tokenization
+INLINE_ANSWER_PARTS = 2000  # deltas, tokens with logprobs, parts of vectors; each takes 1 to 30 us
+_PART_BYTES = 64  # bytes of a vector that count as one part
+READ_INLINE = 2000  # longer prompts, in characters, are tokenized in a thread
 
 BodyT = TypeVar("BodyT", bound=ModelBody)
 ResultT = TypeVar("ResultT")
 
 
 class WholeFormat(Protocol):
-    """How one API spells an answer in one piece."""
+    """Format of the non-streamed responses of an API."""
 
     def whole(self, choices: list[list[Delta]], usage: dict[str, Any]) -> dict[str, Any]:
-        """`choices[i]` are the deltas of choice i."""
+        """Return the response; `choices[i]` are the deltas of choice i."""
         ...
 
 
 class AnswerFormat(WholeFormat, Protocol):
-    """How one API spells its answers. Of a stream: `opening` once, then chunks, then one of `closing` and `failure`."""
+    """Format of the responses of an API. A stream consists of `opening`, chunks, and either `closing` or `failure`."""
 
     def opening(self) -> bytes:
-        """The events before the first token; b"": there are none."""
+        """Return the events before the first token, possibly none."""
         ...
 
     def chunk(self, delta: Delta, usage: dict[str, Any] | None) -> bytes:
-        """A delta as events; `usage` where the client wants it in every chunk."""
+        """Return the events of a delta; `usage` is given if the client wants it in every chunk."""
         ...
 
     def closing(self, usage: dict[str, Any]) -> bytes:
-        """The events that end a stream, and say what it used."""
+        """Return the events that end a stream, including its usage."""
         ...
 
     def failure(self, error: ApiError, usage: dict[str, Any]) -> bytes:
-        """The events of a stream that breaks off."""
+        """Return the events that end a stream after an error."""
         ...
 
 
 async def read_body(request: Request, parse: Callable[[bytearray], BodyT]) -> BodyT:
-    """The request's body; where it names no service tier it has the one that its model's name ends with
-    (`MODEL:flex`), or its key's. Raises ApiError 415 or InvalidRequestError."""
+    """Read and parse the body. A missing service tier defaults to the suffix of the model name (`MODEL:flex`) or the
+    tier of the API key. Raises ApiError 415 or InvalidRequestError."""
     body = await read_json(request, parse)
     if body.service_tier in (None, "auto"):
         model = context_of(request).models.find(body.model)
         body.service_tier = (model and model.tier) or tier_of(request)
-    if body.service_tier == "flex":  # many that come at once must not be planned in one round of the event loop
+    if body.service_tier == "flex":  # do not plan a burst of requests in one round of the event loop
         await Turns.of_loop().take()
     return body
 
 
 async def read_json(request: Request, parse: Callable[[bytearray], ResultT]) -> ResultT:
-    """The request's body, parsed. Large ones are parsed in a thread and one at a time: each keeps the interpreter from
-    others for up to some 10 ms, and several at a time would be felt. Raises ApiError 415 and what `parse` raises."""
+    """Read and parse the body. Large bodies are parsed in a thread one at a time, because each holds the GIL for up to
+    about 10 ms. Raises ApiError 415 and the exceptions of `parse`."""
     raw = await _read_raw(request)
     if len(raw) <= INLINE_BYTES:
         return parse(raw)
@@ -89,14 +89,14 @@ async def read_json(request: Request, parse: Callable[[bytearray], ResultT]) -> 
 
 
 async def _read_raw(request: Request) -> bytearray:
-    """The request's body, put together as it comes, insisting on its content type: a web page of another origin cannot
-    send that without asking first. Large ones take turns, a piece in a round of the event loop, and whose piece waits
-    is not read meanwhile: sixteen of 4 MB at once kept the loop for 10 to 30 ms a round. Raises ApiError 415."""
+    """Read the body. The content type must be application/json, which foreign web pages cannot send without a CORS
+    preflight. Large bodies take turns with one piece per round of the event loop: sixteen concurrent bodies of 4 MB
+    would otherwise block the loop for 10 to 30 ms per round. Raises ApiError 415."""
     content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if content_type != "application/json":
         raise ApiError(415)
     if request.headers.get("content-encoding", "identity").strip().lower() not in ("", "identity"):
-        raise ApiError(415, "The request body must be sent as it is, without a Content-Encoding.")
+        raise ApiError(415, "Content-Encoding is not supported; send the request body uncompressed.")
     raw = bytearray()
     async for chunk in request.stream():
         raw += chunk
@@ -107,17 +107,17 @@ async def _read_raw(request: Request) -> bytearray:
 
 
 async def run_by_size(context: GatewayContext, body: BaseModel, work: Callable[[], ResultT]) -> ResultT:
-    """Do work that takes time for every part of a body: at once, or in a thread where the body is large, one request
-    at a time."""
+    """Run work whose time grows with the body: at once for a small body, else in a thread, one request at a time."""
     if not is_large(body):
         return work()
     return await anyio.to_thread.run_sync(work, limiter=context.parse_thread)
 
 
 async def check_room(context: GatewayContext, body: ModelBody, num_chars: int, tenant: str) -> None:
-    """Before a prompt of about so many characters is read: would it be queued? A short one is read in less time than
-    it takes to ask an engine in another process, which refuses it by itself. Raises QueueFullError or
-    EngineUnavailableError."""
+    """Raise QueueFullError or EngineUnavailableError if the engine would refuse a prompt of about `num_chars`.
+
+    Called before the prompt is tokenized. Short prompts are not checked: tokenizing them is faster than asking the
+    engine process, which checks again on submission."""
     if num_chars <= READ_INLINE:
         return
     offline = context.is_offline or body.service_tier == "flex"
@@ -126,16 +126,16 @@ async def check_room(context: GatewayContext, body: ModelBody, num_chars: int, t
 
 
 async def run_text_work(context: GatewayContext, work: Callable[[], ResultT]) -> ResultT:
-    """Tokenize in a worker thread."""
+    """Run tokenization or similar work in a worker thread, at half speed for offline work."""
     paced = functools.partial(at_half_speed, work) if context.is_offline else work
     return await anyio.to_thread.run_sync(paced, limiter=context.text_threads)
 
 
 async def begin(request: Request, plan: GenerationPlan) -> Generation:
-    """Queue what was planned, once the quota of its tenant has a place for it.
+    """Submit a plan as soon as its tenant's quota allows.
 
-    Raises ApiError for what the quota refuses, ClientDisconnect if the client left while it waited, and what
-    Generation.begin raises."""
+    Raises ApiError if the quota refuses it, ClientDisconnect if the client disconnects while waiting, and the
+    exceptions of Generation.begin."""
     context = context_of(request)
     admissions = context.admissions
     place = admissions.enter(tenant_of(request), len(plan.requests), plan.max_tokens)
@@ -160,8 +160,8 @@ async def _wait_for(request: Request, place: Place, admissions: Admissions) -> N
 
 
 async def respond(request: Request, generation: Generation, shape: WholeFormat) -> Response:
-    """The response that carries a generation to its client, and ends it when the client leaves. `shape`: an
-    AnswerFormat where the plan is of a stream."""
+    """Return the response for a generation, which is aborted if the client disconnects. `shape` must be an AnswerFormat
+    for a stream."""
     if generation.plan.stream:
         return EventStream(stream_events(generation, cast(AnswerFormat, shape)), generation.abort)
     answer: list[dict[str, Any]] = []
@@ -171,14 +171,14 @@ async def respond(request: Request, generation: Generation, shape: WholeFormat) 
 
     try:
         if not await run_while_connected(request.receive, work, generation.abort):
-            return Response(status_code=499)  # for nobody: the connection is closed
+            return Response(status_code=499)  # not sent: the connection is closed
     finally:
         generation.abort()
     return Response(orjson.dumps(answer[0]), media_type="application/json")
 
 
 async def collect(generation: Generation, shape: WholeFormat) -> dict[str, Any]:
-    """The whole answer; a large one is put together in a thread. Raises the error of the first choice that fails."""
+    """Return the complete answer, built in a thread if it is large. Raises the error of the first choice that fails."""
     choices: list[list[Delta]] = [[] for _ in generation.choices]
     num_parts = 0
     async with aclosing(generation.deltas()) as deltas:
@@ -191,7 +191,7 @@ async def collect(generation: Generation, shape: WholeFormat) -> dict[str, Any]:
 
 
 async def stream_events(generation: Generation, shape: AnswerFormat) -> AsyncGenerator[bytes, None]:
-    """The events of a stream. After an error in mid-stream nothing comes but the event that tells of it."""
+    """Yield the events of a stream. An error ends the stream with the events of `failure`."""
     options = generation.plan.stream_options
     usage: Callable[[], dict[str, Any] | None] = (
         generation.usage if options.continuous_usage_stats else functools.partial(_nothing)
@@ -204,7 +204,7 @@ async def stream_events(generation: Generation, shape: AnswerFormat) -> AsyncGen
                 if events := shape.chunk(delta, usage()):
                     yield events
         yield shape.closing(generation.usage())
-    except Exception as error:  # whatever it is, the client must be able to tell it from the end
+    except Exception as error:  # the client must be able to distinguish any error from a normal end
         if not isinstance(error, TidemillError):
             log_unexpected(error)
         yield shape.failure(to_api_error(error), generation.usage())
@@ -215,8 +215,9 @@ def _nothing() -> None:
 
 
 def find_model(context: GatewayContext, name: str) -> Model:
-    """Raises ApiError 404 for a model that is not served here."""
+    """Return a served model. Raises ApiError 404."""
     model = context.models.find(name)
     if model is None:
-        raise ApiError(404, "This server has no such model.", param="model", code="model_not_found")
+        message = "The model does not exist on this server; see GET /v1/models."
+        raise ApiError(404, message, param="model", code="model_not_found")
     return model

@@ -1,17 +1,17 @@
-"""Tells whether a request's body holds so much that its plan belongs in a thread. The count itself is bounded."""
+"""Estimate whether planning a request takes long enough to move it to a thread."""
 
 from collections.abc import Iterable
 from typing import Any
 
 from pydantic import BaseModel
 
-INLINE_PARTS = 256  # objects and entries of lists: a plan takes about 10 us for each
-INLINE_CHARS = 32 * 1024  # of all strings
+INLINE_PARTS = 256  # objects and list entries: planning takes about 10 us each
+INLINE_CHARS = 32 * 1024  # characters of all strings
 
 
 def is_large(body: Any) -> bool:
-    """Whether the body holds more than INLINE_PARTS parts or INLINE_CHARS characters, at any depth and in any field.
-    At most INLINE_PARTS objects and lists are visited."""
+    """Return whether the body has more than INLINE_PARTS objects and list entries or INLINE_CHARS characters in total.
+    Visits at most INLINE_PARTS objects and lists."""
     parts, chars = 0, 0
     waiting = [body]
     while waiting:

@@ -36,13 +36,13 @@ from gateway.generate.translation import Translation, told_in
 from gateway.generate.wire import ChatCompletionRequest
 from gateway.http.sse import END
 
-PROMPT_END = 8  # tokens of a prompt in which the mark that begins a thought is looked for
+PROMPT_END = 8  # last tokens of the prompt that are searched for the opening mark of reasoning
 
 
 async def plan_translated(
     context: GatewayContext, translation: Translation, tenant: str, prefix: str, clip: bool = False
 ) -> GenerationPlan:
-    """The plan of a request that another API's was translated into; see `plan_chat`."""
+    """Plan a chat request that was translated from another API; see `plan_chat`."""
     with told_in(translation.names):
         plan = await plan_chat(context, translation.chat, tenant, prefix, clip)
     return dataclasses.replace(plan, names=translation.names)
@@ -51,8 +51,8 @@ async def plan_translated(
 async def plan_chat(
     context: GatewayContext, body: ChatCompletionRequest, tenant: str, prefix: str = "chatcmpl-", clip: bool = False
 ) -> GenerationPlan:
-    """See `Endpoint.plan`. Other APIs are translated into this one: `prefix` is what the ids of their answers begin
-    with; `clip`: see `chat_plan`."""
+    """See `Endpoint.plan`. Also used for requests translated from other APIs. `prefix`: prefix of the response id;
+    `clip`: see `chat_plan`."""
     adapter = find_model(context, body.model).adapter
     form, marks = context.tool_format, context.thought_marks
     check_budget(body, marks)
@@ -79,12 +79,12 @@ async def plan_chat(
         plan = chat_plan(body, token_ids, context.client.info, caller, grammar, budget, clip)
         return dataclasses.replace(plan, parsing=parsing)
 
-    # always in a thread: what a template costs cannot be seen from the messages' length
+    # always in a thread: the time of a chat template does not follow from the length of the messages
     return await run_text_work(context, plan)
 
 
 async def count_prompt(context: GatewayContext, body: ChatCompletionRequest) -> int:
-    """The tokens of a chat request's prompt. Raises what `plan_chat` raises for it."""
+    """Return the number of prompt tokens of a chat request. Raises the same exceptions as `plan_chat`."""
     find_model(context, body.model)
 
     def count() -> int:
@@ -94,7 +94,7 @@ async def count_prompt(context: GatewayContext, body: ChatCompletionRequest) -> 
 
 
 def _read(context: GatewayContext, body: ChatCompletionRequest) -> tuple[list[dict[str, Any]], list[str]]:
-    """The messages as a template takes them, and all that they say."""
+    """Return the messages for the chat template, and all texts in the request."""
     check_chat(body)
     form, template = context.tool_format, context.tokenizer.chat_template_text
     check_tools(body, form, template)
@@ -104,7 +104,7 @@ def _read(context: GatewayContext, body: ChatCompletionRequest) -> tuple[list[di
 def _encode(
     context: GatewayContext, body: ChatCompletionRequest, messages: Sequence[dict[str, Any]], texts: Sequence[str]
 ) -> list[int]:
-    """The prompt that the template makes of `messages`, which say `texts`. Slow."""
+    """Return the token ids of the prompt. Slow."""
     check_texts(texts, context.tokenizer, context.client.info, "messages")
     options = template_options(body, context.tokenizer.chat_template_text)
     return context.tokenizer.encode_chat(messages, tools=offered_tools(body), **options)
@@ -113,8 +113,8 @@ def _encode(
 def _before_a_form(
     parsing: Parsing, budget: ThinkingBudget | None, grammar: Grammar
 ) -> tuple[Parsing | None, ThinkingBudget | None]:
-    """A form holds from the first token on, nothing is thought; or, where the request has a budget, behind a thought at
-    the beginning."""
+    """Combine a grammar with reasoning: without a budget the grammar applies from the first token and there is no
+    reasoning; with a budget it applies after reasoning at the beginning."""
     if budget is None:
         return (None if parsing.format is None else parsing), None
     check_thought_before(budget, grammar.param)
@@ -122,7 +122,7 @@ def _before_a_form(
 
 
 def _texts(body: ChatCompletionRequest) -> Iterator[str]:
-    """What the messages say."""
+    """Yield the texts of the messages and the descriptions of the tools."""
     for message in body.messages:
         if isinstance(message.content, str):
             yield message.content
@@ -134,7 +134,7 @@ def _texts(body: ChatCompletionRequest) -> Iterator[str]:
 
 
 class ChatFormat(CompletionStream):
-    """Chat completions. The parts of a chunk that never change are encoded once per answer."""
+    """Format of chat completions. The constant parts of a chunk are encoded once per answer."""
 
     def __init__(self, plan: GenerationPlan, tokenizer: Tokenizer) -> None:
         super().__init__(plan, "chat.completion.chunk")
@@ -172,7 +172,7 @@ class ChatFormat(CompletionStream):
         return start + self._end(delta, usage)
 
     def _with_parts(self, start: bytes, delta: Delta) -> bytes:
-        """The beginning of a chunk, with thoughts and calls in its delta."""
+        """Add reasoning and calls to the beginning of a chunk."""
         parts: dict[str, Any] = _reasoning(delta.reasoning)
         if delta.calls:
             first = self._num_calls[delta.index]
@@ -224,7 +224,7 @@ class ChatFormat(CompletionStream):
 
 
 def _reasoning(text: str) -> dict[str, Any]:
-    """Under both of the names that clients look for."""
+    """Return reasoning under both names that clients use."""
     return {"reasoning": text, "reasoning_content": text} if text else {}
 
 

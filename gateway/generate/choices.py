@@ -1,7 +1,6 @@
-"""The answers of one HTTP request as they grow: engine outputs in, text deltas out, until every choice has ended.
+"""Generation of one HTTP request: convert engine outputs to text deltas until every choice has ended.
 
-Chat and completions both read a `Generation`; neither knows here what its chunks will look like. Stop strings are
-found here and end their request in the engine.
+All generating endpoints read a `Generation`. It also detects stop strings and ends their requests in the engine.
 """
 
 import asyncio
@@ -22,37 +21,44 @@ from gateway.telemetry.account import CLIENT_LEFT, Account
 from gateway.telemetry.metrics import ClassMetrics, GatewayMetrics
 
 MAX_QUEUED = 128
-"""Choices of one request that are queued at once: one with thousands of texts must not fill the queue."""
+"""Maximum choices of one request in the engine's queue: requests with thousands of texts must not fill the queue."""
 FINISH_REASONS = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length"}
 
 
 @dataclass(slots=True)
 class Delta:
-    """What one engine output adds to choice `index`: text, thoughts, whole calls of functions, or all of it is one
-    vector. `logprobs` pairs each visible token with its logprobs; `finish_reason` is set on the last delta of the
-    choice, and `stop` if it was a stop string that ended it."""
+    """New output of one choice."""
 
     index: int
+    """Index of the choice."""
     text: str
     token_ids: Sequence[int] = ()
     logprobs: Sequence[tuple[int, TokenLogprobs]] = ()
+    """Visible tokens with their logprobs."""
     finish_reason: str | None = None
+    """Set on the last delta of the choice."""
     reasoning: str = ""
     calls: Sequence[Call] = ()
+    """Complete tool calls."""
     stop: str | None = None
+    """The stop string that ended the choice, if any."""
     embedding: bytes = b""
+    """The vector of an embedding request, float32 little-endian."""
 
 
 class Used(NamedTuple):
-    """Tokens of an answer, cached tokens of its prompt, and tokens of thoughts."""
+    """Token counts of a choice."""
 
     tokens: int = 0
+    """Output tokens."""
     cached: int = 0
+    """Cached prompt tokens."""
     thoughts: int = 0
+    """Reasoning tokens."""
 
 
 class Choice:
-    """One choice: its text so far, what is held back, and its counts."""
+    """State of one choice: detokenizer, parser, held-back tokens and counts."""
 
     def __init__(self, index: int, plan: GenerationPlan, tokenizer: Tokenizer, metrics: ClassMetrics) -> None:
         request = plan.requests[index]
@@ -70,7 +76,7 @@ class Choice:
         self._thoughts = parsing.tracker()
         self._several_calls = parsing.parallel
         self._called = False
-        self._counted = 0  # tokens whose text nobody has seen yet
+        self._counted = 0  # tokens whose text has not been emitted
         self._text = OutputTextStream(
             tokenizer,
             request.prompt_token_ids if plan.continues else (),
@@ -80,7 +86,7 @@ class Choice:
         )
 
     def advance(self, output: RequestOutput) -> Delta | None:
-        """Take in an output; None when it adds nothing that can be shown yet. Raises the error that it carries."""
+        """Process an output; return None if there is nothing to emit yet. Raises the error of a failed request."""
         self._observe(output)
         reason = output.finish_reason
         if reason is not None and reason not in FINISH_REASONS:
@@ -106,7 +112,7 @@ class Choice:
             self.end(reason)
         if reason is None and (piece.is_empty if text else not counted):
             self._hold(output, num_read)
-            # Who counts tokens as they come sees those too whose text is held back: part of a character or a stop.
+            # Clients with continuous usage also get the count of tokens whose text is held back.
             return Delta(self._index, "") if self._shows_each_token and num_read else None
         delta = Delta(self._index, piece.text, reasoning=piece.reasoning, calls=piece.calls, stop=stop)
         delta.embedding = output.embedding or b""
@@ -119,12 +125,12 @@ class Choice:
 
     @property
     def used(self) -> "Used":
-        """The tokens of the choice so far."""
+        """Token counts so far."""
         return Used(self.account.num_tokens, self.account.num_cached_tokens, self.num_thoughts or 0)
 
     @property
     def num_thoughts(self) -> int | None:
-        """Tokens that were thoughts; None: the model has none."""
+        """Number of reasoning tokens; None if the model has no reasoning."""
         return None if self._thoughts is None else self._thoughts.num_thoughts
 
     def _take_apart(self, text: str, final: bool) -> Piece:
@@ -136,8 +142,9 @@ class Choice:
         return "tool_calls" if self._called and reason is FinishReason.STOP else FINISH_REASONS[reason]
 
     def _read(self, ids: Sequence[int], final: bool) -> tuple[str, int, str | None, int]:
-        """Text, tokens it is made of, the stop string that ended it, tokens read. Token by token where a stop string
-        may end the answer within an output: only so is it known which token completed it."""
+        """Detokenize; return the new text, its number of tokens, the stop string found, and the number of tokens read.
+
+        With stop strings, tokens are pushed one by one to find the token that completed the stop string."""
         if not self._has_stops or len(ids) < 2:
             delta = self._text.push(ids, final)
             return delta.text, delta.num_tokens, delta.stop, len(ids)
@@ -156,7 +163,7 @@ class Choice:
             self._held.extend(zip(ids, logprobs, strict=False))
 
     def _give(self, delta: Delta, counted: int, stop_token_id: int | None) -> None:
-        """Move what belongs to the delta's text into it; the last one takes the ids of all tokens that count."""
+        """Move the held tokens of the delta's text into the delta; the last delta gets all remaining token ids."""
         shown = self._held[:counted]
         delta.logprobs = [(token_id, logprobs) for token_id, logprobs in shown if logprobs is not None]
         if delta.finish_reason is None:
@@ -176,7 +183,7 @@ class Choice:
             self._metrics.ttft.observe(account.ttft)
 
     def end(self, reason: FinishReason, status: int = 200) -> None:
-        """Count the choice as ended; what comes after the first call is ignored."""
+        """Record the end of the choice. Further calls are ignored."""
         if not self.finished:
             self.finished = True
             self.account.end(reason, status)
@@ -184,8 +191,8 @@ class Choice:
 
 
 class Generation:
-    """All choices of one HTTP request. Iterate `deltas` once; always `abort` in the end, which calls `on_end`, perhaps
-    more than once."""
+    """All choices of one HTTP request. Iterate `deltas` once, and always call `abort` at the end, which calls `on_end`,
+    possibly several times."""
 
     def __init__(
         self, plan: GenerationPlan, client: EngineClient, choices: list[Choice], streams: Sequence[OutputStream]
@@ -203,14 +210,14 @@ class Generation:
     async def begin(
         cls, plan: GenerationPlan, client: EngineClient, tokenizer: Tokenizer, metrics: GatewayMetrics
     ) -> "Generation":
-        """Queue all choices, or none; of very many the first ones. Raises what `EngineClient.submit` raises."""
+        """Submit the first MAX_QUEUED choices, all or none. Raises the exceptions of `EngineClient.submit`."""
         bound = metrics.by_class[plan.request_class]
         choices = [Choice(i, plan, tokenizer, bound) for i in range(len(plan.requests))]
         with told_in(plan.names):
             return cls(plan, client, choices, await client.submit(plan.requests[:MAX_QUEUED]))
 
     async def deltas(self) -> AsyncGenerator[Delta, None]:
-        """Deltas of all choices as they come, ending when all have finished. Raises a choice's error."""
+        """Yield the deltas of all choices until all have finished. Raises the error of a failed choice."""
         if len(self._streams) == 1 or all(request.final_only for request in self.plan.requests):
             for index in range(len(self.choices)):
                 if index == len(self._streams):
@@ -232,7 +239,7 @@ class Generation:
             raise EngineUnavailableError("The engine stopped while this request was running.", retry_after=5.0)
 
     async def _merged(self) -> AsyncGenerator[Delta, None]:
-        """The deltas of all streams. Every output costs the same, however many streams there are."""
+        """Yield the deltas of all streams as they arrive, in constant time per output."""
         done: asyncio.Queue[tuple[int, asyncio.Task[RequestOutput | None]]] = asyncio.Queue()
         waiting: dict[int, asyncio.Task[RequestOutput | None]] = {}
 
@@ -268,12 +275,12 @@ class Generation:
             delta = choice.advance(output)
         finally:
             self._count(before, choice.used, is_first=index % self.plan.n == 0)
-        if choice.finished and output.finish_reason is None:  # a stop string: the engine does not know yet
+        if choice.finished and output.finish_reason is None:  # ended by a stop string or a call, not by the engine
             self._client.abort(choice.request_id, FinishReason.STOP)
         return delta
 
     def _count(self, before: "Used", after: "Used", *, is_first: bool) -> None:
-        """Add what a choice has used more; the cached tokens of a prompt count for its first choice only."""
+        """Add the change of a choice's counts. Cached prompt tokens count for the first choice of a prompt only."""
         used, cached = self._used, after.cached - before.cached if is_first else 0
         self._used = Used(
             used.tokens + after.tokens - before.tokens,
@@ -282,7 +289,7 @@ class Generation:
         )
 
     def abort(self) -> None:
-        """End what has not ended, now. Idempotent."""
+        """Abort all unfinished choices. Idempotent."""
         for choice in self.choices:
             if not choice.finished:
                 choice.end(FinishReason.ABORT, CLIENT_LEFT)
@@ -290,8 +297,8 @@ class Generation:
         self.on_end()
 
     def usage(self) -> dict[str, Any]:
-        """Return OpenAI's `usage`, in constant time: a stream may show it with every token of many choices. Each prompt
-        counts once, however many choices it has."""
+        """Return OpenAI's `usage`. Constant time, because a stream may include it in every chunk. Each prompt counts
+        once for all its choices."""
         usage = {
             "prompt_tokens": self._num_prompt_tokens,
             "completion_tokens": self._used.tokens,
@@ -305,7 +312,7 @@ class Generation:
 
 def _ended_early(reason: FinishReason) -> TidemillError:
     if reason is FinishReason.ERROR:
-        return EngineStepError("The model step failed under this request.")
+        return EngineStepError("The model step failed for this request.")
     return EngineUnavailableError("The server ended this request before it was complete.", retry_after=5.0)
 
 

@@ -1,4 +1,4 @@
-"""What streams of chat and of text completions have in common: what every chunk holds, and how they end."""
+"""Common base of the chat and text completion formats."""
 
 import time
 from typing import Any
@@ -11,7 +11,7 @@ from gateway.http.sse import DONE, END, event
 
 
 class CompletionStream:
-    """The base of their formats; see AnswerFormat. `kind`: the object that a chunk is."""
+    """Base class; see AnswerFormat. `kind`: the `object` field of a chunk."""
 
     def __init__(self, plan: GenerationPlan, kind: str) -> None:
         self._plan = plan
@@ -33,5 +33,5 @@ class CompletionStream:
         return b"data: " + orjson.dumps({**self._head, "choices": [], "usage": usage}) + END + DONE
 
     def failure(self, error: ApiError, usage: dict[str, Any]) -> bytes:  # noqa: ARG002
-        """No [DONE]: the client must be able to tell it from the end."""
+        """Return the error event, without [DONE], so that clients do not mistake it for a normal end."""
         return event(error.envelope)

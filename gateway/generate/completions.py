@@ -1,4 +1,4 @@
-"""POST /v1/completions: raw prompts, as text or as token ids."""
+"""POST /v1/completions: prompts as text or token ids."""
 
 import uuid
 from typing import Any
@@ -53,7 +53,8 @@ def encode_prompt(tokenizer: Tokenizer, prompt: str | list[int]) -> Prompt:
 
 
 class CompletionFormat(CompletionStream):
-    """Text completions; choice i of prompt p has index p * n + i. With `echo` each choice begins with its prompt."""
+    """Format of text completions; choice i of prompt p has index p * n + i. With `echo` each choice starts with its
+    prompt."""
 
     def __init__(self, plan: GenerationPlan, tokenizer: Tokenizer, echo: bool) -> None:
         super().__init__(plan, "text_completion")

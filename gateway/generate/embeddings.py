@@ -1,4 +1,4 @@
-"""POST /v1/embeddings: one vector for each text, of the model's last hidden states."""
+"""POST /v1/embeddings: one vector per text, pooled from the model's last hidden states."""
 
 import base64
 import uuid
@@ -45,11 +45,12 @@ async def plan_embeddings(context: GatewayContext, body: EmbeddingRequest, tenan
 
 
 def embedding_spec(info: EngineInfo, body: EmbeddingRequest) -> EmbeddingSpec:
-    """How the model makes vectors. Raises InvalidRequestError where it makes none, or none so long."""
+    """Return the model's pooling. Raises InvalidRequestError if the model has none or `dimensions` is too large."""
     spec = info.embedding
     if spec is None or spec.pooling is None:
         why = "" if spec is None else f" ({spec.origin})"
-        raise InvalidRequestError(f"This model makes no embeddings{why}.", param="model", code="unsupported_parameter")
+        message = f"This model does not support embeddings{why}."
+        raise InvalidRequestError(message, param="model", code="unsupported_parameter")
     if body.dimensions is not None and body.dimensions > spec.size:
         message = f"'dimensions' must be at most {spec.size}, the size of this model's vectors."
         raise InvalidRequestError(message, param="dimensions", code="invalid_value")
@@ -90,7 +91,7 @@ def _plan(body: EmbeddingRequest, prompts: tuple[Prompt, ...], caller: Caller, s
 
 
 class EmbeddingFormat:
-    """A list of vectors, in the order of the texts."""
+    """Format of embeddings, in the order of the texts."""
 
     def __init__(self, body: EmbeddingRequest, plan: GenerationPlan, spec: EmbeddingSpec) -> None:
         self._plan = plan
@@ -113,7 +114,7 @@ class EmbeddingFormat:
         }
 
     def _vector(self, raw: bytes) -> Any:
-        """A vector as JSON has it: cut to the dimensions asked for, and then of length 1 where the whole one is."""
+        """Return a vector for JSON, truncated to `dimensions` and then renormalized if the model normalizes."""
         vector = np.frombuffer(raw, dtype="<f4")[: self._size]
         if self._spec.normalizes:
             vector = vector / max(float(np.linalg.norm(vector)), 1e-12)

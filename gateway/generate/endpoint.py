@@ -1,4 +1,4 @@
-"""An endpoint that asks the model, as a value, and how HTTP answers with one. `gateway.endpoints` is their table."""
+"""Description of an endpoint that runs the model. `gateway.endpoints` lists all endpoints."""
 
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -15,33 +15,34 @@ from gateway.generate.wire import parse_json, validate
 
 @dataclass(frozen=True)
 class JsonPost(Generic[BodyT]):
-    """A path to which a JSON object is posted."""
+    """A path that accepts a JSON object by POST."""
 
     path: str
     body: type[BodyT]
     unhonoured: Unhonoured
 
     def parse(self, raw: bytes | bytearray) -> BodyT:
-        """Raises InvalidRequestError."""
+        """Parse and validate a body. Raises InvalidRequestError."""
         return self.check(parse_json(raw))
 
     def check(self, fields: dict[str, Any]) -> BodyT:
-        """Raises InvalidRequestError."""
+        """Validate the fields of a body. Raises InvalidRequestError."""
         return validate(self.body, self.unhonoured.strip(fields))
 
 
 @dataclass(frozen=True)
 class Endpoint(JsonPost[BodyT]):
-    """`plan(context, body, tenant)`: everything that can be wrong with a request is found there, before anything is
-    queued. `format(context, body, plan, request_id)`: how its answer is spelled, an AnswerFormat if a body may ask for
-    a stream; `request_id`: of the HTTP request, None for a line of a batch."""
+    """An endpoint that runs the model."""
 
     name: str
     plan: Callable[[GatewayContext, BodyT, str], Awaitable[GenerationPlan]]
+    """`plan(context, body, tenant)` detects all errors of a request before it is submitted."""
     format: Callable[[GatewayContext, BodyT, GenerationPlan, str | None], WholeFormat]
+    """`format(context, body, plan, request_id)` returns the response format: an AnswerFormat if streams are supported.
+    `request_id`: id of the HTTP request, None for a batch line."""
 
     async def answer(self, request: Request) -> Response:
-        # no docstring: OpenAPI would show it at every path
+        # no docstring, because OpenAPI would show it for every path
         context, tenant = context_of(request), tenant_of(request)
         context.lifecycle.check_accepting()
         context.admissions.check(tenant)

@@ -1,4 +1,4 @@
-"""Grammars in Lark's syntax as they grow, up to the size that the engine takes."""
+"""Builder of grammars in Lark syntax, limited to the size that the engine accepts."""
 
 import re
 from collections.abc import Mapping
@@ -14,8 +14,8 @@ def quoted(text: str) -> str:
 
 
 class Lark:
-    """A grammar as it grows, up to `most` bytes: a request can ask for many times its own length. `special`: ids of the
-    tokens that are no text."""
+    """A grammar under construction of at most `most` bytes, because a grammar can be much longer than its request.
+    `special`: ids of special tokens by text."""
 
     def __init__(self, special: Mapping[str, int], most: int = MAX_GRAMMAR_BYTES) -> None:
         self._special = special
@@ -24,7 +24,7 @@ class Lark:
         self._most = self._room = most
 
     def text(self, text: str) -> str:
-        """An expression that matches nothing but the text."""
+        """Return an expression that matches exactly the text."""
         parts = self._marks.split(text) if self._special else [text]
         return " ".join(f"<[{self._special[p]}]>" if p in self._special else quoted(p) for p in parts if p)
 
@@ -32,12 +32,12 @@ class Lark:
         return text in self._special
 
     def reserve(self, kind: str = "r") -> str:
-        """The name of a rule that is still to be defined."""
+        """Return the name of a rule that is defined later."""
         self._lines.append("")
         return f"{kind}_{len(self._lines) - 1}"
 
     def define(self, name: str, body: str, flags: str = "") -> str:
-        """Raises ValueError as soon as the grammar is longer than the engine takes."""
+        """Define a rule and return its name. Raises ValueError if the grammar becomes too long."""
         line = f"{name}{flags}: {body}"
         self._take_room(len(line.encode()) + 1)
         self._lines[int(name.rpartition("_")[2])] = line

@@ -1,4 +1,4 @@
-"""Log-probabilities in the two shapes of OpenAI's API. Knows nothing of requests."""
+"""Log-probabilities in the two formats of OpenAI's API."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -10,11 +10,11 @@ from engine.text.detokenizer import IncrementalDetokenizer
 from engine.text.tokenizer import Tokenizer
 
 _FLOOR = -9999.0  # OpenAI's value for "very unlikely"; JSON has no infinity
-_PIECE = 64  # tokens
+_PIECE = 64  # tokens encoded at a time
 
 
 def chat_logprobs(tokenizer: Tokenizer, pairs: Sequence[tuple[int, TokenLogprobs]]) -> list[orjson.Fragment]:
-    """The `content` list of a chat choice's `logprobs`. Joined, the `bytes` of its tokens are the text's."""
+    """Return the `content` list of a chat choice's `logprobs`. The `bytes` of all tokens concatenate to the text."""
     return _in_pieces(
         pairs,
         lambda token_id, logprobs: {
@@ -27,8 +27,8 @@ def chat_logprobs(tokenizer: Tokenizer, pairs: Sequence[tuple[int, TokenLogprobs
 def _in_pieces(
     pairs: Sequence[tuple[int, TokenLogprobs]], entry: Callable[[int, TokenLogprobs], Any]
 ) -> list[orjson.Fragment]:
-    """Encode the entries of a JSON list in pieces of some tokens each. Encoding a long answer at once would hold the
-    interpreter's lock for tenths of a second."""
+    """Encode the entries of a JSON list in pieces, because encoding a long answer at once would hold the GIL for tenths
+    of a second."""
     pieces = (pairs[start : start + _PIECE] for start in range(0, len(pairs), _PIECE))
     return [orjson.Fragment(orjson.dumps([entry(*pair) for pair in piece])[1:-1]) for piece in pieces]
 
@@ -39,7 +39,7 @@ def _chat_token(tokenizer: Tokenizer, token_id: int, logprob: float) -> dict[str
 
 
 class CompletionLogprobs:
-    """The `logprobs` objects of one completion choice. `text_offset` counts characters from the answer's start."""
+    """Encoder of the `logprobs` objects of one completion choice. `text_offset` counts from the start of the answer."""
 
     def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int]) -> None:
         self._tokenizer = tokenizer
@@ -47,7 +47,7 @@ class CompletionLogprobs:
         self._offset = 0
 
     def add(self, pairs: Sequence[tuple[int, TokenLogprobs]]) -> dict[str, Any]:
-        """The object for the next tokens."""
+        """Return the object for the next tokens."""
         offsets = []
         for token_id, _ in pairs:
             offsets.append(self._offset)
@@ -60,14 +60,14 @@ class CompletionLogprobs:
         }
 
     def _top(self, token_id: int, logprobs: TokenLogprobs) -> dict[str, float]:
-        """The most likely tokens and the chosen one; the likelier of two with the same text stays."""
+        """Return the top tokens and the chosen one by text; of tokens with the same text the likeliest is kept."""
         found: dict[str, float] = {}
         for other, value in (*logprobs.top, (token_id, logprobs.logprob)):
             found.setdefault(self._name(other), max(value, _FLOOR))
         return found
 
     def _name(self, token_id: int) -> str:
-        """A token's text; its bytes spelled out where they are no whole characters, as OpenAI does."""
+        """Return the text of a token, or `bytes:\\x..` for incomplete characters, as OpenAI does."""
         piece = self._tokenizer.token_bytes(token_id)
         try:
             return piece.decode()

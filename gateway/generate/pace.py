@@ -1,5 +1,8 @@
-"""Python work in threads beside model steps: each of a step's many small operations needs the interpreter's lock again,
-so a thread that never rests makes a step many times as long. Work that nobody waits for rests as long as it ran."""
+"""Throttling of Python work in threads beside model steps.
+
+Each of a step's many small operations must reacquire the GIL, so a busy thread slows a step down many times. Background
+work therefore sleeps as long as it has run.
+"""
 
 import time
 from collections.abc import Callable
@@ -8,11 +11,11 @@ from typing import TypeVar
 ResultT = TypeVar("ResultT")
 
 LONGEST_REST = 0.05
-"""Seconds."""
+"""Maximum sleep in seconds."""
 
 
 def at_half_speed(work: Callable[[], ResultT]) -> ResultT:
-    """Do it, then rest for as long. Blocking: call it in a thread, with pieces of work of a few milliseconds."""
+    """Run `work`, then sleep for the same time. Blocking: call it in a thread, with work of a few milliseconds."""
     start = time.perf_counter()
     result = work()
     time.sleep(min(LONGEST_REST, time.perf_counter() - start))

@@ -1,6 +1,6 @@
-"""From a validated body to engine requests: which fields may be ignored, which are refused, and what the rest become.
+"""Conversion of validated bodies to engine requests, and the fields that are ignored or refused.
 
-Nothing is accepted and ignored but the names that are `Unhonoured.inert`. Knows nothing of HTTP or of text.
+Only the fields in `Unhonoured.inert` are accepted and ignored.
 """
 
 import dataclasses
@@ -23,16 +23,17 @@ _INT64 = 2**63
 
 @dataclass(frozen=True, slots=True)
 class Unhonoured:
-    """Fields that clients send and the models of bodies do not have. `inert`: without any bearing on the answer.
-    `unsupported`: a 400 naming the field, with its hint if it has one, but not for values that ask for what happens
-    anyway."""
+    """Fields of an API that the body models do not have."""
 
     inert: Collection[str]
+    """Ignored fields, which do not affect the answer."""
     unsupported: Mapping[str, tuple[Any, ...]]
+    """Refused fields, with the values that are accepted because they ask for the default behaviour."""
     hints: Mapping[str, str] = field(default_factory=dict)
+    """Advice for the error message of a refused field."""
 
     def strip(self, body: dict[str, Any]) -> dict[str, Any]:
-        """The body without what may be ignored. Raises InvalidRequestError for what is known and not supported."""
+        """Return the body without these fields. Raises InvalidRequestError for an unsupported field."""
         kept = {}
         for name, value in body.items():
             if name in self.unsupported:
@@ -68,12 +69,12 @@ UNHONOURED = Unhonoured(
         "suffix": ("",),
     },
 )
-"""Of chat completions, completions and embeddings."""
+"""For chat completions, completions and embeddings."""
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """Token ids, and the text they came from where there was one."""
+    """Token ids, and the source text if the prompt was sent as text."""
 
     token_ids: tuple[int, ...]
     text: str | None = None
@@ -81,49 +82,50 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class GenerationPlan:
-    """Everything about one HTTP request that the API of its route no longer matters for.
-
-    `requests[p * n + i]` is choice i of prompt p. `num_logprobs`: see SamplingParams.logprobs. `parsing`: how answers
-    are taken apart; None: they are plain text. `continues`: an answer goes on with its prompt's text. `names`: what the
-    API calls the fields of a chat request that it was translated into, see `translation`.
-    """
+    """The engine requests of one HTTP request, with the settings for its response. Independent of the API."""
 
     response_id: str
     model: str
     prompts: tuple[Prompt, ...]
     n: int
     requests: tuple[EngineRequest, ...]
+    """`requests[p * n + i]` is choice i of prompt p."""
     request_class: RequestClass
     stop: tuple[str, ...]
     min_tokens: int
     num_logprobs: int | None
+    """See SamplingParams.logprobs."""
     return_token_ids: bool
     stream: bool
     stream_options: StreamOptions
     parsing: Parsing | None = None
+    """Parser settings; None: the answers are plain text."""
     continues: bool = False
+    """The answer continues the text of the prompt."""
     names: Mapping[str, str] = field(default_factory=dict)
+    """Client's names of the fields of a translated request, see `translation`."""
 
     @property
     def max_tokens(self) -> int:
-        """Tokens of all its prompts and of their longest answers."""
+        """Maximum number of tokens: all prompts and their maximum outputs."""
         return sum(len(request.prompt_token_ids) + request.sampling.max_tokens for request in self.requests)
 
     @property
     def service_tier(self) -> str:
-        """The tier used, as the answer states it."""
+        """The service tier in the response."""
         return "flex" if self.request_class is RequestClass.OFFLINE else "default"
 
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Who asks, and whom: the name of its answer, the salt of its prefix cache, whose share of the machine it takes,
-    and the number of an adapter."""
+    """Identity of a request."""
 
     response_id: str
     cache_salt: bytes
+    """Separates the prefix caches of tenants."""
     tenant: str = ""
     adapter: int = 0
+    """Number of the LoRA adapter."""
 
 
 def check_stream_options(body: GenerationBody) -> None:
@@ -133,13 +135,13 @@ def check_stream_options(body: GenerationBody) -> None:
 
 
 def check_chat(body: ChatCompletionRequest) -> None:
-    """What the fields of a chat request require of each other."""
+    """Check combinations of fields of a chat request. Raises InvalidRequestError."""
     check_stream_options(body)
     if body.top_logprobs is not None and not body.logprobs:
         message = "'top_logprobs' is only allowed when 'logprobs' is true."
         raise InvalidRequestError(message, param="top_logprobs", code="invalid_value")
     if body.max_tokens and body.max_completion_tokens and body.max_tokens != body.max_completion_tokens:
-        message = "'max_tokens' and 'max_completion_tokens' differ; send one of them."
+        message = "'max_tokens' and 'max_completion_tokens' differ; send only one."
         raise InvalidRequestError(message, param="max_tokens", code="invalid_value")
     for index, message_ in enumerate(body.messages):
         if message_.content is None and not (message_.role == "assistant" and message_.tool_calls):
@@ -148,7 +150,7 @@ def check_chat(body: ChatCompletionRequest) -> None:
 
 
 def check_completion(body: CompletionRequest) -> None:
-    """What the fields of a completion request require of each other."""
+    """Check combinations of fields of a completion request. Raises InvalidRequestError."""
     check_stream_options(body)
     if body.best_of is not None and body.best_of != (body.n or 1):
         raise InvalidRequestError("'best_of' is not supported.", param="best_of", code="unsupported_parameter")
@@ -156,7 +158,7 @@ def check_completion(body: CompletionRequest) -> None:
         message = "'echo' together with 'logprobs' is not supported."
         raise InvalidRequestError(message, param="echo", code="unsupported_parameter")
     if len(body.prompt) * (body.n or 1) > MAX_PROMPTS:
-        message = f"At most {MAX_PROMPTS} choices in all can be asked for."
+        message = f"A request can have at most {MAX_PROMPTS} choices in total; send fewer prompts or lower 'n'."
         raise InvalidRequestError(message, param="n", code="invalid_value")
 
 
@@ -169,8 +171,8 @@ def chat_plan(
     thinking: ThinkingBudget | None = None,
     clip: bool = False,
 ) -> GenerationPlan:
-    """One prompt, its answer as long as the context allows unless the caller says otherwise. `clip`: what is too long
-    for the context may be shorter."""
+    """Plan one prompt. The default maximum length of the answer is the rest of the context. `clip`: reduce a larger
+    `max_tokens` to the rest of the context instead of raising."""
     prompt = Prompt(tuple(token_ids))
     room = info.max_model_len - len(prompt.token_ids)
     max_tokens = body.max_completion_tokens or body.max_tokens or max(1, room)
@@ -187,7 +189,7 @@ def completion_plan(
     caller: Caller,
     grammar: Grammar | None = None,
 ) -> GenerationPlan:
-    """Several prompts. The default length is OpenAI's, or what is left of the context."""
+    """Plan several prompts. The default maximum length is OpenAI's, but at most the rest of the context."""
     rooms = [max(1, info.max_model_len - len(prompt.token_ids)) for prompt in prompts]
     lengths = tuple(body.max_tokens or min(COMPLETION_MAX_TOKENS, room) for room in rooms)
     plan = _plan(body, tuple(prompts), lengths, body.logprobs, info, caller, "prompt", grammar)
@@ -207,7 +209,7 @@ def _plan(
 ) -> GenerationPlan:
     n, stop = body.n or 1, tuple(body.stop or ())
     request_class = RequestClass.OFFLINE if body.service_tier == "flex" else RequestClass.ONLINE
-    # nobody looks at the tokens of a background answer before its end, unless a stop string may end it
+    # a background answer needs no intermediate outputs, unless stop strings must be checked
     final_only = request_class is RequestClass.OFFLINE and not body.stream and not stop
     if grammar is not None:
         grammar = dataclasses.replace(grammar, tenant=caller.tenant)
@@ -228,7 +230,7 @@ def _plan(
                     final_only=final_only,
                     tenant=caller.tenant,
                     adapter=caller.adapter,
-                    lane=Lane.FLEX,  # whoever asks here waits for the answer; a batch line is given its lane later
+                    lane=Lane.FLEX,  # batch lines get their lane later
                 )
             )
     return GenerationPlan(
@@ -248,7 +250,7 @@ def _plan(
 
 
 def _seed(seed: int | None, choice: int) -> int:
-    """Choice i of a seeded request has seed + i, so that choices differ and each can be repeated alone."""
+    """Return the seed of a choice: seed + i, so that choices differ and each can be reproduced alone."""
     if seed is None:
         return secrets.randbits(63)
     return (seed + choice + _INT64) % (2 * _INT64) - _INT64
@@ -272,7 +274,7 @@ def _sampling_fields(body: GenerationBody, num_logprobs: int | None, info: Engin
     }
     return {
         **given,
-        "top_k": max(0, body.top_k or 0),  # -1 is vLLM's way to say off
+        "top_k": max(0, body.top_k or 0),  # -1 means off in vLLM
         "logit_bias": _logit_bias(body.logit_bias or {}, info),
         "logprobs": num_logprobs,
         "stop_token_ids": stop_ids if body.ignore_eos else stop_ids | info.eos_token_ids,
@@ -292,13 +294,13 @@ def _logit_bias(bias: Mapping[str, float], info: EngineInfo) -> tuple[tuple[int,
 
 def _check_ids(ids: Collection[int], info: EngineInfo, param: str) -> None:
     if ids and not 0 <= min(ids) <= max(ids) < info.vocab_size:
-        message = f"'{param}' holds a token id that this model does not have (0 to {info.vocab_size - 1})."
+        message = f"'{param}' contains an unknown token id; this model has ids from 0 to {info.vocab_size - 1}."
         raise InvalidRequestError(message, param=param, code="invalid_value")
 
 
 def check_texts(texts: Iterable[str], tokenizer: Tokenizer, info: EngineInfo, param: str) -> None:
-    """Raises ContextLengthError for texts that cannot fit into the context together, which is told from their lengths:
-    a text of megabytes takes seconds to read."""
+    """Raise ContextLengthError for texts that cannot fit into the context by their length: tokenizing megabytes takes
+    seconds."""
     least = tokenizer.least_tokens(texts)
     if least >= info.max_model_len:
         message = f"This model's context is {info.max_model_len} tokens; the prompt has at least {least}."
@@ -306,13 +308,13 @@ def check_texts(texts: Iterable[str], tokenizer: Tokenizer, info: EngineInfo, pa
 
 
 def check_prompt(token_ids: Sequence[int], max_tokens: int, info: EngineInfo, param: str) -> None:
-    """Raises InvalidRequestError for an empty prompt or unknown ids, ContextLengthError for too long a one."""
+    """Raise InvalidRequestError for an empty prompt or unknown token ids, and ContextLengthError for a long prompt."""
     if not token_ids:
         raise InvalidRequestError("The prompt is empty.", param=param, code="invalid_value")
     if len(token_ids) + max_tokens > info.max_model_len:
         raise ContextLengthError(
-            f"This model's context is {info.max_model_len} tokens; the prompt has {len(token_ids)} and "
-            f"{max_tokens} more were asked for.",
+            f"This model's context is {info.max_model_len} tokens; the prompt has {len(token_ids)} tokens and "
+            f"{max_tokens} output tokens are requested.",
             param=param,
         )
     _check_ids(token_ids, info, param)

@@ -1,6 +1,6 @@
-"""Reads `[name(key=value, ...), ...]`, as some models write their calls: Python's literals, never run.
+"""Parser of tool calls in Python syntax, `[name(key=value, ...), ...]`. Values are literals; nothing is executed.
 
-One pass over the text: Python's own parser takes text that a model wrote to be hostile in more than linear time.
+Linear in the text: Python's own parser takes more than linear time for hostile text.
 """
 
 import ast
@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-MAX_DEPTH = 100  # lists and dictionaries in each other
+MAX_DEPTH = 100  # nested lists and dictionaries
 _TOKEN = re.compile(
     r"""\s*+(?:
     (?P<text>[rRuU]?(?:'[^'\\\n]*+(?:\\.[^'\\\n]*+)*+'|"[^"\\\n]*+(?:\\.[^"\\\n]*+)*+"))
@@ -26,17 +26,17 @@ _Item = TypeVar("_Item")
 
 
 def read_calls(text: str) -> list[tuple[str, dict[str, Any]]]:
-    """Names and arguments of the calls. Raises ValueError for anything else."""
+    """Return names and arguments of the calls. Raises ValueError for any other text."""
     reader = _Reader(text)
     reader.expect("[")
     calls = reader.items("]", reader.call)
     if reader.kind != "end":
-        raise ValueError("text behind the calls")
+        raise ValueError("text after the calls")
     return calls
 
 
 class _Reader:
-    """Looks at one token at a time."""
+    """Recursive descent parser with one token of lookahead."""
 
     def __init__(self, text: str) -> None:
         self._text = text
@@ -48,13 +48,13 @@ class _Reader:
     def _next(self) -> None:
         found = _TOKEN.match(self._text, self._end)
         if found is None:
-            raise ValueError("no literal of Python")
+            raise ValueError("not a Python literal")
         self.kind, self._end = found.lastgroup, found.end()
         self.token = found[self.kind or 0]
 
     def _take(self, kind: str) -> str:
         if self.kind != kind:
-            raise ValueError(f"no {kind}")
+            raise ValueError(f"expected a {kind}")
         token = self.token
         self._next()
         return token
@@ -64,11 +64,11 @@ class _Reader:
 
     def expect(self, mark: str) -> None:
         if not self._is(mark):
-            raise ValueError(f"no {mark}")
+            raise ValueError(f"expected {mark}")
         self._next()
 
     def items(self, closing: str, item: Callable[[], _Item]) -> list[_Item]:
-        """Items between commas, the last of which may stand before the end."""
+        """Parse items separated by commas, with an optional trailing comma."""
         found: list[_Item] = []
         while not self._is(closing):
             found.append(item())
@@ -88,7 +88,7 @@ class _Reader:
     def _name(self) -> str:
         name = self._take("name")
         if keyword.iskeyword(name):
-            raise ValueError("a word of Python as a name")
+            raise ValueError("a Python keyword as a name")
         return name
 
     def _argument(self) -> tuple[str, Any]:
@@ -104,7 +104,7 @@ class _Reader:
         if self.kind == "name" and self.token in _WORDS:
             return _WORDS[self._take("name")]
         if self.kind != "mark" or self.token not in "[({" or depth == 0:
-            raise ValueError("no value")
+            raise ValueError("expected a value")
         return self._container(self._take("mark"), depth - 1)
 
     def _container(self, opening: str, depth: int) -> Any:
@@ -115,7 +115,7 @@ class _Reader:
         if self._is(")"):
             return self.items(")", lambda: self._value(depth))
         first = self._value(depth)
-        if self._is(")"):  # brackets around a value
+        if self._is(")"):  # parentheses around a value
             self._next()
             return first
         self.expect(",")
@@ -127,7 +127,7 @@ class _Reader:
         return name, self._value(depth)
 
     def _texts(self) -> str:
-        """Texts one behind the other are one."""
+        """Parse a string; adjacent string literals are concatenated."""
         parts = [_text(self._take("text"))]
         while self.kind == "text":
             parts.append(_text(self._take("text")))
@@ -140,7 +140,7 @@ def _text(token: str) -> str:
     try:
         value: str = ast.literal_eval(token)
     except SyntaxError as error:
-        raise ValueError("no text") from error
+        raise ValueError("invalid string") from error
     return value
 
 
@@ -150,5 +150,5 @@ def _number(token: str) -> int | float:
         return int(digits, 0)
     value = float(digits)
     if math.isinf(value):
-        raise ValueError("too large a number")
+        raise ValueError("the number is too large")
     return value

@@ -1,7 +1,6 @@
-"""What a request says about the form of its answer, in any of the spellings that clients use, as one grammar.
+"""Structured outputs: convert `response_format` (OpenAI), `structured_outputs` and `guided_*` (vLLM) to a grammar.
 
-OpenAI's `response_format`, vLLM's `structured_outputs` and its older `guided_*` fields. Whether the grammar can be
-enforced is the engine's to say.
+The engine decides whether it can enforce the grammar.
 """
 
 from collections.abc import Iterator, Mapping
@@ -17,7 +16,7 @@ ANY_OBJECT = '{"type":"object"}'
 
 
 def grammar_of(body: GenerationBody) -> Grammar | None:
-    """The grammar of the answer; None: it may be any text. Slow where a schema is large. Raises InvalidRequestError."""
+    """Return the grammar of the answer, or None for free text. Slow for large schemas. Raises InvalidRequestError."""
     found = [*_from_format(body.response_format), *_from_outputs(body.structured_outputs), *_from_guided(body)]
     if not found:
         return None
@@ -32,7 +31,7 @@ def grammar_of(body: GenerationBody) -> Grammar | None:
 
 
 def _check_size(grammar: Grammar) -> None:
-    """Refuse here a grammar that the engine would refuse: a long one is not sent to its process first."""
+    """Refuse a grammar that is too long, before sending it to the engine process, which would refuse it."""
     size = len(grammar.text.encode()) + len((grammar.whitespace or "").encode())
     if size > MAX_GRAMMAR_BYTES:
         message = f"'{grammar.param}' cannot be enforced: it is longer than {MAX_GRAMMAR_BYTES // 1024} KiB."
@@ -40,7 +39,7 @@ def _check_size(grammar: Grammar) -> None:
 
 
 def is_structured(body: GenerationBody) -> bool:
-    """Whether anything is said about the form; quick."""
+    """Return whether the request has a field for structured outputs. Fast."""
     fields = ("response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar")
     return any(getattr(body, name) is not None for name in fields)
 
@@ -68,7 +67,7 @@ def _from_outputs(given: StructuredOutputs | None) -> Iterator[Grammar]:
     }  # fmt: skip
     found = list(_named(values, "structured_outputs.", given.whitespace_pattern))
     if not found:
-        message = "'structured_outputs' must have one of json, regex, choice, grammar and json_object."
+        message = "'structured_outputs' must have json, regex, choice, grammar or json_object."
         raise InvalidRequestError(message, param="structured_outputs", code="invalid_value")
     yield from found
 
@@ -98,10 +97,10 @@ def _named(values: Mapping[str, Any], prefix: str, whitespace: str | None) -> It
 
 
 def _json(schema: str | dict[str, Any], whitespace: str | None, param: str) -> Grammar:
-    """A schema that came as a text stays as it is."""
+    """Return the grammar of a schema; a schema sent as text is used unchanged."""
     try:
         text = schema if isinstance(schema, str) else orjson.dumps(schema).decode()
-    except orjson.JSONEncodeError as error:  # deeper than the library goes
+    except orjson.JSONEncodeError as error:  # deeper than orjson supports
         message = f"'{param}' cannot be enforced: it is nested too deeply."
         raise InvalidRequestError(message, param=param, code="invalid_value") from error
     return Grammar("json", text, whitespace, param)

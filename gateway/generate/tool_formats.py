@@ -1,7 +1,6 @@
-"""How families of models write their calls of functions, as data: where a call begins and ends, what is in between, and
-how it is written by those who must call. A new family is an entry in FORMATS.
+"""Tool call formats of model families, as data: marks around calls, decoder, and grammar for enforced calls.
 
-Knows nothing of requests or of streams.
+To support a new family, add an entry to FORMATS.
 """
 
 import re
@@ -21,7 +20,7 @@ THINK, END_THINK = "<think>", "</think>"
 
 
 class Call(NamedTuple):
-    """`arguments`: a JSON object as text."""
+    """A tool call; `arguments` is a JSON object as text."""
 
     name: str
     arguments: str
@@ -29,41 +28,51 @@ class Call(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ToolFormat:
-    """`closes`: the text that ends calls ("": the end of the answer); the text that begins them is the mark of `calls`,
-    or stands at the beginning of the answer, perhaps behind `tag`. `marks`: texts by which a chat template is
-    recognised. `decode`: calls in the text between the two, ValueError where it has none, in linear time. `calls`: how
-    they are written, for those who must call. `is_special`: the mark is a token that texts do not show. `id_chars`: how
-    long a call's id has to be for the chat template.
+    """Tool call format of one model family.
+
+    Calls start at the mark of `calls`, or, with `calls.leads`, at the beginning of the answer after an optional `tag`.
     """
 
     name: str
     closes: str
+    """Text that ends calls; "" for the end of the answer."""
     marks: tuple[str, ...]
+    """Texts in a chat template by which the format is recognized."""
     decode: Callable[[str, Mapping[str, Function]], list[Call]]
+    """Decode the text between the marks in linear time. Raises ValueError if it contains no calls."""
     calls: CallFormat
+    """Syntax of calls, for grammars."""
     is_special: bool = False
+    """The mark is a special token, which decoded text omits by default."""
     id_chars: int | None = None
+    """Length of a call id required by the chat template."""
     tag: str = ""
 
     def grammar(self, functions: Sequence[Function], special: Mapping[str, int], parallel: bool, required: bool) -> str:
-        """In Lark's syntax, of answers of nothing but calls, or of any with calls in it; of several or of one.
-        `special`: ids of the tokens that are no text. Raises ValueError for what it cannot be held to."""
+        """Return the grammar of an answer in Lark syntax.
+
+        Args:
+            special: ids of special tokens by text.
+            parallel: allow several calls.
+            required: allow calls only, instead of text with optional calls.
+
+        Raises ValueError for a schema that the format cannot enforce."""
         lark = Lark(special)
         if required:
             return lark.whole(self.calls.required(lark, functions, parallel))
         start = self.calls.offered(lark, functions, parallel)
-        if END_THINK in special:  # where it is text, it is part of what may be said
+        if END_THINK in special:  # otherwise the mark is ordinary text, which the grammar allows
             thought = f"{lark.text(THINK)}? {lark.terminal('/(?s:.)*/')} {lark.text(END_THINK)}"
             start = f"({thought})? ({start})"
         return lark.whole(start)
 
 
 def find_format(template: str) -> ToolFormat | None:
-    """The first format that a chat template speaks of; None: none that is known."""
+    """Return the first format that is recognized in a chat template, if any."""
     return next((each for each in FORMATS.values() if any(mark in template for mark in each.marks)), None)
 
 
-# What is between the marks
+# Decoders of the text between the marks
 
 
 def _call(name: Any, arguments: Any) -> Call:
@@ -73,7 +82,7 @@ def _call(name: Any, arguments: Any) -> Call:
         raise ValueError("not a call")
     try:
         return Call(name, orjson.dumps(arguments).decode())
-    except orjson.JSONEncodeError as error:  # deeper, or larger a number, than JSON may be here
+    except orjson.JSONEncodeError as error:  # nested too deeply, or a number out of range
         raise ValueError("not a call") from error
 
 
@@ -89,7 +98,7 @@ def _decode_json(text: str, _functions: Mapping[str, Function]) -> list[Call]:
 
 
 def _decode_mistral(text: str, functions: Mapping[str, Function]) -> list[Call]:
-    """A JSON list; newer models write name[ARGS]{...}, one behind the other with the mark between them."""
+    """Decode a JSON list, or name[ARGS]{...} of newer models, separated by the mark."""
     if "[ARGS]" not in text:
         return _decode_json(text, functions)
     parts = [part.partition("[ARGS]") for part in text.split("[TOOL_CALLS]") if part.strip()]
@@ -97,7 +106,7 @@ def _decode_mistral(text: str, functions: Mapping[str, Function]) -> list[Call]:
 
 
 def _decode_pythonic(text: str, _functions: Mapping[str, Function]) -> list[Call]:
-    """[name(key=value, ...), ...]: read as literals, never run."""
+    """Decode [name(key=value, ...), ...]."""
     return [_call(name, arguments) for name, arguments in read_calls(text)]
 
 
@@ -107,7 +116,7 @@ _END_KEY = re.compile("[>\n]")
 
 
 def _decode_xml(text: str, functions: Mapping[str, Function]) -> list[Call]:
-    """<function=name> with <parameter=key> in it; values are texts, which the function's schema gives a type."""
+    """Decode <function=name> with <parameter=key> elements. The function's schema determines the value types."""
     found = _FUNCTION.match(text)
     if found is None:
         raise ValueError("not a call")
@@ -119,7 +128,7 @@ def _decode_xml(text: str, functions: Mapping[str, Function]) -> list[Call]:
 
 
 def _read_parameters(text: str) -> dict[str, str]:
-    """Every search goes on where the last one ended; without another end there is no other parameter."""
+    """Read the parameters in linear time: every search continues where the last one ended."""
     values: dict[str, str] = {}
     at = text.find(_PARAMETER)
     while at >= 0:
@@ -139,7 +148,7 @@ def _read_parameters(text: str) -> dict[str, str]:
 
 
 def _typed(value: str, schema: Any) -> Any:
-    """A text stays a text where the schema says so, or where it is no JSON."""
+    """Convert a value from JSON, unless its schema is a string or the value is invalid JSON."""
     if is_text(schema):
         return value
     try:
@@ -154,7 +163,7 @@ _GEMMA_KEY = re.compile(r"([{,]\s*)([A-Za-z_$][\w$.-]*)\s*:")
 
 
 def _decode_gemma(text: str, _functions: Mapping[str, Function]) -> list[Call]:
-    """call:name{key:value, ...}: JSON but for names without quotes, and texts between marks of their own."""
+    """Decode call:name{key:value, ...}: JSON with unquoted names and special marks around strings."""
     found = _GEMMA_CALL.fullmatch(text.strip())
     if found is None:
         raise ValueError("not a call")
@@ -214,4 +223,4 @@ _FORMATS = (
     ),
 )  # fmt: skip
 FORMATS: Mapping[str, ToolFormat] = {each.name: each for each in _FORMATS}
-"""By name, in the order in which they are recognised."""
+"""Formats by name, in the order in which they are tried on a chat template."""

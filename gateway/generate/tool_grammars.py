@@ -1,7 +1,6 @@
-"""Grammars of answers that call functions, in Lark's syntax: each family's way to write calls, and its way to write
-values, as data. What a schema asks for and a family's syntax cannot be held to is a ValueError that names it.
+"""Grammars of tool calls in Lark syntax, built from each model family's syntax of calls and values.
 
-Knows nothing of requests. What is a token of its own and shows in no text (`special`) is spelled by its id.
+A schema feature that a syntax cannot enforce raises ValueError with its name. Special tokens are written by their ids.
 """
 
 import re
@@ -25,7 +24,7 @@ from gateway.generate.tool_values import SPACED, JsonValues, Literals, Values
 
 
 class Function(NamedTuple):
-    """A function that is offered, and the JSON schema of its arguments. `strict`: its calls must have that form."""
+    """An offered function with the JSON schema of its arguments. `strict`: enforce the schema."""
 
     name: str
     parameters: Schema
@@ -33,18 +32,16 @@ class Function(NamedTuple):
 
 
 class CallSyntax(Protocol):
-    """How a family writes one call, between its marks."""
+    """Syntax of one call between its marks."""
 
     def write(self, lark: Lark, function: Function) -> str:
-        """An expression of the calls of a function. Raises ValueError."""
+        """Return an expression for calls of a function. Raises ValueError."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class CallFormat:
-    """All calls of an answer: `mark` `before` call (`between` call)* `behind`; with `each`, every call has its own mark
-    and what is before and behind it. `only`: there is no second call. `leads`: the answer begins with calls, and then
-    with this, or it has none."""
+    """Syntax of all calls in an answer: `mark` `before` call (`between` call)* `behind`."""
 
     syntax: CallSyntax
     mark: str = ""
@@ -52,11 +49,14 @@ class CallFormat:
     between: str = ""
     behind: str = ""
     each: bool = True
+    """Every call has its own `mark`, `before` and `behind`."""
     only: bool = False
+    """At most one call."""
     leads: str = ""
+    """First character of an answer with calls, which cannot start later; "": calls may follow text."""
 
     def required(self, lark: Lark, functions: Sequence[Function], parallel: bool) -> str:
-        """An answer of nothing but calls."""
+        """Return an expression for an answer that consists of calls."""
         opening, calls = lark.text(self.mark + self.before), self._calls(lark, functions)
         several = parallel and not self.only
         if self.each:
@@ -65,7 +65,7 @@ class CallFormat:
         return f"{opening} {self._list(lark, calls, several)} {lark.text(self.behind)}"
 
     def offered(self, lark: Lark, functions: Sequence[Function], parallel: bool) -> str:
-        """An answer that may say anything: where it calls, it does so in this form."""
+        """Return an expression for any answer whose calls, if any, have this syntax."""
         if self.leads:
             other = lark.terminal(rf"/(\s*[^\s{re.escape(self.leads)}](?s:.)*)?/")
             return f"{self.required(lark, functions, parallel)} | {other}"
@@ -78,7 +78,7 @@ class CallFormat:
         inner = calls if self.each else self._list(lark, calls, parallel)
         body = lark.rule(f"{lark.text(self.before)} {inner} {lark.text(self.behind)}")
         first = lark.rule(f"{lead} {body}")
-        if self.each and self.behind:  # and says more between and behind
+        if self.each and self.behind:  # text may follow each call
             return f"{first}{'*' if parallel else '?'} {anything}"
         more = f"({lark.text(self.between + self.mark)} {body})*" if self.each and parallel else ""
         return f"{first} {more} | {anything}"
@@ -92,7 +92,7 @@ class CallFormat:
 
 @dataclass(frozen=True, slots=True)
 class JsonCall:
-    """{"name": ..., "arguments": {...}}, as json.dumps would space it; `key`: of the arguments."""
+    """{"name": ..., "arguments": {...}} with the spaces of json.dumps; `key`: name of the arguments field."""
 
     key: str = "arguments"
 
@@ -100,7 +100,7 @@ class JsonCall:
         parameters, definitions = split(function.parameters)
         schema = {
             **SPACED,
-            **definitions,  # where "#/$defs/..." looks for them
+            **definitions,  # at the root, where "#/$defs/..." refers to
             "type": "object",
             "properties": {"name": {"const": function.name}, self.key: parameters or {"type": "object"}},
             "required": ["name", self.key],
@@ -122,7 +122,7 @@ class ArgumentsCall:
 
 @dataclass(frozen=True, slots=True)
 class LiteralCall:
-    """`before` name `opening` key=value, ... `closing`, in a syntax of its own. `sign`: between key and value."""
+    """`before` name `opening` key `sign` value, ... `closing`, with the family's own syntax of values."""
 
     values: Values
     before: str
@@ -138,7 +138,7 @@ class LiteralCall:
 
 @dataclass(frozen=True, slots=True)
 class XmlCall:
-    """<function=name> with a <parameter=key> for each argument: texts as they are, anything else as JSON."""
+    """<function=name> with a <parameter=key> element per argument: strings unquoted, other values as JSON."""
 
     def write(self, lark: Lark, function: Function) -> str:
         schema, values = _object(function), JsonValues(lark, function.parameters)
@@ -162,10 +162,10 @@ class XmlCall:
 
 
 def _object(function: Function) -> Schema:
-    """The schema of arguments that are named one by one."""
+    """Return a function's schema for syntaxes that write each argument separately. Raises ValueError."""
     schema: dict[str, Any] = {"type": "object", **function.parameters}
     if schema["type"] != "object":
-        raise ValueError("arguments that are no object")
+        raise ValueError("arguments that are not an object")
     check_keys(schema, {"type", "properties", "required", "additionalProperties"})
     if schema.get("additionalProperties") and not schema.get("properties"):
         raise ValueError('the keyword "additionalProperties" without "properties"')

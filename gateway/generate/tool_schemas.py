@@ -1,4 +1,4 @@
-"""JSON schemas as grammars of calls read them: keywords that can be enforced, choices, required names, definitions."""
+"""Helpers for JSON schemas in tool call grammars: enforceable keywords, enums, required names and definitions."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -18,7 +18,7 @@ _SHOWN_CHARS = 64
 
 
 def split(schema: Schema) -> tuple[Schema, Schema]:
-    """A schema without its definitions, and these."""
+    """Split a schema into the schema without definitions, and its definitions."""
     definitions = {name: schema[name] for name in DEFINITIONS if name in schema}
     return {name: value for name, value in schema.items() if name not in definitions}, definitions
 
@@ -27,9 +27,9 @@ def properties_of(schema: Schema) -> list[tuple[str, Any]]:
     properties = schema.get("properties", {})
     missing = next((name for name in schema.get("required", ()) if name not in properties), None)
     if missing is not None:
-        raise ValueError(f'"required" names "{shown(missing)}", which is not among the properties')
+        raise ValueError(f'"required" names "{shown(missing)}", which is not in "properties"')
     if any("\n" in key or ">" in key for key in properties):
-        raise ValueError("a name with marks in it")
+        raise ValueError('a property name with a line break or ">"')
     return list(properties.items())
 
 
@@ -38,7 +38,7 @@ def required_names(schema: Schema) -> frozenset[str]:
 
 
 def shown(name: Any) -> str:
-    """A client's own name as errors tell it."""
+    """Return a client's name, shortened for error messages."""
     return str(name)[:_SHOWN_CHARS]
 
 
@@ -49,7 +49,7 @@ def choices_of(schema: Schema) -> list[Any] | None:
 
 
 def is_text(schema: Any) -> bool:
-    """Whether all values that a schema admits are texts, as far as it says so itself."""
+    """Return whether a schema admits only strings, without resolving references."""
     if not isinstance(schema, Mapping):
         return False
     choices = choices_of(schema)
@@ -59,24 +59,23 @@ def is_text(schema: Any) -> bool:
 
 
 def any_text(schema: Schema, letter: str = "(?s:.)") -> str:
-    """Texts as they are, without what JSON has around and in them."""
+    """Return a regular expression for unquoted strings of a schema. Raises ValueError."""
     for name in ("pattern", "format"):
         if name in schema:
-            raise ValueError(f'the keyword "{name}" of a text')
+            raise ValueError(f'the keyword "{name}" of a string')
     least, most = schema.get("minLength", 0), schema.get("maxLength")
     return f"/{letter}{{{int(least)},{'' if most is None else int(most)}}}/"
 
 
 def check_keys(schema: Schema, known: set[str]) -> None:
-    """Raises ValueError for what would not be enforced."""
+    """Raise ValueError for a keyword that would not be enforced."""
     for name in schema:
         if name not in known and name not in NOTES:
             raise ValueError(f'the keyword "{shown(name)}"')
 
 
 def reachable(schema: Schema, definitions: Schema) -> Schema:
-    """Return those of the `definitions` that a schema's references reach, over any number of steps. The work is linear
-    in the schema and the result."""
+    """Return the `definitions` that a schema references, directly or indirectly. Linear in schema and result."""
     found: dict[str, dict[str, Any]] = {}
     waiting: list[Any] = [schema]
     while waiting:
@@ -90,7 +89,7 @@ def reachable(schema: Schema, definitions: Schema) -> Schema:
                 continue
             group, name = _definition(path)
             if group not in definitions:
-                if not path.startswith("#/"):  # an anchor, perhaps within a definition
+                if not path.startswith("#/"):  # an anchor, possibly inside a definition
                     return definitions
             elif name in definitions[group] and name not in found.setdefault(group, {}):
                 found[group][name] = definitions[group][name]
@@ -99,6 +98,6 @@ def reachable(schema: Schema, definitions: Schema) -> Schema:
 
 
 def _definition(path: str) -> tuple[str, str]:
-    """The group of a reference's definition, and its name in it."""
+    """Return the group (`$defs` or `definitions`) and name of a reference."""
     group, _, rest = path.removeprefix("#/").partition("/")
     return group, unquote(rest.partition("/")[0]).replace("~1", "/").replace("~0", "~")

@@ -1,5 +1,5 @@
-"""Values of arguments as families of models write them, as rules of a grammar. What a schema asks for and a family's
-syntax cannot be held to is a ValueError that names it."""
+"""Grammar rules for argument values in the syntax of each model family. A schema feature that a syntax cannot enforce
+raises ValueError with its name."""
 
 import keyword
 import re
@@ -33,17 +33,19 @@ _KEY = re.compile(r"[A-Za-z_$][\w$.-]*")
 
 
 class Values(NamedTuple):
-    """How a family writes values. `quote`: what is around a text, "": as in JSON. `key`: what is around a name.
-    `identifiers`: a name that has nothing around it must be one of Python's."""
+    """Syntax of values in one model family."""
 
     true: str = "true"
     false: str = "false"
     null: str = "null"
     quote: str = ""
+    """Mark around strings; "": as in JSON."""
     key: str = '"'
+    """Mark around names."""
     comma: str = ", "
     colon: str = ": "
     identifiers: bool = False
+    """Unquoted names must be Python identifiers."""
 
 
 PYTHON = Values("True", "False", "None", identifiers=True)
@@ -52,15 +54,16 @@ GEMMA = Values(quote='<|"|>', key="", comma=",", colon=":")
 
 @dataclass(slots=True)
 class JsonValues:
-    """Rules of JSON values whose schemas point into the definitions of one function. A rule has the definitions that
-    its schema reaches and no others; all values that are the same reference share one rule."""
+    """Rules for JSON values with references into the definitions of one function's schema (`root`).
+
+    A rule contains only the definitions that its schema references. Equal references share one rule."""
 
     lark: Lark
     root: Schema
     _known: dict[str, str] = field(default_factory=dict)
 
     def rule(self, schema: Any) -> str:
-        """The name of a rule. Raises ValueError."""
+        """Return the name of the rule for a schema. Raises ValueError."""
         if not isinstance(schema, Mapping):
             return self.lark.json(schema)
         bare = {name: value for name, value in schema.items() if name not in COMMENTS}
@@ -77,7 +80,7 @@ class JsonValues:
 
 @dataclass(slots=True)
 class Literals:
-    """The values that a schema admits, as a family writes them. `root`: the schema that references point into."""
+    """Expressions for values in a family's own syntax. `root`: the schema for references."""
 
     lark: Lark
     values: Values
@@ -85,11 +88,11 @@ class Literals:
     _known: dict[str, str] = field(default_factory=dict)
 
     def value(self, schema: Any) -> str:
-        """An expression of the values. Raises ValueError."""
+        """Return an expression for the values of a schema. Raises ValueError."""
         if schema is True or (isinstance(schema, Mapping) and not set(schema) - NOTES):
             return self._anything()
         if not isinstance(schema, Mapping):
-            raise ValueError("a schema that admits nothing")
+            raise ValueError("a schema that admits no value")
         if "$ref" in schema:
             check_keys(schema, {"$ref"})
             return self._reference(schema["$ref"])
@@ -107,13 +110,13 @@ class Literals:
         return self._any_of(self._typed(kind, schema) for kind in kinds)
 
     def pairs(self, schema: Schema, quote: str, sign: str) -> str:
-        """Keys and values of an object, without what is around them."""
+        """Return an expression for the keys and values of an object, without braces."""
         required = required_names(schema)
         pairs = [
             (f"{quoted(self._key(key, quote) + sign)} {self.value(value)}", key in required)
             for key, value in properties_of(schema)
         ]
-        tails = {True: quoted(""), False: quoted("")}  # what may follow, by whether anything was written before
+        tails = {True: quoted(""), False: quoted("")}  # rest of the object, by whether it follows another pair
         for pair, is_required in reversed(pairs):
             tails = {
                 begun: self.lark.rule(
@@ -125,7 +128,7 @@ class Literals:
         return tails[False]
 
     def constant(self, value: Any) -> str:
-        """An expression of one value."""
+        """Return an expression for a constant."""
         words = self.values
         if value is None or isinstance(value, bool):
             return quoted({None: words.null, True: words.true, False: words.false}[value])

@@ -1,5 +1,6 @@
-"""Functions that a request offers to the model: what the chat template is told, how the answer is taken apart, and the
-grammar of an answer that must call one. How a model writes its calls is its `ToolFormat`."""
+"""Tools of a chat request: input of the chat template, parser settings, and the grammar for enforced calls.
+
+The model's `ToolFormat` defines the syntax of calls."""
 
 import re
 from collections.abc import Mapping
@@ -18,56 +19,59 @@ from gateway.generate.wire import ChatCompletionRequest, Message, NamedTool, Tem
 
 FLAG = "--tool-parser"
 _IN_SYSTEM = re.compile(r"""message(\[['"]tools['"]\]|\.tools\b)""")
-"""In a chat template that is told of functions by a field of the system message."""
+"""Matches chat templates that read the tools from a field of the system message."""
 
 
 def choose_format(name: str, template: str, own: str = "") -> ToolFormat | None:
-    """The format of a model's calls: the one that is named; for "auto" what the checkpoint itself says of reading them
-    (`own`, with patterns in it), else what its chat template shows."""
+    """Return the tool call format `name`; for "auto" detect it from the checkpoint's own parser description (`own`,
+    with regular expressions), else from the chat template."""
     return find_format(own.replace("\\", "")) or find_format(template) if name == "auto" else FORMATS[name]
 
 
 def offers_tools(body: ChatCompletionRequest) -> bool:
-    """Whether the model is told of functions."""
+    """Return whether the request offers tools to the model."""
     return bool(body.tools) and body.tool_choice != "none"
 
 
 def offered_tools(body: ChatCompletionRequest) -> list[dict[str, Any]] | None:
-    """The tools as the template takes them; None: the model is told of none. Slow where schemas are large."""
+    """Return the tools for the chat template, or None without tools. Slow for large schemas."""
     if not offers_tools(body):
         return None
     return [tool.model_dump(exclude_none=True) for tool in body.tools or ()]
 
 
 def check_tools(body: ChatCompletionRequest, format: ToolFormat | None, template: str) -> None:
-    """Whether the request and the model agree on functions. Raises InvalidRequestError."""
+    """Raise InvalidRequestError for invalid tools, or if the model does not support tools."""
     if not body.tools and body.tool_choice not in (None, "none"):
         raise _invalid("'tool_choice' is only allowed with 'tools'.", "tool_choice")
     if not offers_tools(body):
         return
     if "tools" not in template:
-        raise _unsupported("This model's chat template does not take tools.", "tools")
+        raise _unsupported("This model's chat template does not support tools.", "tools")
     if format is None:
-        raise _unsupported(f"How this model writes its calls is not known: start the server with {FLAG}.", "tools")
+        message = f"The tool call format of this model is unknown; start the server with {FLAG}."
+        raise _unsupported(message, "tools")
     names = [function.name for function in _functions(body)]
     if len(set(names)) < len(names):
         raise _invalid("Two tools have the same name.", "tools")
     if isinstance(body.tool_choice, NamedTool) and body.tool_choice.function.name not in names:
-        raise _invalid("'tool_choice' names a function that is not among the tools.", "tool_choice.function.name")
+        raise _invalid("'tool_choice' names a function that is not in 'tools'.", "tool_choice.function.name")
 
 
 def template_options(body: ChatCompletionRequest, template: str) -> dict[str, Any]:
-    """What the template is told of thinking. Raises InvalidRequestError where it does not listen."""
+    """Return the chat template's options for reasoning. Raises InvalidRequestError if it does not support them."""
     given, effort = body.chat_template_kwargs, body.reasoning_effort
     options: dict[str, Any] = {} if given is None else given.model_dump(exclude_none=True)
     if effort not in (None, "none"):
         if "reasoning_effort" not in template:
-            raise _unsupported("This model's chat template knows of no efforts but none.", "reasoning_effort")
+            message = "This model's chat template supports no 'reasoning_effort' except 'none'."
+            raise _unsupported(message, "reasoning_effort")
         options["reasoning_effort"] = effort
     if effort == "none" and END_THINK in template:
         switch = next((name for name in TemplateOptions.model_fields if name in template), None)
         if switch is None:
-            raise _unsupported("Thinking cannot be turned off by this model's chat template.", "reasoning_effort")
+            message = "This model's chat template cannot turn off reasoning; remove 'reasoning_effort'."
+            raise _unsupported(message, "reasoning_effort")
         options[switch] = False
     return options
 
@@ -75,8 +79,8 @@ def template_options(body: ChatCompletionRequest, template: str) -> dict[str, An
 def parsing_of(
     body: ChatCompletionRequest, format: ToolFormat | None, marks: ThoughtMarks | None, prompt_end: str
 ) -> Parsing | None:
-    """How the answer is taken apart; None: it is plain text. `marks`: between which the model thinks, if it does;
-    `prompt_end`: the text that the prompt ends with."""
+    """Return the parser settings, or None if answers are plain text. `marks`: tokens that delimit reasoning, if the
+    model has it; `prompt_end`: end of the prompt as text."""
     offers, reasons = offers_tools(body), marks is not None
     if not offers and not reasons:
         return None
@@ -93,19 +97,21 @@ def parsing_of(
 def tool_grammar(
     body: ChatCompletionRequest, format: ToolFormat | None, special: Mapping[str, int], is_thinking: bool
 ) -> Grammar | None:
-    """The grammar of an answer that must call a function, or whose calls must have the form of a `strict` one; None: it
-    may be any text. `special`: ids of the tokens that are no text; `is_thinking`: it begins within a thought."""
+    """Return the grammar for required calls or `strict` functions, or None if neither applies.
+
+    `special`: ids of special tokens by text; `is_thinking`: the answer begins within reasoning. Raises
+    InvalidRequestError."""
     functions = _functions(body)
     required = must_call(body)
     if not offers_tools(body) or not (required or any(each.strict for each in functions)):
         return None
     assert format is not None
     if required and is_thinking:
-        message = "The prompt has begun to think: a call can only be required with a thinking_token_budget."
+        message = "The prompt opens reasoning, so a required call needs 'thinking_token_budget'."
         raise _unsupported(message, "tool_choice")
     if isinstance(body.tool_choice, NamedTool):
         functions = [each for each in functions if each.name == body.tool_choice.function.name]
-    if not required:  # the others are only shown
+    if not required:  # the schemas of other functions are not enforced
         functions = [each if each.strict else each._replace(parameters={}) for each in functions]
     try:
         text = format.grammar(functions, special, body.parallel_tool_calls is not False, required)
@@ -114,18 +120,18 @@ def tool_grammar(
     except ValueError as error:
         raise _invalid(f"'tools' cannot be enforced in the format {format.name}: {error}", "tools") from error
     except (AttributeError, TypeError) as error:
-        raise _invalid("The parameters of a tool are no JSON schema.", "tools") from error
+        raise _invalid("The parameters of a tool are not a valid JSON schema.", "tools") from error
     return Grammar("lark", text, param="tools")
 
 
 def check_no_tools(body: ChatCompletionRequest, grammar: Grammar) -> None:
-    """Refuse a form of the answer beside tools: it leaves no room for calls. Raises InvalidRequestError."""
+    """Raise InvalidRequestError if a structured output is combined with tools: its grammar does not allow calls."""
     if offers_tools(body):
         raise _invalid(f"'{grammar.param}' cannot be used together with 'tools'.", grammar.param)
 
 
 def template_messages(body: ChatCompletionRequest, format: ToolFormat | None, template: str) -> list[dict[str, Any]]:
-    """What templates read. Raises InvalidRequestError for arguments of past calls that are none."""
+    """Return the messages for the chat template. Raises InvalidRequestError for invalid arguments of past calls."""
     id_chars = None if format is None else format.id_chars
     messages = [_template_message(message, index, id_chars) for index, message in enumerate(body.messages)]
     tools = offered_tools(body) if _IN_SYSTEM.search(template) else None
@@ -137,8 +143,8 @@ def template_messages(body: ChatCompletionRequest, format: ToolFormat | None, te
 
 
 def _template_message(message: Message, index: int, id_chars: int | None) -> dict[str, Any]:
-    """OpenAI's newer name of the system role under its old one, arguments of past calls as objects, past thoughts under
-    one name, ids as short as some templates insist on."""
+    """Convert a message: role `developer` to `system`, arguments of past calls to objects, past reasoning to one name,
+    and call ids to the length that the template requires."""
     fields = message.model_dump(exclude_none=True, exclude={"refusal", "reasoning"})
     if message.reasoning:
         fields["reasoning_content"] = message.reasoning
@@ -154,7 +160,7 @@ def _template_message(message: Message, index: int, id_chars: int | None) -> dic
 
 
 def _short(call_id: str, size: int | None) -> str:
-    """Letters and digits, as many as the template takes; equal where the ids are."""
+    """Return a hexadecimal digest of a call id with `size` characters."""
     return call_id if size is None else blake2b(call_id.encode(), digest_size=size).hexdigest()[:size]
 
 

@@ -1,7 +1,7 @@
-"""Other APIs as translations: their requests become chat requests, and their answers are written from the same deltas.
+"""Translation of other APIs to chat requests; their responses are built from the same deltas.
 
-`ChatCompletionRequest` is the neutral form that everything behind it knows - limits, tenants, tools, structured output,
-thoughts. What remains here is to call parameters by the names that the client used.
+All later stages (quotas, tools, structured outputs, reasoning) only know `ChatCompletionRequest`. Errors are renamed to
+the parameters that the client sent.
 """
 
 import re
@@ -25,16 +25,14 @@ class HasText(Protocol):
 
 
 class ClientObject(BaseModel):
-    """An object of exact types that may hold more than its fields: what clients send back as they got it holds whatever
-    some version of the API put into it."""
+    """An object with strict types that ignores unknown fields: clients return objects of any version of the API."""
 
     model_config = ConfigDict(extra="ignore", strict=True, hide_input_in_errors=True, protected_namespaces=())
 
 
 @dataclass(frozen=True, slots=True)
 class Translation:
-    """The chat request that asks the same. `names`: what its parameters, or what stands before their parts, are called
-    by the client."""
+    """A chat request, and the client's names of its parameters or of their prefixes."""
 
     chat: ChatCompletionRequest
     names: Mapping[str, str]
@@ -42,7 +40,7 @@ class Translation:
 
 @contextmanager
 def told_in(names: Mapping[str, str]) -> Iterator[None]:
-    """What is wrong with a chat request is told by the client's names."""
+    """Rename the parameters in an InvalidRequestError to the client's names."""
     try:
         yield
     except InvalidRequestError as error:
@@ -52,7 +50,7 @@ def told_in(names: Mapping[str, str]) -> Iterator[None]:
 
 
 def rename(param: str, names: Mapping[str, str]) -> str:
-    """A parameter by its own name, or the one of the longest part of it that has any."""
+    """Return the client's name of a parameter, or of its longest prefix that has a name."""
     if param in names:
         return names[param]
     ends = reversed([match.start() for match in _PART.finditer(param)])
@@ -61,8 +59,7 @@ def rename(param: str, names: Mapping[str, str]) -> str:
 
 @dataclass(slots=True)
 class _Draft:
-    """A message whose parts are still coming. They are joined once, at the end: joining at every part would be
-    quadratic."""
+    """A message under construction. Its parts are joined once at the end, to avoid quadratic time."""
 
     role: Literal["system", "user", "assistant", "tool"]
     texts: list[str] = field(default_factory=list)
@@ -78,8 +75,8 @@ class _Draft:
 
 
 class Conversation:
-    """The messages of a chat request, from APIs whose turns come in smaller parts: thoughts, texts and calls that the
-    model wrote in one go are one message. `names` receives the client's names of the calls' arguments."""
+    """Builder of the messages of a chat request. Consecutive reasoning, text and calls of the model become one message.
+    `names` receives the client's names of call arguments."""
 
     def __init__(self, names: dict[str, str]) -> None:
         self._drafts: list[_Draft] = []
@@ -89,7 +86,7 @@ class Conversation:
         return [draft.message() for draft in self._drafts]
 
     def instruct(self, text: str) -> None:
-        """Add instructions. Those before the first turn become one message: many templates take no more."""
+        """Add instructions. Instructions before the first turn become one message: many templates allow only one."""
         if len(self._drafts) != 1 or self._drafts[0].role != "system":
             self._drafts.append(_Draft("system"))
         self._drafts[-1].texts.append(text)
@@ -119,8 +116,8 @@ class Conversation:
         self._drafts.append(_Draft("tool", [text], call_id=call_id))
 
     def _turn(self, begins: bool) -> _Draft:
-        """The model's message that is still open, or a new one. A part that `begins` a turn fits no message with text
-        or calls."""
+        """Return the model's current message or a new one. With `begins`, a message that has text or calls is not
+        continued."""
         last = self._drafts[-1] if self._drafts else None
         if last is None or last.role != "assistant" or (begins and (last.texts or last.calls)):
             last = _Draft("assistant")
@@ -129,24 +126,24 @@ class Conversation:
 
 
 def tool_fields(tools: Sequence[Mapping[str, Any]], choice: Any, must_call: bool) -> dict[str, Any]:
-    """The functions of a chat request, `tool_choice` in its words. Raises InvalidRequestError where a call is asked for
-    and there is none."""
+    """Return `tools` and `tool_choice` of a chat request. Raises InvalidRequestError if a call is required but there
+    are no functions."""
     if tools:
         return {"tools": [{"type": "function", "function": tool} for tool in tools], "tool_choice": choice}
     if must_call:
-        message = "'tool_choice' asks for a call, and there is no function among the tools."
+        message = "'tool_choice' requires a call, but 'tools' has no functions."
         raise InvalidRequestError(message, param="tool_choice", code="invalid_value")
     return {}
 
 
 def text_of(content: str | Sequence[HasText]) -> str:
-    """A text, or the texts of parts as one."""
+    """Return the text of a content, with its parts joined by line breaks."""
     return content if isinstance(content, str) else "\n".join([part.text for part in content])
 
 
 def effort_of(effort: str | None, template: str) -> str | None:
-    """How much the model is to think, in the words of a chat request. Agents always say something: where the template
-    knows of no efforts, the model thinks as it does."""
+    """Convert an effort to `reasoning_effort`. Ignored if the template does not support it, because agents always send
+    one."""
     if effort is None or effort == "none":
         return effort
     return _EFFORTS.get(effort, effort) if "reasoning_effort" in template else None

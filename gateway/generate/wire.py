@@ -1,8 +1,8 @@
-"""The request bodies of OpenAI's API as pydantic models: strict types, every unknown name refused.
+"""Request bodies of OpenAI's API as pydantic models with strict types and without unknown fields.
 
-A body can be wrong in a million places, and pydantic would tell of each: every list ends at its first error and has a
-length, and names are counted before they are looked at. Only what is honoured is a field here; what clients send and
-may be ignored is a table in `gateway.generate.params`. Knows nothing of tokens or engines.
+pydantic would collect an error for every invalid element of a body. To bound that work, lists have a maximum length and
+fail at the first error, and the number of names is checked before the names. The models have the supported fields only;
+`gateway.generate.params` lists fields that are ignored or refused.
 """
 
 from typing import Annotated, Any, Literal, TypeVar
@@ -49,7 +49,7 @@ def _content_kind(value: Any) -> str:
 
 
 def at_most(entries: int) -> BeforeValidator:
-    """For objects of any names: pydantic looks at all of them before it looks at how many there are."""
+    """Limit the entries of a dict before validation: pydantic validates all entries before it checks their number."""
 
     def check(value: Any) -> Any:
         if isinstance(value, dict) and len(value) > entries:
@@ -60,14 +60,14 @@ def at_most(entries: int) -> BeforeValidator:
 
 
 class StrictBody(BaseModel):
-    """An object of known names and exact types."""
+    """An object with strict types and without unknown fields."""
 
     model_config = ConfigDict(extra="forbid", strict=True, hide_input_in_errors=True, protected_namespaces=())
 
     @model_validator(mode="before")
     @classmethod
     def _count_names(cls, value: Any) -> Any:
-        """An error for each unknown name is as many as there are fields at most."""
+        """Bound the number of errors for unknown names by the number of fields."""
         if isinstance(value, dict) and len(value) > len(cls.model_fields):
             known = {field.alias or name for name, field in cls.model_fields.items()}
             name = next(name for name in value if name not in known)
@@ -81,7 +81,7 @@ class TextPart(StrictBody):
 
 
 class FunctionCall(StrictBody):
-    """`parsed_arguments`: what the official client's helpers leave in a call."""
+    """`parsed_arguments` is added by helpers of the official client."""
 
     name: str
     arguments: str
@@ -89,7 +89,7 @@ class FunctionCall(StrictBody):
 
 
 class ToolCall(StrictBody):
-    """`index`: what the official client leaves in a call that it put together from a stream."""
+    """`index` is left by the official client in a call that it assembled from a stream."""
 
     id: str
     type: Literal["function"]
@@ -105,8 +105,8 @@ Content = Annotated[
 
 
 class Message(StrictBody):
-    """One message. `tool_calls`: what the assistant called; `tool_call_id`: which call the message answers;
-    `reasoning`, or under its other name `reasoning_content`: what it thought before."""
+    """A message. `tool_call_id`: the call that a tool message answers; `reasoning_content` is another name of
+    `reasoning`."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Content | None = None
@@ -119,7 +119,7 @@ class Message(StrictBody):
 
 
 class StreamOptions(StrictBody):
-    """`include_obfuscation` asks for padding against traffic analysis; this server adds none."""
+    """`include_obfuscation` (padding against traffic analysis) is accepted and ignored."""
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
@@ -132,7 +132,7 @@ Bias = Annotated[float, Field(ge=-100, le=100)]
 
 
 class JsonSchema(StrictBody):
-    """A named schema. It is enforced whether `strict` or not."""
+    """A named schema, which is always enforced, even without `strict`."""
 
     name: Annotated[str, Field(min_length=1, max_length=64)]
     description: str | None = None
@@ -141,7 +141,7 @@ class JsonSchema(StrictBody):
 
 
 class ResponseFormat(StrictBody):
-    """The form of the answer. `json_schema` goes with that type."""
+    """Format of the answer. `json_schema` is required for the type of that name."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
@@ -151,8 +151,8 @@ Choices = Annotated[list[str], Field(min_length=1, max_length=MAX_ANSWERS, fail_
 
 
 class StructuredOutputs(StrictBody):
-    """The form of the answer, as vLLM has it: one of the fields but the last, which says what may stand between the
-    parts of JSON."""
+    """Format of the answer as in vLLM: exactly one field except `whitespace_pattern`, which sets the white space in
+    JSON."""
 
     json_: str | dict[str, Any] | None = Field(None, alias="json")
     regex: str | None = None
@@ -163,20 +163,20 @@ class StructuredOutputs(StrictBody):
 
 
 class ModelBody(StrictBody):
-    """What asks a model for anything. None means: not given."""
+    """Base of all requests to a model. None means that a field was not given."""
 
     model: str
     service_tier: Literal["auto", "default", "flex"] | None = None
 
 
 class RequestBody(ModelBody):
-    """What all APIs that generate have in common."""
+    """Base of all generating APIs."""
 
     stream: bool | None = None
 
 
 class GenerationBody(RequestBody):
-    """What chat and completions have in common."""
+    """Base of chat and text completions."""
 
     stream_options: StreamOptions | None = None
     max_tokens: int | None = Field(None, ge=1, le=_INT32)
@@ -207,7 +207,7 @@ class GenerationBody(RequestBody):
 
 
 ToolName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]
-"""Twice as long as OpenAI has it: names of agents' tools begin with the names of their servers."""
+"""Twice OpenAI's maximum length, because tool names of agents are prefixed with server names."""
 
 
 class FunctionDefinition(StrictBody):
@@ -244,7 +244,7 @@ ToolChoice = Annotated[
 
 
 class TemplateOptions(StrictBody):
-    """What clients may say to a chat template: whether the model thinks first, under the names that templates have."""
+    """Options for the chat template: whether the model reasons first, under the names that templates use."""
 
     enable_thinking: bool | None = None
     thinking: bool | None = None
@@ -267,11 +267,12 @@ class ChatCompletionRequest(GenerationBody):
 
 
 def _as_prompts(value: Any, most: int = MAX_PROMPTS) -> Any:
-    """Any of the four forms of a prompt as a list of prompts, each text or token ids."""
+    """Convert any of the four forms of a prompt to a list of prompts, each a text or token ids."""
     if isinstance(value, str):
         return [value]
     if not isinstance(value, list) or not value:
-        raise PydanticCustomError("prompt_type", "Input should be a text, a list of texts, token ids, or lists of them")
+        message = "Input should be a string, a list of strings, token ids, or lists of token ids"
+        raise PydanticCustomError("prompt_type", message)
     if type(value[0]) is int:
         value = [value]
     if len(value) > most:
@@ -279,7 +280,7 @@ def _as_prompts(value: Any, most: int = MAX_PROMPTS) -> Any:
     for prompt in value:
         is_ids = isinstance(prompt, list) and all(type(i) is int and 0 <= i <= _INT32 for i in prompt)
         if not is_ids and not isinstance(prompt, str):
-            raise PydanticCustomError("prompt_type", "Every prompt should be a text, or a list of token ids")
+            raise PydanticCustomError("prompt_type", "Every prompt should be a string or a list of token ids")
     return value
 
 
@@ -298,7 +299,7 @@ def _prompt_schema(most: int) -> dict[str, Any]:
 
 
 class CompletionRequest(GenerationBody):
-    """POST /v1/completions. `prompt` is a list of texts and of lists of token ids, whatever form was sent."""
+    """POST /v1/completions. `prompt` is normalized to a list of strings and lists of token ids."""
 
     prompt: Annotated[Any, BeforeValidator(_as_prompts), WithJsonSchema(_prompt_schema(MAX_PROMPTS))]
     echo: bool | None = None
@@ -311,7 +312,7 @@ def _as_inputs(value: Any) -> Any:
 
 
 class EmbeddingRequest(ModelBody):
-    """POST /v1/embeddings. `input` is a list of texts and of lists of token ids, whatever form was sent."""
+    """POST /v1/embeddings. `input` is normalized to a list of strings and lists of token ids."""
 
     input: Annotated[Any, BeforeValidator(_as_inputs), WithJsonSchema(_prompt_schema(MAX_INPUTS))]
     encoding_format: Literal["float", "base64"] | None = None
@@ -322,11 +323,11 @@ BodyT = TypeVar("BodyT", bound=BaseModel)
 
 
 def parse_json(raw: bytes | bytearray) -> dict[str, Any]:
-    """The JSON object in a body. Raises InvalidRequestError `invalid_json`, or `too_many_values` before parsing it."""
+    """Parse a JSON object. Raises InvalidRequestError `invalid_json`, or `too_many_values` before parsing."""
     try:
         body = load_json(raw)
     except TooMuchJson as error:
-        message = f"The request body holds {error}."
+        message = f"The request body has {error}."
         raise InvalidRequestError(message, code="too_many_values") from None
     except orjson.JSONDecodeError:
         raise InvalidRequestError("The request body is not valid JSON.", code="invalid_json") from None
@@ -336,7 +337,7 @@ def parse_json(raw: bytes | bytearray) -> dict[str, Any]:
 
 
 def validate(model: type[BodyT], body: dict[str, Any]) -> BodyT:
-    """The body as a model. Raises InvalidRequestError that names the first offending parameter, never its value."""
+    """Validate a body. Raises InvalidRequestError with the name of the first invalid parameter, without its value."""
     try:
         return model.model_validate(body)
     except ValidationError as error:
@@ -359,7 +360,7 @@ def _refusal(detail: ErrorDetails) -> InvalidRequestError:
 
 
 def _param_name(loc: tuple[int | str, ...]) -> str:
-    """`messages[0].content`; the marks of unions are left out, and a client's own long names are cut."""
+    """Return a parameter name such as `messages[0].content`, without union tags; long client names are truncated."""
     name = ""
     for part in loc:
         if isinstance(part, int):

@@ -1,1 +1,1 @@
-"""POST /v1/messages: Anthropic's API as its SDK and Claude Code use it, translated into a chat request."""
+"""POST /v1/messages: Anthropic's API as used by its SDK and Claude Code, translated to chat requests."""

@@ -29,7 +29,7 @@ COUNT_TOKENS = JsonPost("/v1/messages/count_tokens", CountRequest, UNHONOURED)
 
 
 async def count_tokens(request: Request) -> Response:
-    """How long the prompt of a message would be. Nothing is queued."""
+    """Count the prompt tokens of a message. Nothing is queued."""
     context = context_of(request)
     context.lifecycle.check_accepting()
     body, template = await read_body(request, COUNT_TOKENS.parse), context.tokenizer.chat_template_text

@@ -1,4 +1,4 @@
-"""The events of POST /v1/messages, and the message that they add up to."""
+"""Events and message of POST /v1/messages."""
 
 import secrets
 from typing import Any
@@ -16,7 +16,7 @@ _STOP_REASONS = {"stop": "end_turn", "tool_calls": "tool_use"}
 
 
 class MessageFormat:
-    """See AnswerFormat. `request_id`: the name of the HTTP request, for errors."""
+    """See AnswerFormat. `request_id`: id of the HTTP request, for errors."""
 
     def __init__(self, plan: GenerationPlan, body: MessagesRequest, request_id: str | None) -> None:
         self._plan = plan
@@ -24,7 +24,7 @@ class MessageFormat:
         self._is_clipped = plan.requests[0].sampling.max_tokens < body.max_tokens
         self._content: list[dict[str, Any]] = []
         self._texts: list[str] = []
-        self._kind: str | None = None  # of the block that is being written
+        self._kind: str | None = None  # kind of the open block
         self._end: dict[str, Any] = {"stop_reason": None, "stop_sequence": None}
 
     def opening(self) -> bytes:
@@ -75,7 +75,7 @@ class MessageFormat:
         return events + _event("content_block_delta", index=len(self._content), delta=delta)
 
     def _close(self) -> bytes:
-        """End the block that is being written, if there is one."""
+        """Close the open block, if any."""
         if self._kind is None:
             return b""
         index = len(self._content)
@@ -98,7 +98,7 @@ class MessageFormat:
         )
 
     def _finish(self) -> bytes:
-        """An answer of nothing has an empty block."""
+        """Close the open block; an empty answer gets an empty block."""
         events = b"" if self._content or self._kind else self._write("text", "")
         return events + self._close()
 
@@ -114,7 +114,7 @@ class MessageFormat:
         }
 
     def _usage(self, usage: dict[str, Any]) -> dict[str, Any]:
-        """Tokens that were in the cache are not counted as input."""
+        """Return Anthropic's usage, where input tokens exclude cached tokens."""
         cached = usage.get("prompt_tokens_details", {}).get("cached_tokens", 0)
         return {
             "input_tokens": usage["prompt_tokens"] - cached,

@@ -1,4 +1,4 @@
-"""From the body of POST /v1/messages to the chat request that asks the same. Knows nothing of HTTP or of engines."""
+"""Translation of POST /v1/messages to a chat request."""
 
 import re
 from collections.abc import Mapping
@@ -36,8 +36,7 @@ _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 
 def translate(body: PromptBody, template: str) -> Translation:
-    """The same for a model with this chat template. Raises InvalidRequestError for what the chat request would not
-    have."""
+    """Translate a body for a model with this chat template. Raises InvalidRequestError for an invalid chat request."""
     names = dict(NAMES)
     fields: dict[str, Any] = {
         "model": body.model,
@@ -65,11 +64,11 @@ def translate(body: PromptBody, template: str) -> Translation:
 def _conversation(body: PromptBody, names: dict[str, str]) -> Conversation:
     conversation = Conversation(names)
     for text in [body.system] if isinstance(body.system, str) else [block.text for block in body.system or ()]:
-        # Claude Code's line changes with every request, and with it every prefix would
+        # Claude Code's billing line changes with every request and would defeat the prefix cache
         if instruction := _BILLING.sub("", text):
             conversation.instruct(instruction)
     if body.messages[-1].role == "assistant":
-        message = "The last of the 'messages' must not be the assistant's: an answer cannot be begun for the model."
+        message = "The last message must not have the role 'assistant': prefilled answers are not supported."
         raise InvalidRequestError(message, param="messages", code="invalid_value")
     for number, message_ in enumerate(body.messages):
         if message_.role == "system":
@@ -88,7 +87,7 @@ def _said(message: InputMessage) -> str:
 
 
 def _ask(conversation: Conversation, message: InputMessage) -> None:
-    """Answers of functions come before what else is said."""
+    """Add a user message: first the tool results, then the text."""
     results = [] if isinstance(message.content, str) else [b for b in message.content if isinstance(b, ResultBlock)]
     for block in results:
         conversation.answer(block.tool_use_id, text_of(block.content or ""))
@@ -98,7 +97,7 @@ def _ask(conversation: Conversation, message: InputMessage) -> None:
 
 
 def _go_on(conversation: Conversation, message: InputMessage, place: str) -> None:
-    """What the model did in a turn."""
+    """Add an assistant message: reasoning, text and calls."""
     blocks = [] if isinstance(message.content, str) else message.content
     for block in blocks:
         if isinstance(block, ThinkingBlock):
@@ -138,7 +137,7 @@ def _choice(choice: ToolChoice) -> Any:
 
 
 def _thinking(body: PromptBody, template: str) -> dict[str, Any]:
-    """Nothing said: as the model does. A model that does not think is not asked to, and not kept from it."""
+    """Return the fields for reasoning. By default the model decides; models without reasoning get no options."""
     thinking = body.thinking
     effort = effort_of(body.output_config.effort if body.output_config else None, template)
     switches = {name: True for name in TemplateOptions.model_fields if name in template}

@@ -1,4 +1,4 @@
-"""The bodies of POST /v1/messages and its count_tokens; see `gateway.generate.wire` for the rules."""
+"""Bodies of POST /v1/messages and /v1/messages/count_tokens; see `gateway.generate.wire`."""
 
 from typing import Annotated, Any, Literal
 
@@ -17,10 +17,10 @@ UNHONOURED = params.Unhonoured(
     },
     {"container": (), "fallbacks": ([],), "mcp_servers": ([],)},
 )  # fmt: skip
-"""Marks for the cache are without effect, for every prefix is in it; betas, too."""
+"""`cache_control` and betas have no effect: all prefixes are cached."""
 
 SERVER_TOOLS = ("code_execution_", "tool_search_tool_", "web_fetch_", "web_search_")
-"""How the types of tools begin that Anthropic runs. The model is not told of them."""
+"""Type prefixes of tools that Anthropic's servers execute. They are not offered to the model."""
 
 
 class TextBlock(ClientObject):
@@ -34,7 +34,7 @@ class ThinkingBlock(ClientObject):
 
 
 class HiddenThinkingBlock(ClientObject):
-    """Another server's secret."""
+    """Encrypted reasoning of another server, which is ignored."""
 
     type: Literal["redacted_thinking"]
 
@@ -58,7 +58,7 @@ Texts = Annotated[
 
 
 class ResultBlock(ClientObject):
-    """What a function answered."""
+    """Result of a tool call."""
 
     type: Literal["tool_result"]
     tool_use_id: str
@@ -106,7 +106,7 @@ class FunctionTool(ClientObject):
 
 
 class ServerTool(ClientObject):
-    """A tool that is left out."""
+    """A tool that is ignored."""
 
     type: str
 
@@ -127,7 +127,7 @@ Tool = Annotated[
 
 
 class ToolChoice(ClientObject):
-    """`name` goes with the type tool."""
+    """`name` is required for the type `tool`."""
 
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None
@@ -135,7 +135,7 @@ class ToolChoice(ClientObject):
 
 
 class Thinking(ClientObject):
-    """`budget_tokens`: the most that an answer may think."""
+    """`budget_tokens`: maximum number of reasoning tokens."""
 
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: int | None = Field(None, ge=1, le=_INT32)
@@ -156,7 +156,7 @@ def _as_tier(value: Any) -> Any:
 
 
 class PromptBody(RequestBody):
-    """What makes the prompt: all of POST /v1/messages/count_tokens."""
+    """Fields that determine the prompt, which are all fields of POST /v1/messages/count_tokens."""
 
     messages: Annotated[list[InputMessage], Field(min_length=1, max_length=MAX_MESSAGES - 1, fail_fast=True)]
     system: Texts | None = None
@@ -171,8 +171,7 @@ class CountRequest(PromptBody):
 
 
 class MessagesRequest(PromptBody):
-    """POST /v1/messages. What is asked for and does not fit into the context may be shorter: the API has a stop reason
-    for it."""
+    """POST /v1/messages. A `max_tokens` beyond the context is reduced, because the API has a stop reason for it."""
 
     service_tier: Annotated[Literal["auto", "default", "flex", "standard_only"] | None, BeforeValidator(_as_tier)] = (
         None  # type: ignore[assignment]

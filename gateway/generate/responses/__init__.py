@@ -1,1 +1,1 @@
-"""POST /v1/responses, stateless: OpenAI's newer API as its SDK and Codex use it, translated into a chat request."""
+"""POST /v1/responses, stateless: OpenAI's newer API as used by its SDK and Codex, translated to chat requests."""

@@ -1,5 +1,4 @@
-"""The events of POST /v1/responses, and the response that they add up to. One way for both: an answer that is not
-streamed is the response of the last event."""
+"""Events and response of POST /v1/responses. A non-streamed response is taken from the last event."""
 
 import secrets
 import time
@@ -20,7 +19,7 @@ _ERROR_CODES = {429: "rate_limit_exceeded", 400: "invalid_prompt"}
 
 
 class OpenItem:
-    """The item that is being written: a message, or a thought. Both have one part with text."""
+    """The open output item: a message or reasoning, each with one text part."""
 
     def __init__(self, kind: str, index: int) -> None:
         self.kind = kind
@@ -33,7 +32,7 @@ class OpenItem:
 
     @property
     def place(self) -> dict[str, Any]:
-        """Where its events happen."""
+        """The fields that locate the item in events."""
         return {"item_id": self.item["id"], "output_index": self.index, "content_index": 0}
 
     def part(self, text: str) -> dict[str, Any]:
@@ -105,7 +104,7 @@ class ResponseFormat:
         return self._event(f"response.{self._open.name}.{kind}", **self._open.place, **fields, **extra)
 
     def _close(self, status: str = "completed") -> list[Event]:
-        """End the item that is being written, if there is one."""
+        """Close the open item, if any."""
         opened = self._open
         if opened is None:
             return []
@@ -155,7 +154,7 @@ class ResponseFormat:
 
 
 def _described(plan: GenerationPlan, body: ResponsesRequest) -> dict[str, Any]:
-    """The response before it has anything in it: what was asked for, as it is understood here."""
+    """Return the response without output, with the effective settings of the request."""
     form, choice = body.text.format if body.text else None, body.tool_choice
     return {
         "id": plan.response_id,
@@ -188,7 +187,7 @@ def _described(plan: GenerationPlan, body: ResponsesRequest) -> dict[str, Any]:
 
 
 def _without_none(form: TextFormat) -> dict[str, Any]:
-    """The fields that were given, under their names in JSON; a schema as it is, not copied."""
+    """Return the given fields under their JSON names, without copying the schema."""
     given = {**form.__dict__, "schema": form.schema_}
     return {name: value for name, value in given.items() if value is not None and name != "schema_"}
 

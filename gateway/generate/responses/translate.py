@@ -1,4 +1,4 @@
-"""From the body of POST /v1/responses to the chat request that asks the same. Knows nothing of HTTP or of engines."""
+"""Translation of POST /v1/responses to a chat request."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -30,8 +30,7 @@ NAMES: Mapping[str, str] = {
 
 
 def translate(body: ResponsesRequest, template: str) -> Translation:
-    """The same for a model with this chat template. Raises InvalidRequestError for what the chat request would not
-    have."""
+    """Translate a body for a model with this chat template. Raises InvalidRequestError for an invalid chat request."""
     names = dict(NAMES)
     fields: dict[str, Any] = {
         "model": body.model,
@@ -52,7 +51,7 @@ def translate(body: ResponsesRequest, template: str) -> Translation:
 
 
 def functions_of(body: ResponsesRequest) -> list[FunctionTool]:
-    """The tools that the model is told of."""
+    """Return the tools that are offered to the model."""
     return [tool for tool in body.tools or () if isinstance(tool, FunctionTool)]
 
 

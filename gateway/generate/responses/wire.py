@@ -1,5 +1,5 @@
-"""The body of POST /v1/responses; see `gateway.generate.wire` for the rules. Nothing is stored: what refers to an
-earlier response is refused."""
+"""Body of POST /v1/responses; see `gateway.generate.wire`. Responses are not stored, so references to earlier responses
+are refused."""
 
 from typing import Annotated, Any, Literal
 
@@ -9,11 +9,11 @@ from gateway.generate import params
 from gateway.generate.translation import ClientObject
 from gateway.generate.wire import MAX_MESSAGES, MAX_PARTS, MAX_TOOLS, RequestBody, StrictBody, ToolName, at_most
 
-MAX_ITEMS = MAX_MESSAGES - 1  # the instructions are a message, too
+MAX_ITEMS = MAX_MESSAGES - 1  # the instructions become a message, too
 MAX_METADATA = 16
 _INT32 = 2**31 - 1
 
-_STATELESS = "Responses are not stored here: send the whole conversation as 'input'."
+_STATELESS = "Responses are not stored; send the whole conversation as 'input'."
 UNHONOURED = params.Unhonoured(
     frozenset(params.UNHONOURED.inert) - {"metadata"} | {"client_metadata", "max_tool_calls"},
     {
@@ -32,11 +32,11 @@ UNHONOURED = params.Unhonoured(
 HOSTED = (
     "custom", "image_generation", "local_shell", "namespace", "tool_search", "web_search", "web_search_preview",
 )  # fmt: skip
-"""Tools that agents offer beside their functions. The model is not told of them."""
+"""Types of hosted tools, which agents send along with functions. They are not offered to the model."""
 
 
 class InputPart(ClientObject):
-    """A piece of text, of a message or of what a function answered."""
+    """A text part of a message or a tool result."""
 
     type: Literal["input_text", "output_text", "text"]
     text: str
@@ -65,7 +65,7 @@ class InputMessage(ClientObject):
 
 
 class CallItem(ClientObject):
-    """A call that the model made; `arguments`: a JSON object as text."""
+    """A call by the model; `arguments` is a JSON object as text."""
 
     type: Literal["function_call"]
     call_id: str
@@ -74,7 +74,7 @@ class CallItem(ClientObject):
 
 
 class CallOutput(ClientObject):
-    """What a function answered."""
+    """Result of a tool call."""
 
     type: Literal["function_call_output"]
     call_id: str
@@ -82,7 +82,7 @@ class CallOutput(ClientObject):
 
 
 class ReasoningItem(ClientObject):
-    """What the model thought; without `content` there is nothing in it for this server."""
+    """Reasoning of the model. An item without `content` (e.g. encrypted) is ignored."""
 
     type: Literal["reasoning"]
     content: Annotated[list[Thought], Field(max_length=MAX_PARTS, fail_fast=True)] | None = None
@@ -131,7 +131,7 @@ class FunctionTool(ClientObject):
 
 
 class HostedTool(ClientObject):
-    """A tool that is left out."""
+    """A tool that is ignored."""
 
     type: Literal[HOSTED]  # type: ignore[valid-type]
 
@@ -163,7 +163,7 @@ ToolChoice = Annotated[
 
 
 class TextFormat(StrictBody):
-    """The form of the answer. All but `type` go with json_schema."""
+    """Format of the answer. The fields after `type` belong to json_schema."""
 
     type: Literal["text", "json_object", "json_schema"]
     name: Annotated[str, Field(min_length=1, max_length=64)] | None = None
@@ -178,7 +178,8 @@ class TextOptions(StrictBody):
 
 
 class ReasoningOptions(StrictBody):
-    """`effort` none: no thoughts; any other is for chat templates that know it. No summaries are made."""
+    """`effort` `none` turns reasoning off; other values need a chat template that supports them. Summaries are not
+    generated."""
 
     effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
     summary: Literal["auto", "concise", "detailed", "none"] | None = None
