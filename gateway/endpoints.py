@@ -1,5 +1,5 @@
 """The table of endpoints that ask the model. Their routes, what OpenAPI says of their bodies, the urls that a line of a
-batch may have and the reference are read from it: a new one is a module with an `Endpoint`, and a name here."""
+batch may have and the reference are read from it: a new one is a module with a `ModelEndpoint`, and a name here."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -10,12 +10,12 @@ from pydantic.json_schema import models_json_schema
 from gateway.generate.chat import CHAT
 from gateway.generate.completions import COMPLETIONS
 from gateway.generate.embeddings import EMBEDDINGS
-from gateway.generate.endpoint import Endpoint, JsonPost
+from gateway.generate.endpoint import JsonPost, ModelEndpoint
 from gateway.generate.messages.endpoint import COUNT_TOKENS, MESSAGES, count_tokens
 from gateway.generate.params import Unhonoured
 from gateway.generate.responses.endpoint import RESPONSES
 
-ENDPOINTS: Mapping[str, Endpoint[Any]] = {
+ENDPOINTS: Mapping[str, ModelEndpoint[Any]] = {
     endpoint.path: endpoint for endpoint in (CHAT, COMPLETIONS, EMBEDDINGS, RESPONSES, MESSAGES)
 }
 POSTS: tuple[JsonPost[Any], ...] = (*ENDPOINTS.values(), COUNT_TOKENS)

@@ -36,8 +36,8 @@ from engine.errors import (
     TidemillError,
 )
 from engine.text.tokenizer import Tokenizer
-from gateway.generate.choices import Choice
-from gateway.generate.params import GenerationPlan, Prompt
+from gateway.generate.choices import ChoiceState
+from gateway.generate.params import GenerationPlan, TokenizedPrompt
 from gateway.generate.wire import StreamOptions
 from gateway.telemetry.account import Account
 from predictor.judge import Standing
@@ -127,9 +127,20 @@ def test_a_slow_reader_does_not_falsify_the_time_between_tokens(tokenizer: Token
         outputs += core.update(output, runner.launch(output)(), float(step + 1))
     metrics = Observed()
     plan = GenerationPlan(
-        "r", "m", (Prompt((1, 2, 3)),), 1, (request,), RequestClass.ONLINE, (), 0, None, False, True, StreamOptions()
+        "r",
+        "m",
+        (TokenizedPrompt((1, 2, 3)),),
+        1,
+        (request,),
+        RequestClass.ONLINE,
+        (),
+        0,
+        None,
+        False,
+        True,
+        StreamOptions(),
     )
-    choice = Choice(0, plan, tokenizer, metrics)  # type: ignore[arg-type]
+    choice = ChoiceState(0, plan, tokenizer, metrics)  # type: ignore[arg-type]
     for output in outputs:
         choice.advance(output)
     assert metrics.tbt.seen == [1.0, 1.0, 1.0, 1.0] and metrics.ttft.seen == [1.0]

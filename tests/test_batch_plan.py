@@ -24,8 +24,8 @@ from engine.text.tokenizer import Tokenizer
 from gateway.batch.forecast import LEAST_LINES, STEP_JOBS, Forecast, Pace
 from gateway.batch.head import HEAD_ANSWERS, read_head
 from gateway.batch.metrics import MAX_SHOWN, BatchCollector
-from gateway.batch.shares import MAX_WORK, URGENT_SHARE, Load, Shares, finish_times
-from gateway.store.objects import BatchJob, Lengths, Usage
+from gateway.batch.shares import MAX_WORK, URGENT_SHARE, JobLoad, Shares, finish_times
+from gateway.store.objects import BatchJob, LineLengths, Usage
 from gateway.store.states import BatchStatus
 from predictor.model import LatencyModel
 from predictor.online import OnlineModel, OnlineSettings
@@ -37,7 +37,7 @@ loads_strategy = st.lists(
 
 @given(loads_strategy, st.floats(0.01, 100.0))
 def test_all_work_is_done_when_the_work_is_done(jobs: list[tuple[str, float, bool]], rate: float) -> None:
-    loads = [Load(str(i), tenant, work, risk) for i, (tenant, work, risk) in enumerate(jobs)]
+    loads = [JobLoad(str(i), tenant, work, risk) for i, (tenant, work, risk) in enumerate(jobs)]
     ends = finish_times(loads, rate)
     total = sum(load.work for load in loads)
     assert ends.keys() == {load.batch_id for load in loads}
@@ -58,7 +58,7 @@ any_work = st.one_of(
 @settings(deadline=None)
 @given(st.lists(st.tuples(st.sampled_from("abc"), any_work, st.booleans()), max_size=40), any_work)
 def test_every_job_has_an_end_whatever_its_work(jobs: list[tuple[str, float, bool]], rate: float) -> None:
-    loads = [Load(str(i), tenant, work, risk) for i, (tenant, work, risk) in enumerate(jobs)]
+    loads = [JobLoad(str(i), tenant, work, risk) for i, (tenant, work, risk) in enumerate(jobs)]
     ends = finish_times(loads, rate)
     assert ends.keys() == {load.batch_id for load in loads}
     assert all(end >= 0.0 for end in ends.values()), "NaN is no time"
@@ -67,7 +67,7 @@ def test_every_job_has_an_end_whatever_its_work(jobs: list[tuple[str, float, boo
         assert all(ends[x.batch_id] >= min(x.work, MAX_WORK) / rate * (1 - 1e-9) for x in loads if x.work > 0.0)
 
 
-def _in_steps(loads: Sequence[Load], rate: float) -> dict[str, float]:
+def _in_steps(loads: Sequence[JobLoad], rate: float) -> dict[str, float]:
     """The definition: the machine is shared anew at the end of each job."""
     left = {load.batch_id: load for load in loads}
     remaining = {load.batch_id: load.work for load in loads}
@@ -95,7 +95,7 @@ def _in_steps(loads: Sequence[Load], rate: float) -> dict[str, float]:
 @settings(deadline=None)
 @given(loads_strategy, st.floats(0.01, 100.0))
 def test_ends_are_those_of_a_machine_shared_step_by_step(jobs: list[tuple[str, float, bool]], rate: float) -> None:
-    loads = [Load(str(i), tenant, work, risk) for i, (tenant, work, risk) in enumerate(jobs)]
+    loads = [JobLoad(str(i), tenant, work, risk) for i, (tenant, work, risk) in enumerate(jobs)]
     assert finish_times(loads, rate) == pytest.approx(_in_steps(loads, rate), rel=1e-6, abs=1e-6)
 
 
@@ -104,8 +104,8 @@ def test_ends_are_those_of_a_machine_shared_step_by_step(jobs: list[tuple[str, f
 def test_a_new_job_is_judged_as_if_it_were_one_of_them(
     jobs: list[tuple[str, float, bool]], new: tuple[str, float, bool]
 ) -> None:
-    loads = [Load(str(i), tenant, work, risk) for i, (tenant, work, risk) in enumerate(jobs)]
-    shares, added = Shares(), Load("new", *new)
+    loads = [JobLoad(str(i), tenant, work, risk) for i, (tenant, work, risk) in enumerate(jobs)]
+    shares, added = Shares(), JobLoad("new", *new)
     for load in loads:
         shares.add(load)
     found = shares.seal().seconds(added, 2.0, is_new=True)
@@ -114,29 +114,29 @@ def test_a_new_job_is_judged_as_if_it_were_one_of_them(
 
 def test_a_judgement_of_many_jobs_comes_in_small_steps_in_which_the_last_one_holds() -> None:
     forecast = a_forecast(rate=10.0)
-    jobs = [(a_batch(f"batch_{i}", 10**6, 10 + i), Lengths(1_000 + 100 * i, 100.0)) for i in range(500)]
+    jobs = [(a_batch(f"batch_{i}", 10**6, 10 + i), LineLengths(1_000 + 100 * i, 100.0)) for i in range(500)]
     forecast.update(jobs[:1], 250.0)
     before, steps = forecast.outlooks, 0
     for steps, _ in enumerate(forecast.steps(jobs, 251.0), 1):
         assert forecast.outlooks is before
         if steps == 5:
             late = a_batch("late", 10**6, 20)
-            assert forecast.add(late, Lengths(2_000, 100.0), 251.0).eta is not None
+            assert forecast.add(late, LineLengths(2_000, 100.0), 251.0).eta is not None
     assert steps >= 3 * 500 // STEP_JOBS
     assert forecast.outlooks.keys() == {batch.id for batch, _ in jobs} | {"late"}
 
 
 def test_the_outlook_of_a_job_beyond_all_time_has_no_end() -> None:
     forecast = a_forecast(rate=10.0)
-    forecast.update([(a_batch("x", 10**6, 10**15), Lengths(10**17, 100.0, (math.inf,)))], 250.0)
+    forecast.update([(a_batch("x", 10**6, 10**15), LineLengths(10**17, 100.0, (math.inf,)))], 250.0)
     outlook = forecast.outlooks["x"]
     assert outlook.misses and outlook.eta is None and "tidemill.warning" in outlook.notes(a_batch("x", 10**6, 1))
 
 
 def test_tenants_share_and_so_do_the_jobs_of_one() -> None:
-    loads = [Load("a1", "a", 10.0), Load("a2", "a", 10.0), Load("b", "b", 20.0)]
+    loads = [JobLoad("a1", "a", 10.0), JobLoad("a2", "a", 10.0), JobLoad("b", "b", 20.0)]
     assert finish_times(loads, 1.0) == pytest.approx({"a1": 40.0, "a2": 40.0, "b": 40.0})
-    urgent = finish_times([*loads, Load("c", "c", 7.0, at_risk=True)], 1.0)
+    urgent = finish_times([*loads, JobLoad("c", "c", 7.0, at_risk=True)], 1.0)
     assert urgent["c"] == pytest.approx(7.0 / URGENT_SHARE)
 
 
@@ -163,7 +163,7 @@ def a_batch(name: str, expires_at: int, remaining: int, completed: int = 0, **fi
 def a_forecast(rate: float = 10.0, costs: TokenCosts | None = None) -> Forecast:
     """Lines of 100 bytes, 20 computed prompt tokens, 5 output tokens; `rate` tokens of work per second."""
     forecast = Forecast(lambda: costs)
-    waiting = [(a_batch("seen", 10**9, 1), Lengths(100, 100.0))]
+    waiting = [(a_batch("seen", 10**9, 1), LineLengths(100, 100.0))]
     forecast.update(waiting, 0.0)
     for second in range(1, 101):
         forecast.line_ended(100, Usage(20, 0, 5))
@@ -175,7 +175,7 @@ def test_who_is_at_risk_and_until_when() -> None:
     forecast = a_forecast(rate=10.0)
     now = 250.0
     calm, late = a_batch("calm", 10**6, 100), a_batch("late", 500, 50)
-    lengths = [(calm, Lengths(10_000, 100.0)), (late, Lengths(5_000, 100.0))]
+    lengths = [(calm, LineLengths(10_000, 100.0)), (late, LineLengths(5_000, 100.0))]
     forecast.update(lengths, now)
     # 50 lines are 1,250 tokens; at half of 10 a second they take 250 s, at 7/8 of it 143 s
     outlook = forecast.outlooks["late"]
@@ -196,7 +196,7 @@ def test_who_is_at_risk_and_until_when() -> None:
 def test_each_job_says_when_it_will_end_and_the_first_hundred_are_shown() -> None:
     forecast = a_forecast(rate=10.0)
     forecast.update(
-        [(a_batch(f"batch_{i}", 10**6, 10 + i), Lengths(1_000 + 100 * i, 100.0)) for i in range(150)], 250.0
+        [(a_batch(f"batch_{i}", 10**6, 10 + i), LineLengths(1_000 + 100 * i, 100.0)) for i in range(150)], 250.0
     )
     worker: Any = SimpleNamespace(
         states={},
@@ -218,7 +218,7 @@ def test_a_job_with_finished_lines_is_judged_by_them() -> None:
     forecast = a_forecast()
     usage = Usage(input_tokens=400 * LEAST_LINES, cached_tokens=0, output_tokens=100 * LEAST_LINES)
     batch = a_batch("long", 10**9, 10, LEAST_LINES, usage=usage)
-    forecast.update([(batch, Lengths(100 * (10 + LEAST_LINES), 100.0))], 1000.0)
+    forecast.update([(batch, LineLengths(100 * (10 + LEAST_LINES), 100.0))], 1000.0)
     assert forecast.outlooks["long"].tokens == pytest.approx(10 * 500)
 
 
@@ -236,7 +236,7 @@ def test_a_fresh_server_has_what_online_work_leaves() -> None:
     tokens = [0.0, 0.0]
     forecast = Forecast(lambda: TokenCosts(0.001, 0.01), lambda: (tokens[0], tokens[1]))
     batch = a_batch("x", 130, 0)
-    head = Lengths(1_000, 100.0, (64.0,) * 10)  # 100 lines: 2.5 s of prompts, 64 s of answers
+    head = LineLengths(1_000, 100.0, (64.0,) * 10)  # 100 lines: 2.5 s of prompts, 64 s of answers
     forecast.update([], 0.0)
     assert not forecast.first(batch, 10_000, 60.0, head).misses, "an idle machine"
     tokens[:] = [30_000.0, 0.0]  # half of 60 s
@@ -252,10 +252,10 @@ def test_a_fresh_server_has_what_online_work_leaves() -> None:
 
 def test_lines_answer_no_more_than_they_may() -> None:
     forecast = Forecast(lambda: TokenCosts(0.001, 0.01))
-    assert forecast.first(a_batch("x", 30, 0), 10_000, 0.0, Lengths(1_000, 100.0, (math.inf,))).misses
-    assert not forecast.first(a_batch("x", 30, 0), 10_000, 0.0, Lengths(1_000, 100.0, (4.0,))).misses
+    assert forecast.first(a_batch("x", 30, 0), 10_000, 0.0, LineLengths(1_000, 100.0, (math.inf,))).misses
+    assert not forecast.first(a_batch("x", 30, 0), 10_000, 0.0, LineLengths(1_000, 100.0, (4.0,))).misses
     seen = a_forecast()  # lines of others answer 5 tokens
-    seen.update([(a_batch("x", 10**9, 100), Lengths(10_000, 100.0, (2.0, 2000.0)))], 250.0)
+    seen.update([(a_batch("x", 10**9, 100), LineLengths(10_000, 100.0, (2.0, 2000.0)))], 250.0)
     assert seen.outlooks["x"].tokens == pytest.approx(100 * (20 + 3.5))
 
 
@@ -265,7 +265,7 @@ def test_the_first_lines_of_a_job_count_as_many_as_they_are() -> None:
     for ended in range(LEAST_LINES + 1):
         usage = Usage(input_tokens=20 * ended, cached_tokens=0, output_tokens=805 * ended)
         job = a_batch("long", 10**9, 10, ended, usage=usage)
-        forecast.update([(job, Lengths(100 * (10 + ended), 100.0, (2000.0,)))], 250.0)
+        forecast.update([(job, LineLengths(100 * (10 + ended), 100.0, (2000.0,)))], 250.0)
         tokens.append(forecast.outlooks["long"].tokens)
     assert tokens == pytest.approx([10 * (25 + 800 * ended / LEAST_LINES) for ended in range(LEAST_LINES + 1)])
 
@@ -273,7 +273,7 @@ def test_the_first_lines_of_a_job_count_as_many_as_they_are() -> None:
 def test_the_first_seconds_of_a_pace_are_not_believed_alone() -> None:
     """Lines of ten seconds, 50 at a time: for as long nothing ends, then two do, and all others a moment later."""
     forecast, batch = Forecast(lambda: TokenCosts(0.001, 0.01)), a_batch("x", 10**9, 1000)
-    jobs = [(batch, Lengths(100_000, 100.0, (10.0,)))]
+    jobs = [(batch, LineLengths(100_000, 100.0, (10.0,)))]
     forecast.update(jobs, 0.0)
     forecast.update(jobs, 10.0)
     forecast.line_ended(100, Usage(25, 0, 10))
@@ -283,7 +283,7 @@ def test_the_first_seconds_of_a_pace_are_not_believed_alone() -> None:
     assert eta is not None and eta - 10.5 < 3 * 1000 * 0.125, "by the two lines alone it is 5,250 s"
 
 
-def head_of(path: Path, bodies: Sequence[Any], endpoint: str = "/v1/chat/completions") -> Lengths:
+def head_of(path: Path, bodies: Sequence[Any], endpoint: str = "/v1/chat/completions") -> LineLengths:
     path.write_bytes(jsonl({"body": body} for body in bodies))
     head = read_head(path, endpoint)
     assert head is not None

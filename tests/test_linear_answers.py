@@ -14,9 +14,9 @@ from work_counter import assert_linear, count_work
 
 from engine.api import FinishReason, TokenLogprobs
 from gateway.generate import answer_parser
-from gateway.generate.answer_parser import MAX_BLANKS, MAX_CALL_CHARS, Parsing, Piece
+from gateway.generate.answer_parser import MAX_BLANKS, MAX_CALL_CHARS, ParsedText, Parsing
 from gateway.generate.answering import INLINE_ANSWER_PARTS, collect
-from gateway.generate.choices import Delta, Generation, Used
+from gateway.generate.choices import Generation, OutputDelta, Used
 from gateway.generate.logprobs import CompletionLogprobs, chat_logprobs
 from gateway.generate.python_calls import MAX_DEPTH, read_calls
 from gateway.generate.tool_formats import END_THINK, FORMATS, THINK, Call
@@ -111,7 +111,7 @@ def test_what_is_held_is_bounded(name: str) -> None:
 def test_white_space_beside_a_call_is_left_out_up_to_a_bound(room: int) -> None:
     parsing = Parsing(FORMATS["hermes"], FUNCTIONS)
     text = "said" + " " * room + CALL
-    expected = Piece("said" + " " * max(0, room - MAX_BLANKS), "", [Call("weather", "{}")])
+    expected = ParsedText("said" + " " * max(0, room - MAX_BLANKS), "", [Call("weather", "{}")])
     for size in (0, 1, 700):
         assert take_apart(parsing, pieces_of(text, size)) == expected
 
@@ -122,7 +122,9 @@ def test_calls_begin_the_answer_behind_little_white_space(name: str, room: int) 
     call = "[weather()]" if name == "pythonic" else '{"name": "weather", "parameters": {}}'
     for size in (0, 1, 700):
         whole = take_apart(Parsing(FORMATS[name], FUNCTIONS), pieces_of("\n" * room + call, size))
-        assert whole == (Piece("", "", [Call("weather", "{}")]) if room <= MAX_BLANKS else Piece("\n" * room + call))
+        assert whole == (
+            ParsedText("", "", [Call("weather", "{}")]) if room <= MAX_BLANKS else ParsedText("\n" * room + call)
+        )
 
 
 def test_too_long_a_call_is_text_and_the_next_one_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,7 +133,7 @@ def test_too_long_a_call_is_text_and_the_next_one_a_call(monkeypatch: pytest.Mon
     text = f"{long} {long}{CALL}"
     for size in (0, 1, 13, 60):
         whole = take_apart(Parsing(FORMATS["hermes"], FUNCTIONS), pieces_of(text, size))
-        assert whole == Piece(f"{long} {long}", "", [Call("weather", "{}")])
+        assert whole == ParsedText(f"{long} {long}", "", [Call("weather", "{}")])
 
 
 @pytest.mark.parametrize("name", ["pythonic", "llama3_json"])
@@ -140,19 +142,19 @@ def test_leading_calls_may_follow_a_thought(name: str) -> None:
     for text in (f"<think>hm</think>\n\n{call}", f"\n<think>hm</think>{call}"):
         for size in (0, 1, 4):
             whole = take_apart(Parsing(FORMATS[name], FUNCTIONS, reasons=True), pieces_of(text, size))
-            assert whole == Piece(text[: text.find("<")], "hm", [Call("weather", "{}")])
+            assert whole == ParsedText(text[: text.find("<")], "hm", [Call("weather", "{}")])
     said = take_apart(Parsing(FORMATS[name], FUNCTIONS, reasons=True), [f"So: <think>hm</think>{call}"])
-    assert said == Piece(f"So: {call}", "hm")
+    assert said == ParsedText(f"So: {call}", "hm")
 
 
 def test_the_only_thought_is_the_first_thing() -> None:
     parsing = Parsing(reasons=True, once=True)
     for size in (0, 1, 3):
-        assert take_apart(parsing, pieces_of('<think>hm</think>{"a": "<think>"}', size)) == Piece(
+        assert take_apart(parsing, pieces_of('<think>hm</think>{"a": "<think>"}', size)) == ParsedText(
             '{"a": "<think>"}', "hm"
         )
-        assert take_apart(parsing, pieces_of("a<think>b</think>", size)) == Piece("a<think>b</think>")
-        assert take_apart(parsing, pieces_of("<thi", size)) == Piece("<thi")
+        assert take_apart(parsing, pieces_of("a<think>b</think>", size)) == ParsedText("a<think>b</think>")
+        assert take_apart(parsing, pieces_of("<thi", size)) == ParsedText("<thi")
 
 
 @pytest.mark.parametrize(
@@ -187,19 +189,19 @@ def test_anything_else_is_no_call(value: str) -> None:
 class Answered:
     """A generation that has ended; `whole` notes whether the event loop waited for it."""
 
-    def __init__(self, deltas: list[Delta]) -> None:
+    def __init__(self, deltas: list[OutputDelta]) -> None:
         self.choices = [None]
         self._deltas = deltas
         self.inline: bool | None = None
 
-    async def deltas(self) -> AsyncIterator[Delta]:
+    async def deltas(self) -> AsyncIterator[OutputDelta]:
         for delta in self._deltas:
             yield delta
 
     def usage(self) -> dict[str, Any]:
         return {"total_tokens": 1}
 
-    def whole(self, choices: list[list[Delta]], usage: dict[str, Any]) -> dict[str, Any]:
+    def whole(self, choices: list[list[OutputDelta]], usage: dict[str, Any]) -> dict[str, Any]:
         self.inline = threading.current_thread() is threading.main_thread()
         return {"n": len(choices[0]), **usage}
 
@@ -210,13 +212,13 @@ LOGPROBS = TokenLogprobs(-1.0, ((1, -1.0), (2, -20000.0)))
 @pytest.mark.parametrize(
     ("deltas", "inline"),
     [
-        ([Delta(0, "a")] * 20, True),
-        ([Delta(0, "a")] * (INLINE_ANSWER_PARTS + 1), False),
-        ([Delta(0, "a", logprobs=[(1, LOGPROBS)] * INLINE_ANSWER_PARTS)], False),
-        ([Delta(0, "", embedding=b"x" * 64 * INLINE_ANSWER_PARTS)], False),
+        ([OutputDelta(0, "a")] * 20, True),
+        ([OutputDelta(0, "a")] * (INLINE_ANSWER_PARTS + 1), False),
+        ([OutputDelta(0, "a", logprobs=[(1, LOGPROBS)] * INLINE_ANSWER_PARTS)], False),
+        ([OutputDelta(0, "", embedding=b"x" * 64 * INLINE_ANSWER_PARTS)], False),
     ],
 )
-async def test_a_large_answer_is_put_together_in_a_thread(deltas: list[Delta], inline: bool) -> None:
+async def test_a_large_answer_is_put_together_in_a_thread(deltas: list[OutputDelta], inline: bool) -> None:
     answered: Any = Answered(deltas)
     assert await collect(answered, answered) == {"n": len(deltas), "total_tokens": 1}
     assert answered.inline is inline

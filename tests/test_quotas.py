@@ -22,7 +22,7 @@ from engine.errors import ConfigError
 from engine.text.tokenizer import Tokenizer
 from gateway.http.errors import ApiError
 from gateway.http.keys import load_keys
-from gateway.http.quotas import TENANT_LIMIT, UNLIMITED, Admissions, Place, Quota, UploadPlaces, parse_quota
+from gateway.http.quotas import TENANT_LIMIT, UNLIMITED, Admissions, AdmissionSlot, Quota, UploadPlaces, parse_quota
 
 
 def write_keys(path: Path, *lines: str) -> str:
@@ -128,7 +128,7 @@ class AdmissionsMachine(RuleBasedStateMachine):
         super().__init__()
         self.quotas = {"a": UNLIMITED, "b": UNLIMITED}
         self.admissions = Admissions(lambda tenant: self.quotas[tenant])
-        self.places: dict[str, list[Place]] = {"a": [], "b": []}
+        self.places: dict[str, list[AdmissionSlot]] = {"a": [], "b": []}
 
     @rule(
         tenant=st.sampled_from("ab"),

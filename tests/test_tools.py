@@ -28,7 +28,7 @@ from engine.config import EngineConfig
 from engine.grammar import Grammar
 from engine.structured.compiler import GrammarCompiler, Matcher
 from engine.text.tokenizer import Tokenizer
-from gateway.generate.answer_parser import Parsing, Piece
+from gateway.generate.answer_parser import ParsedText, Parsing
 from gateway.generate.tool_formats import FORMATS, Call, find_format
 from gateway.generate.tool_grammars import Function
 from gateway.generate.tools import choose_format
@@ -54,8 +54,8 @@ TEMPLATE = (
 )
 
 
-def take_apart(parsing: Parsing, pieces: list[str]) -> Piece:
-    parser, whole = parsing.parser(), Piece()
+def take_apart(parsing: Parsing, pieces: list[str]) -> ParsedText:
+    parser, whole = parsing.parser(), ParsedText()
     for number, text in enumerate(pieces, 1):
         piece = parser.push(text, final=number == len(pieces))
         whole.text += piece.text
@@ -239,18 +239,18 @@ def test_nonsense_is_taken_apart_alike_however_it_was_cut(
     ],
 )
 def test_what_is_no_call_is_text_once(name: str, text: str) -> None:
-    assert take_apart(Parsing(FORMATS[name], FUNCTIONS), [text]) == Piece(text)
+    assert take_apart(Parsing(FORMATS[name], FUNCTIONS), [text]) == ParsedText(text)
 
 
 def test_thoughts_are_kept_apart() -> None:
     parsing = Parsing(FORMATS["hermes"], FUNCTIONS, reasons=True)
     call = '<tool_call>{"name": "weather", "arguments": {}}</tool_call>'
     whole = take_apart(parsing, [f"<think>\nhm, <tool_call> \n</think>\n\nSo: {call}\n"])
-    assert whole == Piece("So:", "hm, <tool_call>", [Call("weather", "{}")])
+    assert whole == ParsedText("So:", "hm, <tool_call>", [Call("weather", "{}")])
     begun = Parsing(reasons=True, is_thinking=True)
-    assert take_apart(begun, ["hm\n</th", "ink>\n\nYes\n no "]) == Piece("Yes\n no", "hm")
-    assert take_apart(begun, ["cut of"]) == Piece("", "cut of")
-    assert take_apart(Parsing(reasons=True), ["plain \n"]) == Piece("plain \n")
+    assert take_apart(begun, ["hm\n</th", "ink>\n\nYes\n no "]) == ParsedText("Yes\n no", "hm")
+    assert take_apart(begun, ["cut of"]) == ParsedText("", "cut of")
+    assert take_apart(Parsing(reasons=True), ["plain \n"]) == ParsedText("plain \n")
 
 
 def test_formats_are_recognised() -> None:

@@ -40,7 +40,7 @@ class FailingLine:
     """Failure counts of one line."""
 
     faults: int = 0
-    """Failures of the system."""
+    """LineFailures of the system."""
     own: int = 0
     """Unexpected failures without a common cause; they count as attempts of the line."""
     kind: str | None = None
@@ -53,7 +53,7 @@ class FailingLine:
 
 @dataclass(slots=True)
 class Trials:
-    """Failures of the lines of one batch."""
+    """LineFailures of the lines of one batch."""
 
     scope: Scope = field(default_factory=Scope)
     lines: dict[int, FailingLine] = field(default_factory=dict)
@@ -66,7 +66,7 @@ class Trials:
     """A line that succeeded; it runs again beside failing lines when no new line is left that could succeed."""
 
 
-class Failures:
+class LineFailures:
     """Failure counts over all batches."""
 
     def __init__(self) -> None:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from engine.api import Lane
 from gateway.batch.failures import Trials
-from gateway.store.objects import BatchJob, Lengths, LineRef, Usage
+from gateway.store.objects import BatchJob, LineLengths, LineRef, Usage
 
 
 class FinishedLine(NamedTuple):
@@ -50,7 +50,7 @@ class Job:
     """No turn until the pause after a fault is over."""
     at_risk: bool = False
     """The batch may miss its completion window."""
-    lengths: Lengths | None = None
+    lengths: LineLengths | None = None
     """Lengths of the batch's lines, once loaded."""
     trials: Trials = field(default_factory=Trials)
     write_faults: int = 0

@@ -12,7 +12,7 @@ from itertools import islice
 from typing import Any
 
 from gateway.batch.causes import Cause, cause_of, kind_of, retry_after
-from gateway.batch.failures import Failures
+from gateway.batch.failures import LineFailures
 from gateway.batch.feed import FeedOrder, FinishedLine, Job, Window
 from gateway.batch.finish import INPUT_LOST
 from gateway.batch.limits import BatchLimits
@@ -62,7 +62,7 @@ class LineFeeder:
         self._wake = wake
         self._ended = ended
         self._order = FeedOrder(limits.window_lines)
-        self._failures = Failures()
+        self._failures = LineFailures()
         self._paused = False
         self._system_pauses = 0
         self._system_fault = ""

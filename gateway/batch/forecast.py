@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from engine.api import TokenCosts
-from gateway.batch.shares import Load, Shares
-from gateway.store.objects import BatchJob, Lengths, Usage
+from gateway.batch.shares import JobLoad, Shares
+from gateway.store.objects import BatchJob, LineLengths, Usage
 
 HALF_LIFE = 600.0
 """Half-life of measurements in seconds."""
@@ -171,22 +171,22 @@ class Forecast:
         work = self._prices().of(usage.input_tokens - usage.cached_tokens, usage.output_tokens)
         self.pace.line_ended(num_bytes, usage, work)
 
-    def update(self, jobs: Sequence[tuple[BatchJob, Lengths]], now: float) -> None:
+    def update(self, jobs: Sequence[tuple[BatchJob, LineLengths]], now: float) -> None:
         """Recompute the outlooks of all jobs in progress."""
         for _ in self.steps(jobs, now):
             pass
 
-    def steps(self, jobs: Sequence[tuple[BatchJob, Lengths]], now: float) -> Iterator[None]:
+    def steps(self, jobs: Sequence[tuple[BatchJob, LineLengths]], now: float) -> Iterator[None]:
         """Do the work of `update` in steps of well under 1 ms; the old outlooks stay valid until the last step."""
         self.pace.advance(now, bool(jobs))
         self._look(now)
         self._added = {}
         prices, rate = self._prices(), self._rate()
         alike, helped, outlooks = Shares(), Shares(), {}
-        loads: list[tuple[BatchJob, Load, float]] = []
+        loads: list[tuple[BatchJob, JobLoad, float]] = []
         for index, (batch, lengths) in enumerate(jobs):
             left = self._tokens_left(batch, lengths)
-            load = Load(batch.id, batch.tenant, prices.of(*left))
+            load = JobLoad(batch.id, batch.tenant, prices.of(*left))
             loads.append((batch, load, sum(left)))
             alike.add(load)
             if index % STEP_JOBS == 0:
@@ -208,14 +208,14 @@ class Forecast:
         self._alike, self._helped = alike, helped
         self.outlooks = {**outlooks, **self._added}
 
-    def add(self, batch: BatchJob, lengths: Lengths, now: float) -> Outlook:
+    def add(self, batch: BatchJob, lengths: LineLengths, now: float) -> Outlook:
         """Return the outlook of a job that has just begun, beside the jobs of the last update."""
         outlook = self.outlooks[batch.id] = self._added[batch.id] = self._beside(
             batch, self._tokens_left(batch, lengths), now
         )
         return outlook
 
-    def first(self, batch: BatchJob, num_bytes: int, now: float, head: Lengths | None = None) -> Outlook:
+    def first(self, batch: BatchJob, num_bytes: int, now: float, head: LineLengths | None = None) -> Outlook:
         """Return the outlook of a new batch from its size and first lines, beside the jobs of the last update."""
         if batch.id in self.outlooks:  # a repeated request with the same idempotency key
             return self.outlooks[batch.id]
@@ -225,7 +225,7 @@ class Forecast:
         return self._beside(batch, (num_bytes * self.pace.tokens_per_byte, lines * per_line), now)
 
     def _beside(self, batch: BatchJob, left: tuple[float, float], now: float) -> Outlook:
-        load, rate = Load(batch.id, batch.tenant, self._prices().of(*left)), self._rate()
+        load, rate = JobLoad(batch.id, batch.tenant, self._prices().of(*left)), self._rate()
         if rate is None:
             return Outlook(None, False, False, sum(left))
         at_risk = self._is_at_risk(batch, self._alike.seconds(load, rate, is_new=True), now)
@@ -254,7 +254,7 @@ class Forecast:
     def _prices(self) -> TokenCosts:
         return self._costs or TokenCosts()
 
-    def _tokens_left(self, batch: BatchJob, lengths: Lengths) -> tuple[float, float]:
+    def _tokens_left(self, batch: BatchJob, lengths: LineLengths) -> tuple[float, float]:
         """Estimate the prompt tokens to compute and the output tokens that a job has left."""
         pending = lengths.pending_line * batch.remaining
         finished_bytes = lengths.total_bytes - pending

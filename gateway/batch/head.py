@@ -6,9 +6,9 @@ from typing import Any
 
 from engine.errors import InvalidRequestError
 from gateway.endpoints import ENDPOINTS
-from gateway.generate.endpoint import Endpoint
+from gateway.generate.endpoint import ModelEndpoint
 from gateway.http.json_text import load_json
-from gateway.store.objects import Lengths
+from gateway.store.objects import LineLengths
 
 HEAD_BYTES = 64 * 1024
 HEAD_ANSWERS = 64
@@ -17,7 +17,7 @@ ANSWER_LIMITS = ("max_completion_tokens", "max_tokens", "max_output_tokens")
 """Fields of the validated bodies, the first that is set counts."""
 
 
-def read_head(path: Path, endpoint: str) -> Lengths | None:
+def read_head(path: Path, endpoint: str) -> LineLengths | None:
     """Return the mean length and the answer limits of the first lines, or None if no whole line can be read.
 
     A line that `endpoint` would refuse gets an error row without any model work, so its answer limit is 0.
@@ -32,10 +32,10 @@ def read_head(path: Path, endpoint: str) -> Lengths | None:
     evenly = lines[:: math.ceil(len(lines) / HEAD_ANSWERS) or 1]
     answers = tuple(_answer_limit(line, ENDPOINTS[endpoint]) for line in evenly)
     length = sum(len(line) + 1 for line in lines) / max(1, len(lines))
-    return Lengths(len(whole), length, answers) if lines else None
+    return LineLengths(len(whole), length, answers) if lines else None
 
 
-def _answer_limit(line: bytes, endpoint: Endpoint[Any]) -> float:
+def _answer_limit(line: bytes, endpoint: ModelEndpoint[Any]) -> float:
     """Return the maximum number of tokens in the answer to a line: infinity without a limit, 0 for an invalid line."""
     try:
         body = endpoint.check(load_json(line)["body"])

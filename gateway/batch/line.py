@@ -12,7 +12,7 @@ from gateway.context import GatewayContext
 from gateway.endpoints import ENDPOINTS
 from gateway.generate.answering import collect, run_text_work
 from gateway.generate.choices import Generation
-from gateway.generate.endpoint import Endpoint
+from gateway.generate.endpoint import ModelEndpoint
 from gateway.generate.params import GenerationPlan
 from gateway.http.errors import to_api_error
 from gateway.store.objects import Usage
@@ -63,7 +63,7 @@ class LineRunner:
             answer = to_api_error(error)
             return LineAnswer(answer.status, answer.envelope)
 
-    async def _answer(self, endpoint: Endpoint[Any], body: dict[str, Any], origin: LineOrigin) -> LineAnswer:
+    async def _answer(self, endpoint: ModelEndpoint[Any], body: dict[str, Any], origin: LineOrigin) -> LineAnswer:
         context = self._context
         if origin.length is not None and origin.length <= INLINE_LINE:
             await Turns.of_loop().take()

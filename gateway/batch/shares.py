@@ -18,7 +18,7 @@ MAX_WORK = 1e15
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class JobLoad:
     """The work that one job has left."""
 
     batch_id: str
@@ -81,7 +81,7 @@ class Shares:
     def __init__(self) -> None:
         self._lanes: dict[bool, _Lane] = {}
 
-    def add(self, load: Load) -> None:
+    def add(self, load: JobLoad) -> None:
         lane = self._lanes.setdefault(load.at_risk, _Lane())
         lane.tenants.setdefault(load.tenant, SortedWorks()).works.append(load.counted)
 
@@ -90,7 +90,7 @@ class Shares:
             lane.seal()
         return self
 
-    def seconds(self, load: Load, rate: float, *, is_new: bool = False) -> float:
+    def seconds(self, load: JobLoad, rate: float, *, is_new: bool = False) -> float:
         """Return the time until the job ends at `rate` (work per second); `is_new`: the job was not added.
 
         Infinity if the rate is not positive."""
@@ -104,7 +104,7 @@ class Shares:
         return done / rate if rate > 0.0 else math.inf
 
 
-def finish_times(loads: Sequence[Load], rate: float) -> dict[str, float]:
+def finish_times(loads: Sequence[JobLoad], rate: float) -> dict[str, float]:
     """Return the seconds until each job ends, by batch id, in O(n log n) for n jobs."""
     shares = Shares()
     for load in loads:

@@ -20,13 +20,13 @@ from gateway.batch.feeder import LineFeeder, RunLine
 from gateway.batch.finish import Finisher
 from gateway.batch.forecast import Forecast
 from gateway.batch.head import read_head
-from gateway.batch.judge import Judge
+from gateway.batch.lane_updater import LaneUpdater
 from gateway.batch.limits import BatchLimits
 from gateway.batch.results import ResultWriter, StorageRetry, in_thread
 from gateway.http.errors import log_unexpected
 from gateway.store.disk import StorageError
 from gateway.store.folder import StateFolder
-from gateway.store.objects import BatchJob, Lengths
+from gateway.store.objects import BatchJob, LineLengths
 from gateway.store.states import TERMINAL, BatchStatus, IllegalTransition
 
 EXPIRED_FILES = 1000
@@ -88,7 +88,7 @@ class BatchWorker:
         )
         self._finisher = Finisher(folder, limits, self._retry, self._now, max_lines)
         self.forecast = Forecast(costs, online_tokens)
-        self._judge = Judge(self.forecast, self._jobs, clock, set_lane, self.feeder.offer)
+        self._lanes = LaneUpdater(self.forecast, self._jobs, clock, set_lane, self.feeder.offer)
         self._drives: dict[str, asyncio.Task[None]] = {}
         self._services: list[asyncio.Task[None]] = []
         self.states: dict[str, BatchStatus] = {}
@@ -102,7 +102,7 @@ class BatchWorker:
             "feed": self.feeder.run(),
             "results": self._results.run(),
             "ticks": self._tick_for_ever(),
-            "forecast": self._judge.run(),
+            "forecast": self._lanes.run(),
         }
         try:
             await self._resume()
@@ -233,7 +233,7 @@ class BatchWorker:
                 job.settled.set()
             lengths = await self._retry.run(lambda: self._store.line_lengths(batch.id))
             head = await self._head(batch)
-            self._judge.begin(job, lengths if head is None else replace(lengths, answers=head.answers))
+            self._lanes.begin(job, lengths if head is None else replace(lengths, answers=head.answers))
             self.feeder.offer(job)
             if job.batch.expires_at < self._next_expiry:
                 self._look_at_clock.set()
@@ -279,7 +279,7 @@ class BatchWorker:
     async def tick(self) -> None:
         """Start batches without a task, and remove expired files."""
         now = self._now()
-        self._judge.changed()
+        self._lanes.changed()
         for job in list(self._jobs.values()):
             self.feeder.offer(job)
         with suppress(StorageError):
@@ -292,7 +292,7 @@ class BatchWorker:
     def _line_ended(self, line: FinishedLine) -> None:
         self.lines_ended[line.succeeded] += 1
         self.forecast.line_ended(line.ref.length, line.usage)
-        self._judge.changed()
+        self._lanes.changed()
 
     def notes(self, batch: BatchJob) -> dict[str, str]:
         """See JobListener."""
@@ -305,7 +305,7 @@ class BatchWorker:
         outlook = self.forecast.first(batch, num_bytes, self._clock(), head)
         return outlook.notes(batch) if outlook.misses else {}
 
-    async def _head(self, batch: BatchJob) -> Lengths | None:
+    async def _head(self, batch: BatchJob) -> LineLengths | None:
         return await in_thread(lambda: read_head(self._folder.file_path(batch.input_file_id), batch.endpoint))
 
 

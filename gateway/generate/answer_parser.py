@@ -21,7 +21,7 @@ MAX_CALL_CHARS = 2**19
 
 
 @dataclass(slots=True)
-class Piece:
+class ParsedText:
     """Parsed output of one `push`."""
 
     text: str = ""
@@ -138,7 +138,7 @@ class AnswerParser:
         self._thoughts: list[str] = []
         self._calls: list[Call] = []
 
-    def push(self, text: str, final: bool = False) -> Piece:
+    def push(self, text: str, final: bool = False) -> ParsedText:
         """Parse more text; `final`: the answer ends, so emit all held-back text."""
         text, at = self._tail + text, 0
         if self._region is _Region.START:
@@ -261,7 +261,7 @@ class AnswerParser:
             self._end_call("")
         self._let_out()
 
-    def _piece(self) -> Piece:
-        piece = Piece("".join(self._texts), "".join(self._thoughts), self._calls)
+    def _piece(self) -> ParsedText:
+        piece = ParsedText("".join(self._texts), "".join(self._thoughts), self._calls)
         self._texts, self._thoughts, self._calls = [], [], []
         return piece

@@ -20,12 +20,12 @@ from engine.errors import TidemillError
 from engine.turns import Turns
 from gateway.context import GatewayContext, context_of, tenant_of, tier_of
 from gateway.generate.body_size import is_large
-from gateway.generate.choices import Delta, Generation
+from gateway.generate.choices import Generation, OutputDelta
 from gateway.generate.pace import at_half_speed
 from gateway.generate.params import GenerationPlan
 from gateway.generate.wire import ModelBody
 from gateway.http.errors import ApiError, log_unexpected, to_api_error
-from gateway.http.quotas import Admissions, Place
+from gateway.http.quotas import Admissions, AdmissionSlot
 from gateway.http.sse import EventStream, run_while_connected
 from gateway.models import Model
 
@@ -42,7 +42,7 @@ ResultT = TypeVar("ResultT")
 class WholeFormat(Protocol):
     """Format of the non-streamed responses of an API."""
 
-    def whole(self, choices: list[list[Delta]], usage: dict[str, Any]) -> dict[str, Any]:
+    def whole(self, choices: list[list[OutputDelta]], usage: dict[str, Any]) -> dict[str, Any]:
         """Return the response; `choices[i]` are the deltas of choice i."""
         ...
 
@@ -54,7 +54,7 @@ class AnswerFormat(WholeFormat, Protocol):
         """Return the events before the first token, possibly none."""
         ...
 
-    def chunk(self, delta: Delta, usage: dict[str, Any] | None) -> bytes:
+    def chunk(self, delta: OutputDelta, usage: dict[str, Any] | None) -> bytes:
         """Return the events of a delta; `usage` is given if the client wants it in every chunk."""
         ...
 
@@ -151,7 +151,7 @@ async def begin(request: Request, plan: GenerationPlan) -> Generation:
     return generation
 
 
-async def _wait_for(request: Request, place: Place, admissions: Admissions) -> None:
+async def _wait_for(request: Request, place: AdmissionSlot, admissions: Admissions) -> None:
     async def granted() -> None:
         await place.granted.wait()
 
@@ -179,7 +179,7 @@ async def respond(request: Request, generation: Generation, shape: WholeFormat) 
 
 async def collect(generation: Generation, shape: WholeFormat) -> dict[str, Any]:
     """Return the complete answer, built in a thread if it is large. Raises the error of the first choice that fails."""
-    choices: list[list[Delta]] = [[] for _ in generation.choices]
+    choices: list[list[OutputDelta]] = [[] for _ in generation.choices]
     num_parts = 0
     async with aclosing(generation.deltas()) as deltas:
         async for delta in deltas:

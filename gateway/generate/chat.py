@@ -14,9 +14,9 @@ from engine.text.tokenizer import Tokenizer
 from gateway.context import GatewayContext
 from gateway.generate.answer_parser import Parsing
 from gateway.generate.answering import check_room, find_model, run_by_size, run_text_work
-from gateway.generate.choices import Delta
+from gateway.generate.choices import OutputDelta
 from gateway.generate.completion_stream import CompletionStream
-from gateway.generate.endpoint import Endpoint
+from gateway.generate.endpoint import ModelEndpoint
 from gateway.generate.logprobs import chat_logprobs
 from gateway.generate.params import UNHONOURED, Caller, GenerationPlan, chat_plan, check_chat, check_texts
 from gateway.generate.structured import grammar_of
@@ -51,7 +51,7 @@ async def plan_translated(
 async def plan_chat(
     context: GatewayContext, body: ChatCompletionRequest, tenant: str, prefix: str = "chatcmpl-", clip: bool = False
 ) -> GenerationPlan:
-    """See `Endpoint.plan`. Also used for requests translated from other APIs. `prefix`: prefix of the response id;
+    """See `ModelEndpoint.plan`. Also used for requests translated from other APIs. `prefix`: prefix of the response id;
     `clip`: see `chat_plan`."""
     adapter = find_model(context, body.model).adapter
     form, marks = context.tool_format, context.thought_marks
@@ -154,7 +154,7 @@ class ChatFormat(CompletionStream):
             return b',"usage":' + orjson.dumps(usage)
         return b',"usage":null' if self._plan.stream_options.include_usage else b""
 
-    def chunk(self, delta: Delta, usage: dict[str, Any] | None) -> bytes:
+    def chunk(self, delta: OutputDelta, usage: dict[str, Any] | None) -> bytes:
         """See AnswerFormat.chunk."""
         index = delta.index
         shows_text = delta.text or not (delta.reasoning or delta.calls)
@@ -171,7 +171,7 @@ class ChatFormat(CompletionStream):
             return start + self._plain_end
         return start + self._end(delta, usage)
 
-    def _with_parts(self, start: bytes, delta: Delta) -> bytes:
+    def _with_parts(self, start: bytes, delta: OutputDelta) -> bytes:
         """Add reasoning and calls to the beginning of a chunk."""
         parts: dict[str, Any] = _reasoning(delta.reasoning)
         if delta.calls:
@@ -180,14 +180,14 @@ class ChatFormat(CompletionStream):
             parts["tool_calls"] = [{"index": first + i, **_tool_call(call)} for i, call in enumerate(delta.calls)]
         return start + (b"" if start.endswith(b"{") else b",") + orjson.dumps(parts)[1:-1]
 
-    def _end(self, delta: Delta, usage: dict[str, Any] | None) -> bytes:
+    def _end(self, delta: OutputDelta, usage: dict[str, Any] | None) -> bytes:
         parts = [b'},"logprobs":', orjson.dumps(self._logprobs([delta])), b',"finish_reason":']
         parts.append(orjson.dumps(delta.finish_reason))
         if self._plan.return_token_ids:
             parts += [b',"token_ids":', orjson.dumps(list(delta.token_ids))]
         return b"".join([*parts, b"}]", self._usage_part(usage), b"}", END])
 
-    def whole(self, choices: list[list[Delta]], usage: dict[str, Any]) -> dict[str, Any]:
+    def whole(self, choices: list[list[OutputDelta]], usage: dict[str, Any]) -> dict[str, Any]:
         """See AnswerFormat.whole."""
         answer = {
             **self._head,
@@ -199,7 +199,7 @@ class ChatFormat(CompletionStream):
             answer["prompt_token_ids"] = list(self._plan.prompts[0].token_ids)
         return answer
 
-    def _choice(self, index: int, deltas: list[Delta]) -> dict[str, Any]:
+    def _choice(self, index: int, deltas: list[OutputDelta]) -> dict[str, Any]:
         text = "".join([delta.text for delta in deltas])
         calls = [_tool_call(call) for delta in deltas for call in delta.calls]
         message: dict[str, Any] = {"role": "assistant", "content": text if text or not calls else None}
@@ -216,7 +216,7 @@ class ChatFormat(CompletionStream):
             choice["token_ids"] = [token_id for delta in deltas for token_id in delta.token_ids]
         return choice
 
-    def _logprobs(self, deltas: list[Delta]) -> dict[str, Any] | None:
+    def _logprobs(self, deltas: list[OutputDelta]) -> dict[str, Any] | None:
         if self._plan.num_logprobs is None:
             return None
         pairs = [pair for delta in deltas for pair in delta.logprobs]
@@ -233,7 +233,7 @@ def _tool_call(call: Call) -> dict[str, Any]:
     return {"id": f"call_{secrets.token_hex(12)}", "type": "function", "function": function}
 
 
-CHAT = Endpoint(
+CHAT = ModelEndpoint(
     "/v1/chat/completions", ChatCompletionRequest, UNHONOURED, "create_chat_completion", plan_chat,
     lambda context, _, plan, __: ChatFormat(plan, context.tokenizer),
 )  # fmt: skip

@@ -12,7 +12,7 @@ from engine.api import EngineClient, FinishReason, OutputStream, RequestOutput, 
 from engine.errors import EngineStepError, EngineUnavailableError, TidemillError
 from engine.text.stopping import OutputTextStream
 from engine.text.tokenizer import Tokenizer
-from gateway.generate.answer_parser import Parsing, Piece
+from gateway.generate.answer_parser import ParsedText, Parsing
 from gateway.generate.params import GenerationPlan
 from gateway.generate.tool_formats import Call
 from gateway.generate.translation import told_in
@@ -26,7 +26,7 @@ FINISH_REASONS = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length"}
 
 
 @dataclass(slots=True)
-class Delta:
+class OutputDelta:
     """New output of one choice."""
 
     index: int
@@ -57,7 +57,7 @@ class Used(NamedTuple):
     """Reasoning tokens."""
 
 
-class Choice:
+class ChoiceState:
     """State of one choice: detokenizer, parser, held-back tokens and counts."""
 
     def __init__(self, index: int, plan: GenerationPlan, tokenizer: Tokenizer, metrics: ClassMetrics) -> None:
@@ -85,7 +85,7 @@ class Choice:
             skip_special_tokens=not parsing.shows_special_tokens,
         )
 
-    def advance(self, output: RequestOutput) -> Delta | None:
+    def advance(self, output: RequestOutput) -> OutputDelta | None:
         """Process an output; return None if there is nothing to emit yet. Raises the error of a failed request."""
         self._observe(output)
         reason = output.finish_reason
@@ -113,8 +113,8 @@ class Choice:
         if reason is None and (piece.is_empty if text else not counted):
             self._hold(output, num_read)
             # Clients with continuous usage also get the count of tokens whose text is held back.
-            return Delta(self._index, "") if self._shows_each_token and num_read else None
-        delta = Delta(self._index, piece.text, reasoning=piece.reasoning, calls=piece.calls, stop=stop)
+            return OutputDelta(self._index, "") if self._shows_each_token and num_read else None
+        delta = OutputDelta(self._index, piece.text, reasoning=piece.reasoning, calls=piece.calls, stop=stop)
         delta.embedding = output.embedding or b""
         delta.finish_reason = None if reason is None else self._finish_reason(reason)
         if self._keeps_tokens:
@@ -133,8 +133,8 @@ class Choice:
         """Number of reasoning tokens; None if the model has no reasoning."""
         return None if self._thoughts is None else self._thoughts.num_thoughts
 
-    def _take_apart(self, text: str, final: bool) -> Piece:
-        piece = Piece(text) if self._parser is None else self._parser.push(text, final)
+    def _take_apart(self, text: str, final: bool) -> ParsedText:
+        piece = ParsedText(text) if self._parser is None else self._parser.push(text, final)
         self._called = self._called or bool(piece.calls)
         return piece
 
@@ -162,7 +162,7 @@ class Choice:
             logprobs: Sequence[TokenLogprobs | None] = output.logprobs or [None] * len(ids)
             self._held.extend(zip(ids, logprobs, strict=False))
 
-    def _give(self, delta: Delta, counted: int, stop_token_id: int | None) -> None:
+    def _give(self, delta: OutputDelta, counted: int, stop_token_id: int | None) -> None:
         """Move the held tokens of the delta's text into the delta; the last delta gets all remaining token ids."""
         shown = self._held[:counted]
         delta.logprobs = [(token_id, logprobs) for token_id, logprobs in shown if logprobs is not None]
@@ -195,7 +195,7 @@ class Generation:
     possibly several times."""
 
     def __init__(
-        self, plan: GenerationPlan, client: EngineClient, choices: list[Choice], streams: Sequence[OutputStream]
+        self, plan: GenerationPlan, client: EngineClient, choices: list[ChoiceState], streams: Sequence[OutputStream]
     ) -> None:
         self.plan = plan
         self.choices = choices
@@ -212,11 +212,11 @@ class Generation:
     ) -> "Generation":
         """Submit the first MAX_QUEUED choices, all or none. Raises the exceptions of `EngineClient.submit`."""
         bound = metrics.by_class[plan.request_class]
-        choices = [Choice(i, plan, tokenizer, bound) for i in range(len(plan.requests))]
+        choices = [ChoiceState(i, plan, tokenizer, bound) for i in range(len(plan.requests))]
         with told_in(plan.names):
             return cls(plan, client, choices, await client.submit(plan.requests[:MAX_QUEUED]))
 
-    async def deltas(self) -> AsyncGenerator[Delta, None]:
+    async def deltas(self) -> AsyncGenerator[OutputDelta, None]:
         """Yield the deltas of all choices until all have finished. Raises the error of a failed choice."""
         if len(self._streams) == 1 or all(request.final_only for request in self.plan.requests):
             for index in range(len(self.choices)):
@@ -238,7 +238,7 @@ class Generation:
         if not all(choice.finished for choice in self.choices):
             raise EngineUnavailableError("The engine stopped while this request was running.", retry_after=5.0)
 
-    async def _merged(self) -> AsyncGenerator[Delta, None]:
+    async def _merged(self) -> AsyncGenerator[OutputDelta, None]:
         """Yield the deltas of all streams as they arrive, in constant time per output."""
         done: asyncio.Queue[tuple[int, asyncio.Task[RequestOutput | None]]] = asyncio.Queue()
         waiting: dict[int, asyncio.Task[RequestOutput | None]] = {}
@@ -268,7 +268,7 @@ class Generation:
                 task.cancel()
             await asyncio.gather(*waiting.values(), return_exceptions=True)
 
-    def _advance(self, index: int, output: RequestOutput) -> Delta | None:
+    def _advance(self, index: int, output: RequestOutput) -> OutputDelta | None:
         choice = self.choices[index]
         before = choice.used
         try:

@@ -9,15 +9,15 @@ from engine.text.tokenizer import Tokenizer
 from gateway.context import GatewayContext
 from gateway.generate.answering import CHARS_PER_TOKEN, READ_INLINE, check_room, find_model, run_text_work
 from gateway.generate.body_size import is_large
-from gateway.generate.choices import Delta
+from gateway.generate.choices import OutputDelta
 from gateway.generate.completion_stream import CompletionStream
-from gateway.generate.endpoint import Endpoint
+from gateway.generate.endpoint import ModelEndpoint
 from gateway.generate.logprobs import CompletionLogprobs
 from gateway.generate.params import (
     UNHONOURED,
     Caller,
     GenerationPlan,
-    Prompt,
+    TokenizedPrompt,
     check_completion,
     check_texts,
     completion_plan,
@@ -28,7 +28,7 @@ from gateway.http.sse import END
 
 
 async def plan_completion(context: GatewayContext, body: CompletionRequest, tenant: str) -> GenerationPlan:
-    """See `Endpoint.plan`."""
+    """See `ModelEndpoint.plan`."""
     adapter = find_model(context, body.model).adapter
     check_completion(body)
     lengths = [len(prompt) if isinstance(prompt, str) else CHARS_PER_TOKEN * len(prompt) for prompt in body.prompt]
@@ -46,10 +46,10 @@ async def plan_completion(context: GatewayContext, body: CompletionRequest, tena
     return plan() if at_once else await run_text_work(context, plan)
 
 
-def encode_prompt(tokenizer: Tokenizer, prompt: str | list[int]) -> Prompt:
+def encode_prompt(tokenizer: Tokenizer, prompt: str | list[int]) -> TokenizedPrompt:
     if isinstance(prompt, str):
-        return Prompt(tuple(tokenizer.encode(prompt)), prompt)
-    return Prompt(tuple(prompt))
+        return TokenizedPrompt(tuple(tokenizer.encode(prompt)), prompt)
+    return TokenizedPrompt(tuple(prompt))
 
 
 class CompletionFormat(CompletionStream):
@@ -67,7 +67,7 @@ class CompletionFormat(CompletionStream):
         if plan.num_logprobs is not None:
             self._logprobs = [CompletionLogprobs(tokenizer, r.prompt_token_ids) for r in plan.requests]
 
-    def chunk(self, delta: Delta, usage: dict[str, Any] | None) -> bytes:
+    def chunk(self, delta: OutputDelta, usage: dict[str, Any] | None) -> bytes:
         """See AnswerFormat.chunk."""
         index = delta.index
         is_first, self._is_open[index] = not self._is_open[index], True
@@ -82,7 +82,7 @@ class CompletionFormat(CompletionStream):
             data["usage"] = usage
         return b"data: " + orjson.dumps(data) + END
 
-    def _details(self, delta: Delta) -> dict[str, Any]:
+    def _details(self, delta: OutputDelta) -> dict[str, Any]:
         details: dict[str, Any] = {
             "logprobs": self._logprobs[delta.index].add(delta.logprobs) if self._logprobs else None,
             "finish_reason": delta.finish_reason,
@@ -92,7 +92,7 @@ class CompletionFormat(CompletionStream):
     def _prompt_ids(self, index: int) -> list[int]:
         return list(self._plan.requests[index].prompt_token_ids)
 
-    def whole(self, choices: list[list[Delta]], usage: dict[str, Any]) -> dict[str, Any]:
+    def whole(self, choices: list[list[OutputDelta]], usage: dict[str, Any]) -> dict[str, Any]:
         """See AnswerFormat.whole."""
         return {
             **self._head,
@@ -100,8 +100,8 @@ class CompletionFormat(CompletionStream):
             "usage": usage,
         }
 
-    def _choice(self, index: int, deltas: list[Delta]) -> dict[str, Any]:
-        joined = Delta(
+    def _choice(self, index: int, deltas: list[OutputDelta]) -> dict[str, Any]:
+        joined = OutputDelta(
             index,
             self._echoed[index // self._plan.n] + "".join([delta.text for delta in deltas]),
             [token_id for delta in deltas for token_id in delta.token_ids],
@@ -114,13 +114,13 @@ class CompletionFormat(CompletionStream):
         return choice
 
 
-def _echo_text(tokenizer: Tokenizer, prompt: Prompt) -> str:
+def _echo_text(tokenizer: Tokenizer, prompt: TokenizedPrompt) -> str:
     if prompt.text is not None:
         return prompt.text
     return tokenizer.decode(prompt.token_ids, skip_special_tokens=False)
 
 
-COMPLETIONS = Endpoint(
+COMPLETIONS = ModelEndpoint(
     "/v1/completions", CompletionRequest, UNHONOURED, "create_completion", plan_completion,
     lambda context, body, plan, _: CompletionFormat(plan, context.tokenizer, bool(body.echo)),
 )  # fmt: skip

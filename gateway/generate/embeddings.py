@@ -13,17 +13,17 @@ from engine.pooling import EmbeddingSpec
 from gateway.context import GatewayContext
 from gateway.generate.answering import CHARS_PER_TOKEN, READ_INLINE, check_room, find_model, run_text_work
 from gateway.generate.body_size import is_large
-from gateway.generate.choices import Delta
+from gateway.generate.choices import OutputDelta
 from gateway.generate.completions import encode_prompt
-from gateway.generate.endpoint import Endpoint
-from gateway.generate.params import UNHONOURED, Caller, GenerationPlan, Prompt, check_prompt, check_texts
+from gateway.generate.endpoint import ModelEndpoint
+from gateway.generate.params import UNHONOURED, Caller, GenerationPlan, TokenizedPrompt, check_prompt, check_texts
 from gateway.generate.wire import EmbeddingRequest, StreamOptions
 
 NOTHING_SAMPLED = SamplingParams(max_tokens=1, temperature=0.0)
 
 
 async def plan_embeddings(context: GatewayContext, body: EmbeddingRequest, tenant: str) -> GenerationPlan:
-    """See `Endpoint.plan`."""
+    """See `ModelEndpoint.plan`."""
     adapter = find_model(context, body.model).adapter
     spec = embedding_spec(context.client.info, body)
     lengths = [len(text) if isinstance(text, str) else CHARS_PER_TOKEN * len(text) for text in body.input]
@@ -57,7 +57,9 @@ def embedding_spec(info: EngineInfo, body: EmbeddingRequest) -> EmbeddingSpec:
     return spec
 
 
-def _plan(body: EmbeddingRequest, prompts: tuple[Prompt, ...], caller: Caller, spec: EmbeddingSpec) -> GenerationPlan:
+def _plan(
+    body: EmbeddingRequest, prompts: tuple[TokenizedPrompt, ...], caller: Caller, spec: EmbeddingSpec
+) -> GenerationPlan:
     request_class = RequestClass.OFFLINE if body.service_tier == "flex" else RequestClass.ONLINE
     requests = tuple(
         EngineRequest(
@@ -99,7 +101,7 @@ class EmbeddingFormat:
         self._size = body.dimensions or spec.size
         self._as_base64 = body.encoding_format == "base64"
 
-    def whole(self, choices: list[list[Delta]], usage: dict[str, Any]) -> dict[str, Any]:
+    def whole(self, choices: list[list[OutputDelta]], usage: dict[str, Any]) -> dict[str, Any]:
         """See WholeFormat.whole."""
         vectors = [self._vector(deltas[-1].embedding) for deltas in choices]
         used = {name: usage[name] for name in ("prompt_tokens", "total_tokens", "prompt_tokens_details")}
@@ -124,7 +126,7 @@ class EmbeddingFormat:
         return orjson.Fragment(orjson.dumps(vector, option=orjson.OPT_SERIALIZE_NUMPY))
 
 
-EMBEDDINGS = Endpoint(
+EMBEDDINGS = ModelEndpoint(
     "/v1/embeddings", EmbeddingRequest, UNHONOURED, "create_embeddings", plan_embeddings,
     lambda context, body, plan, _: EmbeddingFormat(body, plan, embedding_spec(context.client.info, body)),
 )  # fmt: skip

@@ -31,7 +31,7 @@ class JsonPost(Generic[BodyT]):
 
 
 @dataclass(frozen=True)
-class Endpoint(JsonPost[BodyT]):
+class ModelEndpoint(JsonPost[BodyT]):
     """An endpoint that runs the model."""
 
     name: str

@@ -73,7 +73,7 @@ UNHONOURED = Unhonoured(
 
 
 @dataclass(frozen=True, slots=True)
-class Prompt:
+class TokenizedPrompt:
     """Token ids, and the source text if the prompt was sent as text."""
 
     token_ids: tuple[int, ...]
@@ -86,7 +86,7 @@ class GenerationPlan:
 
     response_id: str
     model: str
-    prompts: tuple[Prompt, ...]
+    prompts: tuple[TokenizedPrompt, ...]
     n: int
     requests: tuple[EngineRequest, ...]
     """`requests[p * n + i]` is choice i of prompt p."""
@@ -173,7 +173,7 @@ def chat_plan(
 ) -> GenerationPlan:
     """Plan one prompt. The default maximum length of the answer is the rest of the context. `clip`: reduce a larger
     `max_tokens` to the rest of the context instead of raising."""
-    prompt = Prompt(tuple(token_ids))
+    prompt = TokenizedPrompt(tuple(token_ids))
     room = info.max_model_len - len(prompt.token_ids)
     max_tokens = body.max_completion_tokens or body.max_tokens or max(1, room)
     if clip:
@@ -184,7 +184,7 @@ def chat_plan(
 
 def completion_plan(
     body: CompletionRequest,
-    prompts: Sequence[Prompt],
+    prompts: Sequence[TokenizedPrompt],
     info: EngineInfo,
     caller: Caller,
     grammar: Grammar | None = None,
@@ -198,7 +198,7 @@ def completion_plan(
 
 def _plan(
     body: GenerationBody,
-    prompts: tuple[Prompt, ...],
+    prompts: tuple[TokenizedPrompt, ...],
     max_tokens: tuple[int, ...],
     num_logprobs: int | None,
     info: EngineInfo,

@@ -15,7 +15,7 @@ from engine.text.thoughts import ThoughtMarks
 from gateway.generate.answer_parser import Parsing
 from gateway.generate.tool_formats import END_THINK, FORMATS, THINK, ToolFormat, find_format
 from gateway.generate.tool_grammars import Function
-from gateway.generate.wire import ChatCompletionRequest, Message, NamedTool, TemplateOptions
+from gateway.generate.wire import ChatCompletionRequest, ChatMessage, NamedToolChoice, TemplateOptions
 
 FLAG = "--tool-parser"
 _IN_SYSTEM = re.compile(r"""message(\[['"]tools['"]\]|\.tools\b)""")
@@ -54,7 +54,7 @@ def check_tools(body: ChatCompletionRequest, format: ToolFormat | None, template
     names = [function.name for function in _functions(body)]
     if len(set(names)) < len(names):
         raise _invalid("Two tools have the same name.", "tools")
-    if isinstance(body.tool_choice, NamedTool) and body.tool_choice.function.name not in names:
+    if isinstance(body.tool_choice, NamedToolChoice) and body.tool_choice.function.name not in names:
         raise _invalid("'tool_choice' names a function that is not in 'tools'.", "tool_choice.function.name")
 
 
@@ -109,7 +109,7 @@ def tool_grammar(
     if required and is_thinking:
         message = "The prompt opens reasoning, so a required call needs 'thinking_token_budget'."
         raise _unsupported(message, "tool_choice")
-    if isinstance(body.tool_choice, NamedTool):
+    if isinstance(body.tool_choice, NamedToolChoice):
         functions = [each for each in functions if each.name == body.tool_choice.function.name]
     if not required:  # the schemas of other functions are not enforced
         functions = [each if each.strict else each._replace(parameters={}) for each in functions]
@@ -142,7 +142,7 @@ def template_messages(body: ChatCompletionRequest, format: ToolFormat | None, te
     return messages
 
 
-def _template_message(message: Message, index: int, id_chars: int | None) -> dict[str, Any]:
+def _template_message(message: ChatMessage, index: int, id_chars: int | None) -> dict[str, Any]:
     """Convert a message: role `developer` to `system`, arguments of past calls to objects, past reasoning to one name,
     and call ids to the length that the template requires."""
     fields = message.model_dump(exclude_none=True, exclude={"refusal", "reasoning"})
@@ -182,7 +182,7 @@ def _functions(body: ChatCompletionRequest) -> list[Function]:
 
 
 def must_call(body: ChatCompletionRequest) -> bool:
-    return body.tool_choice == "required" or isinstance(body.tool_choice, NamedTool)
+    return body.tool_choice == "required" or isinstance(body.tool_choice, NamedToolChoice)
 
 
 def _invalid(message: str, param: str) -> InvalidRequestError:

@@ -13,7 +13,7 @@ from typing import Any, Literal, Protocol
 from pydantic import BaseModel, ConfigDict
 
 from engine.errors import InvalidRequestError
-from gateway.generate.wire import ChatCompletionRequest, FunctionCall, Message, ToolCall
+from gateway.generate.wire import ChatCompletionRequest, ChatMessage, FunctionCall, ToolCall
 
 _EFFORTS = {"minimal": "low", "xhigh": "high", "max": "high"}
 _QUOTED = re.compile("'([^']{1,200})'")
@@ -67,8 +67,8 @@ class _Draft:
     calls: list[ToolCall] = field(default_factory=list)
     call_id: str | None = None
 
-    def message(self) -> Message:
-        message = Message(role=self.role, content="\n\n".join(self.texts), tool_call_id=self.call_id)
+    def message(self) -> ChatMessage:
+        message = ChatMessage(role=self.role, content="\n\n".join(self.texts), tool_call_id=self.call_id)
         message.reasoning_content = "\n".join(self.thoughts) if self.thoughts else None
         message.tool_calls = self.calls or None
         return message
@@ -82,7 +82,7 @@ class Conversation:
         self._drafts: list[_Draft] = []
         self._names = names
 
-    def messages(self) -> list[Message]:
+    def messages(self) -> list[ChatMessage]:
         return [draft.message() for draft in self._drafts]
 
     def instruct(self, text: str) -> None:

@@ -104,7 +104,7 @@ Content = Annotated[
 ]
 
 
-class Message(StrictBody):
+class ChatMessage(StrictBody):
     """A message. `tool_call_id`: the call that a tool message answers; `reasoning_content` is another name of
     `reasoning`."""
 
@@ -228,7 +228,7 @@ class FunctionName(StrictBody):
     name: str
 
 
-class NamedTool(StrictBody):
+class NamedToolChoice(StrictBody):
     type: Literal["function"]
     function: FunctionName
 
@@ -238,7 +238,7 @@ def _choice_kind(value: Any) -> str:
 
 
 ToolChoice = Annotated[
-    Annotated[Literal["none", "auto", "required"], Tag("<mode>")] | Annotated[NamedTool, Tag("<named>")],
+    Annotated[Literal["none", "auto", "required"], Tag("<mode>")] | Annotated[NamedToolChoice, Tag("<named>")],
     Discriminator(_choice_kind),
 ]
 
@@ -260,7 +260,7 @@ class ChatCompletionRequest(GenerationBody):
     reasoning_effort: Literal["none", "low", "medium", "high"] | None = None
     thinking_token_budget: int | None = Field(None, ge=0, le=_INT32)
 
-    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
+    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
     max_completion_tokens: int | None = Field(None, ge=1, le=_INT32)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)

@@ -69,7 +69,7 @@ def limit_reached(name: str, limit: int, what: str, *, status: int = 429, retry_
 
 
 @dataclass(slots=True, eq=False)
-class Place:
+class AdmissionSlot:
     """A request's place in the engine, or in the queue until `granted` is set."""
 
     tenant: str
@@ -80,22 +80,22 @@ class Place:
 
 
 @dataclass(slots=True)
-class _Tenant:
+class _TenantUsage:
     """Current usage of one tenant."""
 
     num_requests: int = 0
     """Requests in the engine."""
     num_tokens: int = 0
     """Tokens of these requests."""
-    waiting: OrderedDict[Place, None] = field(default_factory=OrderedDict)
+    waiting: OrderedDict[AdmissionSlot, None] = field(default_factory=OrderedDict)
     num_waiting: int = 0
     """Requests of the waiting places."""
 
-    def wait(self, place: Place) -> None:
+    def wait(self, place: AdmissionSlot) -> None:
         self.waiting[place] = None
         self.num_waiting += place.num_requests
 
-    def stop_waiting(self, place: Place) -> None:
+    def stop_waiting(self, place: AdmissionSlot) -> None:
         del self.waiting[place]
         self.num_waiting -= place.num_requests
 
@@ -113,13 +113,13 @@ class Admissions:
 
     def __init__(self, quota_of: Callable[[str], Quota]) -> None:
         self._quota_of = quota_of
-        self._tenants: dict[str, _Tenant] = {}
+        self._tenants: dict[str, _TenantUsage] = {}
 
     def check(self, tenant: str) -> None:
         """Raise ApiError 429 if not even the smallest request could wait. Called before any work on a request."""
         self._check_room(tenant, 1, 1)
 
-    def enter(self, tenant: str, num_requests: int, num_tokens: int) -> Place:
+    def enter(self, tenant: str, num_requests: int, num_tokens: int) -> AdmissionSlot:
         """Return a place, which is granted at once or later. The caller must pass it to `leave`.
 
         Raises ApiError 400 for a request that exceeds its tenant's limits by itself, and 429 if the queue is full."""
@@ -129,12 +129,12 @@ class Admissions:
                 message = f"The request needs {asked} {name}; its tenant's limit is '{name}={limit}'."
                 raise ApiError(400, message, code=TENANT_LIMIT)
         self._check_room(tenant, num_requests, num_tokens)
-        place = Place(tenant, num_requests, num_tokens)
-        self._tenants.setdefault(tenant, _Tenant()).wait(place)
+        place = AdmissionSlot(tenant, num_requests, num_tokens)
+        self._tenants.setdefault(tenant, _TenantUsage()).wait(place)
         self._grant(tenant)
         return place
 
-    def leave(self, place: Place) -> None:
+    def leave(self, place: AdmissionSlot) -> None:
         """Release a place, or stop waiting for it. Idempotent."""
         if place.left:
             return

@@ -23,7 +23,7 @@ from secrets import token_hex
 from gateway.store.disk import Disk, DiskFile, StorageError
 from gateway.store.objects import BATCH_ID, FILE_ID
 from gateway.store.opening import DATABASE, Opening
-from gateway.store.recovery import Recovery
+from gateway.store.recovery import StateRecovery
 from gateway.store.sqlite import SqliteStore
 
 PROBE = b"tidemill" * 512
@@ -110,7 +110,7 @@ class StateFolder:
 
     async def recover(self) -> None:
         """Clean up after the last process; call it before any other use of the folder. Raises StorageError."""
-        self.notice = await Recovery(self.root, self.disk, self.store, self._opening.found).run(int(time.time()))
+        self.notice = await StateRecovery(self.root, self.disk, self.store, self._opening.found).run(int(time.time()))
 
     async def remove_expired(self, now: int, limit: int) -> None:
         """Delete expired files. Raises StorageError.

@@ -216,7 +216,7 @@ class IdempotencyConflict(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Lengths:
+class LineLengths:
     """Sizes of a batch's lines."""
 
     total_bytes: int

@@ -72,7 +72,7 @@ class LostAndFound:
         return self._root / base / name
 
 
-class Recovery:
+class StateRecovery:
     """Cleanup at one start. Steps that fail are left to the next start."""
 
     def __init__(self, root: Path, disk: Disk, store: SqliteStore, found: LostAndFound) -> None:

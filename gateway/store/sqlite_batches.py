@@ -10,7 +10,7 @@ from gateway.store.objects import (
     FileObject,
     IdempotencyConflict,
     InputError,
-    Lengths,
+    LineLengths,
     LineQuota,
     LineRecord,
     LineRef,
@@ -175,14 +175,14 @@ class SqliteBatches:
 
         return await self._writer.run(work)
 
-    async def line_lengths(self, batch_id: str) -> Lengths:
-        def work(connection: sqlite3.Connection) -> Lengths:
+    async def line_lengths(self, batch_id: str) -> LineLengths:
+        def work(connection: sqlite3.Connection) -> LineLengths:
             query = (
                 "SELECT COALESCE(SUM(length), 0) AS total, AVG(CASE WHEN succeeded IS NULL THEN length END) AS pending "
                 "FROM lines WHERE batch = ?"
             )
             row = connection.execute(query, (_seq(connection, batch_id),)).fetchone()
-            return Lengths(row["total"], row["pending"] or 0.0)
+            return LineLengths(row["total"], row["pending"] or 0.0)
 
         return await self._writer.run(work)
 

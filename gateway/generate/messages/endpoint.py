@@ -7,7 +7,7 @@ from starlette.responses import Response
 from gateway.context import GatewayContext, context_of
 from gateway.generate.answering import read_body, run_by_size
 from gateway.generate.chat import count_prompt, plan_translated
-from gateway.generate.endpoint import Endpoint, JsonPost
+from gateway.generate.endpoint import JsonPost, ModelEndpoint
 from gateway.generate.messages.events import MessageFormat
 from gateway.generate.messages.translate import translate
 from gateway.generate.messages.wire import UNHONOURED, CountRequest, MessagesRequest
@@ -21,7 +21,7 @@ async def _plan(context: GatewayContext, body: MessagesRequest, tenant: str) -> 
     return await plan_translated(context, translation, tenant, "msg_", clip=True)
 
 
-MESSAGES = Endpoint(
+MESSAGES = ModelEndpoint(
     "/v1/messages", MessagesRequest, UNHONOURED, "create_message", _plan,
     lambda _, body, plan, request_id: MessageFormat(plan, body, request_id),
 )  # fmt: skip

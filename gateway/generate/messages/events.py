@@ -5,7 +5,7 @@ from typing import Any
 
 import orjson
 
-from gateway.generate.choices import Delta
+from gateway.generate.choices import OutputDelta
 from gateway.generate.messages.wire import MessagesRequest
 from gateway.generate.params import GenerationPlan
 from gateway.generate.tool_formats import Call
@@ -31,7 +31,7 @@ class MessageFormat:
         usage = {"prompt_tokens": len(self._plan.prompts[0].token_ids), "completion_tokens": 0}
         return _event("message_start", message=self._message(usage)) + _event("ping")
 
-    def chunk(self, delta: Delta, usage: dict[str, Any] | None) -> bytes:  # noqa: ARG002
+    def chunk(self, delta: OutputDelta, usage: dict[str, Any] | None) -> bytes:  # noqa: ARG002
         return self._take(delta)
 
     def closing(self, usage: dict[str, Any]) -> bytes:
@@ -41,13 +41,13 @@ class MessageFormat:
     def failure(self, error: ApiError, usage: dict[str, Any]) -> bytes:  # noqa: ARG002
         return _event("error", **messages_envelope(error, self._request_id))
 
-    def whole(self, choices: list[list[Delta]], usage: dict[str, Any]) -> dict[str, Any]:
+    def whole(self, choices: list[list[OutputDelta]], usage: dict[str, Any]) -> dict[str, Any]:
         for delta in choices[0]:
             self._take(delta)
         self._finish()
         return self._message(usage)
 
-    def _take(self, delta: Delta) -> bytes:
+    def _take(self, delta: OutputDelta) -> bytes:
         events: list[bytes] = []
         if delta.reasoning:
             events.append(self._write("thinking", delta.reasoning))
@@ -59,7 +59,7 @@ class MessageFormat:
             self._end = {"stop_reason": self._stop_reason(delta), "stop_sequence": delta.stop}
         return b"".join(events)
 
-    def _stop_reason(self, delta: Delta) -> str:
+    def _stop_reason(self, delta: OutputDelta) -> str:
         if delta.finish_reason == "length":
             return "model_context_window_exceeded" if self._is_clipped else "max_tokens"
         return "stop_sequence" if delta.stop is not None else _STOP_REASONS[str(delta.finish_reason)]

@@ -9,8 +9,8 @@ import orjson
 from engine.errors import InvalidRequestError
 from gateway.generate.messages.wire import (
     CallBlock,
-    FunctionTool,
-    InputMessage,
+    CustomTool,
+    MessageParam,
     MessagesRequest,
     PromptBody,
     ResultBlock,
@@ -80,13 +80,13 @@ def _conversation(body: PromptBody, names: dict[str, str]) -> Conversation:
     return conversation
 
 
-def _said(message: InputMessage) -> str:
+def _said(message: MessageParam) -> str:
     if isinstance(message.content, str):
         return message.content
     return "\n".join([block.text for block in message.content if isinstance(block, TextBlock)])
 
 
-def _ask(conversation: Conversation, message: InputMessage) -> None:
+def _ask(conversation: Conversation, message: MessageParam) -> None:
     """Add a user message: first the tool results, then the text."""
     results = [] if isinstance(message.content, str) else [b for b in message.content if isinstance(b, ResultBlock)]
     for block in results:
@@ -96,7 +96,7 @@ def _ask(conversation: Conversation, message: InputMessage) -> None:
         conversation.ask(text)
 
 
-def _go_on(conversation: Conversation, message: InputMessage, place: str) -> None:
+def _go_on(conversation: Conversation, message: MessageParam, place: str) -> None:
     """Add an assistant message: reasoning, text and calls."""
     blocks = [] if isinstance(message.content, str) else message.content
     for block in blocks:
@@ -119,7 +119,7 @@ def _functions(body: PromptBody) -> dict[str, Any]:
     tools = [
         {"name": tool.name, "description": tool.description, "parameters": tool.input_schema}
         for tool in body.tools or ()
-        if isinstance(tool, FunctionTool)
+        if isinstance(tool, CustomTool)
     ]
     if choice is None or not tools:
         return tool_fields(tools, None, choice is not None and choice.type in ("any", "tool"))

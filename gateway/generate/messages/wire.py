@@ -87,7 +87,7 @@ Block = Annotated[
 ]
 
 
-class InputMessage(ClientObject):
+class MessageParam(ClientObject):
     role: Literal["user", "assistant", "system"]
     content: Annotated[
         Annotated[str, Tag("<text>")]
@@ -96,7 +96,7 @@ class InputMessage(ClientObject):
     ]
 
 
-class FunctionTool(ClientObject):
+class CustomTool(ClientObject):
     """A function that the model may call; `input_schema` is the JSON schema of its arguments."""
 
     type: Literal["custom"] | None = None
@@ -119,7 +119,7 @@ def _tool_kind(value: Any) -> str | None:
 
 
 Tool = Annotated[
-    Annotated[FunctionTool, Tag("<function>")] | Annotated[ServerTool, Tag("<server>")],
+    Annotated[CustomTool, Tag("<function>")] | Annotated[ServerTool, Tag("<server>")],
     Discriminator(
         _tool_kind, custom_error_type="tool_type", custom_error_message="Only tools with an input_schema are supported"
     ),
@@ -158,7 +158,7 @@ def _as_tier(value: Any) -> Any:
 class PromptBody(RequestBody):
     """Fields that determine the prompt, which are all fields of POST /v1/messages/count_tokens."""
 
-    messages: Annotated[list[InputMessage], Field(min_length=1, max_length=MAX_MESSAGES - 1, fail_fast=True)]
+    messages: Annotated[list[MessageParam], Field(min_length=1, max_length=MAX_MESSAGES - 1, fail_fast=True)]
     system: Texts | None = None
     tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
     tool_choice: ToolChoice | None = None

@@ -3,9 +3,9 @@
 from gateway.context import GatewayContext
 from gateway.generate.answering import run_by_size
 from gateway.generate.chat import plan_translated
-from gateway.generate.endpoint import Endpoint
+from gateway.generate.endpoint import ModelEndpoint
 from gateway.generate.params import GenerationPlan
-from gateway.generate.responses.events import ResponseFormat
+from gateway.generate.responses.events import ResponsesFormat
 from gateway.generate.responses.translate import translate
 from gateway.generate.responses.wire import UNHONOURED, ResponsesRequest
 
@@ -16,7 +16,7 @@ async def _plan(context: GatewayContext, body: ResponsesRequest, tenant: str) ->
     return await plan_translated(context, translation, tenant, "resp_")
 
 
-RESPONSES = Endpoint(
+RESPONSES = ModelEndpoint(
     "/v1/responses", ResponsesRequest, UNHONOURED, "create_response", _plan,
-    lambda _, body, plan, __: ResponseFormat(plan, body),
+    lambda _, body, plan, __: ResponsesFormat(plan, body),
 )  # fmt: skip

@@ -5,10 +5,10 @@ import time
 from collections.abc import Iterable
 from typing import Any
 
-from gateway.generate.choices import Delta
+from gateway.generate.choices import OutputDelta
 from gateway.generate.params import GenerationPlan
 from gateway.generate.responses.translate import functions_of
-from gateway.generate.responses.wire import NamedTool, ResponsesRequest, TextFormat
+from gateway.generate.responses.wire import ResponsesRequest, TextFormat, ToolChoiceFunction
 from gateway.generate.tool_formats import Call
 from gateway.http.errors import ApiError
 from gateway.http.sse import named_event
@@ -40,7 +40,7 @@ class OpenItem:
         return {"type": self.name, "text": text, **extra}
 
 
-class ResponseFormat:
+class ResponsesFormat:
     """See AnswerFormat."""
 
     def __init__(self, plan: GenerationPlan, body: ResponsesRequest) -> None:
@@ -55,7 +55,7 @@ class ResponseFormat:
         kinds = ("response.created", "response.in_progress")
         return _written([self._event(kind, response=self._response) for kind in kinds])
 
-    def chunk(self, delta: Delta, usage: dict[str, Any] | None) -> bytes:  # noqa: ARG002
+    def chunk(self, delta: OutputDelta, usage: dict[str, Any] | None) -> bytes:  # noqa: ARG002
         return _written(self._take(delta))
 
     def closing(self, usage: dict[str, Any]) -> bytes:
@@ -66,13 +66,13 @@ class ResponseFormat:
         cause = {"code": _ERROR_CODES.get(error.status, "server_error"), "message": error.message}
         return _written([*events, self._end("failed", usage, error=cause)])
 
-    def whole(self, choices: list[list[Delta]], usage: dict[str, Any]) -> dict[str, Any]:
+    def whole(self, choices: list[list[OutputDelta]], usage: dict[str, Any]) -> dict[str, Any]:
         for delta in choices[0]:
             self._take(delta)
         response: dict[str, Any] = self._finish(usage)[-1]["response"]
         return response
 
-    def _take(self, delta: Delta) -> list[Event]:
+    def _take(self, delta: OutputDelta) -> list[Event]:
         events: list[Event] = []
         if delta.reasoning:
             events += self._write("reasoning", delta.reasoning)
@@ -177,7 +177,7 @@ def _described(plan: GenerationPlan, body: ResponsesRequest) -> dict[str, Any]:
         "store": False,
         "temperature": 1.0 if body.temperature is None else body.temperature,
         "text": {"format": _without_none(form) if form else {"type": "text"}},
-        "tool_choice": choice.model_dump() if isinstance(choice, NamedTool) else choice or "auto",
+        "tool_choice": choice.model_dump() if isinstance(choice, ToolChoiceFunction) else choice or "auto",
         "tools": [dict(tool.__dict__) for tool in functions_of(body)],  # schemas as they are: a dump copies them
         "top_p": 1.0 if body.top_p is None else body.top_p,
         "truncation": "disabled",

@@ -9,11 +9,11 @@ from gateway.generate.responses.wire import (
     FunctionTool,
     InputMessage,
     Item,
-    NamedTool,
     ReasoningItem,
     ResponsesRequest,
     TextFormat,
     ToolChoice,
+    ToolChoiceFunction,
 )
 from gateway.generate.translation import Conversation, Translation, effort_of, text_of, told_in, tool_fields
 from gateway.generate.wire import ChatCompletionRequest, validate
@@ -89,7 +89,7 @@ def _functions(body: ResponsesRequest) -> dict[str, Any]:
 
 
 def _choice(choice: ToolChoice | None) -> Any:
-    if isinstance(choice, NamedTool):
+    if isinstance(choice, ToolChoiceFunction):
         return {"type": "function", "function": {"name": choice.name}}
     return choice
 

@@ -147,7 +147,7 @@ Tool = Annotated[
 ]
 
 
-class NamedTool(StrictBody):
+class ToolChoiceFunction(StrictBody):
     type: Literal["function"]
     name: str
 
@@ -157,7 +157,7 @@ def _choice_kind(value: Any) -> str:
 
 
 ToolChoice = Annotated[
-    Annotated[Literal["none", "auto", "required"], Tag("<mode>")] | Annotated[NamedTool, Tag("<named>")],
+    Annotated[Literal["none", "auto", "required"], Tag("<mode>")] | Annotated[ToolChoiceFunction, Tag("<named>")],
     Discriminator(_choice_kind),
 ]
 

@@ -8,7 +8,7 @@ from engine.api import Lane
 from gateway.batch.feed import Job
 from gateway.batch.forecast import Forecast
 from gateway.http.errors import log_unexpected
-from gateway.store.objects import Lengths
+from gateway.store.objects import LineLengths
 
 JUDGE_SECONDS = 2.0
 """Minimum time between two updates of all jobs."""
@@ -16,7 +16,7 @@ SLICE_SECONDS = 0.0005
 """Maximum time that an update holds the event loop."""
 
 
-class Judge:
+class LaneUpdater:
     """Apply the forecast to the jobs in progress.
 
     `set_lane` moves the lines of a batch in the engine to another lane; `offer` queues a job anew in the feed order.
@@ -42,7 +42,7 @@ class Judge:
             await self._changed.wait()
             self._changed.clear()
             try:
-                await self._judge()
+                await self._update()
             except Exception as error:
                 log_unexpected(error)
             await asyncio.sleep(JUDGE_SECONDS)
@@ -51,14 +51,14 @@ class Judge:
         """Schedule an update of all jobs: a line has ended, or time has passed."""
         self._changed.set()
 
-    def begin(self, job: Job, lengths: Lengths) -> None:
+    def begin(self, job: Job, lengths: LineLengths) -> None:
         """Forecast a job that has just begun, in O(log n) for n jobs."""
         job.lengths = lengths
         self._forecast.add(job.batch, lengths, self._clock())
         self._apply(job)
         self._changed.set()
 
-    async def _judge(self) -> None:
+    async def _update(self) -> None:
         jobs = [job for job in self._jobs.values() if job.lengths is not None and not job.settled.is_set()]
         known = [(job.batch, job.lengths) for job in jobs if job.lengths is not None]
         await _in_slices(self._forecast.steps(known, self._clock()))
