@@ -49,7 +49,7 @@ from gateway.batch.input import LinePlaces, check_input, prefix_key, read_lines
 from gateway.batch.limits import BatchLimits
 from gateway.batch.line import LineAnswer, LineOrigin
 from gateway.batch.worker import BatchWorker
-from gateway.generate.pace import at_half_speed
+from gateway.generate.threads import at_half_speed
 from gateway.store.disk import Disk
 from gateway.store.folder import StateFolder
 from gateway.store.objects import BatchJob, FileObject, LineRef, new_batch_id, new_file_id

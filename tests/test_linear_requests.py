@@ -12,12 +12,12 @@ from work_counter import assert_linear, count_work
 
 from engine.errors import InvalidRequestError
 from engine.grammar import MAX_GRAMMAR_BYTES
-from gateway.generate.body_size import INLINE_CHARS, INLINE_PARTS, is_large
 from gateway.generate.messages import translate as messages
 from gateway.generate.messages.wire import MessagesRequest
 from gateway.generate.responses import translate as responses
 from gateway.generate.responses.wire import ResponsesRequest
 from gateway.generate.structured import grammar_of
+from gateway.generate.threads import INLINE_CHARS, INLINE_PARTS, is_large
 from gateway.generate.tool_formats import FORMATS
 from gateway.generate.tool_grammars import Function
 from gateway.generate.tools import tool_grammar

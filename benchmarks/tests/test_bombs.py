@@ -28,8 +28,8 @@ from engine.text.tokenizer import Tokenizer
 from gateway.batch.input import check_input
 from gateway.generate import chat, wire
 from gateway.generate.answering import INLINE_BYTES, read_json
-from gateway.generate.body_size import INLINE_PARTS
 from gateway.generate.messages import endpoint as messages
+from gateway.generate.threads import INLINE_PARTS
 from gateway.http import json_size, json_text
 from gateway.http.json_size import LIMITS, JsonSize, count_json
 from gateway.http.json_text import TooMuchJson, load_json

@@ -12,7 +12,7 @@ from gateway.batch.journal import JournalReader
 from gateway.batch.limits import BatchLimits
 from gateway.batch.output import ResultBuilder
 from gateway.batch.results import StorageRetry, in_thread, to_end
-from gateway.generate.pace import at_half_speed
+from gateway.generate.threads import at_half_speed
 from gateway.http.quotas import TENANT_LIMIT
 from gateway.store.disk import StorageError, UnreadableError, read_errors
 from gateway.store.folder import StateFolder

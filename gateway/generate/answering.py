@@ -11,7 +11,6 @@ from typing import Any, Protocol, TypeVar, cast
 
 import anyio.to_thread
 import orjson
-from pydantic import BaseModel
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
@@ -19,9 +18,7 @@ from engine.api import RequestClass
 from engine.errors import TidemillError
 from engine.turns import Turns
 from gateway.context import GatewayContext, context_of, tenant_of, tier_of
-from gateway.generate.body_size import is_large
 from gateway.generate.choices import Generation, OutputDelta
-from gateway.generate.pace import at_half_speed
 from gateway.generate.params import GenerationPlan
 from gateway.generate.wire import ModelBody
 from gateway.http.errors import ApiError, log_unexpected, to_api_error
@@ -106,13 +103,6 @@ async def _read_raw(request: Request) -> bytearray:
     return raw
 
 
-async def run_by_size(context: GatewayContext, body: BaseModel, work: Callable[[], ResultT]) -> ResultT:
-    """Run work whose time grows with the body: at once for a small body, else in a thread, one request at a time."""
-    if not is_large(body):
-        return work()
-    return await anyio.to_thread.run_sync(work, limiter=context.parse_thread)
-
-
 async def check_room(context: GatewayContext, body: ModelBody, num_chars: int, tenant: str) -> None:
     """Raise QueueFullError or EngineUnavailableError if the engine would refuse a prompt of about `num_chars`.
 
@@ -123,12 +113,6 @@ async def check_room(context: GatewayContext, body: ModelBody, num_chars: int, t
     offline = context.is_offline or body.service_tier == "flex"
     tokens = num_chars // CHARS_PER_TOKEN
     await context.client.check_room(RequestClass.OFFLINE if offline else RequestClass.ONLINE, tokens, tenant)
-
-
-async def run_text_work(context: GatewayContext, work: Callable[[], ResultT]) -> ResultT:
-    """Run tokenization or similar work in a worker thread, at half speed for offline work."""
-    paced = functools.partial(at_half_speed, work) if context.is_offline else work
-    return await anyio.to_thread.run_sync(paced, limiter=context.text_threads)
 
 
 async def begin(request: Request, plan: GenerationPlan) -> Generation:

@@ -13,7 +13,7 @@ from engine.text.thoughts import ThinkingBudget
 from engine.text.tokenizer import Tokenizer
 from gateway.context import GatewayContext
 from gateway.generate.answer_parser import Parsing
-from gateway.generate.answering import check_room, find_model, run_by_size, run_text_work
+from gateway.generate.answering import check_room, find_model
 from gateway.generate.choices import OutputDelta
 from gateway.generate.completion_stream import CompletionStream
 from gateway.generate.endpoint import ModelEndpoint
@@ -21,6 +21,7 @@ from gateway.generate.logprobs import chat_logprobs
 from gateway.generate.params import UNHONOURED, Caller, GenerationPlan, chat_plan, check_chat, check_texts
 from gateway.generate.structured import grammar_of
 from gateway.generate.thinking import budget_of, check_budget, check_thought_before
+from gateway.generate.threads import run_by_size, run_text_work
 from gateway.generate.tool_formats import Call
 from gateway.generate.tools import (
     check_no_tools,

@@ -7,8 +7,7 @@ import orjson
 
 from engine.text.tokenizer import Tokenizer
 from gateway.context import GatewayContext
-from gateway.generate.answering import CHARS_PER_TOKEN, READ_INLINE, check_room, find_model, run_text_work
-from gateway.generate.body_size import is_large
+from gateway.generate.answering import CHARS_PER_TOKEN, READ_INLINE, check_room, find_model
 from gateway.generate.choices import OutputDelta
 from gateway.generate.completion_stream import CompletionStream
 from gateway.generate.endpoint import ModelEndpoint
@@ -23,6 +22,7 @@ from gateway.generate.params import (
     completion_plan,
 )
 from gateway.generate.structured import grammar_of, is_structured
+from gateway.generate.threads import is_large, run_text_work
 from gateway.generate.wire import CompletionRequest
 from gateway.http.sse import END
 

@@ -5,13 +5,14 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from gateway.context import GatewayContext, context_of
-from gateway.generate.answering import read_body, run_by_size
+from gateway.generate.answering import read_body
 from gateway.generate.chat import count_prompt, plan_translated
 from gateway.generate.endpoint import JsonPost, ModelEndpoint
 from gateway.generate.messages.events import MessageFormat
 from gateway.generate.messages.translate import translate
 from gateway.generate.messages.wire import UNHONOURED, CountRequest, MessagesRequest
 from gateway.generate.params import GenerationPlan
+from gateway.generate.threads import run_by_size
 from gateway.generate.translation import told_in
 
 
