@@ -17,7 +17,7 @@ from gateway.generate import answer_parser
 from gateway.generate.answer_parser import MAX_BLANKS, MAX_CALL_CHARS, ParsedText, Parsing
 from gateway.generate.answering import INLINE_ANSWER_PARTS, collect
 from gateway.generate.choices import Generation, OutputDelta, Used
-from gateway.generate.logprobs import CompletionLogprobs, chat_logprobs
+from gateway.generate.completion_format import CompletionLogprobs, chat_logprobs
 from gateway.generate.python_calls import MAX_DEPTH, read_calls
 from gateway.generate.tool_formats import END_THINK, FORMATS, THINK, Call
 

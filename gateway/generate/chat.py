@@ -15,9 +15,8 @@ from gateway.context import GatewayContext
 from gateway.generate.answer_parser import Parsing
 from gateway.generate.answering import check_room, find_model
 from gateway.generate.choices import OutputDelta
-from gateway.generate.completion_stream import CompletionStream
+from gateway.generate.completion_format import CompletionStream, chat_logprobs
 from gateway.generate.endpoint import ModelEndpoint
-from gateway.generate.logprobs import chat_logprobs
 from gateway.generate.params import UNHONOURED, Caller, GenerationPlan, chat_plan, check_chat, check_texts
 from gateway.generate.structured import grammar_of
 from gateway.generate.thinking import budget_of, check_budget, check_thought_before

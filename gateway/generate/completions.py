@@ -9,9 +9,8 @@ from engine.text.tokenizer import Tokenizer
 from gateway.context import GatewayContext
 from gateway.generate.answering import CHARS_PER_TOKEN, READ_INLINE, check_room, find_model
 from gateway.generate.choices import OutputDelta
-from gateway.generate.completion_stream import CompletionStream
+from gateway.generate.completion_format import CompletionLogprobs, CompletionStream
 from gateway.generate.endpoint import ModelEndpoint
-from gateway.generate.logprobs import CompletionLogprobs
 from gateway.generate.params import (
     UNHONOURED,
     Caller,

@@ -1,5 +1,6 @@
-"""Log-probabilities in the two formats of OpenAI's API."""
+"""Common parts of the chat and text completion formats: the base class, and OpenAI's two formats of logprobs."""
 
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -8,9 +9,39 @@ import orjson
 from engine.api import TokenLogprobs
 from engine.text.detokenizer import IncrementalDetokenizer
 from engine.text.tokenizer import Tokenizer
+from gateway.generate.params import GenerationPlan
+from gateway.http.errors import ApiError
+from gateway.http.sse import DONE, END, event
 
 _FLOOR = -9999.0  # OpenAI's value for "very unlikely"; JSON has no infinity
 _PIECE = 64  # tokens encoded at a time
+
+
+class CompletionStream:
+    """Base class; see AnswerFormat. `kind`: the `object` field of a chunk."""
+
+    def __init__(self, plan: GenerationPlan, kind: str) -> None:
+        self._plan = plan
+        self._head = {
+            "id": plan.response_id,
+            "object": kind,
+            "created": int(time.time()),
+            "model": plan.model,
+            "service_tier": plan.service_tier,
+            "system_fingerprint": None,
+        }
+
+    def opening(self) -> bytes:
+        return b""
+
+    def closing(self, usage: dict[str, Any]) -> bytes:
+        if not self._plan.stream_options.include_usage:
+            return DONE
+        return b"data: " + orjson.dumps({**self._head, "choices": [], "usage": usage}) + END + DONE
+
+    def failure(self, error: ApiError, usage: dict[str, Any]) -> bytes:  # noqa: ARG002
+        """Return the error event, without [DONE], so that clients do not mistake it for a normal end."""
+        return event(error.envelope)
 
 
 def chat_logprobs(tokenizer: Tokenizer, pairs: Sequence[tuple[int, TokenLogprobs]]) -> list[orjson.Fragment]:
