@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 from recording_disk import IO_ERROR, NO_SPACE, FaultyDisk, Log, RecordingDisk, write_image
 
-from gateway.store.disk import Disk, DiskFile, StorageError, UnreadableError, read_errors
-from gateway.store.health import QUIET_SECONDS, StorageHealth
+from gateway.store.disk import QUIET_SECONDS, Disk, DiskFile, StorageError, StorageHealth, UnreadableError, read_errors
 
 
 def publish(disk: Disk, folder: Path, data: bytes = b"content") -> Path:

@@ -13,9 +13,8 @@ from anyio import to_thread
 from gateway.batch.feed import FinishedLine, Job, Window
 from gateway.batch.journal import frame
 from gateway.http.errors import log_unexpected
-from gateway.store.disk import StorageError
+from gateway.store.disk import StorageError, StorageHealth
 from gateway.store.folder import StateFolder
-from gateway.store.health import StorageHealth
 from gateway.store.objects import LineResult, Usage
 
 log = logging.getLogger("tidemill.gateway")

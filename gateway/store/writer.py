@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from engine.errors import ConfigError
-from gateway.store.disk import StorageError
-from gateway.store.health import StorageHealth
+from gateway.store.disk import StorageError, StorageHealth
 from gateway.store.schema import MIGRATIONS, VERSION
 
 ResultT = TypeVar("ResultT")
