@@ -27,9 +27,8 @@ from gateway.context import GatewayContext, Lifecycle
 from gateway.generate.thinking import find_marks
 from gateway.generate.tools import choose_format
 from gateway.http.errors import ApiError, ErrorBoundary, handle_error
-from gateway.http.hosts import HostNames
 from gateway.http.keys import KeyStore
-from gateway.http.middleware import Authentication, BodyLimit, HostGuard, RequestIds
+from gateway.http.middleware import Authentication, BodyLimit, HostGuard, HostNames, RequestIds
 from gateway.http.quotas import Admissions
 from gateway.models import ModelNames
 from gateway.store.folder import StateFolder
