@@ -36,7 +36,7 @@ DEAD_ENGINE = 70
 """The exit code of a server whose engine is dead: whoever started it may start it again."""
 
 
-class LastResort:
+class ForcedExit:
     """Ends a process whatever hangs in it: a thread that is there from the start on, as one may not be had when it is
     needed, nor the event loop get on. `end`: called with the exit code."""
 
@@ -77,7 +77,7 @@ class GatewayServer(uvicorn.Server):
         self._context = context
         self._lifecycle = context.lifecycle
         self._drain_seconds = drain_seconds
-        self._last_resort = LastResort(self._end_now) if owns_process else None
+        self._last_resort = ForcedExit(self._end_now) if owns_process else None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._drain_task: asyncio.Task[None] | None = None
         self._reload_task: asyncio.Task[None] | None = None

@@ -22,7 +22,7 @@ from fixtures import StartServer
 from engine.api import FinishReason
 from engine.errors import ConfigError
 from gateway.http.connection import ProtocolLimits
-from gateway.server import LastResort, bind, notify
+from gateway.server import ForcedExit, bind, notify
 
 KEY = "sk-örtlich"
 CHAT = json.dumps({"model": MODEL, "messages": [{"role": "user", "content": "hi"}]}).encode()
@@ -563,12 +563,12 @@ async def test_it_drains_also_where_no_thread_is_to_be_had(
 
 def test_the_last_resort_ends_a_process_at_the_first_of_its_times() -> None:
     codes: queue.SimpleQueue[int] = queue.SimpleQueue()
-    resort = LastResort(codes.put)
+    resort = ForcedExit(codes.put)
     resort.within(3600.0, 1)
     resort.within(0.0, 70)
     resort.within(3600.0, 2)
     assert codes.get(timeout=60.0) == 70
-    spared = LastResort(codes.put)
+    spared = ForcedExit(codes.put)
     spared.within(3600.0, 1)
     spared.cancel()
     spared.within(0.0, 1)

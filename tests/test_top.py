@@ -33,7 +33,7 @@ from engine.text.tokenizer import Tokenizer
 from gateway import cli
 from gateway.commands.chat import ChatError, ChatOptions, RefusedError
 from gateway.commands.top import figures
-from gateway.commands.top.follow import Follower, TopClient, printed, run_top
+from gateway.commands.top.follow import StatsFollower, TopClient, printed, run_top
 from gateway.commands.top.history import History
 from gateway.commands.top.view import Picture, limit_of, standing, time_left
 
@@ -260,7 +260,7 @@ class Scripted(TopClient):
 
 def follow(*turns: Exception | list[dict[str, Any]]) -> list[str]:
     """The first lines of what is shown until the script ends."""
-    follower = Follower(Scripted(*turns), Picture(URL), lambda _: None)
+    follower = StatsFollower(Scripted(*turns), Picture(URL), lambda _: None)
     shown: list[str] = []
     with pytest.raises((StopIteration, RuntimeError)):
         follower.run(lambda: shown.append(" ".join(printed(follower.picture, 160).splitlines()[0].split())))
@@ -281,7 +281,7 @@ def test_a_server_that_is_away_is_said_and_asked_again() -> None:
 
 def test_what_will_not_change_ends_it_and_what_may_does_not() -> None:
     assert len(follow(RefusedError("starting", 503), ChatError("x"))) == 2
-    follower = Follower(Scripted(RefusedError("no such key", 401)), Picture(URL), lambda _: None)
+    follower = StatsFollower(Scripted(RefusedError("no such key", 401)), Picture(URL), lambda _: None)
     with pytest.raises(RefusedError, match="no such key"):
         follower.run(lambda: None)
 
@@ -358,7 +358,7 @@ async def test_a_live_stream_follows_and_ends_with_the_server(start_server: Star
     states: list[str] = []
     seen = asyncio.Event()
     loop = asyncio.get_running_loop()
-    follower = Follower(TopClient(ChatOptions(served.url)), Picture(served.url), lambda _: sys.exit())
+    follower = StatsFollower(TopClient(ChatOptions(served.url)), Picture(served.url), lambda _: sys.exit())
 
     def show() -> None:
         states.append(follower.picture.trouble)

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from engine import __version__, openmp
 from engine.config import EngineConfig
 from engine.machine.facts import available_memory, share_out
-from gateway.commands.flags import Flag, Given, flags_of
+from gateway.commands.flags import Flag, FlagValue, flags_of
 from gateway.commands.preflight import check_start
 from gateway.commands.report import line, report_launch, report_machine, size
 from gateway.config import ServerConfig
@@ -29,10 +29,10 @@ class Setting(NamedTuple):
     given: bool  # by the user
 
 
-def run(given: Mapping[str, Given], engine_config: EngineConfig, server_config: ServerConfig, name: str) -> int:
+def run(given: Mapping[str, FlagValue], engine_config: EngineConfig, server_config: ServerConfig, name: str) -> int:
     """Print the report and return the exit code. Raise the errors of a start. `name` is the model's name in the API."""
     print("\n".join([*report_machine(__version__), ""]), flush=True)
-    found: dict[str, Given] = {}
+    found: dict[str, FlagValue] = {}
     try:
         check_start(engine_config, server_config)
         places = _places(engine_config, server_config)
@@ -45,7 +45,10 @@ def run(given: Mapping[str, Given], engine_config: EngineConfig, server_config: 
 
 
 def settings(
-    given: Mapping[str, Given], engine_config: EngineConfig, server_config: ServerConfig, found: Mapping[str, Given]
+    given: Mapping[str, FlagValue],
+    engine_config: EngineConfig,
+    server_config: ServerConfig,
+    found: Mapping[str, FlagValue],
 ) -> Iterator[Setting]:
     """Yield every setting. `found` has the values chosen for settings whose default is automatic."""
     for config in (engine_config, server_config):
@@ -85,19 +88,19 @@ def _places(engine_config: EngineConfig, server_config: ServerConfig) -> list[st
     return [line(f"engine {number}", place.shown) for number, place in enumerate(places)]
 
 
-def _server_findings(config: ServerConfig, name: str) -> dict[str, Given]:
+def _server_findings(config: ServerConfig, name: str) -> dict[str, FlagValue]:
     folder = importlib.import_module("gateway.store.opening")
     return {
-        "served_model_name": Given((name,), "the model"),
-        "state_dir": Given(folder.state_path(config.state_dir, os.environ), DEFAULT),
+        "served_model_name": FlagValue((name,), "the model"),
+        "state_dir": FlagValue(folder.state_path(config.state_dir, os.environ), DEFAULT),
     }
 
 
-def _look_ahead(config: EngineConfig, name: str, found: dict[str, Given], template: str | None) -> list[str]:
+def _look_ahead(config: EngineConfig, name: str, found: dict[str, FlagValue], template: str | None) -> list[str]:
     """Return lines about the model that would be loaded; store the chosen values in `found`."""
     build = importlib.import_module("engine.build")
-    found["model"] = Given("(the packaged demo model)", DEFAULT)
-    found["profile_dir"] = Given(build.profile_folder(config), DEFAULT)
+    found["model"] = FlagValue("(the packaged demo model)", DEFAULT)
+    found["profile_dir"] = FlagValue(build.profile_folder(config), DEFAULT)
     local = build.local_config(config)
     if local is None:
         pull = f"tidemill pull {name}" + (f" --revision {config.revision}" if config.revision else "")
@@ -120,21 +123,23 @@ def _look_ahead(config: EngineConfig, name: str, found: dict[str, Given], templa
     ]
 
 
-def _decided(build: Any, config: EngineConfig, plan: Any, found: dict[str, Given]) -> None:
-    found["device"] = Given(plan.device, "this machine")
-    found["model_impl"] = Given(plan.implementation, "the model's family")
-    found["dtype"] = Given(plan.dtype, "the model and this machine")
-    found["max_model_len"] = Given(plan.limits.max_model_len, "the model and the cache")
-    found["num_gpu_blocks_override"] = Given(plan.num_blocks, "measured: free memory")
+def _decided(build: Any, config: EngineConfig, plan: Any, found: dict[str, FlagValue]) -> None:
+    found["device"] = FlagValue(plan.device, "this machine")
+    found["model_impl"] = FlagValue(plan.implementation, "the model's family")
+    found["dtype"] = FlagValue(plan.dtype, "the model and this machine")
+    found["max_model_len"] = FlagValue(plan.limits.max_model_len, "the model and the cache")
+    found["num_gpu_blocks_override"] = FlagValue(plan.num_blocks, "measured: free memory")
     why = "the device" if plan.offload is None else "streamed weights"
-    found["max_num_seqs"] = Given(plan.limits.max_num_seqs, why)
-    found["max_num_batched_tokens"] = Given(plan.limits.max_num_batched_tokens, why)
+    found["max_num_seqs"] = FlagValue(plan.limits.max_num_seqs, why)
+    found["max_num_batched_tokens"] = FlagValue(plan.limits.max_num_batched_tokens, why)
     host = round(build.host_bytes(plan) / 2**30, 1)
-    found["swap_space"] = Given(host, "measured: free host memory" if host else "the cache itself is in host memory")
+    found["swap_space"] = FlagValue(
+        host, "measured: free host memory" if host else "the cache itself is in host memory"
+    )
     if plan.device == "cpu":
         origin = "OMP_NUM_THREADS" if "OMP_NUM_THREADS" in os.environ else "at most one per core; a start measures"
-        found["threads"] = Given(openmp.num_threads(config, os.environ), origin)
-        found["cpu_kernels"] = Given(
+        found["threads"] = FlagValue(openmp.num_threads(config, os.environ), origin)
+        found["cpu_kernels"] = FlagValue(
             plan.kernels, "measured: the native kernels pass their test" if "native" in plan.kernels else "torch"
         )
 

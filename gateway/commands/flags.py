@@ -110,7 +110,7 @@ class Flag:
         raise ConfigError(f"{source} must be {_NOUNS[self.kind]}, not {value!r}")
 
 
-class Given(NamedTuple):
+class FlagValue(NamedTuple):
     """A value that the user set."""
 
     value: Any
@@ -189,7 +189,7 @@ def given(
 
 def given_where(
     arguments: argparse.Namespace, types: Sequence[type], environment: Mapping[str, str] | None = None
-) -> dict[str, Given]:
+) -> dict[str, FlagValue]:
     """Return the same values with their origins."""
     variables = os.environ if environment is None else environment
     path = arguments.config or variables.get(f"{ENVIRONMENT_PREFIX}CONFIG") or ""
@@ -218,7 +218,7 @@ def find_given(
     environment: Mapping[str, str],
     file: Mapping[str, Any],
     file_name: str = "",
-) -> dict[str, Given]:
+) -> dict[str, FlagValue]:
     """Return the values that the user set, by field. The command line overrides the environment, it the file.
 
     `arguments` are the parsed arguments of a parser with `add_flags`. An empty variable counts as not set. Raise
@@ -231,16 +231,16 @@ def find_given(
         meant = difflib.get_close_matches(unknown[0].replace("_", "-"), by_key, 1)
         hint = f" (did you mean {meant[0]!r}?)" if meant else ""
         raise ConfigError(f"--config {file_name}: unknown key {unknown[0]!r}{hint}")
-    values: dict[str, Given] = {}
+    values: dict[str, FlagValue] = {}
     for key, flag in by_key.items():
         if flag.field in arguments:
-            values[flag.field] = Given(_from_words(flag, arguments[flag.field], f"--{key}", flag.parse), "flag")
+            values[flag.field] = FlagValue(_from_words(flag, arguments[flag.field], f"--{key}", flag.parse), "flag")
         elif environment.get(flag.variable):
             text = environment[flag.variable]
             words = [word.strip() for word in text.split(",")] if flag.many else text
-            values[flag.field] = Given(_from_words(flag, words, flag.variable, flag.parse), flag.variable)
+            values[flag.field] = FlagValue(_from_words(flag, words, flag.variable, flag.parse), flag.variable)
         elif key in file:
-            values[flag.field] = Given(flag.check(file[key], f"{file_name}: {key}"), file_name)
+            values[flag.field] = FlagValue(flag.check(file[key], f"{file_name}: {key}"), file_name)
     return values
 
 

@@ -56,7 +56,7 @@ def run_top(options: ChatOptions, out: TextIO | None = None, sleep: Callable[[fl
     out = out or sys.stdout
     if hasattr(out, "reconfigure"):
         out.reconfigure(errors="replace")  # a name outside the terminal's encoding must not fail
-    follower = Follower(TopClient(options), Picture(options.url), sleep)
+    follower = StatsFollower(TopClient(options), Picture(options.url), sleep)
     if not out.isatty():
         follower.look()
         out.write(printed(follower.picture, shutil.get_terminal_size().columns, out.encoding or "ascii"))
@@ -82,7 +82,7 @@ def printed(picture: Picture, width: int, encoding: str = "utf-8") -> str:
     return text.encode(encoding, "replace").decode(encoding)
 
 
-class Follower:
+class StatsFollower:
     """Update a picture from a server."""
 
     def __init__(self, client: TopClient, picture: Picture, sleep: Callable[[float], None] = time.sleep) -> None:
