@@ -1,4 +1,4 @@
-"""The application: routes, middleware and error handlers put together around one engine client."""
+"""The ASGI application: routes, middleware and error handlers around one engine client."""
 
 import logging
 import os
@@ -42,10 +42,10 @@ from gateway.web.recorder import Recorder
 log = logging.getLogger("tidemill.gateway")
 
 MAX_BODY_BYTES = 4 * 1024 * 1024
-"""The largest request body; a larger one gets 413."""
+"""Maximum size of a request body; larger bodies are refused with 413."""
 MAX_HELD_BODIES = 64  # bodies of the largest size that may be in memory at once
 OPEN_PATHS = frozenset({"/health", "/ready"}) | web.OPEN_PATHS
-"""They need no key."""
+"""Paths that need no API key."""
 
 
 def create_app(
@@ -55,9 +55,9 @@ def create_app(
     folder: StateFolder | None = None,
     limits: BatchLimits | None = None,
 ) -> FastAPI:
-    """The gateway as an ASGI application. Its lifespan starts and stops `client`.
+    """Return the ASGI application, whose lifespan starts and stops `client`.
 
-    With a state folder it serves files and batches, too, and closes the folder at its end. Raises ConfigError.
+    With a state folder it also serves files and batches, and closes the folder at the end. Raises ConfigError.
     """
     models = ModelNames(config.served_model_name or (client.info.architecture,), client.info.adapters)
     metrics = GatewayMetrics(client, models.first)
@@ -81,7 +81,7 @@ def create_app(
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        # these outlive the engine, whose last answers end as it stops
+        # closed after the engine, which ends its last requests when it stops
         async with request_log or nullcontext(), traces or nullcontext():
             await lifecycle.start()
             yield
@@ -124,7 +124,7 @@ def _open_traces(metrics: GatewayMetrics, model: str) -> Traces | None:
 
 def _add_middleware(app: FastAPI, context: GatewayContext, max_file_bytes: int) -> None:
     config = context.config
-    # the last one added is the first that a request meets
+    # the middleware added last is the outermost
     held_bytes = MAX_HELD_BODIES * MAX_BODY_BYTES
     streamed = {"/v1/files": max_file_bytes + MAX_OVERHEAD}
     app.add_middleware(BodyLimit, max_body_bytes=MAX_BODY_BYTES, max_held_bytes=held_bytes, streamed=streamed)

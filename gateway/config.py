@@ -1,5 +1,5 @@
-"""The frozen configuration of the HTTP server. Like `EngineConfig`, its fields are the command line's flags: a field's
-`metadata` holds the flag's help and choices."""
+"""Configuration of the HTTP server. As in `EngineConfig`, the fields define the command line flags; the `metadata` of
+a field contains the help and the choices of its flag."""
 
 import re
 from dataclasses import dataclass, field
@@ -19,10 +19,10 @@ def _flag(default: Any, help_text: str, choices: tuple[str, ...] = (), *, secret
 
 @dataclass(frozen=True, slots=True)
 class ServerConfig:
-    """What a user may say about the server. Raises ConfigError, naming the flag, when a value cannot be served.
+    """Settings of the server. Durations are in seconds, sizes in bytes.
 
-    `api_key` holds the accepted keys as given (empty: no key is asked for); `repr` leaves them out. Durations are
-    seconds, sizes bytes.
+    `api_key` contains the accepted keys (empty: no key is required); `repr` omits them. Raises ConfigError with the
+    name of the flag for an invalid value.
     """
 
     host: str = _flag("127.0.0.1", "address to listen on; any but loopback needs --api-key")

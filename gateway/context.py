@@ -1,4 +1,4 @@
-"""What every resource of one application shares. No globals: two applications live side by side in one process."""
+"""Shared state of one application. There are no globals, so several applications can run in one process."""
 
 import asyncio
 import hashlib
@@ -27,11 +27,11 @@ from gateway.telemetry.metrics import GatewayMetrics
 from gateway.telemetry.request_log import RequestLog
 
 DISK_SECONDS = 1.0
-"""After which a disk that does not answer is at fault."""
+"""Timeout of a disk check."""
 
 
 class BackgroundWork(Protocol):
-    """What uses the engine beside the requests of clients."""
+    """A service that starts after the engine and stops before it."""
 
     async def start(self) -> None: ...
 
@@ -40,18 +40,20 @@ class BackgroundWork(Protocol):
 
 @dataclass(slots=True)
 class Lifecycle:
-    """Whether the server takes new work, and the one place that starts and stops the engine and its background work.
-    `ask_storage`: why nothing can be stored, None: it can; it asks the disk, in a thread. `ask_notice`: findings of the
-    last start in the state folder, or None. `batch_trouble`: why lines of batches do not run, or None."""
+    """Start and stop of the engine and the background work, and the health of the state folder."""
 
     client: EngineClient
     draining: bool = False
+    """New requests are refused."""
     stopped: bool = False
     background: list[BackgroundWork] = field(default_factory=list)
     startup_error: Exception | None = None
     ask_storage: Callable[[], str | None] = lambda: None
+    """Return why nothing can be stored, or None. Blocking: checks the disk."""
     batch_trouble: Callable[[], str | None] = lambda: None
+    """Return why batch lines do not run, or None."""
     ask_notice: Callable[[], str | None] = lambda: None
+    """Return findings in the state folder at the last start, or None."""
     _disk_thread: anyio.CapacityLimiter = field(default_factory=lambda: anyio.CapacityLimiter(1))
 
     async def start(self) -> None:
@@ -64,23 +66,23 @@ class Lifecycle:
             raise
 
     async def stop(self, drain_seconds: float = 0.0) -> None:
-        """Refuse new work from now on, let running requests end for `drain_seconds`, end the rest. Idempotent."""
+        """Refuse new work, wait up to `drain_seconds` for running requests, and end the rest. Idempotent."""
         self.draining = True
         if not self.stopped:
             self.stopped = True
-            for work in self.background:  # what it has in the engine is not waited for: it goes on at the next start
+            for work in self.background:  # batch lines in the engine are not awaited: they run again at the next start
                 await work.stop()
             await self.client.stop(drain_seconds)
 
     def check_accepting(self) -> None:
-        """Raises EngineUnavailableError before any work is done for a request that cannot be queued."""
+        """Raise EngineUnavailableError if requests cannot be queued. Called before any work on a request."""
         if self.draining:
             raise EngineUnavailableError("The server is shutting down.", retry_after=5.0)
         if self.client.state is EngineState.DEAD:
             raise EngineUnavailableError("The engine is not running.", retry_after=5.0)
 
     async def storage_fault(self) -> str | None:
-        """Why nothing can be stored; None: it can. A disk that hangs holds up nobody who asks."""
+        """Return why nothing can be stored, or None. Waits at most DISK_SECONDS for the disk."""
         with anyio.move_on_after(DISK_SECONDS):
             return await anyio.to_thread.run_sync(self.ask_storage, limiter=self._disk_thread, abandon_on_cancel=True)
         return "the state folder does not answer"
@@ -88,13 +90,7 @@ class Lifecycle:
 
 @dataclass(frozen=True, slots=True)
 class GatewayContext:
-    """`salt_secret` separates the prefix caches of tenants. `text_threads` bounds the prompts tokenized at once,
-    so that a flood of long prompts cannot take every core; `is_offline`: no client waits for the answer, see `pace`.
-    `parse_thread` parses large bodies, one at a time; `body_turn` allows one part of a body in a round of the loop.
-    `admissions`: requests of clients that are in the engine, by tenant, within the limits that `keys` names.
-    `on_new_keys`: called after the keys were read again.
-    `tool_format`: how the model writes calls of functions, None where that is not known; `thought_marks`: between which
-    it thinks, None: it does not."""
+    """Shared state of the endpoints."""
 
     client: EngineClient
     tokenizer: Tokenizer
@@ -104,28 +100,37 @@ class GatewayContext:
     lifecycle: Lifecycle
     keys: KeyStore
     admissions: Admissions
+    """Admission of requests within the tenants' quotas in `keys`."""
     request_log: RequestLog | None = None
     tool_format: ToolFormat | None = None
+    """Tool call format of the model, if known."""
     thought_marks: ThoughtMarks | None = None
+    """Tokens that delimit reasoning, if the model has reasoning."""
     created: int = field(default_factory=lambda: int(time.time()))
     salt_secret: bytes = field(default_factory=lambda: secrets.token_bytes(32), repr=False)
+    """Key from which the tenants' cache salts are derived."""
     text_threads: anyio.CapacityLimiter = field(
         default_factory=lambda: anyio.CapacityLimiter(max(2, (os.cpu_count() or 2) // 2))
     )
+    """Bounds concurrent tokenization, so that long prompts cannot occupy all cores."""
     parse_thread: anyio.CapacityLimiter = field(default_factory=lambda: anyio.CapacityLimiter(1))
+    """Parses large bodies one at a time."""
     body_turn: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """Limits large bodies to one piece per round of the event loop."""
     is_offline: bool = False
+    """No client waits for the answers, see `generate.threads`."""
     on_new_keys: list[Callable[[], Awaitable[None]]] = field(default_factory=list)
+    """Called after the keys were reloaded."""
 
     async def reload_keys(self) -> None:
-        """Read the key file again; running requests go on. After a ConfigError nothing has changed."""
+        """Reload the key file; running requests are not affected. Raises ConfigError, keeping the old keys."""
         await anyio.to_thread.run_sync(self.keys.reload)
         self.admissions.recheck()
         for follow in self.on_new_keys:
             await follow()
 
     def cache_salt(self, tenant: str) -> bytes:
-        """What separates this tenant's prefix cache from the others'."""
+        """Return the salt that separates the tenant's prefix cache from those of other tenants."""
         return hmac.digest(self.salt_secret, tenant.encode(), hashlib.sha256)[:16]
 
 
@@ -134,23 +139,22 @@ def context_of(request: Request) -> GatewayContext:
 
 
 def tenant_of(request: Request) -> str:
-    """Return the tenant of the request's key; the default tenant where no keys are configured."""
+    """Return the tenant of the request's key, or the default tenant if no keys are configured."""
     return str(_state(request).get("tenant", DEFAULT_TENANT))
 
 
 def tier_of(request: Request) -> Tier:
-    """The service tier of requests that name none."""
+    """Return the service tier for requests without one."""
     return cast(Tier, _state(request).get("service_tier", "default"))
 
 
 def sees_all(request: Request) -> bool:
-    """Whether the request may see figures of every tenant: with a key that may, or where no keys are configured."""
+    """Return whether the request may read metrics of all tenants; always true if no keys are configured."""
     return bool(_state(request).get("sees_all", not context_of(request).keys.ring))
 
 
 def is_operator(request: Request) -> bool:
-    """Whether the request may reach the files and batches of every tenant: with an operator's key, or where no keys are
-    configured."""
+    """Return whether the request may access files and batches of all tenants; always true if no keys are configured."""
     return bool(_state(request).get("is_operator", not context_of(request).keys.ring))
 
 

@@ -1,5 +1,6 @@
-"""The table of endpoints that ask the model. Their routes, what OpenAPI says of their bodies, the urls that a line of a
-batch may have and the reference are read from it: a new one is a module with a `ModelEndpoint`, and a name here."""
+"""Table of the endpoints that run the model: the source of routes, OpenAPI bodies, batch URLs and the reference.
+
+To add an endpoint, define a `ModelEndpoint` in a module and add it here."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -19,7 +20,7 @@ ENDPOINTS: Mapping[str, ModelEndpoint[Any]] = {
     endpoint.path: endpoint for endpoint in (CHAT, COMPLETIONS, EMBEDDINGS, RESPONSES, MESSAGES)
 }
 POSTS: tuple[JsonPost[Any], ...] = (*ENDPOINTS.values(), COUNT_TOKENS)
-"""All whose bodies are described: what is honoured, ignored and refused."""
+"""Endpoints whose bodies appear in the OpenAPI document."""
 
 
 def routes() -> APIRouter:
@@ -31,7 +32,7 @@ def routes() -> APIRouter:
 
 
 def describe(document: dict[str, Any]) -> None:
-    """Bodies are parsed by hand (orjson, our own errors), so the OpenAPI document is told of them by hand, too."""
+    """Add the bodies to the OpenAPI document. FastAPI does not know them, because endpoints parse them with orjson."""
     bodies = [(post.body, "validation") for post in POSTS]
     _, schemas = models_json_schema(bodies, ref_template="#/components/schemas/{model}")  # type: ignore[arg-type]
     document.setdefault("components", {}).setdefault("schemas", {}).update(schemas["$defs"])
@@ -43,5 +44,5 @@ def describe(document: dict[str, Any]) -> None:
 
 
 def _properties(fields: Unhonoured) -> dict[str, Any]:
-    ignored = {name: {"description": "Accepted and without effect."} for name in sorted(fields.inert)}
+    ignored = {name: {"description": "Accepted and ignored."} for name in sorted(fields.inert)}
     return ignored | {name: {"enum": [None, *values]} for name, values in fields.unsupported.items()}

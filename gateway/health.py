@@ -56,7 +56,7 @@ async def ready(request: Request) -> Response:
 
 
 def _promise(stats: EngineStats, colocation: ColocationStats) -> dict[str, Any]:
-    """How the SLO is kept."""
+    """Return the state of the SLO and the offline budget."""
     shown: dict[str, Any] = {
         "slo": colocation.slo,
         "attainment": colocation.attainment,
@@ -97,9 +97,9 @@ async def show_metrics(request: Request) -> Response:
 
 
 def check_sees_all(request: Request) -> None:
-    """Raises ApiError 403 for a key that may not see figures made of every tenant's requests."""
+    """Raise ApiError 403 for a key that may not read metrics of all tenants."""
     if not sees_all(request):
-        message = "The figures are of all tenants: a key needs the role 'metrics' or 'operator' to see them."
+        message = "Metrics cover all tenants; use a key with the role 'metrics' or 'operator'."
         raise ApiError(403, message, code="metrics_forbidden")
 
 

@@ -1,5 +1,6 @@
-"""The models that requests may name: the served one under its names, and each LoRA adapter as MODEL:NAME, or as NAME
-alone; any of them with a service tier behind it, as in `MODEL:flex`. Knows nothing of requests."""
+"""Model names of the API: the served model with its aliases, and LoRA adapters as MODEL:NAME or NAME.
+
+Every name can have a service tier as a suffix, as in `MODEL:flex`."""
 
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -9,7 +10,7 @@ from gateway.http.keys import TIERS, Tier
 
 
 class Model(NamedTuple):
-    """What a name stands for. `adapter`: its number, 0: none; `parent`, `root`: for the list of models."""
+    """A model or adapter. `adapter`: number of the adapter, 0 for none; `root` and `parent`: as in /v1/models."""
 
     adapter: int
     root: str
@@ -18,9 +19,9 @@ class Model(NamedTuple):
 
 
 class ModelNames:
-    """`served`: names of the model, the first one its own; `adapters`: in the order of their numbers.
+    """`served`: names of the model, the main one first; `adapters`: names in the order of the adapter numbers.
 
-    Raises ConfigError for an adapter whose name is taken."""
+    Raises ConfigError if the name of an adapter is already used."""
 
     def __init__(self, served: Sequence[str], adapters: Sequence[str] = ()) -> None:
         self.first = served[0]
@@ -28,17 +29,18 @@ class ModelNames:
         self._listed = dict(self._models)
         for number, adapter in enumerate(adapters, 1):
             if adapter in TIERS or adapter in self._models:
-                raise ConfigError(f"adapter {adapter}: the name is that of a model, another adapter or a service tier")
+                message = "the name belongs to a model, another adapter or a service tier; use another name"
+                raise ConfigError(f"adapter {adapter}: {message}")
             whole = {f"{name}:{adapter}": Model(number, adapter, name) for name in served}
             self._listed |= whole
             self._models |= whole | {adapter: Model(number, adapter, self.first)}
 
     def listed(self) -> Iterator[tuple[str, Model]]:
-        """The names to tell, with the model's own in front."""
+        """Yield the names for /v1/models, with the model's own names first."""
         yield from self._listed.items()
 
     def find(self, name: str) -> Model | None:
-        """None: there is no such model."""
+        """Return the model of a name, or None if it does not exist."""
         if (model := self._models.get(name)) is not None:
             return model
         base, _, suffix = name.rpartition(":")

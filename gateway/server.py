@@ -1,7 +1,7 @@
-"""Runs the application: one process, one event loop, one socket; the first SIGTERM drains, the second one exits, SIGHUP
-reads the keys, opens the request log again, and has the engine renewed; SIGUSR1 starts all engines again, one by one.
+"""The server process: one event loop, one socket, and signals.
 
-Knows nothing of routes.
+The first SIGTERM drains the server, a second one exits at once. SIGHUP reloads the keys, reopens the request log and
+renews the engine; SIGUSR1 restarts all engines one by one.
 """
 
 import asyncio
@@ -29,16 +29,17 @@ from gateway.http.connection_limit import connections_within, raise_descriptor_l
 log = logging.getLogger("tidemill.gateway")
 
 KEEP_ALIVE_SECONDS = 30
-CLOSE_SECONDS = 2  # for connections to take their last bytes once the engine has ended everything
-LAST_SECONDS = 5.0  # after its drain a server ends, whatever hangs
+CLOSE_SECONDS = 2  # time for connections to send their last bytes after the engine has stopped
+LAST_SECONDS = 5.0  # forced exit this long after the drain
 TIDY_SECONDS = 1.0
 DEAD_ENGINE = 70
-"""The exit code of a server whose engine is dead: whoever started it may start it again."""
+"""Exit code of a server whose engine is dead; supervisors may restart it."""
 
 
 class ForcedExit:
-    """Ends a process whatever hangs in it: a thread that is there from the start on, as one may not be had when it is
-    needed, nor the event loop get on. `end`: called with the exit code."""
+    """Watchdog thread that ends a hanging process by calling `end` with the exit code.
+
+    It starts with the process, because later no thread may be available or the event loop may hang."""
 
     def __init__(self, end: Callable[[int], None]) -> None:
         self._end = end
@@ -46,11 +47,11 @@ class ForcedExit:
         threading.Thread(target=self._wait, name="tidemill-last-resort", daemon=True).start()
 
     def within(self, seconds: float, exit_code: int) -> None:
-        """The process has so long to end by itself."""
+        """End the process after `seconds`, unless it has ended by itself."""
         self._asked.put((time.monotonic() + seconds, exit_code))
 
     def cancel(self) -> None:
-        """It may go on for ever."""
+        """Cancel the deadline."""
         self._asked.put(None)
 
     def _wait(self) -> None:
@@ -65,9 +66,9 @@ class ForcedExit:
 
 
 class GatewayServer(uvicorn.Server):
-    """uvicorn's server with a drain before its shutdown: it goes on listening, so that /ready can say 503.
+    """uvicorn's server with a drain before shutdown, during which it keeps listening so that /ready can return 503.
 
-    `owns_process`: nothing else lives in this process, so its garbage collector may be set for serving.
+    `owns_process`: the process runs only this server, so its garbage collector may be tuned.
     """
 
     def __init__(
@@ -102,10 +103,10 @@ class GatewayServer(uvicorn.Server):
         notify("READY=1")
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:  # noqa: ARG002
-        """uvicorn would raise the signal again at the end; a drained server has ended well."""
+        """Start the drain. Unlike uvicorn's, do not raise the signal again: a drained server exits normally."""
         self._num_signals += 1
         if self._num_signals > 1:
-            os._exit(128 + sig)  # whatever is still running, a model step included
+            os._exit(128 + sig)  # also during a model step
         self._lifecycle.draining = True
         self._end_within(self._drain_seconds + LAST_SECONDS, 1)
         if self._loop is None:
@@ -127,7 +128,7 @@ class GatewayServer(uvicorn.Server):
             interpreter.collect_due(at_rest=not self.server_state.tasks)
 
     async def _watch_engine(self) -> None:
-        """A server whose engine is dead for good ends: 503 for ever helps nobody."""
+        """End the server once its engine is dead for good, instead of answering 503 forever."""
         why = await self._lifecycle.client.wait_dead()
         log.critical("the server ends: %s", why)
         notify("STOPPING=1")
@@ -141,7 +142,7 @@ class GatewayServer(uvicorn.Server):
             self._last_resort.within(seconds, exit_code)
 
     def spare_process(self) -> None:
-        """The process goes on after its server: nothing is to end it any more."""
+        """Cancel the forced exit: the process continues after its server."""
         if self._last_resort is not None:
             self._last_resort.cancel()
 
@@ -152,14 +153,14 @@ class GatewayServer(uvicorn.Server):
             os._exit(exit_code)
 
     def _hang_up(self) -> None:
-        """SIGHUP: see `_reload`; but whose terminal was closed wants the server to end."""
+        """Handle SIGHUP: reload, or exit if the controlling terminal was closed."""
         if self._has_terminal and not has_terminal():
             self.handle_exit(signal.SIGHUP, None)
         else:
             self._reload_task = asyncio.ensure_future(self._reload())
 
     def _restart_engines(self) -> None:
-        """SIGUSR1, from `tidemill fleet restart`."""
+        """Handle SIGUSR1, which `tidemill fleet restart` sends."""
         self._reload_task = asyncio.ensure_future(self._renew("SIGUSR1", anyway=True))
 
     async def _reload(self) -> None:
@@ -172,17 +173,17 @@ class GatewayServer(uvicorn.Server):
         try:
             log.info("%s: %s", asked_by, await self._lifecycle.client.renew(anyway=anyway))
         except TidemillError as error:
-            log.error("%s: the engine stays as it was: %s", asked_by, error.message)
+            log.error("%s: the engine is unchanged: %s", asked_by, error.message)
 
     async def _reload_keys(self) -> None:
         keys = self._context.keys
         if keys.file is None:
-            log.info("SIGHUP: there is no --api-key-file to read again")
+            log.info("SIGHUP: no --api-key-file to reload")
             return
         try:
             await self._context.reload_keys()
         except ConfigError as error:
-            log.error("SIGHUP: the keys stay as they were: %s", error.message)
+            log.error("SIGHUP: the keys are unchanged: %s", error.message)
         else:
             log.info("SIGHUP: %s", keys.ring)
 
@@ -206,7 +207,7 @@ def make_server(
     close_seconds: int = CLOSE_SECONDS,
     owns_process: bool = False,
 ) -> GatewayServer:
-    """The server of an application, not yet listening."""
+    """Return a server for the application that is not listening yet."""
     context: GatewayContext = app.state.context
     if limits is None:
         limits = ProtocolLimits(max_connections=connections_within(raise_descriptor_limit()))
@@ -226,19 +227,19 @@ def make_server(
 
 
 def run(app: FastAPI, config: ServerConfig) -> int:
-    """Serve until a signal, or until the engine is dead; returns the exit code when everything has ended.
+    """Serve until a signal or until the engine is dead, and return the exit code.
 
-    Raises ConfigError when the address cannot be had, and what the engine raised when it does not start.
+    Raises ConfigError if the address cannot be bound, and the engine's error if it does not start.
     """
     _set_up_logging(config.log_level)
     listener = bind(config.host, config.port)
     server = make_server(app, config, owns_process=True)
     try:
         server.run(sockets=[listener])
-    except SystemExit:  # uvicorn's way to say that the lifespan did not start; it has logged why
+    except SystemExit:  # raised by uvicorn if the lifespan does not start
         error = app.state.context.lifecycle.startup_error
         if error is None:
-            raise  # SIGTERM came before uvicorn listened to it
+            raise  # SIGTERM arrived before uvicorn handled it
         if isinstance(error, TidemillError):
             raise error from None
         raise ConfigError(f"the engine did not start: {type(error).__name__}") from error
@@ -248,7 +249,7 @@ def run(app: FastAPI, config: ServerConfig) -> int:
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A socket bound to the address. Raises ConfigError, in one line, when that cannot be."""
+    """Return a listening socket. Raises ConfigError if the address cannot be bound."""
     try:
         found = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         family, kind, protocol, _, address = found[0]
@@ -267,7 +268,7 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 def notify(state: str) -> None:
-    """Tell systemd, where it runs us as a service of `Type=notify`: `READY=1`, `STOPPING=1` (sd_notify(3))."""
+    """Notify systemd of `READY=1` or `STOPPING=1`, for services of `Type=notify` (sd_notify(3))."""
     address = os.environ.get("NOTIFY_SOCKET", "")
     if address[:1] in {"/", "@"}:
         with suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
@@ -276,7 +277,7 @@ def notify(state: str) -> None:
 
 
 def has_terminal() -> bool:
-    """Whether this process has a controlling terminal."""
+    """Return whether this process has a controlling terminal."""
     try:
         os.close(os.open("/dev/tty", os.O_RDWR | os.O_CLOEXEC | os.O_NOCTTY))
     except OSError:
@@ -292,4 +293,4 @@ def _host_and_port(listener: socket.socket) -> tuple[str, int]:
 def _set_up_logging(level: str) -> None:
     logging.basicConfig(level=level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     if level != "debug":
-        logging.getLogger("uvicorn").setLevel(logging.ERROR)  # its warnings are about what clients send
+        logging.getLogger("uvicorn").setLevel(logging.ERROR)  # its warnings concern invalid client requests

@@ -378,7 +378,7 @@ def test_names() -> None:
     }  # fmt: skip
     assert not any(map(names.find, ("other", "m:other", "sql:m", "m:sql:other", "")))
     for taken in ("m", "flex"):
-        with pytest.raises(ConfigError, match="the name is that of"):
+        with pytest.raises(ConfigError, match="the name belongs to"):
             ModelNames(("m",), (taken,))
 
 

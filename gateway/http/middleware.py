@@ -22,7 +22,8 @@ _DEFAULT_PORTS = {"http": "80", "https": "443"}
 
 
 class RequestIds:
-    """Assign request ids, count responses and collapse repeated slashes. Only the error boundary is further outside."""
+    """Assign request ids, count responses and collapse repeated slashes. Wraps the error boundary, whose responses are
+    included."""
 
     def __init__(self, app: ASGIApp, metrics: GatewayMetrics) -> None:
         self._app = app
