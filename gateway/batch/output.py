@@ -127,7 +127,7 @@ class ResultBuilder:
         self.output, self.errors = ResultFile(folder), ResultFile(folder)
 
     def add(self, records: Iterable[LineRecord]) -> None:
-        """Add the rows of these lines. Raises StorageError or UnreadableError."""
+        """Add the rows of the given lines. Raises StorageError or UnreadableError."""
         with self._folder.disk.storing():
             for record in records:
                 if record.succeeded is None:

@@ -202,7 +202,7 @@ class Disk:
             os.unlink(path)
 
     def publish(self, *files: tuple[DiskFile, Path]) -> None:
-        """Move finished files to their targets, durably. On an error all of them are removed."""
+        """Move finished files to their targets, durably. On an error all files are removed."""
         try:
             for file, target in files:
                 file.sync()

@@ -55,7 +55,7 @@ class StateFolder:
             return self.disk.create(self.root / "tmp" / token_hex(16))
 
     def publish_files(self, *files: tuple[DiskFile, str]) -> None:
-        """Move files to their ids, durably. Raises StorageError, after removing all of them."""
+        """Move files to their ids, durably. Raises StorageError, after removing all files."""
         with self.disk.storing():
             self.disk.publish(*((file, self.file_path(file_id)) for file, file_id in files))
 

@@ -29,7 +29,7 @@ Explain = Callable[[Sequence[str]], Awaitable[Mapping[str, bool]]]
 
 
 class LostAndFound:
-    """Destination for unknown files, created with the first of these. Blocking. Raises OSError."""
+    """Destination for unknown files, created with the first file. Blocking. Raises OSError."""
 
     def __init__(self, root: Path, disk: Disk) -> None:
         self._root = root

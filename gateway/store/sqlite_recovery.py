@@ -25,7 +25,7 @@ class SqliteRecovery:
         await self._writer.run(work)
 
     async def forget_announced(self, file_ids: Sequence[str] | None = None) -> None:
-        """Remove the announcements of these ids, or of all earlier runs for None."""
+        """Remove the announcements of the given ids, or of all earlier runs for None."""
 
         def work(connection: sqlite3.Connection) -> None:
             if file_ids is None:
