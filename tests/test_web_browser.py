@@ -243,7 +243,7 @@ def test_all_of_it_is_reached_by_keyboard_and_seen(page: Any) -> None:
         )
         found[name] = page.execute_script(outlined, element)
     assert {
-        "Skip to the figures",
+        "Skip to content",
         "Live",
         "file",
         "tier",

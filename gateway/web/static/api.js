@@ -1,4 +1,4 @@
-// HTTP to the server this page came from: the key, JSON calls, server-sent events read from fetch.
+// HTTP client for the page's server: API key, JSON calls and server-sent events.
 
 let key = sessionStorage.getItem("tidemill-key");
 
@@ -26,7 +26,7 @@ async function failure(response) {
   let message = `${response.status} ${response.statusText}`;
   try {
     message = (await response.json()).error.message || message;
-  } catch { /* not an error of the API: the status says enough */ }
+  } catch { /* no JSON error: use the status */ }
   return new HttpError(response.status, message);
 }
 
@@ -44,7 +44,7 @@ export async function postJson(path, body, options = {}) {
   return call(path, { ...options, method: "POST", headers: { "content-type": "application/json" }, body: JSON.stringify(body) });
 }
 
-/** Splits a stream of text into the data of server-sent events, however it was cut. */
+/** Split a stream of text, cut at any position, into the data of server-sent events. */
 export class EventSplitter {
   constructor() {
     this.rest = "";
@@ -60,7 +60,7 @@ export class EventSplitter {
   }
 }
 
-/** The events of a response, as text. */
+/** Yield the data of a response's events as text. */
 export async function* events(response) {
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
   const splitter = new EventSplitter();

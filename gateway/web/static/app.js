@@ -1,4 +1,4 @@
-// Puts the page together: follows the server's snapshots and draws them once a second, only while it is visible.
+// Main module: follow the server's snapshots and draw them once a second while the page is visible.
 
 import { call, events, getJson, hasKey, setKey } from "./api.js";
 import { Batches } from "./batches.js";
@@ -13,8 +13,8 @@ const byId = (id) => document.getElementById(id);
 
 const history = new History();
 const tide = new TideChart(byId("tide"));
-const ttft = new DotChart(byId("ttft"), "ttft", "Time to first token of each chat, against the promise");
-const tbt = new DotChart(byId("tbt"), "gap", "Longest gap between two tokens of each chat, against the promise");
+const ttft = new DotChart(byId("ttft"), "ttft", "Time to first token of each chat and its limit");
+const tbt = new DotChart(byId("tbt"), "gap", "Longest gap between two tokens of each chat and its limit");
 const batches = new Batches({ rows: byId("batch-rows"), file: byId("file"), drop: byId("drop"), problem: byId("batch-error") });
 const playground = new Playground({
   turns: byId("turns"), form: byId("ask"), prompt: byId("prompt"), send: byId("send"), tier: byId("tier"),
@@ -49,7 +49,7 @@ function drawPromise(now) {
 }
 
 function promiseText(slo) {
-  if (!slo) return "No objective is set.";
+  if (!slo) return "No SLO is set.";
   const first = limitOf(slo, "ttft");
   const gap = limitOf(slo, "tbt");
   const parts = [];
@@ -58,7 +58,7 @@ function promiseText(slo) {
   return parts.length ? `of the last chats had ${parts.join(" and ")}` : `of the last chats kept ${slo}`;
 }
 
-/** Seconds that the charts show: they widen as the history grows. */
+/** Time span of the charts in seconds, which grows with the history. */
 function span(now) {
   const known = now.time - history.snapshots[0].time;
   return [60, 120, 300, 600].find((width) => known <= width) || WINDOW;
@@ -173,7 +173,7 @@ async function follow() {
     for (const snapshot of (await getJson("/dashboard/history")).snapshots) history.add(snapshot);
   } catch (error) {
     if (error.status !== 403) throw error;
-    show("status", "this key sees its own batches, not the server's figures", "warn");
+    show("status", "this key can read its own batches only, not the metrics of the server", "warn");
     await new Promise((resolve) => setTimeout(resolve, 1000 * BATCHES_EVERY));
     if (!document.hidden) await batches.refresh();
     return;
@@ -193,10 +193,10 @@ async function run() {
   for (;;) {
     try {
       await follow();
-      if (history.latest) show("status", "the stream ended, connecting again", "warn");
+      if (history.latest) show("status", "connection lost, reconnecting", "warn");
     } catch (error) {
       if (error.status === 401) {
-        await askForKey(hasKey() ? "That key was not accepted." : "Kept in this tab only.");
+        await askForKey(hasKey() ? "That key was not accepted." : "Stored in this tab only.");
         continue;
       }
       show("status", error.status ? error.message : "the server does not answer", "bad");

@@ -1,4 +1,4 @@
-// The table of batches: upload, progress, cancel, download. It asks the server's own API.
+// Table of batches (upload, progress, cancel, download), which uses the public API.
 
 import { call, getJson, postJson } from "./api.js";
 import { count, duration } from "./format.js";
@@ -24,7 +24,7 @@ function button(text, label, act) {
   return element;
 }
 
-/** Seconds that the rest will take at the rate seen since it began; null when nothing can be said. */
+/** Remaining seconds of a batch at its mean rate so far, or null if unknown. */
 export function timeLeft(batch, now) {
   const { total, completed, failed } = batch.request_counts || {};
   const done = (completed || 0) + (failed || 0);
@@ -33,7 +33,7 @@ export function timeLeft(batch, now) {
   return passed > 0 ? (passed / done) * (total - done) : null;
 }
 
-/** What became of the rows. The counts of a batch that was stopped have the rows that never ran among the failed. */
+/** Counts of rows by outcome. Rows of a stopped batch that never ran count as failed. */
 export function outcome({ status, request_counts }) {
   const { total, completed, failed } = request_counts || { total: 0, completed: 0, failed: 0 };
   const stopped = status === "cancelled" || status === "expired";
@@ -60,13 +60,13 @@ export class Batches {
     try {
       this.draw((await getJson(`/v1/batches?limit=${SHOWN}`)).data);
     } catch (error) {
-      if (error.status === 404) this.drop.textContent = "This server keeps no files and batches.";
+      if (error.status === 404) this.drop.textContent = "This server does not support files and batches.";
     }
   }
 
   draw(batches) {
     const state = JSON.stringify(batches.map((b) => [b.id, b.status, b.request_counts]));
-    if (state === this.shown) return; // an unchanged table keeps the focus where it is
+    if (state === this.shown) return; // keep the focus if the table is unchanged
     this.shown = state;
     const focused = document.activeElement && document.activeElement.dataset ? document.activeElement.dataset.key : null;
     this.rows.replaceChildren(...batches.map((batch) => this.row(batch)));
@@ -165,12 +165,12 @@ export class Batches {
   }
 }
 
-/** The url of the file's first line: a batch has one endpoint. */
+/** URL of the file's first line: a batch has one endpoint. */
 export async function endpointOf(file) {
   const head = await file.slice(0, 1 << 20).text();
   try {
     return JSON.parse(head.split("\n").find((line) => line.trim())).url || "/v1/chat/completions";
   } catch {
-    return "/v1/chat/completions"; // the server says which line is no JSON
+    return "/v1/chat/completions"; // the server reports the invalid line
   }
 }

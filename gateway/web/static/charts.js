@@ -1,4 +1,4 @@
-// SVG charts of the live window. They know figures and pixels, nothing of the server.
+// SVG charts of the live window.
 
 import { scale, count, seconds } from "./format.js";
 
@@ -77,7 +77,7 @@ export class TideChart extends Chart {
     const most = Math.max(10, ...rates.map((r) => r.online + r.offline));
     const { top, step } = scale(most * 1.04);
     const { x, y, height } = this.frame(now, span, top, step, count);
-    this.empty.textContent = rates.some((r) => r.online + r.offline > 0) ? "" : "The tide comes in with the first requests.";
+    this.empty.textContent = rates.some((r) => r.online + r.offline > 0) ? "" : "No requests yet.";
     const base = rates.map((r) => [x(r.time), y(0)]);
     const online = rates.map((r) => [x(r.time), y(r.online)]);
     const both = rates.map((r) => [x(r.time), y(r.online + r.offline)]);
@@ -100,7 +100,7 @@ export class TideChart extends Chart {
 }
 
 export class DotChart extends Chart {
-  /** `name`: which figure of a chat it shows. */
+  /** `name`: the field of a chat that the chart shows. */
   constructor(host, name, label) {
     super(host, label);
     this.name = name;
@@ -111,7 +111,7 @@ export class DotChart extends Chart {
     const most = Math.max(limit ? limit * 1.25 : 0, ...values, 0.001);
     const { top, step } = scale(limit ? Math.min(most, limit * 3) : most, 3);
     const { x, y, width } = this.frame(now, span, top, step, seconds);
-    this.empty.textContent = values.length ? "" : "No chat has ended in these minutes.";
+    this.empty.textContent = values.length ? "" : "No chat has ended in this window.";
     const early = [];
     const late = [];
     for (const chat of chats) {
@@ -120,7 +120,7 @@ export class DotChart extends Chart {
       const at = `M${x(chat.time).toFixed(1)},${y(value).toFixed(1)}m-2.6,0a2.6,2.6 0 1,0 5.2,0a2.6,2.6 0 1,0 -5.2,0`;
       (limit && value > limit ? late : early).push(at);
     }
-    this.svg.append(make("path", { class: "dot", d: early.join("") })); // two elements, however many chats
+    this.svg.append(make("path", { class: "dot", d: early.join("") })); // two elements for any number of chats
     this.svg.append(make("path", { class: "dot late", d: late.join("") }));
     if (limit) {
       this.svg.append(make("line", { class: "limit", x1: LEFT, x2: width - 6, y1: y(limit), y2: y(limit) }));

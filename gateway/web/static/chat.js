@@ -1,4 +1,4 @@
-// The playground: a chat by the public API, with its own time to first token and tokens per second.
+// Playground: a chat over the public API, which shows time to first token and tokens per second.
 
 import { events, postJson } from "./api.js";
 import { seconds } from "./format.js";
@@ -107,7 +107,7 @@ export class Playground {
       await navigator.clipboard.writeText(this.curl());
       this.copy.textContent = "Copied";
     } catch {
-      this.turn("assistant", `\`\`\`\n${this.curl()}\n\`\`\``); // no clipboard without https: show it instead
+      this.turn("assistant", `\`\`\`\n${this.curl()}\n\`\`\``); // the clipboard needs https: show the command instead
       return;
     }
     setTimeout(() => { this.copy.textContent = said; }, 1500);

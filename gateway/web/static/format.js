@@ -1,4 +1,4 @@
-// Numbers as people read them. Pure functions.
+// Formatting of numbers. Pure functions.
 
 export function seconds(value) {
   if (value === null || value === undefined || !Number.isFinite(value)) return "–";
@@ -30,7 +30,7 @@ export function percent(value, digits = 1) {
   return `${text.endsWith(".0") ? text.slice(0, -2) : text} %`;
 }
 
-/** The limits of an SLO such as "ttft_p99=1s,tbt_p99=100ms": [{metric, statistic, limit}], limits in seconds. */
+/** Limits of an SLO such as "ttft_p99=1s,tbt_p99=100ms": [{metric, statistic, limit}], limits in seconds. */
 export function objectives(slo) {
   const found = [];
   for (const part of (slo || "").split(",")) {
@@ -40,7 +40,7 @@ export function objectives(slo) {
   return found;
 }
 
-/** One objective over the last chats, as the server judges it: {name, text, kept, state}. */
+/** State of one objective over recent chats, as reported by the server: {name, text, kept, state}. */
 export function standingText({ objective, value, bound, attainment }) {
   const [metric, statistic] = objective.split("=")[0].split("_");
   const name = `${metric.toUpperCase()} ${statistic === "mean" ? "mean" : statistic.toUpperCase()}`;

@@ -1,4 +1,4 @@
-// A small part of Markdown as DOM nodes: fenced code and inline code. Text is only ever set as text.
+// Minimal Markdown to DOM nodes: fenced and inline code. Text is only set as text content.
 
 /** [{code: boolean, text}] of a text with ``` fences; an unclosed fence runs to the end. */
 export function blocks(text) {

@@ -1,8 +1,8 @@
-// The history that the charts draw: snapshots in, rates and points out. Pure, bounded.
+// Bounded history of snapshots, with the rates and points for the charts. Pure.
 
 export const WINDOW = 900; // seconds that charts show
 const MAX_CHATS = 4000;
-const SMOOTHED = 3; // a step's tokens arrive at once: single seconds would be noise
+const SMOOTHED = 3; // the tokens of a step arrive at once, so single seconds are noisy
 
 export class History {
   constructor() {
@@ -13,7 +13,7 @@ export class History {
   add(snapshot) {
     const last = this.snapshots[this.snapshots.length - 1];
     if (last && snapshot.time <= last.time) return;
-    if (last && snapshot.computed_tokens < last.computed_tokens) this.snapshots = []; // the server was started anew
+    if (last && snapshot.computed_tokens < last.computed_tokens) this.snapshots = []; // the server was restarted
     this.snapshots.push(snapshot);
     for (const chat of snapshot.chats || []) this.chats.push(chat);
     const oldest = snapshot.time - WINDOW;
@@ -26,7 +26,7 @@ export class History {
     return this.snapshots[this.snapshots.length - 1] || null;
   }
 
-  /** Tokens per second: [{time, online, offline}], at most about `points` of them, each over `SMOOTHED` snapshots or more. */
+  /** Tokens per second: [{time, online, offline}], at most about `points` entries, each over `SMOOTHED` snapshots or more. */
   rates(points = 240) {
     const all = this.snapshots;
     const stride = Math.max(1, Math.ceil(all.length / points));
@@ -43,7 +43,7 @@ export class History {
     return result;
   }
 
-  /** Each of several engines over the last `span` seconds: [{engine, state, ..., online, offline}], tokens per second. */
+  /** Rates of each engine over the last `span` seconds: [{engine, state, ..., online, offline}], tokens per second. */
   engines(span = 10) {
     const latest = this.latest;
     const before = latest && this.snapshots.find((snapshot) => snapshot.time >= latest.time - span - 0.5);
