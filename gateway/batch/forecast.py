@@ -209,14 +209,14 @@ class Forecast:
         self.outlooks = {**outlooks, **self._added}
 
     def add(self, batch: BatchJob, lengths: LineLengths, now: float) -> Outlook:
-        """Return the outlook of a job that has just begun, beside the jobs of the last update."""
+        """Return the outlook of a job that has just begun, given the jobs of the last update."""
         outlook = self.outlooks[batch.id] = self._added[batch.id] = self._beside(
             batch, self._tokens_left(batch, lengths), now
         )
         return outlook
 
     def first(self, batch: BatchJob, num_bytes: int, now: float, head: LineLengths | None = None) -> Outlook:
-        """Return the outlook of a new batch from its size and first lines, beside the jobs of the last update."""
+        """Return the outlook of a new batch from its size and first lines, given the jobs of the last update."""
         if batch.id in self.outlooks:  # a repeated request with the same idempotency key
             return self.outlooks[batch.id]
         self._look(now)

@@ -19,7 +19,7 @@ SLICE_SECONDS = 0.0005
 class LaneUpdater:
     """Apply the forecast to the jobs in progress.
 
-    `set_lane` moves the lines of a batch in the engine to another lane; `offer` queues a job anew in the feed order.
+    `set_lane` moves the lines of a batch in the engine to another lane; `offer` requeues a job in the feed order.
     """
 
     def __init__(

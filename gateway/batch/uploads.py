@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 MAX_FIELD_BYTES = 1024
 MAX_PARTS = 16
-MAX_OVERHEAD = 64 * 1024  # bytes of the body beside the file's content
+MAX_OVERHEAD = 64 * 1024  # bytes of the body in addition to the file's content
 MAX_FILENAME_CHARS = 255
 FIELDS = frozenset({"purpose", "expires_after[anchor]", "expires_after[seconds]"})
 
