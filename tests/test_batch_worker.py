@@ -831,7 +831,7 @@ async def test_only_a_long_line_of_a_batch_rests(
         rests.append(1)
         return work()
 
-    monkeypatch.setattr("gateway.generate.answering.at_half_speed", count)
+    monkeypatch.setattr("gateway.generate.threads.at_half_speed", count)
     async with batch_server(tokenizer, tmp_path) as (_, client):
         await client.chat.completions.create(model=MODEL, messages=[{"role": "user", "content": "hi"}])
         assert not rests

@@ -271,7 +271,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"tools": [{"type": "function", "name": "a b"}]}, "tools[0].name", "Invalid"),
     ({"tools": TOOLS * 2}, "tools", "same name"),
     ({"tools": [{"type": "web_search"}], "tool_choice": "required"}, "tool_choice", "no function"),
-    ({"tools": TOOLS, "tool_choice": {"type": "function", "name": "x"}}, "tool_choice.name", "not among"),
+    ({"tools": TOOLS, "tool_choice": {"type": "function", "name": "x"}}, "tool_choice.name", "not in"),
     ({"tools": TOOLS, "text": {"format": {"type": "json_object"}}}, "text.format", "together with 'tools'"),
     ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format.schema", "Missing"),
     ({"text": {"verbosity": "high"}}, "text.verbosity", "Invalid"),

@@ -138,7 +138,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "Missing"),
     ({"response_format": {"type": "xml"}}, "response_format.type", "Invalid"),
     ({"response_format": {"type": "json_object", "more": 1}}, "response_format.more", "Unknown"),
-    ({"structured_outputs": {}}, "structured_outputs", "one of"),
+    ({"structured_outputs": {}}, "structured_outputs", "must have json"),
     ({"structured_outputs": {"regex": "[a"}}, "structured_outputs.regex", "unclosed"),
     ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs.choice", "together"),
     ({"structured_outputs": {"regex": "a"}, "guided_regex": "a"}, "guided_regex", "together"),

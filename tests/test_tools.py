@@ -605,7 +605,11 @@ async def test_past_calls_reach_the_template_as_objects(tmp_path: Path) -> None:
 
 REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"tools": [], "tool_choice": "auto"}, "tool_choice", "only allowed with"),
-    ({"tool_choice": {"type": "function", "function": {"name": "other"}}}, "tool_choice.function.name", "not among"),
+    (
+        {"tool_choice": {"type": "function", "function": {"name": "other"}}},
+        "tool_choice.function.name",
+        "not in 'tools'",
+    ),
     ({"tool_choice": "always"}, "tool_choice", "Invalid"),
     ({"tools": [*TOOLS, TOOLS[0]]}, "tools", "same name"),
     ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name", "Invalid"),
