@@ -45,8 +45,7 @@ from engine.errors import (
 )
 from engine.loop.fault_log import FaultLog
 from engine.loop.planner import Planner, PlanOffline
-from engine.loop.step_check import check_result
-from engine.loop.step_watch import StepLimits, StepWatch
+from engine.loop.step_watch import StepLimits, StepWatch, check_result
 from engine.loop.watchdog import STALL_SECONDS, ProgressWatchdog
 from engine.machine import interpreter
 from engine.machine.activity import Activity, read_activity

@@ -23,7 +23,7 @@ class Feature(NamedTuple):
     holds: Callable[..., bool]
 
 
-class Refusal(NamedTuple):
+class RefusedCombination(NamedTuple):
     """`feature` cannot be combined with any of `others`. `message` has a place for the flags that were found."""
 
     feature: Feature
@@ -69,40 +69,46 @@ OPEN_HOST = Feature("--host", ("host",), lambda host: not is_loopback(host))
 NO_KEY = Feature("--api-key", ("api_key", "api_key_file"), lambda keys, file: not keys and not file)
 
 REFUSALS = (
-    Refusal(
+    RefusedCombination(
         HIDDEN_CACHE,
         (QUANTIZATION, CACHE_DTYPE, ADAPTERS),
         "--hidden-cache cannot be combined with {}: restored K and V would differ; remove one of them",
     ),
-    Refusal(
+    RefusedCombination(
         HIDDEN_CACHE,
         (OTHER_POLICY,),
         "--hidden-cache needs a policy that selects requests; set {} to apt or goodput",
     ),
-    Refusal(
+    RefusedCombination(
         DROP,
         (HIDDEN_CACHE, ADAPTERS, SWAP_SPACE, STREAMING, TRANSFORMERS, RAY),
         "--overload drop cannot be combined with {}: engines exchange whole layers and blocks; remove one of them",
     ),
-    Refusal(DROP, (ONE_ENGINE,), "--overload drop makes one pipeline of two engines, not of {}; set --engines 2"),
-    Refusal(SWAP, (NO_SWAP_SPACE,), "--overload swap needs host memory, and {} gives none; remove one of them"),
-    Refusal(
+    RefusedCombination(
+        DROP, (ONE_ENGINE,), "--overload drop makes one pipeline of two engines, not of {}; set --engines 2"
+    ),
+    RefusedCombination(
+        SWAP, (NO_SWAP_SPACE,), "--overload swap needs host memory, and {} gives none; remove one of them"
+    ),
+    RefusedCombination(
         RANKS,
         (HIDDEN_CACHE, ADAPTERS, DROP, STREAMING, TRANSFORMERS, RAY),
         "--tensor-parallel-size cannot be combined with {}: ranks cannot divide its data; remove one of them",
     ),
-    Refusal(
+    RefusedCombination(
         FLOAT8,
         (STREAMING, OTHER_DTYPE),
         "--quantization fp8 cannot be combined with {}: it computes with resident bfloat16 layers; remove one of them",
     ),
-    Refusal(
+    RefusedCombination(
         STEP_TOKENS,
         (MORE_REQUESTS,),
         "--max-num-batched-tokens is below {}, and every decode is one token; lower --max-num-seqs",
     ),
-    Refusal(REVISION, (NO_MODEL,), "--revision needs a model from the hub; name a {}"),
-    Refusal(OPEN_HOST, (NO_KEY,), "--host is reachable from other machines; set {}, or use --host 127.0.0.1"),
+    RefusedCombination(REVISION, (NO_MODEL,), "--revision needs a model from the hub; name a {}"),
+    RefusedCombination(
+        OPEN_HOST, (NO_KEY,), "--host is reachable from other machines; set {}, or use --host 127.0.0.1"
+    ),
 )
 
 

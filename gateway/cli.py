@@ -313,7 +313,7 @@ def _load(
 def _make_engine(engine_config: EngineConfig, server_config: ServerConfig, root: Path) -> Any:
     """Return the client of one engine process, or of a fleet."""
     from engine.process.flights import Flights
-    from engine.process.policy import RestartPolicy
+    from engine.process.judge import RestartPolicy
     from engine.process.sabotage import VARIABLE
 
     policy = RestartPolicy.without_end if os.environ.get(VARIABLE) else RestartPolicy

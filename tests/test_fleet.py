@@ -20,7 +20,7 @@ from engine.errors import ConfigError, EngineStepError, EngineUnavailableError, 
 from engine.fleet.client import FleetClient
 from engine.loop.step_watch import StepLimits
 from engine.process.client import SILENCE, EngineProcess
-from engine.process.policy import RestartPolicy
+from engine.process.judge import RestartPolicy
 from engine.process.suspects import LONE_DEATHS, SUSPECT_AFTER
 from gateway.commands.fleet import RESTART, restart
 from gateway.store.folder import open_state

@@ -116,7 +116,7 @@ class PipedEngine(FakeFleetEngine):
 
     def come_back(self) -> None:
         process = self.process = Process(self._take)
-        process.stage = stage.Stage(
+        process.stage = stage.PipelineStage(
             process, self._take, process.add, lambda name: name in process.open, lambda: self._part(process)  # type: ignore[arg-type]
         )  # fmt: skip
         self.is_up = True

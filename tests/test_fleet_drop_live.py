@@ -16,7 +16,7 @@ from engine.api import EngineRequest, EngineState, PipelineStats, SamplingParams
 from engine.config import EngineConfig
 from engine.fleet.client import FleetClient
 from engine.fleet.launch import FleetPlan
-from engine.process.policy import RestartPolicy
+from engine.process.judge import RestartPolicy
 
 BLOCKS = 48
 CONFIG = EngineConfig(

@@ -17,7 +17,7 @@ from test_process_http import CHILD, CONFIG, everything
 from engine.api import EngineState
 from engine.fleet.client import FleetClient
 from engine.process.client import EngineProcess
-from engine.process.policy import RestartPolicy
+from engine.process.judge import RestartPolicy
 from engine.text.tokenizer import Tokenizer
 from gateway.commands.top.history import History
 from gateway.commands.top.view import _one_of

@@ -30,10 +30,10 @@ from engine.fleet.client import FleetClient
 from engine.fleet.harvest import Harvest, shares, windows
 from engine.fleet.member import Member, hits_of, online_load
 from engine.fleet.prefixes import MAX_BLOCKS, PrefixMemory, prefix_chain
-from engine.fleet.routing import Prompt, sal_load
+from engine.fleet.routing import RoutedPrompt, sal_load
 from engine.fleet.totals import info_of_all, total
 from engine.machine.facts import HOST_ENGINES, Place, share_out
-from engine.process.link import Given
+from engine.process.link import SentRequests
 from predictor.judge import Standing
 
 
@@ -86,7 +86,7 @@ def test_what_lines_hold_is_there_for_chats() -> None:
 
 
 def test_load_is_what_was_said_and_what_was_given_since() -> None:
-    given = Given()
+    given = SentRequests()
     assert given.report is None and not list(given.unreported)
     given.add([asked("a", 10), asked("b", 20)])
     given.add([asked("c", 30)])
@@ -99,7 +99,7 @@ def test_load_is_what_was_said_and_what_was_given_since() -> None:
     given.hear(LoadReport(queued_tokens=55, received=3))
     load = online_load(3, given.report, given.unreported)
     assert load.queued_tokens == 55
-    assert sal_load(replace(load, tokens_per_step=100, step_seconds=1.0), Prompt(45)) == 1.0
+    assert sal_load(replace(load, tokens_per_step=100, step_seconds=1.0), RoutedPrompt(45)) == 1.0
     lines = online_load(3, LoadReport(), [asked("line", 100, offline=True)])
     assert lines.queued_tokens == 0, "chats go before lines"
 

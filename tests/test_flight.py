@@ -19,7 +19,7 @@ from engine.flight.file import Facts
 from engine.flight.recorder import Completed, Failed, Idle, Launched
 from engine.process.client import EngineProcess
 from engine.process.flights import Flights
-from engine.process.policy import RestartPolicy
+from engine.process.judge import RestartPolicy
 from engine.scheduling.output import Chunk
 from gateway.cli import main
 from gateway.commands.replay import table

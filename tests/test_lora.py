@@ -41,7 +41,7 @@ from engine.models.linear import MakeLinear, make_linear
 from engine.models.lora import Adapters, load_adapter, plan_adapter
 from engine.models.spec import load_spec
 from engine.models.transformers_model import load_model, load_shape
-from engine.process.renewal import Source
+from engine.process.launcher import Source
 from engine.text.tokenizer import Tokenizer
 from gateway import cli
 from gateway.models import ModelNames

@@ -32,7 +32,7 @@ from engine.grammar import Grammar
 from engine.loop.step_watch import StepLimits
 from engine.process import frames, launcher, life
 from engine.process.client import EngineProcess
-from engine.process.policy import RestartPolicy
+from engine.process.judge import RestartPolicy
 from engine.process.supervisor import Child
 
 CHILD = Path(__file__).parent / "scripted_child.py"

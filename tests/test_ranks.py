@@ -52,7 +52,7 @@ from engine.models.sharding import Shard
 from engine.models.spec import load_spec
 from engine.pooling import Pooling
 from engine.process.client import EngineProcess
-from engine.process.policy import RestartPolicy
+from engine.process.judge import RestartPolicy
 from engine.scheduling.output import SchedulerOutput
 
 CPU = torch.device("cpu")

@@ -7,7 +7,7 @@ import pytest
 
 from engine.config import EngineConfig
 from engine.errors import ConfigError
-from engine.refusals import REFUSALS, SELECTING, Feature, Refusal, check_combinations
+from engine.refusals import REFUSALS, SELECTING, Feature, RefusedCombination, check_combinations
 from engine.scheduling.policies import ONLINE_POLICIES
 from gateway.config import ServerConfig
 
@@ -51,7 +51,7 @@ def check(**values: Any) -> None:
 
 
 @pytest.mark.parametrize(("refusal", "other"), PAIRS, ids=[f"{r.feature.flag} {o.flag}" for r, o in PAIRS])
-def test_every_pair_is_refused_and_says_what_to_do(refusal: Refusal, other: Feature) -> None:
+def test_every_pair_is_refused_and_says_what_to_do(refusal: RefusedCombination, other: Feature) -> None:
     one, two = ASKED[refusal.feature.flag], ASKED[other.flag]
     with pytest.raises(ConfigError) as refused:
         check(**one | two)

@@ -13,7 +13,7 @@ from engine.api import EngineRequest, SamplingParams
 from engine.errors import EngineStepError
 from engine.grammar import Grammar
 from engine.process import reputation
-from engine.process.policy import RestartPolicy
+from engine.process.judge import RestartPolicy
 from engine.process.reputation import REMEMBERED_SECONDS, Reputation
 from engine.process.suspects import LONE_DEATHS, SUSPECT_AFTER, Suspicion
 

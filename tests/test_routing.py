@@ -9,88 +9,92 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.errors import ConfigError
-from engine.fleet.routing import ROUTERS, Chance, Load, Prompt, find_router, prefix, sal_load
+from engine.fleet.routing import ROUTERS, Chance, EngineLoad, RoutedPrompt, find_router, prefix, sal_load
 
-IDLE = Load(0, free_units=1000, pool_units=1000)
+IDLE = EngineLoad(0, free_units=1000, pool_units=1000)
 
 
 def chance(seed: int = 0) -> Chance:
     return Chance(random.Random(seed))
 
 
-def choose(name: str, loads: list[Load], prompt: Prompt, draw: Chance | None = None) -> int:
+def choose(name: str, loads: list[EngineLoad], prompt: RoutedPrompt, draw: Chance | None = None) -> int:
     return find_router(name)(loads, prompt, draw or chance())
 
 
 def test_the_queue_counts_in_full_steps() -> None:
     load = replace(IDLE, queued_tokens=900, tokens_per_step=512)
-    assert sal_load(load, Prompt(124)) == pytest.approx(1024 / 512)
-    assert sal_load(replace(load, step_seconds=0.25), Prompt(124)) == pytest.approx(0.5)
+    assert sal_load(load, RoutedPrompt(124)) == pytest.approx(1024 / 512)
+    assert sal_load(replace(load, step_seconds=0.25), RoutedPrompt(124)) == pytest.approx(0.5)
 
 
 def test_memory_that_lacks_is_waited_for_at_the_rate_at_which_running_requests_give_it_back() -> None:
     """The prompt needs 100 / 8 = 12.5, so 13 units; with 27 queued ones 40, of which 30 lack: 240 tokens. Four requests
     with a mean input of 30 and a mean output of 10 give back 4 × (beta - 1) = 12 a step: 20 steps."""
-    load = Load(
+    load = EngineLoad(
         0, queued_units=27.0, running=4, free_units=10, pool_units=100, mean_input=30.0, mean_output=10.0
     )  # fmt: skip
-    assert sal_load(load, Prompt(100)) == pytest.approx(20.0)
-    assert sal_load(replace(load, step_seconds=0.1), Prompt(100)) == pytest.approx(2.0)
-    assert sal_load(replace(load, free_units=40), Prompt(100)) == pytest.approx(100 / 512)
-    assert sal_load(replace(load, pool_units=0), Prompt(100)) == pytest.approx(100 / 512), "nothing is known of it"
-    assert sal_load(replace(load, running=0), Prompt(100)) == pytest.approx(240.0), "at least a token a step"
+    assert sal_load(load, RoutedPrompt(100)) == pytest.approx(20.0)
+    assert sal_load(replace(load, step_seconds=0.1), RoutedPrompt(100)) == pytest.approx(2.0)
+    assert sal_load(replace(load, free_units=40), RoutedPrompt(100)) == pytest.approx(100 / 512)
+    assert sal_load(replace(load, pool_units=0), RoutedPrompt(100)) == pytest.approx(100 / 512), (
+        "nothing is known of it"
+    )
+    assert sal_load(replace(load, running=0), RoutedPrompt(100)) == pytest.approx(240.0), "at least a token a step"
 
 
 def test_a_code_workload_frees_faster_than_chat() -> None:
     """As printed in the paper beta multiplies: code, whose requests end after few tokens, would look the worse."""
-    full = Load(0, running=10, pool_units=1000, queued_units=500.0)
+    full = EngineLoad(0, running=10, pool_units=1000, queued_units=500.0)
     chat = replace(full, mean_input=1154.0, mean_output=211.0)
     code = replace(full, mean_input=2047.0, mean_output=27.0)
-    assert sal_load(code, Prompt(80)) < sal_load(chat, Prompt(80))
+    assert sal_load(code, RoutedPrompt(80)) < sal_load(chat, RoutedPrompt(80))
 
 
 def test_what_is_in_the_prefix_cache_is_neither_computed_nor_stored_again() -> None:
-    load = Load(1, queued_units=10.0, free_units=10, pool_units=100, running=1)
-    assert sal_load(load, Prompt(800)) == pytest.approx(800.0)
-    assert sal_load(load, Prompt(800, {1: 720})) == pytest.approx(80.0)
-    assert sal_load(replace(IDLE, engine=1), Prompt(512, {1: 512})) == pytest.approx(1 / 512), "the last token runs"
-    assert sal_load(replace(IDLE, engine=1), Prompt(512, {0: 512})) == pytest.approx(1.0), "another engine's"
+    load = EngineLoad(1, queued_units=10.0, free_units=10, pool_units=100, running=1)
+    assert sal_load(load, RoutedPrompt(800)) == pytest.approx(800.0)
+    assert sal_load(load, RoutedPrompt(800, {1: 720})) == pytest.approx(80.0)
+    assert sal_load(replace(IDLE, engine=1), RoutedPrompt(512, {1: 512})) == pytest.approx(1 / 512), (
+        "the last token runs"
+    )
+    assert sal_load(replace(IDLE, engine=1), RoutedPrompt(512, {0: 512})) == pytest.approx(1.0), "another engine's"
 
 
 def test_sal_takes_the_least_wait_then_the_least_to_do() -> None:
     busy = replace(IDLE, queued_tokens=600)
-    assert choose("sal", [busy, replace(IDLE, engine=1, queued_tokens=500)], Prompt(10)) == 1
-    assert choose("sal", [busy, replace(IDLE, engine=1, queued_tokens=500, step_seconds=2.0)], Prompt(10)) == 0
-    assert choose("sal", [replace(busy, running=3), replace(busy, engine=1, running=2)], Prompt(10)) == 1
-    assert choose("sal", [busy, replace(busy, engine=1)], Prompt(10)) == 0
-    assert choose("sal", [busy, replace(busy, engine=1)], Prompt(700, {1: 512})) == 1
+    assert choose("sal", [busy, replace(IDLE, engine=1, queued_tokens=500)], RoutedPrompt(10)) == 1
+    assert choose("sal", [busy, replace(IDLE, engine=1, queued_tokens=500, step_seconds=2.0)], RoutedPrompt(10)) == 0
+    assert choose("sal", [replace(busy, running=3), replace(busy, engine=1, running=2)], RoutedPrompt(10)) == 1
+    assert choose("sal", [busy, replace(busy, engine=1)], RoutedPrompt(10)) == 0
+    assert choose("sal", [busy, replace(busy, engine=1)], RoutedPrompt(700, {1: 512})) == 1
 
 
 def test_round_robin_goes_round_past_those_that_are_away() -> None:
-    loads, draw = [Load(0), Load(1), Load(2)], chance()
-    assert [choose("round-robin", loads, Prompt(1), draw) for _ in range(4)] == [0, 1, 2, 0]
+    loads, draw = [EngineLoad(0), EngineLoad(1), EngineLoad(2)], chance()
+    assert [choose("round-robin", loads, RoutedPrompt(1), draw) for _ in range(4)] == [0, 1, 2, 0]
     away = [loads[0], loads[2]]
-    assert [choose("round-robin", away, Prompt(1), draw) for _ in range(3)] == [2, 0, 2]
-    assert [choose("round-robin", loads, Prompt(1), draw) for _ in range(2)] == [0, 1]
+    assert [choose("round-robin", away, RoutedPrompt(1), draw) for _ in range(3)] == [2, 0, 2]
+    assert [choose("round-robin", loads, RoutedPrompt(1), draw) for _ in range(2)] == [0, 1]
 
 
 def test_p2c_takes_the_one_with_fewer_requests_of_two() -> None:
-    loads = [Load(0, running=5), Load(1, queued_requests=2, running=2), Load(2, queued_requests=9)]
+    loads = [EngineLoad(0, running=5), EngineLoad(1, queued_requests=2, running=2), EngineLoad(2, queued_requests=9)]
     draw = chance(3)
-    counts = Counter(choose("p2c", loads, Prompt(1), draw) for _ in range(3000))
+    counts = Counter(choose("p2c", loads, RoutedPrompt(1), draw) for _ in range(3000))
     assert counts[2] == 0, "the fullest of three loses to both others"
     assert 1800 < counts[1] < 2200 and 800 < counts[0] < 1200, "two of the three pairs hold engine 1"
-    assert choose("p2c", loads[2:], Prompt(1)) == 2
+    assert choose("p2c", loads[2:], RoutedPrompt(1)) == 2
 
 
 def test_random_is_even() -> None:
     draw = chance(5)
-    counts = Counter(choose("random", [Load(n) for n in range(4)], Prompt(1), draw) for _ in range(4000))
+    counts = Counter(choose("random", [EngineLoad(n) for n in range(4)], RoutedPrompt(1), draw) for _ in range(4000))
     assert all(900 < counts[n] < 1100 for n in range(4))
 
 
 def test_affinity_ends_where_an_engine_would_hold_a_quarter_more_than_its_part() -> None:
-    hits = Prompt(100, {0: 64})
+    hits = RoutedPrompt(100, {0: 64})
     assert choose("prefix", [replace(IDLE, running=1), replace(IDLE, engine=1, running=1)], hits) == 0
     # 11 requests with this one, 5.5 each: 1.25 x 5.5 = 6.9, rounded up 7
     assert choose("prefix", [replace(IDLE, running=6), replace(IDLE, engine=1, running=4)], hits) == 0
@@ -98,7 +102,9 @@ def test_affinity_ends_where_an_engine_would_hold_a_quarter_more_than_its_part()
     # three times as fast: its part is 8.25, and with a quarter more 11
     fast = replace(IDLE, running=7, step_seconds=1 / 3)
     assert choose("prefix", [fast, replace(IDLE, engine=1, running=3)], hits) == 0
-    assert choose("prefix", [replace(IDLE, running=2), replace(IDLE, engine=1)], Prompt(100)) == 1, "as SAL without"
+    assert choose("prefix", [replace(IDLE, running=2), replace(IDLE, engine=1)], RoutedPrompt(100)) == 1, (
+        "as SAL without"
+    )
 
 
 def test_an_unknown_router() -> None:
@@ -108,7 +114,7 @@ def test_an_unknown_router() -> None:
 
 LOADS = st.lists(
     st.builds(
-        Load,
+        EngineLoad,
         engine=st.integers(0, 20),
         queued_tokens=st.integers(0, 10_000),
         queued_units=st.integers(0, 1000).map(float),
@@ -130,18 +136,18 @@ LOADS = st.lists(
     LOADS, st.integers(1, 5000), st.dictionaries(st.integers(0, 20), st.integers(0, 5000)), st.sampled_from([*ROUTERS])
 )
 def test_every_router_names_one_of_the_engines_and_the_same_one_again(
-    loads: list[Load], tokens: int, hits: dict[int, int], name: str
+    loads: list[EngineLoad], tokens: int, hits: dict[int, int], name: str
 ) -> None:
-    prompt = Prompt(tokens, hits)
+    prompt = RoutedPrompt(tokens, hits)
     one = choose(name, loads, prompt, chance(7))
     assert one in {load.engine for load in loads}
     assert choose(name, loads, prompt, chance(7)) == one
 
 
 @given(LOADS, st.integers(1, 5000))
-def test_affinity_keeps_within_its_bound(loads: list[Load], tokens: int) -> None:
+def test_affinity_keeps_within_its_bound(loads: list[EngineLoad], tokens: int) -> None:
     most = max(loads, key=lambda load: load.requests)
-    chosen = prefix(loads, Prompt(tokens, {most.engine: tokens}), chance())
+    chosen = prefix(loads, RoutedPrompt(tokens, {most.engine: tokens}), chance())
     total = sum(load.requests for load in loads) + 1
     speed = sum(1 / load.step_seconds for load in loads)
     held = next(load for load in loads if load.engine == chosen)

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from engine.api import SamplingParams
 from engine.flight import recorder as flight
 from engine.flight.recorder import FlightRecorder
-from engine.process.policy import RestartPolicy
-from engine.process.suspects import HEAD_START, LONE_DEATHS, SUSPECT_AFTER, Suspects, Verdict, at_least
+from engine.process.judge import RestartPolicy
+from engine.process.suspects import HEAD_START, LONE_DEATHS, SUSPECT_AFTER, DeathVerdict, Suspects, at_least
 from engine.scheduling.output import Chunk, ModelRunnerOutput, NewRequest, SchedulerOutput
 
 
@@ -106,7 +106,7 @@ def test_others_get_on_first_and_who_has_died_alone_comes_last() -> None:
     assert suspects.next_trial(27.0) is None
 
 
-def _told(verdict: Verdict | None) -> tuple[str, int, bool, bool] | None:
+def _told(verdict: DeathVerdict | None) -> tuple[str, int, bool, bool] | None:
     return None if verdict is None else verdict[:4]
 
 

@@ -19,7 +19,7 @@ from engine.errors import ConfigError, EngineUnavailableError, ModelLoadError
 from engine.machine import child as machine
 from engine.process import child, frames
 from engine.process.causes import CAUSES, Origin, Outage, is_of_system, origin_of, start_error
-from engine.process.policy import RestartPolicy
+from engine.process.judge import RestartPolicy
 from engine.process.supervisor import Child
 
 __all__ = ["undisturbed"]

@@ -19,7 +19,7 @@ from engine.api import EngineRequest, RequestOutput
 from engine.colocation.virtual import Arrival, VirtualRecord, VirtualRun
 from engine.core import EngineCore
 from engine.errors import RetryableError
-from engine.fleet.routing import Chance, Load, Prompt, Router
+from engine.fleet.routing import Chance, EngineLoad, RoutedPrompt, Router
 from engine.scheduling.output import ModelRunner, ModelRunnerOutput, SchedulerOutput
 from predictor.limits import UNITS_PER_BLOCK
 
@@ -110,7 +110,7 @@ class FleetDriver:
         self.on_idle: Callable[[Server], None] | None = None
         self._held: list[Arrival] = []
         self._arrivals = deque(arrivals)
-        self._loads: dict[int, Load] = {}
+        self._loads: dict[int, EngineLoad] = {}
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._order = count()
         self._means = (1.0, 1.0)
@@ -223,7 +223,7 @@ class FleetDriver:
         if not self._loads:
             self._held.append(arrival)
             return
-        prompt = Prompt(len(request.prompt_token_ids), self._hits(request))
+        prompt = RoutedPrompt(len(request.prompt_token_ids), self._hits(request))
         number = self._router(list(self._loads.values()), prompt, self._chance)
         record = VirtualRecord(arrival)
         self.run_data.online.append(record)
@@ -244,10 +244,10 @@ class FleetDriver:
         )
         self.pump(server)
 
-    def _load(self, server: Server) -> Load:
+    def _load(self, server: Server) -> EngineLoad:
         core = server.core
         queued, pool = queued_work(core), core.stats()
-        return Load(
+        return EngineLoad(
             server.number,
             queued_tokens=queued.tokens,
             queued_units=queued.units,

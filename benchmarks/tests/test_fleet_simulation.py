@@ -14,7 +14,7 @@ from engine.colocation.virtual import Arrival, PredictedRunner, VirtualRun
 from engine.config import SchedulerConfig
 from engine.core import EngineCore
 from engine.execution.lookahead import by_tokens
-from engine.fleet.routing import Chance, Load, Prompt, find_router
+from engine.fleet.routing import Chance, EngineLoad, RoutedPrompt, find_router
 from engine.scheduling.output import Chunk, SchedulerOutput
 from loadgen.simulation.machine import MachineSpec, build_machine
 from loadgen.simulation.requests import request_of
@@ -46,9 +46,9 @@ def test_engines_run_side_by_side_on_one_clock() -> None:
 
 
 def test_between_reports_a_router_sees_what_it_routed_and_nothing_else() -> None:
-    seen: list[list[Load]] = []
+    seen: list[list[EngineLoad]] = []
 
-    def watch(loads: list[Load], _prompt: Prompt, _chance: Chance) -> int:
+    def watch(loads: list[EngineLoad], _prompt: RoutedPrompt, _chance: Chance) -> int:
         seen.append(list(loads))
         return 0
 

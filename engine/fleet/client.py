@@ -30,7 +30,7 @@ from engine.fleet.harvest import shares, windows
 from engine.fleet.member import FleetEngine, Member, hits_of, offline_load, online_load
 from engine.fleet.overload import Overload
 from engine.fleet.prefixes import prefix_chain
-from engine.fleet.routing import Chance, Load, Prompt, find_router, prefix, sal
+from engine.fleet.routing import Chance, EngineLoad, RoutedPrompt, find_router, prefix, sal
 from engine.fleet.totals import info_of_all, total
 from engine.process import frames
 from engine.process.client import PATIENCE, longest_wait
@@ -108,7 +108,7 @@ class FleetClient:
         self._check_accepting()
         members = self._living()
         if members:
-            number = sal(self._online_loads(members), Prompt(prompt_tokens), self._chance)
+            number = sal(self._online_loads(members), RoutedPrompt(prompt_tokens), self._chance)
             with self._noting_refusal(request_class):
                 await self._members[number].engine.check_room(request_class, prompt_tokens, tenant)
 
@@ -279,24 +279,24 @@ class FleetClient:
         chain = prefix_chain(request.prompt_token_ids, request.prefix_root, members[0].block_size)
         hits = hits_of(members, chain)
         if request.request_class is RequestClass.ONLINE:
-            prompt = Prompt(len(request.prompt_token_ids), hits)
+            prompt = RoutedPrompt(len(request.prompt_token_ids), hits)
             number = self._router(self._online_loads(members), prompt, self._chance)
         else:
             loads = self._offline_loads(members, bounded=bounded and request.lane is not Lane.FLEX)
             if not loads:
                 return None
-            number = prefix(loads, Prompt(1, hits), self._chance)
+            number = prefix(loads, RoutedPrompt(1, hits), self._chance)
         member = self._members[number]
         member.give(requests, chain)
         return member
 
-    def _online_loads(self, members: Sequence[Member]) -> list[Load]:
+    def _online_loads(self, members: Sequence[Member]) -> list[EngineLoad]:
         loads = [online_load(each.number, each.engine.report, each.engine.unreported) for each in members]
         if all(load.step_seconds > 0.0 for load in loads):
             return loads
         return [replace(load, step_seconds=1.0) for load in loads]  # not to be compared
 
-    def _offline_loads(self, members: Sequence[Member], *, bounded: bool) -> list[Load]:
+    def _offline_loads(self, members: Sequence[Member], *, bounded: bool) -> list[EngineLoad]:
         """By what each harvests; `bounded`: of those whose window is not full."""
         for member in members:
             member.hears()

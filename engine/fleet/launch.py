@@ -11,7 +11,7 @@ from engine.fleet.ray_engines import Cluster
 from engine.machine.facts import Place, read_processor, share_out
 from engine.process.client import EngineProcess, patience
 from engine.process.flights import Flights
-from engine.process.policy import RestartPolicy
+from engine.process.judge import RestartPolicy
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ from typing import Protocol
 from engine.api import EngineClient, EngineRequest, EngineState, EngineStats, EngineView, LoadReport, RequestClass
 from engine.fleet.harvest import Harvest
 from engine.fleet.prefixes import PrefixMemory
-from engine.fleet.routing import Load
+from engine.fleet.routing import EngineLoad
 from engine.process import frames
 from engine.process.regroup import Regrouping
 from engine.process.requests import OpenRequest
@@ -89,11 +89,11 @@ class Member:
         )  # fmt: skip
 
 
-def online_load(number: int, report: LoadReport | None, unreported: Iterable[EngineRequest]) -> Load:
+def online_load(number: int, report: LoadReport | None, unreported: Iterable[EngineRequest]) -> EngineLoad:
     """What an engine said last, and what it was given since: nothing is assumed to have ended meanwhile."""
     report = report or LoadReport()
     prompts = [len(r.prompt_token_ids) for r in unreported if r.request_class is RequestClass.ONLINE]
-    return Load(
+    return EngineLoad(
         engine=number,
         queued_tokens=report.queued_tokens + sum(prompts),
         queued_units=report.queued_units + sum(-(-tokens // report.tokens_per_unit) for tokens in prompts),
@@ -109,9 +109,11 @@ def online_load(number: int, report: LoadReport | None, unreported: Iterable[Eng
     )
 
 
-def offline_load(number: int, held: int, share: float) -> Load:
+def offline_load(number: int, held: int, share: float) -> EngineLoad:
     """Of lines: how many it holds, and how fast it gets through them."""
-    return Load(engine=number, queued_requests=held, queued_tokens=held, tokens_per_step=1, step_seconds=1.0 / share)
+    return EngineLoad(
+        engine=number, queued_requests=held, queued_tokens=held, tokens_per_step=1, step_seconds=1.0 / share
+    )
 
 
 def hits_of(members: Iterable[Member], chain: Sequence[int]) -> Mapping[int, int]:

@@ -25,7 +25,7 @@ from engine.flight import recorder as flight
 from engine.machine.child import python_module
 from engine.machine.facts import Place, read_processor
 from engine.process import frames
-from engine.process.supervisor import Child, Endpoint
+from engine.process.supervisor import Child, ProcessEndpoint
 
 log = logging.getLogger("tidemill.fleet")
 
@@ -69,7 +69,7 @@ class EngineActor:
             self._child.dump()
 
 
-class RemoteEngine(Endpoint):
+class RemoteEngine(ProcessEndpoint):
     """An engine's process behind an actor, as a child of this machine would be: our end of a socketpair."""
 
     def __init__(self, ray: Any, actor: Any, launch: frames.Launch) -> None:

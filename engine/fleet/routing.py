@@ -18,7 +18,7 @@ BALANCE = 0.25
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class EngineLoad:
     """One engine as a router sees it: what was routed to it and has not ended, as far as anybody knows.
 
     `queued_tokens`, `queued_units`, `queued_requests`: prompts that wait or are not yet computed to their end, what of
@@ -46,7 +46,7 @@ class Load:
         return self.queued_requests + self.running
 
 
-class Prompt(NamedTuple):
+class RoutedPrompt(NamedTuple):
     """What is to be routed. `hits`: by engine, how many of its tokens are expected in the prefix cache there."""
 
     tokens: int
@@ -65,11 +65,11 @@ class Chance:
     last: int = -1
 
 
-Router = Callable[[Sequence[Load], Prompt, Chance], int]
+Router = Callable[[Sequence[EngineLoad], RoutedPrompt, Chance], int]
 """Gives the number of one of the engines, of which there is at least one."""
 
 
-def sal_load(load: Load, prompt: Prompt) -> float:
+def sal_load(load: EngineLoad, prompt: RoutedPrompt) -> float:
     """Seconds that a request would wait there: for memory, or for the prompts before it, its own included.
 
     Equation 2 in steps: of the tokens lacking, each running request gives back (beta - 1) a step on average
@@ -86,35 +86,35 @@ def sal_load(load: Load, prompt: Prompt) -> float:
     return steps * load.step_seconds
 
 
-def sal(loads: Sequence[Load], prompt: Prompt, _chance: Chance) -> int:
+def sal(loads: Sequence[EngineLoad], prompt: RoutedPrompt, _chance: Chance) -> int:
     """The least wait; among equals, as among idle engines, the least to do."""
     return min(loads, key=lambda load: (sal_load(load, prompt), load.requests * load.step_seconds, load.engine)).engine
 
 
-def p2c(loads: Sequence[Load], _prompt: Prompt, chance: Chance) -> int:
+def p2c(loads: Sequence[EngineLoad], _prompt: RoutedPrompt, chance: Chance) -> int:
     """The one of two random ones that has fewer requests."""
     two = chance.rng.sample(loads, min(2, len(loads)))
     return min(two, key=lambda load: load.requests).engine
 
 
-def round_robin(loads: Sequence[Load], _prompt: Prompt, chance: Chance) -> int:
+def round_robin(loads: Sequence[EngineLoad], _prompt: RoutedPrompt, chance: Chance) -> int:
     """One after the other; an engine that is away loses its turn, and nobody has two."""
     numbers = sorted(load.engine for load in loads)
     chance.last = next((number for number in numbers if number > chance.last), numbers[0])
     return chance.last
 
 
-def at_random(loads: Sequence[Load], _prompt: Prompt, chance: Chance) -> int:
+def at_random(loads: Sequence[EngineLoad], _prompt: RoutedPrompt, chance: Chance) -> int:
     return chance.rng.choice(loads).engine
 
 
-def prefix(loads: Sequence[Load], prompt: Prompt, chance: Chance) -> int:
+def prefix(loads: Sequence[EngineLoad], prompt: RoutedPrompt, chance: Chance) -> int:
     """The longest prefix in the cache, among engines that hold at most `BALANCE` more than their part of all requests,
     by speed ("consistent hashing with bounded loads"); without any, SAL."""
     speed = sum(1.0 / load.step_seconds for load in loads)
     requests = sum(load.requests for load in loads) + 1
 
-    def has_room(load: Load) -> bool:
+    def has_room(load: EngineLoad) -> bool:
         part = requests / load.step_seconds / speed
         return load.requests + 1 <= math.ceil((1.0 + BALANCE) * part)
 

@@ -38,7 +38,7 @@ from engine.process.causes import START, SYSTEM, is_of_system, start_error
 from engine.process.golden import HOUR, Golden, golden_file
 from engine.process.link import Connection
 from engine.process.orders import WHOLE, Past
-from engine.process.stage import Stage
+from engine.process.stage import PipelineStage
 
 log = logging.getLogger("tidemill.engine")
 
@@ -217,7 +217,9 @@ class EngineServer:
         self._num_received = 0
         self._reported = -math.inf
         self._tasks: set[asyncio.Task[None]] = set()
-        self._stage = Stage(engine, self._put, self._resume_again, self._knows, lambda: self._send(frames.Parted()))
+        self._stage = PipelineStage(
+            engine, self._put, self._resume_again, self._knows, lambda: self._send(frames.Parted())
+        )
 
     async def serve(
         self, sock: socket.socket, reader: frames.FrameReader[frames.ToEngine], early: list[frames.ToEngine]

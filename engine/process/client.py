@@ -2,8 +2,8 @@
 requests.
 
 Three parts: `Requests` holds the prompt and the tokens given of every open request, which is all that a preempted
-request is made of; `ProcessLife` starts one process after another; `Link` sends and asks. The next engine computes the
-tokens again and goes on at the same position. A client sees a pause. See docs/develop/process.md.
+request is made of; `ProcessLife` starts one process after another; `ProcessLink` sends and asks. The next engine
+computes the tokens again and goes on at the same position. A client sees a pause. See docs/develop/process.md.
 """
 
 import asyncio
@@ -34,14 +34,13 @@ from engine.machine.facts import Place
 from engine.process import frames
 from engine.process.figures import Figures
 from engine.process.flights import FAILED_STEP, Flights
-from engine.process.judge import DeathJudge
+from engine.process.judge import DeathJudge, RestartPolicy
 from engine.process.launcher import Launcher
 from engine.process.life import RETRY_AFTER, ProcessLife
-from engine.process.link import GoneError, Link
-from engine.process.policy import RestartPolicy
+from engine.process.link import GoneError, ProcessLink
 from engine.process.regroup import Regrouping
 from engine.process.requests import OpenRequest, Requests, hand_over, take_over
-from engine.process.supervisor import Endpoint
+from engine.process.supervisor import ProcessEndpoint
 from engine.queue_time import QueueTime
 from engine.stream import RequestStream
 from predictor.slo import SLO
@@ -81,14 +80,14 @@ class EngineProcess:
         changed: Callable[[], None] = lambda: None,
         waits: bool = True,
         spare: bool = False,
-        spawn: Callable[[frames.Launch], Endpoint] | None = None,
+        spawn: Callable[[frames.Launch], ProcessEndpoint] | None = None,
     ) -> None:
         self._patience = patience(config) if waits else None
         self._clock = clock
         self._tell_change = changed
         self._idle = asyncio.Event()
         self._requests = Requests(clock)
-        self._link = Link(self._receive, self._requests.resumed)
+        self._link = ProcessLink(self._receive, self._requests.resumed)
         self._figures = Figures()
         launcher = Launcher(config, log_level=log_level, place=place, pid_file=pid_file, command=command, spawn=spawn)
         self._life = ProcessLife(

@@ -22,7 +22,7 @@ from engine.api import EngineRequest, RequestClass, RequestOutput, SamplingParam
 from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.errors import TidemillError
-from engine.process.renewal import Source
+from engine.process.launcher import Source
 
 log = logging.getLogger("tidemill.engine")
 

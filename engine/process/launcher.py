@@ -1,14 +1,16 @@
 """Where the processes of one engine come from, one after another, and the next of them held while one runs."""
 
 import asyncio
+import hashlib
 import logging
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
 import msgspec
 
+import engine
 from engine.adapters import parse_adapters
 from engine.config import EngineConfig
 from engine.errors import ConfigError
@@ -16,8 +18,7 @@ from engine.machine.child import python_module, starter
 from engine.machine.facts import Place, available_memory
 from engine.process import frames
 from engine.process.causes import start_error
-from engine.process.renewal import Source
-from engine.process.supervisor import Child, Endpoint, remove
+from engine.process.supervisor import Child, ProcessEndpoint, remove
 
 log = logging.getLogger("tidemill.engine")
 
@@ -27,7 +28,48 @@ HOLD_SECONDS = 120.0
 SPARE_ROOM = 1 << 31
 """Bytes that must be free on this machine for a spare process, which takes a tenth of that."""
 
-EndpointT = TypeVar("EndpointT", bound=Endpoint)
+TEXT = (".json", ".jinja", ".model", ".txt")
+INDEX = ".index.json"
+"""Says which file holds which weight, and belongs to them."""
+
+EndpointT = TypeVar("EndpointT", bound=ProcessEndpoint)
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """The files that an engine process was made of. The gateway has read the model's configuration and tokenizer, so
+    these must be the same in the next process; weights and the engine's own code may differ.
+
+    `files`: size and time of what weights, adapters and code are in; `texts`: digests of what the gateway has read,
+    too."""
+
+    files: dict[str, tuple[int, int]]
+    texts: dict[str, str]
+
+    @classmethod
+    def of(cls, folder: Path, adapters: Iterable[Path] = ()) -> "Source":
+        """What is there now, in the folder of the model and in those of its adapters. Raises OSError."""
+        code = Path(engine.__file__).parent
+        found = [path for path in folder.iterdir() if path.is_file()]
+        texts = [path for path in found if path.suffix in TEXT and not path.name.endswith(INDEX)]
+        beside = [path for each in adapters for path in each.iterdir() if path.is_file()]
+        files = [path for path in found if path not in texts] + beside + list(code.rglob("*.py"))
+        return cls({str(path): _stamp(path) for path in files}, {path.name: _digest(path) for path in texts})
+
+    def refusal(self, later: "Source") -> str | None:
+        """Why what is there later may not take over; None if it may."""
+        names = sorted(self.texts.keys() | later.texts.keys())
+        other = [name for name in names if self.texts.get(name) != later.texts.get(name)]
+        return f"{', '.join(other)} differ from what the server has read: it must be started again" if other else None
+
+
+def _stamp(path: Path) -> tuple[int, int]:
+    status = path.stat()
+    return status.st_size, status.st_mtime_ns
+
+
+def _digest(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 class Launcher:
@@ -43,7 +85,7 @@ class Launcher:
         place: Place,
         pid_file: Path | None,
         command: Sequence[str] | None,
-        spawn: Callable[[frames.Launch], Endpoint] | None,
+        spawn: Callable[[frames.Launch], ProcessEndpoint] | None,
     ) -> None:
         self.launch = frames.Launch(config, log_level, place=place)
         self.source: Source | None = None
@@ -70,7 +112,7 @@ class Launcher:
 
     # Starting
 
-    def spawn(self) -> Endpoint:
+    def spawn(self) -> ProcessEndpoint:
         """The next process: the one that is held, if it is ready: where it was disturbed it is slower than a new one.
         Raises OSError."""
         if self._spawn_elsewhere is not None:
@@ -87,7 +129,7 @@ class Launcher:
                 return held
         return Child.spawn(self._command, self.launch, self._pid_file)
 
-    async def start(self) -> Endpoint:
+    async def start(self) -> ProcessEndpoint:
         """`spawn`, beside the event loop."""
         return await _beside(self.spawn)
 
@@ -173,6 +215,6 @@ async def _beside(spawn: Callable[[], EndpointT]) -> EndpointT:
         raise
 
 
-def end_now(child: Endpoint) -> None:
+def end_now(child: ProcessEndpoint) -> None:
     child.kill()
     child.reap()

@@ -16,9 +16,9 @@ from engine.process.figures import Figures
 from engine.process.flights import Flights
 from engine.process.judge import DeathJudge
 from engine.process.launcher import Launcher, end_now
-from engine.process.link import Link
+from engine.process.link import ProcessLink
 from engine.process.requests import Requests
-from engine.process.supervisor import Endpoint, reaped
+from engine.process.supervisor import ProcessEndpoint, reaped
 
 log = logging.getLogger("tidemill.engine")
 
@@ -45,7 +45,7 @@ class ProcessLife:
     def __init__(
         self,
         launcher: Launcher,
-        link: Link,
+        link: ProcessLink,
         requests: Requests,
         figures: Figures,
         *,
@@ -61,7 +61,7 @@ class ProcessLife:
         self.launcher = launcher
         self.judge = judge
         self.info: EngineInfo | None = None
-        self.child: Endpoint | None = None
+        self.child: ProcessEndpoint | None = None
         self.pulse: frames.Pulse | None = None
         self.ready = asyncio.Event()
         self.turned = asyncio.Event()
@@ -141,7 +141,7 @@ class ProcessLife:
         self.ready.clear()
         self._changed()
 
-    def keep_flight(self, cause: str, child: Endpoint | None) -> None:
+    def keep_flight(self, cause: str, child: ProcessEndpoint | None) -> None:
         """Keep the last steps of a process on the disk."""
         if self._flights is not None and child is not None and self.info is not None and cause != RENEWED:
             self._flights.keep(cause, self.info, child.entries)
@@ -234,7 +234,7 @@ class ProcessLife:
 
     # One process after another
 
-    async def _begin(self, child: Endpoint) -> None:
+    async def _begin(self, child: ProcessEndpoint) -> None:
         """Until the child takes requests; it is given those that are open. Raises what keeps it from starting."""
         self.child = child
         self._cause = None
@@ -259,16 +259,16 @@ class ProcessLife:
         await asyncio.sleep(SPARE_SECONDS)
         await self.launcher.keep_spare()
 
-    async def _supervise(self, child: Endpoint) -> None:
+    async def _supervise(self, child: ProcessEndpoint) -> None:
         try:
             await self._start_again_and_again(child)
         except Exception as error:
             log.critical("the supervisor of the engine process failed", exc_info=error)
             self._give_up("the supervisor of the engine process failed")
 
-    async def _start_again_and_again(self, first: Endpoint) -> None:
+    async def _start_again_and_again(self, first: ProcessEndpoint) -> None:
         """Start one child after another until they die too often."""
-        child: Endpoint | None = first
+        child: ProcessEndpoint | None = first
         while True:
             cause, ended = await self._outlive(child) if child is not None else (self._cause or START, "an error")
             delay = self.judge.judge(cause, [] if child is None else child.entries, worked=self.has_worked)
@@ -287,7 +287,7 @@ class ProcessLife:
             await asyncio.sleep(delay)
             child = await self._restart()
 
-    async def _restart(self) -> Endpoint | None:
+    async def _restart(self) -> ProcessEndpoint | None:
         """Return the next child, which may have died already: that is found out like any death. None: there is none."""
         self._cause = None
         try:
@@ -314,7 +314,7 @@ class ProcessLife:
             self._cause = START
         log.error("the engine process did not start: %s", error or "it took too long")
 
-    async def _outlive(self, child: Endpoint) -> tuple[str, str]:
+    async def _outlive(self, child: ProcessEndpoint) -> tuple[str, str]:
         """Wait for the death of a child; return the cause, and how it ended."""
         assert self._lost is not None
         await asyncio.wait([self._lost])
@@ -325,7 +325,7 @@ class ProcessLife:
         self.keep_flight(cause, child)
         return cause, ended
 
-    async def _end(self, child: Endpoint, grace: float) -> str:
+    async def _end(self, child: ProcessEndpoint, grace: float) -> str:
         """See that a child is gone, and all questions to it; return how it ended."""
         self.down()
         ended = ""

@@ -12,7 +12,7 @@ from engine.api import EngineRequest, LoadReport
 from engine.process import frames
 from engine.process.frames import FrameError, FrameReader, Message, encode
 from engine.process.requests import OpenRequest
-from engine.process.supervisor import Endpoint
+from engine.process.supervisor import ProcessEndpoint
 
 MessageT = TypeVar("MessageT")
 
@@ -137,7 +137,7 @@ class Calls:
         self._open.clear()
 
 
-class Given:
+class SentRequests:
     """`report`: what the process said last; None before its first word."""
 
     def __init__(self) -> None:
@@ -169,7 +169,7 @@ def _second(pairs: Iterable[tuple[int, EngineRequest]]) -> Iterator[EngineReques
     return (request for _, request in pairs)
 
 
-class Link:
+class ProcessLink:
     """The link to the process of now. `receive` gets its messages; `resumed` returns a request as the next process must
     be given it, or None for a request that has ended."""
 
@@ -179,14 +179,14 @@ class Link:
         resumed: Callable[[OpenRequest], EngineRequest | None],
     ) -> None:
         self.calls = Calls(self.send)
-        self.given = Given()
+        self.given = SentRequests()
         self.num_resumed = 0
         self._receive = receive
         self._resumed = resumed
         self._connection: Connection[frames.ToGateway] | None = None
         self._resuming: deque[OpenRequest] = deque()
 
-    async def open(self, child: Endpoint, on_lost: Callable[[str | None], None]) -> None:
+    async def open(self, child: ProcessEndpoint, on_lost: Callable[[str | None], None]) -> None:
         """Receive the messages of a process from here on; `on_lost` is called once, at the end, with the fault."""
         self._connection = await Connection.open(child.sock, child.reader, self._receive, on_lost)
         for message in child.read_ahead():
@@ -225,7 +225,7 @@ class Link:
 
     def end(self) -> None:
         """Forget what the process was given and asked: it is gone."""
-        self.given = Given()
+        self.given = SentRequests()
         self._resuming.clear()
         self.calls.end()
 

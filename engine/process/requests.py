@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from engine.api import EngineRequest, FinishReason, Lane, RequestClass, RequestOutput, RequestTimes, Resumption
 from engine.errors import EngineStepError, EngineUnavailableError, ErrorInfo, TidemillError
 from engine.process.reputation import Reputation
-from engine.process.suspects import Suspects, Suspicion, Verdict
+from engine.process.suspects import DeathVerdict, Suspects, Suspicion
 from engine.stream import RequestStream
 
 log = logging.getLogger("tidemill.engine")
@@ -238,7 +238,7 @@ class Requests:
         """Forget what is held by content: other weights or another engine run from now on."""
         self._reputation.clear()
 
-    def end_guilty(self, verdict: Verdict) -> None:
+    def end_guilty(self, verdict: DeathVerdict) -> None:
         """End a request that is proven to end processes, and suspects of the same content."""
         now, guilty = self._clock(), self.open.get(verdict.request_id)
         assert guilty is not None, "only open requests are suspected"

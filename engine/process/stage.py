@@ -27,7 +27,7 @@ MEET_SECONDS = 10.0
 RETIRE_LOOKS, LOOK_SECONDS = 400, 0.05
 
 
-class Stage:
+class PipelineStage:
     """`sink` takes the outputs of requests that come; `resume` takes requests that are to be computed again; `knows`
     tells whether a request is here already, or about to be; `parted` is called when the other engine is gone."""
 

@@ -34,7 +34,7 @@ REAP_SECONDS = 0.05
 _TUNABLES, _HUGE_PAGES = "GLIBC_TUNABLES", "glibc.malloc.hugetlb"
 
 
-class Endpoint(ABC):
+class ProcessEndpoint(ABC):
     """Our end of the socket of an engine's process, wherever that runs."""
 
     def __init__(self, sock: socket.socket) -> None:
@@ -94,7 +94,7 @@ def with_huge_pages(environment: Mapping[str, str]) -> dict[str, str]:
     return {**environment, _TUNABLES: tunables}
 
 
-class Child(Endpoint):
+class Child(ProcessEndpoint):
     """A running child of this process; its flight recorder writes into memory of both."""
 
     def __init__(self, process: "subprocess.Popen[bytes]", sock: socket.socket, recording: mmap.mmap) -> None:
@@ -212,7 +212,7 @@ def remove(pid_file: Path | None) -> None:
             pid_file.unlink(missing_ok=True)
 
 
-async def reaped(child: Endpoint, within: float | None = None) -> str:
+async def reaped(child: ProcessEndpoint, within: float | None = None) -> str:
     """Return how a child ended. Raises TimeoutError. Polls where the system gives no thread to wait in."""
     try:
         return await asyncio.to_thread(child.reap, within)

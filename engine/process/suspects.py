@@ -50,7 +50,7 @@ class Suspicion:
     died_at: tuple[float, ...] = ()
 
 
-class Verdict(NamedTuple):
+class DeathVerdict(NamedTuple):
     """What a death says of the request that was alone in it. `deaths`: in how many it took part; `guilty`: it is proven
     that it ends the process; `others_well`: something else has got on since the last proof; `suspicion`: all that was
     held against it."""
@@ -81,7 +81,7 @@ class Suspects:
         record = self._records.get(request_id)
         return record is not None and record.deaths >= SUSPECT_AFTER
 
-    def died(self, cause: str, in_flight: Mapping[str, int], now: float) -> Verdict | None:
+    def died(self, cause: str, in_flight: Mapping[str, int], now: float) -> DeathVerdict | None:
         """A process died; `in_flight`: the open requests in its steps, and how many tokens of each they would have
         computed. Returns a verdict if the one on trial was alone; of the guilty nothing more is kept."""
         trial, self.trial = self.trial, None
@@ -107,7 +107,7 @@ class Suspects:
         record.lone_seconds += tried if origin_of(cause) is Origin.OUTSIDE else 0.0
         record.rests_until = self._seconds + rest(record.lone_deaths)
         guilty = record.lone_deaths >= LONE_DEATHS and self._chance(record) <= CHANCE
-        verdict = Verdict(trial, record.deaths, guilty, self._others_got_on, record)
+        verdict = DeathVerdict(trial, record.deaths, guilty, self._others_got_on, record)
         if guilty:
             self._num_deaths -= record.lone_deaths  # they say nothing against the innocence of others
             self.forget(trial)
