@@ -1,4 +1,4 @@
-"""The first lines of an input file, as an estimate of all its lines. Blocking: call it in a worker thread."""
+"""Estimate the line lengths and answer limits of an input file from its first lines. Blocking: call it in a thread."""
 
 import math
 from pathlib import Path
