@@ -29,17 +29,17 @@ def _flag(default: Any, help_text: str, choices: tuple[str, ...] = ()) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """What a user may say about the engine; None means "decide from the model and the machine"."""
+    """The settings of the engine; None means "decide from the model and the machine"."""
 
     model: str = _flag("", "folder or Hugging Face id of a checkpoint; empty: the packaged demo model")
     revision: str | None = _flag(None, "branch, tag or commit of a model from the hub (default: the newest)")
     model_impl: str = _flag(
         "auto",
-        "whose layers run the model: ours, or transformers' with our attention and cache; auto: ours where the "
-        "family is one of ours",
+        "layers that run the model: own, or those of transformers with our attention and cache; auto: own where the "
+        "family is supported",
         ("auto", "own", "transformers"),
     )
-    device: str = _flag("auto", "where the model runs", ("auto", "cpu", "cuda"))
+    device: str = _flag("auto", "device that runs the model", ("auto", "cpu", "cuda"))
     dtype: str = _flag("auto", "type of weights and cache", ("auto", "bfloat16", "float16", "float32"))
     kv_cache_dtype: str = _flag(
         "auto",
@@ -47,67 +47,68 @@ class EngineConfig:
         ("auto", "int8"),
     )
     cpu_kernels: str = _flag(
-        "auto", "on a CPU: our native kernels where they were built and pass their test, or torch's", ("auto", "torch")
+        "auto", "kernels on a CPU; auto: native kernels if they pass their test", ("auto", "torch")
     )
     quantization: str = _flag(
         "none",
-        "linear layers in 8 bits, weights rounded once and inputs in every step; int8: on integers (on a CPU); fp8: on "
-        "floats (on a GPU of compute capability 8.9 or newer)",
+        "8-bit linear layers, with weights rounded once and inputs in every step; int8: integers, on a CPU; fp8: "
+        "floats, on a GPU of compute capability 8.9 or newer",
         ("none", "int8", "fp8"),
     )
     threads: int | None = _flag(None, "processor threads of a step on a CPU (default: measured, at most one per core)")
     load_format: str = _flag("auto", "dummy: random weights for benchmarks", ("auto", "safetensors", "dummy"))
     self_test: bool = _flag(
-        True, "before serving, compare a few tokens with transformers' own eager attention and refuse what differs"
+        True, "before serving, compare a few tokens with transformers' eager attention; end the start if they differ"
     )
     lora: tuple[str, ...] = _flag(
         (),
-        "NAME=PATH: a LoRA adapter as peft stores it, which requests name as a model (NAME, or MODEL:NAME); repeat for "
+        "NAME=PATH of a LoRA adapter stored by peft; requests select it as model NAME or MODEL:NAME; repeat for "
         "several",
     )
     tensor_parallel_size: int = _flag(
-        1, "ranks that each layer is divided among: processes of one engine, on a GPU each, or on parts of the cores"
+        1, "ranks that share each layer: processes of one engine, each on a GPU or on a part of the cores"
     )
     max_model_len: int | None = _flag(None, "longest prompt plus output, tokens (default: the model's)")
-    num_gpu_blocks_override: int | None = _flag(None, "device cache size in blocks of KV; also on CPU")
+    num_gpu_blocks_override: int | None = _flag(None, "size of the cache in blocks of KV, also on a CPU")
     gpu_memory_utilization: float = _flag(0.9, "share of the device's memory for weights and cache")
     max_num_seqs: int | None = _flag(
-        None, "most requests in one step (default: 64; 256 on a GPU of 40 GB, and where weights stream)"
+        None, "maximum requests in a step (default: 64; 256 on a GPU of 40 GB, or if weights stream)"
     )
     max_num_batched_tokens: int | None = _flag(
-        None, "most tokens in one step, the prefill chunk's upper bound (default: 512; 2048 on a GPU of 40 GB, ...)"
+        None, "maximum tokens in a step (default: 512; 2048 on a GPU of 40 GB, or if weights stream)"
     )
     max_queue_time: str = _flag(
         DEFAULT_QUEUE,
-        "who could not start online within it gets 429: a time (5s), times the TTFT objective (1x), or none",
+        "maximum wait before an online request is refused with 429: 5s, 1x (the TTFT objective), or none",
     )
     enable_prefix_caching: bool = _flag(True, "share equal prompt prefixes between requests of one tenant")
-    slo: str = _flag("ttft_p99=1s,tbt_p99=100ms", "what online requests are promised; also 'tbt_mean=50ms' or '5%'")
+    slo: str = _flag("ttft_p99=1s,tbt_p99=100ms", "objectives of online requests; also 'tbt_mean=50ms' or '5%'")
     online_policy: str = _flag(
         "goodput",
-        "who starts if memory is short: goodput[:TAIL], goodput-strict, apt[:TAIL], larry[:ALPHA], no-preempt, fcfs",
+        "order of online requests if memory is short: goodput[:TAIL], goodput-strict, apt[:TAIL], larry[:ALPHA], "
+        "no-preempt, fcfs",
     )
     hidden_cache: bool = _flag(
-        False, "with apt or goodput, run requests from hidden state when memory is short (where the model allows it)"
+        False, "with apt or goodput, run requests from hidden state if memory is short and the model allows it"
     )
     offload_weights: str = _flag(
-        "off", "memory for weights, the rest streams in every step: a number of GiB, auto (what is free), or off"
+        "off", "memory for weights in GiB, or auto (free memory); the rest streams in every step; off: none streams"
     )
     swap_space: float | None = _flag(
         None,
-        "GiB of host memory for the cache of preempted requests, and of chats until their next turn "
-        "(default: on a GPU and with --overload swap a quarter of what is free, at most 16; else, and with drop, 0)",
+        "GiB of host memory for the cache of preempted requests and of chats until their next turn (default: on a "
+        "GPU or with --overload swap a quarter of the free memory, at most 16; otherwise 0)",
     )
     overload: str = _flag(
         "recompute",
-        "when memory for online requests runs out: recompute (preempt the last ones), swap (and keep their cache in "
-        "host memory where it is back sooner than computed; see --swap-space), or drop (with several engines: "
-        "two become one pipeline, and the layers that each gives up are room for requests)",
+        "action if memory for online requests runs out: recompute (preempt the last requests), swap (also keep their "
+        "cache in host memory, see --swap-space), or drop (two engines become one pipeline, and the memory of the "
+        "layers that each drops holds requests)",
         OVERLOADS,
     )
     offline_policy: str = _flag("psm", "order of offline work; psm: shared prefixes first", ("psm", "deadline", "fcfs"))
-    profile_dir: str = _flag("", "where latency profiles are kept (default: tidemill/profiles in the user's cache)")
-    profile_seconds: float = _flag(30.0, "longest measurement of step times when no profile fits (0: one step only)")
+    profile_dir: str = _flag("", "folder of latency profiles (default: tidemill/profiles in the user's cache)")
+    profile_seconds: float = _flag(30.0, "maximum seconds to measure step times if no profile fits (0: one step only)")
     seed: int = _flag(0, "seed of random weights and of scheduling choices")
 
     def __post_init__(self) -> None:

@@ -27,14 +27,14 @@ class ServerConfig:
 
     host: str = _flag("127.0.0.1", "address to listen on; any but loopback needs --api-key")
     allowed_host: tuple[str, ...] = _flag(
-        (), "a further name by which clients address the server, as behind a proxy; repeat for several, * for any"
+        (), "another host name of the server, as behind a proxy; repeat for several, * for any"
     )
     port: int = _flag(8000, "TCP port; 0 lets the system choose")
     api_key: tuple[str, ...] = _flag(
-        (), "a key that clients must send (better: in the environment); repeat for several of one tenant", secret=True
+        (), "key that clients must send (safer in the environment); repeat for several of one tenant", secret=True
     )
     api_key_file: str | None = _flag(
-        None, "file of keys by tenant: lines of SHA-256, tenant and optional tier, roles, limits; SIGHUP reads it again"
+        None, "file of keys by tenant: lines of SHA-256, tenant and optional tier, roles, limits; SIGHUP reloads it"
     )
     served_model_name: tuple[str, ...] = _flag(
         (), "model name in the API; repeat for aliases (default: the model's folder name)"
@@ -42,23 +42,23 @@ class ServerConfig:
     chat_template: str | None = _flag(None, "file with a Jinja chat template (default: the checkpoint's)")
     tool_parser: str = _flag(
         "auto",
-        "how the model writes calls of functions; auto: by its response_template or its chat template",
+        "format of the model's function calls; auto: read from its response_template or chat template",
         TOOL_PARSERS,
     )
     state_dir: str | None = _flag(
         None, "folder for files and batches (default: $XDG_STATE_HOME/tidemill or ~/.local/state/tidemill)"
     )
-    engines: int = _flag(1, "engines: a CUDA device of this machine each, or an equal part of its cores each")
+    engines: int = _flag(1, "number of engines, each on a CUDA device or on an equal part of the cores")
     ray: str = _flag(
         "",
-        "engines run as actors of a Ray cluster, with a GPU or an equal part of the processors each: HOST:PORT of its "
-        "head, auto (this machine is a node), or local (one for this server alone)",
+        "Ray cluster whose actors run the engines, each with a GPU or an equal part of the processors: HOST:PORT of "
+        "its head, auto (this machine is a node), or local (a cluster for this server alone)",
     )
-    shutdown_timeout: float = _flag(30.0, "seconds that running requests may take to end after SIGTERM")
+    shutdown_timeout: float = _flag(30.0, "maximum seconds for running requests to end after SIGTERM")
     request_log: str | None = _flag(
-        None, "file that gets a JSON line per ended request, never its text; SIGHUP opens it again (logrotate)"
+        None, "file for a JSON line per ended request, without its text; SIGHUP reopens it (logrotate)"
     )
-    log_level: str = _flag("info", "how much the server logs", LOG_LEVELS)
+    log_level: str = _flag("info", "minimum level of log lines", LOG_LEVELS)
 
     def __post_init__(self) -> None:
         if not self.host.strip():
