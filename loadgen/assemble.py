@@ -26,7 +26,7 @@ from loadgen.workloads import Options, Workload
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """Everything the flags say, parsed: what a run or each run of a sweep is made from."""
+    """Parsed flags, from which each run is built."""
 
     args: argparse.Namespace
     target: Target
@@ -110,7 +110,7 @@ def _check(args: argparse.Namespace) -> None:
 
 
 def check_workload(args: argparse.Namespace) -> None:
-    """The flags of what is sent; raises InputError."""
+    """Check the workload flags. Raises InputError."""
     _check_numbers(args, ("num_prompts", "duration", "request_rate", "length_scale"))
     _check_numbers(args, ("random_input_len", "random_output_len"))
     _check_numbers(args, ("random_prefix_len", "offline_lines"), zero=True)
@@ -149,7 +149,7 @@ def target(args: argparse.Namespace) -> Target:
 
 
 def options(args: argparse.Namespace) -> Options:
-    """What the flags ask of a workload."""
+    """Return the workload options of the flags."""
     process, cv = _process(args)
     curve = parse_curve(args.rate_curve) if args.rate_curve else None
     if curve is not None and args.request_rate is not None and math.isfinite(args.request_rate):

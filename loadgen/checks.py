@@ -10,7 +10,7 @@ PATTERN = re.compile(r"^\s*([A-Za-z_][\w.]*)\s*(>=|<=|==|!=|>|<)\s*(-?[\d.]+(?:[
 
 
 def check(summary: Mapping[str, Any], expression: str) -> str | None:
-    """None when the expression holds, else what was found instead. A value that is missing does not hold."""
+    """Return None if the expression holds, else the reason. A missing value does not hold."""
     path, operator, wanted = parse(expression)
     value = lookup(summary, path)
     if value is None:

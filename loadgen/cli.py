@@ -72,7 +72,7 @@ class Bench:
         return summary
 
     def about(self, workload: dict[str, Any]) -> About:
-        """What a summary says besides its figures."""
+        """Return the description of the run for the summary."""
         args = self.setup.args
         pairs = tuple((key, value) for key, _, value in (item.partition("=") for item in args.metadata))
         version = self.session.server.get("version")

@@ -165,7 +165,7 @@ async def wait_ready(client: Client, seconds: float, say: Callable[[str], None])
 
 
 async def describe_server(client: Client) -> dict[str, Any]:
-    """What the server says of itself: the first model's id and entry, and GET /version when there is one."""
+    """Return the server's description: id and entry of the first model, and GET /version if available."""
     status, models = await client.call("GET", "/v1/models")
     listed = models.get("data", []) if status == 200 and isinstance(models, dict) else []
     status, version = await client.call("GET", "/version")

@@ -177,7 +177,7 @@ def _notes(first: Arm, second: Arm, *, paired: bool) -> list[str]:
 
 
 def _asked(arm: Arm) -> str:
-    """What an arm's online requests are like, in the mean."""
+    """Describe the mean online request of an arm."""
     requests = arm.requests.values()
     prompt, answer = (
         sum(getattr(r, name) for r in requests) / len(requests) for name in ("input_asked", "output_asked")

@@ -74,7 +74,7 @@ def _workload(command: argparse.ArgumentParser) -> None:
 
 
 def add_workload(group: argparse._ArgumentGroup, *more: str, default: str = "random") -> None:
-    """What is sent, over HTTP or on the virtual clock. `more`: further names of --data-dir."""
+    """Add the workload flags of HTTP and simulated runs. `more`: further names of --data-dir."""
     group.add_argument(
         "--workload", default=None, choices=list(WORKLOADS), help=f"default: {default}, or trace with --trace"
     )

@@ -26,7 +26,7 @@ SECRETS = ("--api-key", "--header")
 
 @dataclass(frozen=True, slots=True)
 class About:
-    """What a summary says of the run besides its figures."""
+    """Description of a run in its summary."""
 
     command: str
     server: dict[str, Any]

@@ -1,6 +1,6 @@
-"""Whether a run measured what it claims: send lag, achieved rate, the client's own CPU, lengths asked and got.
+"""Validity of a run: send lag, achieved rate, CPU use of the client, requested and received lengths.
 
-A run is INVALID when the client, not the server, may have made the figures.
+A run is INVALID if the client, not the server, may have determined the results.
 """
 
 from collections.abc import Sequence
@@ -85,9 +85,9 @@ def lengths(requests: Sequence[RequestRecord], jobs: Sequence[JobRecord]) -> dic
 
 
 def silent_tokens(record: RequestRecord) -> int:
-    """Tokens the server counted and showed with a later chunk or never: special tokens, parts of a character.
+    """Count tokens that the server counted but sent with a later chunk or never: special tokens, parts of characters.
 
-    Many of them make a TBT of long gaps and zeros.
+    Many silent tokens turn the TBT into long gaps and zeros.
     """
     return max(0, record.output_tokens - len(record.chunk_tokens))
 

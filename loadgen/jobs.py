@@ -1,7 +1,7 @@
-"""One batch job, start to finish, over POST /v1/files and /v1/batches: upload, create, poll, fetch, check.
+"""Runs one batch job over POST /v1/files and /v1/batches: upload, create, poll, fetch, check.
 
-Nothing here computes a metric: a `JobRecord` holds what the polls and the result files said, and whether every line
-came back exactly once.
+Metrics are computed elsewhere: a `JobRecord` holds the polls, the result files, and whether every line came back
+exactly once.
 """
 
 import asyncio
@@ -17,7 +17,7 @@ from loadgen.records import JobPoll, JobRecord
 
 TERMINAL = frozenset({"completed", "failed", "expired", "cancelled"})
 UNEXECUTED = frozenset({"batch_cancelled", "batch_expired"})
-"""Codes of error rows, by OpenAI's names, of lines that nobody tried."""
+"""Error codes (as named by OpenAI) of lines that were never executed."""
 CANCEL_GRACE = 60.0
 """Seconds a cancelled job may take to reach its terminal state before it is left alone."""
 
@@ -59,7 +59,7 @@ async def create(client: Client, file_id: str, endpoint: str, window: str) -> di
 
 
 class JobRun:
-    """Drives one job. `stop` (an event) asks for an early end: the job is cancelled, what is finished is fetched."""
+    """Drives one job. `stop` (an event) requests an early end: the job is cancelled and finished lines are fetched."""
 
     def __init__(
         self, client: Client, record: JobRecord, *, now: Callable[[], float], poll_every: float, stop: asyncio.Event

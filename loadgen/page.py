@@ -42,7 +42,7 @@ def page(title: str, parts: Sequence[str]) -> str:
 
 
 def tiles(items: Sequence[tuple[str, str, str]]) -> str:
-    """The figures a reader looks for first: (name, value, what stands under it)."""
+    """Return the tiles of the main metrics; items are (name, value, caption)."""
     drawn = [
         f'<div class="tile"><span>{escape(name)}</span><b>{escape(value)}</b><span>{escape(more)}</span></div>'
         for name, value, more in items

@@ -1,7 +1,4 @@
-"""What a run will do, decided in full before it starts: a value that can be sent to worker processes.
-
-Holds no sockets and reads no clock.
-"""
+"""Complete plan of a run, made before it starts. A plain value that can be sent to worker processes."""
 
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal

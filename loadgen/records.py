@@ -1,7 +1,7 @@
-"""What is kept of each request and each batch job, and their JSON Lines form.
+"""Records of requests and batch jobs, and their JSON Lines form.
 
-Times are seconds since the start of the run on one monotonic clock; token times are one per chunk. Knows nothing of
-how the requests were sent (the simulator fills the same records on its virtual clock).
+Times are seconds since the start of the run on one monotonic clock; token times are one per chunk. The simulator fills
+the same records on its virtual clock.
 """
 
 import gzip
@@ -68,7 +68,7 @@ class RequestRecord:
 
     @property
     def prompt_tokens(self) -> int:
-        """The server's count of the prompt, else what was asked."""
+        """Prompt length counted by the server, or the requested length if unknown."""
         return self.input_asked if self.input_tokens is None else self.input_tokens
 
     @property
@@ -104,8 +104,7 @@ class JobPoll:
 
 @dataclass(slots=True)
 class JobRecord:
-    """One batch job: when it was created and what its polls and its files said. `unexecuted`: lines that the job's end
-    came before."""
+    """One batch job: creation time, polls and results. `unexecuted`: lines that were not run before the job ended."""
 
     index: int
     lines: int

@@ -206,7 +206,7 @@ def _distributions(summary: Mapping[str, Any], requests: Sequence[RequestRecord]
         gaps = [record.gaps() for record in own]
         ttft.append(_curve(kind, np.array([record.ttft for record in own if record.ttft is not None])))
         tbt.append(_curve(f"{kind}, all gaps", np.concatenate([*gaps, np.empty(0)])))
-        if kind == "online":  # what the SLO judges
+        if kind == "online":  # the SLO applies to these
             worst = [nearest_rank(values, 99) for values in gaps if values.size]
             tbt.append(_curve("P99 of each request", np.array(worst)))
     charts = []
@@ -228,7 +228,7 @@ def _limit(seconds: float, *, horizontal: bool = False) -> Mark:
 
 
 def _honesty(found: Mapping[str, Any]) -> dict[str, Any]:
-    """The honesty section with units; what the load generator could have done wrong, and how much it did."""
+    """Return the honesty section with units: possible faults of the load generator and their size."""
     if not found:
         return {}
     lengths = found["lengths"]

@@ -1,8 +1,8 @@
-"""Schedule -> requests -> records: one worker's part of a run.
+"""Runs one worker's part of a plan and records the requests.
 
-Open loop: every request leaves at its absolute time, whatever the server does. Closed loop: a request starts when a
-slot is free. Offline work runs beside it, as batch jobs or as flex requests. Knows nothing of metrics or reports; the
-clock and the sender are given, so that a test can script both.
+Open loop: every request is sent at its absolute time, regardless of earlier responses. Closed loop: a request starts
+when a slot is free. Offline work runs in parallel, as batch jobs or as flex requests. The clock and the sender are
+parameters, so that tests can replace both.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ SAMPLE_EVERY = 1.0
 
 
 class Clock(Protocol):
-    """Seconds since the start of the run, and a way to wait for one of them."""
+    """Clock of a run."""
 
     def now(self) -> float:
         """Seconds since the start (negative before it)."""
@@ -51,7 +51,7 @@ class MonotonicClock:
 
     async def sleep_until(self, when: float) -> None:
         """Timers are a millisecond too coarse, either way: the rest is spent in bare loop turns."""
-        while (left := when - self.now()) > 0:  # noqa: ASYNC110 - nobody else knows that a time has come
+        while (left := when - self.now()) > 0:  # noqa: ASYNC110 - no event signals that a time has come
             await asyncio.sleep(left - 0.001 if left > 0.002 else 0)
 
 
@@ -72,7 +72,7 @@ class Progress:
 
 
 class Run:
-    """One worker's part of a run; `execute` returns what was observed, also after `stop`."""
+    """One worker's part of a run; `execute` returns the records, also after `stop`."""
 
     def __init__(self, plan: Plan, clock: Clock, client: Client | None, send: Send | None = None) -> None:
         self.plan = plan

@@ -1,7 +1,4 @@
-"""Before a run: is the server there, what is it, what do words cost, warm it up.
-
-Talks to the server and measures nothing.
-"""
+"""Preparation of a run: wait for the server, query its model, count tokens per word, warm up. Measures nothing."""
 
 import asyncio
 import time
@@ -26,7 +23,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Session:
-    """What is known of the server after the probes. `target` has the model filled in."""
+    """The server as found by the probes. `target` includes the model."""
 
     target: Target
     source: Source
@@ -42,9 +39,9 @@ def prepare(
     calibrate: bool,
     say: Callable[[str], None] = lambda _: None,
 ) -> Session:
-    """Waits for the server and learns what a plan needs; raises ServerError when it cannot be measured.
+    """Wait for the server and probe it for the plan. Raises ServerError if it cannot be measured.
 
-    `calibrate` is False when every prompt is given text: no probe is sent then.
+    `calibrate` is False if all prompts are given as text; then no probe is sent.
     """
 
     async def work(client: Client) -> Session:
@@ -95,7 +92,7 @@ def warm_up(plan: Plan, count: int, listed: Sequence[str] = ()) -> None:
         for number in range(count):
             # Their own numbers: a warm-up must not put a measured prompt into the prefix cache.
             prompt = maker.fields((1 << 30) + number, 32, Content())
-            length = output_fields(4, ignore_eos=plan.ignore_eos)  # as in the run: what a server refuses shows here
+            length = output_fields(4, ignore_eos=plan.ignore_eos)  # as in the run, to detect refused parameters early
             body = {"model": client.target.model, **prompt, **length, "temperature": 0.0, **plan.extra_body}
             record = RequestRecord(number, "online", 0.0, 32, 4)
             await client.send(orjson.dumps(body | plan.stream_fields()), record)

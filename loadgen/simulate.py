@@ -162,7 +162,7 @@ def _traffic(arguments: argparse.Namespace, seconds: float, *, planned: bool) ->
 
 
 def _plan(arguments: argparse.Namespace, asked: Asked, slo: SLO) -> int:
-    """Print what the machine gives on this traffic under the SLO."""
+    """Print the answer of the capacity planner."""
     made = asked.traffic
     seconds = asked.seconds if made.horizon is None else min(asked.seconds, made.horizon)
     if arguments.evaluations < MIN_EVALUATIONS:

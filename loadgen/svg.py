@@ -211,7 +211,7 @@ def _axes(across: _Scale, up: _Scale, x: str, y: str) -> list[str]:
 
 
 def _shade(window: tuple[float, float], across: _Scale) -> list[str]:
-    """Grey over what was not measured: warm-up, cool-down and drain."""
+    """Shade the unmeasured periods: warm-up, cool-down and drain."""
     parts = []
     for begin, end in ((across.low, window[0]), (window[1], across.high)):
         left, right = across(begin), across(end)

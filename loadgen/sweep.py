@@ -45,7 +45,7 @@ def knee(measure: Measure, level: float, start: float, known: dict[float, float]
 def _bracket(
     attained: Callable[[float], bool], start: float, known: dict[float, float], level: float, spent: Callable[[], bool]
 ) -> tuple[float | None, float | None]:
-    """A rate that attains and a higher one that does not, from what is known first."""
+    """Return a rate that attains the level and a higher one that does not, starting from known results."""
     failing = [rate for rate, value in known.items() if value < level]
     high = min(failing, default=None)
     passing = [rate for rate, value in known.items() if value >= level and (high is None or rate < high)]

@@ -1,4 +1,4 @@
-"""What the commands print at their end: tables of a run, a sweep, a comparison."""
+"""Printed tables of a run, a sweep or a comparison."""
 
 import sys
 from collections.abc import Mapping

@@ -26,7 +26,7 @@ PREFIX_BLOCK = 512
 
 @dataclass(frozen=True, slots=True)
 class Content:
-    """What a prompt is made of, when the trace says more than its length.
+    """Content of a prompt, for traces that contain more than lengths.
 
     `segments`: shared runs of tokens (a remainder up to the prompt's length is unique). `text` or `messages`: given
     text, sent as it is; the token count in the trace is then an estimate.
@@ -43,7 +43,7 @@ class Trace:
 
     `arrived_at`: float64[n] seconds from the start, sorted (all zero when `timed` is False: lengths only);
     `input_tokens`, `output_tokens`: int64[n]; `content`: one per request, or empty; `span`: seconds the trace covers;
-    `notes`: what was dropped, estimated or done, for the report.
+    `notes`: dropped, estimated or changed data, for the report.
     """
 
     arrived_at: Floats

@@ -1,7 +1,7 @@
-"""Executes a plan in this process, or spread over several, and merges what they observed.
+"""Executes a plan in one or several processes and merges their records.
 
-Several processes share the machine's monotonic clock: each gets every n-th request and the same epoch. Ctrl-C stops the
-run and keeps what was measured.
+The processes share the machine's monotonic clock: each gets every n-th request and the same epoch. Ctrl-C stops the run
+and keeps the records.
 """
 
 import asyncio
@@ -49,11 +49,12 @@ def execute(plan: Plan, workers: int, show: Show) -> Records:
 
 
 async def run_here(plan: Plan, begin: Callable[[float], None] = lambda _epoch: None) -> Records:
-    """Runs the plan in the running event loop, without workers or a live line. `begin` is told the run's time 0 (of
-    time.monotonic()), a little ahead of it.
+    """Run the plan in the current event loop, without workers or a live line. `begin` gets the start time (of
+    time.monotonic()) shortly before it.
 
-    Flex requests beside online ones are sent by a process of their own until the online ones have ended: this loop
-    would read a chat's token late while it reads a hundred streams, and what is late must be the server's fault."""
+    Flex requests are sent by a separate process while online requests run: one loop that reads a hundred streams would
+    read online tokens late, and measured delays must be those of the server.
+    """
     beside = plan.online is not None and plan.offline_mode == "flex"
     with _offline_apart(plan) if beside else nullcontext() as offline:
 
@@ -80,7 +81,7 @@ class _Apart:
         return found
 
     def end(self) -> Records:
-        """Stops it; what it observed. Raises ServerError."""
+        """Stop the process and return its records. Raises ServerError."""
         _interrupt([self._process])
         records = self._receive()
         assert isinstance(records, Records), "it tells nothing else"
@@ -134,8 +135,10 @@ async def _report(run: Run, show: Show) -> None:
 
 
 def _child(plan: Plan, connection: Connection, quiet: bool = False) -> None:
-    """A worker process: says it is ready, gets the epoch, runs, sends progress (unless `quiet`: nobody reads it, and a
-    full pipe would stop the loop) and at last its records."""
+    """Main function of a worker: report readiness, receive the epoch, run, send progress and finally the records.
+
+    `quiet` disables progress: without a reader, a full pipe would stop the loop.
+    """
 
     def epoch() -> float:
         connection.send("ready")

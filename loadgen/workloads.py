@@ -20,7 +20,7 @@ from loadgen.traces import Content, Trace
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What the command line asks of a workload; None means the workload's own choice.
+    """Options of a workload; None selects the default of the workload.
 
     `rate` requests/s (inf: closed loop), `duration` seconds, `count` online requests; `curve` overrides `rate`.
     `input_tokens`/`output_tokens` (+ shared `prefix_tokens`, spread ± `range_ratio`) are the lengths of `random`.

@@ -296,7 +296,7 @@ def test_one_command_answers(profile: Path, tmp_path: Path, capsys: pytest.Captu
         (["--slo", "soon"], "SLO 'soon'"),
         (["--slo", "5%", "--device", "abacus"], "unknown device 'abacus'"),
         (["--slo", "5%", "--model", "gpt-9"], "unknown model 'gpt-9'"),
-        (["--slo", "5%", "--workload", "random"], "without arrival times"),
+        (["--slo", "5%", "--workload", "random"], "no arrival times"),
         (["--slo", "5%", "--evaluations", "3"], "--evaluations"),
         (["--slo", "5%", "--hidden-cache", "--model", "llama-3-8b"], "more than half the room"),
         (["--slo", "5%", "--hidden-cache", "--online-policy", "fcfs"], "needs a policy that selects requests"),

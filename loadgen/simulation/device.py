@@ -1,7 +1,7 @@
-"""What a simulated server runs on: a GPU by name, computed by its roofline, or the machine a profile was measured on.
+"""Machines of a simulated server: a GPU by name, computed as a roofline, or the machine of a measured profile.
 
-Both are set up as the live engine would be: limits from the serving flags (`EngineConfig`), a cache sized by memory,
-and a latency model that was fitted to a sweep and goes on learning from every step. Torch-free.
+Both are set up as by the live engine: limits from the serving flags (`EngineConfig`), a cache sized by memory, and a
+latency model that was fitted to a sweep and keeps learning from every step. Torch-free.
 """
 
 import json
@@ -28,16 +28,21 @@ from predictor.profile import Profile, ProfileError, ProfileKey
 
 MAX_NOISE = 0.3
 PROFILE_BLOCKS, PROFILE_CONTEXT = 4096, 2048
-"""KV blocks and context of a measured machine when no flag says more: its profile knows neither."""
+"""KV blocks and context of a measured machine without flags, because its profile contains neither."""
 HIDDEN_SHARE = 2
 """KV blocks in the pool for every block that a step may run from hidden state, as in the live engine."""
 
 
 @dataclass(frozen=True, slots=True)
 class Simulated:
-    """A machine as the engine finds it: `model` is what it believes of step times before the first one, off by `mape`,
-    `make_runner(seed)` what steps really take, and `host_seconds` pass on the host between two of them (HTTP,
-    detokenizing, the loop). `notes`: what a user may not expect, a sentence each."""
+    """A machine as seen by the engine.
+
+    Attributes:
+        model: Latency model before the first step, with the mean error `mape`.
+        make_runner: Returns the runner of a seed, which determines the real step times.
+        host_seconds: Host time between two steps (HTTP, detokenizing, event loop).
+        notes: Assumptions that may surprise a user, a sentence each.
+    """
 
     name: str
     model_name: str
@@ -49,13 +54,13 @@ class Simulated:
     notes: tuple[str, ...] = ()
 
     def start(self, seed: int) -> tuple[OnlineModel, ModelRunner]:
-        """A latency model as a server starts with, and a runner whose every step it learns from."""
+        """Return a fresh latency model and a runner whose steps it learns from."""
         model = OnlineModel(self.model, OnlineSettings.with_error(self.mape))
         return model, _Observed(self.make_runner(seed), model, self.host_seconds)
 
 
 class _Observed:
-    """A runner whose steps are shown to a latency model, as the live engine does; the host's time comes on top."""
+    """Runner that reports its steps to a latency model, as the live engine does, and adds the host time."""
 
     def __init__(self, inner: ModelRunner, model: OnlineModel, host_seconds: float) -> None:
         self._inner = inner
@@ -71,7 +76,7 @@ class _Observed:
 
 
 class ProfiledRunner:
-    """Steps take what a profile of a real machine says, with its own error as noise. Deterministic per seed."""
+    """Runner with the step times of a measured profile and its error as noise. Deterministic per seed."""
 
     def __init__(self, profile: Profile, seed: int) -> None:
         self._inner = PredictedRunner(profile.model)
@@ -80,15 +85,15 @@ class ProfiledRunner:
         self._random = random.Random(seed)
 
     def launch(self, output: SchedulerOutput) -> Collect:
-        """The step with its time."""
+        """Return the output of the step, including its time."""
         result = self._inner.launch(output)()
         taken = replace(result, latency=result.latency * max(0.5, 1.0 + self._noise * self._random.gauss(0.0, 1.0)))
         return lambda: taken
 
 
 def named_device(model: str, device: str, config: EngineConfig, host_seconds: float = 0.0) -> Simulated:
-    """`model` (a name of `MODELS` or a checkpoint's folder) on a device of `DEVICES`, behind a sweep as at a server's
-    start. Raises InputError or ConfigError for what does not exist or does not fit."""
+    """Return a device of `DEVICES` with `model` (a name of `MODELS` or a checkpoint folder), after a sweep as at a
+    server's start. Raises InputError if either is unknown, and ConfigError if the model does not fit."""
     shape = shape_of(model)
     if device not in DEVICES:
         raise InputError(f"unknown device {device!r}: use {', '.join(sorted(DEVICES))}")
@@ -116,7 +121,7 @@ def named_device(model: str, device: str, config: EngineConfig, host_seconds: fl
 
 
 def shape_of(model: str) -> ModelShape:
-    """The sizes of a model by name, or by the config.json in its folder. Raises InputError, ModelLoadError."""
+    """Return the sizes of a model by its name, or by config.json in its folder. Raises InputError, ModelLoadError."""
     if model in MODELS:
         return MODELS[model]
     folder = Path(model).expanduser()
@@ -140,8 +145,11 @@ def shape_of(model: str) -> ModelShape:
 
 
 def profiled_device(path: Path, config: EngineConfig, host_seconds: float = 0.0) -> Simulated:
-    """The machine that the profile in `path` was measured on, under the serving flags. The profile knows neither cache
-    nor context: without flags they are assumed. Raises InputError, ConfigError for what it was measured without."""
+    """Return the machine on which the profile in `path` was measured, under the serving flags.
+
+    The profile contains neither the cache size nor the context; without flags, both are assumed. Raises InputError, and
+    ConfigError for flags that the profile does not cover.
+    """
     profile = read_profile(path)
     costs, moved = profile.cache_costs, profile.model.transferred
     unit_bytes = 0
@@ -165,7 +173,7 @@ def profiled_device(path: Path, config: EngineConfig, host_seconds: float = 0.0)
 def measured_device(
     profile: Profile, config: SchedulerConfig, host_seconds: float = 0.0, notes: tuple[str, ...] = ()
 ) -> Simulated:
-    """The machine of a profile under these limits."""
+    """Return the machine of a profile under these limits."""
     key = profile.key
 
     def make_runner(seed: int) -> ModelRunner:
@@ -176,7 +184,7 @@ def measured_device(
 
 
 def read_profile(path: Path) -> Profile:
-    """A profile whatever it was made for. Raises InputError when the file is none."""
+    """Read a profile of any model and machine. Raises InputError if the file is not a profile."""
     try:
         key = ProfileKey(**json.loads(path.read_bytes())["key"])
         return Profile.load(path, key)
@@ -185,7 +193,7 @@ def read_profile(path: Path) -> Profile:
 
 
 def _room(config: EngineConfig, units: int, longest: int, unit_bytes: int) -> SchedulerConfig:
-    """The limits of a server of this configuration: `units` of cache unless it says otherwise, a context that fits."""
+    """Return the limits of a server: `units` of cache unless the configuration sets them, and a context that fits."""
     if config.num_gpu_blocks_override is not None:
         units = UNITS_PER_BLOCK * config.num_gpu_blocks_override
     wanted, room = config.max_model_len or longest, units // UNITS_PER_BLOCK * BLOCK_SIZE
@@ -203,7 +211,7 @@ def _room(config: EngineConfig, units: int, longest: int, unit_bytes: int) -> Sc
 def _with_hidden(
     room: SchedulerConfig, config: EngineConfig, costs: CacheCosts, num_layers: int | None
 ) -> SchedulerConfig:
-    """The limits with hidden state. `num_layers`: of a model whose scratch area comes out of the same memory."""
+    """Return the limits with hidden state. `num_layers`: layers of a model whose scratch area uses the same memory."""
     if find_policy(config.online_policy).select is None:
         raise ConfigError(f"--hidden-cache needs the policy apt or goodput, not {config.online_policy}")
     units = room.num_units

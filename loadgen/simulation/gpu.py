@@ -2,8 +2,7 @@
 
 Every operator of a step takes the p-norm of bytes ÷ rate and FLOPs ÷ rate, plus its launch; a step adds host overhead
 and seeded noise. This is not the predictor's regression: matrix products have their knee and their
-padding, attention its own rates, and nothing is fitted to the features of the latency model. Torch-free; knows nothing
-of scheduling.
+padding, attention its own rates, and nothing is fitted to the features of the latency model. Torch-free.
 """
 
 import random
@@ -17,7 +16,7 @@ from predictor.limits import UNITS_PER_BLOCK
 from predictor.model import largest_chunk
 
 SIMULATED_TOKEN = 0
-"""What a simulated step samples. A request that names it as a stop token ends at its `min_tokens`: the true length,
+"""Token sampled by every simulated step. A request with it as a stop token ends at its `min_tokens`, the true length,
 which the scheduler does not see."""
 
 ELEMENTWISE_PASSES = 12
@@ -53,16 +52,16 @@ class SimulatedDevice:
 
     @property
     def kv_bytes_per_token(self) -> float:
-        """What K and V of a token take in the cache."""
+        """Bytes of K and V of one token in the cache."""
         return self.model.kv_bytes_per_token * self.cell_share
 
     @classmethod
     def named(cls, model: str, device: str, **options: float) -> "SimulatedDevice":
-        """By the names of `MODELS` and `DEVICES`; raises KeyError for an unknown one."""
+        """Create by names of `MODELS` and `DEVICES`. Raises KeyError for unknown names."""
         return cls(MODELS[model], DEVICES[device], **options)  # type: ignore[arg-type]
 
     def product_seconds(self, tokens: int, inputs: int, outputs: int) -> float:
-        """One matrix product [tokens, inputs] x [inputs, outputs], launch included."""
+        """Return the time of a matrix product [tokens, inputs] x [inputs, outputs], launch included."""
         device = self.device
         values = inputs * outputs + tokens * (inputs + outputs)
         memory = values * self.model.bytes_per_value / self._bandwidth
@@ -71,13 +70,13 @@ class SimulatedDevice:
         return _norm(memory, compute, device.knee)
 
     def linear_seconds(self, tokens: int) -> float:
-        """All matrix products of all layers (no attention, no head)."""
+        """Return the time of all matrix products of all layers (no attention, no head)."""
         layer = sum(self.product_seconds(tokens, rows, columns) for rows, columns in self.model.linears())
         launches = len(self.model.linears()) * self.device.launch_seconds
         return self.model.num_layers * (layer + launches)
 
     def token_seconds(self, tokens: int) -> float:
-        """What depends on the number of tokens alone: matrix products, element-wise kernels, launches."""
+        """Return the time that depends only on the number of tokens: products, element-wise kernels, launches."""
         found = self._token_seconds.get(tokens)
         if found is None:
             model = self.model
@@ -88,7 +87,7 @@ class SimulatedDevice:
         return found
 
     def head_seconds(self, samples: int) -> float:
-        """The output head on the rows that are sampled."""
+        """Return the time of the output head on the sampled rows."""
         found = self._head_seconds.get(samples)
         if found is None:
             found = self.product_seconds(samples, self.model.hidden_size, self.model.vocab_size) if samples else 0.0
@@ -96,16 +95,16 @@ class SimulatedDevice:
         return found
 
     def step_seconds(self, tokens: int, sequences: int, samples: int, context: int, pairs: int) -> float:
-        """A step: `context` tokens of K and V are read in all, `pairs` query-key pairs are computed in prefill chunks.
+        """Return the time of a step that reads `context` tokens of K and V and computes `pairs` pairs in prefills.
 
-        A decode's own pairs hide behind the reading of its context.
+        The pairs of decodes take no extra time, because reading their context dominates.
         """
         host = self.device.host_seconds + sequences * self.device.sequence_seconds
         attention = context * self._kv_token_seconds + pairs * self._pair_seconds
         return host + self.token_seconds(tokens) + self.head_seconds(samples) + attention
 
     def num_units(self, block_size: int) -> int:
-        """Cache units (two to a KV block) that fit beside weights and activations; raises ValueError when none do."""
+        """Return the cache units (two per KV block) that fit beside weights and activations; ValueError if none do."""
         model = self.model
         widest = max(model.ffn_size * (2 if model.gated else 1), model.hidden_size * 4)
         activations = self.max_num_batched_tokens * (2 * widest) * model.bytes_per_value + 512 * 1024**2
@@ -116,7 +115,7 @@ class SimulatedDevice:
         return units
 
     def transfer_seconds(self, num_bytes: int) -> float:
-        """Moving bytes between host and device."""
+        """Return the time of a copy between host and device."""
         return num_bytes / self.device.pcie
 
     def cache_work_seconds(
@@ -132,7 +131,7 @@ class SimulatedDevice:
         return seconds
 
     def cache_costs(self) -> CacheCosts:
-        """What hidden state costs, measured at the sizes at which a live engine measures it."""
+        """Return the costs of hidden state, computed at the sizes at which a live engine measures them."""
         sizes = FEW_TOKENS, MANY_TOKENS
         floor = self.model.kv_bytes_per_token / UNITS_PER_BLOCK / MEMORY_RATE
         few, many = ((tokens, self.cache_work_seconds(tokens)) for tokens in sizes)
@@ -152,7 +151,7 @@ class SimulatedRunner:
         self._random = random.Random(seed)
 
     def launch(self, output: SchedulerOutput) -> Collect:
-        """The step's time and a token for every sample; the cache is only accounted for, by the scheduler."""
+        """Return the step time and a token per sample. There is no cache, only the accounting of the scheduler."""
         reach = self._reach
         tokens = samples = context = pairs = 0
         for _, start, length, sample in output.chunks:
@@ -168,19 +167,19 @@ class SimulatedRunner:
         return lambda: result
 
     def noisy(self, seconds: float) -> float:
-        """`seconds` with one draw of noise; a step is never faster than 0.8 of its exact time."""
+        """Return `seconds` with noise, at least 0.8 of the exact time."""
         return seconds * max(0.8, 1.0 + self._noise * self._random.gauss(0.0, 1.0)) if self._noise else seconds
 
 
 class TrueLatency:
-    """The device itself as a latency predictor: an oracle that knows step times up to noise."""
+    """Latency predictor that computes the exact step times of the device, without noise."""
 
     def __init__(self, device: SimulatedDevice) -> None:
         self._device = device
         self.reach = device.model.reach
 
     def predict(self, features: BatchFeatures) -> float:
-        """Seconds of the step; every sequence is taken to be sampled."""
+        """Return the seconds of the step, assuming that every sequence samples."""
         sequences = features.num_decodes + features.num_prefill_chunks
         context = features.decode_context_sum + features.prefill_context_sum
         tokens, pairs = features.num_tokens, features.attention_work
@@ -194,37 +193,37 @@ class TrueLatency:
         transferred_bytes: int = 0,
         beside: BatchFeatures | None = None,
     ) -> float:
-        """What cache work adds to an empty step, or to `beside`."""
+        """Return the seconds that cache work adds to an empty step, or to `beside`."""
         there = (beside.compact_tokens, beside.restored_tokens) if beside is not None else (0, 0)
         work = (there[0] + compact_tokens, there[1] + restored_tokens)
         return self._device.cache_work_seconds(*work, transferred_bytes) - self._device.cache_work_seconds(*there)
 
     def adapter_work(self, adapters: int, tokens: int) -> float:  # noqa: ARG002
-        """Nothing: the device has no adapters."""
+        """Return 0: the device has no adapters."""
         return 0.0
 
     def mask_work(self, features: BatchFeatures, rows: int) -> float:  # noqa: ARG002
-        """Nothing: the device has no masks."""
+        """Return 0: the device has no masks."""
         return 0.0
 
     def marginal(self, features: BatchFeatures, start: int, length: int) -> float:
-        """What the chunk (start, length) adds to the step."""
+        """Return the seconds that the chunk (start, length) adds to the step."""
         more = features.copy()
         more.add_chunk(start, length)
         return self.predict(more) - self.predict(features)
 
     def marginal_decodes(self, features: BatchFeatures, count: int, context_sum: int) -> float:
-        """What `count` decodes add to the step."""
+        """Return the seconds that `count` decodes add to the step."""
         more = features.copy()
         more.add_decodes(count, context_sum)
         return self.predict(more) - self.predict(features)
 
     def max_prefill(self, features: BatchFeatures, seconds: float, max_tokens: int, start: int) -> int:
-        """The largest chunk ≤ `max_tokens` behind `start` that adds at most `seconds`; 0 if none does."""
+        """Return the largest chunk ≤ `max_tokens` from `start` that adds at most `seconds`; 0 if none fits."""
         return largest_chunk(lambda length: self.marginal(features, start, length), seconds, max_tokens)
 
     def expected_prefill(self, features: BatchFeatures, limit: float, max_tokens: int, start: int) -> int:
-        """The largest chunk with which the step ends within `limit` seconds; 0 if it does not without any."""
+        """Return the largest chunk with which the step takes at most `limit` seconds; 0 if none fits."""
         return self.max_prefill(features, limit - self.predict(features), max_tokens, start)
 
 

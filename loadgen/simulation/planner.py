@@ -1,8 +1,8 @@
-"""The capacity planner: what a machine gives on some traffic under an SLO, and the offline budget that gives it.
+"""Capacity planner: finds the offline budget and the throughput of a machine on given traffic under an SLO.
 
-HyGen §4.2 on a virtual clock. The traffic is cut in two: the budget is searched on the first part, confirmed and
-reported on the second, as a server chooses by the past what it does next. Every replay runs the server's own policies
-and limits on the real arrivals and the real offline lengths; all online requests of a window are served to their end.
+HyGen §4.2 on a virtual clock. The traffic is split: the budget is searched on the first part, then confirmed and
+reported on the second, because a server also decides by past traffic. Every replay runs the policies and limits of the
+server on the real arrivals and offline lengths; all online requests of a window run to completion.
 """
 
 from collections.abc import Callable, Mapping
@@ -31,7 +31,7 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """What is asked: this traffic on this machine, served under this configuration and SLO.
+    """Input of the planner: traffic, machine, configuration and SLO.
 
     `seconds` of the traffic are used, the first half for the search unless `budget` (no search) is given.
     `evaluations`: replays that the search may make. `fill_policy`: tidemill or hygen.
@@ -49,15 +49,17 @@ class Question:
 
     @property
     def searches(self) -> bool:
-        """Whether there is a budget to find: both classes, and none given."""
+        """Whether a budget is searched: both classes exist and no budget is given."""
         return self.budget is None and self.traffic.online is not None and bool(self.traffic.jobs)
 
 
 @dataclass(frozen=True, slots=True)
 class Arm:
-    """One replay. Online: requests that arrived in the measure window, those refused (429) or not served to their end
-    among them, how many kept every limit that holds for a request (`good`), the SLO's aggregates in seconds, and of
-    each such limit the share of requests that kept it. Offline: prompt and output tokens and lines of the window.
+    """Result of one replay.
+
+    Online: the requests that arrived in the measure window, including `refused` (429) and `unfinished`; how many met
+    every per-request limit (`good`); the aggregates of the SLO in seconds; and for each per-request limit the share of
+    requests that met it. Offline: prompt tokens, output tokens and lines of the window.
     """
 
     requests: int
@@ -74,21 +76,21 @@ class Arm:
 
     @property
     def attainment(self) -> float:
-        """The share of good requests, 1 without any."""
+        """Share of good requests; 1 without requests."""
         return self.good / self.requests if self.requests else 1.0
 
     @property
     def metrics(self) -> dict[str, float]:
-        """What a search judges a replay by."""
+        """Metrics by which the search compares replays."""
         rate = self.offline_tokens / self.seconds
         return {**self.values, "slo_attainment": self.attainment, "offline_throughput": rate}
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """One objective of the SLO: what was promised in seconds (of a tolerance: over the online-only run), what the two
-    replays measured, and whether the promise holds beside offline work. Of a limit that holds for each request `share`
-    is the share that keeps it and `wanted` the share that must."""
+    """One objective of the SLO: its bound in seconds (for a tolerance: relative to the online-only replay), the values
+    of both replays, and whether it holds with offline work. For a per-request limit, `share` is the share of requests
+    that meet it and `wanted` the required share."""
 
     objective: Objective
     bound: float
@@ -101,8 +103,8 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What the machine gives. Arms: online work alone, with offline work beside it, and offline work alone (None where
-    the traffic has no such class). `search` is None when a budget was given."""
+    """Result of the planner. Arms: online work alone, online with offline work, and offline work alone (None if the
+    traffic has no such class). `search` is None if a budget was given."""
 
     question: Question
     budget: BudgetParams
@@ -114,13 +116,13 @@ class Answer:
 
     @property
     def kept(self) -> bool:
-        """Whether the SLO holds beside offline work: every objective, and those of each request together."""
+        """Whether the SLO holds with offline work: each objective, and the per-request limits together."""
         target = self.question.slo.attainment_target
         return all(v.kept for v in self.verdicts) and (target is None or self.beside.attainment >= target - 1e-12)
 
 
 def answer(question: Question, say: Say = lambda _line: None) -> Answer:
-    """Search, replay, judge. `say` is told a line after every replay. Raises InputError when nothing can be asked."""
+    """Search the budget, replay and evaluate; `say` gets a line per replay. Raises InputError for unusable traffic."""
     slo, made = question.slo, question.traffic
     first, second = parts(question)
     replays = _Replays(question, second, say)
@@ -143,10 +145,10 @@ def answer(question: Question, say: Say = lambda _line: None) -> Answer:
 
 
 def parts(question: Question) -> tuple[Workload, Workload]:
-    """The traffic to search on and the traffic to report on; both the whole where nothing is searched."""
+    """Return the traffic for the search and the traffic for the report; without a search, both are the whole."""
     made, seconds = question.traffic, question.seconds
     if made.closed_loop:
-        raise InputError("requests without arrival times say nothing of a rate: give --rate")
+        raise InputError("the requests have no arrival times; set --rate")
     if not question.searches:
         online = None if made.online is None else traces.window(made.online, 0.0, seconds)
         whole = replace(made, online=online, horizon=seconds)
@@ -163,7 +165,7 @@ def parts(question: Question) -> tuple[Workload, Workload]:
 
 
 def verdicts(slo: SLO, alone: Arm | None, beside: Arm) -> tuple[Verdict, ...]:
-    """Every objective judged as it was stated; none without online requests."""
+    """Evaluate every objective; empty without online requests."""
     if alone is None:
         return ()
     found = []
@@ -184,7 +186,7 @@ def verdicts(slo: SLO, alone: Arm | None, beside: Arm) -> tuple[Verdict, ...]:
 
 
 class _Replays:
-    """Replays of one part of the traffic, each made once."""
+    """Replays of one part of the traffic; each runs once."""
 
     def __init__(self, question: Question, part: Workload, say: Say) -> None:
         self._question = question
@@ -194,7 +196,7 @@ class _Replays:
         self._count = 0
 
     def metrics(self, budget: BudgetParams) -> dict[str, float]:
-        """For the search; a budget of zero stands for online work alone."""
+        """Return the metrics of a budget for the search; a zero budget means online work alone."""
         arm = self.with_offline(budget) if budget.latency_budget > 0.0 else self.online_only()
         metrics = arm.metrics
         tried = f"L {budget.latency_budget * 1e3:.1f} ms, {budget.rule}" if budget.latency_budget else "online only"
@@ -203,19 +205,19 @@ class _Replays:
         return metrics
 
     def online_only(self) -> Arm:
-        """The online requests alone."""
+        """Replay the online requests alone."""
         if None not in self._done:
             self._done[None] = self._run(replace(self._part, jobs=()), BudgetParams("hygen", 0.0))
         return self._done[None]
 
     def with_offline(self, budget: BudgetParams) -> Arm:
-        """Both classes; a budget of zero leaves offline work the time when there is no online request."""
+        """Replay both classes. With a zero budget, offline work runs only while there is no online request."""
         if budget not in self._done:
             self._done[budget] = self._run(self._part, budget)
         return self._done[budget]
 
     def offline_only(self) -> Arm:
-        """The jobs with the machine to themselves."""
+        """Replay the offline jobs alone."""
         return self._run(replace(self._part, online=None), UNLIMITED)
 
     def _run(self, made: Workload, budget: BudgetParams) -> Arm:
@@ -238,7 +240,7 @@ class _Replays:
 
 
 def measured(ran: Ran, slo: SLO) -> Arm:
-    """What a run gave; a request that was refused or not served to its end kept nothing."""
+    """Measure a run. A refused or unfinished request meets no limit."""
     begin, end = ran.window
     run = ran.run
     chosen = [r for r in run.online if _is_online(r) and begin <= r.arrival.at <= end]

@@ -1,4 +1,4 @@
-"""The planner's answer as text to read and as a JSON document. Times in milliseconds in the text, seconds in JSON."""
+"""The planner's answer as text (times in milliseconds) and as JSON (times in seconds)."""
 
 import math
 import shlex
@@ -19,7 +19,7 @@ HOUR = 3600.0
 
 
 def show(answer: Answer, model: str, notes: Sequence[str]) -> str:
-    """The whole answer. `model`: what the serve command should name."""
+    """Return the answer as text. `model`: the model in the printed serve command."""
     parts = [_headline(answer), _setting(answer), _table(answer)]
     parts += [_offline(answer)] if answer.offline_only is not None else []
     parts += ["\n".join(f"note: {note}" for note in notes)] if notes else []
@@ -30,14 +30,14 @@ def show(answer: Answer, model: str, notes: Sequence[str]) -> str:
 
 
 def serve_command(answer: Answer, model: str) -> str:
-    """The command line of a server with this SLO, these policies and limits; it finds the budget itself."""
+    """Return the command of a server with this SLO, policies and limits; the server finds the budget itself."""
     usual = EngineConfig()
     rest = command_line(replace(answer.question.config, slo=usual.slo, seed=usual.seed))
     return shlex.join(["tidemill", "serve", model, "--slo", str(answer.question.slo), *rest])
 
 
 def document(answer: Answer, model: str, notes: Sequence[str]) -> dict[str, Any]:
-    """The answer as JSON; `null` where there is no value."""
+    """Return the answer as JSON; missing values are `null`."""
     question, search = answer.question, answer.search
     return {
         "schema": 1,
@@ -122,12 +122,12 @@ def _budget(answer: Answer) -> str:
 
 
 def _hints(answer: Answer) -> list[str]:
-    """What else might be tried."""
+    """Return suggestions."""
     return [*_more_traffic(answer), *_larger_steps(answer)]
 
 
 def _more_traffic(answer: Answer) -> list[str]:
-    """More of it, where the requests shown are too few to tell."""
+    """Suggest more traffic if the requests are too few for the SLO."""
     found, needed = answer.beside.requests, answer.question.slo.arrivals_needed
     if answer.alone is None or found >= needed:
         return []
@@ -135,7 +135,7 @@ def _more_traffic(answer: Answer) -> list[str]:
 
 
 def _larger_steps(answer: Answer) -> list[str]:
-    """Larger steps, where neither the budget nor an absolute limit binds the largest one."""
+    """Suggest larger steps if neither the budget nor an absolute limit binds the largest step."""
     machine, config = answer.question.machine, answer.question.machine.config
     largest = BatchFeatures()
     largest.add_chunk(0, max(2, config.max_num_batched_tokens))
@@ -152,7 +152,7 @@ def _larger_steps(answer: Answer) -> list[str]:
 
 
 def _table(answer: Answer) -> str:
-    """Online figures by objective."""
+    """Return the table of online metrics by objective."""
     if answer.alone is None:
         return "no online requests"
     alone, beside = answer.alone, answer.beside
@@ -178,7 +178,7 @@ def _table(answer: Answer) -> str:
 
 
 def _offline(answer: Answer) -> str:
-    """Offline figures, beside the same work with the machine to itself."""
+    """Return the table of offline metrics, next to those of offline work alone."""
     assert answer.offline_only is not None
     alone, beside = answer.offline_only, answer.beside
     rows = [("offline work, an hour", "alone", "beside online" if answer.alone is not None else "")]
@@ -201,7 +201,7 @@ def _offline(answer: Answer) -> str:
 
 
 def _job(lines: Trace, window: str, beside: Arm) -> dict[str, Any]:
-    """A job by its tokens at the rate of the replay."""
+    """Estimate the duration of a job from its tokens and the rate of the replay."""
     tokens = int(lines.input_tokens.sum() + lines.output_tokens.sum())
     rate = beside.offline_tokens / beside.seconds
     hours = tokens / rate / HOUR if rate > 0.0 else None
@@ -235,7 +235,7 @@ def _ms(seconds: float) -> str:
 
 
 def _aligned(rows: Sequence[tuple[str, ...]]) -> str:
-    """The first column to the left, figures to the right, the last column as it is."""
+    """Align the first column to the left and numbers to the right; keep the last column as it is."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     lines = []
     for row in rows:
@@ -246,7 +246,7 @@ def _aligned(rows: Sequence[tuple[str, ...]]) -> str:
 
 
 def _traffic(answer: Answer) -> dict[str, Any]:
-    """The online requests of the part that is reported, and how it was cut."""
+    """Describe the online requests of the reported part and how the traffic was split."""
     question, arm = answer.question, answer.alone
     online = question.traffic.online
     if arm is None or online is None:

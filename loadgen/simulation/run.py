@@ -1,6 +1,6 @@
-"""One run of a workload of the load generator on a simulated machine, by the engine's own core on the virtual clock.
+"""Run of a load generator workload on a simulated machine: the real engine core on a virtual clock.
 
-Deterministic for equal arguments. Knows nothing of how a run is judged.
+Deterministic for equal arguments.
 """
 
 import itertools
@@ -23,7 +23,7 @@ from loadgen.workloads import Workload
 
 @dataclass(frozen=True, slots=True)
 class Policies:
-    """Who goes first within each class; `backlog`: offline requests kept open (default: twice what fits a step)."""
+    """Scheduling policy of each class. `backlog`: open offline requests (default: twice the capacity of a step)."""
 
     online: str = "fcfs"
     offline: str = "psm"
@@ -32,7 +32,7 @@ class Policies:
 
 @dataclass(frozen=True, slots=True)
 class Ran:
-    """A run, its measure window in seconds, and the share of prompt tokens that were found in the cache."""
+    """A run, its measure window in seconds, and the share of prompt tokens found in the cache."""
 
     run: VirtualRun
     window: tuple[float, float]
@@ -47,7 +47,7 @@ def simulate(
     seed: int,
     policies: Policies = Policies(),
 ) -> Metrics:
-    """Run and measure; metrics by the names of the load generator's reports, and `prefix_hits` (share of tokens)."""
+    """Run and measure. Metrics have the names of the reports; in addition `prefix_hits` (share of tokens)."""
     ran = run_workload(device, made, windows, objective, seed, policies)
     return {**measure(ran.run, *ran.window), "prefix_hits": ran.prefix_hits}
 
@@ -90,7 +90,7 @@ def run_workload(
 
 
 def shares_prefixes(made: Workload) -> bool:
-    """Whether any prompt of the workload has a part that others may share."""
+    """Return whether any prompt of the workload has a part that others may share."""
     traces = [job.lines for job in made.jobs] + ([made.online] if made.online is not None else [])
     return any(content.segments for trace in traces for content in trace.content)
 
@@ -108,7 +108,7 @@ def _lines(jobs: Sequence[Trace], maker: PromptMaker | None, limit: int, *, endl
 def requests(
     trace: Trace, name: str, maker: PromptMaker | None, limit: int, request_class: RequestClass, first: int = 0
 ) -> Iterator[Arrival]:
-    """The requests of a trace, prompts numbered from `first` as the load generator numbers them."""
+    """Return the requests of a trace, with prompts numbered from `first` as by the load generator."""
     for index, row in enumerate(rows_of(trace, limit)):
         tokens: tuple[int, ...] = ()
         if maker is not None:

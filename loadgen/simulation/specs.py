@@ -1,8 +1,8 @@
-"""What the simulated device is made of: model shapes and devices, by name. Torch-free, numbers only.
+"""Model shapes and devices of simulations, by name. Torch-free, numbers only.
 
 A shape is the arithmetic of a decoder-only transformer; a device is a set of peak rates with the share of each that
 real kernels reach. The shares are calibrated once per device family on published step times of all linear layers of
-Llama-2-7B (`PUBLISHED_LINEAR_MS` below), the rest from data sheets. Knows nothing of requests.
+Llama-2-7B (`PUBLISHED_LINEAR_MS` below), the rest from data sheets.
 """
 
 from dataclasses import dataclass
@@ -15,8 +15,9 @@ GIB = 1024**3
 @dataclass(frozen=True, slots=True)
 class ModelShape:
     """A decoder-only model: sizes in elements. `gated`: a SwiGLU-style ffn (three matrices instead of two).
-    `windows`: of every
-    layer the tokens that a query sees, itself included, None for all; empty where no layer has one."""
+
+    `windows`: per layer the tokens visible to a query, including itself, or None for all; empty without windows.
+    """
 
     name: str
     num_layers: int
@@ -34,7 +35,7 @@ class ModelShape:
 
     @property
     def reach(self) -> Reach:
-        """What its layers read of a context."""
+        """Reach of the layers: how much of a context they read."""
         return Reach.of(self.windows)
 
     def linears(self) -> tuple[tuple[int, int], ...]:
@@ -60,7 +61,7 @@ class ModelShape:
 
 @dataclass(frozen=True, slots=True)
 class DeviceSpec:
-    """A device: peaks in bytes/s and FLOP/s (dense 16-bit), and what kernels reach of them.
+    """A device: peak rates in bytes/s and FLOP/s (dense 16-bit) and the shares that kernels reach.
 
     memory_bytes          device memory
     bandwidth, flops      peaks of the data sheet

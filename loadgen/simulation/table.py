@@ -1,4 +1,4 @@
-"""What an experiment leaves: rows, a printed table, `table.json` and a figure. Knows nothing of simulations."""
+"""Results of an experiment: rows, a printed table, `table.json` and figures."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from loadgen.svg import Series, chart, document
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """One row of a table: what a policy reached under a setting with one seed."""
+    """One row of a table: the metrics of a policy under a setting with one seed."""
 
     experiment: str
     policy: str
@@ -31,7 +31,7 @@ class Result:
 
 
 def write_table(results: Sequence[Result], folder: Path, figures: Mapping[str, str]) -> None:
-    """`table.json` and one `.svg` per figure in `folder` (made when missing)."""
+    """Write `table.json` and one `.svg` per figure to `folder`, which is created if missing."""
     folder.mkdir(parents=True, exist_ok=True)
     rows = [result.row() for result in results]
     (folder / "table.json").write_bytes(orjson.dumps(rows, option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE))
@@ -40,12 +40,12 @@ def write_table(results: Sequence[Result], folder: Path, figures: Mapping[str, s
 
 
 def figure(title: str, series: Sequence[Series], x: str, y: str, *, log_x: bool = False) -> str:
-    """A chart that stands alone."""
+    """Return a chart as a standalone SVG file."""
     return document([chart(title, series, x=x, y=y, log_x=log_x)])
 
 
 def render(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
-    """Aligned columns of text; numbers to the right."""
+    """Return aligned columns of text, numbers to the right."""
     cells = [[_cell(value) for value in row] for row in rows]
     widths = [
         max(len(column), *(len(row[i]) for row in cells)) if cells else len(column) for i, column in enumerate(header)
@@ -69,6 +69,6 @@ def _cell(value: Any) -> str:
 
 
 def mean(results: Sequence[Result], key: str) -> float:
-    """The mean of one metric over rows; 0 without rows."""
+    """Return the mean of a metric over rows; 0 without rows."""
     values = [float(result.metrics[key] or 0.0) for result in results]
     return sum(values) / len(values) if values else 0.0
