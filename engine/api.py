@@ -16,7 +16,7 @@ from engine.errors import ErrorInfo, InvalidRequestError
 from engine.grammar import Grammar
 from engine.pooling import EmbeddingSpec, Pooling
 from engine.text.thoughts import ThinkingBudget
-from predictor.judge import Standing
+from predictor.slo import Standing
 
 P = ParamSpec("P")
 T = TypeVar("T")

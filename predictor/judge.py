@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from predictor.slo import SLO, Objective, aggregate, nearest_rank
+from predictor.slo import SLO, Objective, Standing, aggregate, nearest_rank
 
 WINDOW = 200
 """Maximum number of requests in the window."""
@@ -31,23 +31,6 @@ class Served(NamedTuple):
     ttft: float | None
     gaps: Sequence[float]
     failed: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Standing:
-    """One objective evaluated over the window; NaN for unknown values, times in seconds.
-
-    Attributes:
-        objective: The objective in the syntax of the SLO.
-        value: Measured percentile or mean.
-        bound: Upper bound of `value`.
-        attainment: Share of requests at whose end the objective was met.
-    """
-
-    objective: str
-    value: float
-    bound: float
-    attainment: float
 
 
 class Verdict(NamedTuple):

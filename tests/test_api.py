@@ -40,7 +40,7 @@ from gateway.generate.choices import ChoiceState
 from gateway.generate.params import GenerationPlan, TokenizedPrompt
 from gateway.generate.wire import StreamOptions
 from gateway.telemetry.account import Account
-from predictor.judge import Standing
+from predictor.slo import Standing
 
 ERRORS = [
     ConfigError("a"),

@@ -34,7 +34,7 @@ from engine.fleet.routing import RoutedPrompt, sal_load
 from engine.fleet.totals import info_of_all, total
 from engine.machine.facts import HOST_ENGINES, Place, share_out
 from engine.process.link import SentRequests
-from predictor.judge import Standing
+from predictor.slo import Standing
 
 
 def asked(name: str, prompt: int, offline: bool = False, **sampling: Any) -> EngineRequest:

@@ -17,8 +17,7 @@ from engine.api import EngineRequest, FinishReason, RequestClass, RequestTimes, 
 from engine.execution.masks import MAX_FORCED
 from engine.grammar import Grammar
 from engine.process import frames
-from engine.text.stopping import failure_table
-from engine.text.thoughts import ThinkingBudget, ThoughtMarks, ThoughtTracker
+from engine.text.thoughts import ThinkingBudget, ThoughtMarks, ThoughtTracker, failure_table
 
 MARKS = ThoughtMarks((9,), (7, 8, 7))
 THINKS = TEMPLATE + "{% if add_generation_prompt %}<think>{% endif %}{% if false %}</think>{% endif %}"

@@ -12,11 +12,11 @@ from dataclasses import dataclass, field
 
 from engine.api import ColocationStats, FinishReason, RequestClass, RequestOutput
 from engine.colocation.baseline import RecentRequests
+from engine.colocation.replay import offline_lengths
 from engine.colocation.waits import ArrivalWaits
 from engine.core import EngineCore
 from engine.scheduling.output import SchedulerOutput
 from engine.scheduling.planner import LOST_BUDGET_STEPS
-from engine.scheduling.report import offline_lengths
 from predictor.breaker import BreakerSettings, BreakerState, CircuitBreaker
 from predictor.budget import BudgetParams
 from predictor.judge import Judge, Served

@@ -7,7 +7,7 @@ import math
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import count
+from itertools import chain, count, islice
 from statistics import NormalDist
 
 from engine.api import EngineRequest, RequestClass, SamplingParams
@@ -15,6 +15,7 @@ from engine.colocation.virtual import Arrival, PredictedRunner, VirtualDriver, V
 from engine.colocation.waits import ArrivalWaits
 from engine.config import SchedulerConfig
 from engine.core import EngineCore
+from engine.scheduling.state import SchedulerState
 from predictor.budget import BudgetParams
 from predictor.load import Lengths, OnlineArrival, resample
 from predictor.model import LatencyModel
@@ -146,3 +147,9 @@ def span_of(record: VirtualRecord, slo: SLO, end: float) -> tuple[float, list[fl
     at least until then; refused, as long as it was told to besides the objective."""
     waited = (slo.limit_of("ttft") or 0.0) + record.retry_after if record.rejected else end - record.arrival.at
     return waited if record.ttft is None else record.ttft, record.gaps
+
+
+def offline_lengths(state: SchedulerState, limit: int) -> list[Lengths]:
+    """Return the prompt length and the longest answer of up to `limit` offline requests that have not ended."""
+    requests = chain(state.running[RequestClass.OFFLINE], state.waiting_offline)
+    return [Lengths(r.num_prompt_tokens, r.spec.sampling.max_tokens) for r in islice(requests, limit)]

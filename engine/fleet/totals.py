@@ -10,7 +10,7 @@ from operator import attrgetter
 from typing import Any
 
 from engine.api import ColocationStats, EngineInfo, EngineStats, EngineView, TokenCosts
-from predictor.judge import Standing
+from predictor.slo import Standing
 
 _NOT_ADDED = frozenset({"colocation", "token_costs", "engines", "pipelines"})
 _COLOCATION_SUMS = (

@@ -13,7 +13,6 @@ from engine.config import SchedulerConfig
 from engine.request import Request
 from predictor.features import BatchFeatures, CacheWork
 from predictor.model import LatencyPredictor
-from predictor.online import OnlineModel
 from predictor.reach import Reach
 
 
@@ -120,7 +119,7 @@ def token_costs(model: LatencyPredictor | None, config: SchedulerConfig) -> Toke
 
 def usual_costs(model: LatencyPredictor, config: SchedulerConfig) -> TokenCosts:
     """The same without the margin that guards objectives: a forecast wants what such steps usually take."""
-    return _costs(model.usual if isinstance(model, OnlineModel) else model.predict, model.reach, config)
+    return _costs(getattr(model, "usual", model.predict), model.reach, config)
 
 
 def _costs(seconds: Callable[[BatchFeatures], float], reach: Reach, config: SchedulerConfig) -> TokenCosts:

@@ -5,7 +5,6 @@ must know it (LARRY section 4.2): online work, which goes before offline work an
 from collections import Counter
 from collections.abc import Collection, Iterable
 from dataclasses import asdict
-from itertools import chain, islice
 
 from engine.api import EngineStats, LoadReport, RequestClass
 from engine.request import Request, RequestStatus
@@ -13,7 +12,6 @@ from engine.scheduling.counters import StepCounters
 from engine.scheduling.ledger import token_costs, usual_costs
 from engine.scheduling.state import SchedulerState
 from predictor.limits import UNITS_PER_BLOCK
-from predictor.load import Lengths
 
 LATE_PART = 0.25
 """Of the mean output: what a request that is past it may still give."""
@@ -79,12 +77,6 @@ def report_load(
         offline_waits=len(state.waiting_offline) > 0,
         time=now,
     )
-
-
-def offline_lengths(state: SchedulerState, limit: int) -> list[Lengths]:
-    """Return the prompt length and the longest answer of up to `limit` offline requests that have not ended."""
-    requests = chain(state.running[RequestClass.OFFLINE], state.waiting_offline)
-    return [Lengths(r.num_prompt_tokens, r.spec.sampling.max_tokens) for r in islice(requests, limit)]
 
 
 def _growth(state: SchedulerState, online: Collection[Request], num_waiting: int, mean_output: float) -> int:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from engine.text.detokenizer import IncrementalDetokenizer, TokenTable
+from engine.text.thoughts import failure_table
 
 
 class StopMatcher:
@@ -66,19 +67,6 @@ class StopMatcher:
             if size == len(stop):
                 complete = stop if complete is None or size > len(complete) else complete
         return complete
-
-
-def failure_table(text: Sequence[object]) -> list[int]:
-    """Return for each prefix of a text or token sequence the length of its longest border."""
-    table = [0] * len(text)
-    size = 0
-    for index in range(1, len(text)):
-        while size and text[size] != text[index]:
-            size = table[size - 1]
-        if text[size] == text[index]:
-            size += 1
-        table[index] = size
-    return table
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,8 +7,6 @@ are pure, so that gateway, engine, and an engine that continues an answer count 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from engine.text.stopping import failure_table
-
 
 @dataclass(frozen=True, slots=True)
 class ThoughtMarks:
@@ -100,3 +98,16 @@ class ThoughtTracker:
         if not self.thinking or self.num_thoughts < budget:
             return ()
         return self._closing.token_ids[self._closing.matched :]
+
+
+def failure_table(text: Sequence[object]) -> list[int]:
+    """Return for each prefix of a text or token sequence the length of its longest border."""
+    table = [0] * len(text)
+    size = 0
+    for index in range(1, len(text)):
+        while size and text[size] != text[index]:
+            size = table[size - 1]
+        if text[size] == text[index]:
+            size += 1
+        table[index] = size
+    return table
