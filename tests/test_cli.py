@@ -283,7 +283,7 @@ def test_booleans_in_the_environment(word: str) -> None:
         (["--port"], "--port"),
         (["a", "b"], "b"),
         (["--config", "missing.yaml"], "--config missing.yaml: No such file"),
-        (["/no/such/folder", "--port", "0"], "no folder '/no/such/folder'"),
+        (["/no/such/folder", "--port", "0"], "'/no/such/folder' is neither a folder nor a Hugging Face id"),
     ],
 )
 def test_a_wrong_value_is_one_clear_line(capsys: pytest.CaptureFixture[str], argv: list[str], named: str) -> None:

@@ -105,7 +105,7 @@ def test_an_error_of_the_start_comes_with_the_settings(capsys: pytest.CaptureFix
     assert dry_run("--num-gpu-blocks-override", "2", "--max-model-len", "64") == 2
     assert "--max-model-len 64 does not fit" in capsys.readouterr().err
     assert dry_run("/no/such/folder") == 2
-    assert "no folder '/no/such/folder'" in capsys.readouterr().err
+    assert "'/no/such/folder' is neither a folder nor a Hugging Face id" in capsys.readouterr().err
 
 
 def test_what_others_hold_is_an_error(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

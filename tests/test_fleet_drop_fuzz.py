@@ -72,6 +72,9 @@ class Process:
             self.open.discard(request_id)
             self.core.abort(request_id, self.now)
 
+    async def prepare(self, _requests: Sequence[EngineRequest]) -> None:
+        """No request of these has a grammar."""
+
     def load(self) -> Any:
         return self.core.load(self.now)
 

@@ -158,7 +158,7 @@ def test_a_server_has_nearly_twice_the_blocks(monkeypatch: pytest.MonkeyPatch) -
     (plain, _), (small, config) = plan(dtype="bfloat16"), plan(dtype="bfloat16", kv_cache_dtype="int8")
     assert 1.9 < small.num_blocks / plain.num_blocks < 2.0  # heads of 64: two bytes of 66 are the scale
     assert small.precision == "bfloat16, int8 cache"
-    spec, size = small.spec, config.block_size
+    spec, size = small.spec, small.limits.block_size
     per_slice = slice_elements(size, spec.num_kv_heads, spec.head_dim, INTEGERS)
     assert scheduler_config(config, small).unit_bytes == spec.num_layers * per_slice
 

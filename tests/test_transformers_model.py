@@ -193,7 +193,7 @@ def test_our_families_by_transformers(name: str) -> None:
     for implementation in ("own", "transformers"):
         config = EngineConfig(
             model=str(folder), model_impl=implementation, device="cpu", max_model_len=64, num_gpu_blocks_override=40,
-            block_size=BLOCK, profile_seconds=0.0, threads=1,
+            profile_seconds=0.0, threads=1,
         )  # fmt: skip
         plan = plan_launch(config)
         assert plan.implementation == implementation
