@@ -198,7 +198,7 @@ def test_our_families_by_transformers(name: str) -> None:
         plan = plan_launch(config)
         assert plan.implementation == implementation
         runner, plan = build_runner(config, plan)
-        scheduler = SchedulerConfig(num_units=plan.limits.num_units, max_model_len=64, block_size=BLOCK)
+        scheduler = SchedulerConfig(num_units=plan.limits.num_units, max_model_len=64)
         driver = Driver(runner, scheduler)
         driver.add(*[make_request(str(i), p[:50], OUTPUT) for i, p in enumerate(prompts_of(plan.spec.vocab_size))])
         driver.run()
