@@ -1,8 +1,7 @@
-"""The engine as the gateway sees it, in this process or in another: values that go in and come out, and the client that
-takes them.
+"""The interface between gateway and engine: requests, outputs, statistics, and the client protocol.
 
-Values only: frozen, and of types that msgspec encodes and decodes. Nothing here is shared with the core, no output
-changes after it was made, times are stamped where they happen. Torch-free; knows nothing of blocks, steps and HTTP.
+All values are immutable, are not shared with the core, and consist of types that msgspec encodes. The engine may run in
+this process or in another. The module does not import torch.
 """
 
 import enum
@@ -22,12 +21,12 @@ P = ParamSpec("P")
 T = TypeVar("T")
 MAX_LOGPROBS = 20
 NEVER = 2**62
-"""The position of no token."""
+"""A position beyond every token."""
 MAX_LOGIT_BIAS = 300
 
 
 def quick_constructor(kind: Callable[P, T]) -> Callable[P, T]:
-    """Return the constructor of a NamedTuple as one plain function, for values of which a step has hundreds.
+    """Return a fast constructor of a NamedTuple, for values that a step creates by the hundred.
 
     256 outputs by keyword take 0.15 ms instead of 0.33 ms, and 256 chunks 0.07 ms instead of 0.10 ms (Xeon, Python
     3.11): the call skips the metaclass and needs no dict of keywords.
@@ -41,24 +40,24 @@ def quick_constructor(kind: Callable[P, T]) -> Callable[P, T]:
 
 
 class RequestClass(enum.Enum):
-    """The two service classes: chat users, and jobs that take what is left."""
+    """Service class: interactive requests, or batch and flex work in the remaining capacity."""
 
     ONLINE = "online"
     OFFLINE = "offline"
 
-    __hash__ = object.__hash__  # enum's own is written in Python; a step looks dozens up
+    __hash__ = object.__hash__  # faster than Enum's, which is written in Python; a step calls it dozens of times
 
 
 class Lane(enum.IntEnum):
-    """Which offline work goes first: somebody waits for it, its batch may miss its completion window, or neither."""
+    """Order of offline work, first to last."""
 
-    FLEX = 0
-    AT_RISK = 1
+    FLEX = 0  # a client waits for the answer
+    AT_RISK = 1  # the batch may miss its completion window
     BATCH = 2
 
 
 class FinishReason(enum.Enum):
-    """Why a request ended."""
+    """Reason why a request ended."""
 
     STOP = "stop"
     LENGTH = "length"
@@ -73,32 +72,23 @@ def _require(condition: bool, param: str, rule: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How the next token is chosen. Validated here, once, at the edge.
-
-    `temperature` 0 is greedy. `top_k` 0 and `top_p` 1 are off. `seed` is always set (the edge draws one): the random
-    number of output position i is a pure function of (seed, i), so neighbours and preemptions cannot change it.
-    `stop_token_ids` already holds the end-of-sequence ids unless the caller ignores them. `logprobs` is the number of
-    alternatives to report beside the chosen token (0: the chosen one only), None: none at all. `grammar`: what the
-    answer must look like; it may end, whatever `min_tokens` says, when nothing else is left to it. `thinking`: how long
-    it may think; with a grammar, which holds behind the thought, it may think at its beginning only.
-    Raises InvalidRequestError, naming the parameter, when a value is out of range.
-    """
+    """Sampling parameters of a request. Raise InvalidRequestError, naming the parameter, if a value is out of range."""
 
     max_tokens: int
-    min_tokens: int = 0
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
+    min_tokens: int = 0  # a grammar may end the answer earlier if it allows no other token
+    temperature: float = 1.0  # 0: greedy
+    top_k: int = 0  # 0: off
+    top_p: float = 1.0  # 1: off
     min_p: float = 0.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
-    logit_bias: tuple[tuple[int, float], ...] = ()
-    seed: int = 0
-    logprobs: int | None = None
-    stop_token_ids: frozenset[int] = frozenset()
-    grammar: Grammar | None = None
-    thinking: ThinkingBudget | None = None
+    logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, bias)
+    seed: int = 0  # the random number of output position i depends on (seed, i) only, not on batch or preemptions
+    logprobs: int | None = None  # alternatives to report beside the chosen token; 0: the chosen one only; None: off
+    stop_token_ids: frozenset[int] = frozenset()  # includes the end-of-sequence ids unless `ignore_eos` is set
+    grammar: Grammar | None = None  # required form of the answer, after the thought
+    thinking: ThinkingBudget | None = None  # with a grammar, the answer may think only at its beginning
 
     def __post_init__(self) -> None:
         _require(self.max_tokens >= 1, "max_tokens", "at least 1")
@@ -109,7 +99,7 @@ class SamplingParams:
         _require(0.0 <= self.min_p <= 1.0, "min_p", "between 0 and 1")
         _require(-2.0 <= self.presence_penalty <= 2.0, "presence_penalty", "between -2 and 2")
         _require(-2.0 <= self.frequency_penalty <= 2.0, "frequency_penalty", "between -2 and 2")
-        # the sampler divides by it in float32, where what is much smaller may be zero
+        # the sampler divides by it in float32, where a much smaller value may become zero
         _require(0.01 <= self.repetition_penalty <= 10.0, "repetition_penalty", "between 0.01 and 10")
         _require(len(self.logit_bias) <= MAX_LOGIT_BIAS, "logit_bias", f"at most {MAX_LOGIT_BIAS} entries")
         _require(all(-100.0 <= b <= 100.0 for _, b in self.logit_bias), "logit_bias", "between -100 and 100 each")
@@ -118,14 +108,14 @@ class SamplingParams:
 
     @property
     def masked_from(self) -> int:
-        """The position of the answer from which on a mask may say which tokens can be chosen."""
+        """Return the first answer position at which a mask may restrict the tokens."""
         if self.grammar is not None:
             return 0
-        return NEVER if self.thinking is None else self.thinking.tokens  # no answer has more thoughts than tokens
+        return NEVER if self.thinking is None else self.thinking.tokens  # the budget lasts until then
 
 
 class RequestTimes(NamedTuple):
-    """Seconds on the engine's monotonic clock, as of the output that carries them; None until it happened."""
+    """Times of a request, seconds on the engine's monotonic clock; None until the event has happened."""
 
     arrival: float
     first_scheduled: float | None = None
@@ -135,122 +125,96 @@ class RequestTimes(NamedTuple):
 
 
 class Resumption(NamedTuple):
-    """What a request had been given by an engine that is gone: its tokens, and what its last output said.
+    """Progress of a request on an earlier engine, from which another engine continues."""
 
-    `apart_until`: it may have been what ended that engine, so nothing runs beside it before so many of its tokens have
-    been computed. `num_withheld`: of its tokens, the last ones, that its reader was not told.
-    """
-
-    token_ids: tuple[int, ...]
+    token_ids: tuple[int, ...]  # output tokens so far
     times: RequestTimes
     num_cached_tokens: int = 0
     num_preemptions: int = 0
     apart_until: int = 0
+    """The request may have crashed that engine: it runs alone until this many of its tokens are computed."""
     num_withheld: int = 0
+    """Number of last tokens in `token_ids` that were not yet sent to the reader."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineRequest:
-    """What a caller hands to `EngineClient.submit`.
-
-    `cache_salt` separates prefix caches of tenants (blocks are shared only under equal salts). `deadline` is a
-    wall-clock time in seconds by which an offline request should end. `final_only` asks for one terminal output.
-    `tenant` is who asked, `job` what the request is a part of (names of the caller's choice, "" if there is but one):
-    service is shared fairly among tenants, and among the jobs of one. `lane` orders offline work. `resumed`: it goes on
-    where another engine left it, as if it had been preempted; it has been accepted and is not refused for room.
-    `arrived`: when it came, on the engine's clock, if it waited for an engine since.
-    `pooling`: it is one vector, of its prompt; nothing is sampled, and of `sampling` nothing counts.
-    `adapter`: the number of a LoRA adapter, from 1 in the order of `EngineInfo.adapters`; 0: the model as it is.
-    `probe`: the engine asks it of itself, and it is in no figure of anybody's work.
-    """
+    """A request for `EngineClient.submit`."""
 
     request_id: str
     prompt_token_ids: tuple[int, ...]
     sampling: SamplingParams
     request_class: RequestClass = RequestClass.ONLINE
-    cache_salt: bytes = b""
-    deadline: float = math.inf
-    final_only: bool = False
-    tenant: str = ""
-    job: str = ""
+    cache_salt: bytes = b""  # requests share prefix blocks only under equal salts
+    deadline: float = math.inf  # wall-clock time by which an offline request should end, seconds
+    final_only: bool = False  # emit the terminal output only
+    tenant: str = ""  # service is shared fairly among tenants
+    job: str = ""  # service of a tenant is shared fairly among its jobs
     lane: Lane = Lane.BATCH
-    resumed: Resumption | None = None
-    arrived: float | None = None
-    pooling: Pooling | None = None
-    adapter: int = 0
-    probe: bool = False
+    resumed: Resumption | None = None  # continue as after a preemption; never refused for lack of room
+    arrived: float | None = None  # arrival on the engine's clock if the request waited for an engine; None: now
+    pooling: Pooling | None = None  # return one embedding of the prompt; `sampling` is ignored
+    adapter: int = 0  # number of a LoRA adapter, from 1 in the order of `EngineInfo.adapters`; 0: none
+    probe: bool = False  # a test request of the engine itself; excluded from statistics except `probe_tokens`
 
     @property
     def prefix_root(self) -> bytes:
-        """What the hashes of its blocks begin with: K and V depend on the adapter as they do on the tokens."""
+        """Return the root of the block hashes. It includes the adapter because K and V depend on it."""
         if not self.adapter:
             return self.cache_salt
         return blake2b(self.adapter.to_bytes(8, "little") + self.cache_salt, digest_size=16, person=b"lora").digest()
 
 
 class TokenLogprobs(NamedTuple):
-    """Natural logarithms: of the chosen token, and of the most likely ones as (token id, logprob), best first."""
+    """Natural log-probabilities at one output position."""
 
-    logprob: float
-    top: tuple[tuple[int, float], ...]
+    logprob: float  # of the chosen token
+    top: tuple[tuple[int, float], ...]  # (token id, logprob) of the most likely tokens, best first
 
 
 class RequestOutput(NamedTuple):
-    """What a caller sees after a step. Every accepted request ends in exactly one output with `finish_reason` set.
-
-    `token_ids` are the new tokens since the last output, a stop token included: one, or many of an offline request with
-    `final_only`, of which nothing is told for most steps (its stream gives all of them at once);
-    `stop_token_id` names it when one ended the request. `error` is set iff `finish_reason` is ERROR.
-    `beside_offline`: offline work ran in one of its steps, or while it waited. `embedding`: the vector of a request
-    with `pooling`, as float32 numbers, little end first.
-    """
+    """Output of a request after a step. Every accepted request ends in exactly one output with a `finish_reason`."""
 
     request_id: str
     token_ids: tuple[int, ...]
+    """New tokens since the last output, including a stop token. Most steps of an offline request with `final_only` emit
+    no output, so its outputs carry many tokens; all other outputs carry one."""
     logprobs: tuple[TokenLogprobs, ...] | None
     times: RequestTimes
     num_prompt_tokens: int
     num_cached_tokens: int
     num_output_tokens: int
     finish_reason: FinishReason | None = None
-    stop_token_id: int | None = None
-    error: ErrorInfo | None = None
+    stop_token_id: int | None = None  # the stop token that ended the request
+    error: ErrorInfo | None = None  # set iff `finish_reason` is ERROR
     num_preemptions: int = 0
     request_class: RequestClass = RequestClass.ONLINE
-    beside_offline: bool = False
-    embedding: bytes | None = None
+    beside_offline: bool = False  # offline work ran in a step of the request or while it waited
+    embedding: bytes | None = None  # little-endian float32, for a request with `pooling`
     probe: bool = False
 
 
 class TokenCosts(NamedTuple):
-    """Seconds per computed prompt token and per output token (1 each: no latency model is known)."""
+    """Seconds per computed prompt token and per output token; 1 each without a latency model."""
 
     prefill: float = 1.0
     decode: float = 1.0
 
     def of(self, prompt_tokens: float, output_tokens: float) -> float:
-        """What so many computed prompt tokens and output tokens cost."""
+        """Return the cost of a number of computed prompt tokens and output tokens."""
         return self.prefill * prompt_tokens + self.decode * output_tokens
 
 
 @dataclass(frozen=True, slots=True)
 class ColocationStats:
-    """How the SLO is kept. `attainment` and `objectives` are of the last requests judged (NaN: none); times in seconds.
-
-    `online_rate`: online requests a second of late, refused ones included.
-    `offline_share`: what of its budget offline work may use beside online work, 0 to 1. `held`: why it is 0 whatever
-    the breaker says, "" when it is not. `budget_origin`: where the budget comes from.
-    `predictor_mape`: mean relative error of the last steps, whatever it matters; `overrun`: by how much steps beside
-    online work took longer than predicted with the margin, as a share of what a step may take. `model_refits`: new fits
-    of the latency model that took its place; `model_refits_refused`: those that were no better.
-    """
+    """SLO attainment and the offline budget. Times are in seconds."""
 
     slo: str
-    attainment: float
+    attainment: float  # share of good requests among the last judged ones; NaN: none
     good_requests: int
     bad_requests: int
     objectives: tuple[Standing, ...]
-    online_rate: float
+    online_rate: float  # recent online requests/s, including refused ones
     policy: str
     rule: str
     latency_budget: float
@@ -259,188 +223,162 @@ class ColocationStats:
     breaker: str
     breaker_cause: str | None
     breaker_openings: int
-    predictor_mape: float
+    predictor_mape: float  # mean relative error over the last steps
     offline_tokens: int
-    budget_origin: str
-    offline_share: float
-    held: str
-    overrun: float = 0.0
-    model_refits: int = 0
-    model_refits_refused: int = 0
+    budget_origin: str  # source of the budget
+    offline_share: float  # share of the budget that offline work may use beside online work, 0 to 1
+    held: str  # reason, other than the breaker, why `offline_share` is 0; "" if there is none
+    overrun: float = 0.0  # mean time of steps beside the prediction and its margin, as a share of the step limit
+    model_refits: int = 0  # new fits of the latency model that replaced it
+    model_refits_refused: int = 0  # new fits that were not better
 
 
 class LoadReport(NamedTuple):
-    """How much of an engine is taken, by online work, as of `time` (its monotonic clock, seconds).
+    """Online load of an engine, for routing. "Queued" requests wait or have prompt tokens left to compute."""
 
-    `queued_*`: prompts that wait or are not yet computed to their end: the tokens that are missing, the units that they
-    need beyond those they hold. `running`: requests past their prompt. `available_units`: what online work could get.
-    `growth_units`: how many more all of these will hold at the worst moment to come, if they end after as much output
-    as others did of late, and give back what they hold.
-    `step_seconds`: a full step by the latency model (0: none). `offline_tokens`: computed for offline requests so far,
-    by this process; `offline_waits`: some have not begun. `received`: how many requests this process had been given.
-    """
-
-    queued_tokens: int = 0
-    queued_units: int = 0
+    queued_tokens: int = 0  # prompt tokens left to compute
+    queued_units: int = 0  # cache units needed for them beyond the held ones
     queued_requests: int = 0
-    running: int = 0
-    available_units: int = 0
-    growth_units: int = 0
+    running: int = 0  # requests past their prompt
+    available_units: int = 0  # units that online work could get
+    growth_units: int = 0  # expected peak of additional units, if outputs are as long as recent ones
     num_units: int = 0
     tokens_per_unit: float = 8.0
     tokens_per_step: int = 512
-    step_seconds: float = 0.0
-    mean_input: float = 0.0
+    step_seconds: float = 0.0  # predicted time of a full step; 0 without a latency model
+    mean_input: float = 0.0  # tokens of recent online requests
     mean_output: float = 0.0
-    offline_tokens: int = 0
-    offline_waits: bool = False
-    time: float = 0.0
-    received: int = 0
+    offline_tokens: int = 0  # computed for offline requests by this process
+    offline_waits: bool = False  # offline requests wait
+    time: float = 0.0  # of the report, on the engine's monotonic clock, seconds
+    received: int = 0  # requests that this process has received
 
 
 @dataclass(frozen=True, slots=True)
 class EngineView:
-    """One engine of several. `routed`: requests that it was given, those of its processes before included; `moved`:
-    that were taken from it because it was gone; `harvest`: offline tokens that it computes a second; `partner`: the
-    engine with which it is one pipeline."""
+    """One engine of a fleet."""
 
     engine: int
     state: "EngineState"
     trouble: str | None
-    routed: int
-    moved: int
-    harvest: float
+    routed: int  # requests routed to it, including those of its earlier processes
+    moved: int  # requests moved to other engines because it was gone
+    harvest: float  # offline tokens/s
     stats: "EngineStats"
-    partner: int | None = None
+    partner: int | None = None  # the engine with which it forms a pipeline
 
 
 class PipelineStats(NamedTuple):
-    """Engines that compute as one (`pairs`: by number, who schedules first), how often some began to and ended it, how
-    often that failed, and whether memory is short where no further engine can give up layers."""
+    """Pipelines of engines that have dropped layers."""
 
-    pairs: tuple[tuple[int, int], ...]
-    drops: int
-    restores: int
+    pairs: tuple[tuple[int, int], ...]  # (leader, follower); the leader schedules
+    drops: int  # pipelines formed
+    restores: int  # pipelines dissolved
     failures: int
-    too_little: bool
+    too_little: bool  # memory is short and no further engine can drop layers
 
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """A snapshot for /metrics, /ready and the log; counters grow for ever, gauges are of now.
+    """Snapshot of counters and gauges for /metrics, /ready and the log. Counters never decrease.
 
-    Counts per class are keyed by RequestClass; units are pool units (a KV block takes two).
-
-    `host_units_*`: of the host tier; `cached` are those of prefixes that nobody uses now; `prefix_host_hit_tokens`: the
-    part of the hits that came from there; `hidden_blocks`: run from hidden state; `state_slots_*`: of checkpoints of
-    recurrent layers, on the device and the host; `cache_units`: units that were swapped out, swapped in and restored,
-    by the name of the operation. `prefill_tokens` and `decode_tokens` are of both classes; `forced_tokens`: of answers,
-    given without sampling by grammars and budgets; `offline_computed_tokens` is the part of the former two that was
-    offline work; `probe_tokens`: computed beside all of these, for probes of the engine's own. `token_costs`: None
-    without a latency model. `restarts`: of an engine in a process of its own, by cause; `resumed_requests`: that went
-    on in the next one. `engines`: where there are several, each of them; all else is of all together. `pipelines`:
-    where engines may drop layers.
+    Units are cache units of the pool; a KV block takes two. With several engines, every field but `engines` is a total.
     """
 
     running: dict[RequestClass, int] = field(default_factory=dict)
     waiting: dict[RequestClass, int] = field(default_factory=dict)
     units_total: int = 0
     units_free: int = 0
-    units_cached: int = 0
+    units_cached: int = 0  # hold prefixes that no request uses now
     units_owned: int = 0
-    host_units_total: int = 0
+    host_units_total: int = 0  # of the host tier
     host_units_used: int = 0
-    host_units_cached: int = 0
-    hidden_blocks: int = 0
-    state_slots_total: int = 0
+    host_units_cached: int = 0  # hold prefixes that no request uses now
+    hidden_blocks: int = 0  # blocks that are run from hidden state
+    state_slots_total: int = 0  # checkpoints of recurrent layers, on the device and the host
     state_slots_used: int = 0
-    cache_units: dict[str, int] = field(default_factory=dict)
+    cache_units: dict[str, int] = field(default_factory=dict)  # moved or restored units, by operation
     prefix_queried_tokens: int = 0
     prefix_hit_tokens: int = 0
-    prefix_host_hit_tokens: int = 0
-    preemptions: dict[str, int] = field(default_factory=dict)
+    prefix_host_hit_tokens: int = 0  # part of `prefix_hit_tokens` from the host tier
+    preemptions: dict[str, int] = field(default_factory=dict)  # by cause
     steps: int = 0
     failed_steps: int = 0
     stalls: int = 0
     refused_requests: int = 0
     step_seconds: float = 0.0
-    prefill_tokens: int = 0
-    decode_tokens: int = 0
-    forced_tokens: int = 0
-    offline_computed_tokens: int = 0
-    probe_tokens: int = 0
+    prefill_tokens: int = 0  # of both classes
+    decode_tokens: int = 0  # of both classes
+    forced_tokens: int = 0  # answer tokens set by grammars and thinking budgets, without sampling
+    offline_computed_tokens: int = 0  # offline part of `prefill_tokens` and `decode_tokens`
+    probe_tokens: int = 0  # of probes; in no other counter
     predicted_seconds: float = 0.0
-    leftover_seconds: float = 0.0
-    leftover_used_seconds: float = 0.0
+    leftover_seconds: float = 0.0  # predicted step time left to offline work
+    leftover_used_seconds: float = 0.0  # part of it that offline work got
     colocation: ColocationStats | None = None
-    token_costs: TokenCosts | None = None
-    restarts: dict[str, int] = field(default_factory=dict)
-    resumed_requests: int = 0
-    engines: tuple[EngineView, ...] = ()
-    pipelines: PipelineStats | None = None
+    token_costs: TokenCosts | None = None  # None without a latency model
+    restarts: dict[str, int] = field(default_factory=dict)  # of the engine process, by cause
+    resumed_requests: int = 0  # requests that continued in another engine process
+    engines: tuple[EngineView, ...] = ()  # empty with one engine
+    pipelines: PipelineStats | None = None  # None if engines cannot drop layers
 
     @property
     def online_tokens(self) -> tuple[float, float]:
-        """Prompt and output tokens computed of online requests; what was offline work is divided as both were."""
+        """Return computed prompt and output tokens of online requests, assuming the same offline share in both."""
         computed = self.prefill_tokens + self.decode_tokens
         share = 1.0 - self.offline_computed_tokens / computed if computed else 0.0
         return share * self.prefill_tokens, share * self.decode_tokens
 
 
 class DroppableLayers(NamedTuple):
-    """What an engine wins by giving up layers: bytes of the weights of one, and of its part of a cache unit; with all
-    layers there are `num_units`."""
+    """Memory that an engine gains by dropping layers."""
 
     num_layers: int
-    layer_bytes: int
-    unit_layer_bytes: int
-    num_units: int
+    layer_bytes: int  # weights of a layer
+    unit_layer_bytes: int  # part of a layer in a cache unit
+    num_units: int  # cache units with all layers loaded
 
 
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
-    """Facts of the loaded model. `vocab_size` is the logits' width: any token id below it may be sent.
-    `cache_tokens`: what the device cache holds of KV, in blocks of `block_size` tokens (0: not known).
-    `shares_prefixes`: between requests.
-    `embedding`: how a text becomes a vector; None: it does not. `max_num_seqs`: the most requests in a step.
-    `adapters`: names of the LoRA adapters beside it, in the order of their numbers.
-    `droppable`: None where no layer can be given up."""
+    """Facts about the loaded model and its cache."""
 
     max_model_len: int
-    vocab_size: int
+    vocab_size: int  # width of the logits; requests may send any token id below it
     eos_token_ids: frozenset[int]
     architecture: str
     dtype: str
     device: str
     num_parameters: int
-    cache_tokens: int = 0
-    block_size: int = 0
-    embedding: EmbeddingSpec | None = None
-    max_num_seqs: int = 64
-    adapters: tuple[str, ...] = ()
-    droppable: DroppableLayers | None = None
-    shares_prefixes: bool = True
+    cache_tokens: int = 0  # capacity of the device cache for KV; 0: unknown
+    block_size: int = 0  # tokens
+    embedding: EmbeddingSpec | None = None  # None: no embeddings
+    max_num_seqs: int = 64  # maximum number of requests in a step
+    adapters: tuple[str, ...] = ()  # names of the LoRA adapters, in the order of their numbers
+    droppable: DroppableLayers | None = None  # None if layers cannot be dropped
+    shares_prefixes: bool = True  # between requests
 
     @property
     def batch_lines(self) -> int:
-        """Lines of batches that an engine should hold, so that there is always one to go on with."""
+        """Return the number of batch lines that an engine should hold, so that it never runs out of offline work."""
         return 4 * self.max_num_seqs
 
 
 class EngineState(enum.Enum):
-    """Whether an engine takes requests. DEGRADED: it lives, but is not well (`EngineClient.trouble` says why). DEAD: no
-    step runs any more, and it cannot help itself."""
+    """State of an engine."""
 
     STARTING = "starting"
     READY = "ready"
-    DEGRADED = "degraded"
+    DEGRADED = "degraded"  # alive but failing; see `EngineClient.trouble`
     DRAINING = "draining"
-    DEAD = "dead"
+    DEAD = "dead"  # permanently stopped
 
 
 class OutputStream(Protocol):
-    """The outputs of one request, ending after the terminal one. `aclose` before that aborts the request, at once
-    and also when nothing has been read yet; it is idempotent."""
+    """Asynchronous iterator over the outputs of a request, up to the terminal one.
+
+    An earlier `aclose` aborts the request at once, even if nothing has been read. `aclose` is idempotent.
+    """
 
     def __aiter__(self) -> AsyncIterator[RequestOutput]: ...
 
@@ -450,7 +388,7 @@ class OutputStream(Protocol):
 
 
 class EngineClient(Protocol):
-    """Every accepted request ends in exactly one terminal `RequestOutput`."""
+    """Client of an engine or a fleet. Every accepted request ends in exactly one terminal `RequestOutput`."""
 
     @property
     def info(self) -> EngineInfo: ...
@@ -460,53 +398,56 @@ class EngineClient(Protocol):
 
     @property
     def trouble(self) -> str | None:
-        """Why a started engine that lives is not ready, in words for an operator; None without any such reason."""
+        """Return the reason, for an operator, why a started engine is not ready, or None."""
         ...
 
     async def start(self) -> None:
-        """Start stepping and run one warm-up step; returns when ready."""
+        """Start the engine loop and run a warm-up step; return when the engine is ready."""
         ...
 
     async def stop(self, drain_seconds: float = 0.0) -> None:
-        """Refuse new work, let running requests end for at most `drain_seconds`, abort the rest, stop."""
+        """Refuse new requests, wait at most `drain_seconds` for running ones, abort the rest, and stop."""
         ...
 
     async def check_room(self, request_class: RequestClass, prompt_tokens: int, tenant: str) -> None:
-        """Look at the queue before any work is done for a request: raises what `submit` would raise now whatever a
-        tenant asks for, QueueFullError or EngineUnavailableError. `prompt_tokens`: about how many, for the load's
-        record."""
+        """Raise the error that `submit` would raise now for any request of this tenant and class.
+
+        The gateway calls it before it spends work on a request. `prompt_tokens` is an estimate for the load record.
+
+        Raises:
+            QueueFullError, EngineUnavailableError.
+        """
         ...
 
     async def submit(self, requests: Sequence[EngineRequest]) -> Sequence[OutputStream]:
-        """Queue requests, all or none; their streams in the same order.
+        """Queue requests, all or none, and return their streams in the same order.
 
-        Raises InvalidRequestError, QueueFullError or EngineUnavailableError, in which case nothing was queued; so it is
-        when the call is cancelled.
+        Raise InvalidRequestError, QueueFullError or EngineUnavailableError. After an error or a cancellation of the
+        call, no request is queued.
         """
         ...
 
     def abort(self, request_id: str, reason: FinishReason = FinishReason.ABORT) -> None:
-        """End a request now; its stream yields the terminal output with `reason`. Unknown ids are ignored."""
+        """End a request at once; its stream yields a terminal output with `reason`. Unknown ids are ignored."""
         ...
 
     def set_lane(self, job: str, lane: Lane) -> None:
-        """The offline requests of a job that were queued go with this lane from now on. An unknown job is ignored."""
+        """Move the queued offline requests of a job to a lane. Unknown jobs are ignored."""
         ...
 
     async def stats(self) -> EngineStats: ...
 
     async def wait_dead(self) -> str:
-        """Until no step will ever run again, so that only another start of the server helps; returns why."""
+        """Wait until the engine is permanently dead, so that only a restart of the server helps; return the reason."""
         ...
 
     async def renew(self, *, anyway: bool = False) -> str:
-        """Where weights or engine have been replaced on disk, or `anyway`, go on with what is there; returns what was
-        done, once it is.
+        """Restart the engine if its weights or code have changed on disk, or if `anyway`; return a description.
 
-        Raises ConfigError or EngineUnavailableError where what is there cannot take over: nothing has changed then.
+        Raise ConfigError or EngineUnavailableError, without any change, if the new version cannot take over.
         """
         ...
 
     def kill(self) -> None:
-        """Take down at once what runs outside this process: the server ends and cannot wait."""
+        """Kill the engine's other processes at once; for a server that exits without waiting."""
         ...

@@ -1,4 +1,4 @@
-"""The numpy arrays that the runner plans with."""
+"""Types of the numpy arrays in the runner's step plans."""
 
 import numpy as np
 import numpy.typing as npt

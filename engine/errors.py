@@ -1,23 +1,24 @@
-"""The one error tree. What a user can cause is typed; `assert` is for invariants only.
+"""The exception hierarchy. Errors that a user can cause have a class; `assert` checks invariants only.
 
 TidemillError
-├── ConfigError                 start-up: a flag, file or folder is wrong; one clear line, exit code 2
+├── ConfigError                 start-up: a flag, file or folder is invalid; one line, exit code 2
 │   └── ModelLoadError          the checkpoint cannot be served (architecture, missing tensor, .bin only, ...)
 ├── InvalidRequestError         400: the request can never run; carries OpenAI's `param` and `code`
 │   └── ContextLengthError      400 `context_length_exceeded`
-├── QueueFullError              429 + Retry-After: bounded queue, or the TTFT objective is out of reach
-├── EngineUnavailableError      503 + Retry-After: starting, draining or down
-├── EngineStepError             500: a step failed under this request
-└── WeightReadError             a step failed since weights that stream could not be read
+├── RetryableError              the same request may succeed later
+│   ├── QueueFullError          429 + Retry-After: the queue is full, or the TTFT objective is out of reach
+│   └── EngineUnavailableError  503 + Retry-After: the engine is starting, draining or down
+├── EngineStepError             500: a step with this request failed
+└── WeightReadError             streamed weights could not be read
 
-`ErrorInfo` is one of them as a value, for what is kept or sent elsewhere.
+`ErrorInfo` is an error as a value that can be stored or sent to another process.
 """
 
 from dataclasses import dataclass
 
 
 class TidemillError(Exception):
-    """Base of everything that tidemill raises on purpose. `message` is safe to show to a client."""
+    """Base class of all errors of tidemill. `message` is safe to show to a client."""
 
     def __init__(self, message: str) -> None:
         super().__init__(message)
@@ -25,15 +26,15 @@ class TidemillError(Exception):
 
 
 class ConfigError(TidemillError):
-    """The configuration cannot be served; shown as one line at start."""
+    """Invalid configuration; shown as one line at start."""
 
 
 class ModelLoadError(ConfigError):
-    """A checkpoint that cannot be loaded, and why."""
+    """A checkpoint cannot be loaded; the message gives the reason."""
 
 
 class InvalidRequestError(TidemillError):
-    """A request that can never run. `param` names the offending field, `code` is OpenAI's error code."""
+    """A request that can never run. `param` is the invalid field, `code` OpenAI's error code."""
 
     def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
@@ -42,7 +43,7 @@ class InvalidRequestError(TidemillError):
 
 
 class ContextLengthError(InvalidRequestError):
-    """Prompt plus requested output exceed the context; prompts are never truncated."""
+    """Prompt plus requested output exceed the context length; prompts are never truncated."""
 
     def __init__(self, message: str, *, param: str = "messages") -> None:
         super().__init__(message, param=param, code="context_length_exceeded")
@@ -57,19 +58,19 @@ class RetryableError(TidemillError):
 
 
 class QueueFullError(RetryableError):
-    """No room in the queue; nothing was queued."""
+    """The queue is full; the request was not queued."""
 
 
 class EngineUnavailableError(RetryableError):
-    """The engine is starting, draining or down; nothing was queued."""
+    """The engine is starting, draining or down; the request was not queued."""
 
 
 class EngineStepError(TidemillError):
-    """A model step failed (or gave NaN logits) under this request."""
+    """A model step with this request failed or returned NaN logits."""
 
 
 class WeightReadError(TidemillError):
-    """Weights that stream could not be read, or not as many as there are."""
+    """Streamed weights could not be read, or the read was short."""
 
 
 _KINDS = {kind.__name__: kind for kind in (ConfigError, ModelLoadError, EngineStepError)}
@@ -78,9 +79,9 @@ _RETRYABLE_KINDS = {kind.__name__: kind for kind in (QueueFullError, EngineUnava
 
 @dataclass(frozen=True, slots=True)
 class ErrorInfo:
-    """An error of the tree as a value; `kind` is the name of its class."""
+    """An error as a value."""
 
-    kind: str
+    kind: str  # class name
     message: str
     param: str | None = None
     code: str | None = None
@@ -98,7 +99,7 @@ class ErrorInfo:
                 return cls(kind, error.message)
 
     def to_error(self) -> TidemillError:
-        """The error, to be raised."""
+        """Return the error as an exception."""
         if self.kind == ContextLengthError.__name__:
             return ContextLengthError(self.message, param=self.param or "messages")
         if self.kind == InvalidRequestError.__name__:

@@ -1,6 +1,7 @@
-"""The required form of an answer, as plain values that can be sent to another process.
+"""The required form of an answer, as a value that can be sent to another process.
 
-`engine.structured` compiles a grammar, `engine.execution.masks` restricts the tokens of a row to it."""
+`engine.structured` compiles a grammar; `engine.execution.masks` applies it to the logits.
+"""
 
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -13,22 +14,21 @@ GrammarKind = Literal["json", "regex", "choice", "grammar", "lark"]
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """`text`: a JSON schema; a regular expression; a JSON list of the texts to choose from; a grammar as Lark or
-    GBNF, whichever it looks like; a grammar as Lark.
-
-    `whitespace` (json only): a regular expression of what may stand between the parts of the JSON; None: nothing, the
-    answer is compact. `param`: the field of the request that errors name. `tenant`: the tenant that may use the
-    compiled grammar, so that the time of a first answer does not tell which grammars other tenants use.
-    """
+    """A grammar of a request."""
 
     kind: GrammarKind
     text: str
+    """By kind: a JSON schema; a regular expression; a JSON list of choices; Lark or GBNF, detected; Lark."""
     whitespace: str | None = None
+    """Kind `json` only: a regular expression for whitespace between tokens; None: compact JSON."""
     param: str = "response_format"
+    """The request field that errors name."""
     tenant: str = ""
+    """The tenant that may use the compiled grammar. Sharing it would reveal, by the time of a first answer, which
+    grammars other tenants use."""
 
     def key(self) -> bytes:
-        """Return a digest of everything but the name of the field."""
+        """Return a digest of all fields but `param`, 16 bytes."""
         parts = (self.tenant, self.kind, self.whitespace or "", str(self.whitespace is None), self.text)
         digest = blake2b(digest_size=16)
         for part in parts:

@@ -1,4 +1,4 @@
-"""How one vector is made of the hidden states of a text, as its checkpoint says it. Torch-free."""
+"""Pooling of hidden states into one embedding, as configured by the checkpoint. The module does not import torch."""
 
 import enum
 import json
@@ -7,26 +7,24 @@ from typing import Any, NamedTuple
 
 
 class Pooling(enum.Enum):
-    """Of the model's last hidden states, behind its final norm: the last token's, or their mean."""
+    """Pooling of the last hidden states, after the final norm: the last token's state, or the mean."""
 
     LAST = "last"
     MEAN = "mean"
 
 
 class EmbeddingSpec(NamedTuple):
-    """What a model makes of a text. `size`: numbers in a vector; `normalizes`: its length is 1; `origin`: who says so,
-    for the log. `pooling` None: in a way that is not supported, which `origin` names."""
+    """Form of a model's embeddings."""
 
-    pooling: Pooling | None
-    size: int
-    normalizes: bool
-    origin: str
+    pooling: Pooling | None  # None: unsupported; `origin` names the reason
+    size: int  # numbers in a vector
+    normalizes: bool  # vectors have length 1
+    origin: str  # source of these settings, for the log
 
     def __str__(self) -> str:
-        """A line for the log."""
         if self.pooling is None:
             return f"no embeddings: {self.origin}"
-        length = "of length 1" if self.normalizes else "as they come"
+        length = "normalized" if self.normalizes else "not normalized"
         return f"embeddings: {self.pooling.value} token pooling, {length}, {self.size} numbers ({self.origin})"
 
 
@@ -34,7 +32,7 @@ _MODES = {"pooling_mode_lasttoken": Pooling.LAST, "pooling_mode_mean_tokens": Po
 
 
 def read_embedding_spec(folder: Path, hidden_size: int) -> EmbeddingSpec:
-    """What the modules of sentence-transformers beside a checkpoint say; without them the last token's, normalized."""
+    """Read the sentence-transformers configuration of a checkpoint; default to the last token's state, normalized."""
     config = _read(folder / "1_Pooling" / "config.json")
     if not isinstance(config, dict):
         return EmbeddingSpec(Pooling.LAST, hidden_size, True, "there is no 1_Pooling/config.json")

@@ -1,4 +1,4 @@
-"""The outputs of one request: a bounded queue between the engine loop and one reader on the same event loop."""
+"""The output stream of a request: a bounded queue between the engine loop and one reader on the same event loop."""
 
 import asyncio
 from collections import deque
@@ -9,16 +9,19 @@ from engine.turns import Turns
 
 STREAM_LIMIT = 1024
 TOGETHER_SECONDS = 0.05
-"""Offline tokens come together, twenty times a second at most: nobody is promised each of them at once, and every write
-takes the event loop from the chats for a moment."""
+"""Interval of offline outputs, seconds. Fewer writes leave more of the event loop to chats, and offline tokens have no
+latency objective."""
 
 
 class RequestStream:
-    """Implements engine.api.OutputStream. `abort` ends the request; it is called by `aclose`.
+    """Implementation of engine.api.OutputStream.
 
-    With `final_only` everything is merged into one terminal output, so nothing piles up however slow the reader;
-    otherwise what comes within `together` seconds after an output is read as one, but for the last. With `turns` each
-    output is read in a turn of those.
+    Args:
+        abort: Ends the request; called by `aclose`.
+        final_only: Merge all outputs into the terminal one, so that a slow reader needs no queue.
+        together: Interval in which outputs are merged, seconds; 0 returns each output by itself. A terminal output with
+            an error is never merged.
+        turns: Limits how many streams return an output per round of the event loop.
     """
 
     def __init__(
@@ -34,7 +37,7 @@ class RequestStream:
 
     @classmethod
     def of(cls, request: EngineRequest, abort: Callable[[], None]) -> "RequestStream":
-        """The stream of a request, as its class wants it."""
+        """Return a stream for a request; offline requests are merged and take turns."""
         if request.request_class is RequestClass.ONLINE:
             return cls(abort, final_only=request.final_only)
         together = 0.0 if request.final_only else TOGETHER_SECONDS
@@ -63,7 +66,7 @@ class RequestStream:
 
     def _gather(self) -> RequestOutput:
         outputs, self._outputs = self._outputs, deque()
-        if len(outputs) > 1 and outputs[-1].error is not None:  # what came before it is an answer still
+        if len(outputs) > 1 and outputs[-1].error is not None:  # the tokens before the error are still an answer
             self._outputs.append(outputs.pop())
         if len(outputs) == 1:
             return outputs[0]
@@ -73,15 +76,15 @@ class RequestStream:
         return merged.whole(outputs[-1])
 
     def rebind(self, abort: Callable[[], None]) -> None:
-        """Another engine goes on with the request."""
+        """Set another `abort`, after another engine has taken over the request."""
         self._abort = abort
 
     async def aclose(self) -> None:
-        """Abort the request if it has not ended; safe to call at any time."""
+        """Abort the request if it has not ended."""
         self._abort()
 
     def push(self, output: RequestOutput) -> bool:
-        """Queue an output for the reader; False when the reader is too far behind."""
+        """Queue an output for the reader. Return False if the reader is STREAM_LIMIT outputs behind."""
         if self._merged is not None:
             self._merged.add(output)
             if output.finish_reason is None:
@@ -94,7 +97,7 @@ class RequestStream:
 
 
 class _Merged:
-    """The tokens of all outputs so far."""
+    """Accumulated tokens and logprobs of several outputs."""
 
     def __init__(self) -> None:
         self._token_ids: list[int] = []
@@ -105,6 +108,6 @@ class _Merged:
         self._logprobs.extend(output.logprobs or ())
 
     def whole(self, last: RequestOutput) -> RequestOutput:
-        """The last output, with everything."""
+        """Return the last output with all accumulated tokens and logprobs."""
         logprobs = tuple(self._logprobs) or last.logprobs
         return last._replace(token_ids=tuple(self._token_ids), logprobs=logprobs)

@@ -125,7 +125,7 @@ def test_what_was_measured_beside_other_work_is_measured_again_in_quiet(
     busy = start()
     assert (
         busy.core_share == 0.6
-        and said[-1] == "other work takes 40% of the cores' time: a start in quiet measures again"
+        and said[-1] == "other work takes 40% of the cores; a start on a quiet machine measures again"
     )
     assert start(seconds=0.0) == busy, "no time to do better"
     assert start() == busy, "it is still busy"
@@ -158,7 +158,7 @@ def test_a_folder_that_cannot_be_written_is_said(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     said: list[str] = []
     load_or_measure(tmp_path / "file" / "below", TimedRunner(), LIMITS, 50, KEY, 0.5, said.append)
-    assert "could not be kept" in said[-1]
+    assert "cannot store the profile" in said[-1]
 
 
 # --- cache costs ---------------------------------------------------------------------------------------------------

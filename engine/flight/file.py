@@ -1,6 +1,6 @@
-"""Recordings of the flight recorder on disk: a line of facts, then a line for each entry.
+"""Recordings of the flight recorder on disk: JSON Lines, one of facts, then one per entry.
 
-A folder keeps the last `KEEP` recordings.
+A folder holds the last KEEP recordings.
 """
 
 import os
@@ -18,11 +18,11 @@ SUFFIX = ".flight.jsonl"
 
 
 class Facts(msgspec.Struct, frozen=True, tag=True):
-    """What a recording is of. `at`: wall clock; `clock`: the monotonic one, of the entries, at the same time."""
+    """Header of a recording."""
 
     cause: str
-    at: float
-    clock: float
+    at: float  # wall-clock time, seconds
+    clock: float  # the same moment on the monotonic clock of the entries
     model: str
     dtype: str
     device: str
@@ -30,7 +30,7 @@ class Facts(msgspec.Struct, frozen=True, tag=True):
 
 
 class Recording(msgspec.Struct, frozen=True):
-    """A file, read."""
+    """Content of a recording."""
 
     facts: Facts
     entries: list[AnyEntry]
@@ -42,7 +42,7 @@ _entries = msgspec.json.Decoder(AnyEntry)
 
 
 def save(folder: Path, facts: Facts, entries: Sequence[AnyEntry]) -> Path:
-    """Write a recording, and remove the oldest ones beyond `KEEP`. Raises OSError."""
+    """Write a recording and remove the oldest ones beyond KEEP; return its path. Raise OSError on failure."""
     folder.mkdir(mode=0o700, exist_ok=True)
     stamp = time.strftime("%Y%m%d-%H%M%S", time.gmtime(facts.at))
     path = folder / f"{stamp}-{int(facts.at * 1000) % 1000:03d}-{facts.cause}{SUFFIX}"
@@ -56,11 +56,11 @@ def save(folder: Path, facts: Facts, entries: Sequence[AnyEntry]) -> Path:
 
 
 def load(path: Path) -> Recording:
-    """Read a recording. Raises ConfigError."""
+    """Read a recording. Raise ConfigError if the file cannot be read or is not a recording."""
     try:
         first, *lines = path.read_bytes().splitlines()
         return Recording(_facts.decode(first), [_entries.decode(line) for line in lines if line.startswith(b"[")])
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
     except (ValueError, msgspec.MsgspecError) as error:
-        raise ConfigError(f"{path} is no recording of a flight: {error}") from None
+        raise ConfigError(f"{path} is not a flight recording: {error}") from None

@@ -1,11 +1,10 @@
-"""The flight recorder: the last steps of an engine in memory that outlives it.
+"""The flight recorder: the last steps of an engine, in memory that outlives the engine process.
 
-The recorder writes each step before it runs, and what became of it, into slots of a buffer: one slot an entry, the
-oldest first to be written over. The engine process shares that memory with the gateway, which reads what ran when the
-process is gone, whatever ended it. An entry counts once its number stands in its slot, which is written last: one that
-was cut off is not read.
+The recorder writes an entry before each step and another with its result into a ring of slots. The engine process
+shares this memory with the gateway, which reads it after the process has died from any cause. An entry's number is
+written last; without it, the slot is not read, so an incomplete entry is ignored.
 
-Requests are named by their ids; no token of a prompt or an answer is in it.
+Entries contain request ids, but no tokens of prompts or answers.
 """
 
 import mmap
@@ -18,50 +17,49 @@ from engine.scheduling.output import Chunk, ModelRunnerOutput, SchedulerOutput
 
 SLOTS, SLOT_BYTES = 256, 1 << 16
 SIZE = SLOTS * SLOT_BYTES
-"""Of the buffer, in bytes; pages that no entry reaches are never taken from the system."""
+"""Size of the buffer, bytes. The system allocates only pages that entries have reached."""
 _HEADER = struct.Struct("<QI")
 
 
 class Entry(msgspec.Struct, frozen=True, array_like=True, tag=True, gc=False):
-    """`at`: seconds on the monotonic clock."""
+    """Base of all entries."""
 
-    at: float
+    at: float  # seconds on the monotonic clock
 
 
 class Launched(Entry, frozen=True):
-    """A step is about to run. `request_ids`: of its chunks; `started`: requests that got a row in it, with the tokens
-    known of each; `operations`: of the cache. `predicted`: seconds. `adapted`: chunks under a LoRA adapter."""
+    """A step is about to run."""
 
     step_id: int
-    request_ids: list[str]
+    request_ids: list[str]  # one per chunk
     chunks: tuple[Chunk, ...]
-    started: tuple[tuple[str, int], ...] = ()
-    operations: int = 0
-    predicted: float | None = None
-    adapted: int = 0
+    started: tuple[tuple[str, int], ...] = ()  # (id, known tokens) of requests that got a row in this step
+    operations: int = 0  # number of cache operations
+    predicted: float | None = None  # seconds
+    adapted: int = 0  # number of chunks with a LoRA adapter
 
 
 class Completed(Entry, frozen=True):
-    """What a step gave: so many tokens, in so many seconds."""
+    """A step has completed."""
 
     step_id: int
     tokens: int
-    latency: float
+    latency: float  # seconds
 
 
 class Failed(Entry, frozen=True):
-    """A step raised, or gave what cannot be."""
+    """A step raised an error or returned an invalid result."""
 
     step_id: int
     error: str
 
 
 class Idle(Entry, frozen=True):
-    """No step runs, and none can."""
+    """No step runs and none can be scheduled."""
 
 
 class Preparing(Entry, frozen=True):
-    """Requests whose grammars are being made ready, beside the steps: all of them as of now."""
+    """All requests whose grammars are being compiled now, concurrently with the steps."""
 
     request_ids: list[str]
 
@@ -73,7 +71,7 @@ _decoder = msgspec.msgpack.Decoder(AnyEntry)
 
 
 class FlightRecorder:
-    """Writes the entries of one engine; `buffer` has SIZE bytes, all zero. `on_failure` is told of a failed step."""
+    """Writes the entries of an engine into `buffer`, which has SIZE zero bytes. Calls `on_failure` for failed steps."""
 
     def __init__(self, buffer: mmap.mmap | bytearray, on_failure: Callable[[], None] = lambda: None) -> None:
         self._buffer = buffer
@@ -86,7 +84,7 @@ class FlightRecorder:
         self._renew_at = 0
 
     def launched(self, output: SchedulerOutput, now: float) -> None:
-        """Before the step runs."""
+        """Record a step; call this before the step runs."""
         ids = self._request_ids
         for new in output.new_requests:
             ids[new.row] = new.request_id
@@ -106,23 +104,23 @@ class FlightRecorder:
         self._on_failure()
 
     def idle(self, now: float) -> None:
-        """Nothing runs until something happens; said once is enough."""
+        """Record that the engine is idle; repeated calls are ignored."""
         if not self._idle:
             self._write(Idle(now))
             self._idle = True
 
     def preparing(self, request_ids: Iterable[str], now: float) -> None:
-        """Before the first of them is begun, and whenever there are others."""
+        """Record the requests in preparation; call this before one starts and whenever the set changes."""
         self._preparing = sorted(request_ids)
         self._renew_at = self._next + SLOTS // 2
         self._write(Preparing(now, self._preparing))
 
     def _write(self, entry: AnyEntry) -> None:
         if self._preparing and self._next >= self._renew_at:
-            self.preparing(self._preparing, entry.at)  # before steps have written over it
+            self.preparing(self._preparing, entry.at)  # before the ring overwrites the entry
         payload = _encoder.encode(entry)
         if len(payload) > SLOT_BYTES - _HEADER.size:
-            return  # thousands of requests in one step: nobody is suspected for what is not known
+            return  # a step of thousands of requests does not fit; none of its requests is suspected
         base = (self._next % SLOTS) * SLOT_BYTES
         _HEADER.pack_into(self._buffer, base, 0, len(payload))
         start = base + _HEADER.size
@@ -132,7 +130,7 @@ class FlightRecorder:
 
 
 def read(buffer: mmap.mmap | bytearray) -> list[AnyEntry]:
-    """What was recorded, the oldest entry first."""
+    """Return the recorded entries, oldest first."""
     found: list[tuple[int, AnyEntry]] = []
     for base in range(0, SIZE, SLOT_BYTES):
         number, length = _HEADER.unpack_from(buffer, base)
@@ -142,16 +140,15 @@ def read(buffer: mmap.mmap | bytearray) -> list[AnyEntry]:
         try:
             found.append((number, _decoder.decode(buffer[start : start + length])))
         except msgspec.MsgspecError:
-            continue  # whoever wrote it was out of its mind already
+            continue  # written by a process with corrupted memory
     return [entry for _, entry in sorted(found, key=lambda pair: pair[0])]
 
 
 def in_flight(entries: Sequence[AnyEntry]) -> dict[str, int]:
-    """The requests that ran at the end of a recording, and how many tokens of each would have been computed then.
+    """Return the requests that ran at the end of a recording, with the number of tokens that each would have computed.
 
-    These are of the steps without a result, and of the last one: its engine was still busy with what it gave. A step
-    that failed is in question until another one is launched. Of those that were being prepared nothing would have been
-    computed.
+    They are the requests of steps without a result, and of the last step, whose result the engine was still processing.
+    A failed step counts until another one is launched. Requests in preparation have 0 tokens.
     """
     open_steps: dict[int, Launched] = {}
     preparing: list[str] = []

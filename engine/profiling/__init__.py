@@ -1,1 +1,1 @@
-"""Measures this model on this machine: what steps take, and what work on the cache costs."""
+"""Measurement of step times and cache operations for this model on this machine."""

@@ -1,9 +1,9 @@
-"""Measures what running from hidden state, restoring it and swapping cost on a real runner, in its real type.
+"""Measurement of cache operations on a real runner: decoding from hidden state, restoring KV, and swapping.
 
-Steps with and without the work in question in turn, the median of the differences of such pairs: what disturbs a
-single step, or slows the machine for a while, does not show. What does not stand out of the noise is measured longer,
-and then taken to be as cheap as the work can be at all: nothing is free, and a cost of zero or less would let the
-scheduler think so. Rows and units are handed out by hand, so the runner must be idle. Torch-free.
+Steps with and without an operation alternate; its cost is the median difference of such pairs, which suppresses
+outliers and drift. A cost below the noise is measured longer, then set to its lower bound: the time to move its bytes.
+A cost of zero would let the scheduler treat the operation as free. Rows and units are assigned here, so the runner must
+be idle. The module does not import torch.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,36 +19,35 @@ from predictor.costs import FEW_TOKENS, MANY_TOKENS, MEMORY_RATE, Affine, CacheC
 from predictor.limits import Limits
 
 REPEATS = 15
-"""Pairs of steps; up to `PATIENCE` times as many where the difference does not stand out."""
+"""Number of step pairs; up to PATIENCE times as many if the difference is below the noise."""
 PATIENCE = 3
 MAX_UNITS = 256
-"""Units copied in a measured step."""
+"""Maximum number of units copied in a measured step."""
 FEWER = 4
-"""Parts of the larger size that the smaller one is where `FEW_TOKENS` are more: two sizes too close say nothing."""
+"""The smaller of two measured sizes is at most 1 / FEWER of the larger one, so that both determine a line."""
 Measured = tuple[int, float]
-"""Tokens, and the seconds that they took."""
+"""(tokens, seconds)."""
 GREEDY = SamplingParams(max_tokens=1, temperature=0.0)
 
 
 @dataclass(frozen=True, slots=True)
 class CacheTiers:
-    """What a runner offers beside KV on the device: blocks of scratch for hidden state, units of the host tier, and the
-    bytes of a unit. Nothing by default. `copy_rate`: bytes/s that no copy between the tiers exceeds."""
+    """Cache features of a runner beside KV on the device; none by default."""
 
-    scratch_blocks: int = 0
-    host_units: int = 0
+    scratch_blocks: int = 0  # blocks of scratch for hidden state
+    host_units: int = 0  # size of the host tier
     unit_bytes: int = 0
-    copy_rate: float = BUS_RATE
+    copy_rate: float = BUS_RATE  # upper bound of copies between the tiers, bytes/s
 
 
 KV_ONLY = CacheTiers()
 
 
 def measure_cache_costs(runner: ModelRunner, limits: Limits, tiers: CacheTiers, repeats: int = REPEATS) -> CacheCosts:
-    """Costs of what `tiers` offers and the pool has room to measure; the rest stays None. The runner is idle after.
+    """Measure the operations that `tiers` offers and the pool has room for; others stay None. The runner is idle after.
 
-    None is less than moving the bytes takes that it must: of a swapped unit at the tiers' `copy_rate`, of a restored
-    token (hidden state read, K and V written) at `MEMORY_RATE`, of a token run from hidden state a read at that rate.
+    Lower bounds: a swapped unit at `tiers.copy_rate`; at MEMORY_RATE, one read for a token from hidden state, and one
+    read and two writes (K and V) for a restored token.
     """
     bench = _Bench(runner, limits, repeats)
     unit_bytes = max(1, tiers.unit_bytes)
@@ -83,7 +82,7 @@ def measure_cache_costs(runner: ModelRunner, limits: Limits, tiers: CacheTiers, 
 
 
 def _shares(blocks: int, longest: int, max_rows: int) -> list[range]:
-    """`blocks` blocks, or as many as fit, in as few rows of at most `longest` as will do, alike but for one."""
+    """Split `blocks` into the fewest rows of at most `longest`, equal within one block, in at most `max_rows` rows."""
     rows = min(-(-blocks // longest), max_rows)
     each = [min(longest, blocks // rows + (row < blocks % rows)) for row in range(rows)]
     starts = [sum(each[:row]) for row in range(rows)]
@@ -91,7 +90,7 @@ def _shares(blocks: int, longest: int, max_rows: int) -> list[range]:
 
 
 class _Bench:
-    """The rows from 0 on hold the requests of every step: one but where it runs from more than fits a context."""
+    """Runs the measured steps. Rows from 0 on hold their requests: one, or more if the blocks exceed a context."""
 
     def __init__(self, runner: ModelRunner, limits: Limits, repeats: int) -> None:
         self._runner = runner
@@ -100,14 +99,14 @@ class _Bench:
         self._step_ids = count()
 
     def run_hidden(self, shares: Sequence[range], floor: float) -> Measured:
-        """A decode over each share of blocks, all from hidden state and all from KV, by past tokens."""
+        """Compare a decode over each share of blocks from hidden state with one from KV; count past tokens."""
         hidden = self._decode([_hidden(share) for share in shares])
         kv = self._decode([_kv(range(2 * share.start, 2 * share.stop)) for share in shares])
         tokens = sum(len(share) * self._block_size - 1 for share in shares)
         return self._cost(hidden, kv, tokens, floor)
 
     def restore(self, blocks: int, floor: float) -> Measured:
-        """By the token; units 0 and 1 are those of the step's own request."""
+        """Measure restoring blocks; count tokens. Units 0 and 1 belong to the step's own request."""
         sources = _hidden(range(2, 2 + blocks))
         targets = _kv(range(2 + blocks, 2 + 3 * blocks))
         operations = [
@@ -117,7 +116,7 @@ class _Bench:
         return self._cost_of(operations, blocks * self._block_size, floor)
 
     def swap(self, units: int, action: CacheAction, floor: float) -> float:
-        """Seconds per unit in one direction."""
+        """Return seconds per unit in one direction."""
         device = _hidden(range(2, 2 + units))
         operations = []
         for index, entry in enumerate(device):
@@ -131,12 +130,12 @@ class _Bench:
         return self._cost(self._decode(own, operations), self._decode(own), count, floor)
 
     def _cost(self, more: Callable[[], float], less: Callable[[], float], count: int, floor: float) -> Measured:
-        """`count` pieces and what `more` takes longer than `less`, not less than `floor` for each of them."""
-        more(), less()  # warms up
+        """Return `count` and the additional seconds of `more` over `less`, at least `floor` × `count`."""
+        more(), less()  # warm-up
         differences: list[float] = []
         for _ in range(PATIENCE):
             for index in range(self._repeats):
-                # in turns, so that a machine that grows slower or faster does not favour one of them
+                # the order alternates so that a drift of the machine's speed favours neither
                 first, second = (more, less) if index % 2 else (less, more)
                 taken = {first: first(), second: second()}
                 differences.append(taken[more] - taken[less])
@@ -147,7 +146,7 @@ class _Bench:
     def _decode(
         self, rows: Sequence[tuple[CacheEntry, ...]], operations: Sequence[CacheOperation] = ()
     ) -> Callable[[], float]:
-        """A step that decodes the last token of requests that fill these entries, one a row; gives its seconds."""
+        """Return a function that runs a decode step over these entries, a request per row, and returns its seconds."""
         lengths = [len(entries) * self._block_size for entries in rows]
         new = tuple(
             NewRequest(row, f"profile-cache-{row}", (0,) * length, length, GREEDY, entries)

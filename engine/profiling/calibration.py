@@ -1,8 +1,7 @@
-"""The latency profile of this model on this machine: read if it was measured before, else measured now.
+"""The latency profile of this model on this machine: loaded if it is stored, else measured.
 
-HyGen §4.2: a sweep over step shapes on the real runner, at most as long as the user allows, then a non-negative least
-squares fit. Rows and units are handed out by hand; the core is not involved, so the runner must be idle. Torch-free: it
-sees the runner only.
+HyGen §4.2: a sweep over step shapes on the real runner within a time limit, then a non-negative least squares fit. Rows
+and units are assigned here, without the core, so the runner must be idle. The module does not import torch.
 """
 
 import time
@@ -27,19 +26,19 @@ from predictor.sweep import StepShape, run_sweep
 
 HELD_OUT = 0.2
 POOR = 0.3
-"""Held-out error of a profile that the next start measures again: the machine was busy with something else."""
+"""Held-out error above which the next start measures again: the machine was probably busy."""
 MIN_SAMPLES = 10
 DRAWN = SamplingParams(max_tokens=1)
-"""Temperature 1, as requests have it that say nothing: drawing is part of a step's time."""
+"""Temperature 1, the default of requests: sampling is part of a step's time."""
 INSIDE_STRING = Grammar("regex", r'[^"\\\x00-\x1f]*"')
-"""What limits rows of the sweep: the end of a JSON string, the mask that takes longest in most answers."""
+"""Grammar of masked rows in the sweep. Inside a JSON string, masks take longer than elsewhere in most answers."""
 _LIMITED = replace(DRAWN, grammar=INSIDE_STRING)
 
 
 class ShapeRunner:
-    """Runs one shape again and again; a new shape writes its rows first, in a step of its own that is not measured.
+    """Runs steps of a given shape. A new shape first fills its rows in a step that is not measured.
 
-    `vocab_size` bounds the made-up tokens. Call `close` before the runner serves requests.
+    `vocab_size` bounds the synthetic token ids. Call `close` before the runner serves requests.
     """
 
     def __init__(self, runner: ModelRunner, limits: Limits, vocab_size: int) -> None:
@@ -51,7 +50,7 @@ class ShapeRunner:
         self._chunks: tuple[Chunk, ...] = ()
 
     def measure(self, shape: StepShape) -> float:
-        """Seconds of one step of this shape, deltas and sampling included."""
+        """Return the seconds of one step of this shape, including input deltas and sampling."""
         if shape != self._shape:
             self._write(shape)
         return self._runner.launch(self._step(shape))().latency
@@ -64,7 +63,7 @@ class ShapeRunner:
             self._run_released(rows)
 
     def _run_released(self, rows: tuple[int, ...]) -> None:
-        """A step cannot be empty, so the rows go with a one-token step in row 0, released by whoever comes next."""
+        """Release rows with a one-token step in row 0, because a step cannot be empty. The next user releases row 0."""
         entry = CacheEntry(CacheKind.KV, Tier.DEVICE, tuple(range(UNITS_PER_BLOCK)))
         new = NewRequest(0, "profile-end", (0,), 1, DRAWN, (entry,))
         self._runner.launch(SchedulerOutput(next(self._step_ids), (Chunk(0, 0, 1, True),), (new,), (), rows))()
@@ -102,12 +101,12 @@ class ShapeRunner:
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """A profile with the samples behind it (empty when it was read), and the held-out error of both feature sets."""
+    """A measured profile."""
 
     profile: Profile
     train: list[Sample]
     held_out: list[Sample]
-    mape: dict[str, float]
+    mape: dict[str, float]  # held-out error by feature set
 
 
 def measure_profile(
@@ -121,11 +120,10 @@ def measure_profile(
     adapters: int = 0,
     masks: bool = False,
 ) -> Calibration:
-    """Sweep for at most about `seconds` and fit; `progress(shapes measured, seconds spent)` after every shape. The
-    runner has so many `adapters`, and `masks`: it can enforce `INSIDE_STRING`.
+    """Measure step times for about `seconds` at most, fit the model, and measure the cache operations of `tiers`.
 
-    The costs of what `tiers` offers come on top, in a fraction of a second. The runner must be idle, and is idle again
-    afterwards.
+    `progress(shapes, seconds)` is called after every shape. `adapters` is the number of LoRA adapters; `masks` tells
+    whether the runner can enforce INSIDE_STRING. The runner must be idle and is idle afterwards.
     """
     shapes = ShapeRunner(runner, limits, vocab_size)
     began = time.perf_counter()
@@ -156,7 +154,7 @@ def measure_profile(
 
 
 def load_profile(folder: Path, key: ProfileKey, limits: Limits) -> Profile | None:
-    """The stored profile, or None when there is none. Raises ProfileError when there is one that cannot serve."""
+    """Return the stored profile, or None if there is none. Raise ProfileError if it cannot be used."""
     path = folder / key.filename()
     if not path.exists():
         return None
@@ -179,11 +177,14 @@ def load_or_measure(
     masks: Callable[[], bool] = lambda: False,
     core_share: Callable[[], float] = lambda: 1.0,
 ) -> Profile:
-    """The profile for `key` in `folder`; one that is missing, poor or cannot serve is measured anew and stored, and so
-    is one of a busy machine once that is quiet. `core_share`: measures which share of their time busy threads get now.
+    """Return the profile for `key` in `folder`, measured and stored if it is missing, poor or unusable.
 
-    `masks`, asked before a sweep: whether the runner can enforce `INSIDE_STRING`. In one that serves but for the costs
-    of what `tiers` offers, these are measured and added.
+    A profile that was measured on a busy machine is measured again once the machine is quiet. Missing costs of `tiers`
+    are measured and added.
+
+    Args:
+        masks: Returns whether the runner can enforce INSIDE_STRING; called before a sweep.
+        core_share: Measures the share of their time that busy threads get now, 0 to 1.
     """
     try:
         profile = load_profile(folder, key, limits)
@@ -206,9 +207,9 @@ def load_or_measure(
         _keep(profile, folder, say)
         return profile
     if seconds <= 0:
-        say("step times are guessed from a single step (--profile-seconds 0)")
+        say("step times are estimated from a single step (--profile-seconds 0)")
         return measure_profile(runner, limits, vocab_size, key, 0.0, tiers=tiers, adapters=adapters).profile
-    say(f"measuring step times for at most {seconds:.0f} s (once; the profile is kept in {folder})")
+    say(f"measuring step times for at most {seconds:.0f} s (once; the profile is stored in {folder})")
     before = core_share()
     profile = measure_profile(
         runner, limits, vocab_size, key, seconds, tiers=tiers, adapters=adapters, masks=masks()
@@ -216,7 +217,7 @@ def load_or_measure(
     profile = replace(profile, core_share=min(before, core_share()))
     say(f"latency profile: {profile.num_samples} steps, held-out error {profile.held_out_mape:.1%}")
     if profile.core_share < QUIET_SHARE:
-        say(f"other work takes {1.0 - profile.core_share:.0%} of the cores' time: a start in quiet measures again")
+        say(f"other work takes {1.0 - profile.core_share:.0%} of the cores; a start on a quiet machine measures again")
     _keep(profile, folder, say)
     return profile
 
@@ -225,4 +226,4 @@ def _keep(profile: Profile, folder: Path, say: Callable[[str], None]) -> None:
     try:
         profile.save(folder / profile.key.filename())
     except OSError as error:
-        say(f"the profile could not be kept ({error.strerror}); the next start measures again")
+        say(f"cannot store the profile ({error.strerror}); the next start measures again")
