@@ -1,4 +1,4 @@
-"""`python -m loadgen`: the same as `tidemill bench`."""
+"""Entry point of `python -m loadgen`, equal to `tidemill bench`."""
 
 import sys
 

@@ -1,7 +1,7 @@
 """Arrival processes: absolute schedules computed before the run starts.
 
-A unit-rate renewal process (constant, Poisson or gamma gaps) is mapped through the inverse of the cumulative rate, so
-that one construction serves a fixed rate and any rate curve. Knows nothing of requests, lengths or clocks.
+A unit-rate renewal process (constant, Poisson or gamma gaps) is mapped through the inverse of the cumulative rate. The
+same construction serves a fixed rate and any rate curve.
 """
 
 import csv
@@ -22,14 +22,14 @@ Process = Literal["constant", "poisson", "gamma"]
 
 @dataclass(frozen=True, slots=True)
 class RateCurve:
-    """A piecewise constant rate that repeats: `rates[i]` requests/s for `durations[i]` seconds each period."""
+    """A periodic, piecewise constant rate: `rates[i]` requests/s for `durations[i]` seconds."""
 
     durations: Floats
     rates: Floats
 
     def __post_init__(self) -> None:
         if len(self.durations) != len(self.rates) or len(self.rates) == 0:
-            raise InputError("a rate curve needs one rate for each duration")
+            raise InputError("a rate curve needs one rate per duration, and at least one")
         if not (np.isfinite(self.durations).all() and np.isfinite(self.rates).all()):
             raise InputError("a rate curve needs finite numbers")
         if (self.durations <= 0).any() or (self.rates < 0).any() or not self.rates.any():
@@ -37,28 +37,28 @@ class RateCurve:
 
     @property
     def period(self) -> float:
-        """Seconds after which the curve repeats."""
+        """Period of the curve, seconds."""
         return float(self.durations.sum())
 
     @property
     def mean_rate(self) -> float:
-        """Requests per second over one period."""
+        """Mean requests/s over a period."""
         return float((self.durations * self.rates).sum() / self.period)
 
     def at(self, time: float) -> float:
-        """The rate at `time` seconds after the start."""
+        """Return the rate at `time` seconds after the start."""
         index = int(np.searchsorted(np.cumsum(self.durations), time % self.period, side="right"))
         return float(self.rates[min(index, len(self.rates) - 1)])
 
     def scaled(self, mean_rate: float) -> "RateCurve":
-        """The same shape with another mean rate (requests/s)."""
+        """Return a curve of the same shape with mean rate `mean_rate`, requests/s."""
         return RateCurve(self.durations, self.rates * (mean_rate / self.mean_rate))
 
     def invert(self, events: Floats) -> Floats:
-        """Times at which the cumulative expected count reaches each of `events` (sorted, >= 0)."""
+        """Return the times at which the cumulative expected count reaches each of `events` (sorted, >= 0)."""
         cumulative = np.concatenate([[0.0], np.cumsum(self.durations * self.rates)])
         edges = np.concatenate([[0.0], np.cumsum(self.durations)])
-        # Where the rate is zero the cumulative count stands still: a time is the first that reaches the count.
+        # The cumulative count is flat where the rate is zero; the first time that reaches the count is returned.
         rising = np.concatenate([[True], np.diff(cumulative) > 0])
         ends = np.flatnonzero(rising)[1:]
         periods, within = np.divmod(events, cumulative[-1])
@@ -68,14 +68,14 @@ class RateCurve:
 
 
 def constant_rate(rate: float) -> RateCurve:
-    """The curve of one fixed rate (requests/s)."""
+    """Return the curve of a fixed rate, requests/s."""
     if not (math.isfinite(rate) and rate > 0):
         raise InputError(f"a rate must be positive and finite, not {rate}")
     return RateCurve(np.array([1.0 / rate]), np.array([rate]))
 
 
 def gaps(process: Process, count: int, random: np.random.Generator, cv: float = 1.0) -> Floats:
-    """`count` gaps of mean 1. `cv` is used by `gamma` alone: shape 1 / cv², scale cv²."""
+    """Draw `count` gaps of mean 1. Only `gamma` uses `cv`: shape 1 / cv², scale cv²."""
     if process == "constant":
         return np.ones(count)
     if process == "poisson":
@@ -94,9 +94,9 @@ def schedule(
     duration: float | None = None,
     cv: float = 1.0,
 ) -> Floats:
-    """Arrival times in seconds from the start, sorted: the first `count`, or all before `duration`, or both limits.
+    """Return sorted arrival times, seconds from the start: the first `count`, those before `duration`, or both limits.
 
-    Raises InputError when neither limit is given.
+    Raise InputError if neither limit is given.
     """
     if count is not None:
         events = np.cumsum(gaps(process, count, random, cv))
@@ -115,12 +115,12 @@ def schedule(
 
 
 def _from_zero(process: Process, events: Floats) -> Floats:
-    # A constant process starts with an arrival at 0: n requests in n / rate seconds, not one gap later.
+    # A constant process starts with an arrival at 0, so that n requests take n / rate seconds.
     return events - 1.0 if process == "constant" else events
 
 
 def parse_curve(text: str) -> RateCurve:
-    """A rate curve from the command line.
+    """Parse a rate curve of the command line.
 
     `steps:90@15,90@1` (seconds@requests/s) · `sine:mean=5,amplitude=3,period=60` ·
     `burst:base=1,peak=10,every=60,for=10` · `envelope:FILE[#model]` (CSV with `t` and `rate` columns).
@@ -139,12 +139,12 @@ def parse_curve(text: str) -> RateCurve:
             peak_for = named.pop("for")
             return burst(named.pop("base"), named.pop("peak"), named.pop("every"), peak_for, **named)
     except (KeyError, ValueError, TypeError) as error:
-        raise InputError(f"cannot read the rate curve {text!r}: {error}") from None
+        raise InputError(f"invalid rate curve {text!r}: {error}") from None
     raise InputError(f"unknown rate curve {kind!r}: use steps, sine, burst or envelope")
 
 
 def sine(mean: float, amplitude: float, period: float, steps: float = 200) -> RateCurve:
-    """`mean + amplitude · sin(2πt / period)` in `steps` steps a period, the average rate within each step."""
+    """Return `mean + amplitude · sin(2πt / period)` as `steps` steps per period, each with its average rate."""
     if amplitude > mean:
         raise InputError("a sine's amplitude must not exceed its mean")
     edges = np.linspace(0.0, 2 * math.pi, int(steps) + 1)
@@ -153,14 +153,14 @@ def sine(mean: float, amplitude: float, period: float, steps: float = 200) -> Ra
 
 
 def burst(base: float, peak: float, every: float, peak_for: float) -> RateCurve:
-    """`base` requests/s, with `peak` requests/s during the last `peak_for` seconds of each `every` seconds."""
+    """Return `base` requests/s, with `peak` requests/s in the last `peak_for` of every `every` seconds."""
     return RateCurve(np.array([every - peak_for, peak_for]), np.array([base, peak]))
 
 
 def read_envelope(reference: str) -> RateCurve:
-    """A rate curve from a CSV (or `.csv.gz`) with columns `t` (s) and `rate` or `rate_req_per_s`.
+    """Read a rate curve from a CSV (or `.csv.gz`) with columns `t` (s) and `rate` or `rate_req_per_s`.
 
-    `FILE#name` keeps only the rows whose `model` column is `name`. The last step lasts as long as the one before it.
+    `FILE#name` selects the rows whose `model` column is `name`. The last step is as long as the one before it.
     """
     name, _, model = reference.partition("#")
     path = Path(name)
@@ -173,7 +173,7 @@ def read_envelope(reference: str) -> RateCurve:
         times = np.array([float(row["t"]) for row in rows])
         rates = np.array([float(row["rate"] if "rate" in row else row["rate_req_per_s"]) for row in rows])
     except (KeyError, ValueError) as error:
-        raise InputError(f"{path}: an envelope has columns t and rate ({error})") from None
+        raise InputError(f"{path}: an envelope needs the columns t and rate ({error})") from None
     if len(times) < 2:
         raise InputError(f"{path}: an envelope needs at least two rows")
     durations = np.diff(times)

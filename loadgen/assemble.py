@@ -1,4 +1,4 @@
-"""From flags to a workload and a plan. Reads files; talks to no server."""
+"""Construction of a workload and a plan from flags. Reads files, but sends no requests."""
 
 import argparse
 import math
@@ -26,7 +26,7 @@ from loadgen.workloads import Options, Workload
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """Parsed flags, from which each run is built."""
+    """The parsed flags, from which every run of a sweep is made."""
 
     args: argparse.Namespace
     target: Target
@@ -37,7 +37,7 @@ class Setup:
     extra_body: dict[str, Any]
 
     def workload(self, rate: float | None = None) -> Workload:
-        """The workload, at another rate when one is given."""
+        """Build the workload, at `rate` requests/s if given."""
         options = self.options if rate is None else replace(self.options, rate=rate, curve=self._scaled(rate))
         made = workloads.build(name_of(self.args), options)
         made = workloads.clipped(made, self.args.length_scale, self.args.max_model_len)
@@ -46,18 +46,18 @@ class Setup:
         if self.args.only == "offline":
             made = replace(made, online=None, closed_loop=False, horizon=self.options.duration)
         if made.online is None and not made.jobs:
-            raise InputError("nothing to send: the workload has no requests of this class (see --offline-lines)")
+            raise InputError("the workload has no requests of this class; set --offline-lines or leave out --only")
         return made
 
     def _scaled(self, rate: float) -> Any:
         return self.options.curve.scaled(rate) if self.options.curve is not None else None
 
     def windows(self, made: Workload) -> Windows:
-        """The windows over a workload's schedule; raises InputError when they leave nothing to measure."""
+        """Return the windows over a workload's schedule. Raise InputError if they leave nothing to measure."""
         return Windows(self.args.warmup, self.args.cooldown, self.args.drain, made.horizon)
 
     def plan(self, made: Workload, session: Session) -> Plan:
-        """The plan of one run."""
+        """Return the plan of a run."""
         args = self.args
         jobs = tuple(replace(job, completion_window=args.completion_window) for job in made.jobs)
         tier = None if args.offline_service_tier == "none" else args.offline_service_tier
@@ -83,11 +83,11 @@ class Setup:
 
 
 def setup(args: argparse.Namespace) -> Setup:
-    """Parses and checks every flag of `run` and `sweep`; raises InputError."""
+    """Parse and check the flags of `run` and `sweep`. Raise InputError for invalid values."""
     _check(args)
     low, _, high = args.token_id_range.partition(":")
     if not (low.isdigit() and high.isdigit()):
-        raise InputError("--token-id-range is LOW:HIGH")
+        raise InputError(f"--token-id-range must be LOW:HIGH, not {args.token_id_range}")
     return Setup(
         args=args,
         target=target(args),
@@ -104,18 +104,18 @@ def _check(args: argparse.Namespace) -> None:
     _check_numbers(args, ("max_concurrency", "workers", "offline_concurrency", "poll_interval", "request_timeout"))
     _check_numbers(args, ("warmup", "cooldown", "drain", "num_warmups"), zero=True)
     if args.max_model_len is not None and args.max_model_len < 2:
-        raise InputError("--max-model-len must hold a prompt and an answer")
+        raise InputError("--max-model-len must be at least 2, a prompt and an output token")
     if args.max_concurrency is not None and args.workers > args.max_concurrency:
-        raise InputError("--workers cannot exceed --max-concurrency")
+        raise InputError("--workers must not exceed --max-concurrency")
 
 
 def check_workload(args: argparse.Namespace) -> None:
-    """Check the workload flags. Raises InputError."""
+    """Check the flags of the workload. Raise InputError for invalid values."""
     _check_numbers(args, ("num_prompts", "duration", "request_rate", "length_scale"))
     _check_numbers(args, ("random_input_len", "random_output_len"))
     _check_numbers(args, ("random_prefix_len", "offline_lines"), zero=True)
     if not 0 <= args.random_range_ratio < 1:
-        raise InputError("--random-range-ratio lies in [0, 1)")
+        raise InputError("--random-range-ratio must be in [0, 1)")
     try:
         window_seconds(args.completion_window)
     except ServerError as error:
@@ -123,21 +123,21 @@ def check_workload(args: argparse.Namespace) -> None:
 
 
 def _check_numbers(args: argparse.Namespace, names: Sequence[str], *, zero: bool = False) -> None:
-    """Numbers that were given must be positive, or with `zero` not negative."""
+    """Raise InputError unless the given numbers are positive or, with `zero`, not negative."""
     for name in names:
         value = getattr(args, name)
         if value is not None and not (value >= 0 if zero else value > 0):
-            raise InputError(f"--{name.replace('_', '-')} {'cannot be negative' if zero else 'must be positive'}")
+            raise InputError(f"--{name.replace('_', '-')} {'must not be negative' if zero else 'must be positive'}")
 
 
 def target(args: argparse.Namespace) -> Target:
-    """The server the flags name."""
+    """Return the server under test."""
     pairs = [header.partition("=") for header in args.header]
     if any(not equals for _, equals, _ in pairs):
-        raise InputError("--header is NAME=VALUE")
+        raise InputError("--header must be NAME=VALUE")
     base = (args.base_url or f"http://{args.host}:{args.port}").rstrip("/")
     if not base.startswith(("http://", "https://")):
-        raise InputError(f"--base-url {base}: an address begins with http:// or https://")
+        raise InputError(f"--base-url {base} must begin with http:// or https://")
     return Target(
         base_url=base.removesuffix("/v1"),
         endpoint="/" + args.endpoint.lstrip("/"),
@@ -149,7 +149,7 @@ def target(args: argparse.Namespace) -> Target:
 
 
 def options(args: argparse.Namespace) -> Options:
-    """Return the workload options of the flags."""
+    """Return the options of the workload."""
     process, cv = _process(args)
     curve = parse_curve(args.rate_curve) if args.rate_curve else None
     if curve is not None and args.request_rate is not None and math.isfinite(args.request_rate):
@@ -177,7 +177,7 @@ def options(args: argparse.Namespace) -> Options:
 
 def _process(args: argparse.Namespace) -> tuple[Process, float]:
     if args.cv is not None and args.burstiness is not None:
-        raise InputError("--cv and --burstiness say the same thing: give one")
+        raise InputError("--cv and --burstiness set the same value; remove one")
     cv = args.cv if args.cv is not None else 1.0
     if args.burstiness is not None:
         if not args.burstiness > 0:
@@ -195,19 +195,19 @@ def _extra_body(text: str) -> dict[str, Any]:
     except orjson.JSONDecodeError as error:
         raise InputError(f"--extra-body is not JSON: {error}") from None
     if not isinstance(loaded, dict):
-        raise InputError("--extra-body must be an object")
+        raise InputError("--extra-body must be a JSON object")
     return loaded
 
 
 def name_of(args: argparse.Namespace, default: str = "random") -> str:
-    """The workload that the flags name."""
+    """Return the name of the workload."""
     if args.workload is not None:
         return str(args.workload)
     return "trace" if args.trace else default
 
 
 def needs_calibration(made: Workload) -> bool:
-    """Whether any prompt has to be made up (and is not given as text)."""
+    """Return whether any prompt must be generated because the trace has no text for it."""
     traces: list[Trace] = [job.lines for job in made.jobs]
     if made.online is not None:
         traces.append(made.online)
@@ -215,7 +215,7 @@ def needs_calibration(made: Workload) -> bool:
 
 
 def describe(made: Workload, plan: Plan) -> dict[str, Any]:
-    """The `workload` section of a summary."""
+    """Return the `workload` section of a summary."""
     online = made.online
     return {
         "name": made.name,

@@ -1,7 +1,7 @@
-"""Learns what words cost on a server, from the `usage` of a few one-token answers; no tokenizer needed.
+"""Measurement of token counts per word on a server that reports `usage.prompt_tokens`; needs no tokenizer.
 
-Text with a word n times costs overhead + n · cost tokens. One probe with every word tells whether all cost one token;
-only groups that do not are split further. Works for any server that reports `usage.prompt_tokens`.
+A text with a word n times has overhead + n · cost tokens. One probe with all words shows whether each costs one token;
+otherwise groups are bisected.
 """
 
 from collections.abc import Awaitable, Callable, Sequence
@@ -11,17 +11,17 @@ from loadgen.prompts import ANCHOR, WORDS, WordCosts
 
 REPEATS = 8
 Probe = Callable[[str], Awaitable[int]]
-"""Sends a text and returns `usage.prompt_tokens`."""
+"""Send a text and return `usage.prompt_tokens`."""
 
 
 async def word_costs(probe: Probe, words: Sequence[str] = WORDS) -> WordCosts:
-    """The cost of each word; raises ServerError when the counts cannot be explained by a cost per word."""
+    """Return the cost of each word. Raise ServerError if a constant cost per word does not explain the counts."""
     first = words[0]
     overhead, long = await probe(_text([])), await probe(_text([first] * REPEATS))
     cost, rest = divmod(long - overhead, REPEATS)
     if rest or cost < 1:
         raise ServerError(
-            f"prompt tokens do not grow evenly with words ({overhead}, then {long}): use --prompt-mode ids"
+            f"prompt tokens do not grow linearly with words ({overhead}, then {long}); use --prompt-mode ids"
         )
     costs = {first: cost}
     await _measure(probe, [word for word in words if word != first], overhead, costs)
@@ -29,7 +29,7 @@ async def word_costs(probe: Probe, words: Sequence[str] = WORDS) -> WordCosts:
 
 
 async def _measure(probe: Probe, words: list[str], overhead: int, costs: dict[str, int]) -> None:
-    """Splits groups until each is one word or wholly of cost 1 (no word costs less)."""
+    """Bisect groups until each is a single word or has words of cost 1 only, the minimum. Fill `costs`."""
     groups = [words] if words else []
     while groups:
         group = groups.pop()

@@ -1,4 +1,4 @@
-"""`--assert "online.slo_attainment>=0.99"`: expressions over a summary, for CI."""
+"""Assertions over a summary, for CI: `--assert "online.slo_attainment>=0.99"`."""
 
 import re
 from collections.abc import Mapping
@@ -10,11 +10,11 @@ PATTERN = re.compile(r"^\s*([A-Za-z_][\w.]*)\s*(>=|<=|==|!=|>|<)\s*(-?[\d.]+(?:[
 
 
 def check(summary: Mapping[str, Any], expression: str) -> str | None:
-    """Return None if the expression holds, else the reason. A missing value does not hold."""
+    """Return None if the expression holds, else a message. An expression over a missing value does not hold."""
     path, operator, wanted = parse(expression)
     value = lookup(summary, path)
     if value is None:
-        return f"{expression}: no value was measured"
+        return f"{expression}: the summary has no value"
     holds = {
         ">=": value >= wanted,
         "<=": value <= wanted,
@@ -23,23 +23,23 @@ def check(summary: Mapping[str, Any], expression: str) -> str | None:
         "==": value == wanted,
         "!=": value != wanted,
     }[operator]
-    return None if holds else f"{expression}: it is {value:g}"
+    return None if holds else f"{expression}: the value is {value:g}"
 
 
 def parse(expression: str) -> tuple[str, str, float]:
-    """(dotted name, operator, number); raises InputError for anything else."""
+    """Return (dotted name, operator, number). Raise InputError for an invalid expression."""
     found = PATTERN.match(expression)
     if found is None:
-        raise InputError(f"cannot read the assertion {expression!r}: use NAME>=NUMBER")
+        raise InputError(f"invalid assertion {expression!r}; use NAME>=NUMBER")
     path, operator, number = found.groups()
     try:
         return path, operator, {"true": 1.0, "false": 0.0}[number] if number in ("true", "false") else float(number)
     except ValueError:
-        raise InputError(f"cannot read the number in {expression!r}") from None
+        raise InputError(f"invalid number in assertion {expression!r}") from None
 
 
 def lookup(summary: Mapping[str, Any], path: str) -> float | None:
-    """The number at a dotted path, or under a bare name that occurs once; raises InputError for an unknown name."""
+    """Return the number at a dotted path or under a name that occurs once. Raise InputError for an unknown name."""
     node: Any = summary
     for part in path.split("."):
         if not isinstance(node, Mapping) or part not in node:
@@ -52,8 +52,10 @@ def lookup(summary: Mapping[str, Any], path: str) -> float | None:
 
 
 def _anywhere(summary: Mapping[str, Any], name: str) -> Any:
-    """The value of a bare key in the sections of a summary, when exactly one section has it."""
+    """Return the value of a key that exactly one section of the summary has. Raise InputError otherwise."""
     sections = [section for section in summary.values() if isinstance(section, Mapping) and name in section]
     if len(sections) != 1:
-        raise InputError(f"the summary has {'no' if not sections else 'more than one'} value called {name!r}")
+        raise InputError(
+            f"the summary has {'no' if not sections else 'more than one'} value {name!r}; use SECTION.NAME"
+        )
     return sections[0][name]

@@ -1,7 +1,7 @@
-"""`tidemill bench run|sweep|compare|trace`: flags to runs, runs to folders, exit codes.
+"""`tidemill bench run|sweep|compare|trace`: measure a server and write run folders.
 
-Exit codes: 0 done; 1 an assertion failed or the server cannot be measured; 2 the run is INVALID (or the flags are
-wrong); 130 interrupted, results written.
+Exit codes: 0 success; 1 an assertion failed or the server cannot be measured; 2 the run is INVALID or a flag is
+invalid; 130 interrupted, with results written.
 """
 
 import argparse
@@ -28,7 +28,7 @@ DONE, FAILED, INVALID, INTERRUPTED = 0, 1, 2, 130
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command and returns the exit code; prints errors in one line."""
+    """Run a command and return the exit code. Errors are printed in one line."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     args = flags.parser().parse_args(arguments)
     commands = {"run": _run, "sweep": _sweep, "compare": _compare, "trace": _trace}
@@ -46,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 @dataclass(slots=True)
 class Bench:
-    """A prepared server and workload: makes runs at one rate or several."""
+    """Runs of a workload on a prepared server, at one rate or several."""
 
     setup: Setup
     session: Session
@@ -54,7 +54,7 @@ class Bench:
     warmed: bool = False
 
     def run(self, path: Path, rate: float | None = None) -> dict[str, Any]:
-        """One run into the folder `path`; returns its summary."""
+        """Execute a run, write it to the folder `path`, and return its summary."""
         made = self.setup.workload(rate)
         plan = self.setup.plan(made, self.session)
         args = self.setup.args
@@ -72,7 +72,7 @@ class Bench:
         return summary
 
     def about(self, workload: dict[str, Any]) -> About:
-        """Return the description of the run for the summary."""
+        """Return the description of the run for its summary."""
         args = self.setup.args
         pairs = tuple((key, value) for key, _, value in (item.partition("=") for item in args.metadata))
         version = self.session.server.get("version")
@@ -81,7 +81,7 @@ class Bench:
         return About(self.command, self.session.server, device, workload, args.label, pairs)
 
     def plan(self) -> Plan:
-        """The plan at the flags' own rate."""
+        """Return the plan at the rate of the flags."""
         return self.setup.plan(self.setup.workload(), self.session)
 
 
@@ -122,7 +122,7 @@ def _verdict(summary: dict[str, Any], assertions: Sequence[str]) -> int:
     for reason in summary.get("invalid", []):
         print(f"INVALID: {reason}", file=sys.stderr)
     if summary.get("interrupted"):
-        print("INTERRUPTED: the report holds what was measured until then", file=sys.stderr)
+        print("INTERRUPTED: the report has the measurements up to the interruption", file=sys.stderr)
         return INTERRUPTED
     if unknown:
         raise InputError("; ".join(unknown))
@@ -136,7 +136,7 @@ def _verdict(summary: dict[str, Any], assertions: Sequence[str]) -> int:
 
 
 def _baselines(args: argparse.Namespace, summary: dict[str, Any]) -> None:
-    """Adds interference and harvest against the runs named by --online-baseline and --offline-baseline."""
+    """Add interference and harvest relative to --online-baseline and --offline-baseline to the summary."""
     online, offline = getattr(args, "online_baseline", None), getattr(args, "offline_baseline", None)
     if online is not None:
         summary["online"] |= interference(summary["online"], folder.read_summary(online)["online"])
@@ -146,7 +146,7 @@ def _baselines(args: argparse.Namespace, summary: dict[str, Any]) -> None:
 
 def _sweep(args: argparse.Namespace, command: str) -> int:
     if bool(args.request_rates) == args.find_knee:
-        raise InputError("a sweep needs --request-rates or --find-knee")
+        raise InputError("a sweep needs either --request-rates or --find-knee")
     if not args.goodput:
         raise InputError("a sweep needs an SLO: --goodput ttft:500 tbt_p99:100")
     rates, levels = _numbers(args.request_rates or ""), _numbers(args.levels)
@@ -176,11 +176,11 @@ def _numbers(text: str) -> list[float]:
     try:
         return [float(part) for part in text.split(",") if part.strip()]
     except ValueError as error:
-        raise InputError(f"not a list of numbers: {text!r} ({error})") from None
+        raise InputError(f"{text!r} is not a comma-separated list of numbers: {error}") from None
 
 
 class _Points:
-    """The measured points of a sweep, each in its own folder."""
+    """The measured points of a sweep, each with a run folder."""
 
     def __init__(self, bench: Bench, path: Path) -> None:
         self.bench = bench
@@ -190,14 +190,14 @@ class _Points:
         self.interrupted = False
 
     def measure(self, rate: float) -> float:
-        """Runs at `rate`, returns the attainment; KeyboardInterrupt when the run was stopped (its folder is kept)."""
+        """Run at `rate` and return the attainment. Raise KeyboardInterrupt after an interrupted run is written."""
         print(f"rate {rate:.4g}/s", file=sys.stderr)
         summary = self.bench.run(self.path / f"rate-{rate:.4g}", rate)
         online = summary["online"]
         names = ("slo_attainment", "slo_attainment_interval", "ttft_p99", "tbt_p99", "requests")
         throughput = summary["total"]["throughput"]
         point = {"rate": rate, **{name: online[name] for name in names}, "throughput": throughput}
-        if online["requests"]:  # none: stopped before the first one
+        if online["requests"]:  # none if the run was interrupted before the first request
             self.points.append(point | {"valid": summary["valid"], "invalid": summary["invalid"]})
         if summary["interrupted"]:
             raise KeyboardInterrupt

@@ -1,7 +1,7 @@
-"""The HTTP client: one aiohttp session that streams answers into records.
+"""The HTTP client: an aiohttp session that streams answers into records.
 
-Low CPU per chunk: a chunk is stamped once when its bytes are read and parsed by `loadgen.sse`. Nothing is retried - a
-429 is a result. Knows nothing of schedules or metrics.
+To save CPU, a chunk is timestamped once, when its bytes are read; `loadgen.sse` parses it. Requests are not retried,
+because a 429 is a result.
 """
 
 import asyncio
@@ -17,34 +17,33 @@ from loadgen.records import RequestRecord
 from loadgen.sse import StreamEvents, whole_answer
 
 KEEP_ALIVE = 2.0
-"""Seconds an idle connection is kept: servers close theirs after 5 s, and a POST on a closed one would be an error."""
+"""Keep-alive of idle connections, seconds. Servers close theirs after 5 s; a POST on a closed connection would fail."""
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """The server under test. `endpoint` is the path of online requests; `timeout` is seconds for one request.
-    `silent_tokens`: a chunk without text is a token event, too, where its usage grew."""
+    """The server under test."""
 
     base_url: str
-    endpoint: str = "/v1/completions"
+    endpoint: str = "/v1/completions"  # path of online requests
     model: str = ""
     api_key: str = field(default="", repr=False)
     headers: tuple[tuple[str, str], ...] = ()
-    timeout: float = 600.0
-    silent_tokens: bool = False
+    timeout: float = 600.0  # of a request, seconds
+    silent_tokens: bool = False  # a chunk without text counts as a token event if its usage grew
 
     @property
     def chat(self) -> bool:
-        """Whether the endpoint takes messages."""
+        """Whether the endpoint is chat completions."""
         return self.endpoint.rstrip("/").endswith("chat/completions")
 
     def url(self, path: str) -> str:
-        """The address of a path that starts with /v1 (or / for a probe)."""
+        """Return the URL of a path, which starts with /."""
         return self.base_url.rstrip("/") + path
 
 
 class Client:
-    """One session to one server; use as an async context manager. `now` gives seconds since the run's start."""
+    """An HTTP session to a server, used as an async context manager. `now` returns seconds since the run's start."""
 
     def __init__(self, target: Target, now: Callable[[], float]) -> None:
         self.target = target
@@ -74,7 +73,7 @@ class Client:
         return self._session
 
     async def send(self, body: bytes, record: RequestRecord) -> None:
-        """Sends one request and fills its record. Raises nothing but CancelledError."""
+        """Send a request and fill its record. Raise no exception but CancelledError."""
         events = StreamEvents(record, silent_tokens=self.target.silent_tokens)
         record.sent_at = self._now()
         try:
@@ -111,7 +110,7 @@ class Client:
                 whole_answer(record, orjson.loads(answer), self._now())
 
     async def call(self, method: str, path: str, **arguments: Any) -> tuple[int, Any]:
-        """One plain JSON call: (status, parsed body or None). Raises ServerError when there is no connection."""
+        """Send a request and return (status, parsed JSON or None). Raise ServerError without a connection."""
         status, data = await self.raw(method, path, **arguments)
         try:
             return status, orjson.loads(data)
@@ -119,7 +118,7 @@ class Client:
             return status, None
 
     async def raw(self, method: str, path: str, **arguments: Any) -> tuple[int, bytes]:
-        """One plain call: (status, body)."""
+        """Send a request and return (status, body). Raise ServerError without a connection."""
         try:
             async with (
                 asyncio.timeout(self.target.timeout),
@@ -131,12 +130,12 @@ class Client:
 
 
 def seconds_of(text: str) -> float:
-    """A Retry-After header in seconds; 0 without one (or with a date)."""
+    """Parse a Retry-After header, seconds; return 0 if it is empty or a date."""
     return float(text) if text.replace(".", "", 1).isdigit() else 0.0
 
 
 def error_message(data: bytes) -> str:
-    """The message of an error body, else the body's beginning."""
+    """Return the message of an OpenAI error body, else the first 300 bytes of the body."""
     try:
         body = orjson.loads(data)
         return str(body["error"]["message"])[:300]
@@ -145,7 +144,7 @@ def error_message(data: bytes) -> str:
 
 
 async def wait_ready(client: Client, seconds: float, say: Callable[[str], None]) -> None:
-    """Waits until the server lists its models, and says so once; raises ServerError after `seconds`."""
+    """Wait until the server lists its models, with one status line. Raise ServerError after `seconds`."""
     deadline = asyncio.get_running_loop().time() + seconds
     said = False
     while True:
@@ -153,11 +152,11 @@ async def wait_ready(client: Client, seconds: float, say: Callable[[str], None])
             status, _ = await client.call("GET", "/v1/models")
             if status == 200:
                 return
-            problem = f"GET /v1/models answered {status}"
+            problem = f"GET /v1/models returned {status}"
         except ServerError as error:
             problem = str(error)
         if asyncio.get_running_loop().time() >= deadline:
-            raise ServerError(f"{client.target.base_url} is not ready: {problem}")
+            raise ServerError(f"{client.target.base_url} is not ready after {seconds:g} s: {problem}")
         if not said:
             say(f"waiting up to {seconds:g} s for {client.target.base_url}")
             said = True
@@ -165,7 +164,7 @@ async def wait_ready(client: Client, seconds: float, say: Callable[[str], None])
 
 
 async def describe_server(client: Client) -> dict[str, Any]:
-    """Return the server's description: id and entry of the first model, and GET /version if available."""
+    """Return `{"model", "models", "version"}`: the first model's id, all ids, and the body of GET /version or None."""
     status, models = await client.call("GET", "/v1/models")
     listed = models.get("data", []) if status == 200 and isinstance(models, dict) else []
     status, version = await client.call("GET", "/version")

@@ -1,7 +1,7 @@
-"""`compare A B`: differences between two arms with 95 % intervals, and interference and harvest where they apply.
+"""`tidemill bench compare A B`: differences between two arms with 95 % intervals, interference, and harvest.
 
-An arm is a run folder or a folder of runs (one for each seed). Attainment is pooled over seeds; when both arms hold the
-same requests (same seeds, same numbers), differences are paired by request. Latencies are resampled by request.
+An arm is a run folder or a folder of runs, one per seed. Attainment is pooled over seeds. If both arms have the same
+requests (same seeds, same indices), differences are paired by request. Latencies are resampled by request.
 """
 
 import math
@@ -20,7 +20,7 @@ from loadgen.stats import Clustered, Statistic, bootstrap_difference, weighted_m
 
 Floats = NDArray[np.float64]
 Key = tuple[int, int]
-"""(seed, request index): the same request in two arms."""
+"""(seed, request index), which identifies a request in both arms."""
 
 ENOUGH = 300
 STATISTICS: tuple[tuple[str, Statistic], ...] = (
@@ -32,7 +32,7 @@ STATISTICS: tuple[tuple[str, Statistic], ...] = (
 
 @dataclass(frozen=True, slots=True)
 class Arm:
-    """The runs of one side: their summaries and the online requests of their measure windows."""
+    """The runs of an arm: summaries, and online requests of the measure windows."""
 
     name: str
     summaries: tuple[dict[str, Any], ...]
@@ -41,7 +41,7 @@ class Arm:
 
     @classmethod
     def read(cls, path: Path) -> "Arm":
-        """All runs under `path`."""
+        """Read all runs under `path`."""
         summaries = []
         requests: dict[Key, RequestRecord] = {}
         for run in folder.runs_under(path):
@@ -54,30 +54,30 @@ class Arm:
         return cls(path.name or str(path), tuple(summaries), requests, Slo(tuple(summaries[0]["slo"].items())))
 
     def mean(self, section: str, name: str) -> float | None:
-        """The mean over runs of one figure of the summaries; None when any lacks it."""
+        """Return the mean of a summary value over the runs, or None if a run lacks it."""
         values = [summary[section].get(name) for summary in self.summaries]
         return None if any(value is None for value in values) else float(np.mean(values))
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One line of the comparison: both values, their difference (B - A) and its interval (None: no interval)."""
+    """A row of the comparison."""
 
     metric: str
     first: float | None
     second: float | None
-    difference: float | None
-    low: float | None = None
+    difference: float | None  # second - first
+    low: float | None = None  # 95 % interval of the difference; None: no interval
     high: float | None = None
 
     @property
     def decided(self) -> bool:
-        """Whether the interval excludes no difference."""
+        """Whether the interval excludes 0."""
         return self.low is not None and self.high is not None and (self.low > 0 or self.high < 0)
 
 
 def compare(first: Arm, second: Arm, *, rounds: int = 1000, seed: int = 0) -> dict[str, Any]:
-    """`{"rows", "paired", "notes", "interference", "harvest"}`; the SLO of the first arm applies to both."""
+    """Return `{"rows", "paired", "notes", "interference", "harvest"}`. The SLO of the first arm applies to both."""
     keys_first, keys_second = list(first.requests), list(second.requests)
     paired = bool(keys_first) and _same_requests(first, second)
     ours = [first.requests[key] for key in keys_first]
@@ -99,7 +99,7 @@ def compare(first: Arm, second: Arm, *, rounds: int = 1000, seed: int = 0) -> di
 
 
 def _same_requests(first: Arm, second: Arm) -> bool:
-    """Whether both hold the same numbers of the same seeds, asking for the same tokens."""
+    """Return whether both arms have the same requests, with the same requested lengths."""
     asked = (
         {key: (record.input_asked, record.output_asked) for key, record in arm.requests.items()}
         for arm in (first, second)
@@ -155,20 +155,20 @@ def _notes(first: Arm, second: Arm, *, paired: bool) -> list[str]:
     notes = []
     for arm in (first, second):
         if arm.requests and len(arm.requests) < ENOUGH:
-            notes.append(f"{arm.name}: {len(arm.requests)} online requests; {ENOUGH} an arm are needed for a claim")
+            notes.append(f"{arm.name}: {len(arm.requests)} online requests; a claim needs {ENOUGH} per arm")
         if any(not summary["valid"] for summary in arm.summaries):
-            notes.append(f"{arm.name}: holds an INVALID run")
+            notes.append(f"{arm.name}: contains an INVALID run")
         if any(summary.get("interrupted") for summary in arm.summaries):
-            notes.append(f"{arm.name}: holds a run that was stopped before its end")
+            notes.append(f"{arm.name}: contains an interrupted run")
         if len({summary["seeds"]["seed"] for summary in arm.summaries}) < len(arm.summaries):
-            notes.append(f"{arm.name}: two runs share a seed; only one of them is counted")
+            notes.append(f"{arm.name}: two runs have the same seed; one is ignored")
     if first.requests and second.requests and first.slo != second.slo:
-        notes.append(f"the arms state different SLOs; that of {first.name} is applied to both")
+        notes.append(f"the arms have different SLOs; the SLO of {first.name} is applied to both")
     if not paired and first.requests and second.requests:
-        notes.append("the arms do not hold the same requests: differences are not paired")
+        notes.append("the arms have different requests; differences are not paired")
     if first.requests and second.requests and _asked(first) != _asked(second):
         said = "; ".join(f"{arm.name}: {_asked(arm)}" for arm in (first, second))
-        notes.append(f"the arms were not asked the same, and differences hold that too ({said})")
+        notes.append(f"the arms have different workloads, which affects the differences ({said})")
     for arm in (arm for arm in (first, second) if arm.requests):
         good = sum(first.slo.good(record) for record in arm.requests.values())
         low, high = wilson(good, len(arm.requests))
@@ -177,7 +177,7 @@ def _notes(first: Arm, second: Arm, *, paired: bool) -> list[str]:
 
 
 def _asked(arm: Arm) -> str:
-    """Describe the mean online request of an arm."""
+    """Describe the online requests of an arm: workloads, mean lengths and rate."""
     requests = arm.requests.values()
     prompt, answer = (
         sum(getattr(r, name) for r in requests) / len(requests) for name in ("input_asked", "output_asked")
@@ -189,7 +189,7 @@ def _asked(arm: Arm) -> str:
 
 
 def _interference(first: Arm, second: Arm) -> dict[str, float | None] | None:
-    """Of the second arm over the first, when the first did no offline work and the second did."""
+    """Return the interference of the second arm, or None unless only the second arm ran offline work."""
     if first.mean("offline", "offline_throughput") or not second.mean("offline", "offline_throughput"):
         return None
     names = ("ttft_mean", "ttft_p99", "tbt_mean", "tbt_p99")
@@ -198,7 +198,7 @@ def _interference(first: Arm, second: Arm) -> dict[str, float | None] | None:
 
 
 def _harvest(first: Arm, second: Arm) -> float | None:
-    """Of the second arm over the first, when the first is pure offline work."""
+    """Return the harvest of the second arm, or None unless only the first arm is without online requests."""
     if first.requests or not second.requests:
         return None
     sections = [{"total": {"throughput": arm.mean("total", "throughput")}} for arm in (second, first)]

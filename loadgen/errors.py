@@ -1,9 +1,9 @@
-"""Errors the load generator reports to its user in one line, without a traceback."""
+"""Errors that the load generator reports in one line, without a traceback."""
 
 
 class InputError(ValueError):
-    """A flag, a file or a workload that cannot be used; the message says which and why."""
+    """A flag, a file or a workload is invalid; the message says which and why."""
 
 
 class ServerError(RuntimeError):
-    """The server cannot be measured at all (not reachable, no model, a refused probe)."""
+    """The server cannot be measured: it is not reachable, has no model, or refused a probe."""

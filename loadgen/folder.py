@@ -1,4 +1,4 @@
-"""The run folder: `summary.json`, `requests.jsonl.gz`, `timeline.csv`, `report.html`; written and read back."""
+"""Reading and writing of run folders: `summary.json`, `requests.jsonl.gz`, `timeline.csv`, `report.html`."""
 
 import gzip
 import os
@@ -37,7 +37,7 @@ class About:
 
 
 def summarise(found: Records, plan: Plan, slo: Slo, about: About) -> dict[str, Any]:
-    """The summary of one run."""
+    """Return the summary of a run."""
     window = plan.windows.measured(found.ended_at if plan.windows.horizon is not None else found.last_event)
     honest, invalid = honesty(found, window, slo, closed_loop=plan.closed_loop)
     return {
@@ -51,7 +51,7 @@ def summarise(found: Records, plan: Plan, slo: Slo, about: About) -> dict[str, A
 
 
 def heading(kind: str, plan: Plan, about: About) -> dict[str, Any]:
-    """The part of a summary that a run and a sweep share."""
+    """Return the fields that the summaries of a run and of a sweep share."""
     return {
         "schema_version": SCHEMA_VERSION,
         "kind": kind,
@@ -69,7 +69,7 @@ def heading(kind: str, plan: Plan, about: About) -> dict[str, Any]:
 
 
 def command_line(arguments: Sequence[str]) -> str:
-    """The command as it was given, without the values of flags that carry keys."""
+    """Return the command line with the values of SECRETS replaced by `***`."""
     shown, hide = ["tidemill", "bench"], False
     for argument in arguments:
         name, equals, _ = argument.partition("=")
@@ -81,7 +81,7 @@ def command_line(arguments: Sequence[str]) -> str:
 
 
 def write(path: Path, summary: dict[str, Any], found: Records) -> None:
-    """Writes the four files into `path` (made when missing)."""
+    """Write the four files into `path`, which is created if missing."""
     path.mkdir(parents=True, exist_ok=True)
     columns = timeline.timeline(found)
     (path / "summary.json").write_bytes(to_json(summary))
@@ -91,41 +91,41 @@ def write(path: Path, summary: dict[str, Any], found: Records) -> None:
 
 
 def to_json(summary: dict[str, Any]) -> bytes:
-    """A summary as indented JSON."""
+    """Return a summary as indented JSON."""
     return orjson.dumps(summary, option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE | orjson.OPT_SERIALIZE_NUMPY)
 
 
 def read_summary(path: Path) -> dict[str, Any]:
-    """The summary in a run folder; raises InputError when there is none or it is of another schema."""
+    """Return the summary of a run folder. Raise InputError if it is missing or has another schema version."""
     try:
         summary = orjson.loads((path / "summary.json").read_bytes())
     except (OSError, orjson.JSONDecodeError) as error:
         raise InputError(f"{path} is not a run folder: {error}") from None
     if not isinstance(summary, dict) or summary.get("schema_version") != SCHEMA_VERSION:
-        raise InputError(f"{path}: its schema version is not {SCHEMA_VERSION}")
+        raise InputError(f"{path}: the schema version is not {SCHEMA_VERSION}; run the measurement again")
     return summary
 
 
 def read_requests(path: Path) -> list[RequestRecord]:
-    """The requests in a run folder."""
+    """Return the requests of a run folder. Raise InputError if they cannot be read."""
     try:
         return records.load(path / "requests.jsonl.gz")
     except (OSError, EOFError, gzip.BadGzipFile, orjson.JSONDecodeError, KeyError, TypeError) as error:
-        raise InputError(f"{path}: its requests cannot be read: {error}") from None
+        raise InputError(f"{path}: cannot read requests.jsonl.gz: {error}") from None
 
 
 def runs_under(path: Path) -> list[Path]:
-    """The run folders `path` stands for: itself, or the runs right inside it (one for each seed)."""
+    """Return `path` if it is a run folder, else the run folders in it. Raise InputError if there are none."""
     if (path / "requests.jsonl.gz").is_file():
         return [path]
     inside = sorted(item.parent for item in path.glob("*/requests.jsonl.gz"))
     if not inside:
-        raise InputError(f"{path} holds no run")
+        raise InputError(f"{path} contains no run folder")
     return inside
 
 
 def default_folder(root: Path, name: str) -> Path:
-    """A new folder name under `root`, from the time and the workload."""
+    """Return an unused folder name under `root`, made of the time and the workload's name."""
     stamp = datetime.now().astimezone().strftime("%Y%m%d-%H%M%S")
     path, number = root / f"{stamp}-{name}", 1
     while path.exists():

@@ -1,8 +1,8 @@
-"""Readers for the public trace and prompt formats, each also gzipped, and the writer of the native format.
+"""Readers of public trace and prompt formats, optionally gzipped, and the writer of the native format.
 
 Azure CSV, BurstGPT CSV, Mooncake JSONL, Vidur/Sarathi and Splitwise CSV, native CSV/JSONL, OpenAI batch JSONL,
-ShareGPT JSON, prompt JSONL. The format is recognised by its column or key names. Knows nothing of servers or
-tokenizers: where a file has text and no token count, the count is an estimate and a note says so.
+ShareGPT JSON, prompt JSONL. The format is detected by column or key names. Token counts of text without counts are
+estimates, and a note says so.
 """
 
 import csv
@@ -27,14 +27,14 @@ ENOUGH_STAMPS = 10
 MAX_TOKENS = 1 << 31
 Row = Mapping[str, Any]
 Item = tuple[Content, int, float | None]
-"""A prompt, its answer's length in tokens and when it arrived (s), if that is known."""
+"""(prompt, output tokens, arrival time in seconds or None)."""
 T = TypeVar("T")
 
-ESTIMATED = "input lengths are estimates (4 characters a token); the text itself is sent, usage gives the true counts"
+ESTIMATED = "input lengths are estimates (4 characters per token); the text is sent, and usage gives the true counts"
 
 
 def read(path: Path, kind: str | None = None) -> Trace:
-    """The trace in `path`; `kind` names the format, else it is recognised. Raises InputError naming file and line."""
+    """Read a trace of format `kind`, detected if None. Raise InputError, naming file and line, if it is invalid."""
     try:
         data = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
         text = data.decode("utf-8-sig")
@@ -48,14 +48,14 @@ def read(path: Path, kind: str | None = None) -> Trace:
 
 
 def parse(text: str, suffix: str, kind: str | None = None) -> Trace:
-    """A trace from text; `suffix` is csv, jsonl or json."""
+    """Parse a trace from text; `suffix` is csv, jsonl or json."""
     if suffix == "json":
         if kind not in (None, "sharegpt"):
-            raise InputError(f"a .json file is ShareGPT, not {kind}")
+            raise InputError(f"a .json file must be ShareGPT, not {kind}; use .jsonl or .csv for other formats")
         return _sharegpt(_load_json(text))
     rows: Sequence[Row] = list(csv.DictReader(text.splitlines())) if suffix == "csv" else _json_lines(text)
     if not rows:
-        raise InputError("no rows")
+        raise InputError("the file has no rows")
     kind = kind or recognise(rows[0])
     if kind not in READERS:
         raise InputError(f"unknown format {kind!r}: use {', '.join(READERS)}")
@@ -63,7 +63,7 @@ def parse(text: str, suffix: str, kind: str | None = None) -> Trace:
 
 
 def recognise(row: Row) -> str:
-    """The format that has these column names; raises InputError when none has."""
+    """Return the format with these column names. Raise InputError if there is none."""
     keys = set(row)
     for kind, needed in SIGNATURES:
         if needed <= keys:
@@ -91,7 +91,7 @@ def _load_json(text: str) -> list[Any]:
     except orjson.JSONDecodeError as error:
         raise InputError(f"not JSON: {error}") from None
     if not isinstance(loaded, list):
-        raise InputError("a ShareGPT file is a list of conversations")
+        raise InputError("a ShareGPT file must be a list of conversations")
     return loaded
 
 
@@ -122,7 +122,7 @@ def _column(rows: Sequence[Row], name: str, convert: Callable[[Any], float]) -> 
 
 
 def _count(value: Any) -> float:
-    """A number of tokens; raises ValueError for one that no request can have."""
+    """Parse a number of tokens. Raise ValueError if it exceeds MAX_TOKENS."""
     found = float(value)
     if not abs(found) <= MAX_TOKENS:
         raise ValueError
@@ -130,7 +130,7 @@ def _count(value: Any) -> float:
 
 
 def _each(rows: Sequence[Any], convert: Callable[[Any], T]) -> list[T]:
-    """`convert` of every row; raises InputError naming the row in which something has another shape."""
+    """Apply `convert` to every row. Raise InputError, naming the row, if a row has an unexpected structure."""
     found = []
     for index, row in enumerate(rows):
         try:
@@ -149,7 +149,7 @@ def _lengths(
     outputs: str,
     content: Sequence[Content] = (),
 ) -> Trace:
-    """Drops rows without a prompt or an answer (failed requests in the public traces) and says how many."""
+    """Build a trace, dropping rows without a prompt or an answer: failed requests in the public traces."""
     prompt, answer = (_column(rows, name, _count).astype(np.int64) for name in (inputs, outputs))
     keep = np.flatnonzero((prompt > 0) & (answer > 0))
     dropped = len(rows) - len(keep)
@@ -164,7 +164,7 @@ def _native(rows: Sequence[Row]) -> Trace:
 
 
 def _hashed(rows: Sequence[Row], inputs: str) -> tuple[Content, ...]:
-    """Prefix blocks of 512 tokens, the last one partial, from `hash_ids`; empty when the file has none."""
+    """Return prefix blocks of 512 tokens, the last one partial, from `hash_ids`; empty if the file has none."""
     if "hash_ids" not in rows[0]:
         return ()
     return tuple(_each(rows, lambda row: Content(segments=_segments(row.get("hash_ids") or [], int(row[inputs])))))
@@ -185,7 +185,7 @@ def _azure(rows: Sequence[Row]) -> Trace:
 
 
 def _timestamp(text: str) -> float:
-    """Seconds since the epoch of `2023-11-16 18:15:46.6805900[+00:00]` (100-ns digits that datetime refuses)."""
+    """Parse `2023-11-16 18:15:46.6805900[+00:00]` as seconds since the epoch. datetime refuses its 100-ns digits."""
     stamp, dot, rest = text.strip().partition(".")
     digits = rest[: len(rest) - len(rest.lstrip("0123456789"))]
     moment = datetime.fromisoformat(stamp + rest[len(digits) :])
@@ -202,8 +202,8 @@ def _mooncake(rows: Sequence[Row]) -> Trace:
     times = _column(rows, "timestamp", float) / 1000.0
     trace = _lengths(rows, times, "input_length", "output_length", _hashed(rows, "input_length"))
     if len(trace) >= ENOUGH_STAMPS and not (times % MOONCAKE_STAMP).any():
-        # The production traces were published with stamps rounded down: as they are, they would be bursts.
-        return jitter(trace, MOONCAKE_STAMP, seed=0).noted("3-s stamps spread evenly over their 3 s")
+        # The published times are rounded down to 3 s; used as they are, they would form bursts.
+        return jitter(trace, MOONCAKE_STAMP, seed=0).noted("arrival times rounded to 3 s are spread over these 3 s")
     return trace
 
 
@@ -232,13 +232,13 @@ def _estimate(content: Content) -> int:
 
 
 def _content(body: Row) -> Content:
-    """The prompt of a request body: text or messages; token ids are not text and are refused."""
+    """Return the prompt of a request body, text or messages. Raise InputError for token ids."""
     prompt, messages = body.get("prompt"), body.get("messages")
     if isinstance(messages, list):
         return Content(messages=tuple((str(m.get("role", "user")), _plain(m.get("content"))) for m in messages))
     if isinstance(prompt, str):
         return Content(text=prompt)
-    raise InputError("a line without a text prompt or messages")
+    raise InputError("the line has neither a text prompt nor messages")
 
 
 def _plain(content: Any) -> str:
@@ -276,12 +276,12 @@ def _sharegpt(rows: Sequence[Any]) -> Trace:
     items = [item for item in _each(rows, _conversation) if item is not None]
     if not items:
         raise InputError("no conversation with a question and an answer")
-    notes = (ESTIMATED, "output lengths are estimates (4 characters a token)")
+    notes = (ESTIMATED, "output lengths are estimates (4 characters per token)")
     return _texts(items, notes)
 
 
 def _conversation(row: Any) -> Item | None:
-    """The first question and its answer, as every tool that reads this file takes it; None without them."""
+    """Return the first question and answer, as other tools read this file, or None if they are missing."""
     turns = row.get("conversations", []) if isinstance(row, dict) else []
     if len(turns) < 2 or not (turns[0].get("value") and turns[1].get("value")):
         return None
@@ -304,7 +304,7 @@ READERS: dict[str, Callable[[Sequence[Row]], Trace]] = {
 
 
 def write(trace: Trace, path: Path) -> None:
-    """Writes the native format: JSONL (with hash ids) or CSV by the path's suffix, gzipped for `.gz`."""
+    """Write the native format: JSONL (with hash ids) or CSV by the suffix, gzipped for `.gz`."""
     name = path.name.removesuffix(".gz")
     lines = _native_jsonl(trace) if name.endswith(".jsonl") else _native_csv(trace)
     data = "".join(line + "\n" for line in lines).encode()

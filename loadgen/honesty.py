@@ -1,6 +1,6 @@
-"""Validity of a run: send lag, achieved rate, CPU use of the client, requested and received lengths.
+"""Validity checks of a run: send lag, achieved rate, client CPU, and requested against received lengths.
 
-A run is INVALID if the client, not the server, may have determined the results.
+A run is INVALID if the client, rather than the server, may have determined the results.
 """
 
 from collections.abc import Sequence
@@ -14,13 +14,13 @@ MAX_LAG_SHARE = 0.05
 MAX_RATE_ERROR = 0.02
 MAX_CPU = 0.80
 MIN_SPAN = 0.1
-"""Seconds the arrivals must span for a rate to mean anything."""
+"""Minimum span of the arrivals for a rate, seconds."""
 
 
 def honesty(
     records: Records, window: tuple[float, float], slo: Slo, *, closed_loop: bool = False
 ) -> tuple[dict[str, Any], list[str]]:
-    """The `honesty` section of a summary and the reasons why the run is invalid (none: it is valid)."""
+    """Return the `honesty` section of a summary and the reasons why the run is invalid; none if it is valid."""
     online = in_window([record for record in records.requests if record.service_class == "online"], *window)
     found: dict[str, Any] = {
         **spread([record.lag for record in online], "send_lag"),
@@ -34,7 +34,7 @@ def honesty(
 
 
 def rates(online: Sequence[RequestRecord]) -> dict[str, float | None]:
-    """Intended and achieved requests/s between the first and the last arrival."""
+    """Return intended and achieved requests/s between the first and the last arrival."""
     scheduled = [record.scheduled_at for record in online]
     sent = [record.sent_at for record in online if record.sent_at is not None]
     intended, achieved = _rate(scheduled), _rate(sent)
@@ -49,7 +49,7 @@ def _rate(times: Sequence[float]) -> float | None:
 
 
 def client_cpu(samples: Sequence[ClientSample], window: tuple[float, float]) -> float | None:
-    """The busiest worker's share of one core over the window (the whole run when the window holds no two samples)."""
+    """Return the busiest worker's share of a core over the window, or over the run if the window has < 2 samples."""
     shares = []
     for worker in {sample.worker for sample in samples}:
         own = [sample for sample in samples if sample.worker == worker]
@@ -62,7 +62,7 @@ def client_cpu(samples: Sequence[ClientSample], window: tuple[float, float]) -> 
 
 
 def lengths(requests: Sequence[RequestRecord], jobs: Sequence[JobRecord]) -> dict[str, Any]:
-    """Tokens asked and got of successful requests, how many differ, and how much of the prompts was cached."""
+    """Return requested and received tokens of successful requests, number of differences, and cached prompt tokens."""
     done = [record for record in requests if record.ok]
     counted = [record for record in done if record.input_tokens is not None]
     cached = [record.cached_tokens for record in done if record.cached_tokens is not None]
@@ -85,15 +85,15 @@ def lengths(requests: Sequence[RequestRecord], jobs: Sequence[JobRecord]) -> dic
 
 
 def silent_tokens(record: RequestRecord) -> int:
-    """Count tokens that the server counted but sent with a later chunk or never: special tokens, parts of characters.
+    """Return the number of tokens without a chunk of their own, e.g. special tokens and parts of a character.
 
-    Many silent tokens turn the TBT into long gaps and zeros.
+    Many such tokens make the TBT distribution a mix of long gaps and zeros.
     """
     return max(0, record.output_tokens - len(record.chunk_tokens))
 
 
 def reasons(found: dict[str, Any], slo: Slo) -> list[str]:
-    """Why the run is invalid, one sentence each."""
+    """Return the reasons why the run is invalid."""
     listed = []
     lag, limit = found.get("send_lag_p99"), slo.limit("ttft")
     if lag is not None and lag > MAX_LAG:
@@ -105,5 +105,5 @@ def reasons(found: dict[str, Any], slo: Slo) -> list[str]:
         listed.append(f"the achieved rate {achieved:.3g}/s is not the intended {intended:.3g}/s")
     cpu = found.get("client_cpu")
     if cpu is not None and cpu > MAX_CPU:
-        listed.append(f"the client's core is {cpu:.0%} busy: use more --workers")
+        listed.append(f"the client's core is {cpu:.0%} busy; increase --workers")
     return listed

@@ -1,7 +1,6 @@
-"""Runs one batch job over POST /v1/files and /v1/batches: upload, create, poll, fetch, check.
+"""Execution of a batch job over /v1/files and /v1/batches: upload, create, poll, download and check.
 
-Metrics are computed elsewhere: a `JobRecord` holds the polls, the result files, and whether every line came back
-exactly once.
+A `JobRecord` collects the polls, the result files, and whether every line was returned exactly once.
 """
 
 import asyncio
@@ -17,13 +16,13 @@ from loadgen.records import JobPoll, JobRecord
 
 TERMINAL = frozenset({"completed", "failed", "expired", "cancelled"})
 UNEXECUTED = frozenset({"batch_cancelled", "batch_expired"})
-"""Error codes (as named by OpenAI) of lines that were never executed."""
+"""OpenAI's error codes of lines that were never executed."""
 CANCEL_GRACE = 60.0
-"""Seconds a cancelled job may take to reach its terminal state before it is left alone."""
+"""Maximum wait for the terminal state of a cancelled job, seconds."""
 
 
 def job_lines(bodies: Iterable[dict[str, Any]], endpoint: str, job: int) -> bytes:
-    """The input file: one line for each body, `custom_id` "<job>-<line>"."""
+    """Return the input file: a line per body, with `custom_id` "<job>-<line>"."""
     return b"".join(
         orjson.dumps(
             {"custom_id": f"{job}-{index}", "method": "POST", "url": endpoint, "body": body},
@@ -34,18 +33,18 @@ def job_lines(bodies: Iterable[dict[str, Any]], endpoint: str, job: int) -> byte
 
 
 async def expect(client: Client, method: str, path: str, **arguments: Any) -> dict[str, Any]:
-    """The object that a call answers with; raises ServerError for anything else."""
+    """Send a request and return the JSON object of the response. Raise ServerError for any other response."""
     status, data = await client.raw(method, path, **arguments)
     if status != 200:
-        raise ServerError(f"{method} {path} answered {status}: {error_message(data)}")
+        raise ServerError(f"{method} {path} returned {status}: {error_message(data)}")
     loaded = orjson.loads(data)
     if not isinstance(loaded, dict):
-        raise ServerError(f"{method} {path} did not answer with an object")
+        raise ServerError(f"{method} {path} did not return a JSON object")
     return loaded
 
 
 async def upload(client: Client, data: bytes, name: str) -> str:
-    """The id of a new input file."""
+    """Upload an input file and return its id."""
     form = aiohttp.FormData()
     form.add_field("purpose", "batch")
     form.add_field("file", data, filename=name, content_type="application/jsonl")
@@ -53,13 +52,13 @@ async def upload(client: Client, data: bytes, name: str) -> str:
 
 
 async def create(client: Client, file_id: str, endpoint: str, window: str) -> dict[str, Any]:
-    """A new job over a file that is there."""
+    """Create a batch over an uploaded file and return it."""
     body = {"input_file_id": file_id, "endpoint": endpoint, "completion_window": window}
     return await expect(client, "POST", "/v1/batches", json=body)
 
 
 class JobRun:
-    """Drives one job. `stop` (an event) requests an early end: the job is cancelled and finished lines are fetched."""
+    """Runs a batch job. Setting `stop` cancels the job; results of finished lines are still downloaded."""
 
     def __init__(
         self, client: Client, record: JobRecord, *, now: Callable[[], float], poll_every: float, stop: asyncio.Event
@@ -71,7 +70,7 @@ class JobRun:
         self._stop = stop
 
     async def run(self, data: bytes, endpoint: str, window: str) -> None:
-        """Uploads `data`, runs the job to a terminal state and fills the record; problems end up in `record.error`."""
+        """Upload `data`, run the job to a terminal state and fill the record. Errors are stored in `record.error`."""
         try:
             batch = await self._create(data, endpoint, window)
             batch = await self._watch(batch)
@@ -127,7 +126,7 @@ class JobRun:
                 continue
             status, data = await self.client.raw("GET", f"/v1/files/{batch[kind]}/content")
             if status != 200:
-                raise ServerError(f"the {kind} cannot be read: {status} {error_message(data)}")
+                raise ServerError(f"cannot download {kind}: {status} {error_message(data)}")
             rows = [orjson.loads(line) for line in data.splitlines() if line.strip()]
             for row in rows:
                 seen[row["custom_id"]] = seen.get(row["custom_id"], 0) + 1
@@ -138,7 +137,7 @@ class JobRun:
                 record.unexecuted = sum((row.get("error") or {}).get("code") in UNEXECUTED for row in rows)
                 record.error_lines = len(rows) - record.unexecuted
         record.duplicated = sum(count - 1 for count in seen.values())
-        # A cancelled or expired job may keep lines back; a completed one owes every line.
+        # Only a completed job must return every line.
         record.missing = record.lines - len(seen) if record.status == "completed" else 0
 
     def _count_tokens(self, rows: list[dict[str, Any]]) -> None:
@@ -149,8 +148,8 @@ class JobRun:
 
 
 def window_seconds(text: str) -> float:
-    """Seconds of a completion window such as "24h", "30m", "90s" or "7d"."""
+    """Parse a completion window such as "24h", "30m", "90s" or "7d"; return seconds. Raise ServerError if invalid."""
     units = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
     if text[-1:] not in units or not text[:-1].replace(".", "", 1).isdigit():
-        raise ServerError(f"cannot read the completion window {text!r}")
+        raise ServerError(f"invalid completion window {text!r}; use e.g. 90m, 24h or 7d")
     return float(text[:-1]) * units[text[-1]]

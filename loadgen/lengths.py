@@ -1,7 +1,7 @@
-"""Where lengths and public arrivals come from: the data files when given, else generators with the same moments.
+"""Lengths and public arrivals: from data files if available, else from generators with the same moments.
 
-The tables are quantiles of the public data sets (of tokens, at the percents in `PERCENTS`); a generator draws from them
-by log-linear interpolation. Which of the two was used is said in the trace's notes.
+The tables are token quantiles of the public data sets at PERCENTS; generators draw from them by log-linear
+interpolation. The trace's notes say which source was used.
 """
 
 from dataclasses import dataclass
@@ -18,12 +18,12 @@ from loadgen.traces import Trace, build
 Ints = NDArray[np.int64]
 PERCENTS = (0.0, 5.0, 10.0, 25.0, 50.0, 75.0, 90.0, 95.0, 99.0, 99.9, 100.0)
 TRACE_SPAN = 3500.0
-"""Seconds of a synthetic arrival trace (the Azure traces last about that long)."""
+"""Length of a synthetic arrival trace, seconds; about that of the Azure traces."""
 
 
 @dataclass(frozen=True, slots=True)
 class Lengths:
-    """Quantiles of input and output tokens of a data set, and the name of its file in the data folder."""
+    """Quantiles of input and output tokens of a data set, and its file name in the data folder."""
 
     inputs: tuple[float, ...]
     outputs: tuple[float, ...]
@@ -68,28 +68,28 @@ GENERATION = Lengths(
 
 
 def draw(quantiles: tuple[float, ...], count: int, random: np.random.Generator) -> Ints:
-    """`count` lengths from a quantile table, at least one token each."""
+    """Draw `count` lengths of at least one token from a quantile table."""
     at = random.uniform(0.0, 100.0, count)
     drawn: Ints = np.maximum(1, np.rint(np.exp(np.interp(at, PERCENTS, np.log(quantiles))))).astype(np.int64)
     return drawn
 
 
 def sample(lengths: Lengths, count: int, seed: int, data: Path | None, purpose: str) -> Trace:
-    """`count` pairs of lengths without times: rows of the data file drawn at random, else from the quantiles."""
+    """Draw `count` pairs of lengths without times, from rows of the data file or else from the quantiles."""
     random = stream(seed, "lengths", len(purpose), *purpose.encode())
     path = _file(lengths, data)
     if path is not None:
         rows = formats.read(path)
         picked = rows.take(random.integers(0, len(rows), count))
         bare = build(None, picked.input_tokens, picked.output_tokens)
-        estimated = " (estimates: 4 characters a token)" if rows.content and rows.content[0].text else ""
+        estimated = " (estimates: 4 characters per token)" if rows.content and rows.content[0].text else ""
         return bare.noted(f"{purpose} lengths: {path.name}{estimated}")
     bare = build(None, draw(lengths.inputs, count, random), draw(lengths.outputs, count, random))
     return bare.noted(f"{purpose} lengths: SYNTHETIC, with the quantiles of {lengths.file.split('.')[0]}")
 
 
 def arrivals(lengths: Lengths, seed: int, data: Path | None) -> Trace:
-    """A trace with times: the data file, else a synthetic one with the same rate, burstiness and length quantiles."""
+    """Return the data file as a trace, or a synthetic one with the same rate, burstiness and length quantiles."""
     path = _file(lengths, data)
     if path is not None:
         return formats.read(path).noted(f"arrivals and lengths: {path.name}")
@@ -114,9 +114,9 @@ def _shape(lengths: Lengths, random: np.random.Generator) -> tuple[RateCurve, Pr
 
 
 def on_off(random: np.random.Generator, bins: int = 350) -> RateCurve:
-    """Ten-second bins that are idle or busy in runs (mean 38 s busy, 49 s idle), busy rates spread with CV 0.8.
+    """Return a curve of 10-s bins: busy periods (mean 38 s) and idle ones (mean 49 s), with busy rates of CV 0.8.
 
-    The mean rate and the share of idle bins are those of the Azure code trace; both are set exactly.
+    The mean rate and the share of idle bins are exactly those of the Azure code trace.
     """
     busy = np.zeros(bins, dtype=bool)
     state = False
@@ -127,7 +127,7 @@ def on_off(random: np.random.Generator, bins: int = 350) -> RateCurve:
     excess = int(busy.sum()) - target
     pool = np.flatnonzero(busy if excess > 0 else ~busy)
     busy[random.choice(pool, abs(excess), replace=False)] = excess < 0
-    # A floor keeps a busy bin from being empty by chance.
+    # The floor prevents busy bins without any arrival.
     rates = np.where(busy, np.maximum(0.6, random.gamma(1 / 0.64, 0.64 * 5.83, bins)), 0.0)
     return RateCurve(np.full(bins, 10.0), rates).scaled(2.567)
 

@@ -1,7 +1,7 @@
-"""The metrics of one run, from its records. All times in seconds; percentiles are nearest rank.
+"""Metrics of a run, from its records. Times are in seconds; percentiles are nearest rank.
 
-Latency counts the requests scheduled in the measure window, throughput the tokens stamped in it. Works the same on
-records of an HTTP run and of a simulation.
+Latencies cover requests scheduled in the measure window; throughput covers tokens delivered in it. HTTP runs and
+simulations use the same records.
 """
 
 from collections import Counter
@@ -22,13 +22,13 @@ LIMITS = ("ttft", "tbt_p99", "tpot", "e2e", "normalized_ttft")
 
 @dataclass(frozen=True, slots=True)
 class Slo:
-    """Limits in seconds on values of each request, by name; a request without the value (no gap) keeps it."""
+    """Limits on values of single requests, (name, seconds). A request without token gaps keeps limits on gaps."""
 
     limits: tuple[tuple[str, float], ...] = ()
 
     @classmethod
     def parse(cls, words: Sequence[str]) -> "Slo":
-        """From `ttft:500 tbt_p99:100` (milliseconds, as `--goodput` takes them; `e2el` is `e2e`)."""
+        """Parse values of `--goodput`, e.g. `ttft:500 tbt_p99:100`, milliseconds. `e2el` is another name of `e2e`."""
         limits = []
         for word in words:
             name, _, value = word.partition(":")
@@ -36,18 +36,18 @@ class Slo:
             try:
                 limit = float(value) / 1000.0
             except ValueError:
-                raise InputError(f"cannot read the goodput limit {word!r}: use NAME:MILLISECONDS") from None
+                raise InputError(f"invalid goodput limit {word!r}; use NAME:MILLISECONDS") from None
             if name not in LIMITS or not 0 < limit < float("inf"):
-                raise InputError(f"unknown or bad goodput limit {word!r}: names are {', '.join(LIMITS)}")
+                raise InputError(f"invalid goodput limit {word!r}; names are {', '.join(LIMITS)}, values are positive")
             limits.append((name, limit))
         return cls(tuple(limits))
 
     def limit(self, name: str) -> float | None:
-        """The limit on `name` in seconds."""
+        """Return the limit on `name`, seconds, or None."""
         return dict(self.limits).get(name)
 
     def good(self, record: RequestRecord) -> bool:
-        """Whether the request succeeded and kept every limit."""
+        """Return whether the request succeeded and kept every limit."""
         return record.ok and all(_kept(record, name, limit) for name, limit in self.limits)
 
 
@@ -62,23 +62,23 @@ def _kept(record: RequestRecord, name: str, limit: float) -> bool:
 
 
 def normalized(record: RequestRecord) -> float | None:
-    """TTFT per prompt token."""
+    """Return the TTFT per prompt token."""
     return None if record.ttft is None else record.ttft / max(1, record.prompt_tokens)
 
 
 def in_window(records: Sequence[RequestRecord], start: float, end: float) -> list[RequestRecord]:
-    """The requests scheduled in [start, end]; the end belongs to it, being the last arrival of some schedules."""
+    """Return the requests scheduled in [start, end]. The end is included because some schedules end with an arrival."""
     return [record for record in records if start <= record.scheduled_at <= end]
 
 
 def spread(values: Sequence[float | None], name: str) -> dict[str, float | None]:
-    """`{name_mean, name_p50, name_p99}` of the values that are there."""
+    """Return `{name_mean, name_p50, name_p99}` of the values that are not None."""
     found = describe([value for value in values if value is not None])
     return {f"{name}_{key}": value for key, value in found.items()}
 
 
 def latencies(chosen: Sequence[RequestRecord]) -> dict[str, Any]:
-    """Latency figures of a set of requests, and how many values stand behind each."""
+    """Return latency statistics of a set of requests, and the number of values behind each."""
     gaps = [record.gaps() for record in chosen]
     pooled = np.concatenate([*gaps, np.empty(0)])
     own = [nearest_rank(item, 99) for item in gaps if item.size]
@@ -101,9 +101,9 @@ def latencies(chosen: Sequence[RequestRecord]) -> dict[str, Any]:
 
 
 def token_events(record: RequestRecord) -> tuple[Floats, Floats, Floats]:
-    """(times, input tokens, output tokens) of a request: the prompt counts when its first token arrives.
+    """Return (times, input tokens, output tokens) of a request. The prompt counts when the first token arrives.
 
-    Tokens that the server counted and no chunk showed (an unfinished character at the end) count at the end.
+    Tokens that the server counted but no chunk contained, such as an unfinished character, count at the end.
     """
     if not record.chunk_at:
         empty = np.empty(0)
@@ -118,7 +118,7 @@ def token_events(record: RequestRecord) -> tuple[Floats, Floats, Floats]:
 
 
 def stamped(records: Sequence[RequestRecord], start: float, end: float) -> tuple[float, float]:
-    """Input and output tokens delivered in [start, end]."""
+    """Return input and output tokens delivered in [start, end]."""
     inputs = outputs = 0.0
     for record in records:
         times, prompt, answer = token_events(record)
@@ -129,7 +129,7 @@ def stamped(records: Sequence[RequestRecord], start: float, end: float) -> tuple
 
 
 def job_curve(job: JobRecord) -> tuple[Floats, Floats]:
-    """(times, tokens delivered so far) of a job at its polls: its own usage, else finished lines times their mean."""
+    """Return (times, cumulative tokens) of a job at its polls: its usage, else finished lines × mean tokens."""
     if not job.polls:
         return np.zeros(1), np.zeros(1)
     times = np.array([poll.at for poll in job.polls])
@@ -142,20 +142,20 @@ def job_curve(job: JobRecord) -> tuple[Floats, Floats]:
 
 
 def reports_tokens(job: JobRecord) -> bool:
-    """Whether the server's `usage` of the job moved while it ran (and not only at its end)."""
+    """Return whether the server updated the job's `usage` while it ran, not only at its end."""
     seen = {poll.tokens for poll in job.polls if poll.status == "in_progress" and poll.tokens}
     return len(seen) > 1
 
 
 def job_tokens(job: JobRecord, start: float, end: float) -> float:
-    """Tokens of a job delivered in [start, end], linear between polls."""
+    """Return tokens of a job delivered in [start, end], interpolated linearly between polls."""
     times, tokens = job_curve(job)
     low, high = np.interp([start, end], times, tokens)
     return float(high - low)
 
 
 def job_metrics(job: JobRecord) -> dict[str, Any]:
-    """Waiting, makespan, deadline and lines of one job."""
+    """Return waiting time, makespan, deadline and line counts of a job."""
     created = job.created_at
     started = job.first("in_progress", "finalizing", "completed")
     ended = job.first("completed", "failed", "expired", "cancelled")
@@ -180,7 +180,7 @@ def job_metrics(job: JobRecord) -> dict[str, Any]:
 
 
 def online_metrics(records: Records, window: tuple[float, float], slo: Slo) -> dict[str, Any]:
-    """The online class: latency, outcomes, attainment with its Wilson interval, throughput."""
+    """Return metrics of the online class: latency, outcomes, attainment with its Wilson interval, throughput."""
     everything = [record for record in records.requests if record.service_class == "online"]
     found = _class_metrics(everything, window)
     chosen = in_window(everything, *window)
@@ -193,7 +193,7 @@ def online_metrics(records: Records, window: tuple[float, float], slo: Slo) -> d
 
 
 def offline_metrics(records: Records, window: tuple[float, float]) -> dict[str, Any]:
-    """The offline class: flex requests and batch jobs together."""
+    """Return metrics of the offline class: flex requests and batch jobs."""
     everything = [record for record in records.requests if record.service_class == "offline"]
     found = _class_metrics(everything, window)
     from_jobs = sum(job_tokens(job, *window) for job in records.jobs)
@@ -221,7 +221,7 @@ def _length(window: tuple[float, float]) -> float:
 
 
 def run_metrics(records: Records, window: tuple[float, float], slo: Slo) -> dict[str, Any]:
-    """`{"window", "slo", "online", "offline", "total"}` of one run."""
+    """Return `{"window", "slo", "online", "offline", "total"}` of a run."""
     online, offline = online_metrics(records, window, slo), offline_metrics(records, window)
     total = online["input_throughput"] + online["output_throughput"] + offline["offline_throughput"]
     return {
@@ -234,7 +234,7 @@ def run_metrics(records: Records, window: tuple[float, float], slo: Slo) -> dict
 
 
 def interference(colocated: dict[str, Any], online_only: dict[str, Any]) -> dict[str, float | None]:
-    """(M_colocated - M_online_only) / M_online_only for mean and P99 of TTFT and TBT, from two `online` sections."""
+    """Return (M_colocated - M_online_only) / M_online_only for mean and P99 of TTFT and TBT, of `online` sections."""
     found: dict[str, float | None] = {}
     for name in ("ttft_mean", "ttft_p99", "tbt_mean", "tbt_p99"):
         ours, base = colocated.get(name), online_only.get(name)
@@ -243,6 +243,6 @@ def interference(colocated: dict[str, Any], online_only: dict[str, Any]) -> dict
 
 
 def harvest(colocated: dict[str, Any], offline_only: dict[str, Any]) -> float | None:
-    """Co-located total tokens/s over pure-offline tokens/s, from two whole summaries."""
+    """Return co-located total tokens/s over offline-only tokens/s; takes whole summaries."""
     base = offline_only["total"]["throughput"]
     return colocated["total"]["throughput"] / base if base else None

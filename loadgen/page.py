@@ -1,4 +1,4 @@
-"""Pieces of a self-contained HTML page: style, tiles, tables. Values in, well-formed text out; knows no metrics."""
+"""Parts of a self-contained HTML page: style, tiles and tables, as well-formed XML."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -31,7 +31,7 @@ svg line.mark { stroke: var(--bad); stroke-dasharray: 4 3; } svg text.mark { fil
 
 
 def page(title: str, parts: Sequence[str]) -> str:
-    """The whole document; also well-formed XML."""
+    """Return the document."""
     body = "\n".join(parts)
     return (
         '<!DOCTYPE html>\n<html lang="en" xmlns="http://www.w3.org/1999/xhtml"><head><meta charset="utf-8"/>'
@@ -42,7 +42,7 @@ def page(title: str, parts: Sequence[str]) -> str:
 
 
 def tiles(items: Sequence[tuple[str, str, str]]) -> str:
-    """Return the tiles of the main metrics; items are (name, value, caption)."""
+    """Return tiles for the main figures: (name, value, text below the value)."""
     drawn = [
         f'<div class="tile"><span>{escape(name)}</span><b>{escape(value)}</b><span>{escape(more)}</span></div>'
         for name, value, more in items
@@ -51,7 +51,7 @@ def tiles(items: Sequence[tuple[str, str, str]]) -> str:
 
 
 def pairs(values: Mapping[str, Any]) -> str:
-    """A table of names and values."""
+    """Return a table of names and values."""
     rows = "".join(
         f'<tr><td class="key">{escape(str(key))}</td><td>{cell(value)}</td></tr>' for key, value in values.items()
     )
@@ -59,7 +59,7 @@ def pairs(values: Mapping[str, Any]) -> str:
 
 
 def rows(items: Sequence[Mapping[str, Any]], *, turned: bool = False) -> str:
-    """A table with a row for each item, or a column for each when `turned` (many fields, few items)."""
+    """Return a table with a row per item, or with a column per item if `turned`."""
     if not items:
         return '<p class="empty">none</p>'
     if turned:
@@ -78,8 +78,8 @@ def _td(value: Any) -> str:
 
 
 def cell(value: Any) -> str:
-    """One value as text; "-" for none."""
-    if value is None or value != value:  # nothing was measured
+    """Format a value; None and NaN become "-"."""
+    if value is None or value != value:
         return '<span class="soft">-</span>'
     if isinstance(value, bool):
         return "yes" if value else "no"
@@ -89,7 +89,7 @@ def cell(value: Any) -> str:
 
 
 def plain(value: Any) -> str:
-    """A number with four significant digits; large ones whole, with thousands separated."""
+    """Format a number with four significant digits; from 1000 on, as a whole number with thousands separators."""
     if isinstance(value, float):
         return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
     return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)

@@ -1,4 +1,4 @@
-"""The live line of a run: rewritten in place on a terminal, plain lines (every few seconds) elsewhere."""
+"""The progress line of a run: rewritten in place on a terminal, else a new line every few seconds."""
 
 import sys
 import time
@@ -10,7 +10,7 @@ PLAIN_EVERY = 5.0
 
 
 class LiveLine:
-    """Shows progress; `show` may be called as often as one likes, `close` ends the line."""
+    """Shows progress. `show` limits its own rate; `close` ends the line."""
 
     def __init__(self, horizon: float | None, stream: TextIO | None = None, *, quiet: bool = False) -> None:
         self._horizon = horizon
@@ -21,7 +21,7 @@ class LiveLine:
         self._width = 0
 
     def show(self, progress: Progress) -> None:
-        """Prints the line when it is time to."""
+        """Print the line if it is due."""
         if self._quiet:
             return
         if self._terminal:
@@ -34,7 +34,7 @@ class LiveLine:
         self._stream.flush()
 
     def line(self, progress: Progress) -> str:
-        """The text of one line."""
+        """Return the text of the line."""
         total = f"/{self._horizon:.0f}" if self._horizon else ""
         parts = [f"{max(0.0, progress.at):.0f}{total} s"]
         if progress.scheduled:
@@ -46,7 +46,7 @@ class LiveLine:
         return " | ".join(parts)
 
     def close(self) -> None:
-        """Ends the line on a terminal."""
+        """End the line on a terminal."""
         if self._terminal and not self._quiet and self._width:
             self._stream.write("\n")
             self._stream.flush()

@@ -1,8 +1,8 @@
 """Prompts of an exact number of tokens, as token ids or as text, without the model's tokenizer.
 
-Token ids go to /v1/completions and are exact by construction. Text is made of common words whose cost in tokens was
-measured once on the server (`loadgen.calibrate`). Every prompt is a function of (seed, salt, request), shared prefixes
-of (seed, salt, segment id). Knows nothing of HTTP.
+Token ids are sent to /v1/completions. Text consists of common words whose token counts were measured on the server
+(`loadgen.calibrate`). A prompt is a function of (seed, salt, request); a shared prefix is a function of (seed, salt,
+segment id).
 """
 
 from collections.abc import Sequence
@@ -17,47 +17,44 @@ from loadgen.randomness import stream
 from loadgen.traces import Content, Segment
 
 UNIQUE = -1
-"""Purpose of the part of a prompt that no other request shares."""
+"""Stream id of the part of a prompt that is unique to a request."""
 
 COMMON_WORDS = (
     "time year people way day man thing woman life child world school state family group country hand part place case "
     "week company system program question work number night point home water room area money story fact month lot"
 )
 ANCHOR = "Text"
-"""First word of every made-up text: templates strip leading space, which would change the first word's cost."""
+"""First word of every generated text. Templates strip leading space, which would change the first word's cost."""
 WORDS = tuple(COMMON_WORDS.split())
 
 
 @dataclass(frozen=True, slots=True)
 class TokenIds:
-    """Random token ids in [low, high): ordinary tokens of nearly every vocabulary lie there."""
+    """Random token ids in [low, high). The default range has ordinary tokens in nearly every vocabulary."""
 
     low: int = 16
     high: int = 250
 
     def __post_init__(self) -> None:
         if not 0 <= self.low < self.high:
-            raise InputError("the token id range needs 0 <= low < high")
+            raise InputError("--token-id-range needs 0 <= LOW < HIGH")
 
     def draw(self, count: int, random: np.random.Generator) -> list[int]:
-        """`count` token ids."""
+        """Draw `count` token ids."""
         ids: list[int] = random.integers(self.low, self.high, count).tolist()
         return ids
 
 
 @dataclass(frozen=True, slots=True)
 class WordCosts:
-    """What words cost on this server: `costs[i]` tokens for " " + `words[i]`, `overhead` for the anchor alone.
-
-    The overhead holds the chat template, special tokens and the anchor.
-    """
+    """Token counts of words on a server."""
 
     words: tuple[str, ...]
-    costs: tuple[int, ...]
-    overhead: int = 0
+    costs: tuple[int, ...]  # tokens of " " + `words[i]`
+    overhead: int = 0  # tokens of the chat template, special tokens and the anchor
 
     def draw(self, count: int, random: np.random.Generator) -> str:
-        """Text of `count` tokens (short of it by less than the cheapest word when no word costs one token)."""
+        """Draw text of `count` tokens; fewer, by less than the cheapest word, if no combination of words is exact."""
         cheap = min(self.costs)
         singles = [word for word, cost in zip(self.words, self.costs, strict=True) if cost == cheap]
         filler, spent = self._filler(count, cheap)
@@ -65,7 +62,7 @@ class WordCosts:
         return "".join([f" {singles[pick]}" for pick in picks]) + filler
 
     def _filler(self, count: int, cheap: int) -> tuple[str, int]:
-        """A word whose cost makes the rest a multiple of the cheapest cost, and that cost."""
+        """Return a word that makes the remaining count a multiple of the cheapest cost, and its cost."""
         if count % cheap == 0:
             return "", 0
         for word, cost in zip(self.words, self.costs, strict=True):
@@ -79,14 +76,14 @@ Kind = Literal["completions", "chat"]
 
 
 class PromptMaker:
-    """Turns (request index, length, content) into the `prompt` or `messages` of a request body.
+    """Maker of the `prompt` or `messages` of a request body.
 
-    `seed` and `salt` fix the text: a fresh salt per run keeps a server's prefix cache from answering for the last run.
+    `seed` and `salt` determine the text. A new salt per run avoids prefix cache hits on prompts of the last run.
     """
 
     def __init__(self, source: Source, kind: Kind, seed: int, salt: int) -> None:
         if kind == "chat" and isinstance(source, TokenIds):
-            raise InputError("a chat endpoint takes text: use --prompt-mode text")
+            raise InputError("chat endpoints need text prompts; use --prompt-mode text")
         self.source = source
         self.kind = kind
         self._seed = seed
@@ -94,7 +91,7 @@ class PromptMaker:
         self._segment = lru_cache(maxsize=4096)(self._draw_segment)
 
     def fields(self, index: int, tokens: int, content: Content) -> dict[str, Any]:
-        """The body fields that carry the prompt of request `index`, `tokens` long (given text is sent as it is)."""
+        """Return the body fields with the prompt of request `index`: the text in `content`, or `tokens` tokens."""
         if content.messages:
             if self.kind == "completions":
                 return {"prompt": "\n".join(text for _, text in content.messages)}
@@ -133,9 +130,9 @@ class PromptMaker:
 
 
 def output_fields(tokens: int, *, ignore_eos: bool) -> dict[str, Any]:
-    """The body fields that ask for exactly `tokens` tokens (at most, without `ignore_eos`).
+    """Return the body fields that request `tokens` tokens, exactly with `ignore_eos`, else at most.
 
-    `max_tokens` on both endpoints: several servers do not know `max_completion_tokens`.
+    Both endpoints use `max_tokens` because several servers do not support `max_completion_tokens`.
     """
     fields: dict[str, Any] = {"max_tokens": tokens}
     if ignore_eos:

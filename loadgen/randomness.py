@@ -1,7 +1,4 @@
-"""Independent random streams: one seed, and a stream for each purpose.
-
-Changing how lengths are drawn must not move the arrivals of the same seed: each purpose has its own generator.
-"""
+"""Independent random streams of one seed, one per purpose, so that e.g. drawing other lengths keeps the arrivals."""
 
 import zlib
 
@@ -9,6 +6,6 @@ import numpy as np
 
 
 def stream(seed: int, purpose: str, *more: int) -> np.random.Generator:
-    """The generator of `purpose` ("arrivals", "lengths", "text", ...) under `seed`; `more` splits it further."""
+    """Return the generator for `seed`, `purpose` ("arrivals", "lengths", "text", ...) and optional numbers `more`."""
     parts = [seed, zlib.crc32(purpose.encode()), *more]
     return np.random.default_rng([part & 0xFFFFFFFF for part in parts])

@@ -1,7 +1,6 @@
 """Records of requests and batch jobs, and their JSON Lines form.
 
-Times are seconds since the start of the run on one monotonic clock; token times are one per chunk. The simulator fills
-the same records on its virtual clock.
+Times are seconds since the start of the run on a monotonic clock, or on the virtual clock of the simulator.
 """
 
 import gzip
@@ -21,11 +20,7 @@ Floats = NDArray[np.float64]
 
 @dataclass(slots=True)
 class RequestRecord:
-    """One request. `sent_at`, `first_token_at`, `ended_at` are None when it never came to that.
-
-    `chunk_at[i]` is when chunk i arrived and `chunk_tokens[i]` how many tokens it carried. `output_tokens` is the
-    server's count when it sent one, else the counted tokens; `input_tokens` and `cached_tokens` are the server's.
-    """
+    """Record of a request. Times are None if the event did not happen."""
 
     index: int
     service_class: Class
@@ -39,51 +34,51 @@ class RequestRecord:
     status: int = 0
     error: str = ""
     finish_reason: str = ""
-    input_tokens: int | None = None
-    output_tokens: int = 0
-    cached_tokens: int | None = None
-    chunk_at: list[float] = field(default_factory=list)
-    chunk_tokens: list[int] = field(default_factory=list)
+    input_tokens: int | None = None  # reported by the server
+    output_tokens: int = 0  # reported by the server, else counted
+    cached_tokens: int | None = None  # reported by the server
+    chunk_at: list[float] = field(default_factory=list)  # arrival time of each chunk
+    chunk_tokens: list[int] = field(default_factory=list)  # tokens of each chunk
     lag: float | None = None
-    """Seconds between `scheduled_at` and the moment the client was ready to send (a wait for a slot not included)."""
+    """Seconds between `scheduled_at` and the moment when the client was ready to send, without the wait for a slot."""
     retry_after: float = 0.0
-    """Seconds after which a refused request may come again, as the server says; not kept."""
+    """The server's Retry-After for a refused request, seconds; not saved."""
 
     @property
     def ok(self) -> bool:
-        """Whether the whole answer arrived."""
+        """Whether the complete answer arrived."""
         return self.outcome == "ok"
 
     @property
     def ttft(self) -> float | None:
-        """Time to first token from the intended arrival: no coordinated omission."""
+        """Time to first token since the scheduled arrival, which avoids coordinated omission."""
         return None if self.first_token_at is None else self.first_token_at - self.scheduled_at
 
     @property
     def ttft_sent(self) -> float | None:
-        """Time to first token from the moment the request was sent."""
+        """Time to first token since sending."""
         if self.first_token_at is None or self.sent_at is None:
             return None
         return self.first_token_at - self.sent_at
 
     @property
     def prompt_tokens(self) -> int:
-        """Prompt length counted by the server, or the requested length if unknown."""
+        """Prompt tokens as reported by the server, else as requested."""
         return self.input_asked if self.input_tokens is None else self.input_tokens
 
     @property
     def e2e(self) -> float | None:
-        """Last token minus intended arrival."""
+        """Time of the last token since the scheduled arrival."""
         return self.chunk_at[-1] - self.scheduled_at if self.chunk_at else None
 
     @property
     def tpot(self) -> float | None:
-        """(last - first) / (tokens - 1); None for fewer than two tokens."""
+        """Time per output token, (last - first) / (tokens - 1); None for fewer than two tokens."""
         counted = sum(self.chunk_tokens)
         return (self.chunk_at[-1] - self.chunk_at[0]) / (counted - 1) if counted > 1 else None
 
     def gaps(self) -> Floats:
-        """Gaps between consecutive tokens: a chunk of k tokens is one gap and k - 1 zeros (float64[tokens - 1])."""
+        """Return gaps between consecutive tokens, float64[tokens - 1]. A chunk of k tokens is a gap and k - 1 zeros."""
         tokens = np.asarray(self.chunk_tokens, dtype=np.int64)
         if tokens.sum() < 2:
             return np.empty(0)
@@ -93,18 +88,18 @@ class RequestRecord:
 
 @dataclass(slots=True)
 class JobPoll:
-    """What one poll of a batch job said. `tokens` is the job's usage so far, None when the server does not say."""
+    """State of a batch job at a poll."""
 
     at: float
     status: str
     completed: int
     failed: int
-    tokens: int | None = None
+    tokens: int | None = None  # usage so far; None if the server does not report it
 
 
 @dataclass(slots=True)
 class JobRecord:
-    """One batch job: creation time, polls and results. `unexecuted`: lines that were not run before the job ended."""
+    """Record of a batch job."""
 
     index: int
     lines: int
@@ -115,7 +110,7 @@ class JobRecord:
     completion_window: float = 86400.0
     output_lines: int = 0
     error_lines: int = 0
-    unexecuted: int = 0
+    unexecuted: int = 0  # lines that the job's end prevented
     missing: int = 0
     duplicated: int = 0
     input_tokens: int = 0
@@ -123,16 +118,16 @@ class JobRecord:
     output_asked: int = 0
 
     def first(self, *states: str) -> float | None:
-        """Time of the first poll that saw one of `states`."""
+        """Return the time of the first poll in one of `states`, or None."""
         return next((poll.at for poll in self.polls if poll.status in states), None)
 
 
 @dataclass(slots=True)
 class ClientSample:
-    """The client at one moment: CPU seconds used so far and open requests, of one worker process."""
+    """CPU time and open requests of a worker process at one moment."""
 
     at: float
-    cpu: float
+    cpu: float  # CPU seconds used so far
     online_open: int
     offline_open: int
     worker: int = 0
@@ -140,24 +135,24 @@ class ClientSample:
 
 @dataclass(slots=True)
 class Records:
-    """Everything one run observed. `ended_at`: when the run stopped waiting."""
+    """All observations of a run."""
 
     requests: list[RequestRecord] = field(default_factory=list)
     jobs: list[JobRecord] = field(default_factory=list)
     samples: list[ClientSample] = field(default_factory=list)
-    ended_at: float = 0.0
+    ended_at: float = 0.0  # time when the run stopped waiting
     interrupted: bool = False
 
     @property
     def last_event(self) -> float:
-        """When the last answer or job ended (the end of the run when nothing did)."""
+        """Time when the last answer or job ended, or the end of the run if none did."""
         ends = [record.ended_at for record in self.requests if record.ended_at is not None]
         ends += [job.polls[-1].at for job in self.jobs if job.polls]
         return max(ends, default=self.ended_at)
 
 
 def to_line(record: RequestRecord) -> bytes:
-    """One line of `requests.jsonl`, times rounded to a microsecond."""
+    """Return a line of `requests.jsonl`, with times rounded to 1 µs."""
     row = {key: _rounded(value) for key, value in asdict(record).items()}
     row["class"] = row.pop("service_class")
     del row["retry_after"]
@@ -173,7 +168,7 @@ def _rounded(value: Any) -> Any:
 
 
 def from_line(line: bytes) -> RequestRecord:
-    """The inverse of `to_line`; names added by a later version are ignored."""
+    """Parse a line of `to_line`; unknown names, of a later version, are ignored."""
     row = orjson.loads(line)
     row["service_class"] = row.pop("class")
     known = {item.name for item in fields(RequestRecord)}
@@ -181,12 +176,12 @@ def from_line(line: bytes) -> RequestRecord:
 
 
 def save(records: Iterable[RequestRecord], path: Path) -> None:
-    """Writes `requests.jsonl.gz`."""
+    """Write `requests.jsonl.gz`."""
     with gzip.open(path, "wb", compresslevel=4) as stream:
         stream.writelines(map(to_line, records))
 
 
 def load(path: Path) -> list[RequestRecord]:
-    """Reads `requests.jsonl.gz`."""
+    """Read `requests.jsonl.gz`."""
     with gzip.open(path, "rb") as stream:
         return [from_line(line) for line in stream]

@@ -1,6 +1,6 @@
-"""`report.html`: one self-contained page (inline SVG and CSS, no script) for a run or a sweep.
+"""`report.html`: a self-contained page of a run or a sweep, with inline SVG and CSS and without scripts.
 
-Knows only summaries, records and timelines; the text is also well-formed XML, which is how it is tested.
+The page is well-formed XML, so that tests can parse it.
 """
 
 from collections.abc import Mapping, Sequence
@@ -28,11 +28,11 @@ LATENCY_ROWS = (
     ("End to end", "e2e", 1.0, "s"),
 )
 TILES = 60
-"""Bins of the charts over time: fewer of them stay readable."""
+"""Maximum number of bins in the charts over time."""
 
 
 def run_page(summary: Mapping[str, Any], requests: Sequence[RequestRecord], columns: Mapping[str, Floats]) -> str:
-    """The page of one run."""
+    """Return the page of a run."""
     parts = [_verdict(summary), _headline(summary)]
     parts += ["<h2>Over time</h2>", *_over_time(summary, columns)]
     parts += ["<h2>Distributions</h2>", *_distributions(summary, requests)]
@@ -41,19 +41,19 @@ def run_page(summary: Mapping[str, Any], requests: Sequence[RequestRecord], colu
             parts += [f"<h2>Latency, {name}</h2>", _latency_table(summary[name])]
     if summary["offline"]["jobs"]:
         parts += ["<h2>Batch jobs</h2>", rows([_job(job) for job in summary["offline"]["jobs"]], turned=True)]
-    parts += ["<h2>How honest the client was</h2>", pairs(_honesty(summary["honesty"]))]
+    parts += ["<h2>Validity of the client</h2>", pairs(_honesty(summary["honesty"]))]
     parts += ["<h2>The run</h2>", pairs(_facts(summary))]
     return page(f"tidemill bench: {summary['workload']['name']}", parts)
 
 
 def sweep_page(summary: Mapping[str, Any]) -> str:
-    """The page of a sweep: attainment and latency against rate, and the effective throughput."""
+    """Return the page of a sweep: attainment and latency over rate, and the effective throughput."""
     points = sorted(summary["points"], key=lambda point: point["rate"])
     rates = [point["rate"] for point in points]
     levels = [Mark(level / 100, f"{level} %", horizontal=True) for level in (60, 90, 99)]
     spans = [point["slo_attainment_interval"] for point in points]
     attained = Series(
-        "with its 95 % interval",
+        "attainment, 95 % interval",
         rates,
         [_number(point["slo_attainment"]) for point in points],
         points=True,
@@ -112,11 +112,11 @@ def _value(value: float | None, factor: float = 1.0, digits: str = ".3g") -> str
 
 
 def _verdict(summary: Mapping[str, Any]) -> str:
-    stopped = '<p class="bad">Stopped before its end (Ctrl-C).</p>' if summary.get("interrupted") else ""
+    stopped = '<p class="bad">Interrupted (Ctrl-C).</p>' if summary.get("interrupted") else ""
     if summary["valid"]:
         return f'<p><span class="good">Valid</span>: the client kept its schedule.</p>{stopped}'
     items = "".join(f"<li>{escape(reason)}</li>" for reason in summary["invalid"])
-    said = "INVALID: these figures may be the client's, not the server's."
+    said = "INVALID: the client, not the server, may have determined these figures."
     return f'<p class="bad">{escape(said)}</p><ul>{items}</ul>{stopped}'
 
 
@@ -189,7 +189,7 @@ def _over_time(summary: Mapping[str, Any], columns: Mapping[str, Floats]) -> lis
 
 
 def _binned(t: Floats, values: Floats) -> tuple[Floats, Floats]:
-    """Edges and means of at most `TILES` equal bins; the last edge closes the last bin."""
+    """Return edges and means of at most TILES equal bins; the last edge ends the last bin."""
     step = float(t[1] - t[0]) if len(t) > 1 else 1.0
     width = max(1, -(-len(t) // TILES))
     starts = np.arange(0, len(t), width)
@@ -206,7 +206,7 @@ def _distributions(summary: Mapping[str, Any], requests: Sequence[RequestRecord]
         gaps = [record.gaps() for record in own]
         ttft.append(_curve(kind, np.array([record.ttft for record in own if record.ttft is not None])))
         tbt.append(_curve(f"{kind}, all gaps", np.concatenate([*gaps, np.empty(0)])))
-        if kind == "online":  # the SLO applies to these
+        if kind == "online":  # the value that an SLO on tbt_p99 limits
             worst = [nearest_rank(values, 99) for values in gaps if values.size]
             tbt.append(_curve("P99 of each request", np.array(worst)))
     charts = []
@@ -228,7 +228,7 @@ def _limit(seconds: float, *, horizontal: bool = False) -> Mark:
 
 
 def _honesty(found: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the honesty section with units: possible faults of the load generator and their size."""
+    """Return the honesty section of the summary with units, for a table."""
     if not found:
         return {}
     lengths = found["lengths"]
@@ -237,9 +237,9 @@ def _honesty(found: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "send lag, ms": lag,
         **({} if found["closed_loop"] else rate),
-        "client's share of its core": "-" if found["client_cpu"] is None else f"{found['client_cpu']:.1%}",
-        "prompt tokens asked, got": f"{lengths['input_asked']:,}, {lengths['input_got']:,}",
-        "output tokens asked, got": f"{lengths['output_asked']:,}, {lengths['output_got']:,}",
+        "client CPU, share of a core": "-" if found["client_cpu"] is None else f"{found['client_cpu']:.1%}",
+        "prompt tokens requested, received": f"{lengths['input_asked']:,}, {lengths['input_got']:,}",
+        "output tokens requested, received": f"{lengths['output_asked']:,}, {lengths['output_got']:,}",
         "requests with another length": f"prompt {lengths['input_differs']}, output {lengths['output_differs']}",
         "cached prompt tokens": lengths["cached_prompt_tokens"],
         "tokens without a chunk of their own": lengths["tokens_without_own_chunk"],

@@ -1,8 +1,7 @@
-"""Runs one worker's part of a plan and records the requests.
+"""Execution of a plan: one worker's part of a run.
 
-Open loop: every request is sent at its absolute time, regardless of earlier responses. Closed loop: a request starts
-when a slot is free. Offline work runs in parallel, as batch jobs or as flex requests. The clock and the sender are
-parameters, so that tests can replace both.
+Open loop: every request is sent at its absolute time, regardless of the server. Closed loop: a request starts when a
+slot is free. Offline work runs concurrently, as batch jobs or flex requests. Tests may replace clock and sender.
 """
 
 import asyncio
@@ -27,31 +26,31 @@ class Clock(Protocol):
     """Clock of a run."""
 
     def now(self) -> float:
-        """Seconds since the start (negative before it)."""
+        """Return seconds since the start; negative before it."""
         ...
 
     async def sleep_until(self, when: float) -> None:
-        """Returns at `when` or at once when it has passed; never early."""
+        """Return at `when`, or at once if it has passed; never early."""
         ...
 
 
 class MonotonicClock:
-    """The machine's monotonic clock, zero at the epoch given to `start`; the same in every process of one machine."""
+    """The machine's monotonic clock, zero at the epoch given to `start` and equal in all processes of a machine."""
 
     def __init__(self) -> None:
         self._epoch = time.monotonic()
 
     def start(self, epoch: float) -> None:
-        """Moves zero to `epoch` (a value of time.monotonic(), usually a little ahead)."""
+        """Set zero to `epoch`, a value of time.monotonic(), usually slightly in the future."""
         self._epoch = epoch
 
     def now(self) -> float:
-        """Seconds since the epoch."""
+        """Return seconds since the epoch."""
         return time.monotonic() - self._epoch
 
     async def sleep_until(self, when: float) -> None:
-        """Timers are a millisecond too coarse, either way: the rest is spent in bare loop turns."""
-        while (left := when - self.now()) > 0:  # noqa: ASYNC110 - no event signals that a time has come
+        """Return at `when`. Timers are accurate to 1 ms only, so the last 2 ms are polled."""
+        while (left := when - self.now()) > 0:  # noqa: ASYNC110 - no event announces a time
             await asyncio.sleep(left - 0.001 if left > 0.002 else 0)
 
 
@@ -60,7 +59,7 @@ Send = Callable[[bytes, RequestRecord], Awaitable[None]]
 
 @dataclass(slots=True)
 class Progress:
-    """Counters for the live line."""
+    """Counters for the progress line."""
 
     at: float = 0.0
     scheduled: int = 0
@@ -72,7 +71,7 @@ class Progress:
 
 
 class Run:
-    """One worker's part of a run; `execute` returns the records, also after `stop`."""
+    """A worker's part of a run. `execute` returns the records, also after `stop`."""
 
     def __init__(self, plan: Plan, clock: Clock, client: Client | None, send: Send | None = None) -> None:
         self.plan = plan
@@ -84,19 +83,19 @@ class Run:
         )
         self._send = send or (client.send if client else None)
         self._maker = plan.maker()
-        # Input files are built before the clock starts: building one takes long enough to delay a request.
+        # Input files are built before the clock starts, because building one could delay a request.
         self._files = self._job_files() if plan.offline_mode == "batch" and plan.worker == 0 else []
         self._stop = asyncio.Event()
         self._stop_offline = asyncio.Event()
         self._open = {"online": 0, "offline": 0}
 
     def stop(self) -> None:
-        """Ends the run early: open requests are recorded as unfinished, jobs are cancelled."""
+        """End the run early: record open requests as unfinished and cancel jobs."""
         self.records.interrupted = True
         self._stop.set()
 
     async def execute(self) -> Records:
-        """Runs the plan and returns the records (those of this worker alone)."""
+        """Run the plan and return the records of this worker."""
         sampler = asyncio.create_task(self._sample())
         online = asyncio.create_task(self._online())
         offline = asyncio.create_task(self._offline())
@@ -113,7 +112,7 @@ class Run:
         return self.records
 
     async def _online_end(self, online: asyncio.Task[None]) -> None:
-        """Waits for the online requests, at most until the drain is over or the run is stopped."""
+        """Wait for the online requests, until the drain is over or the run is stopped."""
         windows = self.plan.windows
         horizon = windows.horizon
         limits: list[asyncio.Task[Any]] = [asyncio.create_task(self._stop.wait())]
@@ -198,7 +197,7 @@ class Run:
                 group.create_task(self._job(number))
 
     async def _flex(self) -> None:
-        """Keeps a fixed number of offline requests open until the lines run out or the end of offline work."""
+        """Keep a fixed number of offline requests open until the lines run out or offline work is stopped."""
         lines = joined(self.plan.jobs)
         order = iter(self.plan.rows(len(lines)))
         await self.clock.sleep_until(0.0)
@@ -224,7 +223,7 @@ class Run:
             await self._deliver(record, body)
             self.progress.offline_finished += 1
             if not record.ok:
-                # A server that refuses at once must not be hammered by a closed loop: it says when to come again.
+                # A closed loop would flood a server that refuses at once; wait for its Retry-After.
                 await asyncio.sleep(max(0.05, record.retry_after))
 
     def _job_files(self) -> list[bytes]:
@@ -266,7 +265,7 @@ class Run:
 
 
 async def _first(*tasks: asyncio.Task[Any]) -> None:
-    """Waits for the first of `tasks` and cancels those after the first argument."""
+    """Wait until one of `tasks` is done, then cancel all but the first argument."""
     await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
     for task in tasks[1:]:
         task.cancel()

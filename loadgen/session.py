@@ -1,4 +1,4 @@
-"""Preparation of a run: wait for the server, query its model, count tokens per word, warm up. Measures nothing."""
+"""Preparation of a run: wait for the server, read its model and version, calibrate words, send warm-up requests."""
 
 import asyncio
 import time
@@ -23,11 +23,11 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Session:
-    """The server as found by the probes. `target` includes the model."""
+    """A prepared server."""
 
-    target: Target
+    target: Target  # with the model filled in
     source: Source
-    server: dict[str, Any]
+    server: dict[str, Any]  # `server` section of a summary
 
 
 def prepare(
@@ -39,9 +39,9 @@ def prepare(
     calibrate: bool,
     say: Callable[[str], None] = lambda _: None,
 ) -> Session:
-    """Wait for the server and probe it for the plan. Raises ServerError if it cannot be measured.
+    """Wait for the server and collect the data for a plan. Raise ServerError if the server cannot be measured.
 
-    `calibrate` is False if all prompts are given as text; then no probe is sent.
+    `calibrate` sends probes for text prompts; it is not needed if the trace has the text of every prompt.
     """
 
     async def work(client: Client) -> Session:
@@ -49,7 +49,7 @@ def prepare(
         about = await describe_server(client)
         chosen = replace(target, model=target.model or about["model"])
         if not chosen.model:
-            raise ServerError("the server lists no model: use --model")
+            raise ServerError("the server lists no model; set --model")
         client.target = chosen
         source: Source = ids
         if calibrate and (mode == "text" or (mode == "auto" and chosen.chat)):
@@ -62,7 +62,7 @@ def prepare(
 
 
 def probe(client: Client) -> Callable[[str], Awaitable[int]]:
-    """A function that asks the server for one token and returns how many tokens the text was."""
+    """Return a function that sends a text and returns its prompt tokens as counted by the server."""
 
     async def ask(text: str) -> int:
         prompt: dict[str, Any] = {"prompt": text}
@@ -72,33 +72,33 @@ def probe(client: Client) -> Callable[[str], Awaitable[int]]:
         headers = {"Content-Type": "application/json"}
         status, data = await client.raw("POST", client.target.endpoint, data=body, headers=headers)
         if status != 200:
-            raise ServerError(f"the calibration request was refused: {status} {error_message(data)}")
+            raise ServerError(f"the server refused a calibration request: {status} {error_message(data)}")
         try:
             return int(orjson.loads(data)["usage"]["prompt_tokens"])
         except (orjson.JSONDecodeError, KeyError, TypeError):
-            raise ServerError("the server reports no usage.prompt_tokens: text prompts cannot be calibrated") from None
+            raise ServerError("the server reports no usage.prompt_tokens; use --prompt-mode ids") from None
 
     return ask
 
 
 def warm_up(plan: Plan, count: int, listed: Sequence[str] = ()) -> None:
-    """Sends `count` small requests of the plan's kind, one after another; raises ServerError when one fails.
+    """Send `count` small requests of the plan's kind, one after another. Raise ServerError if one fails.
 
-    `listed`: the models the server lists, named when it does not know the plan's.
+    `listed` has the models of the server, for the error message if the plan's model is unknown.
     """
 
     async def work(client: Client) -> None:
         maker = plan.maker()
         for number in range(count):
-            # Their own numbers: a warm-up must not put a measured prompt into the prefix cache.
+            # Warm-up requests have indices of their own, so that no measured prompt is in the prefix cache.
             prompt = maker.fields((1 << 30) + number, 32, Content())
-            length = output_fields(4, ignore_eos=plan.ignore_eos)  # as in the run, to detect refused parameters early
+            length = output_fields(4, ignore_eos=plan.ignore_eos)  # as in the run, to detect refused fields
             body = {"model": client.target.model, **prompt, **length, "temperature": 0.0, **plan.extra_body}
             record = RequestRecord(number, "online", 0.0, 32, 4)
             await client.send(orjson.dumps(body | plan.stream_fields()), record)
             if record.outcome not in ("ok", "empty"):
                 hint = _hint(record, client.target.model, listed)
-                raise ServerError(f"a warm-up request ended as {record.outcome}: {record.status} {record.error}{hint}")
+                raise ServerError(f"a warm-up request failed ({record.outcome}): {record.status} {record.error}{hint}")
 
     if count:
         _with_client(plan.target, work)
@@ -106,9 +106,9 @@ def warm_up(plan: Plan, count: int, listed: Sequence[str] = ()) -> None:
 
 def _hint(record: RequestRecord, model: str, listed: Sequence[str]) -> str:
     if "ignore_eos" in record.error:
-        return " (--no-ignore-eos leaves min_tokens and ignore_eos out)"
+        return "; --no-ignore-eos omits min_tokens and ignore_eos"
     if record.status in (400, 404) and listed and model not in listed:
-        return f" (--model {model}; the server lists {', '.join(map(str, listed))})"
+        return f"; the server has no model {model}, set --model to one of {', '.join(map(str, listed))}"
     return ""
 
 

@@ -1,7 +1,7 @@
-"""`tidemill simulate`: workloads through the engine's own scheduler, planner and policies on a virtual clock.
+"""`tidemill simulate`: run workloads through the engine's scheduler, planner and policies on a virtual clock.
 
-Two uses: the capacity planner (`--slo`), and one run of a workload on a simulated device. Needs neither a GPU nor
-torch. Times in seconds, throughput in tokens/s.
+With `--slo` it plans capacity, else it runs a workload once on a simulated device. It needs neither a GPU nor torch.
+Times are in seconds, throughput in tokens/s.
 """
 
 import argparse
@@ -34,55 +34,55 @@ from predictor.slo import SLO, SLOError
 
 MIN_EVALUATIONS = 10
 SECONDS = 300.0
-"""Of traffic, by default."""
+"""Default length of the traffic, seconds."""
 PLAN_LINES = 2000
 NOT_SERVING = frozenset({"model", "revision", "device", "dtype", "load_format", "profile_dir", "profile_seconds"})
-"""Fields of `EngineConfig` that say where a live engine finds its model, its machine and its measurements."""
+"""Fields of `EngineConfig` for the model, machine and profile of a real engine, which a simulation does not use."""
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command's flags; those of serving are generated from `EngineConfig`, as those of `tidemill serve` are."""
+    """Return the parser. Flags of serving are generated from `EngineConfig`, as for `tidemill serve`."""
     made = argparse.ArgumentParser(prog="tidemill simulate", description=__doc__.split("\n", 1)[0], allow_abbrev=False)
     machine = made.add_argument_group("machine")
-    machine.add_argument("--model", help=f"a checkpoint's folder, or one of {', '.join(sorted(MODELS))}")
+    machine.add_argument("--model", help=f"folder of a checkpoint, or one of {', '.join(sorted(MODELS))}")
     machine.add_argument("--device", default="a100-40gb", help=f"one of {', '.join(sorted(DEVICES))}")
-    machine.add_argument("--profile", type=Path, help="a latency profile measured by `tidemill profile`, as the device")
-    machine.add_argument("--host-ms", type=float, default=0.0, help="time on the host between two steps")
+    machine.add_argument("--profile", type=Path, help="latency profile of `tidemill profile` to use as the device")
+    machine.add_argument("--host-ms", type=float, default=0.0, help="host time between two steps, ms (default 0)")
     machine.add_argument(
         "--num-blocks",
         dest="num_gpu_blocks_override",
         default=argparse.SUPPRESS,
-        help="another name of --num-gpu-blocks-override",
+        help="same as --num-gpu-blocks-override",
     )
     _serving(made)
     flags.add_workload(made.add_argument_group("traffic"), "--traces", default="hygen")
     arrivals = made.add_argument_group("arrivals")
     flags.add_arrivals(arrivals, "--rate")
     flags.add_lines(made.add_argument_group("offline work"))
-    plan = made.add_argument_group("what is replayed")
+    plan = made.add_argument_group("simulation")
     plan.add_argument(
-        "--latency-budget", type=float, help="L in ms: how long a step with offline work may be (no search)"
+        "--latency-budget", type=float, help="maximum time of a step with offline work, ms (default: searched)"
     )
     plan.add_argument(
         "--fill-policy", choices=("tidemill", "hygen"), default="tidemill",
-        help="how offline work is sized; hygen: one flat budget (default tidemill)",
+        help="sizing of offline work; hygen: one flat budget (default tidemill)",
     )  # fmt: skip
-    plan.add_argument("--no-offline", action="store_true", help="leave the offline work out")
+    plan.add_argument("--no-offline", action="store_true", help="run without offline work")
     plan.add_argument("--evaluations", type=int, default=16, help="with --slo: replays of the search (default 16)")
-    plan.add_argument("--json", action="store_true", help="with --slo: print the answer as JSON")
+    plan.add_argument("--json", action="store_true", help="with --slo: print the plan as JSON")
     plan.add_argument("--out", type=Path, help="folder for table.json and figures")
     return made
 
 
 def _serving(made: argparse.ArgumentParser) -> None:
-    group = made.add_argument_group("serving", "as for tidemill serve; --slo asks what the machine gives under it")
+    group = made.add_argument_group("serving", "as for tidemill serve; --slo plans the capacity under an SLO")
     serving = [flag for flag in flags_of(EngineConfig) if flag.field not in NOT_SERVING and flag.field != "seed"]
     add_flags(group, serving)  # type: ignore[arg-type]  # a group takes arguments as a parser does
-    group.add_argument("--config", metavar="FILE.yaml", help="a server's file of settings")
+    group.add_argument("--config", metavar="FILE.yaml", help="settings file of a server")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; returns its exit code (2: it could not be understood)."""
+    """Run the command and return the exit code: 2 for any error."""
     arguments = parser().parse_args(argv)
     try:
         return _replay(arguments)
@@ -97,13 +97,13 @@ def _say(text: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What one run or plan is made of. `slo` is None where none was stated; `named`: the model in a serve command."""
+    """The parsed flags of a run or plan."""
 
     config: EngineConfig
-    slo: SLO | None
+    slo: SLO | None  # None: a single run
     traffic: Workload
     device: Simulated
-    named: str
+    named: str  # model in the printed `tidemill serve` command
     seconds: float
 
 
@@ -112,7 +112,7 @@ def _replay(arguments: argparse.Namespace) -> int:
     if asked.slo is not None:
         return _plan(arguments, asked, asked.slo)
     if arguments.json:
-        raise InputError("--json is for plans: state an SLO (--slo)")
+        raise InputError("--json needs --slo")
     return _single(arguments, asked)
 
 
@@ -130,10 +130,10 @@ def _asked(arguments: argparse.Namespace) -> Asked:
             raise ConfigError(f"--slo: {error}") from None
     seconds = arguments.duration or SECONDS
     traffic = _traffic(arguments, seconds, planned=slo is not None)
-    # Where no prompt shares anything there is nothing to find, and hashing made-up prompts costs as much as a step.
+    # Without shared prefixes, hashing the generated prompts would be wasted; it takes as long as a step.
     run_with = config if shares_prefixes(traffic) else replace(config, enable_prefix_caching=False)
     if arguments.host_ms < 0:
-        raise InputError("--host-ms cannot be negative")
+        raise InputError("--host-ms must not be negative")
     host = arguments.host_ms / 1e3
     model = arguments.model or said.get("model") or "llama-2-7b"
     if arguments.profile is not None:
@@ -145,7 +145,7 @@ def _asked(arguments: argparse.Namespace) -> Asked:
 
 
 def _without_machine(arguments: argparse.Namespace) -> argparse.Namespace:
-    """The flags without --model and --device, which name simulated ones here."""
+    """Return the flags without --model and --device, which select simulated ones here."""
     return argparse.Namespace(**{k: v for k, v in vars(arguments).items() if k not in NOT_SERVING | {"seed"}})
 
 
@@ -162,7 +162,7 @@ def _traffic(arguments: argparse.Namespace, seconds: float, *, planned: bool) ->
 
 
 def _plan(arguments: argparse.Namespace, asked: Asked, slo: SLO) -> int:
-    """Print the answer of the capacity planner."""
+    """Print the capacity of the machine on this traffic under the SLO."""
     made = asked.traffic
     seconds = asked.seconds if made.horizon is None else min(asked.seconds, made.horizon)
     if arguments.evaluations < MIN_EVALUATIONS:
@@ -190,7 +190,7 @@ def _plan(arguments: argparse.Namespace, asked: Asked, slo: SLO) -> int:
 
 
 def _single(arguments: argparse.Namespace, asked: Asked) -> int:
-    """One run without an SLO: everything that was measured."""
+    """Run the workload once without an SLO and print all metrics."""
     made, budget = asked.traffic, UNLIMITED
     if arguments.latency_budget is not None:
         budget = BudgetParams("hygen", arguments.latency_budget / 1e3)

@@ -1,9 +1,8 @@
-"""The events of one streamed answer: bytes and their arrival times in, token events out.
+"""Parser of a streamed answer: bytes with arrival times in, token events out.
 
-A state machine without a socket or a clock. A token event is a chunk whose delta has content, reasoning or tool calls;
-role-only, empty, finish-only and usage-only chunks are none (with `silent_tokens`, one without text is where its usage
-grew). A chunk carries as many tokens as `completion_tokens` grew since the last token event when the server sends usage
-with each chunk, else one.
+A token event is a chunk whose delta has content, reasoning or tool calls. Chunks with only a role, a finish reason or
+usage are ignored; with `silent_tokens`, a chunk without text counts if its usage grew. If the server sends usage with
+each chunk, the tokens of an event are the growth of `completion_tokens` since the last event, else 1.
 """
 
 from typing import Any
@@ -18,7 +17,7 @@ MAX_LINE = 16 * 1024 * 1024
 
 
 class StreamEvents:
-    """Feeds one request's record. Call `feed` for every read, then `close` once."""
+    """Fills the record of a request. Call `feed` for every read, then `close` once."""
 
     def __init__(self, record: RequestRecord, *, silent_tokens: bool = False) -> None:
         self.record = record
@@ -30,13 +29,13 @@ class StreamEvents:
         self._error = ""
 
     def feed(self, data: bytes, now: float) -> None:
-        """Bytes that arrived at `now` (seconds since the run's start); events may be split anywhere."""
+        """Parse bytes that arrived at `now`, seconds since the run's start; events may be split anywhere."""
         if self._pending:
             data = self._pending + data
         lines = data.split(b"\n")
         self._pending = lines.pop()
         if len(self._pending) > MAX_LINE:
-            raise ValueError("the server sent a line of more than 16 MiB")
+            raise ValueError("the server sent a line over 16 MiB")
         for line in lines:
             if line.startswith(DATA):
                 self._event(line[len(DATA) :].strip(), now)
@@ -91,7 +90,7 @@ class StreamEvents:
         record.chunk_tokens.append(grown)
 
     def close(self, now: float) -> None:
-        """The stream ended at `now`: settles the outcome and the token count."""
+        """End the stream at `now`: set the outcome and the token count."""
         record = self.record
         record.ended_at = now
         record.output_tokens = self._counted if self._usage is None else max(self._usage, self._counted)
@@ -108,7 +107,7 @@ class StreamEvents:
 
 
 def has_tokens(choice: dict[str, Any]) -> bool:
-    """Whether a choice carries content, reasoning or tool calls (chat delta or completion text)."""
+    """Return whether a choice has content, reasoning or tool calls (chat delta or completion text)."""
     if choice.get("text"):
         return True
     delta = choice.get("delta")
@@ -120,7 +119,7 @@ def has_tokens(choice: dict[str, Any]) -> bool:
 
 
 def whole_answer(record: RequestRecord, body: dict[str, Any], now: float) -> None:
-    """Fills a record from an answer that was not streamed: all its tokens arrived at `now`."""
+    """Fill a record from an answer that was not streamed; all tokens arrived at `now`."""
     usage = body.get("usage") or {}
     tokens = int(usage.get("completion_tokens") or 0)
     choices = body.get("choices") or [{}]

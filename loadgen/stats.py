@@ -1,7 +1,6 @@
 """Percentiles and intervals: nearest rank, Wilson, cluster bootstrap paired by request.
 
-Knows nothing of requests or servers: arrays in, numbers out. One percentile rule everywhere (nearest rank: the value
-is always one that was measured), so that no two figures of a report disagree because of interpolation.
+All percentiles are nearest rank, so that every percentile is a measured value and figures of a report agree.
 """
 
 import math
@@ -17,9 +16,9 @@ Z95 = 1.959963984540054
 
 
 def nearest_rank(values: ArrayLike, percent: float) -> float:
-    """The nearest-rank percentile: the smallest value with at least `percent` % of the values at or below it.
+    """Return the nearest-rank percentile: the smallest value with at least `percent` % of the values at or below it.
 
-    `percent` is in (0, 100]; raises ValueError for no values.
+    `percent` is in (0, 100]. Raise ValueError if there are no values.
     """
     array = np.sort(np.asarray(values, dtype=np.float64))
     if array.size == 0:
@@ -28,19 +27,19 @@ def nearest_rank(values: ArrayLike, percent: float) -> float:
 
 
 def percentile(values: ArrayLike, percent: float) -> float:
-    """The nearest-rank percentile; 0 for no values."""
+    """Return the nearest-rank percentile, or 0 if there are no values."""
     array = np.asarray(values, dtype=np.float64)
     return nearest_rank(array, percent) if array.size else 0.0
 
 
 def rank_index(count: int, percent: float) -> int:
-    """Index of the nearest-rank percentile in a sorted array of `count` values."""
+    """Return the index of the nearest-rank percentile in a sorted array of `count` values."""
     # 99 % of 100 is 99.00000000000001 in binary floating point: round before taking the ceiling.
     return min(count - 1, max(0, math.ceil(round(percent * count / 100.0, 9)) - 1))
 
 
 def describe(values: ArrayLike, percents: tuple[float, ...] = (50.0, 99.0)) -> dict[str, float | None]:
-    """`{"mean", "p50", "p99"}` of the values (or the percents asked for); every entry is None for no values."""
+    """Return `{"mean", "p50", "p99"}`, or other `percents`, of the values; all None if there are no values."""
     array = np.sort(np.asarray(values, dtype=np.float64))
     names = [f"p{percent:g}" for percent in percents]
     if array.size == 0:
@@ -52,7 +51,7 @@ def describe(values: ArrayLike, percents: tuple[float, ...] = (50.0, 99.0)) -> d
 
 
 def wilson(successes: int, trials: int, z: float = Z95) -> tuple[float, float]:
-    """The Wilson score interval of a proportion; (0, 1) when there was no trial."""
+    """Return the Wilson score interval of a proportion, or (0, 1) without trials."""
     if not 0 <= successes <= trials:
         raise ValueError("successes must lie between 0 and trials")
     if trials == 0:
@@ -61,7 +60,7 @@ def wilson(successes: int, trials: int, z: float = Z95) -> tuple[float, float]:
     scale = 1 + z * z / trials
     centre = (share + z * z / (2 * trials)) / scale
     half = z / scale * math.sqrt(share * (1 - share) / trials + z * z / (4 * trials * trials))
-    # At 0 and at 1 the bound is exact in theory; arithmetic leaves it a hair away.
+    # The bounds at 0 and 1 are exact in theory, but not in floating point.
     low = 0.0 if successes == 0 else max(0.0, centre - half)
     high = 1.0 if successes == trials else min(1.0, centre + half)
     return low, high
@@ -69,18 +68,15 @@ def wilson(successes: int, trials: int, z: float = Z95) -> tuple[float, float]:
 
 @dataclass(frozen=True, slots=True)
 class Clustered:
-    """Values grouped by request, sorted once, so that every bootstrap round is one weighted pass.
+    """Values grouped by request, sorted once, so that every bootstrap round is one weighted pass."""
 
-    `values`: sorted float64[n]; `owner`: int64[n], the request (0 … `clusters` - 1) each value came from.
-    """
-
-    values: Floats
-    owner: NDArray[np.int64]
+    values: Floats  # float64[n], sorted
+    owner: NDArray[np.int64]  # int64[n], request of each value, 0 … `clusters` - 1
     clusters: int
 
     @classmethod
     def of(cls, groups: list[Floats]) -> "Clustered":
-        """One group of values per request (a group may be empty)."""
+        """Build from one group of values per request; groups may be empty."""
         values = np.concatenate([*groups, np.empty(0)])
         owner = np.repeat(np.arange(len(groups), dtype=np.int64), [len(group) for group in groups])
         order = np.argsort(values, kind="stable")
@@ -91,14 +87,14 @@ Statistic = Callable[[Clustered, NDArray[np.int64]], float]
 
 
 def weighted_mean(data: Clustered, weights: NDArray[np.int64]) -> float:
-    """Mean of the values when request i was drawn `weights[i]` times; NaN when nothing was drawn."""
+    """Return the mean of the values with request i drawn `weights[i]` times; NaN if no value was drawn."""
     per_value = weights[data.owner]
     total = int(per_value.sum())
     return float((data.values * per_value).sum() / total) if total else math.nan
 
 
 def weighted_percentile(percent: float) -> Statistic:
-    """The nearest-rank percentile as a function of drawn weights."""
+    """Return a statistic for the nearest-rank percentile; the statistic returns NaN if no value was drawn."""
 
     def statistic(data: Clustered, weights: NDArray[np.int64]) -> float:
         running = np.cumsum(weights[data.owner])
@@ -113,10 +109,10 @@ def weighted_percentile(percent: float) -> Statistic:
 def bootstrap_difference(
     first: Clustered, second: Clustered, statistic: Statistic, *, paired: bool, rounds: int = 1000, seed: int = 0
 ) -> tuple[float, float]:
-    """A 95 % percentile-bootstrap interval of `statistic(second) - statistic(first)`.
+    """Return the 95 % percentile-bootstrap interval of `statistic(second) - statistic(first)`.
 
-    Requests, not values, are drawn: the gaps of one request are not independent. With `paired` the same requests are
-    drawn in both arms (both must have the same number); raises ValueError otherwise.
+    Requests are drawn instead of values, because the gaps of a request are not independent. With `paired`, the same
+    requests are drawn in both arms. Raise ValueError if their numbers of requests differ then.
     """
     if paired and first.clusters != second.clusters:
         raise ValueError("a paired bootstrap needs the same requests in both arms")

@@ -1,7 +1,7 @@
-"""Line charts as inline SVG text: axes, ticks, a legend, marked limits. Numbers in, one `<svg>` element out.
+"""Line charts as `<svg>` elements: axes, ticks, legend and marked limits.
 
-Colours of text, grid and marks come from the CSS of the page; `document` makes a file that brings its own, for light
-and dark.
+The CSS of the page sets the colours of text, grid and marks. `document` returns a file with its own CSS for light and
+dark mode.
 """
 
 import math
@@ -30,29 +30,24 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """One line: `x` and `y` of equal length, in data units; `points` draws a dot at each value as well, `dots` nothing
-    but small dots, of every value.
-
-    `steps`: y[i] holds from x[i] to x[i + 1]; `fill` tints the area below, `solid` fills it; `low` and `high` are ends
-    of error bars. `colour`: a place in the chart gives one otherwise.
-    """
+    """A line of a chart."""
 
     name: str
-    x: ArrayLike
+    x: ArrayLike  # data units, as long as `y`
     y: ArrayLike
-    points: bool = False
-    steps: bool = False
-    fill: bool = False
-    solid: bool = False
-    dots: bool = False
-    low: ArrayLike = ()
+    points: bool = False  # draw a dot at each value as well
+    steps: bool = False  # y[i] holds from x[i] to x[i + 1]
+    fill: bool = False  # tint the area below
+    solid: bool = False  # fill the area below
+    dots: bool = False  # draw small dots only, one per value
+    low: ArrayLike = ()  # ends of error bars
     high: ArrayLike = ()
-    colour: str = ""
+    colour: str = ""  # default: by the position in the chart
 
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """A limit: a vertical line at `at` (horizontal when `horizontal`) with a label."""
+    """A labelled limit: a vertical line at `at`, or a horizontal one."""
 
     at: float
     label: str
@@ -85,15 +80,15 @@ def chart(
     top: float = 0.0,
     span: tuple[float, float] | None = None,
 ) -> str:
-    """One chart; `x` and `y` are the axis labels (with units); what lies outside of `window` is shaded.
+    """Return a chart, or a paragraph that says so if there are no values.
 
-    The y axis goes from 0 to `top` or the highest value, the x axis over the values and `span`. Without any value it
-    says so.
+    `x` and `y` are axis labels with units. The area outside `window` is shaded. The y axis covers 0, `top` and the
+    values; the x axis covers `span` and the values.
     """
     columns = [(item, *_clean(item, log_x)) for item in series]
     columns = [column for column in columns if column[1].size]
     if not columns:
-        return f'<p class="empty">{escape(title)}: nothing was measured.</p>'
+        return f'<p class="empty">{escape(title)}: no measurements.</p>'
     xs = np.concatenate([column[1] for column in columns] + [np.array([m.at for m in marks if not m.horizontal])])
     xs = np.concatenate([xs, span or ()])
     ys = np.concatenate([column[2] for column in columns] + [np.array([m.at for m in marks if m.horizontal])])
@@ -117,7 +112,7 @@ def chart(
 
 
 def document(*columns: Sequence[str]) -> str:
-    """Columns of charts beside one another as a file of its own, with the style that a page would give them."""
+    """Return a stand-alone SVG file with charts in columns, and the style that a page would provide."""
     size = f'width="{WIDTH:g}" height="{HEIGHT:g}"'
     body = "".join(
         one.replace("<svg ", f'<svg x="{across * WIDTH:g}" y="{down * HEIGHT:g}" {size} ', 1)
@@ -129,7 +124,7 @@ def document(*columns: Sequence[str]) -> str:
 
 
 def cdf(name: str, values: ArrayLike) -> Series:
-    """The cumulative distribution of `values` as a series from 0 to 1, thinned to a few hundred points."""
+    """Return the cumulative distribution of `values` as a series from 0 to 1 with at most 400 points."""
     array = np.sort(np.asarray(values, dtype=np.float64))
     if array.size == 0:
         return Series(name, [], [])
@@ -144,7 +139,7 @@ def _clean(item: Series, log_x: bool) -> tuple[Floats, Floats]:
         keep &= x > 0
     x, y = x[keep], y[keep]
     if x.size > MAX_POINTS and not item.dots:
-        # Means of equal runs: a long timeline keeps its level, where picking every n-th would alias its bursts.
+        # Means of equal runs keep the level of a long timeline; taking every n-th point would alias bursts.
         runs = np.array_split(np.arange(x.size), MAX_POINTS)
         x, y = np.array([x[run].mean() for run in runs]), np.array([y[run].mean() for run in runs])
     return x, y
@@ -155,13 +150,13 @@ def _range(values: Floats, start: float, end: float, *, log: bool) -> _Scale:
     low, high = float(values.min()), float(values.max())
     if log:
         high = _round_up(high)
-        low = _round_down(max(low, high / 1000))  # a few values near zero must not squeeze all others to the right
+        low = _round_down(max(low, high / 1000))  # a few values near zero must not compress the rest
         return _Scale(low, high if high > low else low * 10, start, end, log=True)
     return _Scale(low, high if high > low else low + 1.0, start, end)
 
 
 def _round_down(value: float) -> float:
-    """The next of 1, 2, 5 times a power of ten that is not above `value`."""
+    """Return the largest of 1, 2 and 5 times a power of ten that is not above `value`."""
     power = 10.0 ** math.floor(math.log10(value))
     return next(power * factor for factor in (5, 2, 1) if power * factor <= value * (1 + 1e-9))
 
@@ -172,7 +167,7 @@ def _round_up(value: float) -> float:
 
 
 def ticks(low: float, high: float, wanted: int = 6) -> list[float]:
-    """Round numbers (1, 2, 5 times a power of ten) that cover [low, high]."""
+    """Return multiples of 1, 2 or 5 times a power of ten within [low, high]."""
     rough = (high - low) / wanted
     power = 10 ** math.floor(math.log10(rough))
     step = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= rough)
@@ -181,7 +176,7 @@ def ticks(low: float, high: float, wanted: int = 6) -> list[float]:
 
 
 def log_ticks(low: float, high: float, most: int = 13) -> list[float]:
-    """1, 2 and 5 times the powers of ten in [low, high]; the powers alone when that would be more than `most`."""
+    """Return 1, 2 and 5 times the powers of ten in [low, high], or only the powers if there are more than `most`."""
     decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     for factors in ((1, 2, 5), (1,)):
         found = [factor * 10.0**decade for decade in decades for factor in factors]
@@ -211,7 +206,7 @@ def _axes(across: _Scale, up: _Scale, x: str, y: str) -> list[str]:
 
 
 def _shade(window: tuple[float, float], across: _Scale) -> list[str]:
-    """Shade the unmeasured periods: warm-up, cool-down and drain."""
+    """Return grey areas over the unmeasured parts: warm-up, cool-down and drain."""
     parts = []
     for begin, end in ((across.low, window[0]), (window[1], across.high)):
         left, right = across(begin), across(end)
@@ -226,7 +221,7 @@ def _mark(mark: Mark, across: _Scale, up: _Scale, number: int) -> list[str]:
     if mark.horizontal:
         at = up(mark.at)
         line = f'<line class="mark" x1="{LEFT}" y1="{at:.1f}" x2="{WIDTH - RIGHT}" y2="{at:.1f}"/>'
-        # Under a line at the top, or the label would lie in the title; side by side, since levels lie close together.
+        # The label of a line at the top is below it, outside the title. Labels are side by side, as levels are close.
         place = f'x="{LEFT + 4 + 40 * number}" y="{at + (12 if at < TOP + 12 else -4):.1f}"'
         return [line, f'<text class="mark" {place}>{escape(mark.label)}</text>']
     at = across(mark.at)

@@ -1,7 +1,6 @@
-"""Sweeps: the same workload at several rates, or a search for the highest rate that still attains the SLO.
+"""Search for the highest rate that attains the SLO: bracketing and bisection to 2 %.
 
-The search brackets and bisects to 2 %. It knows only a function from rate to attainment, so that runs over HTTP and
-simulations share it.
+The search calls a function from rate to attainment, so that HTTP runs and simulations share it.
 """
 
 import math
@@ -10,17 +9,17 @@ from collections.abc import Callable
 LEVELS = (60, 90, 99)
 PRECISION = 0.02
 Measure = Callable[[float], float]
-"""Runs at a rate (requests/s) and returns the attainment (0 to 1)."""
+"""Run at a rate, requests/s, and return the attainment, 0 to 1."""
 
 
 def knee(measure: Measure, level: float, start: float, known: dict[float, float], limit: int = 24) -> float | None:
-    """The highest rate with attainment >= `level` (0 to 1), to 2 %.
+    """Return the highest rate with attainment >= `level` (0 to 1), to 2 %, or None if `start` / 1024 fails.
 
-    `known` holds attainments already measured and receives new ones. None when even `start` / 1024 fails; the highest
-    rate tried when the attainment never falls within `limit` runs.
+    `known` has measured attainments by rate and receives new ones. If all of `limit` runs attain, the highest measured
+    rate is returned.
     """
     if not (math.isfinite(start) and start > 0):
-        raise ValueError("a search starts from a positive rate")
+        raise ValueError("start must be a positive rate")
     runs = 0
 
     def attained(rate: float) -> bool:
@@ -45,7 +44,7 @@ def knee(measure: Measure, level: float, start: float, known: dict[float, float]
 def _bracket(
     attained: Callable[[float], bool], start: float, known: dict[float, float], level: float, spent: Callable[[], bool]
 ) -> tuple[float | None, float | None]:
-    """Return a rate that attains the level and a higher one that does not, starting from known results."""
+    """Return a rate that attains and a higher one that does not, starting from known attainments."""
     failing = [rate for rate, value in known.items() if value < level]
     high = min(failing, default=None)
     passing = [rate for rate, value in known.items() if value >= level and (high is None or rate < high)]
@@ -62,7 +61,7 @@ def _bracket(
 
 
 def effective(points: dict[float, float], level: float) -> float | None:
-    """The highest rate with attainment >= `level` below the first one that fails, among measured points."""
+    """Return the highest measured rate with attainment >= `level` below the first one that fails, or None."""
     best = None
     for rate in sorted(points):
         if points[rate] < level:

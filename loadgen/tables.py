@@ -1,4 +1,4 @@
-"""Printed tables of a run, a sweep or a comparison."""
+"""Tables that the commands print: a run, a sweep, a comparison."""
 
 import sys
 from collections.abc import Mapping
@@ -11,19 +11,19 @@ from loadgen.compare import Row
 
 
 def _console() -> Console:
-    # Made at each use: a test or a pipe may have replaced the standard output.
+    # Created at each use, because a test may have replaced the standard output.
     return Console(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else 120)
 
 
 def number(value: Any) -> str:
-    """Four significant digits; "-" for no value."""
+    """Format a number with four significant digits; None becomes "-"."""
     if value is None:
         return "-"
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 def show_values(title: str, values: Mapping[str, Any]) -> None:
-    """A table of names and values."""
+    """Print a table of names and values."""
     table = Table(title=title, show_header=False)
     for name, value in values.items():
         table.add_row(name, number(value))
@@ -31,7 +31,7 @@ def show_values(title: str, values: Mapping[str, Any]) -> None:
 
 
 def show_run(summary: Mapping[str, Any]) -> None:
-    """The main figures of a run, in milliseconds and tokens/s."""
+    """Print the main figures of a run, in milliseconds and tokens/s."""
     table = Table(title=f"{summary['workload']['name']} on {summary['server'].get('model', '')}")
     for column in ("", "mean", "P50", "P99", "n"):
         table.add_column(column, justify="left" if not column else "right")
@@ -50,12 +50,12 @@ def show_run(summary: Mapping[str, Any]) -> None:
 
 
 def headline(summary: Mapping[str, Any]) -> dict[str, Any]:
-    """The figures a run is judged by."""
+    """Return the main figures of a run, by title."""
     online, offline, honest = summary["online"], summary["offline"], summary["honesty"]
     found: dict[str, Any] = {}
     if online["requests"]:
         low, high = online["slo_attainment_interval"]
-        name = "SLO attainment" if summary["slo"] else "answered (no SLO stated)"
+        name = "SLO attainment" if summary["slo"] else "answered (no SLO set)"
         found[name] = f"{online['slo_attainment']:.4f} [{low:.4f}, {high:.4f}]"
         found["outcomes"] = ", ".join(f"{count} {name}" for name, count in online["outcomes"].items())
         found |= {f"{count} times": message for message, count in online["errors"].items()}
@@ -79,7 +79,7 @@ def headline(summary: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def show_sweep(summary: Mapping[str, Any]) -> None:
-    """The points of a sweep and its effective throughputs."""
+    """Print the points of a sweep and its effective throughputs."""
     table = Table(title="sweep")
     for column in ("rate/s", "attainment", "95 %", "TTFT P99 ms", "TBT P99 ms", "n", "valid"):
         table.add_column(column, justify="right")
@@ -96,7 +96,7 @@ def show_sweep(summary: Mapping[str, Any]) -> None:
 
 
 def show_comparison(result: Mapping[str, Any], first: str, second: str) -> None:
-    """The rows of a comparison (seconds, tokens/s) and its notes."""
+    """Print the rows of a comparison, in seconds and tokens/s, and its notes."""
     table = Table(title=f"{first} -> {second}" + (" (paired)" if result["paired"] else ""))
     for column in ("", first, second, "difference", "95 %", ""):
         table.add_column(column, justify="left" if not column else "right")

@@ -1,4 +1,4 @@
-"""The run second by second: arrivals, tokens of each class, open requests, the client's CPU. Written as CSV."""
+"""Timeline of a run in steps of a second, as CSV: arrivals, tokens per class, open requests, client CPU."""
 
 import csv
 import math
@@ -24,7 +24,7 @@ COLUMNS = (
 
 
 def timeline(records: Records, step: float = 1.0) -> dict[str, Floats]:
-    """One array per column, one value per `step` seconds; tokens are input + output in that step."""
+    """Return an array per column with a value per `step` seconds. Tokens are input + output."""
     count = max(1, math.ceil(records.ended_at / step))
     edges: Floats = np.arange(count + 1, dtype=np.float64) * step
     columns: dict[str, Floats] = {name: np.zeros(count) for name in COLUMNS}
@@ -44,12 +44,12 @@ def timeline(records: Records, step: float = 1.0) -> dict[str, Floats]:
 
 
 def _histogram(times: Floats, edges: Floats, weights: Floats | None = None) -> Floats:
-    # The last edge is closed and later stamps do not exist: nothing is lost.
+    # The last bin includes its right edge, and no time is later.
     return np.histogram(times, edges, weights=weights)[0].astype(np.float64)
 
 
 def _client(records: Records, edges: Floats, columns: dict[str, Floats]) -> None:
-    """Open requests summed over workers, CPU of the busiest worker, from the samples."""
+    """Fill the columns of open requests, summed over workers, and of CPU, the maximum over workers."""
     for worker in {sample.worker for sample in records.samples}:
         own = sorted((sample for sample in records.samples if sample.worker == worker), key=lambda sample: sample.at)
         at = np.array([sample.at for sample in own])
@@ -60,7 +60,7 @@ def _client(records: Records, edges: Floats, columns: dict[str, Floats]) -> None
 
 
 def write(columns: dict[str, Floats], path: Path) -> None:
-    """Writes `timeline.csv`."""
+    """Write `timeline.csv`."""
     with path.open("w", newline="", encoding="utf-8") as stream:
         writer = csv.writer(stream)
         writer.writerow(COLUMNS)

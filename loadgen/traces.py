@@ -1,7 +1,6 @@
-"""A trace - arrival times and lengths - and the operators that change one.
+"""Traces of arrival times and lengths, and their operators: `window, thin, stretch, repeat, jitter, scale`.
 
-Columnar and immutable: every operator returns a new trace. Reading files is the duty of `loadgen.formats`; sending is
-no concern of this module. Operators: `window, thin, stretch, repeat, jitter, scale`.
+A trace is columnar and immutable; operators return a new one. `loadgen.formats` reads and writes files.
 """
 
 import math
@@ -18,61 +17,52 @@ from loadgen.stats import nearest_rank
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 Segment = tuple[int, int]
-"""(stream id, tokens): a run of prompt tokens; the same id always gives the same tokens from its beginning."""
+"""(stream id, tokens): a run of prompt tokens. Equal ids have equal tokens up to the shorter length."""
 
 PREFIX_BLOCK = 512
-"""Tokens of one hash id in a Mooncake trace."""
+"""Number of tokens per hash id in a Mooncake trace."""
 
 
 @dataclass(frozen=True, slots=True)
 class Content:
-    """Content of a prompt, for traces that contain more than lengths.
+    """Content of a prompt. With `text` or `messages`, the token count in the trace is an estimate."""
 
-    `segments`: shared runs of tokens (a remainder up to the prompt's length is unique). `text` or `messages`: given
-    text, sent as it is; the token count in the trace is then an estimate.
-    """
-
-    segments: tuple[Segment, ...] = ()
-    text: str | None = None
-    messages: tuple[tuple[str, str], ...] = ()
+    segments: tuple[Segment, ...] = ()  # shared runs of tokens; the rest of the prompt is unique
+    text: str | None = None  # sent as it is
+    messages: tuple[tuple[str, str], ...] = ()  # (role, text), sent as they are
 
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """Requests in order of arrival.
+    """Requests in order of arrival."""
 
-    `arrived_at`: float64[n] seconds from the start, sorted (all zero when `timed` is False: lengths only);
-    `input_tokens`, `output_tokens`: int64[n]; `content`: one per request, or empty; `span`: seconds the trace covers;
-    `notes`: dropped, estimated or changed data, for the report.
-    """
-
-    arrived_at: Floats
-    input_tokens: Ints
-    output_tokens: Ints
-    content: tuple[Content, ...] = ()
-    timed: bool = True
-    span: float = 0.0
-    notes: tuple[str, ...] = ()
+    arrived_at: Floats  # float64[n], seconds from the start, sorted; zeros unless `timed`
+    input_tokens: Ints  # int64[n]
+    output_tokens: Ints  # int64[n]
+    content: tuple[Content, ...] = ()  # one per request, or empty
+    timed: bool = True  # False: lengths only
+    span: float = 0.0  # seconds that the trace covers
+    notes: tuple[str, ...] = ()  # changes and estimates, for the report
 
     def __len__(self) -> int:
         return len(self.arrived_at)
 
     @property
     def rate(self) -> float:
-        """Requests per second over the span (0 for a trace without times)."""
+        """Requests/s over the span; 0 for a trace without times."""
         return len(self) / self.span if self.span > 0 else 0.0
 
     @property
     def blocks(self) -> bool:
-        """Whether every shared segment but a prompt's last is a whole prefix block."""
+        """Whether every shared segment, except the last of a prompt, is a complete prefix block."""
         return all(size == PREFIX_BLOCK for item in self.content for _, size in item.segments[:-1])
 
     def content_of(self, index: int) -> Content:
-        """The content of one request; empty when the trace has lengths alone."""
+        """Return the content of a request; empty if the trace has lengths only."""
         return self.content[index] if self.content else Content()
 
     def take(self, index: NDArray[np.int64]) -> "Trace":
-        """The requests at `index`, in that order, with their times."""
+        """Return the requests at `index`, in that order, with their times."""
         content = tuple(self.content[i] for i in index) if self.content else ()
         return replace(
             self,
@@ -83,14 +73,14 @@ class Trace:
         )
 
     def at(self, times: Floats) -> "Trace":
-        """The first `len(times)` requests' lengths and contents (cycling) at other, absolute times."""
+        """Return a trace at absolute `times` with the lengths and contents of this one, repeated as needed."""
         if len(self) == 0:
             raise InputError("the trace is empty")
         taken = self.take(np.arange(len(times), dtype=np.int64) % len(self))
         return replace(taken, arrived_at=times, timed=True, span=float(times[-1]) if len(times) else 0.0)
 
     def noted(self, *notes: str) -> "Trace":
-        """The same trace with more notes for the report."""
+        """Return the same trace with additional notes."""
         return replace(self, notes=(*self.notes, *notes))
 
 
@@ -101,7 +91,7 @@ def build(
     content: tuple[Content, ...] = (),
     notes: tuple[str, ...] = (),
 ) -> Trace:
-    """A trace from columns in any order of time; times are moved to start at 0 and sorted (stable)."""
+    """Build a trace from columns. Rows are sorted by time (stable) and times shifted to start at 0."""
     if arrived_at is None or len(arrived_at) == 0:
         zeros = np.zeros(len(input_tokens))
         return Trace(zeros, input_tokens, output_tokens, content, arrived_at is not None, 0.0, notes)
@@ -114,7 +104,7 @@ def build(
 
 
 def window(trace: Trace, start: float, end: float) -> Trace:
-    """The requests with start <= arrived_at < end; the window's start becomes time 0 and its length the span."""
+    """Return the requests with start <= arrived_at < end, with times relative to `start`."""
     if not 0 <= start < end:
         raise InputError("window needs 0 <= start < end")
     index = np.flatnonzero((trace.arrived_at >= start) & (trace.arrived_at < end)).astype(np.int64)
@@ -123,25 +113,25 @@ def window(trace: Trace, start: float, end: float) -> Trace:
 
 
 def thin(trace: Trace, keep: float, seed: int) -> Trace:
-    """Keeps each request with probability `keep`, independently: the shape over time and the bursts stay."""
+    """Keep each request with probability `keep`, which preserves the shape over time and the bursts."""
     if not 0 < keep <= 1:
-        raise InputError(f"thin keeps a share in (0, 1], not {keep:g}; use stretch or repeat for a higher rate")
+        raise InputError(f"thin needs a share in (0, 1], not {keep:g}; use stretch for a higher rate")
     kept = stream(seed, "thin").random(len(trace)) < keep
     return trace.take(np.flatnonzero(kept).astype(np.int64))
 
 
 def stretch(trace: Trace, factor: float) -> Trace:
-    """Multiplies every time by `factor` (> 1 is slower)."""
+    """Multiply every time by `factor`; above 1 is slower."""
     if not (math.isfinite(factor) and factor > 0):
         raise InputError("stretch needs a positive factor")
     return replace(trace, arrived_at=trace.arrived_at * factor, span=trace.span * factor)
 
 
 def repeat(trace: Trace, times: int) -> Trace:
-    """The trace `times` times, one after another."""
+    """Repeat the trace `times` times, one after another."""
     if times < 1:
         raise InputError("repeat needs at least 1")
-    # One mean gap between copies, or the last and the first request would coincide.
+    # A mean gap between copies, so that the last and the first request do not coincide.
     period = trace.span + (trace.span / max(1, len(trace) - 1))
     arrived = np.concatenate([trace.arrived_at + period * copy for copy in range(times)])
     return replace(
@@ -155,7 +145,7 @@ def repeat(trace: Trace, times: int) -> Trace:
 
 
 def jitter(trace: Trace, width: float, seed: int) -> Trace:
-    """Adds uniform noise in [0, width) seconds to every time and sorts again (undoes stamps rounded down)."""
+    """Add uniform noise in [0, width) seconds to every time and sort again, e.g. to undo times rounded down."""
     if not (math.isfinite(width) and width >= 0):
         raise InputError("jitter needs a width >= 0")
     moved = trace.arrived_at + stream(seed, "jitter").uniform(0.0, 1.0, len(trace)) * width
@@ -164,7 +154,7 @@ def jitter(trace: Trace, width: float, seed: int) -> Trace:
 
 
 def scale(trace: Trace, inputs: float, outputs: float | None = None) -> Trace:
-    """Multiplies input and output lengths (at least one token each); shared segments shrink alike."""
+    """Multiply input and output lengths, to at least one token each; shared segments are scaled as inputs."""
     outputs = inputs if outputs is None else outputs
     if not (0 < inputs < math.inf and 0 < outputs < math.inf):
         raise InputError("scale needs positive factors")
@@ -186,20 +176,20 @@ def _scaled(lengths: Ints, factor: float) -> Ints:
 
 
 def to_rate(trace: Trace, rate: float, seed: int, by: str = "thin") -> Trace:
-    """The trace at `rate` requests/s: `by` is "thin" (drops requests at random) or "stretch" (changes the times)."""
+    """Return the trace at `rate` requests/s, by "thin" (drop requests at random) or "stretch" (scale the times)."""
     if trace.rate <= 0:
-        raise InputError("this trace has no times; choose an arrival process for it")
+        raise InputError("the trace has no times; choose an arrival process with --arrival")
     if by == "stretch":
         return stretch(trace, trace.rate / rate)
     if rate > trace.rate * (1 + 1e-9):
         raise InputError(
-            f"the trace has {trace.rate:.3g} requests/s; thinning cannot reach {rate:g} - use --rate-by stretch"
+            f"the trace has {trace.rate:.3g} requests/s; thinning cannot reach {rate:g}, use --rate-by stretch"
         )
     return thin(trace, min(1.0, rate / trace.rate), seed)
 
 
 def apply(trace: Trace, operators: str, seed: int) -> Trace:
-    """Operators from the command line, left to right: `window=0:600,thin=0.5,stretch=2,scale=0.5:1`."""
+    """Apply operators of the command line, left to right, e.g. `window=0:600,thin=0.5,stretch=2,scale=0.5:1`."""
     table: dict[str, Callable[..., Trace]] = {
         "window": window,
         "thin": lambda t, keep: thin(t, keep, seed),
@@ -211,7 +201,7 @@ def apply(trace: Trace, operators: str, seed: int) -> Trace:
     for part in filter(None, (piece.strip() for piece in operators.split(","))):
         name, _, values = part.partition("=")
         if name not in table:
-            raise InputError(f"unknown trace operator {name!r}: use {', '.join(table)}")
+            raise InputError(f"unknown trace operator {name!r}; use {', '.join(table)}")
         try:
             trace = table[name](trace, *[float(value) for value in values.split(":")]).noted(part)
         except (TypeError, ValueError) as error:
@@ -220,7 +210,7 @@ def apply(trace: Trace, operators: str, seed: int) -> Trace:
 
 
 def moments(trace: Trace) -> dict[str, float | int]:
-    """Figures that characterise a trace: rate (1/s), CV of gaps, share of idle 10-s bins, length mean/median/P99."""
+    """Return rate (requests/s), CV of gaps, share of idle 10-s bins, and mean, median and P99 of lengths."""
     found: dict[str, float | int] = {"requests": len(trace), "span": trace.span, "rate": trace.rate}
     if trace.timed and len(trace) > 2 and trace.span > 0:
         spacing = np.diff(trace.arrived_at)

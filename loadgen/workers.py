@@ -1,7 +1,7 @@
-"""Executes a plan in one or several processes and merges their records.
+"""Execution of a plan in this process or in several worker processes, and merging of their records.
 
-The processes share the machine's monotonic clock: each gets every n-th request and the same epoch. Ctrl-C stops the run
-and keeps the records.
+Workers share the machine's monotonic clock; each gets every n-th request and the same epoch. Ctrl-C stops the run and
+keeps its records.
 """
 
 import asyncio
@@ -24,14 +24,14 @@ from loadgen.records import Records
 from loadgen.runner import MonotonicClock, Progress, Run
 
 LEAD = 0.3
-"""Seconds between the moment everything is prepared and time 0."""
+"""Delay between the end of the preparation and time 0, seconds."""
 SHOW_EVERY = 0.5
 
 Show = Callable[[Progress], None]
 
 
 def loop_factory() -> Callable[[], asyncio.AbstractEventLoop]:
-    """uvloop's event loop where there is one."""
+    """Return uvloop's event loop factory if it is installed, else asyncio's."""
     try:
         import uvloop
     except ImportError:
@@ -41,7 +41,7 @@ def loop_factory() -> Callable[[], asyncio.AbstractEventLoop]:
 
 
 def execute(plan: Plan, workers: int, show: Show) -> Records:
-    """Runs the plan and returns the merged records; `show` is called about twice a second."""
+    """Run the plan and return the merged records. `show` is called about twice per second."""
     if workers == 1:
         with asyncio.Runner(loop_factory=loop_factory()) as runner:
             return runner.run(_run(plan, show, lambda: time.monotonic() + LEAD))
@@ -49,11 +49,11 @@ def execute(plan: Plan, workers: int, show: Show) -> Records:
 
 
 async def run_here(plan: Plan, begin: Callable[[float], None] = lambda _epoch: None) -> Records:
-    """Run the plan in the current event loop, without workers or a live line. `begin` gets the start time (of
-    time.monotonic()) shortly before it.
+    """Run the plan in the running event loop, without workers and progress.
 
-    Flex requests are sent by a separate process while online requests run: one loop that reads a hundred streams would
-    read online tokens late, and measured delays must be those of the server.
+    `begin` is called before the start with the run's time 0, a value of time.monotonic(). Flex requests beside online
+    ones are sent by another process until the online ones have ended: reading a hundred streams in this loop would
+    delay the tokens of online requests.
     """
     beside = plan.online is not None and plan.offline_mode == "flex"
     with _offline_apart(plan) if beside else nullcontext() as offline:
@@ -68,23 +68,23 @@ async def run_here(plan: Plan, begin: Callable[[float], None] = lambda _epoch: N
 
 
 class _Apart:
-    """The offline requests of a plan, sent by another process."""
+    """A process that sends the offline requests of a plan."""
 
     def __init__(self, process: BaseProcess, connection: Connection) -> None:
         self._process, self._connection = process, connection
 
     def begin(self) -> float:
-        """Waits until it is ready and returns the run's time 0. Raises ServerError."""
+        """Wait until the process is ready and return the run's time 0. Raise ServerError if the process has ended."""
         self._receive()
         found = time.monotonic() + LEAD
         self._connection.send(found)
         return found
 
     def end(self) -> Records:
-        """Stop the process and return its records. Raises ServerError."""
+        """Stop the process and return its records. Raise ServerError if it has ended without records."""
         _interrupt([self._process])
         records = self._receive()
-        assert isinstance(records, Records), "it tells nothing else"
+        assert isinstance(records, Records), "with `quiet`, the child sends records only"
         return replace(records, interrupted=False)
 
     def _receive(self) -> object:
@@ -115,7 +115,7 @@ async def _run(plan: Plan, show: Show, epoch: Callable[[], float]) -> Records:
     async with Client(plan.target, clock.now) as client:
         run = Run(plan, clock, client)
         asyncio.get_running_loop().add_signal_handler(signal.SIGINT, run.stop)
-        # Nothing that exists by now will be freed during the run; collections over it would only delay requests.
+        # Existing objects live until the end of the run; collecting them would only delay requests.
         gc.collect()
         gc.freeze()
         clock.start(epoch())
@@ -135,9 +135,9 @@ async def _report(run: Run, show: Show) -> None:
 
 
 def _child(plan: Plan, connection: Connection, quiet: bool = False) -> None:
-    """Main function of a worker: report readiness, receive the epoch, run, send progress and finally the records.
+    """Main function of a worker process: send "ready", receive the epoch, run, send progress, send the records.
 
-    `quiet` disables progress: without a reader, a full pipe would stop the loop.
+    `quiet` omits the progress; without a reader, a full pipe would block the event loop.
     """
 
     def epoch() -> float:
@@ -204,7 +204,7 @@ def _total(parts: list[Progress]) -> Progress:
         for item in fields(Progress):
             setattr(total, item.name, getattr(total, item.name) + getattr(part, item.name))
     total.at = max((part.at for part in parts), default=0.0)
-    # Every worker reports all lines of the offline work.
+    # Every worker reports the lines of all offline work.
     total.offline_lines = max((part.offline_lines for part in parts), default=0)
     return total
 

@@ -1,7 +1,7 @@
-"""The named workloads: online arrivals and lengths, offline jobs, and how long to run.
+"""The named workloads: online arrivals and lengths, offline jobs, and duration.
 
-A workload is a function of its options alone (seed included). It reads the public data sets from a folder given by path
-and says in its notes when it had to fall back on a synthetic generator. Knows nothing of servers.
+A workload is a function of its options, including the seed. It reads public data sets from a folder; its notes say
+where a synthetic generator replaced a missing data set.
 """
 
 from collections.abc import Callable
@@ -20,40 +20,36 @@ from loadgen.traces import Content, Trace
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """Options of a workload; None selects the default of the workload.
+    """Options of a workload; None leaves the choice to the workload."""
 
-    `rate` requests/s (inf: closed loop), `duration` seconds, `count` online requests; `curve` overrides `rate`.
-    `input_tokens`/`output_tokens` (+ shared `prefix_tokens`, spread ± `range_ratio`) are the lengths of `random`.
-    """
-
-    rate: float | None = None
-    duration: float | None = None
-    count: int | None = None
+    rate: float | None = None  # requests/s; inf: closed loop
+    duration: float | None = None  # seconds
+    count: int | None = None  # online requests
     process: Process = "poisson"
     cv: float = 1.0
-    curve: RateCurve | None = None
+    curve: RateCurve | None = None  # overrides `rate`
     seed: int = 0
     data: Path | None = None
     trace: Trace | None = None
     trace_ops: str = ""
     rate_by: str = "thin"
-    input_tokens: int = 1024
+    input_tokens: int = 1024  # mean lengths of `random`
     output_tokens: int = 128
-    prefix_tokens: int = 0
-    range_ratio: float = 0.0
+    prefix_tokens: int = 0  # shared prefix of `random`, in addition to `input_tokens`
+    range_ratio: float = 0.0  # relative spread of the lengths of `random`
     offline_lines: int | None = None
     offline_trace: Trace | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """What to send. `online` has absolute times unless `closed_loop`; `horizon` is where its schedule ends."""
+    """Online requests and batch jobs of a run."""
 
     name: str
-    online: Trace | None = None
+    online: Trace | None = None  # absolute times unless `closed_loop`
     jobs: tuple[Job, ...] = ()
     closed_loop: bool = False
-    horizon: float | None = None
+    horizon: float | None = None  # end of the online schedule, seconds
     offline_mode: OfflineMode = "batch"
     wait_offline: bool = False
     notes: tuple[str, ...] = field(default=())
@@ -63,9 +59,9 @@ Builder = Callable[[Options], Workload]
 
 
 def build(name: str, options: Options) -> Workload:
-    """The workload called `name`; raises InputError for an unknown name or options it cannot use."""
+    """Build the workload `name`. Raise InputError for an unknown name or invalid options."""
     if name not in WORKLOADS:
-        raise InputError(f"unknown workload {name!r}: use {', '.join(WORKLOADS)}")
+        raise InputError(f"unknown workload {name!r}; use {', '.join(WORKLOADS)}")
     made = WORKLOADS[name](options)
     if options.offline_trace is not None:
         lines = options.offline_trace.at(np.zeros(options.offline_lines or len(options.offline_trace)))
@@ -77,7 +73,7 @@ def build(name: str, options: Options) -> Workload:
 
 
 def timed(options: Options, shape: Trace, rate: float, count: int | None = None) -> Workload:
-    """`shape`'s lengths at the arrivals the options ask for: `rate` and `count` are the workload's own values."""
+    """Combine the lengths of `shape` with the arrivals of the options; `rate` and `count` are defaults."""
     count = options.count if options.count is not None or options.duration is not None else count
     rate = options.rate if options.rate is not None else rate
     if options.curve is None and np.isinf(rate):
@@ -86,14 +82,14 @@ def timed(options: Options, shape: Trace, rate: float, count: int | None = None)
     random = stream(options.seed, "arrivals")
     times = schedule(curve, options.process, random, count=count, duration=options.duration, cv=options.cv)
     if len(times) == 0:
-        raise InputError("no request arrives in this duration at this rate")
-    # A single request at time 0 has no schedule to speak of: the run is measured to its end.
+        raise InputError("no request arrives in this duration at this rate; increase --duration or --request-rate")
+    # A single request at time 0 has no schedule, so the run is measured to its end.
     horizon = options.duration if options.duration is not None else float(times[-1]) or None
     return Workload("", shape.at(times), horizon=horizon)
 
 
 def replayed(options: Options, trace: Trace, rate: float | None, by: str | None = None) -> Workload:
-    """A trace's own arrivals: operators first, then thinned (or stretched) to the rate, then cut to the duration."""
+    """Replay the arrivals of a trace: apply operators, thin or stretch to the rate, then cut to the duration."""
     trace = traces.apply(trace, options.trace_ops, options.seed)
     if not trace.timed:
         return timed(options, trace, rate or 1.0, len(trace))
@@ -110,23 +106,23 @@ def replayed(options: Options, trace: Trace, rate: float | None, by: str | None 
         trace = trace.take(np.arange(options.count, dtype=np.int64))
         trace = replace(trace, span=float(trace.arrived_at[-1]) if len(trace) else 0.0)
     if len(trace) == 0:
-        raise InputError("no request of the trace is left")
+        raise InputError("no request of the trace remains; check --trace-ops, --request-rate and --duration")
     return Workload("", trace, horizon=trace.span or None)
 
 
 def fixed(count: int, inputs: int, outputs: int) -> Trace:
-    """`count` requests of one size, without times."""
+    """Return `count` requests of equal lengths, without times."""
     return Trace(np.zeros(count), np.full(count, inputs, np.int64), np.full(count, outputs, np.int64), timed=False)
 
 
 def job_of(options: Options, source: lengths.Lengths, default: int) -> tuple[Job, ...]:
-    """One job with the lengths of a data set."""
+    """Return a job with the lengths of a data set, or none if it would have no lines."""
     count = default if options.offline_lines is None else options.offline_lines
     return (Job(lengths.sample(source, count, options.seed, options.data, "offline")),) if count else ()
 
 
 def _random(options: Options) -> Workload:
-    """Sizes around `input_tokens` and `output_tokens`, as vLLM's random data set."""
+    """Build lengths around `input_tokens` and `output_tokens`, as vLLM's random data set."""
     count = options.count or 1000
     random = stream(options.seed, "lengths")
 
@@ -144,21 +140,21 @@ def _random(options: Options) -> Workload:
 
 
 def _trace(options: Options) -> Workload:
-    """A trace file given with --trace."""
+    """Replay the file of --trace."""
     if options.trace is None:
         raise InputError("the workload `trace` needs --trace FILE")
     return replace(replayed(options, options.trace, None), jobs=job_of(options, lengths.ARXIV, 0))
 
 
 def _tiny(options: Options) -> Workload:
-    """20 requests and a job of 20 lines: a smoke test for a CPU."""
+    """Build 20 requests and a job of 20 lines, a smoke test for a CPU."""
     made = timed(options, fixed(20, 48, 12), 4.0, 20)
     jobs = (Job(fixed(20 if options.offline_lines is None else options.offline_lines, 48, 12)),)
     return replace(made, jobs=jobs, wait_offline=True)
 
 
 def _hygen(options: Options) -> Workload:
-    """Azure conversations thinned to a rate, beside arXiv summaries."""
+    """Build Azure conversations, thinned to a rate, beside arXiv summaries."""
     made = replayed(options, lengths.arrivals(lengths.AZURE_CONV, options.seed, options.data), 1.0)
     return replace(made, jobs=job_of(options, lengths.ARXIV, 2000))
 
@@ -188,7 +184,7 @@ def _burst(source: lengths.Lengths) -> Builder:
 
 
 def _llmd(options: Options) -> Workload:
-    """90 s at 15 requests/s and 90 s at 1 request/s, 512 in and 128 out, beside three jobs of 1,000 lines."""
+    """Build 90 s at 15 requests/s and 90 s at 1 request/s, 512 in and 128 out, beside three jobs of 1,000 lines."""
     curve = RateCurve(np.array([90.0, 90.0]), np.array([15.0, 1.0]))
     if options.rate is not None:
         curve = curve.scaled(options.rate)
@@ -201,7 +197,7 @@ def _llmd(options: Options) -> Workload:
 
 
 def _prefix_batch(options: Options) -> Workload:
-    """10,000 lines in groups of 100 that share 768 of 896 prompt tokens, in random order; 64 tokens out."""
+    """Build 10,000 lines in random order; groups of 100 share 768 of 896 prompt tokens; 64 tokens out."""
     lines = 10_000 if options.offline_lines is None else options.offline_lines
     groups = stream(options.seed, "lengths").permutation(lines) // 100
     content = tuple(Content(segments=((int(group), 768),)) for group in groups)
@@ -209,7 +205,7 @@ def _prefix_batch(options: Options) -> Workload:
 
 
 def _multiturn(options: Options) -> Workload:
-    """Conversations whose next turn repeats the last one (question and answer) as its prefix."""
+    """Build conversations in which every turn has the earlier questions and answers as its prefix."""
     turns, think = 4, 20.0
     wanted = options.count or 200
     rate = options.rate or 1.0
@@ -237,17 +233,17 @@ def _multiturn(options: Options) -> Workload:
             when += think * (0.5 + float(random.exponential(0.5)))
     trace = traces.build(np.array(times), np.array(inputs), np.array(outputs), tuple(content))
     made = replayed(replace(options, rate=None, count=wanted, trace_ops=""), trace, None)
-    notes = ("SYNTHETIC conversations of 4 turns; the previous answer is repeated as made-up text of its length",)
+    notes = ("SYNTHETIC conversations of 4 turns; earlier answers are random text of the same length",)
     return replace(made, jobs=job_of(options, lengths.ARXIV, 0), notes=notes)
 
 
 def _gen_batch(options: Options) -> Workload:
-    """Short prompts, long answers (75 in, 1,960 out on average)."""
+    """Build short prompts with long answers, on average 75 in and 1,960 out."""
     return Workload("", jobs=job_of(options, lengths.GENERATION, 160), horizon=options.duration)
 
 
 def _score_batch(options: Options) -> Workload:
-    """Longer prompts, very short answers (707 in, 5 out on average)."""
+    """Build longer prompts with very short answers, on average 707 in and 5 out."""
     lines = 1000 if options.offline_lines is None else options.offline_lines
     random = stream(options.seed, "lengths")
     spread = 0.6
@@ -278,7 +274,7 @@ WORKLOADS: dict[str, Builder] = {
 
 
 def clipped(workload: Workload, scale: float, limit: int | None) -> Workload:
-    """The workload with lengths scaled and then cut so that prompt and answer fit a context of `limit` tokens."""
+    """Return the workload with lengths scaled, then cut so that prompt and answer fit in `limit` tokens."""
     notes = list(workload.notes)
     if scale != 1.0:
         notes.append(f"lengths scaled by {scale:g}")

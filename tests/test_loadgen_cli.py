@@ -133,7 +133,7 @@ def test_the_warm_up_shows_what_a_server_refuses(tmp_path, capsys, calm) -> None
     script = Script(answer=lambda number, body: "429")
     with serving_in_thread(script) as url:
         assert bench(url, tmp_path / "a", "--only", "online", "--model", "named") == 1
-    assert "a warm-up request ended as http_error: 429" in capsys.readouterr().err
+    assert "a warm-up request failed (http_error): 429" in capsys.readouterr().err
     warm = script.bodies[0]
     assert warm["min_tokens"] == warm["max_tokens"] == 4 and warm["ignore_eos"] is True and warm["model"] == "named"
 
@@ -221,14 +221,14 @@ def test_an_unknown_name_hides_no_failed_assertion(tmp_path, capsys, calm) -> No
         more = ["--only", "online", "--assert", "online.nonsense>1", "--assert", "online.requests>=999"]
         assert bench(url, tmp_path / "a", *more) == 2
     shown = capsys.readouterr()
-    assert "ASSERTION FAILED online.requests>=999: it is 20" in shown.err and "online.nonsense" in shown.err
-    assert "answered (no SLO stated)" in shown.out
+    assert "ASSERTION FAILED online.requests>=999: the value is 20" in shown.err and "online.nonsense" in shown.err
+    assert "answered (no SLO set)" in shown.out
 
 
 def test_a_model_that_the_server_does_not_list_is_named_beside_those_it_does(tmp_path, capsys, calm) -> None:
     with serving_in_thread(Script(answer=lambda number, body: "404")) as url:
         assert bench(url, tmp_path / "a", "--only", "online", "--model", "other") == 1
-    assert "no such model (--model other; the server lists scripted)" in capsys.readouterr().err
+    assert "no such model; the server has no model other, set --model to one of scripted" in capsys.readouterr().err
 
 
 def test_several_worker_processes_share_one_schedule(tmp_path, calm) -> None:
@@ -375,9 +375,9 @@ def test_compare_says_what_was_asked_of_each_arm() -> None:
     for record in second.requests.values():
         record.input_asked = 500
     result = compare.compare(first, second, rounds=20)
-    assert result["paired"] is False and any("were not asked the same" in note for note in result["notes"])
+    assert result["paired"] is False and any("the arms have different workloads" in note for note in result["notes"])
     second.summaries[0]["interrupted"] = True
-    assert any("stopped before its end" in note for note in compare.compare(first, second, rounds=20)["notes"])
+    assert any("contains an interrupted run" in note for note in compare.compare(first, second, rounds=20)["notes"])
     same = compare.compare(first, arm([0.3, 0.2]), rounds=20)
     assert same["paired"] is True and not any("asked the same" in note for note in same["notes"])
 
@@ -445,5 +445,5 @@ def test_the_page_of_a_sweep_shows_intervals_and_limits(tmp_path) -> None:
     }  # fmt: skip
     text = report.sweep_page(summary)
     ElementTree.fromstring(text)
-    assert "SLO 300 ms" in text and "SLO 100 ms" in text and "0.900 to 0.980" in text and "Stopped" in text
+    assert "SLO 300 ms" in text and "SLO 100 ms" in text and "0.900 to 0.980" in text and "Interrupted" in text
     assert "effective throughput at 90 %" in text and "nan" not in text.replace("nance", "")

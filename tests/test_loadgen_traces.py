@@ -59,7 +59,7 @@ def test_mooncake_stamps_of_three_seconds_are_spread_within_them() -> None:
     trace = formats.parse("\n".join(map(json.dumps, rows)), "jsonl")
     stamps = (trace.input_tokens - 1) // 10 * 3
     inside = trace.arrived_at - stamps
-    assert (inside >= 0).all() and (inside < 3).all() and len(set(inside)) == 60 and "3-s stamps" in trace.notes[-1]
+    assert (inside >= 0).all() and (inside < 3).all() and len(set(inside)) == 60 and "rounded to 3 s" in trace.notes[-1]
 
 
 def test_vidur_and_splitwise() -> None:

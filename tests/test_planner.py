@@ -304,7 +304,7 @@ def test_one_command_answers(profile: Path, tmp_path: Path, capsys: pytest.Captu
         (["--slo", "5%", "--max-num-seqs", "none"], "must be a whole number"),
         (["--slo", "5%", "--trace", "no/such/file.csv"], "cannot read"),
         (["--slo", "5%", "--host-ms", "-1"], "--host-ms"),
-        (["--json"], "state an SLO"),
+        (["--json"], "--json needs --slo"),
     ],
 )
 def test_what_cannot_be_answered_is_said(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
