@@ -1,12 +1,12 @@
-"""How torch's OpenMP threads wait for each other, decided before torch is loaded; torch-free.
+"""The wait policy of torch's OpenMP threads, chosen before torch is loaded. The module does not import torch.
 
-A step of a model is some thousand parallel regions, and at the end of each the threads meet. GNU OpenMP lets those
-that arrive first spin. On cores of their own that is fastest; beside busy neighbours a spinning thread uses up the time
-slice that the thread it waits for needs, and a step takes 10 to 70 times as long. Waiting passively costs 10 to 20 % in
-quiet. The library reads its choice once, when it is loaded.
+A model step has about a thousand parallel regions, and its threads synchronize after each. By default, GNU OpenMP
+threads spin while they wait. That is fastest on idle cores. On a busy machine a spinning thread uses the time slice of
+the thread that it waits for, and a step takes 10 to 70 times as long. Passive waiting costs 10 to 20 % on an idle
+machine. OpenMP reads the policy once, when it is loaded.
 
-Where the native kernels are to run, which have threads of their own, torch is left with odd jobs: its threads wait
-passively then, so that they do not spin beside those, and there is nothing to measure or to tell.
+The native kernels have threads of their own. If they run the steps, torch's threads wait passively, so that they do not
+compete for cores, and nothing is measured.
 """
 
 import os
@@ -24,11 +24,11 @@ POLICY = "OMP_WAIT_POLICY"
 def choose_waiting(
     config: EngineConfig, environment: MutableMapping[str, str], measure: Callable[[int], float] | None = None
 ) -> str | None:
-    """Set the policy in `environment` where passive waiting helps. Returns what was decided, one line to tell; None
-    where there is nothing to decide: on a GPU, with one thread, where the user has chosen, once torch is loaded, or
-    where steps are expected to run by the native kernels.
+    """Set the policy in `environment` if passive waiting is faster, and return a status line.
 
-    `measure(threads)`: the share of their time that so many busy threads get; `processor_share` if not given.
+    Return None if there is no choice: on a GPU, with one thread, if the user has set a policy, after torch is loaded,
+    or if the native kernels are expected to run the steps. `measure(threads)` returns the share of their time that busy
+    threads get, 0 to 1; the default is `processor_share`.
     """
     threads = num_threads(config, environment)
     if _is_decided(config, environment, threads):
@@ -38,18 +38,16 @@ def choose_waiting(
         return None
     share = (measure or processor_share)(threads)
     if share >= QUIET_SHARE:
-        return (
-            f"{threads} threads wait for each other spinning: the machine is quiet ({POLICY}=passive beside other work)"
-        )
+        return f"{threads} OpenMP threads spin: the machine is idle (set {POLICY}=passive beside other work)"
     environment[POLICY] = "passive"
     return (
-        f"{threads} threads wait for each other passively: other work takes {1 - share:.0%} of their time "
-        f"({POLICY}=active makes them spin)"
+        f"{threads} OpenMP threads wait passively: other work takes {1 - share:.0%} of their time "
+        f"(set {POLICY}=active to make them spin)"
     )
 
 
 def must_measure(config: EngineConfig, environment: MutableMapping[str, str]) -> bool:
-    """Whether `choose_waiting` will look how busy the machine is."""
+    """Return whether `choose_waiting` will measure how busy the machine is."""
     return not _is_decided(config, environment, num_threads(config, environment)) and not expects_native(config)
 
 
@@ -59,22 +57,24 @@ def _is_decided(config: EngineConfig, environment: MutableMapping[str, str], thr
 
 
 def expects_native(config: EngineConfig) -> bool:
-    """Whether the native kernels will run every step, as far as can be known before torch is loaded: they may still
-    fail their test. Steps from hidden state go by torch."""
+    """Return whether the native kernels are expected to run every step.
+
+    They may still fail their test after torch is loaded. Steps from hidden state always use torch.
+    """
     if config.device == "cuda" or config.cpu_kernels != "auto":
         return False
     return not config.hidden_cache and is_built()
 
 
 def after_all(config: EngineConfig, environment: MutableMapping[str, str]) -> str:
-    """What to add where torch runs the steps that were expected to run natively; empty otherwise."""
+    """Return a remark for the log if torch runs steps that the native kernels were expected to run, else ""."""
     if not expects_native(config) or environment.get(POLICY) != "passive":
         return ""
-    return f"; its threads wait for each other passively ({POLICY}=active makes them spin)"
+    return f"; its threads wait passively (set {POLICY}=active to make them spin)"
 
 
 def num_threads(config: EngineConfig, environment: MutableMapping[str, str]) -> int:
-    """Threads that a step will use, of each rank: --threads, OMP_NUM_THREADS, or a thread per core."""
+    """Return the number of threads per rank: --threads, OMP_NUM_THREADS, or one per core."""
     if config.threads is not None:
         return config.threads
     asked = environment.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
@@ -82,6 +82,6 @@ def num_threads(config: EngineConfig, environment: MutableMapping[str, str]) -> 
 
 
 def announce(config: EngineConfig, say: Callable[[str], None]) -> None:
-    """Decide for this process and tell the user."""
+    """Choose the policy for this process and report it."""
     if line := choose_waiting(config, os.environ):
         say(line)

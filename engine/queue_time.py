@@ -1,4 +1,4 @@
-"""How long an online request may be expected to wait for its start before it is refused (`--max-queue-time`)."""
+"""`--max-queue-time`: the expected wait above which an online request is refused."""
 
 import math
 import re
@@ -14,15 +14,17 @@ _FORM = re.compile(r"(\d+(?:\.\d*)?|\.\d+)\s*(ms|s|m|x)")
 
 @dataclass(frozen=True, slots=True)
 class QueueTime:
-    """At most `seconds`, and at most `objectives` times the TTFT objective. A user would rather wait for two seconds
-    than be refused, so the default is far beyond the objective."""
+    """Maximum wait; both limits apply. The default exceeds the objective because users prefer a late answer to none."""
 
     seconds: float = math.inf
-    objectives: float = math.inf
+    objectives: float = math.inf  # multiple of the TTFT objective
 
     @classmethod
     def parse(cls, text: str) -> "QueueTime":
-        """`10x`: times the TTFT objective; `5s`, `500ms`, `2m`: a time; `none`: no limit. Raises ConfigError."""
+        """Parse `10x` (times the TTFT objective), a time like `500ms`, `5s` or `2m`, or `none`.
+
+        Raise ConfigError for any other text.
+        """
         if text.strip() == UNLIMITED_QUEUE:
             return cls()
         found = _FORM.fullmatch(text.strip())
@@ -34,5 +36,5 @@ class QueueTime:
         return cls(seconds=number * _UNITS[found.group(2)])
 
     def longest(self, ttft: float) -> float:
-        """Seconds; `ttft`: the objective, infinite where none is stated."""
+        """Return the maximum wait, seconds. `ttft` is the TTFT objective, infinite if there is none."""
         return min(self.seconds, self.objectives * ttft)

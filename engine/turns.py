@@ -1,17 +1,19 @@
-"""Turns on an event loop: work that nobody was promised a moment for goes on a little in each of the loop's rounds."""
+"""Rate limit per round of the event loop, for offline work without a latency objective."""
 
 import asyncio
 from collections import deque
 from weakref import WeakKeyDictionary
 
 EACH_ROUND = 2
-"""Offline answers that go on in one round of the event loop. A write with all that leads to it takes 0.1 to 0.2 ms; a
-hundred streams that come due in the same round would keep a chat's token, which waits in a socket, for 10 to 20 ms."""
+"""Offline outputs processed per round of the event loop. Each takes 0.1 to 0.2 ms including its write, so a hundred
+streams in the same round would delay the tokens of chats by 10 to 20 ms."""
 
 
 class Turns:
-    """At most `each` of those who wait go on in a round of the event loop, first come, first served; between two
-    rounds the loop reads its sockets."""
+    """Lets at most `each` waiting tasks continue per round of the event loop, in order of arrival.
+
+    Between two rounds, the loop reads its sockets.
+    """
 
     def __init__(self, each: int = EACH_ROUND) -> None:
         self._each = each
@@ -21,7 +23,7 @@ class Turns:
 
     @classmethod
     def of_loop(cls) -> "Turns":
-        """Those of offline work on the running event loop."""
+        """Return the shared instance of the running event loop."""
         loop = asyncio.get_running_loop()
         found = _of_loops.get(loop)
         if found is None:
@@ -29,7 +31,7 @@ class Turns:
         return found
 
     async def take(self) -> None:
-        """Go on at once if this round has a turn left and nobody waits, else wait for one."""
+        """Wait for a turn; return at once if this round has one left and no other task waits."""
         loop = asyncio.get_running_loop()
         if not self._counting:
             self._counting = True
@@ -45,7 +47,7 @@ class Turns:
         self._left = self._each
         while self._waiting and self._left > 0:
             turn = self._waiting.popleft()
-            if not turn.done():  # whoever waited was cancelled
+            if not turn.done():  # done: the waiting task was cancelled
                 turn.set_result(None)
                 self._left -= 1
         if self._left < self._each:

@@ -54,7 +54,7 @@ def test_what_is_no_recording_is_one_clear_line(tmp_path: Path, capsys: pytest.C
     bad = tmp_path / "bad"
     for content in (b"", b"{}", b"[1]", b'{"type":"Facts"}\n[', b"\xff"):
         bad.write_bytes(content)
-        with pytest.raises(ConfigError, match="no recording"):
+        with pytest.raises(ConfigError, match="not a flight recording"):
             flight_file.load(bad)
     assert main(["replay", str(tmp_path / "none")]) == 2
     assert "cannot be read" in capsys.readouterr().err
