@@ -21,9 +21,8 @@ from loadgen.arrivals import constant_rate, schedule
 from loadgen.client import Target
 from loadgen.plan import Plan, Windows
 from loadgen.prompts import WORDS, WordCosts
-from loadgen.randomness import stream
 from loadgen.records import RequestRecord
-from loadgen.stats import nearest_rank
+from loadgen.stats import nearest_rank, stream
 from loadgen.traces import Content
 from loadgen.workloads import fixed
 

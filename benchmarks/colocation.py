@@ -31,9 +31,8 @@ from loadgen import arrivals as processes
 from loadgen.arrivals import RateCurve, constant_rate
 from loadgen.metrics import Slo, token_events
 from loadgen.plan import Job, Plan, Windows
-from loadgen.randomness import stream
 from loadgen.records import JobRecord, Records, RequestRecord
-from loadgen.stats import percentile
+from loadgen.stats import percentile, stream
 from loadgen.svg import Floats, Mark, Series, chart, document
 from loadgen.workloads import fixed
 

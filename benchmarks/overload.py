@@ -20,9 +20,8 @@ from benchmarks.live import make_model_folder, metrics_page, plan_for, read_metr
 from benchmarks.machine import describe
 from loadgen import traces
 from loadgen.plan import Windows
-from loadgen.randomness import stream
 from loadgen.records import RequestRecord
-from loadgen.stats import percentile
+from loadgen.stats import percentile, stream
 from loadgen.traces import Trace
 
 ARMS = {word: (f"--overload={word}",) for word in ("recompute", "swap", "drop")}

@@ -30,9 +30,8 @@ from engine.models.byte_cells import slice_elements
 from engine.models.spec import load_spec
 from loadgen.arrivals import constant_rate, schedule
 from loadgen.metrics import Slo
-from loadgen.randomness import stream
 from loadgen.records import RequestRecord
-from loadgen.stats import percentile
+from loadgen.stats import percentile, stream
 from loadgen.workloads import fixed
 
 PROMPT, OUTPUT = 192, 192

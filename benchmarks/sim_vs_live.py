@@ -25,9 +25,9 @@ from engine.scheduling.objective import StepObjective
 from loadgen.arrivals import constant_rate, schedule
 from loadgen.metrics import Slo, run_metrics
 from loadgen.plan import Job, Windows
-from loadgen.randomness import stream
 from loadgen.simulation.device import measured_device, read_profile
 from loadgen.simulation.run import Policies, simulate
+from loadgen.stats import stream
 from loadgen.workloads import Workload, fixed
 from predictor.budget import BudgetParams
 from predictor.limits import UNITS_PER_BLOCK

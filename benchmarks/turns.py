@@ -23,9 +23,8 @@ from benchmarks.machine import describe
 from benchmarks.pressure import model_folder
 from loadgen import traces
 from loadgen.plan import Job, Windows
-from loadgen.randomness import stream
 from loadgen.records import RequestRecord
-from loadgen.stats import percentile
+from loadgen.stats import percentile, stream
 from loadgen.traces import Content, Trace
 from loadgen.workloads import fixed
 

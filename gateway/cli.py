@@ -21,8 +21,7 @@ from engine.config import EngineConfig
 from engine.errors import ConfigError, TidemillError
 from gateway.commands.batch import add_batch
 from gateway.commands.flags import flags_of, given_where, resolve_configs
-from gateway.commands.help import Parser, RootParser, add_by_task
-from gateway.commands.shell_completion import SHELLS, script
+from gateway.commands.help import SHELLS, Parser, RootParser, add_by_task, completion_script
 from gateway.config import ServerConfig
 from gateway.models import ModelNames
 
@@ -170,12 +169,12 @@ def _add_fleet(commands: Any) -> None:
 
 
 def _fleet(arguments: argparse.Namespace) -> int:
-    say(importlib.import_module("gateway.commands.fleet").restart(arguments.state_dir))
+    say(importlib.import_module("gateway.commands.engines").restart(arguments.state_dir))
     return 0
 
 
 def _replay(arguments: argparse.Namespace) -> int:
-    return int(importlib.import_module("gateway.commands.replay").run(arguments.file))
+    return int(importlib.import_module("gateway.commands.engines").replay(arguments.file))
 
 
 def _add_profile(commands: Any) -> None:
@@ -196,7 +195,7 @@ def _completions(arguments: argparse.Namespace) -> int:
     for command, module in _LOADGEN_FLAGS.items():
         with suppress(ImportError):  # the extra 'loadgen' may not be installed
             apart[command] = importlib.import_module(module).parser()
-    print(script(_parser(), arguments.shell, apart), end="")
+    print(completion_script(_parser(), arguments.shell, apart), end="")
     return 0
 
 

@@ -13,15 +13,15 @@ from typing import Any
 
 import orjson
 
-from loadgen import assemble, checks, flags, folder, formats, report, sweep, tables, traces
+from loadgen import assemble, checks, flags, folder, formats, report, sweep, terminal, traces
 from loadgen.assemble import Setup
 from loadgen.compare import Arm, Row, compare
 from loadgen.errors import InputError, ServerError
 from loadgen.folder import About
 from loadgen.metrics import harvest, interference
 from loadgen.plan import Plan
-from loadgen.progress import LiveLine
 from loadgen.session import Session, prepare, warm_up
+from loadgen.terminal import LiveLine
 from loadgen.workers import execute
 
 DONE, FAILED, INVALID, INTERRUPTED = 0, 1, 2, 130
@@ -105,7 +105,7 @@ def _run(args: argparse.Namespace, command: str) -> int:
     bench = _bench(args, command)
     path = args.output or folder.default_folder(args.result_dir, bench.setup.workload().name)
     summary = bench.run(path)
-    tables.show_run(summary)
+    terminal.show_run(summary)
     print(f"report: {path / 'report.html'}")
     return _verdict(summary, args.assertions)
 
@@ -167,7 +167,7 @@ def _sweep(args: argparse.Namespace, command: str) -> int:
     path.mkdir(parents=True, exist_ok=True)
     (path / "summary.json").write_bytes(folder.to_json(summary))
     (path / "report.html").write_text(report.sweep_page(summary), encoding="utf-8")
-    tables.show_sweep(summary)
+    terminal.show_sweep(summary)
     print(f"report: {path / 'report.html'}")
     return _verdict(summary, args.assertions)
 
@@ -226,7 +226,7 @@ def _compare(args: argparse.Namespace, _: str) -> int:
     if args.json:
         print(orjson.dumps(result, option=orjson.OPT_INDENT_2, default=_plain).decode())
     else:
-        tables.show_comparison(result, args.first.name, args.second.name)
+        terminal.show_comparison(result, args.first.name, args.second.name)
     return DONE
 
 
@@ -238,7 +238,7 @@ def _plain(value: Any) -> Any:
 
 def _trace(args: argparse.Namespace, _: str) -> int:
     trace = traces.apply(formats.read(args.file, args.trace_format), args.trace_ops, args.seed)
-    tables.show_values(args.file.name, traces.moments(trace))
+    terminal.show_values(args.file.name, traces.moments(trace))
     for note in trace.notes:
         print(f"  {note}")
     if args.output is not None:

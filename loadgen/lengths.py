@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from loadgen import formats
 from loadgen.arrivals import Process, RateCurve, constant_rate, schedule
-from loadgen.randomness import stream
+from loadgen.stats import stream
 from loadgen.traces import Trace, build
 
 Ints = NDArray[np.int64]

@@ -1,7 +1,7 @@
 """Prompts of an exact number of tokens, as token ids or as text, without the model's tokenizer.
 
 Token ids are sent to /v1/completions. Text consists of common words whose token counts were measured on the server
-(`loadgen.calibrate`). A prompt is a function of (seed, salt, request); a shared prefix is a function of (seed, salt,
+(`loadgen.session`). A prompt is a function of (seed, salt, request); a shared prefix is a function of (seed, salt,
 segment id).
 """
 
@@ -13,7 +13,7 @@ from typing import Any, Literal
 import numpy as np
 
 from loadgen.errors import InputError
-from loadgen.randomness import stream
+from loadgen.stats import stream
 from loadgen.traces import Content, Segment
 
 UNIQUE = -1

@@ -8,16 +8,19 @@ from typing import Any, Literal, TypeVar
 
 import orjson
 
-from loadgen.calibrate import word_costs
 from loadgen.client import Client, Target, describe_server, error_message, wait_ready
 from loadgen.errors import ServerError
 from loadgen.plan import Plan
-from loadgen.prompts import Source, TokenIds, output_fields
+from loadgen.prompts import ANCHOR, WORDS, Source, TokenIds, WordCosts, output_fields
 from loadgen.records import RequestRecord
 from loadgen.traces import Content
 from loadgen.workers import loop_factory
 
+REPEATS = 8
+"""Number of repetitions of the word in the first probe."""
 PromptMode = Literal["auto", "ids", "text"]
+Probe = Callable[[str], Awaitable[int]]
+"""Send a text and return `usage.prompt_tokens`."""
 T = TypeVar("T")
 
 
@@ -61,7 +64,7 @@ def prepare(
     return _with_client(target, work)
 
 
-def probe(client: Client) -> Callable[[str], Awaitable[int]]:
+def probe(client: Client) -> Probe:
     """Return a function that sends a text and returns its prompt tokens as counted by the server."""
 
     async def ask(text: str) -> int:
@@ -79,6 +82,41 @@ def probe(client: Client) -> Callable[[str], Awaitable[int]]:
             raise ServerError("the server reports no usage.prompt_tokens; use --prompt-mode ids") from None
 
     return ask
+
+
+async def word_costs(probe: Probe, words: Sequence[str] = WORDS) -> WordCosts:
+    """Measure the tokens of each word. Raise ServerError if a constant cost per word does not explain the counts.
+
+    A text with a word n times has overhead + n · cost tokens. One probe with all words shows whether each costs one
+    token; otherwise groups are bisected.
+    """
+    first = words[0]
+    overhead, long = await probe(_text([])), await probe(_text([first] * REPEATS))
+    cost, rest = divmod(long - overhead, REPEATS)
+    if rest or cost < 1:
+        raise ServerError(
+            f"prompt tokens do not grow linearly with words ({overhead}, then {long}); use --prompt-mode ids"
+        )
+    costs = {first: cost}
+    await _measure(probe, [word for word in words if word != first], overhead, costs)
+    return WordCosts(tuple(costs), tuple(costs.values()), overhead)
+
+
+async def _measure(probe: Probe, words: list[str], overhead: int, costs: dict[str, int]) -> None:
+    """Bisect groups until each is a single word or has words of cost 1 only, the minimum. Fill `costs`."""
+    groups = [words] if words else []
+    while groups:
+        group = groups.pop()
+        total = await probe(_text(group)) - overhead
+        if total == len(group) or len(group) == 1:
+            costs.update(dict.fromkeys(group, 1) if total == len(group) else {group[0]: max(1, total)})
+        else:
+            half = len(group) // 2
+            groups += [group[half:], group[:half]]
+
+
+def _text(words: Sequence[str]) -> str:
+    return ANCHOR + "".join(f" {word}" for word in words)
 
 
 def warm_up(plan: Plan, count: int, listed: Sequence[str] = ()) -> None:

@@ -1,9 +1,10 @@
-"""Percentiles and intervals: nearest rank, Wilson, cluster bootstrap paired by request.
+"""Random streams, percentiles and intervals: nearest rank, Wilson, cluster bootstrap paired by request.
 
 All percentiles are nearest rank, so that every percentile is a measured value and figures of a report agree.
 """
 
 import math
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -13,6 +14,15 @@ from numpy.typing import ArrayLike, NDArray
 Floats = NDArray[np.float64]
 
 Z95 = 1.959963984540054
+
+
+def stream(seed: int, purpose: str, *more: int) -> np.random.Generator:
+    """Return the generator for `seed`, `purpose` ("arrivals", "lengths", "text", ...) and optional numbers `more`.
+
+    Streams of different purposes are independent, so that e.g. drawing other lengths keeps the arrivals.
+    """
+    parts = [seed, zlib.crc32(purpose.encode()), *more]
+    return np.random.default_rng([part & 0xFFFFFFFF for part in parts])
 
 
 def nearest_rank(values: ArrayLike, percent: float) -> float:

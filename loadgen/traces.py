@@ -11,8 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from loadgen.errors import InputError
-from loadgen.randomness import stream
-from loadgen.stats import nearest_rank
+from loadgen.stats import nearest_rank, stream
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]

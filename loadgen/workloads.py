@@ -14,7 +14,7 @@ from loadgen import lengths, traces
 from loadgen.arrivals import Process, RateCurve, constant_rate, schedule
 from loadgen.errors import InputError
 from loadgen.plan import Job, OfflineMode
-from loadgen.randomness import stream
+from loadgen.stats import stream
 from loadgen.traces import Content, Trace
 
 

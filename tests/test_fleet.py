@@ -22,7 +22,7 @@ from engine.loop.step_watch import StepLimits
 from engine.process.client import SILENCE, EngineProcess
 from engine.process.judge import RestartPolicy
 from engine.process.suspects import LONE_DEATHS, SUSPECT_AFTER
-from gateway.commands.fleet import RESTART, restart
+from gateway.commands.engines import RESTART, restart
 from gateway.store.folder import open_state
 
 

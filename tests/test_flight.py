@@ -22,7 +22,7 @@ from engine.process.flights import Flights
 from engine.process.judge import RestartPolicy
 from engine.scheduling.output import Chunk
 from gateway.cli import main
-from gateway.commands.replay import table
+from gateway.commands.engines import table
 
 CHILD = Path(__file__).parent / "scripted_child.py"
 ENTRIES = [

@@ -10,7 +10,7 @@ from scipy import stats as scipy_stats
 
 from loadgen.arrivals import RateCurve, burst, constant_rate, parse_curve, schedule, sine
 from loadgen.errors import InputError
-from loadgen.randomness import stream
+from loadgen.stats import stream
 
 
 def random(seed: int = 1) -> np.random.Generator:

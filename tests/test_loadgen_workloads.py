@@ -7,11 +7,11 @@ from hypothesis import strategies as st
 
 from loadgen import lengths, workloads
 from loadgen.arrivals import parse_curve
-from loadgen.calibrate import word_costs
 from loadgen.client import Target
 from loadgen.errors import InputError, ServerError
 from loadgen.plan import Plan
 from loadgen.prompts import ANCHOR, WORDS, PromptMaker, TokenIds, WordCosts
+from loadgen.session import word_costs
 from loadgen.traces import Content, moments
 from loadgen.workloads import WORKLOADS, Options, build, clipped, fixed
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from gateway import cli
-from gateway.commands.shell_completion import SHELLS, actions
+from gateway.commands.help import SHELLS, actions
 
 CASES: list[tuple[list[str], set[str]]] = [
     (["tidemill", "ser"], {"serve"}),

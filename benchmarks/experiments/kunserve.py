@@ -25,11 +25,11 @@ from engine.colocation.virtual import Arrival
 from engine.fleet.routing import find_router
 from loadgen import lengths
 from loadgen.arrivals import RateCurve, schedule
-from loadgen.randomness import stream
 from loadgen.simulation.machine import Machine, MachineSpec, build_machine
 from loadgen.simulation.measure import Metrics, measure
 from loadgen.simulation.requests import Row, request_of, rows_of
 from loadgen.simulation.table import Result, figure, mean
+from loadgen.stats import stream
 from loadgen.svg import Series
 
 SOURCES = {"sharegpt": lengths.SHAREGPT, "chat": lengths.AZURE_CONV}

@@ -18,10 +18,10 @@ from benchmarks.experiments import hygen
 from benchmarks.experiments.pool import Replays
 from benchmarks.experiments.replay import ONLINE_ONLY, Setting, recorded_steps
 from benchmarks.experiments.surface import Family, Surface, Target, interference
-from loadgen.randomness import stream
 from loadgen.simulation.gpu import TrueLatency
 from loadgen.simulation.machine import Machine, build_machine
 from loadgen.simulation.table import Result, figure, mean
+from loadgen.stats import stream
 from loadgen.svg import Series
 from predictor.budget import BudgetParams
 from predictor.model import LatencyModel, LatencyPredictor

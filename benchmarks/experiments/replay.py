@@ -14,11 +14,11 @@ from engine.colocation.virtual import Arrival, VirtualDriver, VirtualRun
 from engine.core import EngineCore
 from engine.scheduling.objective import StepObjective
 from engine.scheduling.output import Collect, ModelRunner, SchedulerOutput
-from loadgen.randomness import stream
 from loadgen.simulation.gpu import TrueLatency
 from loadgen.simulation.machine import Machine
 from loadgen.simulation.measure import Metrics, measure
 from loadgen.simulation.requests import Row, request_of
+from loadgen.stats import stream
 from predictor.budget import BudgetParams
 from predictor.model import LatencyPredictor
 from predictor.samples import Sample

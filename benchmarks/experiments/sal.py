@@ -25,11 +25,11 @@ from engine.core import EngineCore
 from engine.fleet.routing import find_router
 from engine.scheduling.objective import StepObjective
 from loadgen import lengths, traces
-from loadgen.randomness import stream
 from loadgen.simulation.machine import Machine, MachineSpec, build_machine
 from loadgen.simulation.measure import Metrics, measure
 from loadgen.simulation.requests import Row, request_of, rows_of
 from loadgen.simulation.table import Result, figure, mean
+from loadgen.stats import stream
 from loadgen.svg import Series
 from predictor.features import BatchFeatures
 from predictor.limits import UNITS_PER_BLOCK

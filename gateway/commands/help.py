@@ -1,12 +1,13 @@
-"""Layout of the command-line help: commands and flags grouped by task, and examples.
+"""Layout of the command-line help: commands and flags grouped by task, and examples; shell completion scripts.
 
 A flag that is in no group is shown in a last group "more".
 """
 
 import argparse
 import difflib
+import importlib
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NoReturn
 
 from gateway.commands.flags import Flag, add_flags, removal
@@ -99,6 +100,7 @@ tidemill completions zsh > ~/.zfunc/_tidemill         a folder of $fpath
 tidemill completions fish > ~/.config/fish/completions/tidemill.fish""",
 }
 
+SHELLS = ("bash", "zsh", "fish")
 _UNKNOWN = re.compile(r"unrecognized arguments: (--[^\s=]+)|argument \S+: invalid choice: '([^']+)'")
 
 
@@ -169,3 +171,32 @@ def by_task(flags: Iterable[Flag]) -> Iterator[tuple[str, list[Flag]]]:
             yield title, members
     if left:
         yield "more", list(left.values())
+
+
+def completion_script(parser: argparse.ArgumentParser, shell: str, apart: Mapping[str, argparse.ArgumentParser]) -> str:
+    """Return the completion script for a shell of SHELLS.
+
+    `apart` has the parsers of commands that are only placeholders in `parser`.
+    """
+    shtab = importlib.import_module("shtab")
+    _subcommands(parser).update(apart)
+    for action in actions(parser):
+        if action.nargs in (0, argparse.PARSER):
+            continue
+        if not action.choices and isinstance(action.metavar, str) and action.metavar.startswith("{"):
+            action.choices = action.metavar.strip("{}").split(",")
+        elif not action.choices:
+            vars(action)["complete"] = shtab.FILE
+    return str(shtab.complete(parser, shell)) + "\n"
+
+
+def actions(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
+    """Yield the actions of a parser and of all its subcommands."""
+    yield from parser._actions
+    for inner in _subcommands(parser).values():
+        yield from actions(inner)
+
+
+def _subcommands(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
+    found = (action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
+    return next((action._name_parser_map for action in found), {})

@@ -1,13 +1,34 @@
-"""`tidemill replay FILE`: print the last steps before an engine process ended or a step failed, as a table."""
+"""`tidemill fleet restart` and `tidemill replay FILE`: restart the engines of a server; print a flight recording."""
 
+import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
+from engine.errors import ConfigError
 from engine.flight import file as flight_file
 from engine.flight import recorder as flight
+from gateway.store.opening import holder, state_path
+
+RESTART = signal.SIGUSR1
 
 
-def run(path: Path) -> int:
+def restart(state_dir: str | None) -> str:
+    """Signal the server that holds the state folder and return a message. Raise ConfigError if there is no server."""
+    root = state_path(state_dir, os.environ)
+    pid = holder(root)
+    if pid is None:
+        raise ConfigError(f"no server of this version uses --state-dir {root}; set the --state-dir of the server")
+    try:
+        os.kill(pid, RESTART)
+    except OSError as error:
+        raise ConfigError(
+            f"cannot signal process {pid}: {error.strerror}; run the command as the server's user"
+        ) from None
+    return f"process {pid} restarts its engines, one after another; its log and /ready show the progress"
+
+
+def replay(path: Path) -> int:
     """Print a recording and return the exit code. Raise ConfigError if the file is not a recording."""
     for line in table(flight_file.load(path)):
         print(line)
