@@ -14,7 +14,7 @@ from fixtures import StartServer
 
 from engine.text.tokenizer import Tokenizer
 from gateway import cli
-from gateway.commands.batch_client import Progress, duration_text, progress_text
+from gateway.commands.batch_client import BatchProgress, duration_text, progress_text
 
 
 @pytest.fixture(autouse=True)
@@ -172,7 +172,7 @@ def test_the_bar_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "200")
     now = [0.0]
     screen = Screen()
-    progress = Progress(screen, lambda: now[0], width=10)
+    progress = BatchProgress(screen, lambda: now[0], width=10)
     progress.show(a_batch(0))
     now[0] = 10.0
     progress.show(a_batch(490, 10, tokens=20_000))
@@ -186,7 +186,7 @@ def test_the_bar_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_rate_is_that_of_the_last_half_minute() -> None:
     now = [0.0]
-    progress = Progress(io.StringIO(), lambda: now[0])
+    progress = BatchProgress(io.StringIO(), lambda: now[0])
     for second in range(0, 100, 10):
         now[0] = float(second)
         text = progress.text(a_batch(min(second, 50), tokens=100 * min(second, 50)))
@@ -195,7 +195,7 @@ def test_the_rate_is_that_of_the_last_half_minute() -> None:
 
 def test_without_a_terminal_only_changes_are_shown() -> None:
     out = io.StringIO()
-    progress = Progress(out)
+    progress = BatchProgress(out)
     for batch in (a_batch(0, total=0, status="validating"), a_batch(1), a_batch(1), a_batch(2)):
         progress.show(batch)
     progress.end()

@@ -16,7 +16,7 @@ from engine.config import EngineConfig
 from engine.errors import ConfigError
 from engine.flight import file as flight_file
 from engine.flight.file import Facts
-from engine.flight.recorder import Completed, Failed, Idle, Launched
+from engine.flight.recorder import Completed, FailedStep, Idle, Launched
 from engine.process.client import EngineProcess
 from engine.process.flights import Flights
 from engine.process.judge import RestartPolicy
@@ -30,7 +30,7 @@ ENTRIES = [
     Completed(97.0, 7, 1, 0.025),
     Idle(97.5),
     Launched(98.0, 8, ["a"], (Chunk(0, 10, 1, True),)),
-    Failed(98.5, 8, "RuntimeError"),
+    FailedStep(98.5, 8, "RuntimeError"),
     Launched(99.0, 9, ["b"], (Chunk(1, 64, 36, True),), (), 2),
 ]
 
@@ -122,7 +122,7 @@ async def test_a_failed_step_is_kept_although_the_process_lives(tmp_path: Path) 
         assert len([output async for output in stream]) == 9
         (recording,) = await kept(tmp_path, 1)
         assert recording.facts.cause == "failed_step"
-        assert any(isinstance(entry, Failed) and entry.error == "MemoryError" for entry in recording.entries)
+        assert any(isinstance(entry, FailedStep) and entry.error == "MemoryError" for entry in recording.entries)
 
 
 async def test_a_disk_that_is_full_costs_the_recording_only(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -21,13 +21,13 @@ SIZE = SLOTS * SLOT_BYTES
 _HEADER = struct.Struct("<QI")
 
 
-class Entry(msgspec.Struct, frozen=True, array_like=True, tag=True, gc=False):
+class FlightEntry(msgspec.Struct, frozen=True, array_like=True, tag=True, gc=False):
     """Base of all entries."""
 
     at: float  # seconds on the monotonic clock
 
 
-class Launched(Entry, frozen=True):
+class Launched(FlightEntry, frozen=True):
     """A step is about to run."""
 
     step_id: int
@@ -39,7 +39,7 @@ class Launched(Entry, frozen=True):
     adapted: int = 0  # number of chunks with a LoRA adapter
 
 
-class Completed(Entry, frozen=True):
+class Completed(FlightEntry, frozen=True):
     """A step has completed."""
 
     step_id: int
@@ -47,24 +47,24 @@ class Completed(Entry, frozen=True):
     latency: float  # seconds
 
 
-class Failed(Entry, frozen=True):
+class FailedStep(FlightEntry, frozen=True, tag="Failed"):
     """A step raised an error or returned an invalid result."""
 
     step_id: int
     error: str
 
 
-class Idle(Entry, frozen=True):
+class Idle(FlightEntry, frozen=True):
     """No step runs and none can be scheduled."""
 
 
-class Preparing(Entry, frozen=True):
+class Preparing(FlightEntry, frozen=True):
     """All requests whose grammars are being compiled now, concurrently with the steps."""
 
     request_ids: list[str]
 
 
-AnyEntry = Launched | Completed | Failed | Idle | Preparing
+AnyEntry = Launched | Completed | FailedStep | Idle | Preparing
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(AnyEntry)
@@ -100,7 +100,7 @@ class FlightRecorder:
         self._write(Completed(now, result.step_id, len(result.token_ids), result.latency))
 
     def failed(self, output: SchedulerOutput, error: BaseException, now: float) -> None:
-        self._write(Failed(now, output.step_id, type(error).__name__))
+        self._write(FailedStep(now, output.step_id, type(error).__name__))
         self._on_failure()
 
     def idle(self, now: float) -> None:
@@ -159,7 +159,7 @@ def in_flight(entries: Sequence[AnyEntry]) -> dict[str, int]:
                 open_steps[entry.step_id] = last = entry
             case Completed():
                 open_steps.pop(entry.step_id, None)
-            case Failed():
+            case FailedStep():
                 last = open_steps.pop(entry.step_id, last)
             case Idle():
                 open_steps, last = {}, None

@@ -119,9 +119,9 @@ def _watch(client: "BatchClient", arguments: argparse.Namespace) -> int:
 
 def _follow(client: "BatchClient", batch_id: str, seconds: float = 1.0) -> int:
     """Show the progress until the batch ends and return the exit code. Ctrl-C does not affect the batch."""
-    from gateway.commands.batch_client import TERMINAL, Progress
+    from gateway.commands.batch_client import TERMINAL, BatchProgress
 
-    progress = Progress()
+    progress = BatchProgress()
     try:
         while True:
             batch = client.batch(batch_id)

@@ -117,7 +117,7 @@ def duration_text(seconds: float) -> str:
 
 
 @dataclass(slots=True)
-class Progress:
+class BatchProgress:
     """Show batch progress: a bar redrawn in place on a terminal, else one line per change."""
 
     out: TextIO = field(default_factory=lambda: sys.stderr)

@@ -41,7 +41,7 @@ def table(recording: flight_file.Recording) -> Iterator[str]:
     yield f"{facts.cause}: {facts.model}, {facts.dtype} on {facts.device}; {len(entries)} entries"
     titles = f"{'step':>8} {'before the end':>14} {'requests':>8} {'adapted':>7} {'new':>4} {'tokens':>6}"
     yield f"{titles} {'predicted':>10} {'took':>10}"
-    ends = {entry.step_id: entry for entry in entries if isinstance(entry, flight.Completed | flight.Failed)}
+    ends = {entry.step_id: entry for entry in entries if isinstance(entry, flight.Completed | flight.FailedStep)}
     for entry in entries:
         if isinstance(entry, flight.Launched):
             yield _row(entry, ends.get(entry.step_id), facts.clock)
@@ -51,13 +51,13 @@ def table(recording: flight_file.Recording) -> Iterator[str]:
         yield f"in the last steps: {request_id}, up to token {tokens}"
 
 
-def _row(entry: flight.Launched, end: flight.Completed | flight.Failed | None, clock: float) -> str:
+def _row(entry: flight.Launched, end: flight.Completed | flight.FailedStep | None, clock: float) -> str:
     tokens = sum(chunk.length for chunk in entry.chunks)
     predicted = "" if entry.predicted is None else f"{1e3 * entry.predicted:.1f} ms"
     match end:
         case flight.Completed():
             took = f"{1e3 * end.latency:.1f} ms"
-        case flight.Failed():
+        case flight.FailedStep():
             took = end.error
         case _:
             took = "no end"

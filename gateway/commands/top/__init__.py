@@ -1,1 +1,1 @@
-"""`tidemill top`: the page's figures in a terminal. `follow` reads a server, `history` keeps, `view` draws."""
+"""`tidemill top`: figures of the dashboard in a terminal. `follow` reads them, `history` stores them, `view` draws."""
