@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from predictor.budget import BudgetParams, params_of, to_plain
-from predictor.load import Shape
+from predictor.load import LoadShape
 
 GRID = 1.5
 LOWEST_CELL, HIGHEST_CELL = -16, 24
@@ -48,7 +48,7 @@ def lowest_rate(cell: int) -> float:
 class Situation:
     """Conditions of a search besides the rate: request lengths, and the seconds of a reference step (`pace`)."""
 
-    shape: Shape
+    shape: LoadShape
     pace: float
 
     def is_like(self, other: "Situation") -> bool:
@@ -57,14 +57,14 @@ class Situation:
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class BudgetEntry:
     """Result of a search; `params` with L = 0 means that no budget keeps the SLO. `found_at` is in calendar seconds."""
 
     params: BudgetParams
     situation: Situation
     found_at: float
 
-    def at_pace(self, pace: float) -> "Entry | None":
+    def at_pace(self, pace: float) -> "BudgetEntry | None":
         """Return the entry adapted to another step time; None if it does not apply.
 
         For slower steps, L is reduced in proportion. For faster steps it stays, which is safe.
@@ -83,9 +83,9 @@ class BudgetTable:
     """Newest entry of each cell."""
 
     def __init__(self) -> None:
-        self.entries: dict[int, Entry] = {}
+        self.entries: dict[int, BudgetEntry] = {}
 
-    def put(self, cell: int, entry: Entry) -> None:
+    def put(self, cell: int, entry: BudgetEntry) -> None:
         self.entries[cell] = entry
 
     def look_up(self, cell: int, situation: Situation, relative: bool = False) -> tuple[BudgetParams, int] | None:
@@ -113,7 +113,7 @@ class BudgetTable:
         params = usable[below].params
         return _lower(params, params.latency_budget * upper_rate(below) / upper_rate(cell)), below
 
-    def answers(self, cell: int, situation: Situation) -> Entry | None:
+    def answers(self, cell: int, situation: Situation) -> BudgetEntry | None:
         """Return the entry searched for this cell and situation, of any age; None if there is none."""
         entry = self.entries.get(cell)
         return entry if entry is not None and entry.situation.is_like(situation) else None
@@ -132,8 +132,8 @@ class BudgetTable:
         """Restore a table. Raises KeyError, TypeError or ValueError if the document is invalid."""
         table = cls()
         for row in document[: HIGHEST_CELL - LOWEST_CELL + 1]:
-            situation = Situation(Shape(*(float(value) for value in row["shape"])), float(row["pace"]))
-            table.put(int(row["cell"]), Entry(params_of(row["params"]), situation, float(row["found_at"])))
+            situation = Situation(LoadShape(*(float(value) for value in row["shape"])), float(row["pace"]))
+            table.put(int(row["cell"]), BudgetEntry(params_of(row["params"]), situation, float(row["found_at"])))
         return table
 
 
@@ -149,7 +149,7 @@ def _for_fewer(params: BudgetParams, share: float) -> BudgetParams:
     return _lower(replace(params, lam=params.lam * share), params.latency_budget * share)
 
 
-def _plain(entry: Entry) -> dict[str, Any]:
+def _plain(entry: BudgetEntry) -> dict[str, Any]:
     situation = entry.situation
     described = {"shape": list(situation.shape.values()), "pace": situation.pace, "found_at": entry.found_at}
     return {"params": to_plain(entry.params), **described}

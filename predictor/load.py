@@ -58,7 +58,7 @@ class OnlineArrival(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class LoadShape:
     """Mean lengths in tokens, online and offline (0: no request seen). `prompt` excludes the cached part."""
 
     prompt: float
@@ -67,7 +67,7 @@ class Shape:
     offline_prompt: float = 0.0
     offline_output: float = 0.0
 
-    def differs(self, other: "Shape", factor: float) -> bool:
+    def differs(self, other: "LoadShape", factor: float) -> bool:
         """Return whether any mean differs by more than `factor`, ignoring differences of a few tokens.
 
         Offline lengths are compared only if `other` has them.
@@ -144,14 +144,14 @@ class LoadModel:
         days = [rate for rate in self.week[index % DAY_BUCKETS :: DAY_BUCKETS] if not math.isnan(rate)]
         return fmean(days) if days else math.nan
 
-    def shape(self, offline: Sequence[Lengths] = ()) -> Shape | None:
+    def shape(self, offline: Sequence[Lengths] = ()) -> LoadShape | None:
         """Return mean lengths of recent requests; None without any. `offline`: fallback if no offline request ended."""
         recent = [arrival.lengths for arrival in list(self.arrivals)[-SHAPE_OF:]]
         if not recent:
             return None
         work = list(self.offline)[-SHAPE_OF:] or offline
         answered = [lengths.output for lengths in recent if lengths.output]
-        return Shape(
+        return LoadShape(
             fmean(lengths.prompt - lengths.cached for lengths in recent),
             fmean(lengths.cached for lengths in recent),
             fmean(answered) if answered else DEFAULT_OUTPUT,

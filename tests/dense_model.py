@@ -5,7 +5,7 @@ from collections.abc import Callable
 from torch import Tensor
 
 from engine.models.decoder import Attend, Decoder
-from engine.models.heads import Heads
+from engine.models.heads import HeadProjection
 from engine.models.weights import LayerWeights
 
 AttendHeads = Callable[[int, Tensor, Tensor, Tensor], Tensor]
@@ -14,7 +14,7 @@ AttendHeads = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 
 def attend_with(attend: AttendHeads, decoder: Decoder, positions: Tensor, max_model_len: int | None = None) -> Attend:
     """`attend` over the normed and rotated heads of tokens at these positions."""
-    heads = Heads(decoder.spec, decoder.weights, max_model_len or decoder.spec.max_context)
+    heads = HeadProjection(decoder.spec, decoder.weights, max_model_len or decoder.spec.max_context)
     rotary = heads.rotary(positions)
 
     def attended(index: int, layer: LayerWeights, x: Tensor) -> Tensor:

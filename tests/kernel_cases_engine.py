@@ -27,8 +27,8 @@ from engine.cache.blocks import CacheAction, CacheEntry, CacheKind, CacheOperati
 from engine.config import SchedulerConfig
 from engine.execution.cuda.kernels import triton_kernels
 from engine.execution.ranks.follower import Follower
-from engine.execution.ranks.group import Group
-from engine.execution.ranks.step import Step
+from engine.execution.ranks.group import RankGroup
+from engine.execution.ranks.step import RankStep
 from engine.models.checkpoint import load_weights
 from engine.models.decoder import Decoder
 from engine.models.lora import load_adapter, plan_adapter
@@ -91,7 +91,7 @@ def test_two_ranks_of_one_device(name: str, max_tokens: int) -> None:
         return called
 
     def driver_of_rank(rank: int) -> CudaDriver:
-        group = Group(store, rank, 2, torch.device(DEVICE), nccl=False)
+        group = RankGroup(store, rank, 2, torch.device(DEVICE), nccl=False)
         with turn:
             shard = Shard(rank, 2, waiting(group.total), waiting(group.gather))
             weights = load_weights(whole, folder, device=DEVICE, shard=shard)
@@ -103,7 +103,7 @@ def test_two_ranks_of_one_device(name: str, max_tokens: int) -> None:
         return driver
 
     class InTurn(Follower):
-        def run(self, step: Step) -> None:
+        def run(self, step: RankStep) -> None:
             with turn:
                 super().run(step)
 

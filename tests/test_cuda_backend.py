@@ -88,7 +88,7 @@ def test_who_waits_for_the_device_sleeps_where_cores_are_few(
     monkeypatch.setattr(lane, "read_processor", lambda: Processor("", cores, 2 * cores, frozenset()))
     monkeypatch.setattr(torch.cuda, "Event", Event)
     lane._few_cores.cache_clear()
-    here = lane.Lane(torch.device("cpu"))
+    here = lane.DeviceStream(torch.device("cpu"))
     here.stream = object()  # type: ignore[assignment]
     here.mark()
     lane._few_cores.cache_clear()

@@ -22,7 +22,7 @@ from engine.execution.cuda.buffers import StepInputs
 from engine.execution.cuda.device import CudaDevice
 from engine.execution.cuda.graphs import Graphs, Way
 from engine.execution.cuda.swap import Swapper
-from engine.execution.lane import Lane, Mark
+from engine.execution.lane import DeviceStream, Mark
 from engine.execution.pool import UnitPool
 from engine.execution.runner import Runner
 from engine.models import torch_ops
@@ -222,7 +222,7 @@ class LaterMark:
         raise AssertionError("nothing may wait on the host")
 
 
-class LaterLane(Lane):
+class LaterLane(DeviceStream):
     """Runs nothing until it is told to, as a stream may."""
 
     def __init__(self) -> None:
@@ -255,7 +255,7 @@ class LaterLane(Lane):
         self.done += 1
 
 
-class StepLane(Lane):
+class StepLane(DeviceStream):
     """Runs at once, and so has to wait for what it needs of lanes that do not, which run as far as they like before."""
 
     def __init__(self, others: list[LaterLane], rng: random.Random, hurry: float) -> None:
@@ -377,7 +377,7 @@ def test_long_requests_go_out_and_come_back_by_preemption(hurry: float | None, m
     ways = [LaterLane(), LaterLane()]
     if hurry is not None:
         lanes = iter([StepLane(ways, random.Random(1), hurry), *ways])
-        monkeypatch.setattr("engine.execution.cuda.device.Lane", lambda _device: next(lanes))
+        monkeypatch.setattr("engine.execution.cuda.device.DeviceStream", lambda _device: next(lanes))
         monkeypatch.setattr(swap, "STAGING_BYTES", 1)  # a unit in each half
     decoder = decoder_of("llama-gqa2")
     driver = make_driver(decoder.spec, decoder.weights, num_blocks=24, seqs=6, tokens=24, host_units=80)

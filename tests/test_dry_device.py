@@ -31,7 +31,7 @@ from engine.execution.masks import FinishMasks, StepMasks
 from engine.execution.pool import UnitPool
 from engine.execution.ranks.follower import Follower
 from engine.execution.ranks.messages import decode_step, encode
-from engine.execution.ranks.step import Step
+from engine.execution.ranks.step import RankStep
 from engine.execution.rows import RowTable
 from engine.execution.runner import Runner
 from engine.grammar import Grammar
@@ -212,7 +212,7 @@ class FollowerHere:
     def begin(self, output: SchedulerOutput, rows: RowTable) -> None:
         dry, counts = self._dry, self._dry.counts
         dry.counts = Counter()
-        self._follower.run(decode_step(encode(Step.of(output, rows))))
+        self._follower.run(decode_step(encode(RankStep.of(output, rows))))
         self.counts.append(dry.counts)
         dry.counts = counts
 

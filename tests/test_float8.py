@@ -27,7 +27,7 @@ from engine.models.checkpoint import load_weights
 from engine.models.decoder import Decoder
 from engine.models.float8 import FLOAT8, Float8Linear, RoundedRows, Rounding, make_float8, round_rows, scale_rows
 from engine.models.linear import Linear, MakeLinear, PlainLinear, make_linear
-from engine.models.quantized import Rounded
+from engine.models.quantized import RoundedWeight
 from engine.models.spec import load_spec, spec_from_config
 from engine.models.weights import DummyTensors, LayerWeights, ModelWeights, ResidentLayers, build_weights, matrices
 from predictor.limits import Limits
@@ -106,7 +106,7 @@ def test_parts_of_a_layer_are_the_layer() -> None:
 def test_a_weight_of_other_sides_stays_as_it_is(shape: tuple[int, int]) -> None:
     assert isinstance(make_float8(_drawn(*shape)), PlainLinear)
     values, scales = round_rows(_drawn(*shape))
-    stored = make_float8(Rounded(values, scales.flatten(), torch.bfloat16))
+    stored = make_float8(RoundedWeight(values, scales.flatten(), torch.bfloat16))
     assert isinstance(stored, PlainLinear)
     assert torch.equal(stored.dense_from(0)[0], (values.float() * scales).to(torch.bfloat16))
 
@@ -198,7 +198,7 @@ def test_rounding_in_norms_and_gates_changes_no_bit(static: float | None) -> Non
         def __call__(self, x: Tensor) -> Tensor:
             return self._layer(x)
 
-    def make(weight: Tensor | Rounded, bias: Tensor | None = None, *, gated: bool = False) -> Linear:
+    def make(weight: Tensor | RoundedWeight, bias: Tensor | None = None, *, gated: bool = False) -> Linear:
         layer = make_float8(weight, bias, gated=gated)
         if isinstance(layer, Float8Linear) and static is not None:
             layer.inputs = torch.tensor([static])

@@ -14,8 +14,8 @@ from predictor.budget_table import (
     HIGHEST_CELL,
     LOWEST_CELL,
     MAX_AGE,
+    BudgetEntry,
     BudgetTable,
-    Entry,
     Situation,
     cell_of,
     upper_rate,
@@ -27,14 +27,14 @@ from predictor.load import (
     WEEK,
     Lengths,
     LoadModel,
+    LoadShape,
     OnlineArrival,
-    Shape,
     resample,
     unit_gaps,
 )
 from predictor.profile import ProfileKey
 
-SHAPE = Shape(100.0, 0.0, 50.0, 500.0, 60.0)
+SHAPE = LoadShape(100.0, 0.0, 50.0, 500.0, 60.0)
 HERE = Situation(SHAPE, 0.02)
 USUAL = Lengths(100, 50)
 
@@ -127,19 +127,19 @@ def test_the_shape_is_of_the_last_requests() -> None:
 @pytest.mark.parametrize(
     ("other", "differs"),
     [
-        (Shape(120.0, 0.0, 50.0, 500.0, 60.0), False),
-        (Shape(160.0, 0.0, 50.0, 500.0, 60.0), True),
-        (Shape(100.0, 50.0, 50.0, 500.0, 60.0), True),
-        (Shape(100.0, 2.0, 50.0, 500.0, 60.0), False),
-        (Shape(100.0, 0.0, 50.0, 250.0, 60.0), True),
+        (LoadShape(120.0, 0.0, 50.0, 500.0, 60.0), False),
+        (LoadShape(160.0, 0.0, 50.0, 500.0, 60.0), True),
+        (LoadShape(100.0, 50.0, 50.0, 500.0, 60.0), True),
+        (LoadShape(100.0, 2.0, 50.0, 500.0, 60.0), False),
+        (LoadShape(100.0, 0.0, 50.0, 250.0, 60.0), True),
     ],
 )
-def test_shapes_that_differ(other: Shape, differs: bool) -> None:
+def test_shapes_that_differ(other: LoadShape, differs: bool) -> None:
     assert SHAPE.differs(other, 1.3) is other.differs(SHAPE, 1.3) is differs
 
 
 def test_offline_lengths_that_nobody_knows_are_no_difference_but_a_guess_is() -> None:
-    unknown = Shape(100.0, 0.0, 50.0)
+    unknown = LoadShape(100.0, 0.0, 50.0)
     assert not SHAPE.differs(unknown, 1.3), "no job has come yet: what was found for the last one serves"
     assert unknown.differs(SHAPE, 1.3), "what was found without a job does not serve for one"
 
@@ -173,8 +173,8 @@ def test_gaps_in_units_of_their_surroundings() -> None:
 # The table of budgets
 
 
-def entry(budget: float, situation: Situation = HERE, at: float = 0.0) -> Entry:
-    return Entry(BudgetParams("tidemill", budget), situation, at)
+def entry(budget: float, situation: Situation = HERE, at: float = 0.0) -> BudgetEntry:
+    return BudgetEntry(BudgetParams("tidemill", budget), situation, at)
 
 
 def test_cells_are_searched_at_their_upper_edge_and_left_with_hysteresis() -> None:
@@ -196,7 +196,7 @@ def test_a_change_of_load_is_a_look_up() -> None:
     found = table.look_up(5, HERE)
     assert found is not None and found[1] == 3
     assert found[0].latency_budget == pytest.approx(0.02 / 1.5**2), "what kept the SLO at less may not keep it here"
-    longer = Situation(Shape(300.0, 0.0, 50.0, 500.0, 60.0), 0.02)
+    longer = Situation(LoadShape(300.0, 0.0, 50.0, 500.0, 60.0), 0.02)
     assert table.look_up(0, longer) is None
 
 
@@ -223,7 +223,7 @@ def test_none_at_all_stays_none_unless_steps_are_clearly_faster() -> None:
 
 def test_at_a_higher_rate_no_rule_frees_more_steps_from_a_smaller_budget() -> None:
     table = BudgetTable()
-    table.put(0, Entry(BudgetParams("tidemill", 0.05, rule="tbt_p99"), HERE, 0.0))
+    table.put(0, BudgetEntry(BudgetParams("tidemill", 0.05, rule="tbt_p99"), HERE, 0.0))
     found = table.look_up(1, HERE)
     assert found is not None and found[0].rule == "flat"
 
@@ -239,7 +239,7 @@ def test_none_at_all_holds_for_every_higher_rate_but_for_no_lower_one() -> None:
 def test_of_a_tolerance_a_budget_says_less_of_every_other_rate() -> None:
     """Where fewer requests come, a second offline is more of what they take alone, and λ lets more of it in."""
     table = BudgetTable()
-    table.put(3, Entry(BudgetParams("tidemill", 0.05, 8.0, 4.0, "tbt_mean"), HERE, 0.0))
+    table.put(3, BudgetEntry(BudgetParams("tidemill", 0.05, 8.0, 4.0, "tbt_mean"), HERE, 0.0))
     assert table.look_up(3, HERE, relative=True) == table.look_up(3, HERE)
     found = table.look_up(1, HERE, relative=True)
     assert found is not None and found[1] == 3
@@ -261,7 +261,7 @@ def test_entries_age() -> None:
 def test_the_table_survives_as_text() -> None:
     table = BudgetTable()
     table.put(0, entry(0.05))
-    table.put(-3, Entry(BudgetParams("tidemill", 0.03, 2.5, 4.0, "tbt_mean"), HERE, 77.0))
+    table.put(-3, BudgetEntry(BudgetParams("tidemill", 0.03, 2.5, 4.0, "tbt_mean"), HERE, 77.0))
     again = BudgetTable.from_document(json.loads(json.dumps(table.to_document(), allow_nan=False)))
     assert again.entries == table.entries
 

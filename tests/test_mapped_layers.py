@@ -20,7 +20,7 @@ from engine.execution.cuda import mapped_layers
 from engine.execution.cuda.mapped_layers import MappedLayers
 from engine.execution.cuda.virtual_memory import MappingError
 from engine.execution.pool import UnitPool
-from engine.execution.stages import StagedRunner
+from engine.execution.stages import PipelineRunner
 from engine.models.linear import make_plain
 from engine.models.weights import DummyTensors, build_weights, matrices
 
@@ -28,7 +28,7 @@ CALLS = ("cuMemMap", "cuMemSetAccess", "cuMemUnmap")
 PROMPTS = ([5, 6, 7], [8, 9])
 
 
-def parts(runner: StagedRunner) -> tuple[MappedLayers, UnitPool, FakeDriver]:
+def parts(runner: PipelineRunner) -> tuple[MappedLayers, UnitPool, FakeDriver]:
     layers = runner._layers
     assert isinstance(layers, MappedLayers)
     driver: FakeDriver = layers._memory._driver
@@ -45,7 +45,7 @@ def addresses(layers: MappedLayers) -> list[int]:
     return [matrix.data().data_ptr() for layer in layers for matrix in matrices(layer)]
 
 
-def most(runner: StagedRunner, keep: range) -> int:
+def most(runner: PipelineRunner, keep: range) -> int:
     """Units of these layers for which there is memory, when all others are given up."""
     layers, _, _ = parts(runner)
     kept = sum(layers._pieces[index].num_bytes for index in keep)

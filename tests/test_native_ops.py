@@ -23,10 +23,10 @@ from engine.execution.cpu.native.library import (
     Level,
     Library,
     Op,
-    Shape,
-    Step,
     StepError,
     Tape,
+    TapeShape,
+    TapeStep,
     Team,
     activation_dtype,
 )
@@ -283,7 +283,7 @@ def run_attention(
         expected[first : first + length] = torch.einsum("hqk,khd->qhd", weights, v).flatten(1)
         first += length
     longest = max(start + length for start, length in chunks)
-    shape = Shape(
+    shape = TapeShape(
         heads=heads, kv_heads=kv_heads, head_dim=dim, value_dim=dims[1], cell=cell, hidden=8, layers=layers, vocab=5,
         block_size=block, pool_units=units, num_rows=len(chunks), max_blocks=tables.shape[2], max_positions=longest,
         max_tokens=total, max_samples=1, level=level, type=TYPES[dtype], scale=dim**-0.5,
@@ -296,7 +296,7 @@ def run_attention(
     attend.out_stride = merge.out_stride = out.stride(0)
     told = np.array([(row, start, length, 0) for row, (start, length) in enumerate(chunks)], dtype=np.int64)
     tokens, counts = np.zeros((len(chunks), longest), dtype=np.int64), np.array(blocks, dtype=np.int64)
-    step = Step(
+    step = TapeStep(
         num_chunks=len(chunks), token_stride=longest, table_stride=tables.shape[2], chunks=told.ctypes.data,
         tokens=tokens.ctypes.data, k_table=tables[0].ctypes.data, v_table=tables[1].ctypes.data,
         num_blocks=counts.ctypes.data, pool=pool.data_ptr(),
@@ -405,7 +405,7 @@ def run_ops(
     pool = torch.zeros(shape.pool_units, shape.block_size, shape.cell, dtype=dtype)
     chunk, tokens_of = np.array([(0, 0, tokens, samples)], np.int64), np.zeros((1, room), np.int64)
     tables, counts = np.arange(room // 2, dtype=np.int64).reshape(2, -1), np.array([room // 4], np.int64)
-    step = Step(
+    step = TapeStep(
         num_chunks=1, token_stride=room, table_stride=room // 4, chunks=chunk.ctypes.data,
         tokens=tokens_of.ctypes.data, k_table=tables[0].ctypes.data, v_table=tables[1].ctypes.data,
         num_blocks=counts.ctypes.data, pool=pool.data_ptr(), **(results or {}),
@@ -492,14 +492,14 @@ def test_heads_are_normed_before_or_after_they_are_turned(
 # ---- what is refused
 
 
-def tiny_shape(**changes: object) -> Shape:
+def tiny_shape(**changes: object) -> TapeShape:
     values: dict[str, object] = {
         "heads": 2, "kv_heads": 1, "head_dim": 8, "value_dim": 8, "cell": 8, "hidden": 8, "layers": 1, "vocab": 5,
         "block_size": 4, "pool_units": 6,
         "num_rows": 2, "max_blocks": 3, "max_positions": 12, "max_tokens": 8, "max_samples": 2,
         "level": Level.AVX2, "type": 0, "scale": 1.0,
     }  # fmt: skip
-    return Shape(**(values | changes))
+    return TapeShape(**(values | changes))
 
 
 @pytest.mark.parametrize(
@@ -569,7 +569,7 @@ def test_a_step_that_does_not_fit_is_refused_before_it_runs(
     if change:
         arrays[change[0]][0, 0] = change[1]
     chunks, best, ids = np.array([chunk], np.int64), np.full(2, 7.0, np.float32), np.full(2, 7, np.int64)
-    step = Step(num_chunks=1, token_stride=12, table_stride=3, best=best.ctypes.data, best_id=ids.ctypes.data)
+    step = TapeStep(num_chunks=1, token_stride=12, table_stride=3, best=best.ctypes.data, best_id=ids.ctypes.data)
     step.chunks = chunks.ctypes.data
     for name, array in arrays.items():
         setattr(step, name, array.ctypes.data)
@@ -579,7 +579,7 @@ def test_a_step_that_does_not_fit_is_refused_before_it_runs(
 
 
 def test_a_library_of_another_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("engine.execution.cpu.native.library.Step", Shape)
-    assert ctypes.sizeof(Shape) != ctypes.sizeof(Step)
+    monkeypatch.setattr("engine.execution.cpu.native.library.TapeStep", TapeShape)
+    assert ctypes.sizeof(TapeShape) != ctypes.sizeof(TapeStep)
     with pytest.raises(ConfigError, match="another version"):
         Library(build())

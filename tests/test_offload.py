@@ -36,7 +36,7 @@ from engine.execution.cpu.weight_file import WeightFile
 from engine.execution.cuda import backend as cuda_backend
 from engine.execution.cuda.device import CudaDevice
 from engine.execution.cuda.pinned_weights import PinnedWeights
-from engine.execution.lane import Lane
+from engine.execution.lane import DeviceStream
 from engine.execution.offload import FEWEST_STREAMED, Offload, plan_offload, spread
 from engine.execution.runner import Runner
 from engine.machine import facts
@@ -451,7 +451,9 @@ def test_copies_and_kernels_in_any_order_that_events_allow(seed: int) -> None:
     random = Random(seed)
     odd = random.choices(range(5), k=random.randrange(6))
     steps, transfers = LateLane(), LateLane()
-    transport = PinnedWeights(4 * 64, 4, CPU, transfers=cast(Lane, transfers), steps=lambda: cast(Lane, steps))
+    transport = PinnedWeights(
+        4 * 64, 4, CPU, transfers=cast(DeviceStream, transfers), steps=lambda: cast(DeviceStream, steps)
+    )
     layers = StreamedLayers(iter(small_layers(5)), (0, 1, 3, 4), transport)
     found: list[tuple[int, set[float]]] = []
     for index in (*range(5), *odd, *(list(range(5)) * 3)):

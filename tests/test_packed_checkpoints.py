@@ -23,7 +23,7 @@ from engine.execution.plan import LaunchPlan
 from engine.models.checkpoint import Checkpoint, load_weights
 from engine.models.linear import make_linear
 from engine.models.packing import packing_from_config
-from engine.models.quantized import QuantizedLinear, Rounded
+from engine.models.quantized import QuantizedLinear, RoundedWeight
 from engine.models.spec import load_spec, spec_from_config
 from engine.models.unpacking import dense
 from gateway.commands.report import report_launch
@@ -168,7 +168,7 @@ def test_native_layers_of_stored_integers_equal_their_twin() -> None:
     generator = torch.Generator().manual_seed(5)
     values = torch.randint(-128, 128, (70, 100), generator=generator).to(torch.int8)
     values[0] = -128
-    weight = Rounded(values, torch.rand(70, generator=generator) / 100, torch.float32)
+    weight = RoundedWeight(values, torch.rand(70, generator=generator) / 100, torch.float32)
     x = torch.randn(9, 100, generator=generator)
     x[0] = 3.0
     for level in native_library().levels():

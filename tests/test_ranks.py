@@ -38,9 +38,9 @@ from engine.execution.cuda.backend import CudaBackend
 from engine.execution.cuda.device import CudaDevice
 from engine.execution.ranks import leader, messages
 from engine.execution.ranks.follower import Follower
-from engine.execution.ranks.group import Group
+from engine.execution.ranks.group import RankGroup
 from engine.execution.ranks.leader import Leader
-from engine.execution.ranks.step import Step
+from engine.execution.ranks.step import RankStep
 from engine.execution.rows import RowTable
 from engine.execution.runner import Runner
 from engine.machine.facts import Processor
@@ -357,7 +357,7 @@ def test_what_keeps_another_rank_from_its_start_is_raised_here(monkeypatch: pyte
 def test_all_ranks_have_the_least_of_what_one_has() -> None:
     store = distributed.HashStore()
     with ThreadPoolExecutor(2) as threads:
-        groups = list(threads.map(lambda rank: Group(store, rank, 2, CPU, nccl=False), range(2)))
+        groups = list(threads.map(lambda rank: RankGroup(store, rank, 2, CPU, nccl=False), range(2)))
         found = list(threads.map(lambda pair: pair[0].least(pair[1]), zip(groups, ([5, 9], [7, 3]), strict=True)))
         assert found == [[5, 3], [5, 3]]
         shared = [torch.tensor([7]), torch.tensor([8])]
@@ -420,7 +420,7 @@ class FollowersHere:
         self.failures: list[Any] = []
 
     def begin(self, output: SchedulerOutput, rows: RowTable) -> None:
-        step = messages.decode_step(messages.encode(Step.of(output, rows)))
+        step = messages.decode_step(messages.encode(RankStep.of(output, rows)))
         assert not any(new.token_ids for new in step.output.new_requests), "tokens go once, with the chunks"
         self.failures.append(self.thread.submit(lambda: self._follower.result().run(step)))
 
@@ -460,7 +460,7 @@ def test_two_devices_equal_one(kind: type, case: str, vocab: int) -> None:
     load_format = "auto" if vocab == 97 else "dummy"
 
     def device_of(rank: int, ranks: int) -> Any:
-        group = Group(store, rank, ranks, CPU, nccl=False) if ranks > 1 else None
+        group = RankGroup(store, rank, ranks, CPU, nccl=False) if ranks > 1 else None
         shard = None if group is None else Shard(rank, ranks, group.total, group.gather)
         native = native_kernels() if kind is NativeDevice else None
         make = make_linear if native is None else native.linear

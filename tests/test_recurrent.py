@@ -24,7 +24,7 @@ from engine.execution.runner import Runner
 from engine.execution.self_test import test_modules
 from engine.execution.states import StateTable
 from engine.grammar import Grammar
-from engine.models.recurrent import Past
+from engine.models.recurrent import RecurrentState
 from engine.models.transformers_model import TransformersModel, load_model, load_shape
 
 test_modules.__test__ = False  # type: ignore[attr-defined]
@@ -245,7 +245,7 @@ def test_a_state_that_is_dropped_is_noticed(case_of: Any, monkeypatch: pytest.Mo
     case = case_of("lfm2")
     assert test_modules(case.model) == ""
     with monkeypatch.context() as patch:
-        patch.setattr(states, "Past", lambda *_parts: Past())
+        patch.setattr(states, "RecurrentState", lambda *_parts: RecurrentState())
         assert "of their spread" in test_modules(case.model)
     mixed = StateTable.of_step
 

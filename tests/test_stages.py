@@ -37,7 +37,7 @@ from engine.execution.cuda.mapped_layers import MappedLayers
 from engine.execution.plan import LaunchPlan
 from engine.execution.pool import UnitPool
 from engine.execution.runner import Runner
-from engine.execution.stages import StagedRunner, StageError
+from engine.execution.stages import PipelineRunner, StageError
 from engine.fleet.drop import pipeline_units, split_layers
 from engine.machine.link import Link, LinkLostError
 from engine.models import torch_ops
@@ -73,7 +73,7 @@ def llama(**changes: object) -> ModelSpec:
     return spec_from_config(llama_config(num_hidden_layers=LAYERS, **changes))
 
 
-def make(spec: ModelSpec, kind: str, dtype: str = "float32", units: int = UNITS, **pool: Any) -> StagedRunner:
+def make(spec: ModelSpec, kind: str, dtype: str = "float32", units: int = UNITS, **pool: Any) -> PipelineRunner:
     """A runner of random weights, which it loads again by their seed."""
     if kind == "cuda":
         return make_cuda(spec, dtype, units, **pool)
@@ -85,10 +85,10 @@ def make(spec: ModelSpec, kind: str, dtype: str = "float32", units: int = UNITS,
         NativeDevice(decoder, native(), limits, **spare) if kind == "native" else TorchDevice(decoder, limits, **spare)
     )
     load = functools.partial(load_layers, spec, Path(), dtype=dtype, load_format="dummy", seed=3, make=linear)
-    return StagedRunner(Runner(device), load)
+    return PipelineRunner(Runner(device), load)
 
 
-def make_cuda(spec: ModelSpec, dtype: str, units: int, **pool: Any) -> StagedRunner:
+def make_cuda(spec: ModelSpec, dtype: str, units: int, **pool: Any) -> PipelineRunner:
     layers: Gather = functools.partial(MappedLayers, fake_memory()[0])
     weights = build_weights(spec, DummyTensors(3, getattr(torch, dtype), torch.device("cpu")), make_plain, layers)
     assert isinstance(weights.layers, MappedLayers)
@@ -97,7 +97,7 @@ def make_cuda(spec: ModelSpec, dtype: str, units: int, **pool: Any) -> StagedRun
     load = functools.partial(
         load_layers, spec, Path(), dtype=dtype, load_format="dummy", seed=3, make=make_plain, keep=weights.layers.refill
     )
-    return StagedRunner(Runner(device), load)
+    return PipelineRunner(Runner(device), load)
 
 
 @functools.cache
@@ -109,7 +109,7 @@ def demo_plan() -> tuple[EngineConfig, LaunchPlan]:
     return config, replace(plan_launch(config), droppable=True)
 
 
-def make_any(kind: str) -> StagedRunner:
+def make_any(kind: str) -> PipelineRunner:
     """Random weights, or the packaged model as a server has it."""
     if kind != "demo":
         return make(llama(), kind)
@@ -118,7 +118,7 @@ def make_any(kind: str) -> StagedRunner:
     return CpuBackend().make_staged(config, plan, runner)
 
 
-def drive(runner: StagedRunner, units: int) -> Driver:
+def drive(runner: PipelineRunner, units: int) -> Driver:
     config = SchedulerConfig(
         num_units=units, max_model_len=120, block_size=BLOCK, max_num_seqs=12, max_num_batched_tokens=32,
         min_prefill_chunk=8, pipeline_depth=runner._device.pipeline_depth,
@@ -126,14 +126,14 @@ def drive(runner: StagedRunner, units: int) -> Driver:
     return Driver(runner, config)
 
 
-def units_of_group(runner: StagedRunner, kept: Sequence[range]) -> int:
+def units_of_group(runner: PipelineRunner, kept: Sequence[range]) -> int:
     held = [float(UNITS * runner.num_layers * runner.unit_layer_bytes)] * len(kept)
     return pipeline_units(kept, held, runner.layer_bytes, runner.unit_layer_bytes)
 
 
 @contextmanager
 def pipeline(
-    *runners: StagedRunner, kind: type[Link] = Link, model: LatencyModel | None = None
+    *runners: PipelineRunner, kind: type[Link] = Link, model: LatencyModel | None = None
 ) -> Iterator[list[Link]]:
     """Each leads the next one, whose part of a step runs in a thread. Gives the links, as the leaders see them."""
     links = []

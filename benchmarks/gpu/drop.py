@@ -23,7 +23,7 @@ from engine.execution.cuda.mapped_layers import MappedLayers
 from engine.execution.cuda.virtual_memory import Memory
 from engine.execution.pool import HostMemory
 from engine.execution.runner import Runner
-from engine.execution.stages import StagedRunner
+from engine.execution.stages import PipelineRunner
 from engine.fleet.drop import pipeline_units, split_layers
 from engine.machine.link import Link
 from engine.models.checkpoint import load_layers
@@ -65,7 +65,7 @@ def check_drop(setup: Setup) -> Iterator[Row]:
 
 
 def _rows(
-    runner: StagedRunner,
+    runner: PipelineRunner,
     config: SchedulerConfig,
     units: int,
     seconds: tuple[float, float],
@@ -94,7 +94,7 @@ def _follow(setup: Setup, config: SchedulerConfig, end: socket.socket, orders: C
     orders.send("restored")
 
 
-def _make(setup: Setup, config: SchedulerConfig) -> StagedRunner:
+def _make(setup: Setup, config: SchedulerConfig) -> PipelineRunner:
     """As the server builds it. In tiny sizes the memory is the system's."""
     spec, on_gpu = setup.spec(_MODEL), setup.device.type == "cuda"
     gather: Gather = partial(MappedLayers, Memory(setup.device)) if on_gpu else ResidentLayers
@@ -111,16 +111,16 @@ def _make(setup: Setup, config: SchedulerConfig) -> StagedRunner:
         load_layers, spec, Path(), dtype=kind, device=setup.device, load_format="dummy", make=make_plain,
         keep=layers.refill,
     )  # fmt: skip
-    return StagedRunner(Runner(device), load)
+    return PipelineRunner(Runner(device), load)
 
 
-def _units(runner: StagedRunner, config: SchedulerConfig) -> int:
+def _units(runner: PipelineRunner, config: SchedulerConfig) -> int:
     kept = split_layers(runner.num_layers, (1.0, 1.0))
     held = float(config.num_units * runner.num_layers * runner.unit_layer_bytes)
     return pipeline_units(kept, (held, held), runner.layer_bytes, runner.unit_layer_bytes)
 
 
-def _drop(runner: StagedRunner, config: SchedulerConfig, stage: int) -> None:
+def _drop(runner: PipelineRunner, config: SchedulerConfig, stage: int) -> None:
     runner.drop(split_layers(runner.num_layers, (1.0, 1.0))[stage], _units(runner, config))
 
 
@@ -132,7 +132,7 @@ def _seconds(setup: Setup, work: Callable[[], object]) -> float:
     return time.perf_counter() - began
 
 
-def _tokens(runner: StagedRunner, config: SchedulerConfig, requests: list[EngineRequest]) -> list[list[int]]:
+def _tokens(runner: PipelineRunner, config: SchedulerConfig, requests: list[EngineRequest]) -> list[list[int]]:
     loop = Loop(runner, config)
     loop.run(requests)
     return [loop.tokens[request.request_id] for request in requests]

@@ -15,8 +15,8 @@ from benchmarks.gpu.table import Row
 from engine.config import SchedulerConfig
 from engine.execution.cuda.device import CudaDevice
 from engine.execution.ranks.follower import Follower
-from engine.execution.ranks.group import Group, c10d
-from engine.execution.ranks.step import Step
+from engine.execution.ranks.group import RankGroup, c10d
+from engine.execution.ranks.step import RankStep
 from engine.execution.rows import RowTable
 from engine.execution.runner import Runner
 from engine.models.sharding import Shard
@@ -48,7 +48,7 @@ class _FollowerHere:
         """See OtherRanks. Raises what the step before raised there."""
         if self._last is not None:
             self._last.result()
-        step = Step.of(output, rows)
+        step = RankStep.of(output, rows)
         self._last = self._thread.submit(lambda: self._follower.result().run(step))
 
     def end(self) -> None: ...
@@ -62,7 +62,7 @@ class _FollowerHere:
 
 def _one_by_nccl(setup: Setup, spec: ModelSpec, source: TensorSource, config: SchedulerConfig) -> Runner[CudaDevice]:
     on_gpu = setup.device.type == "cuda"
-    group = Group(c10d().HashStore(), 0, 1, setup.device, nccl=on_gpu)
+    group = RankGroup(c10d().HashStore(), 0, 1, setup.device, nccl=on_gpu)
     device = _device(setup, spec, source, config, Shard(0, 1, group.total, group.gather), graphs=on_gpu)
     assert device.num_graphs == (device.num_shapes if on_gpu else 0), "a graph was not captured"
     device.join(group.share)
@@ -75,7 +75,7 @@ def _two_by_gloo(
     store = c10d().HashStore()
 
     def make(rank: int) -> CudaDevice:
-        group = Group(store, rank, 2, setup.device, nccl=False)
+        group = RankGroup(store, rank, 2, setup.device, nccl=False)
         with torch.inference_mode():
             device = _device(setup, spec, source, config, Shard(rank, 2, group.total, group.gather), graphs=False)
         device.join(group.share)

@@ -22,7 +22,7 @@ from engine.engine import Engine
 from engine.execution import backend as backends
 from engine.execution.plan import LaunchPlan
 from engine.execution.runner import Runner
-from engine.execution.stages import StagedRunner
+from engine.execution.stages import PipelineRunner
 from engine.machine.facts import BUS_RATE
 from engine.machine.passing_thread import in_passing_thread
 from engine.models.implementation import OWN, TRANSFORMERS
@@ -128,7 +128,7 @@ def _join(config: EngineConfig, plan: LaunchPlan, runner: Runner[Any], say: Call
     if plan.spec.state_bytes:
         say(_tell_checkpoints(plan, scheduler))
     steps = backend.make_staged(config, plan, runner) if plan.droppable else runner
-    if isinstance(steps, StagedRunner):
+    if isinstance(steps, PipelineRunner):
         sizes = DroppableLayers(steps.num_layers, steps.layer_bytes, steps.unit_layer_bytes, plan.limits.num_units)
         info = replace(info, droppable=sizes)
     say(str(info.embedding))

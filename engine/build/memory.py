@@ -16,7 +16,7 @@ from engine.errors import ConfigError
 from engine.execution import backend as backends
 from engine.execution import memory
 from engine.execution.plan import LaunchPlan
-from engine.execution.ranks.group import Group
+from engine.execution.ranks.group import RankGroup
 from engine.machine.facts import host_engines
 from engine.models.spec import ModelSpec
 from engine.models.weights import torch_dtype
@@ -30,7 +30,7 @@ MIN_CONTEXT = 8
 """Tokens; the warm-up step alone takes most of them."""
 
 
-def with_cache(plan: LaunchPlan, config: EngineConfig, cache_bytes: int, group: Group | None = None) -> LaunchPlan:
+def with_cache(plan: LaunchPlan, config: EngineConfig, cache_bytes: int, group: RankGroup | None = None) -> LaunchPlan:
     """The plan with its blocks and the context that they hold: of all ranks that `group` joins, as much as the one has
     that has least. Raises ConfigError."""
     host_units, host_states = _host_room(config, plan)

@@ -22,7 +22,7 @@ from engine.execution.masks import FOREVER, MAX_FORCED, PATIENCE
 from engine.execution.offload import Offload
 from engine.execution.plan import LaunchPlan
 from engine.execution.ranks.follower import Follower
-from engine.execution.ranks.group import LOADED, MADE, Group, Seat
+from engine.execution.ranks.group import LOADED, MADE, RankGroup, StartingRank
 from engine.execution.runner import Device, Runner
 from engine.execution.self_test import LIMITS as TEST_LIMITS
 from engine.execution.self_test import test_family, test_modules
@@ -63,7 +63,7 @@ def build_runner(
     return runner, plan
 
 
-def build_follower(config: EngineConfig, limits: Limits, seat: Seat) -> Follower:
+def build_follower(config: EngineConfig, limits: Limits, seat: StartingRank) -> Follower:
     """Another rank than the first, whose plan had these limits. Raises ConfigError, or what keeps it from others."""
     plan = replace(plan_launch(config), limits=limits)
     runner, _ = _make_runner(config, plan, lambda _line: None, seat)
@@ -72,7 +72,7 @@ def build_follower(config: EngineConfig, limits: Limits, seat: Seat) -> Follower
 
 
 def _make_runner(
-    config: EngineConfig, plan: LaunchPlan, say: Callable[[str], None], seat: Seat | None
+    config: EngineConfig, plan: LaunchPlan, say: Callable[[str], None], seat: StartingRank | None
 ) -> tuple[Runner[Any], LaunchPlan]:
     backend = backends.find_backend(plan.device)
     plan, make = backend.prepare(config, plan, say)
@@ -105,7 +105,7 @@ def _make_runner(
     return runner, plan
 
 
-def _compare_kernels(plan: LaunchPlan, group: Group) -> None:
+def _compare_kernels(plan: LaunchPlan, group: RankGroup) -> None:
     """Raises ConfigError where ranks run by different kernels: what they add has another type and stride then."""
     own = zlib.crc32(plan.kernels.encode())
     if group.least((own, -own)) != [own, -own]:

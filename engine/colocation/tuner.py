@@ -21,7 +21,7 @@ from engine.colocation.replay import ReplayedServer, Workload
 from engine.colocation.search import baseline_job, budget_job
 from engine.colocation.search_child import IDLE_SECONDS, NICE_SECONDS, ChildError, Turn, run_child
 from predictor.budget import BudgetParams, params_of
-from predictor.budget_table import BudgetTable, Entry, Situation, cell_of, lowest_rate, upper_rate
+from predictor.budget_table import BudgetEntry, BudgetTable, Situation, cell_of, lowest_rate, upper_rate
 from predictor.features import BatchFeatures
 
 log = logging.getLogger("tidemill.colocation")
@@ -81,7 +81,7 @@ class BudgetTuner:
         self._cell: int | None = None
         self._in_force: tuple[BudgetParams, str] | None = None
         self._searched: dict[int, _Searched] = {}
-        self._proven: dict[int, Entry] = {}
+        self._proven: dict[int, BudgetEntry] = {}
         self._failed_at = float("-inf")
         self._looked_at = float("-inf")
         self._compared_at = float("-inf")
@@ -236,7 +236,7 @@ class BudgetTuner:
             log.info("offline budget for %.3g online requests/s: %s", rate, params)
         else:
             log.warning("no offline budget keeps the SLO at %.3g online requests/s", rate)
-        self.table.put(cell, Entry(params, situation, self._clock() + keeper.calendar))
+        self.table.put(cell, BudgetEntry(params, situation, self._clock() + keeper.calendar))
 
     def _live_server(self) -> ReplayedServer:
         """What steps really took, neighbours and HTTP included: a search without it finds budgets on the very edge."""

@@ -10,7 +10,7 @@ from engine.execution.cpu.transformers_device import MakeAttention
 from engine.execution.cuda.backend import CudaBackend
 from engine.execution.plan import LaunchPlan
 from engine.execution.runner import Runner
-from engine.execution.stages import StagedRunner
+from engine.execution.stages import PipelineRunner
 from engine.models.linear import MakeLinear
 from engine.models.spec import ModelShape
 from engine.models.streaming import Transport
@@ -114,7 +114,7 @@ class Backend(Protocol):
     def module_attention(self, model: TransformersModel, limits: Limits) -> tuple[MakeAttention | None, str]:
         """Return the attention for transformers modules (None: their own, or torch), and a name for it."""
 
-    def make_staged(self, config: EngineConfig, plan: LaunchPlan, runner: Runner[Any]) -> StagedRunner:
+    def make_staged(self, config: EngineConfig, plan: LaunchPlan, runner: Runner[Any]) -> PipelineRunner:
         """Return a runner of a `droppable` plan whose layers can be released. Raises ConfigError."""
 
 

@@ -38,14 +38,14 @@ class _Passed:
         pass
 
 
-class Lane:
+class DeviceStream:
     """A stream: `use()` makes it current in this thread; `mark()` marks the point after all work launched so far."""
 
     def __init__(self, device: torch.device) -> None:
         self.stream = torch.cuda.Stream(device) if configs.is_cuda(device) else None  # type: ignore[no-untyped-call]
 
     @classmethod
-    def current(cls, device: torch.device) -> "Lane":
+    def current(cls, device: torch.device) -> "DeviceStream":
         """Return the lane in which this thread currently launches."""
         lane = cls.__new__(cls)
         lane.stream = torch.cuda.current_stream(device) if configs.is_cuda(device) else None

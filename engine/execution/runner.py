@@ -24,7 +24,7 @@ from torch import Tensor
 from engine.api import TokenLogprobs
 from engine.arrays import Int32Array, IntArray
 from engine.errors import InvalidRequestError
-from engine.execution.lane import Lane, Mark, pinned
+from engine.execution.lane import DeviceStream, Mark, pinned
 from engine.execution.layout import chunk_array
 from engine.execution.masks import MAX_FORCED, PATIENCE, FinishMasks, RowMasks, StepMasks, masked
 from engine.execution.operations import CacheMover, run_operations
@@ -49,7 +49,7 @@ class Device(CacheMover, Protocol):
 
     rows: RowTable
     pool: UnitPool
-    lane: Lane
+    lane: DeviceStream
     pipeline_depth: int
     adapters: Adapters
 

@@ -22,7 +22,7 @@ from engine.execution.cpu.transformers_device import MakeAttention, Transformers
 from engine.execution.runner import Device
 from engine.models.checkpoint import Checkpoint
 from engine.models.linear import MakeLinear, make_linear
-from engine.models.quantized import Rounded
+from engine.models.quantized import RoundedWeight
 from engine.models.spec import ModelSpec
 from engine.models.transformers_model import TransformersModel, own_reference
 from engine.models.weights import ModelWeights, TensorSource, build_weights, torch_dtype
@@ -91,7 +91,7 @@ class PickedLayers:
     def fetch(self, name: str, shape: tuple[int, ...]) -> Tensor:
         return self._tensors.fetch(self._renamed(name), shape)
 
-    def fetch_bytes(self, name: str, shape: tuple[int, int]) -> Rounded | None:
+    def fetch_bytes(self, name: str, shape: tuple[int, int]) -> RoundedWeight | None:
         return self._tensors.fetch_bytes(self._renamed(name), shape)
 
     def _renamed(self, name: str) -> str:

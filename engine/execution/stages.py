@@ -57,7 +57,7 @@ class StagedDevice(Device, Protocol):
         """
 
 
-class StagedRunner:
+class PipelineRunner:
     """An `engine.scheduling.output.ModelRunner` whose layers can be dropped; `load` loads them again.
 
     Only `launch` and `prepare_restore` may be called while a step is in flight. `layer_bytes` are the weights of a
@@ -211,7 +211,7 @@ class _Step:
 
 
 class _Next:
-    """The next stage, over a link; see Beyond. `model`: see `StagedRunner.lead`."""
+    """The next stage, over a link; see Beyond. `model`: see `PipelineRunner.lead`."""
 
     def __init__(self, device: StagedDevice, link: Link, model: LatencyPredictor | None) -> None:
         self._rows = device.rows

@@ -17,7 +17,7 @@ from engine.arrays import IntArray
 from engine.execution.lane import host_zeros
 from engine.execution.layout import Layout
 from engine.execution.rows import StateMoves
-from engine.models.recurrent import Call, LayerState, Part, Past, Recur
+from engine.models.recurrent import Call, LayerState, Part, Recur, RecurrentState
 
 _NO_MOVES = StateMoves()
 _Saves = Mapping[tuple[int, int], int]
@@ -80,7 +80,7 @@ class StateTable:
             tables, output = self._layers[layer], torch.empty_like(x)
             _copy(tables, loads)
             if len(where):
-                past = Past({part: table.index_select(0, where) for part, table in tables.items()})
+                past = RecurrentState({part: table.index_select(0, where) for part, table in tables.items()})
                 output[0].index_copy_(0, places, call(x[0].index_select(0, places)[:, None], past)[:, 0])
                 for part, table in tables.items():
                     table.index_copy_(0, where, past.parts[part].to(table.dtype))
@@ -108,7 +108,7 @@ class StateTable:
 
     def _run(self, layer: int, call: Call, x: Tensor, output: Tensor, run: _Run) -> None:
         tables, row = self._layers[layer], slice(run.row, run.row + 1)
-        past = Past(None if run.begins else {part: table[row] for part, table in tables.items()})
+        past = RecurrentState(None if run.begins else {part: table[row] for part, table in tables.items()})
         at_once = run.length if self._resumes[layer] or run.begins else 1
         for place in range(run.first, run.first + run.length, at_once):
             output[:, place : place + at_once] = call(x[:, place : place + at_once], past)

@@ -20,7 +20,7 @@ from engine.errors import ModelLoadError
 from engine.models.families import family_named
 from engine.models.linear import MakeLinear, make_linear
 from engine.models.packing import Packing
-from engine.models.quantized import Rounded
+from engine.models.quantized import RoundedWeight
 from engine.models.sharding import Shard
 from engine.models.spec import ModelSpec
 from engine.models.unpacking import CACHE_SCALES, bytes_of, dense, is_packed, names_of, weight_of
@@ -180,14 +180,14 @@ class Checkpoint:
         rows = self._rows(name, tuple(file.get_slice(name).get_shape()), shape)
         return self._floats(name, rows).to(self._device, self._dtype)
 
-    def fetch_bytes(self, name: str, shape: tuple[int, int]) -> Rounded | None:
+    def fetch_bytes(self, name: str, shape: tuple[int, int]) -> RoundedWeight | None:
         """See TensorSource."""
         if not self._bytes or not self._stored(name):
             return None
         values, scales, inputs = self._unpack(name, bytes_of)
         self._rows(name, tuple(values.shape), shape)
         inputs = None if inputs is None else inputs.to(self._device)
-        return Rounded(values.to(self._device), scales.to(self._device), self._dtype, inputs)
+        return RoundedWeight(values.to(self._device), scales.to(self._device), self._dtype, inputs)
 
     def dense_tensors(self) -> dict[str, Tensor]:
         """Return all tensors by name: quantized layers unpacked to the requested type, others unchanged."""

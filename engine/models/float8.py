@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from engine.models.linear import Linear, PlainLinear
-from engine.models.quantized import Rounded, as_bytes
+from engine.models.quantized import RoundedWeight, as_bytes
 
 FLOAT8 = torch.float8_e4m3fn
 OLDEST_ARCH = (8, 9)
@@ -116,7 +116,7 @@ class Float8Linear:
 
 
 def make_float8(
-    weight: Tensor | Rounded,
+    weight: Tensor | RoundedWeight,
     bias: Tensor | None = None,
     *,
     gated: bool = False,  # noqa: ARG001
@@ -128,7 +128,7 @@ def make_float8(
     `rounding` rounds the inputs. A weight whose sides are not multiples of 16 becomes a plain layer. With
     `keeps_floats`, so does a weight that is not stored in 8 bits.
     """
-    if isinstance(weight, Rounded):
+    if isinstance(weight, RoundedWeight):
         assert weight.values.dtype == FLOAT8, "integers of a checkpoint must be unpacked before rounding"
         layer = Float8Linear(weight.values, weight.scales[:, None].contiguous(), bias, rounding, weight.inputs)
         return PlainLinear(*layer.dense_from(0)) if _is_odd(weight.values) else layer

@@ -14,7 +14,7 @@ from engine.models.torch_ops import Rotary
 from engine.models.weights import LayerWeights, ModelWeights
 
 
-class Heads:
+class HeadProjection:
     """Projections to heads.
 
     `max_model_len` is the longest context of the engine (it selects the longrope factors). `hidden` creates the layers

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from engine.models.quantized import QuantizedLinear, Rounded, as_bytes
+from engine.models.quantized import QuantizedLinear, RoundedWeight, as_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -110,10 +110,12 @@ class MakeLinear(Protocol):
     A weight in 8 bits stays in 8 bits.
     """
 
-    def __call__(self, weight: Tensor | Rounded, bias: Tensor | None = None, *, gated: bool = False) -> Linear: ...
+    def __call__(
+        self, weight: Tensor | RoundedWeight, bias: Tensor | None = None, *, gated: bool = False
+    ) -> Linear: ...
 
 
-def make_plain(weight: Tensor | Rounded, bias: Tensor | None = None, *, gated: bool = False) -> PlainLinear:  # noqa: ARG001
+def make_plain(weight: Tensor | RoundedWeight, bias: Tensor | None = None, *, gated: bool = False) -> PlainLinear:  # noqa: ARG001
     """Make a layer on the weight as stored in the checkpoint (a MakeLinear); parts of it are views."""
     assert isinstance(weight, Tensor), "plain layers cannot compute with 8-bit weights"
     return PlainLinear(weight, bias)
@@ -135,7 +137,7 @@ class AbsentLinear:
 
 
 def make_linear(
-    weight: Tensor | Rounded,
+    weight: Tensor | RoundedWeight,
     bias: Tensor | None = None,
     *,
     gated: bool = False,  # noqa: ARG001
@@ -144,7 +146,7 @@ def make_linear(
 
     A packed layer holds its own copy of the weight, a plain layer refers to it.
     """
-    if isinstance(weight, Rounded):
+    if isinstance(weight, RoundedWeight):
         return QuantizedLinear.of(weight, bias)
     if weight.device.type == "cpu" and _packing_works(weight.dtype):
         with torch.inference_mode():

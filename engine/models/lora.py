@@ -65,7 +65,7 @@ class Slot(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class AdaptedModule:
     """An adapted module with A [rank, width] and B [size, rank], named `module` in the file; `scale` multiplies B A."""
 
     module: str
@@ -80,7 +80,7 @@ class AdapterPlan:
 
     name: str
     folder: Path
-    parts: Mapping[Site, tuple[Part, ...]]
+    parts: Mapping[Site, tuple[AdaptedModule, ...]]
 
     @property
     def num_parameters(self) -> int:
@@ -126,7 +126,7 @@ def _plan(given: NamedFolder, spec: ModelShape) -> AdapterPlan:
         halves.setdefault(match["module"], {})[match["half"]] = shape
     if not halves:
         raise ModelLoadError(f"{folder / TENSORS} is empty")
-    parts = dict[Site, list[Part]]()
+    parts = dict[Site, list[AdaptedModule]]()
     for module, shapes in halves.items():
         site, slot = _place(module, spec) if isinstance(spec, ModelSpec) else _module(module, shapes)
         parts.setdefault(site, []).append(_part(module, slot, shapes, config))
@@ -193,7 +193,7 @@ def _place(module: str, spec: ModelSpec) -> tuple[Site, Slot]:
     raise ModelLoadError(f"it changes {module}, but only these layers can be adapted: {', '.join(slots)}")
 
 
-def _part(module: str, slot: Slot, shapes: Mapping[str, tuple[int, ...]], config: Mapping[str, Any]) -> Part:
+def _part(module: str, slot: Slot, shapes: Mapping[str, tuple[int, ...]], config: Mapping[str, Any]) -> AdaptedModule:
     rank = int(_by_pattern(config.get("rank_pattern"), module, config["r"]))
     alpha = float(_by_pattern(config.get("alpha_pattern"), module, config["lora_alpha"]))
     expected = {"A": (rank, slot.width), "B": (slot.size, rank)}
@@ -201,7 +201,7 @@ def _part(module: str, slot: Slot, shapes: Mapping[str, tuple[int, ...]], config
         if shapes.get(half) != shape:
             found = "missing" if half not in shapes else list(shapes[half])
             raise ModelLoadError(f"lora_{half} of {module} is {found}, this model and r = {rank} imply {list(shape)}")
-    return Part(module, slot, rank, alpha / (math.sqrt(rank) if config.get("use_rslora") else rank))
+    return AdaptedModule(module, slot, rank, alpha / (math.sqrt(rank) if config.get("use_rslora") else rank))
 
 
 def _by_pattern(patterns: Mapping[str, Any] | None, module: str, default: Any) -> Any:
@@ -283,11 +283,11 @@ class Adapters:
         groups = []
         for number in present[present > 0].tolist():
             places = None if len(present) == 1 else send(np.flatnonzero(numbers == number), device)
-            groups.append(Group(self._deltas[number], places))
+            groups.append(AdapterRows(self._deltas[number], places))
         return StepAdapters(groups, len(numbers))
 
 
-class Group(NamedTuple):
+class AdapterRows(NamedTuple):
     """Rows of a step with the same adapter; `places` None: all rows."""
 
     deltas: Mapping[Site, Delta]
@@ -297,7 +297,7 @@ class Group(NamedTuple):
 class StepAdapters:
     """Adapters of one step. Called with a decoder layer, it returns the adapted layer."""
 
-    def __init__(self, groups: Sequence[Group], num_tokens: int) -> None:
+    def __init__(self, groups: Sequence[AdapterRows], num_tokens: int) -> None:
         self._groups = groups
         self._num_tokens = num_tokens
 

@@ -14,7 +14,7 @@ _HIGHEST = 127.0
 _SMALLEST = 1e-30  # rows with a smaller maximum become zero
 
 
-class Rounded(NamedTuple):
+class RoundedWeight(NamedTuple):
     """A weight in 8 bits.
 
     Attributes:
@@ -35,9 +35,9 @@ def as_bytes(weight: Tensor) -> Tensor:
     return weight.contiguous().view(torch.uint8).flatten()
 
 
-def round_weight(weight: Tensor | Rounded) -> Rounded:
+def round_weight(weight: Tensor | RoundedWeight) -> RoundedWeight:
     """Round a weight to integers unless it is rounded already."""
-    return weight if isinstance(weight, Rounded) else Rounded(*quantize_weight(weight), weight.dtype)
+    return weight if isinstance(weight, RoundedWeight) else RoundedWeight(*quantize_weight(weight), weight.dtype)
 
 
 def quantize_weight(weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -67,7 +67,7 @@ class QuantizedLinear:
         self._values, self._scales, self._bias, self._dtype = values, scales, bias, dtype
 
     @classmethod
-    def of(cls, weight: Tensor | Rounded, bias: Tensor | None) -> "QuantizedLinear":
+    def of(cls, weight: Tensor | RoundedWeight, bias: Tensor | None) -> "QuantizedLinear":
         """Round a weight [n, k], which is not kept."""
         values, scales, dtype, _ = round_weight(weight)
         return cls(values, scales, bias, dtype)
@@ -103,7 +103,7 @@ class QuantizedLinear:
 
 
 def make_quantized(
-    weight: Tensor | Rounded,
+    weight: Tensor | RoundedWeight,
     bias: Tensor | None = None,
     *,
     gated: bool = False,  # noqa: ARG001

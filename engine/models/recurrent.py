@@ -2,8 +2,8 @@
 nets, state space models.
 
 Such a module runs the tokens of one request in order and takes its state from a cache of transformers. Here it is
-called with a part of a step and a `Past` in place of that cache. The caller splits the step and stores the states
-(`Recur`). A module that needs more of its cache than a `Past` offers is refused.
+called with a part of a step and a `RecurrentState` in place of that cache. The caller splits the step and stores the
+states (`Recur`). A module that needs more of its cache than a `RecurrentState` offers is refused.
 """
 
 import inspect
@@ -19,7 +19,7 @@ from engine.errors import ModelLoadError
 Part = tuple[str, int]
 """Kind and number of a state of a layer: ("conv" or "recurrent", the module's own number for it)."""
 
-Call = Callable[[Tensor, "Past"], Tensor]
+Call = Callable[[Tensor, "RecurrentState"], Tensor]
 """x [n, t, hidden] of n requests, and their states, which are updated -> [n, t, hidden]."""
 
 Recur = Callable[[int, Call, Tensor], Tensor]
@@ -43,7 +43,7 @@ class LayerState(NamedTuple):
 RECUR: ContextVar[Recur | None] = ContextVar("function that runs the recurrent layers of this pass", default=None)
 
 
-class Past:
+class RecurrentState:
     """States of n requests in one layer, with the cache interface that transformers modules use.
 
     `parts` ([n, ...] each) hold the updated states after the layer has run. Without `parts`, the requests begin.
@@ -114,7 +114,7 @@ def take_over(module: nn.Module, layer: int) -> None:
         if foreign:
             raise ModelLoadError(f"its recurrent layers take {foreign[0]}, which cannot be split by request")
 
-        def call(part: Tensor, past: Past) -> Tensor:
+        def call(part: Tensor, past: RecurrentState) -> Tensor:
             output = whole(hidden_states=part, **{cache: past}, **passed)
             if not isinstance(output, Tensor):
                 raise ModelLoadError("its recurrent layers return more than the new hidden state")
@@ -131,13 +131,13 @@ def resumes(call: Call, x: Tensor, parts: Mapping[Part, Tensor]) -> bool:
     other = {part: state + 1 if part[0] == "recurrent" else state for part, state in parts.items()}
     if all(part[0] == "conv" for part in parts):
         return True
-    return not torch.equal(call(x, Past(parts)), call(x, Past(other)))
+    return not torch.equal(call(x, RecurrentState(parts)), call(x, RecurrentState(other)))
 
 
 def begin(layer: int, call: Call, x: Tensor) -> Tensor:
     """Run a step of first tokens without keeping their states; a `Recur`."""
     del layer
-    return call(x, Past())
+    return call(x, RecurrentState())
 
 
 def _cache_name(module: nn.Module) -> str | None:

@@ -38,8 +38,8 @@ from engine.models.recurrent import (
     Call,
     LayerState,
     Part,
-    Past,
     Recur,
+    RecurrentState,
     begin,
     candidates,
     resumes,
@@ -408,7 +408,7 @@ class TransformersModel:
         found: dict[int, LayerState] = {}
 
         def recur(layer: int, call: Call, x: Tensor) -> Tensor:
-            past = Past()
+            past = RecurrentState()
             output = call(x, past)
             kept = {part: state.clone() for part, state in past.parts.items()}
             found[layer] = LayerState(kept, resumes(call, x, kept))
@@ -667,7 +667,7 @@ def _noting(found: dict[int, dict[Part, Tensor]]) -> Recur:
     def recur(layer: int, call: Call, x: Tensor) -> Tensor:
         if layer in found:
             raise ModelLoadError("its layers share a module with a state")
-        past = Past()
+        past = RecurrentState()
         output = call(x, past)
         found[layer] = past.parts
         return output

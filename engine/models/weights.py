@@ -14,7 +14,7 @@ from torch import Tensor
 from engine.errors import ModelLoadError
 from engine.models.families import TensorNames, family_named
 from engine.models.linear import AbsentLinear, Linear, MakeLinear, make_linear
-from engine.models.quantized import Rounded
+from engine.models.quantized import RoundedWeight
 from engine.models.sharding import GatherRanks, Shard, ShardedTensors, SummedLinear
 from engine.models.spec import ModelSpec
 
@@ -155,7 +155,7 @@ class TensorSource(Protocol):
     def fetch(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """Return the tensor of exactly this shape. Raises ModelLoadError if it is missing or has another shape."""
 
-    def fetch_bytes(self, name: str, shape: tuple[int, int]) -> Rounded | None:
+    def fetch_bytes(self, name: str, shape: tuple[int, int]) -> RoundedWeight | None:
         """Return the stored 8 bits of a weight if layers compute with them; else None."""
 
 
@@ -265,7 +265,7 @@ class _Builder:
         if interleaved:
             spec = self._spec
             bias = None if bias is None else straighten(spec, bias)
-            if isinstance(weight, Rounded):
+            if isinstance(weight, RoundedWeight):
                 values, scales = straighten(spec, weight.values), straighten(spec, weight.scales)
                 weight = weight._replace(values=values, scales=scales)
             else:
@@ -274,7 +274,7 @@ class _Builder:
             return SummedLinear(self._make(weight), bias, self._shard.total)
         return self._make(weight, bias, gated=gated)
 
-    def _weight(self, modules: list[tuple[str, tuple[int, int]]]) -> Tensor | Rounded:
+    def _weight(self, modules: list[tuple[str, tuple[int, int]]]) -> Tensor | RoundedWeight:
         """Return the stacked weight, in 8 bits only if all modules are stored so."""
         found = [each for module in modules if (each := self._source.fetch_bytes(*module)) is not None]
         if len(found) < len(modules):
@@ -283,7 +283,7 @@ class _Builder:
         given = [each.inputs for each in found if each.inputs is not None]
         # Fused modules share one scale of inputs; the largest avoids clipping if they differ.
         inputs = torch.stack(given).amax(0) if len(given) == len(found) else None
-        return Rounded(values, scales, found[0].dtype, inputs)
+        return RoundedWeight(values, scales, found[0].dtype, inputs)
 
     def _norm(self, module: str) -> Norm:
         shape = (self._spec.hidden_size,)

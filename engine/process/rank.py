@@ -43,7 +43,7 @@ class Seat:
         self.reached(group.PLANNED)
         size = self._join.config.tensor_parallel_size
         store = group.find_meeting(self._join.port)
-        return group.Group(store, self.rank, size, device, nccl=device.type == "cuda")
+        return group.RankGroup(store, self.rank, size, device, nccl=device.type == "cuda")
 
 
 def main(arguments: list[str]) -> None:
@@ -65,7 +65,7 @@ def main(arguments: list[str]) -> None:
         log.critical("a rank cannot go on", exc_info=error)
         failure = ErrorInfo.of(EngineUnavailableError(f"{type(error).__name__}: {error}"))
     with contextlib.suppress(LinkLostError):
-        link.send(messages.encode(messages.Failed(failure)))
+        link.send(messages.encode(messages.RankFailed(failure)))
 
 
 def run(link: Link) -> None:

@@ -1,4 +1,4 @@
-"""What two engines that become one pipeline ask of their runners, `engine.execution.stages.StagedRunner` for one."""
+"""What two engines that become one pipeline ask of their runners, `engine.execution.stages.PipelineRunner` for one."""
 
 from collections.abc import Sequence
 from typing import Protocol

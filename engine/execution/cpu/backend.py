@@ -23,7 +23,7 @@ from engine.execution.cpu.transformers_device import MakeAttention, Transformers
 from engine.execution.cpu.weight_file import WeightFile
 from engine.execution.plan import LaunchPlan
 from engine.execution.runner import Runner
-from engine.execution.stages import StagedRunner
+from engine.execution.stages import PipelineRunner
 from engine.machine.activity import processor_share, wait_for_quiet
 from engine.machine.facts import host_engines, memcpy_rate, read_processor
 from engine.models.checkpoint import load_layers
@@ -162,7 +162,7 @@ class CpuBackend:
         """See Backend: the library of the linear layers attends, else torch."""
         return None, ""
 
-    def make_staged(self, config: EngineConfig, plan: LaunchPlan, runner: Runner[Any]) -> StagedRunner:
+    def make_staged(self, config: EngineConfig, plan: LaunchPlan, runner: Runner[Any]) -> PipelineRunner:
         head = runner.device.decoder.weights.head
         make = _by_torch(plan)
         if isinstance(head, NativeLinear):
@@ -171,7 +171,7 @@ class CpuBackend:
             load_layers, plan.own, plan.folder, dtype=plan.dtype, load_format=config.load_format, seed=config.seed,
             make=make, stored=plan.stored,
         )  # fmt: skip
-        return StagedRunner(runner, load)
+        return PipelineRunner(runner, load)
 
 
 def _own_memory() -> int:

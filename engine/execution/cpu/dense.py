@@ -7,7 +7,7 @@ from torch import Tensor
 
 from engine.execution.cpu.attention import mix
 from engine.models.decoder import Decoder
-from engine.models.heads import Heads
+from engine.models.heads import HeadProjection
 from engine.models.manner import Manner
 from engine.models.spec import ModelSpec
 from engine.models.weights import LayerWeights, ModelWeights
@@ -18,7 +18,7 @@ def dense_logits(
 ) -> Tensor:
     """Return logits [length, vocab] float32. `keep` applies a cache's rounding to K and to V [length, kv_heads, d]."""
     length = len(ids)
-    heads, decoder = Heads(spec, weights, length), Decoder(spec, weights)
+    heads, decoder = HeadProjection(spec, weights, length), Decoder(spec, weights)
     positions = torch.arange(length)
     rotary, past_by = heads.rotary(positions), positions[:, None] - positions
 

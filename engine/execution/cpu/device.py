@@ -15,7 +15,7 @@ from engine.arrays import IntArray
 from engine.execution.cpu.attention import Batch, PagedAttention, arrange, clear_begun_blocks
 from engine.execution.cpu.hidden import HiddenPlan, restore
 from engine.execution.hidden import ScratchPlan, has_hidden
-from engine.execution.lane import Lane
+from engine.execution.lane import DeviceStream
 from engine.execution.layout import Layout
 from engine.execution.masks import FinishMasks
 from engine.execution.pool import UnitPool
@@ -23,7 +23,7 @@ from engine.execution.pooling import TakeHidden
 from engine.execution.rows import RowTable
 from engine.execution.samples import DeviceSamples
 from engine.models.decoder import Attend, Decoder
-from engine.models.heads import Heads
+from engine.models.heads import HeadProjection
 from engine.models.lora import Adapters, Delta, Site
 from engine.models.manner import Manner
 from engine.models.weights import LayerWeights
@@ -56,7 +56,7 @@ class PoolDevice:
 
     def __init__(self, pool: UnitPool, rows: RowTable) -> None:
         self.pool, self.rows, self.adapters = pool, rows, Adapters()
-        self.lane = Lane(torch.device("cpu"))  # a no-op lane on any device: work uses the current stream
+        self.lane = DeviceStream(torch.device("cpu"))  # a no-op lane on any device: work uses the current stream
 
     def adapt(self, number: int, deltas: Mapping[Site, Delta]) -> None:
         """See Device."""
@@ -117,7 +117,7 @@ class TorchDevice(PoolDevice):
         self.decoder = decoder
         self.layers = range(spec.num_layers)
         self.beyond: Beyond | None = None
-        self._heads = Heads(spec, weights, limits.max_model_len, hidden=scratch_blocks > 0)
+        self._heads = HeadProjection(spec, weights, limits.max_model_len, hidden=scratch_blocks > 0)
         self._cell_bytes = 2 * spec.kv_size * weights.embedding.dtype.itemsize
 
     def restore(self, units: IntArray, starts: IntArray) -> None:

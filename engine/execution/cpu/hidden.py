@@ -9,7 +9,7 @@ from engine.execution.hidden import ScratchPlan
 from engine.execution.layout import Layout
 from engine.execution.pool import SLICES_PER_SCRATCH_BLOCK, UnitPool
 from engine.execution.rows import RowTable
-from engine.models.heads import Heads
+from engine.models.heads import HeadProjection
 from engine.models.torch_ops import Rotary
 from engine.models.weights import LayerSource
 
@@ -25,7 +25,7 @@ class HiddenPlan:
 
     def __init__(
         self,
-        heads: Heads,
+        heads: HeadProjection,
         pool: UnitPool,
         rows: RowTable,
         chunks: IntArray,
@@ -65,7 +65,7 @@ class HiddenPlan:
         self._pool.cells.index_copy_(0, self._k_cells[piece], k.reshape(len(k), -1))
 
 
-def restore(heads: Heads, pool: UnitPool, layers: LayerSource, units: IntArray, starts: IntArray) -> None:
+def restore(heads: HeadProjection, pool: UnitPool, layers: LayerSource, units: IntArray, starts: IntArray) -> None:
     """Project blocks [n] once; `units [n, 3]` and `starts [n]` as in CacheMover.
 
     Unused cells of a partial block hold zeros, whose K and V are finite. There is one pass over the layers, so that

@@ -32,12 +32,12 @@ from engine.execution.plan import STORED_FLOATS, LaunchPlan
 from engine.execution.pool import UnitPool
 from engine.execution.rows import RowTable
 from engine.execution.runner import Runner
-from engine.execution.stages import StagedRunner
+from engine.execution.stages import PipelineRunner
 from engine.machine.facts import BUS_RATE, cuda_devices, host_engines
 from engine.models import float8
 from engine.models.checkpoint import load_layers
 from engine.models.decoder import Decoder
-from engine.models.heads import Heads
+from engine.models.heads import HeadProjection
 from engine.models.linear import MakeLinear, make_linear
 from engine.models.spec import ModelShape, ModelSpec
 from engine.models.transformers_model import TransformersModel, probe
@@ -207,14 +207,14 @@ class CudaBackend:
 
         return make, "Triton kernels"
 
-    def make_staged(self, config: EngineConfig, plan: LaunchPlan, runner: Runner[Any]) -> StagedRunner:
+    def make_staged(self, config: EngineConfig, plan: LaunchPlan, runner: Runner[Any]) -> PipelineRunner:
         _, make = self.prepare(config, plan, lambda _line: None)
         layers = runner.device.decoder.weights.layers
         load = partial(
             load_layers, plan.own, plan.folder, dtype=plan.dtype, device=runner.device.pool.device,
             load_format=config.load_format, seed=config.seed, make=make, stored=plan.stored, keep=layers.refill,
         )  # fmt: skip
-        return StagedRunner(runner, load)
+        return PipelineRunner(runner, load)
 
 
 def kernel_refusal(heads: HeadSizes, dtype: torch.dtype, capability: tuple[int, int]) -> str | None:
@@ -300,7 +300,7 @@ def _room_beside_graphs(plan: LaunchPlan, weights: ModelWeights) -> int:
 
 def _largest_step(decoder: Decoder, plan: LaunchPlan) -> None:
     """Allocate the memory of the largest step: a full prefill, and logits with sampling for every sequence."""
-    heads = Heads(decoder.spec, decoder.weights, plan.limits.max_model_len)
+    heads = HeadProjection(decoder.spec, decoder.weights, plan.limits.max_model_len)
 
     def attend(index: int, layer: LayerWeights, x: Tensor) -> Tensor:
         q, k, v = (part.transpose(0, 1).unsqueeze(0) for part in heads.qkv(layer, x, rotary[index]))

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from engine.arrays import Float32Array, Int32Array, IntArray
-from engine.execution.cuda.shapes import StepShape
+from engine.execution.cuda.shapes import PaddedShape
 from engine.execution.layout import Layout
 from engine.execution.rows import RowTable
 from engine.execution.sampling_table import SamplingTable, uniforms
@@ -45,7 +45,7 @@ class StepInputs:
         stored: [T], rows of tokens stored as hidden state, -1 for others.
     """
 
-    shape: StepShape
+    shape: PaddedShape
     ids: Tensor
     source: Tensor
     positions: Tensor
@@ -174,9 +174,9 @@ class StepBuffers:
         self._partial = torch.zeros((*scratch, heads.value_dim), dtype=torch.float32, device=device)
         self._partial_lse = torch.zeros(scratch, dtype=torch.float32, device=device)
         self._arrived = torch.zeros((items, heads.num_kv_heads), dtype=torch.int32, device=device)
-        self._views: dict[StepShape, StepInputs] = {}
+        self._views: dict[PaddedShape, StepInputs] = {}
 
-    def inputs(self, shape: StepShape) -> StepInputs:
+    def inputs(self, shape: PaddedShape) -> StepInputs:
         """Return the device buffer as seen by a step of this shape; the same tensors for every call with a bucket."""
         if shape in self._views:
             return self._views[shape]
@@ -196,7 +196,7 @@ class StepBuffers:
             self._views[shape] = views
         return views
 
-    def fill(self, shape: StepShape, layout: Layout, rows: RowTable) -> StepInputs:
+    def fill(self, shape: PaddedShape, layout: Layout, rows: RowTable) -> StepInputs:
         """Write a step (decodes first, padded to `shape`) to the host buffer; `upload` sends it."""
         views, (row, start, length, _) = self.inputs(shape), layout.chunks.T
         _pad(self._ids, rows.tokens[layout.token_rows, layout.positions], shape.tokens, 0)
@@ -213,7 +213,7 @@ class StepBuffers:
             views.prefill.fill(chunks.astype(np.int32))
         return views
 
-    def fill_slots(self, shape: StepShape, slots: IntArray) -> None:
+    def fill_slots(self, shape: PaddedShape, slots: IntArray) -> None:
         """Write the adapter slots of a step of decodes, padded."""
         _pad(self._slots_of, slots, shape.samples, 0)
 

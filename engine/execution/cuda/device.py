@@ -26,12 +26,12 @@ from engine.execution.cuda.graphs import Graphs, Way
 from engine.execution.cuda.hidden import Projection, StepHidden
 from engine.execution.cuda.kernels import Kernels
 from engine.execution.cuda.sampling import Sampling
-from engine.execution.cuda.shapes import Buckets, StepShape
+from engine.execution.cuda.shapes import Buckets, PaddedShape
 from engine.execution.cuda.stage import Stage
 from engine.execution.cuda.swap import Swapper
 from engine.execution.cuda.tables import DeviceTables
 from engine.execution.hidden import has_hidden
-from engine.execution.lane import Lane
+from engine.execution.lane import DeviceStream
 from engine.execution.layout import Layout, decodes_first
 from engine.execution.masks import FinishMasks, StepMasks
 from engine.execution.pool import HostMemory, Reserve, UnitPool
@@ -93,7 +93,7 @@ class CudaDevice:
     ) -> None:
         limits = replace(limits, max_num_batched_tokens=max(limits.max_num_batched_tokens, limits.max_num_seqs))
         device = weights.embedding.device
-        self.lane = Lane(device)
+        self.lane = DeviceStream(device)
         self.rows = RowTable(limits, hidden=scratch_blocks > 0)
         self.pool = UnitPool.of(
             spec, limits, weights.embedding, scratch_blocks, host_units, cell_type=cell_type,
@@ -103,7 +103,7 @@ class CudaDevice:
         self._tables = DeviceTables(self.rows, self.pool)
         self._forward = Forward(spec, weights, kernels, self._tables, self.pool, limits)
         self._projection = Projection(self._forward, self.pool, limits)
-        self._swapper = Swapper(self.pool, kernels, self.lane, out=Lane(device), back=Lane(device))
+        self._swapper = Swapper(self.pool, kernels, self.lane, out=DeviceStream(device), back=DeviceStream(device))
         self._buffers = StepBuffers(HeadSizes.of(spec), limits, weights.embedding.dtype, device)
         self._sampling = Sampling(self.rows, kernels, self._buffers, spec.vocab_size, device)
         self._buckets = Buckets(limits.max_num_seqs, limits.max_num_batched_tokens)
@@ -221,7 +221,7 @@ class CudaDevice:
         else:
             self._forward(inputs)
 
-    def _captured(self) -> list[tuple[StepShape, Way]]:
+    def _captured(self) -> list[tuple[PaddedShape, Way]]:
         """Return the shapes to capture: every bucket, and the decode buckets again for adapters."""
         every = self._buckets.all_shapes()
         adapted = [shape for shape in every if not shape.prefill] if self._slotted.taken else []

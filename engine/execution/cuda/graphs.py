@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from engine.execution.cuda.buffers import StepInputs
-from engine.execution.lane import Lane
+from engine.execution.lane import DeviceStream
 
 
 class Way(Enum):
@@ -25,7 +25,7 @@ class Way(Enum):
 class Graphs:
     """Runs `forward` on the inputs of a step, from a graph if there is one for their shape."""
 
-    def __init__(self, forward: Callable[[StepInputs, Way], None], lane: Lane) -> None:
+    def __init__(self, forward: Callable[[StepInputs, Way], None], lane: DeviceStream) -> None:
         self._forward = forward
         self._lane = lane
         self._graphs: dict[tuple[int, Way], torch.cuda.CUDAGraph] = {}

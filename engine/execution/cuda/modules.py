@@ -14,7 +14,7 @@ from torch import Tensor
 from engine.arrays import IntArray
 from engine.execution.cuda.buffers import HeadSizes, StepBuffers, StepInputs
 from engine.execution.cuda.kernels import Kernels
-from engine.execution.cuda.shapes import StepShape
+from engine.execution.cuda.shapes import PaddedShape
 from engine.execution.cuda.tables import DeviceTables
 from engine.execution.layout import Layout, decodes_first
 from engine.execution.pool import UnitPool
@@ -96,7 +96,7 @@ class KernelAttention:
         if buffers is None:
             buffers = self._buffers[heads] = StepBuffers(heads, self._limits, self._pool.dtype, self._pool.device)
         decodes = layout.num_decodes if decodes is None else decodes
-        shape = StepShape(tokens, decodes, tokens > decodes, self._limits.max_num_seqs, exact=True)
+        shape = PaddedShape(tokens, decodes, tokens > decodes, self._limits.max_num_seqs, exact=True)
         inputs = buffers.fill(shape, layout, self._rows)
         changes = self._tables.take_changes()
         buffers.fill_changes(*changes)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from engine.errors import ConfigError
-from engine.execution.lane import Lane, Mark, host_zeros
+from engine.execution.lane import DeviceStream, Mark, host_zeros
 from engine.execution.offload import BUFFERS
 
 _MEASURED = 16  # layers
@@ -30,11 +30,11 @@ class PinnedWeights:
         count: int,
         device: torch.device,
         *,
-        transfers: Lane | None = None,
-        steps: Callable[[], Lane] | None = None,
+        transfers: DeviceStream | None = None,
+        steps: Callable[[], DeviceStream] | None = None,
     ) -> None:
-        self._transfers = transfers or Lane(device)
-        self._steps = steps or partial(Lane.current, device)
+        self._transfers = transfers or DeviceStream(device)
+        self._steps = steps or partial(DeviceStream.current, device)
         try:
             self._host = [host_zeros(size, device) for _ in range(count)]
             self.buffers = [torch.empty(size, dtype=torch.uint8, device=device) for _ in range(BUFFERS)]

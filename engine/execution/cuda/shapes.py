@@ -11,7 +11,7 @@ GRAPH_TOKENS = 2048
 
 
 @dataclass(frozen=True, slots=True, order=True)
-class StepShape:
+class PaddedShape:
     """Shape of a step.
 
     Attributes:
@@ -51,25 +51,25 @@ class Buckets:
         self._decode = decode_buckets(max_num_seqs)
         self._mixed = mixed_buckets(max_num_batched_tokens)
 
-    def all_shapes(self) -> list[StepShape]:
+    def all_shapes(self) -> list[PaddedShape]:
         """Return all buckets, the largest first, so that later graphs fit into the memory of earlier ones."""
-        decode = [StepShape(size, size, False, size) for size in self._decode]
+        decode = [PaddedShape(size, size, False, size) for size in self._decode]
         return sorted([*decode, *map(self._mixed_shape, self._mixed)], reverse=True)
 
-    def fit(self, num_tokens: int, num_decodes: int) -> StepShape:
+    def fit(self, num_tokens: int, num_decodes: int) -> PaddedShape:
         """Return the smallest shape that holds a step; beyond the buckets, a shape of its exact size."""
         if num_tokens == num_decodes:
             size = self._decode[bisect_left(self._decode, num_tokens)]
-            return StepShape(size, size, False, size)
+            return PaddedShape(size, size, False, size)
         if num_tokens <= self._mixed[-1]:
             return self._mixed_shape(self._mixed[bisect_left(self._mixed, num_tokens)])
         return self.exact(num_tokens, num_decodes)
 
-    def exact(self, num_tokens: int, num_decodes: int) -> StepShape:
+    def exact(self, num_tokens: int, num_decodes: int) -> PaddedShape:
         """Return a shape without padded tokens."""
-        return StepShape(num_tokens, num_decodes, True, min(num_tokens, self.max_num_seqs), exact=True)
+        return PaddedShape(num_tokens, num_decodes, True, min(num_tokens, self.max_num_seqs), exact=True)
 
-    def _mixed_shape(self, size: int) -> StepShape:
+    def _mixed_shape(self, size: int) -> PaddedShape:
         # A prompt chunk has at least two tokens, so the number of decodes is below `size`.
         capacity = min(size, self.max_num_seqs)
-        return StepShape(size, capacity, True, capacity)
+        return PaddedShape(size, capacity, True, capacity)

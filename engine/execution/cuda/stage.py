@@ -14,7 +14,7 @@ from engine.arrays import IntArray
 from engine.execution.cpu.device import Beyond
 from engine.execution.cuda.buffers import StepInputs, send
 from engine.execution.cuda.forward import Forward
-from engine.execution.lane import Lane, Mark, pinned
+from engine.execution.lane import DeviceStream, Mark, pinned
 from engine.execution.layout import Layout, decodes_first
 from engine.execution.pooling import TakeHidden
 
@@ -25,7 +25,9 @@ class Stage:
     `fill` writes a step and sends it to the device. `max_tokens` is the maximum number of tokens of a step.
     """
 
-    def __init__(self, forward: Forward, lane: Lane, fill: Callable[[Layout], StepInputs], max_tokens: int) -> None:
+    def __init__(
+        self, forward: Forward, lane: DeviceStream, fill: Callable[[Layout], StepInputs], max_tokens: int
+    ) -> None:
         self._forward, self._lane, self._fill = forward, lane, fill
         self._weights, self._max_tokens = forward.decoder.weights, max_tokens
         self._in: Tensor | None = None

@@ -20,7 +20,7 @@ from torch import Tensor
 from engine.arrays import IntArray
 from engine.execution.cuda.buffers import send
 from engine.execution.cuda.kernels import Kernels
-from engine.execution.lane import Lane, Mark
+from engine.execution.lane import DeviceStream, Mark
 from engine.execution.pool import UnitPool
 
 STAGING_BYTES = 64 * 1024**2
@@ -65,7 +65,7 @@ class _Written:
         self._count += 1
         self._transfers[units] = self._count
 
-    def awaited_in(self, lane: Lane, units: IntArray) -> None:
+    def awaited_in(self, lane: DeviceStream, units: IntArray) -> None:
         """Make later work in `lane` wait until these units are written."""
         newest = int(self._transfers[units].max())
         if newest:
@@ -78,7 +78,9 @@ class Swapper:
     Steps run in `lane`, copies to the host in `out`, copies from the host in `back`.
     """
 
-    def __init__(self, pool: UnitPool, kernels: Kernels, lane: Lane, out: Lane, back: Lane) -> None:
+    def __init__(
+        self, pool: UnitPool, kernels: Kernels, lane: DeviceStream, out: DeviceStream, back: DeviceStream
+    ) -> None:
         self._pool, self._kernels = pool, kernels
         self._lane, self._out, self._back = lane, out, back
         self._written = _Written(len(pool.host_units))

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from engine.arrays import IntArray
-from engine.execution.lane import Lane, Mark
+from engine.execution.lane import DeviceStream, Mark
 from engine.execution.layout import chunk_array, token_places
 from engine.execution.operations import CacheMover, run_operations
-from engine.execution.ranks.step import Step
+from engine.execution.ranks.step import RankStep
 from engine.execution.rows import RowTable
 
 
@@ -24,7 +24,7 @@ class RankDevice(CacheMover, Protocol):
     """A device with a part of each layer; see `engine.execution.runner.Device`."""
 
     rows: RowTable
-    lane: Lane
+    lane: DeviceStream
     pipeline_depth: int
 
     def join(self, share: Callable[[Tensor], None]) -> None:
@@ -44,7 +44,7 @@ class Follower:
         self._device = device
         self._launched: deque[Mark] = deque()
 
-    def run(self, step: Step) -> None:
+    def run(self, step: RankStep) -> None:
         """Start one step; if the device takes no steps ahead, return when it has ended."""
         device, output = self._device, step.output
         with torch.inference_mode(), device.lane.use():

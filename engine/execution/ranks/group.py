@@ -47,7 +47,7 @@ def find_meeting(port: int) -> Store:
     return c10d().TCPStore(HOST, port, is_master=False, wait_for_workers=False, timeout=WAIT)
 
 
-class Group:
+class RankGroup:
     """Ranks of one model with tensors on `device`, joined by NCCL or gloo. All must make the same calls in order.
 
     If a rank has ended, calls of the others raise RuntimeError, or never return on a GPU.
@@ -90,7 +90,7 @@ def _complete(work: Any) -> None:
         work.wait()
 
 
-class Seat(Protocol):
+class StartingRank(Protocol):
     """A rank during the start, stage by stage (PLANNED, LOADED, MADE)."""
 
     rank: int
@@ -98,7 +98,7 @@ class Seat(Protocol):
     def reached(self, stage: str) -> None:
         """Report a stage. The first rank waits for all others and raises the error of a rank that failed."""
 
-    def join(self, device: torch.device) -> Group:
+    def join(self, device: torch.device) -> RankGroup:
         """Join the other ranks, which have made their plans."""
 
 

@@ -15,9 +15,9 @@ import torch
 
 from engine.config import EngineConfig
 from engine.errors import EngineUnavailableError
-from engine.execution.ranks.group import PLANNED, Group, Meeting
-from engine.execution.ranks.messages import Failed, FromRank, Join, decode_from_rank, encode
-from engine.execution.ranks.step import Step
+from engine.execution.ranks.group import PLANNED, Meeting, RankGroup
+from engine.execution.ranks.messages import FromRank, Join, RankFailed, decode_from_rank, encode
+from engine.execution.ranks.step import RankStep
 from engine.execution.rows import RowTable
 from engine.machine.child import python_module, start_process
 from engine.machine.link import Link, LinkLostError
@@ -116,14 +116,14 @@ class Leader:
         """See Seat."""
         for other in self._others:
             said = other.receive()
-            if isinstance(said, Failed):
+            if isinstance(said, RankFailed):
                 raise said.error.to_error()
             assert said.stage == stage, f"rank {other.number} is at {said.stage}, not at {stage}"
 
-    def join(self, device: torch.device) -> Group:
+    def join(self, device: torch.device) -> RankGroup:
         """See Seat."""
         self.reached(PLANNED)
-        return Group(self._meeting.store, self.rank, self._size, device, nccl=device.type == "cuda")
+        return RankGroup(self._meeting.store, self.rank, self._size, device, nccl=device.type == "cuda")
 
     def listen(self) -> None:
         """Start to watch the ranks after all are created; from now on they only report failures."""
@@ -135,7 +135,11 @@ class Leader:
     def _listen(self, other: _Rank) -> None:
         try:
             said = other.receive()
-            why = f"{other}: {said.error.message}" if isinstance(said, Failed) else f"{other} sent {said} unexpectedly"
+            why = (
+                f"{other}: {said.error.message}"
+                if isinstance(said, RankFailed)
+                else f"{other} sent {said} unexpectedly"
+            )
         except EngineUnavailableError as error:
             why = error.message
         with self._lock:
@@ -155,7 +159,7 @@ class Leader:
 
     def begin(self, output: SchedulerOutput, rows: RowTable) -> None:
         """See OtherRanks."""
-        message = encode(Step.of(output, rows))
+        message = encode(RankStep.of(output, rows))
         self._in_step = True
         for other in self._others:
             try:

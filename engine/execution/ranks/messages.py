@@ -7,16 +7,16 @@ import msgspec
 
 from engine.config import EngineConfig
 from engine.errors import ErrorInfo
-from engine.execution.ranks.step import Step
+from engine.execution.ranks.step import RankStep
 from predictor.features import BatchFeatures
 from predictor.limits import Limits
 
 
-class Message(msgspec.Struct, frozen=True, array_like=True, tag=True, gc=False):
+class RankMessage(msgspec.Struct, frozen=True, array_like=True, tag=True, gc=False):
     """Base of all messages except steps."""
 
 
-class Join(Message, frozen=True):
+class Join(RankMessage, frozen=True):
     """First message: what to load, as which rank, and the port of the rendezvous store.
 
     `limits` are those of the first rank before anything was loaded.
@@ -29,19 +29,19 @@ class Join(Message, frozen=True):
     log_level: str
 
 
-class Reached(Message, frozen=True):
+class Reached(RankMessage, frozen=True):
     """To the first rank: a stage of the start is done; the next begins when all ranks have reported it."""
 
     stage: str
 
 
-class Failed(Message, frozen=True):
+class RankFailed(RankMessage, frozen=True):
     """To the first rank: this rank cannot continue and ends."""
 
     error: ErrorInfo
 
 
-FromRank = Reached | Failed
+FromRank = Reached | RankFailed
 
 
 def _omit_features(features: BatchFeatures) -> None:
@@ -55,5 +55,5 @@ def _empty_features(_kind: type, _nil: None) -> BatchFeatures:
 
 encode = msgspec.msgpack.Encoder(enc_hook=_omit_features).encode
 decode_join = msgspec.msgpack.Decoder(Join).decode
-decode_step = msgspec.msgpack.Decoder(Step, dec_hook=_empty_features).decode
+decode_step = msgspec.msgpack.Decoder(RankStep, dec_hook=_empty_features).decode
 decode_from_rank = msgspec.msgpack.Decoder(FromRank).decode

@@ -13,7 +13,7 @@ _NO_WISHES = SamplingParams(1, temperature=0.0)
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class RankStep:
     """Changes of rows and cache, chunks, and tokens, without sampling parameters.
 
     Attributes:
@@ -27,7 +27,7 @@ class Step:
     whole: bool
 
     @classmethod
-    def of(cls, output: SchedulerOutput, rows: RowTable) -> "Step":
+    def of(cls, output: SchedulerOutput, rows: RowTable) -> "RankStep":
         """Create the message from a step that `rows` already include."""
         if output.new_requests:
             plain = tuple(

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from engine.arrays import IntArray
 from engine.execution.cpu.native.binding import shape_over, step_over
-from engine.execution.cpu.native.library import TYPES, Kind, Op, Step, Tape, activation_dtype
+from engine.execution.cpu.native.library import TYPES, Kind, Op, Tape, TapeStep, activation_dtype
 from engine.execution.cpu.native.linear import Native, rows_for, stride_of
 from engine.execution.layout import Layout
 from engine.execution.pool import UnitPool
@@ -27,7 +27,7 @@ ANY_TOKEN = 2**31
 """Vocabulary size of modules, whose tokens the library does not look up."""
 
 
-class Heads(NamedTuple):
+class HeadShape(NamedTuple):
     """Key of a tape: numbers of heads and KV heads, widths of K and V, and the factor of scores."""
 
     heads: int
@@ -45,9 +45,9 @@ class NativeAttention:
         self._pool = pool
         self._rows = rows
         self._max_model_len = max_model_len
-        self._tapes: dict[Heads, _HeadsTape] = {}
+        self._tapes: dict[HeadShape, _HeadsTape] = {}
         self._chunks: IntArray = np.empty((0, 4), dtype=np.int64)
-        self.step = Step()
+        self.step = TapeStep()
 
     def begin(self, chunks: IntArray) -> Layout:
         """Begin a step with these chunks [n, 4] (row, start, length, sample); calls pass tokens in this order."""
@@ -61,7 +61,7 @@ class NativeAttention:
         Writes k and v to the pool, whose cells may be wider than those of this layer. Raises StepError.
         """
         scale = q.shape[2] ** -0.5 if manner.scale is None else manner.scale
-        heads = Heads(q.shape[1], k.shape[1], k.shape[2], v.shape[2], scale)
+        heads = HeadShape(q.shape[1], k.shape[1], k.shape[2], v.shape[2], scale)
         tape = self._tapes.get(heads)
         if tape is None or tape.max_tokens < len(q):
             room = max(len(q), 2 * tape.max_tokens if tape else FIRST_TOKENS)
@@ -74,7 +74,7 @@ class _HeadsTape:
     """Tape of the layers with the same shape of heads, for steps of at most `max_tokens`."""
 
     def __init__(
-        self, native: Native, pool: UnitPool, rows: RowTable, max_model_len: int, heads: Heads, max_tokens: int
+        self, native: Native, pool: UnitPool, rows: RowTable, max_model_len: int, heads: HeadShape, max_tokens: int
     ) -> None:
         self.max_tokens = max_tokens
         self._native = native
@@ -101,9 +101,9 @@ class _HeadsTape:
         self._places: dict[tuple[object, ...], int] = {}
         self._kept: list[Tensor] = []  # sinks of the modules, and the copies that the tape reads
         self._tape: Tape | None = None
-        self._begun: Step | None = None
+        self._begun: TapeStep | None = None
 
-    def attend(self, step: Step, layer: int, parts: tuple[Tensor, Tensor, Tensor], manner: Manner) -> Tensor:
+    def attend(self, step: TapeStep, layer: int, parts: tuple[Tensor, Tensor, Tensor], manner: Manner) -> Tensor:
         """See NativeAttention."""
         what = (layer, manner.window, manner.softcap, None if manner.sinks is None else id(manner.sinks))
         place = self._places.get(what)

@@ -3,14 +3,14 @@
 from typing import Any
 
 from engine.arrays import IntArray
-from engine.execution.cpu.native.library import CacheType, Shape, Step
+from engine.execution.cpu.native.library import CacheType, TapeShape, TapeStep
 from engine.execution.pool import UnitPool
 from engine.execution.rows import RowTable
 
 
-def shape_over(pool: UnitPool, rows: RowTable, max_model_len: int, **model: Any) -> Shape:
+def shape_over(pool: UnitPool, rows: RowTable, max_model_len: int, **model: Any) -> TapeShape:
     """Return the shape of the cache, completed by properties of the model."""
-    return Shape(
+    return TapeShape(
         layers=pool.num_layers,
         cell=pool.num_kv_heads * pool.head_dim,
         block_size=pool.block_size,
@@ -23,9 +23,9 @@ def shape_over(pool: UnitPool, rows: RowTable, max_model_len: int, **model: Any)
     )
 
 
-def step_over(pool: UnitPool, rows: RowTable, chunks: IntArray, **results: Any) -> Step:
+def step_over(pool: UnitPool, rows: RowTable, chunks: IntArray, **results: Any) -> TapeStep:
     """Return a step of chunks [n, 4], int64, contiguous, kept alive by the caller; `results`: their addresses."""
-    return Step(
+    return TapeStep(
         num_chunks=len(chunks),
         token_stride=rows.tokens.shape[1],
         table_stride=rows.k_table.shape[1],

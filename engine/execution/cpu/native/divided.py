@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from engine.execution.cpu.native.library import Library, Shape, Step, Tape, Team
+from engine.execution.cpu.native.library import Library, Tape, TapeShape, TapeStep, Team
 from engine.execution.cpu.native.tape import Buffers, Composed
 from engine.execution.cpu.native.weights import NativeWeights, RankSum
 
@@ -28,7 +28,7 @@ class DividedTape(Tape):
     def __init__(
         self,
         library: Library,
-        shape: Shape,
+        shape: TapeShape,
         composed: Composed,
         weights: NativeWeights,
         buffers: Buffers,
@@ -47,7 +47,7 @@ class DividedTape(Tape):
                 rows = at.delta if op == out or at.other is None else at.other
                 self._sums.append(_Sum(op + 1, rows, alone, ranks))
 
-    def run_part(self, team: Team, step: Step, tokens: int, samples: int, *, head: bool) -> None:
+    def run_part(self, team: Team, step: TapeStep, tokens: int, samples: int, *, head: bool) -> None:
         """Run this rank's part of a step with `tokens` tokens and `samples` samples, and the `head` if requested.
 
         Raises StepError, and RuntimeError if a rank has ended.

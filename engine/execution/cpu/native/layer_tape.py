@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from engine.execution.cpu.native.attention import Heads
+from engine.execution.cpu.native.attention import HeadShape
 from engine.execution.cpu.native.library import Epilogue, Kind, Op
 from engine.execution.cpu.native.linear import NativeLinear, rows_for, stride_of
 from engine.models.known_layers import LayerForm, NormForm
@@ -20,7 +20,7 @@ _ALONE = {"gelu": Epilogue.GELU, "gelu_tanh": Epilogue.GELU_TANH, "relu": Epilog
 class LayerKind(NamedTuple):
     """Common properties of the layers of one tape: heads, widths, and rounding of norms."""
 
-    heads: Heads
+    heads: HeadShape
     hidden: int
     inner: int
     rotary_dim: int

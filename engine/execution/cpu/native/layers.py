@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.execution.cpu.native.attention import ANY_TOKEN, FIRST_TOKENS, Heads, NativeAttention
+from engine.execution.cpu.native.attention import ANY_TOKEN, FIRST_TOKENS, HeadShape, NativeAttention
 from engine.execution.cpu.native.binding import shape_over
 from engine.execution.cpu.native.layer_tape import Composer, KnownLayer, LayerKind, Rows
-from engine.execution.cpu.native.library import TYPES, Shape, Step, Tape, activation_dtype
+from engine.execution.cpu.native.library import TYPES, Tape, TapeShape, TapeStep, activation_dtype
 from engine.execution.cpu.native.linear import PANEL, Native, NativeLinear
 from engine.execution.pool import UnitPool
 from engine.execution.rows import RowTable
@@ -116,7 +116,7 @@ def _known(look: Look, form: LayerForm, dtype: torch.dtype, index: int) -> Known
     scale = seen.widths[0] ** -0.5 if seen.manner.scale is None else seen.manner.scale
     rotation = None if given.rotation is None else given.rotation[0]
     kind = LayerKind(
-        Heads(seen.heads, seen.kv_heads, *seen.widths, scale), given.x.shape[2], inner,
+        HeadShape(seen.heads, seen.kv_heads, *seen.widths, scale), given.x.shape[2], inner,
         0 if rotation is None else rotation.shape[2], any(rms),
     )  # fmt: skip
     parts = [linear[name] for name in form.qkv]
@@ -143,7 +143,7 @@ class _Run:
     def __init__(
         self,
         native: Native,
-        shape: Shape,
+        shape: TapeShape,
         rows: Rows,
         composer: Composer,
         angles: Tensor,
@@ -157,7 +157,7 @@ class _Run:
         self._kept = composer.kept
         self._tape = Tape(native.library, shape, self._ops)
 
-    def __call__(self, step: Step, x: Tensor, rotation: tuple[Tensor, Tensor] | None) -> Tensor:
+    def __call__(self, step: TapeStep, x: Tensor, rotation: tuple[Tensor, Tensor] | None) -> Tensor:
         """Run x [1, T, H] of the step's tokens through the layers. Raises StepError."""
         at, (_, count, width) = self._rows, x.shape
         at.x[:count, :width] = x[0]

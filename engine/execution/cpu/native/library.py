@@ -94,7 +94,7 @@ _PROBLEMS = {
 }
 
 
-class Shape(Structure):
+class TapeShape(Structure):
     """`tm_shape`."""
 
     _fields_ = (
@@ -126,7 +126,7 @@ class Op(Structure):
     )
 
 
-class Step(Structure):
+class TapeStep(Structure):
     """`tm_step`."""
 
     _fields_ = (
@@ -148,7 +148,7 @@ class Library:
         self._declare()
         self._pages = HugePages()
         sizes = [self._calls.tm_struct_bytes(which) for which in range(3)]
-        if self._calls.tm_abi() != _ABI or sizes != [ctypes.sizeof(each) for each in (Shape, Op, Step)]:
+        if self._calls.tm_abi() != _ABI or sizes != [ctypes.sizeof(each) for each in (TapeShape, Op, TapeStep)]:
             raise ConfigError(f"{path} is from another version; build it again")
 
     def _declare(self) -> None:
@@ -164,10 +164,10 @@ class Library:
             "tm_team_resize": (None, (c_void_p, c_int32)),
             "tm_team_threads": (c_int32, (c_void_p,)),
             "tm_team_stop": (None, (c_void_p,)),
-            "tm_tape_new": (c_void_p, (POINTER(Shape), POINTER(Op), c_int64, *error)),
+            "tm_tape_new": (c_void_p, (POINTER(TapeShape), POINTER(Op), c_int64, *error)),
             "tm_tape_delete": (None, (c_void_p,)),
-            "tm_tape_run": (c_int32, (c_void_p, c_void_p, POINTER(Step))),
-            "tm_tape_begin": (c_int32, (c_void_p, c_void_p, POINTER(Step))),
+            "tm_tape_run": (c_int32, (c_void_p, c_void_p, POINTER(TapeStep))),
+            "tm_tape_begin": (c_int32, (c_void_p, c_void_p, POINTER(TapeStep))),
             "tm_tape_run_ops": (c_int32, (c_void_p, c_void_p, c_int64, c_int64)),
             "tm_tape_set_weight": (c_int32, (c_void_p, c_int64, c_void_p)),
             "tm_tape_seconds": (None, (c_void_p, POINTER(c_double))),
@@ -262,7 +262,7 @@ class Team:
 class Tape:
     """A sequence of operations; the caller keeps their buffers alive. Raises ConfigError for an invalid sequence."""
 
-    def __init__(self, library: Library, shape: Shape, ops: Sequence[Op]) -> None:
+    def __init__(self, library: Library, shape: TapeShape, ops: Sequence[Op]) -> None:
         self._calls = library._calls
         array = (Op * len(ops))(*ops)
         error = ctypes.create_string_buffer(_ERROR_BYTES)
@@ -270,13 +270,13 @@ class Tape:
         if not self._handle:
             raise ConfigError(f"the native library refused the model: {error.value.decode()}")
 
-    def run(self, team: Team, step: Step) -> None:
+    def run(self, team: Team, step: TapeStep) -> None:
         """Run a step. Raises StepError for an invalid step, before anything has run."""
         result = self._calls.tm_tape_run(self._handle, team.handle, ctypes.byref(step))
         if result:
             raise StepError(_PROBLEMS[result])
 
-    def begin(self, team: Team, step: Step) -> None:
+    def begin(self, team: Team, step: TapeStep) -> None:
         """Check and plan a step to be run in parts by `run_ops`; keep it alive until then. Raises StepError."""
         result = self._calls.tm_tape_begin(self._handle, team.handle, ctypes.byref(step))
         if result:

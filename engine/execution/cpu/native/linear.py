@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from engine.execution.cpu.native.library import Epilogue, Int8, Kind, Level, Library, Op, Team, activation_dtype
-from engine.models.quantized import Rounded, round_weight
+from engine.models.quantized import RoundedWeight, round_weight
 
 PAD = 32
 """Inputs, and rows of a buffer, are padded to a multiple of this."""
@@ -44,13 +44,17 @@ class Native:
         """Return the level for models of a type; instructions for bfloat16 apply to that type only."""
         return self.level if dtype == torch.bfloat16 else min(self.level, Level.AVX512)
 
-    def linear(self, weight: Tensor | Rounded, bias: Tensor | None = None, *, gated: bool = False) -> "NativeLinear":
+    def linear(
+        self, weight: Tensor | RoundedWeight, bias: Tensor | None = None, *, gated: bool = False
+    ) -> "NativeLinear":
         """Make a layer on these threads; the weight is not needed afterwards."""
-        if isinstance(weight, Rounded):
+        if isinstance(weight, RoundedWeight):
             return self.int8_linear(weight, bias, gated=gated)
         return NativeLinear(self, weight, bias, gated)
 
-    def int8_linear(self, weight: Tensor | Rounded, bias: Tensor | None = None, *, gated: bool = False) -> "NativeInt8":
+    def int8_linear(
+        self, weight: Tensor | RoundedWeight, bias: Tensor | None = None, *, gated: bool = False
+    ) -> "NativeInt8":
         """Make a layer that computes with 8-bit integers."""
         values, scales, dtype, _ = round_weight(weight)
         return NativeInt8(self, (values, scales), bias, dtype, gated)

@@ -10,7 +10,7 @@ from engine.arrays import IntArray
 from engine.execution.cpu.device import Beyond
 from engine.execution.cpu.native.binding import shape_over, step_over
 from engine.execution.cpu.native.divided import DividedTape
-from engine.execution.cpu.native.library import TYPES, Kind, Shape, Step, Tape, activation_dtype
+from engine.execution.cpu.native.library import TYPES, Kind, Tape, TapeShape, TapeStep, activation_dtype
 from engine.execution.cpu.native.linear import Native
 from engine.execution.cpu.native.tape import Buffers, Composed, compose
 from engine.execution.cpu.native.weights import NativeWeights
@@ -156,7 +156,7 @@ class NativeModel:
         beyond.send(chunks, self._parts(np.arange(hidden.shape[1])), wanted)
         return beyond.receive()[0]
 
-    def _run_pipeline(self, beyond: Beyond, chunks: IntArray, step: Step, whole: bool) -> None:
+    def _run_pipeline(self, beyond: Beyond, chunks: IntArray, step: TapeStep, whole: bool) -> None:
         """Run a step as micro-batches over all stages; the head reads their rows as if they had run together."""
         tape, team, last = self._tape, self.native.team, self._composed.layers[-1].stop
         for part in beyond.cut(chunks, whole=whole):
@@ -188,7 +188,7 @@ class NativeModel:
             self._make_room(max(total, 2 * self._max_tokens))
         return chunks
 
-    def _run_streamed(self, step: Step) -> None:
+    def _run_streamed(self, step: TapeStep) -> None:
         """Run the tape in segments around the streamed layers."""
         tape, team, layers = self._tape, self.native.team, self._layers
         tape.begin(team, step)
@@ -203,7 +203,7 @@ class NativeModel:
             done = part.stop
         tape.run_ops(team, done, len(self._composed.ops))
 
-    def _run_adapted(self, step: Step, num_tokens: int, adapters: StepAdapters) -> None:
+    def _run_adapted(self, step: TapeStep, num_tokens: int, adapters: StepAdapters) -> None:
         """Run the tape in segments, and add the contributions of adapters to the outputs of linear layers."""
         assert self._adapted is not None, "take_adapters() must precede steps with adapters"
         (composed, tape), team, spec, at = self._adapted, self.native.team, self._spec, self._buffers
@@ -240,7 +240,7 @@ class NativeModel:
         lean = {} if self._lean is None else self._lean.seconds()
         return {kind: value + lean.get(kind, 0.0) for kind, value in seconds.items()}
 
-    def _step(self, chunks: IntArray, logits: Tensor | None) -> Step:
+    def _step(self, chunks: IntArray, logits: Tensor | None) -> TapeStep:
         return step_over(
             self._pool,
             self._rows,
@@ -284,7 +284,7 @@ class NativeModel:
             return Tape(library, shape, composed.ops)
         return DividedTape(library, shape, composed, self._weights, self._buffers, sampled)
 
-    def _shape(self) -> Shape:
+    def _shape(self) -> TapeShape:
         spec = self._spec
         return shape_over(
             self._pool,
