@@ -18,6 +18,13 @@ def test_every_link_leads_somewhere(page: Path) -> None:
             assert (page.parent / target.partition("#")[0]).exists(), target
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_source_file_that_a_page_names_exists(page: Path) -> None:
+    if "lab" not in page.parts:
+        named = re.findall(r"`((?:engine|gateway|predictor|loadgen|benchmarks|tests)/[\w/]+\.\w+)`", page.read_text())
+        assert not [path for path in named if not (ROOT / path).exists()]
+
+
 def test_every_page_is_reached_from_the_index() -> None:
     docs = ROOT / "docs"
     linked = set(re.findall(r"\]\(([^)#\s]+)\)", (docs / "index.md").read_text()))
