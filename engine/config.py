@@ -1,5 +1,8 @@
-"""The frozen configuration of engine and scheduler. Command-line flags are generated from `EngineConfig`'s fields:
-`metadata["help"]` is the flag's help, `metadata["choices"]` its choices. Torch-free."""
+"""The frozen configuration of the engine and the scheduler. This module does not import torch.
+
+Command-line flags are generated from the fields of `EngineConfig`: `metadata["help"]` is the help text of the flag and
+`metadata["choices"]` its choices.
+"""
 
 import math
 import sys
@@ -14,12 +17,12 @@ from predictor.limits import Limits
 from predictor.slo import SLO, SLOError
 
 USUAL_STEP, WIDE_STEP = (64, 512), (256, 2048)
-"""Requests and tokens that a step may hold where nobody says."""
+"""Default maximum (requests, tokens) of a step."""
 BLOCK_SIZE = 16
-"""Tokens of a cache block."""
+"""Tokens per cache block."""
 CHECKPOINT_TOKENS = 512
-"""Tokens of a prompt from one checkpoint of recurrent layers to the next."""
-MAX_THREADS = 1024  # beyond any machine that it was tried on: a slip would take every thread that there is
+"""Distance in prompt tokens between two checkpoints of recurrent state."""
+MAX_THREADS = 1024  # rejects a typing error that would exhaust the threads of the machine
 OVERLOADS = ("recompute", "swap", "drop")
 
 
@@ -29,7 +32,7 @@ def _flag(default: Any, help_text: str, choices: tuple[str, ...] = ()) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """The settings of the engine; None means "decide from the model and the machine"."""
+    """The settings of the engine. None means that the value is derived from the model and the machine."""
 
     model: str = _flag("", "folder or Hugging Face id of a checkpoint; empty: the packaged demo model")
     revision: str | None = _flag(None, "branch, tag or commit of a model from the hub (default: the newest)")
@@ -131,24 +134,29 @@ class EngineConfig:
 
 @dataclass(frozen=True, slots=True)
 class SchedulerConfig:
-    """What the core needs to know, resolved. `num_units`: device units of the pool (a KV block takes two).
+    """The resolved settings of the scheduler core.
 
-    `host_units`: units of the host tier (0: none), `unit_bytes`: the size of one on any tier. `scratch_blocks`: how
-    many blocks a step may run from hidden state (0: hidden state is not offered), `rho`: seconds that one token run
-    from it adds to a step that runs as many as may (`compact_tokens`).
-    `stream_seconds`: what weights that stream take of every step.
-    `window`: tokens that a token sees in any layer, itself included, and those that a kernel reads with them; 0: all.
-    Blocks before them are given back while the request runs, so that it may be longer than the pool.
-    `state_slots`: checkpoints of what recurrent layers keep of a request, where there are such layers; a prompt has one
-    at every `checkpoint_tokens` tokens, or at fewer places (`engine.cache.checkpoints`). `host_state_slots`: of those,
-    in host memory; `state_bytes`: of a state, at most.
-    `pipeline_depth`: steps that may be in flight when `schedule` is called. `ahead_seconds`: where that is finite,
-    `schedule` is called ahead of the end of steps that are expected to be shorter, see `EngineCore.may_run_ahead`.
-    `min_prefill_chunk`: what the oldest prompt gets in every step, unless it makes decodes beside it late: then as much
-    as they can bear, and a block at least.
-    `max_queue_time`: an online request that could not start within it is refused (429); see `engine.queue_time`.
-    `max_offline_preemptions`: from that many evictions on an offline request loses its place last, and waits for 1, 2,
-    4 ... seconds before it starts again beside online work.
+    Attributes:
+        num_units: Units of the device pool; a KV block takes two.
+        host_units: Units of the host tier; 0: no host tier.
+        unit_bytes: Bytes per unit on every tier.
+        scratch_blocks: Maximum blocks per step that run from hidden state; 0: no hidden state.
+        rho: Seconds that one token run from hidden state adds to a step with `compact_tokens` such tokens.
+        stream_seconds: Seconds per step that streaming weights take.
+        window: Tokens of the longest attention window that a kernel reads; 0: all. Blocks before the window are freed
+            while the request runs, so a request can be longer than the pool.
+        state_slots: Slots on the device for checkpoints of recurrent state; 0: no checkpoints.
+        host_state_slots: Slots in host memory for checkpoints of recurrent state.
+        state_bytes: Maximum bytes of one recurrent state.
+        checkpoint_tokens: Distance in prompt tokens between checkpoints, see `engine.cache.checkpoints`.
+        pipeline_depth: Maximum steps in flight when `schedule` is called.
+        ahead_seconds: If finite, a step is scheduled ahead only behind steps with a shorter expected time, see
+            `EngineCore.may_run_ahead`.
+        min_prefill_chunk: Minimum tokens per step for the oldest prompt. If they would delay decodes, the chunk
+            shrinks to one block at least.
+        max_offline_preemptions: After so many evictions an offline request is evicted last and waits 1, 2, 4 ...
+            seconds before it restarts beside online requests.
+        max_queue_time: An online request with a longer expected wait is refused (429), see `engine.queue_time`.
     """
 
     num_units: int
@@ -177,7 +185,7 @@ class SchedulerConfig:
 
     @classmethod
     def of(cls, config: EngineConfig, **resolved: Any) -> "SchedulerConfig":
-        """What `config` says under the same names, and what was decided from the model and the machine."""
+        """Return the scheduler settings: fields of the same name from `config`, overridden by `resolved`."""
         named = {f.name for f in fields(EngineConfig)} & {f.name for f in fields(cls)}
         seqs, tokens = step_limits(config)
         said = {name: getattr(config, name) for name in named}
@@ -185,23 +193,23 @@ class SchedulerConfig:
 
     @property
     def compact_tokens(self) -> int:
-        """Tokens that a step may run from hidden state."""
+        """Maximum tokens per step that run from hidden state."""
         return self.block_size * self.scratch_blocks
 
     @property
     def paired(self) -> bool:
-        """Whether all blocks on the device are K and V, two units each."""
+        """Whether every device block holds K and V (two units each)."""
         return not self.scratch_blocks
 
     @property
     def most_blocks(self) -> int:
-        """What a request holds at once."""
+        """Maximum blocks that a request holds at the same time."""
         tokens = most_unconfirmed(self.max_num_batched_tokens, self.pipeline_depth, self.ahead_seconds)
         return most_blocks(self.window, self.block_size, tokens)
 
     @property
     def limits(self) -> Limits:
-        """What a step may hold."""
+        """The limits of a step."""
         return Limits(
             self.max_num_seqs,
             self.max_num_batched_tokens,
@@ -219,20 +227,27 @@ class SchedulerConfig:
 
 
 def most_unconfirmed(step_tokens: int, pipeline_depth: int, ahead_seconds: float) -> int:
-    """Tokens of one request in all steps in flight: the ones ahead are full where a device runs by itself, and a decode
-    each where they are scheduled behind short steps only."""
+    """Return the maximum tokens of one request in all steps in flight.
+
+    Steps scheduled ahead can be full if `ahead_seconds` is infinite; otherwise they hold one decode token per request.
+    """
     return (1 + pipeline_depth) * step_tokens if ahead_seconds == math.inf else step_tokens + pipeline_depth
 
 
 def most_blocks(window: int, block_size: int, num_tokens: int) -> int:
-    """Blocks that a request holds at once which computes up to `num_tokens` tokens beyond those that are confirmed. At
-    either end of a window is a block of which it has a part, and what is behind it is given back a block later."""
+    """Return the maximum blocks of a request that computes up to `num_tokens` tokens beyond its confirmed ones.
+
+    A window covers a part of one block at each end, and a block behind the window is freed one block later.
+    """
     return -(-(window + num_tokens) // block_size) + 3 if window else sys.maxsize
 
 
 def step_limits(config: EngineConfig, *, wide: bool = False) -> tuple[int, int]:
-    """(requests, tokens) that a step may hold: what is said; else the usual, or what is usual where many rows share the
-    cost of a step (`wide`), as far as that goes with the other."""
+    """Return the maximum (requests, tokens) of a step.
+
+    An explicit setting wins. Otherwise the default applies, larger if `wide` (many rows share the cost of a step), and
+    adjusted so that a step has at least one token per request.
+    """
     seqs, tokens = WIDE_STEP if wide else USUAL_STEP
     if config.max_num_seqs is not None:
         return config.max_num_seqs, config.max_num_batched_tokens or max(tokens, config.max_num_seqs)
@@ -242,7 +257,7 @@ def step_limits(config: EngineConfig, *, wide: bool = False) -> tuple[int, int]:
 
 
 def parse_offload(text: str) -> float | None:
-    """GiB that weights may take by `--offload-weights`: None for "off", infinity for "auto". Raises ConfigError."""
+    """Return the GiB for weights from `--offload-weights`: None for "off", infinity for "auto". Raise ConfigError."""
     if text == "off":
         return None
     if text == "auto":

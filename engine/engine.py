@@ -1,8 +1,8 @@
-"""Engine: the async loop around EngineCore, the one place that joins the control plane with the data plane.
+"""The asyncio loop around EngineCore, which connects the scheduler (control plane) to the model runner (data plane).
 
-Model steps run one after another in one worker thread; the loop schedules, awaits and hands outputs to their streams.
-It wakes on events, never polls, and never waits on a client: a stream that is not read fills its own bounded queue and
-its request is ended. Implements `engine.api.EngineClient` in this process.
+Model steps run one after another in a worker thread. The loop schedules steps, awaits them and passes their outputs to
+the request streams. The loop wakes on events and never polls. It never waits for a client: an unread stream fills its
+own bounded queue, and then its request is aborted. `Engine` implements `engine.api.EngineClient` in this process.
 """
 
 import asyncio
@@ -55,7 +55,7 @@ from engine.scheduling.output import ModelRunner, ModelRunnerOutput, SchedulerOu
 from engine.scheduling.recovery import RETRY_AFTER
 from engine.stream import RequestStream
 
-if TYPE_CHECKING:  # an engine needs neither what compiles grammars nor what writes records, nor torch
+if TYPE_CHECKING:  # the engine runs without the grammar compiler, the flight recorder and torch
     from engine.execution.runner import OtherRanks
     from engine.flight.recorder import FlightRecorder
     from engine.structured.ready import Grammars
@@ -65,31 +65,36 @@ log = logging.getLogger("tidemill.engine")
 Result = TypeVar("Result")
 
 OutputSink = Callable[[RequestOutput], bool]
-"""Takes the outputs of one request, one after another; False: whoever reads them is too far behind."""
+"""Takes the outputs of one request in order. Returns False if the reader of the stream is too far behind."""
 
 WARM_UP_ID = "warm-up"
 STOP_SECONDS = 1.0
-"""How long `stop` waits for a step that runs."""
+"""Maximum time in seconds for which `stop` waits for the running step."""
 SICK_SECONDS = 10.0
-"""How long every step may fail before the engine ends: an error of a device often ends with the process that met it."""
+"""Time in seconds for which every step may fail before the engine ends: a new process often clears a device error."""
 DEVICE_SECONDS = 5.0
-"""How long a device may take to say whether it still runs."""
+"""Timeout in seconds of the device check after a failed step."""
 REST_SECONDS = 3.0
-"""The longest that no step is launched because somebody asks for rest: below what the watchdog takes for a stall."""
+"""Maximum pause in seconds of `at_rest`; shorter than the watchdog's stall time."""
 MIN_REST = 0.01
-"""The shortest sleep in seconds before the core is asked again for work that it could not start."""
+"""Minimum sleep in seconds before the loop asks the core again for work that could not start."""
 
 
 class Engine:
-    """One model on one device, in this process. `core` and `runner` must agree on pool and block size.
+    """One model on one device, in this process.
 
-    Every failure after which no step can run has one ending, `_give_up`: a step hangs, every step fails, the loop
-    breaks, the device or a rank is lost. `on_death(cause, why)` is called first, then every open request ends with an
-    error.
+    Every fatal failure ends in `_give_up`: a hung step, only failing steps, an error in the loop, a lost device.
+    `on_death(cause, why)` is called first; then every open request ends with an error.
 
-    `step_limits`: when a step counts as hung. `stall_seconds`: with work but without a step for longer, the engine is
-    not ready and recovers (see `engine.loop.watchdog`). `device_lost`: called after a failed step, outside the loop's
-    thread; returns why no further step can run, or None. `ranks`: the runner's other ranks.
+    Args:
+        core: The scheduler; it must have the same pool and block size as `runner`.
+        runner: Runs model steps.
+        info: Facts about the model and its limits.
+        step_limits: Times after which a step counts as hung.
+        stall_seconds: Time with work but without a step after which the engine is degraded and recovers, see
+            `engine.loop.watchdog`.
+        device_lost: Called in a worker thread after a failed step; returns why no further step can run, or None.
+        ranks: The other ranks of a tensor-parallel runner.
     """
 
     def __init__(
@@ -164,7 +169,7 @@ class Engine:
         return self._watchdog.trouble
 
     async def start(self) -> None:
-        """Start the loop and run one request through it; raises what the runner raised if that fails."""
+        """Start the loop and run a warm-up request. Raise the request's error if it fails."""
         self._loop_task = asyncio.create_task(self._run(), name="tidemill-engine")
         if self._ranks is not None:
             self._ranks.watch(partial(self._tell_lost_rank, asyncio.get_running_loop()))
@@ -183,7 +188,7 @@ class Engine:
             self._tuner.start()
 
     async def stop(self, drain_seconds: float = 0.0) -> None:
-        """Refuse new work, let requests end for `drain_seconds`, abort the rest, stop the loop and the worker."""
+        """Refuse new requests, wait up to `drain_seconds` for open ones, abort the rest, and stop the loop."""
         self._draining = True
         if self._loop_task is None:
             await self._end_ranks()
@@ -223,7 +228,7 @@ class Engine:
         self.look_for_room(request_class, prompt_tokens, tenant)
 
     def look_for_room(self, request_class: RequestClass, prompt_tokens: int, tenant: str) -> None:
-        """What `check_room` does, now."""
+        """Do the same as `check_room`, synchronously."""
         self._check_accepting()
         with self._noting_refusal(request_class, prompt_tokens):
             self._core.check_room(request_class, tenant, self._clock())
@@ -253,8 +258,10 @@ class Engine:
         return streams
 
     async def prepare(self, requests: Sequence[EngineRequest]) -> None:
-        """Make the grammars of requests ready, before they are queued. Raises InvalidRequestError for a grammar that
-        cannot be enforced, and QueueFullError where it cannot be compiled now."""
+        """Compile the grammars of requests before the requests are queued.
+
+        Raise InvalidRequestError for a grammar that cannot be enforced, QueueFullError if it cannot be compiled now.
+        """
         self._check_accepting()
         for grammar in (request.sampling.grammar for request in requests):
             if grammar is not None and self._grammars is None:
@@ -265,7 +272,7 @@ class Engine:
 
     @asynccontextmanager
     async def at_rest(self) -> AsyncIterator[None]:
-        """No step runs during the block, or during its first seconds: those in flight have ended, none is launched."""
+        """Run the block while no step is in flight. After `REST_SECONDS` steps are launched again."""
         self._at_rest.clear()
         self._rest_until = self._clock() + REST_SECONDS
         try:
@@ -278,16 +285,16 @@ class Engine:
 
     @property
     def core(self) -> EngineCore:
-        """Only to be touched while the engine is held."""
+        """The scheduler. Other code may change it only while the engine is held."""
         return self._core
 
     @property
     def runner(self) -> ModelRunner:
-        """See `aside`."""
+        """The model runner. Call it through `aside`."""
         return self._runner
 
     async def hold(self) -> None:
-        """No step runs from the end of this on, until `go`."""
+        """Wait for the steps in flight, and launch no step until `go`."""
         self._held = True
         self._watchdog.suspend(True)
         if self._in_flight:
@@ -295,37 +302,37 @@ class Engine:
             await self._at_rest.wait()
 
     def go(self) -> None:
-        """Steps may run again."""
+        """Undo `hold`: launch steps again."""
         self._held = False
         self._watchdog.suspend(False)
         self._planner.restart()
         self._wake_up()
 
     async def aside(self, work: Callable[..., Result], *args: Any) -> Result:
-        """Have the thread of the steps do something else."""
+        """Run `work(*args)` in the thread that launches steps, and return its result."""
         return await asyncio.get_running_loop().run_in_executor(self._executor, work, *args)
 
     def serves(self, request_id: str, sink: OutputSink) -> bool:
-        """Whether the outputs of a request go there."""
+        """Return whether the outputs of the request go to `sink`."""
         return self._streams.get(request_id) == sink
 
     def detach(self, request_id: str) -> MovedRequest:
-        """Let go of a request: nothing more is said about it here."""
+        """Remove a request without an output, and return its state for another engine."""
         moved = self._core.moves.detach(request_id)
         self._close(request_id)
         return moved
 
     def attach(self, moved: MovedRequest, sink: OutputSink) -> bool:
-        """Go on with a request of another engine; see EngineCore.attach."""
+        """Continue a request that another engine detached; see `Moves.attach`."""
         self._check_accepting()
         if self._grammars is not None:
-            with suppress(QueueFullError):  # its row fails, if the grammar could not be compiled here
+            with suppress(QueueFullError):  # without a compiled grammar the step fails for this request only
                 self._grammars.hold(moved.spec)
         self._streams[moved.spec.request_id] = sink
         return self._core.moves.attach(moved)
 
     def open(self, pairs: Iterable[tuple[EngineRequest, OutputSink]]) -> None:
-        """Queue requests, all or none; their outputs go to the sinks. Raises what `submit` raises."""
+        """Queue all requests or none, and send their outputs to the sinks. Raise the same errors as `submit`."""
         opened: list[str] = []
         try:
             for request, sink in pairs:
@@ -361,7 +368,7 @@ class Engine:
             self._wake_up()
 
     def drop(self, request_id: str, reason: FinishReason = FinishReason.ABORT) -> None:
-        """End a request now, without an output: nobody waits for it. Unknown ids are ignored."""
+        """End a request without an output. Unknown ids are ignored."""
         if request_id in self._streams:
             self._abort(request_id, reason)
             self._close(request_id)
@@ -390,14 +397,14 @@ class Engine:
         return self.snapshot()
 
     def snapshot(self) -> EngineStats:
-        """The figures of now."""
+        """Return the current statistics."""
         stats = self._core.stats()
         if self.colocation is None:
             return stats
         return replace(stats, colocation=self.colocation.stats(self._clock()))
 
     def load(self) -> LoadReport:
-        """How much of it is taken now."""
+        """Return the current load."""
         return self._core.load(self._clock())
 
     async def wait_dead(self) -> str:
@@ -411,19 +418,24 @@ class Engine:
         return "the engine runs inside the server, and changes when that is started again"
 
     def kill(self) -> None:
-        """See EngineClient.kill: all of it runs in this process."""
+        """See EngineClient.kill. The engine has no other process, so this does nothing."""
 
     def put_between(self, wrap: Callable[[ModelRunner], ModelRunner]) -> None:
-        """Steps go through what `wrap` makes of the runner; before `start`."""
+        """Replace the runner by `wrap(runner)`. Call it before `start`."""
         self._runner = wrap(self._runner)
 
     def be_recorded(self, recorder: "FlightRecorder") -> None:
-        """From now on every step is written there before it runs."""
+        """Write every later step to the flight recorder before it runs."""
         self._recorder = recorder
 
     def _give_up(self, cause: str, why: str, error: TidemillError | None = None) -> None:
-        """End the engine: no further step runs here. `cause`: a name of `engine.process.causes`; `error`: ends the open
-        requests, once `on_death` had the chance to move them to another engine."""
+        """End the engine and run no further step.
+
+        Args:
+            cause: A name in `engine.process.causes`.
+            why: The reason, for the log and for clients.
+            error: The error of the requests that are still open after `on_death`.
+        """
         if self._death is not None:
             return
         self._death = why
@@ -439,7 +451,7 @@ class Engine:
         self._wake_up()
 
     def _tell_lost_rank(self, loop: asyncio.AbstractEventLoop, why: str) -> None:
-        """End the engine, from the thread that watches the ranks."""
+        """End the engine because a rank is lost. Called from the thread that watches the ranks."""
         loop.call_soon_threadsafe(self._give_up, "device", f"the device is lost: {why}")
 
     async def _run(self) -> None:
@@ -457,7 +469,7 @@ class Engine:
             self._give_up("loop", "its loop ended")
 
     async def _sleep(self) -> None:
-        """Until something happens, or until the time for which something waits in the core."""
+        """Sleep until an event or until the core's next retry time."""
         if self._recorder is not None:
             self._recorder.idle(self._clock())
         self._at_rest.set()
@@ -466,7 +478,7 @@ class Engine:
         try:
             await asyncio.wait_for(self._wake.wait(), rest)
         except TimeoutError:
-            self._plan_tried = False  # what waited may need a plan
+            self._plan_tried = False  # the waiting work may need a new plan
 
     def _wake_up(self) -> None:
         self._plan_tried = False
@@ -475,8 +487,8 @@ class Engine:
     def _launch(self) -> None:
         """Schedule steps until the pipeline is full or nothing can run.
 
-        The offline plan was made while the last step ran. A step does not wait for it where there is something to run,
-        online work or what the last plan has begun; else the planner wakes the loop when it comes.
+        The planner makes the offline plan while the last step runs. A step does not wait for the plan if there are
+        online requests or steps in flight. Otherwise the planner wakes the loop when the plan is ready.
         """
         self._wake.clear()
         core = self._core
@@ -487,7 +499,7 @@ class Engine:
             output = core.schedule(self._clock(), plan)
             if output is None:
                 if core.has_offline and not self._plan_tried:
-                    self._plan_tried = True  # one fresh plan per event: when even that runs nothing, wait for the next
+                    self._plan_tried = True  # one new plan per event: if it starts nothing, wait for the next event
                     self._planner.want()
                 return
             self._plan_tried = False
@@ -501,13 +513,15 @@ class Engine:
                 self._planner.want()
 
     def _watch_step(self, output: SchedulerOutput) -> None:
-        """The first steps do what no later one does, on a machine that may be busy: nobody knows how long they take."""
+        """Start the hang timer of a step. Warm-up steps get no predicted latency because they also initialize."""
         self._step_watch.begin(output.predicted_latency if self._warm else None)
 
     def _start(self, output: SchedulerOutput) -> asyncio.Future[ModelRunnerOutput]:
-        """Launches happen in one thread, waits where a device runs by itself in another: a step starts while another
-        runs. Elsewhere a launch is the step, and one that is launched ahead begins when its thread is done with the
-        one before it."""
+        """Launch a step in the runner thread, and return a future of its result.
+
+        On an asynchronous device a second thread waits for the result, so that the next launch can overlap. Elsewhere
+        the launch itself computes the step, and a step launched ahead starts after the previous one.
+        """
         launched = self._executor.submit(self._runner.launch, output)
         return asyncio.wrap_future(self._waiter.submit(lambda: launched.result()()))
 
@@ -519,7 +533,7 @@ class Engine:
             check_result(output, result, self.info.vocab_size)
             if self._recorder is not None:
                 self._recorder.completed(result, self._clock())
-        except Exception as error:  # whatever a model step raises must end at its requests, not at the server
+        except Exception as error:  # an error of a model step ends its requests, not the server
             result = None
             await self._on_failed_step(output, error)
         if self._death is not None:
@@ -527,7 +541,7 @@ class Engine:
         self._in_flight.popleft()
         now = self._clock()
         self._step_started = now if self._in_flight else None
-        # What a step costs a request that waits for its next token: scheduling it and delivering the last one included.
+        # The time per token that a request observes: it includes scheduling and the delivery of the last step.
         taken, self._busy_since = now - self._busy_since, now
         if self._in_flight:
             self._watch_step(self._in_flight[0][0])
@@ -549,7 +563,7 @@ class Engine:
     async def _on_failed_step(self, output: SchedulerOutput, error: Exception) -> None:
         """Record and report a failed step. End the engine if it was the first step, or if the device is lost."""
         if isinstance(error, LinkLostError):
-            self._held = True  # no step can run, and no request is to blame
+            self._held = True  # no step can run, but no request caused this
             self._watchdog.suspend(True)
             self.on_parted()
         if self._recorder is not None:
@@ -563,8 +577,10 @@ class Engine:
             self._give_up("device", f"the device is lost: {lost}")
 
     async def _find_lost_device(self) -> str | None:
-        """Return why the device can run no further step; None if it can, or if it did not say within DEVICE_SECONDS.
-        Trials on a lost device would blame requests for it."""
+        """Return why the device can run no further step; None if it can or did not answer within DEVICE_SECONDS.
+
+        Without this check, recovery would retry requests on a lost device and blame them for the failures.
+        """
         asked = asyncio.get_running_loop().run_in_executor(self._waiter, self._device_lost)
         try:
             return await asyncio.wait_for(asked, DEVICE_SECONDS)
@@ -572,7 +588,7 @@ class Engine:
             return None  # a long step in flight may be in the way; the next step shows whether the device hangs
 
     def _tell_keeper(self, tell: Callable[..., None], *facts: Any) -> None:
-        """A fault in what learns from steps costs learning only."""
+        """Report facts to the SLO keeper. Log an error of the keeper and go on without this update."""
         if self.colocation is None:
             return
         try:
@@ -588,7 +604,7 @@ class Engine:
             self.abort(output.request_id)
 
     def _recover(self, attempt: int) -> None:
-        """The engine stands still, and no step is in flight."""
+        """Recover from a stall: the engine has work, but no step is in flight."""
         if self.state is EngineState.DEAD:
             return
         now = self._clock()

@@ -1,4 +1,4 @@
-"""The exception hierarchy. Errors that a user can cause have a class; `assert` checks invariants only.
+"""The exception hierarchy. Errors that a user can cause have their own class; `assert` only checks invariants.
 
 TidemillError
 ├── ConfigError                 start-up: a flag, file or folder is invalid; one line, exit code 2
@@ -11,7 +11,7 @@ TidemillError
 ├── EngineStepError             500: a step with this request failed
 └── WeightReadError             streamed weights could not be read
 
-`ErrorInfo` is an error as a value that can be stored or sent to another process.
+`ErrorInfo` holds an error as data that can be stored or sent to another process.
 """
 
 from dataclasses import dataclass
@@ -26,7 +26,7 @@ class TidemillError(Exception):
 
 
 class ConfigError(TidemillError):
-    """Invalid configuration; shown as one line at start."""
+    """The configuration is invalid; the server prints the message as one line and exits."""
 
 
 class ModelLoadError(ConfigError):
@@ -34,7 +34,7 @@ class ModelLoadError(ConfigError):
 
 
 class InvalidRequestError(TidemillError):
-    """A request that can never run. `param` is the invalid field, `code` OpenAI's error code."""
+    """The request can never run. `param` is the invalid field, `code` OpenAI's error code."""
 
     def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
@@ -43,7 +43,7 @@ class InvalidRequestError(TidemillError):
 
 
 class ContextLengthError(InvalidRequestError):
-    """Prompt plus requested output exceed the context length; prompts are never truncated."""
+    """The prompt plus the requested output exceed the context length. Prompts are never truncated."""
 
     def __init__(self, message: str, *, param: str = "messages") -> None:
         super().__init__(message, param=param, code="context_length_exceeded")
@@ -66,7 +66,7 @@ class EngineUnavailableError(RetryableError):
 
 
 class EngineStepError(TidemillError):
-    """A model step with this request failed or returned NaN logits."""
+    """A model step that contained this request failed or returned NaN logits."""
 
 
 class WeightReadError(TidemillError):
@@ -79,7 +79,7 @@ _RETRYABLE_KINDS = {kind.__name__: kind for kind in (QueueFullError, EngineUnava
 
 @dataclass(frozen=True, slots=True)
 class ErrorInfo:
-    """An error as a value."""
+    """An error as plain data."""
 
     kind: str  # class name
     message: str
