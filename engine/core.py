@@ -2,10 +2,10 @@
 
     schedule(now) ──► SchedulerOutput ──► (a runner) ──► ModelRunnerOutput ──► update(output, result, now)
 
-With `pipeline_depth` 1, `schedule(n+1)` may be called before `update(n)`: progress is advanced when a chunk is
-scheduled, a token not yet known is a placeholder, a request that turns out to have ended costs one discarded token,
-and units it gave up wait until the step in flight has ended. Blocks are offered to other requests only in `update`,
-once their content is confirmed. HyGen §4.1; reliability E1-E8.
+With `pipeline_depth` 1, `schedule(n+1)` may be called before `update(n)`. Progress advances when a chunk is scheduled,
+and a token in flight is a placeholder. If a request turns out to have ended, one token is discarded, and its units stay
+deferred until the step in flight completes. `update` publishes blocks to the prefix cache only once their content is
+confirmed. Sources: HyGen §4.1; reliability E1-E8.
 """
 
 from collections import deque
@@ -50,7 +50,7 @@ _aside = attrgetter("aside")
 
 
 class EngineCore:
-    """Requests in, steps out, outputs back. Drive it by hand on any clock (seconds, monotonic)."""
+    """Turn requests into steps and step results into outputs. The caller supplies the time (seconds, monotonic)."""
 
     def __init__(
         self,
@@ -98,18 +98,18 @@ class EngineCore:
 
     @property
     def retry_at(self) -> float | None:
-        """When to call `schedule` again although nothing has happened: something waits for that time."""
+        """Return the time at which `schedule` must be called again even without an event, or None."""
         times = [self._recovery.retry_at, self._rest.until if self.has_offline else None]
         return min((time for time in times if time is not None), default=None)
 
     @property
     def sick_since(self) -> float | None:
-        """Since when steps have been failing whoever is in them; None while the engine is not known to be sick."""
+        """Return the time since which steps have been failing regardless of their requests, or None."""
         return self._recovery.sick_since
 
     @property
     def may_run_ahead(self) -> bool:
-        """Whether the next step may be scheduled now, whatever is in flight."""
+        """Whether the next step may be scheduled before the steps in flight are updated."""
         return not self._in_flight or may_run_ahead(self._state, len(self._requests), self._in_flight)
 
     @property
@@ -117,7 +117,12 @@ class EngineCore:
         return len(self._in_flight)
 
     def add_request(self, spec: EngineRequest, now: float) -> None:
-        """Queue a request. Raises InvalidRequestError if it can never run, QueueFullError if the queue is full."""
+        """Queue a request.
+
+        Raises:
+            InvalidRequestError: The request can never run.
+            QueueFullError: The queue is full or the expected wait is too long.
+        """
         if spec.request_id in self._requests:
             raise InvalidRequestError(f"A request '{spec.request_id}' is already running.", param="request_id")
         resumed = spec.resumed
@@ -136,7 +141,7 @@ class EngineCore:
             self._recovery.suspect(ReachedPoint(request, resumed.apart_until))
 
     def check_room(self, request_class: RequestClass, tenant: str, now: float) -> None:
-        """Raises QueueFullError if a tenant's request of this class would not be queued now, whatever it asks for."""
+        """Raise QueueFullError if even the smallest request of this class and tenant would be refused now."""
         self._admission.check_any(request_class, tenant, now)
 
     def abort(
@@ -146,12 +151,12 @@ class EngineCore:
         reason: FinishReason = FinishReason.ABORT,
         error: TidemillError | None = None,
     ) -> RequestOutput | None:
-        """End a request now, whatever it is doing; its terminal output, or None if it has already ended."""
+        """End a request in any state. Return its terminal output, or None if it has already ended."""
         request = self._requests.get(request_id)
         return None if request is None else self._finish(request, reason, now, error=error)
 
     def set_lane(self, job: str, lane: Lane) -> None:
-        """The offline requests of a job, waiting and running, go with this lane from now on."""
+        """Move all offline requests of a job, waiting and running, to this lane."""
         for request in self._requests.values():
             spec = request.spec
             if spec.request_class is RequestClass.OFFLINE and spec.job == job and spec.lane is not lane:
@@ -159,13 +164,14 @@ class EngineCore:
                 self._state.waiting_offline.move(request, lane, waits=waits)
 
     def plan_offline(self, now: float) -> Generator[None, None, OfflinePlan]:
-        """The offline fill of the next step, computed in slices; see engine.scheduling.planner."""
+        """Plan the offline fill of the next step in slices; see `engine.scheduling.planner`."""
         return plan_offline(self._state, now)
 
     def schedule(self, now: float, plan: OfflinePlan | None = None) -> SchedulerOutput | None:
-        """Decide the next step, or None when nothing can run now. Without a plan the step is online-only.
+        """Return the next step, or None if no request can run now. Without a plan the step is online-only.
 
-        At most `pipeline_depth` steps may be in flight. A None with a step in flight means: update first.
+        At most `pipeline_depth` other steps may be in flight. If None is returned with a step in flight, call `update`
+        first.
         """
         assert len(self._in_flight) <= self.config.pipeline_depth, "too many steps in flight"
         if self.has_online:
@@ -185,8 +191,10 @@ class EngineCore:
         return output
 
     def _build(self, plan: OfflinePlan | None, last_completed: int, now: float) -> DecidedStep | None:
-        """The next step: the first turn in which anything can run. A trial has the device for itself, so that whatever
-        it breaks, no other step is in question."""
+        """Build the step of the first turn that has work.
+
+        A trial runs without other steps in flight, so that its failure cannot affect them.
+        """
         if any(any(map(_aside, flight.requests)) for flight in self._in_flight):
             return None
         draft = partial(StepDraft, self._state, self._next_step_id, last_completed, now)
@@ -210,13 +218,14 @@ class EngineCore:
         return LastResortBuilder(draft()).build(with_offline=plan is not None)
 
     def update(self, output: SchedulerOutput, result: ModelRunnerOutput | None, now: float) -> list[RequestOutput]:
-        """Take in what the oldest step in flight gave: a result, or None when it failed. One with logits that are not
-        finite has failed as well: whether that is a request's fault or the device's is for the trials to tell.
+        """Apply the result of the oldest step in flight; a result of None means that the step failed.
 
-        A failed step is rewound to the last confirmed progress, and its requests run again, at last one by one (see
-        `engine.scheduling.recovery`): one that is proven to be the cause ends with an EngineStepError. What steps in
-        flight behind it give is ignored, and their requests run again. Returns the outputs of this step's requests and
-        of those that ended.
+        A step with non-finite logits counts as failed; trials decide whether a request or the device caused it. A
+        failed step is rewound to the last confirmed progress, and its requests run again, in the end one at a time (see
+        `engine.scheduling.recovery`). A request that is proven to be the cause ends with an EngineStepError. Results of
+        steps in flight behind a failed step are ignored, and their requests run again.
+
+        Returns the outputs of the step's requests and of all requests that ended.
         """
         flight = self._in_flight.popleft()
         assert flight.output is output, "steps must be updated in the order they were scheduled"
@@ -224,7 +233,7 @@ class EngineCore:
         seconds = result.latency if alone and result is not None else None
         self._rest.stepped(self._state.objective, seconds, now)
         if self.is_undone(output):
-            outputs = []  # it was built on a step that failed; whatever it gave, its requests run again
+            outputs = []  # the step was built on a failed one: ignore its result; its requests run again
         elif result is None or self._results.distrusts(flight, result):
             outputs = list(self._failures.failed(flight, now))
         else:
@@ -235,46 +244,46 @@ class EngineCore:
         return outputs
 
     def is_undone(self, output: SchedulerOutput) -> bool:
-        """Whether a step in flight was built on one that failed: what it gives, or fails with, means nothing."""
+        """Whether a step in flight was built on a failed step, so that its result or error must be ignored."""
         return output.step_id <= self._failures.undone_through
 
     def clear_stall(self, now: float, attempt: int) -> list[RequestOutput]:
-        """Nothing runs although there is work: see `StepFailures.clear_stall`."""
+        """Recover from a state in which no step runs although requests wait; see `StepFailures.clear_stall`."""
         assert not self._in_flight, "a step is in flight: the engine does not stand still"
         return self._failures.clear_stall(now, attempt)
 
     def set_offline_share(self, share: float) -> None:
-        """Scale the offline budget beside online work, 0 to 1 (the circuit breaker's dial)."""
+        """Scale the offline budget beside online work, 0 to 1. The circuit breaker sets it."""
         self._state.offline_share = share
 
     def set_objective(self, objective: StepObjective) -> None:
-        """Follow another objective or budget from the next step on."""
+        """Use this objective and budget from the next step on."""
         self._state.objective = objective
 
     def stats(self) -> EngineStats:
-        """A snapshot; see EngineStats."""
+        """Return a snapshot; see `EngineStats`."""
         return report_stats(self._state, self._counters, self._admission.num_refused)
 
     def load(self, now: float) -> LoadReport:
-        """What whoever routes requests to several engines must know of this one."""
+        """Return the load figures that a router of several engines needs."""
         means = self._admission.mean_prompt_tokens, self._admission.mean_output_tokens
         return report_load(self._state, now, *means, self._counters.offline_computed_tokens)
 
     @property
     def model(self) -> LatencyPredictor | None:
-        """The latency model that steps are sized by."""
+        """Return the latency model that sizes steps."""
         return self._state.model
 
     @property
     def is_recovering(self) -> bool:
-        """Whether a step failed and its requests are being tried."""
+        """Whether requests of a failed step are suspects, or the canary has yet to pass."""
         return self._recovery.active
 
     @property
     def state(self) -> SchedulerState:
-        """What steps are built from: to be looked at."""
+        """Return the scheduler state, for reading only."""
         return self._state
 
     def check_integrity(self) -> None:
-        """Assert E1 (every unit in one place), E3 (ended requests hold nothing) and the queues' agreement."""
+        """Assert E1 (every unit in one place), E3 (ended requests hold no resources) and that the queues agree."""
         check_integrity(self._state, self._requests)

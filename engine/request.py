@@ -1,4 +1,4 @@
-"""A request inside the core, which owns it; nobody else changes it. What a caller sees of one is in `engine.api`."""
+"""The core's internal request state. Only the core changes it; `engine.api` has the public types."""
 
 import enum
 import math
@@ -11,11 +11,11 @@ from engine.cache.blocks import CacheMap
 from engine.pooling import Pooling
 
 MAX_RUN = 33
-"""Known tokens of an answer that are computed at once like a decode."""
+"""Maximum number of pending tokens of an answer that are scheduled with the urgency of a decode."""
 
 
 class RequestStatus(enum.Enum):
-    """Where a request stands; `TRANSITIONS` is the whole table of legal changes."""
+    """Lifecycle state of a request; `TRANSITIONS` lists every legal change."""
 
     WAITING = "waiting"
     RUNNING = "running"
@@ -35,15 +35,25 @@ TRANSITIONS: dict[RequestStatus, frozenset[RequestStatus]] = {
 class Request:
     """One request inside the core.
 
-    `num_computed_tokens` is the one progress counter: it advances when a chunk is *scheduled*; `num_confirmed_tokens`
-    follows in `update`, and a failed step rewinds to it. `num_placeholders` counts sampled tokens still in flight.
-    `not_before`: until then it does not start beside online work, which would only evict
-    it again (seconds). `aside`: it is kept out of ordinary steps (see `engine.scheduling.recovery`).
-    `masked_from`: a mask may limit what is sampled at this position and behind it.
-    `num_expected_hits`: tokens of its prompt that were in the prefix cache when it came. `withholds`: its client reads
-    the whole answer at once, so tokens are told in groups: `num_told` were told, the next ones once there are more than
-    `quiet_until`.
-    `most_blocks`: the most blocks that it holds at once (see `SchedulerConfig`).
+    Attributes:
+        num_computed_tokens: Tokens computed or in flight; advances when a chunk is *scheduled*.
+        num_confirmed_tokens: Tokens computed by completed steps. A failed step rewinds the request to this count.
+        num_placeholders: Sampled tokens still in flight.
+        cache_map: Blocks that the request holds.
+        row: Row in the model runner; -1 while the request is not running.
+        epoch: Increases at each rewind; results of an older epoch are ignored.
+        last_step: Newest step that contains the request.
+        num_cached_tokens: Prompt tokens found in the cache when the request first started.
+        num_expected_hits: Prompt tokens that were in the prefix cache when the request arrived.
+        not_before: Earliest time (seconds) to start beside online work after repeated preemptions.
+        aside: The request is excluded from ordinary steps (see `engine.scheduling.recovery`).
+        beside_offline: Offline work ran in a step of the request or while the request waited.
+        withholds: The client reads only the complete answer, so tokens are emitted in groups.
+        num_told: Known tokens, prompt included, when output was last emitted.
+        quiet_until: With `withholds`, output is emitted once more than this many tokens are known.
+        max_total_tokens: Maximum length of prompt and output together.
+        masked_from: First token position at which a mask may restrict sampling.
+        most_blocks: Maximum number of blocks held at once (see `SchedulerConfig.most_blocks`).
     """
 
     spec: EngineRequest
@@ -96,38 +106,44 @@ class Request:
 
     @property
     def starts_over(self) -> bool:
-        """Whether it is computed from its first token on, whatever is stored: a mean is of all hidden states."""
+        """Whether the request ignores cached tokens: mean pooling needs the hidden states of all tokens."""
         return self.spec.pooling is Pooling.MEAN
 
     @property
     def num_output_tokens(self) -> int:
-        """Confirmed output tokens."""
+        """Return the number of confirmed output tokens."""
         return len(self.token_ids) - self.num_prompt_tokens
 
     @property
     def num_expected_tokens(self) -> int:
-        """Known tokens plus those in flight."""
+        """Return the number of known tokens plus those in flight."""
         return len(self.token_ids) + self.num_placeholders
 
     @property
     def num_left_tokens(self) -> int:
-        """Output that it may still give."""
+        """Return the maximum number of further output tokens."""
         return self.max_total_tokens - len(self.token_ids)
 
     @property
     def num_missing_tokens(self) -> int:
-        """Tokens to compute up to the next new one; what is kept of it, or was in the prefix cache when it came, is
-        not."""
+        """Return the tokens to compute before the next new token, at least 1.
+
+        Tokens already computed or parked do not count. Without either, prefix-cache hits at arrival do not count.
+        """
         kept = self.num_computed_tokens or self.cache_map.num_parked_tokens or self.num_expected_hits
         return max(1, len(self.token_ids) - kept)
 
     def num_blocks(self, block_size: int) -> int:
-        """Blocks of all its known tokens, and of the next one if any may follow; as many of them as it holds at once
-        (`SchedulerConfig.most_blocks`)."""
+        """Return the blocks for all known tokens and for the next one if any may follow, at most `most_blocks`."""
         return min(self._all_blocks(block_size), self.most_blocks)
 
     def num_missing_blocks(self, block_size: int, known: int, gone: int) -> int:
-        """What it has still to get of them where it has the first `known`, of which `gone` were given back."""
+        """Return the blocks still to allocate.
+
+        Args:
+            known: Leading blocks that the request already has or had.
+            gone: How many of the `known` blocks were freed again.
+        """
         return min(self._all_blocks(block_size) - known, self.most_blocks - (known - gone))
 
     def _all_blocks(self, block_size: int) -> int:
@@ -135,19 +151,25 @@ class Request:
 
     @property
     def num_pending_tokens(self) -> int:
-        """Return the known tokens to compute next, those in flight included: 1 for a decode, more for a prompt or for a
-        run of forced tokens, 0 where no further token may follow."""
+        """Return the known tokens to compute next, tokens in flight included.
+
+        1 is a decode. A prompt or a run of forced tokens has more. 0 means that no further token may follow.
+        """
         pending = len(self.token_ids) + self.num_placeholders - self.num_computed_tokens
         return pending if pending != 1 or self.num_computed_tokens + 1 < self.max_total_tokens else 0
 
     @property
     def is_answering(self) -> bool:
-        """Return whether pending tokens are as urgent as a decode: a few tokens of the answer that its grammar or its
-        thinking budget forced."""
+        """Whether the pending tokens are as urgent as a decode: an answer is in progress and at most `MAX_RUN` are
+        pending.
+        """
         return self.times.first_token is not None and self.num_pending_tokens <= MAX_RUN
 
     def tell(self, together: int = 1) -> tuple[int, ...]:
-        """Output tokens that were not told yet; the next ones wait until there are so many, or no more may follow."""
+        """Return the output tokens not yet emitted.
+
+        The next group is emitted after `together` more tokens or at the end of the answer.
+        """
         told, self.num_told = self.num_told, len(self.token_ids)
         self.quiet_until = min(self.num_told + together, self.max_total_tokens) - 1
         return tuple(self.token_ids[told:])
@@ -158,8 +180,11 @@ class Request:
 
 
 def due(requests: Iterable[Request]) -> tuple[list[Request], list[Request]]:
-    """Return the running requests whose next token is to be computed, and those with more pending tokens, each in the
-    given order. The same as `num_pending_tokens` of each, without a call: a step looks at hundreds."""
+    """Split running requests into those whose next token is due and those with more pending tokens, in the given order.
+
+    Equivalent to calling `num_pending_tokens` on each request, but without the call: a step checks hundreds of
+    requests.
+    """
     decodes: list[Request] = []
     prompts: list[Request] = []
     for request in requests:
@@ -173,7 +198,7 @@ def due(requests: Iterable[Request]) -> tuple[list[Request], list[Request]]:
 
 
 def leading_decodes(requests: Sequence[Request]) -> tuple[list[Request], int]:
-    """Return the decodes before the first request with more pending tokens, and how many requests precede it."""
+    """Return the decodes before the first request with more pending tokens, and the number of requests before it."""
     decodes, prompts = due(requests)
     if not prompts:
         return decodes, len(requests)

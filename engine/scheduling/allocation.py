@@ -1,10 +1,9 @@
-"""Who gets units in one step, and from whom they are taken.
+"""Allocation of units within one step, and preemption when units run out.
 
-Memory alone preempts (HyGen §4.1). Offline work loses first, and among it few requests, those that were evicted seldom,
-are small and young; none is immune. The last resort is the online request that arrived last. Before a running request
-loses its place (`engine.scheduling.victims` says which), waiting ones lose blocks that they still hold; where the past
-of either goes is the cache's business (`engine.cache`). Knows nothing of time limits and of the order in which requests
-are considered.
+Only a shortage of memory preempts (HyGen §4.1). `engine.scheduling.victims` chooses the victims: offline requests
+first, as few as possible, preferring small, recently arrived and rarely preempted ones. The last resort is the newest
+online request. Parked blocks of waiting requests are moved or dropped before a running request is preempted;
+`engine.cache` decides where blocks go. Time limits and scheduling order are decided elsewhere.
 """
 
 from collections.abc import Sequence
@@ -19,8 +18,10 @@ from predictor.limits import UNITS_PER_BLOCK
 
 
 class Allocation:
-    """Allocation within the step `step_id`; requests that are already in the step are never victims. `prompts`: online
-    ones in progress, which want room for the rest of theirs."""
+    """Allocate units within step `step_id`. Requests already in the step are never victims.
+
+    `prompts` are the online prompts in progress; units are reserved for their remainder.
+    """
 
     def __init__(self, state: SchedulerState, step_id: int, now: float) -> None:
         self.appended: list[AppendedEntries] = []
@@ -33,11 +34,11 @@ class Allocation:
         self._step_id = step_id
         self._now = now
         self._victims = Victims(state, step_id, now)
-        # Units that requests of this step could not get because they are still deferred: no further victim for those.
+        # Deferred units that requests of this step already wait for: these need no further victim.
         self._stalled_units = 0
 
     def make_room(self, request: Request, claim: Claim) -> bool:
-        """Whether a row and the claim's units are available now, evicting offline work for an online request."""
+        """Whether a row and the claim's units are available now. An online request may preempt others to get them."""
         state, pool = self._state, self._pool
         if claim.num_compact > self._cache.compact_room:
             return False
@@ -47,17 +48,17 @@ class Allocation:
             return True
         missing = self._needed(claim) - pool.num_available_units - pool.num_deferred_units
         if state.free_rows and missing <= 0:
-            return False  # the units are in flight: a later step admits the request
+            return False  # the units are still deferred: a later step admits the request
         victims = self._victims.for_start(request, claim, missing, online=False)
         for victim in victims or self._victims.for_start(request, claim, missing, online=True):
             state.preempt(victim, "online", self._now)
         return bool(state.free_rows) and self._has_units(request, claim, online=True)
 
     def _has_units(self, request: Request, claim: Claim, *, online: bool) -> bool:
-        """Whether the claim's units are available for an online request, moving parked pasts if that makes it so.
+        """Whether the claim's units are available for an online request, moving parked blocks if that is enough.
 
-        Hits that only a victim held are idle once it has lost its place: taking them takes their units out of what is
-        available. `online`: whether the pasts of waiting online requests may be moved, too.
+        A hit held only by a victim becomes idle when the victim is preempted; taking the hit then uses an available
+        unit. `online`: whether parked blocks of waiting online requests may be moved, too.
         """
         pool, parked = self._pool, self._cache.parked
         missing = self._needed(claim) - pool.num_available_units
@@ -66,11 +67,14 @@ class Allocation:
         return self._needed(claim) <= pool.num_available_units
 
     def _needed(self, claim: Claim) -> int:
-        """Units that must be available for an online request to start: prompts in progress will want theirs."""
+        """Return the units that must be available to start an online request, the reserve for prompts included."""
         return claim.units + self._pool.num_idle_units(claim.hits) + self._state.prompt_reserve(self.prompts)
 
     def _make_offline_room(self, request: Request, claim: Claim) -> bool:
-        """Beside what runs, and beside the next block of everything that runs; parked offline pasts may be moved."""
+        """Whether an offline request can start beside the running requests and the next block of each.
+
+        Parked blocks of offline requests are moved if that is enough.
+        """
         state, parked = self._state, self._cache.parked
         num_offline = len(state.running[RequestClass.OFFLINE]) + 1
 
@@ -83,16 +87,18 @@ class Allocation:
         return missing() <= 0
 
     def take(self, request: Request, claim: Claim) -> None:
-        """Give the request what it claimed; what it has on the host comes back in this step. There must be room."""
+        """Give the claimed blocks to the request and bring host blocks back in this step. Room for them must exist."""
         if request.request_class is RequestClass.ONLINE:
             self.prompts.append(request)
         self._cache.take(request, claim, self._step_id)
 
     def grow_decodes(self, requests: Sequence[Request]) -> list[Request]:
-        """Make room for one more token of each; return the requests that have it, marked as part of the step so that
-        none of the others takes their place."""
+        """Make room for one more token of each request and return those that have it.
+
+        The returned requests are marked as part of the step, so that a later one cannot preempt them.
+        """
         granted: list[Request] = []
-        for request in requests:  # (a row below zero: an earlier one of them took its place)
+        for request in requests:  # row < 0: an earlier request of the loop preempted this one
             blocks = request.cache_map.blocks
             if request.row >= 0 and (
                 request.num_computed_tokens < len(blocks) * self._block_size or self.grow_decode(request)
@@ -102,13 +108,13 @@ class Allocation:
         return granted
 
     def grow_decode(self, request: Request) -> bool:
-        """Room for one more token of a decode; preempts for a block, perhaps the request itself."""
+        """Make room for one more token of a decode. Preempt for a block if necessary, possibly the request itself."""
         if request.num_computed_tokens < len(request.cache_map.blocks) * self._block_size:
             return True
         while not self.extend(request, 1, growing=True):
             if self._pool.num_deferred_units >= self._stalled_units + UNITS_PER_BLOCK:
                 self._stalled_units += UNITS_PER_BLOCK
-                return False  # the units of a victim are still in flight: wait for them, do not take another
+                return False  # a victim's units are still deferred: wait for them instead of preempting another
             victim = self._victims.for_running(request)
             if victim is None:
                 return False
@@ -119,18 +125,20 @@ class Allocation:
         return True
 
     def grow_prefill(self, request: Request, length: int) -> int:
-        """Blocks for a running prefill's next `length` tokens, or for as many as there is room for."""
+        """Allocate blocks for up to `length` more tokens of a running prefill, preempting others. Return the granted
+        tokens.
+        """
         while not (granted := self.grow_alone(request, length)):
             if self._pool.num_deferred_units > self._stalled_units:
                 return 0
             victim = self._victims.for_running(request)
             if victim is None or victim is request:
-                return 0  # it was the last to arrive: it keeps its cache and waits
+                return 0  # the request itself is the newest: it keeps its cache and waits
             self._state.preempt(victim, "memory", self._now)
         return granted
 
     def grow_alone(self, request: Request, length: int) -> int:
-        """The same for any running request, without taking anybody's place."""
+        """Allocate blocks for up to `length` more tokens without preempting. Return the granted tokens."""
         num_blocks = len(request.cache_map.blocks)
         granted = self.extend(request, length)
         added = request.cache_map.blocks[num_blocks:]
@@ -139,15 +147,15 @@ class Allocation:
         return granted
 
     def restore(self, request: Request, max_tokens: int) -> int:
-        """K and V for compact blocks of a request of this step, while units are to spare; returns how many tokens'."""
+        """Convert HIDDEN blocks of a request to K and V while units are spare. Return the number of tokens restored."""
         found = self._cache.restore(request, max_tokens, self._step_id, reserve=self._state.growth_reserve)
         self.replaced.extend(ReplacedEntry(request.row, index, entry) for index, entry in found)
         return len(found) * self._block_size
 
     def extend(self, request: Request, length: int, *, growing: bool = False) -> int:
-        """Allocate blocks for `length` more tokens; return for how many tokens (≤ length) there is room now.
+        """Allocate blocks for `length` more tokens. Return the number of tokens (≤ length) with room now.
 
-        `growing`: the tokens belong to the answer and come one by one.
+        `growing`: the tokens belong to the answer and come one at a time.
         """
         is_online = request.request_class is RequestClass.ONLINE
         return self._cache.extend(

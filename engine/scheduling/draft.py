@@ -1,6 +1,6 @@
-"""The step that is being built: its chunks and new requests, what they cost, and how a request gets in.
+"""The step under construction: its chunks, new requests and cost, and the admission of a request to it.
 
-Decides neither which requests run nor how much of them: `engine.scheduling.step` and its fills do.
+`engine.scheduling.step` and its fills decide which requests run and how many tokens of each.
 """
 
 from collections.abc import Callable, Sequence
@@ -30,17 +30,17 @@ _pooling, _adapter = attrgetter("spec.pooling"), attrgetter("spec.adapter")
 
 
 class DecidedStep(NamedTuple):
-    """A step as decided, and its requests in the order of its chunks."""
+    """A decided step, and its requests in the order of its chunks."""
 
     output: SchedulerOutput
     requests: list[Request]
 
 
 class StepDraft:
-    """What the step holds so far. Whatever is added is charged to the ledger and marked on the request.
+    """The content of the step so far. Each addition is charged to the ledger and recorded on the request.
 
-    `last_completed_step`: a request with a newer step in flight cannot start: its last token is unknown and its old
-    units are not yet released.
+    `last_completed_step`: a request with a newer step in flight cannot start, because its last token is unknown and its
+    old units are not released yet.
     """
 
     def __init__(self, state: SchedulerState, step_id: int, last_completed_step: int, now: float) -> None:
@@ -58,7 +58,7 @@ class StepDraft:
 
     @cached_property
     def pace(self) -> PrefillPace | None:
-        """How fast prompts are computed, as it is when the step first asks."""
+        """Return the prefill speed, measured when the step first needs it."""
         return prefill_pace(self.state)
 
     @property
@@ -66,11 +66,11 @@ class StepDraft:
         return self._last_completed_step == self.step_id - 1
 
     def may_start(self, request: Request) -> bool:
-        """Whether no step in flight holds this request."""
+        """Whether no step in flight contains this request."""
         return request.last_step <= self._last_completed_step
 
     def finish(self, spare: float = 0.0) -> DecidedStep | None:
-        """The step as decided, or None when it holds nothing. `spare`: see `SchedulerOutput`."""
+        """Return the decided step, or None if it has no chunk. `spare`: see `SchedulerOutput`."""
         if not self.chunks:
             return None
         operations = self.state.cache.tiers.take_operations()
@@ -97,12 +97,12 @@ class StepDraft:
         return DecidedStep(output, self.requests)
 
     def _charge_operations(self, operations: tuple[CacheOperation, ...], num_states: int) -> None:
-        """Charge all bytes that the step moves: those of its operations, and of `num_states` recurrent states."""
+        """Charge the bytes that the step copies: those of its operations and of `num_states` recurrent states."""
         moved = self.state.cache.tiers.moved_bytes(operations) + num_states * self.state.config.state_bytes
         self.ledger.charge_moves(moved - self.ledger.features.transferred_bytes)
 
     def add_chunk(self, request: Request, length: int) -> None:
-        """Add `length` tokens that will be charged in bulk."""
+        """Add `length` tokens of a request; the caller charges these tokens."""
         start = request.num_computed_tokens
         end = start + length
         sample = request.spec.pooling is None and end == len(request.token_ids) + request.num_placeholders
@@ -126,8 +126,11 @@ class StepDraft:
                 self.ledger.charge_masks(1)
 
     def add_decodes(self, requests: Sequence[Request]) -> None:
-        """The next token of each, charged in bulk: what `add_chunk` does, for the hundreds that every step has. They
-        are marked as part of the step already."""
+        """Add one token of each request; the caller charges these tokens.
+
+        Same as `add_chunk` per request, but faster for the hundreds of decodes of a step. The requests are already
+        marked as part of the step (`last_step`).
+        """
         cache = self.state.cache
         special = cache.num_compact or cache.keeps_states or self.state.unwritten
         if special or any(map(_pooling, requests)) or any(map(_adapter, requests)):
@@ -143,12 +146,12 @@ class StepDraft:
             request.num_placeholders += 1
 
     def charge_and_add(self, request: Request, length: int) -> None:
-        """Charge `length` tokens of a request to the ledger and add them."""
+        """Charge and add `length` tokens of a request."""
         self.ledger.charge(request.num_computed_tokens, length)
         self.add_chunk(request, length)
 
     def advance(self, request: Request, length: int) -> bool:
-        """Add up to `length` tokens of a running request, others giving way for the memory. Whether any were added."""
+        """Add up to `length` tokens of a running request, preempting others for memory. Return whether any fitted."""
         if request.num_pending_tokens == 1:
             length = int(self.allocation.grow_decode(request))
         else:
@@ -158,12 +161,16 @@ class StepDraft:
         return length > 0
 
     def admit(self, request: Request, choose_length: Callable[[int, int], int], kind: CacheKind | None = None) -> bool:
-        """Give a waiting request a row, what is stored of it and the units of its first chunk, or leave it as it is.
+        """Start a waiting request with a row, its cached blocks and the units of its first chunk. Return whether it
+        started.
 
-        `choose_length`: how many tokens, of (tokens that are there, tokens that are not). `kind`: what it stores from
-        now on, if nothing is stored yet. A request is admitted only when its whole known length fits beside what is
-        running: half a prompt that must be preempted again helps none. An online one waits for the end of this
-        step, or of one in flight, where more of its prefix will be there then: others took its room and copied it out.
+        A request starts only if all its known tokens fit beside the running requests; otherwise it would be preempted
+        again half way. An online request waits for a step in flight, or for this one, if that step extends its cached
+        prefix.
+
+        Args:
+            choose_length: Return the length of the first chunk, given the numbers of cached and of missing tokens.
+            kind: Block kind to store from now on, if no block is stored yet.
         """
         cache = self.state.cache
         if kind is not None and not request.cache_map.blocks:

@@ -1,23 +1,23 @@
-"""The contract between the control plane and the data plane: two values and one call.
+"""The contract between the control plane and the data plane.
 
-`SchedulerOutput` is one step's whole decision, frozen; `ModelRunnerOutput` is what the device answered; a `ModelRunner`
-turns one into the other. It owns the per-row state (tokens, block tables, sampling state) and updates it in place from
-deltas:
+`SchedulerOutput` is the frozen decision for one step; `ModelRunnerOutput` is its result. A `ModelRunner` turns one into
+the other. The runner owns the per-row state (tokens, block tables, sampling state) and updates it in place:
 
-1. rows in `released_rows` are forgotten,
-2. `new_requests` are written whole into their rows (a preempted request that resumes is new again), with the state of
-   recurrent layers from its slot,
-3. `appended` entries extend block tables,
-4. `replaced` entries take the place of others in block tables,
-5. `operations` move and convert what lies in units, in their order,
-6. the chunks run; for every chunk with `sample` the runner samples the token of position `start + length` and writes
-   it into the row's tokens, so that a later chunk of the row may refer to it before the core has seen it. On the way
-   `saved_states` are copied: a chunk need not end where a state is kept. Before all, `parked_states` go from slots of
-   the device to slots of the host, which are numbered from 0; a new request's `state` counts them behind the device's.
+1. Forget the rows in `released_rows`.
+2. Write `new_requests` whole into their rows, recurrent state from its slot included. A resumed request is new again.
+3. Extend block tables with the `appended` entries.
+4. Overwrite block-table entries with the `replaced` ones.
+5. Run `operations`, which copy and convert the content of units, in order.
+6. Run the chunks. For every chunk with `sample`, sample the token at position `start + length` and write it into the
+   row's tokens, so that a later chunk may use it before the core has received it.
 
-Rows hold device entries only, KV and HIDDEN in any mix. Steps 1-4 touch tables and step 5 touches units: an operation
-needs no row (a parked request is swapped out of its units), and a row may name the target of an operation of its own
-step. When a step fails, the targets of its operations are in doubt, whatever became of its rows.
+Recurrent states: before step 1, `parked_states` are copied from device slots to host slots (both numbered from 0).
+While a chunk runs, its `saved_states` are copied; a saved state may lie inside a chunk. In a new request's `state`,
+host slots are numbered after the device's.
+
+Rows hold only device entries, any mix of KV and HIDDEN. Items 1-4 change tables and item 5 changes units. An operation
+needs no row: a parked request is swapped out of its units. A row may name the target of an operation of the same step.
+When a step fails, the targets of its operations are undefined.
 """
 
 from collections.abc import Callable, Mapping
@@ -30,11 +30,11 @@ from engine.pooling import Pooling
 from predictor.features import BatchFeatures
 
 INVALID_TOKEN = -1
-"""Stands for a token that could not be sampled (NaN logits)."""
+"""Result token: the logits were not finite."""
 LATE_TOKEN = -2
-"""The row sits this step out: its grammar's mask was not there in time. The same token is sampled in its next step."""
+"""Result token: the grammar mask was late, so the row sampled no token. The next step samples it."""
 UNMASKED_TOKEN = -3
-"""The row's grammar cannot go on: its request ends with an error."""
+"""Result token: the grammar cannot continue. The request ends with an error."""
 
 
 class Chunk(NamedTuple):
@@ -47,9 +47,15 @@ class Chunk(NamedTuple):
 
 
 class NewRequest(NamedTuple):
-    """A request whole: `token_ids` = prompt + outputs known so far, `entries` = its cache map with prefix hits.
-    With `pooling` no token is sampled: its vector comes with its last chunk. `adapter`: see `EngineRequest`. `state`:
-    the slot with what recurrent layers keep of the tokens before its first chunk; -1: it begins, or there are none."""
+    """A request written whole into a row.
+
+    Attributes:
+        token_ids: Prompt and all known output tokens.
+        entries: Cache entries of the request's blocks, prefix hits included.
+        pooling: If set, no token is sampled; the last chunk returns a vector.
+        adapter: See `EngineRequest`.
+        state: Slot with the recurrent state before the first chunk; -1 if there is none.
+    """
 
     row: int
     request_id: str
@@ -70,7 +76,7 @@ class AppendedEntries(NamedTuple):
 
 
 class ReplacedEntry(NamedTuple):
-    """Block number `block` of the block table of `row` lies in `entry` from this step on; its tokens are the same."""
+    """Entry that block number `block` of `row` uses from this step on; it holds the same tokens."""
 
     row: int
     block: int
@@ -78,8 +84,10 @@ class ReplacedEntry(NamedTuple):
 
 
 class SavedState(NamedTuple):
-    """What recurrent layers keep of the first `num_tokens` tokens of `row` goes to `slot`, too. The last of these is in
-    the row's chunk of the step."""
+    """Copy the recurrent state after the first `num_tokens` tokens of `row` to `slot`.
+
+    The last of these tokens is in the row's chunk of this step.
+    """
 
     row: int
     num_tokens: int
@@ -90,9 +98,12 @@ class SavedState(NamedTuple):
 class SchedulerOutput:
     """One step: decodes first, then prefill chunks.
 
-    `features`: sums over the chunks and their cache work, the input of the latency model. `predicted_latency`: seconds,
-    None without a model. `spare`: seconds by which the step may exceed its prediction without breaking the SLO.
-    The distinct HIDDEN blocks that the step's chunks read or write must not be more than the runner's `scratch_blocks`.
+    The chunks may read or write at most `scratch_blocks` (see the runner) distinct HIDDEN blocks.
+
+    Attributes:
+        predicted_latency: Seconds; None without a latency model.
+        features: Sums over the chunks and their cache work: the input of the latency model.
+        spare: Seconds by which the step may exceed its prediction without breaking an objective.
     """
 
     step_id: int
@@ -115,15 +126,16 @@ class SchedulerOutput:
 
 @dataclass(frozen=True, slots=True)
 class ModelRunnerOutput:
-    """`token_ids` and `logprobs` follow the order of the step's sampling chunks; INVALID_TOKEN marks NaN logits, and
-    LATE_TOKEN and UNMASKED_TOKEN say that a grammar gave no mask.
+    """The result of one step.
 
-    `logprobs[i]` is None where the request did not ask for them. `latency` is the measured step time in seconds.
-    `forced[i]`: the tokens that must follow the i-th, by its grammar or its thinking budget; they stand in the row's
-    tokens already, and where a later step in flight samples one of them, what that gives means nothing. `pooled`: by
-    the index of the chunk that ends its prompt, the vector of a request with `pooling`, as float32 numbers; empty where
-    one is not finite. `trial`: the step was not run as steps are, to see what
-    that gives: its latency says nothing about others.
+    Attributes:
+        token_ids: One per sampling chunk, in order, or INVALID_TOKEN, LATE_TOKEN or UNMASKED_TOKEN.
+        logprobs: One per sampling chunk; None for a request without logprobs.
+        latency: Measured step time in seconds.
+        forced: Tokens that a grammar or a thinking budget forces after the i-th sampled token, by i. The row already
+            contains them. A later step in flight may sample one of them; that sample is ignored.
+        pooled: Vector of a pooling request as float32 bytes, by the index of its last chunk; empty if not finite.
+        trial: The step ran in an experimental way, so its latency must not be used for predictions.
     """
 
     step_id: int
@@ -136,15 +148,19 @@ class ModelRunnerOutput:
 
 
 Collect = Callable[[], ModelRunnerOutput]
-"""Waits for a launched step and gives its result."""
+"""Wait for a launched step and return its result."""
 
 
 class ModelRunner(Protocol):
-    """The data plane. Steps are launched one after another from one thread; their results are asked for in the same
-    order, from any thread, when at most `pipeline_depth` later steps have been launched."""
+    """The data plane.
+
+    One thread launches steps in order. Any thread collects the results, in the same order, with at most
+    `pipeline_depth` later steps launched.
+    """
 
     def launch(self, output: SchedulerOutput) -> Collect:
-        """Start a step. It may have ended when this returns, or not before the result is asked for.
+        """Start a step; it may complete in this call or only when its result is collected.
 
-        Either call raises what makes the step fail; its rows are undefined then, and must be written whole again.
+        Both calls raise the error that makes the step fail. Its rows are undefined then and must be written whole
+        again.
         """

@@ -1,7 +1,6 @@
-"""The state that steps are built from: queues, rows, units, limits. One instance per engine, owned by the core.
+"""The state that steps are built from: queues, rows, units and limits. The core owns one instance per engine.
 
-Each step is one `StepDraft` (HyGen §4.1, Algorithm 1); this module keeps what outlives it. Knows nothing of asyncio,
-clocks or tensors.
+A `StepDraft` holds the state of a single step (HyGen §4.1, Algorithm 1). This module uses no asyncio, clock or tensor.
 """
 
 from collections.abc import Iterable, Iterator
@@ -22,15 +21,17 @@ from predictor.limits import UNITS_PER_BLOCK
 from predictor.model import LatencyPredictor
 
 MAX_BACK_OFF = 64.0
-"""The longest time in seconds for which an evicted offline request keeps away from online work."""
+"""Longest time, in seconds, that a preempted offline request must wait before it starts beside online work."""
 
 
 class SchedulerState:
-    """Queues, rows and units. `offline_share` scales the offline budget beside online work (the circuit breaker).
+    """Queues, rows and units of one engine.
 
-    `aside`: requests that ordinary steps do not see, waiting or running, by age; see `engine.scheduling.recovery`.
-    `unwritten`: running requests whose rows the runner does not know yet (`engine.scheduling.moving`).
-    `num_contested`: steps without room for both urgent prompts and those that they leave behind; they take turns.
+    Attributes:
+        offline_share: Factor on the offline budget beside online work, 0 to 1 (set by the circuit breaker).
+        aside: Requests hidden from ordinary steps, waiting or running, by arrival; see `engine.scheduling.recovery`.
+        unwritten: Running requests whose rows the runner does not have yet (see `engine.scheduling.moving`).
+        num_contested: Steps without time for both the urgent prompts and those behind them; the two groups alternate.
     """
 
     def __init__(
@@ -72,26 +73,28 @@ class SchedulerState:
 
     @property
     def growth_reserve(self) -> int:
-        """Units that offline admission leaves alone: the next block of everything that runs. Without it the pool fills
-        to the brim and offline requests preempt one another for ever."""
+        """Return the units that offline admission must leave free: one block per running request.
+
+        Without the reserve the pool would fill up and offline requests would preempt one another endlessly.
+        """
         return UNITS_PER_BLOCK * (self.config.max_num_seqs - len(self.free_rows))
 
     def offline_units(self, request: Request, num_offline: int) -> int:
-        """Return the units that `request` could start with as one of `num_offline` offline requests."""
+        """Return the units available for `request` to start as one of `num_offline` offline requests."""
         return self.cache.units_for(request, num_offline) - self.growth_reserve
 
     def running_prompts(self) -> list[Request]:
-        """Return the running online requests with a prompt in progress, by age."""
+        """Return the running online requests with a prompt in progress, by arrival."""
         return due(self.running[RequestClass.ONLINE])[1]
 
     def prompt_reserve(self, prompts: Iterable[Request]) -> int:
-        """Units that these prompts in progress have still to get: a request that starts leaves them alone."""
+        """Return the units that these prompts in progress still need. A new request must leave these units free."""
         size = self.config.block_size
         missing = (_missing_blocks(r, size) for r in prompts if r.row >= 0)
         return UNITS_PER_BLOCK * sum(blocks for blocks in missing if blocks > 0)
 
     def add(self, request: Request) -> None:
-        """A new request waits; one that began in another engine like one that was preempted in this one."""
+        """Queue a new request. A request resumed from another engine is queued like a preempted one."""
         if request.request_class is RequestClass.ONLINE:
             self.online_share.enter(request)
         elif request.status is RequestStatus.PREEMPTED:
@@ -107,7 +110,7 @@ class SchedulerState:
             self.waiting_offline.add(request)
 
     def start_running(self, request: Request) -> int:
-        """Move a waiting request to the running ones (one aside stays there); returns its row."""
+        """Move a waiting request to the running ones and return its row. A request set aside stays aside."""
         if not request.aside:
             if request.request_class is RequestClass.ONLINE:
                 self.waiting_online.remove(request)
@@ -120,8 +123,12 @@ class SchedulerState:
         return request.row
 
     def preempt(self, request: Request, cause: str, now: float) -> None:
-        """Take a running request's row and units and put it back in its queue; its tokens stay, and of its past the
-        cache keeps what it can."""
+        """Take the row and units of a running request and queue it again.
+
+        The request keeps its tokens; the cache parks as many of its blocks as it can. `cause` is the label of the
+        counter. From `max_offline_preemptions` preemptions on, the request backs off from online work, twice as long
+        each time.
+        """
         request.num_preemptions += 1
         if (excess := request.num_preemptions - self.config.max_offline_preemptions) >= 0:
             request.not_before = now + min(2.0 ** min(excess, 30), MAX_BACK_OFF)
@@ -130,8 +137,10 @@ class SchedulerState:
         self.counters.preemptions[cause] = self.counters.preemptions.get(cause, 0) + 1
 
     def rewind(self, request: Request) -> None:
-        """Put a running request whose step failed back in its queue, without its past. This is no preemption: it is not
-        counted, and the request may start again at once."""
+        """Queue a running request of a failed step again, without its cached blocks.
+
+        This is not counted as a preemption, and the request may start again at once.
+        """
         self._leave_row(request)
         self.cache.parked.forget(request)
         self._wait_again(request)
@@ -148,7 +157,7 @@ class SchedulerState:
         self.add_waiting(request)
 
     def bring_back(self, request: Request) -> None:
-        """The opposite, for one that waits or runs: it takes its place by age again."""
+        """Undo `set_aside`: return the waiting or running request to its queue, ordered by arrival."""
         remove_by_age(self.aside, request)
         request.aside = False
         if request.status is RequestStatus.RUNNING:
@@ -157,7 +166,7 @@ class SchedulerState:
             self.add_waiting(request)
 
     def _leave_queue(self, request: Request) -> None:
-        """Remove a waiting request from where it waits."""
+        """Remove a waiting request from its queue."""
         if request.aside:
             remove_by_age(self.aside, request)
         elif request.request_class is RequestClass.ONLINE:
@@ -166,7 +175,7 @@ class SchedulerState:
             self.waiting_offline.remove(request)
 
     def _leave_row(self, request: Request) -> None:
-        """Remove a running request from its row (units are deferred while a step may touch them)."""
+        """Free the row of a running request. Its units are deferred while a step in flight may use them."""
         remove_by_age(self.aside if request.aside else self.running[request.request_class], request)
         self.cache.vacate(request)
         self.unwritten.pop(request, None)
@@ -175,7 +184,7 @@ class SchedulerState:
         request.row = -1
 
     def end(self, request: Request) -> None:
-        """Remove a request that has ended from its queue or row, with its past, and from the accounts of its tenant."""
+        """Remove an ended request from its queue or row, with its blocks, and from its tenant's account."""
         if request.status is RequestStatus.RUNNING:
             self._leave_row(request)
         else:
@@ -187,7 +196,7 @@ class SchedulerState:
             self.online_share.end(request)
 
     def all_requests(self) -> Iterator[Request]:
-        """Every request in a queue, running ones first."""
+        """Yield every request, running ones first and those set aside last."""
         for running in self.running.values():
             yield from running
         yield from self.waiting_online

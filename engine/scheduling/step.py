@@ -1,9 +1,13 @@
-"""Builds one step: which requests run, how many tokens of each, on which units (HyGen §4.1, Algorithm 1).
+"""Builds one step: which requests run, how many tokens each, on which units (HyGen §4.1, Algorithm 1).
 
-The order in which the ledger is spent: running online decodes (mandatory unless memory forces them out); online
-prefills (see `engine.scheduling.prompts`), sized by the slack that the decodes beside them have; then offline work, as
-far as it still fits (`engine.scheduling.offline_fill`). Preemption happens only when *memory* (units or rows) binds; a
-request that merely does not fit into this step is left out of it and keeps its cache.
+The ledger is spent in this order:
+
+1. Running online decodes, mandatory unless memory is short.
+2. Online prefills (see `engine.scheduling.prompts`), sized by the slack of the decodes beside them.
+3. Offline work, as far as it still fits (see `engine.scheduling.offline_fill`).
+
+Only a shortage of *memory* (units or rows) preempts. A request that does not fit into a step is skipped and keeps its
+cache.
 """
 
 import math
@@ -22,7 +26,7 @@ from predictor.features import CacheWork
 
 
 class StepBuilder:
-    """Decides what a step holds. `lookup`: a request that has not ended, by its id."""
+    """Build one ordinary step. `lookup` returns an unfinished request by its id."""
 
     def __init__(self, draft: StepDraft, lookup: Callable[[str], Request | None]) -> None:
         self._draft = draft
@@ -32,7 +36,7 @@ class StepBuilder:
         self._tightest = math.inf
 
     def build(self, plan: OfflinePlan | None) -> DecidedStep | None:
-        """The step, or None when nothing can run now. Without a plan the step is online-only."""
+        """Return the step, or None if no request can run now. Without a plan the step is online-only."""
         self._state.cache.balance()
         first = let_in(self._draft)
         starts = self._choose_online()
@@ -45,7 +49,7 @@ class StepBuilder:
         return self._draft.finish(self._spare())
 
     def _spare(self) -> float:
-        """See `SchedulerOutput`. It is 0 where a prompt waits for its first token, in the step or in the queue."""
+        """Return `SchedulerOutput.spare`; 0 while a prompt in the step or in the queue waits for its first token."""
         state, ledger = self._state, self._draft.ledger
         if ledger.model is None or self._prompts.has_added or state.waiting_online:
             return 0.0
@@ -56,8 +60,10 @@ class StepBuilder:
         return max(0.0, limit - ledger.seconds)
 
     def _add_online_decodes(self) -> int:
-        """Every running online request whose next token is due, and the time that the tightest of them leaves; returns
-        how many there are."""
+        """Add the online decodes and the short runs of forced tokens that are due. Return their number.
+
+        Also set the time limit for prompts from the earliest token deadline that the decodes can still meet.
+        """
         draft, ledger, objective = self._draft, self._draft.ledger, self._state.objective
         decodes, prompts = due(online_order(self._state, draft.now))
         decodes = draft.allocation.grow_decodes(decodes)
@@ -79,7 +85,7 @@ class StepBuilder:
         return len(draft.chunks)
 
     def _choose_online(self) -> list[Start] | None:
-        """What starts, where memory is short and a knapsack chooses; None: the order of the queue decides."""
+        """Return the requests that the policy's knapsack starts when memory is short, or None to use queue order."""
         state, select = self._state, self._state.online_policy.select
         if select is None or not state.waiting_online:
             return None
@@ -92,7 +98,7 @@ class StepBuilder:
         return starts
 
     def _restore_compact(self) -> None:
-        """Room is back: project K and V once for requests of this step that run from compact form, oldest first."""
+        """Convert HIDDEN blocks of the step's requests back to K and V, oldest first, while memory and time allow."""
         ledger, wanted = self._draft.ledger, self._state.config.max_num_batched_tokens
         if not self._state.cache.num_compact:
             return
