@@ -1,1 +1,1 @@
-"""What runs in a step: the ledger, the scheduler and its policies; torch-free."""
+"""Scheduling: decides the content of each step. Torch-free."""

@@ -1,9 +1,9 @@
-"""Whether a request can run at all, and whether an online one that arrives now is queued or refused (429).
+"""Admission control: whether a request can run at all, and whether an online arrival is queued or refused (429).
 
-An arrival is put into the order in which prompts get the time of steps (see `engine.scheduling.laxity`), behind what
-its tenant has had and not behind all that another has waiting; what comes
-before it there is what it waits for: prompt tokens, and rows and memory, which come free as running requests end. An
-estimate from the latency model; without one nobody can tell and it is zero.
+The expected wait of an arrival is the work ahead of it in prompt order (see `engine.scheduling.laxity`). Where several
+tenants have requests, fair sharing decides which of their prompts are ahead. The work ahead consists of prompt tokens,
+and of rows and memory that become free as running requests end. The latency model supplies the times; without a model
+the expected wait is zero.
 """
 
 import math
@@ -34,11 +34,16 @@ FORGETTING = 0.05
 FLEX_RETRY_SECONDS = 5.0
 DEFAULT_RETRY_SECONDS = 1.0
 SMALLEST = EngineRequest("", (0,), SamplingParams(max_tokens=1))
-"""What would be the last to be refused."""
+"""The smallest possible request: if it is refused, so is every other."""
 
 
 def check_length(spec: EngineRequest, max_model_len: int) -> None:
-    """Refuse what can never run. Raises InvalidRequestError, ContextLengthError."""
+    """Validate the length of a request.
+
+    Raises:
+        InvalidRequestError: The prompt is empty.
+        ContextLengthError: Prompt and output together exceed `max_model_len`.
+    """
     prompt = len(spec.prompt_token_ids)
     output = spec.sampling.max_tokens if spec.pooling is None else 0
     if not prompt:
@@ -50,8 +55,13 @@ def check_length(spec: EngineRequest, max_model_len: int) -> None:
 
 
 class Admission:
-    """Who is queued. `num_refused` online requests were not; `mean_prompt_tokens`, `mean_output_tokens`: of those that
-    ended of late."""
+    """Decides which requests are queued.
+
+    Attributes:
+        num_refused: Online requests refused so far.
+        mean_prompt_tokens: Moving average over online requests that ended recently.
+        mean_output_tokens: Moving average over online requests that ended recently.
+    """
 
     def __init__(self, state: SchedulerState) -> None:
         self.num_refused = 0
@@ -59,7 +69,12 @@ class Admission:
         self.mean_prompt_tokens = self.mean_output_tokens = 0.0
 
     def check(self, request: Request, now: float) -> None:
-        """Raises ContextLengthError or InvalidRequestError if it can never run, QueueFullError if there is no room."""
+        """Raise an error if the request must not be queued.
+
+        Raises:
+            InvalidRequestError, ContextLengthError: The request can never run.
+            QueueFullError: The queue is full or the expected wait is too long.
+        """
         check_length(request.spec, self._state.config.max_model_len)
         if request.request_class is RequestClass.ONLINE:
             request.num_expected_hits = len(self._state.cache.find_prefix(request)) * self._state.config.block_size
@@ -68,12 +83,12 @@ class Admission:
             self._check_flex(request.spec)
 
     def check_any(self, request_class: RequestClass, tenant: str, now: float) -> None:
-        """Raises QueueFullError if a tenant's request of this class would not be queued now, whatever it asks for."""
+        """Raise QueueFullError if even the smallest request of this class and tenant would be refused now."""
         if request_class is RequestClass.ONLINE:
             self._check_online(Request(replace(SMALLEST, tenant=tenant), RequestTimes(arrival=now), sys.maxsize), now)
 
     def note_end(self, request: Request) -> None:
-        """Learn how long online prompts and answers are."""
+        """Update the mean lengths of online prompts and answers."""
         if request.request_class is not RequestClass.ONLINE or request.spec.probe:
             return
         self.mean_prompt_tokens += FORGETTING * (request.num_prompt_tokens - self.mean_prompt_tokens)
@@ -88,18 +103,22 @@ class Admission:
             raise
 
     def _check_flex(self, spec: EngineRequest) -> None:
-        """As many may wait for offline work as may wait online, and no tenant keeps another from its part. A batch
-        bounds its lines itself."""
+        """Refuse a flex request if `max_num_waiting` wait and its tenant has its equal share of them.
+
+        Batch lines are not limited here: a batch bounds its own lines.
+        """
         limit = self._state.config.max_num_waiting
         if self._state.waiting_offline.is_full(spec.lane, spec.tenant, limit):
             raise QueueFullError(f"{limit} flex requests are waiting already.", retry_after=FLEX_RETRY_SECONDS)
 
 
 def check_room(state: SchedulerState, request: Request, mean_output_tokens: float, now: float) -> None:
-    """Refuse early what would only wait: the queue is full, or it could not start within the longest time to wait.
+    """Refuse an online request if the queue is full or the expected wait exceeds `max_queue_time`.
 
-    What counts is the work that goes before the request, not its own prompt: an idle server refuses nothing. Raises
-    QueueFullError, which says when it would fit.
+    The expected wait is the work ahead of the request, without its own prompt, so an idle server refuses no request.
+
+    Raises:
+        QueueFullError: With the time after which the request would fit.
     """
     waiting = len(state.waiting_online)
     if waiting >= state.config.max_num_waiting and not _has_part(state, request.spec.tenant):
@@ -118,15 +137,17 @@ def check_room(state: SchedulerState, request: Request, mean_output_tokens: floa
 
 
 def _has_part(state: SchedulerState, tenant: str) -> bool:
-    """Whether a tenant has less than its equal part of a full queue."""
+    """Whether a tenant has less than its equal share of a full queue."""
     waiting = Counter(request.spec.tenant for request in state.waiting_online)
     others = len(waiting.keys() - {tenant})
     return others > 0 and waiting[tenant] < state.config.max_num_waiting // (others + 1)
 
 
 def next_start(state: SchedulerState, mean_output_tokens: float) -> float:
-    """Seconds until the first of those that wait has started: the prompts in progress are done, and an answer has ended
-    where it lacks a row or memory."""
+    """Return the seconds until the first waiting request starts.
+
+    The prompts in progress must be done. If a row or memory is missing, a running answer must also end.
+    """
     pace, running = prefill_pace(state), state.running[RequestClass.ONLINE]
     if pace is None or not state.waiting_online:
         return DEFAULT_RETRY_SECONDS
@@ -140,8 +161,10 @@ def next_start(state: SchedulerState, mean_output_tokens: float) -> float:
 
 
 def expected_wait(state: SchedulerState, request: Request, mean_output_tokens: float, now: float) -> float:
-    """Seconds until `request`, which arrives now, could start. `mean_output_tokens`: how long recent online answers
-    were, to guess when rows and memory come free."""
+    """Return the seconds until a request that arrives now could start.
+
+    `mean_output_tokens`: mean length of recent online answers, from which the release of rows and memory is estimated.
+    """
     pace = _pace_of_crowd(state)
     if pace is None:
         return 0.0
@@ -153,7 +176,7 @@ def expected_wait(state: SchedulerState, request: Request, mean_output_tokens: f
 
 
 def longest_wait(state: SchedulerState, request: Request, mean_output_tokens: float) -> float:
-    """What `expected_wait` does not exceed, without working out who of those that wait goes first."""
+    """Return an upper bound of `expected_wait` without computing the prompt order."""
     pace = _pace_of_crowd(state)
     if pace is None:
         return 0.0
@@ -168,7 +191,7 @@ def longest_wait(state: SchedulerState, request: Request, mean_output_tokens: fl
 
 
 class _Crowd(NamedTuple):
-    """Those that go before a request: seconds of work; how many wait, and the blocks that they want."""
+    """The requests ahead of an arrival: seconds of work, number of waiting requests and the blocks that these need."""
 
     work: float
     num_waiting: int
@@ -176,14 +199,16 @@ class _Crowd(NamedTuple):
 
 
 def _pace_of_crowd(state: SchedulerState) -> PrefillPace | None:
-    """None: nobody is there, or nothing is known of step times."""
+    """Return the prefill pace, or None if no online request is present or there is no latency model."""
     return prefill_pace(state) if state.running[RequestClass.ONLINE] or state.waiting_online else None
 
 
 def _wait_behind(
     state: SchedulerState, request: Request, crowd: _Crowd, pace: PrefillPace, mean_output_tokens: float
 ) -> float:
-    """Seconds. Rows and units come free as answers end, all of them in the time of one answer."""
+    """Return the seconds until `request` starts behind `crowd`. Rows and units are freed evenly over the time of one
+    answer.
+    """
     config, running = state.config, state.running[RequestClass.ONLINE]
     blocks = crowd.blocks + sum(other.num_blocks(config.block_size) for other in (*running, request))
     units = UNITS_PER_BLOCK * blocks - state.pool.num_units
@@ -195,7 +220,7 @@ def _wait_behind(
 
 
 def _ahead(state: SchedulerState, request: Request, pace: PrefillPace, now: float) -> list[Request]:
-    """The prompts, running or waiting, that go before a request that arrives now."""
+    """Return the prompts, running or waiting, that precede a request that arrives now."""
     running, waiting = state.running_prompts(), state.waiting_online
     share = state.online_share.with_arrival(request.spec.tenant)
     laxity = uses_laxity(state)

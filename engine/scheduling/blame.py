@@ -1,14 +1,14 @@
-"""Whose fault a failed step was: a pure state machine over request ids, with its clock as an argument.
+"""Finds the request that makes steps fail: a pure state machine over request ids, with its clock as an argument.
 
-A failed step proves nothing against any of its requests. They become suspects: they run again in halves, in steps of
-their own, until one is alone. One that gets past the place at which it failed is acquitted. Each failure waits for a
-verdict on the engine (see `engine.scheduling.recovery`): while the engine fails at anything, no request is to blame,
-and its suspects stay as they were. Only a request that fails `LONE_FAILURES` times alone, each time on an engine
-that works, is guilty. One that makes every step fail is found within ceil(log2 n) + `LONE_FAILURES` steps of its own, n
-being the size of the first of them.
+A single failed step proves nothing. Its requests become suspects and run again in separate steps, in halves, until one
+runs alone. A suspect that passes the position at which it failed is acquitted. Each failure waits for a verdict on the
+engine (see `engine.scheduling.recovery`). While the engine fails at any work, no request is blamed and the suspects
+stay as they were. A request is guilty after `LONE_FAILURES` failures alone, each on a working engine. A request that
+makes every step fail is found within ceil(log2 n) + `LONE_FAILURES` trial steps, for n requests in the first failed
+step.
 
-A request alone is tried again only after `waits`: a shortage of memory that small steps survive and large ones do not
-passes in the meantime. Knows nothing of requests' contents, queues or steps.
+A lone suspect is retried only after `waits`, so that a temporary shortage of memory can pass. This module uses only
+request ids and token counts.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -16,26 +16,28 @@ from dataclasses import dataclass
 
 LONE_FAILURES = 3
 LONE_WAITS = (2.0, 8.0)
-"""Seconds before a request that failed alone is tried for the second and for the third time."""
+"""Seconds before the second and before the third trial of a request that failed alone."""
 
 
 @dataclass(slots=True)
 class _Suspect:
-    """`passes_at`: tokens that it must have computed to be acquitted; one more than where it failed, for what fails as
-    the next token of an answer may pass as the last one of a prompt."""
+    """`passes_at`: computed tokens required for acquittal, one more than at the failure.
+
+    A token that fails as the next token of an answer might pass as the last token of a prompt.
+    """
 
     passes_at: int = 0
     lone_failures: int = 0
 
 
 class Blame:
-    """Suspects, in groups; `on_trial` may run in the next step, and no other request beside them."""
+    """Suspects in groups. Only the requests of `on_trial` may run in a trial step."""
 
     def __init__(self, waits: Sequence[float] = LONE_WAITS) -> None:
         assert len(waits) == LONE_FAILURES - 1
         self._waits = waits
         self._suspects: dict[str, _Suspect] = {}
-        self._groups: list[list[str]] = []  # the last one is tried first
+        self._groups: list[list[str]] = []  # the last group is tried first
         self._resting: list[tuple[float, str]] = []
         self._in_doubt: list[str] = []
         self._unproven: frozenset[str] = frozenset()
@@ -46,11 +48,11 @@ class Blame:
 
     @property
     def retry_at(self) -> float | None:
-        """When the next suspect that rests may run again."""
+        """Return the earliest time at which a resting suspect may run again, or None."""
         return min((due for due, _ in self._resting), default=None)
 
     def on_trial(self, now: float) -> Sequence[str]:
-        """The suspects that may run in the next step; empty while there are none, or all of them rest."""
+        """Return the suspects that may run in the next step; empty if there are none or all are resting."""
         for due, request_id in sorted(self._resting):
             if due <= now:
                 self._resting.remove((due, request_id))
@@ -58,14 +60,16 @@ class Blame:
         return tuple(self._groups[-1]) if self._groups else ()
 
     def suspect(self, request_id: str, passes_at: int) -> None:
-        """It runs alone until so many of its tokens have been computed, for a reason from outside."""
+        """Make a request a suspect for an external reason: it runs alone until `passes_at` of its tokens are
+        computed.
+        """
         self._suspects[request_id] = _Suspect(passes_at)
         self._groups.append([request_id])
 
     def failed(self, reached: Mapping[str, int]) -> None:
-        """A step failed. `reached`: for each of its requests, how many tokens would have been computed after it.
+        """Record a failed step. `reached`: for each of its requests, the tokens computed after the step.
 
-        They must be judged before anything else fails.
+        `judge` or `clear` must be called before the next failure.
         """
         assert not self._in_doubt, "a step failed while another waits for its verdict"
         self._unproven = frozenset(request_id for request_id in reached if request_id not in self._suspects)
@@ -75,7 +79,7 @@ class Blame:
         self._in_doubt = self._withdraw(reached)
 
     def passed(self, reached: Mapping[str, int]) -> list[str]:
-        """A step passed; returns those of its requests that are acquitted by it."""
+        """Record a completed step. Return the requests that it acquits."""
         acquitted = [
             request_id
             for request_id, tokens in reached.items()
@@ -86,7 +90,7 @@ class Blame:
         return acquitted
 
     def clear(self) -> list[str]:
-        """The engine was at fault; returns those that are no longer suspects."""
+        """Record that the engine was at fault. Return the requests that are no longer suspects."""
         acquitted = [request_id for request_id in self._in_doubt if request_id in self._unproven]
         for request_id in acquitted:
             self.forget(request_id)
@@ -96,7 +100,9 @@ class Blame:
         return acquitted
 
     def judge(self, now: float) -> str | None:
-        """The engine works, so the failure was due to one of the step's requests; returns it when that is proven."""
+        """Record that the engine works, so a request caused the failure. Return the request id once it is
+        proven guilty.
+        """
         members, self._in_doubt = self._in_doubt, []
         if len(members) > 1:
             half = (len(members) + 1) // 2
@@ -111,14 +117,14 @@ class Blame:
         return None
 
     def forget(self, request_id: str) -> None:
-        """The request has ended, or is acquitted."""
+        """Remove a request that ended or was acquitted."""
         if self._suspects.pop(request_id, None) is not None:
             self._withdraw((request_id,))
             if request_id in self._in_doubt:
                 self._in_doubt.remove(request_id)
 
     def _withdraw(self, request_ids: Iterable[str]) -> list[str]:
-        """Take requests out of the groups and from those that rest."""
+        """Remove requests from the groups and from the resting suspects. Return them without duplicates."""
         gone = dict.fromkeys(request_ids)
         self._groups = [left for group in self._groups if (left := [each for each in group if each not in gone])]
         self._resting = [(due, each) for due, each in self._resting if each not in gone]

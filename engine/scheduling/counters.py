@@ -1,4 +1,4 @@
-"""What is counted of steps, and of what the scheduler decides."""
+"""Counters of steps and of scheduling decisions."""
 
 from dataclasses import dataclass, field
 
@@ -8,7 +8,7 @@ from engine.scheduling.output import Chunk
 
 @dataclass(slots=True)
 class StepCounters:
-    """What the core counts of its steps, under the names of `EngineStats`; times in seconds."""
+    """Step counters of the core, named as in `EngineStats`; times in seconds."""
 
     steps: int = 0
     failed_steps: int = 0
@@ -22,12 +22,14 @@ class StepCounters:
     predicted_seconds: float = 0.0
 
     def count_decodes(self, decodes: int, offline: int) -> None:
-        """So many requests, of which some are offline and none is a probe, were given a token each by a decode."""
+        """Count one decoded token for each of `decodes` requests, of which `offline` are offline and none is
+        a probe.
+        """
         self.decode_tokens += decodes
         self.offline_computed_tokens += offline
 
     def count(self, chunk: Chunk, request: EngineRequest) -> None:
-        """A chunk of it was computed."""
+        """Count a computed chunk of a request."""
         _, _, length, sample = chunk
         if request.probe:
             self.probe_tokens += length
@@ -42,7 +44,7 @@ class StepCounters:
 
 @dataclass(slots=True)
 class SchedulerCounters:
-    """Counters for `EngineStats`; they only grow. Seconds are predicted ones."""
+    """Scheduling counters for `EngineStats`; they never decrease. Seconds are predicted times."""
 
     preemptions: dict[str, int] = field(default_factory=dict)
     prefix_queried_tokens: int = 0

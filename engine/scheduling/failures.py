@@ -1,6 +1,6 @@
-"""A step that failed, or an engine that stands still: what is undone, who runs again, and who ends.
+"""Handles a failed step or a stalled engine: rewinds the requests and ends those at fault.
 
-Joins the core's requests with `engine.scheduling.recovery`, which finds out whose fault it is.
+`engine.scheduling.recovery` finds out which request is at fault.
 """
 
 from collections import deque
@@ -17,12 +17,19 @@ from engine.scheduling.state import SchedulerState
 from engine.scheduling.waiting import WaitingQueue
 
 MAX_QUIET_RECOVERIES = 2
-"""Attempts to get a standing engine going that end nobody's request."""
+"""Attempts to restart a stalled engine before a request is ended with an error."""
 
 
 class StepFailures:
-    """`requests`: the core's own, by id; `in_flight`: the steps behind the one that is looked at. Steps up to
-    number `undone_through` were built on one that failed: what they give, or fail with, means nothing."""
+    """Handle step failures and stalls.
+
+    Args:
+        requests: The core's requests, by id.
+        in_flight: The steps in flight behind the one being handled.
+
+    Attributes:
+        undone_through: Steps up to this id were built on a failed step; their results and errors are ignored.
+    """
 
     def __init__(
         self,
@@ -42,7 +49,7 @@ class StepFailures:
         self._finish = finish
 
     def passed(self, flight: InFlight, outputs: list[RequestOutput], now: float) -> Iterator[RequestOutput]:
-        """A step passed while suspects, or the canary, are about; nobody waits for what the canary says."""
+        """Handle a completed step while suspects or the canary exist. Outputs of the canary are not passed on."""
         self._recovery.passed(flight.reached())
         for output in outputs:
             if output.request_id != CANARY_ID:
@@ -52,16 +59,17 @@ class StepFailures:
                 yield from self._end(self._recovery.canary_ended(works, now), now)
 
     def failed(self, flight: InFlight, now: float) -> Iterator[RequestOutput]:
+        """Rewind a failed step and the steps behind it. Yield the outputs of requests that end because of it."""
         self._counters.failed_steps += 1
         step = flight.reached()
         self._rewind(flight)
         yield from self._end(self._recovery.failed(step, now), now)
 
     def clear_stall(self, now: float, attempt: int) -> list[RequestOutput]:
-        """Nothing runs although there is work: build the queues anew, and give the room of offline requests back.
+        """Restart an engine that runs no step although requests wait: rebuild the queues and preempt requests.
 
-        The second `attempt` takes that of online ones too; from the third on the oldest online request, behind which
-        the others may wait, ends with an error that asks its client to try again.
+        Attempt 1 preempts offline requests and requests set aside, attempt 2 online ones too. From attempt 3 on, the
+        oldest waiting online request ends with a retryable error, because it may block the others.
         """
         self._counters.stalls += attempt == 1
         state = self._state
@@ -83,7 +91,7 @@ class StepFailures:
     def _rewind(self, flight: InFlight) -> None:
         """Undo a failed step and the steps in flight behind it, which were built on its tokens.
 
-        The runner may have applied only part of the deltas: every row concerned is released and written whole again.
+        The runner may have applied only part of the deltas, so every affected row is released and written whole again.
         """
         undone = (flight, *self._in_flight)
         self.undone_through = undone[-1].output.step_id
@@ -105,7 +113,7 @@ class StepFailures:
 
 
 def rebuild_queues(state: SchedulerState, requests: Iterable[Request]) -> None:
-    """Derive queues and rows anew from all requests that have not ended."""
+    """Rebuild queues and rows from all unfinished requests."""
     state.running = {request_class: [] for request_class in RequestClass}
     state.waiting_online, state.waiting_offline, state.aside = WaitingQueue(), state.make_offline_queue(), []
     for request in sorted(requests, key=lambda request: request.arrival_order):
@@ -121,8 +129,7 @@ def rebuild_queues(state: SchedulerState, requests: Iterable[Request]) -> None:
 
 
 def check_integrity(state: SchedulerState, requests: Mapping[str, Request]) -> None:
-    """Assert that every unit and row is in one place, that ended requests hold nothing, and that the queues agree with
-    `requests`, all that have not ended (E1, E3)."""
+    """Assert that every unit and row is in one place and that the queues contain exactly `requests` (E1, E3)."""
     rows, queued = list(state.free_rows), list(state.all_requests())
     for request in queued:
         assert requests.get(request.request_id) is request, "a queued request is unknown"

@@ -1,8 +1,7 @@
-"""Requests that leave for another engine, or come from one, with the K and V that were computed of them, and the room
-that the cache gains or loses by it.
+"""Moves requests with their K and V between engines, and grows or shrinks the cache.
 
-What moves between the engines' memories is the caller's business, and takes time: a request that comes has its row and
-units from the first moment on, but stays aside until its past is there (KunServe §4.2: it is stalled, others run).
+The caller copies the memory, which takes time. An attached request gets its row and units at once but stays aside until
+its K and V have arrived (KunServe §4.2: the request stalls, others run).
 """
 
 from collections.abc import Collection, Iterator, MutableMapping
@@ -20,20 +19,20 @@ from predictor.limits import UNITS_PER_BLOCK
 
 
 class MovedRequest(NamedTuple):
-    """A request on its way. `spec` goes on where it stood; K and V of its first `num_tokens` tokens go with it."""
+    """A request in transfer. `spec` resumes it; the K and V of its first `num_tokens` tokens move with it."""
 
     spec: EngineRequest
     num_tokens: int
 
     @property
     def arrival(self) -> float:
-        """When it came to the first engine."""
+        """Return the arrival time at the first engine."""
         assert self.spec.resumed is not None
         return self.spec.resumed.times.arrival
 
 
 class HeldRequest(NamedTuple):
-    """A request that has not ended. `units`: of the device that it holds; `running`: whether it has a row."""
+    """An unfinished request, the device units that it holds, and whether it has a row."""
 
     request_id: str
     arrival: float
@@ -42,8 +41,14 @@ class HeldRequest(NamedTuple):
 
 
 class Moves:
-    """`requests`: the core's own, by id; `arrivals` numbers them. Nothing here may be called for a request that a step
-    in flight holds."""
+    """Move requests in and out of the core.
+
+    No method may be called for a request that a step in flight contains.
+
+    Args:
+        requests: The core's requests, by id.
+        arrivals: Source of arrival numbers.
+    """
 
     def __init__(
         self,
@@ -60,19 +65,21 @@ class Moves:
         self._arrivals = arrivals
 
     def open_requests(self) -> Iterator[HeldRequest]:
-        """Every request that has not ended, and the units that it holds."""
+        """Yield every unfinished request with the device units that it holds."""
         for request in self._requests.values():
             held = count_units(block for block in request.cache_map.blocks if block.on_device)
             yield HeldRequest(request.request_id, request.times.arrival, held, request.row >= 0)
 
     def units_of(self, request_id: str) -> tuple[int, ...]:
-        """Where a request's past lies on the device, in the order of its block table."""
+        """Return the device units of a request, in the order of its block table."""
         blocks = self._requests[request_id].cache_map.blocks
         return tuple(unit for block in blocks for unit in block.entry.units)
 
     def detach(self, request_id: str) -> MovedRequest:
-        """Take a request out, with nobody told, so that another engine goes on with it. What it holds is free: whoever
-        takes its past along must have read it, or be the only one to write here until then."""
+        """Remove a request without output, to resume it in another engine. Its row and units are freed.
+
+        A caller that copies the K and V must do so before any other request writes to these units.
+        """
         assert not self._in_flight, "a step in flight may hold the request"
         if self._requests[request_id].aside:
             self._recovery.forget(self._requests[request_id])
@@ -92,9 +99,11 @@ class Moves:
         return moved
 
     def stall(self, request_id: str, num_units: int) -> tuple[int, tuple[int, ...]] | None:
-        """Have a request stand still with what it holds until `arrived`: the number of tokens whose past it has, and
-        where that lies. None: it has none, or not in the first `num_units` units, and starts over. No step may be in
-        flight."""
+        """Stall a request with its row and units until `arrived`. No step may be in flight.
+
+        Returns its computed tokens and their units. Returns None if it has none, or if they lie outside the first
+        `num_units` units; the request then starts over.
+        """
         assert not self._in_flight, "a step in flight may hold the request"
         if not self._stand_still(request_id, num_units):
             self.start_over(request_id)
@@ -104,7 +113,7 @@ class Moves:
         return num_tokens, self.units_of(request_id)[:num_units]
 
     def put_last(self, request_id: str) -> None:
-        """A request that is here is behind all others from now on; unless it stands still it starts over."""
+        """Move a request behind all others. A request that is not stalled starts over."""
         if self._requests[request_id].status is not RequestStatus.RUNNING:
             self.start_over(request_id)
             return
@@ -114,9 +123,11 @@ class Moves:
         insert_by_age(aside, request)
 
     def attach(self, moved: MovedRequest) -> bool:
-        """Take a request of another engine in, behind all that are here, with row and units for its past, aside until
-        `arrived` says that the past is there. False: there is no room for it, there is no past, or it is offline; it
-        waits its turn to be computed again."""
+        """Add a request of another engine behind all others, with a row and units, aside until `arrived`.
+
+        Returns False if there is no room, it has no K and V, or it is offline; the request then waits and is
+        recomputed.
+        """
         assert moved.spec.resumed is not None
         request = Request(moved.spec, moved.spec.resumed.times, next(self._arrivals))
         request.most_blocks = self._state.config.most_blocks
@@ -135,27 +146,25 @@ class Moves:
         return True
 
     def arrived(self, request_id: str) -> None:
-        """A request that was attached, whose past is there now, or that was stalled, runs from the next step on, in
-        which it is new."""
+        """Resume an attached or stalled request from the next step on, in which it is a new request."""
         if (request := self._requests.get(request_id)) is not None:
             self._state.unwritten[request] = None
             self._state.bring_back(request)
 
     def start_over(self, request_id: str) -> None:
-        """What was computed of a request is lost; it waits its turn. No step may be in flight."""
+        """Discard the computed tokens of a request and queue it again. No step may be in flight."""
         self.attach(self.detach(request_id)._replace(num_tokens=0))
 
     def grow_cache(self, units: int) -> None:
-        """There are so many more units of cache from now on."""
+        """Add `units` units to the cache."""
         self._state.pool.grow(units)
 
     def shrink_cache(self, units: int) -> None:
-        """The last units of the cache are given out no more; see `num_retiring_units`."""
+        """Retire the last `units` units of the cache; see `num_retiring_units`."""
         self._state.pool.shrink(units)
 
     def resize_cache(self, units: int) -> None:
-        """The cache has so many units now, and offers nothing of what was in it. No request may hold any of those that
-        it loses."""
+        """Resize the cache to `units` units and empty its prefix index. No request may hold a unit that is removed."""
         pool = self._state.pool
         pool.forget()
         if units > pool.num_units:
@@ -166,12 +175,13 @@ class Moves:
 
     @property
     def num_retiring_units(self) -> int:
-        """Units that the cache has lost and that blocks still hold: their memory is not free yet."""
+        """Return the removed units that blocks still hold; their memory is not free yet."""
         return self._state.pool.num_retiring_units
 
     def _stand_still(self, request_id: str, num_units: int) -> bool:
-        """Have a request stand still, with row and units. False: it has no past, or not all of it in the
-        first `num_units` units on the device."""
+        """Set a running request aside with its row and units. False if not all its K and V are in the first `num_units`
+        units.
+        """
         request, state = self._requests[request_id], self._state
         blocks = request.cache_map.blocks
         has_past = request.status is RequestStatus.RUNNING and request.num_confirmed_tokens and not request.starts_over

@@ -1,4 +1,4 @@
-"""When the next step may start: offline work pauses while it is alone, and a step may be scheduled behind another."""
+"""Decides when the next step may start: offline steps pause on an idle server, and steps may be scheduled ahead."""
 
 import math
 from collections.abc import Iterable
@@ -11,23 +11,28 @@ from engine.scheduling.state import SchedulerState
 
 
 class OfflineRest:
-    """`until`: nothing offline starts before then; None: there is no rest."""
+    """Pauses between offline steps that run without online work. No offline step starts before `until` (None:
+    no pause).
+    """
 
     def __init__(self) -> None:
         self.until: float | None = None
         self._online_at = -math.inf
 
     def online_came(self, now: float) -> None:
-        """An online request has arrived."""
+        """Record the arrival of an online request."""
         self._online_at = now
 
     def online_runs(self, now: float) -> None:
-        """There is online work."""
+        """Record that online work is present."""
         if not math.isinf(self._online_at):
             self._online_at = now
 
     def rests(self, objective: StepObjective, now: float, *, in_flight: bool) -> bool:
-        """Whether offline work rests now. What the step in flight takes decides on the next one."""
+        """Whether offline work pauses now, which it does only within `objective.awaited` seconds after online work.
+
+        The duration of a step in flight determines the next pause, so offline work pauses until that step ends.
+        """
         if math.isinf(objective.wait) or now - self._online_at >= objective.awaited:
             self.until = None
         elif in_flight:
@@ -37,20 +42,24 @@ class OfflineRest:
         return self.until is not None
 
     def stepped(self, objective: StepObjective, seconds: float | None, now: float) -> None:
-        """A step has ended that took so long and was offline work alone; None: it was not, or failed."""
+        """Set the pause after a step of `seconds` with only offline work; None for any other or failed step."""
         rest = 0.0 if seconds is None else objective.rest_after(seconds)
         self.until = now + rest if rest > 0.0 else None
 
 
 MOST_ROWS = 4
-"""Running requests with which the host's work is hidden behind a step of its own cores."""
+"""Maximum number of running requests with which scheduling ahead pays when host and device share CPU cores."""
 
 
 def may_run_ahead(state: SchedulerState, num_requests: int, in_flight: Iterable[InFlight]) -> bool:
-    """A GPU must not wait for the host. Where both are the same cores, the host's work is worth hiding behind a step
-    only while few rows leave cores for it; and since what arrives meanwhile waits for one step more, only behind short
-    steps of decodes, with nothing else to be done. What grammars and thinking budgets allow next is made from the last
-    token, so nothing is ahead of it. `num_requests`: of the core, whatever they do."""
+    """Whether the next step may be scheduled while `in_flight` runs.
+
+    A GPU must not wait for the host. On a CPU both use the same cores, so scheduling ahead pays only with few rows. An
+    arrival then waits for one step more, so only short steps of decodes qualify, and only if no other request exists.
+    Grammars and thinking budgets need the last token, so their requests cannot be scheduled ahead.
+
+    `num_requests`: all unfinished requests of the core.
+    """
     longest = state.config.ahead_seconds
     if longest == math.inf:
         return True

@@ -1,9 +1,9 @@
-"""What the core does after a failed step: asks the canary, tries the suspects apart from the others, and ends nobody
-but the one whose fault it is proven to be, and online requests that an engine which fails at anything keeps waiting.
+"""Recovery after a failed step: runs the canary, then tries the suspects in steps of their own.
 
-Joins `Blame` and `Canary` with the core's requests. While neither has anything to do, steps are as ever. Otherwise only
-the canary may run until it has passed; then trials of the suspects alternate with ordinary steps of everybody else, so
-that streams which have nothing to do with it go on.
+A request ends only if it is proven guilty, or if it is online and has waited too long for an engine that fails at any
+work. This module joins `Blame` and `Canary` with the core's requests. After a failure only the canary may run until it
+passes. Then trials of suspects alternate with ordinary steps of all other requests, so that unaffected streams
+continue.
 """
 
 import math
@@ -17,26 +17,29 @@ from engine.scheduling.blame import LONE_FAILURES, Blame
 from engine.scheduling.state import SchedulerState
 
 PATIENCE = 30.0
-"""Seconds for which a stream that has begun waits for a sick engine; one that has not waits for its TTFT limit."""
+"""Seconds that a started stream waits for a failing engine; a request without a token waits for its TTFT limit."""
 RETRY_AFTER = 2.0
 
 
 class StepTurn(NamedTuple):
-    """What the next step may hold: these requests and nobody else, or with None everybody who is not aside."""
+    """Content of the next step: only `requests`, or with None all requests that are not aside.
+
+    `force`: preempt any request that is in the way.
+    """
 
     requests: Sequence[Request] | None = None
     force: bool = False
 
 
 class ReachedPoint(NamedTuple):
-    """A request of a step, and how many of its tokens are computed after it."""
+    """A request of a step, and the number of its tokens computed after the step."""
 
     request: Request
     num_tokens: int
 
 
 class Ending(NamedTuple):
-    """A request that must end now, and why."""
+    """A request that must end now, and the error."""
 
     request: Request
     error: TidemillError
@@ -46,7 +49,9 @@ ORDINARY = (StepTurn(),)
 
 
 class FaultRecovery:
-    """`requests`: the core's own, by id; the canary is one of them while it runs."""
+    """Decide which requests may run after a failure. `requests`: the core's, by id, including the canary
+    while it runs.
+    """
 
     def __init__(self, state: SchedulerState, requests: MutableMapping[str, Request], blame: Blame) -> None:
         self._state = state
@@ -58,21 +63,21 @@ class FaultRecovery:
 
     @property
     def active(self) -> bool:
-        """Whether there is anything to recover from."""
+        """Whether the canary must run or a suspect exists."""
         return self._canary.wanted or bool(self._blame.suspects)
 
     @property
     def sick_since(self) -> float | None:
-        """Since when the engine has been failing at anything; None while it is not known to."""
+        """Return the time since which the engine has been failing at any work, or None."""
         return self._canary.sick_since
 
     @property
     def retry_at(self) -> float | None:
-        """When a step may be possible that is not possible now, if nothing happens until then."""
+        """Return the time at which a step may become possible without another event, or None."""
         return self._canary.due if self._canary.wanted else self._blame.retry_at
 
     def turns(self, now: float) -> Sequence[StepTurn]:
-        """What the next step may be, the first that can run."""
+        """Return the possible contents of the next step, most preferred first."""
         if self._canary.wanted:
             return (StepTurn((self._canary_request(now),), force=True),) if now >= self._canary.due else ()
         group = [self._requests[request_id] for request_id in self._blame.on_trial(now)]
@@ -83,15 +88,17 @@ class FaultRecovery:
         return first, second, StepTurn(group, force=True)
 
     def took(self, turn: StepTurn) -> None:
-        """The next step is this turn: the other kind comes first in the one behind it."""
+        """Record that the next step is `turn`, so that trial and ordinary step alternate."""
         self._trial_first, self._force = turn.requests is None, False
 
     def waits(self, turn: StepTurn) -> None:
-        """This turn took the place of others and waits for their units: it comes next, before they start again."""
+        """Record that `turn` preempted requests and waits for their units: it runs next, before these
+        requests restart.
+        """
         self._trial_first, self._force = True, turn.force
 
     def failed(self, step: Sequence[ReachedPoint], now: float) -> list[Ending]:
-        """A step failed; its requests have been rewound already. Returns those that end because of it."""
+        """Record a failed step, whose requests are already rewound. Return the requests that end because of it."""
         if any(request.request_id == CANARY_ID for request, _ in step):
             return self._canary_failed(now)
         for request, _ in step:
@@ -102,17 +109,21 @@ class FaultRecovery:
         return []
 
     def suspect(self, place: ReachedPoint) -> None:
-        """A request that an engine before this one may have died of, and the tokens at which it is acquitted."""
+        """Set a request aside that may have made a previous engine die, until `place.num_tokens` of its tokens are
+        computed.
+        """
         self._state.set_aside(place.request)
         self._blame.suspect(place.request.request_id, place.num_tokens)
 
     def passed(self, step: Iterable[ReachedPoint]) -> None:
-        """A step passed: those of its requests that got past the place where they failed are like others again."""
+        """Record a completed step: bring back those of its requests that passed the position of their failure."""
         reached = {request.request_id: num_tokens for request, num_tokens in step if request.aside}
         self._acquit(self._blame.passed(reached))
 
     def canary_ended(self, works: bool, now: float) -> list[Ending]:
-        """The canary has run to its end, or its logits were not finite. Returns those that end because of it."""
+        """Record the end of the canary; `works` is false if its logits were not finite. Return the requests
+        that end.
+        """
         if not works:
             return self._canary_failed(now)
         self._canary.passed()
@@ -123,7 +134,7 @@ class FaultRecovery:
         return [Ending(self._requests[guilty], EngineStepError(message))]
 
     def forget(self, request: Request) -> None:
-        """A request that was kept aside has ended."""
+        """Forget a request that ended while it was aside."""
         self._blame.forget(request.request_id)
 
     def _canary_failed(self, now: float) -> list[Ending]:
@@ -132,7 +143,7 @@ class FaultRecovery:
         return list(self._out_of_patience(now))
 
     def _out_of_patience(self, now: float) -> Iterable[Ending]:
-        """Online requests that have waited too long for an engine that is sick."""
+        """Yield the online requests that have waited too long for a failing engine."""
         if self._canary.sick_since is None:
             return
         limit, since = self._state.objective.ttft, self._canary.sick_since
@@ -166,19 +177,24 @@ CANARY_ID = "canary"
 SICK_AFTER = 2
 FIRST_PAUSE = 0.05
 LONGEST_PAUSE = 1.0
-"""Seconds between two tries: it doubles from the first to the longest."""
+"""Maximum seconds between two canary runs; the pause starts at FIRST_PAUSE and doubles."""
 
 
 def canary_request(max_model_len: int) -> EngineRequest:
-    """A prefill and a decode; on a model of its own tenant, so that no cached block takes the work away."""
+    """Return the canary: a prefill and a decode. Its own cache salt keeps the prefix cache from skipping the work."""
     length = max(1, min(8, max_model_len - 2))
     sampling = SamplingParams(max_tokens=2, temperature=0.0)
     return EngineRequest(CANARY_ID, tuple(range(length)), sampling, cache_salt=b"canary", probe=True)
 
 
 class Canary:
-    """`wanted`: something failed, and nothing else may run before the canary has passed. `due`: when it may run next.
-    `sick_since`: since when the engine has been failing at anything; None while it is not known to."""
+    """State of the test request that shows whether the engine works.
+
+    Attributes:
+        wanted: A step failed; no other request may run until the canary has passed.
+        due: Earliest time of the next canary run.
+        sick_since: Time since which the engine has been failing at any work, or None.
+    """
 
     def __init__(self) -> None:
         self.wanted = False
@@ -189,12 +205,12 @@ class Canary:
         self._first_failure = 0.0
 
     def ask(self, now: float) -> None:
-        """A step failed at `now`."""
+        """Request a canary run after a step that failed at `now`."""
         self.wanted = True
         self.due = self._first_failure = now
 
     def failed(self, now: float) -> None:
-        """It failed, too."""
+        """Record that the canary failed. From `SICK_AFTER` failures on, the next run waits for a growing pause."""
         self._failures += 1
         if self._failures >= SICK_AFTER:
             self.sick_since = self._first_failure

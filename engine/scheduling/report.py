@@ -1,5 +1,6 @@
-"""What an engine tells of itself: its figures; and how much of its time and memory is taken, as a router of several
-must know it (LARRY section 4.2): online work, which goes before offline work and takes the memory that this holds.
+"""Statistics of an engine, and the load report for a router of several engines (LARRY §4.2).
+
+Online work comes before offline work in the report: memory that offline requests hold counts as available.
 """
 
 from collections import Counter
@@ -14,11 +15,11 @@ from engine.scheduling.state import SchedulerState
 from predictor.limits import UNITS_PER_BLOCK
 
 LATE_PART = 0.25
-"""Of the mean output: what a request that is past it may still give."""
+"""Minimum expected remaining output of a running request, as a share of the mean output."""
 
 
 def report_stats(state: SchedulerState, steps: StepCounters, num_refused: int) -> EngineStats:
-    """A snapshot; see EngineStats."""
+    """Return a snapshot; see `EngineStats`."""
     cache, counters = state.cache, state.counters
     pool, host = cache.device, cache.host
     waiting = {RequestClass.ONLINE: len(state.waiting_online), RequestClass.OFFLINE: len(state.waiting_offline)}
@@ -53,8 +54,13 @@ def report_stats(state: SchedulerState, steps: StepCounters, num_refused: int) -
 def report_load(
     state: SchedulerState, now: float, mean_input: float, mean_output: float, offline_tokens: int
 ) -> LoadReport:
-    """The load of now. `mean_input`, `mean_output`: tokens of online requests that ended of late; `offline_tokens`:
-    computed for offline requests so far."""
+    """Return the current load.
+
+    Args:
+        mean_input: Mean prompt tokens of online requests that ended recently.
+        mean_output: Mean output tokens of the same requests.
+        offline_tokens: Tokens computed for offline requests so far.
+    """
     size, pool, most = state.config.block_size, state.pool, state.config.max_num_batched_tokens
     prompts = state.running_prompts()
     online, offline = (state.running[request_class] for request_class in (RequestClass.ONLINE, RequestClass.OFFLINE))
@@ -80,7 +86,9 @@ def report_load(
 
 
 def _growth(state: SchedulerState, online: Collection[Request], num_waiting: int, mean_output: float) -> int:
-    """See LoadReport.growth_units: of what holds cache now, and the output of prompts that have still to start."""
+    """Return `LoadReport.growth_units`: growth of the running requests and the output of prompts that have
+    yet to start.
+    """
     size, later = state.config.block_size, min(num_waiting, max(0, state.config.max_num_seqs - len(online)))
     runs = []
     for request in online:
@@ -90,11 +98,15 @@ def _growth(state: SchedulerState, online: Collection[Request], num_waiting: int
 
 
 def peak_growth(runs: Iterable[tuple[float, int]], later: int, mean_output: float, tokens_per_unit: float) -> float:
-    """How many more units are held at the worst moment to come. `runs`: tokens that a request has still to give, one a
-    step, and units that it holds, which are free at its end; `later` more give `mean_output` each."""
+    """Return the maximum number of additional units in use at any later time.
+
+    Args:
+        runs: Per request, the tokens still to generate (one per step) and its units, which are freed at its end.
+        later: Number of requests yet to start; each generates `mean_output` tokens.
+    """
     runs = sorted(runs)
     alive, change, worst = len(runs) + later, 0.0, 0.0
-    for left, held in runs:  # in order of their ends: just before one, all that are left have grown by as much
+    for left, held in runs:  # by end: just before an end, all remaining requests have grown by `left` tokens
         if left > mean_output and later:
             worst, alive, later = max(worst, change + alive * mean_output / tokens_per_unit), alive - later, 0
         worst = max(worst, change + alive * left / tokens_per_unit)

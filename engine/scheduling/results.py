@@ -1,7 +1,6 @@
-"""What a step gave goes to its requests: their progress, their new tokens, and whether these end them.
+"""Applies a step's result to its requests: progress, new tokens and the end of a request.
 
-A request that ended or was rewound while the step ran gets nothing of it. Knows nothing of steps that failed, nor of
-what comes next.
+A request that ended or was rewound while the step ran gets nothing. `engine.scheduling.failures` handles failed steps.
 """
 
 from collections import deque
@@ -26,17 +25,23 @@ from engine.scheduling.recovery import FaultRecovery, ReachedPoint
 from engine.scheduling.state import SchedulerState
 
 TOLD_TOGETHER = 16
-"""Output tokens of an offline request whose reader waits for the whole answer: what is told at once, so that little is
-computed again where this engine is lost."""
+"""Output tokens per group for an offline request whose client reads only the complete answer.
+
+Groups bound the tokens that must be computed again if this engine is lost.
+"""
 NO_TOKEN = -4
-"""Stands for the token of a chunk that samples none."""
+"""Placeholder token of a chunk that samples none."""
 _make_times, _make_output = quick_constructor(RequestTimes), quick_constructor(RequestOutput)
 
 
 @dataclass(frozen=True, slots=True)
 class InFlight:
-    """A step that was scheduled and not yet updated; `epochs` tell which requests were rewound since, `known` whose
-    next token became known, and was told, while the step ran."""
+    """A scheduled step that has not been updated yet.
+
+    Attributes:
+        epochs: Epochs of the requests when the step was scheduled; a rewound request has a newer one.
+        known: Requests whose token from this step became known, and was emitted, while the step ran (forced tokens).
+    """
 
     output: SchedulerOutput
     requests: list[Request]
@@ -44,19 +49,19 @@ class InFlight:
     known: set[Request] = field(default_factory=set)
 
     def live(self) -> list[Request]:
-        """The step's requests that have neither ended nor been rewound since."""
+        """Return the step's requests that have neither ended nor been rewound since."""
         pairs = zip(self.requests, self.epochs, strict=True)
         return [r for r, epoch in pairs if r.status is not RequestStatus.FINISHED and r.epoch == epoch]
 
     def reached(self) -> list[ReachedPoint]:
-        """The live requests, and what was computed of them."""
+        """Return the live requests with the number of their tokens computed after the step."""
         pairs = zip(self.output.chunks, self.requests, strict=True)
         live = set(self.live())
         return [ReachedPoint(request, chunk.start + chunk.length) for chunk, request in pairs if request in live]
 
 
 class Finish(Protocol):
-    """Ends a request and gives its last output."""
+    """End a request and return its last output."""
 
     def __call__(
         self,
@@ -72,7 +77,7 @@ class Finish(Protocol):
 
 
 class Endings:
-    """Ends requests. `requests`: the core's own, by id."""
+    """End requests. `requests`: the core's, by id."""
 
     def __init__(
         self,
@@ -127,7 +132,7 @@ class Endings:
 
 
 class Results:
-    """Takes in what steps gave. `in_flight`: the steps behind the one that is taken in."""
+    """Apply step results. `in_flight`: the steps behind the one being applied."""
 
     def __init__(
         self, state: SchedulerState, counters: StepCounters, in_flight: deque[InFlight], finish: Finish
@@ -138,6 +143,7 @@ class Results:
         self._finish = finish
 
     def take_in(self, flight: InFlight, result: ModelRunnerOutput, now: float) -> list[RequestOutput]:
+        """Apply the result of a step. Return the outputs of its requests."""
         self._counters.steps += 1
         self._counters.step_seconds += result.latency
         self._counters.predicted_seconds += flight.output.predicted_latency or 0.0
@@ -158,7 +164,7 @@ class Results:
                 if (output := self._confirm_chunk(request, epoch, chunk, token, now)) is not None:
                     outputs.append(output)
                 continue
-            # a token and nothing else: what nearly every row of every step gives
+            # fast path: the row gave one token, as nearly every row does
             _, start, length, _ = chunk
             end = request.num_confirmed_tokens = start + length
             if end // block_size > request.cache_map.num_published:
@@ -180,7 +186,7 @@ class Results:
     def _confirm_others(
         self, flight: InFlight, tokens: list[int], result: ModelRunnerOutput, now: float
     ) -> list[RequestOutput]:
-        """A step that gives more than tokens; `tokens`: of every chunk."""
+        """Apply a result with logprobs, forced tokens or vectors. `tokens`: one per chunk."""
         sampled = iter(range(len(tokens)))
         outputs: list[RequestOutput] = []
         chunks = zip(flight.output.chunks, flight.requests, flight.epochs, tokens, strict=True)
@@ -197,7 +203,7 @@ class Results:
     def _confirm_chunk(
         self, request: Request, epoch: int, chunk: Chunk, token: int, now: float, logprobs: TokenLogprobs | None = None
     ) -> RequestOutput | None:
-        """A chunk was computed, whatever became of its request meanwhile; the output of its token, if it gave one."""
+        """Confirm a computed chunk. Return the output if the chunk gave a token and its request is live."""
         if request.status is RequestStatus.FINISHED or request.epoch != epoch:
             return None
         if token == LATE_TOKEN:
@@ -210,13 +216,15 @@ class Results:
         return self._append_token(request, token, logprobs, now)
 
     def _finish_pooled(self, request: Request, embedding: bytes, now: float) -> RequestOutput:
-        """All of its prompt is computed: the vector is what a first token is to others."""
+        """End a pooling request with its vector; the vector counts as its first token."""
         request.times = request.times._replace(first_token=now, last_token=now)
         return self._finish(request, FinishReason.STOP, now)._replace(embedding=embedding)
 
     def _sit_out(self, request: Request, chunk: Chunk) -> None:
-        """Its mask was late: the last position of the chunk runs again, and gives its token then. What a step in flight
-        makes of the token that is missing means nothing."""
+        """Schedule the last position of a chunk again, because its grammar mask was late.
+
+        Results for the missing token from steps in flight are ignored.
+        """
         last = chunk.start + chunk.length - 1
         if chunk.length > 1:
             self._confirm_progress(request, Chunk(chunk.row, chunk.start, chunk.length - 1, False))
@@ -228,15 +236,18 @@ class Results:
     def _confirm_progress(self, request: Request, chunk: Chunk) -> None:
         self._counters.count(chunk, request.spec)
         if request.status is not RequestStatus.RUNNING:
-            return  # preempted meanwhile: the token counts, the cache is gone
+            return  # preempted meanwhile: the token counts, but the cache is gone
         request.num_confirmed_tokens = chunk.start + chunk.length
         self._state.cache.publish(request)
 
     def _append_forced(
         self, request: Request, output: RequestOutput, run: tuple[int, ...], now: float
     ) -> RequestOutput:
-        """`output`, and behind its token what must follow it. A step in flight computes the token and samples what is
-        the first of the run; the others are a chunk of the step behind it."""
+        """Return `output` extended by the forced tokens `run`.
+
+        A step in flight already computes the sampled token and samples the first of the run; that sample is ignored. A
+        later step computes the rest of the run as one chunk.
+        """
         if not run or output.finish_reason is not None:
             return output
         if request.num_placeholders:
@@ -264,7 +275,7 @@ class Results:
         request.token_ids.append(token)
         logprobs = None if token_logprobs is None else (token_logprobs,)
         num_output = len(request.token_ids) - request.num_prompt_tokens
-        # where there is a grammar its masks see to the least length
+        # the masks of a grammar enforce min_tokens
         if token in sampling.stop_token_ids and (num_output >= sampling.min_tokens or sampling.grammar is not None):
             return self._finish(request, FinishReason.STOP, now, (token,), logprobs, stop_token_id=token)
         if num_output >= sampling.max_tokens:
@@ -286,7 +297,7 @@ class Results:
         )
 
     def distrusts(self, flight: InFlight, result: ModelRunnerOutput) -> bool:
-        """Whether logits of the step were not finite; what their requests computed leaves the prefix cache (E7)."""
+        """Whether logits of the step were not finite. Blocks of the requests concerned leave the prefix cache (E7)."""
         if INVALID_TOKEN not in result.token_ids and all(result.pooled.values()):
             return False
         live = flight.live()
@@ -299,7 +310,7 @@ class Results:
         return bool(bad)
 
     def _fail_grammar(self, request: Request, now: float) -> RequestOutput:
-        """A limit of what enforces the grammar: only this request has it."""
+        """End only this request, because its grammar exceeds a limit of the grammar engine."""
         grammar = request.spec.sampling.grammar
         message = "The grammar became too complex while the answer grew."
         error = InvalidRequestError(message, param=grammar.param if grammar else None, code="invalid_value")
