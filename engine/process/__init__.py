@@ -1,1 +1,1 @@
-"""The engine in a process of its own: what is said between the two, the child, and its supervisor."""
+"""The engine in its own process: the messages, the child process and its supervisor."""

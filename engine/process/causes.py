@@ -1,4 +1,4 @@
-"""The table of causes: why an engine process ended or did not start, which side is at fault, and what follows.
+"""The causes for which an engine process ends or fails to start, and the reaction to each.
 
 | origin  | example                              | restart                   | gives the server up | suspects requests |
 |---------|--------------------------------------|---------------------------|---------------------|-------------------|
@@ -8,7 +8,7 @@
 | ENGINE  | no start, every step fails           | `RestartPolicy`           | six deaths          | no                |
 | ASKED   | SIGHUP found other weights           | at once                   | never               | no                |
 
-A death whose origin is REQUEST or OUTSIDE counts no longer once a request is proven to be its cause (`Suspects`).
+A death of origin REQUEST or OUTSIDE no longer counts once a request is proven to be its cause (`Suspects`).
 """
 
 import enum
@@ -21,7 +21,7 @@ log = logging.getLogger("tidemill.engine")
 
 
 class Origin(enum.Enum):
-    """See the table of the module."""
+    """The origin of a cause; see the table in the module docstring."""
 
     SYSTEM = enum.auto()
     OUTSIDE = enum.auto()
@@ -48,25 +48,25 @@ CAUSES = {
 }
 
 _PEER_IS_GONE = frozenset({errno.EPIPE, errno.ECONNRESET, errno.ENOTCONN, errno.ESHUTDOWN, errno.ESRCH, errno.ECHILD})
-"""What a call on the socket or the number of a process says once that process has ended."""
+"""The errno values of calls on the socket or the process id of a process that has ended."""
 _SYSTEM_MESSAGES = ("can't start new thread", "Cannot allocate memory", "Resource temporarily unavailable")
-"""What a RuntimeError of Python or of torch says where an OSError would have ENOMEM or EAGAIN."""
+"""Messages with which Python and torch report ENOMEM or EAGAIN as a RuntimeError."""
 
 
 LEAST_DELAY = 0.02
-"""Shortest pause in seconds between two attempts."""
+"""Minimum pause in seconds between two attempts."""
 
 
 def origin_of(cause: str) -> Origin:
-    """Return the origin of a named cause; an unknown name counts as a fault of the process."""
+    """Return the origin of a named cause; REQUEST for an unknown name."""
     return CAUSES.get(cause, Origin.REQUEST)
 
 
 def is_of_system(error: BaseException | None) -> bool:
-    """Return whether the machine refused something, rather than that the process is at fault.
+    """Return whether the operating system refused a resource, so that the process is not at fault.
 
-    Every errno counts except those that only tell of the end of the peer. An error of tidemill's own counts if such a
-    refusal led to it.
+    Every errno counts except those that report the end of the peer. A TidemillError counts if its cause or context
+    counts.
     """
     match error:
         case None:
@@ -84,16 +84,16 @@ def is_of_system(error: BaseException | None) -> bool:
 
 
 def start_error(error: BaseException) -> TidemillError:
-    """Return what kept a process from starting as an error that may be shown."""
+    """Convert the error of a failed start to a TidemillError with a message for the user."""
     if isinstance(error, TidemillError):
         return error
     return EngineUnavailableError(f"the engine process: {str(error) or type(error).__name__}")
 
 
 class Outage:
-    """The time in which the system refuses a start. `why`: its last refusal, None if starts succeed.
+    """A period in which the operating system refuses to start a process. `why`: the last reason; None: no outage.
 
-    Logs one line for each new reason, not for each attempt.
+    One line is logged for each new reason, not for each attempt.
     """
 
     def __init__(self) -> None:
@@ -101,7 +101,7 @@ class Outage:
         self._attempts = 0
 
     def refused(self, why: str, max_delay: float) -> float:
-        """Note a refused start; return the seconds until the next attempt: 1, 2, 4 ... `max_delay`."""
+        """Record a refused start. Return the seconds until the next attempt: 1, 2, 4 ... `max_delay`."""
         delay = max(LEAST_DELAY, min(max_delay, 2.0 ** min(self._attempts, 30)))
         self._attempts += 1
         if why != self.why:
@@ -110,7 +110,7 @@ class Outage:
         return delay
 
     def end(self) -> None:
-        """A process has started."""
+        """End the outage: a process has started."""
         if self.why is not None:
             log.warning("an engine process has started after %d refused attempts (%s)", self._attempts, self.why)
         self.why, self._attempts = None, 0

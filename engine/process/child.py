@@ -1,9 +1,9 @@
-"""The engine's side: a process that loads a model, steps it, and says over its socket what comes out.
+"""The engine process: it loads a model, runs its steps and sends the outputs over its socket.
 
     python -P -m engine.process.child DESCRIPTOR
 
-It ends when the other side is gone, whatever it is doing, and it ends itself where an engine inside the server could
-only have ended its requests: whoever started it starts it again, and they go on.
+The process ends when the gateway ends. It kills itself after a fatal failure; the gateway then starts the next process,
+which continues the requests.
 """
 
 import asyncio
@@ -44,32 +44,32 @@ log = logging.getLogger("tidemill.engine")
 
 PULSE_SECONDS = 0.5
 REPORT_SECONDS = 0.1
-"""How often the load goes out with outputs: ten times a second, as LARRY's load balancer asks for it."""
+"""Minimum seconds between load reports with outputs: ten per second, as LARRY's load balancer requires."""
 OOM_SCORE = "500"
-"""Where memory runs out, this process goes rather than the gateway: it is started again."""
+"""Makes the kernel's OOM killer choose this process before the gateway, because it can be restarted."""
 QUIETLY = 10
-"""How nice the next process is while it makes itself ready: a tenth of a core where others want all of it."""
+"""The nice value of a process while it imports modules: a tenth of a core on a busy machine."""
 LAST_WORDS_SECONDS = 0.1
-"""For the message that says why to leave the process."""
+"""Time in seconds for the `Dying` message to leave the process."""
 
 Plan = Callable[[frames.Planned], None]
 Prepare = Callable[[frames.Launch], frames.Planned]
 Build = Callable[[EngineConfig, Plan], Engine]
 FindGolden = Callable[[EngineConfig, str], Path | None]
-"""Where answers of the model in a folder are noted; None: nowhere."""
+"""Returns the file with the canary's answers for the model in a folder, or None."""
 Work = Callable[[TidemillError | None], None]
-"""Goes on once requests are prepared, or with what kept them from it."""
+"""Called when requests are prepared, with the error if that failed."""
 
 
 def prepare(launch: frames.Launch) -> frames.Planned:
-    """What a start needs besides weights and a device, beside a process that still runs. Raises ConfigError."""
+    """Prepare a start without loading weights or using the device, while another process may run. Raise ConfigError."""
     from engine import openmp
 
     config = launch.config
     if launch.spare:
         if launch.waiting:
             os.environ[openmp.POLICY] = launch.waiting
-    elif openmp.must_measure(config, os.environ):  # before torch is there, when the machine has nothing else to do
+    elif openmp.must_measure(config, os.environ):  # before torch is imported, while the machine is idle
         return frames.Planned("", ())
     else:
         openmp.announce(config, _say)
@@ -84,7 +84,7 @@ def prepare(launch: frames.Launch) -> frames.Planned:
 
 
 def _import_quietly() -> None:
-    """In a thread, since only that can be as nice as this and leave the process as it is."""
+    """Import the engine in a thread with a raised nice value; the rest of the process keeps its own."""
     with contextlib.suppress(OSError):
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), QUIETLY)
     importlib.import_module("engine.build")
@@ -97,11 +97,11 @@ def _planned(plan: Any) -> frames.Planned:
 
 
 def build(config: EngineConfig, planned: Plan) -> Engine:
-    """The engine that `tidemill serve` runs. Raises ConfigError."""
+    """Build the engine that `tidemill serve` runs. Raise ConfigError."""
     from engine import openmp
 
     openmp.announce(config, _say)
-    module: Any = importlib.import_module("engine.build")  # torch comes with it
+    module: Any = importlib.import_module("engine.build")  # imports torch
     plan = module.plan_launch(config)
     planned(_planned(plan))
     engine: Engine = module.build_engine(config, plan, _say)
@@ -112,7 +112,7 @@ def build(config: EngineConfig, planned: Plan) -> Engine:
 
 
 def find_golden(config: EngineConfig, folder: str) -> Path | None:
-    """Among the latency profiles."""
+    """Return the file of the canary's answers, in the folder of latency profiles; None if a file cannot be read."""
     torch: Any = importlib.import_module("torch")
     profiles: Path = importlib.import_module("engine.build").profile_folder(config)
     with contextlib.suppress(OSError):
@@ -129,14 +129,14 @@ def main(arguments: list[str]) -> None:
 
 
 def run(sock: socket.socket, make: Build, prepare: Prepare, find_golden: FindGolden) -> None:
-    """Serve the engine that `make` builds until the other side is gone or says so. Does not return before."""
+    """Serve the engine that `make` builds until the gateway ends or sends `Shutdown`."""
     die_with_parent()
     sock.set_inheritable(False)
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # only the gateway says when it ends
+        signal.signal(number, signal.SIG_IGN)  # only the gateway ends this process
     with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text(OOM_SCORE)
-    faulthandler.enable()  # SIGABRT, too: the gateway asks for the stacks of a process that says nothing more
+    faulthandler.enable()  # includes SIGABRT, with which the gateway requests the stacks of a silent process
     sock.setblocking(True)
     reader = frames.engine_reader()
     launch, *early = _first_messages(sock, reader)
@@ -155,7 +155,7 @@ def run(sock: socket.socket, make: Build, prepare: Prepare, find_golden: FindGol
         if launch.held:
             sock.sendall(frames.encode(prepare(launch)))
             _begin, *early = early or _first_messages(sock, reader)
-        interpreter.settle()  # already: step times are measured as they will be
+        interpreter.settle()  # before step times are measured, as in service
         engine = make(launch.config, tell)
         sock.sendall(frames.encode(frames.Built(engine.info)))
     except Exception as error:
@@ -180,14 +180,16 @@ def _first_messages(sock: socket.socket, reader: frames.FrameReader[frames.ToEng
     while True:
         data = sock.recv(1 << 16)
         if not data:
-            sys.exit(0)  # the gateway is gone already
+            sys.exit(0)  # the gateway has ended
         if messages := reader.feed(data):
             return messages
 
 
 def _watch(sock: socket.socket) -> None:
-    """End with the gateway, even in the middle of a step or while the model is loaded: the socket also closes where the
-    kernel has no `die_with_parent`, or where the gateway ended before it was called."""
+    """End this process when the gateway ends, even during a step or while the model is loaded.
+
+    The closed socket also covers kernels without `die_with_parent`, and a gateway that ended before that call.
+    """
     poll = select.poll()
     poll.register(sock, select.POLLHUP | select.POLLERR)
     poll.poll()
@@ -195,14 +197,14 @@ def _watch(sock: socket.socket) -> None:
 
 
 def _die() -> None:
-    """This process and what it started: it leads a session of its own."""
+    """Kill this process and its children; the process leads its own session."""
     if os.getpgrp() == os.getpid():
         os.killpg(os.getpgrp(), signal.SIGKILL)
     os.kill(os.getpid(), signal.SIGKILL)
 
 
 class EngineServer:
-    """Does what the gateway says to an engine, and sends what comes of it: all outputs of a step in one message."""
+    """Carries out the gateway's messages on an engine, and sends all outputs of a step in one message."""
 
     def __init__(self, engine: Engine, golden: Golden | None = None) -> None:
         self._engine = engine
@@ -224,7 +226,7 @@ class EngineServer:
     async def serve(
         self, sock: socket.socket, reader: frames.FrameReader[frames.ToEngine], early: list[frames.ToEngine]
     ) -> None:
-        """Start the engine and serve it until it is told to stop."""
+        """Start the engine and serve it until `Shutdown`."""
         engine = self._engine
         connection = self._connection = await Connection.open(sock, reader, self.receive, lambda _fault: _die())
         try:
@@ -251,13 +253,13 @@ class EngineServer:
         await engine.stop()
 
     async def _ask_again(self, golden: Golden) -> None:
-        """Every hour, and after failed steps."""
+        """Run the canary every hour and after failed steps."""
         while True:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._step_failed.wait(), HOUR)
             self._step_failed.clear()
             wrong = await golden.check() if self._stage.role == WHOLE else None
-            if wrong is not None and not self._ending:  # whose end is known already answers nothing
+            if wrong is not None and not self._ending:  # an ending engine gives no valid answer
                 self._end("canary", f"it does not answer as it did: {wrong}")
                 return
 
@@ -267,9 +269,9 @@ class EngineServer:
             await asyncio.sleep(PULSE_SECONDS)
 
     def receive(self, message: frames.ToEngine) -> None:
-        """One message of the gateway."""
+        """Handle one message of the gateway."""
         if self._ending:
-            return  # it is meant for the next engine, and will be said to it
+            return  # the gateway sends it to the next process again
         match message:
             case frames.Submit(call, requests):
                 self._num_received += len(requests)
@@ -297,7 +299,7 @@ class EngineServer:
                 raise AssertionError(f"{message} comes once, and first")
 
     def be_recorded(self, memory: mmap.mmap) -> None:
-        """Write what runs there; the gateway keeps it when it is told that a step failed."""
+        """Record every step in `memory`. The gateway saves the recording after a `StepFailed` message."""
         self._recorder = FlightRecorder(memory, self._on_failed_step)
         self._engine.be_recorded(self._recorder)
 
@@ -306,7 +308,7 @@ class EngineServer:
         self._step_failed.set()
 
     def _prepare(self, requests: Sequence[EngineRequest], work: Work) -> None:
-        """Do the work when the grammars of the requests are ready: at once if they have none."""
+        """Call `work` when the grammars of the requests are ready; at once if they have none."""
         if not any(request.sampling.grammar for request in requests):
             work(None)
             return
@@ -321,7 +323,7 @@ class EngineServer:
         return task
 
     async def _regroup(self, call: int, work: Awaitable[tuple[Past, ...]]) -> None:
-        """What requests have been given so far is said before the answer."""
+        """Await an order, send the pending outputs, then send the answer."""
         try:
             pasts = await work
         except TidemillError as error:
@@ -341,8 +343,7 @@ class EngineServer:
             self._recorder.preparing(self._preparing, time.monotonic())
 
     async def _when_prepared(self, requests: Sequence[EngineRequest], work: Work) -> None:
-        """Prepare a request that may have ended the last process while no step runs, so that the cause is known if this
-        process ends as well."""
+        """Prepare the grammars of requests. Run no step while a suspect is prepared, so that a death has one cause."""
         fault: TidemillError | None = None
         on_trial = any(request.resumed is not None and request.resumed.apart_until for request in requests)
         try:
@@ -376,7 +377,7 @@ class EngineServer:
 
     def _resume(self, request: EngineRequest, fault: TidemillError | None) -> None:
         if self._stage.closed:
-            return  # it has gone to the other engine
+            return  # the request has moved to the other engine
         try:
             if fault is not None:
                 raise fault
@@ -387,8 +388,10 @@ class EngineServer:
             self._put(RequestOutput(request.request_id, (), None, times, 0, 0, 0, FinishReason.ERROR, error=info))
 
     def _put(self, output: RequestOutput) -> bool:
-        """Send an output. Return True always: the gateway bounds the outputs that it keeps for a reader. Errors of an
-        engine that ends are dropped: its requests go on in the next process."""
+        """Queue an output for sending. Always return True, because the gateway bounds the stream of each reader.
+
+        Outputs of an ending engine are dropped; the next process continues its requests.
+        """
         if self._ending:
             return True
         if not self._outbox:
@@ -410,7 +413,7 @@ class EngineServer:
         self._connection.send(message)
 
     def _end(self, cause: str, why: str) -> None:
-        """The engine cannot go on: say why, show where every thread is, and make room for the next one."""
+        """End the process after a fatal failure: dump the stacks of all threads, send `Dying`, and die."""
         self._ending = True
         with contextlib.suppress(OSError, ValueError):
             faulthandler.dump_traceback()

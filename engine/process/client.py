@@ -1,9 +1,8 @@
-"""An engine in a process of its own, as the gateway sees it: when the process dies, the next one goes on with its
-requests.
+"""The gateway's client of an engine that runs in its own process. If the process dies, the next one continues.
 
-Three parts: `Requests` holds the prompt and the tokens given of every open request, which is all that a preempted
-request is made of; `ProcessLife` starts one process after another; `ProcessLink` sends and asks. The next engine
-computes the tokens again and goes on at the same position. A client sees a pause. See docs/develop/process.md.
+`Requests` holds the prompt and the output tokens of every open request. `ProcessLife` starts one process after another.
+`ProcessLink` sends messages. The next process computes the tokens again and continues at the same position, so an HTTP
+client observes a pause. See docs/develop/process.md.
 """
 
 import asyncio
@@ -48,21 +47,28 @@ from predictor.slo import SLO
 log = logging.getLogger("tidemill.engine")
 
 PATIENCE = 10.0
-"""Seconds for the TTFT where none is promised."""
+"""Maximum wait in seconds for an engine if there is no TTFT objective."""
 SILENCE = StepLimits(unknown=10.0)
-"""How long a process may say nothing: its event loop does not turn, or it is stopped."""
+"""Time without a message after which a process counts as hung: its event loop is blocked, or it is stopped."""
 ANSWER_SECONDS = 1.0
-"""How long figures may take before those of the last time are given."""
+"""Timeout in seconds of `stats`, after which the last statistics are returned."""
 NOWHERE = Place()
 
 
 class EngineProcess:
-    """Implements engine.api.EngineClient. `pid_file` holds the number of the process. `command` starts one, its
-    descriptor behind it, which runs at `place`. `flights` keeps the last steps of processes.
+    """An engine in its own process. Implements `engine.api.EngineClient`.
 
-    One of a fleet: `changed` is called when the process comes or goes, and when a request has ended; with `waits` off
-    nothing waits here for the next process, as it can go elsewhere. `spare`: the next process is kept ready while one
-    runs. `spawn` starts processes that are no children.
+    Args:
+        pid_file: File for the process id.
+        command: Command that starts a process; the number of the socket's descriptor is appended.
+        policy: When a dead process is restarted.
+        flights: Stores the flight recordings of dead processes.
+        silence: Maximum time without a message.
+        place: The devices and cores of the process.
+        changed: Called when the process starts or ends, and when a request ends.
+        waits: Whether requests wait here for the next process; False if a fleet can send them to another engine.
+        spare: Whether the next process is kept ready while one runs.
+        spawn: Starts a process that is not a child of the gateway.
     """
 
     def __init__(
@@ -113,7 +119,7 @@ class EngineProcess:
 
     @property
     def is_up(self) -> bool:
-        """Whether there is a process that takes requests."""
+        """Whether a process accepts requests."""
         return self._life.ready.is_set() and self._life.death is None
 
     @property
@@ -123,21 +129,21 @@ class EngineProcess:
 
     @property
     def unreported(self) -> Iterable[EngineRequest]:
-        """Requests that it was given since then."""
+        """Requests sent to the process since that report."""
         return self._link.given.unreported
 
     def holds(self, request_id: str) -> bool:
-        """Whether the request is open here."""
+        """Return whether the request is open here."""
         return request_id in self._requests.open
 
     @property
     def num_offline(self) -> int:
-        """Open offline requests."""
+        """Number of open offline requests."""
         return self._requests.open.num_offline
 
     @property
     def num_online(self) -> int:
-        """Open online requests."""
+        """Number of open online requests."""
         return len(self._requests.open) - self._requests.open.num_offline
 
     # The process: see ProcessLife and EngineClient
@@ -147,7 +153,7 @@ class EngineProcess:
         self._life.load(planned)
 
     def discard(self) -> None:
-        """End processes that were loaded and will not be used."""
+        """End the loaded processes, which will not be used."""
         self._life.discard()
 
     async def start(self) -> None:
@@ -155,7 +161,7 @@ class EngineProcess:
         await self._life.start()
 
     async def stop(self, drain_seconds: float = 0.0) -> None:
-        """See EngineClient.stop. A process that does not end by itself within a moment is killed."""
+        """See EngineClient.stop. A process that does not exit in time is killed."""
         life, requests = self._life, self._requests.open
         life.draining = True
         life.turned.set()
@@ -186,7 +192,7 @@ class EngineProcess:
         self._life.kill()
 
     async def stats(self) -> EngineStats:
-        """See EngineClient.stats. Of a process that does not answer, the figures of its last answer."""
+        """See EngineClient.stats. If the process does not answer in time, return its last statistics."""
         figures = self._figures
         if self._life.ready.is_set():
             with suppress(GoneError, TimeoutError):
@@ -196,15 +202,14 @@ class EngineProcess:
     # Requests
 
     async def check_room(self, request_class: RequestClass, prompt_tokens: int, tenant: str) -> None:
-        """See EngineClient.check_room. Without an engine `submit` will wait for one."""
+        """See EngineClient.check_room. Without a process this passes, and `submit` waits for one."""
         self._life.check_accepting()
         if self._life.ready.is_set():
             with suppress(GoneError):
                 await self._link.calls.ask(lambda call: frames.CheckRoom(call, request_class, prompt_tokens, tenant))
 
     async def submit(self, requests: Sequence[EngineRequest]) -> list[RequestStream]:
-        """See EngineClient.submit. Without an engine a request waits for one up to its TTFT limit or the longest queue
-        time, whichever is later, and the line of a batch as long as it takes."""
+        """See EngineClient.submit. Without a process an online request waits up to `patience`, a batch line forever."""
         self._life.check_accepting()
         now = self._clock()
         for request in requests:
@@ -228,15 +233,17 @@ class EngineProcess:
         return [entry.stream for entry in entries]
 
     def _resume_recognised(self, entries: Sequence[OpenRequest]) -> None:
-        """Have the process compute requests of which one is a suspect: the suspects in a trial."""
+        """Send requests with a suspect among them to the process. Suspects wait for their trial."""
         innocent = self._requests.innocent(entries)
         if innocent and self._life.ready.is_set():
             self._link.resume(innocent)
         self._try_suspect()
 
     async def _queue(self, entries: Sequence[OpenRequest], until: float) -> None:
-        """Until an engine has accepted them, or has died of it, perhaps: then they are resumed like others, however
-        long it takes to judge them."""
+        """Submit the requests until a process has accepted them.
+
+        Requests that took part in a death count as accepted and are resumed like others.
+        """
         arrived = self._clock()
         requests = [entry.request for entry in entries]
         while True:
@@ -256,8 +263,10 @@ class EngineProcess:
             return
 
     async def _wait_for_engine(self, until: float, entries: Sequence[OpenRequest]) -> None:
-        """Or until all `entries` have taken part in a death: they are not given up before they are judged. Raises
-        EngineUnavailableError at the time `until`, or when there will be none."""
+        """Wait until a process is ready, or until all `entries` count as accepted because they took part in a death.
+
+        Raise EngineUnavailableError at the time `until`, or when no further process will start.
+        """
         life = self._life
         while not life.ready.is_set():
             life.check_accepting()
@@ -289,12 +298,12 @@ class EngineProcess:
         self._link.send(frames.SetLane(job, lane))
 
     def take_movable(self) -> list[OpenRequest]:
-        """Take out the requests that another engine is to go on with, as there is no process here. See `hand_over`."""
+        """Remove and return the requests that another engine continues, if no process runs here. See `hand_over`."""
         is_gone, given_up = self._life.judged and not self._life.ready.is_set(), self._life.death is not None
         return hand_over(self._requests.open, self._requests.suspects, given_up=given_up) if is_gone or given_up else []
 
     def adopt(self, entries: Sequence[OpenRequest]) -> None:
-        """Go on with requests that another engine had accepted: at the same token."""
+        """Continue requests that another engine had accepted, at the same token."""
         for entry in entries:
             entry.stream.rebind(partial(self.abort, entry.request.request_id))
         if beside_others := take_over(entries, self._requests.open, self._requests.suspects):
@@ -302,14 +311,14 @@ class EngineProcess:
         self._try_suspect()
 
     def _try_suspect(self) -> None:
-        """Let the next request go on that may have ended the process, if it is its turn."""
+        """Resume the next suspect in a trial, if one is due."""
         if (entry := self._requests.next_trial()) is not None:
             self._link.resume([entry])
 
     # Messages
 
     def _receive(self, message: frames.ToGateway) -> None:
-        """One message of the child."""
+        """Handle one message of the process."""
         life, link = self._life, self._link
         match message:
             case frames.Outputs(outputs, load):
@@ -345,7 +354,7 @@ class EngineProcess:
                 pass
 
     def _up(self) -> None:
-        """The child takes requests; first of all those that the last one left."""
+        """Resume the requests of the last process in the new one, and accept requests again."""
         self._life.judge.outage.end()
         if resumed := self._requests.resume_after():
             self._link.resume(resumed)
@@ -356,7 +365,7 @@ class EngineProcess:
     def _deliver(self, output: RequestOutput) -> None:
         entry = self._requests.find(output.request_id)
         if entry is None:
-            return  # ended here meanwhile
+            return  # the request was aborted in the meantime
         keeps_up = entry.take(output)
         self._life.has_worked = self._life.has_worked or bool(output.token_ids)
         if forgiven := self._requests.got_on(entry, output):
@@ -368,23 +377,26 @@ class EngineProcess:
             self.abort(output.request_id)
 
     def _on_down(self) -> None:
-        """There is no engine."""
+        """Record that no process runs."""
         self.regroup.lost()
 
     def _on_change(self) -> None:
-        """A request has ended, or the process has come or gone."""
+        """Report that a request has ended or that the process has started or ended."""
         if not len(self._requests.open):
             self._idle.set()
         self._tell_change()
 
 
 def patience(config: EngineConfig) -> float:
-    """Seconds that an online request waits for an engine: a start takes longer than most TTFT limits."""
+    """Return the maximum wait in seconds of an online request for a process.
+
+    It is the TTFT limit or the maximum queue time, whichever is longer.
+    """
     limit = SLO.parse(config.slo).limit_of("ttft") or PATIENCE
     return max(limit, QueueTime.parse(config.max_queue_time).longest(limit))
 
 
 def longest_wait(requests: Sequence[EngineRequest], patience: float) -> float:
-    """Seconds for which requests wait for an engine."""
+    """Return the maximum wait in seconds for a process; infinite if all requests are batch lines."""
     lines = all(r.request_class is RequestClass.OFFLINE and r.lane is not Lane.FLEX for r in requests)
     return math.inf if lines else patience

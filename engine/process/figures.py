@@ -1,4 +1,4 @@
-"""The figures of all engine processes so far as if they were of one: what only grows must not fall at a restart."""
+"""The statistics of all processes of one engine as if they were one, so that counters do not fall at a restart."""
 
 from collections import Counter
 from dataclasses import fields, replace
@@ -15,7 +15,7 @@ COUNTERS = tuple(field.name for field in fields(EngineStats) if field.name not i
 
 
 class Figures:
-    """`last`: the figures that the process of now gave last; `restarts` are counted outside of it."""
+    """The statistics of one engine. `last`: the last answer of the current process; `restarts`: restarts by cause."""
 
     def __init__(self) -> None:
         self.last = EngineStats()
@@ -23,13 +23,13 @@ class Figures:
         self._before = EngineStats()
 
     def process_ended(self) -> None:
-        """The counters of the next one begin at zero."""
+        """Add the counters of the ended process to the total; those of the next process begin at zero."""
         self._before = replace(EngineStats(), **self._summed())
         empty = EngineStats()
         self.last = replace(self.last, **{name: getattr(empty, name) for name in COUNTERS})
 
     def total(self, resumed: int) -> EngineStats:
-        """Return the sum over all processes. `resumed`: requests that went on in another process."""
+        """Return the sum over all processes. `resumed`: number of requests that another process continued."""
         return replace(self.last, **self._summed(), restarts=dict(self.restarts), resumed_requests=resumed)
 
     def _summed(self) -> dict[str, Any]:

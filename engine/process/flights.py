@@ -1,4 +1,4 @@
-"""Where the recordings of engine processes that ended, or in which a step failed, are kept."""
+"""Store the flight recordings of engine processes that ended or had a failed step."""
 
 import asyncio
 import logging
@@ -14,11 +14,11 @@ log = logging.getLogger("tidemill.engine")
 
 FAILED_STEP = "failed_step"
 REST = 10.0
-"""Seconds after a recording of a failed step in which further ones are not kept: they are in the next one."""
+"""Minimum seconds between two recordings of failed steps; the next recording includes the skipped steps."""
 
 
 class Flights:
-    """Recordings of one model in a folder."""
+    """The flight recordings of one model in a folder."""
 
     def __init__(self, folder: Path, model: str) -> None:
         self._folder = folder
@@ -26,7 +26,7 @@ class Flights:
         self._not_before = 0.0
 
     def keep(self, cause: str, info: EngineInfo, entries: Sequence[AnyEntry]) -> None:
-        """Write what happened, without waiting for the disk. Errors cost the recording only."""
+        """Write the entries in a thread. An error is logged and loses only the recording."""
         clock = time.monotonic()
         if not entries or (cause == FAILED_STEP and clock < self._not_before):
             return

@@ -1,7 +1,7 @@
-"""What gateway and engine process say to each other: messages of frozen values in frames of length and MessagePack.
+"""The messages between the gateway and an engine process: length-prefixed MessagePack frames.
 
-Sans I/O: bytes go in, messages come out. No pickle: a frame can hold nothing but what is named here, and what does not
-decode is an error. `docs/develop/process.md` shows the order of the messages.
+The module does no I/O: it converts bytes to messages and back. It uses no pickle: a frame can only hold the types
+defined here, and a frame that does not decode is an error. `docs/develop/process.md` shows the order of the messages.
 """
 
 import struct
@@ -28,50 +28,47 @@ from engine.process.orders import Order, Past
 
 HEADER = struct.Struct(">I")
 MAX_FRAME = 1 << 28
-"""Bytes; the longest prompts that one HTTP body can hold are far below."""
+"""Maximum bytes of a frame; far above the longest prompts that fit into one HTTP body."""
 
 
 class Message(msgspec.Struct, frozen=True, array_like=True, tag=True, gc=False):
-    """Base of everything that is sent."""
+    """Base of all messages."""
 
 
 # gateway to engine
 
 
 class Launch(Message, frozen=True):
-    """The first message: what to load, and where to run. `recorder`: the descriptor of the memory for the flight
-    recorder, which the process has inherited. `held`: load nothing before `Begin`; `spare`: nor look what will be
-    loaded, as the device is in use, and say an empty `Planned`. `waiting`: what the process before it had decided, see
-    there."""
+    """The first message to a process: the model to load and the place to run."""
 
     config: EngineConfig
     log_level: str = "info"
-    recorder: int | None = None
+    recorder: int | None = None  # inherited descriptor of the flight recorder's memory
     place: Place = Place()
-    held: bool = False
-    spare: bool = False
-    waiting: str = ""
+    held: bool = False  # load nothing before `Begin`
+    spare: bool = False  # do not plan either, because the device is in use; send an empty `Planned`
+    waiting: str = ""  # `Planned.waiting` of the previous process
 
 
 class Begin(Message, frozen=True):
-    """To a process that was held: the one before it is gone."""
+    """Make a held process load: the process before it has ended."""
 
 
 class Submit(Message, frozen=True):
-    """Queue all of these or none; answered by `Done` or `Refused` with the same `call`."""
+    """Queue all requests or none. Answered by `Done` or `Refused` with the same `call`."""
 
     call: int
     requests: tuple[EngineRequest, ...]
 
 
 class Resume(Message, frozen=True):
-    """Go on with these, which an engine that is gone had accepted: no answer, and none of them is refused for room."""
+    """Continue requests that an ended engine had accepted. No answer; a full queue refuses none."""
 
     requests: tuple[EngineRequest, ...]
 
 
 class CheckRoom(Message, frozen=True):
-    """Answered by `Done` or `Refused`."""
+    """Check whether a request would be accepted. Answered by `Done` or `Refused`."""
 
     call: int
     request_class: RequestClass
@@ -80,28 +77,30 @@ class CheckRoom(Message, frozen=True):
 
 
 class Abort(Message, frozen=True):
-    """The caller has ended this request already; no answer."""
+    """Abort a request that the gateway has already ended. No answer."""
 
     request_id: str
     reason: FinishReason
 
 
 class SetLane(Message, frozen=True):
-    """Offline requests of a job go with others from now on; no answer."""
+    """Change the lane of a job's offline requests. No answer."""
 
     job: str
     lane: Lane
 
 
 class AskStats(Message, frozen=True):
-    """Answered by `Stats`."""
+    """Request statistics. Answered by `Stats`."""
 
     call: int
 
 
 class Regroup(Message, frozen=True):
-    """A step on the way into a pipeline of engines, or out of it (`engine.process.stage`); answered by `Regrouped` or
-    `Refused`."""
+    """Carry out an order that forms or dissolves a pipeline (`engine.process.stage`).
+
+    Answered by `Regrouped` or `Refused`.
+    """
 
     call: int
     order: Order
@@ -120,12 +119,11 @@ ToEngine = (
 
 
 class Planned(Message, frozen=True):
-    """What will run is decided, nothing is loaded yet. `folder`: of the model; `notes`: for the user; `waiting`: how
-    OpenMP's threads wait for each other, empty: as they do by themselves."""
+    """The start is planned; nothing is loaded yet."""
 
-    folder: str
-    notes: tuple[str, ...]
-    waiting: str = ""
+    folder: str  # folder of the model
+    notes: tuple[str, ...]  # notes for the user
+    waiting: str = ""  # wait policy of OpenMP threads; empty: the default of OpenMP
 
 
 class Built(Message, frozen=True):
@@ -135,18 +133,18 @@ class Built(Message, frozen=True):
 
 
 class Started(Message, frozen=True):
-    """The first step has passed: requests may come."""
+    """The first step has passed, and the process accepts requests."""
 
 
 class NotStarted(Message, frozen=True):
-    """Instead of one of the three before; the process ends. `cause`: see `engine.process.causes`."""
+    """The start failed, and the process ends. Sent in place of `Planned`, `Built` or `Started`."""
 
     error: ErrorInfo
-    cause: str = START
+    cause: str = START  # a name in `engine.process.causes`
 
 
 class Outputs(Message, frozen=True):
-    """What one or more steps gave, in order; now and then with the load after them."""
+    """The outputs of one or more steps, in order, sometimes with the load after them."""
 
     outputs: tuple[RequestOutput, ...]
     load: LoadReport | None = None
@@ -167,7 +165,7 @@ class Stats(Message, frozen=True):
 
 
 class Pulse(Message, frozen=True):
-    """The event loop of the engine turns, and how it is; comes `PULSE_SECONDS` after the last one."""
+    """The state of the engine, sent every `PULSE_SECONDS` as a sign that its event loop runs."""
 
     state: EngineState
     trouble: str | None
@@ -175,22 +173,22 @@ class Pulse(Message, frozen=True):
 
 
 class StepFailed(Message, frozen=True):
-    """A step failed, and the process goes on: what the flight recorder holds is worth keeping."""
+    """A step failed and the process continues. The gateway saves the flight recording."""
 
 
 class Regrouped(Message, frozen=True):
-    """The step is done. `pasts`: of requests that were detached or attached in it."""
+    """The answer to `Regroup`."""
 
     call: int
-    pasts: tuple[Past, ...] = ()
+    pasts: tuple[Past, ...] = ()  # pasts of the requests that the order names
 
 
 class Parted(Message, frozen=True):
-    """The other engine of a pipeline does not answer: this one holds still until it is told what to do."""
+    """The other engine of the pipeline does not answer. This engine runs no step until the next order."""
 
 
 class Dying(Message, frozen=True):
-    """The process is about to kill itself, and why."""
+    """The process is about to kill itself. `cause`: a name in `engine.process.causes`."""
 
     cause: str
     message: str
@@ -207,11 +205,11 @@ _encoder = msgspec.msgpack.Encoder()
 
 
 class FrameError(Exception):
-    """Bytes that are no message: the other side is not to be trusted any more."""
+    """The bytes are not a valid message, or a message is too large. The connection must be closed."""
 
 
 def encode(message: Message) -> bytes:
-    """A message as a frame."""
+    """Encode a message as a frame. Raise FrameError if it is longer than `MAX_FRAME`."""
     payload = _encoder.encode(message)
     if len(payload) > MAX_FRAME:
         raise FrameError(f"a message of {len(payload)} bytes")
@@ -219,14 +217,14 @@ def encode(message: Message) -> bytes:
 
 
 class FrameReader(Generic[MessageT]):
-    """Messages out of a stream of bytes; what is cut off is kept until the rest comes."""
+    """Decodes messages from a byte stream and buffers an incomplete frame."""
 
     def __init__(self, decoder: "msgspec.msgpack.Decoder[MessageT]") -> None:
         self._decoder = decoder
         self._buffer = bytearray()
 
     def feed(self, data: bytes) -> list[MessageT]:
-        """The messages that `data` completes. Raises FrameError."""
+        """Add bytes and return the messages that they complete. Raise FrameError."""
         buffer = self._buffer
         buffer += data
         messages: list[MessageT] = []
@@ -249,10 +247,10 @@ class FrameReader(Generic[MessageT]):
 
 
 def engine_reader() -> FrameReader[ToEngine]:
-    """Reads what the gateway sends."""
+    """Return the reader for messages of the gateway."""
     return FrameReader(msgspec.msgpack.Decoder(ToEngine))
 
 
 def gateway_reader() -> FrameReader[ToGateway]:
-    """Reads what the engine sends."""
+    """Return the reader for messages of the engine process."""
     return FrameReader(msgspec.msgpack.Decoder(ToGateway))

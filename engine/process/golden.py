@@ -1,9 +1,8 @@
-"""Whether the engine still answers as it did: three short greedy prompts of ours, whose answers are noted when an
-engine of these weights, this code and these settings starts for the first time.
+"""The canary: check that the engine still gives the same answers to three short greedy prompts.
 
-Weights that were damaged on their way, memory that lost a bit, a kernel that computes something else: none of it fails
-a step, and all of it changes answers. Tokens are compared as far as the choice was clear: beside other requests, sums
-are added up in another order. Runs as offline work.
+The answers are stored when an engine with these weights, code and settings first starts. Corrupt weights, a flipped bit
+in memory or a wrong kernel fail no step but change the answers. Tokens are compared up to the first close choice,
+because sums are added in another order if other requests share the step. The prompts run as offline work.
 """
 
 import asyncio
@@ -29,23 +28,23 @@ log = logging.getLogger("tidemill.engine")
 LENGTHS = (4, 11, 24)
 TOKENS = 8
 CLEAR = 0.5
-"""Between the logarithms of the best token and the next one: half-precision sums in another order stay below it."""
+"""Minimum gap between the log-probabilities of the best two tokens; reordered half-precision sums stay below it."""
 TRIES = 3
 HOUR = 3600.0
 
 
 class Answer(msgspec.Struct, frozen=True):
-    """`clear`: how many of the tokens stand before the first one that was a close call."""
+    """The answer to one prompt."""
 
     token_ids: tuple[int, ...]
-    clear: int
+    clear: int  # number of tokens before the first close choice
 
 
 _file = msgspec.json.Decoder(tuple[Answer, ...])
 
 
 class Golden:
-    """`file`: where the answers are noted."""
+    """The canary of one engine. `file`: stores the answers."""
 
     def __init__(self, engine: Engine, file: Path) -> None:
         self._engine = engine
@@ -53,7 +52,10 @@ class Golden:
         self._noted: tuple[Answer, ...] | None = None
 
     async def check(self) -> str | None:
-        """What is wrong with the engine, when it is so three times in a row. Notes the answers of the first time."""
+        """Return the difference from the stored answers if it occurs three times in a row, else None.
+
+        If no answers are stored, store these.
+        """
         wrong = None
         for _ in range(TRIES):
             wrong = await self._try()
@@ -82,9 +84,11 @@ class Golden:
     async def _ask(self, number: int) -> Answer:
         info = self._engine.info
         length = max(1, min(LENGTHS[number], info.max_model_len - TOKENS - 1))
-        prompt = tuple((number + 5) * (3 + i % 3) % info.vocab_size for i in range(length))  # what repeats is clear
+        prompt = tuple(
+            (number + 5) * (3 + i % 3) % info.vocab_size for i in range(length)
+        )  # repetition makes choices clear
         sampling = SamplingParams(max_tokens=min(TOKENS, info.max_model_len - length), temperature=0.0, logprobs=2)
-        salt = secrets.token_bytes(8)  # nothing is taken from the prefix cache
+        salt = secrets.token_bytes(8)  # bypasses the prefix cache
         request = EngineRequest(f"canary-{number}", prompt, sampling, RequestClass.OFFLINE, salt, probe=True)
         outputs: list[RequestOutput] = []
         ended = asyncio.Event()
@@ -114,7 +118,7 @@ class Golden:
 
     def _note(self, answers: Sequence[Answer]) -> None:
         self._noted = tuple(answers)
-        with contextlib.suppress(OSError):  # where nothing can be kept, it is for this process
+        with contextlib.suppress(OSError):  # without the file the answers last as long as this process
             self._path.parent.mkdir(parents=True, exist_ok=True)
             temporary = self._path.with_suffix(f".{secrets.token_hex(4)}")
             temporary.write_bytes(msgspec.json.encode(self._noted))
@@ -127,7 +131,10 @@ def _clear(logprobs: Sequence[TokenLogprobs]) -> int:
 
 
 def golden_file(profiles: Path, config: EngineConfig, model: Path, versions: Sequence[str]) -> Path:
-    """Of an engine of these settings, weights and code; `versions`: of what else computes. Raises OSError."""
+    """Return the path of the answers for these settings, weights and code. Raise OSError.
+
+    `versions`: versions of the other libraries that compute.
+    """
     source = Source.of(model)
     facts = (replace(config, self_test=True), sorted(source.files.items()), sorted(source.texts.items()), *versions)
     return profiles / "canaries" / f"{hashlib.sha256(repr(facts).encode()).hexdigest()[:32]}.json"

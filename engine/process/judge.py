@@ -1,4 +1,4 @@
-"""What follows from the death of an engine process: when the next one starts, and which request ends for it."""
+"""Decide, after the death of an engine process, when the next one starts and which request ends."""
 
 import sys
 from collections import deque
@@ -17,9 +17,12 @@ MAX_DELAY = 30.0
 
 @dataclass(slots=True)
 class RestartPolicy:
-    """At once, then after 1, 2, 4 ... 30 s, and again at once after a process that worked until somebody killed it;
-    given up at the `max_deaths`-th death within `window`. A process that was ready for `healthy` seconds makes up for
-    all deaths before it."""
+    """The delay of the next start: none after the first death, then 1, 2, 4 ... `max_delay` seconds.
+
+    A process that gave tokens until it was killed from outside is restarted at once. The policy gives up at the
+    `max_deaths`-th death within `window` seconds. A process that was ready for `healthy` seconds clears all earlier
+    deaths.
+    """
 
     max_deaths: int = MAX_DEATHS
     window: float = WINDOW
@@ -31,20 +34,25 @@ class RestartPolicy:
 
     @classmethod
     def without_end(cls) -> "RestartPolicy":
-        """Return a policy that starts a process again at once and never gives up: for faults that are injected."""
+        """Return a policy that restarts at once and never gives up, for injected faults."""
         return cls(max_deaths=sys.maxsize, max_delay=0.0)
 
     def ready(self, now: float) -> None:
-        """The process takes requests."""
+        """Record that a process accepts requests."""
         self._ready_since = now
 
     def forgive(self, times: Collection[float]) -> None:
-        """Count the deaths at these times no longer: a request was their cause, or is about to be tried for it."""
+        """Remove the deaths at these times: a request caused them, or is about to be tried for them."""
         self._deaths = deque(at for at in self._deaths if at not in times)
 
     def died(self, now: float, *, worked: bool = False, counts: bool = True) -> float | None:
-        """Return the seconds until the next start; None: never. `worked`: the process gave tokens, and was killed from
-        outside for all that is known: nothing is gained by a pause. `counts`: towards `max_deaths`."""
+        """Record a death. Return the seconds until the next start; None: never.
+
+        Args:
+            now: The time of the death.
+            worked: Whether the process gave tokens and was probably killed from outside, so that a pause is useless.
+            counts: Whether the death counts towards `max_deaths`.
+        """
         if self._ready_since is not None and now - self._ready_since >= self.healthy:
             self._deaths.clear()
             self._in_a_row = 0
@@ -60,8 +68,15 @@ class RestartPolicy:
 
 
 class DeathJudge:
-    """`waits`: requests wait here for the next process, so those in flight count as accepted. `refusal`: the words in
-    which the system refused the last start."""
+    """Judges each death of a process and the requests in its steps.
+
+    Attributes:
+        policy: The restart policy.
+        outage: The period in which the system refuses starts.
+        refusal: The message with which the system refused the last start.
+
+    `waits`: whether requests wait here for the next process; those in flight then count as accepted.
+    """
 
     def __init__(self, requests: Requests, policy: RestartPolicy, clock: Callable[[], float], *, waits: bool) -> None:
         self.policy = policy
@@ -72,11 +87,15 @@ class DeathJudge:
         self._waits = waits
 
     def judge(self, cause: str, recorded: Sequence[flight.AnyEntry], *, worked: bool) -> float | None:
-        """Return the seconds until the next start; None: never.
+        """Judge a death. Return the seconds until the next start; None: never.
 
-        `recorded`: the entries of the process's flight recorder; `worked`: it gave tokens. A death in a trial does not
-        count. A request that is proven to be the cause ends, and its earlier deaths count no more. If nothing else got
-        on since the last such proof, the engine may be at fault, and the proof counts as one death.
+        A death in a trial does not count. A guilty request ends, and its earlier deaths no longer count. If no other
+        request got tokens since the last proof of guilt, the engine may be at fault, and the proof counts as a death.
+
+        Args:
+            cause: A name in `engine.process.causes`.
+            recorded: The entries of the process's flight recorder.
+            worked: Whether the process gave tokens.
         """
         origin, requests, now = origin_of(cause), self._requests, self._clock()
         if origin is Origin.SYSTEM:

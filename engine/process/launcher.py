@@ -1,4 +1,4 @@
-"""Where the processes of one engine come from, one after another, and the next of them held while one runs."""
+"""Start the processes of one engine, and hold the next process ready while one runs."""
 
 import asyncio
 import hashlib
@@ -24,31 +24,31 @@ log = logging.getLogger("tidemill.engine")
 
 CHILD = "engine.process.child"
 HOLD_SECONDS = 120.0
-"""The longest that a process may take to be ready to load."""
+"""Timeout in seconds until a held process is ready to load."""
 SPARE_ROOM = 1 << 31
-"""Bytes that must be free on this machine for a spare process, which takes a tenth of that."""
+"""Free bytes of memory required for a spare process, which takes a tenth of them."""
 
 TEXT = (".json", ".jinja", ".model", ".txt")
 INDEX = ".index.json"
-"""Says which file holds which weight, and belongs to them."""
+"""The weight index, which counts as a weight file."""
 
 EndpointT = TypeVar("EndpointT", bound=ProcessEndpoint)
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """The files that an engine process was made of. The gateway has read the model's configuration and tokenizer, so
-    these must be the same in the next process; weights and the engine's own code may differ.
+    """The files from which an engine process was started.
 
-    `files`: size and time of what weights, adapters and code are in; `texts`: digests of what the gateway has read,
-    too."""
+    The gateway has read the model's configuration and tokenizer, so these must be the same in the next process. Weights
+    and the engine's code may differ.
+    """
 
-    files: dict[str, tuple[int, int]]
-    texts: dict[str, str]
+    files: dict[str, tuple[int, int]]  # size and mtime (ns) of the files of weights, adapters and code
+    texts: dict[str, str]  # digests of the files that the gateway has read, too
 
     @classmethod
     def of(cls, folder: Path, adapters: Iterable[Path] = ()) -> "Source":
-        """What is there now, in the folder of the model and in those of its adapters. Raises OSError."""
+        """Return the current source of a model folder and its adapters. Raise OSError."""
         code = Path(engine.__file__).parent
         found = [path for path in folder.iterdir() if path.is_file()]
         texts = [path for path in found if path.suffix in TEXT and not path.name.endswith(INDEX)]
@@ -57,7 +57,7 @@ class Source:
         return cls({str(path): _stamp(path) for path in files}, {path.name: _digest(path) for path in texts})
 
     def refusal(self, later: "Source") -> str | None:
-        """Why what is there later may not take over; None if it may."""
+        """Return why a process from the source `later` may not replace this one; None if it may."""
         names = sorted(self.texts.keys() | later.texts.keys())
         other = [name for name in names if self.texts.get(name) != later.texts.get(name)]
         return f"{', '.join(other)} differ from what the server has read: it must be started again" if other else None
@@ -73,9 +73,18 @@ def _digest(path: Path) -> str:
 
 
 class Launcher:
-    """`command` starts a process, its descriptor behind it, which runs at `place`; `spawn` starts such that are no
-    children. `pid_file` holds the number of the one that runs. `launch`: what the next one is told; `source`: what the
-    one that runs was made of, None until that is known."""
+    """Starts the processes of one engine.
+
+    Args:
+        place: The devices and cores of the process.
+        pid_file: File for the id of the running process.
+        command: Command that starts a process; the number of the socket's descriptor is appended.
+        spawn: Starts a process that is not a child of the gateway.
+
+    Attributes:
+        launch: The first message to the next process.
+        source: The source of the running process; None until it is known.
+    """
 
     def __init__(
         self,
@@ -100,21 +109,23 @@ class Launcher:
         self._holding = asyncio.Lock()
 
     def plan(self, planned: frames.Planned) -> None:
-        """A model is loaded from its folder, or from none."""
+        """Record the plan of a process, and the source if the model has a folder."""
         self.launch = msgspec.structs.replace(self.launch, waiting=planned.waiting)
         if planned.folder:
             self._folder = Path(planned.folder)
             self.source = Source.of(self._folder, self._adapters)
 
     def has_served(self) -> None:
-        """What has served once is the same model on the same machine: no later start need be longer for a test."""
+        """Skip the self-test in later starts: the same model has served on this machine."""
         self.launch = msgspec.structs.replace(self.launch, config=replace(self.launch.config, self_test=False))
 
     # Starting
 
     def spawn(self) -> ProcessEndpoint:
-        """The next process: the one that is held, if it is ready: where it was disturbed it is slower than a new one.
-        Raises OSError."""
+        """Return the held process, or start a new one. Raise OSError.
+
+        A spare that is not ready yet is ended, because finishing it takes longer than a new start.
+        """
         if self._spawn_elsewhere is not None:
             return self._spawn_elsewhere(self.launch)
         held, self._held = self._held, None
@@ -130,23 +141,23 @@ class Launcher:
         return Child.spawn(self._command, self.launch, self._pid_file)
 
     async def start(self) -> ProcessEndpoint:
-        """`spawn`, beside the event loop."""
+        """Do the same as `spawn` in a thread."""
         return await _beside(self.spawn)
 
     # Holding the next one
 
     @property
     def may_renew(self) -> bool:
-        """Whether it is known what runs, and nothing is being renewed already."""
+        """Whether the model has a folder and no renewal is under way."""
         return self._folder is not None and (self._held is None or self._is_spare)
 
     @property
     def holds_spares(self) -> bool:
-        """Whether the next process can be there while one runs: elsewhere there is room for one only."""
+        """Whether the next process can be held while one runs. Remote places have room for one process only."""
         return self._spawn_elsewhere is None
 
     async def look(self) -> Source:
-        """What the next process would be made of. Raises ConfigError where it may not take over."""
+        """Return the source of the next process. Raise ConfigError if it may not replace the running one."""
         assert self._folder is not None, "nothing is known of what runs"
         source = await asyncio.to_thread(Source.of, self._folder, self._adapters)
         refusal = self.source.refusal(source) if self.source is not None else None
@@ -155,7 +166,7 @@ class Launcher:
         return source
 
     async def hold(self) -> None:
-        """Make a process ready to begin at once, of what is there now. Raises what keeps it from that."""
+        """Prepare a process from the current files that can load at once. Raise the error of a failed preparation."""
         await self.drop()
         async with self._holding:
             launch = msgspec.structs.replace(self.launch, config=self._config, held=True)
@@ -163,7 +174,7 @@ class Launcher:
             self._held, self._is_spare = await asyncio.to_thread(_wait_until_ready, child), False
 
     async def keep_spare(self) -> None:
-        """Have a process that imports what it needs and waits for the one that runs to die, if there is room for it."""
+        """Start a spare process if memory allows. It imports its modules and waits until the running process dies."""
         async with self._holding:
             if self._held is not None or not self.holds_spares or available_memory() < SPARE_ROOM:
                 return
@@ -175,20 +186,20 @@ class Launcher:
             self._is_spare = True
 
     def kill(self) -> None:
-        """End what is held, at once; nothing runs."""
+        """Kill the held process and remove the pid file. Call it when no process runs."""
         if self._held is not None:
             self._held.kill()
         remove(self._pid_file)
 
     def discard(self) -> None:
-        """`kill`, and wait for its end."""
+        """Do the same as `kill`, and wait for the end of the held process."""
         held, self._held = self._held, None
         if held is not None:
             end_now(held)
         remove(self._pid_file)
 
     async def drop(self) -> None:
-        """What is held will not be used."""
+        """End the held process, which will not be used."""
         held, self._held = self._held, None
         if held is not None:
             await asyncio.to_thread(end_now, held)
@@ -206,11 +217,11 @@ def _wait_until_ready(child: Child) -> Child:
 
 
 async def _beside(spawn: Callable[[], EndpointT]) -> EndpointT:
-    """A process started beside the event loop; a cancellation ends it."""
+    """Start a process in a thread and return it. End the process if the caller is cancelled."""
     spawning = asyncio.get_running_loop().run_in_executor(starter, spawn)
     try:
         return await asyncio.shield(spawning)
-    except asyncio.CancelledError:  # it is started all the same, and nobody else knows of it
+    except asyncio.CancelledError:  # the thread still starts the process, and no other code can end it
         await asyncio.to_thread(end_now, await spawning)
         raise
 

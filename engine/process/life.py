@@ -1,4 +1,4 @@
-"""The life of an engine: one process after another is started, watched, judged when it dies, and started again."""
+"""Start, watch and restart the processes of one engine."""
 
 import asyncio
 import logging
@@ -23,23 +23,31 @@ from engine.process.supervisor import ProcessEndpoint, reaped
 log = logging.getLogger("tidemill.engine")
 
 RETRY_AFTER = 5.0
-"""Seconds; about what a start takes."""
+"""The `Retry-After` of a request during a restart, in seconds: about the duration of a start."""
 START_SECONDS = 900.0
-"""The longest start: model, profile and first step."""
+"""Timeout of a start in seconds; a start loads the model, measures step times and runs the first step."""
 STOP_SECONDS = 2.0
 SPARE_SECONDS = 1.0
-"""After the start of a process, until the next one is made ready."""
+"""Pause in seconds between the start of a process and the preparation of its spare."""
 _LEVELS = {Origin.ASKED: logging.INFO, Origin.SYSTEM: logging.DEBUG}
 STARTED_ANYWAY = "the engine is being started anyway"
 
 
 class ProcessLife:
-    """`requests` are judged with each process that dies; `figures` counts restarts. `down` is called when there is no
-    process any more, `changed` when one comes or goes.
+    """The processes of one engine, one after another.
 
-    `judge`: decides when the next process starts. `waits`: requests wait here for it, rather than at another engine.
-    `spare`: the next process is kept
-    ready while one runs. `flights` keeps the last steps of processes. `silence`: the longest time without a pulse.
+    Args:
+        launcher: Starts processes.
+        link: The connection to the current process.
+        requests: The open requests and the suspicions against them.
+        figures: Counts restarts.
+        judge: Decides when the next process starts.
+        flights: Stores the flight recordings of dead processes.
+        silence: Maximum time without a pulse.
+        waits: Whether requests wait here for the next process, rather than at another engine.
+        spare: Whether the next process is kept ready while one runs.
+        down: Called when no process runs any more.
+        changed: Called when a process starts or ends.
     """
 
     def __init__(
@@ -65,7 +73,7 @@ class ProcessLife:
         self.pulse: frames.Pulse | None = None
         self.ready = asyncio.Event()
         self.turned = asyncio.Event()
-        """Set when a process has come, or will not; waiting requests look again."""
+        """Set when a process has started or no further one will; waiting requests check the state again."""
         self.death: str | None = None
         self.dead = asyncio.Event()
         self.draining = self.judged = self.has_worked = False
@@ -109,7 +117,7 @@ class ProcessLife:
         return None if self.pulse is None else self.pulse.trouble
 
     def check_accepting(self) -> None:
-        """Raise EngineUnavailableError where no request will be served any more."""
+        """Raise EngineUnavailableError if the engine drains or is dead."""
         if self.draining:
             raise EngineUnavailableError("The server is shutting down.", retry_after=5.0)
         if self.death is not None:
@@ -119,11 +127,11 @@ class ProcessLife:
 
     def on_pulse(self, pulse: frames.Pulse) -> None:
         self.pulse = pulse
-        if self.ready.is_set():  # no pulse follows from a process that ends
+        if self.ready.is_set():  # an ending process sends no further pulse
             self._watch.begin(None)
 
     def on_started(self) -> None:
-        """The process takes requests."""
+        """Record that the process accepts requests."""
         self._watch.begin(None)
         self.judged = False
         self.ready.set()
@@ -142,15 +150,17 @@ class ProcessLife:
         self._changed()
 
     def keep_flight(self, cause: str, child: ProcessEndpoint | None) -> None:
-        """Keep the last steps of a process on the disk."""
+        """Write the last steps of a process to the disk."""
         if self._flights is not None and child is not None and self.info is not None and cause != RENEWED:
             self._flights.keep(cause, self.info, child.entries)
 
     # The first process and the last
 
     def load(self, planned: Callable[[frames.Planned], None]) -> None:
-        """Start the first process and wait until its model is loaded; before the event loop runs. `planned` is told
-        what will be loaded before it is. Raises what keeps it from starting; the process is gone then."""
+        """Start the first process and wait until its model is loaded. Call it before the event loop runs.
+
+        `planned` is called before the model is loaded. If the start fails, end the process and raise its error.
+        """
         child = self.child = self.launcher.spawn()
         try:
             message = child.receive()
@@ -165,7 +175,7 @@ class ProcessLife:
             raise (start_error(error) if isinstance(error, OSError) else error) from None
 
     def discard(self) -> None:
-        """End processes that were loaded and will not be used."""
+        """End the loaded processes, which will not be used."""
         child, self.child = self.child, None
         if child is not None:
             end_now(child)
@@ -178,7 +188,7 @@ class ProcessLife:
         self.launcher.kill()
 
     async def start(self) -> None:
-        """Start stepping; a process that cannot is an error now, and later one that died."""
+        """Begin serving with the first process and supervise it. Raise the error of a failed start."""
         child = self.child or await self.launcher.start()
         try:
             async with asyncio.timeout(START_SECONDS):
@@ -191,11 +201,11 @@ class ProcessLife:
 
     @property
     def is_supervised(self) -> bool:
-        """Whether processes are started again."""
+        """Whether dead processes are restarted."""
         return self._task is not None
 
     async def stop(self) -> None:
-        """End the process, which gets a moment to end by itself."""
+        """Ask the process to shut down; kill it after `STOP_SECONDS`."""
         self._stopping = True
         task, self._task = self._task, None
         tasks = [each for each in (task, self._making_spare) if each is not None]
@@ -209,8 +219,10 @@ class ProcessLife:
         await asyncio.to_thread(self.discard)
 
     async def renew(self, *, anyway: bool) -> str:
-        """See EngineClient.renew. The next process is ready to load before this one ends, unless others of a fleet go
-        on: it is made ready in idle time, and a busy machine has none."""
+        """See EngineClient.renew. The next process is prepared before the current one is killed.
+
+        The preparation is skipped for a forced renewal in a fleet, because the other engines continue to serve.
+        """
         child, launcher = self.child, self.launcher
         if child is None or not self.ready.is_set() or self.death is not None or not launcher.may_renew:
             return STARTED_ANYWAY
@@ -235,7 +247,7 @@ class ProcessLife:
     # One process after another
 
     async def _begin(self, child: ProcessEndpoint) -> None:
-        """Until the child takes requests; it is given those that are open. Raises what keeps it from starting."""
+        """Connect to the child and wait until it accepts requests. Raise the error of a failed start."""
         self.child = child
         self._cause = None
         self.has_worked = False
@@ -255,7 +267,7 @@ class ProcessLife:
             self._making_spare = asyncio.create_task(self._keep_spare(), name="tidemill-spare")
 
     async def _keep_spare(self) -> None:
-        """Not at once: requests that waited for the process that has just come run first."""
+        """Prepare a spare process after `SPARE_SECONDS`; requests that waited for the new process run first."""
         await asyncio.sleep(SPARE_SECONDS)
         await self.launcher.keep_spare()
 
@@ -267,7 +279,7 @@ class ProcessLife:
             self._give_up("the supervisor of the engine process failed")
 
     async def _start_again_and_again(self, first: ProcessEndpoint) -> None:
-        """Start one child after another until they die too often."""
+        """Restart the child after each death, until the judge gives up."""
         child: ProcessEndpoint | None = first
         while True:
             cause, ended = await self._outlive(child) if child is not None else (self._cause or START, "an error")
@@ -288,7 +300,10 @@ class ProcessLife:
             child = await self._restart()
 
     async def _restart(self) -> ProcessEndpoint | None:
-        """Return the next child, which may have died already: that is found out like any death. None: there is none."""
+        """Start the next child and return it; None if no process could be started.
+
+        The child may have died already; `_outlive` reports that like any other death.
+        """
         self._cause = None
         try:
             child = await self.launcher.start()
@@ -306,7 +321,7 @@ class ProcessLife:
         return child
 
     def _note_refusal(self, error: Exception) -> None:
-        """Note why a process could not be started, or did not get as far as taking requests."""
+        """Record and log why a process did not start."""
         if is_of_system(error):
             self._cause, self.judge.refusal = SYSTEM, str(error) or type(error).__name__
             return
@@ -315,7 +330,7 @@ class ProcessLife:
         log.error("the engine process did not start: %s", error or "it took too long")
 
     async def _outlive(self, child: ProcessEndpoint) -> tuple[str, str]:
-        """Wait for the death of a child; return the cause, and how it ended."""
+        """Wait for the death of a child. Return its cause and its exit status as text."""
         assert self._lost is not None
         await asyncio.wait([self._lost])
         if not self._lost.cancelled():
@@ -326,7 +341,7 @@ class ProcessLife:
         return cause, ended
 
     async def _end(self, child: ProcessEndpoint, grace: float) -> str:
-        """See that a child is gone, and all questions to it; return how it ended."""
+        """End a child and fail its open calls. Kill it after `grace` seconds. Return its exit status as text."""
         self.down()
         ended = ""
         if grace > 0:
@@ -341,7 +356,7 @@ class ProcessLife:
         return ended
 
     def down(self) -> None:
-        """Note that there is no process."""
+        """Record that no process runs."""
         self.ready.clear()
         self.judged = False
         self.pulse = None
@@ -361,7 +376,7 @@ class ProcessLife:
         self.dead.set()
 
     def _on_lost(self, lost: "asyncio.Future[str]", fault: str | None) -> None:
-        """Nothing more comes from a child."""
+        """Handle the end of a child's connection."""
         if fault is not None:
             self._cause = self._cause or "protocol"
             log.error("the engine process sent nonsense: %s", fault)
@@ -372,7 +387,7 @@ class ProcessLife:
         return None if self.child is None else self.child.activity()
 
     def _on_silence(self, limit: float) -> None:
-        """No pulse: the child's event loop stands still. Its last act is to show where."""
+        """Handle a missing pulse: make the child write the stacks of its threads, then kill it."""
         log.critical("the engine process has said nothing and got nowhere for %.0f s", limit)
         self._cause = self._cause or "silent"
         child = self.child

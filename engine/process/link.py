@@ -1,5 +1,4 @@
-"""The gateway's link to one engine process after another: the socket, the questions asked over it, and the requests
-that the process was given."""
+"""The gateway's connection to the current engine process: its socket, open calls, and requests sent to it."""
 
 import asyncio
 import socket
@@ -17,15 +16,18 @@ from engine.process.supervisor import ProcessEndpoint
 MessageT = TypeVar("MessageT")
 
 FRAME_TOKENS, FRAME_REQUESTS = 1 << 16, 64
-"""Tokens or resumed requests after which a frame ends: it holds one more request at most."""
+"""Tokens and resumed requests after which a frame ends; the last request may exceed the tokens."""
 TURN_TOKENS = 1 << 20
 """Tokens of resumed requests sent in one turn of the event loop: about 10 ms."""
 MAX_UNSENT, DRAIN_SECONDS = 1 << 26, 0.01
-"""Bytes that the process has not read yet, beyond which the other requests wait."""
+"""Unsent bytes from which on resumed requests wait, and the seconds until the next check."""
 
 
 class Connection(asyncio.Protocol, Generic[MessageT]):
-    """Hands each message to `on_message`; `on_lost` is called once, at the end, with what was wrong with the bytes."""
+    """A socket that passes each message to `on_message`.
+
+    `on_lost` is called once at the end, with the fault if the bytes were invalid, else None.
+    """
 
     def __init__(
         self,
@@ -71,13 +73,13 @@ class Connection(asyncio.Protocol, Generic[MessageT]):
         self._on_lost(self._fault)
 
     def send(self, message: Message) -> None:
-        """Nothing is sent once the connection is lost: the other side is gone, and who waits for it is told."""
+        """Send a message. Ignore it if the connection is lost: `on_lost` reports that."""
         if self._transport is not None:
             self._transport.write(encode(message))
 
     @property
     def unsent(self) -> int:
-        """Bytes that the other side has not taken yet."""
+        """Bytes in the write buffer."""
         return 0 if self._transport is None else self._transport.get_write_buffer_size()
 
     def close(self) -> None:
@@ -97,14 +99,14 @@ class _Call:
 
 @dataclass(slots=True)
 class Calls:
-    """By number; `send` takes a message to the process."""
+    """Open calls by number. `send` sends a message to the process."""
 
     send: Callable[[frames.Message], None]
     _open: dict[int, _Call] = field(default_factory=dict)
     _number: int = 0
 
     async def ask(self, make: Callable[[int], frames.Message], submitted: Sequence[EngineRequest] = ()) -> Any:
-        """Ask, and wait for the answer. Raises what it is refused with, or GoneError."""
+        """Send a call and return its answer. Raise the error of a refusal, or GoneError."""
         self._number += 1
         number = self._number
         call = self._open[number] = _Call(asyncio.get_running_loop().create_future(), submitted)
@@ -115,12 +117,12 @@ class Calls:
             self._open.pop(number, None)
 
     def submitted(self, number: int) -> Sequence[EngineRequest]:
-        """What was to be queued by it."""
+        """Return the requests that the call submits."""
         call = self._open.get(number)
         return () if call is None else call.submitted
 
     def settle(self, number: int, value: Any = None) -> None:
-        """The answer has come. Who asked may have left."""
+        """Set the answer of a call. Ignore a call whose caller was cancelled."""
         call = self._open.get(number)
         if call is not None and not call.answer.done():
             call.answer.set_result(value)
@@ -131,14 +133,14 @@ class Calls:
             call.answer.set_exception(error)
 
     def end(self) -> None:
-        """The process is gone."""
+        """Fail all open calls with GoneError."""
         for number in list(self._open):
             self.refuse(number, GoneError())
         self._open.clear()
 
 
 class SentRequests:
-    """`report`: what the process said last; None before its first word."""
+    """Requests sent to the process since its last load report. `report`: that report; None before the first one."""
 
     def __init__(self) -> None:
         self.report: LoadReport | None = None
@@ -146,13 +148,13 @@ class SentRequests:
         self._requests: deque[tuple[int, EngineRequest]] = deque()
 
     def add(self, requests: Sequence[EngineRequest]) -> None:
-        """These are being sent."""
+        """Record requests that are being sent."""
         for request in requests:
             self._number += 1
             self._requests.append((self._number, request))
 
     def hear(self, report: LoadReport | None) -> None:
-        """The process says how it is; it names how many requests have reached it, so those are in its figures."""
+        """Record a load report, and drop the requests that the process had received before it."""
         if report is None:
             return
         self.report = report
@@ -161,7 +163,7 @@ class SentRequests:
 
     @property
     def unreported(self) -> Iterable[EngineRequest]:
-        """What has been sent since, in order."""
+        """Requests that the last report does not include, in the order sent."""
         return _second(self._requests)
 
 
@@ -170,8 +172,12 @@ def _second(pairs: Iterable[tuple[int, EngineRequest]]) -> Iterator[EngineReques
 
 
 class ProcessLink:
-    """The link to the process of now. `receive` gets its messages; `resumed` returns a request as the next process must
-    be given it, or None for a request that has ended."""
+    """The connection to the current process.
+
+    Args:
+        receive: Called with each message of the process.
+        resumed: Returns a request in the form that the next process resumes, or None if the request has ended.
+    """
 
     def __init__(
         self,
@@ -187,7 +193,7 @@ class ProcessLink:
         self._resuming: deque[OpenRequest] = deque()
 
     async def open(self, child: ProcessEndpoint, on_lost: Callable[[str | None], None]) -> None:
-        """Receive the messages of a process from here on; `on_lost` is called once, at the end, with the fault."""
+        """Connect to a process and receive its messages. `on_lost` is called once at the end, see `Connection`."""
         self._connection = await Connection.open(child.sock, child.reader, self._receive, on_lost)
         for message in child.read_ahead():
             self._receive(message)
@@ -198,13 +204,13 @@ class ProcessLink:
             self._connection.send(message)
 
     def resume(self, entries: Sequence[OpenRequest]) -> None:
-        """Have the process go on with requests."""
+        """Resume requests in the process."""
         self.num_resumed += len(entries)
         self._resuming.extend(entries)
         self._resume_some()
 
     def _resume_some(self) -> None:
-        """Send what a turn of the event loop has time for, in frames of bounded size, while the process reads it."""
+        """Send resumed requests in bounded frames, and continue in a later turn of the event loop if some are left."""
         unsent = 0 if self._connection is None else self._connection.unsent
         left = TURN_TOKENS if unsent < MAX_UNSENT else 0
         while self._resuming and left > 0:
@@ -224,7 +230,7 @@ class ProcessLink:
             asyncio.get_running_loop().call_later(pause, self._resume_some)
 
     def end(self) -> None:
-        """Forget what the process was given and asked: it is gone."""
+        """Forget the sent requests and fail the open calls of a process that has ended."""
         self.given = SentRequests()
         self._resuming.clear()
         self.calls.end()

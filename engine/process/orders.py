@@ -1,7 +1,7 @@
-"""What an engine process is told on its way into a pipeline of two engines and out of it (KunServe §4), step by step.
+"""The orders by which two engine processes form a pipeline and dissolve it (KunServe §4).
 
-An order comes when the one before it is done, whoever it was for; only `Reset` may come at any time. Layers are a range
-as (first, end). See docs/develop/process.md.
+An order is sent when the previous one is done on either engine; only `Reset` may come at any time. Layers are a range
+(first, end). A request's "past" is its K and V. See docs/develop/process.md.
 """
 
 from typing import NamedTuple
@@ -12,11 +12,11 @@ from engine.api import EngineRequest
 
 Layers = tuple[int, int]
 WHOLE, LEADER, FOLLOWER = "whole", "leader", "follower"
-"""What an engine is: by itself, who schedules a pipeline's steps and computes its first layers, or the other one."""
+"""The roles of an engine. The leader schedules the steps of a pipeline and computes its first layers."""
 
 
 class Past(NamedTuple):
-    """K and V of a request's first `num_tokens` tokens lie in `units`, in the order of its block table."""
+    """The K and V of a request's first `num_tokens` tokens, in `units` in the order of its block table."""
 
     request_id: str
     num_tokens: int
@@ -24,7 +24,7 @@ class Past(NamedTuple):
 
 
 class Part(NamedTuple):
-    """Some layers of a past. `units`: where they lie, on the engine that has them."""
+    """Some layers of a past. `units`: their units on the engine that holds them."""
 
     request_id: str
     units: tuple[int, ...]
@@ -36,95 +36,92 @@ class OrderBase(msgspec.Struct, frozen=True, array_like=True, tag=True, gc=False
 
 
 class Hold(OrderBase, frozen=True):
-    """No step runs when this is answered, nor any until `Go`. `closes`: nor is a request taken, as the engine's core
-    will have nothing to say."""
+    """Run no step from the answer until `Go`."""
 
-    closes: bool
+    closes: bool  # also refuse new requests, because the engine becomes the follower
 
 
 class Meet(OrderBase, frozen=True):
-    """Link up with the other engine at this path of a socket: `listens`, or connects to who does."""
+    """Connect to the other engine through the socket at `path`."""
 
     path: str
-    listens: bool
+    listens: bool  # whether this engine listens; the other engine connects
 
 
 class Stall(OrderBase, frozen=True):
-    """Let all requests stand still where they are; answered by the pasts of those that have one, in the first
-    `num_units` units. The others start over."""
+    """Stop all requests with their pasts in place. The answer holds the pasts in the first `num_units` units.
+
+    Requests without such a past start over.
+    """
 
     num_units: int
 
 
 class Detach(OrderBase, frozen=True):
-    """Let go of all requests; answered by the pasts of those that have one. Nothing of them is overwritten before
-    `Reform`."""
+    """Remove all requests. The answer holds their pasts, which stay intact until `Reform`."""
 
 
 class Exchange(OrderBase, frozen=True):
-    """Read what stays here in other units (`keeps`) and what goes to the other engine (`gives`), and take in what that
-    gives; `first`: send before receiving."""
+    """Exchange parts of pasts with the other engine."""
 
-    keeps: tuple[Part, ...]
-    gives: tuple[Part, ...]
-    gets: tuple[Part, ...]
-    first: bool
+    keeps: tuple[Part, ...]  # parts that move to other units of this engine
+    gives: tuple[Part, ...]  # parts to send to the other engine
+    gets: tuple[Part, ...]  # parts to receive
+    first: bool  # whether this engine sends before it receives
 
 
 class Reform(OrderBase, frozen=True):
-    """Keep these layers and no others (None: have all of them), with `num_units` units of memory, of which those keep
-    their numbers that stand still; `schedules`: whether they are the core's to give out."""
+    """Resize the engine to some layers and units. Stopped requests keep their units."""
 
-    layers: Layers | None
+    layers: Layers | None  # layers to keep; None: load all layers
     num_units: int
-    schedules: bool
+    schedules: bool  # whether the core of this engine allocates the units
 
 
 class Attach(OrderBase, frozen=True):
-    """Go on with these requests, in this order, each with the number of tokens whose past will come (unless it stands
-    still here); answered by where that goes."""
+    """Add requests in this order. The answer holds the units for their pasts."""
 
-    requests: tuple[tuple[EngineRequest, int], ...]
+    requests: tuple[tuple[EngineRequest, int], ...]  # with the tokens of the past to come; ignored for stopped requests
 
 
 class Place(OrderBase, frozen=True):
-    """Write what was exchanged of these pasts into their units; all else is forgotten."""
+    """Write the exchanged parts of these pasts into their units, and discard the other parts."""
 
     pasts: tuple[Past, ...]
 
 
 class Go(OrderBase, frozen=True):
-    """Steps run again, with these requests, whose past is there, among the others."""
+    """Run steps again."""
 
     role: str
-    arrived: tuple[str, ...] = ()
+    arrived: tuple[str, ...] = ()  # ids of requests whose past is complete
 
 
 class Retire(OrderBase, frozen=True):
-    """To a leader that runs: give out the first `num_units` alone, and answer once nothing lies behind them, or after a
-    while with the pasts that do."""
+    """Make a running leader allocate only the first `num_units` units.
+
+    The answer comes once the other units are free, or after a timeout with the pasts that still use them.
+    """
 
     num_units: int
 
 
 class Prepare(OrderBase, frozen=True):
-    """Nothing lies behind the first `num_units` any more: load the layers that are absent into the memory there, while
-    steps run."""
+    """Load the absent layers into the memory behind the first `num_units` units, which is free, while steps run."""
 
     num_units: int
 
 
 class Dissolve(OrderBase, frozen=True):
-    """To a leader at rest: the other engine ends to follow; both go on with what comes next."""
+    """Make a held leader end the pipeline, and make the follower wait for that."""
 
 
 class Reset(OrderBase, frozen=True):
-    """Be a whole engine again, whatever has happened, and compute the requests again: those of `known` that are here,
-    no others, and `requests` where they are not here."""
+    """Become a whole engine again from any state, and compute the open requests again."""
 
     num_units: int
-    known: tuple[str, ...]
-    requests: tuple[EngineRequest, ...]
+    known: tuple[str, ...]  # ids of the gateway's open requests; others are dropped
+    requests: tuple[EngineRequest, ...]  # requests to resume if they are not here
 
 
 Order = Hold | Meet | Stall | Detach | Exchange | Reform | Attach | Place | Go | Retire | Prepare | Dissolve | Reset

@@ -1,8 +1,8 @@
-"""A process with one rank of a model whose layers are divided: a child of an engine's process, which has the first one.
+"""A process with one rank of a tensor-parallel model: a child of the engine process, which is the first rank.
 
     python -P -m engine.process.rank DESCRIPTOR
 
-It ends when the other side of its socket is closed, whatever it is doing; what keeps it from going on it says before.
+The process ends when the other side of its socket is closed. Before it ends by an error it sends `RankFailed`.
 """
 
 import contextlib
@@ -27,18 +27,18 @@ log = logging.getLogger("tidemill.engine")
 
 
 class Seat:
-    """A rank's side of the start: it says what the first one waits for."""
+    """A rank's side of the start: it reports the stages for which the first rank waits."""
 
     def __init__(self, link: Link, join: messages.Join) -> None:
         self._link, self._join = link, join
         self.rank = join.rank
 
     def reached(self, stage: str) -> None:
-        """Say so."""
+        """Report that this rank has reached a stage."""
         self._link.send(messages.encode(messages.Reached(stage)))
 
     def join(self, device: Any) -> Any:
-        """Meet the others."""
+        """Join the group of ranks on `device` and return it."""
         group: Any = importlib.import_module("engine.execution.ranks.group")
         self.reached(group.PLANNED)
         size = self._join.config.tensor_parallel_size
@@ -50,7 +50,7 @@ def main(arguments: list[str]) -> None:
     sock = socket.socket(fileno=int(arguments[0]))
     sock.set_inheritable(False)
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # the engine says when it ends
+        signal.signal(number, signal.SIG_IGN)  # the engine decides when this process ends
     die_with_parent()
     faulthandler.enable()
     threading.Thread(target=_watch, args=(sock,), name="tidemill-engine", daemon=True).start()
@@ -69,11 +69,11 @@ def main(arguments: list[str]) -> None:
 
 
 def run(link: Link) -> None:
-    """Load a part of the model and run steps. Raises LinkLostError when the link is closed."""
+    """Load this rank's part of the model and run steps. Raise LinkLostError when the link is closed."""
     join = messages.decode_join(link.receive())
     logging.basicConfig(level=join.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     interpreter.settle()
-    build: Any = importlib.import_module("engine.build")  # torch comes with it
+    build: Any = importlib.import_module("engine.build")  # imports torch
     follower = build.build_follower(join.config, join.limits, Seat(link, join))
     interpreter.settle()
     while True:
@@ -82,7 +82,7 @@ def run(link: Link) -> None:
 
 
 def _watch(sock: socket.socket) -> None:
-    """End with the engine, even in the middle of a step or while weights are loaded."""
+    """End this process when the engine ends, even during a step or while weights are loaded."""
     poll = select.poll()
     poll.register(sock, select.POLLHUP | select.POLLERR)
     poll.poll()

@@ -1,5 +1,7 @@
-"""The gateway's side of an engine process that goes into a pipeline or leaves one: its orders, and its open requests,
-which change the engine without their readers noticing."""
+"""The gateway's side of an engine process that joins or leaves a pipeline.
+
+It sends the orders and moves open requests between engines without interrupting their streams.
+"""
 
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
@@ -14,7 +16,12 @@ from engine.process.suspects import Suspects
 
 
 class Regrouping:
-    """`life`: which process it is, counted; `parted`: it has lost the other engine of its pipeline."""
+    """The orders and the open requests of one engine.
+
+    Attributes:
+        life: Number of processes that have ended so far.
+        parted: Whether the process has lost the other engine of its pipeline.
+    """
 
     def __init__(
         self, calls: Calls, requests: OpenRequests, suspects: Suspects, abort: Callable[[str, FinishReason], None]
@@ -28,16 +35,16 @@ class Regrouping:
 
     @property
     def is_calm(self) -> bool:
-        """Whether no request is tried alone."""
+        """Whether no open request is a suspect."""
         return not any(entry.request.request_id in self._suspects for entry in self._requests)
 
     def lost(self) -> None:
-        """The process is gone; the next one is whole."""
+        """Record the end of the process. The next process is a whole engine."""
         self.life += 1
         self.parted = False
 
     async def order(self, order: Order) -> tuple[Past, ...]:
-        """Have the process carry it out. Raises what keeps it from that."""
+        """Send an order and return its answer. Raise the error with which the process refuses it."""
         try:
             pasts: tuple[Past, ...] = await self._calls.ask(lambda call: frames.Regroup(call, order))
         except GoneError:
@@ -45,7 +52,7 @@ class Regrouping:
         return pasts
 
     async def reset(self, num_units: int) -> None:
-        """Have the process be whole again with what is open here. Raises what keeps it from that."""
+        """Make the process a whole engine again, with the open requests. Raise the error of the order."""
         known = tuple(entry.request.request_id for entry in self._requests)
         accepted = [entry for entry in self._requests.accepted() if entry.request.request_id not in self._suspects]
         requests = tuple(entry.resumed() for entry in accepted)
@@ -53,18 +60,18 @@ class Regrouping:
         self.parted = False
 
     def accepted(self) -> list[OpenRequest]:
-        """What the process has taken and not ended, in order of arrival."""
+        """Return the open requests that the process has accepted, in order of arrival."""
         return sorted(self._requests.accepted(), key=lambda entry: entry.arrival)
 
     def leave(self, request_ids: Collection[str] | None = None) -> list[OpenRequest]:
-        """Take out what another engine goes on with: these, or all."""
+        """Remove and return the accepted requests that another engine continues: `request_ids`, or all if None."""
         taken = self._requests.take(lambda e: request_ids is None or e.request.request_id in request_ids)
         for entry in taken:
             entry.suspicion = self._suspects.release(entry.request.request_id)
         return taken
 
     def join(self, entries: Sequence[OpenRequest]) -> None:
-        """Take them in. The process is told by an order."""
+        """Add requests of another engine. An order tells the process about them."""
         for entry in entries:
             entry.stream.rebind(partial(self._abort, entry.request.request_id))
         take_over(entries, self._requests, self._suspects)

@@ -1,7 +1,8 @@
-"""What is held against requests that have left, by their content: sending a killer once more costs no further deaths.
+"""Remember the suspicions against requests that have left, so that a resubmitted request causes no further deaths.
 
-A request that ended an engine process may leave before that is proven, and come again under another id. Its content is
-known by digests: of prompt and sampling, and of its grammar if it died while that was prepared. Tenants share none.
+A request that ended an engine process may be aborted before that is proven, and be submitted again under another id. It
+is recognized by a digest of its prompt and sampling parameters, or of its grammar if the process died while the grammar
+was compiled. The digests include the tenant's cache salt.
 """
 
 from collections import OrderedDict
@@ -24,13 +25,13 @@ class _Entry:
 
 
 class Reputation:
-    """The suspicions of the last minutes; those of unknown content are None."""
+    """Suspicions by content, each kept for `REMEMBERED_SECONDS`."""
 
     def __init__(self) -> None:
         self._entries: OrderedDict[bytes, _Entry] = OrderedDict()
 
     def remember(self, request: EngineRequest, suspicion: Suspicion, now: float, *, guilty: bool = False) -> None:
-        """Keep what is held against a request that has left, or that is proven to be `guilty`."""
+        """Store the suspicion against a request that has left or is proven `guilty`."""
         died_preparing = suspicion.passes_at <= 1 and request.sampling.grammar is not None
         digest = _of_grammar(request) if died_preparing else _of_prompt(request)
         known = self._entries.get(digest)
@@ -42,7 +43,7 @@ class Reputation:
             self._entries.popitem(last=False)
 
     def find(self, request: EngineRequest, now: float) -> tuple[Suspicion, bool] | None:
-        """Return what is held against the content of a request, and whether it is guilty."""
+        """Return the suspicion against a request's content and whether it is guilty; None if there is none."""
         for digest in self._digests(request):
             entry = self._entries.get(digest)
             if entry is not None and entry.until < now:
@@ -52,12 +53,12 @@ class Reputation:
         return None
 
     def forget(self, request: EngineRequest) -> None:
-        """The content is acquitted: a request of it got past the place."""
+        """Forget the content of an acquitted request."""
         for digest in self._digests(request):
             self._entries.pop(digest, None)
 
     def clear(self) -> None:
-        """Other weights or another engine run now."""
+        """Forget all content, because other weights or another engine version run now."""
         self._entries.clear()
 
     def _digests(self, request: EngineRequest) -> Iterator[bytes]:
@@ -68,7 +69,7 @@ class Reputation:
 
 
 def _of_prompt(request: EngineRequest) -> bytes:
-    sampling = replace(request.sampling, seed=0)  # the edge draws one for each request
+    sampling = replace(request.sampling, seed=0)  # the gateway draws a seed per request
     facts = (request.cache_salt, request.adapter, request.pooling, sampling)
     digest = blake2b(repr(facts).encode(), digest_size=16)
     for start in range(0, len(request.prompt_token_ids), 1 << 16):

@@ -1,5 +1,4 @@
-"""The open requests of an engine: all that the next process needs to go on with them, and the deaths that they are
-suspected of."""
+"""The open requests of an engine: the state that the next process needs to resume them, and suspicions against them."""
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -16,9 +15,15 @@ log = logging.getLogger("tidemill.engine")
 
 @dataclass(slots=True)
 class OpenRequest:
-    """A request and what it has been given. `arrival`: seconds on the monotonic clock, which all processes share;
-    `accepted`: an engine has taken it, and whoever comes next must; `moved`: its first engine has been given up;
-    `suspicion`: what goes with it from one engine to another."""
+    """An open request and its output so far.
+
+    Attributes:
+        arrival: Seconds on the monotonic clock, which all processes share.
+        accepted: Whether an engine has accepted the request, so that the next engine must accept it.
+        moved: Whether the request comes from an engine that was given up.
+        suspicion: The suspicion against the request while it moves to another engine.
+        last: The last output.
+    """
 
     request: EngineRequest
     stream: RequestStream
@@ -30,7 +35,7 @@ class OpenRequest:
     last: RequestOutput | None = None
 
     def take(self, output: RequestOutput) -> bool:
-        """Pass an output on; False: its reader is too far behind."""
+        """Pass an output to the stream. Return False if its reader is too far behind."""
         self.token_ids.extend(output.token_ids)
         self.last = output
         return self.stream.push(output)
@@ -41,11 +46,11 @@ class OpenRequest:
 
     @property
     def num_computed(self) -> int:
-        """Its tokens that have surely been computed: all that are known but the last."""
+        """Number of tokens that have certainly been computed: all known tokens but the last."""
         return len(self.request.prompt_token_ids) + len(self.token_ids) - 1
 
     def resumed(self, apart_until: int = 0) -> EngineRequest:
-        """The request as the next engine must be given it."""
+        """Return the request in the form that the next engine resumes."""
         last = self.last
         if last is None:
             resumption = Resumption((), RequestTimes(self.arrival), apart_until=apart_until)
@@ -55,7 +60,7 @@ class OpenRequest:
         return replace(self.request, resumed=resumption)
 
     def end(self, reason: FinishReason, now: float, error: TidemillError | None = None) -> None:
-        """Its terminal output, made here."""
+        """Push a terminal output to the stream, without the engine."""
         last = self.last
         times = RequestTimes(self.arrival) if last is None else last.times
         self.stream.push(
@@ -77,7 +82,7 @@ class OpenRequest:
 
 
 class OpenRequests:
-    """All of them, in the order in which they were submitted."""
+    """The open requests by id, in order of submission."""
 
     def __init__(self) -> None:
         self._by_id: dict[str, OpenRequest] = {}
@@ -106,38 +111,41 @@ class OpenRequests:
         return entry
 
     def set_lane(self, job: str, lane: Lane) -> None:
-        """The next engine is to know it, too."""
+        """Set the lane of a job's offline requests, so that the next process gets it too."""
         for entry in self._by_id.values():
             if entry.request.job == job and entry.request.request_class is RequestClass.OFFLINE:
                 entry.request = replace(entry.request, lane=lane)
 
     def accepted(self) -> list[OpenRequest]:
-        """What the next engine must be given."""
+        """Return the accepted requests, which the next process must resume."""
         return [entry for entry in self._by_id.values() if entry.accepted]
 
     def accept(self, request_ids: Iterable[str]) -> None:
-        """An engine has taken these, or had begun to. Unknown ids are ignored."""
+        """Mark requests as accepted. Unknown ids are ignored."""
         for request_id in request_ids:
             if (entry := self._by_id.get(request_id)) is not None:
                 entry.accepted = True
 
     def take(self, may_go: Callable[[OpenRequest], bool]) -> list[OpenRequest]:
-        """Take accepted requests out, for another engine."""
+        """Remove and return the accepted requests for which `may_go` is true."""
         taken = [entry for entry in self._by_id.values() if entry.accepted and may_go(entry)]
         for entry in taken:
             self.pop(entry.request.request_id)
         return taken
 
     def end_all(self, now: float, why: str) -> None:
-        """Nobody goes on with them."""
+        """End all requests with EngineUnavailableError."""
         for request_id, entry in list(self._by_id.items()):
             self.pop(request_id)
             entry.end(FinishReason.ERROR, now, EngineUnavailableError(why, retry_after=5.0))
 
 
 def hand_over(requests: OpenRequests, suspects: Suspects, *, given_up: bool) -> list[OpenRequest]:
-    """Take out what another engine is to go on with: all but suspects, which are tried where they are. Of an engine
-    that is `given_up` all, but none for a second time: what several engines have died with is not carried further."""
+    """Remove and return the accepted requests that another engine continues.
+
+    Suspects stay for their trial. An engine that is `given_up` hands over all requests except those that already came
+    from such an engine, so that a request cannot end more than two engines.
+    """
     taken = requests.take(lambda e: not e.moved if given_up else e.request.request_id not in suspects)
     for entry in taken:
         entry.moved = entry.moved or given_up
@@ -146,7 +154,7 @@ def hand_over(requests: OpenRequests, suspects: Suspects, *, given_up: bool) -> 
 
 
 def take_over(entries: Sequence[OpenRequest], requests: OpenRequests, suspects: Suspects) -> list[OpenRequest]:
-    """Take them in with what is held against them; returns those that may run beside others."""
+    """Add requests of another engine with their suspicions. Return those that are not suspects."""
     for entry in entries:
         requests.add(entry)
         if entry.suspicion is not None:
@@ -156,7 +164,7 @@ def take_over(entries: Sequence[OpenRequest], requests: OpenRequests, suspects: 
 
 
 class Requests:
-    """The open requests, the suspects among them, and the reputation of requests that have left."""
+    """The open requests, the suspects among them, and the suspicions against requests that have left."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self.open = OpenRequests()
@@ -170,21 +178,21 @@ class Requests:
         return self.open.get(request_id)
 
     def innocent(self, entries: Iterable[OpenRequest]) -> list[OpenRequest]:
-        """Return those that may run beside others."""
+        """Return the requests that are not suspects."""
         return [entry for entry in entries if entry.request.request_id not in self.suspects]
 
     def resumed(self, entry: OpenRequest) -> EngineRequest | None:
-        """Return the request as the next process must be given it; None if it has ended meanwhile."""
+        """Return a request in the form that the next process resumes; None if it has ended in the meantime."""
         name = entry.request.request_id
         return entry.resumed(self.suspects.apart_until(name)) if self.open.get(name) is entry else None
 
     def next_trial(self) -> OpenRequest | None:
-        """Return the next suspect to run alone, if it is its turn."""
+        """Return the next suspect to run alone; None if none is due."""
         name = self.suspects.next_trial(self._clock())
         return None if name is None else self.open.get(name)
 
     def recognise(self, entries: Sequence[OpenRequest]) -> bool:
-        """Return whether one of the requests is a suspect by its content. All count as accepted then.
+        """Return whether one of the requests is a suspect by its content. If so, mark all requests as accepted.
 
         Raise EngineStepError for content that is proven to end processes.
         """
@@ -201,7 +209,7 @@ class Requests:
         return True
 
     def release(self, request_id: str) -> OpenRequest | None:
-        """Take out a request that leaves before its end, and keep what is held against it by its content."""
+        """Remove and return a request that leaves before its end. Remember its suspicion by content."""
         entry = self.open.pop(request_id)
         if entry is not None and (suspicion := self.suspects.release(request_id)) is not None:
             self._reputation.remember(entry.request, suspicion, self._clock())
@@ -209,8 +217,10 @@ class Requests:
         return entry
 
     def got_on(self, entry: OpenRequest, output: RequestOutput) -> set[float]:
-        """Note an output. Return the times of deaths that count no more: the engine works without the requests that
-        were in them."""
+        """Record an output. Return the times of deaths that no longer count.
+
+        These are the deaths of suspects that have left: the engine works without them.
+        """
         if self.suspects.got_on(output.request_id, entry.num_computed):
             self._reputation.forget(entry.request)
         elif self._unjudged and output.token_ids and output.request_id not in self.suspects:
@@ -219,27 +229,30 @@ class Requests:
         return set()
 
     def end(self, request_id: str) -> None:
-        """Forget a request that has had its last output."""
+        """Forget a request after its last output."""
         self.open.pop(request_id)
         self.suspects.forget(request_id)
 
     def in_flight(self, recorded: Mapping[str, int]) -> dict[str, int]:
-        """Return the tokens of those recorded requests that are open."""
+        """Return the entries of `recorded` whose requests are open."""
         return {name: tokens for name, tokens in recorded.items() if name in self.open}
 
     def resume_after(self) -> list[OpenRequest]:
-        """Return what a new process goes on with at once; suspects follow when one of those that stream gets on."""
+        """Return the requests that a new process resumes at once.
+
+        Trials of suspects begin when one of the resumed online streams gets a token.
+        """
         resumed = self.innocent(self.open.accepted())
         streams = [entry.request.request_id for entry in resumed if entry.is_online and entry.last is not None]
         self.suspects.after(streams, self._clock())
         return resumed
 
     def acquit_all(self) -> None:
-        """Forget what is held by content: other weights or another engine run from now on."""
+        """Forget all suspicions by content, because other weights or another engine version runs from now on."""
         self._reputation.clear()
 
     def end_guilty(self, verdict: DeathVerdict) -> None:
-        """End a request that is proven to end processes, and suspects of the same content."""
+        """End a guilty request and all suspects of the same content with EngineStepError."""
         now, guilty = self._clock(), self.open.get(verdict.request_id)
         assert guilty is not None, "only open requests are suspected"
         self._reputation.remember(guilty.request, verdict.suspicion, now, guilty=True)

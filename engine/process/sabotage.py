@@ -1,8 +1,7 @@
-"""Faults on demand in a real engine process, for `python -m benchmarks chaos`: off unless TIDEMILL_CHAOS names a
-folder.
+"""Inject faults into a real engine process, for `python -m benchmarks chaos`. Off unless TIDEMILL_CHAOS names a folder.
 
-While the folder holds a file `fail`, every step raises; a file `hang` is taken away by a step that then never ends. A
-step with a prompt that begins with `POISON` kills the process.
+While the folder holds a file `fail`, every step raises. If it holds a file `hang`, the next step removes it and hangs.
+A step with a prompt that begins with `POISON` kills the process.
 """
 
 import os
@@ -17,7 +16,7 @@ POISON = (11, 13, 11, 13, 17, 11, 13, 11)
 
 
 class SabotagedRunner:
-    """Between an engine and its runner."""
+    """A runner that injects faults before it calls the real one."""
 
     def __init__(self, runner: ModelRunner, folder: Path) -> None:
         self._runner = runner

@@ -1,7 +1,7 @@
-"""An engine process on its way into a pipeline of two engines and out of it: it carries out `engine.process.orders`.
+"""Carry out the orders by which an engine process joins or leaves a pipeline of two engines.
 
-Pasts of requests that change their units are read before the memory is laid out anew and written behind it, so that
-they are twice in memory for a moment; those of a leader's own stay in their units when it gives up layers.
+Pasts that change their units are copied before the pool is resized and written back afterwards, so they take memory
+twice for a moment. The pasts of a leader's own requests stay in their units when it drops layers.
 """
 
 import asyncio
@@ -28,8 +28,14 @@ RETIRE_LOOKS, LOOK_SECONDS = 400, 0.05
 
 
 class PipelineStage:
-    """`sink` takes the outputs of requests that come; `resume` takes requests that are to be computed again; `knows`
-    tells whether a request is here already, or about to be; `parted` is called when the other engine is gone."""
+    """The pipeline state of one engine process.
+
+    Args:
+        sink: Takes the outputs of attached requests.
+        resume: Queues a request to be computed again.
+        knows: Returns whether a request is here or about to be queued here.
+        parted: Called when the other engine is lost.
+    """
 
     def __init__(
         self,
@@ -61,11 +67,13 @@ class PipelineStage:
         return cast(StagedRunner, self._engine.runner)
 
     def take(self, order: Order) -> Awaitable[tuple[Past, ...]]:
-        """To be awaited: raises TidemillError where it cannot be done; then only `Reset` helps. What the gateway says
-        behind it may come before it is done."""
+        """Return an awaitable that carries out an order. Later messages may be handled before it is done.
+
+        It raises TidemillError if the order fails; after that only `Reset` is valid.
+        """
         self._num_orders += 1
         if isinstance(order, orders.Reset):
-            self.close()  # whoever waits for the other engine waits no more
+            self.close()  # unblocks calls that wait for the other engine
             known = set(order.known)
             for found in list(self._engine.core.moves.open_requests()):
                 if found.request_id not in known and self._knows(found.request_id):
@@ -73,7 +81,7 @@ class PipelineStage:
         return self._when_free(order)
 
     def abort(self, request_id: str) -> None:
-        """The caller has ended a request, which may be about to come."""
+        """Record that the gateway has aborted a request that may be about to be attached."""
         if self._num_orders:
             self._aborted.add(request_id)
 
@@ -95,8 +103,8 @@ class PipelineStage:
         except LinkLostError as error:
             self.close()
             raise EngineUnavailableError(f"the other engine is gone: {error}") from None
-        except Exception as error:  # of the runner or the core: only a reset helps, and the gateway orders it
-            self.close()  # the other one must not wait for this one
+        except Exception as error:  # an error of the runner or the core: the gateway orders a reset
+            self.close()  # unblocks the other engine
             log.exception("%s failed", type(order).__name__)
             raise EngineUnavailableError(f"{type(order).__name__} failed: {error!r}") from None
 
@@ -116,7 +124,7 @@ class PipelineStage:
                 await self._reform(order)
             case orders.Attach(requests):
                 for request, _ in requests:
-                    with suppress(TidemillError):  # its row fails then
+                    with suppress(TidemillError):  # its step then fails for this request only
                         await self._engine.prepare([request])
                 return tuple(self._attach(requests))
             case orders.Place(pasts):
@@ -134,7 +142,7 @@ class PipelineStage:
         return ()
 
     def close(self) -> None:
-        """Let go of the other engine."""
+        """Close the link to the other engine."""
         if self._listener is not None:
             self._listener.close()
         if self._link is not None:
@@ -151,7 +159,7 @@ class PipelineStage:
             raise EngineUnavailableError("a step has failed and its requests are being tried")
 
     async def _meet(self, path: str, listens: bool) -> None:
-        """Who listens is told before the other one: it answers at once, and accepts with what comes next."""
+        """Listen or connect. The listening engine gets its order first, and accepts during a later order."""
         if listens:
             self._listener = socket.socket(socket.AF_UNIX)
             self._listener.bind(path)
@@ -179,7 +187,7 @@ class PipelineStage:
         return tuple(Past(name, *held) for name, held in found.items() if held is not None)
 
     def _detach(self) -> tuple[Past, ...]:
-        """What is not the gateway's, canaries, stays and is computed again."""
+        """Detach the gateway's requests. Canary requests stay and start over."""
         engine, pasts = self._engine, []
         for found in sorted(engine.core.moves.open_requests(), key=lambda request: request.arrival):
             request_id = found.request_id
@@ -226,10 +234,10 @@ class PipelineStage:
         placed, engine = [], self._engine
         for request, num_tokens in requests:
             name = request.request_id
-            if engine.serves(name, self._sink):  # it stands still, or came after the others had left
+            if engine.serves(name, self._sink):  # stopped, or submitted after `Detach`
                 engine.core.moves.put_last(name)
             elif self._knows(name) or name in self._aborted:
-                continue  # it is about to come, or has ended
+                continue  # about to be queued, or aborted
             elif engine.attach(MovedRequest(request, num_tokens), self._sink):
                 needed = 2 * -(-num_tokens // engine.core.config.block_size)
                 placed.append(Past(name, num_tokens, engine.core.moves.units_of(name)[:needed]))
@@ -269,7 +277,7 @@ class PipelineStage:
             except Exception:
                 log.exception("a stage of the pipeline failed")
                 lost = True
-                link.close()  # the leader must not wait for it
+                link.close()  # unblocks the leader
             loop.call_soon_threadsafe(self._on_followed, ended, lost)
 
         self._following = threading.Thread(target=follow, name="tidemill-stage", daemon=True)
@@ -286,7 +294,7 @@ class PipelineStage:
         for _ in range(RETIRE_LOOKS):
             if not core.moves.num_retiring_units:
                 return ()
-            if self._num_orders > 1:  # a reset does not wait
+            if self._num_orders > 1:  # a reset is waiting
                 break
             await asyncio.sleep(LOOK_SECONDS)
         held = [(each.request_id, core.moves.units_of(each.request_id)) for each in core.moves.open_requests()]

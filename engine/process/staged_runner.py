@@ -1,4 +1,4 @@
-"""What two engines that become one pipeline ask of their runners, `engine.execution.stages.PipelineRunner` for one."""
+"""The interface of a model runner that can be a pipeline stage; see `engine.execution.stages.PipelineRunner`."""
 
 from collections.abc import Sequence
 from typing import Protocol
@@ -9,34 +9,38 @@ from predictor.model import LatencyPredictor
 
 
 class StagedRunner(ModelRunner, Protocol):
-    """One whose model can lose layers, and run as a stage of a pipeline with another engine's (KunServe §4). All but
-    `follow` is called by the thread that launches steps, while none is in flight.
+    """A model runner that can drop layers and run as a pipeline stage with another engine's runner (KunServe §4).
 
-    What lies in units need not outlast `drop` and `restore`: what is still wanted was read before.
+    The thread that launches steps calls all methods but `prepare_restore` and `follow`, while no step is in flight.
+    `drop` and `restore` may discard the content of units; the caller reads it before.
     """
 
     def drop(self, keep: range, num_units: int) -> None:
-        """Give up all layers but these, and make room for so many units of theirs."""
+        """Drop all layers except `keep`, and resize the pool to `num_units` units of these layers."""
 
     def prepare_restore(self, num_units: int) -> None:
-        """Load the layers that are absent into the memory of units from `num_units` on, which hold nothing any more; by
-        another thread, beside steps."""
+        """Load the absent layers into the memory of the units from `num_units` on, which are unused.
+
+        Another thread calls this while steps run.
+        """
 
     def restore(self, num_units: int) -> None:
-        """All layers and so many units of them, whatever has happened before."""
+        """Load all layers and resize the pool to `num_units` units, in whatever state the runner is."""
 
     def read_past(self, units: Sequence[int], layers: range) -> bytes:
-        """K and V of some of the layers that are here."""
+        """Return the K and V of loaded layers in these units."""
 
     def write_past(self, units: Sequence[int], layers: range, data: bytes) -> None:
-        """The opposite, for as many units and the same layers."""
+        """Write the bytes of `read_past` for as many units and the same layers."""
 
     def lead(self, link: Link, model: LatencyPredictor | None = None) -> None:
-        """From now on the other side of the link computes the layers behind those that are here; by `model` it is
-        decided into which parts a step is cut, so that both sides have something to do."""
+        """Let the other side of the link compute the layers behind the local ones.
+
+        `model` predicts latencies, by which a step is split into parts that keep both sides busy.
+        """
 
     def end_lead(self) -> None:
-        """Have the other side return from `follow`; the link is at rest then."""
+        """Make the other side return from `follow`. The link is idle afterwards."""
 
     def follow(self, link: Link) -> None:
-        """Compute for the other side until it ends that. Raises LinkLostError."""
+        """Compute layers for the leader until it calls `end_lead`. Raise LinkLostError."""

@@ -1,7 +1,4 @@
-"""One child process after another: how one is started, told apart from the last, and brought to its end.
-
-Knows nothing of requests.
-"""
+"""Start, kill and reap a child process. This module does not deal with requests."""
 
 import asyncio
 import contextlib
@@ -35,7 +32,7 @@ _TUNABLES, _HUGE_PAGES = "GLIBC_TUNABLES", "glibc.malloc.hugetlb"
 
 
 class ProcessEndpoint(ABC):
-    """Our end of the socket of an engine's process, wherever that runs."""
+    """The gateway's end of the socket of an engine process, on this or another machine."""
 
     def __init__(self, sock: socket.socket) -> None:
         self.sock = sock
@@ -43,8 +40,10 @@ class ProcessEndpoint(ABC):
         self._read: list[frames.ToGateway] = []
 
     def receive(self) -> frames.ToGateway:
-        """The next message, waited for: only before an event loop reads the socket. Raises what kept the child from
-        starting, or EngineUnavailableError if it ended without a word."""
+        """Wait for the next message and return it. Call it only before an event loop reads the socket.
+
+        Raise the error of a `NotStarted` message, or EngineUnavailableError if the process ended without one.
+        """
         while not self._read:
             data = self.sock.recv(1 << 16)
             if not data:
@@ -56,37 +55,37 @@ class ProcessEndpoint(ABC):
         return message
 
     def read_ahead(self) -> list[frames.ToGateway]:
-        """What has been read from the socket and by nobody else."""
+        """Return and clear the messages that `receive` has read but not returned."""
         messages, self._read = self._read, []
         return messages
 
     @property
     @abstractmethod
     def entries(self) -> list[flight.AnyEntry]:
-        """What the flight recorder has written, or has left."""
+        """The entries of the flight recorder, also after the end of the process."""
 
     def activity(self) -> Activity | None:
-        """What its threads have done; None where that is not known."""
+        """Return the activity of the process's threads; None if it is unknown."""
         return None
 
     @abstractmethod
     def dump(self) -> None:
-        """Have it write the stacks of its threads to its standard error, as its last act."""
+        """Make the process write the stacks of its threads to standard error and end."""
 
     @abstractmethod
     def kill(self) -> None:
-        """End it and what it has started, at once."""
+        """Kill the process and its children at once."""
 
     @abstractmethod
     def reap(self, timeout: float | None = None) -> str:
-        """Wait for its end, which is known to be near, and close the socket; how it ended. Raises TimeoutError."""
+        """Wait for the end of the process and close the socket. Return the exit status as text. Raise TimeoutError."""
 
 
 def with_huge_pages(environment: Mapping[str, str]) -> dict[str, str]:
-    """An environment whose malloc asks for huge pages where it maps memory, unless it says something of that itself.
+    """Return the environment with huge pages enabled in malloc, unless it already sets that tunable.
 
-    A step on a CPU reads all weights, and its processor fetches ahead within a page only. glibc 2.35 and later do so;
-    others do not know the name.
+    A step on a CPU reads all weights, and the hardware prefetcher stops at page boundaries. The tunable needs glibc
+    2.35; older versions ignore it.
     """
     tunables = environment.get(_TUNABLES, "")
     if _HUGE_PAGES not in tunables:
@@ -95,7 +94,7 @@ def with_huge_pages(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 class Child(ProcessEndpoint):
-    """A running child of this process; its flight recorder writes into memory of both."""
+    """A running child of this process. Its flight recorder writes into shared memory."""
 
     def __init__(self, process: "subprocess.Popen[bytes]", sock: socket.socket, recording: mmap.mmap) -> None:
         super().__init__(sock)
@@ -106,10 +105,9 @@ class Child(ProcessEndpoint):
 
     @classmethod
     def spawn(cls, command: Sequence[str], launch: frames.Launch, pid_file: Path | None = None) -> "Child":
-        """Start `command` with the number of its descriptor behind it, and tell it what to load. Raises OSError.
+        """Start `command` with the number of its socket descriptor appended, and send `launch`. Raise OSError.
 
-        In a session of its own: what a terminal sends to a group is not for it, and what it starts can be ended with
-        it.
+        The process gets its own session: it receives no signals of the terminal, and its children are killed with it.
         """
         ours, theirs = socket.socketpair()
         with theirs, _shared_file() as shared:
@@ -136,13 +134,13 @@ class Child(ProcessEndpoint):
 
     @property
     def has_spoken(self) -> bool:
-        """Whether there is something to read from it, or it is gone."""
+        """Whether the socket is readable: the process has sent a message or has ended."""
         poll = select.poll()
         poll.register(self.sock, select.POLLIN)
         return bool(poll.poll(0))
 
     def begin(self, pid_file: Path | None) -> None:
-        """Have a process that was held load and run. Raises OSError when it is gone already, and reaps it."""
+        """Make a held process load and run. If it has ended, reap it and raise OSError."""
         self._take_over(pid_file)
         try:
             self.sock.sendall(frames.encode(frames.Begin()))
@@ -152,8 +150,10 @@ class Child(ProcessEndpoint):
             raise
 
     def _take_over(self, pid_file: Path | None) -> None:
-        """Note the number of the process for people. A disk that takes nothing does not end the process, but the number
-        of the last one must not stay."""
+        """Write the process id to the pid file for operators.
+
+        If the disk is full, log a warning and remove the file, so that no stale id remains.
+        """
         if pid_file is None:
             return
         try:
@@ -174,7 +174,7 @@ class Child(ProcessEndpoint):
             self.process.send_signal(signal.SIGABRT)
 
     def kill(self) -> None:
-        if self.process.returncode is None:  # until it is reaped its number belongs to nobody else
+        if self.process.returncode is None:  # the system does not reuse the id before the process is reaped
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.process.pid, signal.SIGKILL)
 
@@ -183,7 +183,7 @@ class Child(ProcessEndpoint):
             code = self.process.wait(timeout)
         except subprocess.TimeoutExpired:
             raise TimeoutError from None
-        with self._reaping:  # a shutdown may come while somebody waits for its end
+        with self._reaping:  # a shutdown may reap the process at the same time
             self.sock.close()
             if self._entries is None:
                 self._entries = flight.read(self._recording)
@@ -192,14 +192,14 @@ class Child(ProcessEndpoint):
 
 
 def _shared_file() -> IO[bytes]:
-    """A file without a name, where the system can in memory."""
+    """Return an unnamed file, in memory on Linux."""
     if sys.platform == "linux":
         return os.fdopen(os.memfd_create("tidemill-flight"), "w+b")
     return tempfile.TemporaryFile()
 
 
 def _write(path: Path, text: str) -> None:
-    """So that nobody reads half of it."""
+    """Replace a file atomically."""
     temporary = path.with_name(f"{path.name}.new")
     temporary.touch(mode=0o600)
     temporary.write_text(text)
@@ -213,7 +213,10 @@ def remove(pid_file: Path | None) -> None:
 
 
 async def reaped(child: ProcessEndpoint, within: float | None = None) -> str:
-    """Return how a child ended. Raises TimeoutError. Polls where the system gives no thread to wait in."""
+    """Wait for the end of a child and return its exit status as text. Raise TimeoutError.
+
+    Poll if the system cannot start a thread to wait in.
+    """
     try:
         return await asyncio.to_thread(child.reap, within)
     except RuntimeError:

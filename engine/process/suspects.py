@@ -1,17 +1,17 @@
-"""Whose fault the death of an engine process was: a pure state machine over request ids.
+"""Find the request that makes engine processes die: a pure state machine over request ids.
 
-The flight recorder says who was in the steps that ran. One death proves nothing, and costs nobody more than a pause.
-Who was in the step of the next one as well, and has not got past the place of the first, is a suspect: the others go on
-at once, the suspects after them and one by one, in steps of their own (`Resumption.apart_until`), those with which a
-process has died behind the others. Whoever gets past its place is like others again. Each process had passed the step
-with which it starts, so the engine works.
+The flight recorder names the requests in the steps that ran when a process died. One death proves nothing; its requests
+resume in the next process. A request that is also in the steps of a second death, before it has passed the token of the
+first, is a suspect. All other requests resume at once. Suspects follow one by one, each in steps of its own
+(`Resumption.apart_until`): this is a trial. A suspect that passes the token at which the process died is acquitted.
+Only deaths after a successful first step count, so the engine itself works.
 
-A request is guilty when `LONE_DEATHS` processes or more have died of it alone, unless somebody else may have done it: a
-SIGKILL comes from a step or from outside, and nothing tells which. So deaths by one are compared with how often
-processes die without it, idle ones as well, since the first death that is held against it: it is guilty if, were all of
-them from outside, so many would fall into the time of its trials with a probability below `CHANCE`. After each death
-alone it rests twice as long before its next trial, while the process goes on without it: that is what makes the
-comparison sharp, and what gives the others time. See docs/develop/process.md.
+A request is guilty if it was alone in at least `LONE_DEATHS` deaths that are not due to chance. A SIGKILL can come from
+a step or from outside, and the two look the same. The test therefore compares the deaths in the request's trials with
+the deaths of processes without it, since the first death in which it took part. The request is guilty if random deaths
+would hit its trials so often with a probability of at most `CHANCE`. After each lone death the pause before the next
+trial doubles; this gives the test more time without the request, and the other requests time to run. See
+docs/develop/process.md.
 """
 
 import math
@@ -24,47 +24,45 @@ from engine.process.causes import Origin, origin_of
 SUSPECT_AFTER = 2
 LONE_DEATHS = 3
 HEAD_START = 5.0
-"""Seconds after which suspects are tried although others have not got on yet."""
+"""Maximum time in seconds for which trials wait for a token of the other requests."""
 CHANCE = 1e-5
-"""Of deaths from outside that look like those of a guilty request."""
+"""Maximum probability that random deaths look like those of a guilty request."""
 FIRST_REST, LONGEST_REST = 0.5, 60.0
-"""Seconds without the suspect in a process before its trial, after its first death alone and at most."""
+"""Pause in seconds of process time before a trial, after the first lone death and at most."""
 SUSPECTING = frozenset({Origin.OUTSIDE, Origin.REQUEST})
-"""Origins of deaths of which a request may be the cause."""
+"""Origins of deaths that a request may have caused."""
 
 
 @dataclass(slots=True)
 class Suspicion:
-    """What is held against a request. `passes_at`: tokens that it must have computed to be acquitted, one more than
-    where it was. `lone_seconds`: of its trials that ended in a death that may have come from outside. `seconds_before`,
-    `deaths_before`: what the clock of `Suspects` showed at the first death, which counts as one without it;
-    `rests_until`: what it shows when the next trial may begin. `died_at`: the times of the deaths."""
+    """The deaths in which a request took part. "Clock" is the clock of `Suspects`: seconds in which a process ran."""
 
-    passes_at: int = 0
+    passes_at: int = 0  # computed tokens at which the request is acquitted: one more than at its deaths
     deaths: int = 0
-    lone_deaths: int = 0
-    lone_seconds: float = 0.0
-    seconds_before: float = 0.0
-    deaths_before: int = 0
-    rests_until: float = 0.0
-    died_at: tuple[float, ...] = ()
+    lone_deaths: int = 0  # deaths in trials of this request
+    lone_seconds: float = 0.0  # length of the trials whose death may have come from outside
+    seconds_before: float = 0.0  # clock at the first death
+    deaths_before: int = 0  # deaths of all processes before the first one; that one counts as a death without it
+    rests_until: float = 0.0  # clock at which the next trial may begin
+    died_at: tuple[float, ...] = ()  # times of the deaths
 
 
 class DeathVerdict(NamedTuple):
-    """What a death says of the request that was alone in it. `deaths`: in how many it took part; `guilty`: it is proven
-    that it ends the process; `others_well`: something else has got on since the last proof; `suspicion`: all that was
-    held against it."""
+    """The verdict on a request that was alone in the steps of a process that died."""
 
     request_id: str
-    deaths: int
-    guilty: bool
-    others_well: bool
+    deaths: int  # deaths in which the request took part
+    guilty: bool  # whether the request is proven to end processes
+    others_well: bool  # whether another request got tokens since the last proof
     suspicion: Suspicion
 
 
 class Suspects:
-    """`trial`: the suspect that runs now. Times are seconds on any clock; its own stands still while there is no
-    process, and leaves out trials that a death has ended."""
+    """The suspicions against open requests, and the suspect in `trial`.
+
+    Times are seconds on the caller's clock. The internal clock only counts time in which a process is ready, without
+    the trials that ended in a death.
+    """
 
     def __init__(self) -> None:
         self._records: dict[str, Suspicion] = {}
@@ -77,13 +75,20 @@ class Suspects:
         self.trial: str | None = None
 
     def __contains__(self, request_id: str) -> bool:
-        """Whether it may not run beside others."""
+        """Return whether a request is a suspect, which must not share steps with other requests."""
         record = self._records.get(request_id)
         return record is not None and record.deaths >= SUSPECT_AFTER
 
     def died(self, cause: str, in_flight: Mapping[str, int], now: float) -> DeathVerdict | None:
-        """A process died; `in_flight`: the open requests in its steps, and how many tokens of each they would have
-        computed. Returns a verdict if the one on trial was alone; of the guilty nothing more is kept."""
+        """Record the death of a process. Return a verdict if the request on trial was alone in its steps.
+
+        Args:
+            cause: A name in `engine.process.causes`.
+            in_flight: The open requests in its steps, with the tokens of each that the steps would have completed.
+            now: The time of the death.
+
+        A guilty request is forgotten.
+        """
         trial, self.trial = self.trial, None
         lived = 0.0 if self._ready_at is None else now - self._ready_at
         tried = 0.0 if trial is None else now - self._trial_at
@@ -109,29 +114,29 @@ class Suspects:
         guilty = record.lone_deaths >= LONE_DEATHS and self._chance(record) <= CHANCE
         verdict = DeathVerdict(trial, record.deaths, guilty, self._others_got_on, record)
         if guilty:
-            self._num_deaths -= record.lone_deaths  # they say nothing against the innocence of others
+            self._num_deaths -= record.lone_deaths  # explained deaths do not count in the test of other requests
             self.forget(trial)
             self._others_got_on = False
         return verdict
 
     def _chance(self, record: Suspicion) -> float:
-        """That so many of all deaths since it is held to be one fall into its trials, if they come at any time."""
+        """Return the probability that random deaths fall into the request's trials as often as they did."""
         lone = record.lone_deaths
         total = lone + max(1, self._num_deaths - record.deaths_before - lone)
         seconds = max(0.0, self._seconds - record.seconds_before) + record.lone_seconds
         return at_least(lone, total, record.lone_seconds / seconds if record.lone_seconds else 0.0)
 
     def deaths_to_try(self, request_ids: Iterable[str]) -> set[float]:
-        """Return the times of the deaths for which suspects among these requests are to be tried."""
+        """Return the times of the deaths in which suspects among these requests took part."""
         return {at for name in request_ids if name in self for at in self._records[name].died_at}
 
     def after(self, request_ids: Iterable[str], now: float) -> None:
-        """Another process has begun, and goes on with these: first they, then the suspects."""
+        """Record that a process has started and resumes these requests; trials wait for the first token of any."""
         self._awaited = set(request_ids)
         self._ready_at = now
 
     def got_on(self, request_id: str, tokens: int) -> bool:
-        """So many tokens of a request have been computed; return whether that acquits it."""
+        """Record the computed tokens of a request. Return whether they acquit it."""
         self._awaited.discard(request_id)
         record = self._records.get(request_id)
         if record is None:
@@ -142,31 +147,33 @@ class Suspects:
         return False
 
     def forget(self, request_id: str) -> None:
-        """It has ended, or is acquitted."""
+        """Forget a request that has ended or is acquitted."""
         self._awaited.discard(request_id)
         self._records.pop(request_id, None)
         if self.trial == request_id:
             self.trial = None
 
     def release(self, request_id: str) -> Suspicion | None:
-        """It leaves; return what is held against it, for another engine or for when it comes again."""
+        """Forget a request that leaves. Return its suspicion, for another engine or for its next submission."""
         suspicion = self._records.get(request_id)
         self.forget(request_id)
         return suspicion
 
     def admit(self, request_id: str, suspicion: Suspicion) -> None:
-        """It comes from another engine, or once more, under another id: the deaths of other requests since are not
-        known here."""
+        """Add the suspicion of a request that comes from another engine or is submitted again.
+
+        Deaths without the request since then are unknown here, so its comparison starts again.
+        """
         suspicion.deaths_before = self._num_deaths - suspicion.lone_deaths - 1
         suspicion.seconds_before = suspicion.rests_until = self._seconds
         self._records[request_id] = suspicion
 
     def apart_until(self, request_id: str) -> int:
-        """For `Resumption`: 0 for those that run beside others."""
+        """Return `Resumption.apart_until` of a request; 0 if it may share steps with other requests."""
         return self._records[request_id].passes_at if request_id in self else 0
 
     def next_trial(self, now: float) -> str | None:
-        """The suspect to try now, which is on trial from now on; None: one is already, or it is nobody's turn."""
+        """Start the next trial and return its suspect. Return None while a trial runs or no suspect is due."""
         if self.trial is not None or not self._records or self._ready_at is None:
             return None
         up = now - self._ready_at
@@ -179,19 +186,18 @@ class Suspects:
         return self.trial
 
     def _place(self, request_id: str) -> tuple[bool, int]:
-        """In the order of trials: those that nothing is known of first, then those of which most is known."""
+        """Return the sort key of a trial: suspects without a lone death first, then those with the most."""
         lone_deaths = self._records[request_id].lone_deaths
         return lone_deaths > 0, -lone_deaths
 
 
 def rest(lone_deaths: int) -> float:
-    """Seconds for which processes run without a request of which so many have died alone, before it is tried again."""
+    """Return the pause in seconds of process time before the next trial of a request with `lone_deaths`."""
     return min(LONGEST_REST, FIRST_REST * 2.0 ** (lone_deaths - 1)) if lone_deaths else 0.0
 
 
 def at_least(count: int, total: int, share: float) -> float:
-    """The probability that of `total` events, each of which falls with the probability `share` into it, `count` or more
-    do."""
+    """Return the probability of `count` or more successes in `total` trials of probability `share` (binomial)."""
     if share <= 0.0 or share >= 1.0:
         return float(share >= 1.0)
     inside, outside, ways = math.log(share), math.log1p(-share), math.lgamma(total + 1)
