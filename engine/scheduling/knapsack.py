@@ -1,18 +1,21 @@
-"""Who runs when memory is short, and from which representation: a knapsack over cache units (Apt-Serve §4.2, §5).
+"""Selects requests and their representations when memory is short: a knapsack over cache units (Apt-Serve §4.2, §5).
 
-Every candidate would be worth `value` if it ran, in KV (`kv_units`) or in compact form (`compact_units`, hidden state),
-where it is worth `live · rho · kv_units` less: each step takes that much longer for everybody. Maximise the sum of the
-values within `capacity` units.
+A candidate has `value` if it runs from KV (`kv_units`). From compact form (`compact_units`, hidden state) its value is
+`live · rho · kv_units` less, because each step takes that much longer for every live request. The sum of values is
+maximised within `capacity` units.
 
 `choose` is the closed form for {kv, compact} with one ratio r = compact / kv. With P = live · rho and m = kv, a
 candidate's hull has a first increment of density (value/m − P)/r and an upgrade of density P/(1 − r), the same for all;
 compact is on the hull iff value ≥ P·m/(1 − r). So one sort gives the order of all increments: admissible compacts,
-their upgrades, the others as KV. Three things beside the paper's greedy: a misfit does not end it; a form that does not
-fit even alone is taken out first, and the result is compared with the best single candidate in the richest form that
-fits, so that the value is never less than half of the optimum (with a single in KV only it can be 0); what is left is
-topped up with compact forms.
+their upgrades, the others as KV. Three additions to the paper's greedy rule:
 
-Pure and deterministic: equal densities keep the order of the input. Knows nothing of requests, steps or time.
+- An increment that does not fit is skipped; the rest is still tried.
+- A form that does not fit even alone is removed first, and the result is compared with the best single candidate in its
+  richest form that fits. The value is thus at least half of the optimum (with single candidates in KV only, it could be
+  0).
+- Remaining units are filled with compact forms.
+
+Pure and deterministic: candidates of equal density keep their input order. Uses no requests, steps or clock.
 """
 
 import math
@@ -30,8 +33,9 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """Indices of the candidates that run, from KV and from compact cache, best first; their sum of values (penalties
-    deducted) and of units."""
+    """Indices of the selected candidates, best first, in KV and in compact form; total value (less penalties)
+    and units.
+    """
 
     kv: tuple[int, ...]
     compact: tuple[int, ...]
@@ -40,11 +44,12 @@ class Selection:
 
 
 class Columns(NamedTuple):
-    """The requests that want to run, transposed.
+    """The candidates in columns.
 
-    `values` ≥ 0 (see engine.scheduling.selection), in any unit that `rho` shares. `kv` ≥ 1: device units of the whole
-    past and the growth of this step, in KV. `compact`: the same in compact form, the same share of `kv` for all; 0
-    where that is refused (so is a form that is not smaller).
+    Attributes:
+        values: Values ≥ 0 (see `engine.scheduling.selection`), in any unit that `rho` shares.
+        kv: Device units ≥ 1 in KV, for all known tokens and the growth of this step.
+        compact: The same in compact form, a constant share of `kv`; 0 (or not less than `kv`) if not allowed.
     """
 
     values: Floats
@@ -57,9 +62,11 @@ class Columns(NamedTuple):
 
 
 def choose(columns: Columns, capacity: int, *, live: int = 0, rho: float = 0.0) -> Selection:
-    """The candidates that run. `live`: requests that can still meet their SLO (the N of the paper's Eq. 5).
+    """Return the selected candidates.
 
-    `rho`: what one KV unit's worth of tokens, run from compact cache, adds to a step: seconds when values are seconds.
+    Args:
+        live: Number of requests that can still meet their SLO (N in the paper's Eq. 5).
+        rho: Time that the tokens of one KV unit, run from compact form, add to a step, in the unit of the values.
     """
     total = int(columns.kv.sum())
     if total <= capacity:
@@ -74,8 +81,16 @@ def choose(columns: Columns, capacity: int, *, live: int = 0, rho: float = 0.0) 
 
 
 class _Ranked(NamedTuple):
-    """`order`: candidates of which some form fits, by the density of their first increment; `first`: the units of it,
-    `whole`: of their KV. `num_before`: how many of them go before the upgrades. The best one alone: `best_index`."""
+    """Candidates with at least one form that fits.
+
+    Attributes:
+        order: Candidate indices by density of the first increment.
+        first: Units of the first increment, in that order.
+        whole: Units of the KV form, in that order.
+        num_before: Number of leading candidates that precede the upgrades.
+        best_value: Value of the best single candidate.
+        best_index: Index of that candidate.
+    """
 
     order: list[int]
     first: list[int]
@@ -86,7 +101,7 @@ class _Ranked(NamedTuple):
 
 
 def _rank(columns: Columns, capacity: int, penalty: float) -> _Ranked:
-    """One pass and one sort."""
+    """Rank the candidates in one pass and one sort."""
     values, kv, compact = columns
     smaller = (compact > 0) & (compact < kv)
     whole, part = 1, 0
@@ -94,7 +109,7 @@ def _rank(columns: Columns, capacity: int, penalty: float) -> _Ranked:
         sample = int(smaller.argmax())
         whole, part = int(kv[sample]), int(compact[sample])
         assert (compact[smaller] * whole == kv[smaller] * part).all(), "compact forms take different shares of their KV"
-    bar = penalty * whole / (whole - part)  # density of an upgrade; of the KV from which on compact is admissible
+    bar = penalty * whole / (whole - part)  # density of an upgrade; compact is admissible from this KV density on
     offset = penalty * whole / part if part else 0.0
     is_compact = smaller & ((kv > capacity) | (values >= bar * kv))
     units = np.where(is_compact, compact, kv)
@@ -104,16 +119,16 @@ def _rank(columns: Columns, capacity: int, penalty: float) -> _Ranked:
         return _Ranked([], [], [], 0, -1.0, -1)
     density = values / units - np.where(is_compact, offset, 0.0)
     order = found[np.argsort(-density[found], kind="stable")]
-    # An admissible compact form may miss the bar by a rounding error.
+    # The density of an admissible compact form may be below the bar by a rounding error.
     num_before = int(np.searchsorted(-density[order], -bar * (1.0 - ROUNDING), side="right")) if part else 0
     best = int(found[worth[found].argmax()])
     return _Ranked(order.tolist(), units[order].tolist(), kv[order].tolist(), num_before, float(worth[best]), best)
 
 
 def _fill(columns: Columns, ranked: _Ranked, capacity: int, penalty: float, single: int | None) -> Selection:
-    """Take the increments in order, past misfits; `single` is taken before all others, in its richest form.
+    """Take the increments in order, skipping those that do not fit.
 
-    `held`: units by place in the order.
+    `single`: candidate to take before all others, in its richest form that fits.
     """
     order, first, whole, num_before = ranked.order, ranked.first, ranked.whole, ranked.num_before
     held: dict[int, int] = {}
@@ -139,7 +154,7 @@ def _fill(columns: Columns, ranked: _Ranked, capacity: int, penalty: float, sing
 
 
 def _take(held: dict[int, int], first: list[int], places: range, left: int) -> int:
-    """First increments while there is room for any; returns what is left."""
+    """Take first increments while any fits. Return the remaining units."""
     least = min(first[places.start : places.stop], default=0)
     for place in places:
         if left < least:
@@ -151,13 +166,13 @@ def _take(held: dict[int, int], first: list[int], places: range, left: int) -> i
 
 
 def _top_up(columns: Columns, ranked: _Ranked, held: dict[int, int], left: int, penalty: float) -> int:
-    """Give what is left to candidates whose KV did not fit, as compact where that still has a value."""
+    """Fill the remaining units with compact forms of positive value. Return the units that remain."""
     values, kv, compact = (column[ranked.order].tolist() for column in columns)
     for place in range(len(ranked.order)):
         units = compact[place]
         if not units or units > left or place in held:
             continue
-        # (a compact form that saves nothing does not come this far: its KV would have fitted)
+        # A compact form as large as its KV cannot occur here: the KV would have fitted.
         if values[place] > penalty * kv[place]:
             held[place] = units
             left -= units

@@ -1,14 +1,13 @@
-"""In which order prompts get the time of the steps: as many as possible have their first token by their deadline.
+"""The order in which prompts get step time: as many as possible get their first token by their deadline.
 
-The prompts that run or wait share one machine. Moore and Hodgson's rule (Moore 1968) leaves out as few of them as
-possible: take them by deadline, and whenever one would be late, leave out the longest so far. All objectives are equal,
-so the order of deadlines is that of arrival, and laxity (deadline − now − predicted rest) only decides who is left out:
-one prompt of many thousand tokens does not make the short ones behind it late. One that is left out, or late already,
-comes behind the others, by age; the first of them keeps a floor chunk (see `engine.scheduling.prompts`).
+Running and waiting prompts share one machine. The Moore-Hodgson rule (Moore 1968) minimises the number of late jobs:
+take jobs by deadline, and whenever one would be late, leave out the longest job so far. All TTFT objectives are equal,
+so deadline order is arrival order. Laxity (deadline − now − predicted remaining work) only decides which prompts are
+left out: one very long prompt does not make the short ones behind it late. Prompts that are left out or already late
+follow the others by arrival; the first of these gets a floor chunk (see `engine.scheduling.prompts`).
 
-Where several tenants have prompts, this order holds within each tenant (`engine.scheduling.tenants`).
-
-Pure but for reading the scheduler; seconds and tokens. Knows nothing of memory.
+With several tenants, this order applies within each tenant (`engine.scheduling.tenants`). Functions only read the
+scheduler state; units are seconds and tokens. Memory is not considered.
 """
 
 import math
@@ -32,25 +31,33 @@ from predictor.features import BatchFeatures
 from predictor.model import LatencyPredictor
 
 EASY_SHARE = 0.8
-"""What prompts use of the TBT limit while all of them are on time: steps vary, and a gap that is missed is worth more
-than a first token that comes long before its limit."""
+"""Share of the TBT limit that prompts may use while all of them are on time.
+
+Step times vary, and a missed token gap costs more than an early first token gains.
+"""
 
 FLOOR_SHARE = 0.8
-"""What of the TBT limit a step with a floor chunk is expected to take: no margin is kept free for it, and half of all
-steps take longer than expected."""
+"""Share of the TBT limit that a step with a floor chunk is expected to take.
+
+No latency margin is added for a floor chunk, and half of all steps take longer than expected.
+"""
 
 FEW = 64
-"""Waiting requests up to which columns do not pay."""
+"""Up to this many waiting requests a plain loop is faster than NumPy columns."""
 
 _by_arrival = attrgetter("times.arrival")
 
 
 @dataclass(frozen=True, slots=True)
 class PrefillPace:
-    """How fast prompts are computed beside the decodes of now, `chunk` tokens of them in a step.
+    """Speed of prefill beside the current decodes.
 
-    `step`: seconds of a step without them; `per_token`: of a prompt's token that shares a full step with others.
-    `stretch`: factor by which a prompt of several chunks takes longer, because others share the machine.
+    Attributes:
+        beside: Features of the decodes in each step.
+        step: Seconds of a step without prompts.
+        chunk: Prompt tokens per step.
+        per_token: Seconds per prompt token in a full step shared with other prompts.
+        stretch: Factor by which a prompt of several chunks is slowed down by other tenants.
     """
 
     model: LatencyPredictor
@@ -61,8 +68,10 @@ class PrefillPace:
     stretch: float = 1.0
 
     def seconds(self, start: int, length: int) -> float:
-        """For `length` tokens behind `start`. A long prompt attends to its past: the model is linear in the start of a
-        chunk up to a window, so the middle one counts for all."""
+        """Return the seconds for `length` tokens behind `start`.
+
+        The model is linear in the start of a chunk up to a window, so the middle chunk represents all.
+        """
         if length <= self.chunk:
             return length * self.per_token
         steps, model, beside = self.stretch * length / self.chunk, self.model, self.beside
@@ -70,18 +79,20 @@ class PrefillPace:
         return sum([steps * share * (self.step + model.marginal(beside, at, self.chunk)) for share, at in parts])
 
     def seconds_for(self, request: Request) -> float:
-        """For what is missing of a request."""
+        """Return the seconds for the missing tokens of a request."""
         length = request.num_missing_tokens
         return self.seconds(len(request.token_ids) - length, length)
 
     def slower(self, factor: float) -> "PrefillPace":
-        """The pace on one part in `factor` of the machine."""
+        """Return the pace with 1/`factor` of the machine."""
         return replace(self, per_token=factor * self.per_token, stretch=factor * self.stretch)
 
 
 def prefill_pace(state: SchedulerState, tbt_share: float = 1.0) -> PrefillPace | None:
-    """The pace of now: the decodes that run leave room for it, and the floor chunk is always given. None: no model.
-    `tbt_share`: what of the TBT limit a step may take."""
+    """Return the prefill pace beside the running decodes, never below the floor chunk, or None without a model.
+
+    `tbt_share`: share of the TBT limit that a step may take.
+    """
     model, config = state.model, state.config
     if model is None:
         return None
@@ -102,15 +113,20 @@ def prefill_pace(state: SchedulerState, tbt_share: float = 1.0) -> PrefillPace |
 def floor_chunk(
     model: LatencyPredictor, beside: BatchFeatures, limit: float, config: SchedulerConfig, start: int = 0
 ) -> int:
-    """Tokens that a prompt gets of every step: the least chunk, or what of it fits before `limit` by the time that a
-    step with `beside` is expected to take, without the margin; a block at least, however late decodes are."""
+    """Return the prompt tokens that every step may hold, however late its decodes are; at least one block.
+
+    This is `min_prefill_chunk`, or fewer tokens if more would exceed FLOOR_SHARE of `limit` by the expected time of a
+    step with `beside`, without the margin.
+    """
     fits = model.expected_prefill(beside, FLOOR_SHARE * limit, config.min_prefill_chunk, start)
     return max(fits, min(config.block_size, config.min_prefill_chunk))
 
 
 def prompt_slack(state: SchedulerState, find_pace: Callable[[], PrefillPace | None], now: float) -> float:
-    """Seconds that the online prompts can still lose before one of them is late, what they and those before them need
-    taken off; ≥ 0. They are computed one after the other, in the order of their deadlines, which is that of age."""
+    """Return the seconds, ≥ 0, that the online prompts can be delayed before the first of them is late.
+
+    Prompts are computed one after the other in deadline order, which is arrival order.
+    """
     ttft, waiting = state.objective.ttft, state.waiting_online
     if math.isinf(ttft) or state.model is None:
         return math.inf
@@ -126,7 +142,7 @@ def prompt_slack(state: SchedulerState, find_pace: Callable[[], PrefillPace | No
     due = np.insert(waiting.columns.arrivals, places, [request.times.arrival for request in running]) + ttft
 
     def slack(work: Floats) -> float:
-        """With so many seconds for each that waits. Who was preempted in the middle of its answer does not count."""
+        """Return the slack for `work` seconds per waiting request; requests with a first token are ignored."""
         spans = np.insert(work, places, [pace.seconds_for(request) for request in running])
         ends = np.concatenate(((now + pace.step,), spans)).cumsum()[1:]
         return float((due - ends).min())
@@ -140,14 +156,14 @@ def prompt_slack(state: SchedulerState, find_pace: Callable[[], PrefillPace | No
         else:
             work[index] = pace.seconds_for(request)
     if slack(work) <= 0.0:
-        return 0.0  # (a prompt of several chunks takes longer than so: its past grows)
+        return 0.0  # already late with a lower bound: a prompt of several chunks takes longer than this
     for index in np.flatnonzero((waiting.columns.missing > pace.chunk) & ~waiting.columns.began).tolist():
         work[index] = pace.seconds_for(waiting[index])
     return max(0.0, slack(work))
 
 
 def _slack_of(requests: Iterable[Request], pace: PrefillPace, ttft: float, now: float) -> float:
-    """The same, one by one: of a few that is several times faster."""
+    """Return the slack by a plain loop, which is several times faster for a few requests."""
     slack, end = math.inf, now + pace.step
     for request in requests:
         if request.times.first_token is None:
@@ -157,14 +173,17 @@ def _slack_of(requests: Iterable[Request], pace: PrefillPace, ttft: float, now: 
 
 
 def on_time(jobs: Sequence[tuple[float, float]], begin: float = 0.0) -> list[bool]:
-    """Which of the jobs (seconds until due, seconds of work), ascending by the former, one machine does in time from
-    `begin` on: as many as possible (Moore and Hodgson). Those that are left out are done behind the others."""
+    """Return which jobs one machine completes in time, as many as possible (Moore and Hodgson).
+
+    `jobs` are (seconds until due, seconds of work), ascending by due time. The machine is free from `begin` on. The
+    jobs left out run behind the others.
+    """
     taken = [True] * len(jobs)
     longest: list[tuple[float, int]] = []
     end = begin
     for index, (due, work) in enumerate(jobs):
         end += work
-        heappush(longest, (-work, -index))  # of equals the one that came last
+        heappush(longest, (-work, -index))  # of equal jobs the last one
         if end > due:
             work, last = heappop(longest)
             end += work
@@ -173,7 +192,7 @@ def on_time(jobs: Sequence[tuple[float, float]], begin: float = 0.0) -> list[boo
 
 
 class PromptOrder(NamedTuple):
-    """`urgent` go first, in this order; of `behind` the first keeps a floor chunk."""
+    """`urgent` prompts go first, in this order. The first of `behind` gets a floor chunk."""
 
     urgent: Iterable[Request]
     behind: Sequence[Request]
@@ -182,8 +201,11 @@ class PromptOrder(NamedTuple):
 def order_prompts(
     requests: list[Request], objective: StepObjective, pace: PrefillPace | None, now: float
 ) -> PromptOrder:
-    """`requests`, ascending by age, by urgency. A preempted one, in the middle of an answer whose first token was in
-    time, goes first. Without a pace, only those that are late already come behind."""
+    """Order `requests`, ascending by arrival, by urgency.
+
+    A preempted request whose first token was in time goes first. Without a pace, only requests that are already late
+    come behind.
+    """
     ttft = objective.ttft
     cut = bisect_left(requests, now - ttft, key=_by_arrival)
     late, live = requests[:cut], requests[cut:]
@@ -206,5 +228,5 @@ def order_prompts(
 
 
 def uses_laxity(state: SchedulerState) -> bool:
-    """Whether prompts go by urgency: the policy says so, and there is something to be late for."""
+    """Whether prompts are ordered by urgency: the policy asks for it and there is a TTFT objective."""
     return state.online_policy.by_laxity and math.isfinite(state.objective.ttft)

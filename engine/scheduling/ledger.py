@@ -1,8 +1,7 @@
-"""The limits that one step has left, and its predicted time.
+"""The remaining limits of one step and its predicted time; also the price of a token (`token_costs`).
 
-Also the price of a token (`token_costs`), the unit in which service is shared and progress is forecast: seconds of a
-full step, or 1 for each token without a latency model. On some machines the prices of prompt and output tokens differ
-by a factor of ten.
+The price is the unit of fair sharing and of progress forecasts: seconds in a full step, or 1 per token without a
+latency model. On some machines the prices of prompt and output tokens differ by a factor of ten.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,9 +17,10 @@ from predictor.reach import Reach
 
 @dataclass(slots=True)
 class StepLedger:
-    """What is left of each limit of one step, and what the step will take. Every chunk, decode included, is charged to
-    all of them (units are kept by the pool). `seconds`: the predicted time of what has been charged so far (0 without a
-    model)."""
+    """Remaining tokens and sequences of one step, and its predicted time. Every chunk is charged, decodes included.
+
+    Units are counted by the pool instead. `seconds`: predicted time of the charged work, 0 without a model.
+    """
 
     tokens_left: int
     sequences_left: int
@@ -38,7 +38,7 @@ class StepLedger:
         return self.tokens_left > 0 and self.sequences_left > 0
 
     def charge_decodes(self, contexts: Sequence[int]) -> None:
-        """Charge decodes in bulk; `contexts`: tokens that lie before or at each, its own included."""
+        """Charge the first decodes of a step in bulk. `contexts`: tokens up to and including each decoded one."""
         count = len(contexts)
         self.tokens_left -= count
         self.sequences_left -= count
@@ -48,8 +48,7 @@ class StepLedger:
             self.seconds = self.model.predict(self.features)
 
     def charge_more_decodes(self, count: int, context_sum: int) -> None:
-        """The same beside what has been charged: as much as if each were charged by itself. `context_sum`: what is read
-        of their contexts."""
+        """Charge more decodes in bulk, as if one by one. `context_sum`: sum of the context tokens that they read."""
         self.tokens_left -= count
         self.sequences_left -= count
         assert self.tokens_left >= 0 and self.sequences_left >= 0, "ledger overdrawn"
@@ -58,11 +57,11 @@ class StepLedger:
         self.features.add_decodes(count, context_sum)
 
     def read(self, contexts: Sequence[int]) -> int:
-        """What decodes with such contexts read, in tokens."""
+        """Return the number of tokens that decodes with these contexts read."""
         return self.features.reach.contexts(contexts)
 
     def charge(self, start: int, length: int) -> None:
-        """Charge one chunk; the caller has checked that it fits."""
+        """Charge one chunk, which must fit."""
         self.tokens_left -= length
         self.sequences_left -= 1
         assert self.tokens_left >= 0 and self.sequences_left >= 0, "ledger overdrawn"
@@ -71,13 +70,13 @@ class StepLedger:
         self.features.add_chunk(start, length)
 
     def charge_cache_work(self, work: CacheWork) -> None:
-        """Charge what is run from compact form, restored and moved; negative numbers take it back."""
+        """Charge cache work: compact, restored and transferred data. Negative numbers cancel a charge."""
         if self.model is not None:
             self.seconds += self.model.cache_work(*work, beside=self.features)
         self.features.add_cache_work(*work)
 
     def charge_moves(self, num_bytes: int) -> None:
-        """Charge bytes moved between device and host; negative numbers take them back."""
+        """Charge bytes copied between device and host. A negative number cancels a charge."""
         if num_bytes:
             self.charge_cache_work(CacheWork(transferred_bytes=num_bytes))
 
@@ -86,7 +85,7 @@ class StepLedger:
         return self.model.cache_work(tokens, beside=self.features) if tokens and self.model is not None else 0.0
 
     def charge_adapter(self, number: int, tokens: int) -> None:
-        """Charge the LoRA adapter of a chunk, each once in a step, and what it does with the tokens."""
+        """Charge a chunk's LoRA adapter: once per step for its weights, and per token for its work."""
         is_new = number not in self.adapters
         self.adapters.add(number)
         self.features.add_adapted(is_new, tokens)
@@ -94,31 +93,31 @@ class StepLedger:
             self.seconds += self.model.adapter_work(is_new, tokens)
 
     def mask_seconds(self, rows: int) -> float:
-        """What so many masked samples would add."""
+        """Return the seconds that masks for `rows` more samples would add."""
         return self.model.mask_work(self.features, rows) if rows and self.model is not None else 0.0
 
     def charge_masks(self, rows: int) -> None:
-        """Charge the masks of so many samples."""
+        """Charge the masks of `rows` samples."""
         self.seconds += self.mask_seconds(rows)
         self.features.add_masked(rows)
 
 
 def num_masked(decodes: Sequence[Request]) -> int:
-    """Of requests whose next token is due, how many a mask may limit."""
+    """Return the number of these decodes whose sampling a mask may restrict."""
     return sum([request.num_computed_tokens + 1 >= request.masked_from for request in decodes])
 
 
 DECODE_CONTEXT = 512
-"""Context of the decodes that an output token is priced among, tokens."""
+"""Context length, in tokens, of the decodes from which the price of an output token is computed."""
 
 
 def token_costs(model: LatencyPredictor | None, config: SchedulerConfig) -> TokenCosts:
-    """The costs on a machine whose step times `model` predicts, in the fullest steps that `config` allows."""
+    """Return the token costs in the fullest steps that `config` allows; 1 per token without a model."""
     return TokenCosts() if model is None else _costs(model.predict, model.reach, config)
 
 
 def usual_costs(model: LatencyPredictor, config: SchedulerConfig) -> TokenCosts:
-    """The same without the margin that guards objectives: a forecast wants what such steps usually take."""
+    """Return the token costs without the latency margin, for forecasts."""
     return _costs(getattr(model, "usual", model.predict), model.reach, config)
 
 

@@ -1,4 +1,4 @@
-"""Offline work of a step: the plan, as far as online work leaves room."""
+"""Adds offline work to a step, as planned, as far as online work leaves room."""
 
 import math
 from collections.abc import Callable
@@ -12,7 +12,7 @@ from engine.scheduling.planner import OfflinePlan, offline_allowance
 
 
 class OfflineFill:
-    """Adds offline requests to a step, behind its online work."""
+    """Add offline requests to a step behind its online work. `lookup` returns an unfinished request by its id."""
 
     def __init__(self, draft: StepDraft, lookup: Callable[[str], Request | None]) -> None:
         self._draft = draft
@@ -31,7 +31,7 @@ class OfflineFill:
                 break
             request = self._lookup(planned.request_id)
             if request is None or (request.status is RequestStatus.RUNNING) != planned.running:
-                continue  # it has ended, was preempted for this step's online work, or is in the step already
+                continue  # the request has ended, was preempted by this step's online work, or has already started
             add = self._continue if planned.running else self._start
             if not add(request, allowance):
                 break
@@ -41,8 +41,10 @@ class OfflineFill:
             state.counters.leftover_used_seconds += ledger.seconds - before
 
     def _add_decodes(self, plan: OfflinePlan, allowance: OfflineAllowance) -> int:
-        """The decodes before anything else in the plan, at once, if there is room for all of them: what `_continue`
-        does one by one. Returns how many items of the plan are done with."""
+        """Add the leading decodes of the plan in bulk if all of them fit. Return the number of plan items handled.
+
+        Same as `_continue` per decode, but faster.
+        """
         state, draft, ledger = self._state, self._draft, self._draft.ledger
         if state.cache.num_compact or state.unwritten:
             return 0
@@ -60,8 +62,10 @@ class OfflineFill:
         return examined
 
     def _leading_decodes(self, plan: OfflinePlan) -> tuple[list[Request], int]:
-        """Return the decodes at the start of the plan, and how many of its items are done with them. Requests that have
-        ended, run no more or are in the step already are passed over."""
+        """Return the decodes at the start of the plan and the number of plan items that they cover.
+
+        Requests that have ended, stopped running or are already in the step are skipped.
+        """
         items = takewhile(lambda item: item.running and item.length == 1, plan.chunks)
         found = [self._lookup(item.request_id) for item in items]
         running = [r for r in found if r and r.status is RequestStatus.RUNNING and r.last_step != self._draft.step_id]
@@ -69,13 +73,16 @@ class OfflineFill:
         return decodes, len(found) if count == len(running) else found.index(running[count])
 
     def _mark_beside_offline(self, num_online: int) -> None:
-        """Where offline requests joined the first `num_online` of the step, mark each online one that they delay."""
+        """If offline requests joined the step, mark each online request that they delay.
+
+        `num_online`: number of online requests at the start of the step's list.
+        """
         if len(self._draft.requests) > num_online:
             for request in (*self._draft.requests[:num_online], *self._state.waiting_online):
                 request.beside_offline = True
 
     def _continue(self, request: Request, allowance: OfflineAllowance) -> bool:
-        """Whether the tail of the plan should still be tried."""
+        """Add a running request. Return whether the rest of the plan should be tried."""
         wanted = request.num_pending_tokens
         if request.last_step == self._draft.step_id or not wanted:
             return True
@@ -93,12 +100,12 @@ class OfflineFill:
     def _length(self, request: Request, allowance: OfflineAllowance, start: int, wanted: int) -> int:
         config, ledger, whole = self._state.config, self._draft.ledger, wanted
         wanted = min(wanted, ledger.tokens_left)
-        # without time for its masks the rest of a prompt is of no use yet either
+        # the end of a prompt is useless without time for the masks that sampling its first token needs
         seconds = ledger.seconds + ledger.mask_seconds(start + whole >= request.masked_from)
         seconds += ledger.compact_seconds(request.cache_map.num_compact * config.block_size)
         length = allowance.largest(ledger.features, seconds, start, wanted)
         if not self._draft.chunks and (self._draft.nothing_in_flight or not self._state.has_online):
-            # Nothing else moves: the first request always does, whatever the budget says (E4). Beside online work that
-            # cannot start, it gives back its room in the end.
+            # No other request progresses: the first one always does, even beyond the budget (E4). If online work
+            # cannot start, this request ends at last and frees its memory.
             length = max(length, min(wanted, config.min_prefill_chunk))
         return length

@@ -1,9 +1,8 @@
 """Plans the offline fill of the next step while the current one runs (HyGen §4.3).
 
-A plan is a list of candidates in the order in which they should be taken, cut where the expected leftover ends. It is
-derived from the state as it will be when the step in flight has ended (tokens in flight count as known), mutates
-nothing, and is only a proposal: the step re-validates every item against what online work really left. The search
-yields now and then so that a caller can slice it.
+A plan is an ordered list of candidates, cut where the expected leftover of the step ends. It assumes the state after
+the step in flight (tokens in flight count as known) and changes nothing. It is only a proposal: the step checks every
+item again against the actual leftover. The search yields regularly so that a caller can slice it.
 """
 
 import math
@@ -29,7 +28,7 @@ _lane = attrgetter("spec.lane")
 
 
 class PlannedChunk(NamedTuple):
-    """`running`: the request held a row when it was planned."""
+    """A planned chunk of an offline request. `running`: the request had a row when the plan was made."""
 
     request_id: str
     length: int
@@ -37,18 +36,20 @@ class PlannedChunk(NamedTuple):
 
 
 LOST_BUDGET_STEPS = 4.0
-"""Smallest steps that one of offline work may take where nothing is said of TBT, or nothing that any step keeps."""
+"""Offline step limit, in smallest steps, if even the smallest step exceeds the TBT limit."""
 
 
 class OfflinePlan(NamedTuple):
-    """Offline chunks in the order in which they should be taken."""
+    """Offline chunks, most preferred first."""
 
     chunks: tuple[PlannedChunk, ...]
 
     @property
     def continued(self) -> "OfflinePlan":
-        """The same requests once more, those that this plan started among the running, as if all of them decoded: a
-        step that takes them looks at what each has left to do."""
+        """Return a plan for the step after this one, with the same requests, all of them as running decodes.
+
+        The step that uses the plan checks how many tokens each request has left.
+        """
         if all(chunk.running and chunk.length == 1 for chunk in self.chunks):
             return self
         return OfflinePlan(tuple(PlannedChunk(chunk.request_id, 1, True) for chunk in self.chunks))
@@ -62,15 +63,15 @@ def offline_allowance(
     now: float,
     pace: Callable[[], PrefillPace | None],
 ) -> OfflineAllowance:
-    """What offline work may add to a step whose online work is in `ledger`.
+    """Return the limit on offline work in a step whose online work is in `ledger`.
 
-    L bounds the step, without online work also what an arrival within it can lose; where the smallest step has become
-    longer than an absolute TBT limit (weights stream, and the disk has become slow) that is lost anyway, and must not
-    cut offline work into steps of one request. An absolute TBT limit, and the
-    tightest deadline, end it where they can still be met; of what they and L leave above online work the controller may
-    grant a share. The budget's rule does the rest: beside a waiting prompt `ttft_mean` adds nothing and `ttft_p99`
-    half of what the prompt can still lose; under `tbt_p99` a step that is over L anyway is in the tail already and may
-    be doubled, as far as the share goes.
+    - The budget L bounds the step. Without online work `objective.idle` bounds it too, since an arrival waits for its
+      end. If the smallest step exceeds an absolute TBT limit (streamed weights, slow disk), the limit is lost anyway,
+      and offline work may take several smallest steps.
+    - An absolute TBT limit and the tightest token deadline apply while they can still be met.
+    - `offline_share` scales the time left above online work.
+    - Beside a waiting prompt the rule `ttft_mean` allows nothing, the other rules half of the prompt's slack. Under
+      `tbt_p99` a step that exceeds L anyway may be doubled.
     """
     objective = state.objective
     rule, limit = objective.budget.rule, objective.budget.latency_budget
@@ -84,10 +85,10 @@ def offline_allowance(
     elif rule == "tbt_p99" and ledger.seconds > limit > 0.0:
         limit = 2.0 * ledger.seconds
     if num_online_decodes and not math.isinf(objective.tbt):
-        within = objective.tbt if objective.tbt >= ledger.seconds else math.inf  # lost without offline work, too
+        within = objective.tbt if objective.tbt >= ledger.seconds else math.inf  # missed even without offline work
         limit = min(limit, within, _tightest_slack(state, ledger.seconds, now))
     if online and state.offline_share < 1.0:
-        # A share of an L beyond the limits would take nothing away.
+        # Scale last: scaling an L that exceeds the other limits would have no effect.
         share = state.offline_share
         limit = ledger.seconds + (share * max(0.0, limit - ledger.seconds) if share > 0.0 else 0.0)
     if beside_prompt and rule == "ttft_mean":
@@ -100,14 +101,14 @@ def offline_allowance(
 
 
 def _tightest_slack(state: SchedulerState, reachable_from: float, now: float) -> float:
-    """Seconds to the earliest token deadline that a step of `reachable_from` seconds can still meet."""
+    """Return the seconds to the earliest token deadline that a step of `reachable_from` seconds can still meet."""
     decoding = [r for r in state.running[RequestClass.ONLINE] if r.times.first_token is not None]
     slacks = (deadline - now for deadline in state.objective.token_deadlines(decoding))
     return min((slack for slack in slacks if slack >= reachable_from), default=math.inf)
 
 
 def plan_offline(state: SchedulerState, now: float) -> Generator[None, None, OfflinePlan]:
-    """Yields between slices of work; returns the plan. The scheduler may change between slices: items go stale."""
+    """Yield between slices of work and return the plan. The state may change between slices, so items may be stale."""
     ledger = _expected_online(state)
     beside_prompt = ledger.features.num_prefill_chunks > 0
     pace = partial(prefill_pace, state)
@@ -125,13 +126,13 @@ def plan_offline(state: SchedulerState, now: float) -> Generator[None, None, Off
             continue
         masked = request.num_expected_tokens >= request.masked_from
         length = _largest(allowance, ledger, request.num_computed_tokens, wanted, masked)
-        # One item more than fits: online work may turn out smaller, and where nothing else runs the first item does.
+        # One item more than fits: online work may turn out smaller, and on an idle engine the first item always runs.
         chunks.append(PlannedChunk(request.request_id, length, running=True))
         if length == 0:
             return OfflinePlan(tuple(chunks))
         ledger.charge(request.num_computed_tokens, length)
         ledger.charge_masks(masked and length == remaining)
-        # A prompt that is cut has used the budget up: crumbs for the next ones would only hold more half-filled caches.
+        # A cut prompt has used up the budget; tiny chunks of further prompts would only hold half-filled caches.
         cut = cut or length < wanted
         examined += 1
         if examined % ITEMS_PER_SLICE == 0:
@@ -142,7 +143,7 @@ def plan_offline(state: SchedulerState, now: float) -> Generator[None, None, Off
 
 
 def whole(slices: Generator[None, None, OfflinePlan]) -> OfflinePlan:
-    """The plan of a search that has all the time it wants."""
+    """Run a plan search to its end and return the plan."""
     while True:
         try:
             next(slices)
@@ -154,8 +155,9 @@ def whole(slices: Generator[None, None, OfflinePlan]) -> OfflinePlan:
 def _plan_decodes(
     running: Sequence[Request], ledger: StepLedger, allowance: OfflineAllowance
 ) -> tuple[list[PlannedChunk], int]:
-    """The decodes before anything else of `running`, at once, if there is room for all of them; and how many of
-    `running` need not be looked at any more."""
+    """Plan the leading decodes of `running` in bulk if all fit. Return their chunks and how many requests
+    were handled.
+    """
     decodes, examined = leading_decodes(running)
     contexts = [request.num_computed_tokens + 1 for request in decodes]
     masked = num_masked(decodes)
@@ -178,7 +180,7 @@ def _largest(allowance: OfflineAllowance, ledger: StepLedger, start: int, wanted
 def _plan_waiting(
     state: SchedulerState, ledger: StepLedger, allowance: OfflineAllowance, chunks: list[PlannedChunk], now: float
 ) -> Generator[None, None, None]:
-    """Waiting requests in the offline policy's order, while rows, units, tokens and time last."""
+    """Plan waiting requests in the offline policy's order, while rows, units, tokens and time last."""
     pool = state.pool
     num_offline = len(state.running[RequestClass.OFFLINE]) + 1
     coming, taken = pool.num_deferred_units + state.cache.parked.num_units(online=False), 0
@@ -212,11 +214,10 @@ def _plan_waiting(
 
 
 def _candidates(state: SchedulerState, now: float) -> Iterator[Request]:
-    """Waiting requests that may be admitted now, looked up one by one: most plans take few.
+    """Yield waiting requests that may start now. The lookup is lazy because most plans take few.
 
-    One that was evicted often keeps away from online work for a while: it would only be evicted again (E4). Without
-    online work nothing else wants the machine, so no timer has to wake anybody when the while is over: either online
-    work makes steps, and each looks again, or there is none.
+    A request that was preempted often stays away from online work for a while, since it would be preempted again (E4).
+    No timer is needed for its return: either online work makes steps, each with a new plan, or there is no online work.
     """
     for request in state.waiting_offline.candidates():
         if now >= request.not_before or not state.has_online:
@@ -224,7 +225,7 @@ def _candidates(state: SchedulerState, now: float) -> Iterator[Request]:
 
 
 def _may_start(state: SchedulerState, request: Request) -> bool:
-    """Return whether the next step has memory for a waiting online request, the blocks of offline work included."""
+    """Whether a waiting online request fits into memory in the next step if offline work gives its blocks up."""
     held = sum(r.cache_map.num_live for r in state.running[RequestClass.OFFLINE])
     parked = state.cache.parked.num_units(online=False)
     units = state.pool.num_available_units + state.pool.num_deferred_units + parked + UNITS_PER_BLOCK * held
@@ -232,8 +233,10 @@ def _may_start(state: SchedulerState, request: Request) -> bool:
 
 
 def _expected_online(state: SchedulerState) -> StepLedger:
-    """Return the ledger of the next step after the online work that is known now. Prompts end within the time limit of
-    the decodes beside them."""
+    """Return the ledger of the next step, charged with the online work known now.
+
+    Prompts are sized to the time limit of the decodes beside them.
+    """
     config = state.config
     ledger = StepLedger(config.max_num_batched_tokens, config.max_num_seqs, state.model)
     decodes, prompts = due(state.running[RequestClass.ONLINE])
@@ -252,7 +255,9 @@ def _expected_online(state: SchedulerState) -> StepLedger:
 
 
 def _prompt_length(state: SchedulerState, ledger: StepLedger, request: Request, tokens: int, limit: float) -> int:
-    """The chunk of an online prompt in a step that should end by `limit`, as `engine.scheduling.prompts` sizes it."""
+    """Return the chunk of an online prompt in a step with the time limit `limit`, sized as in
+    `engine.scheduling.prompts`.
+    """
     start, model = request.num_computed_tokens, state.model
     length = min(len(request.token_ids) - start, tokens)
     if length < 1 or model is None or math.isinf(limit):

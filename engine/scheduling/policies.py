@@ -1,24 +1,25 @@
-"""Online policies: in which order waiting requests compete for a step, and what happens at one that does not fit.
+"""Online policies: the order in which waiting requests start, and the handling of a request that does not fit.
 
-Each is a pure function of the queue and a small context, chosen by name (`larry:0.5` gives one its parameter, and
-`apt:0.1` or `goodput:0.1` what a request that has missed its SLO still counts, see `engine.scheduling.selection`):
+Each policy is a pure function of the queue and a small context. `larry:0.5` sets α. `apt:0.1` and `goodput:0.1` set the
+weight of a request that has missed its SLO, see `engine.scheduling.selection`.
 
-- `fcfs`: by arrival; the first that does not fit ends the admission;
-- `no-preempt`: by arrival; a request starts only if its prompt and all of its `max_tokens` fit beside what the running
-  ones may still take, so memory never forces a request out;
-- `larry` (LARRY §4): `α · waiting time − queue length · memory`, highest first, past misfits. The paper prints a plus
-  before the memory term; its text and its results need the minus. Memory is a fraction of the pool and time is in units
-  of the TTFT objective, so α has no dimension. A request that waited longer than the objective goes first;
-- `random` (Apt-Serve §3.2): a random order per seed, a base line;
-- `apt` (Apt-Serve §4): by arrival while memory lasts; then a knapsack over pending times chooses who starts, and who
-  runs from hidden state where the model offers it;
-- `goodput` (ours): the same knapsack, one point for each request that can still meet the SLO;
-- `goodput-strict` (ours): late requests count next to nothing, and lose the memory that they hold to those that can
-  still be saved: more objectives met, and tails several times as long;
+- `fcfs`: by arrival; the first request that does not fit stops admission;
+- `no-preempt`: by arrival; a request starts only if its prompt and all of its `max_tokens` fit beside the maximum size
+  of the running requests, so a shortage of memory never preempts a request;
+- `larry` (LARRY §4): by `α · waiting time − queue length · memory`, highest first; a request that does not fit is
+  skipped. The paper prints a plus before the memory term, but its text and its results need the minus. Memory is a
+  fraction of the pool, and time is in units of the TTFT objective, so α has no dimension. A request that has waited
+  longer than the objective goes first;
+- `random` (Apt-Serve §3.2): a random order per seed, as a baseline;
+- `apt` (Apt-Serve §4): by arrival while memory lasts; then a knapsack over pending times chooses the requests to start,
+  and those to run from hidden state if the model supports it;
+- `goodput` (ours): the same knapsack with one point for each request that can still meet the SLO;
+- `goodput-strict` (ours): late requests count almost nothing, and lose their memory to requests that can still meet the
+  SLO. More requests meet the SLO, but tail latencies are several times as long;
 - `srpt-oracle`: shortest remaining output first, by the true lengths, without preemption (TRAIL with perfect
-  predictions and c = 0). Only a simulator knows true lengths: it states them as `min_tokens`.
+  predictions and c = 0). Only a simulator knows the true lengths: it passes them as `min_tokens`.
 
-Knows nothing of steps, units' whereabouts or time limits.
+Policies know nothing of steps, unit locations or time limits.
 """
 
 import math
@@ -34,13 +35,18 @@ from predictor.limits import UNITS_PER_BLOCK
 
 DEFAULT_ALPHA = 1.0
 DEFAULT_TTFT = 1.0
-"""The unit of waiting time, in seconds, when no TTFT objective is stated."""
+"""Unit of waiting time, in seconds, without a TTFT objective."""
 
 
 @dataclass(frozen=True, slots=True)
 class QueueContext:
-    """What a policy may look at. `running`: online requests that hold a row; it must not be changed. `ttft`: the
-    objective in seconds, infinite when none is stated. Times in seconds on the core's clock."""
+    """The facts available to a policy. Times are seconds on the core's clock.
+
+    Attributes:
+        running: Online requests with a row, read-only.
+        num_units: Units of the device pool.
+        ttft: TTFT objective in seconds; infinite without one.
+    """
 
     now: float
     num_waiting: int
@@ -52,11 +58,11 @@ class QueueContext:
     most_blocks: int = sys.maxsize
 
     def units(self, tokens: int) -> int:
-        """Cache units that `tokens` tokens and the next one take."""
+        """Return the cache units for `tokens` tokens and the next one."""
         return min(tokens // self.block_size + 1, self.most_blocks) * UNITS_PER_BLOCK
 
     def is_aged(self, request: Request) -> bool:
-        """Whether it has waited for longer than the TTFT objective."""
+        """Whether the request has waited longer than the TTFT objective."""
         return self.now - request.times.arrival > self.ttft
 
 
@@ -73,11 +79,16 @@ def _never(_request: Request, _context: QueueContext) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class OnlinePolicy:
-    """`order`: the waiting requests, best first (given by arrival). `admits`: whether one may start at all now.
-    `scans_past`: whether the next is looked at although this one could not start. `select`: who starts, and from which
-    representation, once they want more memory than there is; None: the order decides then too. `late_last`: a
-    running request that has missed its TTFT objective gives its memory to those that can still be saved. `by_laxity`:
-    prompts that can still meet the objective get the time of steps first, while memory lasts also to start."""
+    """One online policy.
+
+    Attributes:
+        order: Sort the waiting requests, given by arrival, best first.
+        admits: Whether a request may start now.
+        scans_past: Whether admission continues behind a request that could not start.
+        select: Choose the requests to start, and their representation, when memory is short; None: use `order`.
+        late_last: A running request that missed its TTFT objective loses its memory to those that can still meet it.
+        by_laxity: Prompts that can still meet the objective go first; while memory lasts they also start first.
+    """
 
     order: Order
     admits: Callable[[Request, QueueContext], bool] = _always
@@ -88,26 +99,26 @@ class OnlinePolicy:
 
 
 def fcfs(waiting: Sequence[Request], _context: QueueContext) -> Sequence[Request]:
-    """First come, first served; the queue is kept by arrival, and a preempted request keeps its age."""
+    """First come, first served. The queue is in arrival order, and a preempted request keeps its arrival time."""
     return waiting
 
 
 def fits_whole(request: Request, context: QueueContext) -> bool:
-    """Whether the request's longest possible form fits beside the longest forms of all that run."""
-    # The last token of an answer is never computed on, so it takes no room.
+    """Whether the request at its maximum length fits beside all running requests at theirs."""
+    # The K and V of an answer's last token are never computed, so it needs no room.
     reserved = sum(context.units(running.max_total_tokens - 1) for running in context.running)
     return reserved + context.units(request.max_total_tokens - 1) <= context.num_units
 
 
 def larry_score(request: Request, context: QueueContext, alpha: float) -> float:
-    """LARRY's score, higher is better: α · waiting time ÷ TTFT objective − queue length · share of the pool."""
+    """Return LARRY's score, higher is better: α · waiting time ÷ TTFT objective − queue length · share of the pool."""
     memory = context.units(len(request.token_ids)) / context.num_units
     unit = context.ttft if math.isfinite(context.ttft) and context.ttft > 0.0 else DEFAULT_TTFT
     return alpha * (context.now - request.times.arrival) / unit - context.num_waiting * memory
 
 
 def larry(waiting: Sequence[Request], context: QueueContext, *, alpha: float = DEFAULT_ALPHA) -> Sequence[Request]:
-    """Aged requests by arrival, then the others by score; a stable sort keeps equals by arrival."""
+    """Order aged requests by arrival, then the others by score; equal scores keep arrival order."""
     if len(waiting) == 1:
         return waiting
     scored = [
@@ -119,12 +130,14 @@ def larry(waiting: Sequence[Request], context: QueueContext, *, alpha: float = D
 
 
 def shuffled(waiting: Sequence[Request], context: QueueContext) -> Sequence[Request]:
-    """A random order that is a function of the seed and of what waits; a request keeps its lot while it waits."""
+    """Return a random order that depends only on the seed and the requests. A waiting request keeps its
+    random value.
+    """
     return sorted(waiting, key=lambda request: _lot(context.seed, request.arrival_order))
 
 
 def shortest_remaining(waiting: Sequence[Request], _context: QueueContext) -> Sequence[Request]:
-    """By the output tokens that are still to come, as `min_tokens` states them (`max_tokens` where it does not)."""
+    """Order by remaining output tokens, from `min_tokens` or, if it is 0, `max_tokens`."""
     return sorted(waiting, key=_remaining)
 
 
@@ -134,7 +147,7 @@ def _remaining(request: Request) -> int:
 
 
 def _lot(seed: int, order: int) -> int:
-    """A well-mixed 64-bit function of (seed, order): splitmix64's finaliser."""
+    """Return a well-mixed 64-bit hash of (seed, order): splitmix64's finaliser."""
     mask = 2**64 - 1
     value = (order + 1 + (seed + 1) * 0x9E3779B97F4A7C15) & mask
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
@@ -143,7 +156,7 @@ def _lot(seed: int, order: int) -> int:
 
 
 def _is_young(request: Request, context: QueueContext) -> bool:
-    # An aged request that does not fit holds the queue: passed over again and again, it would never start.
+    # An aged request that does not fit blocks the queue; if it could be skipped, it might never start.
     return not context.is_aged(request)
 
 
@@ -164,8 +177,11 @@ SELECTS: dict[str, Callable[..., list[Start]]] = {
 
 
 def find_policy(name: str) -> OnlinePolicy:
-    """The policy called `name`, or with its parameter `larry:ALPHA`, `apt:TAIL`, `goodput:TAIL`; raises ConfigError for
-    anything else."""
+    """Return the policy `name`, optionally with a parameter: `larry:ALPHA`, `apt:TAIL`, `goodput:TAIL`.
+
+    Raises:
+        ConfigError: The name or the parameter is not valid.
+    """
     base, colon, value = name.partition(":")
     policy = ONLINE_POLICIES.get(base)
     if policy is None:

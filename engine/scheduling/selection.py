@@ -1,16 +1,16 @@
-"""Which requests start when memory is short, and from which representation (Apt-Serve §4.2-§5; `goodput` is ours).
+"""Selects the requests to start when memory is short, and their representation (Apt-Serve §4.2-§5; `goodput` is ours).
 
-Requests that run keep their place while they fit. Those that wait compete for what is free or can be taken from offline
-work: `select_apt` and `select_goodput` value them, `engine.scheduling.knapsack` chooses. Until the demand exceeds the
-room nothing here is called, and requests start in the order of the policy, from KV.
+Running requests stay while they fit. Waiting requests compete for free memory and for memory that offline work can give
+up. `select_apt` and `select_goodput` assign values; `engine.scheduling.knapsack` chooses. While memory suffices this
+module is not used, and requests start in policy order from KV.
 
-What running a request is worth is its pending time (Apt-Serve §4.2), or one point (`goodput`). Both demote a request
-that has missed its SLO, by one knob, `tail`: it counts with `tail` times its pending time, so that after 1/tail
-objectives of waiting it is worth as much as any that can still be saved. 0 is the paper's near-zero constant, the best
-attainment, and starves about a tenth; 0.4 is the paper's decayed variant (§6.6).
+The value of a request is its pending time (Apt-Serve §4.2) or one point (`goodput`). Both demote a request that missed
+its SLO to `tail` times its pending time. After a wait of 1/tail objectives it is worth as much as a request that can
+still meet its SLO. 0 is the paper's near-zero constant: the best attainment, but about a tenth of the requests starve.
+0.4 is the paper's decayed variant (§6.6).
 
-Thousands may wait and a step is a few milliseconds, so the queue is handled by columns; what differs from request to
-request by more than arrival and length (those that were preempted) is filled in one by one.
+Thousands of requests may wait and a step takes a few milliseconds, so the queue is processed in columns. Only preempted
+requests are corrected one by one.
 """
 
 import math
@@ -31,19 +31,24 @@ from predictor.model import LatencyPredictor
 
 DEFAULT_TAIL = 0.4
 EPSILON = 1e-6
-"""What a request is worth that has missed its SLO, at least: more than nothing, less than any that can be saved."""
+"""Minimum value of a request that has missed its SLO: above 0, below that of any request that can still meet it."""
 DEFAULT_TTFT = 1.0
 KV_PER_COMPACT = UNITS_PER_BLOCK // COMPACT.form.units
 GRAIN = 16
-"""Tokens to which a prompt is rounded up when its time is predicted."""
+"""Prompt lengths are rounded up to a multiple of this when their time is predicted, in tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class Pressure:
-    """What the choice depends on. `capacity`: device units that online requests could get now, `compact_blocks`: how
-    many more blocks may be run from hidden state (0: none is offered). `rho`: seconds that a KV unit's worth of
-    tokens adds to the steps in which it is run from that form, all together. `ttft`, `tbt`: limits in seconds, infinite
-    where none is stated.
+    """Inputs of the selection.
+
+    Attributes:
+        running: Running online requests.
+        capacity: Device units available to online requests.
+        compact_blocks: Further blocks that may run from hidden state; 0 if the model does not support it.
+        rho: Seconds that the tokens of one KV unit, run from hidden state, add to all steps together.
+        ttft: Limit in seconds; infinite if none is set.
+        tbt: Limit in seconds; infinite if none is set.
     """
 
     now: float
@@ -59,7 +64,7 @@ class Pressure:
     most_blocks: int = sys.maxsize
 
     def less(self, starts: Iterable["Start"]) -> "Pressure":
-        """What is left once these have started."""
+        """Return the pressure after these requests have started."""
         units = compact = 0
         for request, kind, _ in starts:
             blocks = min(len(request.token_ids) // self.block_size + 1, self.most_blocks)
@@ -69,7 +74,7 @@ class Pressure:
 
 
 class Start(NamedTuple):
-    """A waiting request that was chosen, what it stores, and whether it can still meet its SLO."""
+    """A selected request, the block kind that it stores, and whether it can still meet its SLO."""
 
     request: Request
     kind: CacheKind
@@ -80,14 +85,14 @@ Select = Callable[[Sequence[Request], Pressure], list[Start]]
 
 
 def select_apt(waiting: Sequence[Request], pressure: Pressure, tail: float = DEFAULT_TAIL) -> list[Start]:
-    """By pending time; a request that has missed its SLO counts for `tail` of it (the paper's fallback)."""
+    """Select by pending time; a request that missed its SLO counts `tail` of it (the paper's fallback)."""
     queue = _transposed(waiting, pressure)
     values = apt_values(queue.pending, queue.hopeful, tail)
     return _chosen(queue, values, queue.hopeful, pressure, pressure.rho, tail)
 
 
 def select_goodput(waiting: Sequence[Request], pressure: Pressure, tail: float = DEFAULT_TAIL) -> list[Start]:
-    """One point for each that can still meet the SLO if started now; the others by `tail`, at 0 next to nothing."""
+    """Select with one point per request that meets its SLO if started now; a late one counts by `tail`."""
     unit = pressure.ttft if math.isfinite(pressure.ttft) else DEFAULT_TTFT
     queue = _transposed(waiting, pressure)
     savable = _savable(queue, pressure)
@@ -96,10 +101,17 @@ def select_goodput(waiting: Sequence[Request], pressure: Pressure, tail: float =
 
 
 class _Queue(NamedTuple):
-    """The waiting requests, transposed. `pending`: seconds since the last token or arrival; `slack`: until the SLO is
-    broken, below zero where it is, `hopeful`: where it is not; `kv`, `compact`: device units of the whole known length
-    and the next token in each form (what is parked comes back as it was stored: `compact` is 0); `missing`: tokens
-    to compute up to the next new one; `began`: which of them have run before."""
+    """The waiting requests in columns.
+
+    Attributes:
+        pending: Seconds since the last token, or since arrival.
+        slack: Seconds until the SLO is missed; negative if it is already missed.
+        hopeful: Whether the SLO is not missed yet.
+        kv: Device units in KV for all known tokens and the next one.
+        compact: The same in compact form; 0 for a request with parked blocks, which keep their form.
+        missing: Tokens to compute before the next new one.
+        began: Indices of requests that have run before.
+    """
 
     requests: Sequence[Request]
     pending: Floats
@@ -125,7 +137,7 @@ def _transposed(waiting: Sequence[Request], pressure: Pressure) -> _Queue:
 
 
 def _correct(queue: _Queue, index: int, request: Request, pressure: Pressure) -> None:
-    """The row of a request that has run before."""
+    """Fill in the row of a request that has run before."""
     times, length, cache_map = request.times, len(request.token_ids), request.cache_map
     queue.pending[index] = pending = pending_time(pressure.now, times.arrival, times.last_token)
     queue.hopeful[index] = hope = _has_hope(request, pressure)
@@ -151,7 +163,7 @@ def _has_hope(request: Request, pressure: Pressure) -> bool:
 
 
 def _savable(queue: _Queue, pressure: Pressure) -> Bools:
-    """Who would have its next token in time, by the latency model, if it ran from now on."""
+    """Return which requests would get their next token in time, by the latency model, if they ran from now on."""
     model = pressure.model
     if model is None or not len(queue.requests):
         return queue.hopeful
@@ -172,17 +184,17 @@ def _savable(queue: _Queue, pressure: Pressure) -> Bools:
 
 
 def _chosen(queue: _Queue, values: Floats, savable: Bools, pressure: Pressure, rho: float, tail: float) -> list[Start]:
-    """The knapsack's answer, best first; compact forms only while the scratch area lasts.
+    """Return the knapsack's selection, best first. Compact forms are used only while the scratch area lasts.
 
-    Hidden state is not for those that have missed their SLO: every step would be slower for those that have not.
+    A request that missed its SLO never runs from hidden state: it would slow down the steps of the others.
     """
     indices = _in_reach(queue.kv, savable, pressure.capacity) if tail == 0.0 else np.arange(len(values))
     columns = Columns(values[indices], queue.kv[indices], np.where(savable, queue.compact, 0)[indices])
-    # With none left to save, a step still costs time: else all that are late would run from hidden state for nothing.
+    # At least 1: compact form must cost something even if no request can meet its SLO any more.
     live = max(1, int(savable.sum()) + sum([_has_hope(request, pressure) for request in pressure.running]))
     selection: Selection = choose(columns, pressure.capacity, live=live, rho=rho)
     if sum(int(columns.compact[index]) for index in selection.compact) > pressure.compact_blocks:
-        # The best of them may have the scratch area; the others compete again, for KV alone.
+        # The best compact candidates keep the scratch area; the others compete again with KV only.
         allowed, room = np.zeros_like(columns.compact), pressure.compact_blocks
         for index in selection.compact:
             if columns.compact[index] <= room:
@@ -197,8 +209,10 @@ def _chosen(queue: _Queue, values: Floats, savable: Bools, pressure: Pressure, r
 
 
 def _in_reach(kv: Ints, savable: Bools, capacity: int) -> Ints:
-    """Where late requests are worth next to nothing, and all the same: the savable ones, and of the late ones the
-    smallest that have room together. The knapsack would take no other."""
+    """Return the savable requests, and the smallest late requests that fit together.
+
+    With a tail of 0 all late requests have the same tiny value, so the knapsack would choose no others.
+    """
     late = np.flatnonzero(~savable)
     late = late[np.argsort(kv[late], kind="stable")]
     few = late[: int(np.searchsorted(kv[late].cumsum(), capacity, side="right"))]
@@ -206,14 +220,14 @@ def _in_reach(kv: Ints, savable: Bools, capacity: int) -> Ints:
 
 
 def pending_time(now: float, arrival: float, last_token: float | None) -> float:
-    """Seconds since its last token, or since its arrival before the first one (p of Apt-Serve's Eq. 5)."""
+    """Return the seconds since the last token, or since arrival before the first one (p in Apt-Serve's Eq. 5)."""
     return max(0.0, now - (arrival if last_token is None else last_token))
 
 
 def has_missed(
     now: float, arrival: float, first_token: float | None, last_token: float | None, *, ttft: float, tbt: float
 ) -> bool:
-    """Whether the SLO is broken as the clock stands: the first token came or is late, or the next one is."""
+    """Whether the SLO is missed at `now`: the first token came or is late, or the next one is."""
     if first_token is None or last_token is None:
         return now - arrival > ttft
     return first_token - arrival > ttft or now - last_token > tbt
@@ -222,11 +236,17 @@ def has_missed(
 def seconds_to_token(
     model: LatencyPredictor, base: float, beside: BatchFeatures, start: int, length: int, chunk: int
 ) -> float:
-    """Predicted seconds until a request has its next token if it runs from now on.
+    """Return the predicted seconds until a request gets its next token if it runs from now on.
 
-    `beside`: the decodes that run in the same steps; `base`: `model.predict(beside)`. `start` computed tokens, `length`
-    ≥ 1 still to be computed, at most `chunk` in a step. Steps differ only in their start, in which every term of the
-    model is linear up to a window: the middle one, times their number.
+    Steps differ only in the start of their chunk, in which the model is linear up to a window; so the middle step times
+    their number gives the total.
+
+    Args:
+        base: `model.predict(beside)`.
+        beside: Decodes in the same steps.
+        start: Computed tokens.
+        length: Tokens still to compute, ≥ 1.
+        chunk: Maximum tokens per step.
     """
     full, rest = divmod(length, chunk)
     seconds = 0.0
@@ -239,11 +259,13 @@ def seconds_to_token(
 
 
 def apt_values(pending: Floats, savable: Bools, tail: float = DEFAULT_TAIL) -> Floats:
-    """The paper's values, in seconds: the pending times that running ends. `savable`: the SLO is not missed yet."""
+    """Return the paper's values: pending times in seconds. `savable`: the SLO is not missed yet."""
     return np.where(savable, pending, np.maximum(EPSILON, tail * pending))
 
 
 def goodput_values(pending: Floats, savable: Bools, ttft: float, tail: float = DEFAULT_TAIL) -> Floats:
-    """1 for one that can still meet its SLO. `ttft` > 0: the objective; the values count in units of it, and so must ρ:
-    divide seconds by `ttft`, or by 1 s when none is stated."""
+    """Return 1 for each request that can still meet its SLO, and less for the others.
+
+    Values are in units of `ttft` > 0, and ρ must be too: divide seconds by `ttft`, or by 1 s without an objective.
+    """
     return np.where(savable, 1.0, np.maximum(EPSILON, tail / ttft * pending))

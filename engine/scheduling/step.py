@@ -85,7 +85,9 @@ class StepBuilder:
         return len(draft.chunks)
 
     def _choose_online(self) -> list[Start] | None:
-        """Return the requests that the policy's knapsack starts when memory is short, or None to use queue order."""
+        """Return the waiting requests that a knapsack chose to start because memory is short, or None to use
+        queue order.
+        """
         state, select = self._state, self._state.online_policy.select
         if select is None or not state.waiting_online:
             return None
