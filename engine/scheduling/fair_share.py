@@ -1,9 +1,9 @@
-"""Who of several goes next, so that all have had the same service: virtual token counters (VTC, Sheng et al., 2024).
+"""Fair sharing between keys: virtual token counters (VTC, Sheng et al., 2024).
 
-A tenant that has work is *active* and has a counter of the service charged to it; the least counter goes first.
-A tenant that becomes active takes the least counter among the active ones, so that being away saves up no service, or
-keeps its own where that is higher, so that leaving sheds no debt. While all have work, two counters differ
-by at most one charge. Knows nothing of requests, time or units of service.
+A key with work is *active* and has a counter of the service charged to it; the lowest counter goes first. A key that
+becomes active starts at the lowest counter among the active keys, so that absence earns no credit. It keeps its own
+counter if that is higher, so that leaving cancels no debt. While all keys have work, two counters differ by at most one
+charge. The module uses no requests, clock or unit of service.
 """
 
 from collections.abc import Iterable, Mapping
@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from heapq import heapify, heappop, heappush, heapreplace
 
 MOST_OUTDATED = 8
-"""Entries of a heap for each account, at which outdated entries are removed."""
+"""Heap entries per account at which outdated entries are removed."""
 
 
 @dataclass(slots=True)
@@ -22,17 +22,17 @@ class _Account:
 
 
 class FairShare:
-    """Counters by key; a key is active while it has entered more often than it has left."""
+    """Counters by key. A key is active while it has entered more often than it has left."""
 
     def __init__(self) -> None:
         self._accounts: dict[str, _Account] = {}
         self._num_entered = 0
         self._num_active = 0
-        # Heaps of (service, key) by whether the key is active. An entry counts only if the account still says the same.
+        # Heaps of (service, key) by whether the key is active. An entry is outdated if the account differs from it.
         self._standings: dict[bool, list[tuple[float, str]]] = {True: [], False: []}
 
     def copy(self) -> "FairShare":
-        """Counters of their own, the same as these."""
+        """Return an independent copy."""
         other = FairShare()
         other._accounts = {key: replace(account) for key, account in self._accounts.items()}
         other._num_entered, other._num_active = self._num_entered, self._num_active
@@ -40,7 +40,7 @@ class FairShare:
         return other
 
     def enter(self, key: str) -> None:
-        """One more piece of work of `key` is there."""
+        """Record one more piece of work of `key`."""
         account = self._accounts.get(key)
         if account is None or not account.num_active:
             least = self.least()
@@ -54,7 +54,9 @@ class FairShare:
         account.num_active += 1
 
     def leave(self, key: str) -> None:
-        """A piece of work of `key` has ended. Debts are kept while somebody is there to whom they are owed."""
+        """Record the end of a piece of work. An inactive key keeps its counter while it exceeds the lowest
+        active one.
+        """
         account = self._accounts[key]
         account.num_active -= 1
         assert account.num_active >= 0, "more work has ended than was there"
@@ -71,32 +73,32 @@ class FairShare:
             del self._accounts[lowest[1]]
 
     def charge(self, key: str, service: float) -> None:
-        """`key` got this service (or gives some back, if negative). An account that was closed is not charged."""
+        """Charge service to `key`, or return some if negative. A closed account is not charged."""
         if (account := self._accounts.get(key)) is not None:
             account.service += service
             self._note(key, account)
 
     def is_active(self, key: str) -> bool:
-        """Whether work of `key` is there."""
+        """Whether `key` has work."""
         account = self._accounts.get(key)
         return account is not None and account.num_active > 0
 
     def service(self, key: str) -> float:
-        """What was charged to an active key."""
+        """Return the service charged to an active key."""
         return self._accounts[key].service
 
     def least(self) -> float:
-        """The least counter among active keys; 0 if there is none."""
+        """Return the lowest counter among active keys, or 0 without any."""
         lowest = self._lowest(active=True)
         return 0.0 if lowest is None else lowest[0]
 
     def standing(self, key: str) -> tuple[float, int]:
-        """What to sort active keys by, the next to be served first."""
+        """Return the sort key of an active key; the lowest is served next."""
         account = self._accounts[key]
         return account.service, account.order
 
     def _note(self, key: str, account: _Account) -> None:
-        """The counter of a key, or whether the key is active, has changed. Logarithmic time on average."""
+        """Record that a key's counter or activity changed. Takes logarithmic time on average."""
         heap = self._standings[account.num_active > 0]
         heappush(heap, (account.service, key))
         if len(heap) > MOST_OUTDATED * len(self._accounts):
@@ -105,7 +107,7 @@ class FairShare:
             heapify(heap)
 
     def _lowest(self, *, active: bool) -> tuple[float, str] | None:
-        """The least counter of the keys that are active, or of those that are not, and its key."""
+        """Return the lowest counter among active (or inactive) keys, with its key, or None."""
         heap = self._standings[active]
         while heap:
             service, key = heap[0]
@@ -117,8 +119,11 @@ class FairShare:
 
 
 class FairWalk:
-    """In which order keys would be served from now on, without touching the counters: `head` is next; then say what it
-    was charged, or that it has nothing more. `paid`: what will be charged again on the way, by key."""
+    """Simulate the order in which keys would be served, without changing the counters.
+
+    `head` is the next key; call `charge` with the service it gets, or `drop` if it has no more work. `paid`: service by
+    key that the walk will charge although it was charged before; it is deducted first.
+    """
 
     def __init__(self, share: FairShare, keys: Iterable[str], paid: Mapping[str, float] | None = None) -> None:
         paid = paid or {}
@@ -134,12 +139,12 @@ class FairWalk:
         return self._heap[0][2]
 
     def charge(self, service: float) -> None:
-        """The head was served."""
+        """Charge the head for one piece of work."""
         before, order, key = self._heap[0]
         heapreplace(self._heap, (before + service, order, key))
 
     def drop(self) -> None:
-        """The head has nothing more."""
+        """Remove the head, which has no more work."""
         last = self._heap.pop()
         if self._heap:
             heapreplace(self._heap, last)

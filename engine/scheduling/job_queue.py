@@ -1,9 +1,9 @@
-"""In which order the waiting requests of one job are offered to a step: `psm` (HyGen §4.3, A.1), `deadline`, `fcfs`.
+"""The order in which waiting requests of one job are admitted: `psm` (HyGen §4.3, A.1), `deadline` or `fcfs`.
 
-Candidates are only *looked at* here; the queue changes when one is really admitted (peek first, remove on success).
-`psm` takes the head of the prefix walk with probability u < 1 and the oldest otherwise, so the oldest is admitted
-within 1/(1-u) admissions on average. The draws are a function of (seed, number of admissions so far): a plan that is
-discarded consumes none. Knows nothing of other jobs.
+Candidates are only peeked at; the queue changes when a request is admitted. `psm` takes the head of the prefix walk
+with probability u < 1 and otherwise the oldest request, so the oldest is admitted within 1/(1-u) admissions on average.
+The draws depend only on the seed and the number of admissions so far, so a discarded plan consumes none. Other jobs are
+not considered.
 """
 
 from collections.abc import Iterator, Sequence
@@ -17,7 +17,7 @@ OFFLINE_POLICIES = ("psm", "deadline", "fcfs")
 
 
 class JobQueue:
-    """`utility` is the paper's u."""
+    """Waiting requests of one job. `utility` is the paper's u."""
 
     def __init__(self, policy: str, block_size: int, utility: float, seed: int) -> None:
         self._policy = policy
@@ -42,14 +42,14 @@ class JobQueue:
             self._tree.insert(request, hashes)
 
     def remove(self, request: Request, *, taken: bool) -> None:
-        """Forget a request; `taken`: it was admitted (and not, say, aborted)."""
+        """Remove a request. `taken`: it was admitted, not aborted."""
         del self._by_age[request.request_id]
         self._num_taken += taken
         if self._policy == "psm":
             self._tree.remove(request, taken=taken)
 
     def candidates(self) -> Iterator[Request]:
-        """Requests in the order in which they would be admitted now; the queue must not change meanwhile."""
+        """Yield requests in the order of admission. The queue must not change meanwhile."""
         if self._policy == "psm":
             yield from self._psm()
         elif self._policy == "deadline":
@@ -73,7 +73,12 @@ class JobQueue:
 
 @dataclass(slots=True, eq=False)
 class _Node:
-    """`segment`: the block hashes on the edge into this node. `weight`: requests filed in the whole subtree."""
+    """A tree node.
+
+    Attributes:
+        segment: Block hashes on the edge into the node.
+        weight: Number of requests in the subtree.
+    """
 
     segment: tuple[bytes, ...]
     parent: "_Node | None"
@@ -83,7 +88,9 @@ class _Node:
 
 
 class PrefixTree:
-    """Insertion and removal cost O(length of the prompt in blocks); memory O(requests) nodes."""
+    """Radix tree of requests by block hashes. Insertion and removal take O(prompt blocks); memory is
+    O(requests) nodes.
+    """
 
     def __init__(self) -> None:
         self._root = _Node((), None)
@@ -97,7 +104,7 @@ class PrefixTree:
         return request.request_id in self._nodes
 
     def insert(self, request: Request, hashes: Sequence[bytes]) -> None:
-        """File a request under its prompt's block hashes (none: it shares nothing with anybody)."""
+        """Insert a request under its prompt's block hashes; without hashes it shares no prefix."""
         assert request.request_id not in self._nodes, "a request is filed twice"
         node, depth = self._root, 0
         while depth < len(hashes):
@@ -116,7 +123,7 @@ class PrefixTree:
         self._add_weight(node, 1)
 
     def remove(self, request: Request, *, taken: bool = False) -> None:
-        """Forget a request. `taken`: it starts to run, so the walk goes on from where it was."""
+        """Remove a request. `taken`: it starts to run, so the walk continues from its node."""
         node = self._nodes.pop(request.request_id)
         del node.requests[request.request_id]
         self._add_weight(node, -1)
@@ -125,7 +132,7 @@ class PrefixTree:
         self._prune(node)
 
     def walk(self) -> Iterator[Request]:
-        """All requests in depth-first order from the current position; the tree must not change meanwhile."""
+        """Yield all requests in depth-first order from the current position. The tree must not change meanwhile."""
         visited: _Node | None = None
         node: _Node | None = self._position
         while node is not None:
@@ -134,9 +141,9 @@ class PrefixTree:
 
     @staticmethod
     def _subtree(top: _Node, skip: _Node | None) -> Iterator[Request]:
-        """Every node's own requests in order of arrival, then its subtrees, heaviest first; `skip` is left out.
+        """Yield each node's requests by arrival, then its subtrees, heaviest first, except `skip`.
 
-        A stack of our own: a chain of prompts, each one block longer than the last, is as deep as it is long.
+        An explicit stack avoids recursion: a chain of prompts, each one block longer, is as deep as it is long.
         """
         stack = [top]
         while stack:
@@ -147,7 +154,7 @@ class PrefixTree:
             stack.extend(reversed(children))
 
     def _split(self, child: _Node, common: int) -> _Node:
-        """Put a node in the middle of an edge, `common` blocks below its upper end."""
+        """Insert a node into the edge to `child`, `common` blocks below its upper end."""
         parent = child.parent
         assert parent is not None
         middle = _Node(child.segment[:common], parent, weight=child.weight)
@@ -164,7 +171,7 @@ class PrefixTree:
             node = node.parent
 
     def _prune(self, node: _Node) -> None:
-        """Drop empty branches; the walk's position moves up with them."""
+        """Remove empty branches, and move the walk's position up with them."""
         while node.parent is not None and node.weight == 0:
             if self._position is node:
                 self._position = node.parent

@@ -1,7 +1,7 @@
-"""From the latency objective to time limits of one step (HyGen §4.2 and our KKT rules).
+"""Derives the time limits of one step from the latency objective (HyGen §4.2 and our KKT rules).
 
-All times are seconds on the core's clock. Without a latency model or an objective every limit is infinite and steps are
-bounded by tokens, sequences and units alone.
+Times are seconds on the core's clock. Without a latency model or an objective every limit is infinite, and only tokens,
+sequences and units bound a step.
 """
 
 import math
@@ -16,19 +16,23 @@ from predictor.slo import SLO
 
 UNLIMITED = BudgetParams("hygen", math.inf)
 LONGEST_REST = 1.0
-"""Seconds: a single step that took far longer than predicted stops nothing for long."""
+"""Maximum pause in seconds, so that one unexpectedly slow step does not stop offline work for long."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepObjective:
-    """What online requests were promised, and how much of a step offline work may take.
+    """The latency limits of online requests, and the share of a step that offline work may take.
 
-    `ttft`, `tbt`: absolute limits in seconds (infinite: none stated). `gap_limited`: the TBT limit holds for every gap
-    (`tbt_pNN`), not only for the mean (`tbt_mean`, `tpot`): then banked slack may not be spent in one gap.
-    `idle`: the longest step without online work: a request that arrives within it waits for its end. L holds there too.
-    `wait`: if it is finite, offline steps without online work take turns with rests, such that who arrives at any time
-    waits that long on average for the end of one, seconds; `awaited`: for so many seconds after the last online work.
-    `budget` is the offline fill's rule: L, λ, δ and which metric it protects; see `predictor.budget`.
+    Attributes:
+        ttft: Absolute limit in seconds; infinite if none is set.
+        tbt: Absolute limit in seconds; infinite if none is set.
+        gap_limited: The TBT limit applies to each gap (`tbt_pNN`), not only to the mean (`tbt_mean`, `tpot`). Time
+            saved by earlier tokens must not be spent in one gap then.
+        budget: Rule of the offline fill: L, λ, δ and the protected metric; see `predictor.budget`.
+        idle: Maximum seconds of a step without online work, because an arrival waits for its end. L applies as well.
+        wait: Mean seconds that an arrival may wait for an offline step to end. If finite, offline steps without online
+            work alternate with pauses.
+        awaited: Seconds after the last online work for which these pauses are made.
     """
 
     ttft: float = math.inf
@@ -41,20 +45,22 @@ class StepObjective:
 
     @classmethod
     def from_slo(cls, slo: SLO, budget: BudgetParams) -> "StepObjective":
-        """The absolute part of an SLO with a budget; tolerances live in the budget, and in `idle` and `wait`."""
+        """Return the absolute limits of an SLO with a budget. Tolerances are part of the budget, `idle` and `wait`."""
         tbt = min((limit for metric in ("tbt", "tpot") if (limit := slo.limit_of(metric))), default=math.inf)
         return cls(slo.limit_of("ttft") or math.inf, tbt, slo.gap_limited, budget)
 
     def rest_after(self, seconds: float) -> float:
-        """How long nothing offline runs after an offline step of so many seconds without online work. Who arrives in a
-        share q of the time waits for half a step: q · seconds ÷ 2 is `wait`."""
+        """Return the pause in seconds after an offline step of `seconds` without online work.
+
+        If steps take a share q of the time, an arrival waits q · seconds ÷ 2 on average; this is set equal to `wait`.
+        """
         return min(max(0.0, seconds * (seconds / (2.0 * self.wait) - 1.0)), LONGEST_REST) if self.wait > 0.0 else 0.0
 
     def token_deadlines(self, requests: Sequence[Request]) -> list[float]:
-        """When the next token of each is due; before its first token that is its TTFT limit."""
+        """Return the deadline of each request's next token; for the first token the TTFT limit."""
         if self.gap_limited:
-            # While no gap was missed this is also before the cumulative deadline; after a miss the cumulative one would
-            # call every later token late and so end the protection of gaps that can still be kept.
+            # Without a missed gap this is earlier than the cumulative deadline. After a miss, the cumulative deadline
+            # would make every later token late and so stop protecting gaps that can still be kept.
             known = [request.times for request in requests]
             return [t.arrival + self.ttft if t.last_token is None else t.last_token + self.tbt for t in known]
         return [self._cumulative_deadline(request) for request in requests]
@@ -63,16 +69,19 @@ class StepObjective:
         times = request.times
         if times.first_token is None:
             return times.arrival + self.ttft
-        # Tokens in flight count as given: the deadline is that of the token which the next step computes.
+        # Tokens in flight count as emitted: the deadline is that of the token computed by the next step.
         given = len(request.token_ids) + request.num_placeholders - request.num_prompt_tokens
         return times.first_token + given * self.tbt
 
 
 @dataclass(slots=True)
 class OfflineAllowance:
-    """How much offline work one step may take in: the budget's rule, applied item by item.
+    """Limit on the offline work of one step: the budget's rule, applied item by item.
 
-    `limit`: predicted end of the step, seconds from its start. `num_decodes`: online decodes beside it.
+    Attributes:
+        limit: Predicted end of the step, seconds from its start.
+        num_decodes: Online decodes in the step.
+        saturated: Features of a step full of decodes; an item's value is the time that it adds to this step.
     """
 
     model: LatencyPredictor | None
@@ -82,8 +91,10 @@ class OfflineAllowance:
     saturated: BatchFeatures
 
     def fits_decodes(self, features: BatchFeatures, seconds: float, count: int, context_sum: int) -> bool:
-        """Whether so many decodes, with that sum of contexts, may surely join a step predicted to take `seconds`, and
-        so any of them: no decode takes less than no time. False also where each must be looked at by itself."""
+        """Whether `count` decodes certainly fit into a step predicted to take `seconds`, and so does any subset.
+
+        False also if the budget's rule needs a check of each decode. `context_sum`: sum of their context tokens.
+        """
         model = self.model
         if model is None:
             return True
@@ -93,7 +104,9 @@ class OfflineAllowance:
         return room > 0.0 and model.marginal_decodes(features, count, context_sum) <= room
 
     def largest(self, features: BatchFeatures, seconds: float, start: int, wanted: int) -> int:
-        """The largest chunk (≤ wanted tokens from `start`) that may join a step predicted to take `seconds`."""
+        """Return the largest chunk (≤ `wanted` tokens from `start`) that fits into a step predicted to take
+        `seconds`.
+        """
         model = self.model
         if model is None:
             return wanted
@@ -106,7 +119,7 @@ class OfflineAllowance:
         length = wanted if math.isinf(room) else model.max_prefill(features, room, wanted, start)
         if length == 0 or self._is_worth(features, start, length):
             return length
-        # The step time is convex in its tokens, so what a token costs beside what it is worth only grows.
+        # The step time is convex in its tokens, so the ratio of cost to value grows with the length: bisect.
         low, high = 0, length
         while high - low > 1:
             middle = (low + high) // 2

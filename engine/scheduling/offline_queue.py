@@ -1,17 +1,16 @@
-"""Waiting offline requests, in the order in which they would be admitted: by lane, then tenant, then job.
+"""Waiting offline requests in order of admission: by lane, then tenant, then job.
 
 - Lanes: `flex` (a client waits), then batch lines at risk of missing their completion window, then other batch lines.
-  Strict, but for a floor: while a lane waits, `LANE_FLOOR` of what is admitted from the lanes above it is owed to it,
-  and it goes first as soon as it is owed its next request. So no lane starves, and none saves up while it is empty.
-- Within a lane requests that were preempted go first, the oldest first: their cache may still be there.
+  The order is strict except for a floor: a waiting lane is owed `LANE_FLOOR` of the work admitted from the lanes above
+  it, and it goes first as soon as it is owed its next request. No lane starves, and an empty lane earns no credit.
+- Within a lane preempted requests go first, oldest first, since their blocks may still be cached.
 - Then tenants by virtual token counters, and the jobs of a tenant likewise (`FairShare`). A request is charged when it
-  is taken, for its prompt and as many output tokens as its job's recent ones gave; what it really was is settled at its
-  end.
-- Within a job the policy decides (`JobQueue`). `deadline` and `fcfs` are orders over all of a tenant's jobs, so for
-  them a tenant is one job.
+  is admitted, for its prompt and its job's mean output. At its end the charge is corrected to the actual cost.
+- Within a job the policy decides (`JobQueue`). `deadline` and `fcfs` order all jobs of a tenant together, so a tenant
+  has a single job under these policies.
 
-Candidates are only looked at; the queue changes when one is admitted. Work that runs counts for its tenant, too: a job
-whose next lines are still being read from the disk does not lose its place.
+Candidates are only peeked at; the queue changes when a request is admitted. Running requests keep their tenant and job
+active, so a job keeps its counter while its next lines are still being read from disk.
 """
 
 from collections.abc import Iterable, Iterator
@@ -24,9 +23,9 @@ from engine.scheduling.fair_share import FairShare, FairWalk
 from engine.scheduling.job_queue import OFFLINE_POLICIES, JobQueue
 
 LANE_FLOOR = 1 / 8
-"""Of the work admitted from the lanes above one that waits, the share that the waiting lane is owed."""
+"""Share of the work admitted from higher lanes that a waiting lane is owed."""
 FORGETTING = 0.1
-"""Weight of the newest answer in the mean length of a job's answers."""
+"""Weight of the newest answer in the mean answer length of a job."""
 
 
 @dataclass(slots=True, eq=False)
@@ -54,7 +53,7 @@ class _LaneQueue:
 
 
 class LaneFloors:
-    """What lanes are owed: seconds or tokens of service, as costs are."""
+    """Service owed to each lane, in the unit of costs."""
 
     def __init__(self, owed: dict[Lane, float] | None = None) -> None:
         self._owed = dict(owed or {})
@@ -63,7 +62,7 @@ class LaneFloors:
         return LaneFloors(self._owed)
 
     def choose(self, heads: Iterable[tuple[Lane, float]]) -> Lane:
-        """The lane that goes next, of those with their next costs, the first lane first."""
+        """Return the next lane, given the waiting lanes, highest first, with the cost of their next requests."""
         first: Lane | None = None
         for lane, cost in heads:
             if first is None:
@@ -74,7 +73,7 @@ class LaneFloors:
         return first
 
     def charge(self, lane: Lane, cost: float, waiting: Iterable[Lane]) -> None:
-        """A request of `lane` was admitted while the lanes `waiting` had more."""
+        """Record that a request of `lane` was admitted while the lanes `waiting` had more requests."""
         present = set(waiting)
         for below in present:
             if below > lane:
@@ -85,7 +84,7 @@ class LaneFloors:
 
 
 class OfflineQueue:
-    """`utility` is HyGen's u (see `JobQueue`); `costs` prices requests."""
+    """Waiting offline requests. `utility` is HyGen's u (see `JobQueue`); `costs` gives the price of tokens."""
 
     def __init__(
         self,
@@ -111,12 +110,14 @@ class OfflineQueue:
         return sum(map(len, self._lanes.values()))
 
     def num_waiting(self, lane: Lane) -> int:
-        """Requests of a lane that wait, preempted ones included."""
+        """Return the waiting requests of a lane, preempted ones included."""
         return len(self._lanes[lane])
 
     def is_full(self, lane: Lane, tenant: str, limit: int) -> bool:
-        """Whether a tenant must not add to a lane of which at most `limit` requests should wait: all tenants together
-        have as many, and it has its equal part of them."""
+        """Whether a tenant must not add to a lane limited to `limit` waiting requests.
+
+        True if all tenants together have that many and this tenant has its equal share of them.
+        """
         queue = self._lanes[lane]
         if queue.num_waiting < limit:
             return False
@@ -132,7 +133,7 @@ class OfflineQueue:
                     yield from job.queue
 
     def add(self, request: Request) -> None:
-        """A new request, or one that was preempted."""
+        """Queue a new or a preempted request."""
         lane = self._lanes[request.spec.lane]
         if request.status is RequestStatus.PREEMPTED:
             lane.preempted[request.request_id] = request
@@ -144,8 +145,7 @@ class OfflineQueue:
         lane.num_waiting += 1
 
     def adopt(self, request: Request) -> None:
-        """Open the accounts that a request is charged to, of one that began in another queue: it runs already, or was
-        preempted."""
+        """Open the accounts of a request that already runs or was preempted in another queue."""
         lane = self._lanes[request.spec.lane]
         tenant = lane.tenants.setdefault(request.spec.tenant, _Tenant())
         key = self._job_key(request)
@@ -156,7 +156,7 @@ class OfflineQueue:
         tenant.share.enter(key)
 
     def remove(self, request: Request, *, taken: bool = False) -> None:
-        """A request waits no longer; `taken`: it was admitted (and not, say, aborted)."""
+        """Remove a waiting request. `taken`: it was admitted, not aborted."""
         spec = request.spec
         lane = self._lanes[spec.lane]
         tenant, key = lane.tenants[spec.tenant], self._job_key(request)
@@ -173,8 +173,7 @@ class OfflineQueue:
             self._floors.charge(spec.lane, cost, [name for name, queue in self._lanes.items() if len(queue)])
 
     def move(self, request: Request, lane: Lane, *, waits: bool) -> None:
-        """A request, which waits here or (`waits` false) runs, belongs to another lane from now on; what it was charged
-        goes with it."""
+        """Move a request and its charge to another lane. `waits`: it waits in this queue; otherwise it runs."""
         if waits:
             self.remove(request)
         charged = self._charged.get(request.request_id, 0.0)
@@ -195,7 +194,7 @@ class OfflineQueue:
         lane.tenants[request.spec.tenant].share.charge(self._job_key(request), service)
 
     def end(self, request: Request) -> None:
-        """A request has ended, wherever it was: what it was charged is corrected by what it really cost."""
+        """Settle a request that ended in any state: correct its charge to the actual cost."""
         spec = request.spec
         lane = self._lanes[spec.lane]
         tenant, key = lane.tenants[spec.tenant], self._job_key(request)
@@ -211,7 +210,7 @@ class OfflineQueue:
         self._leave(request)
 
     def _leave(self, request: Request) -> None:
-        """Close the accounts of a request, if it was the last of its job or tenant."""
+        """Close the accounts of a request if it was the last one of its job or tenant."""
         spec = request.spec
         lane = self._lanes[spec.lane]
         tenant, key = lane.tenants[spec.tenant], self._job_key(request)
@@ -223,7 +222,7 @@ class OfflineQueue:
             del lane.tenants[spec.tenant]
 
     def candidates(self) -> Iterator[Request]:
-        """Yield requests in the order in which they would be admitted now; the queue must not change meanwhile."""
+        """Yield requests in the order of admission. The queue must not change meanwhile."""
         floors = self._floors.copy()
         walks = {name: _LaneWalk(self, queue) for name, queue in self._lanes.items() if len(queue)}
         while walks:
@@ -236,20 +235,20 @@ class OfflineQueue:
             floors.charge(chosen, cost, walks)
 
     def oldest(self) -> Request | None:
-        """The request that has waited longest."""
+        """Return the request that has waited longest."""
         return min(self, key=attrgetter("arrival_order"), default=None)
 
     def _job_key(self, request: Request) -> str:
         return request.spec.job if self._policy == "psm" else ""
 
     def _cost(self, request: Request, job: _Job) -> float:
-        """What a request will cost, as far as that can be told."""
+        """Return the expected cost of a request."""
         output = min(job.mean_output, request.spec.sampling.max_tokens)
         return self._costs.of(len(request.token_ids), output)
 
 
 class _LaneWalk:
-    """The order of one lane, as it would go on from here. True while it has a next request, whose price is `cost`."""
+    """Simulate the order of one lane. True while it has a next request; `cost` is that request's price."""
 
     def __init__(self, owner: OfflineQueue, lane: _LaneQueue) -> None:
         self._owner = owner
@@ -267,7 +266,7 @@ class _LaneWalk:
         return self._next is not None
 
     def take(self) -> Request:
-        """The next request, as if it were admitted."""
+        """Return the next request as if it were admitted."""
         request = self._next
         assert request is not None
         if self._is_charged:

@@ -1,7 +1,7 @@
-"""What tenants with online requests have had of the machine, and which of them goes first (`FairShare`).
+"""Service that tenants with online requests have received, and the order of tenants (`FairShare`).
 
-A request is charged when it first starts, for what its prompt lacks and for as many output tokens as recent answers
-had; what it really was is settled at its end. In which order requests go then is for `engine.scheduling.laxity`.
+A request is charged when it first starts: for its missing prompt tokens and the mean output of recent answers. At its
+end the charge is corrected to the actual cost. `engine.scheduling.laxity` orders requests within a tenant.
 """
 
 import math
@@ -13,11 +13,16 @@ from engine.request import Request, RequestStatus
 from engine.scheduling.fair_share import FairShare, FairWalk
 
 FORGETTING = 0.05
-"""Weight of the newest answer in the mean length of answers."""
+"""Weight of the newest answer in the mean answer length."""
 
 
 class OnlineShare:
-    """The accounts of tenants with online requests; `costs` prices requests."""
+    """Accounts of tenants with online requests. `costs` gives the price of tokens.
+
+    Attributes:
+        let_in: Requests for which a row was freed.
+        moved: Requests that lost their row to another tenant.
+    """
 
     def __init__(self, costs: TokenCosts) -> None:
         self._costs = costs
@@ -26,33 +31,31 @@ class OnlineShare:
         self._charged: dict[str, float | None] = {}
         self._mean_output = 0.0
         self.let_in: set[Request] = set()
-        """Requests for which a row was made free."""
         self.moved: set[Request] = set()
-        """Requests that gave up their row to another tenant."""
 
     @property
     def is_contested(self) -> bool:
-        """Whether more than one tenant has requests. Else nothing here decides anything."""
+        """Whether more than one tenant has requests. Otherwise the accounts have no effect."""
         return len(self._num_requests) > 1
 
     def waiting(self, running: Mapping[str, int]) -> list[str]:
-        """Tenants that have more requests than these."""
+        """Return the tenants with more requests than `running` counts for them."""
         return [tenant for tenant, count in self._num_requests.items() if count > running.get(tenant, 0)]
 
     def enter(self, request: Request) -> None:
-        """A request was queued."""
+        """Record a queued request."""
         self._num_requests[request.spec.tenant] += 1
         self._charged[request.request_id] = None
         self._share.enter(request.spec.tenant)
 
     def start(self, request: Request) -> None:
-        """A request runs; it is charged if it is for the first time."""
+        """Charge a request that runs for the first time."""
         if self._is_owed(request):
             self._charged[request.request_id] = cost = self.price(request)
             self._share.charge(request.spec.tenant, cost)
 
     def end(self, request: Request) -> None:
-        """A request has ended, wherever it was. One that never entered (the canary) changes nothing."""
+        """Settle a request that ended in any state. The canary never entered and is ignored."""
         self.let_in.discard(request)
         self.moved.discard(request)
         if request.request_id not in self._charged:
@@ -67,7 +70,7 @@ class OnlineShare:
         self._share.leave(tenant)
 
     def with_arrival(self, tenant: str) -> "OnlineShare":
-        """The accounts as they would be if `tenant` had a request more; to be read only."""
+        """Return a read-only view of the accounts with one more request of `tenant`."""
         view = OnlineShare(self._costs)
         view._share = self._share.copy()
         view._share.enter(tenant)
@@ -76,11 +79,13 @@ class OnlineShare:
         return view
 
     def by_standing(self, tenants: Iterable[str]) -> list[str]:
-        """Tenants with requests, who goes first first."""
+        """Sort tenants with requests, the next to be served first."""
         return sorted(tenants, key=self._share.standing)
 
     def received(self, tenant: str, running: Iterable[Request]) -> float:
-        """What a tenant has had, with what these running requests of its were given beyond their charge."""
+        """Return a tenant's received service, with that of its running requests beyond their charge; -inf without
+        requests.
+        """
         beyond = 0.0
         for request in running:
             if request.spec.tenant == tenant and (charged := self._charged.get(request.request_id)) is not None:
@@ -88,8 +93,10 @@ class OnlineShare:
         return self._share.service(tenant) + beyond if tenant in self._num_requests else -math.inf
 
     def walk(self, groups: Mapping[str, Iterable[Request]]) -> FairWalk:
-        """In which order the tenants of these requests would be served from now on, each for the `price` of them. What
-        runs has been charged already, and keeps the place that it started from."""
+        """Simulate the order in which the tenants of these requests would be served, each request at its `price`.
+
+        Requests that already started were charged before, so their charge is deducted first.
+        """
         paid = {
             tenant: sum(self._charged.get(r.request_id) or 0.0 for r in group if r.status is not RequestStatus.WAITING)
             for tenant, group in groups.items()
@@ -97,17 +104,17 @@ class OnlineShare:
         return FairWalk(self._share, groups, paid)
 
     def price(self, request: Request) -> float:
-        """What a request was charged, or would be if it started now."""
+        """Return the charge of a request, or its charge if it started now."""
         if charged := self._charged.get(request.request_id):
             return charged
         return self._costs.of(request.num_missing_tokens, min(self._mean_output, request.spec.sampling.max_tokens))
 
     def _actual(self, request: Request) -> float:
-        """What a request has cost so far."""
+        """Return the cost of a request so far."""
         return self._costs.of(request.num_prompt_tokens - request.num_cached_tokens, request.num_output_tokens)
 
     def check_integrity(self, online: Iterable[str]) -> None:
-        """Assert that accounts are open for these requests; one that never entered may be among them (the canary)."""
+        """Assert that accounts are open only for these requests. The canary may be among them without an account."""
         assert self._charged.keys() <= set(online), "an account is open of a request that has ended"
         assert self._num_requests.total() == len(self._charged), "a request was counted twice"
 
@@ -116,7 +123,7 @@ class OnlineShare:
 
 
 def by_tenant(requests: Iterable[Request]) -> dict[str, list[Request]]:
-    """Requests by their tenants, in the order in which they are given."""
+    """Group requests by tenant, in the given order."""
     groups: dict[str, list[Request]] = {}
     for request in requests:
         groups.setdefault(request.spec.tenant, []).append(request)

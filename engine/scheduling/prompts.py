@@ -1,8 +1,10 @@
-"""The prompts of a step: running ones continue and waiting ones start, in one order (see `engine.scheduling.laxity`).
+"""Adds prompts to a step: running prompts continue and waiting ones start, in one order (see
+`engine.scheduling.laxity`).
 
-A policy that goes by urgency puts those first that can still have their first token in time. The first of the others
-keeps a floor chunk: it is reserved where there is room for both; else it goes first now and then, so that none waits
-for ever. Other policies continue what runs by age, and start in their own order.
+A policy that orders by urgency puts the prompts first that can still get their first token in time. The first of the
+other prompts gets a floor chunk. The chunk is reserved if there is room for both groups; otherwise that prompt goes
+first in every BEHIND_EVERY-th such step, so that no prompt starves. Other policies continue running prompts by arrival
+and start waiting ones in their own order.
 """
 
 import math
@@ -33,21 +35,25 @@ from engine.scheduling.victims import is_late, spares
 from engine.scheduling.waiting import WaitingQueue, by_age
 
 BEHIND_EVERY = 8
-"""Where a step has no room for urgent prompts and for those that they leave behind, the latter go first so often: about
-the share that the floor chunk has of a full step."""
+"""If a step has no room for both groups, the less urgent prompt goes first in one of this many such steps.
+
+That is about the share of a floor chunk in a full step.
+"""
 
 
 class _Reserve(NamedTuple):
-    """What urgent prompts leave alone."""
+    """Tokens and seconds that urgent prompts must leave for the floor chunk."""
 
     tokens: int = 0
     seconds: float = 0.0
 
 
 class PromptFill:
-    """Adds online prompts to the step. `has_added`: whether it did.
+    """Add online prompts to the step.
 
-    `time_limit`: when the step must end for the decodes in it, seconds from its start.
+    Attributes:
+        has_added: Whether any prompt was added.
+        time_limit: Seconds from the start of the step at which it must end for its decodes.
     """
 
     def __init__(self, draft: StepDraft) -> None:
@@ -60,8 +66,12 @@ class PromptFill:
         self._reserve = _Reserve()
 
     def add(self, starts: list[Start] | None, first: Request | None = None) -> None:
-        """`starts`: the requests that may start, where a knapsack chooses. `first`: one that starts before any other,
-        whatever is chosen."""
+        """Add the prompts.
+
+        Args:
+            starts: The requests that may start if a knapsack chose them; None: queue order.
+            first: A request that starts before any other, even if it was not chosen.
+        """
         prompts = self._state.running_prompts()
         if not prompts and not self._state.waiting_online:
             return
@@ -71,7 +81,7 @@ class PromptFill:
         context = _queue_context(self._state, self._draft.now)
         if first is not None:
             if not self._start_first(first) and self._state.pool.num_deferred_units:
-                starts = []  # its memory is on its way: none of the others may take it
+                starts = []  # its memory is still deferred: no other request may take it
             elif starts is not None:
                 starts = [start for start in starts if start.request is not first]
         chosen = None if starts is None else {start.request: start for start in starts}
@@ -82,19 +92,19 @@ class PromptFill:
         for group in order:
             for request in group:
                 if request is head and group is order.urgent:
-                    continue  # its floor chunk comes behind the others
+                    continue  # its floor chunk follows the other urgent prompts
                 if not self._ledger.open or not self._add_prompt(request, context, chosen):
-                    break  # none of these may start any more
+                    break  # no further request of this group may start
             self._reserve = _Reserve()
         for request in prompts:
             self._continue(request)
 
     def _has_time(self) -> bool:
-        """Whether every prompt is on time at the pace that leaves a share of the TBT limit free."""
+        """Whether every prompt is on time even at the pace that leaves a share of the TBT limit unused."""
         return prompt_slack(self._state, partial(prefill_pace, self._state, EASY_SHARE), self._draft.now) > 0.0
 
     def _add_prompt(self, request: Request, context: QueueContext, chosen: dict[Request, Start] | None) -> bool:
-        """Whether the next one in the order may be looked at."""
+        """Continue or start a prompt. Return whether the next prompt in the order may be tried."""
         if request.status is RequestStatus.RUNNING:
             self._continue(request)
             return True
@@ -131,11 +141,11 @@ class PromptFill:
         return by_urgency(both, pace)
 
     def _num_rows(self) -> int:
-        """Rows that an online request could get: offline ones give way."""
+        """Return the rows that online requests could get, those of offline requests included."""
         return len(self._state.free_rows) + len(self._state.running[RequestClass.OFFLINE])
 
     def _goes_first(self, head: Request) -> bool:
-        """Reserve the floor chunk of `head`; or, where there is no room for both, whether its turn has come."""
+        """Reserve the floor chunk of `head`. If there is no room for both groups, return whether `head` goes first."""
         config, ledger, model = self._state.config, self._ledger, self._ledger.model
         missing = head.num_missing_tokens
         floor = min(missing, config.min_prefill_chunk)
@@ -165,21 +175,21 @@ class PromptFill:
             self.has_added = True
 
     def _start_waiting(self, request: Request, context: QueueContext, chosen: dict[Request, Start] | None) -> bool:
-        """Whether the next one that waits may be looked at."""
+        """Try to start a waiting request. Return whether the next one may be tried."""
         may_start = self._draft.may_start(request)
         if chosen is not None:
-            start = chosen.get(request)  # none: a running prompt that an older one took the memory of in this step
+            start = chosen.get(request)  # None: a running prompt that was preempted in this step
             if start is not None and may_start and (start.savable or spares(self._state, request)):
                 self._admit(request, start.kind)
-            return True  # a misfit does not end it
+            return True  # a chosen request that does not fit is skipped
         policy = self._state.online_policy
         if not may_start:
             return False
         if is_late(self._state, request, self._draft.now) and not spares(self._state, request):
-            return True  # late ones leave room for those that can be saved
+            return True  # late requests leave room for those that can still meet the SLO
         if policy.admits(request, context) and self._admit(request, CacheKind.KV):
             return True
-        # Past a misfit comes the next of the same tenant, not another's: that one would take the room again and again.
+        # With several tenants none is skipped: requests of another tenant would take the room again and again.
         passes = policy.scans_past(request, context) and not self._state.online_share.is_contested
         return passes and bool(self._state.free_rows)
 
@@ -192,7 +202,7 @@ class PromptFill:
         return admitted
 
     def _length(self, start: int, wanted: int) -> int:
-        """The chunk that the decodes beside it can bear; one prompt of the step always gets a floor."""
+        """Return the chunk length that the decodes beside it allow. One prompt per step always gets a floor chunk."""
         ledger = self._ledger
         length = wanted = min(wanted, max(0, ledger.tokens_left - self._reserve.tokens))
         if ledger.model is not None and not math.isinf(self.time_limit):
@@ -203,7 +213,7 @@ class PromptFill:
         return length
 
     def _floor(self, start: int) -> int:
-        """What one prompt of the step gets although no time may be left for it."""
+        """Return the chunk that one prompt per step gets even without time left."""
         ledger, config = self._ledger, self._state.config
         if ledger.model is None or math.isinf(self.time_limit):
             return config.min_prefill_chunk
@@ -211,7 +221,7 @@ class PromptFill:
 
 
 def _queue_context(state: SchedulerState, now: float) -> QueueContext:
-    """Return the facts that the online policy may look at in a step that is decided at `now`."""
+    """Return the facts available to the online policy in a step decided at `now`."""
     return QueueContext(
         now=now,
         num_waiting=len(state.waiting_online),

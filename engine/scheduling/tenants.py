@@ -1,10 +1,10 @@
-"""Tenants in a step: in which order their prompts go, what a knapsack chooses of each, and who gets a row.
+"""Fair sharing of a step between tenants: the order of prompts, the knapsack per tenant, and the transfer of rows.
 
-Tenants go by what they have had (`engine.scheduling.online_share`, virtual token counters), so that a thousand requests
-of one are not in the way of another's. Rows and memory change hands only when a request ends, so `let_in` gives a row
-to a tenant that has fewer than its share: the tenant that holds most rows preempts its youngest request, and keeps at
-least as many rows as the other then has. Each request is let in and moved away once, so that rows do not go back and
-forth.
+Tenants are served by the service that they have received (`engine.scheduling.online_share`, virtual token counters), so
+a thousand requests of one tenant do not delay another's. Rows and memory are freed only when a request ends, so
+`let_in` transfers a row to a tenant with less than its share. The tenant with the most rows preempts its newest
+request, and keeps at least as many rows as the other tenant then has. Each request is let in and preempted this way at
+most once, so that rows do not go back and forth.
 """
 
 from collections import Counter
@@ -24,16 +24,16 @@ from engine.scheduling.waiting import by_age
 from predictor.limits import UNITS_PER_BLOCK
 
 Order = Callable[[list[Request], PrefillPace | None], PromptOrder]
-"""Orders requests of one tenant, given by age, at the pace of that tenant."""
+"""Order the requests of one tenant, given by arrival, at the pace of that tenant."""
 
 
 def order_tenants(
     requests: Sequence[Request], share: OnlineShare, pace: PrefillPace | None, order: Order
 ) -> PromptOrder:
-    """`requests` of several tenants, given by age: tenants go by what they have had, the requests of one by `order`.
+    """Order `requests` of several tenants, given by arrival: tenants by received service, within a tenant by `order`.
 
-    All are in `urgent`; the one in `behind` is the oldest of those that the urgent ones of their own tenant leave
-    behind. No other needs a floor chunk: no tenant keeps another waiting for ever.
+    All requests are in `urgent`. `behind` holds the oldest request that the urgent ones of its own tenant leave behind;
+    only this one needs a floor chunk, because no tenant starves another.
     """
     groups = by_tenant(requests)
     orders = {name: order(groups[name], own) for name, own in _paces(groups, pace).items()}
@@ -44,7 +44,7 @@ def order_tenants(
 
 
 def _merged(queues: Mapping[str, Iterator[Request]], walk: FairWalk, share: OnlineShare) -> Iterator[Request]:
-    """As far as anybody asks: of a thousand requests a step starts a few."""
+    """Merge the queues lazily, because a step starts only a few of many requests."""
     while walk:
         request = next(queues[walk.head], None)
         if request is None:
@@ -55,8 +55,11 @@ def _merged(queues: Mapping[str, Iterator[Request]], walk: FairWalk, share: Onli
 
 
 def _paces(groups: Mapping[str, Sequence[Request]], pace: PrefillPace | None) -> dict[str, PrefillPace | None]:
-    """What each tenant gets of the machine while it has requests: it is done when all others have had as much, or are
-    done as well. Only how much work they have beside one another counts, so tokens will do."""
+    """Return each tenant's prefill pace while it has requests.
+
+    A tenant is done when every other tenant has received as much service or is done too. Only the ratio of work
+    matters, so it is measured in prompt tokens.
+    """
     if pace is None:
         return dict.fromkeys(groups)
     work = {name: sum(request.num_prompt_tokens for request in group) for name, group in groups.items()}
@@ -64,8 +67,7 @@ def _paces(groups: Mapping[str, Sequence[Request]], pace: PrefillPace | None) ->
 
 
 def select_by_tenant(state: SchedulerState, select: Select, pressure: Pressure) -> list[Start]:
-    """What `select` chooses of the waiting requests; where several tenants have some, of each tenant's what has room
-    beside those of the tenants before it."""
+    """Return the waiting requests that `select` chooses, tenant by tenant in the memory that earlier tenants leave."""
     if not state.online_share.is_contested:
         return select(state.waiting_online, pressure)
     groups = by_tenant(state.waiting_online)
@@ -74,14 +76,16 @@ def select_by_tenant(state: SchedulerState, select: Select, pressure: Pressure) 
         found = select(groups[tenant], pressure)
         starts += found
         if not found:
-            break  # smaller ones of the tenants behind it would take its room again and again
+            break  # smaller requests of later tenants would take this tenant's room again and again
         pressure = pressure.less(found)
     return starts
 
 
 def let_in(draft: StepDraft) -> Request | None:
-    """The request that must start before any other because a row and memory were made free for it; before anything is
-    in the step. None: no tenant is kept out, or nothing can be done about it."""
+    """Return the request that must start first because a row and memory are freed for it, or None.
+
+    Called before the step contains any request. Preempts requests of the tenant with the most rows if necessary.
+    """
     state = draft.state
     if not state.waiting_online or not state.online_share.is_contested:
         return None
@@ -108,8 +112,11 @@ def let_in(draft: StepDraft) -> Request | None:
 
 
 def _victims(draft: StepDraft, request: Request, held: Counter[str]) -> list[Request]:
-    """The youngest of the tenant that holds most rows, until there is room. No tenant gives up any to one that would
-    then have more rows, or that has had more. Empty: offline work can give way, or even all of these are too few."""
+    """Return the newest requests of the tenants with the most rows until `request` fits; empty if not needed or not
+    enough.
+
+    A tenant loses no row to one that would then have more rows or has received more service.
+    """
     state = draft.state
     offline = state.running[RequestClass.OFFLINE]
     rows = len(state.free_rows) + len(offline)

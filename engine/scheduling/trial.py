@@ -1,15 +1,15 @@
-"""Steps outside of policies, budgets, lanes and back-offs: trials of certain requests, and the step of last resort.
+"""Steps without policies, budgets, lanes or back-off: trials of certain requests, and the step of last resort.
 
-A trial holds suspects of a failed step, or the canary. Its requests are kept aside (`SchedulerState.aside`): no
-ordinary step sees them. They take memory from others like any request; online ones, and all where nothing else can run,
-take whatever they need.
+A trial holds suspects of a failed step, or the canary. These requests are kept aside (`SchedulerState.aside`), out of
+ordinary steps. They take memory from other requests like any request. Online suspects, and all suspects if no other
+request can run, take all the memory that they need.
 
-The step of last resort: the core builds it when no step is in flight and no other step holds anything. It cannot be
-empty while a request waits or runs that is no suspect: with nothing in flight no unit is deferred and every running
-request is due. The requests in its way are preempted one by one, until no other request holds a row or a unit. Then
-all kept pasts are given up as well, and every unit is free or can be taken from the prefix index. An accepted request
-never holds more than the pool (`max_model_len`, `most_blocks`), so its known length and its next token fit. The oldest
-request is chosen, online before offline, so that it reaches its end if every step is one of these.
+The core builds the step of last resort if no step is in flight and no other step has content. It is not empty while a
+request other than a suspect waits or runs: no unit is deferred and every running request is due. Requests in its way
+are preempted one by one until no other request holds a row or a unit. Then all parked blocks are dropped as well, and
+every unit is free or evictable. An accepted request never holds more than the pool (`max_model_len`, `most_blocks`), so
+its known tokens and the next one fit. The oldest request is chosen, online before offline, so that it completes even if
+every step is one of last resort.
 """
 
 from collections.abc import Iterator, Sequence
@@ -23,8 +23,10 @@ CAUSE = "step_failure"
 
 
 class TrialBuilder:
-    """`awaits_units`: there is nothing to run before the step in flight has ended, and no other request may take the
-    units that it gives back."""
+    """Build a trial step.
+
+    `awaits_units`: nothing can run before the step in flight ends, and its freed units are reserved for the trial.
+    """
 
     def __init__(self, draft: StepDraft) -> None:
         self.awaits_units = False
@@ -32,9 +34,9 @@ class TrialBuilder:
         self._state = draft.state
 
     def build(self, requests: Sequence[Request], force: bool) -> DecidedStep | None:
-        """As much of these requests as fits in one step, or None when nothing of them can run now.
+        """Return a step with as much of these requests as fits, or None if none of them can run now.
 
-        `force`: what is in the way of the first of them loses its place, whatever its class.
+        `force`: preempt any request in the way of the first one, whatever its class.
         """
         running = [request for request in requests if request.status is RequestStatus.RUNNING]
         while running and not self._continue(running):
@@ -50,7 +52,7 @@ class TrialBuilder:
         return self._draft.finish()
 
     def _continue(self, requests: Sequence[Request]) -> bool:
-        """Whether any of these running requests moves on, or has its next token in flight."""
+        """Whether any of these running requests advances or has its next token in flight."""
         moves, ledger = False, self._draft.ledger
         for request in requests:
             if not ledger.open:
@@ -75,7 +77,7 @@ class TrialBuilder:
         return self._draft.admit(request, lambda _, wanted: min(wanted, self._draft.ledger.tokens_left), CacheKind.KV)
 
     def _victims(self, request: Request, force: bool) -> list[Request]:
-        """The others that run: offline before online, the last to arrive first, and those aside at the end."""
+        """Return the other running requests: offline before online, newest first, requests set aside at the end."""
         running = self._state.running
         aside = [r for r in self._state.aside if r.status is RequestStatus.RUNNING and r is not request]
         if not force and request.request_class is RequestClass.OFFLINE:
@@ -83,7 +85,7 @@ class TrialBuilder:
         return [*reversed(running[RequestClass.OFFLINE]), *reversed(running[RequestClass.ONLINE]), *reversed(aside)]
 
     def _is_coming(self, request: Request) -> bool:
-        """Whether units that are still in flight would do."""
+        """Whether deferred units would suffice for the request."""
         pool, claim = self._state.pool, self._state.cache.claim(request)
         missing = claim.units + pool.num_idle_units(claim.hits) - pool.num_available_units
         return bool(self._state.free_rows) and 0 < missing <= pool.num_deferred_units
@@ -96,14 +98,14 @@ STALL = "stall"
 
 
 class LastResortBuilder:
-    """A step of one request's next token, or of a floor chunk of its prompt."""
+    """Build a step with one request's next token, or with a floor chunk of its prompt."""
 
     def __init__(self, draft: StepDraft) -> None:
         self._draft = draft
         self._state = draft.state
 
     def build(self, with_offline: bool) -> DecidedStep | None:
-        """None: there is nothing to run. `with_offline`: offline requests may be chosen (there was a plan for them)."""
+        """Return the step, or None if no request can run. `with_offline`: offline requests may be chosen."""
         request = self._next(with_offline)
         if request is None:
             return None
@@ -128,14 +130,14 @@ class LastResortBuilder:
         return running or next(state.waiting_offline.candidates(), None)
 
     def _others(self, request: Request) -> Iterator[Request]:
-        """The others that run: offline before online, the last to arrive first, and those aside at the end."""
+        """Return the other running requests: offline before online, newest first, requests set aside at the end."""
         running = self._state.running
         aside = [other for other in self._state.aside if other.status is RequestStatus.RUNNING]
         groups = (running[RequestClass.OFFLINE], running[RequestClass.ONLINE], aside)
         return iter([other for group in groups for other in reversed(group) if other is not request])
 
     def _run(self, request: Request) -> bool:
-        """Whether the request is in the step with what is free now."""
+        """Add the request if the free units suffice. Return whether it is in the step."""
         if request.status is not RequestStatus.RUNNING:
             return self._draft.admit(request, self._length)
         start = request.num_computed_tokens

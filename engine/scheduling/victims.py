@@ -1,6 +1,6 @@
-"""Shortage of memory: whether waiting online requests want more than there is, and which requests are preempted.
+"""Memory shortage: whether waiting online requests need more than there is, and which requests are preempted.
 
-A step preempts few requests, offline ones first, and none that it holds.
+A step preempts few requests, offline ones first, and none that it contains.
 """
 
 import math
@@ -21,11 +21,11 @@ from engine.scheduling.state import SchedulerState
 from predictor.limits import UNITS_PER_BLOCK
 
 LATE_HEADROOM = 0.25
-"""Share of the pool that late requests leave free when they start, under a policy that runs them last."""
+"""Share of the pool that a late request must leave free when it starts, under a policy with `late_last`."""
 
 
 class Victims:
-    """Choose the requests that lose their place in the step `step_id`."""
+    """Choose the requests that step `step_id` preempts."""
 
     def __init__(self, state: SchedulerState, step_id: int, now: float) -> None:
         self._state = state
@@ -33,10 +33,11 @@ class Victims:
         self._now = now
 
     def for_start(self, request: Request, claim: Claim, missing: int, *, online: bool) -> list[Request]:
-        """The offline requests to evict so that `missing` more units and a row come free for `request`.
+        """Return the offline requests to preempt so that `request` gets `missing` more units and a row; empty if
+        impossible.
 
-        None is immune: one that was evicted often loses last, but loses. Empty when even all of them would not do.
-        `online`: whether the pasts of other online requests, which wait, may be moved too.
+        Requests preempted `max_offline_preemptions` times are chosen only if the others do not suffice. `online`:
+        whether parked blocks of other waiting online requests may be moved, too.
         """
         state = self._state
         limit, spared = state.config.max_offline_preemptions, frozenset(claim.hits)
@@ -52,8 +53,11 @@ class Victims:
         return chosen
 
     def for_running(self, request: Request) -> Request | None:
-        """Which request gives way to a running one: offline first, then the last in the order (of lanes and age, if it
-        is offline itself); none of this step's."""
+        """Return the request to preempt for a running one, possibly the request itself, but none already in this step.
+
+        Offline requests go first, then the last in order: the newest, or the last by lane and arrival for an offline
+        request.
+        """
         online = request.request_class is RequestClass.ONLINE
         if online and (victim := self.offline()) is not None:
             return victim
@@ -66,7 +70,9 @@ class Victims:
         return None
 
     def offline(self) -> Request | None:
-        """Of the running offline requests that are not in this step: of the last lane, seldom evicted, small, young."""
+        """Return the offline request to preempt first: of the last lane, rarely preempted, small and new. None: all are
+        in this step.
+        """
         offline = self._state.running[RequestClass.OFFLINE]
         candidates = (r for r in offline if r.last_step != self._step_id)
         key = lambda r: (-r.spec.lane, r.num_preemptions, len(r.cache_map.blocks), -r.arrival_order)  # noqa: E731
@@ -76,11 +82,14 @@ class Victims:
 def _smallest_victims(
     candidates: Sequence[Request], units: int, held: Mapping[CacheBlock, int], spared: Collection[CacheBlock]
 ) -> list[Request]:
-    """The requests to evict so that `units` units come free; empty when all candidates together hold fewer.
+    """Return the requests to preempt to free `units` units; empty if all candidates together hold fewer.
 
-    Where one request is enough, it is one: of the last lane, then the least often evicted, the smallest, the youngest.
-    Otherwise the largest go first, and a block that several share counts when the last of them has lost it.
-    `held`: references that parked pasts give up as well. `spared`: blocks that never come free.
+    If one request suffices, only one is chosen: of the last lane, then least often preempted, smallest, newest.
+    Otherwise the largest go first. A shared block counts when its last holder loses it.
+
+    Args:
+        held: References by parked blocks that are given up as well.
+        spared: Blocks that are never freed.
     """
     sizes = [(freed_units(request, spared), request) for request in candidates]
     enough = [((-r.spec.lane, r.num_preemptions, freed, -r.arrival_order), r) for freed, r in sizes if freed >= units]
@@ -100,19 +109,21 @@ def _smallest_victims(
 
 
 def freed_units(request: Request, spared: Collection[CacheBlock] = frozenset()) -> int:
-    """Units that come free when a running request loses its place."""
+    """Return the units that preempting a running request frees."""
     return count_units(b for b in request.cache_map.blocks if b.ref_count == 1 and b not in spared)
 
 
 def is_late(state: SchedulerState, request: Request, now: float) -> bool:
-    """Whether its first token came after the TTFT objective, or can only come after it."""
+    """Whether the first token came after the TTFT objective, or can only come after it."""
     times = request.times
     return (now if times.first_token is None else times.first_token) - times.arrival > state.objective.ttft
 
 
 def online_order(state: SchedulerState, now: float) -> list[Request]:
-    """Running online requests by age; where a knapsack chooses, late ones behind the others, which are worth more.
-    Memory is taken from the end."""
+    """Return the running online requests by arrival; under a knapsack policy the late ones come last.
+
+    Memory is taken from the end of this order, and late requests are worth less to the knapsack.
+    """
     running = list(state.running[RequestClass.ONLINE])
     if state.online_policy.select is not None and math.isfinite(state.objective.ttft):
         late = [is_late(state, request, now) for request in running]
@@ -122,7 +133,10 @@ def online_order(state: SchedulerState, now: float) -> list[Request]:
 
 
 def evictable(state: SchedulerState, now: float) -> list[Request]:
-    """Late running requests that must give way to savable ones, the first to lose first; none of them for ever."""
+    """Return the late running requests that must yield to savable ones, first to lose first.
+
+    A request that was preempted `max_offline_preemptions` times is exempt.
+    """
     if not state.online_policy.late_last:
         return []
     limit = state.config.max_offline_preemptions
@@ -131,7 +145,10 @@ def evictable(state: SchedulerState, now: float) -> list[Request]:
 
 
 def evict_late(state: SchedulerState, starts: Sequence[Start], now: float) -> None:
-    """Before anything is in the step: room for the savable requests that it can begin, from late running ones."""
+    """Preempt late running requests to make room for the savable requests that the step can start.
+
+    Called before the step contains any request.
+    """
     size, units, tokens = state.config.block_size, 0, 0
     for request, kind, savable in starts:
         if savable and tokens < state.config.max_num_batched_tokens:
@@ -148,8 +165,10 @@ def evict_late(state: SchedulerState, starts: Sequence[Start], now: float) -> No
 
 
 def spares(state: SchedulerState, request: Request) -> bool:
-    """Whether a late request may start: where they run last, those that can be saved will want the last of the
-    memory, and it would only be evicted again. With none running it always may."""
+    """Whether a late request may start: it must leave `LATE_HEADROOM` of the pool to savable requests.
+
+    With less left, it would only be preempted again. Always true without `late_last` and while no online request runs.
+    """
     if not state.online_policy.late_last or not state.running[RequestClass.ONLINE]:
         return True
     units = request.num_blocks(state.config.block_size) * UNITS_PER_BLOCK
@@ -158,7 +177,9 @@ def spares(state: SchedulerState, request: Request) -> bool:
 
 
 def pressure_of(state: SchedulerState, now: float) -> Pressure | None:
-    """The state of memory if the waiting online requests want more than they could get now, else None."""
+    """Return the inputs of the knapsack if the waiting online requests need more memory than they could get,
+    else None.
+    """
     block_size = state.config.block_size
     offline = state.running[RequestClass.OFFLINE]
     capacity = (
@@ -185,15 +206,17 @@ def pressure_of(state: SchedulerState, now: float) -> Pressure | None:
 
 
 def _rho(state: SchedulerState) -> float:
-    """What a further token from compact form adds to a step: where some run from it already, the step pays what does
-    not grow with them anyway. Else it is shared by as many as there may be."""
+    """Return the seconds that one more token in compact form adds to a step.
+
+    If some requests run from compact form already, the fixed cost of projection is paid anyway and not included.
+    """
     if state.model is not None and state.cache.num_compact:
         return state.model.cache_work(compact_tokens=1)
     return state.config.rho
 
 
 def _demand_exceeds(state: SchedulerState, units: int) -> bool:
-    """Whether the waiting online requests want more than so many units, all of them in KV."""
+    """Whether the waiting online requests need more than `units` units in KV."""
     waiting, size = state.waiting_online, state.config.block_size
     columns = waiting.columns
     blocks = int(np.minimum(columns.lengths // size + 1, state.config.most_blocks)[~columns.began].sum())

@@ -1,8 +1,8 @@
-"""Online requests that wait, by age, and what stays the same of them from step to step, in columns.
+"""Waiting online requests in arrival order, with their constant properties in columns.
 
-Thousands may wait, and a step takes milliseconds: what it asks of all of them it asks of the columns, which change with
-the queue and not with the step. Requests that have run before change while they wait (their last token may still come,
-their past may lose its place), so these are asked one by one.
+Thousands may wait and a step takes milliseconds, so a step reads columns, which change only when the queue does.
+Requests that have run before change while they wait (a last token may arrive, parked blocks may be dropped), so these
+are read one by one.
 """
 
 from bisect import bisect_left, insort
@@ -23,8 +23,14 @@ _WIDTH = 64
 
 
 class QueueColumns(NamedTuple):
-    """A row for each request. `arrivals` in seconds; `lengths` in tokens, `missing` of them are still to be computed;
-    `began`: it has run before, and the other columns say nothing of it but its arrival."""
+    """One element per request.
+
+    Attributes:
+        arrivals: Arrival times in seconds.
+        lengths: Prompt tokens.
+        missing: Prompt tokens still to compute.
+        began: The request has run before; then only `arrivals` is valid.
+    """
 
     arrivals: Floats
     lengths: Ints
@@ -33,7 +39,7 @@ class QueueColumns(NamedTuple):
 
 
 def columns_of(requests: Sequence[Request]) -> QueueColumns:
-    """The columns of a queue, or of requests in any order."""
+    """Return the columns of a queue, or of requests in any order."""
     if isinstance(requests, WaitingQueue):
         return requests.columns
     rows = [_row(request) for request in requests]
@@ -41,7 +47,7 @@ def columns_of(requests: Sequence[Request]) -> QueueColumns:
 
 
 class WaitingQueue(Sequence[Request]):
-    """A preempted request returns to its place, ahead of later arrivals."""
+    """Requests in arrival order. A preempted request returns to its position, ahead of later arrivals."""
 
     def __init__(self, requests: Iterable[Request] = ()) -> None:
         self._requests: list[Request] = []
@@ -52,17 +58,17 @@ class WaitingQueue(Sequence[Request]):
 
     @property
     def columns(self) -> QueueColumns:
-        """As long as the queue does not change."""
+        """Return the columns, valid until the queue changes."""
         if self._columns is None:
             self._columns = _columns(self._table[:, : len(self._requests)])
         return self._columns
 
     def place(self, request: Request) -> int:
-        """How many that wait are older."""
+        """Return the number of older waiting requests."""
         return bisect_left(self._requests, request.arrival_order, key=by_age)
 
     def with_others(self, requests: Iterable[Request]) -> list[Request]:
-        """All that wait and a few others, by age."""
+        """Return all waiting requests and `requests`, by arrival."""
         merged = self._requests.copy()
         for request in requests:
             insort(merged, request, key=by_age)
@@ -110,11 +116,12 @@ def _columns(table: Floats) -> QueueColumns:
 
 
 def insert_by_age(requests: list[Request], request: Request) -> None:
-    """Into a list in arrival order: a preempted request returns to its place, ahead of later arrivals."""
+    """Insert a request into a list in arrival order."""
     insort(requests, request, key=by_age)
 
 
 def remove_by_age(requests: list[Request], request: Request) -> None:
+    """Remove a request from a list in arrival order."""
     index = bisect_left(requests, request.arrival_order, key=by_age)
     assert requests[index] is request, "request is not in the queue that its status says"
     del requests[index]
