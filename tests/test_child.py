@@ -3,6 +3,8 @@
 import json
 import subprocess
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -73,3 +75,17 @@ def test_our_packages_are_found_where_they_are(traps: Path, tmp_path: Path, monk
         child.python_module("only_here", "a", "b"), cwd=traps, capture_output=True, text=True, check=True
     )
     assert done.stdout == f"__main__ ['a', 'b'] {tmp_path / 'tree'}\n" and not (tmp_path / "caught").exists()
+
+
+class Unlisted(set[threading.Thread]):
+    """The threads of an executor before it lists the first one."""
+
+    def add(self, _thread: threading.Thread) -> None:
+        pass
+
+
+def test_the_first_work_of_the_starter_may_start_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(child, "starter", ThreadPoolExecutor(1, initializer=child._mark_starter))
+    monkeypatch.setattr(child.starter, "_threads", Unlisted())
+    process = child.starter.submit(child.start_process, [sys.executable, "-c", ""]).result(timeout=20)
+    assert process.wait(timeout=20) == 0

@@ -19,7 +19,14 @@ from typing import Any
 
 LOOK_SECONDS = 1.0
 _PR_SET_PDEATHSIG = 1
-starter = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tidemill-starter")
+_thread = threading.local()
+
+
+def _mark_starter() -> None:
+    _thread.is_starter = True
+
+
+starter = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tidemill-starter", initializer=_mark_starter)
 """A permanent thread, because the kernel ends a child together with the thread that started it."""
 ROOT = Path(__file__).resolve().parents[2]
 _START = (
@@ -38,11 +45,10 @@ def start_process(command: Sequence[str], **options: Any) -> "subprocess.Popen[b
 
     Raises OSError, or RuntimeError if the first call cannot create the starter thread.
     """
-    thread = threading.current_thread()
-    in_starter = thread in starter._threads
+    in_starter = getattr(_thread, "is_starter", False)  # its first work may run before the executor lists the thread
     if not in_starter:
         starter.submit(os.getpid).result()  # create the thread while the system can still provide one
-    if in_starter or thread is threading.main_thread():
+    if in_starter or threading.current_thread() is threading.main_thread():
         return subprocess.Popen(command, **options)
     return starter.submit(lambda: subprocess.Popen(command, **options)).result()
 
