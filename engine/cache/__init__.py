@@ -1,1 +1,1 @@
-"""Where the past of a request lives: the unified unit pool, cache maps and the prefix index; torch-free."""
+"""The cache of computed tokens: unit pools, cache maps and the prefix index. Torch-free."""

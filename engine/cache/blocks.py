@@ -1,9 +1,8 @@
-"""Blocks, the units that they lie in, and what can be done to them.
+"""Blocks, the units that hold them, and the operations on them.
 
-A *block* is `block_size` tokens of one request. A *unit* is one block's worth of K, or of V, or a part of its hidden
-state, for all layers: the pool's currency. An entry names its kind and tier, so that one request may mix
-representations block by block (Apt-Serve §4, HybridServe §4). The rows of `CacheKind` say everything that the control
-plane knows about a kind: it asks `kind.form`, not which kind it is.
+A *block* is `block_size` tokens of one request. A *unit* is the pool's currency: one block's K, or its V, or a part of
+its hidden state, for all layers. An entry names its kind and tier, so one request may mix representations block by
+block (Apt-Serve §4, HybridServe §4). The control plane knows a kind only by its `CacheKind.form`.
 """
 
 import enum
@@ -16,21 +15,27 @@ from predictor.limits import UNITS_PER_BLOCK
 
 
 class Representation(NamedTuple):
-    """`units`: units of a block, on any tier. `compact`: a step that runs the block projects K and V from it, and needs
-    a block of scratch for them; RESTORE projects them once."""
+    """Form of a block.
+
+    Attributes:
+        units: Units per block, on any tier.
+        compact: A step that runs the block must project K and V into a block of scratch. RESTORE projects them once.
+    """
 
     units: int
     compact: bool = False
 
 
 class CacheKind(enum.Enum):
-    """Which representation of the past a block holds.
+    """Representation of a block.
 
-    HIDDEN is the normed input of every attention layer, from which K and V are projected again; it is offered only by
-    models whose hidden state fits in half the room of K and V (`engine.models.spec.hidden_offer`). GONE is the place of
-    a block that lies before every window of the model: it has no unit and is never read. STATE is what recurrent layers
-    keep of a request at the end of a block, however much lies before it; its unit is a slot of memory of its own
-    (`engine.cache.checkpoints`).
+    Attributes:
+        KV: Keys and values.
+        HIDDEN: Normed input of every attention layer, from which K and V are projected. Only for models whose hidden
+            state needs at most half the room of K and V (`engine.models.spec.hidden_offer`).
+        GONE: Placeholder for a block before every attention window: no unit, never read.
+        STATE: State of the recurrent layers at the end of a block, of constant size. Its unit is a slot in separate
+            memory (`engine.cache.checkpoints`).
     """
 
     KV = "kv", Representation(UNITS_PER_BLOCK)
@@ -45,18 +50,18 @@ class CacheKind(enum.Enum):
         member._value_, member.form = value, form
         return member
 
-    __hash__ = object.__hash__  # enum's own is written in Python; a step looks hundreds up
+    __hash__ = object.__hash__  # Enum's own __hash__ is slow Python code; a step hashes hundreds of kinds
 
 
 COMPACT = CacheKind.HIDDEN
-"""The kind that is offered beside K and V when memory is short."""
+"""The kind that replaces K and V when memory is short."""
 
 RECURRENT = CacheKind.STATE
-"""What layers keep that have no K and V."""
+"""The kind of recurrent states."""
 
 
 class Tier(enum.Enum):
-    """Which memory the units are in."""
+    """Memory that holds the units."""
 
     DEVICE = "device"
     HOST = "host"
@@ -65,7 +70,7 @@ class Tier(enum.Enum):
 class CacheEntry(NamedTuple):
     """One block as the data plane sees it. `units`: (k_unit, v_unit) for KV, (unit,) for HIDDEN.
 
-    Each tier's units are numbered from 0; a unit of another tier holds exactly what a device unit holds.
+    Units of each tier are numbered from 0. A unit has the same size on every tier.
     """
 
     kind: CacheKind
@@ -75,10 +80,13 @@ class CacheEntry(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class CacheBlock:
-    """One block in a pool, perhaps shared read-only by several requests.
+    """One block in a pool, possibly shared read-only by several requests.
 
-    `block_hash` is set once the block is full, confirmed and published; `online` is raised by an online touch;
-    `last_step` is the newest step that may read or write the units.
+    Attributes:
+        ref_count: References by requests and by copies in progress.
+        block_hash: Hash under which the block is published; None until it is full, confirmed and published.
+        online: An online request has used the block.
+        last_step: Newest step that may read or write the units.
     """
 
     entry: CacheEntry
@@ -96,15 +104,19 @@ class CacheBlock:
 class CacheMap:
     """The blocks of one request in token order; block i covers tokens [i·block_size, (i+1)·block_size).
 
-    While the request runs, all blocks are on the device. While it waits, they are what is kept of its past
-    (`engine.cache.parked`): its first `num_parked_tokens` tokens, on either tier. The step
-    `parked_in_step` made the last copy to the host.
+    While the request runs, all blocks are on the device. While it waits, they are its parked blocks on either tier
+    (`engine.cache.parked`).
 
-    `kind`: what new blocks are stored as; it outlives preemptions. `num_compact` blocks of a running request are
-    compact, its first `num_gone` given back. `hashes` are the chained hashes of the full blocks
-    known so far (computed lazily, kept across preemptions); the first `num_published` blocks are already offered to the
-    prefix index. `checkpoint`: the slot with the state that it started from, -1: it started from nothing; `branch`:
-    tokens of its prompt that blocks were there for when it started, but no state.
+    Attributes:
+        kind: Kind of new blocks; kept across preemptions.
+        num_compact: Compact blocks of a running request.
+        num_gone: Leading blocks that a running request has freed behind the attention window.
+        num_parked_tokens: Tokens in the parked blocks.
+        parked_in_step: Step of the last copy of a parked block to the host.
+        hashes: Chained hashes of full blocks, computed lazily and kept across preemptions.
+        num_published: Leading blocks already offered to the prefix index.
+        checkpoint: Slot with the recurrent state that the request started from; -1 without one.
+        branch: Prompt tokens with published blocks, but without a recurrent state, when the request started.
     """
 
     blocks: list[CacheBlock] = field(default_factory=list)
@@ -120,12 +132,12 @@ class CacheMap:
 
     @property
     def num_live(self) -> int:
-        """Blocks of a running request that lie somewhere."""
+        """Return the blocks of a running request that occupy units."""
         return len(self.blocks) - self.num_gone
 
     @property
     def num_running_units(self) -> int:
-        """What the blocks of a running request take, as `count_units` says, without a look at each of them."""
+        """Return the units of a running request; same as `count_units(blocks)`, but in constant time."""
         saved = UNITS_PER_BLOCK - COMPACT.form.units
         return UNITS_PER_BLOCK * self.num_live - saved * self.num_compact
 
@@ -134,23 +146,23 @@ _NOWHERE = CacheEntry(CacheKind.GONE, Tier.DEVICE, ())
 
 
 class CacheAction(enum.Enum):
-    """What a cache operation does to the units of a block."""
+    """Operation on the units of a block."""
 
     SWAP_OUT = "swap_out"
-    """Device -> host, any kind."""
+    """Copy from device to host, any kind."""
     SWAP_IN = "swap_in"
-    """Host -> device, any kind."""
+    """Copy from host to device, any kind."""
     RESTORE = "restore"
-    """HIDDEN on the device -> KV on the device: K and V are projected, once, from the hidden state."""
+    """Project K and V from HIDDEN, once, both on the device."""
 
 
 class CacheOperation(NamedTuple):
-    """Writes `target` from `source`, which keeps what it holds; whole blocks, full or not.
+    """Write a whole block, full or not, from `source` to `target`. The source keeps its content.
 
-    `start`: position of the block's first token (RESTORE rotates K by it; the others ignore it). A target may be the
-    source of a later operation of the step (swap in, then restore), and a source the target of one of another action: a
-    unit that was swapped out may be given away at once, to operations and chunks behind it. No unit is a target twice.
-    Neighbours of one action run as one batch, so give them together, in the order of `CacheAction`.
+    `start`: position of the block's first token; RESTORE rotates K by it. A target may be the source of a later
+    operation of the step (swap in, then restore). A source may be the target of a later action or chunk, so a unit that
+    was swapped out can be reused at once. No unit is a target twice. Adjacent operations of one action run as one
+    batch; pass them together, in the order of `CacheAction`.
     """
 
     action: CacheAction
@@ -160,20 +172,20 @@ class CacheOperation(NamedTuple):
 
 
 def gone_block() -> CacheBlock:
-    """What stands in a block's place that was given back: one for each holder."""
+    """Return a placeholder for a freed block; each holder needs its own."""
     return CacheBlock(_NOWHERE)
 
 
 def count_gone(blocks: Iterable[CacheBlock]) -> int:
-    """How many of these blocks were given back; none comes behind one that was not."""
+    """Return the number of leading placeholders of freed blocks."""
     return sum(1 for _ in takewhile(lambda block: block.entry.kind is CacheKind.GONE, blocks))
 
 
 def count_units(blocks: Iterable[CacheBlock]) -> int:
-    """Units of these blocks."""
+    """Return the total units of these blocks."""
     return sum(len(block.entry.units) for block in blocks)
 
 
 def count_compact(blocks: Iterable[CacheBlock]) -> int:
-    """How many of these blocks need scratch in every step that runs them."""
+    """Return how many of these blocks need scratch in every step that runs them."""
     return sum(block.entry.kind.form.compact for block in blocks)

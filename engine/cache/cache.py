@@ -1,12 +1,12 @@
-"""The cache of one engine: it alone decides where the past of a request lies. Scheduling asks, and gets a verdict.
+"""The cache of one engine: decides where the computed tokens (K, V, hidden state) of each request are stored.
 
-Joins the tiers with their prefix indexes and the parked pasts. A running request *extends* its map, a waiting one
-*claims* what it would start from and *takes* it; a request that leaves its row *vacates* it, keeping its past where it
-lies if there is a host tier. Where every layer of the model has a window, a request has blocks only from the oldest
-token on that its next one sees: those before it go back to the pool as it is computed, and are not taken from a prefix.
-What that does to units becomes the step's cache operations. Where layers are recurrent, a prefix ends behind the last
-of its blocks that has a checkpoint of their state. Knows nothing of queues, of
-victims, of time and of steps' limits.
+It joins the tiers, their prefix indexes and the parked blocks. A running request *extends* its map. A waiting request
+*claims* the blocks that it could start from and *takes* them. A request that leaves its row *vacates* it; with a host
+tier its blocks stay in place for now. Changes of units become the step's cache operations.
+
+If every layer of the model has a window, a request only holds blocks from the oldest token that its next token sees.
+Earlier blocks are freed during computation and not taken from a prefix. If layers are recurrent, a cached prefix ends
+at its last block with a checkpoint. This module uses no queues, victims, clock or step limits.
 """
 
 from collections import Counter
@@ -39,12 +39,17 @@ from predictor.model import LatencyPredictor
 
 
 class Claim(NamedTuple):
-    """What a waiting request would start from: `hits` in the prefix indexes, then parked blocks of its own, both on
-    either tier, which together hold its first `num_tokens` tokens, `num_compact` blocks of them compact that no running
-    request has. `units`: those of the device that it needs besides what lies there; `copied_bytes`: see Tiers, for what
-    comes from elsewhere. `goes_on`: the step that saves a copy of the
-    block behind those of the prefix, which is offered when it has ended. `num_published`: blocks of its prefix that
-    there are, with those behind the last checkpoint."""
+    """The cached blocks that a waiting request would start from.
+
+    Attributes:
+        hits: Blocks from the prefix indexes, on either tier. The request's own parked blocks follow them.
+        num_tokens: Tokens in hits and parked blocks.
+        num_compact: Compact blocks among these that no running request has.
+        units: Device units needed besides those already on the device.
+        copied_bytes: Bytes to copy from the host (see `Tiers.copied_bytes`).
+        goes_on: Step in flight that copies the next block of the prefix to the host, where it can be claimed later.
+        num_published: Blocks of the prefix that are cached, including those behind the last checkpoint.
+    """
 
     hits: list[CacheBlock]
     num_tokens: int
@@ -56,7 +61,7 @@ class Claim(NamedTuple):
 
 
 class Cache:
-    """All tiers of one engine, and the parked pasts on them."""
+    """All tiers of one engine and the parked blocks on them."""
 
     def __init__(self, config: SchedulerConfig, model: LatencyPredictor | None) -> None:
         self.tiers = Tiers(config, model)
@@ -65,18 +70,20 @@ class Cache:
         self.checkpoints = Checkpoints(config, model)
         self.keeps_states = config.state_slots > 0
         self._compact: Counter[CacheBlock] = Counter()
-        """How many running requests have each compact block."""
+        """Number of running requests per compact block."""
         self._config = config
 
     @property
     def num_compact(self) -> int:
-        """Compact blocks of running requests; all of them may be in the next step, and a step has `scratch_blocks`,
-        where what several requests share lies once."""
+        """Return the distinct compact blocks of running requests.
+
+        All of them may be in the next step, which has `scratch_blocks` for them; a shared block needs scratch once.
+        """
         return len(self._compact)
 
     @property
     def compact_room(self) -> int:
-        """How many more blocks may be run from compact form."""
+        """Return how many more blocks may run from compact form."""
         return self._config.scratch_blocks - self.num_compact
 
     @property
@@ -87,8 +94,8 @@ class Cache:
     def units_for(self, request: Request, num_offline: int) -> int:
         """Return the units that a request could get now.
 
-        Several offline requests leave the latest online prefixes, up to a quarter of the pool, for the next turns of
-        chats; one alone must be able to end (E4).
+        Several offline requests leave the cached online prefixes alone, up to a quarter of the pool, for the next turns
+        of chats. A single offline request may take all, so that it can complete (E4).
         """
         device = self.device
         if request.request_class is RequestClass.ONLINE or num_offline <= 1:
@@ -96,12 +103,11 @@ class Cache:
         return device.num_available_units - min(device.num_cached_online_units, device.num_units // 4)
 
     def find_prefix(self, request: Request) -> list[CacheBlock]:
-        """Published blocks that this request could start behind, each on its nearest tier; at least one token is always
-        left to compute."""
+        """Return the cached blocks that this request could start behind, leaving at least one token to compute."""
         return self._startable(request, self._find_published(request))
 
     def _startable(self, request: Request, found: list[CacheBlock]) -> list[CacheBlock]:
-        """Those of its published blocks behind which there is the state of recurrent layers, too."""
+        """Cut a prefix at its last block with a checkpoint if layers are recurrent."""
         return found[: self.checkpoints.reach(request.cache_map.hashes, len(found))] if self.keeps_states else found
 
     def _find_published(self, request: Request) -> list[CacheBlock]:
@@ -113,8 +119,10 @@ class Cache:
         return self.tiers.find(cache_map.hashes[:usable])
 
     def claim(self, request: Request) -> Claim:
-        """What `request` could start from now. A prefix on the device is better than the same tokens of its own on the
-        host, and these are better than others on the host."""
+        """Return the blocks that `request` could start from now.
+
+        A prefix on the device is preferred to the request's own parked blocks, and these to a prefix on the host.
+        """
         block_size, parked = self._config.block_size, request.cache_map.blocks
         published = self._find_published(request)
         found = self._startable(request, published)
@@ -122,7 +130,7 @@ class Cache:
         if parked:
             hits = _on_device(hits)
         if parked and count_compact(hits) + count_compact(parked[len(hits) :]) > self._config.scratch_blocks:
-            hits = []  # never both: its own past alone has run before
+            hits = []  # together they exceed the scratch area; the request's own blocks alone have fitted before
         parked, hits = parked[len(hits) :], self.without_gone(hits)
         num_tokens, num_compact = len(hits) * block_size, sum(map(self._is_new_compact, (*hits, *parked)))
         num_blocks = request.num_missing_blocks(block_size, len(hits) + len(parked), count_gone(hits))
@@ -138,7 +146,7 @@ class Cache:
         return Claim(hits, num_tokens, num_compact, units, copied_bytes, goes_on, len(published))
 
     def _goes_on(self, request: Request, num_found: int) -> int | None:
-        """The step that saves the block behind the published ones of a prefix."""
+        """Return the step that copies the first missing block of a prefix to the host, or None."""
         hashes = request.cache_map.hashes
         if request.starts_over or not (len(request.token_ids) - 1) // self._config.block_size > num_found < len(hashes):
             return None
@@ -146,7 +154,7 @@ class Cache:
 
     @contextmanager
     def holding(self, claim: Claim) -> Iterator[None]:
-        """While room is made for a claim: lower tiers may not evict what it names."""
+        """Protect the claimed host blocks from eviction while room is made for the claim."""
         held = [block for block in claim.hits if not block.on_device]
         for block in held:
             self.tiers.pool(block).acquire(block, online=True)
@@ -157,8 +165,7 @@ class Cache:
                 self.tiers.pool(block).release(block, block.last_step)
 
     def take(self, request: Request, claim: Claim, step_id: int) -> None:
-        """Give a request that starts what it claimed; what lies on other tiers comes back in this step. There must be
-        room."""
+        """Give the claimed blocks to a starting request and bring host blocks back in this step. Room must exist."""
         online = request.request_class is RequestClass.ONLINE
         request.cache_map.num_gone = count_gone(claim.hits)
         for block in claim.hits[request.cache_map.num_gone :]:
@@ -182,10 +189,10 @@ class Cache:
         from_online: bool,
         growing: bool = False,
     ) -> int:
-        """Allocate blocks for `length` more tokens of a running request; return for how many there is room.
+        """Allocate blocks for `length` more tokens of a running request. Return the number of tokens with room.
 
-        `from_online`: parked pasts of online requests may lose their blocks for it. `growing`: the tokens belong to the
-        answer and come one by one; the request did not claim them.
+        `from_online`: parked blocks of online requests may be moved for it. `growing`: the tokens belong to the answer
+        and come one at a time, not from a claim.
         """
         cache_map, block_size = request.cache_map, self._config.block_size
         start, online = request.num_computed_tokens, request.request_class is RequestClass.ONLINE
@@ -211,10 +218,11 @@ class Cache:
         return min(length, len(cache_map.blocks) * block_size - start)
 
     def restore(self, request: Request, max_tokens: int, step_id: int, *, reserve: int) -> list[tuple[int, CacheEntry]]:
-        """Give a request of this step K and V for compact blocks of up to `max_tokens` tokens, while more than
-        `reserve` units are to spare; returns the blocks' numbers, and where they lie now.
+        """Convert compact blocks of a request to K and V, up to `max_tokens` tokens, while more than `reserve` units
+        are available.
 
-        They are projected once, instead of in every step. Blocks to come are KV too.
+        K and V are then projected once instead of in every step, and later blocks are stored as K and V too. Returns
+        the indices of the converted blocks with their new entries.
         """
         block_size, blocks = self._config.block_size, request.cache_map.blocks
         replaced: list[tuple[int, CacheEntry]] = []
@@ -238,8 +246,11 @@ class Cache:
         return replaced
 
     def vacate(self, request: Request) -> None:
-        """Take a running request out of its row. `ParkedPasts.park` decides which blocks it keeps until the room is
-        needed; other full blocks stay in the prefix index for as long."""
+        """Take the blocks of a request that leaves its row. `ParkedPasts.park` decides which blocks the request keeps
+        for now.
+
+        The other full blocks stay in the prefix index until they are evicted.
+        """
         cache_map = request.cache_map
         for block in cache_map.blocks if cache_map.num_compact else ():
             self._rest(request, block)
@@ -251,7 +262,7 @@ class Cache:
         request.num_computed_tokens = request.num_confirmed_tokens = 0
 
     def rewind(self, requests: Iterable[Request], failed: set[int]) -> None:
-        """The steps `failed` have failed: what they copied to the host is in doubt."""
+        """Drop the host copies and parked blocks written by the failed steps."""
         self.tiers.rewind(failed)
         self.checkpoints.rewind(failed)
         for request in requests:
@@ -259,8 +270,7 @@ class Cache:
                 self.parked.forget(request)
 
     def publish(self, request: Request) -> None:
-        """Offer the full blocks of a running request up to its last confirmed token to later ones, and give up those
-        that no later token of its own sees."""
+        """Offer the full, confirmed blocks of a running request to later requests and free those behind its window."""
         self._offer(request)
         if self.keeps_states:
             self.checkpoints.confirm(request)
@@ -278,7 +288,9 @@ class Cache:
         cache_map.num_published = num_full
 
     def _give_up_unseen(self, request: Request) -> None:
-        """Steps in flight were built on what is confirmed now, or more: they do not see these blocks either."""
+        """Free the blocks behind the window of the last confirmed token. Steps in flight do not see these
+        blocks either.
+        """
         cache_map = request.cache_map
         first, end = cache_map.num_gone, self._num_unseen(request.num_confirmed_tokens)
         if end <= first:
@@ -289,17 +301,17 @@ class Cache:
             self.device.release(block, request.last_step)
 
     def _num_unseen(self, num_tokens: int) -> int:
-        """Blocks that no token behind so many of them sees."""
+        """Return the number of blocks that no token after the first `num_tokens` sees."""
         config = self._config
         return max(0, (num_tokens - config.window + 1) // config.block_size) if config.window else 0
 
     def without_gone(self, hits: list[CacheBlock]) -> list[CacheBlock]:
-        """What is needed of these blocks by who starts behind them; the others' places are empty."""
+        """Replace blocks that lie before the window of a request starting behind `hits` by placeholders."""
         num_gone = self._num_unseen(len(hits) * self._config.block_size)
         return [*(gone_block() for _ in range(num_gone)), *hits[num_gone:]] if num_gone else hits
 
     def withdraw(self, request: Request) -> None:
-        """What this request computed is in doubt: no other shall start from it."""
+        """Remove the blocks computed by this request from the prefix index, because their content is in doubt."""
         cache_map = request.cache_map
         hashes = cache_map.hashes[: len(cache_map.blocks)]
         given_up = filter(None, map(self.device.find, hashes[: cache_map.num_gone]))
@@ -307,22 +319,22 @@ class Cache:
         self.checkpoints.withdraw(hashes)
 
     def complete_step(self, step_id: int) -> None:
-        """All steps up to `step_id` have ended."""
+        """Record that all steps up to `step_id` ended."""
         self.tiers.complete_step(step_id)
         self.checkpoints.complete_step(step_id)
 
     def recount(self, running: Iterable[Request]) -> None:
-        """Count the compact blocks of `running`, all requests that run, anew."""
+        """Recount the compact blocks of all running requests."""
         self._compact = Counter()
         for request in running:
             self._compact.update(b for b in request.cache_map.blocks if b.entry.kind.form.compact)
 
     def balance(self) -> None:
-        """Divide the host anew for the step that is being built."""
+        """Compute the host's split between kinds for the step being built."""
         self.parked.balance(self.num_compact)
 
     def check_integrity(self, requests: Iterable[Request]) -> None:
-        """Assert unit conservation on both tiers, given every request that has not ended."""
+        """Assert unit conservation on both tiers, given every unfinished request."""
         held: list[CacheBlock] = []
         compact: Counter[CacheBlock] = Counter()
         for request in requests:
@@ -345,7 +357,7 @@ class Cache:
         self.checkpoints.check_integrity()
 
     def _usable(self, hits: list[CacheBlock]) -> list[CacheBlock]:
-        """The hits in front of the first compact one for which the scratch area has no room."""
+        """Return the hits before the first compact block that the scratch area has no room for."""
         room = self.compact_room
         for index, block in enumerate(hits):
             room -= self._is_new_compact(block)
@@ -354,7 +366,7 @@ class Cache:
         return hits
 
     def _next_kind(self, request: Request, growing: bool) -> CacheKind:
-        """What the next block is stored as; a map may mix kinds when the scratch area is used up."""
+        """Return the kind of a request's next block. A map mixes kinds when the scratch area is full."""
         if not self._stores_compact(request) or self.compact_room <= 0:
             return CacheKind.KV
         return self.parked.next_kind(request) if growing else COMPACT
@@ -363,17 +375,17 @@ class Cache:
         return request.cache_map.kind.form.compact
 
     def _is_new_compact(self, block: CacheBlock) -> bool:
-        """Whether a request that runs from this block takes scratch for it that no other has."""
+        """Whether the block is compact and no running request has it, so that running it needs further scratch."""
         return block.entry.kind.form.compact and block not in self._compact
 
     def _run(self, request: Request, block: CacheBlock) -> None:
-        """A running request has a block more."""
+        """Count a block that a running request gained."""
         if block.entry.kind.form.compact:
             request.cache_map.num_compact += 1
             self._compact[block] += 1
 
     def _rest(self, request: Request, block: CacheBlock) -> None:
-        """And one less."""
+        """Count a block that a running request lost."""
         if block.entry.kind.form.compact:
             request.cache_map.num_compact -= 1
             self._compact[block] -= 1
@@ -382,5 +394,5 @@ class Cache:
 
 
 def _on_device(hits: list[CacheBlock]) -> list[CacheBlock]:
-    """The hits in front of the first one on the host."""
+    """Return the hits before the first block on the host."""
     return list(takewhile(lambda block: block.on_device, hits))

@@ -1,18 +1,22 @@
-"""Checkpoints: copies of what recurrent layers keep of a request, each at the end of a block of its tokens.
+"""Checkpoints: copies of a request's recurrent state, each at the end of a block.
 
-A hybrid's keys and values are no past without the state of its recurrent layers behind them, and a state cannot be had
-from them: a prefix can be started behind only where both are. A state has one size, however long the prefix, and lies
-in a slot; the pool of slots shares, evicts and defers them as it does blocks of K and V.
+In a hybrid model, cached K and V are useless without the recurrent state at the same position, and the state cannot be
+derived from them. A request can start only behind a block that has both. A state has the same size for any prefix
+length and occupies one slot. The slot pool shares, evicts and defers slots like blocks.
 
-Of a prompt there is a checkpoint at multiples of `checkpoint_tokens` (each second, fourth ... of them where it would
-take more than a quarter of the slots), at its last full block, which a chat whose template drops thoughts comes back
-to, and where an earlier prompt left it, once that is known: blocks were there, but no state (Marconi, MLSys 2025, does
-the same). While a request answers, the state at the end of its last block follows it (`_passing`): with that the next
-turn of a chat, or the request itself when it lost its place, goes on. Passing ones have half of the slots at most.
+A prompt gets lasting checkpoints at these positions:
 
-A state is offered once the step that copied it is confirmed. With a host tier there are slots on the host, too: what a
-chat may come back for goes there when its slot is given away, if the copies take less than computing the tokens between
-two checkpoints, and a request starts from there as from the device. Knows nothing of layers, of queues and of time.
+- multiples of `checkpoint_tokens`, doubled until they use at most a quarter of the slots;
+- its last full block, where the next turn continues if the chat template drops the model's thoughts;
+- its branch point from an earlier prompt, once known: blocks were cached there, but no state (as in Marconi, MLSys
+  2025).
+
+While a request generates, one more state moves along with the end of its last block (`_passing`). The next turn of the
+chat continues from it, as does a preempted request. These use at most half of the slots.
+
+A state is published once its step is confirmed. With a host tier there are host slots, too. When a slot is reused, the
+state of an online request moves to the host, provided that the copies take less time than computing the tokens between
+two checkpoints. Requests start from host states as from device ones. This module uses no layers, queues or clock.
 """
 
 from collections.abc import Collection, Sequence
@@ -28,11 +32,11 @@ from engine.request import Request, RequestStatus
 from predictor.model import LatencyPredictor
 
 PROMPT_SHARE = 4
-"""One part in so many of the slots is the most that multiples of `checkpoint_tokens` take of one request."""
+"""Multiples of `checkpoint_tokens` use at most 1/PROMPT_SHARE of the slots per request."""
 
 
 class _Saving(NamedTuple):
-    """A copy that a step in flight makes of the state behind `num_tokens` tokens."""
+    """A copy of the state after `num_tokens` tokens, made by a step in flight. `lasts`: it is not a passing state."""
 
     num_tokens: int
     lasts: bool
@@ -40,8 +44,14 @@ class _Saving(NamedTuple):
 
 
 class Checkpoints:
-    """`pool`: of slots, one to a state; `host`: of those in host memory, whose numbers follow. `_followers`: running
-    requests whose last state may be kept. `_copies`: on their way to the host, with the hashes they are offered by."""
+    """The recurrent states of one engine.
+
+    Attributes:
+        pool: Device slots, one per state.
+        host: Host slots; in `CacheMap.checkpoint` they are numbered after the device's.
+        _followers: Running requests that may keep a passing state.
+        _copies: Copies on their way to the host, with the hashes to publish them under.
+    """
 
     def __init__(self, config: SchedulerConfig, model: LatencyPredictor | None = None) -> None:
         self.pool = BlockPool(config.state_slots)
@@ -57,16 +67,16 @@ class Checkpoints:
         self._passing: dict[Request, CacheBlock] = {}
 
     def reach(self, hashes: Sequence[bytes], num_blocks: int) -> int:
-        """How many of the first `num_blocks` blocks of a prefix a request can start behind."""
+        """Return how many of the first `num_blocks` blocks of a prefix a request can start behind."""
         return next((end for end in range(num_blocks, 0, -1) if self._find(hashes[end - 1])), 0)
 
     def copied_bytes(self, hashes: Sequence[bytes], num_blocks: int) -> int:
-        """What comes from the host for who starts behind so many blocks."""
+        """Return the state bytes to copy from the host to start behind `num_blocks` blocks."""
         found = self._find(hashes[num_blocks - 1]) if num_blocks else None
         return 0 if found is None or found.on_device else self._config.state_bytes
 
     def start(self, request: Request, num_blocks: int, num_published: int, step_id: int) -> None:
-        """The step `step_id` begins a request behind so many blocks, of `num_published` that there are."""
+        """Start a request in step `step_id` behind `num_blocks` blocks, of `num_published` cached ones."""
         cache_map = request.cache_map
         cache_map.branch = num_published * self._block_size if num_published > num_blocks else 0
         cache_map.checkpoint = -1
@@ -77,8 +87,10 @@ class Checkpoints:
             cache_map.checkpoint = block.entry.units[0] + (0 if block.on_device else self.pool.num_units)
 
     def save(self, request: Request, start: int, step_id: int) -> list[tuple[int, int]]:
-        """What the step `step_id`, which computes the request's tokens from `start` on, is to copy: the state behind so
-        many tokens, and to which slot."""
+        """Return the states, as (number of tokens, slot), that step `step_id` must copy.
+
+        The step computes the request's tokens from `start` on.
+        """
         end, size = request.num_computed_tokens, self._block_size
         if end // size * size <= start:
             return []
@@ -89,7 +101,7 @@ class Checkpoints:
         ]
 
     def confirm(self, request: Request) -> None:
-        """Offer the states up to the last confirmed token of a running request."""
+        """Publish the states up to the last confirmed token of a running request."""
         saving = self._saving.get(request)
         if not saving or saving[0].num_tokens > request.num_confirmed_tokens:
             return
@@ -107,7 +119,9 @@ class Checkpoints:
             del self._saving[request]
 
     def leave(self, request: Request) -> None:
-        """A request leaves its row: the last state that passed stays, what is not confirmed goes."""
+        """Release the states of a request that leaves its row. Unconfirmed ones are dropped; the last passing one stays
+        cached.
+        """
         for saving in self._saving.pop(request, ()):
             self.pool.release(saving.block, saving.block.last_step)
         self._passing.pop(request, None)
@@ -115,24 +129,24 @@ class Checkpoints:
         request.cache_map.checkpoint, request.cache_map.branch = -1, 0
 
     def withdraw(self, hashes: Sequence[bytes]) -> None:
-        """The states behind these blocks are in doubt."""
+        """Withdraw the states at the end of these blocks, because their content is in doubt."""
         for pool in (self.pool, self.host):
             for block in filter(None, map(pool.find, hashes)):
                 pool.withdraw(block)
 
     def take_parked(self) -> tuple[tuple[int, int], ...]:
-        """Slots that the step which is being launched copies to the host before anything else, and to which there."""
+        """Return the (device slot, host slot) copies that the step being launched makes before anything else."""
         parked, self._parked = self._parked, []
         return tuple(parked)
 
     def rewind(self, failed: Collection[int]) -> None:
-        """The steps `failed` have failed: what they copied to the host is in doubt."""
+        """Drop the host copies made by the failed steps."""
         for block in [block for block in self._copies if block.last_step in failed]:
             del self._copies[block]
             self.host.release(block, block.last_step)
 
     def complete_step(self, step_id: int) -> None:
-        """All steps up to `step_id` have ended: what they copied to the host is offered."""
+        """Record that all steps up to `step_id` ended, and publish the host copies made."""
         for pool in (self.pool, self.host):
             pool.complete_step(step_id)
         for block in [block for block in self._copies if block.last_step <= step_id]:
@@ -140,7 +154,7 @@ class Checkpoints:
             self.host.release(block, block.last_step)
 
     def check_integrity(self) -> None:
-        """Assert that every slot is in one place, and that who holds one runs."""
+        """Assert that every slot is in one place and that only running requests save states."""
         self.pool.check_integrity(each.block for saving in self._saving.values() for each in saving)
         self.host.check_integrity(self._copies)
         held = (*self._saving, *self._followers)
@@ -149,7 +163,7 @@ class Checkpoints:
         assert 2 * len(self._followers) <= self.pool.num_units, "states that pass have more than half of the slots"
 
     def _places(self, request: Request, start: int, end: int) -> list[tuple[int, bool]]:
-        """Ends of blocks behind `start`, up to `end`, in their order; whether what is kept there lasts."""
+        """Return the positions in (`start`, `end`] at which to save a state, ascending, and whether each one lasts."""
         size, interval = self._block_size, self._interval
         while len(request.token_ids) > interval * max(1, self.pool.num_units // PROMPT_SHARE):
             interval *= 2
@@ -162,7 +176,7 @@ class Checkpoints:
         return places
 
     def _save(self, request: Request, num_tokens: int, lasts: bool, step_id: int) -> CacheBlock | None:
-        """The slot for a state; None where there is one, and where there is no room."""
+        """Return a slot for a state, or None if the state is cached already or there is no room."""
         hashes, number = request.cache_map.hashes, num_tokens // self._block_size
         extend_hashes(hashes, request.token_ids, self._block_size, request.spec.prefix_root)
         known = self._find(hashes[number - 1]) if number <= len(hashes) else None
@@ -186,7 +200,7 @@ class Checkpoints:
         return request in self._followers
 
     def _park(self, block: CacheBlock, step_id: int) -> None:
-        """Copy a state whose slot is given away to the host, if a chat may want it and that pays."""
+        """Copy a state whose slot is reused to the host, if an online request used it and the copy pays."""
         block_hash = block.block_hash
         assert block_hash is not None, "an unpublished state is cached"
         if not (block.online and self.host.num_units):
@@ -209,7 +223,9 @@ class Checkpoints:
         return self.pool.find(block_hash) or self.host.find(block_hash)
 
     def _touch(self, block: CacheBlock, online: bool, step_id: int) -> None:
-        """It is used in this step: nobody gets its slot before that has ended, and others lose theirs first."""
+        """Mark a state as used in this step: its slot is not reused before the step ends, and is evicted later than
+        others.
+        """
         pool = self.pool if block.on_device else self.host
         pool.acquire(block, online=online)
         pool.release(block, step_id)

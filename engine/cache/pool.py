@@ -1,21 +1,26 @@
-"""The pool of one tier: who holds which unit, what may be reused, and which blocks can be shared.
+"""The unit pool of one tier: ownership, reuse and sharing of blocks.
 
-Every unit is in exactly one place (reliability E1): *free*; *owned* by a block some request refers to; *cached*, in a
-published block that nobody refers to (a prefix hit revives it, an allocation evicts it); or *deferred*, in a block
-given up while a step that may touch it is still in flight (E2). The pool counts units and knows nothing of requests,
-tensors or time; steps are known by their increasing ids. There is one for each tier (`engine.cache.tiers`).
+Every unit is in exactly one state (reliability E1):
 
-A block never changes its kind or tier. To convert or swap one, allocate the target, schedule the `CacheOperation` in a
-step, put the target in the request's map in place of the source, and release the source with that step as `last_step`:
-its units stay what they are until the step has ended, so a copy may run at any time within it.
+- *free*;
+- *owned* by a block with references;
+- *cached* in a published block without references: a prefix hit revives the block, an allocation evicts it;
+- *deferred* in a released block that a step in flight may still use (E2).
 
-In a *paired* pool every block takes two units, and V's is the one behind K's, so that one number says where a block
-lies: the free list is a stack of such pairs, which blocks leave and come back to whole. Where blocks of one unit are
-among others (hidden state) units come free one by one, and no pool is paired.
+The pool counts units. It uses no requests, tensors or clock; steps are identified by increasing ids. Each tier has its
+own pool (`engine.cache.tiers`).
 
-A pool may gain memory and lose it again (KunServe §4.1, §4.4): `grow` adds unit numbers behind the last one, `shrink`
-takes numbers from the end. Units behind the new end that a block still holds *retire*: nobody gets them any more, and
-they are gone when that block is given up. Memory may serve something else only once `num_retiring_units` is 0.
+A block never changes its kind or tier. To convert or swap a block, allocate the target, schedule the `CacheOperation`
+in a step, replace the source by the target in the request's map, and release the source with that step as `last_step`.
+The source's units are not reused before the step ends, so the copy may run at any time within it.
+
+In a *paired* pool every block takes two units, and V's unit follows K's, so that one number locates a block. The free
+list is then a stack of such pairs. Pools that also hold blocks of one unit (hidden state) are never paired, since their
+units are freed one by one.
+
+A pool may grow and shrink (KunServe §4.1, §4.4): `grow` appends unit numbers and `shrink` removes the last ones.
+Removed units that a block still holds *retire*: they are not allocated again and vanish when the block is released. The
+memory may be reused only once `num_retiring_units` is 0.
 """
 
 from collections.abc import Iterable
@@ -25,10 +30,10 @@ from predictor.limits import UNITS_PER_BLOCK
 
 
 class BlockPool:
-    """Allocation, sharing and eviction of blocks over `num_units` units of one tier. `paired`: for K and V alone, each
-    block in neighbours; such a pool grows and shrinks by whole blocks.
+    """Allocation, sharing and eviction of blocks over `num_units` units of one tier.
 
-    `num_owned_units` and `num_deferred_units` count those that retire as well.
+    `paired`: the pool holds only K and V, each block in adjacent units; it grows and shrinks by whole blocks.
+    `num_owned_units` and `num_deferred_units` include retiring units.
     """
 
     def __init__(self, num_units: int, tier: Tier = Tier.DEVICE, *, paired: bool = False) -> None:
@@ -54,27 +59,29 @@ class BlockPool:
 
     @property
     def num_retiring_units(self) -> int:
-        """Units behind the end of the pool that blocks still hold."""
+        """Return the removed units that blocks still hold."""
         return len(self._retiring)
 
     @property
     def num_available_units(self) -> int:
-        """Units an allocation could get now: free ones and those of evictable cached blocks."""
+        """Return the units that an allocation could get now: free units and those of cached blocks."""
         return len(self._free) + self.num_cached_units
 
     def grow(self, units: int) -> None:
-        """Add `units` units behind the last one. Those that were about to retire are ordinary units again."""
+        """Append `units` units. Retiring units among them become ordinary units again."""
         assert units >= 0, "a pool grows by a number of units"
         first, self.num_units = self.num_units, self.num_units + units
         added = range(first, self.num_units)
         new = [unit for unit in reversed(added) if unit not in self._retiring]
         self._retiring.difference_update(added)
-        # Behind all others: what came last should be free when it must go.
+        # Allocate the new units last, so that they are likely free when the pool shrinks again.
         self._free = [*new, *self._free]
 
     def shrink(self, units: int) -> None:
-        """Take the last `units` units. Free and cached ones go at once, those that a block holds retire with it: such
-        blocks are offered to nobody any more, but who has one keeps it and may share it."""
+        """Remove the last `units` units. Free and cached ones vanish at once; units that a block holds retire with it.
+
+        Retiring blocks leave the prefix index, but their holders keep them and may share them.
+        """
         assert 0 <= units <= self.num_units, "a pool loses units that it has"
         end = self.num_units - units
         assert not (self._paired and end % UNITS_PER_BLOCK), "half of a block would be left"
@@ -86,7 +93,7 @@ class BlockPool:
         self._free = [unit for unit in self._free if unit < end]
 
     def allocate(self, kind: CacheKind, *, online: bool) -> CacheBlock | None:
-        """A block with reference count 1, or None when not enough units are available."""
+        """Return a block with reference count 1, or None if not enough units are available."""
         size = kind.form.units
         while len(self._free) < size:
             if (block := self.next_evicted) is None:
@@ -98,7 +105,7 @@ class BlockPool:
         return CacheBlock(CacheEntry(kind, self._tier, units), online=online)
 
     def take_free(self, kind: CacheKind, count: int, *, online: bool) -> list[CacheBlock]:
-        """So many blocks of units that are free now: as if each were allocated."""
+        """Return `count` blocks from free units, as if each were allocated."""
         size, units = kind.form.units, self._free
         first = len(units) - size * count
         assert first >= 0, "not so many units are free"
@@ -118,21 +125,21 @@ class BlockPool:
             self.withdraw(block)
 
     def find(self, block_hash: bytes) -> CacheBlock | None:
-        """The block that is published under this hash."""
+        """Return the block published under this hash, or None."""
         return self._index.get(block_hash)
 
     @property
     def next_evicted(self) -> CacheBlock | None:
-        """The least recently used cached block; those that only offline work touched come first."""
+        """Return the least recently used cached block; blocks used only by offline requests come first."""
         return next(iter(self._cached_offline or self._cached_online), None)
 
     def num_idle_units(self, blocks: Iterable[CacheBlock]) -> int:
-        """How many of these blocks' units count as available here now and would no longer once acquired."""
+        """Return the units of these blocks that are available in this pool now and would not be once acquired."""
         tier, deferred = self._tier, self._deferred
         return count_units(b for b in blocks if b.ref_count == 0 and b.entry.tier is tier and b not in deferred)
 
     def acquire(self, block: CacheBlock, *, online: bool) -> None:
-        """One more reference to a block that is published or held; an online touch raises the block's class."""
+        """Add a reference to a published or held block. Online use marks the block as online."""
         assert block.ref_count or block.block_hash is not None, "nobody holds this block any more"
         if block.ref_count == 0:
             size = len(block.entry.units)
@@ -146,7 +153,7 @@ class BlockPool:
         block.online = block.online or online
 
     def release(self, block: CacheBlock, last_step: int) -> None:
-        """Give up one reference; `last_step` is the newest step of the caller that may touch the block."""
+        """Drop one reference. `last_step` is the newest step of the caller that may use the block."""
         assert block.ref_count > 0, "released more often than acquired"
         block.ref_count -= 1
         block.last_step = max(block.last_step, last_step)
@@ -161,7 +168,7 @@ class BlockPool:
             self._settle(block)
 
     def complete_step(self, step_id: int) -> None:
-        """All steps up to `step_id` have ended: blocks deferred for them become free or cached."""
+        """Record that all steps up to `step_id` ended: blocks deferred for them become free or cached."""
         self._last_completed_step = step_id
         for block in [b for b in self._deferred if b.last_step <= step_id]:
             del self._deferred[block]
@@ -169,8 +176,7 @@ class BlockPool:
             self._settle(block)
 
     def publish(self, block: CacheBlock, block_hash: bytes) -> None:
-        """Offer a full, confirmed block to later requests; the first block published under a hash stays. One that
-        retires is not offered."""
+        """Offer a full, confirmed block to later requests, unless its hash is taken or the block retires."""
         if self._retiring and not self._retiring.isdisjoint(block.entry.units):
             return
         if block.block_hash is None and block_hash not in self._index:
@@ -178,7 +184,7 @@ class BlockPool:
             self._index[block_hash] = block
 
     def withdraw(self, block: CacheBlock) -> None:
-        """Take a block out of the prefix index (its content is in doubt); holders keep it."""
+        """Remove a block from the prefix index, e.g. because its content is in doubt. Holders keep it."""
         if block.block_hash is None:
             return
         del self._index[block.block_hash]
@@ -224,8 +230,9 @@ class BlockPool:
             self.num_cached_online_units += len(block.entry.units) if block.online else 0
 
     def _give_back(self, block: CacheBlock) -> None:
-        """Units that nobody holds any more are free, or gone when they retire. The next block gets them in their
-        order: K's first."""
+        """Free the units of a block, or remove them if they retire. The order keeps K's unit before V's for the next
+        block.
+        """
         if not self._retiring:
             self._free.extend(reversed(block.entry.units))
             return

@@ -1,7 +1,7 @@
-"""Chained hashes of full blocks: the key under which equal prefixes of one tenant meet.
+"""Chained hashes of full blocks: the keys of the prefix index.
 
-hash(i) = H(hash(i-1) ‖ tokens of block i), rooted in the tenant's salt, so equal hashes mean equal whole prefixes and
-no tenant can meet another's blocks.
+hash(i) = H(hash(i-1) ‖ tokens of block i), rooted in the tenant's salt. Equal hashes mean equal whole prefixes, and
+tenants cannot share blocks.
 """
 
 from array import array
@@ -12,7 +12,7 @@ DIGEST_BYTES = 16
 
 
 def extend_hashes(hashes: list[bytes], token_ids: Sequence[int], block_size: int, salt: bytes) -> None:
-    """Append to `hashes` the chained hashes of the full blocks of `token_ids` that it does not hold yet."""
+    """Append the chained hashes of the full blocks of `token_ids` that `hashes` does not contain yet."""
     start = len(hashes) * block_size
     if len(token_ids) - start < block_size:
         return

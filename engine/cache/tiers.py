@@ -1,14 +1,13 @@
-"""The pools of all memories, and what moves between them in the step that is being built.
+"""The pools of all tiers, and the copies between them in the step being built.
 
 The host pool is a second prefix cache behind the device's. When the device evicts a published block that an online
-request touched, and copying it out and back takes less than computing it again, the step that takes its units copies it
-out first. `find` gives a prefix's run of blocks wherever each of them lies, the device's before the host's; `fetch`
-brings one back in the step in which its request starts. The host keeps what it gave back: when the device evicts the
-same block again there is nothing to copy.
+request used, the step that reuses its units copies it to the host first, provided that copying out and back is faster
+than recomputing. `find` returns a prefix's blocks, on the device if possible, else on the host. `fetch` brings a block
+back in the step in which its request starts. The host keeps its copy, so evicting the same block again needs no copy.
 
-A copy is offered to others once its step has ended well, and never if that step failed. Pasts of requests that wait
-(`engine.cache.parked`) go before: they take the units of the prefixes that were used least recently. Knows nothing of
-requests, queues and time.
+A copy is published once its step has succeeded, and never if the step failed. Parked blocks of waiting requests
+(`engine.cache.parked`) take priority: they evict the least recently used prefixes. This module uses no requests, queues
+or clock.
 """
 
 from collections.abc import Collection, Iterable, Sequence
@@ -28,8 +27,12 @@ from predictor.model import LatencyPredictor
 
 
 class Tiers:
-    """`operations`: cache operations of the step that is being built. `moved_units`: units of all operations so far, by
-    action."""
+    """All tiers.
+
+    Attributes:
+        operations: Cache operations of the step being built.
+        moved_units: Units of all operations so far, by action.
+    """
 
     def __init__(self, config: SchedulerConfig, model: LatencyPredictor | None) -> None:
         self.device = BlockPool(config.num_units, paired=config.paired)
@@ -39,13 +42,13 @@ class Tiers:
         self.moved_units: dict[str, int] = {}
         self._config = config
         self._model = model
-        # Blocks of the host that the step `last_step` writes; a reference to each is held until it has ended.
+        # Host blocks that step `last_step` writes, with their hashes; each has a reference until the step ends.
         self._saving: dict[CacheBlock, bytes] = {}
         self._priced_step: int | None = None
         self._computed = self._copied = 0.0
 
     def pool(self, block: CacheBlock) -> BlockPool:
-        """Where the block lies."""
+        """Return the pool that holds the block."""
         return self._pools[block.entry.tier]
 
     def find(self, hashes: Sequence[bytes]) -> list[CacheBlock]:
@@ -59,12 +62,14 @@ class Tiers:
         return found
 
     def saving_step(self, block_hash: bytes) -> int | None:
-        """Return the step that copies such a block to the host, where it is offered when that step has ended."""
+        """Return the step in flight that copies a block with this hash to the host, or None."""
         return next((block.last_step for block, saved in self._saving.items() if saved == block_hash), None)
 
     def allocate(self, kind: CacheKind, step_id: int, *, online: bool, tier: Tier = Tier.DEVICE) -> CacheBlock | None:
-        """A block for the step `step_id`, with reference count 1, or None when not enough units are available. What it
-        takes the place of is saved on the host if that pays."""
+        """Return a block for step `step_id` with reference count 1, or None if not enough units are available.
+
+        Evicted blocks are saved on the host if that pays.
+        """
         pool, size = self._pools[tier], kind.form.units
         while pool.num_free_units < size and (block := pool.next_evicted) is not None:
             self._save(block, step_id)
@@ -72,8 +77,9 @@ class Tiers:
         return pool.allocate(kind, online=online)
 
     def fetch(self, source: CacheBlock, step_id: int, *, online: bool) -> CacheBlock:
-        """A block on the device that the step `step_id` fills from one of the host, whose reference is given up.
-        There must be room."""
+        """Return a device block that step `step_id` fills from a host block, and release the host block. Room
+        must exist.
+        """
         target = self.allocate(source.entry.kind, step_id, online=online)
         assert target is not None, "admitted without room"
         self.operations.append(CacheOperation(CacheAction.SWAP_IN, source.entry, target.entry))
@@ -81,14 +87,16 @@ class Tiers:
         return target
 
     def cancel(self, targets: Collection[CacheEntry]) -> set[CacheEntry]:
-        """Call off the operations that write these entries, as far as they are not on their way; which were."""
+        """Cancel the operations that write these entries, if they are not launched yet. Return the cancelled
+        targets.
+        """
         unsent = {operation.target for operation in self.operations if operation.target in targets}
         if unsent:
             self.operations = [operation for operation in self.operations if operation.target not in unsent]
         return unsent
 
     def take_operations(self) -> tuple[CacheOperation, ...]:
-        """What the step that is being launched must do, counted: what leaves units first, for others may get them."""
+        """Return and count the operations of the step being launched; those that free units come first."""
         operations, self.operations = self.operations, []
         for operation in operations:
             name = operation.action.value
@@ -96,16 +104,16 @@ class Tiers:
         return tuple(sorted(operations, key=_action_order))
 
     def copied_bytes(self, blocks: Iterable[CacheBlock]) -> int:
-        """What bringing these to the device counts as, in bytes between device and host."""
+        """Return the bytes to copy from the host to bring these blocks to the device."""
         return self._config.unit_bytes * sum(len(b.entry.units) for b in blocks if not b.on_device)
 
     def moved_bytes(self, operations: Iterable[CacheOperation]) -> int:
-        """What all of their copies count as."""
+        """Return the bytes that these operations copy between tiers."""
         copies = (each for each in operations if each.source.tier is not each.target.tier)
         return self._config.unit_bytes * sum(len(each.source.units) for each in copies)
 
     def withdraw(self, blocks: Iterable[CacheBlock], hashes: Sequence[bytes]) -> None:
-        """The content of these device blocks is in doubt, and so are the copies under the hashes of their tokens."""
+        """Withdraw these device blocks and the host copies under these hashes, because their content is in doubt."""
         for block in blocks:
             self.device.withdraw(block)
         for block_hash in hashes:
@@ -113,13 +121,13 @@ class Tiers:
                 self.host.withdraw(copy)
 
     def rewind(self, failed: Collection[int]) -> None:
-        """The steps `failed` have failed: what they copied to the host is in doubt."""
+        """Drop the host copies made by the failed steps."""
         for block in [block for block in self._saving if block.last_step in failed]:
             del self._saving[block]
             self.host.release(block, block.last_step)
 
     def complete_step(self, step_id: int) -> None:
-        """All steps up to `step_id` have ended: what was given up for them is free, what they saved is offered."""
+        """Record that all steps up to `step_id` ended: free deferred blocks and publish the copies made."""
         for pool in self._pools.values():
             pool.complete_step(step_id)
         for block in [block for block in self._saving if block.last_step <= step_id]:
@@ -133,11 +141,13 @@ class Tiers:
             pool.check_integrity(block for block in held if block.entry.tier is tier)
 
     def _save(self, block: CacheBlock, step_id: int) -> None:
-        """Copy a block that the device is about to evict to the host, if a chat may want it and that pays."""
+        """Copy a block that the device is about to evict to the host, if an online request used it and the
+        copy pays.
+        """
         assert block.block_hash is not None, "an unpublished block is cached"
         if not block.online or block.entry.tier is not Tier.DEVICE or not self.host.num_units:
             return
-        if (copy := self.host.find(block.block_hash)) is not None:  # the copy counts as used now
+        if (copy := self.host.find(block.block_hash)) is not None:  # mark the existing copy as recently used
             self.host.acquire(copy, online=True)
             self.host.release(copy, copy.last_step)
             return
@@ -149,8 +159,10 @@ class Tiers:
             self.operations.append(CacheOperation(CacheAction.SWAP_OUT, block.entry, target.entry))
 
     def _copy_pays(self, kind: CacheKind, step_id: int) -> bool:
-        """Return whether a copy to the host and back takes less than computing the block again as the first of its
-        prompt: further behind, computing takes longer still."""
+        """Whether a copy to the host and back is faster than recomputing the block at the start of a prompt.
+
+        Recomputing a later block takes longer still.
+        """
         if step_id != self._priced_step:
             costs = restore_costs(self._model, self._config)
             self._computed = costs.recompute_seconds(0, self._config.block_size)
