@@ -1,7 +1,7 @@
-"""The composition root: a configuration becomes a plan, a runner and an Engine.
+"""The composition root: build a plan, a runner and an Engine from a configuration.
 
-`plan_launch` decides everything that can be known without loading the weights; `build_engine` loads and joins. The only
-room besides `engine.engine` that knows both control plane and data plane.
+`plan_launch` decides everything that does not need the weights. `build_engine` loads the weights and connects the
+parts. Apart from `engine.engine`, only this package imports both the scheduler and the model execution.
 """
 
 from engine.build.join import build_engine, profile_folder, profile_key, stored_profile

@@ -1,4 +1,4 @@
-"""Joins a runner with its latency profile, scheduler, SLO keeper and grammars into an Engine."""
+"""Build an Engine from a runner, its latency profile, a scheduler, an SLO keeper and a grammar compiler."""
 
 import os
 from collections.abc import Callable
@@ -41,15 +41,15 @@ from predictor.slo import SLO
 def build_engine(
     config: EngineConfig, plan: LaunchPlan | None = None, say: Callable[[str], None] = lambda _line: None
 ) -> Engine:
-    """Load the model and join it with a scheduler; `start` the result in an event loop. Raises ConfigError.
+    """Load the model and build its engine; call `start` of the result in an event loop. Raise ConfigError.
 
-    `say` is told, a line each, what is measured and decided on the way.
+    `say` is called with one line for each measurement and decision.
     """
     plan = plan or plan_launch(config)
     (
         SLO.parse(config.slo),
         find_policy(config.online_policy),
-    )  # what is wrong with them is said before the model is loaded
+    )  # report errors of these flags before the model is loaded
     work = partial(_build, config, plan, say)
     return in_passing_thread(work) if backends.find_backend(plan.device).leaves_workers else work()
 
@@ -67,8 +67,10 @@ def _build(config: EngineConfig, plan: LaunchPlan, say: Callable[[str], None]) -
 def stored_profile(
     config: EngineConfig, plan: LaunchPlan, say: Callable[[str], None]
 ) -> tuple[LaunchPlan, Profile | None]:
-    """The plan with the kernels that steps would run by, and the latency profile that a start would find; None where
-    it would measure one. Sets this process up as a start does. Raises ConfigError."""
+    """Return the plan with its kernels, and the stored latency profile; None if a start would measure one.
+
+    This prepares the backend in this process as a start does. Raise ConfigError.
+    """
     plan, _ = backends.find_backend(plan.device).prepare(config, plan, say)
     try:
         return plan, load_profile(profile_folder(config), profile_key(plan), plan.limits.held)
@@ -78,7 +80,7 @@ def stored_profile(
 
 
 def profile_key(plan: LaunchPlan) -> ProfileKey:
-    """What a latency profile of this launch holds for."""
+    """Return the key of a launch's latency profile: model, device, precision, version and limits."""
     name = f"{plan.folder.name}, {plan.model.num_parameters} parameters"
     if plan.ranks > 1:
         name += f" on {plan.ranks} ranks"
@@ -104,7 +106,7 @@ def profile_folder(config: EngineConfig) -> Path:
 
 
 def _join(config: EngineConfig, plan: LaunchPlan, runner: Runner[Any], say: Callable[[str], None]) -> Engine:
-    """Profile, SLO, budget and grammars around the runner."""
+    """Add the profile, SLO, budget and grammars to the runner."""
     slo = SLO.parse(config.slo)
     scheduler = scheduler_config(config, plan)
     backend = backends.find_backend(plan.device)
@@ -145,14 +147,14 @@ def _join(config: EngineConfig, plan: LaunchPlan, runner: Runner[Any], say: Call
 
 
 def _make_grammars(compiler: GrammarCompiler) -> Grammars:
-    """Load the tokenizer before the first request comes, since that holds the interpreter's lock."""
-    with suppress(OSError, ValueError):  # a request with a grammar is refused then
+    """Load the tokenizer before the first request, because loading holds the interpreter's lock."""
+    with suppress(OSError, ValueError):  # requests with a grammar are then refused
         compiler.load()
     return Grammars(compiler, Prover(compiler))
 
 
 def _tell_checkpoints(plan: LaunchPlan, scheduler: SchedulerConfig) -> str:
-    """From where prompts with recurrent layers go on."""
+    """Return a line on the checkpoints from which prompts of a recurrent model resume."""
     if not scheduler.state_slots:
         return "no checkpoints of recurrent layers: prompts are computed from their first token on"
     taken = gib(scheduler.state_slots * plan.spec.state_bytes)

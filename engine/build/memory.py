@@ -1,4 +1,4 @@
-"""The memory of a launch: blocks of the cache, the host tier and states of recurrent layers."""
+"""Divide the memory of a launch among cache blocks, the host tier and states of recurrent layers."""
 
 import math
 from dataclasses import replace
@@ -23,16 +23,18 @@ from engine.models.weights import torch_dtype
 from predictor.limits import UNITS_PER_BLOCK
 
 HIDDEN_SHARE = 2
-"""KV blocks that fit for each block of hidden state, at least: a quarter of the units; all units if weights stream."""
+"""KV blocks of the pool per scratch block for hidden state."""
 READ_TOGETHER = 64
-"""Keys that a kernel reads at once: the first of them may lie that far before the window (`kernels.h`, TILE_KEYS)."""
+"""Keys that a kernel reads at once, so it may read as many before the window (`kernels.h`, TILE_KEYS)."""
 MIN_CONTEXT = 8
-"""Tokens; the warm-up step alone takes most of them."""
+"""Minimum context in tokens; the warm-up request needs most of it."""
 
 
 def with_cache(plan: LaunchPlan, config: EngineConfig, cache_bytes: int, group: RankGroup | None = None) -> LaunchPlan:
-    """The plan with its blocks and the context that they hold: of all ranks that `group` joins, as much as the one has
-    that has least. Raises ConfigError."""
+    """Return the plan with its cache blocks and the context that fits. Raise ConfigError.
+
+    With a `group` of ranks, the rank with the least memory determines the size.
+    """
     host_units, host_states = _host_room(config, plan)
     if group is not None:
         cache_bytes, host_units = group.least([cache_bytes, host_units])
@@ -42,7 +44,7 @@ def with_cache(plan: LaunchPlan, config: EngineConfig, cache_bytes: int, group: 
     spec, limits, dtype = plan.spec, plan.limits, torch_dtype(plan.dtype)
     refusal = hidden_refusal(config, spec)
     note = f"requests run from KV alone: {refusal}"
-    if refusal and note not in plan.notes:  # a plan of the device's real memory follows one of an estimate
+    if refusal and note not in plan.notes:  # this runs twice: with estimated and with actual memory
         plan = replace(plan, notes=(*plan.notes, note))
     if config.num_gpu_blocks_override is not None:
         blocks = config.num_gpu_blocks_override
@@ -75,8 +77,10 @@ def with_cache(plan: LaunchPlan, config: EngineConfig, cache_bytes: int, group: 
 
 
 def _window(plan: LaunchPlan) -> int:
-    """Tokens that a request's blocks are kept for, where every layer has a window; 0: for all. Blocks that are not K
-    and V, or that a pipeline of two engines counts whole, are kept."""
+    """Return the tokens for which a request keeps its blocks if every layer has a window; 0: all tokens.
+
+    Engines with hidden state or droppable layers keep all blocks.
+    """
     spec = plan.whole or plan.spec
     if not isinstance(spec, ModelSpec) or plan.scratch_blocks or plan.droppable:
         return 0
@@ -85,15 +89,17 @@ def _window(plan: LaunchPlan) -> int:
 
 
 def _most_blocks(plan: LaunchPlan) -> float:
-    """What a request holds at once; infinite where that is all of its context."""
+    """Return the maximum blocks that a request holds at the same time; infinite without a window."""
     limits, backend = plan.limits, backends.find_backend(plan.device)
     tokens = most_unconfirmed(limits.max_num_batched_tokens, backend.pipeline_depth, backend.ahead_seconds)
     return most_blocks(limits.window, limits.block_size, tokens) if limits.window else math.inf
 
 
 def _with_states(plan: LaunchPlan, config: EngineConfig, cache_bytes: int) -> LaunchPlan:
-    """The plan with as many rows as half of the cache's memory holds states for. Raises ConfigError where that is fewer
-    than were asked for."""
+    """Return the plan with at most as many requests per step as recurrent states fit into half of the cache memory.
+
+    Raise ConfigError if that is fewer than `--max-num-seqs`.
+    """
     each, rows = plan.spec.state_bytes, plan.limits.max_num_seqs
     if config.num_gpu_blocks_override is not None or rows * each <= max(cache_bytes // 2, each):
         return plan
@@ -105,7 +111,7 @@ def _with_states(plan: LaunchPlan, config: EngineConfig, cache_bytes: int) -> La
 
 
 def _host_room(config: EngineConfig, plan: LaunchPlan) -> tuple[int, int]:
-    """Units of the host tier, and slots for states there; with these only where a tier was asked for."""
+    """Return the units of the host tier and its slots for states. Recurrent models get both only on request."""
     each, unit, limits = plan.spec.state_bytes, unit_bytes(plan), plan.limits
     if not each:
         return memory.host_units(_swap_bytes(config, plan), unit), 0
@@ -117,8 +123,10 @@ def _host_room(config: EngineConfig, plan: LaunchPlan) -> tuple[int, int]:
 
 
 def _with_checkpoints(plan: LaunchPlan, config: EngineConfig, cache_bytes: int, unit: int) -> LaunchPlan:
-    """The plan with slots for checkpoints of states, in a part of what the rows' states leave of the cache's memory.
-    Prefixes cannot be shared without any."""
+    """Return the plan with slots for checkpoints of recurrent state, which prefix sharing needs.
+
+    They take a part of the cache memory that the states of running requests leave.
+    """
     each, limits = plan.spec.state_bytes, plan.limits
     if not each or not config.enable_prefix_caching:
         return plan
@@ -131,12 +139,12 @@ def _with_checkpoints(plan: LaunchPlan, config: EngineConfig, cache_bytes: int, 
 
 
 def host_bytes(plan: LaunchPlan) -> int:
-    """Host memory that the host tier takes, all ranks' together."""
+    """Return the bytes of the host tier, over all ranks."""
     return plan.ranks * plan.host_units * unit_bytes(plan) + plan.host_state_slots * plan.spec.state_bytes
 
 
 def unit_bytes(plan: LaunchPlan) -> int:
-    """Return the bytes of a unit, on any tier."""
+    """Return the bytes of a unit on every tier."""
     return memory.unit_bytes(plan.spec, plan.limits.block_size, _cache_dtype(plan))
 
 
@@ -145,20 +153,20 @@ def _cache_dtype(plan: LaunchPlan) -> torch.dtype:
 
 
 def _swap_bytes(config: EngineConfig, plan: LaunchPlan) -> int:
-    """Host memory for the host tier of a rank."""
+    """Return the bytes for the host tier of one rank."""
     return _all_swap_bytes(config, plan) // plan.ranks
 
 
 def _all_swap_bytes(config: EngineConfig, plan: LaunchPlan) -> int:
     backend = backends.find_backend(plan.device)
     if config.overload == "drop":
-        return 0  # units of the host tier are of all layers
+        return 0  # units of the host tier hold all layers
     if config.swap_space is None:
         if config.overload == "swap":
             return memory.swap_bytes(memory.available_memory() // host_engines())
         return backend.swap_bytes()
     wanted, free = int(config.swap_space * 2**30), memory.available_memory()
-    if backend.locks_pages and wanted > free:  # it would be taken at once
+    if backend.locks_pages and wanted > free:  # locked pages are allocated at once
         raise ConfigError(f"--swap-space {config.swap_space:g}: {gib(free)} of host memory are free")
     return wanted
 

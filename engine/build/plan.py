@@ -1,4 +1,4 @@
-"""The plan of a launch: everything that is known before the weights are loaded."""
+"""Plan a launch: decide everything that does not need the loaded weights."""
 
 import math
 from dataclasses import replace
@@ -34,7 +34,7 @@ from predictor.reach import Reach
 
 
 def resolve_model(config: EngineConfig) -> Path:
-    """The folder of the checkpoint, the packaged demo model's if none is named. Raises ModelLoadError."""
+    """Return the folder of the checkpoint; that of the packaged demo model by default. Raise ModelLoadError."""
     if config.model:
         return resolve_model_folder(config.model, config.revision)
     assert engine.models.demo.__file__ is not None
@@ -42,7 +42,7 @@ def resolve_model(config: EngineConfig) -> Path:
 
 
 def local_config(config: EngineConfig) -> EngineConfig | None:
-    """The configuration with a model that is on this machine; None where it would have to be fetched."""
+    """Return the configuration with the local folder of its model; None if the model must be downloaded."""
     if not config.model or Path(config.model).expanduser().is_dir() or not is_hub_id(config.model):
         return config
     folder = cached_folder(config.model, config.revision)
@@ -50,7 +50,7 @@ def local_config(config: EngineConfig) -> EngineConfig | None:
 
 
 def plan_launch(config: EngineConfig) -> LaunchPlan:
-    """Decide how a configuration runs on this machine. Raises ConfigError for what cannot run."""
+    """Decide how a configuration runs on this machine. Raise ConfigError if it cannot run."""
     folder = resolve_model(config)
     choice = choose(folder, config.model_impl)
     spec = choice.shape
@@ -100,8 +100,10 @@ def plan_launch(config: EngineConfig) -> LaunchPlan:
 
 
 def _divided(config: EngineConfig, choice: Choice, backend: Backend) -> tuple[ModelSpec | None, ModelShape]:
-    """What is divided among ranks, and the part that each has; None, and the model, where all of it is on one. Raises
-    ConfigError, or ModelLoadError for sizes that cannot be divided."""
+    """Return the whole model and the part of one rank; (None, the model) with one rank.
+
+    Raise ConfigError, or ModelLoadError for sizes that cannot be divided.
+    """
     ranks, spec = config.tensor_parallel_size, choice.shape
     if ranks == 1:
         return None, spec
@@ -114,7 +116,7 @@ def _divided(config: EngineConfig, choice: Choice, backend: Backend) -> tuple[Mo
 
 
 def _state_note(spec: ModelShape) -> str | None:
-    """What recurrent layers cost a user; None without any."""
+    """Return a note on the memory of recurrent layers; None without such layers."""
     if not spec.state_bytes:
         return None
     return (
@@ -124,14 +126,16 @@ def _state_note(spec: ModelShape) -> str | None:
 
 
 def _quantization(config: EngineConfig, choice: Choice, backend: Backend) -> str:
-    """Of the linear layers: what is asked for, or else the integers, or the floats of 8 bits, that the checkpoint
-    stores, where the backend runs them as they are. Layers that stream, and K and V restored from hidden state beside
-    integers, are of unpacked weights."""
+    """Return the quantization of the linear layers.
+
+    It is the requested one, or else the 8-bit integers or floats of the checkpoint if the backend computes with them
+    directly. Streamed layers, and integers with `--hidden-cache`, use unpacked weights.
+    """
     packing, streams = choice.shape.packing, parse_offload(config.offload_weights) is not None
     if config.quantization != "none" or packing is None or config.load_format == "dummy":
         return config.quantization
     if config.tensor_parallel_size > 1:
-        return "none"  # scales are of whole outputs or blocks
+        return "none"  # scales cover whole outputs or blocks, which ranks would divide
     if choice.implementation != OWN or streams:
         return "none"
     if packing.floats and floats_refusal(config, packing, backend) is None:
@@ -140,14 +144,14 @@ def _quantization(config: EngineConfig, choice: Choice, backend: Backend) -> str
 
 
 def _float8(dtype: str, refusal: str | None) -> tuple[str, str, str | None]:
-    """Quantization and type of what was asked to run in floats of 8 bits, and a line where it does not."""
+    """Return the quantization, the dtype and a note for `--quantization fp8`; `refusal`: why it cannot run."""
     if refusal is not None:
         return "none", dtype, f"--quantization fp8: {refusal}; weights stay in {dtype}"
     return FLOAT8, "bfloat16", None
 
 
 def _with_storage(plan: LaunchPlan, config: EngineConfig) -> LaunchPlan:
-    """The plan with a line on what a checkpoint of few bits takes. Raises ModelLoadError if its files are missing."""
+    """Return the plan with a note on the size of a quantized checkpoint. Raise ModelLoadError if files are missing."""
     packing = plan.spec.packing
     if packing is None or config.load_format == "dummy":
         return plan
@@ -169,13 +173,13 @@ def _with_storage(plan: LaunchPlan, config: EngineConfig) -> LaunchPlan:
 
 
 def _with_adapters(plan: LaunchPlan, config: EngineConfig) -> LaunchPlan:
-    """The plan with its LoRA adapters. Raises ConfigError, or ModelLoadError for one that is not supported."""
+    """Return the plan with its LoRA adapters. Raise ConfigError, or ModelLoadError for an unsupported adapter."""
     if not config.lora:
         return plan
     if isinstance(plan.spec, TransformersShape) and plan.spec.recurrent:
         raise unsupported("--lora", f"{plan.spec.architecture} has recurrent layers")
     adapters = tuple(plan_adapter(each, plan.spec) for each in parse_adapters(config.lora))
-    size = 4 * sum(each.num_parameters for each in adapters)  # native kernels may want them in float32
+    size = 4 * sum(each.num_parameters for each in adapters)  # native kernels may need float32
     how = None if plan.implementation == TRANSFORMERS else backends.find_backend(plan.device).adapted_steps(plan)
     plan = replace(plan, adapters=adapters, adapter_bytes=size)
     if how is None:
@@ -184,8 +188,10 @@ def _with_adapters(plan: LaunchPlan, config: EngineConfig) -> LaunchPlan:
 
 
 def _with_offload(plan: LaunchPlan, config: EngineConfig) -> LaunchPlan:
-    """The plan with the layers that stream. Then steps may be large, unless the configuration says how large: who takes
-    part in one shares the cost of the stream. Raises ConfigError."""
+    """Return the plan with the layers that stream. Raise ConfigError.
+
+    Steps are then large by default, because their requests share the cost of the stream.
+    """
     wanted = parse_offload(config.offload_weights)
     if wanted is None:
         return plan

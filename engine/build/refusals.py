@@ -1,4 +1,4 @@
-"""Flags that the model or the device does not support, and why. Flags that exclude each other: `engine.refusals`."""
+"""Refuse flags that the model or the device does not support. `engine.refusals` refuses combinations of flags."""
 
 from engine.config import (
     EngineConfig,
@@ -27,7 +27,7 @@ def check_model(config: EngineConfig, choice: Choice, backend: Backend, dtype: s
 
 
 def _drop_refusal(choice: Choice, backend: Backend, dtype: str) -> str | None:
-    """Why no engine of this model can give up layers on this machine; None if it can."""
+    """Return why engines of this model cannot drop layers on this machine; None if they can."""
     spec = choice.shape
     if choice.implementation == TRANSFORMERS:
         return f"transformers' modules run {spec.architecture}"
@@ -37,7 +37,10 @@ def _drop_refusal(choice: Choice, backend: Backend, dtype: str) -> str | None:
 
 
 def floats_refusal(config: EngineConfig, packing: Packing, backend: Backend) -> str | None:
-    """Why no layer of ours computes with the floats of 8 bits that a checkpoint stores; None if they do."""
+    """Return why our layers cannot compute with the stored 8-bit floats; None if they can.
+
+    An empty string means that no note is needed.
+    """
     if not packing.floats:
         return "products have a scale for an output, not for a block" if packing.block[0] > 1 else ""
     if config.dtype not in ("auto", "bfloat16"):
@@ -46,7 +49,7 @@ def floats_refusal(config: EngineConfig, packing: Packing, backend: Backend) -> 
 
 
 def hidden_refusal(config: EngineConfig, spec: ModelShape) -> str | None:
-    """Why no request will be run from hidden state; None if some may be, empty if nobody asked."""
+    """Return why requests cannot run from hidden state; None if they can; empty without `--hidden-cache`."""
     if not config.hidden_cache:
         return ""
     if not isinstance(spec, ModelSpec):

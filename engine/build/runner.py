@@ -1,4 +1,4 @@
-"""The runner of a plan: weights, adapters, kernels and self-test, on one rank or several."""
+"""Build the runner of a plan, with weights, adapters, kernels and self-test, on one rank or several."""
 
 import importlib
 import zlib
@@ -43,14 +43,14 @@ from predictor.slo import SLO
 def build_runner(
     config: EngineConfig, plan: LaunchPlan, say: Callable[[str], None] = lambda _line: None
 ) -> tuple[Runner[Any], LaunchPlan]:
-    """Load the model; the plan comes back with the cache size that the device really has. Raises ConfigError.
+    """Load the model. Return the runner and the plan with the actual cache size. Raise ConfigError.
 
-    Where its layers are divided this is the first rank, and the others are processes that the runner has (`ranks`).
+    With several ranks this process is the first one, and the runner starts the others as processes (`ranks`).
     """
     if plan.ranks == 1:
         return _make_runner(config, plan, say, None)
     own = replace(config, model=str(plan.folder), revision=None, self_test=False)
-    ranks: Any = importlib.import_module("engine.execution.ranks.leader")  # msgspec comes with it
+    ranks: Any = importlib.import_module("engine.execution.ranks.leader")  # imports msgspec
     leader = ranks.Leader(own, plan.limits, backends.find_backend(plan.device).devices() or ())
     try:
         runner, plan = _make_runner(config, plan, say, leader)
@@ -64,7 +64,10 @@ def build_runner(
 
 
 def build_follower(config: EngineConfig, limits: Limits, seat: StartingRank) -> Follower:
-    """Another rank than the first, whose plan had these limits. Raises ConfigError, or what keeps it from others."""
+    """Build a rank other than the first one. Raise ConfigError, or the error of joining the group.
+
+    `limits`: the limits of the first rank's plan.
+    """
     plan = replace(plan_launch(config), limits=limits)
     runner, _ = _make_runner(config, plan, lambda _line: None, seat)
     seat.reached(MADE)
@@ -106,7 +109,7 @@ def _make_runner(
 
 
 def _compare_kernels(plan: LaunchPlan, group: RankGroup) -> None:
-    """Raises ConfigError where ranks run by different kernels: what they add has another type and stride then."""
+    """Raise ConfigError if ranks use different kernels, because the summed tensors would differ in type and stride."""
     own = zlib.crc32(plan.kernels.encode())
     if group.least((own, -own)) != [own, -own]:
         raise ConfigError(f"ranks run by different kernels, the first one by {plan.kernels}: say --cpu-kernels torch")
@@ -138,8 +141,10 @@ def _load(
 
 
 def _test_family(config: EngineConfig, plan: LaunchPlan, make: MakeLinear, backend: Backend) -> None:
-    """Refuse a model of ours that does not answer as transformers does. The packaged model, random weights and layers
-    that round their inputs are not tested, nor are all backends. Raises ModelLoadError."""
+    """Raise ModelLoadError if our implementation of a model differs from that of transformers.
+
+    The packaged model, random weights, quantized layers and some backends are not tested.
+    """
     rounded, invented = "none" not in (config.quantization, plan.quantization), config.load_format == "dummy"
     if not (config.self_test and config.model and backend.tests_families and plan.implementation == OWN):
         return
@@ -169,8 +174,10 @@ def _refuse(plan: LaunchPlan, wrong: str) -> None:
 
 
 def _tell_floor(config: EngineConfig, offload: Offload, seconds: float, say: Callable[[str], None]) -> float:
-    """Say what streaming costs a step, and which objectives are out of reach for it; `seconds` of a layer. Gives those
-    of a step."""
+    """Report the minimum step time with streamed weights and the objectives that it makes unreachable.
+
+    `seconds`: transfer time of one layer. Return the transfer time of a step in seconds.
+    """
     floor, rate = len(offload.streamed) * seconds, offload.layer_bytes / seconds
     say(f"{offload}, {rate / 1e9:.2g} GB/s: a step takes at least {floor * 1e3:.0f} ms")
     lost = [str(each) for each in SLO.parse(config.slo).objectives if each.limit is not None and each.limit < floor]

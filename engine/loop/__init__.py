@@ -1,1 +1,1 @@
-"""What the engine's loop is watched and helped by."""
+"""The planner, the watchdogs and the fault log of the engine's loop."""

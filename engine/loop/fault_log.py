@@ -1,4 +1,4 @@
-"""Faults that may come thousands of times: one traceback per cause, then a count at most once a second."""
+"""Log repeated faults: one traceback per cause, then a count at most once a second."""
 
 import logging
 from collections.abc import Callable
@@ -16,8 +16,10 @@ class _Cause:
 
 
 class FaultLog:
-    """A cause is the type of the exception and the place that raised it; one that has been quiet for `QUIET_SECONDS`
-    is told anew, traceback and all."""
+    """A log that groups faults by cause: the type of the exception and the line that raised it.
+
+    A cause that has been quiet for `QUIET_SECONDS` is logged with a traceback again.
+    """
 
     def __init__(self, log: logging.Logger, clock: Callable[[], float]) -> None:
         self._log = log
@@ -25,7 +27,7 @@ class FaultLog:
         self._causes: dict[tuple[str, ...], _Cause] = {}
 
     def report(self, what: str, error: BaseException) -> None:
-        """`what` failed with `error`."""
+        """Log the fault `what` with its exception, or count it."""
         now, key = self._clock(), (what, type(error).__qualname__, *_place(error))
         cause = self._causes.get(key)
         if cause is None or now - cause.last > QUIET_SECONDS:
@@ -40,7 +42,7 @@ class FaultLog:
             self._tell(what, type(error).__name__, cause, now)
 
     def flush(self) -> None:
-        """Tell what has been counted and not told: it is over."""
+        """Log the counts that have not been logged yet. Call it when the faults are over."""
         now = self._clock()
         for (what, kind, *_), cause in self._causes.items():
             if cause.untold:
@@ -52,7 +54,7 @@ class FaultLog:
 
 
 def _place(error: BaseException) -> tuple[str, str]:
-    """File and line that raised it."""
+    """Return the file and line that raised an exception."""
     trace = error.__traceback__
     if trace is None:
         return "", ""

@@ -1,8 +1,7 @@
-"""The planner coroutine: the offline fill of step n+1 is computed while step n runs (HyGen §4.3).
+"""The planner coroutine: it computes the offline fill of step n+1 while step n runs (HyGen §4.3).
 
-Where steps are shorter than it takes to plan (a small model on a GPU), the requests of the last plan run on meanwhile.
-
-Knows nothing of requests or streams; the plan itself is made by `engine.scheduling.planner`.
+If a step is shorter than the planning (a small model on a GPU), the requests of the last plan continue meanwhile. The
+plan itself comes from `engine.scheduling.planner`.
 """
 
 import asyncio
@@ -20,9 +19,9 @@ PlanOffline = Callable[[float], Generator[None, None, OfflinePlan]]
 
 
 class Planner:
-    """The planner coroutine: computes the next step's offline fill in slices while the current step runs.
+    """Computes the next step's offline fill in slices while the current step runs.
 
-    It mutates nothing but its own plan. Whatever goes wrong in it is logged and costs offline work one step.
+    The planner changes only its own plan. If it fails, the error is logged and it retries after `RETRY_SECONDS`.
     """
 
     def __init__(self, plan_offline: PlanOffline, clock: Callable[[], float], ready: Callable[[], None]) -> None:
@@ -43,7 +42,7 @@ class Planner:
             await asyncio.wait([self._task])
 
     def restart(self) -> None:
-        """Give up the plan in the making, which may never end, and begin another."""
+        """Cancel the plan in progress, which may never end, and start another one."""
         if self._task is not None:
             self._task.cancel()
             self._plan = self._last = None
@@ -51,12 +50,14 @@ class Planner:
             self.want()
 
     def want(self) -> None:
-        """Ask for a new plan; returns at once."""
+        """Request a new plan, without waiting for it."""
         self._wanted.set()
 
     def take(self, *, go_on: bool = False) -> OfflinePlan | None:
-        """The newest plan, once; None when none is ready, or, to `go_on`, that the requests of the last one run on:
-        a step may be shorter than it takes to plan the next."""
+        """Return the newest plan once.
+
+        If none is ready, return a continuation of the last plan's requests with `go_on`, else None.
+        """
         plan, self._plan = self._plan, None
         if plan is not None:
             self._last = plan
@@ -70,7 +71,7 @@ class Planner:
             self._wanted.clear()
             try:
                 self._plan = await self._make()
-            except Exception:  # a broken planner must not touch online requests: they run without a plan
+            except Exception:  # online requests run without a plan
                 log.exception("the offline planner failed")
                 await asyncio.sleep(RETRY_SECONDS)
                 self._wanted.set()

@@ -1,9 +1,9 @@
-"""Watches the oldest step in flight, or the pulse of a process: one that takes far longer than it should is hung.
+"""Detect a hung step, or a hung process by its pulse: it takes far longer than its limit.
 
-A slow step is not a hung one. The time that a step takes counts in full only while its threads sleep: a core is there,
-and nothing happens. Time on a core counts less, and time spent waiting for a core or a disk least of all, so a step on
-a busy machine may take long, and one that never ends is found on any machine. Time in which the watching event loop
-itself did not run (a stopped process, a sleeping machine) does not count.
+A slow step is not hung. Time counts in full only while the threads of the step sleep. Time on a core or waiting for a
+disk counts less, and time waiting for a core least. So a step on a busy machine may take long, and a step that never
+ends is found on any machine. Time in which the watching event loop did not run (a stopped process, a suspended machine)
+does not count.
 """
 
 import asyncio
@@ -15,16 +15,16 @@ from engine.machine.activity import Activity, ThreadActivity
 from engine.scheduling.output import UNMASKED_TOKEN, ModelRunnerOutput, SchedulerOutput
 
 LOOKS = 4
-"""How often a step is looked at within its limit."""
+"""Number of checks of a step within its limit."""
 ON_A_CORE = 0.25
-"""How much a second counts in which a thread computes, or waits for a disk that a step needs (state D)."""
+"""Weight of a second in which a thread computes or waits for a disk (state D)."""
 WAITING = 0.05
-"""How much a second counts in which a thread could compute and the machine has no core for it."""
+"""Weight of a second in which a runnable thread waits for a core."""
 _NEW = ThreadActivity(0.0, 0.0, "")
 
 
 class StepLimits(NamedTuple):
-    """Seconds until a step is hung: `factor` × its predicted time, at least `floor`; `unknown` without a prediction."""
+    """Seconds after which a step is hung: `factor` x its predicted time, at least `floor`; else `unknown`."""
 
     floor: float = 2.0
     factor: float = 20.0
@@ -35,10 +35,10 @@ class StepLimits(NamedTuple):
 
 
 def charged(before: Activity, after: Activity, interval: float) -> float:
-    """Return how many seconds between two samples, taken every `interval` seconds, count against a step.
+    """Return the weighted seconds between two samples, which are taken every `interval` seconds.
 
-    The thread that computed most, and the one that waited most, speak for all: threads of a step wait for each other.
-    The kernel adds a wait when it ends, so the rest of the time of a thread that is in line now (state R) was a wait.
+    Threads of a step wait for each other, so the longest computing time and the longest waiting time of any thread
+    count. The kernel adds a wait when it ends, so the remaining time of a runnable thread (state R) counts as a wait.
     """
     passed = after.at - before.at
     wall = min(passed, 2.0 * interval)
@@ -61,8 +61,13 @@ def charged(before: Activity, after: Activity, interval: float) -> float:
 
 
 class StepWatch:
-    """`on_hung` is called once, with the limit that passed, for a step that has not ended in time. `read` samples the
-    processes that compute it; None: all time counts in full."""
+    """The hang timer of a step.
+
+    Args:
+        limits: The time limits.
+        on_hung: Called once, with the limit in seconds, if the step has not ended in time.
+        read: Samples the processes that compute the step; if it returns None, all time counts in full.
+    """
 
     def __init__(
         self,
@@ -78,12 +83,12 @@ class StepWatch:
         self._charged = 0.0
 
     def begin(self, predicted: float | None) -> None:
-        """A step begins; `predicted` in seconds, None if it is not known."""
+        """Start the timer of a step. `predicted`: its predicted seconds; None if unknown."""
         self.end()
         self._look_after(self._limits.limit(predicted))
 
     def end(self) -> None:
-        """The step has ended, or there is none."""
+        """Stop the timer."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -107,8 +112,10 @@ class StepWatch:
 
 
 def check_result(output: SchedulerOutput, result: ModelRunnerOutput, vocab_size: int) -> None:
-    """Raise EngineStepError for a result that does not answer its step: another number of tokens, or a token outside
-    the vocabulary. Called before any of the result is applied."""
+    """Raise EngineStepError if a result does not match its step, before any of it is applied.
+
+    A result must have the number of tokens that the step samples, and only tokens of the vocabulary.
+    """
     expected, tokens = sum(chunk.sample for chunk in output.chunks), result.token_ids
     if result.step_id != output.step_id:
         raise EngineStepError(f"Step {output.step_id} was answered with the result of step {result.step_id}.")

@@ -1,9 +1,8 @@
-"""Sees an engine that stands still: work is there, no step runs, and none has completed for some seconds.
+"""Detect a stalled engine: requests exist, no step runs, and no step has completed for some seconds.
 
-The scheduler promises that this cannot happen (`Driver.launch` asserts it in every test), so whatever it sees is a
-defect; but a server must not stand still in silence. It says so once, critically, with the state of queues and pool,
-and asks for a recovery; while nothing moves it asks again, more and more seldom. A step that hangs is not its business.
-Sleeps without work, and otherwise until the earliest time at which it could have something to say.
+A stall is always a defect of the scheduler (`Driver.launch` asserts in every test that none occurs). The watchdog logs
+it once as critical, with the state of the queues and the pool, and starts a recovery. It repeats the recovery at
+growing intervals while the engine stays stalled. `step_watch` handles hung steps. Without requests the watchdog sleeps.
 """
 
 import asyncio
@@ -17,11 +16,11 @@ log = logging.getLogger("tidemill.engine")
 
 STALL_SECONDS = 5.0
 MAX_PATIENCE = 12
-"""The longest time between two attempts to recover, in stall times."""
+"""Maximum growth of the interval between two recoveries, in stall times."""
 
 
 class ProgressWatchdog:
-    """`recover(attempt)`, from 1 on, is called when the engine has stood still for `seconds`, and later again."""
+    """Calls `recover(attempt)`, from 1 on, when the engine has been stalled for `seconds`, and later again."""
 
     def __init__(
         self,
@@ -43,7 +42,7 @@ class ProgressWatchdog:
 
     @property
     def trouble(self) -> str | None:
-        """Why the engine is not ready, from the moment it was seen to stand still until a step completes."""
+        """Why the engine is not ready; None unless it is stalled."""
         if not self._attempts:
             return None
         return f"requests wait and no step has been completed for {self._clock() - self._since:.0f} s"
@@ -57,19 +56,19 @@ class ProgressWatchdog:
             await asyncio.wait([self._task])
 
     def on_work(self) -> None:
-        """A request is about to be queued."""
+        """Record that a request is about to be queued."""
         if not self._core.has_requests:
             self._reset()
         self._work.set()
 
     def on_step(self) -> None:
-        """A step completed."""
+        """Record that a step has completed."""
         if self._attempts:
             log.warning("the engine moves again after %d attempts to recover", self._attempts)
         self._reset()
 
     def suspend(self, suspended: bool) -> None:
-        """While it is, the engine stands still since it is told to."""
+        """Suspend or resume the watchdog, for an engine that is held on purpose."""
         self._suspended = suspended
         self._reset()
 
@@ -87,8 +86,10 @@ class ProgressWatchdog:
             self._reset()
 
     def _time_left(self) -> float:
-        """Seconds until the engine has stood still for too long if nothing completes; all of them while a step runs, or
-        while the core rests: what waits after failed steps is tried again at a time of its own."""
+        """Return the seconds until the next recovery is due if no step completes.
+
+        The time does not run while a step runs, while the watchdog is suspended, or before the core's retry time.
+        """
         if self._suspended or self._core.num_in_flight or not self._core.has_requests:
             return self._seconds
         since = self._since if self._core.retry_at is None else max(self._since, self._core.retry_at)
@@ -101,12 +102,12 @@ class ProgressWatchdog:
         self._patience += self._seconds * min(2**self._attempts, MAX_PATIENCE)
         try:
             self._recover(self._attempts)
-        except Exception:  # a recovery that fails must not end the watchdog: it says so, and tries again later
+        except Exception:  # a failed recovery must not end the watchdog, which tries again later
             log.exception("the recovery failed")
 
 
 def describe(stats: EngineStats) -> str:
-    """Queues and pool in one line."""
+    """Return the state of the queues and the pool in one line."""
     classes = ", ".join(f"{c.value} {stats.running[c]} running and {stats.waiting[c]} waiting" for c in RequestClass)
     return (
         f"{classes}; of {stats.units_total} units {stats.units_owned} are owned, {stats.units_cached} cached, "
