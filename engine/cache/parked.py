@@ -1,16 +1,15 @@
-"""The pasts of requests that wait: they stay on the device until the room is needed, then go block by block.
+"""Parked blocks: the blocks of waiting requests. They stay on the device until the memory is needed.
 
-With a host tier, a request that is preempted keeps its blocks. `reclaim` frees what is asked for where bringing it back
-costs least per unit (`engine.cache.placement`): a block is copied to the host, or the tail is dropped; one past may lie
-in several places and representations (Apt-Serve §4.2, HybridServe §4). When the request starts again, its blocks on the
-device stay where they are, its blocks on the host are copied back, and the dropped tail is computed. Hidden state
-cannot be made from K and V, so the form that a block has on the host is chosen when it is stored: a request that runs
-from hidden state stores the blocks of its answer by the host's split.
+With a host tier, a preempted request keeps its blocks. `reclaim` frees the requested units where restoring costs least
+per unit (`engine.cache.placement`): it copies a block to the host or drops the tail. The blocks of one request may lie
+on both tiers and mix representations (Apt-Serve §4.2, HybridServe §4). When the request starts again, device blocks
+stay in place, host blocks are copied back, and the dropped tail is recomputed. Hidden state cannot be derived from K
+and V, so a block gets its form on the host when it is first stored: a request that runs from hidden state stores the
+blocks of its answer by the host's split.
 
-Parked blocks block no other request: a running online request may take all of them, offline requests take those of
-offline ones, and a waiting online request takes all that are not its own. Without a host tier nothing is parked:
-full blocks stay in the prefix index, where the tail is evicted first. Knows nothing of time and of
-steps' limits.
+Parked blocks never hold up another request. A running online request may take all of them. Offline requests take those
+of offline requests. A waiting online request takes all but its own. Without a host tier no blocks are parked: full
+blocks stay in the prefix index, where the tail is evicted first. This module uses no clock or step limits.
 """
 
 from collections import Counter
@@ -46,7 +45,7 @@ from predictor.model import LatencyPredictor
 
 
 class _Run(NamedTuple):
-    """Blocks of one request in one representation that only it holds; `first`: the index of the first of them."""
+    """Consecutive unshared blocks of one request in one representation. `first`: index of the first block."""
 
     request: Request
     first: int
@@ -54,7 +53,7 @@ class _Run(NamedTuple):
 
 
 class ParkedPasts:
-    """Waiting requests' blocks on both tiers."""
+    """Blocks of waiting requests on both tiers."""
 
     def __init__(self, config: SchedulerConfig, tiers: Tiers, model: LatencyPredictor | None) -> None:
         self._config = config
@@ -63,21 +62,20 @@ class ParkedPasts:
         self._host = tiers.host
         self._model = model
         self._holders: dict[Request, None] = {}
-        # where layers are recurrent, a past ends at a checkpoint, and nowhere else
+        # with recurrent layers a request can only resume at a checkpoint, so its blocks are not parked
         self._keeps = config.host_units > 0 and not config.state_slots
         self._split: HostSplit | None = None
 
     @property
     def num_holders(self) -> int:
-        """Waiting requests that have blocks on the device."""
+        """Return the number of waiting requests with blocks on the device."""
         return len(self._holders)
 
     def park(self, request: Request) -> list[CacheBlock]:
-        """Decide how much of its past a request keeps when it leaves its row; return the blocks that it gives up. The
-        caller may `forget` the others.
+        """Park the blocks of a request that leaves its row. Return the blocks that it gives up.
 
-        Nothing is kept without a host tier, of a request that starts over, and of one that has given blocks back: no
-        shorter past can be started from behind those.
+        All blocks are given up without a host tier, if the request starts over, and if it has freed blocks behind its
+        window: no shorter prefix can be resumed behind those. The caller may `forget` the parked blocks.
         """
         cache_map = request.cache_map
         keeps = self._keeps and not cache_map.num_gone and not request.starts_over
@@ -90,12 +88,12 @@ class ParkedPasts:
         return given_up
 
     def num_units(self, *, online: bool, but: Request | None = None) -> int:
-        """Device units that `reclaim` could free, some of them only when the steps in flight have ended."""
+        """Return the device units that `reclaim` could free, some only when the steps in flight have ended."""
         references = self.references(online=online, but=but)
         return count_units(block for block, count in references.items() if block.ref_count == count)
 
     def references(self, *, online: bool, but: Request | None = None) -> Counter[CacheBlock]:
-        """Device blocks, and how many of those requests whose pasts `reclaim` may move hold each."""
+        """Return the device blocks that `reclaim` may move, with the number of waiting requests that hold each."""
         if not self._holders:
             return Counter()
         return _references([request for group in self._groups(online, but) for request in group])
@@ -109,10 +107,13 @@ class ParkedPasts:
         but: Request | None = None,
         spared: Collection[CacheBlock] = frozenset(),
     ) -> None:
-        """Free `units` device units, or all there are, for a request of the step `step_id`; offline pasts lose first.
+        """Free `units` device units, or as many as possible, for a request of step `step_id`. Offline requests lose
+        blocks first.
 
-        `online`: whether online pasts may lose too. `but`: the request whose past is left alone. `spared`: blocks that
-        are.
+        Args:
+            online: Whether online requests may lose blocks, too.
+            but: Request whose blocks are left alone.
+            spared: Blocks that are left alone.
         """
         holders: list[Request] = []
         for group in self._groups(online, but):
@@ -124,9 +125,9 @@ class ParkedPasts:
                 units -= self._cut(holders, units, spared)
 
     def resume(self, request: Request, hits: Sequence[CacheBlock], step_id: int) -> None:
-        """The past of a request that starts again: `hits`, which it has acquired, then its own blocks behind them.
+        """Set the blocks of a starting request: the acquired `hits`, then its own parked blocks behind them.
 
-        Blocks come back from the host in the step `step_id`. There must be room for them.
+        Host blocks are copied back in step `step_id`. Room must exist.
         """
         cache_map, num_hits = request.cache_map, len(hits)
         online = request.request_class is RequestClass.ONLINE
@@ -140,16 +141,16 @@ class ParkedPasts:
         self._holders.pop(request, None)
 
     def forget(self, request: Request) -> None:
-        """Give up the past of a request that will not come back for it, and copies of it not yet on their way."""
+        """Drop the parked blocks of a request, and cancel copies of them that are not launched yet."""
         self._truncate(request, 0)
 
     def forget_all(self) -> None:
-        """Give up what waiting requests still hold on the device."""
+        """Drop all parked blocks of waiting requests with blocks on the device."""
         for request in list(self._holders):
             self.forget(request)
 
     def check_integrity(self, waiting: Request) -> None:
-        """Assert that every request that waits and holds device blocks is known."""
+        """Assert that a waiting request with device blocks is registered."""
         cache_map = waiting.cache_map
         assert bool(cache_map.blocks) == bool(cache_map.num_parked_tokens)
         assert cache_map.num_parked_tokens <= len(cache_map.blocks) * self._config.block_size
@@ -157,26 +158,31 @@ class ParkedPasts:
         assert on_device <= (waiting in self._holders), "kept blocks are not known"
 
     def next_kind(self, request: Request) -> CacheKind:
-        """What a request that stores compact blocks should store its next one as, in case it goes to the host: the kind
-        of which it has less than its share (HybridServe, Eq. 11)."""
+        """Return the kind of the next block of a request that stores compact blocks.
+
+        The block may go to the host later, so this is the kind of which the request has less than its share
+        (HybridServe, Eq. 11).
+        """
         is_act = self._split is None or next_is_act(*_count_kinds(request.cache_map.blocks), self._split)
         return COMPACT if is_act else CacheKind.KV
 
     def balance(self, num_compact: int) -> None:
-        """Divide the host anew for the step that is being built; `num_compact`: blocks that run on the device."""
+        """Compute the host's split between kinds for the step being built. `num_compact`: compact blocks running on the
+        device.
+        """
         self._split = host_split(self._model, self._config, num_compact)
 
     def _groups(self, online: bool, but: Request | None) -> Iterator[list[Request]]:
-        """Requests that may lose, the first to lose first: offline ones, then online ones; the last to arrive first."""
+        """Yield requests that may lose blocks, first to lose first: offline before online, newest first."""
         for request_class in (RequestClass.OFFLINE, RequestClass.ONLINE) if online else (RequestClass.OFFLINE,):
             group = [r for r in self._holders if r.request_class is request_class and r is not but]
             yield sorted(group, key=lambda request: -request.arrival_order)
 
     def _runs(self, request: Request, spared: Collection[CacheBlock]) -> list[_Run]:
-        """Return the parts of a past that can be moved, from its tail; only the last part can be dropped.
+        """Return the movable parts of a request's blocks, tail first. Only the last part can be dropped.
 
-        A unit of either kind costs the same way to the host and back: the kind of which the host has less than its
-        share of this request comes first.
+        A unit of either kind costs the same to copy. The kind of which the host has less than its share of this request
+        comes first.
         """
         size, blocks, runs = self._config.block_size, request.cache_map.blocks, []
         first = 0
@@ -198,7 +204,7 @@ class ParkedPasts:
         return runs
 
     def _release(self, runs: Sequence[_Run], units: int, step_id: int) -> int:
-        """Free up to `units` units at the least cost; returns how many came free."""
+        """Free up to `units` units at the least cost. Return the number freed."""
         costs = restore_costs(self._model, self._config)
         moves = release_units([run.past for run in runs], units, self._host.num_available_units, costs)
         for index, group in groupby(moves, lambda move: move.past):
@@ -229,10 +235,10 @@ class ParkedPasts:
         self._device.release(source, request.last_step)
 
     def _cut(self, holders: Sequence[Request], units: int, spared: Collection[CacheBlock]) -> int:
-        """Drop pasts of `holders` from the first block on that can come free; returns the units that did.
+        """Drop blocks of `holders` from the first block on that can be freed. Return the units freed.
 
-        Called when `_release` did not free enough: the host is full, and a past with a copied tail cannot drop what
-        lies in front of it; or all requests that share a block wait.
+        Used if `_release` did not free enough: the host is full and a request with a copied tail cannot drop the blocks
+        before it, or all requests that share a block wait.
         """
         device = self._device
         found = {b for b, count in _references(holders).items() if b.ref_count == count} - set(spared)
@@ -245,7 +251,7 @@ class ParkedPasts:
         return gained
 
     def _truncate(self, request: Request, num_blocks: int) -> None:
-        """Drop the past behind its first `num_blocks` blocks."""
+        """Drop the blocks of a request behind the first `num_blocks`."""
         cache_map = request.cache_map
         cache_map.blocks, lost = cache_map.blocks[:num_blocks], cache_map.blocks[num_blocks:]
         cache_map.num_parked_tokens = min(cache_map.num_parked_tokens, num_blocks * self._config.block_size)
@@ -265,12 +271,12 @@ class ParkedPasts:
 
 
 def _is_movable(block: CacheBlock) -> bool:
-    """Whether moving it frees its device units: no other request holds it."""
+    """Whether moving the block frees its device units, because no other request holds it."""
     return block.on_device and block.ref_count == 1
 
 
 def _count_kinds(blocks: Iterable[CacheBlock]) -> tuple[int, int]:
-    """(KV, compact) blocks."""
+    """Return the numbers of KV and of compact blocks."""
     blocks = list(blocks)
     return len(blocks) - count_compact(blocks), count_compact(blocks)
 

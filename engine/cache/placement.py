@@ -1,16 +1,16 @@
-"""Where the past of requests that wait lies: kept, on the host, or dropped (Apt-Serve §4, HybridServe §4).
+"""Cost model for the blocks of waiting requests: keep, copy to the host, or drop (Apt-Serve §4, HybridServe §4).
 
-A request that loses its place keeps its blocks until the room is needed. Then every block can be given up in two ways,
-each with a measured cost of bringing it back: a copy to the bounded host pool and back, or computing it again, which
-only the tail of a past can be, for progress is one counter. `release_units` frees what is asked for at the least cost
-per unit, so that a plan is dearer than the best one by at most its last step on one block while the host has room.
+A preempted request keeps its blocks until the memory is needed. Then a block can be given up in two ways, each with a
+measured cost of restoring it: a copy to the bounded host pool and back, or recomputation. Only the tail can be
+recomputed, because progress is a single counter. `release_units` frees the requested units at the least cost per unit.
+While the host has room, a plan costs more than the best one by at most its last step on one block.
 
-Which representation a full host should hold, so that bringing pasts back keeps link and device busy alike, is the
-second half (HybridServe §4.3). The paper's balance forgets the load of the host's compact blocks (Eq. 9) and the
-forward pass (Eq. 10); with both, and the host full, the load is a constant and the device's time is linear in the
-number of compact (ACT) blocks, so that the split is a closed form.
+The second half chooses the representations on a full host, so that restoring keeps link and device equally busy
+(HybridServe §4.3). The paper's balance omits the load of the host's compact blocks (Eq. 9) and the forward pass (Eq.
+10). With both, and a full host, the load is constant and the device time is linear in the number of compact (ACT)
+blocks, so the split has a closed form.
 
-Pure; seconds and whole units. Knows nothing of requests, pools or copies.
+Pure functions of seconds and whole units; no requests, pools or copies.
 """
 
 import enum
@@ -27,11 +27,11 @@ from predictor.model import LatencyPredictor
 from predictor.reach import EVERYTHING, Reach
 
 READ_STEPS = 64
-"""Steps for which a request that starts from compact form is charged: it runs so until memory is no longer short."""
+"""Steps for which a request that starts from compact form is charged, i.e. until memory is no longer short."""
 
 
 class BlockPlace(enum.IntEnum):
-    """Where blocks of a past may go; of equal cost, the first."""
+    """Ways to give up blocks; at equal cost the first one is used."""
 
     DROP = 0
     HOST = 1
@@ -41,11 +41,12 @@ class BlockPlace(enum.IntEnum):
 class RestoreCosts:
     """Measured seconds, all ≥ 0, of the real runner.
 
-    recompute         a token's share of a full prefill step
-    recompute_pair    and of each earlier token that it attends to (a long past costs more per token)
-    restore           K and V of one token from its compact form, once
-    copy              one unit to the host and back, as far as it delays steps
-    reach             to which earlier tokens one attends
+    Attributes:
+        recompute: A token's share of a full prefill step.
+        recompute_pair: The same for each earlier token that it attends to.
+        restore: K and V of one token from its compact form, once.
+        copy: One unit to the host and back, as far as it delays steps.
+        reach: Which earlier tokens a token attends to.
     """
 
     recompute: float
@@ -55,13 +56,15 @@ class RestoreCosts:
     reach: Reach = EVERYTHING
 
     def recompute_seconds(self, start: int, tokens: int) -> float:
-        """Recomputing `tokens` tokens behind `start` that are there."""
+        """Return the seconds to recompute `tokens` tokens behind `start` cached ones."""
         return self.recompute * tokens + self.recompute_pair * self.reach.pairs(start, tokens)
 
 
 def recompute_costs(model: LatencyPredictor, beside: BatchFeatures, chunk: int) -> tuple[float, float]:
-    """(`recompute`, `recompute_pair`) as the latency model has them for chunks of `chunk` ≥ 2 tokens in a step that
-    already holds `beside`: the model is linear in the pairs of a chunk, so two points give both."""
+    """Return (`recompute`, `recompute_pair`) from the latency model, for chunks of `chunk` ≥ 2 tokens beside `beside`.
+
+    The model is linear in the pairs of a chunk, so two points determine both.
+    """
     at_start, pairs = model.marginal(beside, 0, chunk), model.reach.pairs(0, chunk)
     more = max(1, model.reach.pairs(chunk, chunk) - pairs)
     pair = max(0.0, model.marginal(beside, chunk, chunk) - at_start) / more
@@ -69,7 +72,7 @@ def recompute_costs(model: LatencyPredictor, beside: BatchFeatures, chunk: int) 
 
 
 def restore_costs(model: LatencyPredictor | None, config: SchedulerConfig) -> RestoreCosts:
-    """What the latency model says; without one only recomputing costs anything."""
+    """Return the costs by the latency model. Without a model only recomputing has a cost."""
     if model is None:
         return RestoreCosts(recompute=1.0, restore=0.0, copy=0.0)
     recompute, pair = recompute_costs(model, BatchFeatures(model.reach), max(2, config.max_num_batched_tokens))
@@ -80,10 +83,12 @@ def restore_costs(model: LatencyPredictor | None, config: SchedulerConfig) -> Re
 
 @dataclass(frozen=True, slots=True)
 class PastRun:
-    """Blocks of one request in one representation, all of them unshared, up to its last computed token.
+    """Consecutive unshared blocks of one request in one representation, up to its last computed token.
 
-    `start`: computed tokens before them (shared, or in another representation). `tokens` ≥ 1 in them. `can_drop`:
-    nothing of the request lies behind them.
+    Attributes:
+        start: Computed tokens before them, shared or in another representation.
+        tokens: Tokens in them, ≥ 1.
+        can_drop: No block of the request follows them.
     """
 
     start: int
@@ -98,20 +103,21 @@ class PastRun:
 
     @property
     def block_units(self) -> int:
-        """Units of each block."""
+        """Return the units per block."""
         return self.kind.form.units
 
     def drop_seconds(self, blocks: int, costs: RestoreCosts) -> float:
-        """Computing the last `blocks` blocks again. What lies there in compact form would have to be restored anyway:
-        only what goes beyond that counts."""
+        """Return the seconds to recompute the last `blocks` blocks.
+
+        Compact blocks would have to be restored anyway, so only the time beyond that counts.
+        """
         tokens = self.tokens - (self.num_blocks - blocks) * self.block_size
         recompute = costs.recompute_seconds(self.start + self.tokens - tokens, tokens)
         return max(0.0, recompute - costs.restore * tokens) if self.kind.form.compact else recompute
 
 
 class Move(NamedTuple):
-    """`blocks` blocks of past number `past` go to `place`. Of one past, in this order from its tail: DROP, HOST; the
-    blocks in front of them stay."""
+    """Give up `blocks` blocks of run `past` by `place`. Moves of one run go from its tail, DROP before HOST."""
 
     past: int
     place: BlockPlace
@@ -119,10 +125,9 @@ class Move(NamedTuple):
 
 
 def release_units(pasts: Sequence[PastRun], units: int, host_room: int, costs: RestoreCosts) -> list[Move]:
-    """The cheapest way to give up `units` device units, or all that these pasts hold, in the order of the pasts.
+    """Return the cheapest moves that free `units` device units, or all units of these runs, in the order of the runs.
 
-    `host_room`: free host units. Equal costs take the earlier past first, so give them in the order in which they may
-    lose. Nothing is moved when nothing is needed.
+    `host_room`: free host units. At equal cost the earlier run loses blocks first. Without need no block is moved.
     """
     kept = [past.num_blocks for past in pasts]
     moves: list[Move] = []
@@ -140,8 +145,10 @@ def release_units(pasts: Sequence[PastRun], units: int, host_room: int, costs: R
 
 
 def _ways(pasts: Sequence[PastRun], units: int, costs: RestoreCosts) -> Iterator[tuple[float, int, BlockPlace]]:
-    """(cost per unit, past, place) of all moves, each priced for as many blocks from the tail as `units` units need; to
-    nine digits, so that equal costs are equal and the order of the input decides."""
+    """Yield (cost per unit, run, place) of all moves, each priced for the blocks at the tail that `units` units need.
+
+    Costs are rounded to nine digits, so that equal costs compare equal and the input order decides.
+    """
     copy = _rounded(costs.copy)
     for index, past in enumerate(pasts):
         yield copy, index, BlockPlace.HOST
@@ -156,13 +163,15 @@ def _rounded(density: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class OffloadCosts:
-    """Measured seconds of one layer. `ratio`: r, 0 < r < 1, the room of an ACT block over that of a KV block.
+    """Measured seconds of one layer.
 
-    load_weights   T_w, the layer's weights over the link
-    load_kv        t_kv, one KV block over the link (an ACT block takes r times that)
-    regenerate     g, K and V of one ACT block
-    forward_fixed  T_f0, the layer's forward pass without any context
-    forward        t_f, what one more block of context, of either type, adds to it
+    Attributes:
+        load_weights: T_w, the layer's weights over the link.
+        load_kv: t_kv, one KV block over the link (an ACT block takes `ratio` times that).
+        regenerate: g, K and V of one ACT block.
+        forward_fixed: T_f0, the layer's forward pass without context.
+        forward: t_f, added by one more block of context of either type.
+        ratio: r, 0 < r < 1, room of an ACT block relative to a KV block.
     """
 
     load_weights: float
@@ -177,26 +186,28 @@ class OffloadCosts:
             raise ValueError(f"activations must take less room than KV: 0 < ratio < 1, not {self.ratio}")
 
     def link_seconds(self, kv_host: float, act_host: float) -> float:
-        """T_PCIe: weights and all host blocks."""
+        """Return T_PCIe: the time to load the weights and all host blocks."""
         return self.load_weights + self.load_kv * (kv_host + self.ratio * act_host)
 
     def device_seconds(self, kv_host: float, act_host: float, act_device: float) -> float:
-        """T_computation: regenerating every ACT block, and the forward pass over the whole context."""
+        """Return T_computation: the time to regenerate every ACT block and run the forward pass over the
+        whole context.
+        """
         acts = act_host + act_device
         return self.regenerate * acts + self.forward_fixed + self.forward * (kv_host + acts)
 
 
 class HostSplit(NamedTuple):
-    """Host blocks of each type."""
+    """Number of host blocks of each type."""
 
     kv: int
     act: int
 
 
 def ideal_act(costs: OffloadCosts, room: float, act_device: float) -> float:
-    """ACT_host that balances both pipelines over a full host of `room` KV blocks; clamped to 0 … room/r.
+    """Return the ACT_host that balances both pipelines over a full host of `room` KV blocks, clamped to 0 … room/r.
 
-    Below it the link is the bottleneck and every ACT block adds context for nothing; above it the device is, and more
+    Below it the link is the bottleneck and every ACT block adds context at no cost. Above it the device is, and more
     ACT pays only while (1 − r)·T_f0 > g·(room + r·act_device): a forward pass that costs more than regeneration.
     """
     r, forward = costs.ratio, costs.forward
@@ -209,7 +220,7 @@ def ideal_act(costs: OffloadCosts, room: float, act_device: float) -> float:
 
 
 def split_host(costs: OffloadCosts, room: int, act_device: int) -> HostSplit:
-    """The split in whole blocks: the neighbour of the ideal whose pipelines differ least. `room`: in KV blocks."""
+    """Return the split in whole blocks whose pipeline times differ least, next to the ideal. `room`: in KV blocks."""
     ideal = ideal_act(costs, room, act_device)
     most = int(room / costs.ratio + 1e-9)
     splits = [
@@ -222,11 +233,12 @@ def split_host(costs: OffloadCosts, room: int, act_device: int) -> HostSplit:
 
 
 def host_split(model: LatencyPredictor | None, config: SchedulerConfig, act_device: int) -> HostSplit | None:
-    """The split of this engine's host tier; None where there is nothing to choose. `act_device`: compact blocks there.
+    """Return the split of this engine's host tier, or None if there is no choice.
 
-    A whole step takes the place of the paper's layer: costs are in proportion. Where weights stay, what comes back in
-    compact form is restored. Where they stream, that would take a pass more, and it is projected in every step, beside
-    the stream: it costs as much as it was seen to make such a step longer.
+    `act_device`: compact blocks on the device. A whole step replaces the paper's layer, since costs are proportional.
+    With resident weights, compact blocks are restored when they come back. With streamed weights restoring would need
+    another pass, so K and V are projected in every step, beside the stream; the cost is then the measured increase of
+    such a step.
     """
     room = config.host_units // UNITS_PER_BLOCK
     if model is None or not room or not config.scratch_blocks:
@@ -244,9 +256,9 @@ def host_split(model: LatencyPredictor | None, config: SchedulerConfig, act_devi
 
 
 def next_is_act(kv_blocks: int, act_blocks: int, split: HostSplit) -> bool:
-    """The type of a request's next block: the one further behind its share of the host's split (Eq. 11).
+    """Whether a request's next block should be ACT: the type further below its share of the host's split (Eq. 11).
 
-    `kv_blocks`, `act_blocks`: what the request has. Equal deficits go to the type of which the host has more.
+    `kv_blocks`, `act_blocks`: blocks that the request has. At equal deficits, the type with more host blocks is chosen.
     """
     total = split.kv + split.act
     if total == 0:

@@ -1,8 +1,8 @@
-"""What a tolerance is over: the last requests again, as they came, on a server without offline work.
+"""The baseline of a tolerance: the most recent online requests, replayed on a server without offline work.
 
-The live server never sees that run; a replay with the same latency model gives it (HyGen compares with a run of its
-own). Here is what is replayed, and how what was measured is compared with it. Torch-free; the replay itself is
-`engine.colocation.search`'s, in a process of its own.
+The live server cannot observe that run, so a replay with the same latency model provides it (HyGen measures a separate
+run). This module selects the requests to replay and compares measurements with the replay. Torch-free;
+`engine.colocation.search` runs the replay in a process of its own.
 """
 
 from collections import deque
@@ -16,12 +16,17 @@ from predictor.load import DEFAULT_OUTPUT, Lengths, OnlineArrival
 from predictor.slo import SLO, aggregate
 
 LEAD_IN = 32
-"""Requests before the window: they are replayed so that it does not begin on an empty server, and not compared."""
+"""Requests replayed before the window, so that it does not start on an empty server. They are not compared."""
 
 
 @dataclass(slots=True)
 class _Recent:
-    """`served` None: it was refused or given up, and is only load. `compared`: against an online-only run, already."""
+    """A request that ended.
+
+    Attributes:
+        served: Its latencies; None if it was refused or aborted and only counts as load.
+        compared: It was already compared with a baseline.
+    """
 
     arrival: OnlineArrival
     served: Served | None
@@ -30,7 +35,7 @@ class _Recent:
 
 
 class RecentRequests:
-    """The last online requests that ended, by their end. Times on the engine's clock."""
+    """The most recent online requests, in order of their ends. Times on the engine's clock."""
 
     def __init__(self) -> None:
         self._ended: deque[_Recent] = deque(maxlen=WINDOW + LEAD_IN)
@@ -41,13 +46,13 @@ class RecentRequests:
 
     @property
     def num_new(self) -> int:
-        """Requests beside offline work that no baseline was compared with."""
+        """Return the number of requests that ran beside offline work and were not compared with a baseline yet."""
         return sum(r.beside_offline and not r.compared and r.served is not None for r in self._ended)
 
     def window(self, running: Iterable[OnlineArrival], now: float) -> tuple[list[OnlineArrival], list[bool]]:
-        """The requests to replay, by arrival, and which of them are compared; `compare` takes the answer.
+        """Return the requests to replay, by arrival, and whether each one is compared. `compare` uses the same window.
 
-        `running`: those that have not ended, with what they have got so far: they were there too.
+        `running`: unfinished requests with their current lengths, which are part of the load.
         """
         ended = [recent for recent in self._ended if recent.arrival.at > now - MAX_AGE]
         window = [*ended, *(_Recent(arrival, None, False) for arrival in running)]
@@ -59,7 +64,7 @@ class RecentRequests:
     def compare(
         self, slo: SLO, aggregates: dict[str, float], own: Sequence[tuple[float, float] | None]
     ) -> Iterator[tuple[float, dict[str, float]]]:
-        """(arrival, excess by key) of every request beside offline work that was not compared before."""
+        """Yield (arrival, excess by key) of every request beside offline work that was not compared before."""
         for recent, alone in zip(self._window, own, strict=True):
             served = recent.served
             if alone is None or served is None or recent.compared or not recent.beside_offline:
@@ -70,7 +75,9 @@ class RecentRequests:
 
 
 def workload_of(arrivals: Sequence[OnlineArrival]) -> Workload:
-    """Those arrivals with their own times between them; what nobody knows of a refused one is guessed."""
+    """Return the workload of these arrivals at their own times. The unknown output of a refused request is
+    estimated.
+    """
     begin = arrivals[0].at
     rows = [
         OnlineArrival(a.at - begin, Lengths(a.lengths.prompt, a.lengths.output or DEFAULT_OUTPUT, a.lengths.cached))
@@ -82,9 +89,9 @@ def workload_of(arrivals: Sequence[OnlineArrival]) -> Workload:
 def replay_alone(
     workload: Workload, server: ReplayedServer, counted: Sequence[bool]
 ) -> tuple[dict[str, float], list[tuple[float, float] | None]]:
-    """Aggregates of the SLO's metrics by key without offline work, and (TTFT, mean gap) of each request, in seconds.
+    """Replay without offline work. Return the SLO's aggregates by key, and each request's TTFT and mean gap in seconds.
 
-    Of the `counted` requests alone; the others are only load and, like those without a token, have none.
+    Only `counted` requests are aggregated. The others, and requests without a token, get None.
     """
     run = run_workload(workload, server, BudgetParams(server.fill_policy, 0.0))
     own: list[tuple[float, float] | None] = []

@@ -1,6 +1,6 @@
-"""Joins what keeps the SLO: the keeper beside the core, the tuner of its budget, and what an earlier server learned.
+"""Creates the SLO controller: the core, its keeper, the budget tuner and the stored knowledge of an earlier server.
 
-The composition root's part that needs no torch; the only place that reads the calendar.
+Torch-free part of the composition root, and the only module that reads the calendar time.
 """
 
 import time
@@ -20,7 +20,7 @@ from predictor.profile import Profile
 from predictor.slo import SLO
 
 FILL_POLICY = "tidemill"
-"""The policy that sizes offline work; HyGen's own, one flat budget, is for replays."""
+"""The policy that sizes offline work. HyGen's flat budget is used only in replays."""
 
 
 def make_controller(
@@ -31,7 +31,7 @@ def make_controller(
     folder: Path,
     say: Callable[[str], None],
 ) -> tuple[EngineCore, Colocation, BudgetTuner]:
-    """Core, keeper and tuner for a profile. `folder`: where profiles are kept, and what is learned beside them."""
+    """Return core, keeper and tuner for a profile. `folder` stores profiles, the learned load and the budgets."""
     model = OnlineModel.of(profile)
     scheduler = replace(scheduler, rho=profile.cache_costs.rho(scheduler.compact_tokens))
     core = EngineCore(scheduler, online_policy=config.online_policy, offline_policy=config.offline_policy, model=model)
@@ -56,5 +56,5 @@ def make_controller(
 
 
 def _limits(scheduler: SchedulerConfig) -> str:
-    """What bounds steps and queues; `rho` is measured and differs a little from time to time."""
+    """Return the limits of steps and queues as text, without `rho`, which is measured and varies slightly."""
     return ", ".join(f"{name} {value}" for name, value in asdict(scheduler).items() if name not in ("rho", "seed"))

@@ -1,8 +1,8 @@
-"""Keeps the promise while the engine runs: learns step times and the load, judges online requests, drives the breaker.
+"""Keeps the SLO while the engine runs: learns step times and the load, judges online requests, drives the breaker.
 
-HyGen §4.2 (the SLO-aware loop) and our breaker. Called by the engine loop after every step and at every arrival and
-end of a request; torch-free, no asyncio, no timers, the clock is an argument. It never touches a request: its only
-dials are the core's objective and offline share.
+HyGen §4.2 (the SLO-aware loop) and our breaker. The engine loop calls it after every step and at every arrival and end
+of a request. Torch-free, no asyncio, no timers; the clock is an argument. It never changes a request: it only sets the
+core's objective and offline share.
 """
 
 import logging
@@ -28,19 +28,24 @@ from predictor.slo import SLO
 log = logging.getLogger("tidemill.colocation")
 
 BUDGET_SHARE = 0.8
-"""Of what a TBT limit leaves above the smallest step, until a search has found better. Predictions keep a margin of
-their own: 0.8 of the limit itself shuts offline work out where online steps take as much (3 ms of 3.2)."""
+"""Initial share of the time that a TBT limit leaves above the smallest step, until a search has found a better one.
+
+Predictions have a margin of their own. 0.8 of the limit itself would exclude offline work if online steps take that
+long (3 ms of 3.2).
+"""
 MIN_OFFLINE = 32
-"""Offline requests that must have ended before their lengths stand for those that wait."""
+"""Minimum number of ended offline requests before only their lengths are used."""
 MAX_QUEUED = 1024
-"""Offline requests of the queue whose lengths are looked at."""
+"""Maximum number of queued offline requests whose lengths are used."""
 
 
 def initial_budget(slo: SLO, model: LatencyModel, policy: str) -> BudgetParams:
-    """The budget before any search: a flat L of the smallest step and 0.8 × what the TBT limit leaves above it, or of
-    what a tolerance leaves; a few smallest steps where nothing is said of TBT, or nothing that any step could keep: a
-    promise that is lost anyway (weights stream: no step is short) must not cut offline work into steps of one
-    request."""
+    """Return the budget used before any search: a flat L.
+
+    L is the smallest step plus BUDGET_SHARE of what the TBT limit leaves above it, or the smallest step extended by the
+    tolerance. Without a TBT limit, or if no step can meet it, L is a few smallest steps: a limit that is missed anyway
+    (streamed weights make every step long) must not reduce offline work to steps of one request.
+    """
     smallest = smallest_step(model)
     stated = [limit for metric in ("tbt", "tpot") if (limit := slo.limit_of(metric)) is not None]
     limits = [smallest + BUDGET_SHARE * (limit - smallest) for limit in stated if limit >= smallest]
@@ -50,8 +55,13 @@ def initial_budget(slo: SLO, model: LatencyModel, policy: str) -> BudgetParams:
 
 @dataclass(slots=True)
 class _Live:
-    """An online request in progress; `arrival` with the tokens that it has got. `moment`: when it was worst off, by the
-    share of its limit that a wait took."""
+    """An online request in progress.
+
+    Attributes:
+        arrival: Its arrival, with the tokens so far.
+        moment: Time of its worst wait, relative to its limit.
+        worst: That wait as a share of the limit.
+    """
 
     arrival: OnlineArrival
     gaps: list[float] = field(default_factory=list)
@@ -61,15 +71,15 @@ class _Live:
     worst: float = -1.0
 
     def wait(self, seconds: float, limit: float, now: float) -> None:
-        """A token came after that long."""
+        """Record the wait for a token."""
         if seconds / limit > self.worst:
             self.worst, self.moment = seconds / limit, now
 
 
 class Colocation:
-    """One engine's SLO keeper. `model` is shared with the core, which asks it for predictions.
+    """SLO keeper of one engine. `model` is shared with the core, which uses it for predictions.
 
-    `calendar`: what takes the engine's clock to that of the calendar, seconds; `load`: what an earlier server learned.
+    `calendar`: offset from the engine's clock to calendar seconds. `load`: load learned by an earlier server.
     """
 
     def __init__(
@@ -104,13 +114,15 @@ class Colocation:
         self.set_budget(budget, "as long as no search has ended")
 
     def set_budget(self, budget: BudgetParams, origin: str, *, replayed: bool = False) -> None:
-        """Fill by these parameters from the next step on; `origin` says where they come from. `replayed`: a search has
-        just found them for the load of now. What requests have proven of the last budget is seconds, whatever share of
-        another one they are.
+        """Use this budget from the next step on.
 
-        L = 0 is the answer that no offline budget keeps the SLO: then nothing offline runs beside online work. What
-        runs while no online request is there stays as it was, and is kept short enough for who arrives meanwhile; a
-        budget that was searched was replayed with its own steps.
+        L = 0 means that no offline budget keeps the SLO: then no offline work runs beside online work. Offline steps
+        without online work continue as before, short enough for arrivals.
+
+        Args:
+            origin: Source of the budget, for logs and statistics.
+            replayed: A search has just found the budget for the current load, so the breaker starts afresh. Otherwise
+                the breaker's limit, found in seconds of the previous budget, is rescaled to this one.
         """
         self._origin = origin
         self._held = "" if budget.latency_budget > 0.0 else f"no offline budget keeps the SLO ({origin})"
@@ -131,11 +143,11 @@ class Colocation:
 
     @property
     def initial(self) -> BudgetParams:
-        """The budget that no search was needed for."""
+        """Return the budget used before any search."""
         return self._initial
 
     def on_arrival(self, request_class: RequestClass, now: float) -> None:
-        """A request was queued."""
+        """Record a queued request."""
         if request_class is RequestClass.ONLINE:
             self.load.arrive(now + self.calendar)
             self._follow_breaker(now)
@@ -143,7 +155,7 @@ class Colocation:
             self._offline_seen = now
 
     def on_refused(self, request_class: RequestClass, prompt_tokens: int, now: float) -> None:
-        """A request was refused (429): it is a part of the load all the same. `prompt_tokens` may be a guess."""
+        """Record a refused request (429), which is part of the load, too. `prompt_tokens` may be an estimate."""
         if request_class is RequestClass.ONLINE:
             self.load.arrive(now + self.calendar)
             self._remember(OnlineArrival(now, Lengths(prompt_tokens, 0)), None, False)
@@ -158,8 +170,10 @@ class Colocation:
         device: float | None = None,
         trial: bool = False,
     ) -> None:
-        """A step ended after `measured` seconds, `device` of them on the device (None: all), with these outputs. What a
-        `trial` took teaches nothing."""
+        """Record a step that took `measured` seconds, `device` of these on the device (None: all), and its outputs.
+
+        The time of a `trial` is not learned.
+        """
         if not trial:
             self._learn(output, measured, outputs, now, device)
         for request_output in outputs:
@@ -177,39 +191,43 @@ class Colocation:
         predicted = self.model.predict(output.features)
         self.model.observe(output.features, measured, 0.0 if device is None else measured - device)
         if self._core.has_online or any(o.request_class is RequestClass.ONLINE for o in outputs):
-            # In units of what a step may take: where 100 ms are allowed, 2 ms more than predicted endanger nobody.
+            # Relative to the step limit: with a limit of 100 ms, an excess of 2 ms is harmless.
             allowed = max(measured, self._step_limit if self._step_limit < math.inf else self.model.usual_seconds)
             self._breaker.record_step(now, (measured - predicted) / allowed if allowed > 0.0 else 0.0)
 
     def note_refit(self, better: bool) -> None:
-        """The latency model was fitted anew; `better`: the fit takes its place."""
+        """Count a refit of the latency model; `better`: the fit replaced the model."""
         self._refits[better] += 1
 
     def on_end(self, output: RequestOutput, now: float) -> None:
-        """A request ended outside a step (it was aborted, or could not be started)."""
+        """Record a request that ended outside a step (aborted, or not started)."""
         self._on_output(output, now)
         self._follow_breaker(now)
 
     def has_offline(self, now: float, seconds: float) -> bool:
-        """Whether there is offline work, or was any in the last `seconds`."""
+        """Whether offline work exists or existed in the last `seconds`."""
         return self._core.has_offline or now - self._offline_seen < seconds
 
     def offline_work(self) -> list[Lengths]:
-        """Lengths of offline requests that ended; of those that wait where too few have."""
+        """Return the lengths of offline requests that ended, extended by queued ones if too few have ended."""
         ended = list(self.load.offline)
         return ended if len(ended) >= MIN_OFFLINE else ended + offline_lengths(self._core.state, MAX_QUEUED)
 
     @property
     def num_openings(self) -> int:
-        """How often the breaker opened."""
+        """Return how often the breaker has opened."""
         return self._breaker.num_openings
 
     def window(self, now: float) -> tuple[list[OnlineArrival], list[bool]]:
-        """The last online requests for a replay without offline work, and which of them are compared with it."""
+        """Return the recent online requests for a replay without offline work, and whether each one is
+        compared with it.
+        """
         return self.recent.window([live.arrival for live in self._live.values()], now)
 
     def set_baseline(self, aggregates: dict[str, float], own: list[tuple[float, float] | None], now: float) -> None:
-        """What the requests of `window` would have had alone: aggregates by key, TTFT and mean gap of each."""
+        """Set the replayed latencies of `window` without offline work: aggregates by key, TTFT and mean gap of each
+        request.
+        """
         self._judge.set_baseline(aggregates)
         self._set_objective()
         for arrival, excesses in self.recent.compare(self.slo, aggregates, own):
@@ -217,7 +235,7 @@ class Colocation:
         self._follow_breaker(now)
 
     def stats(self, now: float) -> ColocationStats:
-        """A snapshot for /metrics and /ready."""
+        """Return a snapshot for /metrics and /ready."""
         return ColocationStats(
             slo=str(self.slo),
             attainment=self._judge.attainment(now),
@@ -256,7 +274,7 @@ class Colocation:
     def _on_offline(self, output: RequestOutput, now: float) -> None:
         self._offline_seen = now
         self._offline_tokens += len(output.token_ids)
-        if output.num_output_tokens == len(output.token_ids):  # its first ones
+        if output.num_output_tokens == len(output.token_ids):  # the first output tokens
             self._offline_tokens += output.num_prompt_tokens
         if output.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
             self.load.remember_offline(_lengths(output))
@@ -278,8 +296,10 @@ class Colocation:
             self._end_online(output, live, now)
 
     def _end_online(self, output: RequestOutput, live: _Live, now: float) -> None:
-        """Judge it, and remember what it was. One that its client gave up proves nothing, unless a limit was broken by
-        then."""
+        """Judge a request that ended and record its lengths.
+
+        A request aborted by its client counts only if a limit was already broken.
+        """
         times = output.times
         served: Served | None
         if output.finish_reason is FinishReason.ABORT:
@@ -302,11 +322,11 @@ class Colocation:
         self.recent.add(arrival, served, beside_offline)
         self.load.remember(arrival._replace(at=arrival.at + self.calendar))
         known = len(self.load.arrivals)
-        if known & (known - 1) == 0:  # 1, 2, 4 ...: what chats are like changes most with the first ones
+        if known & (known - 1) == 0:  # 1, 2, 4 ...: the first chats change the estimated lengths most
             self._set_objective()
 
     def _share(self, now: float) -> float:
-        """What of its budget offline work may use beside online work, 0 to 1."""
+        """Return the share of its budget that offline work may use beside online work, 0 to 1."""
         return 0.0 if self._held else self._breaker.share(now)
 
     def _follow_breaker(self, now: float) -> None:
@@ -325,5 +345,5 @@ class Colocation:
 
 
 def _lengths(output: RequestOutput) -> Lengths:
-    """What a request turned out to be; one that was given up in the middle counts with what it got."""
+    """Return the lengths of a request; an aborted one counts with the tokens that it got."""
     return Lengths(output.num_prompt_tokens, output.num_output_tokens, output.num_cached_tokens)

@@ -1,6 +1,6 @@
-"""What a server has learned, kept for the next one: the load and the budgets found, beside the latency profile.
+"""Stores the learned load and the budgets found, beside the latency profile, for the next server.
 
-One JSON file, bounded, written atomically; one that is damaged, or of another version, is ignored with one line.
+One bounded JSON file, written atomically. A damaged file or one of another version is ignored with a log line.
 """
 
 import json
@@ -17,16 +17,18 @@ MAX_BYTES = 4 * 2**20
 
 
 class LoadStore:
-    """The file for a profile's `key` in `folder`. `promise`: what budgets depend on besides the load, as one text."""
+    """The file for a profile's `key` in `folder`. `promise`: text that identifies everything budgets depend on besides
+    the load.
+    """
 
     def __init__(self, folder: Path, key: ProfileKey, promise: str) -> None:
         self.path = folder / f"{key.filename().removesuffix('.json')}.load.json"
         self._promise = promise
 
     def read(self, start: float, say: Callable[[str], None]) -> tuple[LoadModel, BudgetTable]:
-        """What is known at `start` (calendar seconds); nothing where there is no file that can be read.
+        """Return the load and the budgets known at `start` (calendar seconds); both are empty without a readable file.
 
-        Budgets for another promise, or of another configuration, are left out.
+        Budgets for another SLO or configuration are dropped.
         """
         try:
             if not self.path.exists():
@@ -45,11 +47,11 @@ class LoadStore:
             return LoadModel(start), BudgetTable()
 
     def encode(self, load: LoadModel, budgets: BudgetTable) -> bytes:
-        """The file's content."""
+        """Return the content of the file."""
         document: dict[str, Any] = {"schema": SCHEMA, "promise": self._promise}
         document |= {"load": load.to_document(), "budgets": budgets.to_document()}
         return json.dumps(document, allow_nan=False).encode()
 
     def write(self, content: bytes) -> None:
-        """Atomically. Raises OSError when the place cannot be written."""
+        """Write the file atomically. Raises OSError if the folder is not writable."""
         write_atomically(self.path, content)

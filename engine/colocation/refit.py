@@ -1,9 +1,8 @@
-"""Fits the latency model anew while the server runs, in a process of its own, and follows what is better.
+"""Refits the latency model while the server runs, in a process of its own.
 
-A fit that predicts steps which it has not seen better than the model in force takes its place, and that of the profile
-on the disk, unless steps take much longer than when the device was measured: a busy neighbour or a throttled clock is
-nothing that the next start should go by. Any other is refused, and counted. Beside `engine.colocation.tuner`, which
-looks for budgets; torch-free.
+A fit that predicts unseen steps better than the current model replaces it, in memory and in the stored profile. The
+profile is not replaced if steps take much longer than when the device was measured: the next start should not rely on a
+busy neighbour or a throttled clock. Other fits are refused and counted. Torch-free.
 """
 
 import asyncio
@@ -23,13 +22,13 @@ from predictor.refit import FEWEST
 log = logging.getLogger("tidemill.colocation")
 
 FIRST_SECONDS, EVERY_SECONDS = 120.0, 1800.0
-"""After the start, and between two fits."""
+"""Seconds from the start to the first fit, and between fits."""
 NEW_STEPS = 500
-"""Since the last fit; fewer tell nothing new."""
+"""Minimum number of new steps since the last fit."""
 
 
 class ModelRefit:
-    """`profile`: what the model in force was made from; it is kept in `path` (None: nowhere)."""
+    """Refit task. `profile`: source of the current model, stored at `path` (None: not stored)."""
 
     def __init__(
         self,
@@ -61,7 +60,7 @@ class ModelRefit:
             await asyncio.sleep(EVERY_SECONDS)
 
     async def refit(self) -> bool:
-        """Fit once; whether the fit took the model's place."""
+        """Fit once. Return whether the fit replaced the model."""
         keeper = self._colocation
         self._fitted_at = keeper.model.num_observed
         recent = keeper.model.recent_log()

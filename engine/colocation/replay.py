@@ -1,6 +1,7 @@
-"""One run of a workload on the virtual clock, as the server would take it: the same core, policies and margins.
+"""Replays a workload on a virtual clock with the server's own core, policies and margins.
 
-Steps take what the latency model says, times what real steps varied by. Torch-free, deterministic for equal arguments.
+A step takes the time predicted by the latency model, times the measured variation of real steps. Torch-free;
+deterministic for equal arguments.
 """
 
 import math
@@ -24,14 +25,14 @@ from predictor.slo import SLO, aggregate
 
 WARM_UP_SHARE = 0.1
 USUAL_OFFLINE = tuple(Lengths(prompt, prompt // 8) for prompt in range(256, 769, 64))
-"""What offline requests are taken for before the first one came."""
+"""Assumed lengths of offline requests before the first one arrives."""
 MIN_DRAIN = 60.0
-"""Seconds at least that requests get to end after their window; overloaded ones get as long as the window again."""
+"""Minimum seconds to complete requests after their window; an overloaded run gets the length of the window."""
 
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """One window: online arrivals (ascending, from 0 to at most `seconds`), and lengths that offline ones have."""
+    """One window: online arrivals, ascending from 0 to at most `seconds`, and the lengths of offline requests."""
 
     arrivals: tuple[OnlineArrival, ...]
     seconds: float
@@ -41,20 +42,20 @@ class Workload:
     def recorded(
         cls, arrivals: Sequence[OnlineArrival], offline: Sequence[Lengths], rate: float, count: int, seed: int
     ) -> "Workload":
-        """`count` arrivals as those that were recorded, at `rate` requests a second, beside the offline requests given.
+        """Return a window of `count` arrivals resampled from the recorded ones, at `rate` requests per second.
 
-        Raises ValueError when too few were recorded to tell how they come.
+        Raises ValueError if too few arrivals were recorded.
         """
         window = resample(arrivals, rate, count, seed)
         return cls(window, window[-1].at, tuple(offline) or USUAL_OFFLINE)
 
     def online(self, max_model_len: int) -> Iterator[Arrival]:
-        """Requests that share the cached part of their prompts and nothing else, cut to the context."""
+        """Yield the online requests, cut to the context length. Prompts share only their cached part."""
         for index, (at, lengths) in enumerate(self.arrivals):
             yield Arrival(at, _request(f"online-{index}", index + 1, lengths, RequestClass.ONLINE, max_model_len))
 
     def offline(self, max_model_len: int, seed: int) -> Iterator[EngineRequest]:
-        """Offline requests without end, their lengths drawn from the given ones."""
+        """Yield offline requests without end, with lengths drawn from `offline_lengths`."""
         generator = random.Random(seed)
         for index in count():
             lengths = generator.choice(self.offline_lengths)
@@ -66,15 +67,15 @@ def _request(name: str, salt: int, lengths: Lengths, request_class: RequestClass
     output = max(1, min(lengths.output, max_model_len - prompt))
     cached = min(lengths.cached, prompt - 1)
     tokens = (0,) * cached + (salt,) + (0,) * (prompt - 1 - cached)
-    tenant = request_class.value.encode()  # the classes' shared prefixes are not the same text
+    tenant = request_class.value.encode()  # the two classes share no prefix
     return EngineRequest(name, tokens, SamplingParams(max_tokens=output), request_class, tenant)
 
 
 @dataclass(frozen=True, slots=True)
 class ReplayedServer:
-    """The server as the replay sees it: what runs, what is promised, and how steps vary.
+    """The replayed server: its configuration, SLO and step times.
 
-    `noise`: measured ÷ predicted of real steps; steps draw from it, and the core keeps the margins that it keeps live.
+    `noise`: measured ÷ predicted times of real steps. Steps draw from it, and the core keeps the same margins as live.
     """
 
     model: LatencyModel
@@ -87,23 +88,25 @@ class ReplayedServer:
 
 
 def normal_noise(mape: float, count: int = 99) -> tuple[float, ...]:
-    """measured ÷ predicted of a model with that mean relative error, as if errors were log-normal: its quantiles."""
+    """Return quantiles of measured ÷ predicted for a model with this mean relative error, assuming log-normal
+    errors.
+    """
     errors = NormalDist(0.0, max(mape, 1e-9) * math.sqrt(math.pi / 2))
     return tuple(math.exp(errors.inv_cdf((i + 0.5) / count)) for i in range(count))
 
 
 def replay(workload: Workload, server: ReplayedServer, budget: BudgetParams) -> dict[str, float]:
-    """One run of the workload under a budget; metrics by the names of the reports. L = 0: online only."""
+    """Replay the workload under a budget. Return metrics by their report names. L = 0: online only."""
     return metrics_of(run_workload(workload, server, budget), server.slo, workload.seconds)
 
 
 def run_workload(
     workload: Workload, server: ReplayedServer, budget: BudgetParams, *, oracle: bool = False
 ) -> VirtualRun:
-    """The run itself; its requests are in the order of the workload. `oracle`: the core knows what steps take on
-    average and keeps no margin for what they vary.
+    """Replay the workload and return the run, with requests in workload order.
 
-    Every request is followed to its end, also past the end of the window; offline tokens count inside it.
+    `oracle`: the core knows the mean step times and keeps no margin for their variation. Every request is followed to
+    its end, even past the window; offline tokens count only inside it.
     """
     model, noise, config = server.model, server.noise, server.config
     online = OnlineModel(model, OnlineSettings.with_error(_mean_error(noise)))
@@ -132,8 +135,10 @@ def _mean_error(noise: Sequence[float]) -> float:
 
 
 def metrics_of(run: VirtualRun, slo: SLO, seconds: float) -> dict[str, float]:
-    """Aggregates of the requests that arrived after the warm-up of a window of `seconds`; a refused one is no good
-    answer."""
+    """Return the aggregates of requests that arrived after the warm-up of a window of `seconds`.
+
+    A refused request counts as missing its SLO.
+    """
     records = [r for r in run.online if r.arrival.at >= WARM_UP_SHARE * seconds]
     found = aggregate([span_of(r, slo, run.end) for r in records], [objective.key for objective in slo.objectives])
     good = sum(r.ended is not None and slo.good(r.ttft, r.gaps) for r in records)
@@ -143,8 +148,11 @@ def metrics_of(run: VirtualRun, slo: SLO, seconds: float) -> dict[str, float]:
 
 
 def span_of(record: VirtualRecord, slo: SLO, end: float) -> tuple[float, list[float]]:
-    """(TTFT, gaps) of a request in seconds. Without a token by the `end` of a run that could not be drained it waited
-    at least until then; refused, as long as it was told to besides the objective."""
+    """Return (TTFT, gaps) of a request in seconds.
+
+    Without a token by the `end` of a run, it waited at least until then. A refused request waited the TTFT limit plus
+    its retry time.
+    """
     waited = (slo.limit_of("ttft") or 0.0) + record.retry_after if record.rejected else end - record.arrival.at
     return waited if record.ttft is None else record.ttft, record.gaps
 

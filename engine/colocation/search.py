@@ -1,8 +1,8 @@
-"""From a workload and a latency model to the offline budget, by replay on the virtual clock (HyGen §4.2, and ours).
+"""Finds the offline budget for a workload and a latency model by replay on a virtual clock (HyGen §4.2, and ours).
 
-`python -m engine.colocation.search PRIORITY PARENT` reads one JSON job from standard input and prints its answer: the
-server runs it in a process of its own (`search_child`), of low priority, so that it takes no time from steps. It ends
-with PARENT, the process that started it. Torch-free, deterministic per job.
+`python -m engine.colocation.search PRIORITY PARENT` reads one JSON job from standard input and prints its answer. The
+server runs it in a low-priority process (`search_child`), so that it takes no time from steps. It exits with its parent
+process PARENT. Torch-free and deterministic per job.
 """
 
 import json
@@ -31,7 +31,7 @@ Job = dict[str, Any]
 
 
 def step_range(model: LatencyModel, config: SchedulerConfig) -> tuple[float, float]:
-    """Seconds of the smallest and of a full step: the range in which L is sought."""
+    """Return the seconds of the smallest step and twice those of a full one: the search range of L."""
     smallest, largest = BatchFeatures(model.reach), BatchFeatures(model.reach)
     smallest.add_decodes(1, 1)
     largest.add_chunk(0, max(2, config.max_num_batched_tokens))
@@ -42,7 +42,7 @@ def step_range(model: LatencyModel, config: SchedulerConfig) -> tuple[float, flo
 def find_budget(
     first: Workload, others: Sequence[Workload], server: ReplayedServer, max_evaluations: int = 24
 ) -> SearchResult:
-    """Search on the first window, confirm on the others; `max_evaluations` with one of them."""
+    """Search on the first window and confirm on the others. `max_evaluations`: for a single other window."""
 
     def evaluate_on(workload: Workload) -> Callable[[BudgetParams], dict[str, float]]:
         return lambda budget: replay(workload, server, budget)
@@ -58,7 +58,7 @@ def find_budget(
 
 
 def budget_job(first: Workload, others: Sequence[Workload], server: ReplayedServer) -> Job:
-    """Search on the first window, confirm on the others."""
+    """Return the job of a budget search on the first window, confirmed on the others."""
     return {
         "kind": "budget",
         "first": _plain(first),
@@ -68,12 +68,12 @@ def budget_job(first: Workload, others: Sequence[Workload], server: ReplayedServ
 
 
 def baseline_job(workload: Workload, counted: list[bool], server: ReplayedServer) -> Job:
-    """The workload without offline work; `counted`: which of its requests belong to the aggregates."""
+    """Return the job of a replay without offline work. `counted`: whether each request counts in the aggregates."""
     return {"kind": "baseline", "workload": _plain(workload), "counted": counted, "server": _describe(server)}
 
 
 def refit_job(model: LatencyModel, sweep: Iterable[Sample], recent: SampleLog) -> Job:
-    """A new fit of `model`; see predictor.refit."""
+    """Return the job of a refit of `model`; see `predictor.refit`."""
     logs = {"sweep": SampleLog(sweep).encode(), "recent": recent.encode()}
     return {"kind": "refit", "model": _describe_model(model), **logs}
 
@@ -98,7 +98,7 @@ def _describe_model(model: LatencyModel) -> Job:
 
 
 def model_of(document: Job) -> LatencyModel:
-    """A model out of an answer. Raises ValueError, KeyError or TypeError for what is none."""
+    """Decode a model from an answer. Raises ValueError, KeyError or TypeError if it is invalid."""
     lists = {name: tuple(document[name]) for name in ("knots", "hinges", "buckets", "decode_buckets")}
     return LatencyModel(**{**document, **lists, "reach": Reach.parse(document["reach"])})
 
@@ -121,8 +121,11 @@ def _server(document: Job) -> ReplayedServer:
 
 
 def answer(job: Job) -> Job:
-    """What a job asks for. `params`: the budget that was found; `aggregates`, `own`: see `baseline`; `model` and
-    its errors: see predictor.refit."""
+    """Run a job and return its answer.
+
+    `params`: the budget found. `aggregates`, `own`: see `engine.colocation.baseline`. `model` and its errors: see
+    `predictor.refit`.
+    """
     if job["kind"] == "refit":
         return _refit(job)
     server = _server(job["server"])
@@ -143,8 +146,11 @@ def _refit(job: Job) -> Job:
 
 
 def step_aside(priority: str) -> None:
-    """`idle`: run only where a core would rest. A niceness still takes its share of one, and a step waits for each of
-    its threads. `nice`: the least such share. Anything else: as whoever started it."""
+    """Lower the priority of this process.
+
+    `idle`: run only on idle cores. `nice`: the smallest regular share; a niceness alone still takes CPU time, and a
+    step waits for each of its threads. Any other value: keep the priority.
+    """
     if priority in ("idle", "nice"):
         os.setpriority(os.PRIO_PROCESS, 0, NICENESS)
     if priority == "idle" and hasattr(os, "SCHED_IDLE"):

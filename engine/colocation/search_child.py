@@ -1,9 +1,9 @@
-"""Long computations in a child process: `engine.colocation.search`, with one JSON job on its input.
+"""Runs long computations in a child process: `engine.colocation.search` with one JSON job on its standard input.
 
-A child runs where a core would rest. Where none ever does it would never end, and the budget that needed no search
-would stay for good: it has `IDLE_SECONDS`; then it is begun anew with the least weight among those that always get some
-(about 1.5 % of a busy core), and after `NICE_SECONDS` of that it is given up. Nobody waits long for one that was
-killed, for dying takes a moment on a core, too.
+A child first runs at idle priority. On a machine without idle cores it would never finish, and the initial budget would
+stay forever. After `IDLE_SECONDS` it is therefore restarted at the lowest normal priority (about 1.5 % of a busy core),
+and after `NICE_SECONDS` more it is given up. The wait for a killed child is bounded, because exiting takes CPU time,
+too.
 """
 
 import asyncio
@@ -20,11 +20,13 @@ DEATH_SECONDS = 1.0
 
 
 class ChildError(Exception):
-    """The child could not be started, failed, got no time or answered nonsense; one line that says why."""
+    """The child could not be started, failed, got no CPU time or returned invalid output; one line with the reason."""
 
 
 class Turn(NamedTuple):
-    """One try. `priority`: `idle`, `nice` or `usual` (see `engine.colocation.search`); `seconds` until it is killed."""
+    """One attempt. `priority`: `idle`, `nice` or `usual` (see `engine.colocation.search`); `seconds` until it
+    is killed.
+    """
 
     priority: str
     seconds: float
@@ -34,7 +36,9 @@ TURNS = (Turn("idle", IDLE_SECONDS), Turn("nice", NICE_SECONDS))
 
 
 async def run_child(job: dict[str, Any], turns: Sequence[Turn] = TURNS) -> Any:
-    """Its answer, by the first turn that ends. Raises ChildError; cancelling kills it."""
+    """Return the child's answer from the first attempt that completes. Raises ChildError. Cancelling kills
+    the child.
+    """
     for priority, seconds in turns:
         with suppress(TimeoutError):
             async with asyncio.timeout(seconds):

@@ -1,9 +1,9 @@
-"""Looks for better offline budgets while the server runs: searches and base lines in processes of their own.
+"""Searches for better offline budgets while the server runs, in child processes; runs baselines likewise.
 
-The load decides: its rate is looked up in the table of what was searched before, and where that knows nothing of it, or
-is old, a search is made. The next higher rate, and the one that the calendar lets expect, are searched ahead. Until a
-search has ended, and wherever one fails, a budget that needed none is in force. While one runs the load is followed all
-the same, and a search that takes long gives way to that for the load of now. Wakes when requests end, no polling.
+The online rate selects a cell of the table of searched budgets. If the cell has no answer or an old one, a search
+starts. The next higher rate and the rate expected by the calendar are searched ahead. Until a search has ended, or if
+it fails, the initial budget is used. The load is also followed during a search, and a long search is cancelled if the
+current load needs another one. The tuner wakes when requests end; it does not poll.
 """
 
 import asyncio
@@ -27,37 +27,39 @@ from predictor.features import BatchFeatures
 log = logging.getLogger("tidemill.colocation")
 
 MIN_RECORDED = 32
-"""Online requests that must be known before it can be said how they come."""
+"""Minimum number of known online requests before a search can resample arrivals."""
 SEARCH_ARRIVALS = 300
-"""In the window on which parameters are chosen; the one on which they are confirmed has all that the SLO needs."""
+"""Maximum arrivals in the search window; the confirmation window has as many as the SLO needs."""
 MIN_STEPS = 100
 OFFLINE_SECONDS = 3600.0
-"""Without offline work for that long nothing is searched."""
+"""No search starts if there was no offline work for this long."""
 LOOK_SECONDS = 5.0
-"""Between two looks at the load."""
+"""Minimum seconds between two checks of the load."""
 CHECK_SECONDS = 3600.0
-"""At least so often it is looked at, whoever comes."""
+"""Maximum seconds between two checks of the load, even without requests."""
 PAUSE_SECONDS = 600.0
-"""After a search that failed, and before another one for the same load because the breaker opened."""
+"""Pause after a failed search, and before a repeated search for the same load because the breaker opened."""
 BASELINE_SECONDS = 30.0
 BASELINE_TURNS = (Turn("idle", BASELINE_SECONDS), Turn("nice", NICE_SECONDS))
-"""Nothing else says how a tolerance is kept."""
+"""A baseline gets `nice` priority after BASELINE_SECONDS, since only baselines show whether a tolerance is kept."""
 MIN_COMPARED = 8
 
 
 @dataclass(slots=True)
 class _Searched:
-    """When a cell was searched last (engine clock), and how often the breaker had opened by then."""
+    """Time of the last search of a cell (engine clock), and the number of breaker openings by then."""
 
     at: float
     openings: int
 
 
 class BudgetTuner:
-    """Decides on the budget in force, and on what is searched next.
+    """Chooses the budget in force and the next search.
 
-    `server`: what the replays run, its model and noise those of the profile; live ones take their place. `store`: where
-    the load and the budgets are kept, None for nowhere. `refit` runs as long as the tuner does.
+    Args:
+        server: Server to replay, with the model and noise of the profile; live measurements replace these.
+        store: Storage for the load and the budgets; None: not stored.
+        refit: Refit task that runs as long as the tuner.
     """
 
     def __init__(
@@ -107,7 +109,7 @@ class BudgetTuner:
             await self._keep()
 
     def _on_change(self, now: float) -> None:
-        """A request ended."""
+        """Handle the end of a request."""
         if now - self._looked_at >= LOOK_SECONDS:
             self._looked_at = now
             self._changed.set()
@@ -141,12 +143,12 @@ class BudgetTuner:
                 await asyncio.wait([search])
 
     def _is_long(self, cell: int | None, now: float) -> bool:
-        """Whether the search for `cell` has had its time: another is wanted now, and the newest window wins."""
+        """Whether the search for `cell` has used its time, so that another one may replace it."""
         last = None if cell is None else self._searched.get(cell)
         return last is not None and now - last.at >= IDLE_SECONDS
 
     def follow_load(self, now: float) -> None:
-        """Put the budget in force that is known for the load of now."""
+        """Use the budget known for the current load."""
         situation = self._situation()
         rate = self._rate(now)
         if situation is None or rate <= 0.0:
@@ -172,20 +174,23 @@ class BudgetTuner:
             self._colocation.set_budget(*chosen, replayed=new)
 
     def _rate(self, now: float) -> float:
-        """Of late; before anybody came, what the calendar lets expect."""
+        """Return the recent online rate, or the forecast by the calendar before the first arrival."""
         load, calendar = self._colocation.load, now + self._colocation.calendar
         rate = load.rate(calendar)
         forecast = load.forecast(calendar)
         return forecast if rate <= 0.0 and forecast > 0.0 else rate
 
     def _situation(self) -> Situation | None:
-        """None until somebody came."""
+        """Return the current situation, or None before the first arrival."""
         shape = self._colocation.load.shape(self._colocation.offline_work())
         return None if shape is None else Situation(shape, self._pace())
 
     def _pace(self) -> float:
-        """Seconds of a step that stands for all others, by what they usually take: as the search has it. What they take
-        just now changes within seconds where others share the machine, and would take every answer out of force."""
+        """Return the usual seconds of a representative step.
+
+        Usual times are used because current ones change within seconds on a shared machine and would invalidate every
+        answer.
+        """
         model = self._colocation.model
         features = BatchFeatures(model.reach)
         features.add_decodes(8, 8 * model.reach.tokens(511, 1))
@@ -193,7 +198,7 @@ class BudgetTuner:
         return model.usual(features)
 
     def _wanted(self, now: float) -> int | None:
-        """The cell to search next, None for none."""
+        """Return the cell to search next, or None."""
         keeper = self._colocation
         load, calendar, situation = keeper.load, now + keeper.calendar, self._situation()
         enough = len(load.arrivals) >= MIN_RECORDED and keeper.has_offline(now, OFFLINE_SECONDS)
@@ -206,13 +211,13 @@ class BudgetTuner:
         return next((cell for cell in ahead if self.table.needs(cell, situation, calendar)), None)
 
     def _is_suspect(self, now: float) -> bool:
-        """Whether the breaker opened again and again under the budget of the cell."""
+        """Whether the breaker opened repeatedly under the budget of the current cell."""
         last = self._searched.get(self._cell if self._cell is not None else 0)
         openings = self._colocation.num_openings
         return last is not None and openings >= last.openings + 2 and now - last.at >= PAUSE_SECONDS
 
     async def _search(self, cell: int) -> None:
-        """Search, and enter the answer into the table."""
+        """Search a cell and store the answer in the table."""
         keeper, situation, rate = self._colocation, self._situation(), upper_rate(cell)
         assert situation is not None
         arrivals, offline = tuple(keeper.load.arrivals), keeper.offline_work()
@@ -220,7 +225,7 @@ class BudgetTuner:
         self._searched[cell] = _Searched(self._clock(), keeper.num_openings)
         try:
             windows = [(rate, min(needed, SEARCH_ARRIVALS)), (rate, needed)]
-            if self._is_relative:  # a limit that is kept at the upper edge of the cell is kept in all of it
+            if self._is_relative:  # a limit kept at the cell's upper rate holds in the whole cell, a tolerance may not
                 windows.append((lowest_rate(cell), min(needed, SEARCH_ARRIVALS)))
             first, *others = (
                 Workload.recorded(arrivals, offline, each, count, seed)
@@ -239,14 +244,17 @@ class BudgetTuner:
         self.table.put(cell, BudgetEntry(params, situation, self._clock() + keeper.calendar))
 
     def _live_server(self) -> ReplayedServer:
-        """What steps really took, neighbours and HTTP included: a search without it finds budgets on the very edge."""
+        """Return the server with measured step times, which include neighbours and HTTP work.
+
+        Without these a search would find budgets that barely keep the SLO.
+        """
         model = self._colocation.model
         if model.num_observed < MIN_STEPS:
             return self._server
         return replace(self._server, model=model.as_fixed(), noise=tuple(model.residuals()))
 
     async def _compare_on(self) -> None:
-        """Base lines, beside the searches: for a tolerance nothing else says how it goes."""
+        """Run baselines beside the searches, to measure how a tolerance is kept."""
         while True:
             await self._compare.wait()
             self._compare.clear()
@@ -261,7 +269,7 @@ class BudgetTuner:
                 log.warning("the online-only run of the last requests failed (%s)", error)
 
     async def _keep(self) -> None:
-        """Write down what was learned."""
+        """Store the learned load and the budgets."""
         if self._store is None:
             return
         self._colocation.load.advance(self._clock() + self._colocation.calendar)

@@ -1,7 +1,7 @@
-"""The virtual-clock driver: arrivals → EngineCore → a runner whose steps take the time it claims. No asyncio, no torch.
+"""The virtual-clock driver: arrivals → EngineCore → a runner that reports its step times. No asyncio, no torch.
 
-The same core, planner and policies as the live engine, driven as fast as Python runs: the SLO → budget search replays
-on it, and the simulator stands on it. Deterministic for equal arrivals and an equally seeded runner.
+It runs the same core, planner and policies as the live engine, as fast as Python allows. The budget search and the
+simulator use it. Deterministic for equal arrivals and an equally seeded runner.
 """
 
 import math
@@ -25,9 +25,10 @@ PLACEHOLDER_VECTOR = bytes(4)
 
 
 class PredictedRunner:
-    """Every step takes what a latency model says; tokens are placeholders (lengths are forced by max_tokens).
+    """Runner whose steps take the time predicted by a latency model. Tokens are placeholders; `max_tokens` sets the
+    lengths.
 
-    `noise`: measured ÷ predicted of real steps; each step draws one of them. `observe` is told every step.
+    `noise`: measured ÷ predicted times of real steps; each step draws one. `observe` is called with every step.
     """
 
     def __init__(
@@ -41,7 +42,7 @@ class PredictedRunner:
         self._noise = noise
         self._observe = observe
         self._generator = random.Random(seed)
-        self._texts: dict[int, int] = {}  # lengths of what vectors are wanted of, by row
+        self._texts: dict[int, int] = {}  # prompt lengths of pooling requests, by row
 
     def launch(self, output: SchedulerOutput) -> Collect:
         features = output.features
@@ -66,7 +67,7 @@ class PredictedRunner:
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """A request and when it arrives, seconds on the virtual clock."""
+    """A request and its arrival time, seconds on the virtual clock."""
 
     at: float
     request: EngineRequest
@@ -74,9 +75,12 @@ class Arrival:
 
 @dataclass(slots=True)
 class VirtualRecord:
-    """What happened to one request: token times in seconds, `ended` when its terminal output came.
+    """The history of one online request.
 
-    `retry_after`: when a rejected one was told to come again, seconds.
+    Attributes:
+        token_times: Seconds on the virtual clock.
+        ended: Time of its terminal output.
+        retry_after: Retry time in seconds that a rejected request was told.
     """
 
     arrival: Arrival
@@ -97,8 +101,15 @@ class VirtualRecord:
 
 @dataclass(slots=True)
 class VirtualRun:
-    """`online` in order of arrival. `offline_tokens`: prompt tokens of offline requests at their first token, and
-    output tokens (alone: `offline_output_tokens`); `offline_ended`: requests that ended; all inside the window."""
+    """The result of a run. The offline counts include only events inside the window.
+
+    Attributes:
+        online: Online requests by arrival.
+        offline_tokens: Prompt tokens of offline requests, counted at their first output token, plus output tokens.
+        offline_output_tokens: Output tokens of offline requests.
+        offline_ended: Offline requests that ended.
+        end: Time at which the run ended.
+    """
 
     online: list[VirtualRecord] = field(default_factory=list)
     offline_tokens: int = 0
@@ -109,24 +120,23 @@ class VirtualRun:
 
 
 class Keeper(Protocol):
-    """Who keeps the promise beside the core, as in the live engine; see `engine.colocation.keeper`."""
+    """The SLO keeper beside the core, as in the live engine; see `engine.colocation.keeper`."""
 
     def on_arrival(self, request_class: RequestClass, now: float) -> None:
-        """A request was queued."""
+        """Record a queued request."""
 
     def on_refused(self, request_class: RequestClass, prompt_tokens: int, now: float) -> None:
-        """A request was refused."""
+        """Record a refused request."""
 
     def on_step(self, output: SchedulerOutput, measured: float, outputs: list[RequestOutput], now: float) -> None:
-        """A step ended."""
+        """Record a completed step."""
 
 
 class VirtualDriver:
-    """Replays arrivals (ascending) for `seconds`; offline requests come from `offline`, `backlog` of them queued.
-    `keeper` is told what happens, as by the live engine.
+    """Replays ascending arrivals; keeps `backlog` offline requests from `offline` queued.
 
-    Arrivals of the offline class (offline work at a rate) leave no record. Offline tokens count inside `window`
-    (seconds, the whole run by default).
+    Offline requests among the arrivals (offline work at a rate) leave no record. Offline tokens count inside `window`
+    (seconds; default: the whole run). `keeper` gets the same calls as in the live engine.
     """
 
     def __init__(
@@ -155,14 +165,14 @@ class VirtualDriver:
 
     @property
     def now(self) -> float:
-        """Seconds on the virtual clock."""
+        """Return the seconds on the virtual clock."""
         return self._now
 
     def run(self, seconds: float, drain: float = 0.0) -> VirtualRun:
-        """Until the virtual clock passes `seconds` or nothing is left to do.
+        """Run until the virtual clock passes `seconds` or no work is left.
 
-        Then, for at most `drain` seconds more, until every online request that has arrived has ended; offline work
-        goes on beside them.
+        Then run for at most `drain` seconds more, until every online request that has arrived has ended. Offline work
+        continues meanwhile.
         """
         run = self.run_data
         plan: OfflinePlan | None = None

@@ -1,6 +1,6 @@
-"""What a chat may wait that arrives while nothing but offline work runs: for the end of the step that it finds.
+"""Limits on the wait of a chat that arrives while only offline work runs: it waits for the current step to end.
 
-Torch-free; live and replays ask the same.
+Torch-free; used by the live server and by replays.
 """
 
 import math
@@ -15,21 +15,31 @@ from predictor.model import LatencyPredictor, smallest_step
 from predictor.slo import SLO
 
 IDLE_STEPS = 2.0
-"""A promise so tight that hardly any step keeps it does not stop offline work: so many of the smallest step may run.
-With the rests that a tolerance asks for that is also the length at which most is done: a step of n tokens takes
-a + b · n seconds, who arrives waits for its square, and n ÷ (a + b · n)² is highest where it takes 2a."""
+"""Minimum step limit without online work, in smallest steps, so that a very tight SLO does not stop offline work.
+
+It is also the most efficient length with the pauses that a tolerance asks for. A step of n tokens takes a + b · n
+seconds, the mean wait grows with its square, and n ÷ (a + b · n)² is highest for a step of 2a seconds.
+"""
 AWAITED_GAPS, SHORTEST_AWAITED = 3.0, 10.0
-"""One in twenty chats comes after more than three times the mean gap, if they come by themselves: what it waits is a
-hundredth of the mean, and at night everything is left for offline work. Not less than so many seconds: bursts."""
+"""Pauses are made for AWAITED_GAPS mean gaps after the last chat, but for at least SHORTEST_AWAITED seconds (bursts).
+
+If chats arrive independently, one in twenty comes after more than three mean gaps. Its wait adds a hundredth to the
+mean, and at night all the time is left to offline work.
+"""
 USUAL_PROMPT = 256
-"""What the prompt of a chat is taken for before the first one came."""
+"""Assumed prompt tokens of a chat before the first one arrives."""
 
 
 @dataclass(frozen=True, slots=True)
 class ArrivalWaits:
-    """`idle`: the longest step without online work; `mean`: what arrivals may wait on average for the end of one, which
-    rests between steps see to (infinite: no tolerance over the mean TTFT says so); `awaited`: how long after the last
-    chat there are rests for the next one. Seconds."""
+    """Limits for arrivals without online work, in seconds.
+
+    Attributes:
+        idle: Maximum duration of a step without online work.
+        mean: Mean wait of an arrival for a step to end, kept by pauses between steps; infinite without a tolerance on
+            the mean TTFT.
+        awaited: Time after the last chat for which these pauses are made.
+    """
 
     idle: float
     mean: float
@@ -37,10 +47,10 @@ class ArrivalWaits:
 
     @classmethod
     def of(cls, slo: SLO, model: LatencyPredictor, prompts: Sequence[int], rate: float) -> "ArrivalWaits":
-        """For chats with prompts of so many tokens to compute, that come at a rate, per second.
+        """Return the limits for chats with `prompts` tokens to compute, arriving at `rate` per second.
 
-        Who arrives within a step waits for its end, half of it on average. Half of a tolerance may go so, and of an
-        absolute limit on single requests half of what the prompt itself leaves, for it may not be alone.
+        An arrival waits half a step on average. This wait may use half of a tolerance. Of an absolute limit per request
+        it may use half of what the prompt's own time leaves, since the request may not be alone.
         """
         features = BatchFeatures(model.reach)
         features.add_chunk(0, max(2, sum(prompts) // len(prompts) if prompts else USUAL_PROMPT))
@@ -57,7 +67,10 @@ class ArrivalWaits:
         return cls(max(min(limits, default=math.inf), IDLE_STEPS * smallest_step(model)), mean, awaited)
 
     def objective(self, slo: SLO, budget: BudgetParams, *, searched: bool) -> StepObjective:
-        """What the core goes by. `searched`: replays have shown what the budget does to arrivals; they show only what
-        it does beside chats where rests see to the others."""
+        """Return the objective of the core.
+
+        `searched`: the budget comes from replays, which include its effect on arrivals; then `idle` is not limited,
+        unless pauses are in use, since replays do not show the effect of these.
+        """
         idle = math.inf if searched and math.isinf(self.mean) else self.idle
         return replace(StepObjective.from_slo(slo, budget), idle=idle, wait=self.mean, awaited=self.awaited)
