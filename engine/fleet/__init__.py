@@ -1,1 +1,1 @@
-"""Several engines behind one client: which of them a request goes to, and what becomes of it when that one dies."""
+"""Several engines behind one client: routing of requests, and failover when an engine dies."""

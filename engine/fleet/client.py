@@ -1,8 +1,8 @@
-"""Several engines, each in a process of its own, as one: a request goes to the engine that a router names, and to
-another one when that dies before it has begun.
+"""The client of several engines, each in its own process. A router selects an engine for each request.
 
-Each engine has its own client and supervisor (`engine.process`), which start its process again and go on with what it
-had begun. Here is only who gets what. See docs/guides/fleet.md and docs/develop/process.md.
+If an engine dies, its requests move to the others. Each engine has its own client (`engine.process`), which restarts
+its process and resumes its remaining requests. This module only assigns requests to engines. See docs/guides/fleet.md
+and docs/develop/process.md.
 """
 
 import asyncio
@@ -38,19 +38,23 @@ from engine.process.client import PATIENCE, longest_wait
 log = logging.getLogger("tidemill.fleet")
 
 LEAVE_SECONDS = 10.0
-"""How long an engine that is to be renewed may go on with chats; then they go on elsewhere."""
+"""Maximum time in seconds for which an engine finishes its chats before it is renewed; the rest then moves."""
 
 MakeEngine = Callable[[int, Callable[[], None]], FleetEngine]
-"""Makes the engine of a number; it calls back when its process comes or goes, and when a request has ended."""
+"""Makes the engine with a number. The engine calls the callback when its process starts or ends or a request ends."""
 
 
 class FleetClient:
-    """Implements engine.api.EngineClient.
+    """Several engines as one. Implements `engine.api.EngineClient`.
 
-    `lines`: how many offline requests an engine may hold on average (None: its `batch_lines`); more wait here until one
-    of them has room.
-    `drop`: engines whose memory overflows give up layers (`engine.fleet.overload`).
-    `patience`: seconds that a chat waits while no engine is up.
+    Args:
+        make: Makes the engine with a number.
+        engines: Number of engines.
+        router: Name of the router of online requests.
+        drop: Whether engines drop layers if memory is short (`engine.fleet.overload`).
+        lines: Maximum open offline requests per engine on average; None: `batch_lines` of the engine. Further ones wait
+            in `submit`.
+        patience: Maximum wait in seconds of a chat while no engine is up.
     """
 
     def __init__(
@@ -77,7 +81,7 @@ class FleetClient:
         self._overload = Overload(self._members, self._on_change, clock) if drop else None
         self._started = self._draining = False
 
-    # What the gateway asks
+    # Calls of the gateway
 
     @property
     def info(self) -> EngineInfo:
@@ -85,7 +89,7 @@ class FleetClient:
 
     @property
     def state(self) -> EngineState:
-        """READY while one engine is, DEAD when all are."""
+        """READY if any engine is ready, DEAD if all are dead."""
         states = [member.engine.state for member in self._members]
         if all(state is EngineState.DEAD for state in states):
             return EngineState.DEAD
@@ -104,7 +108,7 @@ class FleetClient:
         return "; ".join(f"engine {number}: {why or 'not ready'}" for number, why in troubles)
 
     async def check_room(self, request_class: RequestClass, prompt_tokens: int, tenant: str) -> None:
-        """See EngineClient.check_room: of the engine with the least to do. While none is up nobody knows."""
+        """See EngineClient.check_room. The engine with the shortest wait is asked; without one the check passes."""
         self._check_accepting()
         members = self._living()
         if members:
@@ -113,8 +117,10 @@ class FleetClient:
                 await self._members[number].engine.check_room(request_class, prompt_tokens, tenant)
 
     async def submit(self, requests: Sequence[EngineRequest]) -> Sequence[OutputStream]:
-        """See EngineClient.submit. All of them go to one engine: they have one prompt. Whom one engine refuses, the
-        others are asked for; without any, a request waits as it does for a single one."""
+        """See EngineClient.submit. All requests go to one engine because they share a prompt.
+
+        If an engine refuses them, the next one is asked. While no engine is up, they wait as for a single engine.
+        """
         self._check_accepting()
         for request in requests:
             if any(member.engine.holds(request.request_id) for member in self._members):
@@ -124,7 +130,7 @@ class FleetClient:
         refusals: dict[int, TidemillError] = {}
         while True:
             member = await self._find_engine(requests, refusals, until)
-            if waits:  # that counts in its TTFT
+            if waits:  # the wait counts in the TTFT
                 requests = [replace(request, arrived=arrived) for request in requests]
             try:
                 return await member.engine.submit(requests)
@@ -143,7 +149,7 @@ class FleetClient:
             member.engine.set_lane(job, lane)
 
     async def stats(self) -> EngineStats:
-        """See EngineClient.stats: of all together, with each of them in `engines`."""
+        """See EngineClient.stats. Return the total of all engines, with each engine in `engines`."""
         found = await asyncio.gather(*[member.engine.stats() for member in self._members])
         for member in self._members:
             member.hears()
@@ -156,13 +162,16 @@ class FleetClient:
         return replace(total(views), refused_requests=self._num_refused, pipelines=pipelines)
 
     async def wait_dead(self) -> str:
-        """See EngineClient.wait_dead: until all are."""
+        """See EngineClient.wait_dead. Wait until all engines are dead."""
         reasons = await asyncio.gather(*[member.engine.wait_dead() for member in self._members])
         return "; ".join(f"engine {member.number}: {why}" for member, why in zip(self._members, reasons, strict=True))
 
     async def renew(self, *, anyway: bool = False) -> str:
-        """See EngineClient.renew: one engine after another. Each is given nothing new until it has been renewed; chats
-        may end before, and with what it still has the others go on. Stops at the first that does not come back."""
+        """See EngineClient.renew. Renew one engine after another, and stop at the first one that does not come back.
+
+        With `anyway`, an engine gets no new requests until it is renewed. Its chats have `LEAVE_SECONDS` to finish;
+        the remaining requests move to the other engines.
+        """
         if self._renewing.locked():
             return "the engines are being renewed already"
         async with self._renewing:
@@ -189,7 +198,7 @@ class FleetClient:
         return done
 
     def _other_than(self, member: Member) -> bool:
-        """Whether requests have somewhere else to go."""
+        """Return whether another engine is ready."""
         return any(other.is_well for other in self._members if other is not member)
 
     def kill(self) -> None:
@@ -200,8 +209,11 @@ class FleetClient:
     # Life
 
     def load(self, planned: Callable[[frames.Planned], None]) -> None:
-        """Start the processes and wait until all models are loaded: the first one alone, as it measures what the others
-        find measured. Raises what keeps one from starting; no process is left then."""
+        """Start the processes and wait until all models are loaded.
+
+        The first process starts alone, because the others use its measurements. If a start fails, end all processes and
+        raise its error.
+        """
         first, *others = [member.engine for member in self._members]
         try:
             first.load(planned)
@@ -211,19 +223,19 @@ class FleetClient:
                     for load in as_completed(loads):
                         load.result()
                 except BaseException:
-                    self.discard()  # at once: the threads wait for the processes, and the pool for the threads
+                    self.discard()  # inside the pool's block: its threads wait for the processes
                     raise
         except BaseException:
             self.discard()
             raise
 
     def discard(self) -> None:
-        """End processes that were loaded and will not be used."""
+        """End the loaded processes, which will not be used."""
         for member in self._members:
             member.engine.discard()
 
     async def start(self) -> None:
-        """See EngineClient.start. All must start; later each may come and go."""
+        """See EngineClient.start. All engines must start; later each may die and restart."""
         ended = await asyncio.gather(*[member.engine.start() for member in self._members], return_exceptions=True)
         faults = [error for error in ended if error is not None]
         if faults:
@@ -241,7 +253,7 @@ class FleetClient:
             await self._overload.stop()
         await asyncio.gather(*[member.engine.stop(drain_seconds) for member in self._members])
 
-    # Who gets what
+    # Routing
 
     def _check_accepting(self) -> None:
         if self._draining:
@@ -250,7 +262,7 @@ class FleetClient:
             raise EngineUnavailableError("No engine is running.", retry_after=5.0)
 
     def _living(self) -> list[Member]:
-        """The engines that are well and stay; where there is none, those that live."""
+        """Return the ready engines that are not leaving; if there are none, all engines that are up."""
         here = [member for member in self._members if not member.away]
         well = [member for member in here if member.is_well and not member.leaves]
         return well or [member for member in here if member.engine.is_up]
@@ -258,7 +270,7 @@ class FleetClient:
     async def _find_engine(
         self, requests: Sequence[EngineRequest], refusals: dict[int, TidemillError], until: float
     ) -> Member:
-        """The engine that they go to, once there is one with room. Raises what all of them have refused with."""
+        """Wait for an engine with room and return it. If all engines have refused, raise the mildest refusal."""
         while True:
             self._check_accepting()
             living = self._living()
@@ -273,8 +285,10 @@ class FleetClient:
     def _route(
         self, requests: Sequence[EngineRequest], members: Sequence[Member], *, bounded: bool = True
     ) -> Member | None:
-        """Choose one of them, and count on it; None: the line of a batch, and all of them hold enough of those
-        (`bounded`)."""
+        """Choose an engine and record the requests there.
+
+        Return None for a batch line if every engine holds its share of lines (`bounded`).
+        """
         request = requests[0]
         chain = prefix_chain(request.prompt_token_ids, request.prefix_root, members[0].block_size)
         hits = hits_of(members, chain)
@@ -294,10 +308,10 @@ class FleetClient:
         loads = [online_load(each.number, each.engine.report, each.engine.unreported) for each in members]
         if all(load.step_seconds > 0.0 for load in loads):
             return loads
-        return [replace(load, step_seconds=1.0) for load in loads]  # not to be compared
+        return [replace(load, step_seconds=1.0) for load in loads]  # step times are not comparable
 
     def _offline_loads(self, members: Sequence[Member], *, bounded: bool) -> list[EngineLoad]:
-        """By what each harvests; `bounded`: of those whose window is not full."""
+        """Return the offline loads, by each engine's rate. `bounded`: leave out engines that hold their share."""
         for member in members:
             member.hears()
         part = shares({member.number: member.harvest.rate for member in members})
@@ -311,7 +325,7 @@ class FleetClient:
         ]
 
     async def _wait_for_change(self, until: float) -> None:
-        """Raises EngineUnavailableError at the time `until`."""
+        """Wait for a change of any engine. Raise EngineUnavailableError at the time `until`."""
         left = until - self._clock()
         if left <= 0.0:
             raise EngineUnavailableError("The engines are being started again.", retry_after=5.0)
@@ -319,7 +333,7 @@ class FleetClient:
             await asyncio.wait_for(self._change.wait(), None if math.isinf(left) else left)
 
     def _on_change(self) -> None:
-        """An engine came or went, or a request has ended."""
+        """Handle the start or end of an engine, or the end of a request."""
         self._change.set()
         self._change = asyncio.Event()
         if self._started:
@@ -328,7 +342,7 @@ class FleetClient:
             self._move()
 
     def _move(self) -> None:
-        """What may leave an engine that is gone goes to the living ones; with the rest its next process goes on."""
+        """Move requests from engines without a process to the others. The next process resumes the remaining ones."""
         for member in self._members:
             if member.engine.is_up:
                 continue
@@ -353,6 +367,6 @@ class FleetClient:
 
 
 def _mildest(refusals: dict[int, TidemillError]) -> TidemillError:
-    """The one after which it may be tried again soonest; a full queue is said before an engine that is not well."""
+    """Return the refusal with the earliest retry. A full queue takes precedence over an unavailable engine."""
     full = [error for error in refusals.values() if isinstance(error, QueueFullError)]
     return min(full, key=lambda error: error.retry_after) if full else next(iter(refusals.values()))

@@ -1,9 +1,8 @@
-"""Which engines give up replicated layers when memory is short, and which layers each of them keeps (KunServe §4.1).
+"""Decide which engines drop replicated layers when memory is short, and which layers each keeps (KunServe §4.1).
 
-A *group* is engines that hold one copy of the model between them and run it as a pipeline, at first one engine each.
-Merging two groups makes one copy superfluous: its bytes become cache. Fewer engines in a pipeline cost less, so the two
-smallest groups merge first. Pure functions of counts and bytes: no clock, no transport, torch-free; the live and the
-simulated fleet share them.
+A *group* is a set of engines that hold one copy of the model and run it as a pipeline; at first each engine is a group.
+Merging two groups makes one copy superfluous, and its bytes become cache. Short pipelines cost less, so the two
+smallest groups merge first. The live and the simulated fleet share these pure functions of counts and bytes.
 """
 
 import heapq
@@ -12,54 +11,55 @@ from itertools import pairwise
 from typing import NamedTuple
 
 DROP_AT = 0.95
-"""Share of the cache in use from which requests that wait for memory are a reason to drop."""
+"""Share of the cache in use from which waiting requests trigger a drop."""
 EXPECT_AT, LEAST = 0.7, 0.05
-"""Shares of the cache: in use, and missing, from which demand that is expected is a reason, too."""
+"""Shares of the cache in use, and missing, from which expected demand triggers a drop."""
 RESTORE_AT = 0.5
-"""Share of the cache without any drop; layers are restored when what is held fits in it."""
+"""Share of the undropped cache into which the used units must fit before layers are restored."""
 
 
 class Group(NamedTuple):
-    """Engines with one copy of the model between them. `units`, `used`: cache they have, and what is held of it;
-    `queued`: what requests without a place need; `growth`: what all of them are expected to need beyond that. All in
-    one unit."""
+    """Engines that together hold one copy of the model. All amounts are cache units."""
 
     engines: tuple[int, ...]
     units: int
     used: int
-    queued: int
-    growth: int = 0
+    queued: int  # units that waiting requests need
+    growth: int = 0  # units that all requests are expected to need beyond that
 
     @property
     def missing(self) -> int:
-        """What is needed beyond what is free."""
+        """Units needed beyond the free ones."""
         return max(0, self.queued + self.growth - (self.units - self.used))
 
     @property
     def is_expected(self) -> bool:
-        """Whether its memory will not be enough, with much of it in use already."""
+        """Whether the memory is expected to run out and much of it is already in use."""
         return self.growth > 0 and self.used >= EXPECT_AT * self.units and self.missing >= LEAST * self.units
 
     @property
     def is_short(self) -> bool:
-        """Whether its memory is (almost) full and more is queued than is free, or that is expected."""
+        """Whether the memory is (almost) full and the queue needs more than is free, or this is expected."""
         return (self.queued > self.units - self.used and self.used >= DROP_AT * self.units) or self.is_expected
 
 
 class DropPlan(NamedTuple):
-    """`merges`: by new group, the groups (numbers in the input) that it is made of, in pipeline order; the others stay
-    as they are. `freed`: units won. `enough`: whether that is what was asked for: if not, more engines are needed."""
+    """The merges of groups and the units that they free."""
 
-    merges: tuple[tuple[int, ...], ...]
+    merges: tuple[tuple[int, ...], ...]  # per new group, the indices of its old groups in pipeline order
     freed: int
-    enough: bool
+    enough: bool  # whether the freed units cover the missing ones; if not, more engines are needed
 
 
 def plan_drop(groups: Sequence[Group], copy_units: int, most: int | None = None) -> DropPlan:
-    """Merge the two smallest groups until what is missing in all of them is freed (Figure 6, O(N log N)).
+    """Merge the two smallest groups until the missing units of all groups are freed (Figure 6, O(N log N)).
 
-    Of equal ones those merge first that miss most. Nothing is planned unless some group is short. `copy_units`: what
-    one copy of the droppable layers makes room for; `most`: engines of the largest group that may be made.
+    Among groups of equal size, those with the most missing units merge first. Without a short group, return no merge.
+
+    Args:
+        groups: The current groups.
+        copy_units: Units that one copy of the droppable layers frees.
+        most: Maximum engines of a new group; None: no limit.
     """
     needed = sum(group.missing for group in groups)
     if copy_units <= 0 or not any(group.is_short for group in groups):
@@ -83,15 +83,26 @@ def plan_drop(groups: Sequence[Group], copy_units: int, most: int | None = None)
 
 
 def should_restore(used: int, before: int, undropped: int, queued: int, growth: int = 0) -> bool:
-    """Whether a group's layers can come back: use is falling (`before`: a while ago), nobody waits for memory, and what
-    is held takes at most `RESTORE_AT` of the cache that its engines have without a drop (§4.4), and will fit in it."""
+    """Return whether a group can restore its layers (§4.4).
+
+    Its use must not be rising, no request may wait for memory, and the used units must take at most `RESTORE_AT` of the
+    undropped cache. The expected growth must fit, too.
+
+    Args:
+        used: Units in use now.
+        before: Units in use some time ago.
+        undropped: Units of the engines with all layers.
+        queued: Units that waiting requests need.
+        growth: Units that are expected to be needed beyond that.
+    """
     return queued == 0 and used <= before and used <= RESTORE_AT * undropped and used + growth <= undropped
 
 
 def split_layers(num_layers: int, speeds: Sequence[float], last_extra: float = 0.0) -> tuple[range, ...]:
-    """Contiguous layers for each stage of a pipeline, of about equal cost: in proportion to speed, every stage at least
-    one. `last_extra`: what the output head costs the last stage, in layers. Raises ValueError for more stages than
-    layers."""
+    """Return contiguous layers for each pipeline stage, in proportion to the stages' speeds and at least one each.
+
+    `last_extra`: cost of the output head on the last stage, in layers. Raise ValueError for more stages than layers.
+    """
     stages = len(speeds)
     if not 1 <= stages <= num_layers:
         raise ValueError(f"{num_layers} layers cannot be split into {stages} stages")
@@ -107,9 +118,14 @@ def split_layers(num_layers: int, speeds: Sequence[float], last_extra: float = 0
 def pipeline_units(
     kept: Sequence[range], engine_bytes: Sequence[float], layer_bytes: float, unit_layer_bytes: float
 ) -> int:
-    """Cache units of a pipeline. `engine_bytes`: each engine's cache with all layers in place; `layer_bytes`: the
-    weights of one layer, `unit_layer_bytes`: one layer's part of a unit. A unit needs its part on every stage: the
-    stage with the least room for its layers counts."""
+    """Return the cache units of a pipeline. The stage with the least room determines them.
+
+    Args:
+        kept: The layers of each engine.
+        engine_bytes: Bytes of each engine's cache with all layers.
+        layer_bytes: Bytes of one layer's weights.
+        unit_layer_bytes: Bytes of one layer in a unit.
+    """
     num_layers = sum(map(len, kept))
     return min(
         int((room + (num_layers - len(layers)) * layer_bytes) / (len(layers) * unit_layer_bytes))
@@ -118,7 +134,7 @@ def pipeline_units(
 
 
 class Exchange(NamedTuple):
-    """Layers whose K and V go from one engine to another."""
+    """The number of layers whose K and V move from one engine to another."""
 
     source: int
     target: int
@@ -126,7 +142,7 @@ class Exchange(NamedTuple):
 
 
 def exchanges(before: Sequence[tuple[int, range]], after: Sequence[tuple[int, range]]) -> list[Exchange]:
-    """What moves of a request whose layers lay on the engines `before` and go on `after` (engine, layers)."""
+    """Return the exchanges for a request whose layers move from `before` to `after`, both as (engine, layers)."""
     found: dict[tuple[int, int], int] = {}
     for source, held in before:
         for target, kept in after:

@@ -1,7 +1,7 @@
-"""How fast each engine of several does offline work beside its online work, and how many lines it may hold for it.
+"""Measure each engine's rate of offline work, and limit the batch lines that it holds accordingly.
 
-What one harvests depends on the chats that it happens to serve, so it is measured: of each report and an earlier one,
-while lines were waiting in between. Pure; time comes with the reports.
+The rate depends on the online requests that the engine serves. It is measured between two load reports if batch lines
+were waiting at both.
 """
 
 from collections.abc import Mapping
@@ -10,23 +10,23 @@ from engine.api import LoadReport
 
 SPAN_SECONDS = 1.0
 WEIGHT = 0.3
-"""Of a new measurement."""
+"""Weight of a new measurement in the moving average."""
 LEAST_SHARE = 0.25
-"""Of an equal part: an engine with busy chats gets lines all the same, or nobody would learn when they end."""
+"""Minimum share of lines relative to the mean, so that an engine with many chats is still measured."""
 
 
 class Harvest:
-    """Offline tokens a second of one engine; 0: not known."""
+    """The rate of one engine in offline tokens per second; 0: unknown."""
 
     def __init__(self) -> None:
         self.rate = 0.0
         self._since: LoadReport | None = None
 
     def hear(self, report: LoadReport | None) -> None:
-        """Measure, if the report is far enough from the last one that was measured by."""
+        """Update the rate if the report is at least `SPAN_SECONDS` later than the last one used."""
         since = self._since
         if report is None or since is None or report.offline_tokens < since.offline_tokens or report.time < since.time:
-            self._since = report  # a process of its own
+            self._since = report  # the first report of a process
             return
         seconds = report.time - since.time
         if seconds < SPAN_SECONDS:
@@ -38,7 +38,7 @@ class Harvest:
 
 
 def shares(rates: Mapping[int, float]) -> dict[int, float]:
-    """What part of all lines each engine gets; together 1. One of unknown rate counts like the others on average."""
+    """Return each engine's share of the lines; the sum is 1. An unknown rate counts as the mean of the others."""
     known = [rate for rate in rates.values() if rate > 0.0]
     mean = sum(known) / len(known) if known else 1.0
     filled = {engine: max(rate or mean, LEAST_SHARE * mean) for engine, rate in rates.items()}
@@ -47,5 +47,5 @@ def shares(rates: Mapping[int, float]) -> dict[int, float]:
 
 
 def windows(part: Mapping[int, float], lines: int) -> dict[int, int]:
-    """How many of `lines` each engine may hold at once, by its share."""
+    """Return the maximum lines that each engine holds, by its share of `lines`."""
     return {engine: max(1, round(share * lines)) for engine, share in part.items()}

@@ -1,4 +1,4 @@
-"""The engines of one machine: where each of them runs, and what it may take there."""
+"""Plan the engines of a fleet: the place of each engine and its share of the machine."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -16,7 +16,7 @@ from engine.process.judge import RestartPolicy
 
 @dataclass(frozen=True, slots=True)
 class Fleet:
-    """A client and what the user should know of it."""
+    """The client of a fleet and notes for the user."""
 
     client: FleetClient
     notes: tuple[str, ...]
@@ -24,19 +24,17 @@ class Fleet:
 
 @dataclass(frozen=True, slots=True)
 class FleetPlan:
-    """What a fleet is made of. The numbers of the processes go into files beside `pid_file`; `policy` makes one
-    engine's own; `flights` keeps what any of them did at last. `ray`: the address of a cluster on whose nodes they run,
-    instead of on this machine."""
+    """The settings of a fleet."""
 
-    engines: int
-    pid_file: Path
+    engines: int  # number of engines
+    pid_file: Path  # process ids go into files beside it, one per engine
     log_level: str
-    policy: Callable[[], RestartPolicy]
-    flights: Flights | None = None
-    ray: str = ""
+    policy: Callable[[], RestartPolicy]  # makes the restart policy of one engine
+    flights: Flights | None = None  # stores the flight recordings of dead processes
+    ray: str = ""  # address of a Ray cluster that runs the engines; empty: this machine
 
     def make(self, config: EngineConfig) -> Fleet:
-        """Engines that are not started yet. Raises ConfigError where they have no place."""
+        """Make the engines without starting them. Raise ConfigError if there is no place for them."""
         if self.ray:
             return self._make_on(Cluster.connect(self.ray, self.engines, config), config)
         places = share_out(self.engines, config.device, ranks=config.tensor_parallel_size)
@@ -85,7 +83,7 @@ def _notes(places: Sequence[Place]) -> Iterator[str]:
 
 
 def _with_threads(config: EngineConfig, engines: int) -> EngineConfig:
-    """They share their processors, so each has its part of the threads, and each rank of one."""
+    """Return the configuration with this engine's share of the threads, divided among its ranks."""
     if config.threads is not None:
         return config
     return replace(config, threads=max(1, read_processor().cores // (engines * config.tensor_parallel_size)))

@@ -1,4 +1,4 @@
-"""One engine of several: what the fleet asks of it, and what a router is told of it."""
+"""One engine of a fleet: the interface that the fleet needs, and the load that a router gets."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Protocol
@@ -13,7 +13,7 @@ from engine.process.requests import OpenRequest
 
 
 class FleetEngine(EngineClient, Protocol):
-    """An engine that can end, come back, and hand on what it had not begun; see `engine.process.client`."""
+    """An engine that can die, restart and hand over its requests; see `engine.process.client`."""
 
     @property
     def is_up(self) -> bool: ...
@@ -45,8 +45,14 @@ class FleetEngine(EngineClient, Protocol):
 
 
 class Member:
-    """`routed`: requests that it was given; `moved`: that were taken from it because its process was gone; `leaves`: it
-    is about to end, and is given nothing new; `away`: it computes for another one, or is about to."""
+    """One engine of a fleet.
+
+    Attributes:
+        routed: Number of requests sent to the engine.
+        moved: Number of requests moved away because its process had ended.
+        leaves: Whether the engine is about to be renewed and gets no new requests.
+        away: Whether the engine is the follower of a pipeline or about to be.
+    """
 
     def __init__(self, number: int, engine: FleetEngine) -> None:
         self.number = number
@@ -59,26 +65,26 @@ class Member:
 
     @property
     def block_size(self) -> int:
-        """Of the blocks that prompts may share; 0: they share none."""
+        """Tokens per block that prompts can share; 0 without prefix caching."""
         return self.engine.info.block_size if self.engine.info.shares_prefixes else 0
 
     @property
     def is_well(self) -> bool:
-        """Whether it takes requests and nothing is wrong with it."""
+        """Whether the engine is up and ready."""
         return self.engine.is_up and self.engine.state is EngineState.READY
 
     def hears(self) -> None:
-        """Take note of what the engine has said since."""
+        """Update the offline rate from the last load report."""
         self.harvest.hear(self.engine.report)
 
     def give(self, requests: Sequence[EngineRequest], chain: Sequence[int]) -> None:
-        """These go to it; `chain`: of their prompt."""
+        """Record requests sent to the engine. `chain`: the hashes of their prompt (`prefix_chain`)."""
         self.routed += len(requests)
         info = self.engine.info
         self.prefixes.add(chain, info.cache_tokens // info.block_size if info.block_size else 0)
 
     def lose_cache(self) -> None:
-        """Its process is gone, and the cache with it, or it has been laid out anew."""
+        """Forget the prefixes, because the process has ended or its cache was rebuilt."""
         self.prefixes.clear()
 
     def view(self, stats: EngineStats, partner: int | None = None) -> EngineView:
@@ -90,7 +96,7 @@ class Member:
 
 
 def online_load(number: int, report: LoadReport | None, unreported: Iterable[EngineRequest]) -> EngineLoad:
-    """What an engine said last, and what it was given since: nothing is assumed to have ended meanwhile."""
+    """Return the load of the last report plus the requests sent since. None of them is assumed to have ended."""
     report = report or LoadReport()
     prompts = [len(r.prompt_token_ids) for r in unreported if r.request_class is RequestClass.ONLINE]
     return EngineLoad(
@@ -110,12 +116,12 @@ def online_load(number: int, report: LoadReport | None, unreported: Iterable[Eng
 
 
 def offline_load(number: int, held: int, share: float) -> EngineLoad:
-    """Of lines: how many it holds, and how fast it gets through them."""
+    """Return the offline load: `held` batch lines at a speed in proportion to `share`."""
     return EngineLoad(
         engine=number, queued_requests=held, queued_tokens=held, tokens_per_step=1, step_seconds=1.0 / share
     )
 
 
 def hits_of(members: Iterable[Member], chain: Sequence[int]) -> Mapping[int, int]:
-    """Tokens of a prompt that each engine should have in its prefix cache."""
+    """Return, by engine, the tokens of a prompt that its prefix cache is expected to hold."""
     return {member.number: member.prefixes.num_hits(chain) * member.block_size for member in members}

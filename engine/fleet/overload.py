@@ -1,5 +1,6 @@
-"""When engines that are short of memory give up layers and become a pipeline, and when they are two again (KunServe
-§4.1, §4.4), by what they report of their load ten times a second.
+"""Decide when engines that are short of memory become a pipeline, and when they separate again (KunServe §4.1, §4.4).
+
+The decisions use the load reports of the engines, ten per second.
 """
 
 import asyncio
@@ -16,25 +17,25 @@ log = logging.getLogger("tidemill.fleet")
 
 LOOK_SECONDS = 0.1
 FALLING = 1.0
-"""Seconds over which use is compared before layers are restored."""
+"""Interval in seconds over which the used units must not rise before layers are restored."""
 SETTLE = 5.0
-"""The least time between two changes of an engine: each costs a pause, and the copy of what is held."""
+"""Minimum time in seconds between two changes of an engine; each pauses the engine and copies K and V."""
 EXPECTED = 0.5
-"""Seconds for which more demand than memory must have been expected."""
+"""Time in seconds for which a shortage must have been expected before it counts."""
 BACK_OFF = 30.0
-"""After a failure."""
+"""Minimum time in seconds between a failed change of an engine and the next change."""
 
 
 @dataclass(slots=True)
 class _Use:
-    """What a pipeline held, and when."""
+    """The used units of a pipeline at a time."""
 
     at: float
     units: int
 
 
 class Watch:
-    """Decides, with hysteresis. Pure; time is an argument."""
+    """Decides about merges and restores, with hysteresis. It has no clock; times are arguments."""
 
     def __init__(self) -> None:
         self.too_little = False
@@ -43,12 +44,12 @@ class Watch:
         self._expected: dict[tuple[int, ...], float] = {}
 
     def note(self, engines: Sequence[int], until: float) -> None:
-        """These have just changed: they stay as they are for a while."""
+        """Record a change of these engines, and allow no further one before `until`."""
         self._uses.pop(tuple(engines), None)
         self._not_before.update(dict.fromkeys(engines, until))
 
     def merges(self, groups: Sequence[Group], copy_units: int, now: float) -> list[tuple[int, int]]:
-        """Pairs of engines that are to become one pipeline. `copy_units`: what the layers of one make room for."""
+        """Return the pairs of engines to merge. `copy_units`: units that one copy of the layers frees."""
         groups = [self._checked(group, now) for group in groups]
         plan = plan_drop(groups, copy_units, most=2)
         self.too_little = not plan.enough and any(group.is_short for group in groups)
@@ -60,7 +61,7 @@ class Watch:
         return pairs
 
     def restores(self, group: Group, undropped: int, now: float) -> bool:
-        """Whether a pipeline is to be two engines again."""
+        """Return whether a pipeline should be dissolved. `undropped`: units of its engines with all layers."""
         use = self._uses.setdefault(group.engines, _Use(now, group.used))
         if now - use.at < FALLING or now < self._not_before.get(group.engines[0], now):
             return False
@@ -68,7 +69,7 @@ class Watch:
         return should_restore(group.used, use.units, undropped, group.queued, group.growth)
 
     def _checked(self, group: Group, now: float) -> Group:
-        """What is expected counts once it has been for a while."""
+        """Return the group without its growth unless a shortage has been expected for `EXPECTED` seconds."""
         if not group.is_expected:
             self._expected.pop(group.engines, None)
         elif now - self._expected.setdefault(group.engines, now) >= EXPECTED:
@@ -77,7 +78,7 @@ class Watch:
 
 
 class Overload:
-    """Watches the members of a fleet; `changed` is called when requests may go elsewhere."""
+    """Watches the memory of a fleet's engines. `changed` is called when a pipeline ends, which changes the routing."""
 
     def __init__(self, members: Sequence[Member], changed: Callable[[], None], clock: Callable[[], float]) -> None:
         self.pipelines = Pipelines(changed)
@@ -91,7 +92,7 @@ class Overload:
         self._task = asyncio.create_task(self._run(), name="tidemill-overload")
 
     async def stop(self) -> None:
-        """Pipelines stay: their processes are about to end."""
+        """Stop watching. Pipelines stay, because their processes are about to end."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.wait([self._task])
@@ -103,7 +104,7 @@ class Overload:
         return PipelineStats(pairs, done.drops, done.restores, done.failures, self._watch.too_little)
 
     async def part(self, member: Member) -> None:
-        """The engine is to be by itself, as it will be started again."""
+        """Dissolve the pipeline of an engine, which is about to be renewed."""
         async with self._changing:
             pair = self.pipelines.of(member)
             if pair is not None and pair.settled:
@@ -116,11 +117,11 @@ class Overload:
             try:
                 async with self._changing:
                     await self.look()
-            except Exception:  # whatever one look met, the next one may do without
+            except Exception:  # the next check may succeed
                 log.exception("the watch over the engines' memory failed")
 
     async def look(self) -> None:
-        """Once: at most one change."""
+        """Check all engines once, and make at most one change."""
         now = self._clock()
         groups = []
         for pair in self.pipelines.pairs:
@@ -136,7 +137,7 @@ class Overload:
             return
 
     async def merge(self, leader: Member, follower: Member) -> bool:
-        """Make one pipeline of two engines; see Pipelines.merge."""
+        """Make a pipeline of two engines unless one of them has a suspect; see `Pipelines.merge`."""
         if not (leader.engine.regroup.is_calm and follower.engine.regroup.is_calm):
             return False
         done = await self.pipelines.merge(leader, follower)
@@ -162,7 +163,7 @@ class Overload:
 
 
 def _group(engines: tuple[int, ...], report: LoadReport | None) -> Group:
-    """What online work holds, waits for and will need: offline work gives up what it has."""
+    """Return the group with the units of online work; units of offline work count as free."""
     if report is None:
         return Group(engines, 0, 0, 0)
     used = report.num_units - report.available_units

@@ -1,8 +1,8 @@
-"""Pairs of engines that compute as one pipeline, each with half of the layers and more memory for pasts (KunServe §4).
+"""Form pipelines of two engines, each with half of the layers and more memory for K and V (KunServe §4).
 
-The way into a pipeline and out of it is a number of steps, each an order to one or both engines that is answered when
-it is done. Whatever fails on the way, or later, both are made whole again, and requests are computed again from what
-has been given of them: the gateway keeps that anyway. An engine that cannot even be made whole is started again.
+A pipeline is formed and dissolved in steps, each an order to one or both engines that is answered when it is done. If a
+step fails, or the pipeline breaks later, both engines become whole again and compute the requests again from the tokens
+that the gateway holds. An engine that cannot become whole is restarted.
 """
 
 import asyncio
@@ -22,13 +22,20 @@ from engine.process.requests import OpenRequest
 log = logging.getLogger("tidemill.fleet")
 
 ORDER_SECONDS = 300.0
-"""The longest that an order may take: weights may come from a disk."""
+"""Timeout of an order in seconds; an order may read weights from a disk."""
 
 
 class Pair:
-    """`kept`: the layers of each, the leader's first; `undropped`: units of both with all layers in place;
-    `num_fitting`: units of the pipeline for which there is memory beside all layers. `lives`: of their processes;
-    `settled`: it computes, and no step is under way."""
+    """Two engines of a pipeline.
+
+    Attributes:
+        kept: The layers of the leader and of the follower.
+        num_units: Units of the pipeline.
+        num_fitting: Units of the pipeline that fit beside all layers.
+        undropped: Units of both engines with all layers.
+        lives: `Regrouping.life` of both engines when the pair was made.
+        settled: Whether the pipeline serves and no step of forming or dissolving it is under way.
+    """
 
     def __init__(self, leader: Member, follower: Member) -> None:
         self.leader, self.follower = leader, follower
@@ -52,14 +59,14 @@ class Pair:
 
     @property
     def is_broken(self) -> bool:
-        """Whether one of its processes is gone, or has lost the other."""
+        """Whether one of the processes has ended or has lost the other one."""
         return any(
             not member.engine.is_up or member.engine.regroup.life != life or member.engine.regroup.parted
             for member, life in zip(self.members, self.lives, strict=True)
         )
 
     async def tell(self, member: Member, order: Order) -> tuple[Past, ...]:
-        """Raises EngineUnavailableError when another process has taken the place of the one that was told before."""
+        """Send an order to an engine. Raise EngineUnavailableError if its process has ended or was restarted."""
         regroup = member.engine.regroup
         if not member.engine.is_up or regroup.life != self.lives[self.members.index(member)]:
             raise EngineUnavailableError(f"engine {member.number} is gone")
@@ -67,12 +74,15 @@ class Pair:
             return await regroup.order(order)
 
     async def tell_both(self, to_leader: Order, to_follower: Order) -> tuple[tuple[Past, ...], tuple[Past, ...]]:
-        """At the same time; raises when both have ended, if one of them failed."""
+        """Send an order to each engine at the same time. Wait for both answers, then raise an error if any."""
         return await _both(self.tell(self.leader, to_leader), self.tell(self.follower, to_follower))
 
 
 class Pipelines:
-    """`changed`: requests may go elsewhere from now on. `before(step)` is called before each numbered step."""
+    """The pipelines of a fleet.
+
+    `changed` is called when a pair ends, which changes the routing. `before(step)` is called before each step.
+    """
 
     def __init__(self, changed: Callable[[], None], before: Callable[[str], None] = lambda _step: None) -> None:
         self.pairs: list[Pair] = []
@@ -83,11 +93,11 @@ class Pipelines:
         self._stopped = False
 
     def of(self, member: Member) -> Pair | None:
-        """The pair that an engine belongs to."""
+        """Return the pair of an engine; None if it has none."""
         return next((pair for pair in self.pairs if member in pair.members), None)
 
     async def merge(self, leader: Member, follower: Member) -> bool:
-        """Make one pipeline of two engines. False: they are two engines as before."""
+        """Make a pipeline of two engines. Return False if that failed and they are separate engines again."""
         pair = Pair(leader, follower)
         self.pairs.append(pair)
         follower.away = True
@@ -97,11 +107,10 @@ class Pipelines:
         return done
 
     async def split(self, pair: Pair) -> bool:
-        """Make two engines of a pipeline, which they are in the end in any case. False: with requests that are computed
-        again."""
+        """Dissolve a pipeline. Return False if that failed; the engines then separate and compute requests again."""
         await self._prepare(pair)
         if not pair.settled:
-            return False  # it has broken meanwhile
+            return False  # the pipeline has broken in the meantime
         pair.settled = False
         done = await self._try(pair, self._split)
         self.restores += done
@@ -110,7 +119,7 @@ class Pipelines:
         return done
 
     def look(self) -> None:
-        """Something has happened to an engine: pipelines that are broken end."""
+        """Dissolve broken pipelines. Call it after any change of an engine."""
         for pair in self.pairs:
             if pair.settled and pair.is_broken and not self._stopped:
                 pair.settled = False
@@ -120,7 +129,7 @@ class Pipelines:
                 task.add_done_callback(self._tasks.discard)
 
     async def stop(self) -> None:
-        """Pipelines stay: their processes are about to end."""
+        """Cancel all work on pipelines. The pipelines stay, because their processes are about to end."""
         self._stopped = True
         for task in list(self._tasks):
             task.cancel()
@@ -146,7 +155,7 @@ class Pipelines:
         await self._meet(pair)
         self._before("3 detach")
         led, followed = await pair.tell_both(orders.Stall(pair.num_units), orders.Detach())
-        led = _each_unit_once(led)  # whose numbers hold on both; nothing of it moves on the leader
+        led = _each_unit_once(led)  # the leader's pasts keep their unit numbers, which are valid on both engines
         self._before("4 exchange")
         await pair.tell_both(
             orders.Exchange((), _parts(led, theirs), _parts(followed, mine), first=True),
@@ -160,14 +169,14 @@ class Pipelines:
         leader.join(follower.leave())
         placed = await pair.tell(pair.leader, _attach(leader.accepted(), _tokens(followed)))
         self._before("7 place")
-        # What one of the leader's held that has ended meanwhile may be another's: that is written last.
+        # The units of a leader's request that has ended may be in use again, so `placed` is written last.
         await pair.tell_both(orders.Place(placed), orders.Place((*led, *placed)))
         self._before("8 go")
         await pair.tell(pair.follower, orders.Go(FOLLOWER))
         await pair.tell(pair.leader, orders.Go(LEADER, _ids((*led, *placed))))
 
     async def _prepare(self, pair: Pair) -> None:
-        """Load layers while the pipeline serves: what cannot be done now is done in the pause."""
+        """Load the absent layers while the pipeline serves. If this fails, they are loaded during the pause."""
         self._before("0 prepare")
         try:
             if not await pair.tell(pair.leader, orders.Retire(pair.num_fitting)):
@@ -211,7 +220,7 @@ class Pipelines:
             await pair.tell(pair.follower, orders.Meet(path, listens=False))
 
     async def _break(self, pair: Pair) -> None:
-        """Make both whole again, each by itself."""
+        """Make both engines whole again."""
         self.failures += 1
         await asyncio.gather(*(self._reset(member) for member in pair.members))
         self._end(pair)
@@ -255,7 +264,7 @@ async def _both(
 
 
 def _each_unit_once(pasts: Iterable[Past]) -> tuple[Past, ...]:
-    """Requests with equal beginnings share units: with the first of them they have gone."""
+    """Remove units that an earlier past contains: requests with equal prefixes share units."""
     seen: set[int] = set()
     found = []
     for past in pasts:
@@ -281,7 +290,10 @@ def _attach(entries: Iterable[OpenRequest], tokens: Mapping[str, int]) -> orders
 
 
 def _half(entries: Sequence[OpenRequest], tokens: Mapping[str, int]) -> set[str]:
-    """Which of them leave, so that both engines hold about as many tokens; the oldest stays."""
+    """Return the ids of the requests that move to the follower, so that both engines hold about as many tokens.
+
+    The first request stays.
+    """
     load, leaving = [0, 0], set()
     for entry in entries:
         size = tokens.get(entry.request.request_id) or len(entry.request.prompt_token_ids)

@@ -1,19 +1,20 @@
-"""Which prompts an engine of several is expected to have in its prefix cache: those that it was given last.
+"""Estimate which prompt prefixes each engine has in its prefix cache, from the requests routed to it.
 
-A record of what was routed, not of the cache: it holds as many blocks as the cache does, those not used for longest are
-forgotten first, and all of them when the process ends, unless it could write what it had to a disk before. Where it is
-wrong a prompt is computed, and nothing is lost.
+The record holds as many blocks as the cache, drops the least recently used ones first, and is cleared when the process
+ends. If the estimate is wrong, the engine computes the prompt.
 """
 
 from collections.abc import Sequence
 
 MAX_BLOCKS = 512
-"""Of a prompt: hashing more would hold up the event loop for longer than it saves."""
+"""Maximum hashed blocks of a prompt; hashing more would block the event loop for too long."""
 
 
 def prefix_chain(token_ids: Sequence[int], salt: bytes, block_size: int) -> list[int]:
-    """A hash for each full block of a prompt and all before it, but for the block of its last token, which always
-    runs. No chain is known where `block_size` is 0."""
+    """Return a hash per full block of a prompt, each over the block and all blocks before it.
+
+    The block of the last token is left out because it is always computed. Return [] if `block_size` is 0.
+    """
     chain: list[int] = []
     previous = hash(salt)
     if block_size:
@@ -24,20 +25,20 @@ def prefix_chain(token_ids: Sequence[int], salt: bytes, block_size: int) -> list
 
 
 class PrefixMemory:
-    """The blocks of one engine, the least recently used first."""
+    """The blocks of one engine in least recently used order."""
 
     def __init__(self) -> None:
         self._blocks: dict[int, None] = {}
 
     def num_hits(self, chain: Sequence[int]) -> int:
-        """How many blocks from the beginning of a prompt are there."""
+        """Return the number of leading blocks of a prompt that are recorded."""
         for index, block in enumerate(chain):
             if block not in self._blocks:
                 return index
         return len(chain)
 
     def add(self, chain: Sequence[int], max_blocks: int) -> None:
-        """The engine is given a prompt; its last block goes first, as nothing is found behind a gap."""
+        """Record a prompt. Its last block is dropped first, because blocks behind a gap cannot match."""
         for block in reversed(chain):
             self._blocks.pop(block, None)
             self._blocks[block] = None
@@ -45,5 +46,5 @@ class PrefixMemory:
             del self._blocks[next(iter(self._blocks))]
 
     def clear(self) -> None:
-        """Its cache is empty."""
+        """Forget all blocks, because the cache is empty."""
         self._blocks.clear()

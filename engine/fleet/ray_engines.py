@@ -1,11 +1,11 @@
-"""Engines as actors of a Ray cluster, on any of its nodes, for a server that runs on one of them.
+"""Run engines as actors on the nodes of a Ray cluster.
 
-An actor starts the engine's process beside itself and passes frames on: what the process says comes through one
-streaming generator, as it is read (a step's outputs are one frame), what it is told through calls in order. Both ends
-are those of a child process of this machine, with a socketpair whose other end is the cluster instead of the child; so
-supervision, restarts and resumption know nothing of Ray. Ray's own restarts are off: `RestartPolicy` says when.
+An actor starts the engine process on its node and forwards frames. Messages of the process come through one streaming
+generator, and messages to the process through ordered calls. A socketpair connects them to the same code that serves a
+local child process, so supervision, restarts and resumption do not depend on Ray. Ray's own restarts are off;
+`RestartPolicy` decides.
 
-Imports ray (the extra `ray`) only when a cluster is asked for.
+ray (the extra `ray`) is imported only for `--ray`.
 """
 
 import contextlib
@@ -30,17 +30,17 @@ from engine.process.supervisor import Child, ProcessEndpoint
 log = logging.getLogger("tidemill.fleet")
 
 READ = 1 << 20
-"""Bytes of an item, at most."""
+"""Maximum bytes of a forwarded item."""
 RESERVE_SECONDS = 60.0
-"""How long the cluster may take to find room for all engines."""
+"""Timeout in seconds for the reservation of the engines' resources."""
 END_SECONDS = 10.0
 
 Ended = tuple[str, list[flight.AnyEntry]]
-"""How a process ended, and what its flight recorder held."""
+"""The exit status of a process as text, and the entries of its flight recorder."""
 
 
 class EngineActor:
-    """One engine's process on the node of the actor, which it ends with. `cpus`: of the node, that are the actor's."""
+    """The engine process on the actor's node. It ends with the actor. `cpus`: CPUs reserved for the actor."""
 
     def __init__(self, command: Sequence[str] | None, cpus: int) -> None:
         self._command = command or python_module("engine.process.child")
@@ -48,7 +48,7 @@ class EngineActor:
         self._child: Child | None = None
 
     def run(self, launch: bytes) -> Iterator[bytes | Ended]:
-        """Start the process and give all that it says; at last how it ended."""
+        """Start the process and yield the bytes that it sends, and finally its end."""
         told = msgspec.msgpack.decode(launch, type=frames.Launch)
         child = self._child = Child.spawn(self._command, msgspec.structs.replace(told, place=self._place))
         with contextlib.suppress(ConnectionError):
@@ -58,19 +58,19 @@ class EngineActor:
         yield child.reap(), child.entries
 
     def tell(self, data: bytes) -> None:
-        """Frames for the process. Nothing is said to one that is gone: `run` says so."""
+        """Send frames to the process. Ignore them if it has ended; `run` reports that."""
         if self._child is not None:
             with contextlib.suppress(OSError):
                 self._child.sock.sendall(data)
 
     def dump(self) -> None:
-        """See Endpoint.dump."""
+        """See ProcessEndpoint.dump."""
         if self._child is not None:
             self._child.dump()
 
 
 class RemoteEngine(ProcessEndpoint):
-    """An engine's process behind an actor, as a child of this machine would be: our end of a socketpair."""
+    """The endpoint of an engine process behind an actor, with a socketpair as for a local child."""
 
     def __init__(self, ray: Any, actor: Any, launch: frames.Launch) -> None:
         ours, self._theirs = socket.socketpair()
@@ -109,7 +109,7 @@ class RemoteEngine(ProcessEndpoint):
         self._actor.dump.options(concurrency_group="told").remote()
 
     def kill(self) -> None:
-        """From a thread: it asks the cluster."""
+        """Kill the actor from a thread, because the call to the cluster blocks."""
         threading.Thread(target=self._kill_actor, name="tidemill-ray-kill", daemon=True).start()
 
     def _kill_actor(self) -> None:
@@ -120,7 +120,7 @@ class RemoteEngine(ProcessEndpoint):
         self._pull.join(END_SECONDS if timeout is None else timeout)
         if self._pull.is_alive() and timeout is not None:
             raise TimeoutError
-        self.kill()  # its room is for the next one
+        self.kill()  # frees the resources for the next actor
         self.sock.close()
         self._push.join(END_SECONDS)
         self._theirs.close()
@@ -129,7 +129,7 @@ class RemoteEngine(ProcessEndpoint):
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """Room for engines in a Ray cluster: a bundle of `bundle` resources for each, in the placement group `group`."""
+    """The resources reserved in a Ray cluster: one `bundle` per engine, in the placement group `group`."""
 
     ray: Any
     group: Any
@@ -140,8 +140,10 @@ class Cluster:
     def connect(
         cls, address: str, engines: int, config: EngineConfig, command: Sequence[str] | None = None, **options: Any
     ) -> "Cluster":
-        """Join the cluster at `address` (`HOST:PORT`; `auto`: the one that runs on this machine; `local`: one that is
-        started here and ends with us) and reserve room for all engines. Raises ConfigError."""
+        """Connect to a cluster and reserve resources for all engines. Raise ConfigError.
+
+        `address`: `HOST:PORT`, `auto` (the cluster on this machine) or `local` (a new one that ends with this process).
+        """
         ray = _import_ray()
         try:
             ray.init(address=address, configure_logging=False, log_to_driver=True, **options)
@@ -157,16 +159,16 @@ class Cluster:
 
     @property
     def shown(self) -> str:
-        """For people: where an engine runs."""
+        """The resources of an engine, for messages to the user."""
         return " and ".join(f"{amount:g} {name}" for name, amount in self.bundle.items())
 
     @property
     def cpus(self) -> int:
-        """Of one engine."""
+        """CPUs of one engine."""
         return int(self.bundle["CPU"])
 
     def spawn(self, number: int, launch: frames.Launch) -> RemoteEngine:
-        """The process of the engine of that number, in its bundle."""
+        """Start the process of an engine in the bundle with its number."""
         strategy = self.ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(
             placement_group=self.group, placement_group_bundle_index=number
         )
@@ -181,7 +183,10 @@ class Cluster:
 
 
 def bundle_for(resources: dict[str, float], engines: int, config: EngineConfig) -> dict[str, float]:
-    """What an engine needs: a GPU where there is one for each, or its part of the processors. Raises ConfigError."""
+    """Return the resources of one engine: a GPU if there is one for each, else its share of the CPUs.
+
+    Raise ConfigError if the cluster has too few.
+    """
     gpus = int(resources.get("GPU", 0.0))
     if config.device == "cuda" and gpus < engines:
         raise ConfigError(f"--engines {engines} needs as many GPUs; the cluster has {gpus}")

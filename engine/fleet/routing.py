@@ -1,8 +1,7 @@
-"""Which engine of several a request goes to: LARRY's load balancer SAL (section 4.2), and those it is compared with.
+"""Route requests to engines: LARRY's load balancer SAL (section 4.2) and its baselines.
 
-Pure functions of what is known of each engine: no clock, no I/O, chance comes from a seeded generator. Every engine may
-have a speed, a pool and a latency model of its own. Knows nothing of processes; the live and the simulated fleet share
-it.
+Routers are pure functions of the engines' loads and a seeded random generator. Engines may differ in speed, pool and
+latency model. The live and the simulated fleet share this module.
 """
 
 import math
@@ -14,67 +13,61 @@ from typing import NamedTuple
 from engine.errors import ConfigError
 
 BALANCE = 0.25
-"""How much more than its part an engine may hold for the sake of a prefix."""
+"""Maximum excess over an engine's proportional share of requests for the sake of a cached prefix."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineLoad:
-    """One engine as a router sees it: what was routed to it and has not ended, as far as anybody knows.
-
-    `queued_tokens`, `queued_units`, `queued_requests`: prompts that wait or are not yet computed to their end, what of
-    them is still to be computed, and the units that they need beyond those they hold. `running`: requests past their
-    prompt. `pool_units` 0: nothing is known of its memory. `mean_input`, `mean_output`: tokens of the requests of
-    late. `step_seconds`: a full step by the engine's own latency model; 1 for all where none of them has one.
-    """
+    """The load of one engine: the requests that were routed to it and are not known to have ended."""
 
     engine: int
-    queued_tokens: int = 0
-    queued_units: float = 0.0
-    queued_requests: int = 0
-    running: int = 0
+    queued_tokens: int = 0  # prompt tokens still to be computed
+    queued_units: float = 0.0  # units that these prompts need beyond those they hold
+    queued_requests: int = 0  # requests whose prompt is not fully computed
+    running: int = 0  # requests past their prompt
     free_units: int = 0
-    pool_units: int = 0
+    pool_units: int = 0  # 0: unknown memory
     tokens_per_unit: float = 8.0
     tokens_per_step: int = 512
-    mean_input: float = 1.0
-    mean_output: float = 1.0
-    step_seconds: float = 1.0
+    mean_input: float = 1.0  # mean prompt tokens of recent requests
+    mean_output: float = 1.0  # mean output tokens of recent requests
+    step_seconds: float = 1.0  # time of a full step by the engine's latency model; 1 for all engines if one has none
 
     @property
     def requests(self) -> int:
-        """All that it has not ended."""
+        """Number of open requests."""
         return self.queued_requests + self.running
 
 
 class RoutedPrompt(NamedTuple):
-    """What is to be routed. `hits`: by engine, how many of its tokens are expected in the prefix cache there."""
+    """A prompt to be routed."""
 
     tokens: int
-    hits: Mapping[int, int] = {}
+    hits: Mapping[int, int] = {}  # by engine, prompt tokens expected in its prefix cache
 
     def new_tokens(self, engine: int) -> int:
-        """What that engine would have to compute: the last token at least, as its output is the first to be sampled."""
+        """Return the tokens that an engine would have to compute; at least the last one, whose output is sampled."""
         return max(1, self.tokens - self.hits.get(engine, 0))
 
 
 @dataclass(slots=True)
 class Chance:
-    """What a router draws from, and which engine had the last turn."""
+    """The state of a router."""
 
     rng: random.Random = field(default_factory=lambda: random.Random(0))
-    last: int = -1
+    last: int = -1  # the engine that `round_robin` chose last
 
 
 Router = Callable[[Sequence[EngineLoad], RoutedPrompt, Chance], int]
-"""Gives the number of one of the engines, of which there is at least one."""
+"""Returns the number of the chosen engine from a non-empty sequence of loads."""
 
 
 def sal_load(load: EngineLoad, prompt: RoutedPrompt) -> float:
-    """Seconds that a request would wait there: for memory, or for the prompts before it, its own included.
+    """Return the seconds until the engine would have computed the prompt: the wait for memory or for computation.
 
-    Equation 2 in steps: of the tokens lacking, each running request gives back (beta - 1) a step on average
-    (beta = (mean input + mean output) / mean output: what it holds at its end is freed within its mean output steps,
-    and it takes one a step meanwhile); of the prompts, a step computes `tokens_per_step`.
+    This is Equation 2 in steps. Prompts are computed at `tokens_per_step`. Each running request frees (beta - 1) tokens
+    per step on average, with beta = (mean input + mean output) / mean output: it frees all its tokens after its mean
+    output steps and takes one per step until then.
     """
     tokens = prompt.new_tokens(load.engine)
     steps = (load.queued_tokens + tokens) / load.tokens_per_step
@@ -87,18 +80,18 @@ def sal_load(load: EngineLoad, prompt: RoutedPrompt) -> float:
 
 
 def sal(loads: Sequence[EngineLoad], prompt: RoutedPrompt, _chance: Chance) -> int:
-    """The least wait; among equals, as among idle engines, the least to do."""
+    """Choose the engine with the shortest wait; among equals, such as idle engines, the one with the least work."""
     return min(loads, key=lambda load: (sal_load(load, prompt), load.requests * load.step_seconds, load.engine)).engine
 
 
 def p2c(loads: Sequence[EngineLoad], _prompt: RoutedPrompt, chance: Chance) -> int:
-    """The one of two random ones that has fewer requests."""
+    """Choose two random engines and return the one with fewer requests."""
     two = chance.rng.sample(loads, min(2, len(loads)))
     return min(two, key=lambda load: load.requests).engine
 
 
 def round_robin(loads: Sequence[EngineLoad], _prompt: RoutedPrompt, chance: Chance) -> int:
-    """One after the other; an engine that is away loses its turn, and nobody has two."""
+    """Choose the engines in turn. An absent engine is skipped."""
     numbers = sorted(load.engine for load in loads)
     chance.last = next((number for number in numbers if number > chance.last), numbers[0])
     return chance.last
@@ -109,8 +102,11 @@ def at_random(loads: Sequence[EngineLoad], _prompt: RoutedPrompt, chance: Chance
 
 
 def prefix(loads: Sequence[EngineLoad], prompt: RoutedPrompt, chance: Chance) -> int:
-    """The longest prefix in the cache, among engines that hold at most `BALANCE` more than their part of all requests,
-    by speed ("consistent hashing with bounded loads"); without any, SAL."""
+    """Choose the engine with the longest cached prefix; among equals by SAL.
+
+    Only engines with at most 1 + `BALANCE` times their share of all requests, in proportion to speed, are considered
+    ("consistent hashing with bounded loads").
+    """
     speed = sum(1.0 / load.step_seconds for load in loads)
     requests = sum(load.requests for load in loads) + 1
 
@@ -118,7 +114,7 @@ def prefix(loads: Sequence[EngineLoad], prompt: RoutedPrompt, chance: Chance) ->
         part = requests / load.step_seconds / speed
         return load.requests + 1 <= math.ceil((1.0 + BALANCE) * part)
 
-    allowed = [load for load in loads if has_room(load)]  # one at least: not all are above their part
+    allowed = [load for load in loads if has_room(load)]  # never empty: not every engine exceeds its share
     longest = max(prompt.hits.get(load.engine, 0) for load in allowed)
     return sal([load for load in allowed if prompt.hits.get(load.engine, 0) == longest], prompt, chance)
 
@@ -133,7 +129,7 @@ ROUTERS: dict[str, Router] = {
 
 
 def find_router(name: str) -> Router:
-    """Raises ConfigError for a name that is none."""
+    """Return the router with a name. Raise ConfigError for an unknown name."""
     if name not in ROUTERS:
         raise ConfigError(f"the router must be one of {', '.join(ROUTERS)}, not {name!r}")
     return ROUTERS[name]

@@ -1,6 +1,4 @@
-"""The figures of several engines as if they were of one: what is counted is added, what is promised is what the worst
-of them keeps.
-"""
+"""Combine the statistics of several engines: counts are added, and objectives are those of the worst engine."""
 
 import math
 from collections import Counter
@@ -22,7 +20,7 @@ _BREAKER = ("closed", "half_open", "open")
 
 
 def total(views: Sequence[EngineView]) -> EngineStats:
-    """All engines together, each of them in `engines`."""
+    """Return the total of all engines, with each engine in `engines`."""
     stats = [view.stats for view in views]
     added = {
         field.name: _added([getattr(each, field.name) for each in stats])
@@ -40,7 +38,7 @@ def total(views: Sequence[EngineView]) -> EngineStats:
 
 
 def info_of_all(infos: Sequence[EngineInfo]) -> EngineInfo:
-    """What any of the engines can take, and the cache of all."""
+    """Return the info of the fleet: the shortest context limit and the sum of the caches."""
     return replace(
         infos[0],
         max_model_len=min(info.max_model_len for info in infos),
@@ -58,13 +56,16 @@ def _added(values: Sequence[Any]) -> Any:
 
 
 def _side_by_side(costs: Sequence[TokenCosts]) -> TokenCosts:
-    """Seconds per token where all of them compute at the same time."""
+    """Return the seconds per token of all engines computing in parallel."""
     return TokenCosts(*(1.0 / sum(1.0 / value for value in values) for values in zip(*costs, strict=True)))
 
 
 def _together(stats: Sequence[ColocationStats]) -> ColocationStats:
-    """Counts and rates are added, settings are means, shares of requests are weighted by the requests; an objective
-    stands as with the engine that is furthest from keeping it."""
+    """Combine co-location statistics.
+
+    Counts and rates are added, settings are averaged, and attainment is weighted by requests. Each objective has the
+    standing of the engine that is furthest from meeting it.
+    """
     weights = [each.good_requests + each.bad_requests for each in stats]
     worst = max(stats, key=lambda each: _BREAKER.index(each.breaker) if each.breaker in _BREAKER else -1)
     figures: dict[str, Any] = {name: sum(map(attrgetter(name), stats)) for name in _COLOCATION_SUMS}
@@ -89,13 +90,13 @@ def _objectives(stats: Sequence[ColocationStats]) -> Iterable[Standing]:
 
 
 def _distance(standing: Standing) -> float:
-    """How near to its bound, or beyond it, an objective is; unknown is less than anything."""
+    """Return an objective's value relative to its bound; -1 if unknown."""
     share = standing.value / standing.bound if standing.bound else 0.0
     return share if math.isfinite(share) else -1.0
 
 
 def _weighted(values: Sequence[float], weights: Sequence[float]) -> float:
-    """NaN values do not count; NaN if none does."""
+    """Return the weighted mean without NaN values; NaN if there are no others."""
     pairs = [(value, weight or 1) for value, weight in zip(values, weights, strict=True) if not math.isnan(value)]
     heaviest = sum(weight for _, weight in pairs)
     return sum(value * weight for value, weight in pairs) / heaviest if pairs else math.nan
