@@ -83,17 +83,17 @@ class EngineCore:
 
     @property
     def has_requests(self) -> bool:
-        """Whether any request has not ended."""
+        """Return whether any request has not ended."""
         return bool(self._requests)
 
     @property
     def has_online(self) -> bool:
-        """Whether any online request is waiting or running."""
+        """Return whether any online request is waiting or running."""
         return self._state.has_online
 
     @property
     def has_offline(self) -> bool:
-        """Whether any offline request is waiting or running."""
+        """Return whether any offline request is waiting or running."""
         return bool(self._state.running[RequestClass.OFFLINE] or len(self._state.waiting_offline))
 
     @property
@@ -109,7 +109,7 @@ class EngineCore:
 
     @property
     def may_run_ahead(self) -> bool:
-        """Whether the next step may be scheduled before the steps in flight are updated."""
+        """Return whether the next step may be scheduled before the steps in flight are updated."""
         return not self._in_flight or may_run_ahead(self._state, len(self._requests), self._in_flight)
 
     @property
@@ -244,7 +244,7 @@ class EngineCore:
         return outputs
 
     def is_undone(self, output: SchedulerOutput) -> bool:
-        """Whether a step in flight was built on a failed step, so that its result or error must be ignored."""
+        """Return whether a step in flight was built on a failed step, so that its result or error must be ignored."""
         return output.step_id <= self._failures.undone_through
 
     def clear_stall(self, now: float, attempt: int) -> list[RequestOutput]:
@@ -276,7 +276,7 @@ class EngineCore:
 
     @property
     def is_recovering(self) -> bool:
-        """Whether requests of a failed step are suspects, or the canary has yet to pass."""
+        """Return whether requests of a failed step are suspects, or the canary has yet to pass."""
         return self._recovery.active
 
     @property

@@ -106,7 +106,7 @@ class Request:
 
     @property
     def starts_over(self) -> bool:
-        """Whether the request ignores cached tokens: mean pooling needs the hidden states of all tokens."""
+        """Return whether the request ignores cached tokens: mean pooling needs the hidden states of all tokens."""
         return self.spec.pooling is Pooling.MEAN
 
     @property
@@ -160,8 +160,10 @@ class Request:
 
     @property
     def is_answering(self) -> bool:
-        """Whether the pending tokens are as urgent as a decode: an answer is in progress and at most `MAX_RUN` are
-        pending.
+        """Return whether the pending tokens are as urgent as a decode.
+
+        True if the answer has begun and at most `MAX_RUN` tokens are pending, e.g. a run forced by a grammar or a
+        thinking budget.
         """
         return self.times.first_token is not None and self.num_pending_tokens <= MAX_RUN
 

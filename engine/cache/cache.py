@@ -88,7 +88,7 @@ class Cache:
 
     @property
     def has_parked(self) -> bool:
-        """Whether any waiting request has blocks on the device."""
+        """Return whether any waiting request has blocks on the device."""
         return self.parked.num_holders > 0
 
     def units_for(self, request: Request, num_offline: int) -> int:
@@ -218,11 +218,10 @@ class Cache:
         return min(length, len(cache_map.blocks) * block_size - start)
 
     def restore(self, request: Request, max_tokens: int, step_id: int, *, reserve: int) -> list[tuple[int, CacheEntry]]:
-        """Convert compact blocks of a request to K and V, up to `max_tokens` tokens, while more than `reserve` units
-        are available.
+        """Convert compact blocks of a request to K and V while more than `reserve` units are available.
 
-        K and V are then projected once instead of in every step, and later blocks are stored as K and V too. Returns
-        the indices of the converted blocks with their new entries.
+        At most `max_tokens` tokens are converted. K and V are then projected once instead of in every step, and later
+        blocks are stored as K and V too. Returns the indices of the converted blocks with their new entries.
         """
         block_size, blocks = self._config.block_size, request.cache_map.blocks
         replaced: list[tuple[int, CacheEntry]] = []
@@ -246,10 +245,10 @@ class Cache:
         return replaced
 
     def vacate(self, request: Request) -> None:
-        """Take the blocks of a request that leaves its row. `ParkedPasts.park` decides which blocks the request keeps
-        for now.
+        """Take the blocks of a request that leaves its row.
 
-        The other full blocks stay in the prefix index until they are evicted.
+        `ParkedPasts.park` decides which blocks the request keeps for now. The other full blocks stay in the prefix
+        index until they are evicted.
         """
         cache_map = request.cache_map
         for block in cache_map.blocks if cache_map.num_compact else ():
@@ -288,8 +287,9 @@ class Cache:
         cache_map.num_published = num_full
 
     def _give_up_unseen(self, request: Request) -> None:
-        """Free the blocks behind the window of the last confirmed token. Steps in flight do not see these
-        blocks either.
+        """Free the blocks behind the window of the last confirmed token.
+
+        Steps in flight do not see these blocks either.
         """
         cache_map = request.cache_map
         first, end = cache_map.num_gone, self._num_unseen(request.num_confirmed_tokens)
@@ -375,7 +375,7 @@ class Cache:
         return request.cache_map.kind.form.compact
 
     def _is_new_compact(self, block: CacheBlock) -> bool:
-        """Whether the block is compact and no running request has it, so that running it needs further scratch."""
+        """Return whether the block is compact and no running request has it, so that it needs further scratch."""
         return block.entry.kind.form.compact and block not in self._compact
 
     def _run(self, request: Request, block: CacheBlock) -> None:

@@ -119,8 +119,9 @@ class Checkpoints:
             del self._saving[request]
 
     def leave(self, request: Request) -> None:
-        """Release the states of a request that leaves its row. Unconfirmed ones are dropped; the last passing one stays
-        cached.
+        """Release the states of a request that leaves its row.
+
+        Unconfirmed ones are dropped; the last passing one stays cached.
         """
         for saving in self._saving.pop(request, ()):
             self.pool.release(saving.block, saving.block.last_step)
@@ -223,8 +224,9 @@ class Checkpoints:
         return self.pool.find(block_hash) or self.host.find(block_hash)
 
     def _touch(self, block: CacheBlock, online: bool, step_id: int) -> None:
-        """Mark a state as used in this step: its slot is not reused before the step ends, and is evicted later than
-        others.
+        """Mark a state as used in this step.
+
+        Its slot is not reused before the step ends, and other states are evicted first.
         """
         pool = self.pool if block.on_device else self.host
         pool.acquire(block, online=online)

@@ -107,8 +107,9 @@ class ParkedPasts:
         but: Request | None = None,
         spared: Collection[CacheBlock] = frozenset(),
     ) -> None:
-        """Free `units` device units, or as many as possible, for a request of step `step_id`. Offline requests lose
-        blocks first.
+        """Free `units` device units, or as many as possible, for a request of step `step_id`.
+
+        Offline requests lose blocks first.
 
         Args:
             online: Whether online requests may lose blocks, too.
@@ -167,8 +168,9 @@ class ParkedPasts:
         return COMPACT if is_act else CacheKind.KV
 
     def balance(self, num_compact: int) -> None:
-        """Compute the host's split between kinds for the step being built. `num_compact`: compact blocks running on the
-        device.
+        """Compute the host's split between kinds for the step being built.
+
+        `num_compact`: compact blocks running on the device.
         """
         self._split = host_split(self._model, self._config, num_compact)
 
@@ -271,7 +273,7 @@ class ParkedPasts:
 
 
 def _is_movable(block: CacheBlock) -> bool:
-    """Whether moving the block frees its device units, because no other request holds it."""
+    """Return whether moving the block frees its device units, because no other request holds it."""
     return block.on_device and block.ref_count == 1
 
 

@@ -190,9 +190,7 @@ class OffloadCosts:
         return self.load_weights + self.load_kv * (kv_host + self.ratio * act_host)
 
     def device_seconds(self, kv_host: float, act_host: float, act_device: float) -> float:
-        """Return T_computation: the time to regenerate every ACT block and run the forward pass over the
-        whole context.
-        """
+        """Return T_computation: the time to regenerate every ACT block and to run the forward pass."""
         acts = act_host + act_device
         return self.regenerate * acts + self.forward_fixed + self.forward * (kv_host + acts)
 
@@ -256,7 +254,7 @@ def host_split(model: LatencyPredictor | None, config: SchedulerConfig, act_devi
 
 
 def next_is_act(kv_blocks: int, act_blocks: int, split: HostSplit) -> bool:
-    """Whether a request's next block should be ACT: the type further below its share of the host's split (Eq. 11).
+    """Return whether a request's next block should be ACT: the type further below its share (Eq. 11).
 
     `kv_blocks`, `act_blocks`: blocks that the request has. At equal deficits, the type with more host blocks is chosen.
     """

@@ -230,8 +230,9 @@ class BlockPool:
             self.num_cached_online_units += len(block.entry.units) if block.online else 0
 
     def _give_back(self, block: CacheBlock) -> None:
-        """Free the units of a block, or remove them if they retire. The order keeps K's unit before V's for the next
-        block.
+        """Free the units of a block, or remove them if they retire.
+
+        The order keeps K's unit before V's for the next block.
         """
         if not self._retiring:
             self._free.extend(reversed(block.entry.units))

@@ -77,8 +77,9 @@ class Tiers:
         return pool.allocate(kind, online=online)
 
     def fetch(self, source: CacheBlock, step_id: int, *, online: bool) -> CacheBlock:
-        """Return a device block that step `step_id` fills from a host block, and release the host block. Room
-        must exist.
+        """Return a device block that step `step_id` fills from a host block, and release the host block.
+
+        Room must exist.
         """
         target = self.allocate(source.entry.kind, step_id, online=online)
         assert target is not None, "admitted without room"
@@ -87,8 +88,9 @@ class Tiers:
         return target
 
     def cancel(self, targets: Collection[CacheEntry]) -> set[CacheEntry]:
-        """Cancel the operations that write these entries, if they are not launched yet. Return the cancelled
-        targets.
+        """Cancel the operations that write these entries, if they are not launched yet.
+
+        Return the cancelled targets.
         """
         unsent = {operation.target for operation in self.operations if operation.target in targets}
         if unsent:
@@ -141,8 +143,9 @@ class Tiers:
             pool.check_integrity(block for block in held if block.entry.tier is tier)
 
     def _save(self, block: CacheBlock, step_id: int) -> None:
-        """Copy a block that the device is about to evict to the host, if an online request used it and the
-        copy pays.
+        """Copy a block that the device is about to evict to the host, if that is useful.
+
+        The block must have been used by an online request, and the copy must be faster than recomputing it.
         """
         assert block.block_hash is not None, "an unpublished block is cached"
         if not block.online or block.entry.tier is not Tier.DEVICE or not self.host.num_units:
@@ -159,7 +162,7 @@ class Tiers:
             self.operations.append(CacheOperation(CacheAction.SWAP_OUT, block.entry, target.entry))
 
     def _copy_pays(self, kind: CacheKind, step_id: int) -> bool:
-        """Whether a copy to the host and back is faster than recomputing the block at the start of a prompt.
+        """Return whether a copy to the host and back is faster than recomputing the block at the start of a prompt.
 
         Recomputing a later block takes longer still.
         """

@@ -75,8 +75,9 @@ class RecentRequests:
 
 
 def workload_of(arrivals: Sequence[OnlineArrival]) -> Workload:
-    """Return the workload of these arrivals at their own times. The unknown output of a refused request is
-    estimated.
+    """Return the workload of these arrivals at their own times.
+
+    The unknown output of a refused request is estimated.
     """
     begin = arrivals[0].at
     rows = [

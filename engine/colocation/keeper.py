@@ -205,7 +205,7 @@ class Colocation:
         self._follow_breaker(now)
 
     def has_offline(self, now: float, seconds: float) -> bool:
-        """Whether offline work exists or existed in the last `seconds`."""
+        """Return whether offline work exists or existed in the last `seconds`."""
         return self._core.has_offline or now - self._offline_seen < seconds
 
     def offline_work(self) -> list[Lengths]:
@@ -219,14 +219,13 @@ class Colocation:
         return self._breaker.num_openings
 
     def window(self, now: float) -> tuple[list[OnlineArrival], list[bool]]:
-        """Return the recent online requests for a replay without offline work, and whether each one is
-        compared with it.
-        """
+        """Return the recent online requests for a baseline replay, and whether each one is compared with it."""
         return self.recent.window([live.arrival for live in self._live.values()], now)
 
     def set_baseline(self, aggregates: dict[str, float], own: list[tuple[float, float] | None], now: float) -> None:
-        """Set the replayed latencies of `window` without offline work: aggregates by key, TTFT and mean gap of each
-        request.
+        """Set the replayed latencies of `window` without offline work.
+
+        `aggregates`: by metric key. `own`: (TTFT, mean gap) of each request, or None.
         """
         self._judge.set_baseline(aggregates)
         self._set_objective()

@@ -17,8 +17,9 @@ MAX_BYTES = 4 * 2**20
 
 
 class LoadStore:
-    """The file for a profile's `key` in `folder`. `promise`: text that identifies everything budgets depend on besides
-    the load.
+    """The file for a profile's `key` in `folder`.
+
+    `promise`: text that identifies everything budgets depend on besides the load.
     """
 
     def __init__(self, folder: Path, key: ProfileKey, promise: str) -> None:

@@ -88,9 +88,7 @@ class ReplayedServer:
 
 
 def normal_noise(mape: float, count: int = 99) -> tuple[float, ...]:
-    """Return quantiles of measured ÷ predicted for a model with this mean relative error, assuming log-normal
-    errors.
-    """
+    """Return quantiles of measured ÷ predicted for a mean relative error, assuming log-normal errors."""
     errors = NormalDist(0.0, max(mape, 1e-9) * math.sqrt(math.pi / 2))
     return tuple(math.exp(errors.inv_cdf((i + 0.5) / count)) for i in range(count))
 

@@ -24,8 +24,9 @@ class ChildError(Exception):
 
 
 class Turn(NamedTuple):
-    """One attempt. `priority`: `idle`, `nice` or `usual` (see `engine.colocation.search`); `seconds` until it
-    is killed.
+    """One attempt.
+
+    `priority`: `idle`, `nice` or `usual` (see `engine.colocation.search`); `seconds` until it is killed.
     """
 
     priority: str
@@ -36,8 +37,9 @@ TURNS = (Turn("idle", IDLE_SECONDS), Turn("nice", NICE_SECONDS))
 
 
 async def run_child(job: dict[str, Any], turns: Sequence[Turn] = TURNS) -> Any:
-    """Return the child's answer from the first attempt that completes. Raises ChildError. Cancelling kills
-    the child.
+    """Return the child's answer from the first attempt that completes.
+
+    Raises ChildError. Cancelling kills the child.
     """
     for priority, seconds in turns:
         with suppress(TimeoutError):

@@ -143,7 +143,7 @@ class BudgetTuner:
                 await asyncio.wait([search])
 
     def _is_long(self, cell: int | None, now: float) -> bool:
-        """Whether the search for `cell` has used its time, so that another one may replace it."""
+        """Return whether the search for `cell` has used its time, so that another one may replace it."""
         last = None if cell is None else self._searched.get(cell)
         return last is not None and now - last.at >= IDLE_SECONDS
 
@@ -211,7 +211,7 @@ class BudgetTuner:
         return next((cell for cell in ahead if self.table.needs(cell, situation, calendar)), None)
 
     def _is_suspect(self, now: float) -> bool:
-        """Whether the breaker opened repeatedly under the budget of the current cell."""
+        """Return whether the breaker opened repeatedly under the budget of the current cell."""
         last = self._searched.get(self._cell if self._cell is not None else 0)
         openings = self._colocation.num_openings
         return last is not None and openings >= last.openings + 2 and now - last.at >= PAUSE_SECONDS

@@ -25,10 +25,10 @@ PLACEHOLDER_VECTOR = bytes(4)
 
 
 class PredictedRunner:
-    """Runner whose steps take the time predicted by a latency model. Tokens are placeholders; `max_tokens` sets the
-    lengths.
+    """Runner whose steps take the time predicted by a latency model.
 
-    `noise`: measured ÷ predicted times of real steps; each step draws one. `observe` is called with every step.
+    Tokens are placeholders; `max_tokens` sets the lengths. `noise`: measured ÷ predicted times of real steps; each step
+    draws one. `observe` is called with every step.
     """
 
     def __init__(

@@ -137,7 +137,7 @@ def check_room(state: SchedulerState, request: Request, mean_output_tokens: floa
 
 
 def _has_part(state: SchedulerState, tenant: str) -> bool:
-    """Whether a tenant has less than its equal share of a full queue."""
+    """Return whether a tenant has less than its equal share of a full queue."""
     waiting = Counter(request.spec.tenant for request in state.waiting_online)
     others = len(waiting.keys() - {tenant})
     return others > 0 and waiting[tenant] < state.config.max_num_waiting // (others + 1)
@@ -206,8 +206,9 @@ def _pace_of_crowd(state: SchedulerState) -> PrefillPace | None:
 def _wait_behind(
     state: SchedulerState, request: Request, crowd: _Crowd, pace: PrefillPace, mean_output_tokens: float
 ) -> float:
-    """Return the seconds until `request` starts behind `crowd`. Rows and units are freed evenly over the time of one
-    answer.
+    """Return the seconds until `request` starts behind `crowd`.
+
+    Rows and units are freed evenly over the time of one answer.
     """
     config, running = state.config, state.running[RequestClass.ONLINE]
     blocks = crowd.blocks + sum(other.num_blocks(config.block_size) for other in (*running, request))

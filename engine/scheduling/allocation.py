@@ -38,7 +38,10 @@ class Allocation:
         self._stalled_units = 0
 
     def make_room(self, request: Request, claim: Claim) -> bool:
-        """Whether a row and the claim's units are available now. An online request may preempt others to get them."""
+        """Return whether a row and the claim's units are available now.
+
+        An online request may preempt others to get them.
+        """
         state, pool = self._state, self._pool
         if claim.num_compact > self._cache.compact_room:
             return False
@@ -55,7 +58,7 @@ class Allocation:
         return bool(state.free_rows) and self._has_units(request, claim, online=True)
 
     def _has_units(self, request: Request, claim: Claim, *, online: bool) -> bool:
-        """Whether the claim's units are available for an online request, moving parked blocks if that is enough.
+        """Return whether the claim's units are available for an online request, moving parked blocks if that is enough.
 
         A hit held only by a victim becomes idle when the victim is preempted; taking the hit then uses an available
         unit. `online`: whether parked blocks of waiting online requests may be moved, too.
@@ -71,7 +74,7 @@ class Allocation:
         return claim.units + self._pool.num_idle_units(claim.hits) + self._state.prompt_reserve(self.prompts)
 
     def _make_offline_room(self, request: Request, claim: Claim) -> bool:
-        """Whether an offline request can start beside the running requests and the next block of each.
+        """Return whether an offline request can start beside the running requests and the next block of each.
 
         Parked blocks of offline requests are moved if that is enough.
         """
@@ -125,8 +128,9 @@ class Allocation:
         return True
 
     def grow_prefill(self, request: Request, length: int) -> int:
-        """Allocate blocks for up to `length` more tokens of a running prefill, preempting others. Return the granted
-        tokens.
+        """Allocate blocks for up to `length` more tokens of a running prefill, preempting others.
+
+        Return the granted tokens.
         """
         while not (granted := self.grow_alone(request, length)):
             if self._pool.num_deferred_units > self._stalled_units:

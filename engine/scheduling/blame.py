@@ -60,8 +60,9 @@ class Blame:
         return tuple(self._groups[-1]) if self._groups else ()
 
     def suspect(self, request_id: str, passes_at: int) -> None:
-        """Make a request a suspect for an external reason: it runs alone until `passes_at` of its tokens are
-        computed.
+        """Make a request a suspect for an external reason.
+
+        It runs alone until `passes_at` of its tokens are computed.
         """
         self._suspects[request_id] = _Suspect(passes_at)
         self._groups.append([request_id])
@@ -100,8 +101,9 @@ class Blame:
         return acquitted
 
     def judge(self, now: float) -> str | None:
-        """Record that the engine works, so a request caused the failure. Return the request id once it is
-        proven guilty.
+        """Record that the engine works, so a request caused the failure.
+
+        Return the request id once it is proven guilty.
         """
         members, self._in_doubt = self._in_doubt, []
         if len(members) > 1:

@@ -66,7 +66,7 @@ class StepDraft:
         return self._last_completed_step == self.step_id - 1
 
     def may_start(self, request: Request) -> bool:
-        """Whether no step in flight contains this request."""
+        """Return whether no step in flight contains this request."""
         return request.last_step <= self._last_completed_step
 
     def finish(self, spare: float = 0.0) -> DecidedStep | None:
@@ -161,12 +161,11 @@ class StepDraft:
         return length > 0
 
     def admit(self, request: Request, choose_length: Callable[[int, int], int], kind: CacheKind | None = None) -> bool:
-        """Start a waiting request with a row, its cached blocks and the units of its first chunk. Return whether it
-        started.
+        """Start a waiting request with a row, its cached blocks and the units of its first chunk.
 
-        A request starts only if all its known tokens fit beside the running requests; otherwise it would be preempted
-        again half way. An online request waits for a step in flight, or for this one, if that step extends its cached
-        prefix.
+        Return whether it started. A request starts only if all its known tokens fit beside the running requests;
+        otherwise it would be preempted again half way. An online request waits for a step in flight, or for this one,
+        if that step extends its cached prefix.
 
         Args:
             choose_length: Return the length of the first chunk, given the numbers of cached and of missing tokens.

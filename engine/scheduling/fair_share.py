@@ -54,8 +54,9 @@ class FairShare:
         account.num_active += 1
 
     def leave(self, key: str) -> None:
-        """Record the end of a piece of work. An inactive key keeps its counter while it exceeds the lowest
-        active one.
+        """Record the end of a piece of work.
+
+        An inactive key keeps its counter while it exceeds the lowest active one.
         """
         account = self._accounts[key]
         account.num_active -= 1
@@ -79,7 +80,7 @@ class FairShare:
             self._note(key, account)
 
     def is_active(self, key: str) -> bool:
-        """Whether `key` has work."""
+        """Return whether `key` has work."""
         account = self._accounts.get(key)
         return account is not None and account.num_active > 0
 

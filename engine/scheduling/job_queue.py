@@ -88,8 +88,9 @@ class _Node:
 
 
 class PrefixTree:
-    """Radix tree of requests by block hashes. Insertion and removal take O(prompt blocks); memory is
-    O(requests) nodes.
+    """Radix tree of requests by block hashes.
+
+    Insertion and removal take O(prompt blocks); memory is O(requests) nodes.
     """
 
     def __init__(self) -> None:

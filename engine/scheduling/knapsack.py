@@ -33,8 +33,13 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """Indices of the selected candidates, best first, in KV and in compact form; total value (less penalties)
-    and units.
+    """The selected candidates.
+
+    Attributes:
+        kv: Indices of candidates that run from KV, best first.
+        compact: Indices of candidates that run from compact form, best first.
+        value: Sum of values, less penalties.
+        units: Sum of units.
     """
 
     kv: tuple[int, ...]

@@ -228,5 +228,5 @@ def order_prompts(
 
 
 def uses_laxity(state: SchedulerState) -> bool:
-    """Whether prompts are ordered by urgency: the policy asks for it and there is a TTFT objective."""
+    """Return whether prompts are ordered by urgency: the policy asks for it and there is a TTFT objective."""
     return state.online_policy.by_laxity and math.isfinite(state.objective.ttft)

@@ -34,7 +34,7 @@ class StepLedger:
 
     @property
     def open(self) -> bool:
-        """Whether one more chunk could be charged."""
+        """Return whether one more chunk could be charged."""
         return self.tokens_left > 0 and self.sequences_left > 0
 
     def charge_decodes(self, contexts: Sequence[int]) -> None:

@@ -179,8 +179,9 @@ class Moves:
         return self._state.pool.num_retiring_units
 
     def _stand_still(self, request_id: str, num_units: int) -> bool:
-        """Set a running request aside with its row and units. False if not all its K and V are in the first `num_units`
-        units.
+        """Set a running request aside with its row and units.
+
+        False if not all its K and V are in the first `num_units` units.
         """
         request, state = self._requests[request_id], self._state
         blocks = request.cache_map.blocks

@@ -91,7 +91,7 @@ class OfflineAllowance:
     saturated: BatchFeatures
 
     def fits_decodes(self, features: BatchFeatures, seconds: float, count: int, context_sum: int) -> bool:
-        """Whether `count` decodes certainly fit into a step predicted to take `seconds`, and so does any subset.
+        """Return whether `count` decodes certainly fit into a step predicted to take `seconds`, and so does any subset.
 
         False also if the budget's rule needs a check of each decode. `context_sum`: sum of their context tokens.
         """
@@ -104,8 +104,9 @@ class OfflineAllowance:
         return room > 0.0 and model.marginal_decodes(features, count, context_sum) <= room
 
     def largest(self, features: BatchFeatures, seconds: float, start: int, wanted: int) -> int:
-        """Return the largest chunk (≤ `wanted` tokens from `start`) that fits into a step predicted to take
-        `seconds`.
+        """Return the largest chunk that fits into a step predicted to take `seconds`.
+
+        The chunk has at most `wanted` tokens from `start`.
         """
         model = self.model
         if model is None:

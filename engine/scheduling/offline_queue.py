@@ -114,7 +114,7 @@ class OfflineQueue:
         return len(self._lanes[lane])
 
     def is_full(self, lane: Lane, tenant: str, limit: int) -> bool:
-        """Whether a tenant must not add to a lane limited to `limit` waiting requests.
+        """Return whether a tenant must not add to a lane limited to `limit` waiting requests.
 
         True if all tenants together have that many and this tenant has its equal share of them.
         """

@@ -35,7 +35,7 @@ class OnlineShare:
 
     @property
     def is_contested(self) -> bool:
-        """Whether more than one tenant has requests. Otherwise the accounts have no effect."""
+        """Return whether more than one tenant has requests. Otherwise the accounts have no effect."""
         return len(self._num_requests) > 1
 
     def waiting(self, running: Mapping[str, int]) -> list[str]:
@@ -83,8 +83,9 @@ class OnlineShare:
         return sorted(tenants, key=self._share.standing)
 
     def received(self, tenant: str, running: Iterable[Request]) -> float:
-        """Return a tenant's received service, with that of its running requests beyond their charge; -inf without
-        requests.
+        """Return the service that a tenant has received, or -inf if it has no requests.
+
+        Includes the service of its `running` requests beyond their charge.
         """
         beyond = 0.0
         for request in running:

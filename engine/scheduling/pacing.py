@@ -11,8 +11,9 @@ from engine.scheduling.state import SchedulerState
 
 
 class OfflineRest:
-    """Pauses between offline steps that run without online work. No offline step starts before `until` (None:
-    no pause).
+    """Pauses between offline steps that run without online work.
+
+    No offline step starts before `until` (None: no pause).
     """
 
     def __init__(self) -> None:
@@ -29,9 +30,10 @@ class OfflineRest:
             self._online_at = now
 
     def rests(self, objective: StepObjective, now: float, *, in_flight: bool) -> bool:
-        """Whether offline work pauses now, which it does only within `objective.awaited` seconds after online work.
+        """Return whether offline work pauses now.
 
-        The duration of a step in flight determines the next pause, so offline work pauses until that step ends.
+        It pauses only within `objective.awaited` seconds after online work. The duration of a step in flight determines
+        the next pause, so offline work pauses until that step ends.
         """
         if math.isinf(objective.wait) or now - self._online_at >= objective.awaited:
             self.until = None
@@ -52,7 +54,7 @@ MOST_ROWS = 4
 
 
 def may_run_ahead(state: SchedulerState, num_requests: int, in_flight: Iterable[InFlight]) -> bool:
-    """Whether the next step may be scheduled while `in_flight` runs.
+    """Return whether the next step may be scheduled while `in_flight` runs.
 
     A GPU must not wait for the host. On a CPU both use the same cores, so scheduling ahead pays only with few rows. An
     arrival then waits for one step more, so only short steps of decodes qualify, and only if no other request exists.

@@ -155,8 +155,9 @@ def whole(slices: Generator[None, None, OfflinePlan]) -> OfflinePlan:
 def _plan_decodes(
     running: Sequence[Request], ledger: StepLedger, allowance: OfflineAllowance
 ) -> tuple[list[PlannedChunk], int]:
-    """Plan the leading decodes of `running` in bulk if all fit. Return their chunks and how many requests
-    were handled.
+    """Plan the leading decodes of `running` in bulk if all fit.
+
+    Return their chunks and how many requests were handled.
     """
     decodes, examined = leading_decodes(running)
     contexts = [request.num_computed_tokens + 1 for request in decodes]
@@ -225,7 +226,7 @@ def _candidates(state: SchedulerState, now: float) -> Iterator[Request]:
 
 
 def _may_start(state: SchedulerState, request: Request) -> bool:
-    """Whether a waiting online request fits into memory in the next step if offline work gives its blocks up."""
+    """Return whether a waiting online request fits into memory in the next step if offline work gives its blocks up."""
     held = sum(r.cache_map.num_live for r in state.running[RequestClass.OFFLINE])
     parked = state.cache.parked.num_units(online=False)
     units = state.pool.num_available_units + state.pool.num_deferred_units + parked + UNITS_PER_BLOCK * held
@@ -255,9 +256,7 @@ def _expected_online(state: SchedulerState) -> StepLedger:
 
 
 def _prompt_length(state: SchedulerState, ledger: StepLedger, request: Request, tokens: int, limit: float) -> int:
-    """Return the chunk of an online prompt in a step with the time limit `limit`, sized as in
-    `engine.scheduling.prompts`.
-    """
+    """Return the chunk of an online prompt in a step limited to `limit`, sized as in `engine.scheduling.prompts`."""
     start, model = request.num_computed_tokens, state.model
     length = min(len(request.token_ids) - start, tokens)
     if length < 1 or model is None or math.isinf(limit):

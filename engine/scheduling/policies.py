@@ -62,7 +62,7 @@ class QueueContext:
         return min(tokens // self.block_size + 1, self.most_blocks) * UNITS_PER_BLOCK
 
     def is_aged(self, request: Request) -> bool:
-        """Whether the request has waited longer than the TTFT objective."""
+        """Return whether the request has waited longer than the TTFT objective."""
         return self.now - request.times.arrival > self.ttft
 
 
@@ -104,7 +104,7 @@ def fcfs(waiting: Sequence[Request], _context: QueueContext) -> Sequence[Request
 
 
 def fits_whole(request: Request, context: QueueContext) -> bool:
-    """Whether the request at its maximum length fits beside all running requests at theirs."""
+    """Return whether the request at its maximum length fits beside all running requests at theirs."""
     # The K and V of an answer's last token are never computed, so it needs no room.
     reserved = sum(context.units(running.max_total_tokens - 1) for running in context.running)
     return reserved + context.units(request.max_total_tokens - 1) <= context.num_units
@@ -130,8 +130,9 @@ def larry(waiting: Sequence[Request], context: QueueContext, *, alpha: float = D
 
 
 def shuffled(waiting: Sequence[Request], context: QueueContext) -> Sequence[Request]:
-    """Return a random order that depends only on the seed and the requests. A waiting request keeps its
-    random value.
+    """Return a random order that depends only on the seed and the requests.
+
+    A waiting request keeps its random value.
     """
     return sorted(waiting, key=lambda request: _lot(context.seed, request.arrival_order))
 

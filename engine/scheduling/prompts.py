@@ -100,7 +100,7 @@ class PromptFill:
             self._continue(request)
 
     def _has_time(self) -> bool:
-        """Whether every prompt is on time even at the pace that leaves a share of the TBT limit unused."""
+        """Return whether every prompt is on time even at the pace that leaves a share of the TBT limit unused."""
         return prompt_slack(self._state, partial(prefill_pace, self._state, EASY_SHARE), self._draft.now) > 0.0
 
     def _add_prompt(self, request: Request, context: QueueContext, chosen: dict[Request, Start] | None) -> bool:

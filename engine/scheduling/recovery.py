@@ -49,8 +49,9 @@ ORDINARY = (StepTurn(),)
 
 
 class FaultRecovery:
-    """Decide which requests may run after a failure. `requests`: the core's, by id, including the canary
-    while it runs.
+    """Decide which requests may run after a failure.
+
+    `requests`: the core's, by id, including the canary while it runs.
     """
 
     def __init__(self, state: SchedulerState, requests: MutableMapping[str, Request], blame: Blame) -> None:
@@ -63,7 +64,7 @@ class FaultRecovery:
 
     @property
     def active(self) -> bool:
-        """Whether the canary must run or a suspect exists."""
+        """Return whether the canary must run or a suspect exists."""
         return self._canary.wanted or bool(self._blame.suspects)
 
     @property
@@ -92,9 +93,7 @@ class FaultRecovery:
         self._trial_first, self._force = turn.requests is None, False
 
     def waits(self, turn: StepTurn) -> None:
-        """Record that `turn` preempted requests and waits for their units: it runs next, before these
-        requests restart.
-        """
+        """Record that `turn` preempted requests and waits for their units; it runs before these requests restart."""
         self._trial_first, self._force = True, turn.force
 
     def failed(self, step: Sequence[ReachedPoint], now: float) -> list[Ending]:
@@ -109,8 +108,9 @@ class FaultRecovery:
         return []
 
     def suspect(self, place: ReachedPoint) -> None:
-        """Set a request aside that may have made a previous engine die, until `place.num_tokens` of its tokens are
-        computed.
+        """Set a request aside that may have made a previous engine die.
+
+        It is acquitted when `place.num_tokens` of its tokens are computed.
         """
         self._state.set_aside(place.request)
         self._blame.suspect(place.request.request_id, place.num_tokens)
@@ -121,8 +121,9 @@ class FaultRecovery:
         self._acquit(self._blame.passed(reached))
 
     def canary_ended(self, works: bool, now: float) -> list[Ending]:
-        """Record the end of the canary; `works` is false if its logits were not finite. Return the requests
-        that end.
+        """Record the end of the canary. Return the requests that end.
+
+        `works` is false if the canary's logits were not finite.
         """
         if not works:
             return self._canary_failed(now)

@@ -86,9 +86,7 @@ def report_load(
 
 
 def _growth(state: SchedulerState, online: Collection[Request], num_waiting: int, mean_output: float) -> int:
-    """Return `LoadReport.growth_units`: growth of the running requests and the output of prompts that have
-    yet to start.
-    """
+    """Return `LoadReport.growth_units`: growth by running requests and by the output of prompts yet to start."""
     size, later = state.config.block_size, min(num_waiting, max(0, state.config.max_num_seqs - len(online)))
     runs = []
     for request in online:

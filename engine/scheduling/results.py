@@ -297,7 +297,10 @@ class Results:
         )
 
     def distrusts(self, flight: InFlight, result: ModelRunnerOutput) -> bool:
-        """Whether logits of the step were not finite. Blocks of the requests concerned leave the prefix cache (E7)."""
+        """Return whether logits of the step were not finite.
+
+        Blocks of the requests concerned leave the prefix cache (E7).
+        """
         if INVALID_TOKEN not in result.token_ids and all(result.pooled.values()):
             return False
         live = flight.live()

@@ -227,7 +227,7 @@ def pending_time(now: float, arrival: float, last_token: float | None) -> float:
 def has_missed(
     now: float, arrival: float, first_token: float | None, last_token: float | None, *, ttft: float, tbt: float
 ) -> bool:
-    """Whether the SLO is missed at `now`: the first token came or is late, or the next one is."""
+    """Return whether the SLO is missed at `now`: the first token came or is late, or the next one is."""
     if first_token is None or last_token is None:
         return now - arrival > ttft
     return first_token - arrival > ttft or now - last_token > tbt

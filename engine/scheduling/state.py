@@ -68,7 +68,7 @@ class SchedulerState:
 
     @property
     def has_online(self) -> bool:
-        """Whether any online request is waiting or running."""
+        """Return whether any online request is waiting or running."""
         return bool(self.waiting_online or self.running[RequestClass.ONLINE])
 
     @property

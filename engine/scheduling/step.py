@@ -85,8 +85,9 @@ class StepBuilder:
         return len(draft.chunks)
 
     def _choose_online(self) -> list[Start] | None:
-        """Return the waiting requests that a knapsack chose to start because memory is short, or None to use
-        queue order.
+        """Return the waiting requests that a knapsack chose to start.
+
+        None if memory suffices or the policy has no knapsack; then queue order applies.
         """
         state, select = self._state, self._state.online_policy.select
         if select is None or not state.waiting_online:

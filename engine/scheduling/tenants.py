@@ -112,10 +112,10 @@ def let_in(draft: StepDraft) -> Request | None:
 
 
 def _victims(draft: StepDraft, request: Request, held: Counter[str]) -> list[Request]:
-    """Return the newest requests of the tenants with the most rows until `request` fits; empty if not needed or not
-    enough.
+    """Return the newest requests of the tenants with the most rows until `request` fits.
 
-    A tenant loses no row to one that would then have more rows or has received more service.
+    Empty if it fits without them or not even with them. A tenant loses no row to one that would then have more rows or
+    has received more service.
     """
     state = draft.state
     offline = state.running[RequestClass.OFFLINE]

@@ -52,7 +52,7 @@ class TrialBuilder:
         return self._draft.finish()
 
     def _continue(self, requests: Sequence[Request]) -> bool:
-        """Whether any of these running requests advances or has its next token in flight."""
+        """Return whether any of these running requests advances or has its next token in flight."""
         moves, ledger = False, self._draft.ledger
         for request in requests:
             if not ledger.open:
@@ -85,7 +85,7 @@ class TrialBuilder:
         return [*reversed(running[RequestClass.OFFLINE]), *reversed(running[RequestClass.ONLINE]), *reversed(aside)]
 
     def _is_coming(self, request: Request) -> bool:
-        """Whether deferred units would suffice for the request."""
+        """Return whether deferred units would suffice for the request."""
         pool, claim = self._state.pool, self._state.cache.claim(request)
         missing = claim.units + pool.num_idle_units(claim.hits) - pool.num_available_units
         return bool(self._state.free_rows) and 0 < missing <= pool.num_deferred_units

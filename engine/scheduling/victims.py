@@ -33,11 +33,11 @@ class Victims:
         self._now = now
 
     def for_start(self, request: Request, claim: Claim, missing: int, *, online: bool) -> list[Request]:
-        """Return the offline requests to preempt so that `request` gets `missing` more units and a row; empty if
-        impossible.
+        """Return the offline requests to preempt so that `request` gets `missing` more units and a row.
 
-        Requests preempted `max_offline_preemptions` times are chosen only if the others do not suffice. `online`:
-        whether parked blocks of other waiting online requests may be moved, too.
+        Empty if preempting all of them does not suffice. Requests preempted `max_offline_preemptions` times are chosen
+        only if the others do not suffice. `online`: whether parked blocks of other waiting online requests may be
+        moved, too.
         """
         state = self._state
         limit, spared = state.config.max_offline_preemptions, frozenset(claim.hits)
@@ -70,8 +70,9 @@ class Victims:
         return None
 
     def offline(self) -> Request | None:
-        """Return the offline request to preempt first: of the last lane, rarely preempted, small and new. None: all are
-        in this step.
+        """Return the offline request to preempt first, or None if all are in this step.
+
+        It is of the last lane, then rarely preempted, small and new.
         """
         offline = self._state.running[RequestClass.OFFLINE]
         candidates = (r for r in offline if r.last_step != self._step_id)
@@ -114,7 +115,7 @@ def freed_units(request: Request, spared: Collection[CacheBlock] = frozenset()) 
 
 
 def is_late(state: SchedulerState, request: Request, now: float) -> bool:
-    """Whether the first token came after the TTFT objective, or can only come after it."""
+    """Return whether the first token came after the TTFT objective, or can only come after it."""
     times = request.times
     return (now if times.first_token is None else times.first_token) - times.arrival > state.objective.ttft
 
@@ -165,7 +166,7 @@ def evict_late(state: SchedulerState, starts: Sequence[Start], now: float) -> No
 
 
 def spares(state: SchedulerState, request: Request) -> bool:
-    """Whether a late request may start: it must leave `LATE_HEADROOM` of the pool to savable requests.
+    """Return whether a late request may start: it must leave `LATE_HEADROOM` of the pool to savable requests.
 
     With less left, it would only be preempted again. Always true without `late_last` and while no online request runs.
     """
@@ -177,9 +178,7 @@ def spares(state: SchedulerState, request: Request) -> bool:
 
 
 def pressure_of(state: SchedulerState, now: float) -> Pressure | None:
-    """Return the inputs of the knapsack if the waiting online requests need more memory than they could get,
-    else None.
-    """
+    """Return the inputs of the knapsack, or None if memory suffices for the waiting online requests."""
     block_size = state.config.block_size
     offline = state.running[RequestClass.OFFLINE]
     capacity = (
@@ -216,7 +215,7 @@ def _rho(state: SchedulerState) -> float:
 
 
 def _demand_exceeds(state: SchedulerState, units: int) -> bool:
-    """Whether the waiting online requests need more than `units` units in KV."""
+    """Return whether the waiting online requests need more than `units` units in KV."""
     waiting, size = state.waiting_online, state.config.block_size
     columns = waiting.columns
     blocks = int(np.minimum(columns.lengths // size + 1, state.config.most_blocks)[~columns.began].sum())
