@@ -182,10 +182,10 @@ def count_gone(blocks: Iterable[CacheBlock]) -> int:
 
 
 def count_units(blocks: Iterable[CacheBlock]) -> int:
-    """Return the total units of these blocks."""
+    """Return the total units of `blocks`."""
     return sum(len(block.entry.units) for block in blocks)
 
 
 def count_compact(blocks: Iterable[CacheBlock]) -> int:
-    """Return how many of these blocks need scratch in every step that runs them."""
+    """Return how many blocks need scratch in every step that runs them."""
     return sum(block.entry.kind.form.compact for block in blocks)

@@ -77,7 +77,7 @@ class Cache:
     def num_compact(self) -> int:
         """Return the distinct compact blocks of running requests.
 
-        All of them may be in the next step, which has `scratch_blocks` for them; a shared block needs scratch once.
+        All may be in the next step, which has `scratch_blocks` for them; a shared block needs scratch once.
         """
         return len(self._compact)
 

@@ -130,7 +130,7 @@ class Checkpoints:
         request.cache_map.checkpoint, request.cache_map.branch = -1, 0
 
     def withdraw(self, hashes: Sequence[bytes]) -> None:
-        """Withdraw the states at the end of these blocks, because their content is in doubt."""
+        """Withdraw the states stored under `hashes`, because their content is in doubt."""
         for pool in (self.pool, self.host):
             for block in filter(None, map(pool.find, hashes)):
                 pool.withdraw(block)

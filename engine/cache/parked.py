@@ -7,9 +7,9 @@ stay in place, host blocks are copied back, and the dropped tail is recomputed. 
 and V, so a block gets its form on the host when it is first stored: a request that runs from hidden state stores the
 blocks of its answer by the host's split.
 
-Parked blocks never hold up another request. A running online request may take all of them. Offline requests take those
-of offline requests. A waiting online request takes all but its own. Without a host tier no blocks are parked: full
-blocks stay in the prefix index, where the tail is evicted first. This module uses no clock or step limits.
+Parked blocks never hold up another request. A running online request may take all parked blocks. Offline requests take
+those of offline requests. A waiting online request takes all but its own. Without a host tier no blocks are parked:
+full blocks stay in the prefix index, where the tail is evicted first. This module uses no clock or step limits.
 """
 
 from collections import Counter
@@ -142,7 +142,7 @@ class ParkedPasts:
         self._holders.pop(request, None)
 
     def forget(self, request: Request) -> None:
-        """Drop the parked blocks of a request, and cancel copies of them that are not launched yet."""
+        """Drop the parked blocks of a request, and cancel their copies that are not launched yet."""
         self._truncate(request, 0)
 
     def forget_all(self) -> None:

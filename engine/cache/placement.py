@@ -125,7 +125,7 @@ class Move(NamedTuple):
 
 
 def release_units(pasts: Sequence[PastRun], units: int, host_room: int, costs: RestoreCosts) -> list[Move]:
-    """Return the cheapest moves that free `units` device units, or all units of these runs, in the order of the runs.
+    """Return the cheapest moves that free `units` device units, or all units of the runs, in the order of the runs.
 
     `host_room`: free host units. At equal cost the earlier run loses blocks first. Without need no block is moved.
     """

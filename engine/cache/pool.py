@@ -134,7 +134,7 @@ class BlockPool:
         return next(iter(self._cached_offline or self._cached_online), None)
 
     def num_idle_units(self, blocks: Iterable[CacheBlock]) -> int:
-        """Return the units of these blocks that are available in this pool now and would not be once acquired."""
+        """Return the units of `blocks` that are available in this pool now and would not be once acquired."""
         tier, deferred = self._tier, self._deferred
         return count_units(b for b in blocks if b.ref_count == 0 and b.entry.tier is tier and b not in deferred)
 

@@ -75,7 +75,7 @@ class RecentRequests:
 
 
 def workload_of(arrivals: Sequence[OnlineArrival]) -> Workload:
-    """Return the workload of these arrivals at their own times.
+    """Return the workload of `arrivals` at their own times.
 
     The unknown output of a refused request is estimated.
     """

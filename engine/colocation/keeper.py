@@ -170,9 +170,11 @@ class Colocation:
         device: float | None = None,
         trial: bool = False,
     ) -> None:
-        """Record a step that took `measured` seconds, `device` of these on the device (None: all), and its outputs.
+        """Record a completed step with its outputs. The time of a `trial` is not learned.
 
-        The time of a `trial` is not learned.
+        Args:
+            measured: Seconds of the whole step.
+            device: Seconds on the device; None: all.
         """
         if not trial:
             self._learn(output, measured, outputs, now, device)

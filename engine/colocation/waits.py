@@ -69,8 +69,8 @@ class ArrivalWaits:
     def objective(self, slo: SLO, budget: BudgetParams, *, searched: bool) -> StepObjective:
         """Return the objective of the core.
 
-        `searched`: the budget comes from replays, which include its effect on arrivals; then `idle` is not limited,
-        unless pauses are in use, since replays do not show the effect of these.
+        `searched`: the budget comes from replays, which include its effect on arrivals. Then `idle` is not limited,
+        unless pauses are in use: replays do not show their effect.
         """
         idle = math.inf if searched and math.isinf(self.mean) else self.idle
         return replace(StepObjective.from_slo(slo, budget), idle=idle, wait=self.mean, awaited=self.awaited)

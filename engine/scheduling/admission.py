@@ -103,7 +103,7 @@ class Admission:
             raise
 
     def _check_flex(self, spec: EngineRequest) -> None:
-        """Refuse a flex request if `max_num_waiting` wait and its tenant has its equal share of them.
+        """Refuse a flex request if `max_num_waiting` requests wait and its tenant has its equal share.
 
         Batch lines are not limited here: a batch bounds its own lines.
         """

@@ -22,7 +22,7 @@ class StepCounters:
     predicted_seconds: float = 0.0
 
     def count_decodes(self, decodes: int, offline: int) -> None:
-        """Count one decoded token for each of `decodes` requests, `offline` of which are offline. None is a probe."""
+        """Count one decoded token for each of `decodes` requests, including `offline` offline ones and no probe."""
         self.decode_tokens += decodes
         self.offline_computed_tokens += offline
 

@@ -31,7 +31,7 @@ from predictor.features import BatchFeatures
 from predictor.model import LatencyPredictor
 
 EASY_SHARE = 0.8
-"""Share of the TBT limit that prompts may use while all of them are on time.
+"""Share of the TBT limit that prompts may use while every prompt is on time.
 
 Step times vary, and a missed token gap costs more than an early first token gains.
 """
@@ -123,7 +123,7 @@ def floor_chunk(
 
 
 def prompt_slack(state: SchedulerState, find_pace: Callable[[], PrefillPace | None], now: float) -> float:
-    """Return the seconds, ≥ 0, that the online prompts can be delayed before the first of them is late.
+    """Return the seconds, ≥ 0, that the online prompts can be delayed before one is late.
 
     Prompts are computed one after the other in deadline order, which is arrival order.
     """

@@ -103,7 +103,7 @@ class StepLedger:
 
 
 def num_masked(decodes: Sequence[Request]) -> int:
-    """Return the number of these decodes whose sampling a mask may restrict."""
+    """Return the number of decodes whose sampling a mask may restrict."""
     return sum([request.num_computed_tokens + 1 >= request.masked_from for request in decodes])
 
 

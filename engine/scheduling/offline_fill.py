@@ -41,7 +41,7 @@ class OfflineFill:
             state.counters.leftover_used_seconds += ledger.seconds - before
 
     def _add_decodes(self, plan: OfflinePlan, allowance: OfflineAllowance) -> int:
-        """Add the leading decodes of the plan in bulk if all of them fit. Return the number of plan items handled.
+        """Add the leading decodes of the plan in bulk if all fit. Return the number of plan items handled.
 
         Same as `_continue` per decode, but faster.
         """

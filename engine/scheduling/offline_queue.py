@@ -116,7 +116,7 @@ class OfflineQueue:
     def is_full(self, lane: Lane, tenant: str, limit: int) -> bool:
         """Return whether a tenant must not add to a lane limited to `limit` waiting requests.
 
-        True if all tenants together have that many and this tenant has its equal share of them.
+        True if all tenants together have that many and this tenant has its equal share.
         """
         queue = self._lanes[lane]
         if queue.num_waiting < limit:

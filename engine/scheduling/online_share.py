@@ -94,7 +94,7 @@ class OnlineShare:
         return self._share.service(tenant) + beyond if tenant in self._num_requests else -math.inf
 
     def walk(self, groups: Mapping[str, Iterable[Request]]) -> FairWalk:
-        """Simulate the order in which the tenants of these requests would be served, each request at its `price`.
+        """Simulate the order in which the tenants in `groups` would be served, each request at its `price`.
 
         Requests that already started were charged before, so their charge is deducted first.
         """

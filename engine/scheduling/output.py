@@ -86,7 +86,7 @@ class ReplacedEntry(NamedTuple):
 class SavedState(NamedTuple):
     """Copy the recurrent state after the first `num_tokens` tokens of `row` to `slot`.
 
-    The last of these tokens is in the row's chunk of this step.
+    The last saved token is in the row's chunk of this step.
     """
 
     row: int
@@ -133,7 +133,7 @@ class ModelRunnerOutput:
         logprobs: One per sampling chunk; None for a request without logprobs.
         latency: Measured step time in seconds.
         forced: Tokens that a grammar or a thinking budget forces after the i-th sampled token, by i. The row already
-            contains them. A later step in flight may sample one of them; that sample is ignored.
+            contains them. A later step in flight may sample such a token; that sample is ignored.
         pooled: Vector of a pooling request as float32 bytes, by the index of its last chunk; empty if not finite.
         trial: The step ran in an experimental way, so its latency must not be used for predictions.
     """

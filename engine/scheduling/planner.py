@@ -46,7 +46,7 @@ class OfflinePlan(NamedTuple):
 
     @property
     def continued(self) -> "OfflinePlan":
-        """Return a plan for the step after this one, with the same requests, all of them as running decodes.
+        """Return a plan for the step after this one: the same requests, each as a running decode.
 
         The step that uses the plan checks how many tokens each request has left.
         """

@@ -34,7 +34,7 @@ class TrialBuilder:
         self._state = draft.state
 
     def build(self, requests: Sequence[Request], force: bool) -> DecidedStep | None:
-        """Return a step with as much of these requests as fits, or None if none of them can run now.
+        """Return a step with as much of `requests` as fits, or None if no request can run now.
 
         `force`: preempt any request in the way of the first one, whatever its class.
         """
@@ -52,7 +52,7 @@ class TrialBuilder:
         return self._draft.finish()
 
     def _continue(self, requests: Sequence[Request]) -> bool:
-        """Return whether any of these running requests advances or has its next token in flight."""
+        """Return whether any of the running `requests` advances or has its next token in flight."""
         moves, ledger = False, self._draft.ledger
         for request in requests:
             if not ledger.open:
