@@ -588,7 +588,7 @@ class Engine:
             return None  # a long step in flight may be in the way; the next step shows whether the device hangs
 
     def _tell_keeper(self, tell: Callable[..., None], *facts: Any) -> None:
-        """Report facts to the SLO keeper. Log an error of the keeper and go on without this update."""
+        """Report facts to the SLO keeper. Log an error of the keeper and skip this update."""
         if self.colocation is None:
             return
         try:

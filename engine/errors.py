@@ -30,7 +30,7 @@ class ConfigError(TidemillError):
 
 
 class ModelLoadError(ConfigError):
-    """A checkpoint cannot be loaded; the message gives the reason."""
+    """A checkpoint cannot be loaded; the message states the reason."""
 
 
 class InvalidRequestError(TidemillError):

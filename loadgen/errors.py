@@ -2,7 +2,7 @@
 
 
 class InputError(ValueError):
-    """A flag, a file or a workload is invalid; the message says which and why."""
+    """A flag, a file or a workload is invalid; the message names it and gives the reason."""
 
 
 class ServerError(RuntimeError):

@@ -1,9 +1,9 @@
-"""One batch as micro-batches of a pipeline: by tokens, or balanced by predicted cost (KunServe §4.3, Figures 10-11).
+"""Split a batch into micro-batches of a pipeline: by tokens, or by predicted cost (KunServe §4.3, Figures 10-11).
 
-A pipeline stands still where one micro-batch takes longer than the next. Tokens do not tell how long: a chunk far into
-a prompt reads all that lies before it, a decode its whole context. So a batch is halved where both sides are predicted
-to cost the same, and the halves again, down to a least number of tokens. Each side is charged the constant of a step
-once, however many chunks it has (as printed, Equation 1 charges it to each chunk). Pure and torch-free.
+A stage idles if one micro-batch takes longer than the next. The number of tokens does not determine the time: a chunk
+late in a prompt reads all tokens before it, and a decode reads its whole context. A batch is therefore halved so that
+both sides have the same predicted cost, and the halves again, down to a minimum number of tokens. Each micro-batch is
+charged the constant of a step once (Equation 1 in the paper charges it to each chunk). Torch-free.
 """
 
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from predictor.model import LatencyPredictor
 from predictor.reach import Reach
 
 GRAIN = 16
-"""Chunks are cut at multiples of so many tokens."""
+"""Chunks are cut at multiples of this number of tokens."""
 
 
 class BatchPiece(NamedTuple):
@@ -30,7 +30,7 @@ MicroBatch = list[BatchPiece]
 
 
 def by_tokens(pieces: Sequence[BatchPiece], count: int) -> list[MicroBatch]:
-    """`count` micro-batches of about equally many tokens, in the order given: what engines do today."""
+    """Split the pieces, in order, into `count` micro-batches of about the same number of tokens: the usual method."""
     total, found, rest = sum(piece.length for piece in pieces), [], list(pieces)
     for number in range(count, 1, -1):
         tokens = -(-total // number)
@@ -44,9 +44,11 @@ def by_tokens(pieces: Sequence[BatchPiece], count: int) -> list[MicroBatch]:
 def balanced(
     pieces: Sequence[BatchPiece], model: LatencyPredictor, *, stages: int, min_tokens: int, grain: int = GRAIN
 ) -> list[MicroBatch]:
-    """Halves of equal predicted cost, in the order given, and halves of all of those: as often as there must be micro-
-    batches for every stage, and further while they have `min_tokens` tokens on average. All are halved equally often,
-    or they would cost different times."""
+    """Halve the pieces, in order, repeatedly into micro-batches of equal predicted cost.
+
+    All micro-batches are halved until there is one per stage, and further while the halves have at least `min_tokens`
+    tokens on average. All are halved equally often, so that their costs stay equal.
+    """
     tokens = sum(piece.length for piece in pieces)
     batches, count = ([list(pieces)] if pieces else []), 1
     while batches and (count < stages or tokens >= 2 * count * min_tokens):
@@ -58,8 +60,10 @@ def balanced(
 
 
 def quickest(pieces: Sequence[BatchPiece], model: LatencyPredictor, *, stages: int, most: int = 4) -> list[MicroBatch]:
-    """The batch whole, or halved up to `most` micro-batches: what leaves a pipeline first whose stages have equal parts
-    of the layers. Few decodes stay together: each half would read all weights."""
+    """Return the batch as 1, 2, ... `most` micro-batches, whichever is predicted to leave the pipeline first.
+
+    The stages have equal parts of the layers. A few decodes stay together, because each half would read all weights.
+    """
     best, least, count = [list(pieces)], cost(pieces, model), 2
     while count <= most:
         batches = balanced(pieces, model, stages=count, min_tokens=sum(piece.length for piece in pieces))
@@ -71,7 +75,7 @@ def quickest(pieces: Sequence[BatchPiece], model: LatencyPredictor, *, stages: i
 
 
 def cost(pieces: Sequence[BatchPiece], model: LatencyPredictor) -> float:
-    """Predicted seconds of one micro-batch, by itself, through all layers."""
+    """Return the predicted seconds of one micro-batch through all layers, without other micro-batches."""
     features = BatchFeatures(model.reach)
     for _, start, length in pieces:
         features.add_chunk(start, length)
@@ -79,15 +83,17 @@ def cost(pieces: Sequence[BatchPiece], model: LatencyPredictor) -> float:
 
 
 def _halve(batch: MicroBatch, model: LatencyPredictor, grain: int) -> tuple[MicroBatch, MicroBatch]:
-    """The cut at which both sides cost the same, as nearly as can be; costs grow with tokens, so it is found by
-    bisection. What cannot be cut is the first half alone."""
+    """Cut a micro-batch so that both sides cost nearly the same. If it cannot be cut, the second half is empty.
+
+    Costs grow with tokens, so the cut is found by bisection.
+    """
     if sum(piece.length for piece in batch) == 1:
         return batch, []
     reach = model.reach
     sums = [FeatureRow(*([0] * len(FeatureRow._fields))), *accumulate((_row(piece, reach) for piece in batch), _plus)]
 
     def gap(index: int, tokens: int) -> float:
-        """Cost of what lies before `tokens` tokens of piece `index`, minus that of the rest."""
+        """Return the cost of the part before token `tokens` of piece `index`, minus the cost of the remainder."""
         left, right = sums[index], _minus(sums[-1], sums[index])
         if tokens:
             _, start, length = batch[index]
@@ -96,7 +102,7 @@ def _halve(batch: MicroBatch, model: LatencyPredictor, grain: int) -> tuple[Micr
             right = _plus(_minus(right, _row(batch[index], reach)), _row(rest, reach))
         return model.predict(BatchFeatures.from_row(left)) - model.predict(BatchFeatures.from_row(right))
 
-    low, high = 0, len(batch)  # the last piece boundary whose left side costs no more
+    low, high = 0, len(batch)  # find the last piece boundary at which the left side does not cost more
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if gap(middle, 0) <= 0.0 else (low, middle)
@@ -110,7 +116,7 @@ def _halve(batch: MicroBatch, model: LatencyPredictor, grain: int) -> tuple[Micr
 
 
 def _cut(batch: Sequence[BatchPiece], tokens: int) -> tuple[MicroBatch, MicroBatch]:
-    """The first `tokens` tokens, and the rest."""
+    """Return the first `tokens` tokens and the remainder."""
     first: MicroBatch = []
     for index, piece in enumerate(batch):
         if tokens < piece.length:

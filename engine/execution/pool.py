@@ -40,7 +40,7 @@ class PoolMemory(Protocol):
         """Back the first bytes with memory; contents stay. Raises ValueError if there is not enough memory."""
 
     def give_back(self, num_bytes: int) -> None:
-        """Release the memory after the first bytes, which holds nothing any more."""
+        """Release the memory after the first bytes, which is unused."""
 
 
 Reserve = Callable[[int, int], PoolMemory]

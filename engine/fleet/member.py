@@ -96,7 +96,7 @@ class Member:
 
 
 def online_load(number: int, report: LoadReport | None, unreported: Iterable[EngineRequest]) -> EngineLoad:
-    """Return the load of the last report plus the requests sent since. None of them is assumed to have ended."""
+    """Return the load of the last report plus the requests sent since, as if no request had ended since then."""
     report = report or LoadReport()
     prompts = [len(r.prompt_token_ids) for r in unreported if r.request_class is RequestClass.ONLINE]
     return EngineLoad(

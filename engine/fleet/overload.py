@@ -137,7 +137,7 @@ class Overload:
             return
 
     async def merge(self, leader: Member, follower: Member) -> bool:
-        """Make a pipeline of two engines unless one of them has a suspect; see `Pipelines.merge`."""
+        """Make a pipeline of two engines unless either has a suspect; see `Pipelines.merge`."""
         if not (leader.engine.regroup.is_calm and follower.engine.regroup.is_calm):
             return False
         done = await self.pipelines.merge(leader, follower)

@@ -17,7 +17,7 @@ _USUAL = (1e-5, 1e-6, 1e-8, 1e-12)  # candidates for a module without a weight t
 
 
 class UnknownError(Exception):
-    """A module computes something unknown; the message says what was found."""
+    """A module's computation is not recognized; the message describes the computation."""
 
 
 def read_norm(name: str, module: Any, width: int) -> NormForm:

@@ -281,7 +281,7 @@ _ADAPTERS: ContextVar[Adds | None] = ContextVar("adapters of this forward pass",
 
 
 def _nothing(_layer: int, q: Tensor, _k: Tensor, v: Tensor, _manner: Manner) -> Tensor:
-    """An attention that reads nothing."""
+    """Return zeros in place of attention."""
     return q.new_zeros(len(q), q.shape[1] * v.shape[2])
 
 

@@ -1,12 +1,12 @@
 """The causes for which an engine process ends or fails to start, and the reaction to each.
 
-| origin  | example                              | restart                   | gives the server up | suspects requests |
-|---------|--------------------------------------|---------------------------|---------------------|-------------------|
-| SYSTEM  | no descriptor, thread, disk or memory| for ever, at most 30 s apart | never            | no                |
-| OUTSIDE | SIGKILL: a step, the kernel, a person| `RestartPolicy`           | six deaths          | by comparison     |
-| REQUEST | a step hung or crashed the process   | `RestartPolicy`           | six deaths          | proof             |
-| ENGINE  | no start, every step fails           | `RestartPolicy`           | six deaths          | no                |
-| ASKED   | SIGHUP found other weights           | at once                   | never               | no                |
+| origin  | example                               | restart                     | server gives up | suspects requests |
+|---------|---------------------------------------|-----------------------------|-----------------|-------------------|
+| SYSTEM  | no descriptor, thread, disk or memory | retries at least every 30 s | never           | no                |
+| OUTSIDE | SIGKILL by a step, kernel or operator | `RestartPolicy`             | six deaths      | by statistics     |
+| REQUEST | a step hung or crashed the process    | `RestartPolicy`             | six deaths      | yes               |
+| ENGINE  | failed start, every step fails        | `RestartPolicy`             | six deaths      | no                |
+| ASKED   | SIGHUP found other weights            | at once                     | never           | no                |
 
 A death of origin REQUEST or OUTSIDE no longer counts once a request is proven to be its cause (`Suspects`).
 """

@@ -26,7 +26,7 @@ CHILD = "engine.process.child"
 HOLD_SECONDS = 120.0
 """Timeout in seconds until a held process is ready to load."""
 SPARE_ROOM = 1 << 31
-"""Free bytes of memory required for a spare process, which takes a tenth of them."""
+"""Free memory in bytes required for a spare process, which uses about a tenth of that."""
 
 TEXT = (".json", ".jinja", ".model", ".txt")
 INDEX = ".index.json"

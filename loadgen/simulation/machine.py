@@ -46,11 +46,11 @@ class Machine:
     profiles: dict[str, LatencyModel] = field(default_factory=dict)
 
     def profile(self, name: str) -> LatencyModel:
-        """The latency model called `name`, the machine's own for ""; raises KeyError for an unknown one."""
+        """Return the latency model called `name`, or the machine's own for "". Raise KeyError for an unknown name."""
         return self.profiles[name] if name else self.predictor
 
     def runner(self, seed: int) -> SimulatedRunner:
-        """A new runner whose noise follows `seed`."""
+        """Return a new runner whose noise follows `seed`."""
         return SimulatedRunner(self.device, noise=NOISE, seed=seed)
 
 
