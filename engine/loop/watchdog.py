@@ -16,7 +16,7 @@ log = logging.getLogger("tidemill.engine")
 
 STALL_SECONDS = 5.0
 MAX_PATIENCE = 12
-"""Maximum growth of the interval between two recoveries, in stall times."""
+"""Maximum increase of the interval between two recoveries, in stall times."""
 
 
 class ProgressWatchdog:

@@ -48,7 +48,7 @@ CAUSES = {
 }
 
 _PEER_IS_GONE = frozenset({errno.EPIPE, errno.ECONNRESET, errno.ENOTCONN, errno.ESHUTDOWN, errno.ESRCH, errno.ECHILD})
-"""The errno values of calls on the socket or the process id of a process that has ended."""
+"""The errno values with which calls on the socket or the process id report that the process has ended."""
 _SYSTEM_MESSAGES = ("can't start new thread", "Cannot allocate memory", "Resource temporarily unavailable")
 """Messages with which Python and torch report ENOMEM or EAGAIN as a RuntimeError."""
 

@@ -14,7 +14,7 @@ log = logging.getLogger("tidemill.engine")
 
 FAILED_STEP = "failed_step"
 REST = 10.0
-"""Minimum seconds between two recordings of failed steps; the next recording includes the skipped steps."""
+"""Seconds after a recording in which failed steps are not recorded; the next recording includes them."""
 
 
 class Flights:

@@ -62,7 +62,7 @@ class Submit(Message, frozen=True):
 
 
 class Resume(Message, frozen=True):
-    """Continue requests that an ended engine had accepted. No answer; a full queue refuses none."""
+    """Continue requests that an ended engine had accepted. No answer; the queue limit does not apply."""
 
     requests: tuple[EngineRequest, ...]
 
