@@ -121,8 +121,8 @@ class Colocation:
 
         Args:
             origin: Source of the budget, for logs and statistics.
-            replayed: A search has just found the budget for the current load, so the breaker starts afresh. Otherwise
-                the breaker's limit, found in seconds of the previous budget, is rescaled to this one.
+            replayed: The budget was just verified by replay for the current load, so the breaker grants all of it.
+                Otherwise the share that the breaker granted of the previous budget is rescaled to this one.
         """
         self._origin = origin
         self._held = "" if budget.latency_budget > 0.0 else f"no offline budget keeps the SLO ({origin})"

@@ -49,8 +49,8 @@ class ArrivalWaits:
     def of(cls, slo: SLO, model: LatencyPredictor, prompts: Sequence[int], rate: float) -> "ArrivalWaits":
         """Return the limits for chats with `prompts` tokens to compute, arriving at `rate` per second.
 
-        An arrival waits half a step on average. This wait may use half of a tolerance. Of an absolute limit per request
-        it may use half of what the prompt's own time leaves, since the request may not be alone.
+        An arrival waits half a step on average. This wait may use half of a tolerance. Under an absolute limit per
+        request it may use half of the limit less the prompt's own time, since the request may not be alone.
         """
         features = BatchFeatures(model.reach)
         features.add_chunk(0, max(2, sum(prompts) // len(prompts) if prompts else USUAL_PROMPT))
@@ -69,8 +69,8 @@ class ArrivalWaits:
     def objective(self, slo: SLO, budget: BudgetParams, *, searched: bool) -> StepObjective:
         """Return the objective of the core.
 
-        `searched`: the budget comes from replays, which include its effect on arrivals. Then `idle` is not limited,
-        unless pauses are in use: replays do not show their effect.
+        `searched`: the budget comes from replays, which include its effect on arrivals, so `idle` is not limited. With
+        pauses it is: then replays show the effect of the budget only beside chats.
         """
         idle = math.inf if searched and math.isinf(self.mean) else self.idle
         return replace(StepObjective.from_slo(slo, budget), idle=idle, wait=self.mean, awaited=self.awaited)

@@ -1,10 +1,9 @@
-"""Adds prompts to a step: running prompts continue and waiting ones start, in one order (see
-`engine.scheduling.laxity`).
+"""Adds prompts to a step: running ones continue and waiting ones start, in one order.
 
-A policy that orders by urgency puts the prompts first that can still get their first token in time. The first of the
-other prompts gets a floor chunk. The chunk is reserved if there is room for both groups; otherwise that prompt goes
-first in every BEHIND_EVERY-th such step, so that no prompt starves. Other policies continue running prompts by arrival
-and start waiting ones in their own order.
+A policy that orders by urgency (`engine.scheduling.laxity`) puts the prompts first that can still get their first token
+in time. The first of the other prompts gets a floor chunk. The chunk is reserved if there is room for both groups;
+otherwise that prompt goes first in every BEHIND_EVERY-th such step, so that no prompt starves. Other policies continue
+running prompts by arrival and start waiting ones in their own order.
 """
 
 import math
