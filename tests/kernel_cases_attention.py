@@ -403,7 +403,7 @@ def test_prefill_and_decode_refuse_wrong_shapes() -> None:
         prefill_attention(q[:, ::2], cache.pool, *tables, work, *partial, q[:, ::2], **args)
     with pytest.raises(AssertionError, match="float16"):
         prefill_attention(q.half(), cache.pool, *tables, work, *partial, q, **args)
-    with pytest.raises(AssertionError, match="larger than the kernel's"):
+    with pytest.raises(AssertionError, match="larger than those of the kernel"):
         prefill_attention(q, cache.pool, *tables, PrefillWork(2, 4, 99, DEVICE), *partial, q.clone(), **args)
     split = PrefillWork(2, 40, 8, DEVICE, slots=4, tile=16)
     with pytest.raises(AssertionError, match="partial"):

@@ -51,7 +51,7 @@ async def answer(config: EngineConfig, prompt: tuple[int, ...], max_tokens: int)
 
 def test_no_name_is_the_demo_model() -> None:
     assert (resolve_model(EngineConfig()) / "config.json").is_file()
-    with pytest.raises(ModelLoadError, match="no folder"):
+    with pytest.raises(ModelLoadError, match="neither a folder nor a Hugging Face id"):
         resolve_model(EngineConfig(model="/no/such/folder"))
 
 

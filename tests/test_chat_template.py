@@ -171,7 +171,7 @@ def test_what_a_template_may_write_is_bounded(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr("engine.text.chat_template.MAX_PROMPT_CHARS", 1000)
     tokenizer = Tokenizer.load(folders.byte_level(tmp_path, "{{ messages[0].content * 100 }}"), probe=False)
     assert tokenizer.encode_chat(user("x"))
-    with pytest.raises(InvalidRequestError, match="too long"):
+    with pytest.raises(InvalidRequestError, match="the limit is 1,000"):
         tokenizer.encode_chat(user("x" * 11))
 
 

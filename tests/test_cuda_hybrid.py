@@ -184,7 +184,7 @@ def test_restores_at_one_position_do_not_meet() -> None:
 
 
 def test_what_was_not_made_room_for_is_refused() -> None:
-    with pytest.raises(ConfigError, match="does not fit"):
+    with pytest.raises(ConfigError, match="exceeds the"):
         bare_runner("gqa")
     with pytest.raises(AssertionError, match="2 blocks of hidden state, scratch holds 1"):
         start(bare_runner(scratch_blocks=1), hidden(0, 1))

@@ -272,7 +272,7 @@ def test_a_paired_pool_has_one_table_on_the_device(options: dict[str, int], coun
     assert count == 1 or entries[2:4].tolist() == [8 * layers, 3 * layers]
     give((7, 8), (3, 2))
     if count == 1:
-        with pytest.raises(AssertionError, match="behind its K"):
+        with pytest.raises(AssertionError, match="must follow its K"):
             tables.take_changes()
     else:
         assert tables.take_changes()[1][:4].tolist() == [7 * layers, 3 * layers, 8 * layers, 2 * layers]

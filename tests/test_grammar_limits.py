@@ -143,7 +143,7 @@ async def test_a_grammar_is_refused_for_the_limit_that_it_met() -> None:
         (dict(doublings())["doubling terminals"], ProofLimits(seconds=30.0, memory=64 * 2**20), "memory"),
         (ENDLESS, ProofLimits(seconds=0.2), "longer than 0.2 s"),
         (rules(2000, "start: r0\n", "r{}: r{}\n", 'r{}: "a"\n'), ProofLimits(stack=2**20), "nested too deeply"),
-        (schema({"type": "string"}), ProofLimits(hold_seconds=0.0), "without holding up"),
+        (schema({"type": "string"}), ProofLimits(hold_seconds=0.0), "without delaying other requests"),
     ]
     for grammar, limits, reason in cases:
         async with grammars_of(compiler, limits=limits) as grammars:

@@ -400,7 +400,7 @@ def test_hidden_state_is_offered_where_it_takes_half_the_room_or_less(name: str)
 def test_hidden_state_is_refused_with_the_reason() -> None:
     units, refusal = hidden_offer(decoder_of("gqa").spec)
     assert units == 0
-    assert "64 values a token and layer does not fit in the 32 of K" in refusal
-    with pytest.raises(ConfigError, match="does not fit"):
+    assert "64 values per token and layer exceeds the 32 values of K" in refusal
+    with pytest.raises(ConfigError, match="exceeds the 32 values"):
         bare_runner("gqa")
     assert bare_runner("gqa", scratch_blocks=0).device.pool.scratch_blocks == 0

@@ -152,7 +152,7 @@ def test_windows_keep_bursts_and_are_made_for_any_rate() -> None:
     assert len(gaps) / sum(gaps) == pytest.approx(1.0, rel=0.25)
     with pytest.raises(ValueError, match="at least two"):
         resample(bursts[:1], 1.0, 10, seed=3)
-    with pytest.raises(ValueError, match="a rate"):
+    with pytest.raises(ValueError, match="a positive rate"):
         resample(bursts, 0.0, 10, seed=3)
 
 

@@ -250,7 +250,7 @@ def test_a_file_that_ends_early_is_an_error_and_never_old_weights(tmp_path: Path
     os.ftruncate(file._fd, 2 * 8192 + 4096)
     assert torch.equal(read(file, 1)[:5000], data[1])
     for place in (2, 3):
-        with pytest.raises(WeightReadError, match="the file of weights ends"):
+        with pytest.raises(WeightReadError, match="the weight file ends"):
             read(file, place)
     file.close()
 

@@ -35,14 +35,14 @@ INTEGERS = ("w8a8", "w8a8 by tensors")
 def config_of(folder: Path, **changes: Any) -> EngineConfig:
     options: dict[str, Any] = {"dtype": "float32", "cpu_kernels": "torch"}
     return EngineConfig(
-        model=str(folder), device="cpu", num_gpu_blocks_override=40, block_size=4, max_model_len=64,
+        model=str(folder), device="cpu", num_gpu_blocks_override=40, max_model_len=64,
         profile_seconds=0.0, threads=1, **(options | changes),
     )  # fmt: skip
 
 
 def generated(config: EngineConfig) -> tuple[dict[str, list[int]], LaunchPlan]:
     runner, plan = build_runner(config, plan_launch(config))
-    driver = Driver(runner, SchedulerConfig(num_units=plan.limits.num_units, max_model_len=64, block_size=4))
+    driver = Driver(runner, SchedulerConfig(num_units=plan.limits.num_units, max_model_len=64))
     generator = torch.Generator().manual_seed(3)
     prompts = [torch.randint(3, 97, (length,), generator=generator).tolist() for length in (5, 17, 30)]
     driver.add(*[make_request(str(index), prompt, 12) for index, prompt in enumerate(prompts)])

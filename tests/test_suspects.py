@@ -50,7 +50,7 @@ def test_the_recorder_says_what_ran_at_the_end() -> None:
     recorder.idle(6.0)
     entries = flight.read(memory)
     assert flight.in_flight(entries) == {}
-    assert [type(entry).__name__ for entry in entries[-3:]] == ["Failed", "Completed", "Idle"]
+    assert [type(entry).__name__ for entry in entries[-3:]] == ["FailedStep", "Completed", "Idle"]
     assert b"secret" not in memory
 
 
