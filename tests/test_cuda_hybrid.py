@@ -188,10 +188,10 @@ def test_what_was_not_made_room_for_is_refused() -> None:
         bare_runner("gqa")
     with pytest.raises(AssertionError, match="2 blocks of hidden state, scratch holds 1"):
         start(bare_runner(scratch_blocks=1), hidden(0, 1))
-    with pytest.raises(AssertionError, match="without scratch"):
+    with pytest.raises(AssertionError, match="has no scratch"):
         start(bare_runner(scratch_blocks=0), hidden(0, 1))
     out = CacheOperation(CacheAction.SWAP_OUT, *hidden(0), host(*hidden(0), 0))
-    with pytest.raises(AssertionError, match="without a host tier"):
+    with pytest.raises(AssertionError, match="has no host tier"):
         bare_runner(host_units=0).launch(SchedulerOutput(0, (), operations=(out,)))()
     with pytest.raises(AssertionError, match="on the device"):
         start(bare_runner(), (*hidden(0), host(*hidden(1), 0)))

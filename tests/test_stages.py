@@ -106,7 +106,8 @@ def demo_plan() -> tuple[EngineConfig, LaunchPlan]:
         device="cpu", dtype="float32", cpu_kernels="torch", threads=1, profile_seconds=0.0,
         num_gpu_blocks_override=UNITS // 2, max_model_len=80, max_num_seqs=12, max_num_batched_tokens=32,
     )  # fmt: skip
-    return config, replace(plan_launch(config), droppable=True)
+    plan = plan_launch(config)
+    return config, replace(plan, droppable=True, limits=replace(plan.limits, block_size=BLOCK))
 
 
 def make_any(kind: str) -> PipelineRunner:
