@@ -161,8 +161,11 @@ from engine.config import EngineConfig
 from engine.process import frames
 from engine.process.supervisor import Child
 
+kept = []  # an engine whose socket closes ends by itself
+
 def spawn():
     child = Child.spawn([sys.executable, "-P", *sys.argv[1:3], ""], frames.Launch(EngineConfig()))
+    kept.append(child)
     child.receive()
     child.receive()
     print(child.process.pid, flush=True)
