@@ -19,7 +19,7 @@ class EmbeddingSpec(NamedTuple):
     pooling: Pooling | None  # None: unsupported; `origin` names the reason
     size: int  # numbers in a vector
     normalizes: bool  # vectors have length 1
-    origin: str  # source of these settings, for the log
+    origin: str  # source of the settings, for the log
 
     def __str__(self) -> str:
         if self.pooling is None:

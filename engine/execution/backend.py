@@ -45,7 +45,7 @@ class Backend(Protocol):
         """Return why this machine has no such device; None if it has one."""
 
     def devices(self) -> Sequence[str] | None:
-        """Return the devices of which each rank gets one; None if all ranks share one."""
+        """Return the devices, one for each rank; None if all ranks share one."""
 
     def config_refusal(self, config: EngineConfig) -> str | None:
         """Return why the configuration does not run here, and the alternative; None if it does."""

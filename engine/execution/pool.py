@@ -190,13 +190,13 @@ class UnitPool:
             self.slices.index_fill_(0, self._to_device(self.scratch_base - 1 - scratch), 0)
 
     def bytes_of(self, layers: range, num_units: int) -> int:
-        """Return the bytes of `num_units` units of these layers. Raises ValueError if there are too few addresses."""
+        """Return the bytes of `num_units` units of `layers`. Raises ValueError if there are too few addresses."""
         if not layers or (num_units + 1) * len(layers) > len(self.slices):
             raise ValueError(f"the pool has no addresses for {num_units} units of {len(layers)} layers")
         return (num_units + 1) * len(layers) * self.slices.shape[1] * self.slices.itemsize
 
     def relay(self, layers: range, num_units: int) -> None:
-        """Rearrange the pool in place for `num_units` units of these layers.
+        """Rearrange the pool in place for `num_units` units of `layers`.
 
         Units that exist before and after keep the contents of common layers; other contents are undefined. Memory after
         the last unit is released. Raises ValueError if there are too few addresses or too little memory.

@@ -139,7 +139,7 @@ class RowTable:
         return np.unique(np.concatenate(changed))
 
     def note(self, rows: IntArray | int, blocks: IntArray) -> None:
-        """Record that entries of these blocks were written."""
+        """Record that entries of the blocks were written."""
         if self._changed is not None:
             self._changed.append(rows * self.tables.shape[2] + blocks)
 

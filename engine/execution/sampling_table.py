@@ -56,7 +56,7 @@ class SamplingTable:
         self.edits[row] = bool(params.logit_bias) or has_minimum(params) or has_penalties(params)
 
     def plain(self, rows: IntArray) -> bool:
-        """Return whether all of these rows are greedy without edits or log-probabilities."""
+        """Return whether all rows are greedy without edits or log-probabilities."""
         special = ~self.greedy[rows] | self.edits[rows] | (self.num_logprobs[rows] >= 0)
         return not special.any()
 

@@ -31,7 +31,7 @@ class Packing:
         zero_points: Whether zero points are stored.
         shift: Added to stored zero points.
         integers: Made for products of 8-bit integers, with one scale per output.
-        in_float: Values and scales are multiplied in float32 whatever the type of the scales.
+        in_float: Values and scales are multiplied in float32 for every type of scales.
         floats: Made for products of 8-bit floats (e4m3), with one scale per output.
         static: Inputs have one stored scale instead of a scale per token.
     """

@@ -498,7 +498,7 @@ def own_reference(
     """Return the eager transformers model of a native family, with as many layers and tokens as `spec`, and its
     windows.
 
-    `picked` are the indices of these layers in the checkpoint. Raises ModelLoadError.
+    `picked` are the indices of the layers in the checkpoint. Raises ModelLoadError.
     """
     config = _config(folder, read_json(folder / "config.json"))
     config.num_hidden_layers, config.vocab_size, config.pad_token_id = spec.num_layers, spec.vocab_size, None

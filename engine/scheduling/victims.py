@@ -35,7 +35,7 @@ class Victims:
     def for_start(self, request: Request, claim: Claim, missing: int, *, online: bool) -> list[Request]:
         """Return the offline requests to preempt so that `request` gets `missing` more units and a row.
 
-        Empty if preempting all of them does not suffice. Requests preempted `max_offline_preemptions` times are chosen
+        Empty if all candidates are not enough. Requests preempted `max_offline_preemptions` times are chosen
         only if the others do not suffice. `online`: whether parked blocks of other waiting online requests may be
         moved, too.
         """

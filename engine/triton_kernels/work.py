@@ -64,7 +64,7 @@ class WorkBuffer:
 
 
 def buffer_for(shapes: Sequence[tuple[int, ...]], device: torch.device) -> WorkBuffer:
-    """Return a buffer of exactly the size of parts of these shapes."""
+    """Return a buffer of exactly the size of parts of the given shapes."""
     return WorkBuffer(sum(aligned(math.prod(shape)) for shape in shapes), device)
 
 

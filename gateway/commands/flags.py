@@ -183,7 +183,7 @@ def resolve_configs(
 def given(
     arguments: argparse.Namespace, types: Sequence[type], environment: Mapping[str, str] | None = None
 ) -> dict[str, Any]:
-    """Return the values that the user set for fields of these types. Raise ConfigError, see `find_given`."""
+    """Return the values that the user set for fields of the given types. Raise ConfigError, see `find_given`."""
     return {field: each.value for field, each in given_where(arguments, types, environment).items()}
 
 

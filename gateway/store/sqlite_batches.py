@@ -259,7 +259,7 @@ class SqliteBatches:
 
         Args:
             completed: rows of the output file (None: as counted so far); all other lines count as failed.
-            usage: token usage of these rows (None: as counted so far).
+            usage: token usage of the rows (None: as counted so far).
 
         Raises IllegalTransition.
         """

@@ -51,7 +51,7 @@ class SlottedAdapters(Adapters):
         self.table[:, slot].copy_(send(entries, self.table.device))
 
     def slots_of(self, numbers: IntArray) -> IntArray | None:
-        """Return the slots of these adapters [T]; None if one has no slot."""
+        """Return the slots of the adapters [T]; None if one has no slot."""
         found = [self._slots.get(number, -1) if number else 0 for number in numbers.tolist()]
         return None if -1 in found else np.array(found, dtype=np.int64)
 

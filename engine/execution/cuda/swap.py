@@ -28,7 +28,7 @@ STAGING_BYTES = 64 * 1024**2
 
 _HALVES = 2  # per direction: one is filled while the other is emptied
 _PARTS = 2 * _HALVES
-_MOST_MARKS = 64  # kept per lane; an older mark is replaced by the oldest of these
+_MOST_MARKS = 64  # kept per lane; an older mark is replaced by the oldest one
 
 
 def staging_units(host_units: int, bytes_per_unit: int) -> int:

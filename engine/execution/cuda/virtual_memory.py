@@ -191,7 +191,7 @@ class Memory:
 
 
 class Range:
-    """A range of addresses of which the first `backed` bytes have memory.
+    """A range of addresses whose first `backed` bytes have memory.
 
     `tensor [num_bytes]` uint8 covers all addresses; those without memory must not be accessed. Nothing on the device
     may access pieces that are moved.
