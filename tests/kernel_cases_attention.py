@@ -146,7 +146,7 @@ def test_twins_find_v_behind_k_or_by_its_table() -> None:
         attend(q[:count], cache.pool, cache.k_table, cache.v_table, *given, outs[0], **where)
         attend(q[:count], cache.pool, cache.k_table, None, *given, outs[1], **where, pair=cache.pair)
         assert torch.equal(*outs) and not outs[0].isnan().any()
-        with pytest.raises(AssertionError, match="lies behind its K"):
+        with pytest.raises(AssertionError, match="pass either v_table or pair"):
             attend(q[:count], cache.pool, cache.k_table, None, *given, outs[1], **where)
 
 
@@ -413,7 +413,7 @@ def test_prefill_and_decode_refuse_wrong_shapes() -> None:
         prefill_attention(q, cache.pool, *tables, split, *prefill_scratch(split, q), q.clone(), **args)
     with pytest.raises(AssertionError, match="int32 or int64"):
         prefill_attention(q, cache.pool, tables[0].float(), tables[1], work, *partial, q.clone(), **args)
-    with pytest.raises(AssertionError, match="lies behind its K"):
+    with pytest.raises(AssertionError, match="pass either v_table or pair"):
         prefill_attention(q, cache.pool, *tables, work, *partial, q.clone(), **args, pair=3)
     decode = DecodeWork(3, 4, 32, DEVICE)
     counters = index([[0, 0]] * 4)

@@ -1,5 +1,15 @@
 """Fixtures of the tests, and the environment that they need."""
 
+from pathlib import Path
+
+import pytest
 from fixtures import start_server, tokenizer
 
 __all__ = ["start_server", "tokenizer"]
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(autouse=True)
+def importable_benchmarks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let child processes import `benchmarks`, which is not installed; PYTHONSAFEPATH of an earlier test hides it."""
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
