@@ -86,7 +86,7 @@ class _TenantUsage:
     num_requests: int = 0
     """Requests in the engine."""
     num_tokens: int = 0
-    """Tokens of these requests."""
+    """Tokens of the tenant's requests."""
     waiting: OrderedDict[AdmissionSlot, None] = field(default_factory=OrderedDict)
     num_waiting: int = 0
     """Requests of the waiting places."""
