@@ -108,12 +108,12 @@ async def test_harm_to_bystanders_breaks_a_promise() -> None:
     assert all(promise.kept is not False for promise in beside.promises("x", found, Probes()))
     found.refused, found.deaths, found.gone = ["400"], ['{cause="killed"} 1.0'], True
     found.probes.failed = found.outcome.broken = found.outcome.differing = 1
-    found.probes.waits, found.lag, found.grown, found.structured = [0.3], 0.1, 300_000_000, [11.0]
+    found.probes.own, found.lag, found.grown, found.structured = [0.3], 0.1, 300_000_000, [11.0]
     broken = beside.promises("x", found, Probes())
     assert broken[0].value == "6"
-    assert [promise.kept for promise in broken] == [False, None, False, False, False, False]
+    assert [promise.kept for promise in broken] == [False, None, False, None, False, False, False]
     busy = beside.promises("x", found, Probes([0.3]))
-    assert [promise.kept for promise in busy] == [False, None, True, True, True, False], "a busy machine is late"
+    assert [promise.kept for promise in busy] == [False, None, True, None, True, True, False], "a busy machine is late"
 
 
 async def test_the_prober_counts_requests_that_are_not_answered() -> None:
@@ -126,4 +126,5 @@ async def test_the_prober_counts_requests_that_are_not_answered() -> None:
 
         async with serving(handle) as (url, _), probing(url) as probes:
             await asked.wait()
+        assert len(probes.own) == len(probes.waits) and probes.worst_own() <= probes.worst()
         assert probes.waits and probes.failed == (len(probes.waits) if status == 503 else 0)
