@@ -156,7 +156,7 @@ class BadSector:
 
 
 async def test_an_input_that_cannot_be_read_any_more(
-    tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A few tries, ever later; then each line that is left gets an error row, and the finished ones are kept."""
     sector = BadSector(monkeypatch, "files")
@@ -178,6 +178,7 @@ async def test_an_input_that_cannot_be_read_any_more(
         lost = (await client.files.content(ended.error_file_id)).text.splitlines()
         assert (len(output), len(lost)) == (counts.completed, counts.failed)
         assert all('"code":"input_unavailable"' in row and "(line " in row for row in lost)
+        assert f"batch {batch.id}: " in caplog.text and "lines of the input are damaged on the disk" in caplog.text
         assert not served.app.state.batches.jobs.paused, "the disk takes data: online and other jobs are not stopped"
 
 

@@ -172,6 +172,8 @@ class LineFeeder:
         found = await in_thread(lambda: read_envelopes(self._folder, file_id, refs, lenient=lenient))
         lost = [ref for ref, envelope in zip(refs, found, strict=True) if envelope is None]
         if lost:
+            text = "batch %s: %d lines of the input are damaged on the disk (the first: line %d); they get error rows"
+            log.error(text, job.batch.id, len(lost), lost[0].number)
             await self._store.note_error(job.batch.id, InputError(*INPUT_LOST, lost[0].number))
         else:
             job.read_faults = 0
