@@ -1,23 +1,25 @@
 """uvicorn's HTTP protocol with limits against slow and abusive clients.
 
 It adds a deadline and size limits for headers, a minimum rate for bodies, a timeout for clients that stop reading, and
-a limit on pipelined requests. The limits act on the transport, where stalls are visible.
+a limit on pipelined requests. The limits act on the transport, where stalls are visible. Offers of another protocol
+are ignored, and responses to HTTP/1.0 clients are not chunked.
 """
 
 import asyncio
 import contextlib
 import socket
 from asyncio import TimerHandle
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from http import HTTPStatus
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import orjson
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from gateway.http.connection_limit import ALWAYS_SERVED, ConnectionLimit
 from gateway.http.errors import ApiError
+from gateway.http.request_parser import RequestParser
 
 _WRITE_BUFFER = 32 * 1024
 _MAX_PIPELINED = 8
@@ -67,6 +69,7 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        self.parser = RequestParser(self)
         self._has_place = self.places.enter(self)
         self._read_timer: TimerHandle | None = None
         self._write_timer: TimerHandle | None = None
@@ -92,6 +95,7 @@ class GuardedProtocol(HttpToolsProtocol):
             if not cycle.response_complete:
                 cycle.disconnected = True
                 cycle.message_event.set()
+        self.parser.close()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -149,6 +153,8 @@ class GuardedProtocol(HttpToolsProtocol):
         self.places.begin(self)
         super().on_headers_complete()
         self.cycle.keep_alive = self.cycle.keep_alive and self._has_place
+        if self.scope["http_version"] == "1.0":
+            self.cycle.send = _ended_by_closing(self.cycle)  # type: ignore[method-assign, assignment]
         self._cycles = [cycle for cycle in self._cycles if not cycle.response_complete]
         self._cycles.append(self.cycle)
         if len(self.pipeline) > _MAX_PIPELINED:
@@ -277,6 +283,24 @@ class GuardedProtocol(HttpToolsProtocol):
         if self._write_timer is not None:
             self._write_timer.cancel()
             self._write_timer = None
+
+
+def _ended_by_closing(cycle: RequestResponseCycle) -> Callable[[Any], Awaitable[None]]:
+    """Return `cycle.send` without chunks, which HTTP/1.0 does not have (RFC 9112 section 6.1): a body of unknown length
+    ends with the connection."""
+    send, has_length = cycle.send, True
+
+    async def send_plainly(message: Any) -> None:
+        nonlocal has_length
+        if message["type"] == "http.response.start":
+            has_length = any(name.lower() == b"content-length" for name, _ in message.get("headers", ()))
+            if not has_length:
+                cycle.chunked_encoding = False
+        elif not has_length:
+            cycle.expected_content_length = len(message.get("body", b""))
+        await send(message)
+
+    return send_plainly
 
 
 def _no_place() -> ApiError:

@@ -1,0 +1,177 @@
+"""HTTP as clients really speak it: offers of HTTP/2, HTTP/1.0, HEAD, trailing slashes, marks before the body."""
+
+import json
+import shutil
+import subprocess
+from asyncio import to_thread
+from typing import Any
+
+import httptools
+import pytest
+from fake_engine import MODEL, Served
+from fixtures import StartServer
+from hypothesis import given
+from hypothesis import strategies as st
+from test_server_limits import CHAT, Raw, post
+
+from gateway.http.request_parser import RequestParser
+
+# --- offers of another protocol (RFC 9110 section 7.8)
+
+OFFERS = {
+    "h2c": b"connection: Upgrade, HTTP2-Settings\r\nupgrade: h2c\r\nhttp2-settings: AAEAAEAAAAIAAAABAAMAAABk",
+    "tls": b"Connection: upgrade\r\nUpgrade: TLS/1.2",
+    "websocket": b"Upgrade: websocket\r\nConnection: keep-alive, Upgrade\r\nSec-WebSocket-Version: 13",
+}
+
+
+def chunked(body: bytes, *headers: bytes) -> bytes:
+    half = len(body) // 2
+    head = post(b"", b"transfer-encoding: chunked", *headers).replace(b"content-length: 0\r\n", b"")
+    return head + b"".join(b"%x\r\n%b\r\n" % (len(part), part) for part in (body[:half], body[half:], b""))
+
+
+def packets(data: bytes, cut: str) -> list[bytes]:
+    end = data.index(b"\r\n\r\n") + 4
+    if cut == "whole":
+        return [data]
+    if cut == "head, body":
+        return [data[:end], data[end:]]
+    return [data[start : start + 7] for start in range(0, len(data), 7)]
+
+
+@pytest.mark.parametrize("cut", ["whole", "head, body", "pieces"])
+@pytest.mark.parametrize("framing", [post, chunked])
+@pytest.mark.parametrize("offer", OFFERS)
+async def test_an_offer_of_another_protocol_keeps_the_body(
+    start_server: StartServer, offer: str, framing: Any, cut: str
+) -> None:
+    """The same answer as without the offer, on a connection that serves the requests behind it as well."""
+    served = await start_server("hello")
+    raw = await Raw.open(served)
+    for headers in ([OFFERS[offer]], [], [OFFERS[offer]]):
+        for packet in packets(framing(CHAT, *headers), cut):
+            raw.send(packet)
+            await raw.writer.drain()
+        status, _, body = await raw.answer()
+        assert status == 200 and json.loads(body)["choices"][0]["message"]["content"].startswith("hello")
+    await raw.close()
+    assert len({request.prompt_token_ids for request in served.engine.requests}) == 1
+
+
+async def test_offers_in_pipelined_requests(start_server: StartServer) -> None:
+    served = await start_server("hello")
+    raw = await Raw.open(served)
+    get = b"GET /v1/models HTTP/1.1\r\nhost: localhost\r\n%b\r\n\r\n"
+    raw.send(get % OFFERS["h2c"] + chunked(CHAT, OFFERS["tls"]) + get % b"x: y" + post(CHAT, OFFERS["h2c"]))
+    kinds = [json.loads((await raw.answer())[2])["object"] for _ in range(4)]
+    await raw.close()
+    assert kinds == ["list", "chat.completion", "list", "chat.completion"]
+
+
+async def test_an_offer_with_a_broken_body_is_400(start_server: StartServer) -> None:
+    served = await start_server("hello")
+    for body in (post(b"{", OFFERS["h2c"]), chunked(CHAT, OFFERS["h2c"]).replace(b"\r\n0\r\n", b"\r\nx\r\n")):
+        raw = await Raw.open(served)
+        raw.send(body)
+        assert (await raw.answer())[0] == 400
+        await raw.close()
+
+
+@pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed")
+async def test_curl_that_prefers_http_2(start_server: StartServer) -> None:
+    served = await start_server("hello")
+    command = ["curl", "--silent", "--show-error", "--http2", f"{served.url}/v1/chat/completions"]
+    command += ["--header", "content-type: application/json", "--data", CHAT.decode()]
+    answer = await to_thread(subprocess.run, command, capture_output=True, check=True, timeout=60)
+    assert json.loads(answer.stdout)["object"] == "chat.completion"
+
+
+class Heard:
+    """The callbacks of a parser, as a list; adjacent pieces of a body are joined."""
+
+    def __init__(self) -> None:
+        self.events: list[tuple[str, bytes]] = []
+        self.headers: list[tuple[bytes, bytes]] = []
+
+    def on_message_begin(self) -> None:
+        self.headers = []
+        self._add("begin")
+
+    def on_url(self, url: bytes) -> None:
+        self._add("url", url)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self.headers.append((name.lower(), value))
+        if name.lower() not in (b"connection", b"upgrade"):
+            self._add("header", name + b":" + value)
+
+    def on_headers_complete(self) -> None:
+        self._add("head")
+
+    def on_body(self, body: bytes) -> None:
+        self._add("body", body)
+
+    def on_message_complete(self) -> None:
+        self._add("end")
+
+    def _add(self, kind: str, data: bytes = b"") -> None:
+        if kind in ("body", "url") and self.events[-1][0] == kind:
+            self.events[-1] = kind, self.events[-1][1] + data
+        else:
+            self.events.append((kind, data))
+
+
+requests = st.lists(st.tuples(st.sampled_from(["none", "length", "chunked"]), st.binary(max_size=30), st.booleans()))
+
+
+@given(requests, st.lists(st.integers(1, 40), min_size=1))
+def test_any_requests_in_any_packets_are_read_as_without_offers(
+    asked: list[tuple[str, bytes, bool]], sizes: list[int]
+) -> None:
+    def written(offers: bool) -> bytes:
+        data = b""
+        for framing, body, has_offer in asked:
+            data += b"POST /x HTTP/1.1\r\nHost: a\r\n"
+            if offers and has_offer:
+                data += b"Upgrade: h2c\r\nConnection: Upgrade\r\n"
+            if framing == "length":
+                data += b"Content-Length: %d\r\n\r\n%b" % (len(body), body)
+            elif framing == "chunked":
+                chunk = b"%x\r\n%b\r\n" % (len(body), body) if body else b""
+                data += b"Transfer-Encoding: chunked\r\n\r\n%b0\r\n\r\n" % chunk
+            else:
+                data += b"\r\n"
+        return data
+
+    plain, heard = Heard(), Heard()
+    httptools.HttpRequestParser(plain).feed_data(written(offers=False))
+    parser, data, number = RequestParser(heard), written(offers=True), 0
+    while data:
+        size = sizes[number % len(sizes)]
+        parser.feed_data(data[:size])
+        data, number = data[size:], number + 1
+    assert heard.events == plain.events
+
+
+# --- HTTP/1.0, which has no chunks (RFC 9112 section 6.1)
+
+
+async def old_request(served: Served, body: dict[str, Any]) -> tuple[bytes, bytes]:
+    raw = await Raw.open(served)
+    raw.send(post(json.dumps(body).encode()).replace(b" HTTP/1.1", b" HTTP/1.0"))
+    head, _, rest = (await raw.rest()).partition(b"\r\n\r\n")
+    await raw.close()
+    return head.lower(), rest
+
+
+async def test_a_stream_to_an_http_1_0_client_ends_with_the_connection(start_server: StartServer) -> None:
+    served = await start_server("hello world")
+    body = json.loads(CHAT)
+    head, rest = await old_request(served, body | {"stream": True})
+    assert b" 200 " in head and b"transfer-encoding" not in head and b"connection: close" in head
+    events = rest.split(b"\n\n")
+    assert events[-2:] == [b"data: [DONE]", b""] and len(events) > 3
+    assert all(json.loads(event.removeprefix(b"data: ")) for event in events[:-2])
+    head, rest = await old_request(served, body)
+    assert b"content-length: %d" % len(rest) in head and json.loads(rest)["model"] == MODEL
