@@ -5,21 +5,38 @@ TORCH ?= torch==2.13.0
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+# What serving needs; a developers' install has it, too.
+SERVING := $(if $(wildcard $(STAMP)),$(STAMP),$(VENV)/.serving)
+PIP := $(BIN)/python -m pip install --disable-pip-version-check
 
-.PHONY: install serve test check docs models native floors bench chaos ray-check gpu-check clean
+define check_python
+@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "tidemill needs Python 3.11 or newer (PYTHON=... picks one)"; exit 1; }
+@$(PYTHON) -c 'import venv, ensurepip' 2>/dev/null || { echo "Python's venv module is missing: apt-get install python3-venv"; exit 1; }
+endef
+
+.PHONY: install serve test check docs site models native floors bench chaos ray-check gpu-check clean
 
 install: $(STAMP)
 
 $(STAMP): pyproject.toml
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "tidemill needs Python 3.11 or newer (PYTHON=... picks one)"; exit 1; }
-	@$(PYTHON) -c 'import venv, ensurepip' 2>/dev/null || { echo "Python's venv module is missing: apt-get install python3-venv"; exit 1; }
+	$(check_python)
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check "$(TORCH)"
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[dev,gpu]"
+	$(PIP) --quiet "$(TORCH)"
+	$(PIP) --quiet --editable ".[dev,gpu]"
 	@touch $@
 
-serve: install
+serve: $(SERVING)
+	@echo "3/3 start: load the model, measure step times (at most 30 s, once for each model), serve"
 	$(BIN)/tidemill serve $(MODEL) $(ARGS)
+
+$(VENV)/.serving: pyproject.toml
+	$(check_python)
+	@echo "1/3 install torch into $(VENV) (from PyPI: 4 GB with the CUDA libraries)"
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) "$(TORCH)"
+	@echo "2/3 install tidemill and build its CPU kernels"
+	$(PIP) --editable ".$(if $(shell command -v nvidia-smi),[gpu])"
+	@touch $@
 
 test: install
 	$(BIN)/python -m pytest -n 2 $(ARGS)
@@ -36,6 +53,10 @@ check: install
 docs: install
 	$(BIN)/python tools/reference.py
 	$(BIN)/python tools/grafana_dashboard.py
+
+# The documentation as a site in build/site; a link that leads nowhere is an error.
+site: install
+	$(BIN)/zensical build --clean --strict
 
 # The table of models that transformers' modules run; TYPES="granite phi" renews some rows. Takes minutes.
 models: install

@@ -1,6 +1,7 @@
 """The pages under docs/ and the README: every link leads somewhere, and the generated ones are what the code says."""
 
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -30,6 +31,18 @@ def test_every_page_is_reached_from_the_index() -> None:
     linked = set(re.findall(r"\]\(([^)#\s]+)\)", (docs / "index.md").read_text()))
     pages = {str(page.relative_to(docs)) for page in docs.rglob("*.md")} - {"index.md"}
     assert pages == linked
+    site = (ROOT / "mkdocs.yml").read_text()
+    assert sorted(re.findall(r"^ +- (\S+\.md)$", site, re.MULTILINE)) == sorted(pages | {"index.md"})
+
+
+def test_the_site_is_built_without_warnings(tmp_path: Path) -> None:
+    """A link or an anchor that leads nowhere aborts the build."""
+    shutil.copytree(ROOT / "docs", tmp_path / "docs")
+    shutil.copy(ROOT / "mkdocs.yml", tmp_path)
+    command = [sys.executable, "-m", "zensical", "build", "--strict"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "Offline budget" in (tmp_path / "build" / "site" / "concepts" / "offline-budget.html").read_text()
 
 
 def test_the_reference_is_what_the_code_says() -> None:
