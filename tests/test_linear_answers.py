@@ -2,6 +2,7 @@
 
 import asyncio
 import functools
+import json
 import threading
 from collections.abc import AsyncIterator, Callable
 from types import SimpleNamespace
@@ -19,7 +20,8 @@ from gateway.generate.answering import INLINE_ANSWER_PARTS, collect
 from gateway.generate.choices import Generation, OutputDelta, Used
 from gateway.generate.completion_format import CompletionLogprobs, chat_logprobs
 from gateway.generate.python_calls import MAX_DEPTH, read_calls
-from gateway.generate.tool_formats import END_THINK, FORMATS, THINK, Call
+from gateway.generate.tool_decoders import Call
+from gateway.generate.tool_formats import END_THINK, FORMATS, THINK
 
 CALL = '<tool_call>{"name": "weather", "arguments": {}}</tool_call>'
 BODIES = (
@@ -167,13 +169,14 @@ def test_the_only_thought_is_the_first_thing() -> None:
     ],
 )
 def test_literals_of_python(text: str, arguments: dict[str, Any]) -> None:
-    assert read_calls(f" [x.y({text})]\n") == [("x.y", arguments)]
+    ((name, read),) = read_calls(f" [x.y({text})]\n")
+    assert name == "x.y" and json.loads(read) == arguments
 
 
 @pytest.mark.parametrize(
     "value",
     [
-        "f()", "x", "1 + 1", "f'{x}'", "b'x'", "{1: 2}", "{1}", "'a", "1e999", "9" * 5000, "--1", "1 2", "*x",
+        "f()", "x", "1 + 1", "f'{x}'", "b'x'", "{1: 2}", "{1}", "'a", "0b2", "--1", "1 2", "*x",
         "lambda: 0", "[" * (MAX_DEPTH + 1) + "]" * (MAX_DEPTH + 1), r"'\x4'",
     ],
 )  # fmt: skip

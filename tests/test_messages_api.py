@@ -122,6 +122,24 @@ async def test_the_stream_adds_up_to_the_whole_message(tmp_path: Path) -> None:
     assert whole["content"][2]["id"].startswith("toolu_")
 
 
+async def test_inputs_of_calls_keep_every_digit(tmp_path: Path) -> None:
+    number = "123456789012345678901234567890"
+    text = f'<tool_call>{{"name": "weather", "arguments": {{"days": {number}}}}}</tool_call>'
+    async with scripted(tmp_path, text) as served:
+        whole = (await post(served, tools=TOOLS)).json()
+        events = await events_of(served, tools=TOOLS)
+    assert whole["content"][0]["input"] == {"days": int(number)}
+    assert without_ids(added_up(events)) == without_ids(whole)
+
+
+async def test_strict_tools_are_enforced(tmp_path: Path) -> None:
+    async with scripted(tmp_path, "x") as served:
+        for strict in (True, False):
+            await post(served, tools=[{**TOOLS[0], "strict": strict}, TOOLS[1]])
+    strict, loose = [request.sampling.grammar for request in served.engine.requests]
+    assert strict is not None and '"Rome"' in strict.text and loose is None
+
+
 async def test_a_tool_loop_sends_back_what_it_got(tmp_path: Path) -> None:
     template = THINKS.replace("{{ message.content", "({{ message.reasoning_content }}){{ message.content")
     async with scripted(tmp_path, f"<think>hm</think>\n\n{TWO}", template) as served:

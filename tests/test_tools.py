@@ -1,5 +1,6 @@
 """Calls of functions: how answers are taken apart, what is offered and refused, and what clients see."""
 
+import dataclasses
 import json
 import keyword
 import os
@@ -29,7 +30,8 @@ from engine.grammar import Grammar
 from engine.structured.compiler import GrammarCompiler, Matcher
 from engine.text.tokenizer import Tokenizer
 from gateway.generate.answer_parser import ParsedText, Parsing
-from gateway.generate.tool_formats import FORMATS, Call, find_format
+from gateway.generate.tool_decoders import Call
+from gateway.generate.tool_formats import FORMATS, find_format
 from gateway.generate.tool_grammars import Function
 from gateway.generate.tools import choose_format
 
@@ -166,6 +168,23 @@ def test_what_a_model_writes_is_read_however_it_was_cut(name: str, calls: Any, d
     assert whole == take_apart(parsing, pieces) == take_apart(parsing, list(text))
     assert whole.text == lead.rstrip()
     assert [(call.name, json.loads(call.arguments)) for call in whole.calls] == calls
+
+
+NUMBERS = ["54e10028401900", "123456789012345678901234567890", "18446744073709551616", "-0.10", "1E+5", "9" * 5000]
+
+
+def digits_of(text: str) -> Any:
+    """JSON with its numbers as text."""
+    return json.loads(text, parse_int=str, parse_float=str)
+
+
+@pytest.mark.parametrize("name", sorted(FORMATS))
+@pytest.mark.parametrize("number", NUMBERS)
+def test_arguments_keep_every_digit_of_the_model(name: str, number: str) -> None:
+    functions = [Function("weather", {"properties": {"x": {"type": "number"}, "y": {}, "z": {"type": "array"}}})]
+    text = write(name, [("weather", {"x": 777, "y": 777, "z": [777]})]).replace("777", number)
+    whole = take_apart(Parsing(FORMATS[name], functions), [text])
+    assert [digits_of(call.arguments) for call in whole.calls] == [{"x": number, "y": number, "z": [number]}]
 
 
 MARKS = [
@@ -601,6 +620,23 @@ async def test_past_calls_reach_the_template_as_objects(tmp_path: Path) -> None:
         with pytest.raises(openai.BadRequestError) as caught:
             await client.chat.completions.create(**ask(messages=messages))
         assert caught.value.param == "messages[1].tool_calls[0].function.arguments"
+
+
+@pytest.mark.parametrize("number", NUMBERS)
+async def test_past_calls_keep_their_numbers(tmp_path: Path, number: str) -> None:
+    """A number beyond the range of a double becomes a string, because a template cannot write it."""
+    call = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": f'{{"x": {number}}}'}}
+    messages = [
+        {"role": "user", "content": "Weather?"},
+        {"role": "assistant", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c1", "content": "Sun"},
+    ]
+    async with scripted(tmp_path, "Sunny") as served, client_of(served) as client:
+        served.engine.info = dataclasses.replace(served.engine.info, max_model_len=20_000)
+        await client.chat.completions.create(**ask(messages=messages))
+        text = served.app.state.context.tokenizer.decode(served.engine.requests[0].prompt_token_ids)
+    past = text.rpartition('"arguments": {"x": ')[2].partition("}")[0]
+    assert past.strip('"') == {"-0.10": "-0.1", "1E+5": "100000.0"}.get(number, number)
 
 
 REFUSED: list[tuple[dict[str, Any], str, str]] = [

@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from engine.text.thoughts import ThoughtMarks, ThoughtTracker
-from gateway.generate.tool_formats import END_THINK, THINK, Call, ToolFormat
+from gateway.generate.tool_decoders import Call
+from gateway.generate.tool_formats import END_THINK, THINK, ToolFormat
 from gateway.generate.tool_grammars import Function
 
 MAX_BLANKS = 256

@@ -21,7 +21,7 @@ from gateway.generate.params import UNHONOURED, Caller, GenerationPlan, chat_pla
 from gateway.generate.structured import grammar_of
 from gateway.generate.thinking import budget_of, check_budget, check_thought_before
 from gateway.generate.threads import run_by_size, run_text_work
-from gateway.generate.tool_formats import Call
+from gateway.generate.tool_decoders import Call
 from gateway.generate.tools import (
     check_no_tools,
     check_tools,

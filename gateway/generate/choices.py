@@ -14,7 +14,7 @@ from engine.text.stopping import OutputTextStream
 from engine.text.tokenizer import Tokenizer
 from gateway.generate.answer_parser import ParsedText, Parsing
 from gateway.generate.params import GenerationPlan
-from gateway.generate.tool_formats import Call
+from gateway.generate.tool_decoders import Call
 from gateway.generate.translation import told_in
 from gateway.http.errors import to_api_error
 from gateway.telemetry.account import CLIENT_LEFT, Account

@@ -1,14 +1,15 @@
-"""Parser of tool calls in Python syntax, `[name(key=value, ...), ...]`. Values are literals; nothing is executed.
+"""Conversion of tool calls in Python syntax, `[name(key=value, ...), ...]`, to JSON. Values are literals; nothing is
+executed, and numbers keep their digits.
 
 Linear in the text: Python's own parser takes more than linear time for hostile text.
 """
 
 import ast
+import json
 import keyword
-import math
 import re
-from collections.abc import Callable
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterable
+from typing import TypeVar
 
 MAX_DEPTH = 100  # nested lists and dictionaries
 _TOKEN = re.compile(
@@ -20,13 +21,13 @@ _TOKEN = re.compile(
     |(?P<end>\Z))""",
     re.DOTALL | re.VERBOSE,
 )
-_FRACTION = re.compile(r"\.|^[-+]?[0-9_]+[eE]")
-_WORDS = {"True": True, "False": False, "None": None}
+_DECIMAL = re.compile(r"(-?)([0-9]*)(?:(\.)([0-9]*))?([eE][-+]?[0-9]+)?")
+_WORDS = {"True": "true", "False": "false", "None": "null"}
 _Item = TypeVar("_Item")
 
 
-def read_calls(text: str) -> list[tuple[str, dict[str, Any]]]:
-    """Return names and arguments of the calls. Raises ValueError for any other text."""
+def read_calls(text: str) -> list[tuple[str, str]]:
+    """Return names and arguments of the calls, the arguments as JSON. Raises ValueError for any other text."""
     reader = _Reader(text)
     reader.expect("[")
     calls = reader.items("]", reader.call)
@@ -77,13 +78,13 @@ class _Reader:
         self._next()
         return found
 
-    def call(self) -> tuple[str, dict[str, Any]]:
+    def call(self) -> tuple[str, str]:
         parts = [self._name()]
         while self._is("."):
             self._next()
             parts.append(self._name())
         self.expect("(")
-        return ".".join(parts), dict(self.items(")", self._argument))
+        return ".".join(parts), _object(self.items(")", self._argument))
 
     def _name(self) -> str:
         name = self._take("name")
@@ -91,12 +92,13 @@ class _Reader:
             raise ValueError("a Python keyword as a name")
         return name
 
-    def _argument(self) -> tuple[str, Any]:
+    def _argument(self) -> tuple[str, str]:
         name = self._name()
         self.expect("=")
-        return name, self._value(MAX_DEPTH)
+        return json.dumps(name, ensure_ascii=False), self._value(MAX_DEPTH)
 
-    def _value(self, depth: int) -> Any:
+    def _value(self, depth: int) -> str:
+        """Parse a value; return it as JSON."""
         if self.kind == "text":
             return self._texts()
         if self.kind == "number":
@@ -107,21 +109,21 @@ class _Reader:
             raise ValueError("expected a value")
         return self._container(self._take("mark"), depth - 1)
 
-    def _container(self, opening: str, depth: int) -> Any:
+    def _container(self, opening: str, depth: int) -> str:
         if opening == "[":
-            return self.items("]", lambda: self._value(depth))
+            return _list(self.items("]", lambda: self._value(depth)))
         if opening == "{":
-            return dict(self.items("}", lambda: self._pair(depth)))
+            return _object(self.items("}", lambda: self._pair(depth)))
         if self._is(")"):
-            return self.items(")", lambda: self._value(depth))
+            return _list(self.items(")", lambda: self._value(depth)))
         first = self._value(depth)
         if self._is(")"):  # parentheses around a value
             self._next()
             return first
         self.expect(",")
-        return [first, *self.items(")", lambda: self._value(depth))]
+        return _list([first, *self.items(")", lambda: self._value(depth))])
 
-    def _pair(self, depth: int) -> tuple[str, Any]:
+    def _pair(self, depth: int) -> tuple[str, str]:
         name = self._texts()
         self.expect(":")
         return name, self._value(depth)
@@ -131,7 +133,7 @@ class _Reader:
         parts = [_text(self._take("text"))]
         while self.kind == "text":
             parts.append(_text(self._take("text")))
-        return "".join(parts)
+        return json.dumps("".join(parts), ensure_ascii=False)
 
 
 def _text(token: str) -> str:
@@ -144,11 +146,20 @@ def _text(token: str) -> str:
     return value
 
 
-def _number(token: str) -> int | float:
-    digits = "".join(token.split())
-    if _FRACTION.search(digits) is None:
-        return int(digits, 0)
-    value = float(digits)
-    if math.isinf(value):
-        raise ValueError("the number is too large")
-    return value
+def _list(values: Iterable[str]) -> str:
+    return f"[{', '.join(values)}]"
+
+
+def _object(pairs: Iterable[tuple[str, str]]) -> str:
+    """Return a JSON object; of equal names the last one counts."""
+    return f"{{{', '.join(f'{name}: {value}' for name, value in dict(pairs).items())}}}"
+
+
+def _number(token: str) -> str:
+    """Return a number as JSON with all its digits."""
+    digits = "".join(token.split()).removeprefix("+").replace("_", "")
+    found = _DECIMAL.fullmatch(digits)
+    if found is None:
+        return str(int(digits, 0))
+    sign, whole, point, fraction, exponent = found.groups("")
+    return sign + (whole.lstrip("0") or "0") + (f".{fraction or 0}" if point else "") + exponent

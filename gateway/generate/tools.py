@@ -2,6 +2,8 @@
 
 The model's `ToolFormat` defines the syntax of calls."""
 
+import json
+import math
 import re
 from collections.abc import Mapping
 from hashlib import blake2b
@@ -20,6 +22,9 @@ from gateway.generate.wire import ChatCompletionRequest, ChatMessage, NamedToolC
 FLAG = "--tool-parser"
 _IN_SYSTEM = re.compile(r"""message(\[['"]tools['"]\]|\.tools\b)""")
 """Matches chat templates that read the tools from a field of the system message."""
+
+_MAX_DIGITS = 4000
+"""Maximum length of an integer in past calls; Python converts at most 4,300 digits."""
 
 
 def choose_format(name: str, template: str, own: str = "") -> ToolFormat | None:
@@ -165,13 +170,26 @@ def _short(call_id: str, size: int | None) -> str:
 
 
 def _arguments(text: str, param: str) -> Mapping[str, Any]:
+    """Parse the arguments of a past call; a number that Python cannot represent becomes a string of its digits."""
     try:
-        value = orjson.loads(text or "{}")
-    except orjson.JSONDecodeError:
+        value = json.loads(text or "{}", parse_int=_integer, parse_float=_real, parse_constant=_no_number)
+    except (ValueError, RecursionError):
         value = None
     if not isinstance(value, dict):
         raise _invalid(f"'{param}' must be a JSON object as text.", param)
     return value
+
+
+def _integer(digits: str) -> int | str:
+    return int(digits) if len(digits) <= _MAX_DIGITS else digits
+
+
+def _real(digits: str) -> float | str:
+    return value if math.isfinite(value := float(digits)) else digits
+
+
+def _no_number(name: str) -> None:
+    raise ValueError(f"{name} is not JSON")
 
 
 def _functions(body: ChatCompletionRequest) -> list[Function]:

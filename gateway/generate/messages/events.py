@@ -8,7 +8,7 @@ import orjson
 from gateway.generate.choices import OutputDelta
 from gateway.generate.messages.wire import MessagesRequest
 from gateway.generate.params import GenerationPlan
-from gateway.generate.tool_formats import Call
+from gateway.generate.tool_decoders import Call
 from gateway.http.errors import ApiError, messages_envelope
 from gateway.http.sse import named_event
 
@@ -87,7 +87,7 @@ class MessageFormat:
     def _call(self, call: Call) -> bytes:
         index = len(self._content)
         block = {"type": "tool_use", "id": f"toolu_{secrets.token_hex(12)}", "name": call.name, "input": {}}
-        self._content.append({**block, "input": orjson.loads(call.arguments)})
+        self._content.append({**block, "input": orjson.Fragment(call.arguments)})
         delta = {"type": "input_json_delta", "partial_json": call.arguments}
         return b"".join(
             [

@@ -117,7 +117,12 @@ def _go_on(conversation: Conversation, message: MessageParam, place: str) -> Non
 def _functions(body: PromptBody) -> dict[str, Any]:
     choice = body.tool_choice
     tools = [
-        {"name": tool.name, "description": tool.description, "parameters": tool.input_schema}
+        {
+            "name": tool.name,
+            "description": tool.description,
+            "parameters": tool.input_schema,
+            "strict": tool.strict,
+        }
         for tool in body.tools or ()
         if isinstance(tool, CustomTool)
     ]

@@ -97,12 +97,13 @@ class MessageParam(ClientObject):
 
 
 class CustomTool(ClientObject):
-    """A function that the model may call; `input_schema` is the JSON schema of its arguments."""
+    """A function that the model may call; `input_schema` is the JSON schema of its arguments, enforced if `strict`."""
 
     type: Literal["custom"] | None = None
     name: ToolName
     description: str | None = None
     input_schema: dict[str, Any]
+    strict: bool | None = None
 
 
 class ServerTool(ClientObject):

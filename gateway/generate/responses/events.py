@@ -9,7 +9,7 @@ from gateway.generate.choices import OutputDelta
 from gateway.generate.params import GenerationPlan
 from gateway.generate.responses.translate import functions_of
 from gateway.generate.responses.wire import ResponsesRequest, TextFormat, ToolChoiceFunction
-from gateway.generate.tool_formats import Call
+from gateway.generate.tool_decoders import Call
 from gateway.http.errors import ApiError
 from gateway.http.sse import named_event
 
