@@ -5,10 +5,10 @@ import math
 import time
 from collections.abc import Sequence
 
+from benchmarks.experiments.machine import MachineSpec, build_machine
 from engine.api import EngineRequest, SamplingParams
 from engine.colocation.virtual import Arrival, VirtualDriver
 from engine.core import EngineCore
-from loadgen.simulation.machine import MachineSpec, build_machine
 
 RUNNING = 64
 OUTPUT_TOKENS = 200

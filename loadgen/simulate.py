@@ -27,7 +27,6 @@ from loadgen.simulation.device import Simulated, named_device, profiled_device
 from loadgen.simulation.planner import Question, answer
 from loadgen.simulation.run import Policies, shares_prefixes, simulate
 from loadgen.simulation.specs import DEVICES, MODELS
-from loadgen.simulation.table import Result, render, write_table
 from loadgen.workloads import Workload
 from predictor.budget import BudgetParams
 from predictor.slo import SLO, SLOError
@@ -70,7 +69,7 @@ def parser() -> argparse.ArgumentParser:
     plan.add_argument("--no-offline", action="store_true", help="run without offline work")
     plan.add_argument("--evaluations", type=int, default=16, help="with --slo: replays of the search (default 16)")
     plan.add_argument("--json", action="store_true", help="with --slo: print the plan as JSON")
-    plan.add_argument("--out", type=Path, help="folder for table.json and figures")
+    plan.add_argument("--out", type=Path, help="folder for table.json, with --slo plan.json")
     return made
 
 
@@ -178,15 +177,19 @@ def _plan(arguments: argparse.Namespace, asked: Asked, slo: SLO) -> int:
     found = answer(question, _say)
     _say(f"{time.monotonic() - began:.0f} s")
     notes = (*made.notes, *asked.device.notes)
+    document = report.document(found, asked.named, notes)
     if arguments.json:
-        print(orjson.dumps(report.document(found, asked.named, notes), option=orjson.OPT_INDENT_2).decode())
+        print(orjson.dumps(document, option=orjson.OPT_INDENT_2).decode())
     else:
         print(report.show(found, asked.named, notes))
     if arguments.out is not None:
-        arguments.out.mkdir(parents=True, exist_ok=True)
-        content = orjson.dumps(report.document(found, asked.named, notes), option=orjson.OPT_INDENT_2)
-        (arguments.out / "plan.json").write_bytes(content)
+        _write(arguments.out / "plan.json", document)
     return 0
+
+
+def _write(path: Path, content: object) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(orjson.dumps(content, option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE))
 
 
 def _single(arguments: argparse.Namespace, asked: Asked) -> int:
@@ -201,12 +204,15 @@ def _single(arguments: argparse.Namespace, asked: Asked) -> int:
     metrics = simulate(asked.device, made, windows, objective, arguments.seed, policies)
     for note in (*made.notes, *asked.device.notes):
         print(f"note: {note}")
-    print(render(("metric", "value"), sorted(metrics.items())))
+    width = max(map(len, metrics))
+    for name, value in sorted(metrics.items()):
+        print(f"{name:{width}}  {value:10.4g}")
     print(f"predictor MAPE {asked.device.mape:.2%}; {time.process_time() - began:.1f} s of CPU")
     if arguments.out is not None:
         setting = {"model": asked.device.model_name, "device": asked.device.name, "rate": arguments.request_rate}
         setting |= {"latency_budget": arguments.latency_budget, "duration": asked.seconds}
-        write_table([Result(made.name, config.online_policy, setting, arguments.seed, metrics)], arguments.out, {})
+        row = {"experiment": made.name, "policy": config.online_policy, "setting": setting}
+        _write(arguments.out / "table.json", [row | {"seed": arguments.seed, "metrics": metrics}])
     return 0
 
 

@@ -16,9 +16,11 @@ from driver import make_request
 from benchmarks import simulator_speed
 from benchmarks.experiments import larry
 from benchmarks.experiments import main as experiments
+from benchmarks.experiments.machine import Machine, MachineSpec, build_machine
 from benchmarks.experiments.pool import Replays
 from benchmarks.experiments.replay import ONLINE_ONLY, Scenario, Setting, replay, run
 from benchmarks.experiments.surface import Family, Surface, Target, interference
+from benchmarks.experiments.table import Result, figure, render, write_table
 from engine.api import RequestClass
 from engine.colocation.virtual import Arrival, VirtualDriver
 from engine.config import EngineConfig, SchedulerConfig
@@ -31,11 +33,9 @@ from loadgen.plan import FIRST_OFFLINE, Job, Plan, Windows
 from loadgen.prompts import PromptMaker, TokenIds
 from loadgen.simulation.device import measured_device, named_device, read_profile
 from loadgen.simulation.gpu import SimulatedDevice, SimulatedRunner
-from loadgen.simulation.machine import Machine, MachineSpec, build_machine
 from loadgen.simulation.measure import Metrics, measure
 from loadgen.simulation.run import requests
 from loadgen.simulation.run import simulate as simulated_run
-from loadgen.simulation.table import Result, figure, render, write_table
 from loadgen.svg import Series
 from loadgen.traces import Content, Trace
 from predictor.budget import BudgetParams

@@ -7,12 +7,13 @@ from dataclasses import replace
 import pytest
 from driver import make_request
 
+from benchmarks.experiments.machine import TrueLatency
 from engine.api import EngineRequest, SamplingParams
 from engine.colocation.virtual import Arrival, VirtualDriver
 from engine.config import SchedulerConfig
 from engine.core import EngineCore
 from engine.scheduling.output import Chunk, SchedulerOutput
-from loadgen.simulation.gpu import SimulatedDevice, SimulatedRunner, TrueLatency
+from loadgen.simulation.gpu import SimulatedDevice, SimulatedRunner
 from loadgen.simulation.specs import CALIBRATION_TOKENS, DEVICES, MODELS, PUBLISHED_LINEAR_MS
 from predictor.features import BatchFeatures
 

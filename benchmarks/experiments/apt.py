@@ -13,9 +13,9 @@ from multiprocessing import get_context
 from pathlib import Path
 
 from benchmarks.experiments.apt_point import Arm, Load, Point, requests_of, run_point, with_cache
-from loadgen.simulation.machine import MachineSpec, build_machine
+from benchmarks.experiments.machine import MachineSpec, build_machine
+from benchmarks.experiments.table import Result
 from loadgen.simulation.measure import Metrics
-from loadgen.simulation.table import Result
 
 LARRY = "larry:0.001"
 """The paper's α of 1, which weighs seconds against blocks, over the blocks of the pool (see the experiment `larry`)."""

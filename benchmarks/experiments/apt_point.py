@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
+from benchmarks.experiments.machine import Machine
 from engine.api import RequestClass
 from engine.colocation.virtual import Arrival, VirtualDriver, VirtualRun
 from engine.core import EngineCore
@@ -15,7 +16,7 @@ from engine.scheduling.objective import StepObjective
 from engine.scheduling.output import Collect, SchedulerOutput
 from loadgen import workloads
 from loadgen.arrivals import Process
-from loadgen.simulation.machine import Machine, fit_device
+from loadgen.simulation.gpu import fit_device
 from loadgen.simulation.measure import Metrics
 from loadgen.simulation.requests import Row, request_of, rows_of
 from loadgen.stats import percentile
@@ -98,7 +99,7 @@ def _in_8_bits(machine: Machine, cache: str) -> Machine:
     scales = SCALE_BYTES / machine.device.model.head_dim
     device = replace(machine.device, cell_share=(1.0 + scales) / 2)
     config = replace(machine.config, num_units=device.num_units(machine.config.block_size))
-    return replace(machine, device=device, config=config, predictor=fit_device(device, config, config.seed).predictor)
+    return replace(machine, device=device, config=config, predictor=fit_device(device, config, config.seed)[0])
 
 
 def requests_of(

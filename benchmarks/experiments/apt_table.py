@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
-from loadgen.simulation.table import Result, figure
+from benchmarks.experiments.table import Result, figure
 from loadgen.stats import wilson
 from loadgen.svg import Series
 

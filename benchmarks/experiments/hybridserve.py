@@ -14,12 +14,11 @@ from typing import Any, Literal, NamedTuple
 
 from benchmarks.experiments.offload import BLOCK, Case, algorithm_1, measure_costs, split_context
 from benchmarks.experiments.pipelines import Compact, OffloadDevice, lay_out
+from benchmarks.experiments.table import Result
 from engine.cache.placement import HostSplit, OffloadCosts
-from loadgen.simulation.gpu import SimulatedDevice
-from loadgen.simulation.machine import NOISE
+from loadgen.simulation.gpu import NOISE, SimulatedDevice
 from loadgen.simulation.measure import Metrics
 from loadgen.simulation.specs import DEVICES, MODELS
-from loadgen.simulation.table import Result
 
 GRID = 40
 """Parts into which `hybrid-best` divides the share of ACT blocks."""

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from benchmarks.experiments.hybridserve import LINK
-from loadgen.simulation.table import Result, figure, mean
+from benchmarks.experiments.table import Result, figure, mean
 from loadgen.svg import Series
 
 PAPER = {"all": (1.61, 2.19), "opt-6.7b": (None, 2.05), "opt-66b": (None, 2.33)}

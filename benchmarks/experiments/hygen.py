@@ -15,14 +15,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from benchmarks.experiments.machine import Machine, MachineSpec, build_machine
 from benchmarks.experiments.pool import Replays
 from benchmarks.experiments.replay import ONLINE_ONLY, Scenario, Setting
 from benchmarks.experiments.surface import Family, Surface, Target, interference
+from benchmarks.experiments.table import Result, figure, mean
 from engine.scheduling.objective import UNLIMITED
 from loadgen import lengths, traces
-from loadgen.simulation.machine import Machine, MachineSpec, build_machine
 from loadgen.simulation.requests import rows_of
-from loadgen.simulation.table import Result, figure, mean
 from loadgen.svg import Series
 from predictor.budget import BudgetParams
 from predictor.features import BatchFeatures

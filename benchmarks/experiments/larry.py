@@ -12,12 +12,12 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from benchmarks.experiments.machine import MachineSpec, build_machine
 from benchmarks.experiments.pool import Replays
 from benchmarks.experiments.replay import Scenario, Setting
+from benchmarks.experiments.table import Result, figure, mean
 from loadgen import lengths, traces
-from loadgen.simulation.machine import MachineSpec, build_machine
 from loadgen.simulation.requests import rows_of
-from loadgen.simulation.table import Result, figure, mean
 from loadgen.svg import Series
 from predictor.limits import UNITS_PER_BLOCK
 

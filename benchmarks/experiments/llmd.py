@@ -12,16 +12,16 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.experiments import hygen
+from benchmarks.experiments.machine import Machine, MachineSpec, build_machine
 from benchmarks.experiments.pool import Replays
 from benchmarks.experiments.replay import ONLINE_ONLY, Scenario, Setting
 from benchmarks.experiments.surface import Evaluate, Family, Surface, Target, interference
+from benchmarks.experiments.table import Result, figure, mean
 from engine.scheduling.objective import UNLIMITED
 from loadgen import workloads
 from loadgen.arrivals import RateCurve, parse_curve
-from loadgen.simulation.machine import Machine, MachineSpec, build_machine
 from loadgen.simulation.measure import Metrics
 from loadgen.simulation.requests import rows_of
-from loadgen.simulation.table import Result, figure, mean
 from loadgen.svg import Series
 
 OTHER_ARRIVALS = 1000

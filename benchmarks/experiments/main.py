@@ -26,9 +26,9 @@ from benchmarks.experiments import (
     sal,
     unsteady,
 )
+from benchmarks.experiments.table import Result, render, write_table
 from engine.errors import TidemillError
 from loadgen.errors import InputError
-from loadgen.simulation.table import Result, render, write_table
 
 
 class Experiment(NamedTuple):

@@ -14,7 +14,7 @@ import numpy as np
 from benchmarks.experiments.mini_batches import HostBlocks, even_mini_batches, mini_batches
 from benchmarks.experiments.pipelines import Compact, Layout, OffloadDevice, Stage, Timeline, run_layers
 from engine.cache.placement import HostSplit, OffloadCosts, ideal_act, next_is_act, split_host
-from loadgen.simulation.machine import NOISE
+from loadgen.simulation.gpu import NOISE
 
 BLOCK = 16
 SAMPLES = (16, 32, 64, 128, 256, 512)

@@ -15,12 +15,11 @@ from typing import Any
 import numpy as np
 
 from benchmarks.experiments import hygen
+from benchmarks.experiments.machine import Machine, TrueLatency, build_machine
 from benchmarks.experiments.pool import Replays
 from benchmarks.experiments.replay import ONLINE_ONLY, Setting, recorded_steps
 from benchmarks.experiments.surface import Family, Surface, Target, interference
-from loadgen.simulation.gpu import TrueLatency
-from loadgen.simulation.machine import Machine, build_machine
-from loadgen.simulation.table import Result, figure, mean
+from benchmarks.experiments.table import Result, figure, mean
 from loadgen.stats import stream
 from loadgen.svg import Series
 from predictor.budget import BudgetParams

@@ -6,8 +6,8 @@ from multiprocessing import get_context
 from types import TracebackType
 from typing import TypeVar
 
+from benchmarks.experiments.machine import Machine
 from benchmarks.experiments.replay import Scenario, Setting, replay
-from loadgen.simulation.machine import Machine
 from loadgen.simulation.measure import Metrics
 
 Task = tuple[str, Setting]

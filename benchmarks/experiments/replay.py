@@ -9,13 +9,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import cycle
 
+from benchmarks.experiments.machine import Machine, TrueLatency
 from engine.api import EngineRequest, RequestClass
 from engine.colocation.virtual import Arrival, VirtualDriver, VirtualRun
 from engine.core import EngineCore
 from engine.scheduling.objective import StepObjective
 from engine.scheduling.output import Collect, ModelRunner, SchedulerOutput
-from loadgen.simulation.gpu import TrueLatency
-from loadgen.simulation.machine import Machine
 from loadgen.simulation.measure import Metrics, measure
 from loadgen.simulation.requests import Row, request_of
 from loadgen.stats import stream

@@ -16,7 +16,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from benchmarks.experiments.machine import Machine, MachineSpec, build_machine
 from benchmarks.experiments.pool import each
+from benchmarks.experiments.table import Result, figure, mean
 from benchmarks.simulated_fleet.fleet import FleetDriver, OneByOne, Server
 from benchmarks.simulated_fleet.merged import MergedDriver
 from engine.api import RequestClass
@@ -25,10 +27,8 @@ from engine.core import EngineCore
 from engine.fleet.routing import find_router
 from engine.scheduling.objective import StepObjective
 from loadgen import lengths, traces
-from loadgen.simulation.machine import Machine, MachineSpec, build_machine
 from loadgen.simulation.measure import Metrics, measure
 from loadgen.simulation.requests import Row, request_of, rows_of
-from loadgen.simulation.table import Result, figure, mean
 from loadgen.stats import stream
 from loadgen.svg import Series
 from predictor.features import BatchFeatures

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.experiments.table import Result, mean
 from engine.api import EngineRequest, RequestClass, SamplingParams
 from engine.colocation.keeper import Colocation, initial_budget
 from engine.colocation.virtual import (
@@ -26,7 +27,6 @@ from engine.colocation.virtual import (
 from engine.config import SchedulerConfig
 from engine.core import EngineCore
 from engine.scheduling.output import Collect, ModelRunnerOutput, SchedulerOutput
-from loadgen.simulation.table import Result, mean
 from loadgen.stats import nearest_rank
 from predictor.model import LatencyModel
 from predictor.online import OnlineModel, OnlineSettings

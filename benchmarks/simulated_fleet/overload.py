@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
 
+from benchmarks.experiments.machine import Machine
 from benchmarks.simulated_fleet.fleet import FleetDriver, OneByOne, Server
 from benchmarks.simulated_fleet.pipeline import Bubbles, Link, PipelineRunner, Transfer
 from benchmarks.simulated_fleet.queued import queued_work
@@ -17,7 +18,6 @@ from engine.core import EngineCore
 from engine.execution.lookahead import BatchPiece, MicroBatch, balanced, by_tokens
 from engine.fleet.drop import Exchange, Group, exchanges, pipeline_units, plan_drop, should_restore, split_layers
 from engine.scheduling.moving import MovedRequest
-from loadgen.simulation.machine import Machine
 from predictor.limits import UNITS_PER_BLOCK
 
 DROP_SECONDS = 0.005

@@ -13,8 +13,7 @@ from dataclasses import dataclass
 from benchmarks.simulated_fleet.fleet import Flight
 from engine.execution.lookahead import BatchPiece, MicroBatch
 from engine.scheduling.output import ModelRunnerOutput, SchedulerOutput
-from loadgen.simulation.gpu import SIMULATED_TOKEN, SimulatedDevice, SimulatedRunner
-from loadgen.simulation.machine import NOISE
+from loadgen.simulation.gpu import NOISE, SIMULATED_TOKEN, SimulatedDevice, SimulatedRunner
 
 LATENCY = 2e-5
 """Seconds until a message of no size is there."""

@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 
 from benchmarks.experiments import apt, apt_point, apt_table, main
+from benchmarks.experiments.machine import Machine, build_machine
+from benchmarks.experiments.table import Result
 from engine.api import EngineRequest, SamplingParams
 from engine.colocation.virtual import Arrival, VirtualRecord, VirtualRun
 from loadgen.simulation.gpu import SimulatedDevice
-from loadgen.simulation.machine import Machine, build_machine
 from loadgen.simulation.specs import MODELS
-from loadgen.simulation.table import Result
 from predictor.features import BatchFeatures
 
 CHAT = apt_point.Load("apt-chat", 1.0, 1.0, (1.0,), (1.0,))

@@ -7,14 +7,13 @@ from dataclasses import replace
 import pytest
 
 from benchmarks.experiments import hygen, larry, llmd, parts
+from benchmarks.experiments.machine import Machine, MachineSpec, TrueLatency, build_machine
 from benchmarks.experiments.pool import Replays
 from benchmarks.experiments.replay import ONLINE_ONLY, Scenario, Setting, make_core, recorded_steps, replay, run
 from benchmarks.experiments.surface import Surface, Target
+from benchmarks.experiments.table import Result
 from engine.scheduling.objective import UNLIMITED
-from loadgen.simulation.gpu import TrueLatency
-from loadgen.simulation.machine import Machine, MachineSpec, build_machine
 from loadgen.simulation.measure import Metrics
-from loadgen.simulation.table import Result
 from predictor.budget import BudgetParams
 
 SLOW = MachineSpec("llama-2-7b", "a100-40gb", max_num_seqs=16)

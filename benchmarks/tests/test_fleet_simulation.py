@@ -5,6 +5,8 @@ from dataclasses import replace
 import pytest
 
 from benchmarks.experiments import kunserve, sal
+from benchmarks.experiments.machine import MachineSpec, build_machine
+from benchmarks.experiments.table import Result
 from benchmarks.simulated_fleet.fleet import FleetDriver, OneByOne, Server
 from benchmarks.simulated_fleet.merged import MergedDriver
 from benchmarks.simulated_fleet.overload import Means, OverloadedFleet
@@ -16,9 +18,7 @@ from engine.core import EngineCore
 from engine.execution.lookahead import by_tokens
 from engine.fleet.routing import Chance, EngineLoad, RoutedPrompt, find_router
 from engine.scheduling.output import Chunk, SchedulerOutput
-from loadgen.simulation.machine import MachineSpec, build_machine
 from loadgen.simulation.requests import request_of
-from loadgen.simulation.table import Result
 from predictor.model import LatencyModel
 
 STEP = LatencyModel(intercept=0.01, knots=(0,), hinges=(1e-4,), token_limit=64)

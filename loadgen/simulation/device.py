@@ -17,8 +17,7 @@ from engine.models.spec import load_spec
 from engine.scheduling.output import Collect, ModelRunner, SchedulerOutput
 from engine.scheduling.policies import find_policy
 from loadgen.errors import InputError
-from loadgen.simulation.gpu import SimulatedDevice, SimulatedRunner
-from loadgen.simulation.machine import NOISE, fit_device
+from loadgen.simulation.gpu import SimulatedDevice, SimulatedRunner, fit_device
 from loadgen.simulation.specs import DEVICES, MODELS, ModelShape
 from predictor.costs import CacheCosts
 from predictor.limits import UNITS_PER_BLOCK
@@ -109,15 +108,15 @@ def named_device(model: str, device: str, config: EngineConfig, host_seconds: fl
         if shape.hidden_size > shape.num_kv_heads * shape.head_dim:
             raise ConfigError(f"--hidden-cache: hidden state of {shape.name} takes more than half the room of K and V")
         room = _with_hidden(room, config, costs, shape.num_layers)
-    fitted = fit_device(simulated, room, config.seed)
+    fitted, mape = fit_device(simulated, room, config.seed)
     known = costs.coefficients() if config.hidden_cache else {}
-    believed = replace(fitted.predictor, transferred=simulated.transfer_seconds(1), **known)
+    believed = replace(fitted, transferred=simulated.transfer_seconds(1), **known)
 
     def make_runner(seed: int) -> ModelRunner:
-        return SimulatedRunner(simulated, noise=NOISE, seed=seed)
+        return SimulatedRunner(simulated, seed=seed)
 
     notes = _notes(room, config, shape.max_model_len)
-    return Simulated(device, shape.name, room, believed, fitted.mape, make_runner, host_seconds, notes)
+    return Simulated(device, shape.name, room, believed, mape, make_runner, host_seconds, notes)
 
 
 def shape_of(model: str) -> ModelShape:

@@ -8,12 +8,15 @@ padding, attention its own rates, and nothing is fitted to the features of the l
 import random
 from dataclasses import dataclass, field
 
-from engine.scheduling.output import Collect, ModelRunnerOutput, SchedulerOutput
+from engine.config import SchedulerConfig
+from engine.scheduling.output import Chunk, Collect, ModelRunnerOutput, SchedulerOutput
 from loadgen.simulation.specs import DEVICES, MODELS, DeviceSpec, ModelShape
 from predictor.costs import FEW_TOKENS, MANY_TOKENS, MEMORY_RATE, CacheCosts, affine
-from predictor.features import BatchFeatures
-from predictor.limits import UNITS_PER_BLOCK
-from predictor.model import largest_chunk
+from predictor.fitting import fit
+from predictor.limits import UNITS_PER_BLOCK, Limits
+from predictor.model import LatencyModel
+from predictor.samples import Sample, split_samples
+from predictor.sweep import StepShape, run_sweep
 
 SIMULATED_TOKEN = 0
 """Token sampled by every simulated step. A request with it as a stop token ends at its `min_tokens`, the true length,
@@ -22,6 +25,9 @@ which the scheduler does not see."""
 ELEMENTWISE_PASSES = 12
 """Reads and writes of a hidden-size row in one layer outside matrix products and attention (norms, RoPE, residuals)."""
 ELEMENTWISE_KERNELS = 4
+SWEEP_SECONDS = 60.0
+NOISE = 0.02
+"""Standard deviation of a step's time, relative."""
 
 
 @dataclass(slots=True)
@@ -142,9 +148,9 @@ class SimulatedDevice:
 
 
 class SimulatedRunner:
-    """A runner on the virtual clock. `noise`: standard deviation of a step's time, relative; deterministic per seed."""
+    """A runner on the virtual clock; deterministic per seed. `noise`: see NOISE."""
 
-    def __init__(self, device: SimulatedDevice, *, noise: float = 0.02, seed: int = 0) -> None:
+    def __init__(self, device: SimulatedDevice, *, noise: float = NOISE, seed: int = 0) -> None:
         self.device = device
         self._reach = device.model.reach
         self._noise = noise
@@ -171,60 +177,37 @@ class SimulatedRunner:
         return seconds * max(0.8, 1.0 + self._noise * self._random.gauss(0.0, 1.0)) if self._noise else seconds
 
 
-class TrueLatency:
-    """Latency predictor that computes the exact step times of the device, without noise."""
+def fit_device(device: SimulatedDevice, config: SchedulerConfig, seed: int) -> tuple[LatencyModel, float]:
+    """Fit a latency model to a sweep; return it and its error on held-out steps. Deterministic per seed."""
+    samples = sweep_device(device, config, seed)
+    train, held_out = split_samples(samples, seed=seed)
+    tested, model = (
+        fit(part, token_limit=config.max_num_batched_tokens, reach=device.model.reach) for part in (train, samples)
+    )
+    return model, tested.mape(held_out)
 
-    def __init__(self, device: SimulatedDevice) -> None:
-        self._device = device
-        self.reach = device.model.reach
 
-    def predict(self, features: BatchFeatures) -> float:
-        """Return the seconds of the step, assuming that every sequence samples."""
-        sequences = features.num_decodes + features.num_prefill_chunks
-        context = features.decode_context_sum + features.prefill_context_sum
-        tokens, pairs = features.num_tokens, features.attention_work
-        seconds = self._device.step_seconds(tokens, sequences, sequences, context, pairs)
-        return seconds + self.cache_work(*features.cache_work)
+def sweep_device(device: SimulatedDevice, config: SchedulerConfig, seed: int) -> list[Sample]:
+    """Measure step times under these limits as a server does at its start (HyGen §4.2)."""
+    runner, now = SimulatedRunner(device, seed=seed), 0.0
+    limits = Limits(
+        config.max_num_seqs,
+        config.max_num_batched_tokens,
+        config.max_model_len,
+        config.num_units,
+        config.block_size,
+        reach=device.model.reach,
+    )
 
-    def cache_work(
-        self,
-        compact_tokens: int = 0,
-        restored_tokens: int = 0,
-        transferred_bytes: int = 0,
-        beside: BatchFeatures | None = None,
-    ) -> float:
-        """Return the seconds that cache work adds to an empty step, or to `beside`."""
-        there = (beside.compact_tokens, beside.restored_tokens) if beside is not None else (0, 0)
-        work = (there[0] + compact_tokens, there[1] + restored_tokens)
-        return self._device.cache_work_seconds(*work, transferred_bytes) - self._device.cache_work_seconds(*there)
+    def measure(shape: StepShape) -> float:
+        nonlocal now
+        decodes = [Chunk(row, shape.decode_context - 1, 1, True) for row in range(shape.num_decodes)]
+        prefills = [Chunk(shape.num_decodes + i, *chunk, True) for i, chunk in enumerate(shape.chunks)]
+        seconds = runner.launch(SchedulerOutput(0, (*decodes, *prefills)))().latency
+        now += seconds
+        return seconds
 
-    def adapter_work(self, adapters: int, tokens: int) -> float:  # noqa: ARG002
-        """Return 0: the device has no adapters."""
-        return 0.0
-
-    def mask_work(self, features: BatchFeatures, rows: int) -> float:  # noqa: ARG002
-        """Return 0: the device has no masks."""
-        return 0.0
-
-    def marginal(self, features: BatchFeatures, start: int, length: int) -> float:
-        """Return the seconds that the chunk (start, length) adds to the step."""
-        more = features.copy()
-        more.add_chunk(start, length)
-        return self.predict(more) - self.predict(features)
-
-    def marginal_decodes(self, features: BatchFeatures, count: int, context_sum: int) -> float:
-        """Return the seconds that `count` decodes add to the step."""
-        more = features.copy()
-        more.add_decodes(count, context_sum)
-        return self.predict(more) - self.predict(features)
-
-    def max_prefill(self, features: BatchFeatures, seconds: float, max_tokens: int, start: int) -> int:
-        """Return the largest chunk ≤ `max_tokens` from `start` that adds at most `seconds`; 0 if none fits."""
-        return largest_chunk(lambda length: self.marginal(features, start, length), seconds, max_tokens)
-
-    def expected_prefill(self, features: BatchFeatures, limit: float, max_tokens: int, start: int) -> int:
-        """Return the largest chunk with which the step takes at most `limit` seconds; 0 if none fits."""
-        return self.max_prefill(features, limit - self.predict(features), max_tokens, start)
+    return run_sweep(measure, limits, SWEEP_SECONDS, lambda: now)
 
 
 def _norm(one: float, other: float, power: float) -> float:

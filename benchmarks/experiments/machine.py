@@ -1,0 +1,127 @@
+"""A simulated machine as the engine would find it: a device, the scheduler's limits, and a latency model fitted by the
+same start-up sweep as on a real one (HyGen §4.2). The scheduler never sees the device's own formula.
+"""
+
+from dataclasses import dataclass, field
+
+from engine.config import SchedulerConfig
+from loadgen.simulation.gpu import SimulatedDevice, SimulatedRunner, fit_device, sweep_device
+from predictor.features import BatchFeatures
+from predictor.fitting import fit
+from predictor.model import LatencyModel, largest_chunk
+from predictor.samples import split_samples
+
+
+@dataclass(frozen=True, slots=True)
+class MachineSpec:
+    """Names of a model and a device, and the scheduler's limits."""
+
+    model: str
+    device: str
+    max_num_seqs: int = 128
+    max_num_batched_tokens: int = 512
+    max_model_len: int = 4096
+    block_size: int = 16
+    prefix_caching: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """`predictor` is fitted to noisy steps of `device`; `mape` is its error on steps held out of the fit, and
+    `mape_hygen` that of the paper's features. `profiles`: other latency models by name,
+    that with the paper's features as `hygen`."""
+
+    spec: MachineSpec
+    device: SimulatedDevice
+    config: SchedulerConfig
+    predictor: LatencyModel
+    mape: float
+    mape_hygen: float = 0.0
+    profiles: dict[str, LatencyModel] = field(default_factory=dict)
+
+    def profile(self, name: str) -> LatencyModel:
+        """Return the latency model called `name`, or the machine's own for "". Raise KeyError for an unknown name."""
+        return self.profiles[name] if name else self.predictor
+
+    def runner(self, seed: int) -> SimulatedRunner:
+        """Return a new runner whose noise follows `seed`."""
+        return SimulatedRunner(self.device, seed=seed)
+
+
+def build_machine(spec: MachineSpec, seed: int = 0) -> Machine:
+    """Size the cache, sweep the device and fit the latency model; deterministic per seed."""
+    device = SimulatedDevice.named(spec.model, spec.device, max_num_batched_tokens=spec.max_num_batched_tokens)
+    config = SchedulerConfig(
+        num_units=device.num_units(spec.block_size),
+        max_model_len=spec.max_model_len,
+        block_size=spec.block_size,
+        max_num_seqs=spec.max_num_seqs,
+        max_num_batched_tokens=spec.max_num_batched_tokens,
+        max_num_waiting=1_000_000,
+        enable_prefix_caching=spec.prefix_caching,
+        seed=seed,
+    )
+    predictor, mape = fit_device(device, config, seed)
+    samples = sweep_device(device, config, seed)
+    train, held_out = split_samples(samples, seed=seed)
+    tested, hygen = (
+        fit(part, "hygen", token_limit=spec.max_num_batched_tokens, reach=device.model.reach)
+        for part in (train, samples)
+    )
+    return Machine(spec, device, config, predictor, mape, tested.mape(held_out), {"hygen": hygen})
+
+
+class TrueLatency:
+    """Latency predictor that computes the exact step times of the device, without noise."""
+
+    def __init__(self, device: SimulatedDevice) -> None:
+        self._device = device
+        self.reach = device.model.reach
+
+    def predict(self, features: BatchFeatures) -> float:
+        """Return the seconds of the step, assuming that every sequence samples."""
+        sequences = features.num_decodes + features.num_prefill_chunks
+        context = features.decode_context_sum + features.prefill_context_sum
+        tokens, pairs = features.num_tokens, features.attention_work
+        seconds = self._device.step_seconds(tokens, sequences, sequences, context, pairs)
+        return seconds + self.cache_work(*features.cache_work)
+
+    def cache_work(
+        self,
+        compact_tokens: int = 0,
+        restored_tokens: int = 0,
+        transferred_bytes: int = 0,
+        beside: BatchFeatures | None = None,
+    ) -> float:
+        """Return the seconds that cache work adds to an empty step, or to `beside`."""
+        there = (beside.compact_tokens, beside.restored_tokens) if beside is not None else (0, 0)
+        work = (there[0] + compact_tokens, there[1] + restored_tokens)
+        return self._device.cache_work_seconds(*work, transferred_bytes) - self._device.cache_work_seconds(*there)
+
+    def adapter_work(self, adapters: int, tokens: int) -> float:  # noqa: ARG002
+        """Return 0: the device has no adapters."""
+        return 0.0
+
+    def mask_work(self, features: BatchFeatures, rows: int) -> float:  # noqa: ARG002
+        """Return 0: the device has no masks."""
+        return 0.0
+
+    def marginal(self, features: BatchFeatures, start: int, length: int) -> float:
+        """Return the seconds that the chunk (start, length) adds to the step."""
+        more = features.copy()
+        more.add_chunk(start, length)
+        return self.predict(more) - self.predict(features)
+
+    def marginal_decodes(self, features: BatchFeatures, count: int, context_sum: int) -> float:
+        """Return the seconds that `count` decodes add to the step."""
+        more = features.copy()
+        more.add_decodes(count, context_sum)
+        return self.predict(more) - self.predict(features)
+
+    def max_prefill(self, features: BatchFeatures, seconds: float, max_tokens: int, start: int) -> int:
+        """Return the largest chunk ≤ `max_tokens` from `start` that adds at most `seconds`; 0 if none fits."""
+        return largest_chunk(lambda length: self.marginal(features, start, length), seconds, max_tokens)
+
+    def expected_prefill(self, features: BatchFeatures, limit: float, max_tokens: int, start: int) -> int:
+        """Return the largest chunk with which the step takes at most `limit` seconds; 0 if none fits."""
+        return self.max_prefill(features, limit - self.predict(features), max_tokens, start)
