@@ -33,8 +33,7 @@ from loadgen.plan import FIRST_OFFLINE, Job, Plan, Windows
 from loadgen.prompts import PromptMaker, TokenIds
 from loadgen.simulation.device import measured_device, named_device, read_profile
 from loadgen.simulation.gpu import SimulatedDevice, SimulatedRunner
-from loadgen.simulation.measure import Metrics, measure
-from loadgen.simulation.run import requests
+from loadgen.simulation.run import Metrics, measure, requests
 from loadgen.simulation.run import simulate as simulated_run
 from loadgen.svg import Series
 from loadgen.traces import Content, Trace

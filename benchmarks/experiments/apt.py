@@ -15,7 +15,7 @@ from pathlib import Path
 from benchmarks.experiments.apt_point import Arm, Load, Point, requests_of, run_point, with_cache
 from benchmarks.experiments.machine import MachineSpec, build_machine
 from benchmarks.experiments.table import Result
-from loadgen.simulation.measure import Metrics
+from loadgen.simulation.run import Metrics
 
 LARRY = "larry:0.001"
 """The paper's α of 1, which weighs seconds against blocks, over the blocks of the pool (see the experiment `larry`)."""

@@ -17,8 +17,7 @@ from engine.scheduling.output import Collect, SchedulerOutput
 from loadgen import workloads
 from loadgen.arrivals import Process
 from loadgen.simulation.gpu import fit_device
-from loadgen.simulation.measure import Metrics
-from loadgen.simulation.requests import Row, request_of, rows_of
+from loadgen.simulation.run import Metrics, Row, request_of, rows_of
 from loadgen.stats import percentile
 from predictor.limits import UNITS_PER_BLOCK
 

@@ -17,7 +17,7 @@ from benchmarks.experiments.pipelines import Compact, OffloadDevice, lay_out
 from benchmarks.experiments.table import Result
 from engine.cache.placement import HostSplit, OffloadCosts
 from loadgen.simulation.gpu import NOISE, SimulatedDevice
-from loadgen.simulation.measure import Metrics
+from loadgen.simulation.run import Metrics
 from loadgen.simulation.specs import DEVICES, MODELS
 
 GRID = 40

@@ -22,7 +22,7 @@ from benchmarks.experiments.surface import Family, Surface, Target, interference
 from benchmarks.experiments.table import Result, figure, mean
 from engine.scheduling.objective import UNLIMITED
 from loadgen import lengths, traces
-from loadgen.simulation.requests import rows_of
+from loadgen.simulation.run import rows_of
 from loadgen.svg import Series
 from predictor.budget import BudgetParams
 from predictor.features import BatchFeatures

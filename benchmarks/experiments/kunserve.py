@@ -27,8 +27,7 @@ from engine.colocation.virtual import Arrival
 from engine.fleet.routing import find_router
 from loadgen import lengths
 from loadgen.arrivals import RateCurve, schedule
-from loadgen.simulation.measure import Metrics, measure
-from loadgen.simulation.requests import Row, request_of, rows_of
+from loadgen.simulation.run import Metrics, Row, measure, request_of, rows_of
 from loadgen.stats import stream
 from loadgen.svg import Series
 

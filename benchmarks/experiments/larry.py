@@ -17,7 +17,7 @@ from benchmarks.experiments.pool import Replays
 from benchmarks.experiments.replay import Scenario, Setting
 from benchmarks.experiments.table import Result, figure, mean
 from loadgen import lengths, traces
-from loadgen.simulation.requests import rows_of
+from loadgen.simulation.run import rows_of
 from loadgen.svg import Series
 from predictor.limits import UNITS_PER_BLOCK
 

@@ -20,8 +20,7 @@ from benchmarks.experiments.table import Result, figure, mean
 from engine.scheduling.objective import UNLIMITED
 from loadgen import workloads
 from loadgen.arrivals import RateCurve, parse_curve
-from loadgen.simulation.measure import Metrics
-from loadgen.simulation.requests import rows_of
+from loadgen.simulation.run import Metrics, rows_of
 from loadgen.svg import Series
 
 OTHER_ARRIVALS = 1000

@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from benchmarks.experiments.machine import Machine
 from benchmarks.experiments.replay import Scenario, Setting, replay
-from loadgen.simulation.measure import Metrics
+from loadgen.simulation.run import Metrics
 
 Task = tuple[str, Setting]
 Case = TypeVar("Case")

@@ -15,8 +15,7 @@ from engine.colocation.virtual import Arrival, VirtualDriver, VirtualRun
 from engine.core import EngineCore
 from engine.scheduling.objective import StepObjective
 from engine.scheduling.output import Collect, ModelRunner, SchedulerOutput
-from loadgen.simulation.measure import Metrics, measure
-from loadgen.simulation.requests import Row, request_of
+from loadgen.simulation.run import Metrics, Row, measure, request_of
 from loadgen.stats import stream
 from predictor.budget import BudgetParams
 from predictor.model import LatencyPredictor

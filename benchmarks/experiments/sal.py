@@ -27,8 +27,7 @@ from engine.core import EngineCore
 from engine.fleet.routing import find_router
 from engine.scheduling.objective import StepObjective
 from loadgen import lengths, traces
-from loadgen.simulation.measure import Metrics, measure
-from loadgen.simulation.requests import Row, request_of, rows_of
+from loadgen.simulation.run import Metrics, Row, measure, request_of, rows_of
 from loadgen.stats import stream
 from loadgen.svg import Series
 from predictor.features import BatchFeatures

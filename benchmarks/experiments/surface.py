@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 from benchmarks.experiments.replay import Setting
-from loadgen.simulation.measure import Metrics
+from loadgen.simulation.run import Metrics
 
 RESOLUTION = 1.02
 Evaluate = Callable[[Sequence[Setting]], Sequence[Metrics]]

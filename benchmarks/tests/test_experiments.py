@@ -13,7 +13,7 @@ from benchmarks.experiments.replay import ONLINE_ONLY, Scenario, Setting, make_c
 from benchmarks.experiments.surface import Surface, Target
 from benchmarks.experiments.table import Result
 from engine.scheduling.objective import UNLIMITED
-from loadgen.simulation.measure import Metrics
+from loadgen.simulation.run import Metrics
 from predictor.budget import BudgetParams
 
 SLOW = MachineSpec("llama-2-7b", "a100-40gb", max_num_seqs=16)

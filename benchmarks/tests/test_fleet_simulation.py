@@ -18,7 +18,7 @@ from engine.core import EngineCore
 from engine.execution.lookahead import by_tokens
 from engine.fleet.routing import Chance, EngineLoad, RoutedPrompt, find_router
 from engine.scheduling.output import Chunk, SchedulerOutput
-from loadgen.simulation.requests import request_of
+from loadgen.simulation.run import request_of
 from predictor.model import LatencyModel
 
 STEP = LatencyModel(intercept=0.01, knots=(0,), hinges=(1e-4,), token_limit=64)

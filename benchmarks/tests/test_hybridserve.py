@@ -18,7 +18,7 @@ from benchmarks.experiments.pipelines import Compact, OffloadDevice, Stage, lay_
 from benchmarks.experiments.table import Result
 from engine.cache.placement import HostSplit, OffloadCosts
 from loadgen.simulation.gpu import SimulatedDevice
-from loadgen.simulation.measure import Metrics
+from loadgen.simulation.run import Metrics
 from loadgen.simulation.specs import DEVICES, MODELS
 
 ARM = {arm.name: arm for arm in ARMS}

@@ -8,17 +8,29 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from engine.api import RequestClass
-from engine.colocation.virtual import Arrival, VirtualDriver, VirtualRun
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.api import EngineRequest, RequestClass, SamplingParams
+from engine.colocation.virtual import Arrival, VirtualDriver, VirtualRecord, VirtualRun
 from engine.core import EngineCore
 from engine.scheduling.objective import StepObjective
 from loadgen.plan import FIRST_OFFLINE, Windows
 from loadgen.prompts import PromptMaker, TokenIds
 from loadgen.simulation.device import Simulated
-from loadgen.simulation.measure import Metrics, measure
-from loadgen.simulation.requests import request_of, rows_of
+from loadgen.simulation.gpu import SIMULATED_TOKEN
+from loadgen.stats import nearest_rank
 from loadgen.traces import Content, Trace
 from loadgen.workloads import Workload
+
+Floats = NDArray[np.float64]
+Metrics = dict[str, float]
+"""Metrics by the names of the load generator's reports."""
+OUTPUT_CAP = 1024
+"""`max_tokens` of requests with a shorter true length, as set by a client that does not know the length."""
+
+Row = tuple[float, int, int]
+"""(arrival in seconds, prompt tokens, output tokens)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,3 +127,68 @@ def requests(
             shown = Content(segments=trace.content_of(index).segments)
             tokens = tuple(maker.fields(first + index, row[1], shown)["prompt"])
         yield Arrival(row[0], request_of(f"{name}{index}", row, request_class, limit, tokens))
+
+
+def rows_of(trace: Trace, limit: int) -> tuple[Row, ...]:
+    """Return a trace as rows, with prompts and answers cut to fit a context of `limit` tokens."""
+    rows = []
+    for at, prompt, output in zip(trace.arrived_at, trace.input_tokens, trace.output_tokens, strict=True):
+        output = max(1, min(int(output), limit // 2))
+        rows.append((float(at), max(1, min(int(prompt), limit - output)), output))
+    return tuple(rows)
+
+
+def request_of(
+    name: str, row: Row, request_class: RequestClass, limit: int, head: tuple[int, ...] = ()
+) -> EngineRequest:
+    """Return a request that ends at a stop token, which is masked until the true length. `head`: first tokens of the
+    prompt; the rest is padding that all prompts share."""
+    _, prompt, output = row
+    cap = max(output, min(OUTPUT_CAP, limit - prompt))
+    sampling = SamplingParams(max_tokens=cap, min_tokens=output, stop_token_ids=frozenset({SIMULATED_TOKEN}))
+    return EngineRequest(name, (*head[:prompt], *((1,) * (prompt - len(head)))), sampling, request_class)
+
+
+def measure(run: VirtualRun, begin: float, measure_end: float) -> Metrics:
+    """Latency of the requests scheduled in the measure window (seconds), throughput of the tokens stamped in it.
+
+    A request without a first token counts with the time it has waited so far, so that starving one never pays.
+    """
+    end = min(measure_end, run.end)
+    online = [r for r in run.online if r.arrival.request.request_id.startswith("n")]
+    chosen = [r for r in online if begin <= r.arrival.at <= end]
+    ttft = np.array([r.token_times[0] - r.arrival.at if r.token_times else run.end - r.arrival.at for r in chosen])
+    prompts = np.array([len(r.arrival.request.prompt_token_ids) for r in chosen])
+    gaps = np.concatenate([*(np.diff(r.token_times) for r in chosen), np.empty(0)])
+    ended = np.array([r.ended - r.arrival.at for r in chosen if r.ended is not None])
+    found = {**_spread("ttft", ttft), **_spread("tbt", gaps), **_spread("e2e", ended)}
+    found |= _spread("normalized_ttft", ttft / prompts if len(prompts) else ttft)
+    seconds = max(end - begin, 1e-9)
+    mixed = [r for r in run.online if r.arrival.request.request_id.startswith("f")]
+    offline = run.offline_tokens + _tokens(mixed, begin, end)
+    found["requests"] = float(len(chosen))
+    found["unfinished"] = float(sum(r.ended is None for r in chosen))
+    found["offline_throughput"] = offline / seconds
+    found["total_throughput"] = (offline + _tokens(online, begin, end)) / seconds
+    found["steps"] = float(run.steps)
+    found["end"] = run.end
+    return found
+
+
+def _spread(name: str, values: Floats) -> Metrics:
+    if not values.size:
+        return {f"{name}_{key}": 0.0 for key in ("mean", "p50", "p95", "p99")}
+    ordered = np.sort(values)
+    found = {f"{name}_p{percent}": nearest_rank(ordered, percent) for percent in (50, 95, 99)}
+    return {f"{name}_mean": float(ordered.mean()), **found}
+
+
+def _tokens(records: Sequence[VirtualRecord], begin: float, end: float) -> int:
+    """Output tokens stamped in the window, and the prompts whose first token is."""
+    total = 0
+    for record in records:
+        times = record.token_times
+        total += sum(begin <= at <= end for at in times)
+        if times and begin <= times[0] <= end:
+            total += len(record.arrival.request.prompt_token_ids)
+    return total
