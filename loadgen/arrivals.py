@@ -14,7 +14,7 @@ from typing import Literal, TextIO, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from loadgen.errors import InputError
+from loadgen import InputError
 
 Floats = NDArray[np.float64]
 Process = Literal["constant", "poisson", "gamma"]

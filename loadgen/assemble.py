@@ -11,10 +11,9 @@ from typing import Any
 import numpy as np
 import orjson
 
-from loadgen import formats, workloads
+from loadgen import InputError, ServerError, formats, workloads
 from loadgen.arrivals import Process, parse_curve
 from loadgen.client import Target
-from loadgen.errors import InputError, ServerError
 from loadgen.jobs import window_seconds
 from loadgen.metrics import Slo
 from loadgen.plan import Plan, Windows

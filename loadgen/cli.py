@@ -13,10 +13,9 @@ from typing import Any
 
 import orjson
 
-from loadgen import assemble, checks, flags, folder, formats, report, sweep, terminal, traces
+from loadgen import InputError, ServerError, assemble, checks, flags, folder, formats, report, sweep, terminal, traces
 from loadgen.assemble import Setup
 from loadgen.compare import Arm, Row, compare
-from loadgen.errors import InputError, ServerError
 from loadgen.folder import About
 from loadgen.metrics import harvest, interference
 from loadgen.plan import Plan

@@ -12,7 +12,7 @@ from typing import Any
 import aiohttp
 import orjson
 
-from loadgen.errors import ServerError
+from loadgen import ServerError
 from loadgen.records import RequestRecord
 from loadgen.sse import StreamEvents, whole_answer
 

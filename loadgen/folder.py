@@ -12,8 +12,7 @@ from typing import Any
 
 import orjson
 
-from loadgen import metrics, records, report, timeline
-from loadgen.errors import InputError
+from loadgen import InputError, metrics, records, report, timeline
 from loadgen.honesty import honesty
 from loadgen.metrics import Slo
 from loadgen.plan import Plan

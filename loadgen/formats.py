@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import numpy as np
 import orjson
 
-from loadgen.errors import InputError
+from loadgen import InputError
 from loadgen.traces import PREFIX_BLOCK, Content, Trace, build, jitter
 
 CHARACTERS_PER_TOKEN = 4.0

@@ -10,8 +10,8 @@ from typing import Any
 import aiohttp
 import orjson
 
+from loadgen import ServerError
 from loadgen.client import Client, error_message
-from loadgen.errors import ServerError
 from loadgen.records import JobPoll, JobRecord
 
 TERMINAL = frozenset({"completed", "failed", "expired", "cancelled"})

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from loadgen.errors import InputError
+from loadgen import InputError
 from loadgen.records import JobRecord, Records, RequestRecord
 from loadgen.stats import describe, nearest_rank, wilson
 

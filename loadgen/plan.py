@@ -5,8 +5,8 @@ from typing import Any, Literal
 
 import numpy as np
 
+from loadgen import InputError
 from loadgen.client import Target
-from loadgen.errors import InputError
 from loadgen.prompts import PromptMaker, Source, output_fields
 from loadgen.traces import Trace
 

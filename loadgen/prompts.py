@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from loadgen.errors import InputError
+from loadgen import InputError
 from loadgen.stats import stream
 from loadgen.traces import Content, Segment
 

@@ -8,8 +8,8 @@ from typing import Any, Literal, TypeVar
 
 import orjson
 
+from loadgen import ServerError
 from loadgen.client import Client, Target, describe_server, error_message, wait_ready
-from loadgen.errors import ServerError
 from loadgen.plan import Plan
 from loadgen.prompts import ANCHOR, WORDS, Source, TokenIds, WordCosts, output_fields
 from loadgen.records import RequestRecord

@@ -19,8 +19,7 @@ from engine.scheduling.objective import UNLIMITED, StepObjective
 from engine.scheduling.policies import find_policy
 from gateway.commands.flags import add_flags, flags_of, given
 from gateway.config import ServerConfig
-from loadgen import assemble, flags, workloads
-from loadgen.errors import InputError
+from loadgen import InputError, assemble, flags, workloads
 from loadgen.plan import Windows
 from loadgen.simulation import report
 from loadgen.simulation.device import Simulated, named_device, profiled_device

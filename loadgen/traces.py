@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from loadgen.errors import InputError
+from loadgen import InputError
 from loadgen.stats import nearest_rank, stream
 
 Floats = NDArray[np.float64]

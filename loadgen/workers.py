@@ -17,8 +17,8 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any
 
+from loadgen import ServerError
 from loadgen.client import Client
-from loadgen.errors import ServerError
 from loadgen.plan import Plan
 from loadgen.records import Records
 from loadgen.runner import MonotonicClock, Progress, Run

@@ -10,9 +10,8 @@ from pathlib import Path
 
 import numpy as np
 
-from loadgen import lengths, traces
+from loadgen import InputError, lengths, traces
 from loadgen.arrivals import Process, RateCurve, constant_rate, schedule
-from loadgen.errors import InputError
 from loadgen.plan import Job, OfflineMode
 from loadgen.stats import stream
 from loadgen.traces import Content, Trace

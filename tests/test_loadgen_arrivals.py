@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats as scipy_stats
 
+from loadgen import InputError
 from loadgen.arrivals import RateCurve, burst, constant_rate, parse_curve, schedule, sine
-from loadgen.errors import InputError
 from loadgen.stats import stream
 
 

@@ -11,10 +11,9 @@ import numpy as np
 import pytest
 from loadgen_server import Script, serving_in_thread
 
-from loadgen import checks, cli, compare, flags, folder, report, svg, sweep, workers
+from loadgen import InputError, checks, cli, compare, flags, folder, report, svg, sweep, workers
 from loadgen.cli import main
 from loadgen.client import Target
-from loadgen.errors import InputError
 from loadgen.plan import Job, Plan, Windows
 from loadgen.prompts import TokenIds
 from loadgen.records import RequestRecord

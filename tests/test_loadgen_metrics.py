@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loadgen import metrics, stats, timeline
-from loadgen.errors import InputError
+from loadgen import InputError, metrics, stats, timeline
 from loadgen.honesty import honesty
 from loadgen.metrics import Slo
 from loadgen.records import ClientSample, JobPoll, JobRecord, Records, RequestRecord

@@ -9,8 +9,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from loadgen import formats, traces
-from loadgen.errors import InputError
+from loadgen import InputError, formats, traces
 from loadgen.traces import Content, Trace
 
 AZURE = """TIMESTAMP,ContextTokens,GeneratedTokens

@@ -5,10 +5,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loadgen import lengths, workloads
+from loadgen import InputError, ServerError, lengths, workloads
 from loadgen.arrivals import parse_curve
 from loadgen.client import Target
-from loadgen.errors import InputError, ServerError
 from loadgen.plan import Plan
 from loadgen.prompts import ANCHOR, WORDS, PromptMaker, TokenIds, WordCosts
 from loadgen.session import word_costs

@@ -14,8 +14,7 @@ from engine.config import EngineConfig
 from gateway import cli
 from gateway.commands.flags import flags_of, resolve_configs
 from gateway.config import ServerConfig
-from loadgen import simulate, traces, workloads
-from loadgen.errors import InputError
+from loadgen import InputError, simulate, traces, workloads
 from loadgen.plan import Job
 from loadgen.simulation import report
 from loadgen.simulation.device import Simulated, named_device, profiled_device, shape_of

@@ -28,7 +28,7 @@ from benchmarks.experiments import (
 )
 from benchmarks.experiments.table import Result, render, write_table
 from engine.errors import TidemillError
-from loadgen.errors import InputError
+from loadgen import InputError
 
 
 class Experiment(NamedTuple):

@@ -16,7 +16,7 @@ from engine.errors import ConfigError
 from engine.models.spec import load_spec
 from engine.scheduling.output import Collect, ModelRunner, SchedulerOutput
 from engine.scheduling.policies import find_policy
-from loadgen.errors import InputError
+from loadgen import InputError
 from loadgen.simulation.gpu import SimulatedDevice, SimulatedRunner, fit_device
 from loadgen.simulation.specs import DEVICES, MODELS, ModelShape
 from predictor.costs import CacheCosts

@@ -16,8 +16,7 @@ from engine.colocation.virtual import VirtualRecord
 from engine.colocation.waits import ArrivalWaits
 from engine.config import EngineConfig
 from engine.scheduling.objective import UNLIMITED
-from loadgen import traces
-from loadgen.errors import InputError
+from loadgen import InputError, traces
 from loadgen.plan import Windows
 from loadgen.simulation.device import Simulated
 from loadgen.simulation.run import Policies, Ran, run_workload
