@@ -18,7 +18,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import IO, Any, Protocol
 
-from loadgen import workers
+from benchmarks.apart import run_here
 from loadgen.client import Client, Target
 from loadgen.plan import Plan
 from loadgen.prompts import TokenIds
@@ -196,7 +196,7 @@ async def run(plan: Plan, watch: Follower | None = None) -> Records:
             started.append(asyncio.create_task(watch.follow(plan.target.base_url, epoch)))
 
     try:
-        records = await workers.run_here(plan, begin)
+        records = await run_here(plan, begin)
     finally:
         for task in started:
             task.cancel()

@@ -10,9 +10,8 @@ import multiprocessing
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
-from dataclasses import fields, replace
+from collections.abc import Callable
+from dataclasses import fields
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any
@@ -44,73 +43,12 @@ def execute(plan: Plan, workers: int, show: Show) -> Records:
     """Run the plan and return the merged records. `show` is called about twice per second."""
     if workers == 1:
         with asyncio.Runner(loop_factory=loop_factory()) as runner:
-            return runner.run(_run(plan, show, lambda: time.monotonic() + LEAD))
+            return runner.run(run_plan(plan, show, lambda: time.monotonic() + LEAD))
     return _spread(plan, workers, show)
 
 
-async def run_here(plan: Plan, begin: Callable[[float], None] = lambda _epoch: None) -> Records:
-    """Run the plan in the running event loop, without workers and progress.
-
-    `begin` is called before the start with the run's time 0, a value of time.monotonic(). Flex requests beside online
-    ones are sent by another process until the online ones have ended: reading a hundred streams in this loop would
-    delay the tokens of online requests.
-    """
-    beside = plan.online is not None and plan.offline_mode == "flex"
-    with _offline_apart(plan) if beside else nullcontext() as offline:
-
-        def epoch() -> float:
-            found = time.monotonic() + LEAD if offline is None else offline.begin()
-            begin(found)
-            return found
-
-        records = await _run(replace(plan, offline_mode="none") if beside else plan, lambda _: None, epoch)
-        return records if offline is None else _merge([records, await asyncio.to_thread(offline.end)])
-
-
-class _Apart:
-    """A process that sends the offline requests of a plan."""
-
-    def __init__(self, process: BaseProcess, connection: Connection) -> None:
-        self._process, self._connection = process, connection
-
-    def begin(self) -> float:
-        """Wait until the process is ready and return the run's time 0. Raise ServerError if the process has ended."""
-        self._receive()
-        found = time.monotonic() + LEAD
-        self._connection.send(found)
-        return found
-
-    def end(self) -> Records:
-        """Stop the process and return its records. Raise ServerError if it has ended without records."""
-        _interrupt([self._process])
-        records = self._receive()
-        assert isinstance(records, Records), "with `quiet`, the child sends records only"
-        return replace(records, interrupted=False)
-
-    def _receive(self) -> object:
-        try:
-            return self._connection.recv()
-        except EOFError:
-            raise ServerError("the process that sends offline requests ended without a result") from None
-
-
-@contextmanager
-def _offline_apart(plan: Plan) -> Iterator[_Apart]:
-    windows = replace(plan.windows, warmup=0.0, cooldown=0.0, horizon=None)
-    offline = replace(plan, online=None, windows=windows)
-    context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe()
-    process: BaseProcess = context.Process(target=_child, args=(offline, theirs, True), daemon=True)
-    process.start()
-    theirs.close()
-    try:
-        yield _Apart(process, ours)
-    finally:
-        process.join(timeout=1)
-        process.kill()
-
-
-async def _run(plan: Plan, show: Show, epoch: Callable[[], float]) -> Records:
+async def run_plan(plan: Plan, show: Show, epoch: Callable[[], float]) -> Records:
+    """Run the plan in the running event loop. `epoch` returns time 0, a value of time.monotonic()."""
     clock = MonotonicClock()
     async with Client(plan.target, clock.now) as client:
         run = Run(plan, clock, client)
@@ -134,18 +72,15 @@ async def _report(run: Run, show: Show) -> None:
         show(run.progress)
 
 
-def _child(plan: Plan, connection: Connection, quiet: bool = False) -> None:
-    """Main function of a worker process: send "ready", receive the epoch, run, send progress, send the records.
-
-    `quiet` omits the progress; without a reader, a full pipe would block the event loop.
-    """
+def _child(plan: Plan, connection: Connection) -> None:
+    """Main function of a worker process: send "ready", receive the epoch, run, send progress, send the records."""
 
     def epoch() -> float:
         connection.send("ready")
         return float(connection.recv())
 
     with asyncio.Runner(loop_factory=loop_factory()) as runner:
-        connection.send(runner.run(_run(plan, (lambda _: None) if quiet else connection.send, epoch)))
+        connection.send(runner.run(run_plan(plan, connection.send, epoch)))
 
 
 def _spread(plan: Plan, workers: int, show: Show) -> Records:
@@ -166,7 +101,7 @@ def _spread(plan: Plan, workers: int, show: Show) -> Records:
         epoch = time.monotonic() + LEAD
         for connection in connections:
             connection.send(epoch)
-        return _merge(_collect(connections, show))
+        return merge(_collect(connections, show))
     except EOFError:
         raise ServerError("a worker process ended without a result") from None
     finally:
@@ -209,7 +144,8 @@ def _total(parts: list[Progress]) -> Progress:
     return total
 
 
-def _merge(parts: list[Records]) -> Records:
+def merge(parts: list[Records]) -> Records:
+    """Return the records of all parts, ordered by time."""
     merged = Records(
         requests=[record for part in parts for record in part.requests],
         jobs=[job for part in parts for job in part.jobs],

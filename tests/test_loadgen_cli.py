@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 from loadgen_server import Script, serving_in_thread
 
-from loadgen import InputError, checks, cli, compare, flags, folder, report, svg, sweep, workers
+from benchmarks.apart import run_here
+from loadgen import InputError, checks, cli, compare, flags, folder, report, svg, sweep
 from loadgen.cli import main
 from loadgen.client import Target
 from loadgen.plan import Job, Plan, Windows
@@ -248,7 +249,7 @@ def test_flex_requests_beside_online_ones_have_a_process_of_their_own_and_end_wi
             windows=Windows(horizon=0.6, drain=5.0),
         )  # fmt: skip
         epochs: list[float] = []
-        records = asyncio.run(workers.run_here(work, epochs.append))
+        records = asyncio.run(run_here(work, epochs.append))
     by_class = {name: [r for r in records.requests if r.service_class == name] for name in ("online", "offline")}
     assert [record.index for record in by_class["online"]] == [0, 1, 2] and all(r.ok for r in by_class["online"])
     done = [record for record in by_class["offline"] if record.ok]
