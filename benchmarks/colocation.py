@@ -23,6 +23,8 @@ from typing import Any
 import numpy as np
 
 from benchmarks import live
+from benchmarks.drawing import document
+from benchmarks.figures import percentile
 from benchmarks.frame import Table
 from benchmarks.gpu.setup import SHAPES
 from benchmarks.live import CONFIG, Watch, make_model_folder, plan_for, server, wait_quiet
@@ -32,8 +34,8 @@ from loadgen.arrivals import RateCurve, constant_rate
 from loadgen.metrics import Slo, token_events
 from loadgen.plan import Job, Plan, Windows
 from loadgen.records import JobRecord, Records, RequestRecord
-from loadgen.stats import percentile, stream
-from loadgen.svg import Floats, Mark, Series, chart, document
+from loadgen.stats import stream
+from loadgen.svg import Floats, Mark, Series, chart
 from loadgen.workloads import fixed
 
 ONLINE_PROMPT, ONLINE_OUTPUT = 128, 48

@@ -1,8 +1,13 @@
-"""The four figures of the serving benchmark and the work behind them."""
+"""The four figures of the serving benchmark and the work behind them, and percentiles."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from loadgen.stats import nearest_rank
 
 PROMPT, OUTPUT, PREFILL = 128, 64, 512
 
@@ -29,3 +34,9 @@ def ratio(left: Figures, right: Figures) -> Figures:
 def medians(rounds: Sequence[Figures]) -> Figures:
     """Column by column."""
     return Figures(*map(median, zip(*(found.columns() for found in rounds), strict=True)))
+
+
+def percentile(values: ArrayLike, percent: float) -> float:
+    """Return the nearest-rank percentile, or 0 if there are no values."""
+    array = np.asarray(values, dtype=np.float64)
+    return nearest_rank(array, percent) if array.size else 0.0

@@ -15,13 +15,14 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks import live
+from benchmarks.figures import percentile
 from benchmarks.frame import Table, compare
 from benchmarks.live import make_model_folder, metrics_page, plan_for, read_metric, wait_quiet
 from benchmarks.machine import describe
 from loadgen import traces
 from loadgen.plan import Windows
 from loadgen.records import RequestRecord
-from loadgen.stats import percentile, stream
+from loadgen.stats import stream
 from loadgen.traces import Trace
 
 ARMS = {word: (f"--overload={word}",) for word in ("recompute", "swap", "drop")}

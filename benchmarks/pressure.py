@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from benchmarks.figures import percentile
 from benchmarks.frame import Table
 from benchmarks.live import PACKAGED, Watch, metrics_page, plan_for, read_metric, run, server, wait_quiet
 from benchmarks.machine import describe
@@ -31,7 +32,7 @@ from engine.models.spec import load_spec
 from loadgen.arrivals import constant_rate, schedule
 from loadgen.metrics import Slo
 from loadgen.records import RequestRecord
-from loadgen.stats import percentile, stream
+from loadgen.stats import stream
 from loadgen.workloads import fixed
 
 PROMPT, OUTPUT = 192, 192

@@ -22,7 +22,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.figures import OUTPUT, PREFILL, PROMPT, Figures, medians, ratio
+from benchmarks.figures import OUTPUT, PREFILL, PROMPT, Figures, medians, percentile, ratio
 from benchmarks.frame import in_turn
 from benchmarks.live import Served, over_http, plan_for, wait_for_rest
 from benchmarks.machine import describe
@@ -31,7 +31,6 @@ from benchmarks.peers.engine import Engine, start_all
 from benchmarks.weights import make_checkpoint
 from loadgen.plan import Plan
 from loadgen.records import RequestRecord
-from loadgen.stats import percentile
 from loadgen.workloads import fixed
 
 PROMISE = "ttft_p99=60s,tbt_p99=1s"

@@ -19,12 +19,12 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.colocation import LEARNING, Run, judged, paired_bound, poisson, run_arm, slo_of
+from benchmarks.figures import percentile
 from benchmarks.frame import Table
 from benchmarks.live import completions, make_model_folder, server, wait_quiet
 from benchmarks.machine import describe
 from benchmarks.structured import MAX_TOKENS, SCHEMA
 from loadgen.arrivals import constant_rate
-from loadgen.stats import percentile
 
 
 def nested(depth: int) -> dict[str, Any]:

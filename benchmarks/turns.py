@@ -17,6 +17,7 @@ import numpy as np
 
 from benchmarks import live
 from benchmarks.colocation import check_job
+from benchmarks.figures import percentile
 from benchmarks.frame import Table, compare
 from benchmarks.live import make_model_folder, metrics_page, plan_for, read_metric, wait_quiet
 from benchmarks.machine import describe
@@ -24,7 +25,7 @@ from benchmarks.pressure import model_folder
 from loadgen import traces
 from loadgen.plan import Job, Windows
 from loadgen.records import RequestRecord
-from loadgen.stats import percentile, stream
+from loadgen.stats import stream
 from loadgen.traces import Content, Trace
 from loadgen.workloads import fixed
 

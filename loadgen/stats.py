@@ -36,12 +36,6 @@ def nearest_rank(values: ArrayLike, percent: float) -> float:
     return float(array[rank_index(array.size, percent)])
 
 
-def percentile(values: ArrayLike, percent: float) -> float:
-    """Return the nearest-rank percentile, or 0 if there are no values."""
-    array = np.asarray(values, dtype=np.float64)
-    return nearest_rank(array, percent) if array.size else 0.0
-
-
 def rank_index(count: int, percent: float) -> int:
     """Return the index of the nearest-rank percentile in a sorted array of `count` values."""
     # 99 % of 100 is 99.00000000000001 in binary floating point: round before taking the ceiling.

@@ -1,7 +1,6 @@
 """Line charts as `<svg>` elements: axes, ticks, legend and marked limits.
 
-The CSS of the page sets the colours of text, grid and marks. `document` returns a file with its own CSS for light and
-dark mode.
+The CSS of the page sets the colours of text, grid and marks.
 """
 
 import math
@@ -17,13 +16,6 @@ WIDTH, HEIGHT = 720.0, 260.0
 LEFT, RIGHT, TOP, BOTTOM = 64.0, 16.0, 34.0, 44.0
 COLOURS = ("#2a6fbb", "#c8553d", "#3a8f5c", "#8a5ab5", "#9a7b1f")
 MAX_POINTS = 600
-
-STYLE = (
-    "svg { font: 11px system-ui, sans-serif; fill: #1f2328; } .title { font-weight: 600; font-size: 12px; } "
-    ".grid { stroke: #8884; } .shade { fill: #8882; } line.mark { stroke: #c8321f; stroke-dasharray: 4 3; } "
-    "text.mark { fill: #c8321f; } @media (prefers-color-scheme: dark) { svg { fill: #d5dbe1; } "
-    "line.mark { stroke: #ff7b6b; } text.mark { fill: #ff7b6b; } }"
-)
 
 Floats = NDArray[np.float64]
 
@@ -109,18 +101,6 @@ def chart(
         f'<svg xmlns="http://www.w3.org/2000/svg" role="img" aria-label="{label}" '
         f'viewBox="0 0 {WIDTH:g} {HEIGHT:g}">\n{body}\n</svg>'
     )
-
-
-def document(*columns: Sequence[str]) -> str:
-    """Return a stand-alone SVG file with charts in columns, and the style that a page would provide."""
-    size = f'width="{WIDTH:g}" height="{HEIGHT:g}"'
-    body = "".join(
-        one.replace("<svg ", f'<svg x="{across * WIDTH:g}" y="{down * HEIGHT:g}" {size} ', 1)
-        for across, column in enumerate(columns)
-        for down, one in enumerate(column)
-    )
-    box = f"0 0 {WIDTH * len(columns):g} {HEIGHT * max(map(len, columns)):g}"
-    return f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="{box}"><style>{STYLE}</style>\n{body}\n</svg>\n'
 
 
 def cdf(name: str, values: ArrayLike) -> Series:

@@ -14,10 +14,19 @@ from engine.config import SchedulerConfig
 from engine.core import EngineCore
 from engine.scheduling.output import Chunk, SchedulerOutput
 from loadgen.simulation.gpu import SimulatedDevice, SimulatedRunner
-from loadgen.simulation.specs import CALIBRATION_TOKENS, DEVICES, MODELS, PUBLISHED_LINEAR_MS
+from loadgen.simulation.specs import DEVICES, MODELS
 from predictor.features import BatchFeatures
 
 GREEDY = SamplingParams(max_tokens=1, temperature=0.0)
+CALIBRATION_TOKENS = (1, 128, 512, 1024, 2048)
+PUBLISHED_LINEAR_MS: dict[tuple[str, str], tuple[float, ...]] = {
+    ("llama-2-7b", "a100-80gb"): (9.3, 12.2, 33.4, 67.9, 133.5),
+    ("llama-2-7b", "a40"): (23.9, 30.3, 71.1, 136.9, 259.0),
+    ("llama-2-7b", "h100"): (5.6, 6.4, 12.0, 21.0, 40.5),
+    ("llama-3-8b", "a100-80gb"): (9.7, 13.2, 34.6, 75.1, 141.8),
+}
+"""Published milliseconds of all linear layers (no attention) at `CALIBRATION_TOKENS`, by (model, device). The A100's
+memory size is not named; a stated reading of 1.39 TB/s fits both variants, which differ in `memory_efficiency` only."""
 CALIBRATION_TOLERANCE = 0.08
 PUBLISHED_PARAMETERS = {
     "llama-2-7b": 6.74e9,

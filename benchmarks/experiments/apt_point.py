@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.experiments.machine import Machine
+from benchmarks.figures import percentile
 from engine.api import RequestClass
 from engine.colocation.virtual import Arrival, VirtualDriver, VirtualRun
 from engine.core import EngineCore
@@ -18,7 +19,6 @@ from loadgen import workloads
 from loadgen.arrivals import Process
 from loadgen.simulation.gpu import fit_device
 from loadgen.simulation.run import Metrics, Row, request_of, rows_of
-from loadgen.stats import percentile
 from predictor.limits import UNITS_PER_BLOCK
 
 HIDDEN_SHARE = 2

@@ -7,7 +7,8 @@ from typing import Any
 
 import orjson
 
-from loadgen.svg import Series, chart, document
+from benchmarks.drawing import document
+from loadgen.svg import Series, chart
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,7 @@
 
 A shape is the arithmetic of a decoder-only transformer; a device is a set of peak rates with the share of each that
 real kernels reach. The shares are calibrated once per device family on published step times of all linear layers of
-Llama-2-7B (`PUBLISHED_LINEAR_MS` below), the rest from data sheets.
+Llama-2-7B, the rest is from data sheets.
 """
 
 from dataclasses import dataclass
@@ -118,13 +118,3 @@ DEVICES = {
         DeviceSpec("rtx-4090", 24 * GIB, 1.008e12, 165e12, 25e9, 0.85, 0.75),
     )
 }
-
-CALIBRATION_TOKENS = (1, 128, 512, 1024, 2048)
-PUBLISHED_LINEAR_MS: dict[tuple[str, str], tuple[float, ...]] = {
-    ("llama-2-7b", "a100-80gb"): (9.3, 12.2, 33.4, 67.9, 133.5),
-    ("llama-2-7b", "a40"): (23.9, 30.3, 71.1, 136.9, 259.0),
-    ("llama-2-7b", "h100"): (5.6, 6.4, 12.0, 21.0, 40.5),
-    ("llama-3-8b", "a100-80gb"): (9.7, 13.2, 34.6, 75.1, 141.8),
-}
-"""Published milliseconds of all linear layers (no attention) at `CALIBRATION_TOKENS`, by (model, device). The A100's
-memory size is not named; a stated reading of 1.39 TB/s fits both variants, which differ in `memory_efficiency` only."""
