@@ -1,9 +1,9 @@
-"""Forced tokens: rows of structured JSON, and how many of their tokens the schema forces.
+"""Forced tokens: structured JSON, and the share of its tokens that the schema forces.
 
 `--rows` requests, `--concurrency` at a time, ask a random 134.5 M Llama for JSON of one schema of the kind that batches
-extract: five required keys, an enum, numbers and short lists. What the model says is noise; what the grammar leaves no
-choice for is the schema's. Tokens are those that the server says it gave (`usage`), steps those of its engine: a forced
-token saves its row one, on a GPU all but the first of each run.
+extract: five required keys, an enum, numbers and short lists. The text is noise; the forced tokens follow from the
+schema alone. Tokens are counted by `usage`, steps and forced tokens by the server's metrics. A forced token saves its
+row a step; on a GPU, all but the first token of each run do.
 """
 
 import argparse
@@ -18,8 +18,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.frame import Table, compare
-from benchmarks.live import completions, make_model_folder, metrics_page, read_metric
+from benchmarks.frame import Table
+from benchmarks.live import completions, make_model_folder, metrics_page, read_metric, server
 from benchmarks.machine import describe
 
 SCHEMA: dict[str, Any] = {
@@ -39,8 +39,7 @@ MAX_TOKENS = 200
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """What one run gave: seconds, model steps, output tokens, those of them that were forced, rows that are whole and
-    valid JSON."""
+    """One round: seconds, model steps, output tokens, forced tokens, and rows with complete, valid JSON."""
 
     seconds: float
     steps: int
@@ -55,7 +54,7 @@ class Row:
 
 
 async def run(url: str, rows: int, concurrency: int, seed: int) -> Row:
-    """All rows against one server."""
+    """Run all rows against one server."""
     async with completions(url, concurrency) as ask_server:
 
         async def ask(number: int) -> tuple[int, bool]:
@@ -74,7 +73,7 @@ async def run(url: str, rows: int, concurrency: int, seed: int) -> Row:
             whole = choice["finish_reason"] == "stop" and bool(json.loads(choice["text"]))
             return answer["usage"]["completion_tokens"], whole
 
-        await asyncio.gather(*(ask(rows + number) for number in range(concurrency)))  # nothing is cold
+        await asyncio.gather(*(ask(rows + number) for number in range(concurrency)))  # warm-up
         before = await _counts(url)
         began = time.monotonic()
         answers = await asyncio.gather(*(ask(number) for number in range(rows)))
@@ -85,20 +84,20 @@ async def run(url: str, rows: int, concurrency: int, seed: int) -> Row:
 
 
 async def _counts(url: str) -> tuple[float, float]:
-    """Model steps and forced tokens so far."""
+    """Return the model steps and forced tokens so far."""
     page = await metrics_page(url)
     return read_metric(page, "tidemill_steps_total"), read_metric(page, "tidemill_forced_tokens_total", missing=0.0)
 
 
-TABLE = Table({"arm": "12", "tok/s": "8.1f", "steps": "7d", "tokens": "8d", "forced": "7.0%", "whole": "6d"})
+TABLE = Table({"round": "6", "tok/s": "8.1f", "steps": "7d", "tokens": "8d", "forced": "7.0%", "whole": "6d"})
 
 
-def show(arm: str, rows: Sequence[Row]) -> str:
-    """A line of the table: the median rate, everything else added up."""
+def show(title: str, rows: Sequence[Row]) -> str:
+    """Return a line of the table: the median rate, and the sums of the other columns."""
     tokens = sum(row.tokens for row in rows)
     forced = sum(row.forced for row in rows) / tokens
     steps = sum(row.steps for row in rows)
-    return TABLE.line(arm, median(row.rate for row in rows), steps, tokens, forced, sum(row.whole for row in rows))
+    return TABLE.line(title, median(row.rate for row in rows), steps, tokens, forced, sum(row.whole for row in rows))
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -109,14 +108,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_args(argv)
     about = f"{args.rows} rows of one schema, {args.concurrency} at a time"
     print(f"forced tokens: random 134.5 M Llama, {about}; {describe()}", flush=True)
+    print(TABLE.heading)
+    rows: list[Row] = []
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        make_model_folder(folder)
-
-        async def measure(url: str, number: int) -> Row:
-            return await run(url, args.rows, args.concurrency, 1000 * number)
-
-        compare(folder, ("--profile-dir", name), {"forced": ()}, args.rounds, measure, TABLE, show)
+        make_model_folder(Path(name))
+        with server(Path(name), 0, "--profile-dir", name, f"--state-dir={name}/state") as url:
+            for number in range(args.rounds):
+                rows.append(asyncio.run(run(url, args.rows, args.concurrency, 1000 * number)))
+                print(show(str(number + 1), rows[-1:]), flush=True)
+    print(show("all", rows))
 
 
 if __name__ == "__main__":
