@@ -4,6 +4,8 @@ A chunk is (start, length), tokens [start, start + length) of a sequence. A chun
 position, because the device runs it as one query row. The sums are Python integers, so that subtraction is exact.
 """
 
+from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import NamedTuple
 
 from predictor.reach import EVERYTHING, Reach
@@ -37,6 +39,10 @@ class CacheWork(NamedTuple):
     transferred_bytes: int = 0
 
 
+_sums = attrgetter(*FeatureRow._fields)
+
+
+@dataclass(slots=True)
 class BatchFeatures:
     """Running sums of the step being built; every operation is O(1).
 
@@ -60,28 +66,21 @@ class BatchFeatures:
         masked_rows: Number of limited samples.
     """
 
-    __slots__ = (*FeatureRow._fields, "reach")
-
-    def __init__(self, reach: Reach = EVERYTHING) -> None:
-        self.reach = reach
-        self.clear()
-
-    def clear(self) -> None:
-        """Reset to the empty step."""
-        self.num_tokens = 0
-        self.num_decodes = 0
-        self.decode_context_sum = 0
-        self.num_prefill_chunks = 0
-        self.prefill_token_sum = 0
-        self.attention_work = 0
-        self.compact_tokens = 0
-        self.restored_tokens = 0
-        self.transferred_bytes = 0
-        self.adapters = 0
-        self.adapted_tokens = 0
-        self.prefill_context_sum = 0
-        self.masks = 0
-        self.masked_rows = 0
+    reach: Reach = field(default=EVERYTHING, compare=False)
+    num_tokens: int = 0
+    num_decodes: int = 0
+    decode_context_sum: int = 0
+    num_prefill_chunks: int = 0
+    prefill_token_sum: int = 0
+    attention_work: int = 0
+    compact_tokens: int = 0
+    restored_tokens: int = 0
+    transferred_bytes: int = 0
+    adapters: int = 0
+    adapted_tokens: int = 0
+    prefill_context_sum: int = 0
+    masks: int = 0
+    masked_rows: int = 0
 
     def add_decodes(self, count: int, context_sum: int) -> None:
         """Add `count` decodes whose contexts (own token included, within the windows) sum to `context_sum`."""
@@ -124,53 +123,13 @@ class BatchFeatures:
 
     def copy(self) -> "BatchFeatures":
         """Return an independent copy."""
-        return BatchFeatures.from_row(self.row(), self.reach)
+        return BatchFeatures(self.reach, *_sums(self))
 
     def row(self) -> FeatureRow:
         """Return the sums as a tuple."""
-        return FeatureRow(
-            self.num_tokens,
-            self.num_decodes,
-            self.decode_context_sum,
-            self.num_prefill_chunks,
-            self.prefill_token_sum,
-            self.attention_work,
-            self.compact_tokens,
-            self.restored_tokens,
-            self.transferred_bytes,
-            self.adapters,
-            self.adapted_tokens,
-            self.prefill_context_sum,
-            self.masks,
-            self.masked_rows,
-        )
+        return FeatureRow._make(_sums(self))
 
     @classmethod
     def from_row(cls, row: FeatureRow, reach: Reach = EVERYTHING) -> "BatchFeatures":
         """Inverse of `row`."""
-        features = cls(reach)
-        (
-            features.num_tokens,
-            features.num_decodes,
-            features.decode_context_sum,
-            features.num_prefill_chunks,
-            features.prefill_token_sum,
-            features.attention_work,
-            features.compact_tokens,
-            features.restored_tokens,
-            features.transferred_bytes,
-            features.adapters,
-            features.adapted_tokens,
-            features.prefill_context_sum,
-            features.masks,
-            features.masked_rows,
-        ) = row
-        return features
-
-    def __eq__(self, other: object) -> bool:
-        return self.row() == other.row() if isinstance(other, BatchFeatures) else NotImplemented
-
-    __hash__ = None  # type: ignore[assignment]  # mutable
-
-    def __repr__(self) -> str:
-        return f"BatchFeatures{tuple(self.row())}"
+        return cls(reach, *row)

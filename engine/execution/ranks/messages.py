@@ -8,7 +8,6 @@ import msgspec
 from engine.config import EngineConfig
 from engine.errors import ErrorInfo
 from engine.execution.ranks.step import RankStep
-from predictor.features import BatchFeatures
 from predictor.limits import Limits
 
 
@@ -44,16 +43,7 @@ class RankFailed(RankMessage, frozen=True):
 FromRank = Reached | RankFailed
 
 
-def _omit_features(features: BatchFeatures) -> None:
-    """Encode the features of a step as nil: other ranks do not predict latencies."""
-    assert type(features) is BatchFeatures
-
-
-def _empty_features(_kind: type, _nil: None) -> BatchFeatures:
-    return BatchFeatures()
-
-
-encode = msgspec.msgpack.Encoder(enc_hook=_omit_features).encode
+encode = msgspec.msgpack.Encoder().encode
 decode_join = msgspec.msgpack.Decoder(Join).decode
-decode_step = msgspec.msgpack.Decoder(RankStep, dec_hook=_empty_features).decode
+decode_step = msgspec.msgpack.Decoder(RankStep).decode
 decode_from_rank = msgspec.msgpack.Decoder(FromRank).decode

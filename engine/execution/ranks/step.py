@@ -8,13 +8,14 @@ from engine.api import SamplingParams
 from engine.execution.layout import chunk_array, token_places
 from engine.execution.rows import RowTable
 from engine.scheduling.output import SchedulerOutput
+from predictor.features import BatchFeatures
 
 _NO_WISHES = SamplingParams(1, temperature=0.0)
 
 
 @dataclass(frozen=True, slots=True)
 class RankStep:
-    """Changes of rows and cache, chunks, and tokens, without sampling parameters.
+    """Changes of rows and cache, chunks, and tokens, without sampling parameters and features.
 
     Attributes:
         output: The step, with neutral sampling parameters.
@@ -29,12 +30,11 @@ class RankStep:
     @classmethod
     def of(cls, output: SchedulerOutput, rows: RowTable) -> "RankStep":
         """Create the message from a step that `rows` already include."""
-        if output.new_requests:
-            plain = tuple(
-                each._replace(request_id="", token_ids=(), sampling=_NO_WISHES, pooling=None)
-                for each in output.new_requests
-            )
-            output = replace(output, new_requests=plain)
+        plain = tuple(
+            each._replace(request_id="", token_ids=(), sampling=_NO_WISHES, pooling=None)
+            for each in output.new_requests
+        )
+        output = replace(output, new_requests=plain, features=BatchFeatures())
         chunks = chunk_array(output.chunks)
         tokens = rows.tokens[token_places(chunks)].astype(np.int32).tobytes()
         return cls(output, tokens, whole=bool(rows.pools[chunks[:, 0]].any()))
