@@ -20,14 +20,12 @@ DECODE_TILE = LaunchConfig(16, 32, 4, 2)
 PREFILL_TILE = LaunchConfig(64, 32, 8, 2)
 SHAPES = [
     # head_dim, group, kv_heads, block_size, table
-    (64, 1, 3, 16, torch.int32),
-    (80, 7, 2, 16, torch.int64),
+    (64, 5, 2, 16, torch.int32),
+    (80, 7, 1, 4, torch.int64),
     (96, 2, 2, 32, torch.int32),
-    (128, 4, 2, 16, torch.int32),
+    (128, 1, 2, 16, torch.int32),
     (128, 3, 1, 64, torch.int64),
     (256, 8, 1, 8, torch.int32),
-    (64, 5, 2, 16, torch.int32),
-    (80, 6, 1, 4, torch.int32),
 ]
 
 
@@ -157,12 +155,13 @@ def test_decode_merges_more_splits_than_one_tile(dtype: torch.dtype) -> None:
     assert work.ranges[0, 1].item() > 32
 
 
-@pytest.mark.parametrize(("at_once", "window", "sinks"), [(2, 0, False), (2, 100, True), (4, 0, True), (8, 0, False)])
+@pytest.mark.parametrize(("at_once", "window", "sinks"), [(2, 100, True), (4, 0, True), (8, 0, False)])
 def test_decode_merges_in_any_order_of_arrival(
     at_once: int, window: int, sinks: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Five splits of a context end in every order, with another context between them: until its last split has, the
-    result is not touched; then it is the same to the last bit. The counters are zeros again, and serve the next."""
+    """Run five splits of a context in six orders, each beginning with another split, beside another context.
+
+    The result is not touched before the last split, and then the same to the last bit. The counters are zeros again."""
     monkeypatch.setattr(configs, "merged_splits", lambda _width: at_once)
     cache = paged_cache([150, 60], seed=9, dtype=torch.float16, kv_heads=1, head_dim=64)
     work = DecodeWork(3, 9, DECODE_TILE.block_n, DEVICE, min_split=DECODE_TILE.block_n)
@@ -186,7 +185,7 @@ def test_decode_merges_in_any_order_of_arrival(
     run(*range(9))
     whole = out.clone()
     assert_same(whole, expected, torch.float16)
-    for number, order in enumerate([*permutations(range(5))][::10]):
+    for number, order in enumerate([*permutations(range(5))][::23]):
         for scratch in (partial, lse, out):
             scratch.fill_(NAN)
         for ended, item in enumerate(order):
@@ -208,11 +207,19 @@ def sinks_of(heads: int) -> Tensor:
     return torch.tensor([-9.0, 0.0, 0.5, 2.0, 6.0, 200.0], device=DEVICE).repeat(heads // 6 + 1)[:heads].contiguous()
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("sinks", [False, True], ids=["no sinks", "sinks"])
-@pytest.mark.parametrize(("softcap", "window"), [(0.0, 0), (0.7, 0), (30.0, 95)])
-def test_decode_caps_scores_and_counts_sinks_once(softcap: float, window: int, sinks: bool, dtype: torch.dtype) -> None:
+FEATURES = [
+    # softcap, window, sinks
+    (0.7, 0, False),
+    (0.0, 0, True),
+    (0.7, 95, True),
+    (30.0, 95, False),
+]
+
+
+@pytest.mark.parametrize(("features", "dtype"), typed(FEATURES), ids=case_id)
+def test_decode_caps_scores_and_counts_sinks_once(features: tuple[float, int, bool], dtype: torch.dtype) -> None:
     """Contexts that are split, whole and empty ones."""
+    softcap, window, sinks = features
     cache = paged_cache([640, 40], seed=6, dtype=dtype, kv_heads=2, head_dim=64)
     learned = sinks_of(6) if sinks else None
     work = decode_both(cache, [640, 40, 0], [0, 1, 0], 3, dtype, 6, 64, window, softcap, learned)
@@ -243,8 +250,8 @@ def prefill_both(
     softcap: float = 0.0,
     sinks: Tensor | None = None,
     value_dim: int = 0,
-) -> tuple[PrefillWork, Tensor]:
-    """The work list and what the kernel gave; with `slots` contexts of 128 tokens are split."""
+) -> PrefillWork:
+    """Compare the kernel with its twin and return the work list; with `slots` contexts of 128 tokens are split."""
     generator = torch.Generator().manual_seed(7)
     _, _, kv_heads, head_dim = cache.pool.shape
     tile = config.block_n
@@ -266,7 +273,7 @@ def prefill_both(
         covered[first : first + length] = True
     assert (~expected.isnan()).all(dim=-1).all(dim=-1).tolist() == covered.tolist()
     assert_same(actual, expected, dtype)
-    return work, actual
+    return work
 
 
 def prefill_scratch(work: PrefillWork, out: Tensor) -> tuple[Tensor, Tensor]:
@@ -276,25 +283,23 @@ def prefill_scratch(work: PrefillWork, out: Tensor) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize(("shape", "dtype"), typed(SHAPES, 1), ids=case_id)
 def test_prefill_with_splits(shape: tuple[int, int, int, int, torch.dtype], dtype: torch.dtype) -> None:
-    """Chunks behind long pasts: one beside a decode and a short prompt that stay whole, with splits and without."""
+    """Chunks behind long pasts are split; a decode and a short prompt beside them stay whole."""
     head_dim, group, kv_heads, block_size, table_dtype = shape
     chunks = [[2, 0, 1, 300], [0, 1, 20, 0], [1, 23, 7, 570], [3, 30, 4, 190]]
     cache = paged_cache(
         [20, 577, 301, 194], seed=12, dtype=dtype, kv_heads=kv_heads, head_dim=head_dim, block_size=block_size,
         table_dtype=table_dtype,
     )  # fmt: skip
-    work, split = prefill_both(cache, chunks, 36, group, dtype, PREFILL_TILE, slots=10)
+    work = prefill_both(cache, chunks, 36, group, dtype, PREFILL_TILE, slots=10)
     splits = {tuple(item[:2]): item[7] for item in work.items.tolist() if item[2]}
     assert splits[0, 1] == 1 and splits[1, 23] > 4 and splits[3, 30] > 1
     assert all(item[4] % PREFILL_TILE.block_n == 0 for item in work.items.tolist())
-    _, whole = prefill_both(cache, chunks, 36, group, dtype, PREFILL_TILE)
-    assert_same(split, whole.double(), dtype)
 
 
 def test_prefill_splits_of_which_rows_see_nothing() -> None:
     """The causal edge inside of the last split: it begins behind the chunk's first tokens."""
     cache = paged_cache([290], seed=13, dtype=torch.float32, kv_heads=1, head_dim=64)
-    work, _ = prefill_both(cache, [[0, 0, 20, 270]], 20, 2, torch.float32, PREFILL_TILE, slots=10)
+    work = prefill_both(cache, [[0, 0, 20, 270]], 20, 2, torch.float32, PREFILL_TILE, slots=10)
     assert max(item[4] for item in work.items.tolist()) == 288, "behind position 270"
 
 
@@ -303,7 +308,7 @@ def test_prefill_with_splits_within_a_window(window: int) -> None:
     """Splits before the window are empty; one that it cuts is read from there on."""
     cache = paged_cache([20, 577], seed=14, dtype=torch.float32, kv_heads=1, head_dim=64)
     chunks = [[0, 0, 20, 0], [1, 20, 7, 570]]
-    work, _ = prefill_both(cache, chunks, 27, 2, torch.float32, PREFILL_TILE, window, slots=10)
+    work = prefill_both(cache, chunks, 27, 2, torch.float32, PREFILL_TILE, window, slots=10)
     assert work.merging
 
 
@@ -351,17 +356,17 @@ def test_prefill_of_random_chunks(seed: int) -> None:
     prefill_both(cache, chunks, int(sizes.sum()) + 1, group, torch.float32, PREFILL_TILE)
 
 
-@pytest.mark.parametrize(("slots", "dtype"), typed([0, 10]), ids=case_id)
-@pytest.mark.parametrize("sinks", [False, True], ids=["no sinks", "sinks"])
-@pytest.mark.parametrize(("softcap", "window"), [(0.0, 0), (0.7, 0), (30.0, 95)])
+@pytest.mark.parametrize("slots", [0, 10])
+@pytest.mark.parametrize(("features", "dtype"), typed(FEATURES, 1), ids=case_id)
 def test_prefill_caps_scores_and_counts_sinks_once(
-    softcap: float, window: int, sinks: bool, slots: int, dtype: torch.dtype
+    features: tuple[float, int, bool], slots: int, dtype: torch.dtype
 ) -> None:
     """Chunks behind long pasts, which are split or not, beside a short prompt."""
-    cache = paged_cache([20, 300], seed=14, dtype=dtype, kv_heads=3, head_dim=64)
+    softcap, window, sinks = features
+    cache = paged_cache([20, 300], seed=14, dtype=dtype, kv_heads=2, head_dim=64)
     learned = sinks_of(6) if sinks else None
     chunks = [[0, 0, 20, 0], [1, 20, 7, 293]]
-    work, _ = prefill_both(cache, chunks, 27, 2, dtype, PREFILL_TILE, window, slots, softcap, learned)
+    work = prefill_both(cache, chunks, 27, 3, dtype, PREFILL_TILE, window, slots, softcap, learned)
     assert bool((work.items[:, 7] > 1).any()) == (slots > 0)
 
 
@@ -427,9 +432,9 @@ def test_prefill_and_decode_refuse_wrong_shapes() -> None:
 
 WIDTHS = [
     # head_dim, value_dim, group, kv_heads, spare
-    (192, 128, 1, 3, 0),  # DeepSeek-V2 and -V3
+    (192, 128, 1, 2, 0),  # DeepSeek-V2 and -V3
     (24, 16, 4, 2, 0),
-    (40, 64, 3, 2, 8),  # V is the wider one, and cells are wider than both
+    (40, 64, 3, 1, 8),  # V is the wider one, and cells are wider than both
     (64, 64, 2, 2, 16),
 ]
 
@@ -457,7 +462,5 @@ def test_prefill_of_unlike_widths(widths: tuple[int, int, int, int, int], dtype:
     )
     chunks = [[0, 0, 20, 0], [1, 20, 7, 570]]
     for window, sinks in ((0, None), (95, sinks_of(kv_heads * group))):
-        work, _ = prefill_both(
-            cache, chunks, 27, group, dtype, PREFILL_TILE, window, 10, sinks=sinks, value_dim=value_dim
-        )
+        work = prefill_both(cache, chunks, 27, group, dtype, PREFILL_TILE, window, 10, sinks=sinks, value_dim=value_dim)
         assert work.merging

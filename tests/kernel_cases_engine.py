@@ -4,7 +4,7 @@ Run by test_kernels.py in a process of its own.
 """
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
@@ -14,7 +14,7 @@ import pytest
 import torch
 from cuda_engine import CudaDriver, make_driver, make_runner
 from driver import make_request
-from kernel_pool import DEVICE
+from kernel_pool import DEVICE, INTERPRETED
 from lora_adapters import make_adapter
 from test_ranks import FollowersHere
 from test_runner import POISON, check_greedy
@@ -73,7 +73,12 @@ def test_llama_with_preemptions_and_prefix_hits() -> None:
     assert seen["preemptions"] > 0 and seen["hits"] > 0
 
 
-@pytest.mark.parametrize(("name", "max_tokens"), [("llama-gqa2", 10), ("neox", 3)])
+def some(cases: Sequence[T]) -> Sequence[T]:
+    """All cases; in the interpreter, which takes its time, the last."""
+    return cases[-1:] if INTERPRETED else cases
+
+
+@pytest.mark.parametrize(("name", "max_tokens"), some([("llama-gqa2", 10), ("neox", 3)]))
 def test_two_ranks_of_one_device(name: str, max_tokens: int) -> None:
     """Each with half of the heads, joined by gloo. One runs at a time, and the other while it waits for it: Triton's
     interpreter has one thread."""
@@ -120,7 +125,7 @@ def test_two_ranks_of_one_device(name: str, max_tokens: int) -> None:
         assert seen["preemptions"] > 0 and seen["hits"] > 0
 
 
-@pytest.mark.parametrize("name", ["qwen3", "neox", "opt"])
+@pytest.mark.parametrize("name", ["neox", "opt"])
 def test_families(name: str) -> None:
     check_engine(name, 40, [2, 9], 3)
 
@@ -139,12 +144,12 @@ def test_rows_of_two_adapters_and_of_none(tmp_path: Path) -> None:
         models.append(made.merged(original))
     prompt = [5, 9, 14, 20, 33]
     for number in range(3):
-        driver.add(replace(make_request(f"r{number}", prompt, 5), adapter=number))
+        driver.add(replace(make_request(f"r{number}", prompt, 3), adapter=number))
     driver.run()
     answers = []
     for model in models:
         ids = list(prompt)
-        for _ in range(5):
+        for _ in range(3):
             with torch.inference_mode():
                 ids.append(int(model(input_ids=torch.tensor([ids])).logits[0, -1].argmax()))
         answers.append(ids[len(prompt) :])
@@ -152,7 +157,7 @@ def test_rows_of_two_adapters_and_of_none(tmp_path: Path) -> None:
     assert len(set(map(tuple, answers))) == 3 and driver.runner.device.adapters.slots_of(np.array([1, 2])) is not None
 
 
-@pytest.mark.parametrize("name", ["opt", "qwen3"])
+@pytest.mark.parametrize("name", some(["opt", "qwen3"]))
 def test_hidden_state_restored_swapped_and_run_from(name: str) -> None:
     """One prompt over a hidden block and one of KV: through the host and back, and a restore, against KV alone."""
     folder = model_folder(name)

@@ -18,38 +18,35 @@ from hypothesis import strategies as st
 from engine.triton_kernels import configs
 from engine.triton_kernels.work import DecodeWork, PrefillWork
 
-CASES = [
-    ("attention", "decode"), ("attention", "prefill"), ("cache", ""), ("int8", ""), ("rows", ""), ("lora", ""),
-    ("engine", ""),
-]  # fmt: skip
-"""(file kernel_cases_<name>.py, which tests of it)"""
+CASES = [("attention",), ("engine",), ("cache", "int8", "rows", "lora")]
+"""Names of files kernel_cases_<name>.py that run in one process."""
 CPU = torch.device("cpu")
 TESTS = Path(__file__).parent
 
 
-def run_cases(name: str, which: str, interpret: bool) -> None:
+def run_cases(names: tuple[str, ...], interpret: bool) -> None:
     pytest.importorskip("triton")
     environment = {**os.environ, "TRITON_INTERPRET": "1" if interpret else "0", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "no:xdist", "-o", "addopts=", "-q"]
-    command += ["--import-mode=importlib", "-x", "-k", which, str(TESTS / f"kernel_cases_{name}.py")]
+    command += ["--import-mode=importlib", "-x", *(str(TESTS / f"kernel_cases_{name}.py") for name in names)]
     ended = subprocess.run(
         command, cwd=TESTS.parent, env=environment, capture_output=True, text=True, check=False, timeout=600
     )
-    assert ended.returncode == 0, f"{name}\n{ended.stdout[-6000:]}\n{ended.stderr[-2000:]}"
+    assert ended.returncode == 0, f"{names}\n{ended.stdout[-6000:]}\n{ended.stderr[-2000:]}"
     assert " passed" in ended.stdout and "skipped" not in ended.stdout, ended.stdout
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(("name", "which"), CASES)
-def test_kernels_equal_their_twins_in_the_interpreter(name: str, which: str) -> None:
-    run_cases(name, which, interpret=True)
+@pytest.mark.parametrize("names", CASES, ids="-".join)
+def test_kernels_equal_their_twins_in_the_interpreter(names: tuple[str, ...]) -> None:
+    run_cases(names, interpret=True)
 
 
 @pytest.mark.gpu
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(("name", "which"), CASES)
-def test_kernels_equal_their_twins_on_a_gpu(name: str, which: str) -> None:
-    run_cases(name, which, interpret=False)
+@pytest.mark.parametrize("names", CASES, ids="-".join)
+def test_kernels_equal_their_twins_on_a_gpu(names: tuple[str, ...]) -> None:
+    run_cases(names, interpret=False)
 
 
 @given(
