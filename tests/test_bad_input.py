@@ -131,11 +131,10 @@ BAD_MESSAGES: list[tuple[Any, str]] = [
     ([{"role": "user"}], "messages[0].content"),
     ([{"role": "user", "content": None}], "messages[0].content"),
     ([{"role": "user", "content": 5}], "messages[0].content"),
-    ([{"role": "user", "content": []}], "messages[0].content"),
+    ([{"role": "system"}, {"role": "user", "content": "x"}], "messages[0].content"),
     ([{"role": "user", "content": "x"}, {"role": "user", "content": [5]}], "messages[1].content[0]"),
     ([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}]}],
      "messages[0].content[0].type"),
-    ([{"role": "user", "content": "x", "audio": {}}], "messages[0].audio"),
     (["x"], "messages[0]"),
 ]  # fmt: skip
 

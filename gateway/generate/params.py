@@ -144,7 +144,7 @@ def check_chat(body: ChatCompletionRequest) -> None:
         message = "'max_tokens' and 'max_completion_tokens' differ; send only one."
         raise InvalidRequestError(message, param="max_tokens", code="invalid_value")
     for index, message_ in enumerate(body.messages):
-        if message_.content is None and not (message_.role == "assistant" and message_.tool_calls):
+        if message_.content is None and message_.role not in ("assistant", "tool"):
             param = f"messages[{index}].content"
             raise InvalidRequestError(f"'{param}' must not be empty.", param=param, code="invalid_value")
 

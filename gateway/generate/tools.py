@@ -149,8 +149,11 @@ def template_messages(body: ChatCompletionRequest, format: ToolFormat | None, te
 
 def _template_message(message: ChatMessage, index: int, id_chars: int | None) -> dict[str, Any]:
     """Convert a message: role `developer` to `system`, arguments of past calls to objects, past reasoning to one name,
-    and call ids to the length that the template requires."""
+    and call ids to the length that the template requires. A message without content and calls gets an empty text."""
     fields = message.model_dump(exclude_none=True, exclude={"refusal", "reasoning"})
+    if not message.tool_calls:
+        fields.pop("tool_calls", None)
+        fields.setdefault("content", "")
     if message.reasoning:
         fields["reasoning_content"] = message.reasoning
     if message.role == "developer":

@@ -10,8 +10,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
-from pydantic import BaseModel, ConfigDict
-
 from engine.errors import InvalidRequestError
 from gateway.generate.wire import ChatCompletionRequest, ChatMessage, FunctionCall, ToolCall
 
@@ -22,12 +20,6 @@ _PART = re.compile(r"[.\[]")
 
 class HasText(Protocol):
     text: str
-
-
-class ClientObject(BaseModel):
-    """An object with strict types that ignores unknown fields: clients return objects of any version of the API."""
-
-    model_config = ConfigDict(extra="ignore", strict=True, hide_input_in_errors=True, protected_namespaces=())
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,7 @@
-"""Request bodies of OpenAI's API as pydantic models with strict types and without unknown fields.
+"""Request bodies of OpenAI's API as pydantic models with strict types.
+
+A null has no meaning anywhere. Bodies and their settings refuse unknown fields; messages, tools and other objects that
+clients return or decorate ignore them.
 
 pydantic would collect an error for every invalid element of a body. To bound that work, lists have a maximum length and
 fail at the first error, and the number of names is checked before the names. The models have the supported fields only;
@@ -48,6 +51,10 @@ def _content_kind(value: Any) -> str:
     return "<parts>" if isinstance(value, list) else "<text>"
 
 
+def _empty_as_text(value: Any) -> Any:
+    return "" if value == [] else value
+
+
 def at_most(entries: int) -> BeforeValidator:
     """Limit the entries of a dict before validation: pydantic validates all entries before it checks their number."""
 
@@ -59,15 +66,33 @@ def at_most(entries: int) -> BeforeValidator:
     return BeforeValidator(check)
 
 
-class StrictBody(BaseModel):
-    """An object with strict types and without unknown fields."""
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, dict) and None in value.values():
+        return {name: item for name, item in value.items() if item is not None}
+    return value
 
-    model_config = ConfigDict(extra="forbid", strict=True, hide_input_in_errors=True, protected_namespaces=())
+
+class ClientObject(BaseModel):
+    """An object with strict types that ignores unknown fields: clients return objects of any version of the API."""
+
+    model_config = ConfigDict(extra="ignore", strict=True, hide_input_in_errors=True, protected_namespaces=())
 
     @model_validator(mode="before")
     @classmethod
-    def _count_names(cls, value: Any) -> Any:
+    def _prepare(cls, value: Any) -> Any:
+        return _without_nulls(value)
+
+
+class StrictBody(ClientObject):
+    """An object without unknown fields."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _prepare(cls, value: Any) -> Any:
         """Bound the number of errors for unknown names by the number of fields."""
+        value = _without_nulls(value)
         if isinstance(value, dict) and len(value) > len(cls.model_fields):
             known = {field.alias or name for name, field in cls.model_fields.items()}
             name = next(name for name in value if name not in known)
@@ -75,36 +100,31 @@ class StrictBody(BaseModel):
         return value
 
 
-class TextPart(StrictBody):
+class TextPart(ClientObject):
     type: Literal["text"]
     text: str
 
 
-class FunctionCall(StrictBody):
-    """`parsed_arguments` is added by helpers of the official client."""
-
+class FunctionCall(ClientObject):
     name: str
     arguments: str
-    parsed_arguments: Any = Field(default=None, exclude=True)
 
 
-class ToolCall(StrictBody):
-    """`index` is left by the official client in a call that it assembled from a stream."""
-
+class ToolCall(ClientObject):
     id: str
-    type: Literal["function"]
+    type: Literal["function"] = "function"
     function: FunctionCall
-    index: int | None = Field(default=None, exclude=True)
 
 
 Content = Annotated[
     Annotated[str, Tag("<text>")]
-    | Annotated[list[TextPart], Field(min_length=1, max_length=MAX_PARTS, fail_fast=True), Tag("<parts>")],
+    | Annotated[list[TextPart], Field(max_length=MAX_PARTS, fail_fast=True), Tag("<parts>")],
     Discriminator(_content_kind),
+    BeforeValidator(_empty_as_text),
 ]
 
 
-class ChatMessage(StrictBody):
+class ChatMessage(ClientObject):
     """A message. `tool_call_id`: the call that a tool message answers; `reasoning_content` is another name of
     `reasoning`."""
 
@@ -210,7 +230,7 @@ ToolName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]
 """Twice OpenAI's maximum length, because tool names of agents are prefixed with server names."""
 
 
-class FunctionDefinition(StrictBody):
+class FunctionDefinition(ClientObject):
     """A function that the model may call; `parameters` is the JSON schema of its arguments."""
 
     name: ToolName
@@ -219,16 +239,16 @@ class FunctionDefinition(StrictBody):
     strict: bool | None = None
 
 
-class Tool(StrictBody):
+class Tool(ClientObject):
     type: Literal["function"]
     function: FunctionDefinition
 
 
-class FunctionName(StrictBody):
+class FunctionName(ClientObject):
     name: str
 
 
-class NamedToolChoice(StrictBody):
+class NamedToolChoice(ClientObject):
     type: Literal["function"]
     function: FunctionName
 

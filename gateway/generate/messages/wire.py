@@ -5,8 +5,16 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Discriminator, Field, Tag
 
 from gateway.generate import params
-from gateway.generate.translation import ClientObject
-from gateway.generate.wire import MAX_MESSAGES, MAX_PARTS, MAX_STOPS, MAX_TOOLS, RequestBody, StopString, ToolName
+from gateway.generate.wire import (
+    MAX_MESSAGES,
+    MAX_PARTS,
+    MAX_STOPS,
+    MAX_TOOLS,
+    ClientObject,
+    RequestBody,
+    StopString,
+    ToolName,
+)
 
 _INT32 = 2**31 - 1
 

@@ -6,8 +6,16 @@ from typing import Annotated, Any, Literal
 from pydantic import Discriminator, Field, Tag
 
 from gateway.generate import params
-from gateway.generate.translation import ClientObject
-from gateway.generate.wire import MAX_MESSAGES, MAX_PARTS, MAX_TOOLS, RequestBody, StrictBody, ToolName, at_most
+from gateway.generate.wire import (
+    MAX_MESSAGES,
+    MAX_PARTS,
+    MAX_TOOLS,
+    ClientObject,
+    RequestBody,
+    StrictBody,
+    ToolName,
+    at_most,
+)
 
 MAX_ITEMS = MAX_MESSAGES - 1  # the instructions become a message, too
 MAX_METADATA = 16
