@@ -15,6 +15,7 @@ import tokenizers
 from tokenizers import AddedToken
 
 from engine.errors import InvalidRequestError
+from engine.text.folding import fold, part_text
 from engine.text.template_probe import TemplateFacts
 
 MAX_PROMPT_CHARS = 16 * 2**20
@@ -73,7 +74,7 @@ class ChatTemplate:
     ) -> list[int]:
         """Return the token ids of a conversation. Raises InvalidRequestError if the template refuses it."""
         inputs: dict[str, Any] = {
-            "messages": [self._fit(message) for message in messages],
+            "messages": [self._fit(message) for message in fold(messages, self._facts.refused)],
             "tools": [dict(tool) for tool in tools] if tools else None,
             "template_kwargs": template_kwargs,
         }
@@ -130,7 +131,7 @@ class ChatTemplate:
         fitted = dict(message)
         content = fitted.get("content")
         if isinstance(content, (list, tuple)):
-            fitted["content"] = self._fit_parts([_part_text(part) for part in content])
+            fitted["content"] = self._fit_parts([part_text(part) for part in content])
         elif isinstance(content, str) and self._facts.reads_parts and not self._facts.reads_strings:
             fitted["content"] = [{"type": "text", "text": content}]
         if fitted.get("tool_calls"):
@@ -264,13 +265,6 @@ def _map_strings(value: Any, change: Callable[[str], str]) -> Any:
     if isinstance(value, (list, tuple)):
         return [_map_strings(item, change) for item in value]
     return value
-
-
-def _part_text(part: Any) -> str:
-    text = part.get("text") if isinstance(part, Mapping) else part
-    if not isinstance(text, str):
-        raise InvalidRequestError("Only text parts are supported in a message's content.", param="messages")
-    return text
 
 
 def _with_parsed_arguments(call: Any) -> Any:

@@ -2,17 +2,19 @@
 
 A template is a program from a checkpoint. The sandbox isolates it from the machine; this probe detects templates that
 do not end or produce huge output. It runs as a script, so that the child imports nothing of tidemill. The probe also
-finds out whether the template reads a message's content as a string or as parts. The parent calls `probe_templates`.
+finds out whether the template reads a message's content as a string or as parts, and which conversations it refuses.
+The parent calls `probe_templates`.
 """
 
 import contextlib
 import ctypes
+import enum
 import json
 import math
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +25,19 @@ MAX_RENDERED_CHARS = 1_000_000
 PROBE_TEXT = "tidemill-probe"
 
 
+class Shape(enum.StrEnum):
+    """A sequence of messages that not every template takes."""
+
+    SYSTEM = "a system message before the first turn"
+    SYSTEMS = "several system messages before the first turn"
+    LATE_SYSTEM = "a system message anywhere after the first turn"
+    USERS = "a user message after a user message"
+    ANSWERS = "an assistant message after an assistant message"
+    TEXT_AFTER_RESULT = "a user message after a tool result"
+    CALL = "a tool call and its result"
+    CALLS = "several tool calls in a message"
+
+
 @dataclass(frozen=True, slots=True)
 class TemplateFacts:
     """Result of the probe.
@@ -30,12 +45,14 @@ class TemplateFacts:
     Attributes:
         reads_strings: Content given as a string appears in the text.
         reads_parts: Content given as parts appears in the text.
+        refused: Shapes that the template refuses, or of which it drops a text.
         rendered: All text that the template wrote.
         error: Why the template cannot be used, or None.
     """
 
     reads_strings: bool = True
     reads_parts: bool = False
+    refused: Collection[Shape] = ()
     rendered: str = ""
     error: str | None = None
 
@@ -52,7 +69,8 @@ def probe_templates(templates: Mapping[str, str], special_tokens: Mapping[str, s
         return TemplateFacts(error=f"it does not end within {CPU_SECONDS} seconds")
     if child.returncode > 0:
         return TemplateFacts(error="it fails beyond the limits of the sandbox")
-    return TemplateFacts(**json.loads(child.stdout))
+    facts = json.loads(child.stdout)
+    return TemplateFacts(**facts | {"refused": frozenset(map(Shape, facts.get("refused", ())))})
 
 
 def _user(content: Any) -> dict[str, Any]:
@@ -71,6 +89,49 @@ def _conversations() -> list[list[dict[str, Any]]]:
         [user, answer, user],
         [user, calling, result],
     ]
+
+
+def _shaped(as_parts: bool) -> dict[Shape, list[list[dict[str, Any]]]]:
+    """Return conversations of each shape, with a different text or function name in each message."""
+
+    def talk(*roles: str) -> list[dict[str, Any]]:
+        return [_message(role, number, as_parts) for number, role in enumerate(roles)]
+
+    several, first, second = talk("user", "call", "result", "result"), _call(1), _call(2)
+    several[1]["tool_calls"] = [first, second]
+    several[2]["tool_call_id"], several[3]["tool_call_id"] = first["id"], second["id"]
+    return {
+        Shape.SYSTEM: [talk("system", "user")],
+        Shape.SYSTEMS: [talk("system", "system", "user")],
+        Shape.LATE_SYSTEM: [talk("user", "system"), talk("user", "assistant", "system", "user")],
+        Shape.USERS: [talk("user", "user")],
+        Shape.ANSWERS: [talk("user", "assistant", "assistant", "user")],
+        Shape.TEXT_AFTER_RESULT: [talk("user", "call", "result", "user")],
+        Shape.CALL: [talk("user", "call", "result")],
+        Shape.CALLS: [several],
+    }
+
+
+def _message(role: str, number: int, as_parts: bool) -> dict[str, Any]:
+    text = f"{PROBE_TEXT}-{number}"
+    content: Any = [{"type": "text", "text": text}] if as_parts else text
+    if role == "call":
+        return {"role": "assistant", "content": "", "tool_calls": [_call(number)]}
+    if role == "result":
+        return {"role": "tool", "name": "probe", "tool_call_id": _call(number - 1)["id"], "content": content}
+    return {"role": role, "content": content}
+
+
+def _call(number: int) -> dict[str, Any]:
+    function = {"name": f"probe-{number}", "arguments": {"a": 1}}
+    return {"id": f"call{number:05}", "type": "function", "function": function}
+
+
+def _shows(rendered: str, conversation: list[dict[str, Any]]) -> bool:
+    """Return whether all texts and calls of a conversation are in the rendered prompt."""
+    calls = [call["function"]["name"] for message in conversation for call in message.get("tool_calls", ())]
+    texts = [message["content"] for message in conversation if message["content"]]
+    return all(word in rendered for word in calls + [t if isinstance(t, str) else t[0]["text"] for t in texts])
 
 
 def _limit(cpu_seconds: int) -> None:
@@ -106,11 +167,21 @@ def _probe(render: Callable[[str, list[dict[str, Any]]], str], templates: dict[s
     rendered = [as_string]
     for template in templates.values():
         rendered += [attempt(template, conversation) for conversation in _conversations()]
+    takes_parts = PROBE_TEXT in as_parts and "'type'" not in as_parts and '"type"' not in as_parts
+    refused: list[Shape] = []
+    for shape, conversations in _shaped(as_parts=takes_parts and PROBE_TEXT not in as_string).items():
+        written = [attempt(main, conversation) for conversation in conversations]
+        rendered += written
+        if not all(map(_shows, written, conversations)):
+            refused.append(shape)
+    if Shape.CALL in refused:  # other shapes of calls do not help
+        refused = [shape for shape in refused if shape not in (Shape.CALL, Shape.CALLS, Shape.TEXT_AFTER_RESULT)]
     if sum(map(len, rendered)) + len(as_parts) > MAX_RENDERED_CHARS:
         return {"error": "its output exceeds a million characters for a few words"}
     return {
         "reads_strings": PROBE_TEXT in as_string,
-        "reads_parts": PROBE_TEXT in as_parts and "'type'" not in as_parts and '"type"' not in as_parts,
+        "reads_parts": takes_parts,
+        "refused": refused,
         "rendered": "\0".join(rendered),
     }
 
