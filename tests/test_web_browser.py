@@ -1,4 +1,4 @@
-"""The page in a real Chromium against a live server: a batch from upload to download, the playground beside it, names
+"""The page in a real Chromium against a live server: a batch from upload to download, a chat beside it, names
 and answers that look like markup, and a page that does not grow. Slow; needs Debian's chromium and chromium-driver."""
 
 import json
@@ -119,6 +119,15 @@ def press(page: Any, words: str) -> None:
     page.execute_script("arguments[0].scrollIntoView({block: 'center'}); arguments[0].click()", button)
 
 
+def show(page: Any, view: str) -> None:
+    page.find_element(By.LINK_TEXT, view).click()
+
+
+def press_summary(page: Any, name: str) -> None:
+    """Open the fold of this class."""
+    page.execute_script(f"document.querySelector('details.{name}').open = true")
+
+
 def upload(page: Any, path: Path) -> None:
     page.find_element(By.ID, "file").send_keys(str(path))
 
@@ -128,6 +137,11 @@ def test_a_batch_from_upload_to_download(page: Any, tmp_path: Path) -> None:
     source.write_text(rows(50))
     upload(page, source)
     until(lambda: "50 of 50" in text(page, "batch-rows") and "completed" in text(page, "batch-rows"))
+    assert "fifty.jsonl" in text(page, "batch-rows") and "ended" in text(page, "batch-rows")
+    assert re.search(
+        r"50 answers: [\d,]+ output, [\d,]+ prompt tokens",
+        until(lambda: "50 answers" in text(page, "batch-done") and text(page, "batch-done")),
+    )
     press(page, "Results")
     results = until(lambda: list(tmp_path.glob("batch_*.jsonl")))[0]
     until(lambda: len(results.read_text().splitlines()) == 50)
@@ -143,17 +157,58 @@ def test_a_file_that_is_no_batch_says_where(page: Any, tmp_path: Path) -> None:
     until(lambda: "line 3" in text(page, "batch-rows") and "failed" in text(page, "batch-rows"))
 
 
-def test_the_playground_answers_beside_a_batch(page: Any, tmp_path: Path) -> None:
+def test_a_chat_is_answered_beside_a_batch(page: Any, tmp_path: Path) -> None:
     source = tmp_path / "many.jsonl"
     source.write_text(rows(300))
     upload(page, source)
-    page.find_element(By.ID, "temperature").clear()
+    show(page, "Chat")
+    press_summary(page, "settings")
     page.find_element(By.ID, "temperature").send_keys("0")
     page.find_element(By.ID, "prompt").send_keys("What is the capital of France?\n")
     until(lambda: "Paris" in text(page, "turns"))
     until(lambda: "first token after" in text(page, "turns"))
+    page.refresh()
+    until(lambda: "Paris" in text(page, "turns"))  # a reload loses nothing
+    press(page, "New chat")
+    show(page, "Live")
     press(page, "Cancel")
-    until(lambda: "cancelled" in text(page, "batch-rows") or "completed" in text(page, "batch-rows").split("\n")[0])
+    press(page, until(lambda: re.search(r"Cancel [\d,]+ lines\?", text(page, "batch-rows")))[0])
+    until(lambda: "cancelled" in text(page, "batch-rows"))
+
+
+def test_an_answer_that_was_cut_off_says_so_and_goes_on(page: Any) -> None:
+    show(page, "Chat")
+    press_summary(page, "settings")
+    for field, value in (("temperature", "0"), ("max-tokens", "6")):
+        page.find_element(By.ID, field).send_keys(value)
+    page.find_element(By.ID, "prompt").send_keys("What is tidemill?\n")
+    until(lambda: "cut off" in text(page, "turns"))
+    shown = page.find_element(By.CSS_SELECTOR, ".turn.assistant .text").text
+    page.find_element(By.ID, "max-tokens").clear()
+    press(page, "Continue")
+    until(lambda: len(page.find_element(By.CSS_SELECTOR, ".turn.assistant .text").text) > len(shown) + 20)
+    assert page.find_element(By.CSS_SELECTOR, ".turn.assistant .text").text.startswith(shown)
+
+
+def test_thoughts_are_folded_and_markdown_is_drawn(page: Any) -> None:
+    """The answer of a model that thinks, as the page gets it."""
+    deltas = [
+        {"reasoning_content": "The user wants "},
+        {"reasoning_content": "a list."},
+        {"content": "**Two**:\n\n- one\n- `two`\n"},
+    ]
+    events = [{"choices": [{"delta": delta, "finish_reason": None}]} for delta in deltas]
+    stream = "".join(f"data: {json.dumps(event)}\n\n" for event in events) + "data: [DONE]\n\n"
+    page.execute_script(
+        "const real = window.fetch; window.fetch = (path, options) => path === '/v1/chat/completions'"
+        " ? Promise.resolve(new Response(arguments[0])) : real(path, options);", stream,
+    )  # fmt: skip
+    show(page, "Chat")
+    page.find_element(By.ID, "prompt").send_keys("List two.\n")
+    until(lambda: page.find_elements(By.CSS_SELECTOR, ".turn.assistant li code"))
+    thought = page.find_element(By.CSS_SELECTOR, ".turn.assistant .thought")
+    assert thought.text == "Thought (5 words)" and not thought.get_attribute("open")
+    assert page.find_element(By.CSS_SELECTOR, ".turn.assistant strong").text == "Two"
 
 
 def test_markup_in_messages_and_names_stays_text(page: Any, tmp_path: Path) -> None:
@@ -161,10 +216,12 @@ def test_markup_in_messages_and_names_stays_text(page: Any, tmp_path: Path) -> N
     source = tmp_path / "<b onmouseover=alert(1)>.jsonl"
     source.write_text("not json " + trap)
     upload(page, source)
+    until(lambda: "line 1" in text(page, "batch-rows"))
+    assert source.name in text(page, "batch-rows")
+    show(page, "Chat")
     page.find_element(By.ID, "prompt").send_keys(trap + "\n")
     until(lambda: trap in text(page, "turns"))
     until(lambda: "first token after" in text(page, "turns"))  # the answer may repeat it
-    until(lambda: "line 1" in text(page, "batch-rows"))
     assert page.execute_script("return window.caught === undefined && !document.querySelector('#turns img')")
 
 
@@ -229,7 +286,15 @@ def test_an_open_page_does_not_grow(page: Any) -> None:
     assert later_nodes < nodes + 300 and later_heap < heap + 1_000_000, (nodes, later_nodes, heap, later_heap)
 
 
-def test_all_of_it_is_reached_by_keyboard_and_seen(page: Any) -> None:
+@pytest.mark.parametrize(
+    ("view", "wanted"),
+    [
+        ("Live", {"Skip to content", "Live", "Chat", "file", "window", "only-running", "span"}),
+        ("Chat", {"Skip to content", "Live", "Chat", "models", "clear", "copy", "prompt", "send"}),
+    ],
+)
+def test_all_of_it_is_reached_by_keyboard_and_seen(page: Any, view: str, wanted: set[str]) -> None:
+    show(page, view)
     found = {}
     for _ in range(30):
         ActionChains(page).send_keys(Keys.TAB).perform()
@@ -242,18 +307,7 @@ def test_all_of_it_is_reached_by_keyboard_and_seen(page: Any) -> None:
             ".some(e => e && getComputedStyle(e).outlineStyle != 'none')"
         )
         found[name] = page.execute_script(outlined, element)
-    assert {
-        "Skip to content",
-        "Live",
-        "file",
-        "tier",
-        "max-tokens",
-        "copy",
-        "clear",
-        "system",
-        "prompt",
-        "send",
-    } <= set(found)
+    assert wanted <= set(found)
     assert [name for name, seen in found.items() if name and not seen] == []
 
 
@@ -264,7 +318,6 @@ def busy(page: Any, tmp_path: Path) -> Iterator[None]:
     source.write_text(rows(20_000))
     upload(page, source)
     with talking(page, 5):
-        page.find_element(By.ID, "prompt").send_keys("What is tidemill?\n")
         time.sleep(60)
         yield
 
@@ -282,3 +335,4 @@ def test_nothing_is_wider_than_the_window_in_light_and_dark(page: Any, tmp_path:
             resize(page, width, page.execute_script("return document.documentElement.scrollHeight"))
             until(lambda: page.get_screenshot_as_file(str(Path(folder) / f"page-{width}-{theme}.png")))
         press(page, "Cancel")
+        press(page, until(lambda: re.search(r"Cancel [\d,]+ lines\?", text(page, "batch-rows")))[0])

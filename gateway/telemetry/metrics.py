@@ -5,7 +5,7 @@ for vLLM are not affected by batch work. Labels have a bounded set of values and
 """
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector, generate_latest
@@ -16,6 +16,7 @@ from engine.api import ColocationStats, EngineClient, EngineStats, FinishReason,
 from engine.process.causes import CAUSES
 from gateway.telemetry.account import Account
 from gateway.telemetry.fleet_metrics import engine_metrics, pipeline_metrics
+from predictor.slo import nearest_rank
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 _GAP_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5)
@@ -33,7 +34,7 @@ class EndedAnswer:
     """Time of the last token on the engine's clock."""
     ttft: float
     gap: float | None
-    """Longest gap between two tokens."""
+    """P99 of the gaps between two tokens; see `nearest_rank`."""
 
 
 class ClassMetrics:
@@ -50,6 +51,8 @@ class ClassMetrics:
         self.generated_tokens = metrics.generated_tokens.labels(label)
         self.ended = {reason: metrics.requests.labels(label, reason.value) for reason in FinishReason}
         self.answers: deque[EndedAnswer] = deque(maxlen=MAX_ENDED)
+        self.totals = {"answers": 0, "prompt_tokens": 0, "output_tokens": 0}
+        """Complete answers since the start, and the tokens of all that ended."""
         self._listeners = metrics.on_end
 
     def observe_end(self, account: Account) -> None:
@@ -58,11 +61,14 @@ class ClassMetrics:
         self.ended[account.finish].inc()
         self.prompt_tokens.inc(account.num_prompt_tokens)
         self.generated_tokens.inc(account.num_tokens)
+        self.totals["prompt_tokens"] += account.num_prompt_tokens
+        self.totals["output_tokens"] += account.num_tokens
         for listener in self._listeners:
             listener(account)
         times = account.times
         if times is None or account.finish not in {FinishReason.STOP, FinishReason.LENGTH}:
             return
+        self.totals["answers"] += 1
         end = times.finished if times.finished is not None else times.last_token
         if end is not None:
             self.e2e.observe(end - times.arrival)
@@ -72,7 +78,11 @@ class ClassMetrics:
             self.prefill.observe(times.first_token - times.first_scheduled)
         if times.first_token is not None and times.last_token is not None:
             self.decode.observe(times.last_token - times.first_token)
-            self.answers.append(EndedAnswer(times.last_token, times.first_token - times.arrival, account.longest_gap))
+            self.answers.append(EndedAnswer(times.last_token, times.first_token - times.arrival, _p99(account.gaps)))
+
+
+def _p99(gaps: Sequence[float]) -> float | None:
+    return nearest_rank(gaps, 99.0) if gaps else None
 
 
 class GatewayMetrics:

@@ -90,6 +90,7 @@ class Recorder:
         shift = now - self._engine_clock()
         chats = [_chat(answer, answer.ended + shift) for answer in answers]
         snapshot = take(self._metrics.stats, chats, now) | self._readiness()
+        snapshot["batch"] = self._metrics.by_class[RequestClass.OFFLINE].totals
         answers.clear()
         encoded = orjson.dumps(snapshot)
         self._snapshots.append(encoded)
@@ -149,8 +150,14 @@ def take(stats: EngineStats, chats: list[dict[str, Any]], now: float) -> dict[st
 
 def _promise(stats: ColocationStats | None) -> dict[str, Any]:
     if stats is None:
-        nothing = dict.fromkeys(("slo", "attainment", "attainment_target", "latency_budget", "breaker", "mape"))
-        return nothing | {"objectives": []}
+        return {
+            "slo": None,
+            "attainment": None,
+            "latency_budget": None,
+            "breaker": None,
+            "mape": None,
+            "objectives": [],
+        }
     return {
         "slo": stats.slo,
         "attainment": _finite(stats.attainment),
@@ -166,6 +173,9 @@ def _promise(stats: ColocationStats | None) -> dict[str, Any]:
         ],
         "latency_budget": _finite(stats.latency_budget),
         "breaker": stats.breaker,
+        "breaker_cause": stats.breaker_cause,
+        "held": stats.held,
+        "offline_share": _finite(stats.offline_share),
         "mape": _finite(stats.predictor_mape),
     }
 

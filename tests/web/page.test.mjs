@@ -1,15 +1,17 @@
 // The page's modules that need no browser. Run by tests/test_web.py, or: node --test tests/web/
 import assert from "node:assert/strict";
+import { readFileSync } from "node:fs";
 import test from "node:test";
 
 globalThis.sessionStorage = { getItem: () => null, setItem: () => {} };
 const files = new URL("../../gateway/web/static/", import.meta.url);
 const { EventSplitter } = await import(new URL("api.js", files));
-const { areaPath, linePath } = await import(new URL("charts.js", files));
-const { endpointOf, outcome, timeLeft } = await import(new URL("batches.js", files));
-const { count, duration, limitOf, objectives, percent, scale, seconds, standingText } = await import(new URL("format.js", files));
-const { blocks } = await import(new URL("markdown.js", files));
+const { areaPath, latencyScale } = await import(new URL("charts.js", files));
+const { endText, endpointOf, outcome, outlook, totals } = await import(new URL("batches.js", files));
+const { clock, count, duration, limitOf, objectives, percent, scale, seconds, standingText } = await import(new URL("format.js", files));
+const { blocks, spans } = await import(new URL("markdown.js", files));
 const { History, WINDOW, percentile } = await import(new URL("series.js", files));
+const { batchSentence, eventsOf, worth } = await import(new URL("story.js", files));
 
 test("events are the same however the stream was cut", () => {
   const whole = 'data: {"a":1}\n\n: comment\n\ndata: two\ndata: lines\r\n\r\ndata: [DONE]\n\n';
@@ -66,7 +68,7 @@ test("percentiles are nearest ranks", () => {
 
 test("an objective as the server judges it", () => {
   const standing = { objective: "ttft_p99=1s", value: 0.9, bound: 1, attainment: 0.75 };
-  assert.deepEqual(standingText(standing), { name: "TTFT P99", text: `${seconds(0.9)} of ${seconds(1)}`, kept: "kept by 75 %", state: "good" });
+  assert.deepEqual(standingText(standing), { name: "TTFT P99", text: `${seconds(0.9)}, limit ${seconds(1)}`, kept: "met by 75 % of the chats", state: "good" });
   assert.equal(standingText({ ...standing, value: 1.1 }).state, "bad");
   const tolerance = { objective: "tbt_mean=5%", value: 0.05, bound: null, attainment: null };
   assert.deepEqual(standingText(tolerance), { name: "TBT mean", text: seconds(0.05), kept: "", state: "" });
@@ -99,29 +101,109 @@ test("scales are round and above the value", () => {
 });
 
 test("paths", () => {
-  assert.equal(linePath([[0, 1], [2, 3]]), "M0.0,1.0L2.0,3.0");
   assert.equal(areaPath([[0, 1], [2, 3]], [[0, 9], [2, 9]]), "M0.0,1.0L2.0,3.0L2.0,9.0L0.0,9.0Z");
   assert.equal(areaPath([], []), "");
 });
 
-test("code blocks, closed and still open", () => {
-  assert.deepEqual(blocks("a\n```py\nx = 1\n```\nb"), [{ code: false, text: "a" }, { code: true, text: "x = 1" }, { code: false, text: "b" }]);
-  assert.deepEqual(blocks("```\nx"), [{ code: true, text: "x" }]);
-  assert.deepEqual(blocks("<img src=x>"), [{ code: false, text: "<img src=x>" }]);
+test("blocks of Markdown", () => {
+  assert.deepEqual(blocks("a\n```py\nx = 1\n```\nb"), [{ kind: "text", text: "a" }, { kind: "code", text: "x = 1" }, { kind: "text", text: "b" }]);
+  assert.deepEqual(blocks("```\nx"), [{ kind: "code", text: "x" }], "a fence that is still open");
+  assert.deepEqual(blocks("<img src=x>"), [{ kind: "text", text: "<img src=x>" }]);
+  assert.deepEqual(blocks("## Two\ntext\nmore\n\nnext"), [{ kind: "heading", level: 2, text: "Two" }, { kind: "text", text: "text\nmore" }, { kind: "text", text: "next" }]);
+  assert.deepEqual(blocks("- a\n  - b\n1. c"), [{ kind: "list", items: [{ depth: 0, number: null, text: "a" }, { depth: 1, number: null, text: "b" }, { depth: 0, number: 1, text: "c" }] }]);
+  assert.deepEqual(blocks("| a | b |\n|---|:-:|\n| 1 | 2 |"), [{ kind: "table", rows: [["a", "b"], ["1", "2"]] }]);
+  assert.deepEqual(blocks("> q\n> r"), [{ kind: "quote", text: "q\nr" }]);
+  assert.deepEqual(blocks("a | b"), [{ kind: "text", text: "a | b" }], "a bar alone makes no table");
 });
 
-test("the time that a batch has left", () => {
-  const batch = { status: "in_progress", in_progress_at: 100, request_counts: { total: 10, completed: 3, failed: 1 } };
-  assert.equal(timeLeft(batch, 140), 60);
-  assert.equal(timeLeft({ ...batch, status: "completed" }, 140), null);
-  assert.equal(timeLeft({ ...batch, request_counts: { total: 10, completed: 0, failed: 0 } }, 140), null);
+test("every line of a text is in some block, and the parser ends", () => {
+  const pieces = ["", "a", "- x", "  y", "```", "# h", "> q", "a|b", "--|--", "1. z", "#"];
+  for (let seed = 0; seed < 3000; seed += 1) {
+    const lines = [...Array(6).keys()].map((i) => pieces[(seed * 7919 + i * i * 104729 + ((seed >> i) % 11)) % pieces.length]);
+    const text = JSON.stringify(blocks(lines.join("\n")));
+    for (const line of lines.filter((each) => /^[axyzh]$/.test(each))) assert.ok(text.includes(line), `${lines}`);
+  }
 });
 
-test("rows that a stopped batch never ran are neither done nor failed", () => {
-  const request_counts = { total: 10, completed: 3, failed: 7 };
-  assert.deepEqual(outcome({ status: "completed", request_counts }), { total: 10, done: 10, lost: "7", stopped: false });
-  assert.deepEqual(outcome({ status: "cancelled", request_counts }), { total: 10, done: 3, lost: "7 not done", stopped: true });
-  assert.equal(outcome({ status: "validating", request_counts: null }).lost, "");
+test("spans of a line", () => {
+  assert.deepEqual(spans("a **b** `c*d*` *e* [f](http://g) 2*3*4"), [
+    { kind: "text", text: "a " }, { kind: "strong", text: "b" }, { kind: "text", text: " " }, { kind: "code", text: "c*d*" }, { kind: "text", text: " " },
+    { kind: "em", text: "e" }, { kind: "text", text: " " }, { kind: "link", text: "f", href: "http://g" }, { kind: "text", text: " 2" }, { kind: "em", text: "3" }, { kind: "text", text: "4" },
+  ]);
+  assert.deepEqual(spans("[x](javascript:alert(1))"), [{ kind: "text", text: "[x](javascript:alert(1))" }]);
+});
+
+test("the end of a batch is the server's forecast, as a clock time and a span", () => {
+  const now = 1_700_000_000;
+  const batch = { status: "in_progress", metadata: { "tidemill.eta": String(now + 120), "tidemill.at_risk": "true" } };
+  assert.deepEqual(outlook(batch), { eta: now + 120, atRisk: true, warning: "" });
+  assert.equal(endText(batch, now), `done about ${clock(now + 120, now)} (2 min 0 s); at risk`);
+  assert.equal(endText({ status: "in_progress", metadata: null }, now), "");
+  assert.equal(endText({ status: "completed", completed_at: now - 60 }, now), `ended ${clock(now - 60, now)}`);
+  const counts = { total: 10, completed: 3, failed: 1 };
+  const all = [{ ...batch, request_counts: counts }, { status: "completed", request_counts: counts }];
+  assert.deepEqual(totals(all), { left: 6, eta: now + 120, atRisk: 1 });
+});
+
+test("lines that a stopped batch never ran are neither done nor failed", () => {
+  const request_counts = { total: 10, completed: 3, failed: 2 };
+  assert.deepEqual(outcome({ request_counts }), { total: 10, done: 3, failed: 2, unfinished: 5 });
+  assert.deepEqual(outcome({ request_counts: null }), { total: 0, done: 0, failed: 0, unfinished: 0 });
+});
+
+test("a chart of latencies fits the values, with the limit inside if it is near", () => {
+  assert.deepEqual(latencyScale([0.02], 1).near, false);
+  assert.ok(latencyScale([0.02], 1).top < 0.1);
+  assert.ok(latencyScale([0.5], 1).near && latencyScale([0.5], 1).top >= 1.2);
+  assert.ok(latencyScale([50], 1).top <= 5, "values far above the limit are cut off");
+  assert.ok(latencyScale([], 1).near && latencyScale([], 1).top >= 1);
+});
+
+const SNAPSHOT = {
+  time: 0, ready: true, running: { online: 1, offline: 1 }, waiting: { online: 0, offline: 0 }, breaker: "closed", breaker_cause: null,
+  held: "", offline_share: 1, latency_budget: 0.08, attainment: 0.97, refused: 0,
+};
+
+test("batch work in a sentence", () => {
+  const say = (more) => batchSentence({ ...SNAPSHOT, ...more }).text;
+  assert.equal(say({}), "Running beside chats: steps may take 80 ms.");
+  assert.equal(say({ running: { online: 0, offline: 3 } }), "Running on the whole machine: no chat now.");
+  assert.equal(say({ running: { online: 3, offline: 0 } }), "No batch work.");
+  assert.equal(say({ breaker: "open", breaker_cause: "slo" }), "Paused beside chats: chats missed their limits (97 % of the last chats within them).");
+  assert.equal(say({ held: "no offline budget keeps the SLO (search)" }), "Paused beside chats: no offline budget keeps the SLO (search).");
+  assert.equal(say({ offline_share: 0.12 }), "Running beside chats with 12 % of its room, after missed limits.");
+});
+
+test("events are the changes between snapshots", () => {
+  const states = [{}, { breaker: "open", breaker_cause: "ttft_mean" }, { breaker: "open", refused: 2 }, { breaker: "half_open", offline_share: 0.1 }, { ready: false, reason: "engine starts" }, {}];
+  const found = eventsOf(states.map((state, time) => ({ ...SNAPSHOT, ...state, time })));
+  assert.deepEqual(found.map(({ time, text }) => [time, text.slice(0, 34)]), [
+    [1, "Batch work paused beside chats: th"], [2, "2 chats refused: their wait would "], [3, "Batch work resumed beside chats wi"],
+    [4, "The server is not ready: engine st"], [4, "Batch work has its whole room besi"], [4, "Batch work resumed beside chats; i"], [5, "The server is ready."],
+  ]);
+  const shares = [1, 0.5, 0.2, 0.6, 1].map((offline_share, time) => ({ ...SNAPSHOT, offline_share, time }));
+  assert.deepEqual(eventsOf(shares).map(({ time, state }) => [time, state]), [[1, "warn"], [4, "good"]]);
+});
+
+test("worth of tokens", () => {
+  assert.equal(worth(2e6, 1e6, 0, 0), null);
+  assert.equal(worth(2e6, 1e6, 0.5, 1.5), 2.5);
+});
+
+test("texts can be read: contrast of at least 4.5 in both themes", () => {
+  const css = readFileSync(new URL("style.css", files), "utf8");
+  const luminance = (hex) => [1, 3, 5].map((at) => parseInt(hex.slice(at, at + 2), 16) / 255)
+    .map((c) => (c <= 0.03928 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4)).reduce((sum, c, i) => sum + c * [0.2126, 0.7152, 0.0722][i], 0);
+  const themes = [...css.matchAll(/:root \{([^}]*)\}/g)].map(([, body]) => Object.fromEntries([...body.matchAll(/--([\w-]+): (#\w{6})/g)].map(([, name, value]) => [name, value])));
+  assert.equal(themes.length, 2);
+  for (const theme of themes) {
+    for (const name of ["ink", "quiet", "faint", "good", "bad", "warn"]) {
+      for (const ground of ["card", "ground"]) {
+        const [low, high] = [luminance(theme[name]), luminance(theme[ground])].sort((a, b) => a - b);
+        assert.ok((high + 0.05) / (low + 0.05) >= 4.5, `${name} on ${ground}: ${((high + 0.05) / (low + 0.05)).toFixed(2)}`);
+      }
+    }
+  }
 });
 
 test("the endpoint of a file is its first line's url", async () => {

@@ -1,23 +1,33 @@
 // Main module: follow the server's snapshots and draw them once a second while the page is visible.
 
 import { call, events, getJson, hasKey, setKey } from "./api.js";
-import { Batches } from "./batches.js";
-import { DotChart, TideChart } from "./charts.js";
-import { Playground } from "./chat.js";
-import { count, limitOf, percent, seconds, standingText } from "./format.js";
-import { History, WINDOW, percentile } from "./series.js";
+import { Batches, totals } from "./batches.js";
+import { DotChart, RateChart } from "./charts.js";
+import { Chat } from "./chat.js";
+import { clock, count, duration, limitOf, percent, seconds, standingText } from "./format.js";
+import { History, percentile } from "./series.js";
+import { batchSentence, eventsOf, worth } from "./story.js";
 
 const RETRY = 2000;
 const BATCHES_EVERY = 2;
+const SHOWN_EVENTS = 12;
+const JUDGED = { chats: 200, seconds: 600 }; // the chats that the server judges its promise by
+const PRICES = "tidemill-prices";
 const byId = (id) => document.getElementById(id);
 
 const history = new History();
-const tide = new TideChart(byId("tide"));
+const charts = {
+  online: new RateChart(byId("chat-rate"), "online", "Tokens per second of chats"),
+  offline: new RateChart(byId("work-rate"), "offline", "Tokens per second of batch work"),
+};
 const ttft = new DotChart(byId("ttft"), "ttft", "Time to first token of each chat and its limit");
-const tbt = new DotChart(byId("tbt"), "gap", "Longest gap between two tokens of each chat and its limit");
-const batches = new Batches({ rows: byId("batch-rows"), file: byId("file"), drop: byId("drop"), problem: byId("batch-error") });
-const playground = new Playground({
-  turns: byId("turns"), form: byId("ask"), prompt: byId("prompt"), send: byId("send"), tier: byId("tier"),
+const tbt = new DotChart(byId("tbt"), "gap", "Time between tokens of each chat, P99, and its limit");
+const batches = new Batches({
+  rows: byId("batch-rows"), file: byId("file"), drop: byId("drop"), problem: byId("batch-error"),
+  onlyRunning: byId("only-running"), window: byId("window"), changed: drawBatchTotals,
+});
+const chat = new Chat({
+  turns: byId("turns"), form: byId("ask"), prompt: byId("prompt"), send: byId("send"), tier: byId("tier"), models: byId("models"),
   temperature: byId("temperature"), maxTokens: byId("max-tokens"), system: byId("system"), copy: byId("copy"), clear: byId("clear"),
 });
 
@@ -29,8 +39,10 @@ function show(id, text, state = "") {
 
 function drawPromise(now) {
   const { slo, attainment, objectives: each, refused, attainment_target: target } = now;
-  show("attainment", percent(attainment), attainment === null ? "" : attainment >= (target ?? 0.99) ? "good" : "bad");
-  show("slo", promiseText(slo));
+  const goal = target ?? 0.99;
+  show("attainment", percent(attainment), attainment === null ? "" : attainment >= goal ? "good" : "bad");
+  const judged = history.chats.filter(({ time }) => time > now.time - JUDGED.seconds).slice(-JUDGED.chats).length;
+  show("judged", slo ? `of the last ${count(judged)} chats; goal ${percent(goal)}` : "No SLO is set.");
   const rows = (each || []).map((standing) => {
     const { name, text, kept, state } = standingText(standing);
     const item = document.createElement("li");
@@ -48,42 +60,72 @@ function drawPromise(now) {
   show("refused", refused ? `${count(refused)} refused since the start` : "");
 }
 
-function promiseText(slo) {
-  if (!slo) return "No SLO is set.";
-  const first = limitOf(slo, "ttft");
-  const gap = limitOf(slo, "tbt");
-  const parts = [];
-  if (first !== null) parts.push(`their first token within ${seconds(first)}`);
-  if (gap !== null) parts.push(`no gap beyond ${seconds(gap)}`);
-  return parts.length ? `of the last chats had ${parts.join(" and ")}` : `of the last chats kept ${slo}`;
+function prices() {
+  return { in: Number(byId("price-in").value), out: Number(byId("price-out").value) };
 }
 
-/** Time span of the charts in seconds, which grows with the history. */
-function span(now) {
-  const known = now.time - history.snapshots[0].time;
-  return [60, 120, 300, 600].find((width) => known <= width) || WINDOW;
+function drawWork(now) {
+  const { text, state } = batchSentence(now);
+  show("batch-state", text, state);
+  const { prompt_tokens: prompt, output_tokens: output, answers } = now.batch;
+  const rate = (name) => {
+    const change = history.batchChange(name, 60);
+    return change === null ? null : change.value / change.seconds;
+  };
+  const [answerRate, outputRate, promptRate] = [rate("answers"), rate("output_tokens"), rate("prompt_tokens")];
+  show("batch-rate", answerRate ? `${count(answerRate)} answers/s: ${count(outputRate)} output, ${count(promptRate)} prompt tokens/s` : "–");
+  show("batch-done", answers ? `${count(answers)} answers: ${count(output)} output, ${count(prompt)} prompt tokens` : "–");
+  const price = prices();
+  const value = worth(prompt, output, price.in, price.out);
+  show("batch-worth", value === null ? "–" : value.toLocaleString("en-US", { minimumFractionDigits: 2, maximumFractionDigits: value < 1 ? 4 : 2 }));
+}
+
+function drawBatchTotals(all) {
+  const { left, eta, atRisk } = totals(all);
+  const now = Date.now() / 1000;
+  show("batch-left", left ? count(left) : "–");
+  const risk = atRisk ? `; ${count(atRisk)} at risk` : "";
+  show("batch-eta", eta === null ? "–" : `${clock(eta, now)} (${duration(eta - now)})${risk}`, atRisk ? "bad" : "");
+  byId("start").hidden = all.length > 0;
+}
+
+function drawEvents() {
+  const found = eventsOf(history.snapshots).slice(-SHOWN_EVENTS).reverse();
+  const text = found.map(({ time, text: words }) => `${time} ${words}`).join();
+  const host = byId("events");
+  if (!found.length || host.dataset.drawn === text) return;
+  host.dataset.drawn = text;
+  host.replaceChildren(...found.map(({ time, text: words, state }) => {
+    const item = document.createElement("li");
+    const when = document.createElement("time");
+    when.textContent = new Date(time * 1000).toLocaleTimeString();
+    item.dataset.state = state;
+    item.append(when, words);
+    return item;
+  }));
+}
+
+function span() {
+  return Number(byId("span").value);
 }
 
 function drawLatency(id, chart, name, now) {
   const limit = limitOf(now.slo, name === "gap" ? "tbt" : "ttft");
-  const width = span(now);
-  chart.draw(history.chats.filter((chat) => chat.time > now.time - width), now.time, width, limit);
-  const values = history.chats.map((chat) => chat[name]).filter((value) => value !== null);
-  const note = values.length ? `P50 ${seconds(percentile(values, 50))}, P99 ${seconds(percentile(values, 99))} of ${count(values.length)}` : "";
-  show(`${id}-note`, note);
+  const shown = history.chats.filter((each) => each.time > now.time - span());
+  chart.draw(shown, now.time, span(), limit);
+  const values = shown.map((each) => each[name]).filter((value) => value !== null);
+  show(`${id}-note`, values.length ? `P50 ${seconds(percentile(values, 50))}, P99 ${seconds(percentile(values, 99))} of ${count(values.length)} chats` : "");
 }
 
 function drawEngine(now) {
   const steps = history.change("steps", 10);
   const per = (name) => (steps ? history.change(name, 10) / steps : null);
   show("step-measured", seconds(per("step_seconds")));
-  show("step-predicted", seconds(per("predicted_seconds")));
+  show("step-planned", seconds(per("predicted_seconds")));
   show("mape", percent(now.mape));
   show("budget", now.latency_budget === null ? "–" : seconds(now.latency_budget));
   const leftover = history.change("leftover_seconds", 10);
   show("leftover", leftover ? percent(history.change("leftover_used_seconds", 10) / leftover, 0) : "–");
-  const breaker = now.breaker || "–";
-  show("breaker", breaker.replace("_", " "), { closed: "good", open: "bad", half_open: "warn" }[breaker] || "");
   for (const kind of ["online", "offline"]) {
     show(`${kind}-running`, count(now.running[kind]));
     show(`${kind}-waiting`, count(now.waiting[kind]));
@@ -129,18 +171,29 @@ function draw() {
   if (!now || document.hidden) return;
   const rates = history.rates();
   const last = rates[rates.length - 1];
-  show("online-rate", count(last ? last.online : 0));
-  show("offline-rate", count(last ? last.offline : 0));
-  document.title = now.attainment === null ? "tidemill" : `${percent(now.attainment)} kept · tidemill`;
-  tide.draw(rates, now.time, span(now));
+  for (const kind of ["online", "offline"]) {
+    show(`${kind}-rate`, count(last ? last[kind] : 0));
+    charts[kind].draw(rates, now.time, span());
+  }
+  document.title = now.attainment === null ? "tidemill" : `${percent(now.attainment)} within limits · tidemill`;
   drawPromise(now);
+  drawWork(now);
   drawLatency("ttft", ttft, "ttft", now);
   drawLatency("tbt", tbt, "gap", now);
+  drawEvents();
   drawEngine(now);
   drawPool(now);
   drawEngines();
   const [state, text] = now.ready ? ["good", readiness(now.engines || [])] : ["bad", now.reason || "not ready"];
+  document.body.dataset.stale = "";
   show("status", text, state);
+}
+
+/** Dim the figures of a server that does not answer any more, and say how old they are. */
+function lost(text) {
+  const { latest } = history;
+  document.body.dataset.stale = latest ? "yes" : "";
+  show("status", latest ? `${text}; last seen ${duration(Date.now() / 1000 - latest.time)} ago` : text, "bad");
 }
 
 function readiness(engines) {
@@ -148,9 +201,9 @@ function readiness(engines) {
   return engines.length ? `ready: ${ready} of ${engines.length} engines` : "ready";
 }
 
-async function askForKey(note) {
+async function askForKey(note, state) {
   const dialog = byId("key-dialog");
-  byId("key-note").textContent = note;
+  show("key-note", note, state);
   dialog.showModal();
   await new Promise((resolve) => dialog.addEventListener("close", resolve, { once: true }));
   const entered = byId("key").value.trim();
@@ -160,9 +213,8 @@ async function askForKey(note) {
 
 async function describe() {
   const models = (await getJson("/v1/models")).data;
-  playground.model = models[0].id;
+  chat.offer(models);
   show("model", models[0].id);
-  byId("max-tokens").max = models[0].max_model_len;
   const { version } = await getJson("/version");
   show("version", `tidemill ${version}`);
 }
@@ -193,18 +245,62 @@ async function run() {
   for (;;) {
     try {
       await follow();
-      if (history.latest) show("status", "connection lost, reconnecting", "warn");
+      if (history.latest) lost("connection lost, reconnecting");
     } catch (error) {
       if (error.status === 401) {
-        await askForKey(hasKey() ? "That key was not accepted." : "Stored in this tab only.");
+        await (hasKey() ? askForKey("That key was not accepted.", "bad") : askForKey("Stored in this tab only.", ""));
         continue;
       }
-      show("status", error.status ? error.message : "the server does not answer", "bad");
+      if (error.status) show("status", error.message, "bad");
+      else lost("the server does not answer");
     }
     await new Promise((resolve) => setTimeout(resolve, RETRY));
   }
 }
 
+/** A snapshot comes every second: without one for some seconds the figures are old. */
+function watch() {
+  const { latest } = history;
+  if (latest && Date.now() / 1000 - latest.time > 5) lost("the server does not answer");
+}
+
+/** Show the view that the address names; other anchors leave it. */
+function view() {
+  const { hash } = location;
+  if (hash !== "#chat" && hash !== "#live" && hash !== "") return;
+  document.body.dataset.view = hash === "#chat" ? "chat" : "live";
+  if (hash === "#chat") byId("prompt").focus();
+  else draw();
+}
+
+/** A batch of short questions, for somebody without a file. */
+function sample() {
+  const countries = ["France", "Italy", "Spain", "Japan"];
+  const line = (i) => ({
+    custom_id: `line-${i}`, method: "POST", url: "/v1/chat/completions",
+    body: { model: byId("models").value, messages: [{ role: "user", content: `What is the capital of ${countries[i % 4]}?` }], max_tokens: 200 },
+  });
+  const text = [...Array(20).keys()].map((i) => JSON.stringify(line(i))).join("\n");
+  batches.upload(new File([text], "sample.jsonl"));
+}
+
+function rememberPrices() {
+  localStorage.setItem(PRICES, JSON.stringify(prices()));
+  draw();
+}
+
+const remembered = JSON.parse(localStorage.getItem(PRICES) || "{}");
+for (const side of ["in", "out"]) {
+  byId(`price-${side}`).value = remembered[side] || "";
+  byId(`price-${side}`).addEventListener("input", rememberPrices);
+}
+byId("sample").addEventListener("click", sample);
+byId("base-url").textContent = `${location.origin}/v1`;
+byId("copy-url").addEventListener("click", () => navigator.clipboard && navigator.clipboard.writeText(`${location.origin}/v1`));
+byId("span").addEventListener("change", draw);
 document.addEventListener("visibilitychange", () => { draw(); if (!document.hidden) batches.refresh(); });
 addEventListener("resize", draw);
+addEventListener("hashchange", view);
+setInterval(watch, 2000);
+view();
 run();

@@ -1,9 +1,10 @@
 // Table of batches (upload, progress, cancel, download), which uses the public API.
 
 import { call, getJson, postJson } from "./api.js";
-import { count, duration } from "./format.js";
+import { clock, count, duration } from "./format.js";
 
-const SHOWN = 20;
+const SHOWN = 50;
+const ASK_ABOVE = 10; // lines that a cancel would stop without a second click
 const RUNNING = new Set(["validating", "in_progress", "finalizing", "cancelling"]);
 
 function cell(row, content, className = "") {
@@ -24,26 +25,45 @@ function button(text, label, act) {
   return element;
 }
 
-/** Remaining seconds of a batch at its mean rate so far, or null if unknown. */
-export function timeLeft(batch, now) {
-  const { total, completed, failed } = batch.request_counts || {};
-  const done = (completed || 0) + (failed || 0);
-  if (batch.status !== "in_progress" || !done || !total || !batch.in_progress_at) return null;
-  const passed = now - batch.in_progress_at;
-  return passed > 0 ? (passed / done) * (total - done) : null;
+/** What the server expects of an unfinished batch: {eta, atRisk, warning}; eta in Unix seconds or null. */
+export function outlook({ metadata }) {
+  const notes = metadata || {};
+  const eta = Number(notes["tidemill.eta"]);
+  return { eta: eta > 0 ? eta : null, atRisk: notes["tidemill.at_risk"] === "true", warning: notes["tidemill.warning"] || "" };
 }
 
-/** Counts of rows by outcome. Rows of a stopped batch that never ran count as failed. */
-export function outcome({ status, request_counts }) {
+/** Counts of lines: {total, done, failed, unfinished}. */
+export function outcome({ request_counts }) {
   const { total, completed, failed } = request_counts || { total: 0, completed: 0, failed: 0 };
-  const stopped = status === "cancelled" || status === "expired";
-  const lost = failed ? count(failed) + (stopped ? " not done" : "") : "";
-  return { total, done: stopped ? completed : completed + failed, lost, stopped };
+  return { total, done: completed, failed, unfinished: total - completed - failed };
+}
+
+/** The end of a batch in words, at `now` in Unix seconds. */
+export function endText(batch, now) {
+  const ended = batch.completed_at || batch.cancelled_at || batch.expired_at || batch.failed_at;
+  if (ended) return `ended ${clock(ended, now)}`;
+  const { eta, atRisk } = outlook(batch);
+  const late = atRisk ? "; at risk" : "";
+  return eta === null ? late.slice(2) : `done about ${clock(eta, now)} (${duration(eta - now)})${late}`;
+}
+
+/** Figures of all batches together: {left, eta, atRisk}; eta in Unix seconds or null. */
+export function totals(batches) {
+  const running = batches.filter(({ status }) => RUNNING.has(status));
+  const etas = running.map((batch) => outlook(batch).eta).filter((eta) => eta !== null);
+  return {
+    left: running.reduce((sum, batch) => sum + outcome(batch).unfinished, 0),
+    eta: etas.length ? Math.max(...etas) : null,
+    atRisk: running.filter((batch) => outlook(batch).atRisk).length,
+  };
 }
 
 export class Batches {
   constructor(elements) {
-    Object.assign(this, elements); // rows, file, drop, problem
+    Object.assign(this, elements); // rows, file, drop, problem, onlyRunning, window, changed
+    this.names = new Map(); // file id: name
+    this.asking = null; // id of the batch whose cancel waits for a second click
+    this.onlyRunning.addEventListener("change", () => this.refresh());
     this.file.addEventListener("change", () => { this.upload(this.file.files[0]); this.file.value = ""; });
     for (const name of ["dragover", "dragleave", "drop"]) {
       this.drop.addEventListener(name, (event) => {
@@ -58,22 +78,34 @@ export class Batches {
 
   async refresh() {
     try {
-      this.draw((await getJson(`/v1/batches?limit=${SHOWN}`)).data);
+      const batches = (await getJson(`/v1/batches?limit=${SHOWN}`)).data;
+      await this.learnNames(batches);
+      this.changed(batches);
+      this.draw(this.onlyRunning.checked ? batches.filter(({ status }) => RUNNING.has(status)) : batches);
     } catch (error) {
       if (error.status === 404) this.drop.textContent = "This server does not support files and batches.";
     }
   }
 
+  async learnNames(batches) {
+    const files = batches.map((batch) => batch.input_file_id).filter((id) => !this.names.has(id));
+    await Promise.all(files.map(async (id) => {
+      const file = await getJson(`/v1/files/${id}`).catch(() => ({ filename: "" })); // the file may be deleted
+      this.names.set(id, file.filename);
+    }));
+  }
+
   draw(batches) {
-    const state = JSON.stringify(batches.map((b) => [b.id, b.status, b.request_counts]));
+    const now = Date.now() / 1000;
+    const state = JSON.stringify([this.asking, batches.map((b) => [b.id, b.status, b.request_counts, endText(b, now)])]);
     if (state === this.shown) return; // keep the focus if the table is unchanged
     this.shown = state;
     const focused = document.activeElement && document.activeElement.dataset ? document.activeElement.dataset.key : null;
-    this.rows.replaceChildren(...batches.map((batch) => this.row(batch)));
+    this.rows.replaceChildren(...batches.map((batch) => this.row(batch, now)));
     if (!batches.length) {
       const row = document.createElement("tr");
       row.className = "none";
-      cell(row, "No batch yet.").colSpan = 6;
+      cell(row, "No batch.").colSpan = 6;
       this.rows.append(row);
     }
     if (focused) {
@@ -81,35 +113,58 @@ export class Batches {
     }
   }
 
-  row(batch) {
+  row(batch, now) {
     const row = document.createElement("tr");
-    const name = document.createElement("code");
-    name.textContent = batch.id.slice(0, 14);
-    name.title = batch.id;
+    const name = document.createElement("div");
+    name.className = "name";
+    const id = document.createElement("code");
+    id.textContent = batch.id;
+    name.append(this.names.get(batch.input_file_id) || "file deleted", id);
     cell(row, name);
     cell(row, batch.status.replace("_", " "));
-    const { total, done, lost, stopped } = outcome(batch);
+    const { total, done, failed, unfinished } = outcome(batch);
+    cell(row, this.meter(batch, total, done, failed), "wide");
+    cell(row, failed ? count(failed) : "", "lost");
+    const { atRisk, warning } = outlook(batch);
+    const end = cell(row, endText(batch, now), "end");
+    end.dataset.state = atRisk ? "bad" : "";
+    end.title = warning;
+    cell(row, this.actions(batch, row, unfinished));
+    return row;
+  }
+
+  meter(batch, total, done, failed) {
     const meter = document.createElement("div");
     meter.className = "meter";
-    const bar = document.createElement("progress");
-    bar.max = Math.max(1, total);
-    bar.value = done;
+    const bar = document.createElement("div");
+    bar.className = RUNNING.has(batch.status) ? "track" : "track ended";
+    bar.setAttribute("role", "progressbar");
     bar.setAttribute("aria-label", `progress of ${batch.id}`);
+    bar.setAttribute("aria-valuenow", String(total ? Math.round((100 * (done + failed)) / total) : 0));
+    for (const [className, part] of [["done", done], ["failed", failed]]) {
+      const piece = document.createElement("span");
+      piece.className = className;
+      piece.style.width = `${total ? (100 * part) / total : 0}%`;
+      bar.append(piece);
+    }
     const text = document.createElement("span");
-    text.textContent = `${count(done)} of ${count(total)}`;
+    text.textContent = `${count(done + failed)} of ${count(total)}`;
     meter.append(bar, text);
-    cell(row, meter, "wide");
-    cell(row, lost, stopped ? "" : "lost");
-    const left = timeLeft(batch, Date.now() / 1000);
-    cell(row, left === null ? "" : duration(left), "left");
+    return meter;
+  }
+
+  actions(batch, row, unfinished) {
     const actions = document.createElement("div");
     actions.className = "actions";
     const add = (words, label, act) => {
       const made = button(words, label, act);
-      made.dataset.key = `${batch.id} ${words}`;
+      made.dataset.key = `${batch.id} ${label}`;
       actions.append(made);
     };
-    if (RUNNING.has(batch.status) && batch.status !== "cancelling") add("Cancel", `Cancel ${batch.id}`, () => this.cancel(batch.id));
+    if (RUNNING.has(batch.status) && batch.status !== "cancelling") {
+      const asks = this.asking === batch.id;
+      add(asks ? `Cancel ${count(unfinished)} lines?` : "Cancel", `Cancel ${batch.id}`, () => this.cancel(batch.id, unfinished));
+    }
     if (batch.output_file_id) add("Results", `Download the results of ${batch.id}`, () => this.download(batch.output_file_id, `${batch.id}.jsonl`));
     if (batch.error_file_id) add("Errors", `Download the failed rows of ${batch.id}`, () => this.download(batch.error_file_id, `${batch.id}-errors.jsonl`));
     if (batch.errors && batch.errors.data && batch.errors.data.length) {
@@ -118,8 +173,7 @@ export class Batches {
       row.title = `${where}${first.message}`;
       actions.append(Object.assign(document.createElement("span"), { className: "problem", textContent: `${where}${first.message}`.slice(0, 80) }));
     }
-    cell(row, actions);
-    return row;
+    return actions;
   }
 
   async guarded(work) {
@@ -132,7 +186,14 @@ export class Batches {
     await this.refresh();
   }
 
-  cancel(id) {
+  /** Cancel; if many lines are left, at the second click within five seconds. */
+  cancel(id, unfinished) {
+    if (unfinished > ASK_ABOVE && this.asking !== id) {
+      this.asking = id;
+      setTimeout(() => { if (this.asking === id) { this.asking = null; this.refresh(); } }, 5000);
+      return this.refresh();
+    }
+    this.asking = null;
     return this.guarded(() => postJson(`/v1/batches/${id}/cancel`, {}));
   }
 
@@ -156,7 +217,7 @@ export class Batches {
         form.append("purpose", "batch");
         form.append("file", file, file.name);
         const stored = await (await call("/v1/files", { method: "POST", body: form })).json();
-        await postJson("/v1/batches", { input_file_id: stored.id, endpoint, completion_window: "24h" });
+        await postJson("/v1/batches", { input_file_id: stored.id, endpoint, completion_window: this.window.value });
       } finally {
         this.drop.dataset.state = "";
         this.drop.textContent = this.hint;

@@ -20,10 +20,6 @@ export function areaPath(upper, lower) {
   return upper.length ? `M${line(upper)}L${line([...lower].reverse())}Z` : "";
 }
 
-export function linePath(points) {
-  return points.length ? `M${points.map(([x, y]) => `${x.toFixed(1)},${y.toFixed(1)}`).join("L")}` : "";
-}
-
 class Chart {
   constructor(host, label) {
     this.host = host;
@@ -44,9 +40,9 @@ class Chart {
       this.svg.append(make("line", { class: "axis", x1: LEFT, x2: width - 6, y1: y(value), y2: y(value) }));
       this.svg.append(make("text", { x: LEFT - 7, y: y(value) + 4, "text-anchor": "end" }, write(value)));
     }
-    const minutes = span > 600 ? 5 : span > 300 ? 2 : 1;
-    for (let ago = 0; ago <= span; ago += 60 * minutes) {
-      const label = ago === 0 ? "now" : `−${ago / 60} min`;
+    const every = (span > 600 ? 300 : span > 120 ? 60 : 15) * (width < 480 && span === 300 ? 2 : 1);
+    for (let ago = 0; ago <= span; ago += every) {
+      const label = ago === 0 ? "now" : every < 60 ? `−${ago} s` : `−${ago / 60} min`;
       const anchor = ago === 0 ? "end" : ago >= span ? "start" : "middle";
       this.svg.append(make("text", { x: x(now - ago), y: height - 4, "text-anchor": anchor }, label));
     }
@@ -54,9 +50,11 @@ class Chart {
   }
 }
 
-export class TideChart extends Chart {
-  constructor(host) {
-    super(host, "Tokens per second of chat and batch work over the last minutes");
+/** Area of one rate over time. `name`: "online" or "offline". */
+export class RateChart extends Chart {
+  constructor(host, name, label) {
+    super(host, label);
+    this.name = name;
     this.tip = document.createElement("p");
     this.tip.className = "tip";
     this.tip.hidden = true;
@@ -67,27 +65,23 @@ export class TideChart extends Chart {
   }
 
   draw(rates, now, span) {
-    this.drawn = { rates, now, span };
+    this.drawn = { rates: rates.filter((rate) => rate.time > now - span), now, span };
     this.redraw();
   }
 
   redraw() {
     if (!this.drawn) return;
     const { rates, now, span } = this.drawn;
-    const most = Math.max(10, ...rates.map((r) => r.online + r.offline));
-    const { top, step } = scale(most * 1.04);
+    const { top, step } = scale(Math.max(10, ...rates.map((rate) => rate[this.name])) * 1.04, 2);
     const { x, y, height } = this.frame(now, span, top, step, count);
-    this.empty.textContent = rates.some((r) => r.online + r.offline > 0) ? "" : "No requests yet.";
-    const base = rates.map((r) => [x(r.time), y(0)]);
-    const online = rates.map((r) => [x(r.time), y(r.online)]);
-    const both = rates.map((r) => [x(r.time), y(r.online + r.offline)]);
-    this.svg.append(make("path", { class: "area-online", d: areaPath(online, base) }));
-    this.svg.append(make("path", { class: "area-offline", d: areaPath(both, online) }));
-    this.svg.append(make("path", { class: "edge", d: linePath(both) }));
+    this.empty.textContent = rates.some((rate) => rate[this.name] > 0) ? "" : "Nothing in this window.";
+    const base = rates.map((rate) => [x(rate.time), y(0)]);
+    const line = rates.map((rate) => [x(rate.time), y(rate[this.name])]);
+    this.svg.append(make("path", { class: `area-${this.name}`, d: areaPath(line, base) }));
     if (this.pointer && rates.length) {
       const near = rates.reduce((a, b) => (Math.abs(x(b.time) - this.pointer) < Math.abs(x(a.time) - this.pointer) ? b : a));
       this.svg.append(make("line", { class: "cursor", x1: x(near.time), x2: x(near.time), y1: TOP, y2: height - BOTTOM }));
-      this.tip.textContent = `chat ${count(near.online)}  batch ${count(near.offline)} tok/s, ${Math.round(now - near.time)} s ago`;
+      this.tip.textContent = `${count(near[this.name])} tokens/s, ${Math.round(now - near.time)} s ago`;
       this.tip.hidden = false;
       this.tip.style.left = `${Math.max(LEFT, Math.min(x(near.time) + 10, this.host.clientWidth - this.tip.clientWidth - 4))}px`;
     }
@@ -99,6 +93,14 @@ export class TideChart extends Chart {
   }
 }
 
+/** Top and step of a chart of latencies: fitted to the values, with the limit inside if it is near: {top, step, near}. */
+export function latencyScale(values, limit) {
+  const most = Math.max(...values, 0.001);
+  const near = Boolean(limit) && limit < most * 4;
+  const wanted = near ? Math.min(Math.max(most, limit * 1.25), limit * 4) : most * 1.15;
+  return { ...scale(values.length || !limit ? wanted : limit * 1.25, 3), near: near || !values.length };
+}
+
 export class DotChart extends Chart {
   /** `name`: the field of a chat that the chart shows. */
   constructor(host, name, label) {
@@ -108,8 +110,7 @@ export class DotChart extends Chart {
 
   draw(chats, now, span, limit) {
     const values = chats.map((chat) => chat[this.name]).filter((value) => value !== null);
-    const most = Math.max(limit ? limit * 1.25 : 0, ...values, 0.001);
-    const { top, step } = scale(limit ? Math.min(most, limit * 3) : most, 3);
+    const { top, step, near } = latencyScale(values, limit);
     const { x, y, width } = this.frame(now, span, top, step, seconds);
     this.empty.textContent = values.length ? "" : "No chat has ended in this window.";
     const early = [];
@@ -117,14 +118,16 @@ export class DotChart extends Chart {
     for (const chat of chats) {
       const value = chat[this.name];
       if (value === null) continue;
-      const at = `M${x(chat.time).toFixed(1)},${y(value).toFixed(1)}m-2.6,0a2.6,2.6 0 1,0 5.2,0a2.6,2.6 0 1,0 -5.2,0`;
-      (limit && value > limit ? late : early).push(at);
+      const at = `M${x(chat.time).toFixed(1)},${y(value).toFixed(1)}`;
+      // an arrow up: the value lies above the chart
+      const mark = value > top ? "m-3.5,6l3.5,-6l3.5,6z" : "m-2.6,0a2.6,2.6 0 1,0 5.2,0a2.6,2.6 0 1,0 -5.2,0";
+      (limit && value > limit ? late : early).push(at + mark);
     }
     this.svg.append(make("path", { class: "dot", d: early.join("") })); // two elements for any number of chats
     this.svg.append(make("path", { class: "dot late", d: late.join("") }));
-    if (limit) {
-      this.svg.append(make("line", { class: "limit", x1: LEFT, x2: width - 6, y1: y(limit), y2: y(limit) }));
-      this.svg.append(make("text", { class: "limit-text", x: LEFT + 4, y: y(limit) - 5 }, `promised ${seconds(limit)}`));
-    }
+    if (!limit) return;
+    const text = near ? `limit ${seconds(limit)}` : `limit ${seconds(limit)}, above this chart`;
+    if (near) this.svg.append(make("line", { class: "limit", x1: LEFT, x2: width - 6, y1: y(limit), y2: y(limit) }));
+    this.svg.append(make("text", { class: "limit-text", x: LEFT + 4, y: near ? y(limit) - 5 : TOP + 8 }, text));
   }
 }

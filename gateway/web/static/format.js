@@ -40,14 +40,22 @@ export function objectives(slo) {
   return found;
 }
 
+/** A time of day, with the day if it is another one than `now`'s; both in Unix seconds. */
+export function clock(time, now = Date.now() / 1000) {
+  const date = new Date(time * 1000);
+  const text = date.toLocaleTimeString([], { hour: "2-digit", minute: "2-digit" });
+  const same = date.toDateString() === new Date(now * 1000).toDateString();
+  return same ? text : `${date.toLocaleDateString([], { weekday: "short", day: "numeric", month: "short" })} ${text}`;
+}
+
 /** State of one objective over recent chats, as reported by the server: {name, text, kept, state}. */
 export function standingText({ objective, value, bound, attainment }) {
   const [metric, statistic] = objective.split("=")[0].split("_");
   const name = `${metric.toUpperCase()} ${statistic === "mean" ? "mean" : statistic.toUpperCase()}`;
   if (value === null) return { name, text: "–", kept: "", state: "" };
   if (bound === null) return { name, text: seconds(value), kept: "", state: "" };
-  const kept = attainment === null ? "" : `kept by ${percent(attainment)}`;
-  return { name, text: `${seconds(value)} of ${seconds(bound)}`, kept, state: value <= bound ? "good" : "bad" };
+  const kept = attainment === null ? "" : `met by ${percent(attainment)} of the chats`;
+  return { name, text: `${seconds(value)}, limit ${seconds(bound)}`, kept, state: value <= bound ? "good" : "bad" };
 }
 
 export function limitOf(slo, metric) {

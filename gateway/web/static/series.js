@@ -56,6 +56,14 @@ export class History {
     });
   }
 
+  /** The change of a counter of ended batch lines over the last `span` seconds: {value, seconds}, or null. */
+  batchChange(name, span) {
+    const { latest } = this;
+    const before = latest && this.snapshots.find(({ time }) => time >= latest.time - span - 0.5);
+    const passed = before ? latest.time - before.time : 0;
+    return passed > 0 ? { value: Math.max(0, latest.batch[name] - before.batch[name]), seconds: passed } : null;
+  }
+
   /** The difference of a counter over the last `span` seconds, or null without two snapshots. */
   change(name, span) {
     const latest = this.latest;

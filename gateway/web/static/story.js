@@ -1,0 +1,52 @@
+// What the server does with batch work, and why, in words. Pure functions of snapshots.
+
+import { percent, seconds } from "./format.js";
+
+const FULL = 0.995; // share of the room from which on it is called whole
+const CAUSES = { slo: "chats missed their limits", predictor: "steps took longer than predicted" };
+
+function cause(snapshot) {
+  const kept = snapshot.attainment === null ? "" : ` (${percent(snapshot.attainment)} of the last chats within them)`;
+  return snapshot.breaker_cause === "slo" ? CAUSES.slo + kept : CAUSES[snapshot.breaker_cause] || `the objective ${snapshot.breaker_cause} was missed`;
+}
+
+/** One sentence on batch work now: {text, state}. */
+export function batchSentence(snapshot) {
+  if (!snapshot.running.offline && !snapshot.waiting.offline) return { text: "No batch work.", state: "" };
+  if (!snapshot.running.online && !snapshot.waiting.online) return { text: "Running on the whole machine: no chat now.", state: "good" };
+  if (snapshot.breaker === "open") return { text: `Paused beside chats: ${cause(snapshot)}.`, state: "bad" };
+  if (snapshot.held) return { text: `Paused beside chats: ${snapshot.held}.`, state: "bad" };
+  const share = snapshot.offline_share;
+  if (typeof share === "number" && share < FULL) return { text: `Running beside chats with ${percent(share, 0)} of its room, after missed limits.`, state: "warn" };
+  const budget = snapshot.latency_budget === null ? "" : `: steps may take ${seconds(snapshot.latency_budget)}`;
+  return { text: `Running beside chats${budget}.`, state: "good" };
+}
+
+/** Changes between snapshots in order: [{time, text, state}]. */
+export function eventsOf(snapshots) {
+  const found = [];
+  for (let at = 1; at < snapshots.length; at += 1) {
+    const [before, after] = [snapshots[at - 1], snapshots[at]];
+    const add = (text, state) => found.push({ time: after.time, text, state });
+    if (before.ready && !after.ready) add(`The server is not ready: ${after.reason}.`, "bad");
+    if (!before.ready && after.ready) add("The server is ready.", "good");
+    const [full, less] = [before, after].map(({ offline_share: share }) => !(share < FULL));
+    if (full && !less && after.breaker === "closed") add(`Batch work beside chats reduced to ${percent(after.offline_share, 0)} of its room: a chat missed its limits.`, "warn");
+    if (!full && less) add("Batch work has its whole room beside chats again.", "good");
+    if (before.breaker !== after.breaker) {
+      if (after.breaker === "open") add(`Batch work paused beside chats: ${cause(after)}.`, "bad");
+      if (after.breaker === "half_open") add(`Batch work resumed beside chats with ${percent(after.offline_share, 0)} of its room.`, "warn");
+      if (after.breaker === "closed") add("Batch work resumed beside chats; its room grows with each chat within its limits.", "good");
+    }
+    if (!before.held && after.held) add(`Batch work paused beside chats: ${after.held}.`, "bad");
+    if (before.held && !after.held) add("Batch work resumed beside chats.", "good");
+    if (after.refused > before.refused) add(`${after.refused - before.refused} chats refused: their wait would have been too long.`, "bad");
+  }
+  return found;
+}
+
+/** Worth of tokens at prices per million, or null without a price. */
+export function worth(promptTokens, outputTokens, priceIn, priceOut) {
+  if (!(priceIn > 0) && !(priceOut > 0)) return null;
+  return (promptTokens * (priceIn || 0) + outputTokens * (priceOut || 0)) / 1e6;
+}
