@@ -40,6 +40,22 @@ def test_a_metric_that_is_not_shown_is_an_error(tool: ModuleType) -> None:
         tool.dashboard(known - {"tidemill_slo_attainment"})
 
 
+def test_the_dashboard_can_be_imported_anywhere_and_shows_the_promise_first(tool: ModuleType) -> None:
+    written = tool.dashboard(tool.registry_names())
+    panels = [inner for outer in written["panels"] for inner in outer.get("panels", [outer])]
+    assert {variable["name"] for variable in written["templating"]["list"]} == {"datasource", "instance"}
+    for panel in panels:
+        for target in panel["targets"]:
+            assert target["datasource"]["uid"] == "${datasource}" and 'instance=~"$instance"' in target["expr"]
+    assert [panel["title"] for panel in panels[:2]] == ["Chats within their limits", "Above the goal by"]
+    limits = [
+        panel["title"] for panel in panels if any(t["legendFormat"].startswith("limit") for t in panel["targets"])
+    ]
+    assert limits == ["Time to first token, chat", "Time between tokens, chat"]
+    places = [(panel["gridPos"]["x"], panel["gridPos"]["y"]) for panel in panels]
+    assert len(set(places)) == len(panels) and len({panel["id"] for panel in panels}) == len(panels)
+
+
 def test_alerts_name_metrics_that_are_shown(tool: ModuleType) -> None:
     rules = yaml.safe_load((DOCKER / "prometheus" / "rules.yml").read_text())["groups"][0]["rules"]
     for rule in rules:

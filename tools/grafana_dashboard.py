@@ -10,6 +10,7 @@ import re
 import sys
 import typing
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -33,7 +34,7 @@ from gateway.batch.worker import BatchWorker  # noqa: E402
 from gateway.telemetry.metrics import GatewayMetrics  # noqa: E402
 
 TARGET = ROOT / "docker" / "grafana" / "dashboards" / "tidemill.json"
-WIDTH, HEIGHT = 8, 8
+_METRIC = re.compile(r"\b((?:tidemill|vllm:|process)_?\w+)(?:\{([^}]*)\})?(?=[^\w=\"]|$)")
 _NAME = re.compile(r"\b(?:tidemill_\w+|vllm:\w+|process_\w+)")
 
 
@@ -51,9 +52,81 @@ def _mean_step(counter: str) -> str:
     return f"{_rate(counter)} / {_rate('tidemill_steps_total')}"
 
 
-PANELS: tuple[tuple[str, str, tuple[tuple[str, str], ...]], ...] = (
-    ("Objective met, last minute", "percentunit", (("chats", "tidemill_slo_attainment"),)),
-    (
+@dataclasses.dataclass(frozen=True, slots=True)
+class Panel:
+    """A panel. `queries`: pairs of legend and PromQL; `columns`: width, of 24; `steps`: thresholds, (value, color)."""
+
+    title: str
+    unit: str
+    queries: tuple[tuple[str, str], ...]
+    about: str = ""
+    kind: str = "timeseries"
+    columns: int = 8
+    rows: int = 8
+    steps: tuple[tuple[float | None, str], ...] = ()
+    stacked: bool = False
+
+
+GOAL = "tidemill_slo_attainment_target"
+GREEN_ABOVE_0 = ((None, "red"), (0.0, "green"))
+RED_ABOVE_0 = ((None, "green"), (1.0, "red"))
+
+
+def _stat(title: str, unit: str, query: str, about: str, steps: tuple[tuple[float | None, str], ...] = ()) -> Panel:
+    return Panel(title, unit, (("", query),), about, "stat", 4, 5, steps)
+
+
+def _limit(metric: str) -> tuple[str, str]:
+    return "limit {{objective}}", f'tidemill_slo_objective_bound_seconds{{objective=~"{metric}.*"}}'
+
+
+def _latency(title: str, metric: str, objective: str) -> Panel:
+    ranks = tuple((f"P{int(100 * q)}", _quantile(q, metric, "online")) for q in (0.5, 0.99))
+    return Panel(title, "s", (*ranks, _limit(objective)), "Chats only; the limit is that of --slo.")
+
+
+PROMISE = (
+    _stat(
+        "Chats within their limits",
+        "percentunit",
+        "tidemill_slo_attainment",
+        "Share of the last 200 chats, of at most ten minutes, that met every limit of the SLO.",
+    ),
+    _stat(
+        "Above the goal by",
+        "percentunit",
+        f"tidemill_slo_attainment - {GOAL}",
+        "Negative: the promise is broken.",
+        GREEN_ABOVE_0,
+    ),
+    _stat(
+        "Batch output tokens, 24 h",
+        "short",
+        'sum(increase(tidemill_generated_tokens_total{class="offline"}[24h]))',
+        "Output tokens of batch lines and flex requests that ended.",
+    ),
+    _stat(
+        "Batch lines, 24 h",
+        "short",
+        'sum(increase(tidemill_batch_lines_total{outcome="completed"}[24h]))',
+        "Lines that were answered.",
+    ),
+    _stat(
+        "Queue empty at",
+        "dateTimeAsLocal",
+        "1000 * (max(tidemill_batch_eta_timestamp_seconds) > 0)",
+        "Expected end of the last batch in progress. Empty: no batch, or its end is unknown.",
+    ),
+    _stat(
+        "Batches at risk",
+        "short",
+        "sum(tidemill_batch_jobs_at_risk)",
+        "Batches that may miss their window.",
+        RED_ABOVE_0,
+    ),
+    _latency("Time to first token, chat", "tidemill_time_to_first_token_seconds", "ttft"),
+    _latency("Time between tokens, chat", "tidemill_time_between_tokens_seconds", "(tbt|tpot)"),
+    Panel(
         "Tokens per second",
         "short",
         (
@@ -64,8 +137,32 @@ PANELS: tuple[tuple[str, str, tuple[tuple[str, str], ...]], ...] = (
             ),
             ("batch", _rate("tidemill_offline_computed_tokens_total")),
         ),
+        "Prompt and output tokens computed.",
+        stacked=True,
     ),
-    (
+    Panel(
+        "Batch work",
+        "short",
+        (
+            ("lines/s, {{outcome}}", _rate("tidemill_batch_lines_total", by="outcome")),
+            ("output tokens/s", _rate("tidemill_generated_tokens_total", '{class="offline"}')),
+            ("prompt tokens/s", _rate("tidemill_prompt_tokens_total", '{class="offline"}')),
+        ),
+        "Of lines and flex requests that ended.",
+    ),
+    Panel("Tokens left in batches", "short", (("left", "tidemill_batch_remaining_tokens"),), "Estimated."),
+    Panel(
+        "Room for batch work beside chats",
+        "percentunit",
+        (
+            ("share of the budget", "tidemill_offline_share"),
+            ("held", "tidemill_offline_held"),
+        ),
+        "Below 100 % after missed limits; held while no budget would meet the SLO.",
+    ),
+)
+ENGINE = (
+    Panel(
         "Requests",
         "short",
         (
@@ -73,48 +170,43 @@ PANELS: tuple[tuple[str, str, tuple[tuple[str, str], ...]], ...] = (
             ("{{class}} waiting", "tidemill_requests_waiting"),
         ),
     ),
-    (
-        "Time to first token, chat",
-        "s",
-        tuple(
-            (f"P{int(100 * q)}", _quantile(q, "tidemill_time_to_first_token_seconds", "online")) for q in (0.5, 0.99)
-        ),
-    ),
-    (
-        "Time between tokens, chat",
-        "s",
-        tuple(
-            (f"P{int(100 * q)}", _quantile(q, "tidemill_time_between_tokens_seconds", "online")) for q in (0.5, 0.99)
-        ),
-    ),
-    (
+    Panel(
         "Time in the queue",
         "s",
         tuple((f"{c} P99", _quantile(0.99, "tidemill_request_queue_seconds", c)) for c in ("online", "offline")),
     ),
-    (
+    Panel(
         "Step time, mean",
         "s",
         (
             ("measured", _mean_step("tidemill_step_seconds_total")),
-            ("predicted", _mean_step("tidemill_predicted_step_seconds_total")),
+            ("planned, with safety margin", _mean_step("tidemill_predicted_step_seconds_total")),
             ("latency budget", "tidemill_latency_budget_seconds"),
         ),
     ),
-    ("Prediction error", "percentunit", (("mean relative error", "tidemill_predictor_mape"),)),
-    (
+    Panel("Error of predicted step times", "percentunit", (("mean relative error", "tidemill_predictor_mape"),)),
+    Panel(
         "Leftover given to batch work",
         "percentunit",
         (("share", f"{_rate('tidemill_leftover_used_seconds_total')} / {_rate('tidemill_leftover_seconds_total')}"),),
     ),
-    ("Circuit breaker", "short", (("{{state}}", "tidemill_breaker_state"),)),
-    ("Cache units", "short", (("{{state}}", "tidemill_device_units_by_state"),)),
-    (
+    Panel(
+        "Circuit breaker",
+        "short",
+        (("{{state}}", "tidemill_breaker_state"),),
+        "open: batch work pauses beside chats; half_open: it returns; closed: it runs.",
+        "state-timeline",
+    ),
+    Panel("Cache units", "short", (("{{state}}", "tidemill_device_units_by_state"),), stacked=True),
+    Panel(
         "Host tier and hidden state",
         "short",
-        (("host units used", "tidemill_host_units_used"), ("hidden blocks", "tidemill_hidden_blocks")),
+        (
+            ("host units used", "tidemill_host_units_used"),
+            ("hidden blocks", "tidemill_hidden_blocks"),
+        ),
     ),
-    (
+    Panel(
         "Prefix cache hits",
         "percentunit",
         (
@@ -124,12 +216,18 @@ PANELS: tuple[tuple[str, str, tuple[tuple[str, str], ...]], ...] = (
             ),
         ),
     ),
-    ("Preemptions per second", "short", (("{{cause}}", _rate("tidemill_preemptions_total", by="cause")),)),
-    ("Batch jobs", "short", (("{{state}}", "tidemill_batch_jobs"),)),
-    ("Batch lines per second", "short", (("{{outcome}}", _rate("tidemill_batch_lines_total", by="outcome")),)),
-    ("HTTP responses per second", "short", (("{{status}}", _rate("tidemill_http_responses_total", by="status")),)),
-    ("Failed steps per second", "short", (("failed", _rate("tidemill_failed_steps_total")),)),
-    ("Resident memory", "bytes", (("server", "process_resident_memory_bytes"),)),
+    Panel("Preemptions per second", "short", (("{{cause}}", _rate("tidemill_preemptions_total", by="cause")),)),
+    Panel("Batches", "short", (("{{state}}", "tidemill_batch_jobs"),)),
+    Panel("HTTP responses per second", "short", (("{{status}}", _rate("tidemill_http_responses_total", by="status")),)),
+    Panel(
+        "Failed steps, 1 h",
+        "short",
+        (("", "sum(increase(tidemill_failed_steps_total[1h]))"),),
+        "",
+        "stat",
+        steps=RED_ABOVE_0,
+    ),
+    Panel("Resident memory", "bytes", (("server", "process_resident_memory_bytes"),)),
 )
 
 
@@ -167,28 +265,69 @@ def _filled(kind: type[Any]) -> Any:
     return kind(**{name: empty.get(hints[name], () if "tuple" in str(hints[name]) else None) for name in needed})
 
 
+SOURCE = {"type": "prometheus", "uid": "${datasource}"}
+INSTANCE = 'instance=~"$instance"'
+
+
+def _of_instance(query: str) -> str:
+    """Restrict every metric of a query to the instances chosen in the dashboard."""
+    return _METRIC.sub(lambda found: f"{found[1]}{{{INSTANCE}{', ' + found[2] if found[2] else ''}}}", query)
+
+
+def _panel(panel: Panel, number: int, x: int, y: int) -> dict[str, Any]:
+    defaults: dict[str, Any] = {"unit": panel.unit}
+    if panel.kind == "timeseries":
+        defaults["custom"] = {"fillOpacity": 12} | ({"stacking": {"mode": "normal"}} if panel.stacked else {})
+    if panel.steps:
+        steps = [{"value": value, "color": color} for value, color in panel.steps]
+        defaults["thresholds"] = {"mode": "absolute", "steps": steps}
+    dashed = {"id": "custom.lineStyle", "value": {"fill": "dash"}}
+    limits = {"matcher": {"id": "byRegexp", "options": "/^limit/"}, "properties": [dashed]}
+    return {
+        "id": number,
+        "title": panel.title,
+        "description": panel.about,
+        "type": panel.kind,
+        "datasource": SOURCE,
+        "gridPos": {"h": panel.rows, "w": panel.columns, "x": x, "y": y},
+        "fieldConfig": {"defaults": defaults, "overrides": [limits] if panel.kind == "timeseries" else []},
+        "targets": [
+            {"refId": chr(ord("A") + i), "datasource": SOURCE, "expr": _of_instance(query), "legendFormat": legend}
+            for i, (legend, query) in enumerate(panel.queries)
+        ],
+    }
+
+
+def _laid_out(panels: Sequence[Panel], number: int, y: int) -> list[dict[str, Any]]:
+    """Place panels in rows of 24 columns, from `y` on."""
+    placed, x, height = [], 0, 0
+    for panel in panels:
+        if x + panel.columns > 24:
+            x, y, height = 0, y + height, 0
+        placed.append(_panel(panel, number + len(placed), x, y))
+        x, height = x + panel.columns, max(height, panel.rows)
+    return placed
+
+
 def dashboard(known: set[str]) -> dict[str, Any]:
     """The dashboard as Grafana reads it. Raises ValueError for a name that the server does not show."""
-    panels = []
-    for number, (title, unit, queries) in enumerate(PANELS):
-        for _, query in queries:
-            unknown = {name for name in _NAME.findall(query) if name not in known}
-            if unknown:
-                raise ValueError(f"panel '{title}': the server has no metric {', '.join(sorted(unknown))}")
-        panels.append(
-            {
-                "id": number + 1,
-                "title": title,
-                "type": "timeseries",
-                "datasource": {"type": "prometheus", "uid": "prometheus"},
-                "gridPos": {"h": HEIGHT, "w": WIDTH, "x": WIDTH * (number % 3), "y": HEIGHT * (number // 3)},
-                "fieldConfig": {"defaults": {"unit": unit, "custom": {"fillOpacity": 12}}, "overrides": []},
-                "targets": [
-                    {"refId": chr(ord("A") + i), "expr": query, "legendFormat": legend}
-                    for i, (legend, query) in enumerate(queries)
-                ],
-            }
-        )
+    for panel in (*PROMISE, *ENGINE):
+        unknown = {name for _, query in panel.queries for name in _NAME.findall(query) if name not in known}
+        if unknown:
+            raise ValueError(f"panel '{panel.title}': the server has no metric {', '.join(sorted(unknown))}")
+    first = _laid_out(PROMISE, 1, 0)
+    y = 1 + max(panel["gridPos"]["y"] + panel["gridPos"]["h"] for panel in first)
+    folded = {
+        "id": len(PROMISE) + 1,
+        "title": "Engine",
+        "type": "row",
+        "collapsed": True,
+        "gridPos": {"h": 1, "w": 24, "x": 0, "y": y - 1},
+        "panels": _laid_out(ENGINE, len(PROMISE) + 2, y),
+    }
+    instances = {"name": "instance", "label": "instance", "type": "query", "datasource": SOURCE, "multi": True,
+                 "includeAll": True, "query": "label_values(tidemill_steps_total, instance)", "refresh": 2,
+                 "current": {"text": "All", "value": "$__all"}}  # fmt: skip
     return {
         "uid": "tidemill",
         "title": "tidemill",
@@ -196,7 +335,13 @@ def dashboard(known: set[str]) -> dict[str, Any]:
         "schemaVersion": 39,
         "refresh": "5s",
         "time": {"from": "now-30m", "to": "now"},
-        "panels": panels,
+        "templating": {
+            "list": [
+                {"name": "datasource", "label": "data source", "type": "datasource", "query": "prometheus"},
+                instances,
+            ]
+        },
+        "panels": [*first, folded],
     }
 
 

@@ -4,6 +4,7 @@ Each application has its own registry. The `vllm:*` aliases cover online work on
 for vLLM are not affected by batch work. Labels have a bounded set of values and contain no ids.
 """
 
+import math
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from engine.api import ColocationStats, EngineClient, EngineStats, FinishReason,
 from engine.process.causes import CAUSES
 from gateway.telemetry.account import Account
 from gateway.telemetry.fleet_metrics import engine_metrics, pipeline_metrics
-from predictor.slo import nearest_rank
+from predictor.slo import SLO, nearest_rank
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 _GAP_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5)
@@ -201,6 +202,9 @@ def _colocation_metrics(stats: ColocationStats) -> Iterator[Metric]:
             gauge.add_metric([standing.objective], getattr(standing, name.removesuffix("_seconds")))
         yield gauge
     yield GaugeMetricFamily("tidemill_online_rate", "Recent online requests per second.", value=stats.online_rate)
+    goal = SLO.parse(stats.slo).attainment_target if stats.slo else math.nan
+    text = "Share of requests that are to meet the SLO."
+    yield GaugeMetricFamily("tidemill_slo_attainment_target", text, value=goal)
     judged = CounterMetricFamily(
         "tidemill_slo_requests", "Online requests by whether they met the SLO.", labels=["good"]
     )
