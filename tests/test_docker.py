@@ -147,6 +147,28 @@ def test_the_manifests_agree_on_names_and_ports() -> None:
     assert all((folder / name).exists() for name in listed["resources"])
 
 
+@pytest.mark.skipif(shutil.which("kubectl") is None, reason="needs kubectl")
+def test_kustomize_renders_the_model_the_image_and_the_limits() -> None:
+    command = ["kubectl", "kustomize", str(DOCKER / "deploy" / "kubernetes")]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    rendered = {document["kind"]: document for document in yaml.safe_load_all(done.stdout)}
+    pod = rendered["StatefulSet"]["spec"]["template"]["spec"]
+    container = pod["containers"][0]
+    assert container["image"] == "registry.example.com/tidemill:gpu"
+    assert container["envFrom"][0]["configMapRef"]["name"] == rendered["ConfigMap"]["metadata"]["name"]
+    assert set(rendered["ConfigMap"]["data"]) == {"TIDEMILL_MODEL", "TIDEMILL_SLO"}
+    probe = container["startupProbe"]
+    assert probe["periodSeconds"] * probe["failureThreshold"] >= 20 * 60
+    assert {mount["mountPath"] for mount in container["volumeMounts"]} >= {"/dev/shm", "/models", "/tmp"}
+    assert "memory" in container["resources"]["requests"]
+
+
+def test_compose_passes_the_model_the_slo_and_the_token() -> None:
+    (compose,) = documents(DOCKER / "compose.yaml")
+    environment = compose["services"]["tidemill"]["environment"]
+    assert {"TIDEMILL_API_KEY", "TIDEMILL_MODEL", "TIDEMILL_SLO", "HF_TOKEN"} <= set(environment)
+
+
 @pytest.mark.skipif(shutil.which("promtool") is None, reason="Debian's package prometheus has promtool")
 def test_prometheus_takes_its_configuration(tmp_path: Path) -> None:
     shutil.copytree(DOCKER / "prometheus", tmp_path / "prometheus")
