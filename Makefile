@@ -14,7 +14,7 @@ define check_python
 @$(PYTHON) -c 'import venv, ensurepip' 2>/dev/null || { echo "Python's venv module is missing: apt-get install python3-venv"; exit 1; }
 endef
 
-.PHONY: install serve test check docs site models native floors bench chaos ray-check gpu-check clean
+.PHONY: install serve serve-cpu test check docs site models native floors bench chaos ray-check gpu-check clean
 
 install: $(STAMP)
 
@@ -29,11 +29,16 @@ serve: $(SERVING)
 	@echo "3/3 start: load the model, measure step times (at most 30 s, once for each model), serve"
 	$(BIN)/tidemill serve $(MODEL) $(ARGS)
 
+# The same with torch's CPU build, which is 4 GB smaller.
+serve-cpu:
+	@test -n "$(TORCH_INDEX)" || { echo "make serve-cpu TORCH_INDEX=ADDRESS: pytorch.org shows the address of its CPU builds under 'Get started', with Pip and CPU"; exit 1; }
+	@$(MAKE) --no-print-directory serve
+
 $(VENV)/.serving: pyproject.toml
 	$(check_python)
 	@echo "1/3 install torch into $(VENV) (from PyPI: 4 GB with the CUDA libraries)"
 	$(PYTHON) -m venv $(VENV)
-	$(PIP) "$(TORCH)"
+	$(PIP) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) "$(TORCH)"
 	@echo "2/3 install tidemill and build its CPU kernels"
 	$(PIP) --editable ".$(if $(shell command -v nvidia-smi),[gpu])"
 	@touch $@
