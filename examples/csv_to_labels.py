@@ -13,6 +13,7 @@ import time
 from openai import OpenAI
 
 URL = os.environ.get("TIDEMILL_URL", "http://127.0.0.1:8000")
+LINES = 50_000  # of a batch, at most
 SCHEMA = {
     "type": "object",
     "properties": {
@@ -38,31 +39,39 @@ def label(row):
     return json.loads(answer["message"]["content"])
 
 
+def results(client, file_id):
+    return map(json.loads, client.files.content(file_id).text.splitlines()) if file_id else ()
+
+
 def main(source, target):
     client = OpenAI(base_url=f"{URL}/v1", api_key=os.environ.get("TIDEMILL_API_KEY", "none"))
     model = client.models.list().data[0].id
     with open(source, newline="") as file:
         rows = list(csv.DictReader(file))
-    content = "\n".join(json.dumps(line(model, row)) for row in rows).encode()
-    uploaded = client.files.create(file=("reviews.jsonl", content), purpose="batch")
-    batch = client.batches.create(input_file_id=uploaded.id, endpoint="/v1/chat/completions", completion_window="24h")
-    while batch.status not in {"completed", "failed", "expired", "cancelled"}:
-        time.sleep(1)
-        batch = client.batches.retrieve(batch.id)
-        print(f"{batch.status}: {batch.request_counts.completed} of {batch.request_counts.total}", file=sys.stderr)
+    batches = []
+    for start in range(0, len(rows), LINES):
+        content = "\n".join(json.dumps(line(model, row)) for row in rows[start : start + LINES]).encode()
+        uploaded = client.files.create(file=(f"reviews-{start}.jsonl", content), purpose="batch")
+        batches.append(
+            client.batches.create(input_file_id=uploaded.id, endpoint="/v1/chat/completions", completion_window="24h")
+        )
     labels = {}
-    if batch.output_file_id:
-        for row in map(json.loads, client.files.content(batch.output_file_id).text.splitlines()):
+    for batch in batches:
+        while batch.status not in {"completed", "failed", "expired", "cancelled"}:
+            time.sleep(1)
+            batch = client.batches.retrieve(batch.id)
+            counts = batch.request_counts
+            print(f"{batch.id} {batch.status}: {counts.completed} of {counts.total}", file=sys.stderr)
+        for row in results(client, batch.output_file_id):
             labels[row["custom_id"]] = label(row)
-    if batch.error_file_id:
-        for row in map(json.loads, client.files.content(batch.error_file_id).text.splitlines()):
+        for row in results(client, batch.error_file_id):
             failure = row["error"] or row["response"]["body"]["error"]
             labels[row["custom_id"]] = {"sentiment": "error", "reason": failure["message"]}
     with open(target, "w", newline="") as file:
         writer = csv.DictWriter(file, ["id", "sentiment", "reason"])
         writer.writeheader()
         for row in rows:  # in the order of the input
-            writer.writerow({"id": row["id"], **labels.get(row["id"], {"sentiment": "error", "reason": batch.status})})
+            writer.writerow({"id": row["id"], **labels.get(row["id"], {"sentiment": "error", "reason": "no result"})})
 
 
 if __name__ == "__main__":
