@@ -114,6 +114,15 @@ class SamplingParams:
         return NEVER if self.thinking is None else self.thinking.tokens  # the budget lasts until then
 
 
+class SamplingDefaults(NamedTuple):
+    """Sampling parameters that a model's checkpoint recommends; None: the usual default."""
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    repetition_penalty: float | None = None
+
+
 class RequestTimes(NamedTuple):
     """Times of a request, seconds on the engine's monotonic clock; None until the event has happened."""
 
@@ -153,7 +162,7 @@ class EngineRequest:
     lane: Lane = Lane.BATCH
     resumed: Resumption | None = None  # continue as after a preemption; never refused for lack of room
     arrived: float | None = None  # arrival on the engine's clock if the request waited for an engine; None: now
-    pooling: Pooling | None = None  # return one embedding of the prompt; `sampling` is ignored
+    pooling: Pooling | None = None  # return an embedding or scores of the prompt; of `sampling` only `logprobs` counts
     adapter: int = 0  # number of a LoRA adapter, from 1 in the order of `EngineInfo.adapters`; 0: none
     probe: bool = False  # a test request of the engine itself; excluded from statistics except `probe_tokens`
 
@@ -357,6 +366,8 @@ class EngineInfo:
     adapters: tuple[str, ...] = ()  # names of the LoRA adapters, in the order of their numbers
     droppable: DroppableLayers | None = None  # None if layers cannot be dropped
     shares_prefixes: bool = True  # between requests
+    scores_prompts: bool = True  # `Pooling.SCORES` is supported
+    sampling: SamplingDefaults = field(default_factory=SamplingDefaults)  # for fields that a request does not set
 
     @property
     def batch_lines(self) -> int:

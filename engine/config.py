@@ -42,6 +42,9 @@ class EngineConfig:
         "family is supported",
         ("auto", "own", "transformers"),
     )
+    generation_config: str = _flag(
+        "auto", "sampling defaults of requests; auto: the checkpoint's generation_config.json", ("auto", "none")
+    )
     device: str = _flag("auto", "device that runs the model", ("auto", "cpu", "cuda"))
     dtype: str = _flag("auto", "type of weights and cache", ("auto", "bfloat16", "float16", "float32"))
     kv_cache_dtype: str = _flag(

@@ -1,4 +1,5 @@
-"""Pooling of hidden states into one embedding, as configured by the checkpoint. The module does not import torch."""
+"""Results computed from the hidden states of a prompt: its embedding, as configured by the checkpoint, or the
+log-probabilities of its tokens. The module does not import torch."""
 
 import enum
 import json
@@ -7,10 +8,15 @@ from typing import Any, NamedTuple
 
 
 class Pooling(enum.Enum):
-    """Pooling of the last hidden states, after the final norm: the last token's state, or the mean."""
+    """Result from the last hidden states, after the final norm: the last token's state, their mean, or scores.
+
+    SCORES is a table with a row per prompt token: its log-probability, the n highest log-probabilities at its position,
+    and the ids of these n tokens, where n is `SamplingParams.logprobs`. The first row is 0.
+    """
 
     LAST = "last"
     MEAN = "mean"
+    SCORES = "scores"
 
 
 class EmbeddingSpec(NamedTuple):

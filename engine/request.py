@@ -106,8 +106,8 @@ class Request:
 
     @property
     def starts_over(self) -> bool:
-        """Return whether the request ignores cached tokens: mean pooling needs the hidden states of all tokens."""
-        return self.spec.pooling is Pooling.MEAN
+        """Return whether the request ignores cached tokens, because it needs the hidden states of all tokens."""
+        return self.spec.pooling is Pooling.MEAN or self.spec.pooling is Pooling.SCORES
 
     @property
     def num_output_tokens(self) -> int:

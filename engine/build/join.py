@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from engine import __version__
-from engine.api import DroppableLayers, EngineInfo
+from engine.api import DroppableLayers, EngineInfo, SamplingDefaults
 from engine.build.memory import gib, scheduler_config
 from engine.build.plan import plan_launch
 from engine.build.runner import build_runner
+from engine.build.sampling_defaults import read_sampling_defaults
 from engine.colocation.controller import make_controller
 from engine.config import (
     EngineConfig,
@@ -126,7 +127,7 @@ def _join(config: EngineConfig, plan: LaunchPlan, runner: Runner[Any], say: Call
         partial(backend.busy_share, plan),
     )
     core, colocation, tuner = make_controller(config, scheduler, profile, slo, profile_folder(config), say)
-    info = _info(plan, scheduler)
+    info = _info(plan, scheduler, _sampling(config, plan, say))
     if plan.spec.state_bytes:
         say(_tell_checkpoints(plan, scheduler))
     steps = backend.make_staged(config, plan, runner) if plan.droppable else runner
@@ -168,7 +169,15 @@ def _embedding(plan: LaunchPlan) -> EmbeddingSpec:
     return EmbeddingSpec(None, plan.spec.hidden_size, False, "transformers' modules run this model")
 
 
-def _info(plan: LaunchPlan, scheduler: SchedulerConfig) -> EngineInfo:
+def _sampling(config: EngineConfig, plan: LaunchPlan, say: Callable[[str], None]) -> SamplingDefaults:
+    if config.generation_config == "none":
+        return SamplingDefaults()
+    defaults, line = read_sampling_defaults(plan.folder)
+    say(line)
+    return defaults
+
+
+def _info(plan: LaunchPlan, scheduler: SchedulerConfig, sampling: SamplingDefaults) -> EngineInfo:
     return EngineInfo(
         max_model_len=plan.limits.max_model_len,
         vocab_size=plan.spec.vocab_size,
@@ -181,6 +190,8 @@ def _info(plan: LaunchPlan, scheduler: SchedulerConfig) -> EngineInfo:
         block_size=plan.limits.block_size,
         max_num_seqs=plan.limits.max_num_seqs,
         embedding=_embedding(plan),
+        sampling=sampling,
+        scores_prompts=plan.implementation == OWN and plan.ranks == 1,
         adapters=tuple(each.name for each in plan.adapters),
         shares_prefixes=scheduler.enable_prefix_caching,
     )

@@ -251,12 +251,13 @@ class Runner(Generic[DeviceT]):
         arrived.synchronize()
         with torch.inference_mode():
             pooled = {} if pools is None else pools.fetch()
+        trial = pools is not None and pools.scores
         ended = time.perf_counter()
         # A step launched behind another begins when the other ends.
         latency, self._last_end = ended - max(began, self._last_end), ended
         if samples is None:
-            return ModelRunnerOutput(step_id, [], None, latency, {}, pooled)
+            return ModelRunnerOutput(step_id, [], None, latency, {}, pooled, trial)
         logprobs = None if samples.logprobs is None else samples.logprobs()
         tokens = samples.tokens.tolist()
         forced = {at: run for at, run in samples.forced.items() if tokens[at] >= 0}
-        return ModelRunnerOutput(step_id, tokens, logprobs, latency, forced, pooled)
+        return ModelRunnerOutput(step_id, tokens, logprobs, latency, forced, pooled, trial)

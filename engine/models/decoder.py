@@ -174,9 +174,12 @@ class Decoder:
         """
         head, norm = self.weights.head, self.weights.final_norm
         if self._rounds(norm, head):
-            logits = self._product(head, self._add_norm_rounded(delta, hidden, norm, head, rows)[0])
-        else:
-            logits = head(self._add_norm(delta, hidden, norm, rows)[0])
+            return self.head(self._add_norm_rounded(delta, hidden, norm, head, rows)[0], out)
+        return self.head(self._add_norm(delta, hidden, norm, rows)[0], out)
+
+    def head(self, normed: Tensor | RoundedRows, out: Tensor | None = None) -> Tensor:
+        """Apply the head to hidden states [R, H] after the final norm: [R, vocab], written to `out` if given."""
+        logits = self._product(self.weights.head, normed)
         if self.weights.gather is not None:
             logits = self.weights.gather(logits)
         if self.spec.logit_softcap is not None:

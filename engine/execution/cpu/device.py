@@ -138,7 +138,7 @@ class TorchDevice(PoolDevice):
             self.beyond.send(layout.chunks, x[None], np.arange(len(x)))
             ((x,),) = self.beyond.receive()
         if take is not None:
-            take(layout, self.decoder.normed(x))
+            take(layout, self.decoder.normed(x), self.decoder.head)
         return self._logits(layout, x), None
 
     def _logits(self, layout: Layout, x: Tensor) -> Tensor:

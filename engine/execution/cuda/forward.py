@@ -14,6 +14,7 @@ from engine.execution.cuda.buffers import StepInputs
 from engine.execution.cuda.kernels import Kernels
 from engine.execution.cuda.tables import DeviceTables
 from engine.execution.pool import UnitPool
+from engine.execution.pooling import Head
 from engine.models import torch_ops
 from engine.models.decoder import Adapt, Branch, Decoder
 from engine.models.float8 import Float8Linear, RoundedRows
@@ -78,13 +79,13 @@ class Forward:
         self,
         inputs: StepInputs,
         observe: Observe | None = None,
-        take: Callable[[Tensor], None] | None = None,
+        take: Callable[[Tensor, Head], None] | None = None,
         adapt: Adapt | None = None,
     ) -> None:
         hidden, delta = self._unsummed(inputs, self.embed(inputs), observe, adapt)
         assert delta is not None, "the model has no layers"
         if take is not None:
-            take(self.decoder.normed(self.decoder.summed(hidden, delta)))
+            take(self.decoder.normed(self.decoder.summed(hidden, delta)), self.decoder.head)
         self.finish(inputs, hidden, delta, inputs.sample_tokens)
 
     def embed(self, inputs: StepInputs) -> Tensor:

@@ -50,7 +50,8 @@ class Stage:
         came = torch.cat([hidden[0] for hidden in beyond.receive()])
         if take is None:
             return came
-        take(layouts[0], self._forward.decoder.normed(self.enter(came, len(came))))
+        decoder = self._forward.decoder
+        take(layouts[0], decoder.normed(self.enter(came, len(came))), decoder.head)
         return came[torch.from_numpy(layouts[0].sampled_tokens)]
 
     def pass_through(self, beyond: Beyond | None, chunks: IntArray, hidden: Tensor, wanted: IntArray) -> Tensor:

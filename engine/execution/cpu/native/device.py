@@ -76,7 +76,7 @@ class NativeDevice(TorchDevice):
         )
         if take is not None:
             hidden = self._native.hidden(int(chunks[:, 2].sum()))
-            take(Layout.of(chunks, np.arange(len(chunks))), self.decoder.normed(hidden))
+            take(Layout.of(chunks, np.arange(len(chunks))), self.decoder.normed(hidden), self.decoder.head)
         return result.as_given()
 
     def follow(self, chunks: IntArray, *, whole: bool) -> None:
