@@ -129,9 +129,11 @@ class GatewayContext:
         for follow in self.on_new_keys:
             await follow()
 
-    def cache_salt(self, tenant: str) -> bytes:
-        """Return the salt that separates the tenant's prefix cache from those of other tenants."""
-        return hmac.digest(self.salt_secret, tenant.encode(), hashlib.sha256)[:16]
+    def cache_salt(self, tenant: str, own: str | None = None) -> bytes:
+        """Return the salt that separates the tenant's prefix cache from those of other tenants, and requests with an
+        `own` salt from those with another."""
+        text = tenant if own is None else f"{tenant}\0{own}"
+        return hmac.digest(self.salt_secret, text.encode(), hashlib.sha256)[:16]
 
 
 def context_of(request: Request) -> GatewayContext:

@@ -98,7 +98,7 @@ async def test_a_bad_body_is_an_error_row_with_its_status_and_the_others_run(rea
         "type": line("type", n="two"),
         "context": line("context", max_tokens=100_000),
         "empty": {**line("empty"), "body": {}},
-        "tier": line("tier", service_tier="priority"),
+        "tier": line("tier", service_tier="fast"),
         "image": line("image", prompt_embeds="x"),
     }
     batch = await until(client, (await submit(client, jsonl([*bad.values(), line(1)]))).id)

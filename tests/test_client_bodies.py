@@ -1,4 +1,5 @@
-"""Bodies as clients send them: decorated or empty objects in messages and tools must give the prompt of plain ones."""
+"""Bodies as clients send them: decorated or empty objects in messages and tools must give the prompt of plain ones, and
+fields of other servers do what they do there."""
 
 from pathlib import Path
 from typing import Any
@@ -6,9 +7,13 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from fake_engine import MODEL, Served
+from fake_engine import MODEL, FakeEngine, Script, Served, say, serve
+from fixtures import StartServer
 from test_responses_api import prompt_of
-from test_tools import TOOLS, TWO, client_of, scripted
+from test_tools import TEMPLATE, TOOLS, TWO, client_of, scripted
+
+from engine.api import RequestClass, SamplingDefaults
+from engine.text.tokenizer import Tokenizer
 
 HI: Any = {"role": "user", "content": "hi"}
 CALL: Any = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Rome"}'}}
@@ -120,3 +125,160 @@ async def test_a_tool_loop_with_dumped_messages(tmp_path: Path, stream: bool) ->
             await client.chat.completions.create(**asked, messages=[HI, form, *results])
             prompts.append(prompt_of(served))
     assert len(set(prompts)) == 1 and prompts[0].count("fog") == 2 and "Rome" in prompts[0]
+
+
+# --- fields
+
+DEFAULTS: dict[str, Any] = {
+    "skip_special_tokens": True, "spaces_between_special_tokens": True, "add_generation_prompt": True, "echo": False,
+    "continue_final_message": False, "include_stop_str_in_output": False, "use_beam_search": False, "priority": 0,
+    "length_penalty": 1.0, "bad_words": [], "include_reasoning": True, "documents": [], "request_id": "x",
+    "mm_processor_kwargs": {}, "return_tokens_as_token_ids": False, "min_p": 0.0, "top_k": 0, "rid": "y",
+    "separate_reasoning": True, "stream_reasoning": True, "no_stop_trim": False, "return_hidden_states": False,
+    "add_special_tokens": False, "early_stopping": False, "vllm_xargs": {}, "chat_template_kwargs": {},
+    "repetition_penalty": 1.0, "presence_penalty": 0, "seed": 0, "service_tier": "auto",
+}  # fmt: skip
+
+
+async def test_defaults_of_other_servers_change_nothing(start_server: StartServer) -> None:
+    served = await start_server("hello")
+    for path, body in (("/v1/chat/completions", {"messages": [HI]}), ("/v1/completions", {"prompt": "hi"})):
+        plain = await post(served, path, **body, seed=0, max_tokens=9)
+        fields = DEFAULTS if "chat" in path else {k: v for k, v in DEFAULTS.items() if not k.startswith(CHAT_ONLY)}
+        full = await post(served, path, **body, **fields, max_tokens=9)
+        assert plain.status_code == full.status_code == 200, full.text
+        assert plain.json()["choices"] == full.json()["choices"]
+        one, other = served.engine.requests[-2:]
+        assert (one.prompt_token_ids, one.sampling) == (other.prompt_token_ids, other.sampling)
+
+
+CHAT_ONLY = ("add_", "continue_", "chat_")
+
+
+async def test_template_options_reach_the_template(tmp_path: Path) -> None:
+    template = TEMPLATE + "{{ date_string }}|{{ depth.level }}|{{ enable_thinking }}|{{ bos_token }}"
+    options = {"date_string": "1 Jan <|im_end|>", "depth": {"level": 3}, "enable_thinking": False, "unused": [1]}
+    async with scripted(tmp_path, "ok", template) as served:
+        written = await prompt(served, [HI], chat_template_kwargs=options)
+        assert written.endswith("1 Jan <|im_end|>|3|False|")
+        end = served.app.state.context.tokenizer.special_tokens["<|im_end|>"]
+        assert served.engine.requests[-1].prompt_token_ids.count(end) == 1, "an option cannot forge a control token"
+        for name in ("chat_template", "tools", "tokenize", "messages", "max_length"):
+            answer = await post(served, messages=[HI], chat_template_kwargs={name: "x"})
+            assert answer.json()["error"]["param"] == f"chat_template_kwargs.{name}"
+
+
+async def test_the_answer_continues_the_last_message(tmp_path: Path) -> None:
+    """The prompt ends with the text to continue, by chat with the field and by /v1/messages with a last assistant
+    message."""
+    turns = [HI, {"role": "assistant", "content": "The capital of <|im_end|>"}]
+    async with scripted(tmp_path, " Rome", TEMPLATE) as served:
+        chat = await post(served, messages=turns, continue_final_message=True, add_generation_prompt=False)
+        assert chat.json()["choices"][0]["message"]["content"] == " Rome"
+        await post(served, messages=turns, continue_final_message=True)
+        parts = [{"type": "text", "text": turns[1]["content"]}]
+        await post(served, "/v1/messages", messages=[HI, {**turns[1], "content": parts}], max_tokens=9)
+        assert [prompt_of(served, i).split("\n", 3)[-1] for i in range(3)] == ["The capital of <|im_end|>"] * 3
+        assert "assistant\nThe capital" in await prompt(served, turns), "without the field a new answer begins"
+        assert prompt_of(served).endswith("assistant\n")
+        assert not (await prompt(served, [HI], add_generation_prompt=False)).endswith("assistant\n")
+        for fields, param in (
+            ({"messages": [HI], "continue_final_message": True}, "continue_final_message"),
+            ({"messages": [HI, CALLING], "continue_final_message": True}, "continue_final_message"),
+            ({"messages": turns, "continue_final_message": True, "add_generation_prompt": True},
+             "add_generation_prompt"),
+        ):  # fmt: skip
+            assert (await post(served, **fields)).json()["error"]["param"] == param
+
+
+async def test_fields_beyond_the_limits_of_the_official_api(start_server: StartServer) -> None:
+    served = await start_server("hello there, stop here")
+    stops = ["a1", "b2", "c3", "d4", "stop", "e5"]
+    answer = await post(served, messages=[HI], stop=stops, n=16, top_p=0, seed=1)
+    assert [choice["message"]["content"] for choice in answer.json()["choices"]] == ["hello there, "] * 16
+    assert 0 < served.engine.requests[0].sampling.top_p < 1e-5
+    answer = await post(served, messages=[HI], stop=stops, include_stop_str_in_output=True)
+    assert answer.json()["choices"][0]["message"]["content"] == "hello there, stop"
+    answer = await post(served, "/v1/messages", messages=[HI], max_tokens=99, stop_sequences=stops)
+    assert answer.json()["stop_sequence"] == "stop"
+    answer = await post(served, "/v1/completions", prompt="x", n=128, max_tokens=1)
+    assert len(answer.json()["choices"]) == 128
+
+
+async def test_special_tokens_are_shown_on_request(start_server: StartServer, tokenizer: Tokenizer) -> None:
+    special, end = (tokenizer.special_tokens[name] for name in ("<|im_start|>", "<|im_end|>"))
+    served = await start_server(lambda _: Script([special, *tokenizer.encode("x"), end]))
+    texts = []
+    for shows in (None, True, False):
+        answer = await post(served, messages=[HI], skip_special_tokens=shows)
+        texts.append(answer.json()["choices"][0]["message"]["content"])
+    assert texts == ["x", "x", "<|im_start|>x"]
+
+
+@pytest.mark.parametrize("tier", ["priority", "scale"])
+async def test_paid_tiers_are_served_as_default(start_server: StartServer, tier: str) -> None:
+    served = await start_server("hello")
+    for path, body in (("/v1/chat/completions", {"messages": [HI]}), ("/v1/responses", {"input": "hi"})):
+        answer = await post(served, path, **body, service_tier=tier)
+        assert answer.json()["service_tier"] == "default"
+        assert served.engine.requests[-1].request_class is RequestClass.ONLINE
+
+
+async def test_a_request_without_a_model_gets_the_served_one(start_server: StartServer) -> None:
+    served = await start_server("hello")
+    for path, body in (
+        ("/v1/chat/completions", {"messages": [HI]}), ("/v1/completions", {"prompt": "hi"}),
+        ("/v1/responses", {"input": "hi"}), ("/v1/messages", {"messages": [HI], "max_tokens": 9}),
+    ):  # fmt: skip
+        for fields in ({"model": None}, {"model": ""}):
+            answer = await post(served, path, **{**body, **fields})
+            assert (answer.status_code, answer.json()["model"]) == (200, MODEL)
+
+
+async def test_salts_separate_prefix_caches(start_server: StartServer) -> None:
+    served = await start_server("hello")
+    for salt in (None, "a", "b", "a"):
+        await post(served, messages=[HI], cache_salt=salt)
+    salts = [request.cache_salt for request in served.engine.requests]
+    assert salts[1] == salts[3] and len(set(salts)) == 3
+
+
+async def test_failed_calls_are_told_to_the_model(tmp_path: Path) -> None:
+    use = {"role": "assistant", "content": [{"type": "tool_use", "id": "t", "name": "weather", "input": {}}]}
+    async with scripted(tmp_path, "ok") as served:
+        for told, content in ((True, "boom"), (False, "boom"), (True, None)):
+            result = {"type": "tool_result", "tool_use_id": "t", "content": content, "is_error": told}
+            await post(served, "/v1/messages", messages=[HI, use, {"role": "user", "content": [result]}], max_tokens=9)
+        written = [prompt_of(served, i).split("tool\n")[1].split("<|im_end|>")[0] for i in range(3)]
+    assert written == ["Error: boom", "boom", "Error: "]
+
+
+async def test_defaults_of_the_checkpoint_apply_to_unset_fields(tokenizer: Tokenizer) -> None:
+    """A field of the request wins, also at the value that turns it off."""
+    defaults = SamplingDefaults(temperature=0.6, top_p=0.95, top_k=20, repetition_penalty=1.05)
+    engine = FakeEngine(say(tokenizer, "ok"), sampling=defaults)
+    bodies: list[tuple[str, dict[str, Any]]] = [
+        ("/v1/chat/completions", {"messages": [HI]}),
+        ("/v1/completions", {"prompt": "hi"}),
+        ("/v1/messages", {"messages": [HI], "max_tokens": 9}),
+        ("/v1/responses", {"input": "hi"}),
+    ]
+    async with serve(engine, tokenizer) as served:
+        for path, body in bodies:
+            answer = await post(served, path, **body)
+            sampling = engine.requests[-1].sampling
+            values = (sampling.temperature, sampling.top_p, sampling.top_k, sampling.repetition_penalty)
+            assert values == tuple(defaults), path
+        assert (answer.json()["temperature"], answer.json()["top_p"]) == (0.6, 0.95)
+        off: dict[str, Any] = {"temperature": 1, "top_p": 1, "top_k": -1, "repetition_penalty": 1}
+        await post(served, messages=[HI], **off)
+        sampling = engine.requests[-1].sampling
+        assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.repetition_penalty) == (1, 1, 0, 1)
+
+
+async def test_answers_hold_no_null_where_the_published_schema_wants_a_text(start_server: StartServer) -> None:
+    served = await start_server("hello")
+    for path, body in (("/v1/chat/completions", {"messages": [HI]}), ("/v1/completions", {"prompt": "hi"})):
+        whole = (await post(served, path, **body)).json()
+        streamed = (await post(served, path, **body, stream=True)).text
+        assert "system_fingerprint" not in whole and "system_fingerprint" not in streamed

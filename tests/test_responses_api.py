@@ -25,6 +25,15 @@ TOOLS: list[Any] = [
 ]
 
 
+OPEN_RESPONSES = {
+    "id", "object", "created_at", "completed_at", "status", "incomplete_details", "model", "previous_response_id",
+    "instructions", "output", "error", "tools", "tool_choice", "truncation", "parallel_tool_calls", "text", "top_p",
+    "presence_penalty", "frequency_penalty", "top_logprobs", "temperature", "reasoning", "usage", "max_output_tokens",
+    "max_tool_calls", "store", "background", "service_tier", "metadata", "safety_identifier", "prompt_cache_key",
+}  # fmt: skip
+"""Fields that openresponses.org requires of a response."""
+
+
 def ask(**fields: Any) -> dict[str, Any]:
     return {"model": MODEL, "input": "Weather?", "max_output_tokens": 300, **fields}
 
@@ -39,7 +48,9 @@ async def events_of(served: Served, **fields: Any) -> list[dict[str, Any]]:
     answer = await post(served, stream=True, **fields)
     assert answer.headers["content-type"].startswith("text/event-stream"), answer.text
     events = []
-    for block in answer.text.split("\n\n")[:-1]:
+    *blocks, done, end = answer.text.split("\n\n")
+    assert (done, end) == ("data: [DONE]", "")
+    for block in blocks:
         name, data = block.split("\n")
         events.append(json.loads(data.removeprefix("data: ")))
         assert name == f"event: {events[-1]['type']}"
@@ -61,11 +72,26 @@ async def test_the_official_client_gets_a_response(start_server: StartServer, to
     served = await start_server("hello world")
     async with client_of(served) as client:
         answer = await client.responses.create(
-            **ask(instructions="Be brief", metadata={"a": "b"}, temperature=0.5, store=True, user="u")
+            **ask(
+                instructions="Be brief",
+                metadata={"a": "b"},
+                temperature=0.5,
+                store=True,
+                user="u",
+                top_p=0,
+                prompt_cache_key="k",
+                safety_identifier="s",
+                max_tool_calls=3,
+                reasoning={"mode": "standard"},
+            )
         )
     assert answer.output_text == "hello world" and answer.status == "completed" and answer.id.startswith("resp_")
     assert (answer.object, answer.error, answer.metadata, answer.temperature) == ("response", None, {"a": "b"}, 0.5)
-    assert answer.to_dict()["store"] is False and answer.service_tier == "default" and answer.model == MODEL
+    wire = answer.to_dict()
+    assert wire.keys() >= OPEN_RESPONSES and None not in (wire.get("user", ""), wire["presence_penalty"])
+    assert (wire["prompt_cache_key"], wire["safety_identifier"], wire["max_tool_calls"]) == ("k", "s", 3)
+    assert (wire["presence_penalty"], wire["frequency_penalty"], wire["top_logprobs"], wire["top_p"]) == (0, 0, 0, 0)
+    assert wire["store"] is False and answer.service_tier == "default" and answer.model == MODEL
     (request,) = served.engine.requests
     assert request.request_id.startswith(answer.id) and request.sampling.temperature == 0.5
     assert answer.usage is not None
@@ -144,7 +170,9 @@ async def test_a_tool_loop_sends_back_what_it_got(tmp_path: Path) -> None:
 async def test_what_codex_sends(tmp_path: Path) -> None:
     """Items of its own making, hosted tools beside functions, metadata of its own; its instructions and what it says as
     developer are one system message, as templates want it."""
+    hosted = ("mcp", "file_search", "code_interpreter", "computer_use_preview", "apply_patch", "shell", "new_kind")
     tools = [*TOOLS, {"type": "web_search", "external_web_access": False}, {"type": "custom", "name": "apply_patch"}]
+    tools += [{"type": kind, "server_label": "x", "container": {"type": "auto"}} for kind in hosted]
     items = [
         {"type": "message", "role": "developer", "content": [{"type": "input_text", "text": "Ask first"}]},
         {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "one"}]},
@@ -261,13 +289,13 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"conversation": "c"}, "conversation", "not stored"),
     ({"background": True}, "background", "not supported"),
     ({"input": []}, "input", "at least 1"),
-    ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0]", "function_call_output"),
+    ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0]", "set 'store' to false"),
     ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "input[0].content[0].type",
      "Invalid"),
     ({"input": [{"role": "king", "content": "x"}]}, "input[0].role", "Invalid"),
     ({"input": [{"role": "user", "content": "x"}, {**CALL, "arguments": "[]"}]}, "input[1].arguments", "JSON object"),
     ({"input": [CALL]}, "input[0].arguments", "Missing"),
-    ({"tools": [{"type": "file_search"}]}, "tools[0]", "Only functions"),
+    ({"tools": [{"type": 5}]}, "tools[0].type", "Invalid"),
     ({"tools": [{"type": "function", "name": "a b"}]}, "tools[0].name", "Invalid"),
     ({"tools": TOOLS * 2}, "tools", "same name"),
     ({"tools": [{"type": "web_search"}], "tool_choice": "required"}, "tool_choice", "no function"),

@@ -216,8 +216,6 @@ async def test_what_cannot_be_held_to_a_budget_says_so(tmp_path: Path) -> None:
         with pytest.raises(openai.BadRequestError, match="does not support reasoning") as caught:
             await client.chat.completions.create(**ask_http(tools=[], extra_body=budget))
         assert caught.value.param == "thinking_token_budget"
-        with pytest.raises(openai.BadRequestError, match="supports no 'reasoning_effort'"):
-            await client.chat.completions.create(**ask_http(tools=[], reasoning_effort="high"))
         with pytest.raises(openai.BadRequestError) as caught:
             await client.chat.completions.create(**ask_http(tools=[], extra_body={"thinking_token_budget": -1}))
         assert caught.value.param == "thinking_token_budget" and not served.engine.requests
@@ -243,10 +241,26 @@ async def test_forms_and_required_calls_behind_a_thought(tmp_path: Path) -> None
         assert served.engine.requests[0].sampling.grammar is not None
 
 
-@pytest.mark.parametrize("effort", ["low", "high"])
-async def test_efforts_reach_templates_that_know_them(tmp_path: Path, effort: str) -> None:
+EFFORTS = [
+    ("minimal", "low"),
+    ("low", "low"),
+    ("medium", "medium"),
+    ("high", "high"),
+    ("xhigh", "high"),
+    ("max", "max"),
+]
+
+
+@pytest.mark.parametrize(("effort", "told"), EFFORTS)
+async def test_efforts_reach_templates_that_know_them(tmp_path: Path, effort: str, told: str) -> None:
+    """An effort that the template does not name is replaced by the next one; a template without efforts gets none."""
     template = TEMPLATE + "{% if reasoning_effort is defined %}effort {{ reasoning_effort }}{% endif %}"
+    template += "{% if reasoning_effort == 'max' %}{% endif %}"
     async with scripted(tmp_path, "Yes", template) as served, client_of(served) as client:
         await client.chat.completions.create(**ask_http(tools=[], reasoning_effort=effort))
         prompt = served.app.state.context.tokenizer.decode(served.engine.requests[0].prompt_token_ids)
-        assert prompt.endswith(f"effort {effort}")
+        assert prompt.endswith(f"effort {told}")
+    async with scripted(tmp_path / "plain", "Yes") as served, client_of(served) as client:
+        for given in (None, effort):
+            await client.chat.completions.create(**ask_http(tools=[], reasoning_effort=given))
+        assert len({request.prompt_token_ids for request in served.engine.requests}) == 1

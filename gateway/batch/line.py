@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import anyio
 
-from engine.api import Lane, RequestClass
+from engine.api import EngineRequest, Lane, RequestClass
 from engine.turns import Turns
 from gateway.batch.causes import Cause, cause_of
 from gateway.context import GatewayContext
@@ -90,8 +90,9 @@ def _offline(plan: GenerationPlan, origin: LineOrigin) -> GenerationPlan:
     """Return the plan in the offline class, whatever service tier the line asks for. Tokens are only reported at the
     end, unless stop strings must be checked."""
     offline, final_only = RequestClass.OFFLINE, not plan.stop
-    requests = tuple(
-        dataclasses.replace(
+
+    def move(request: EngineRequest) -> EngineRequest:
+        return dataclasses.replace(
             request,
             request_class=offline,
             deadline=origin.deadline,
@@ -99,6 +100,6 @@ def _offline(plan: GenerationPlan, origin: LineOrigin) -> GenerationPlan:
             job=origin.job,
             lane=origin.lane,
         )
-        for request in plan.requests
-    )
-    return dataclasses.replace(plan, requests=requests, request_class=offline)
+
+    requests, scoring = tuple(map(move, plan.requests)), tuple(map(move, plan.scoring))
+    return dataclasses.replace(plan, requests=requests, scoring=scoring, request_class=offline)

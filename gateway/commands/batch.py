@@ -155,11 +155,11 @@ def _results(client: "BatchClient", arguments: argparse.Namespace) -> int:
             file=sys.stderr,
         )
         return 1
-    if batch["output_file_id"]:
-        _write(client, batch["output_file_id"], arguments.output)
+    if output := batch.get("output_file_id"):
+        _write(client, output, arguments.output)
     failed = batch["request_counts"]["failed"]
-    if batch["error_file_id"] and arguments.errors:
-        _write(client, batch["error_file_id"], arguments.errors)
+    if arguments.errors and (errors := batch.get("error_file_id")):
+        _write(client, errors, arguments.errors)
     elif failed:
         print(f"tidemill: {failed:,} lines failed; --errors FILE writes them", file=sys.stderr)
     return 0 if batch["status"] == "completed" else 1

@@ -198,6 +198,12 @@ def _nothing() -> None:
     return None
 
 
+def choose_model(context: GatewayContext, body: ModelBody) -> Model:
+    """Return the model of a request, and name it in a body that names none. Raises ApiError 404."""
+    body.model = body.model or context.models.first
+    return find_model(context, body.model)
+
+
 def find_model(context: GatewayContext, name: str) -> Model:
     """Return a served model. Raises ApiError 404."""
     model = context.models.find(name)

@@ -13,11 +13,12 @@ from engine.text.thoughts import ThinkingBudget
 from engine.text.tokenizer import Tokenizer
 from gateway.context import GatewayContext
 from gateway.generate.answer_parser import Parsing
-from gateway.generate.answering import check_room, find_model
+from gateway.generate.answering import check_room, choose_model
 from gateway.generate.choices import OutputDelta
 from gateway.generate.completion_format import CompletionStream, chat_logprobs
 from gateway.generate.endpoint import ModelEndpoint
 from gateway.generate.params import UNHONOURED, Caller, GenerationPlan, chat_plan, check_chat, check_texts
+from gateway.generate.prompt_options import apply_effort, check_prompt_end, template_options
 from gateway.generate.structured import grammar_of
 from gateway.generate.thinking import budget_of, check_budget, check_thought_before
 from gateway.generate.threads import run_by_size, run_text_work
@@ -29,7 +30,6 @@ from gateway.generate.tools import (
     offered_tools,
     parsing_of,
     template_messages,
-    template_options,
     tool_grammar,
 )
 from gateway.generate.translation import Translation, told_in
@@ -53,12 +53,13 @@ async def plan_chat(
 ) -> GenerationPlan:
     """See `ModelEndpoint.plan`. Also used for requests translated from other APIs. `prefix`: prefix of the response id;
     `clip`: see `chat_plan`."""
-    adapter = find_model(context, body.model).adapter
+    adapter = choose_model(context, body).adapter
     form, marks = context.tool_format, context.thought_marks
+    apply_effort(body, context.tokenizer.chat_template_text)
     check_budget(body, marks)
     messages, texts = await run_by_size(context, body, lambda: _read(context, body))
     await check_room(context, body, sum(map(len, texts)), tenant)
-    caller = Caller(f"{prefix}{uuid.uuid4().hex}", context.cache_salt(tenant), tenant, adapter)
+    caller = Caller(f"{prefix}{uuid.uuid4().hex}", context.cache_salt(tenant, body.cache_salt), tenant, adapter)
 
     def plan() -> GenerationPlan:
         token_ids = _encode(context, body, messages, texts)
@@ -77,7 +78,7 @@ async def plan_chat(
         if grammar is not None and parsing is not None and (budget is not None or not says_anything):
             parsing, budget = _before_a_form(parsing, budget if thinks_first or says_anything else None, grammar)
         plan = chat_plan(body, token_ids, context.client.info, caller, grammar, budget, clip)
-        return dataclasses.replace(plan, parsing=parsing)
+        return dataclasses.replace(plan, parsing=parsing, continues=bool(body.continue_final_message))
 
     # always in a thread: the time of a chat template does not follow from the length of the messages
     return await run_text_work(context, plan)
@@ -85,7 +86,7 @@ async def plan_chat(
 
 async def count_prompt(context: GatewayContext, body: ChatCompletionRequest) -> int:
     """Return the number of prompt tokens of a chat request. Raises the same exceptions as `plan_chat`."""
-    find_model(context, body.model)
+    choose_model(context, body)
 
     def count() -> int:
         return len(_encode(context, body, *_read(context, body)))
@@ -96,6 +97,7 @@ async def count_prompt(context: GatewayContext, body: ChatCompletionRequest) -> 
 def _read(context: GatewayContext, body: ChatCompletionRequest) -> tuple[list[dict[str, Any]], list[str]]:
     """Return the messages for the chat template, and all texts in the request."""
     check_chat(body)
+    check_prompt_end(body)
     form, template = context.tool_format, context.tokenizer.chat_template_text
     check_tools(body, form, template)
     return template_messages(body, form, template), list(_texts(body))

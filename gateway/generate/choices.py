@@ -43,7 +43,7 @@ class OutputDelta:
     stop: str | None = None
     """The stop string that ended the choice, if any."""
     embedding: bytes = b""
-    """The vector of an embedding request, float32 little-endian."""
+    """The vector of an embedding request, or the scores of the prompt (`Pooling.SCORES`), float32 little-endian."""
 
 
 class Used(NamedTuple):
@@ -82,7 +82,8 @@ class ChoiceState:
             request.prompt_token_ids if plan.continues else (),
             stop=plan.stop,
             min_tokens=plan.min_tokens,
-            skip_special_tokens=not parsing.shows_special_tokens,
+            include_stop=plan.include_stop,
+            skip_special_tokens=plan.skip_special_tokens and not parsing.shows_special_tokens,
         )
 
     def advance(self, output: RequestOutput) -> OutputDelta | None:
@@ -90,7 +91,7 @@ class ChoiceState:
         self._observe(output)
         reason = output.finish_reason
         if reason is not None and reason not in FINISH_REASONS:
-            error = output.error.to_error() if output.error is not None else _ended_early(reason)
+            error = _failure(output)
             self.end(reason, to_api_error(error).status)
             raise error
         ids = output.token_ids
@@ -201,7 +202,9 @@ class Generation:
         self.choices = choices
         self.on_end: Callable[[], None] = _do_nothing
         self._client = client
-        self._streams = list(streams)
+        num_scored = len(plan.scoring)
+        self._scoring, self._streams = list(streams[:num_scored]), list(streams[num_scored:])
+        self._num_scored = 0
         self._used = Used()
         self._thinks = any(choice.num_thoughts is not None for choice in choices)
         self._num_prompt_tokens = sum(choice.account.num_prompt_tokens for choice in choices[:: plan.n])
@@ -214,10 +217,14 @@ class Generation:
         bound = metrics.by_class[plan.request_class]
         choices = [ChoiceState(i, plan, tokenizer, bound) for i in range(len(plan.requests))]
         with told_in(plan.names):
-            return cls(plan, client, choices, await client.submit(plan.requests[:MAX_QUEUED]))
+            streams = await client.submit([*plan.scoring, *plan.requests[:MAX_QUEUED]])
+            return cls(plan, client, choices, streams)
 
     async def deltas(self) -> AsyncGenerator[OutputDelta, None]:
-        """Yield the deltas of all choices until all have finished. Raises the error of a failed choice."""
+        """Yield the deltas of all choices until all have finished, after the scores of their prompts. Raises the error
+        of a failed choice."""
+        async for scores in self._scores():
+            yield scores
         if len(self._streams) == 1 or all(request.final_only for request in self.plan.requests):
             for index in range(len(self.choices)):
                 if index == len(self._streams):
@@ -235,8 +242,19 @@ class Generation:
                     yield delta
             finally:
                 await merged.aclose()
-        if not all(choice.finished for choice in self.choices):
+        if self._num_scored < len(self._scoring) or not all(choice.finished for choice in self.choices):
             raise EngineUnavailableError("The engine stopped while this request was running.", retry_after=5.0)
+
+    async def _scores(self) -> AsyncGenerator[OutputDelta, None]:
+        for stream in self._scoring:
+            async for output in stream:
+                if output.finish_reason is not None and output.embedding is None:
+                    raise _failure(output)
+                if output.finish_reason is not None:
+                    first = self._num_scored * self.plan.n
+                    self._num_scored += 1
+                    for index in range(first, first + self.plan.n):
+                        yield OutputDelta(index, "", embedding=output.embedding or b"")
 
     async def _merged(self) -> AsyncGenerator[OutputDelta, None]:
         """Yield the deltas of all streams as they arrive, in constant time per output."""
@@ -294,6 +312,8 @@ class Generation:
             if not choice.finished:
                 choice.end(FinishReason.ABORT, CLIENT_LEFT)
                 self._client.abort(choice.request_id)
+        for request in self.plan.scoring[self._num_scored :]:
+            self._client.abort(request.request_id)
         self.on_end()
 
     def usage(self) -> dict[str, Any]:
@@ -310,8 +330,10 @@ class Generation:
         return usage
 
 
-def _ended_early(reason: FinishReason) -> TidemillError:
-    if reason is FinishReason.ERROR:
+def _failure(output: RequestOutput) -> TidemillError:
+    if output.error is not None:
+        return output.error.to_error()
+    if output.finish_reason is FinishReason.ERROR:
         return EngineStepError("The model step failed for this request.")
     return EngineUnavailableError("The server ended this request before it was complete.", retry_after=5.0)
 

@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import orjson
 
 from engine.api import TokenLogprobs
@@ -17,6 +18,10 @@ _FLOOR = -9999.0  # OpenAI's value for "very unlikely"; JSON has no infinity
 _PIECE = 64  # tokens encoded at a time
 
 
+ScoredToken = tuple[int, TokenLogprobs | None]
+"""A token with its log-probabilities; None for the first token of a prompt."""
+
+
 class CompletionStream:
     """Base class; see AnswerFormat. `kind`: the `object` field of a chunk."""
 
@@ -28,7 +33,6 @@ class CompletionStream:
             "created": int(time.time()),
             "model": plan.model,
             "service_tier": plan.service_tier,
-            "system_fingerprint": None,
         }
 
     def opening(self) -> bytes:
@@ -55,9 +59,18 @@ def chat_logprobs(tokenizer: Tokenizer, pairs: Sequence[tuple[int, TokenLogprobs
     )
 
 
-def _in_pieces(
-    pairs: Sequence[tuple[int, TokenLogprobs]], entry: Callable[[int, TokenLogprobs], Any]
-) -> list[orjson.Fragment]:
+def read_scores(token_ids: Sequence[int], scores: bytes) -> list[ScoredToken]:
+    """Return the tokens of a prompt with the log-probabilities in `scores`, see `Pooling.SCORES`."""
+    table = np.frombuffer(scores, dtype="<f4").reshape(len(token_ids), -1)
+    best = table.shape[1] // 2
+    found = [
+        TokenLogprobs(row[0], tuple(zip(map(int, row[1 + best :]), row[1 : 1 + best], strict=True)))
+        for row in table[1:].tolist()
+    ]
+    return list(zip(token_ids, [None, *found], strict=True))
+
+
+def _in_pieces(pairs: Sequence[ScoredToken], entry: Callable[[int, Any], Any]) -> list[orjson.Fragment]:
     """Encode the entries of a JSON list in pieces, because encoding a long answer at once would hold the GIL for tenths
     of a second."""
     pieces = (pairs[start : start + _PIECE] for start in range(0, len(pairs), _PIECE))
@@ -70,14 +83,15 @@ def _chat_token(tokenizer: Tokenizer, token_id: int, logprob: float) -> dict[str
 
 
 class CompletionLogprobs:
-    """Encoder of the `logprobs` objects of one completion choice. `text_offset` counts from the start of the answer."""
+    """Encoder of the `logprobs` objects of one completion choice. `text_offset` counts from the start of the text that
+    is returned, which follows the tokens `context`."""
 
-    def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int]) -> None:
+    def __init__(self, tokenizer: Tokenizer, context: Sequence[int], *, skip_special_tokens: bool = True) -> None:
         self._tokenizer = tokenizer
-        self._detokenizer = IncrementalDetokenizer(tokenizer, prompt_ids)
+        self._detokenizer = IncrementalDetokenizer(tokenizer, context, skip_special_tokens=skip_special_tokens)
         self._offset = 0
 
-    def add(self, pairs: Sequence[tuple[int, TokenLogprobs]]) -> dict[str, Any]:
+    def add(self, pairs: Sequence[ScoredToken]) -> dict[str, Any]:
         """Return the object for the next tokens."""
         offsets = []
         for token_id, _ in pairs:
@@ -85,13 +99,15 @@ class CompletionLogprobs:
             self._offset += len(self._detokenizer.push((token_id,)))
         return {
             "tokens": [self._name(token_id) for token_id, _ in pairs],
-            "token_logprobs": [max(logprobs.logprob, _FLOOR) for _, logprobs in pairs],
+            "token_logprobs": [None if found is None else max(found.logprob, _FLOOR) for _, found in pairs],
             "top_logprobs": _in_pieces(pairs, self._top),
             "text_offset": offsets,
         }
 
-    def _top(self, token_id: int, logprobs: TokenLogprobs) -> dict[str, float]:
+    def _top(self, token_id: int, logprobs: TokenLogprobs | None) -> dict[str, float] | None:
         """Return the top tokens and the chosen one by text; of tokens with the same text the likeliest is kept."""
+        if logprobs is None:
+            return None
         found: dict[str, float] = {}
         for other, value in (*logprobs.top, (token_id, logprobs.logprob)):
             found.setdefault(self._name(other), max(value, _FLOOR))

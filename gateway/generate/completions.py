@@ -7,9 +7,9 @@ import orjson
 
 from engine.text.tokenizer import Tokenizer
 from gateway.context import GatewayContext
-from gateway.generate.answering import CHARS_PER_TOKEN, READ_INLINE, check_room, find_model
+from gateway.generate.answering import CHARS_PER_TOKEN, READ_INLINE, check_room, choose_model
 from gateway.generate.choices import OutputDelta
-from gateway.generate.completion_format import CompletionLogprobs, CompletionStream
+from gateway.generate.completion_format import CompletionLogprobs, CompletionStream, ScoredToken, read_scores
 from gateway.generate.endpoint import ModelEndpoint
 from gateway.generate.params import (
     UNHONOURED,
@@ -28,32 +28,34 @@ from gateway.http.sse import END
 
 async def plan_completion(context: GatewayContext, body: CompletionRequest, tenant: str) -> GenerationPlan:
     """See `ModelEndpoint.plan`."""
-    adapter = find_model(context, body.model).adapter
+    adapter = choose_model(context, body).adapter
     check_completion(body)
     lengths = [len(prompt) if isinstance(prompt, str) else CHARS_PER_TOKEN * len(prompt) for prompt in body.prompt]
     await check_room(context, body, sum(lengths), tenant)
-    caller = Caller(f"cmpl-{uuid.uuid4().hex}", context.cache_salt(tenant), tenant, adapter)
+    caller = Caller(f"cmpl-{uuid.uuid4().hex}", context.cache_salt(tenant, body.cache_salt), tenant, adapter)
 
     def plan() -> GenerationPlan:
         for prompt in body.prompt:
             if isinstance(prompt, str):
                 check_texts((prompt,), context.tokenizer, context.client.info, "prompt")
-        prompts = [encode_prompt(context.tokenizer, prompt) for prompt in body.prompt]
+        is_raw = body.add_special_tokens is False
+        prompts = [encode_prompt(context.tokenizer, prompt, is_raw) for prompt in body.prompt]
         return completion_plan(body, prompts, context.client.info, caller, grammar_of(body))
 
     at_once = sum(lengths) <= READ_INLINE and not is_structured(body) and not is_large(body)
     return plan() if at_once else await run_text_work(context, plan)
 
 
-def encode_prompt(tokenizer: Tokenizer, prompt: str | list[int]) -> TokenizedPrompt:
+def encode_prompt(tokenizer: Tokenizer, prompt: str | list[int], is_raw: bool = False) -> TokenizedPrompt:
+    """Tokenize a prompt; `is_raw`: without the tokens that the tokenizer adds."""
     if isinstance(prompt, str):
-        return TokenizedPrompt(tuple(tokenizer.encode(prompt)), prompt)
+        return TokenizedPrompt(tuple(tokenizer.encode(prompt, add_special_tokens=not is_raw)), prompt)
     return TokenizedPrompt(tuple(prompt))
 
 
 class CompletionFormat(CompletionStream):
     """Format of text completions; choice i of prompt p has index p * n + i. With `echo` each choice starts with its
-    prompt."""
+    prompt, and `logprobs` with the tokens of the prompt."""
 
     def __init__(self, plan: GenerationPlan, tokenizer: Tokenizer, echo: bool) -> None:
         super().__init__(plan, "text_completion")
@@ -62,16 +64,24 @@ class CompletionFormat(CompletionStream):
         self._plain_end = b',"logprobs":null,"finish_reason":null}]' + usage + b"}" + END
         self._is_open = [False] * len(plan.requests)
         self._echoed = [_echo_text(tokenizer, prompt) if echo else "" for prompt in plan.prompts]
+        self._echoes = echo
         self._logprobs: list[CompletionLogprobs] = []
         if plan.num_logprobs is not None:
-            self._logprobs = [CompletionLogprobs(tokenizer, r.prompt_token_ids) for r in plan.requests]
+            self._logprobs = [self._encoder(tokenizer, index) for index in range(len(plan.requests))]
+
+    def _encoder(self, tokenizer: Tokenizer, index: int) -> CompletionLogprobs:
+        if not self._echoes:
+            return CompletionLogprobs(tokenizer, self._prompt_ids(index))
+        is_text = self._plan.prompts[index // self._plan.n].text is not None
+        return CompletionLogprobs(tokenizer, (), skip_special_tokens=is_text)
 
     def chunk(self, delta: OutputDelta, usage: dict[str, Any] | None) -> bytes:
         """See AnswerFormat.chunk."""
         index = delta.index
         is_first, self._is_open[index] = not self._is_open[index], True
         text = self._echoed[index // self._plan.n] + delta.text if is_first else delta.text
-        if delta.finish_reason is None and usage is None and not delta.token_ids and not delta.logprobs:
+        is_plain = not delta.token_ids and not delta.logprobs and not delta.embedding
+        if delta.finish_reason is None and usage is None and is_plain:
             return b"%b%d%b%b%b" % (self._start, index, b',"text":', orjson.dumps(text), self._plain_end)
         choice = {"index": index, "text": text, **self._details(delta)}
         if self._plan.return_token_ids:
@@ -82,9 +92,13 @@ class CompletionFormat(CompletionStream):
         return b"data: " + orjson.dumps(data) + END
 
     def _details(self, delta: OutputDelta) -> dict[str, Any]:
+        scored: list[ScoredToken] = list(delta.logprobs)
+        if delta.embedding and self._echoes:
+            scored = [*read_scores(self._prompt_ids(delta.index), delta.embedding), *scored]
+        is_cut = delta.finish_reason is not None and self._plan.requests[0].pooling is not None
         details: dict[str, Any] = {
-            "logprobs": self._logprobs[delta.index].add(delta.logprobs) if self._logprobs else None,
-            "finish_reason": delta.finish_reason,
+            "logprobs": self._logprobs[delta.index].add(scored) if self._logprobs else None,
+            "finish_reason": "length" if is_cut else delta.finish_reason,
         }
         return {**details, "token_ids": list(delta.token_ids)} if self._plan.return_token_ids else details
 
@@ -106,6 +120,7 @@ class CompletionFormat(CompletionStream):
             [token_id for delta in deltas for token_id in delta.token_ids],
             [pair for delta in deltas for pair in delta.logprobs],
             deltas[-1].finish_reason,
+            embedding=deltas[0].embedding,
         )
         choice = {"index": index, "text": joined.text, **self._details(joined)}
         if self._plan.return_token_ids:

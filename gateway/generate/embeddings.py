@@ -11,7 +11,7 @@ from engine.api import EngineInfo, EngineRequest, Lane, RequestClass, SamplingPa
 from engine.errors import InvalidRequestError
 from engine.pooling import EmbeddingSpec
 from gateway.context import GatewayContext
-from gateway.generate.answering import CHARS_PER_TOKEN, READ_INLINE, check_room, find_model
+from gateway.generate.answering import CHARS_PER_TOKEN, READ_INLINE, check_room, choose_model
 from gateway.generate.choices import OutputDelta
 from gateway.generate.completions import encode_prompt
 from gateway.generate.endpoint import ModelEndpoint
@@ -24,7 +24,7 @@ NOTHING_SAMPLED = SamplingParams(max_tokens=1, temperature=0.0)
 
 async def plan_embeddings(context: GatewayContext, body: EmbeddingRequest, tenant: str) -> GenerationPlan:
     """See `ModelEndpoint.plan`."""
-    adapter = find_model(context, body.model).adapter
+    adapter = choose_model(context, body).adapter
     spec = embedding_spec(context.client.info, body)
     lengths = [len(text) if isinstance(text, str) else CHARS_PER_TOKEN * len(text) for text in body.input]
     await check_room(context, body, sum(lengths), tenant)

@@ -12,12 +12,15 @@ from typing import Any
 from engine.api import EngineInfo, EngineRequest, Lane, RequestClass, SamplingParams
 from engine.errors import ContextLengthError, InvalidRequestError
 from engine.grammar import Grammar
+from engine.pooling import Pooling
 from engine.text.thoughts import ThinkingBudget
 from engine.text.tokenizer import Tokenizer
 from gateway.generate.answer_parser import Parsing
 from gateway.generate.wire import MAX_PROMPTS, ChatCompletionRequest, CompletionRequest, GenerationBody, StreamOptions
 
 COMPLETION_MAX_TOKENS = 16
+LEAST_TOP_P = 1e-6
+"""Value for `top_p` 0, with which only the most likely token remains."""
 _INT64 = 2**63
 
 
@@ -55,6 +58,9 @@ UNHONOURED = Unhonoured(
             "prompt_cache_key",
             "prompt_cache_options",
             "prompt_cache_retention",
+            "guided_decoding_backend",
+            "request_id",
+            "rid",
         }
     ),
     {
@@ -67,6 +73,24 @@ UNHONOURED = Unhonoured(
         "verbosity": ("medium",),
         "moderation": (),
         "suffix": ("",),
+        # extensions of vLLM and SGLang
+        "bad_words": ([],),
+        "documents": ([],),
+        "early_stopping": (False,),
+        "include_reasoning": (True,),
+        "length_penalty": (1,),
+        "logits_processors": ([],),
+        "mm_processor_kwargs": ({},),
+        "no_stop_trim": (False,),
+        "priority": (0,),
+        "return_hidden_states": (False,),
+        "return_tokens_as_token_ids": (False,),
+        "separate_reasoning": (True,),
+        "spaces_between_special_tokens": (True,),
+        "stop_regex": ([],),
+        "stream_reasoning": (True,),
+        "use_beam_search": (False,),
+        "vllm_xargs": ({},),
     },
 )
 """For chat completions, completions and embeddings."""
@@ -102,13 +126,19 @@ class GenerationPlan:
     """Parser settings; None: the answers are plain text."""
     continues: bool = False
     """The answer continues the text of the prompt."""
+    include_stop: bool = False
+    """The text of the answer includes its stop string."""
+    skip_special_tokens: bool = True
+    scoring: tuple[EngineRequest, ...] = ()
+    """Requests for the log-probabilities of the prompts' tokens, one per prompt, which precede the answers."""
     names: Mapping[str, str] = field(default_factory=dict)
     """Client's names of the fields of a translated request, see `translation`."""
 
     @property
     def max_tokens(self) -> int:
         """Maximum number of tokens: all prompts and their maximum outputs."""
-        return sum(len(request.prompt_token_ids) + request.sampling.max_tokens for request in self.requests)
+        requests = (*self.requests, *self.scoring)
+        return sum(len(request.prompt_token_ids) + request.sampling.max_tokens for request in requests)
 
     @property
     def service_tier(self) -> str:
@@ -154,9 +184,6 @@ def check_completion(body: CompletionRequest) -> None:
     check_stream_options(body)
     if body.best_of is not None and body.best_of != (body.n or 1):
         raise InvalidRequestError("'best_of' is not supported.", param="best_of", code="unsupported_parameter")
-    if body.echo and body.logprobs is not None:
-        message = "'echo' together with 'logprobs' is not supported."
-        raise InvalidRequestError(message, param="echo", code="unsupported_parameter")
     if len(body.prompt) * (body.n or 1) > MAX_PROMPTS:
         message = f"A request can have at most {MAX_PROMPTS} choices in total; send fewer prompts or lower 'n'."
         raise InvalidRequestError(message, param="n", code="invalid_value")
@@ -191,9 +218,21 @@ def completion_plan(
 ) -> GenerationPlan:
     """Plan several prompts. The default maximum length is OpenAI's, but at most the rest of the context."""
     rooms = [max(1, info.max_model_len - len(prompt.token_ids)) for prompt in prompts]
-    lengths = tuple(body.max_tokens or min(COMPLETION_MAX_TOKENS, room) for room in rooms)
-    plan = _plan(body, tuple(prompts), lengths, body.logprobs, info, caller, "prompt", grammar)
-    return dataclasses.replace(plan, continues=True)
+    lengths = [min(COMPLETION_MAX_TOKENS, room) if body.max_tokens is None else body.max_tokens for room in rooms]
+    plan = _plan(body, tuple(prompts), tuple(lengths), body.logprobs, info, caller, "prompt", grammar)
+    generates, shows_scores = body.max_tokens != 0, body.echo and body.logprobs is not None
+    if not (info.scores_prompts or (generates and not shows_scores)):
+        param = "echo" if shows_scores else "max_tokens"
+        message = f"'{param}': log-probabilities of prompts need the own layers (--model-impl) on a single rank."
+        raise InvalidRequestError(message, param=param, code="unsupported_parameter")
+    scoring: tuple[EngineRequest, ...] = ()
+    if generates and shows_scores:
+        firsts = plan.requests[:: plan.n]
+        scoring = tuple(
+            dataclasses.replace(request, request_id=f"{request.request_id}-scores", pooling=Pooling.SCORES)
+            for request in firsts
+        )
+    return dataclasses.replace(plan, continues=True, scoring=scoring)
 
 
 def _plan(
@@ -218,7 +257,7 @@ def _plan(
     for prompt, length in zip(prompts, max_tokens, strict=True):
         check_prompt(prompt.token_ids, length, info, param)
         for i in range(n):
-            sampling = SamplingParams(max_tokens=length, seed=_seed(body.seed, i), **fields)
+            sampling = SamplingParams(max_tokens=max(1, length), seed=_seed(body.seed, i), **fields)
             request_id = f"{caller.response_id}-{len(requests)}"
             requests.append(
                 EngineRequest(
@@ -230,6 +269,7 @@ def _plan(
                     final_only=final_only,
                     tenant=caller.tenant,
                     adapter=caller.adapter,
+                    pooling=None if length else Pooling.SCORES,
                     lane=Lane.FLEX,  # batch lines get their lane later
                 )
             )
@@ -244,6 +284,8 @@ def _plan(
         min_tokens=body.min_tokens or 0,
         num_logprobs=num_logprobs,
         return_token_ids=bool(body.return_token_ids),
+        include_stop=bool(body.include_stop_str_in_output),
+        skip_special_tokens=body.skip_special_tokens is not False,
         stream=bool(body.stream),
         stream_options=body.stream_options or StreamOptions(),
     )
@@ -272,9 +314,14 @@ def _sampling_fields(body: GenerationBody, num_logprobs: int | None, info: Engin
         )
         if (value := getattr(body, name)) is not None
     }
+    if body.top_k is not None:
+        given["top_k"] = max(0, body.top_k)  # -1 means off in vLLM
+    if body.top_p == 0:
+        given["top_p"] = LEAST_TOP_P
+    defaults = {name: value for name, value in info.sampling._asdict().items() if value is not None}
     return {
+        **defaults,
         **given,
-        "top_k": max(0, body.top_k or 0),  # -1 means off in vLLM
         "logit_bias": _logit_bias(body.logit_bias or {}, info),
         "logprobs": num_logprobs,
         "stop_token_ids": stop_ids if body.ignore_eos else stop_ids | info.eos_token_ids,

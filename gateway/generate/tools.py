@@ -15,9 +15,9 @@ from engine.errors import InvalidRequestError
 from engine.grammar import Grammar
 from engine.text.thoughts import ThoughtMarks
 from gateway.generate.answer_parser import Parsing
-from gateway.generate.tool_formats import END_THINK, FORMATS, THINK, ToolFormat, find_format
+from gateway.generate.tool_formats import FORMATS, THINK, ToolFormat, find_format
 from gateway.generate.tool_grammars import Function
-from gateway.generate.wire import ChatCompletionRequest, ChatMessage, NamedToolChoice, TemplateOptions
+from gateway.generate.wire import ChatCompletionRequest, ChatMessage, NamedToolChoice
 
 FLAG = "--tool-parser"
 _IN_SYSTEM = re.compile(r"""message(\[['"]tools['"]\]|\.tools\b)""")
@@ -61,24 +61,6 @@ def check_tools(body: ChatCompletionRequest, format: ToolFormat | None, template
         raise _invalid("Two tools have the same name.", "tools")
     if isinstance(body.tool_choice, NamedToolChoice) and body.tool_choice.function.name not in names:
         raise _invalid("'tool_choice' names a function that is not in 'tools'.", "tool_choice.function.name")
-
-
-def template_options(body: ChatCompletionRequest, template: str) -> dict[str, Any]:
-    """Return the chat template's options for reasoning. Raises InvalidRequestError if it does not support them."""
-    given, effort = body.chat_template_kwargs, body.reasoning_effort
-    options: dict[str, Any] = {} if given is None else given.model_dump(exclude_none=True)
-    if effort not in (None, "none"):
-        if "reasoning_effort" not in template:
-            message = "This model's chat template supports no 'reasoning_effort' except 'none'."
-            raise _unsupported(message, "reasoning_effort")
-        options["reasoning_effort"] = effort
-    if effort == "none" and END_THINK in template:
-        switch = next((name for name in TemplateOptions.model_fields if name in template), None)
-        if switch is None:
-            message = "This model's chat template cannot turn off reasoning; remove 'reasoning_effort'."
-            raise _unsupported(message, "reasoning_effort")
-        options[switch] = False
-    return options
 
 
 def parsing_of(

@@ -13,7 +13,6 @@ from typing import Any, Literal, Protocol
 from engine.errors import InvalidRequestError
 from gateway.generate.wire import ChatCompletionRequest, ChatMessage, FunctionCall, ToolCall
 
-_EFFORTS = {"minimal": "low", "xhigh": "high", "max": "high"}
 _QUOTED = re.compile("'([^']{1,200})'")
 _PART = re.compile(r"[.\[]")
 
@@ -131,11 +130,3 @@ def tool_fields(tools: Sequence[Mapping[str, Any]], choice: Any, must_call: bool
 def text_of(content: str | Sequence[HasText]) -> str:
     """Return the text of a content, with its parts joined by line breaks."""
     return content if isinstance(content, str) else "\n".join([part.text for part in content])
-
-
-def effort_of(effort: str | None, template: str) -> str | None:
-    """Convert an effort to `reasoning_effort`. Ignored if the template does not support it, because agents always send
-    one."""
-    if effort is None or effort == "none":
-        return effort
-    return _EFFORTS.get(effort, effort) if "reasoning_effort" in template else None

@@ -28,9 +28,10 @@ from engine.api import MAX_LOGIT_BIAS, MAX_LOGPROBS
 from engine.errors import InvalidRequestError
 from gateway.http.json_text import TooMuchJson, load_json
 
-MAX_CHOICES = 8
-MAX_STOPS = 4
+MAX_CHOICES = 128
+MAX_STOPS = 32
 MAX_STOP_CHARS = 1024
+MAX_SALT_CHARS = 1024
 MAX_PROMPTS = 128
 MAX_INPUTS = 2048
 MAX_MESSAGES = 4096
@@ -38,6 +39,7 @@ MAX_PARTS = 4096
 MAX_TOOL_CALLS = 128
 MAX_TOOLS = 128
 MAX_STOP_IDS = 64
+MAX_TEMPLATE_OPTIONS = 64
 MAX_ANSWERS = 20_000
 _INT32 = 2**31 - 1
 _INT64 = 2**63
@@ -183,10 +185,10 @@ class StructuredOutputs(StrictBody):
 
 
 class ModelBody(StrictBody):
-    """Base of all requests to a model. None means that a field was not given."""
+    """Base of all requests to a model. None means that a field was not given; an empty `model` is the served model."""
 
-    model: str
-    service_tier: Literal["auto", "default", "flex"] | None = None
+    model: str = ""
+    service_tier: Literal["auto", "default", "flex", "priority", "scale"] | None = None
 
 
 class RequestBody(ModelBody):
@@ -207,7 +209,7 @@ class GenerationBody(RequestBody):
     )
     stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOP_IDS, fail_fast=True)] | None = None
     temperature: float | None = Field(None, ge=0, le=2, allow_inf_nan=False)
-    top_p: float | None = Field(None, gt=0, le=1, allow_inf_nan=False)
+    top_p: float | None = Field(None, ge=0, le=1, allow_inf_nan=False)
     top_k: int | None = Field(None, ge=-1, le=_INT32)
     min_p: float | None = Field(None, ge=0, le=1, allow_inf_nan=False)
     seed: int | None = Field(None, ge=-_INT64, lt=_INT64)
@@ -216,7 +218,10 @@ class GenerationBody(RequestBody):
     repetition_penalty: float | None = Field(None, ge=0.01, le=10, allow_inf_nan=False)
     logit_bias: Annotated[dict[str, Bias], Field(max_length=MAX_LOGIT_BIAS), at_most(MAX_LOGIT_BIAS)] | None = None
     ignore_eos: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
     return_token_ids: bool | None = None
+    cache_salt: Annotated[str, Field(max_length=MAX_SALT_CHARS)] | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
     guided_json: str | dict[str, Any] | None = None
@@ -263,21 +268,23 @@ ToolChoice = Annotated[
 ]
 
 
-class TemplateOptions(StrictBody):
-    """Options for the chat template: whether the model reasons first, under the names that templates use."""
-
-    enable_thinking: bool | None = None
-    thinking: bool | None = None
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+TemplateOptions = Annotated[dict[str, Any], Field(max_length=MAX_TEMPLATE_OPTIONS), at_most(MAX_TEMPLATE_OPTIONS)]
 
 
 class ChatCompletionRequest(GenerationBody):
-    """POST /v1/chat/completions."""
+    """POST /v1/chat/completions. `chat_template_kwargs`: variables for the chat template; `continue_final_message`:
+    the answer continues the last message, which is an assistant's."""
 
     tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: TemplateOptions | None = None
-    reasoning_effort: Literal["none", "low", "medium", "high"] | None = None
+    add_special_tokens: Literal[False] | None = None
+    echo: Literal[False] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    reasoning_effort: Effort | None = None
     thinking_token_budget: int | None = Field(None, ge=0, le=_INT32)
 
     messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
@@ -319,10 +326,13 @@ def _prompt_schema(most: int) -> dict[str, Any]:
 
 
 class CompletionRequest(GenerationBody):
-    """POST /v1/completions. `prompt` is normalized to a list of strings and lists of token ids."""
+    """POST /v1/completions. `prompt` is normalized to a list of strings and lists of token ids. With `max_tokens` 0
+    nothing is generated; `echo` with `logprobs` also scores the prompt."""
 
     prompt: Annotated[Any, BeforeValidator(_as_prompts), WithJsonSchema(_prompt_schema(MAX_PROMPTS))]
+    max_tokens: int | None = Field(None, ge=0, le=_INT32)
     echo: bool | None = None
+    add_special_tokens: bool | None = None
     logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     best_of: int | None = Field(None, ge=1, le=MAX_CHOICES)
 

@@ -20,6 +20,10 @@ def new_batch_id() -> str:
     return f"batch_{secrets.token_hex(16)}"
 
 
+def _given(fields: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in fields.items() if value is not None}
+
+
 @dataclass(frozen=True, slots=True)
 class FileObject:
     """A completely stored file."""
@@ -35,7 +39,8 @@ class FileObject:
     """Why the database row is invalid, if it is."""
 
     def as_json(self) -> dict[str, Any]:
-        return {
+        """Return the API object. Fields without a value are absent."""
+        fields = {
             "id": self.id,
             "object": "file",
             "bytes": self.bytes,
@@ -46,6 +51,7 @@ class FileObject:
             "status_details": self.damage,
             "expires_at": self.expires_at,
         }
+        return _given(fields)
 
 
 class InputError(NamedTuple):
@@ -112,10 +118,10 @@ class BatchJob:
         return self.total - self.completed - self.failed
 
     def as_json(self, notes: Mapping[str, str] | None = None) -> dict[str, Any]:
-        """Return the API object; `notes` are added to its metadata."""
+        """Return the API object; `notes` are added to its metadata. Fields without a value are absent."""
         names = ("in_progress", "finalizing", "completed", "failed", "expired", "cancelling", "cancelled")
         errors = {"object": "list", "data": [error._asdict() for error in self.errors]} if self.errors else None
-        return {
+        fields = {
             "id": self.id,
             "object": "batch",
             "endpoint": self.endpoint,
@@ -133,6 +139,7 @@ class BatchJob:
             "usage": self.usage.as_json() if self.total else None,
             "metadata": {**(self.metadata or {}), **notes} if notes else self.metadata,
         }
+        return _given(fields)
 
 
 class LineRef(NamedTuple):

@@ -135,6 +135,6 @@ def attributes_of(account: Account, model: str, stats: "EngineStats") -> dict[st
 
 
 def _operation(account: Account) -> str:
-    if account.request.pooling is not None:
+    if account.response_id.startswith("embd-"):
         return "embeddings"
     return "text_completion" if account.response_id.startswith("cmpl-") else "chat"

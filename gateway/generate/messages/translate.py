@@ -18,9 +18,10 @@ from gateway.generate.messages.wire import (
     ThinkingBlock,
     ToolChoice,
 )
+from gateway.generate.prompt_options import SWITCHES
 from gateway.generate.tool_formats import END_THINK
-from gateway.generate.translation import Conversation, Translation, effort_of, text_of, told_in, tool_fields
-from gateway.generate.wire import ChatCompletionRequest, TemplateOptions, validate
+from gateway.generate.translation import Conversation, Translation, text_of, told_in, tool_fields
+from gateway.generate.wire import ChatCompletionRequest, validate
 
 NAMES: Mapping[str, str] = {
     "max_completion_tokens": "max_tokens",
@@ -30,6 +31,7 @@ NAMES: Mapping[str, str] = {
     "response_format": "output_config.format",
     "response_format.json_schema.schema": "output_config.format.schema",
     "tool_choice.function.name": "tool_choice.name",
+    "continue_final_message": "messages",
 }
 _BILLING = re.compile(r"\Ax-anthropic-billing-header:[^\n]*\n?")
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
@@ -57,6 +59,8 @@ def translate(body: PromptBody, template: str) -> Translation:
             "top_p": body.top_p,
             "top_k": body.top_k,
         }
+    if body.messages[-1].role == "assistant":
+        fields["continue_final_message"] = True
     with told_in(names):
         return Translation(validate(ChatCompletionRequest, fields), names)
 
@@ -67,9 +71,6 @@ def _conversation(body: PromptBody, names: dict[str, str]) -> Conversation:
         # Claude Code's billing line changes with every request and would defeat the prefix cache
         if instruction := _BILLING.sub("", text):
             conversation.instruct(instruction)
-    if body.messages[-1].role == "assistant":
-        message = "The last message must not have the role 'assistant': prefilled answers are not supported."
-        raise InvalidRequestError(message, param="messages", code="invalid_value")
     for number, message_ in enumerate(body.messages):
         if message_.role == "system":
             conversation.instruct(_said(message_))
@@ -87,10 +88,12 @@ def _said(message: MessageParam) -> str:
 
 
 def _ask(conversation: Conversation, message: MessageParam) -> None:
-    """Add a user message: first the tool results, then the text."""
+    """Add a user message: first the tool results, then the text. Templates know no failed calls, so that the text of
+    their results says it."""
     results = [] if isinstance(message.content, str) else [b for b in message.content if isinstance(b, ResultBlock)]
     for block in results:
-        conversation.answer(block.tool_use_id, text_of(block.content or ""))
+        text = text_of(block.content or "")
+        conversation.answer(block.tool_use_id, f"Error: {text}" if block.is_error else text)
     text = _said(message)
     if text or not results:
         conversation.ask(text)
@@ -144,14 +147,13 @@ def _choice(choice: ToolChoice) -> Any:
 def _thinking(body: PromptBody, template: str) -> dict[str, Any]:
     """Return the fields for reasoning. By default the model decides; models without reasoning get no options."""
     thinking = body.thinking
-    effort = effort_of(body.output_config.effort if body.output_config else None, template)
-    switches = {name: True for name in TemplateOptions.model_fields if name in template}
+    effort = body.output_config.effort if body.output_config else None
     if thinking is None or thinking.type == "adaptive" or END_THINK not in template:
         return {"reasoning_effort": effort}
-    if thinking.type == "enabled":
-        return {
-            "reasoning_effort": effort,
-            "chat_template_kwargs": switches,
-            "thinking_token_budget": thinking.budget_tokens,
-        }
-    return {"reasoning_effort": "none"} if switches else {"thinking_token_budget": 0}
+    if thinking.type == "disabled":
+        return {"reasoning_effort": "none"}
+    return {
+        "reasoning_effort": effort,
+        "chat_template_kwargs": {name: True for name in SWITCHES if name in template},
+        "thinking_token_budget": thinking.budget_tokens,
+    }

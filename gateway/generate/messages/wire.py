@@ -71,6 +71,7 @@ class ResultBlock(ClientObject):
     type: Literal["tool_result"]
     tool_use_id: str
     content: Texts | None = None
+    is_error: bool | None = None
 
 
 _BLOCKS = ("text", "thinking", "redacted_thinking", "tool_use", "tool_result")
@@ -188,5 +189,5 @@ class MessagesRequest(PromptBody):
     max_tokens: int = Field(ge=1, le=_INT32)
     stop_sequences: Annotated[list[StopString], Field(max_length=MAX_STOPS, fail_fast=True)] | None = None
     temperature: float | None = Field(None, ge=0, le=2, allow_inf_nan=False)
-    top_p: float | None = Field(None, gt=0, le=1, allow_inf_nan=False)
+    top_p: float | None = Field(None, ge=0, le=1, allow_inf_nan=False)
     top_k: int | None = Field(None, ge=0, le=_INT32)

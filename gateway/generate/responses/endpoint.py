@@ -11,8 +11,7 @@ from gateway.generate.threads import run_by_size
 
 
 async def _plan(context: GatewayContext, body: ResponsesRequest, tenant: str) -> GenerationPlan:
-    template = context.tokenizer.chat_template_text
-    translation = await run_by_size(context, body, lambda: translate(body, template))
+    translation = await run_by_size(context, body, lambda: translate(body))
     return await plan_translated(context, translation, tenant, "resp_")
 
 

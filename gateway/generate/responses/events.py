@@ -11,7 +11,7 @@ from gateway.generate.responses.translate import functions_of
 from gateway.generate.responses.wire import ResponsesRequest, TextFormat, ToolChoiceFunction
 from gateway.generate.tool_decoders import Call
 from gateway.http.errors import ApiError
-from gateway.http.sse import named_event
+from gateway.http.sse import DONE, named_event
 
 Event = dict[str, Any]
 
@@ -59,12 +59,12 @@ class ResponsesFormat:
         return _written(self._take(delta))
 
     def closing(self, usage: dict[str, Any]) -> bytes:
-        return _written(self._finish(usage))
+        return _written(self._finish(usage)) + DONE
 
     def failure(self, error: ApiError, usage: dict[str, Any]) -> bytes:
         events = self._close("incomplete")
         cause = {"code": _ERROR_CODES.get(error.status, "server_error"), "message": error.message}
-        return _written([*events, self._end("failed", usage, error=cause)])
+        return _written([*events, self._end("failed", usage, error=cause)]) + DONE
 
     def whole(self, choices: list[list[OutputDelta]], usage: dict[str, Any]) -> dict[str, Any]:
         for delta in choices[0]:
@@ -155,7 +155,7 @@ class ResponsesFormat:
 
 def _described(plan: GenerationPlan, body: ResponsesRequest) -> dict[str, Any]:
     """Return the response without output, with the effective settings of the request."""
-    form, choice = body.text.format if body.text else None, body.tool_choice
+    form, choice, sampling = body.text.format if body.text else None, body.tool_choice, plan.requests[0].sampling
     return {
         "id": plan.response_id,
         "object": "response",
@@ -164,25 +164,30 @@ def _described(plan: GenerationPlan, body: ResponsesRequest) -> dict[str, Any]:
         "status": "in_progress",
         "background": False,
         "error": None,
+        "frequency_penalty": sampling.frequency_penalty,
         "incomplete_details": None,
         "instructions": body.instructions,
         "max_output_tokens": body.max_output_tokens,
+        "max_tool_calls": body.max_tool_calls,
         "metadata": body.metadata or {},
         "model": plan.model,
         "output": [],
         "parallel_tool_calls": body.parallel_tool_calls is not False,
+        "presence_penalty": sampling.presence_penalty,
         "previous_response_id": None,
+        "prompt_cache_key": body.prompt_cache_key,
         "reasoning": {"effort": body.reasoning.effort if body.reasoning else None, "summary": None},
+        "safety_identifier": body.safety_identifier,
         "service_tier": plan.service_tier,
         "store": False,
-        "temperature": 1.0 if body.temperature is None else body.temperature,
+        "temperature": sampling.temperature,
         "text": {"format": _without_none(form) if form else {"type": "text"}},
         "tool_choice": choice.model_dump() if isinstance(choice, ToolChoiceFunction) else choice or "auto",
         "tools": [dict(tool.__dict__) for tool in functions_of(body)],  # schemas as they are: a dump copies them
-        "top_p": 1.0 if body.top_p is None else body.top_p,
+        "top_logprobs": 0,
+        "top_p": sampling.top_p if body.top_p is None else body.top_p,
         "truncation": "disabled",
         "usage": None,
-        "user": None,
     }
 
 

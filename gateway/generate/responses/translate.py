@@ -15,7 +15,7 @@ from gateway.generate.responses.wire import (
     ToolChoice,
     ToolChoiceFunction,
 )
-from gateway.generate.translation import Conversation, Translation, effort_of, text_of, told_in, tool_fields
+from gateway.generate.translation import Conversation, Translation, text_of, told_in, tool_fields
 from gateway.generate.wire import ChatCompletionRequest, validate
 
 NAMES: Mapping[str, str] = {
@@ -29,8 +29,8 @@ NAMES: Mapping[str, str] = {
 }
 
 
-def translate(body: ResponsesRequest, template: str) -> Translation:
-    """Translate a body for a model with this chat template. Raises InvalidRequestError for an invalid chat request."""
+def translate(body: ResponsesRequest) -> Translation:
+    """Translate a body. Raises InvalidRequestError for an invalid chat request."""
     names = dict(NAMES)
     fields: dict[str, Any] = {
         "model": body.model,
@@ -41,7 +41,7 @@ def translate(body: ResponsesRequest, template: str) -> Translation:
         "temperature": body.temperature,
         "top_p": body.top_p,
         "response_format": _form(body.text.format if body.text else None),
-        "reasoning_effort": effort_of(body.reasoning.effort if body.reasoning else None, template),
+        "reasoning_effort": body.reasoning.effort if body.reasoning else None,
         "thinking_token_budget": body.thinking_token_budget,
         "parallel_tool_calls": body.parallel_tool_calls,
         **_functions(body),

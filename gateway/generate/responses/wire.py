@@ -11,6 +11,7 @@ from gateway.generate.wire import (
     MAX_PARTS,
     MAX_TOOLS,
     ClientObject,
+    Effort,
     RequestBody,
     StrictBody,
     ToolName,
@@ -22,8 +23,9 @@ MAX_METADATA = 16
 _INT32 = 2**31 - 1
 
 _STATELESS = "Responses are not stored; send the whole conversation as 'input'."
+_NO_REFERENCES = "Responses are not stored; set 'store' to false, so that the client sends whole items."
 UNHONOURED = params.Unhonoured(
-    frozenset(params.UNHONOURED.inert) - {"metadata"} | {"client_metadata", "max_tool_calls"},
+    frozenset(params.UNHONOURED.inert) - {"metadata", "prompt_cache_key", "safety_identifier"} | {"client_metadata"},
     {
         "background": (False,),
         "context_management": ([],),
@@ -36,11 +38,6 @@ UNHONOURED = params.Unhonoured(
     },
     {"previous_response_id": _STATELESS, "conversation": _STATELESS},
 )
-
-HOSTED = (
-    "custom", "image_generation", "local_shell", "namespace", "tool_search", "web_search", "web_search_preview",
-)  # fmt: skip
-"""Types of hosted tools, which agents send along with functions. They are not offered to the model."""
 
 
 class InputPart(ClientObject):
@@ -112,7 +109,9 @@ Item = Annotated[
     | Annotated[CallOutput, Tag("<output>")]
     | Annotated[ReasoningItem, Tag("<reasoning>")],
     Discriminator(
-        _item_kind, custom_error_type="item_type", custom_error_message=f"Items should be of type {', '.join(_ITEMS)}"
+        _item_kind,
+        custom_error_type="item_type",
+        custom_error_message=f"Items should be of type {', '.join(_ITEMS)}. For item_reference: {_NO_REFERENCES}",
     ),
 ]
 
@@ -139,19 +138,19 @@ class FunctionTool(ClientObject):
 
 
 class HostedTool(ClientObject):
-    """A tool that is ignored."""
+    """A tool that is not a function, such as `web_search`. Agents send them along; they are not offered to the
+    model."""
 
-    type: Literal[HOSTED]  # type: ignore[valid-type]
+    type: str
 
 
-def _tool_kind(value: Any) -> str | None:
+def _tool_kind(value: Any) -> str:
     kind = value.get("type", "function") if isinstance(value, dict) else "function"
-    return "<hosted>" if kind in HOSTED else "<function>" if kind == "function" else None
+    return "<function>" if kind == "function" else "<hosted>"
 
 
 Tool = Annotated[
-    Annotated[FunctionTool, Tag("<function>")] | Annotated[HostedTool, Tag("<hosted>")],
-    Discriminator(_tool_kind, custom_error_type="tool_type", custom_error_message="Only functions are supported"),
+    Annotated[FunctionTool, Tag("<function>")] | Annotated[HostedTool, Tag("<hosted>")], Discriminator(_tool_kind)
 ]
 
 
@@ -189,7 +188,8 @@ class ReasoningOptions(StrictBody):
     """`effort` `none` turns reasoning off; other values need a chat template that supports them. Summaries are not
     generated."""
 
-    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    effort: Effort | None = None
+    mode: Literal["standard"] | None = None
     summary: Literal["auto", "concise", "detailed", "none"] | None = None
     generate_summary: Literal["auto", "concise", "detailed"] | None = None
     context: Literal["auto"] | None = None
@@ -209,14 +209,18 @@ _Note = Annotated[str, Field(max_length=512)]
 
 
 class ResponsesRequest(RequestBody):
-    """POST /v1/responses."""
+    """POST /v1/responses. `max_tool_calls` concerns hosted tools only; like `prompt_cache_key` and `safety_identifier`
+    it is returned and otherwise ignored."""
 
     input: Input
     instructions: str | None = None
     max_output_tokens: int | None = Field(None, ge=1, le=_INT32)
+    max_tool_calls: int | None = None
+    prompt_cache_key: str | None = None
+    safety_identifier: str | None = None
     metadata: Annotated[dict[_Name, _Note], at_most(MAX_METADATA)] | None = None
     temperature: float | None = Field(None, ge=0, le=2, allow_inf_nan=False)
-    top_p: float | None = Field(None, gt=0, le=1, allow_inf_nan=False)
+    top_p: float | None = Field(None, ge=0, le=1, allow_inf_nan=False)
     text: TextOptions | None = None
     tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
     tool_choice: ToolChoice | None = None

@@ -1,0 +1,60 @@
+"""Options of a chat request for the chat template: variables, effort of reasoning, and the end of the prompt."""
+
+from typing import Any
+
+from engine.errors import InvalidRequestError
+from gateway.generate.tool_formats import END_THINK
+from gateway.generate.wire import ChatCompletionRequest
+
+SWITCHES = ("enable_thinking", "thinking")
+"""Names under which chat templates read whether the model reasons first."""
+_NEXT_EFFORTS = {"minimal": "low", "xhigh": "high", "max": "high"}
+_RESERVED = frozenset(
+    {
+        "messages", "conversation", "tools", "chat_template", "add_generation_prompt", "continue_final_message",
+        "tokenize", "sanitize_control_tokens", "padding", "truncation", "max_length", "return_tensors", "return_dict",
+        "return_assistant_tokens_mask", "tokenizer_kwargs",
+    }
+)  # fmt: skip
+"""Arguments of transformers' rendering that are no variables of the template."""
+
+
+def check_prompt_end(body: ChatCompletionRequest) -> None:
+    """Raise InvalidRequestError if the request asks to continue a message that cannot be continued."""
+    if not body.continue_final_message:
+        return
+    last = body.messages[-1]
+    if last.role != "assistant" or not last.content or last.tool_calls:
+        message = "'continue_final_message' needs a last message with the role 'assistant', text and no calls."
+        raise InvalidRequestError(message, param="continue_final_message", code="invalid_value")
+    if body.add_generation_prompt:
+        message = "'add_generation_prompt' cannot be used with 'continue_final_message'."
+        raise InvalidRequestError(message, param="add_generation_prompt", code="invalid_value")
+
+
+def template_options(body: ChatCompletionRequest, template: str) -> dict[str, Any]:
+    """Return the arguments for the rendering of the chat template. An effort that the template does not read is
+    ignored, because agents always send one. Raises InvalidRequestError for a reserved name."""
+    options = dict(body.chat_template_kwargs or {})
+    if reserved := sorted(_RESERVED & options.keys()):
+        param = f"chat_template_kwargs.{reserved[0]}"
+        message = f"'{param}' is no variable of a chat template."
+        raise InvalidRequestError(message, param=param, code="invalid_value")
+    effort = body.reasoning_effort
+    if effort == "none":
+        options |= dict.fromkeys(_switches(template)[:1], False)
+    elif effort is not None and "reasoning_effort" in template:
+        is_known = f"'{effort}'" in template or f'"{effort}"' in template
+        options["reasoning_effort"] = effort if is_known else _NEXT_EFFORTS.get(effort, effort)
+    options["add_generation_prompt"] = body.add_generation_prompt is not False and not body.continue_final_message
+    return options | ({"continue_final_message": True} if body.continue_final_message else {})
+
+
+def apply_effort(body: ChatCompletionRequest, template: str) -> None:
+    """Replace the effort `none` by a thinking budget of 0 if the template reasons and has no switch."""
+    if body.reasoning_effort == "none" and END_THINK in template and not _switches(template):
+        body.thinking_token_budget = 0
+
+
+def _switches(template: str) -> list[str]:
+    return [name for name in SWITCHES if name in template] if END_THINK in template else []
