@@ -1,5 +1,5 @@
 """Fixtures of the tests, and the environment that they need."""
 
-from fixtures import start_server, tokenizer
+from fixtures import depth, one_thread, start_server, tokenizer
 
-__all__ = ["start_server", "tokenizer"]
+__all__ = ["depth", "one_thread", "start_server", "tokenizer"]

@@ -33,6 +33,23 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     return Tokenizer.load(tokenizer_folders.byte_level(tmp_path_factory.mktemp("tokenizer")), probe=False)
 
 
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """Run torch in one thread: tensors are small, and on a busy machine threads would mostly wait for each other."""
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(params=[0, 1], ids=["depth0", "depth1"])
+def depth(request: pytest.FixtureRequest) -> int:
+    """Run a test with steps one by one, and with one scheduled ahead."""
+    return int(request.param)
+
+
 @contextmanager
 def refuse_blocking() -> Iterator[None]:
     """Blocking calls made by our own code on an event loop raise."""

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from engine.execution.cpu.native.library import Level, Library
+from engine.execution.cpu.native.library import Level, Library, Team
+from engine.execution.cpu.native.linear import Native
 
 ROOT = Path(__file__).resolve().parents[1]
 SOURCES = ROOT / "engine" / "execution" / "cpu" / "native" / "src"
@@ -59,6 +60,13 @@ def native_library() -> Library:
     if not library.levels():
         pytest.skip("this processor has none of the levels")
     return library
+
+
+@cache
+def native(threads: int = 1) -> Native:
+    """The kernels of the highest level up to AVX-512, run by a team of so many threads."""
+    library = native_library()
+    return Native(library, min(max(library.levels()), Level.AVX512), Team(library, threads))
 
 
 @cache

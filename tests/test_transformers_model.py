@@ -10,7 +10,7 @@ import tiny_models
 import tiny_transformers
 import torch
 from driver import Driver, make_request
-from native_build import native_library
+from native_build import native
 
 from engine.api import RequestClass
 from engine.build import build_runner, plan_launch
@@ -18,8 +18,6 @@ from engine.config import EngineConfig, SchedulerConfig
 from engine.errors import ConfigError, ModelLoadError
 from engine.execution import self_test
 from engine.execution.cpu import transformers_device
-from engine.execution.cpu.native.library import Level, Team
-from engine.execution.cpu.native.linear import Native
 from engine.execution.cpu.transformers_device import TransformersDevice
 from engine.execution.cuda.kernels import Kernels
 from engine.execution.cuda.modules import KernelAttention
@@ -30,6 +28,7 @@ from engine.models import torch_ops
 from engine.models.implementation import choose
 from engine.models.transformers_model import TransformersModel, load_model, load_shape
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 BLOCK = 4
 OUTPUT = 12
 EXACT = ("granite", "olmo2", "stablelm", "gemma", "phi", "glm", "gpt2", "gemma2", "gpt_oss", "mixtral", "deepseek_v3")
@@ -48,18 +47,15 @@ class Case:
         self.shape = load_shape(folder)
         self.model = load_model(self.shape, folder, dtype="float32")
 
+    @functools.cached_property
+    def expected(self) -> list[list[int]]:
+        """Tokens of transformers' model behind each of the prompts."""
+        return [generated(self.reference, prompt) for prompt in prompts_of(self.shape.vocab_size)]
+
 
 @pytest.fixture(scope="module")
 def case_of(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return functools.cache(lambda name: Case(name, tmp_path_factory.mktemp(name)))
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def make_driver(model: TransformersModel, depth: int, kernels: Kernels | None = None, **changes: Any) -> Driver:
@@ -103,8 +99,7 @@ def generated(model: Any, prompt: list[int], count: int = OUTPUT) -> list[int]:
     return found[0, len(prompt) :].tolist()
 
 
-@pytest.mark.parametrize("depth", [0, 1])
-@pytest.mark.parametrize("name", EXACT)
+@pytest.mark.parametrize(("name", "depth"), [(name, at % 2) for at, name in enumerate(EXACT)])
 def test_tokens_equal_generate(case_of: Any, name: str, depth: int) -> None:
     """Chunks, prefix hits and preemptions: the pool is too small for all."""
     case = case_of(name)
@@ -121,8 +116,7 @@ def check_tokens(case: Case, driver: Driver) -> None:
     stats = driver.core.stats()
     assert sum(stats.preemptions.values()) > 0
     assert stats.prefix_hit_tokens > 0
-    for index, prompt in enumerate(prompts):
-        assert driver.outputs[str(index)] == generated(case.reference, prompt), index
+    assert [driver.outputs[str(index)] for index in range(len(prompts))] == case.expected
 
 
 def test_parked_pasts_come_back(case_of: Any) -> None:
@@ -131,21 +125,16 @@ def test_parked_pasts_come_back(case_of: Any) -> None:
     prompts = prompts_of(case.shape.vocab_size)
     driver.add(*[make_request(str(index), prompt, OUTPUT) for index, prompt in enumerate(prompts)])
     driver.run()
-    for index, prompt in enumerate(prompts):
-        assert driver.outputs[str(index)] == generated(case.reference, prompt)
+    assert [driver.outputs[str(index)] for index in range(len(prompts))] == case.expected
 
 
-@pytest.mark.parametrize("host_units", [0, 60])
-@pytest.mark.parametrize("name", NATIVE)
+@pytest.mark.parametrize(("name", "host_units"), [(name, 60 * (at % 2)) for at, name in enumerate(NATIVE)])
 def test_native_attention_equals_generate(
     case_of: Any, name: str, host_units: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The same by the native library, whose attention takes the place of torch's; pasts that are parked, too."""
     case = case_of(name)
-    library = native_library()
-    level = min(max(library.levels()), Level.AVX512)
-    make = Native(library, level, Team(library, 1)).linear
-    model = load_model(case.shape, case.folder, dtype="float32", make=make)
+    model = load_model(case.shape, case.folder, dtype="float32", make=native().linear)
     monkeypatch.setattr(transformers_device, "PagedAttention", None)
     driver = make_driver(model, 0, host_units=host_units, unit_bytes=1)
     check_tokens(case, driver)
@@ -155,8 +144,7 @@ def test_native_attention_equals_generate(
         assert self_test.test_modules(model) == ""
 
 
-@pytest.mark.parametrize("host_units", [0, 60])
-@pytest.mark.parametrize("name", NATIVE)
+@pytest.mark.parametrize(("name", "host_units"), [(name, 60 - 60 * (at % 2)) for at, name in enumerate(NATIVE)])
 def test_attention_by_kernels_equals_generate(
     case_of: Any, name: str, host_units: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
