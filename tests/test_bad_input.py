@@ -42,7 +42,9 @@ async def post(served: Served, body: Any, path: str = "/v1/chat/completions") ->
 BAD_JSON = {
     "empty": b"",
     "broken": b'{"model": ',
-    "byte order mark": b'\xef\xbb\xbf{"model": "fake-model"}',
+    "byte order mark within": b'{"model": \xef\xbb\xbf"fake-model"}',
+    "two byte order marks": b'\xef\xbb\xbf\xef\xbb\xbf{"model": "fake-model"}',
+    "utf-16": '{"model": "fake-model"}'.encode("utf-16"),
     "nan": b'{"model": "fake-model", "temperature": NaN}',
     "infinity": b'{"model": "fake-model", "temperature": 1e999}',
     "lone surrogate": b'{"model": "fake-model", "messages": [{"role": "user", "content": "\\ud800"}]}',

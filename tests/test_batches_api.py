@@ -533,8 +533,28 @@ async def test_the_state_folder_is_free_after_the_server(tokenizer: Tokenizer, t
     await (await open_folder(tmp_path)).close()
 
 
-def test_rows_are_single_lines() -> None:
-    from gateway.batch.result_rows import response_row, unfinished_row
+LINE_ENDS = "\n\r\x0b\x0c\x1c\x1d\x1e\x85\u2028\u2029"
+"""Everything at which `str.splitlines` cuts."""
 
-    for row in (response_row("a\nb", 200, {"x": "\u2028\n"}), unfinished_row(None, "c", "m")):
-        assert row.count(b"\n") == 1 and row.endswith(b"\n") and json.loads(row)
+
+def test_rows_survive_every_reader_of_lines() -> None:
+    from gateway.batch.result_rows import is_intact, response_row, unfinished_row
+
+    text = f"a{LINE_ENDS}b\u0084\u2027\u202a\u4e00"
+    rows = [response_row(text, 200, {text: [text]}), unfinished_row(text, text, text), unfinished_row(None, "c", "m")]
+    read = [json.loads(row) for row in b"".join(rows).decode().splitlines()]
+    assert [row["custom_id"] for row in read] == [text, text, None]
+    assert read[0]["response"]["body"] == {text: [text]} and read[1]["error"] == {"code": text, "message": text}
+    assert all(row.endswith(b"\n") and is_intact(row[:-1]) for row in rows)
+
+
+async def test_result_files_survive_splitlines(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    """Answers and names with line ends of Unicode, in the output and in the error file, read as README reads them."""
+    texts = [f"{number}{end}x" for number, end in enumerate(LINE_ENDS)]
+    lines = [{**line(0), "custom_id": text} for text in texts]
+    lines += [{**line(0, temperature=9), "custom_id": f"bad {text}"} for text in texts]
+    async with batch_server(tokenizer, tmp_path / "state", "so\u2028und\u2029so\x85") as (_, client):
+        batch = await until(client, (await submit(client, jsonl(lines))).id)
+        output, errors = await results_of(client, batch)
+    assert set(output) == set(texts) and set(errors) == {f"bad {text}" for text in texts}
+    assert {row["response"]["body"]["choices"][0]["text"] for row in output.values()} != {""}

@@ -7,6 +7,7 @@ from asyncio import to_thread
 from typing import Any
 
 import httptools
+import httpx
 import pytest
 from fake_engine import MODEL, Served
 from fixtures import StartServer
@@ -175,3 +176,62 @@ async def test_a_stream_to_an_http_1_0_client_ends_with_the_connection(start_ser
     assert all(json.loads(event.removeprefix(b"data: ")) for event in events[:-2])
     head, rest = await old_request(served, body)
     assert b"content-length: %d" % len(rest) in head and json.loads(rest)["model"] == MODEL
+
+
+# --- HEAD, trailing slashes, byte order marks
+
+
+async def paths_of(client: httpx.AsyncClient) -> list[str]:
+    paths = (await client.get("/openapi.json")).json()["paths"]
+    shown = [path for path, methods in paths.items() if "get" in methods and "{" not in path]
+    return [*shown, f"/v1/models/{MODEL}", "/", "/web/app.js", "/dashboard/history"]
+
+
+async def test_head_is_get_without_the_body(start_server: StartServer) -> None:
+    served = await start_server()
+    async with httpx.AsyncClient(base_url=served.url, timeout=60) as client:
+        for path in await paths_of(client):
+            whole, head = await client.get(path), await client.head(path)
+            assert (head.status_code, head.content) == (whole.status_code, b""), path
+            assert head.headers["content-type"] == whole.headers["content-type"]
+            if path != "/metrics":  # the counters grow
+                assert head.headers["content-length"] == whole.headers["content-length"]
+        assert (await client.head("/v1/chat/completions")).status_code == 405
+        assert (await client.head("/v1/nothing")).status_code == (await client.head("/v1/models/no")).status_code == 404
+
+
+async def test_head_of_an_endless_stream_ends_it(start_server: StartServer) -> None:
+    served = await start_server()
+    raw = await Raw.open(served)
+    for _ in range(2):
+        raw.send(
+            b"HEAD /dashboard/events HTTP/1.1\r\nhost: localhost\r\n\r\nGET /health HTTP/1.1\r\nhost: localhost\r\n\r\n"
+        )
+        head = await raw.reader.readuntil(b"\r\n\r\n")
+        assert b" 200 " in head and b"text/event-stream" in head
+        assert (await raw.answer())[2] == b'{"status":"ok"}'
+    await raw.close()
+
+
+async def test_a_trailing_slash_is_the_same_path(start_server: StartServer) -> None:
+    served = await start_server(api_key=("sk-a",))
+    headers = {"authorization": "Bearer sk-a", "content-type": "application/json"}
+    async with httpx.AsyncClient(base_url=served.url, timeout=60) as client:
+        assert (await client.get("/health/")).status_code == (await client.get("/ready//")).status_code == 200
+        assert (await client.get("/v1/models/")).status_code == 401
+        listed = await client.get("/v1/models/", headers=headers)
+        answer = await client.post("/v1/chat/completions/", content=CHAT, headers=headers)
+    assert listed.json()["object"] == "list" and answer.json()["object"] == "chat.completion"
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses", "/v1/messages"])
+async def test_a_byte_order_mark_before_a_body_is_ignored(start_server: StartServer, path: str) -> None:
+    served = await start_server()
+    body = json.loads(CHAT) | {"max_tokens": 4}
+    if path == "/v1/responses":
+        body = {"model": MODEL, "input": "hi"}
+    async with httpx.AsyncClient(base_url=served.url, timeout=60) as client:
+        for content in (json.dumps(body).encode(), b"\xef\xbb\xbf" + json.dumps(body).encode()):
+            answer = await client.post(path, content=content, headers={"content-type": "application/json"})
+            assert answer.status_code == 200, answer.text
+    assert len({request.prompt_token_ids for request in served.engine.requests}) == 1

@@ -1,6 +1,7 @@
 """Events as they are sent: silence is filled with comments, which no reader of events takes for one."""
 
 import asyncio
+import json
 from collections.abc import AsyncGenerator
 from typing import Any
 
@@ -50,3 +51,24 @@ async def test_a_stream_that_is_not_silent_says_nothing_else() -> None:
 
     await sse.EventStream(events(), lambda: None)({}, receive, send)
     assert sse.QUIET not in bodies and len(bodies) == 102
+
+
+async def test_lines_of_a_stream_survive_readers_that_cut_at_unicode_line_ends() -> None:
+    """httpx's `iter_lines` cuts where `str.splitlines` does."""
+    bodies: list[bytes] = []
+    text = "a\x85\u2028\u2029\x1c\x0bb"
+
+    async def send(message: Any) -> None:
+        bodies.append(message.get("body", b""))
+
+    async def events() -> AsyncGenerator[bytes, None]:
+        yield sse.event({"text": text})
+        yield sse.named_event({"type": "x", "text": text})
+
+    async def receive() -> Any:
+        await asyncio.get_running_loop().create_future()
+
+    await sse.EventStream(events(), lambda: None)({}, receive, send)
+    found = [line for line in b"".join(bodies).decode().splitlines() if line.startswith("data: ")]
+    assert [json.loads(line.removeprefix("data: "))["text"] for line in found] == [text, text]
+    assert len(b"".join(bodies).decode().splitlines()) == 5

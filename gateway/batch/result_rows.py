@@ -12,6 +12,7 @@ from typing import Any
 
 import orjson
 
+from gateway.http.json_text import escape_line_ends
 from gateway.store.disk import FILE_FAULTS
 
 READ_BYTES = 1024 * 1024
@@ -34,7 +35,7 @@ def unfinished_row(custom_id: str | None, code: str, message: str) -> bytes:
 
 
 def _row(custom_id: str | None, response: Any, error: Any, salt: str | None = None) -> bytes:
-    content = orjson.dumps({"custom_id": custom_id, "response": response, "error": error})[1:]
+    content = escape_line_ends(orjson.dumps({"custom_id": custom_id, "response": response, "error": error})[1:])
     drawn = (salt or token_hex(16)).encode()
     return b'%b%b%08x",%b\n' % (_PREFIX, drawn, zlib.crc32(content, zlib.crc32(drawn)), content)
 

@@ -3,6 +3,7 @@ integers in pieces, which `orjson` alone would parse in one call."""
 
 import re
 import secrets
+from codecs import BOM_UTF8
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,14 +13,27 @@ from gateway.http.json_size import LIMITS, JsonSize, count_json
 
 PIECE_BYTES = 16 * 1024
 _SPACE = re.compile(rb"[ \t\r\n]*")
+_LINE_ENDS = {"\u0085".encode(): b"\\u0085", "\u2028".encode(): b"\\u2028", "\u2029".encode(): b"\\u2029"}
 
 
 class TooMuchJson(ValueError):
     """The text has too many values; the message names the limit."""
 
 
+def escape_line_ends(text: bytes) -> bytes:
+    """Escape the line ends that JSON allows within strings: U+0085, U+2028 and U+2029. `str.splitlines` and readers of
+    lines such as httpx's cut there."""
+    if not text.isascii():
+        for character, escaped in _LINE_ENDS.items():
+            text = text.replace(character, escaped)
+    return text
+
+
 def load_json(raw: bytes | bytearray, limits: JsonSize = LIMITS) -> Any:
-    """Parse like `orjson.loads`. Raises orjson.JSONDecodeError, or TooMuchJson before parsing."""
+    """Parse like `orjson.loads`; a byte order mark before the text is ignored (RFC 8259 section 8.1).
+
+    Raises orjson.JSONDecodeError, or TooMuchJson before parsing."""
+    raw = raw.removeprefix(BOM_UTF8)
     size, arrays = count_json(raw, limits)
     if (excess := size.excess(limits)) is not None:
         raise TooMuchJson(f"more than {excess}")

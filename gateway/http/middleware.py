@@ -22,8 +22,8 @@ _DEFAULT_PORTS = {"http": "80", "https": "443"}
 
 
 class RequestIds:
-    """Assign request ids, count responses and collapse repeated slashes. Wraps the error boundary, whose responses are
-    included."""
+    """Assign request ids, count responses, normalize the path and answer HEAD like GET. Wraps the error boundary, whose
+    responses are included."""
 
     def __init__(self, app: ASGIApp, metrics: GatewayMetrics) -> None:
         self._app = app
@@ -35,8 +35,7 @@ class RequestIds:
             return
         request_id = f"req-{uuid.uuid4().hex}"
         scope.setdefault("state", {})["request_id"] = request_id
-        if "//" in scope["path"]:
-            scope["path"] = _SLASHES.sub("/", scope["path"])
+        scope["path"] = _SLASHES.sub("/", scope["path"]).removesuffix("/") or "/"
         names = [(b"x-request-id", request_id.encode())]
         if scope["path"].startswith("/v1/messages"):
             names.append((b"request-id", request_id.encode()))  # read by Anthropic's clients
@@ -47,7 +46,22 @@ class RequestIds:
                 self._metrics.responses.labels(str(message["status"])).inc()
             await send(message)
 
-        await self._app(scope, receive, named)
+        if scope["method"] == "HEAD":
+            await self._app({**scope, "method": "GET"}, receive, _without_body(named))
+        else:
+            await self._app(scope, receive, named)
+
+
+def _without_body(send: Send) -> Send:
+    """Return a `send` for the response to HEAD. It ends the response at once; `receive` then returns a disconnect,
+    which also ends a stream."""
+
+    async def send_head(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            await send(message)
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    return send_head
 
 
 def host_name(authority: str) -> str | None:

@@ -9,6 +9,8 @@ import orjson
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from gateway.http.json_text import escape_line_ends
+
 DONE = b"data: [DONE]\n\n"
 END = b"\n\n"
 QUIET = b": the answer goes on\n\n"
@@ -84,7 +86,7 @@ class EventStream(Response):
         try:
             async for chunk in self._events:
                 self._num_sent += 1
-                await send({"type": "http.response.body", "body": chunk, "more_body": True})
+                await send({"type": "http.response.body", "body": escape_line_ends(chunk), "more_body": True})
         finally:
             quiet.cancel()
             await asyncio.wait([quiet])
