@@ -8,6 +8,7 @@ from typing import Any
 
 from fastapi import FastAPI
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 
 from engine import __version__
 from engine.api import EngineClient
@@ -28,7 +29,7 @@ from gateway.generate.thinking import find_marks
 from gateway.generate.tools import choose_format
 from gateway.http.errors import ApiError, ErrorBoundary, handle_error
 from gateway.http.keys import KeyStore
-from gateway.http.middleware import Authentication, BodyLimit, HostGuard, HostNames, RequestIds
+from gateway.http.middleware import Authentication, BodyLimit, HostGuard, HostNames, RequestIds, origin_pattern
 from gateway.http.quotas import Admissions
 from gateway.models import ModelNames
 from gateway.store.folder import StateFolder
@@ -129,8 +130,18 @@ def _add_middleware(app: FastAPI, context: GatewayContext, max_file_bytes: int) 
     streamed = {"/v1/files": max_file_bytes + MAX_OVERHEAD}
     app.add_middleware(BodyLimit, max_body_bytes=MAX_BODY_BYTES, max_held_bytes=held_bytes, streamed=streamed)
     app.add_middleware(Authentication, keys=context.keys, open_paths=OPEN_PATHS)
-    app.add_middleware(HostGuard, hosts=HostNames(config.host, config.allowed_host))
     app.add_middleware(ErrorBoundary)
+    origins = origin_pattern(config.allowed_origin)
+    if origins:
+        anything = ["*"]
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origin_regex=origins,
+            allow_methods=anything,
+            allow_headers=anything,
+            expose_headers=anything,
+        )
+    app.add_middleware(HostGuard, hosts=HostNames(config.host, config.allowed_host), origins=origins)
     app.add_middleware(RequestIds, metrics=context.metrics)
     if find_endpoint(os.environ) is not None:
         app.add_middleware(TraceHeaders)

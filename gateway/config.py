@@ -29,6 +29,9 @@ class ServerConfig:
     allowed_host: tuple[str, ...] = _flag(
         (), "another host name of the server, as behind a proxy; repeat for several, * for any"
     )
+    allowed_origin: tuple[str, ...] = _flag(
+        (), "origin of web pages that may use the server (https://chat.example.com); repeat for several, * for any"
+    )
     port: int = _flag(8000, "TCP port; 0 lets the system choose")
     api_key: tuple[str, ...] = _flag(
         (), "key that clients must send (safer in the environment); repeat for several of one tenant", secret=True
@@ -80,6 +83,11 @@ class ServerConfig:
         for name in self.allowed_host:
             if not re.fullmatch(r"\*|[A-Za-z0-9._-]+|\[?[0-9A-Fa-f:.]+\]?", name):
                 raise ConfigError(f"--allowed-host must be a name without scheme and port, not {name!r}")
+        for origin in self.allowed_origin:
+            if not re.fullmatch(r"\*|null|[A-Za-z][A-Za-z0-9+.-]*://[^/\s]+", origin):
+                raise ConfigError(
+                    f"--allowed-origin must be SCHEME://HOST[:PORT] without a path, null or *, not {origin!r}"
+                )
         if any(not name.strip() for name in self.served_model_name):
             raise ConfigError("--served-model-name must not be empty")
         check_combinations(self)

@@ -15,6 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_server_limits import CHAT, Raw, post
 
+from engine.errors import ConfigError
+from gateway.config import ServerConfig
 from gateway.http.request_parser import RequestParser
 
 # --- offers of another protocol (RFC 9110 section 7.8)
@@ -235,3 +237,71 @@ async def test_a_byte_order_mark_before_a_body_is_ignored(start_server: StartSer
             answer = await client.post(path, content=content, headers={"content-type": "application/json"})
             assert answer.status_code == 200, answer.text
     assert len({request.prompt_token_ids for request in served.engine.requests}) == 1
+
+
+# --- pages of other origins
+
+ALLOWED = ("http://localhost:3000", "tauri://localhost", "vscode-webview://*", "null")
+PREFLIGHT = {"access-control-request-method": "POST", "access-control-request-headers": "authorization, x-stainless-os"}
+
+
+@pytest.mark.parametrize("site", ["cross-site", "same-site"])
+async def test_pages_of_allowed_origins_are_served(start_server: StartServer, site: str) -> None:
+    """Preflights without a key; answers and errors that the page can read, streams included."""
+    served = await start_server(allowed_origin=ALLOWED, api_key=("sk-a",))
+    body = json.loads(CHAT)
+    async with httpx.AsyncClient(base_url=served.url, timeout=60) as client:
+        for origin in ("http://localhost:3000", "tauri://localhost", "vscode-webview://1a2b3c", "null"):
+            page = {"origin": origin, "sec-fetch-site": site, "sec-fetch-mode": "cors"}
+            asked = await client.options("/v1/chat/completions", headers=page | PREFLIGHT)
+            assert asked.status_code == 200 and asked.headers["access-control-allow-origin"] == origin
+            assert "POST" in asked.headers["access-control-allow-methods"]
+            assert "authorization" in asked.headers["access-control-allow-headers"]
+            for key, fields, status in (
+                ("sk-a", {}, 200),
+                ("sk-a", {"stream": True}, 200),
+                ("x", {}, 401),
+                ("sk-a", {"n": 0}, 400),
+            ):
+                headers = page | {"authorization": f"Bearer {key}"}
+                answer = await client.post("/v1/chat/completions", json=body | fields, headers=headers)
+                assert answer.status_code == status and answer.headers["access-control-allow-origin"] == origin
+                assert (
+                    answer.headers["access-control-expose-headers"] == "*"
+                    and "access-control-allow-credentials" not in answer.headers
+                )
+    assert len(served.engine.requests) == 8
+
+
+async def test_other_origins_stay_refused(start_server: StartServer) -> None:
+    others = ("http://localhost:3001", "https://localhost:3000", "http://localhost:3000.evil.example", "", "x")
+    others += ("vscode-webview://a/b", "http://evil.example/vscode-webview://a", "app://obsidian.md")
+    for config in ({"allowed_origin": ALLOWED}, {}):
+        served = await start_server(**config)
+        async with httpx.AsyncClient(base_url=served.url, timeout=60) as client:
+            for origin in others if config else (*others, *ALLOWED):
+                for method, headers in (("OPTIONS", PREFLIGHT), ("POST", {}), ("GET", {})):
+                    path = "/v1/models" if method == "GET" else "/v1/chat/completions"
+                    answer = await client.request(method, path, headers=headers | {"origin": origin})
+                    assert answer.status_code == 403, (config, origin)
+                    assert "access-control-allow-origin" not in answer.headers
+            two = [("origin", "http://localhost:3000"), ("origin", "http://evil.example")]
+            assert (await client.get("/v1/models", headers=two)).status_code == 403
+            assert (await client.get("/v1/models", headers={"sec-fetch-site": "cross-site"})).status_code == 403
+        assert not served.engine.requests
+
+
+async def test_any_origin_may_be_allowed_but_not_any_host(start_server: StartServer) -> None:
+    served = await start_server(allowed_origin=("*",))
+    async with httpx.AsyncClient(base_url=served.url, timeout=60) as client:
+        page = {"origin": "https://any.example", "sec-fetch-site": "cross-site"}
+        assert (await client.get("/v1/models", headers=page)).headers["access-control-allow-origin"] == page["origin"]
+        assert (await client.get("/v1/models", headers=page | {"host": "evil.example"})).status_code == 400
+
+
+@pytest.mark.parametrize(
+    "origin", ["", "localhost:3000", "http://", "http://localhost/", "http://a b", "http://a,http://b/"]
+)
+def test_what_is_no_origin_is_refused_at_the_start(origin: str) -> None:
+    with pytest.raises(ConfigError, match="--allowed-origin"):
+        ServerConfig(allowed_origin=(origin,))

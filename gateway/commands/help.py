@@ -63,7 +63,7 @@ FLAGS: tuple[tuple[str, tuple[str, ...]], ...] = (
         ),
     ),
     ("latency profile", ("profile_dir", "profile_seconds")),
-    ("network and access", ("host", "port", "api_key", "api_key_file", "allowed_host")),
+    ("network and access", ("host", "port", "api_key", "api_key_file", "allowed_host", "allowed_origin")),
     ("files, batches and logs", ("state_dir", "request_log", "log_level")),
     ("several engines or ranks", ("engines", "ray", "overload", "tensor_parallel_size")),
     (

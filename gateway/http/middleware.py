@@ -114,14 +114,22 @@ class HostNames:
         return same or host_name(place) in self._allowed
 
 
+def origin_pattern(origins: Iterable[str]) -> str:
+    """Return a regular expression of the origins of --allowed-origin. `*` alone is any origin, within one any text."""
+    parts = (".*" if origin == "*" else re.escape(origin.lower()).replace(r"\*", "[^/]*") for origin in origins)
+    return "|".join(f"(?:{part})" for part in parts)
+
+
 class HostGuard:
     """Refuse requests with a foreign host, and requests that a browser sends for pages of another origin.
 
-    Otherwise any web page could use a local server without API keys. Following a link to this server is allowed."""
+    Otherwise any web page could use a local server without API keys. Following a link to this server is allowed, and so
+    are pages of `origins` (see `origin_pattern`)."""
 
-    def __init__(self, app: ASGIApp, hosts: HostNames) -> None:
+    def __init__(self, app: ASGIApp, hosts: HostNames, origins: str = "") -> None:
         self._app = app
         self._hosts = hosts
+        self._origins = re.compile(origins) if origins else None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         error = self._check(scope) if scope["type"] == "http" else None
@@ -139,9 +147,12 @@ class HostGuard:
             name = (host_name(host) or "")[:64]
             message = f"The host '{name}' is not allowed; to allow it, start the server with --allowed-host."
             return ApiError(400, message, code="invalid_host")
+        if self._origins is not None and sent["origin"] and all(map(self._origins.fullmatch, sent["origin"])):
+            return None
         foreign = any(not self._hosts.trust(origin, host) for origin in sent["origin"])
         if foreign or ("cross-site" in sent["sec-fetch-site"] and not _follows_link(scope)):
-            return ApiError(403, "Requests from pages of another origin are not allowed.", code="forbidden_origin")
+            message = "Requests from pages of other origins are not allowed; --allowed-origin allows them."
+            return ApiError(403, message, code="forbidden_origin")
         return None
 
 
