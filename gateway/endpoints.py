@@ -2,11 +2,13 @@
 
 To add an endpoint, define a `ModelEndpoint` in a module and add it here."""
 
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 from fastapi import APIRouter
 from pydantic.json_schema import models_json_schema
+from starlette.requests import Request
+from starlette.responses import Response
 
 from gateway.generate.chat import CHAT
 from gateway.generate.completions import COMPLETIONS
@@ -14,12 +16,20 @@ from gateway.generate.embeddings import EMBEDDINGS
 from gateway.generate.endpoint import JsonPost, ModelEndpoint
 from gateway.generate.messages.endpoint import COUNT_TOKENS, MESSAGES, count_tokens
 from gateway.generate.params import Unhonoured
-from gateway.generate.responses.endpoint import RESPONSES
+from gateway.generate.responses.endpoint import INPUT_TOKENS, RESPONSES, input_tokens
+from gateway.generate.tokenize import DETOKENIZE, TOKENIZE, TOKENIZE_CHAT, detokenize, tokenize
 
 ENDPOINTS: Mapping[str, ModelEndpoint[Any]] = {
     endpoint.path: endpoint for endpoint in (CHAT, COMPLETIONS, EMBEDDINGS, RESPONSES, MESSAGES)
 }
-POSTS: tuple[JsonPost[Any], ...] = (*ENDPOINTS.values(), COUNT_TOKENS)
+COUNTS: tuple[tuple[JsonPost[Any], Callable[[Request], Awaitable[Response]]], ...] = (
+    (COUNT_TOKENS, count_tokens),
+    (INPUT_TOKENS, input_tokens),
+    (DETOKENIZE, detokenize),
+    (TOKENIZE, tokenize),
+)
+"""Endpoints that tokenize without running the model, and their handlers."""
+POSTS: tuple[JsonPost[Any], ...] = (*ENDPOINTS.values(), *(post for post, _ in COUNTS), TOKENIZE_CHAT)
 """Endpoints whose bodies appear in the OpenAPI document."""
 
 
@@ -27,7 +37,8 @@ def routes() -> APIRouter:
     router = APIRouter()
     for endpoint in ENDPOINTS.values():
         router.add_api_route(endpoint.path, endpoint.answer, methods=["POST"], name=endpoint.name)
-    router.add_api_route(COUNT_TOKENS.path, count_tokens, methods=["POST"])
+    for post, handler in COUNTS:
+        router.add_api_route(post.path, handler, methods=["POST"])
     return router
 
 
@@ -39,8 +50,11 @@ def describe(document: dict[str, Any]) -> None:
     for post in POSTS:
         name = post.body.__name__
         schemas["$defs"][name]["properties"] |= _properties(post.unhonoured)
-        content = {"application/json": {"schema": {"$ref": f"#/components/schemas/{name}"}}}
-        document["paths"][post.path]["post"]["requestBody"] = {"required": True, "content": content}
+        schema: dict[str, Any] = {"$ref": f"#/components/schemas/{name}"}
+        operation = document["paths"][post.path]["post"]
+        if (known := operation.get("requestBody")) is not None:
+            schema = {"anyOf": [known["content"]["application/json"]["schema"], schema]}
+        operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": schema}}}
 
 
 def _properties(fields: Unhonoured) -> dict[str, Any]:

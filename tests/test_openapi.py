@@ -44,13 +44,16 @@ def server(
     thread.join()
 
 
-GENERATION = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/v1/messages/count_tokens")
+GENERATION = (
+    "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/responses/input_tokens", "/v1/messages",
+    "/v1/messages/count_tokens", "/tokenize", "/detokenize",
+)  # fmt: skip
 OPERATIONS = [
     ("GET", "/health"), ("GET", "/ready"), ("GET", "/version"), ("GET", "/metrics"),
     ("GET", "/v1/models"), ("GET", "/v1/models/{model}"),
     ("POST", "/v1/chat/completions"), ("POST", "/v1/completions"), ("POST", "/v1/responses"),
     ("POST", "/v1/messages"), ("POST", "/v1/messages/count_tokens"),
-    ("POST", "/v1/embeddings"),
+    ("POST", "/v1/embeddings"), ("POST", "/v1/responses/input_tokens"), ("POST", "/tokenize"), ("POST", "/detokenize"),
     ("POST", "/v1/files"), ("GET", "/v1/files"), ("GET", "/v1/files/{file_id}"), ("DELETE", "/v1/files/{file_id}"),
     ("GET", "/v1/files/{file_id}/content"),
     ("POST", "/v1/batches"), ("GET", "/v1/batches"), ("GET", "/v1/batches/{batch_id}"),

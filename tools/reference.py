@@ -110,7 +110,13 @@ def _default(flag: Flag) -> str:
 
 def api_page() -> str:
     parts = ["Fields of the bodies. Any other name is a 400 `unknown_parameter`.\n"]
-    for post in POSTS:
+    for number, post in enumerate(POSTS):
+        known = next((other for other in POSTS[:number] if issubclass(post.body, other.body)), None)
+        if known is not None:
+            further = [f"`{name}`" for name in post.body.model_fields if name not in known.body.model_fields]
+            also = f", and {', '.join(further)}" if further else ""
+            parts.append(f"## POST {post.path}\n\nThe fields of `POST {known.path}`{also}.\n")
+            continue
         inert, unsupported = post.unhonoured.inert, post.unhonoured.unsupported
         fields = post.body.model_fields.items()
         rows = [(f"`{name}`", _kind(field.annotation), _limits(field)) for name, field in fields]

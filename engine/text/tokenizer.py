@@ -105,6 +105,11 @@ class Tokenizer:
         detokenizer = IncrementalDetokenizer(self, skip_special_tokens=skip_special_tokens)
         return detokenizer.push(token_ids) + detokenizer.finish()
 
+    def token_name(self, token_id: int) -> str:
+        """Return the vocabulary's entry of a token, in which spaces and bytes have other characters; empty for an
+        unknown id."""
+        return self._tokenizer.id_to_token(token_id) or ""
+
     def token_bytes(self, token_id: int) -> bytes:
         """Return the bytes that a token adds to a text, special tokens included; empty for an unknown id."""
         if self._byte_rule is None:

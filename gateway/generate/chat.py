@@ -84,14 +84,10 @@ async def plan_chat(
     return await run_text_work(context, plan)
 
 
-async def count_prompt(context: GatewayContext, body: ChatCompletionRequest) -> int:
-    """Return the number of prompt tokens of a chat request. Raises the same exceptions as `plan_chat`."""
+async def prompt_ids(context: GatewayContext, body: ChatCompletionRequest) -> list[int]:
+    """Return the prompt's token ids of a chat request. Raises the same exceptions as `plan_chat`."""
     choose_model(context, body)
-
-    def count() -> int:
-        return len(_encode(context, body, *_read(context, body)))
-
-    return await run_text_work(context, count)
+    return await run_text_work(context, lambda: _encode(context, body, *_read(context, body)))
 
 
 def _read(context: GatewayContext, body: ChatCompletionRequest) -> tuple[list[dict[str, Any]], list[str]]:

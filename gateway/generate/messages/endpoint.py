@@ -6,7 +6,7 @@ from starlette.responses import Response
 
 from gateway.context import GatewayContext, context_of
 from gateway.generate.answering import read_body
-from gateway.generate.chat import count_prompt, plan_translated
+from gateway.generate.chat import plan_translated, prompt_ids
 from gateway.generate.endpoint import JsonPost, ModelEndpoint
 from gateway.generate.messages.events import MessageFormat
 from gateway.generate.messages.translate import translate
@@ -36,5 +36,5 @@ async def count_tokens(request: Request) -> Response:
     body, template = await read_body(request, COUNT_TOKENS.parse), context.tokenizer.chat_template_text
     translation = await run_by_size(context, body, lambda: translate(body, template))
     with told_in(translation.names):
-        number = await count_prompt(context, translation.chat)
+        number = len(await prompt_ids(context, translation.chat))
     return Response(orjson.dumps({"input_tokens": number}), media_type="application/json")
