@@ -11,8 +11,9 @@ from starlette.responses import Response
 
 from engine.api import ColocationStats, EngineState, EngineStats
 from engine.errors import EngineUnavailableError
-from gateway.context import GatewayContext, context_of, sees_all
+from gateway.context import context_of, sees_all
 from gateway.generate.answering import find_model
+from gateway.http.anthropic import speaks_anthropic, timestamp
 from gateway.http.errors import ApiError
 from gateway.models import Model
 from gateway.telemetry.fleet_metrics import shown as engines_shown
@@ -103,7 +104,20 @@ def check_sees_all(request: Request) -> None:
         raise ApiError(403, message, code="metrics_forbidden")
 
 
-def _model_object(context: GatewayContext, name: str, model: Model) -> dict[str, Any]:
+def _model_object(request: Request, name: str, model: Model) -> dict[str, Any]:
+    """Return a model in OpenAI's form, or in Anthropic's for its clients."""
+    context = context_of(request)
+    length = context.client.info.max_model_len
+    if speaks_anthropic(request.scope):
+        return {
+            "type": "model",
+            "id": name,
+            "display_name": name,
+            "created_at": timestamp(context.created),
+            "lifecycle": "active",
+            "max_input_tokens": length,
+            "max_tokens": length,
+        }
     return {
         "id": name,
         "object": "model",
@@ -111,19 +125,21 @@ def _model_object(context: GatewayContext, name: str, model: Model) -> dict[str,
         "owned_by": "tidemill",
         "root": model.root,
         "parent": model.parent,
-        "max_model_len": context.client.info.max_model_len,
+        "max_model_len": length,
     }
 
 
 @router.get("/v1/models")
 async def list_models(request: Request) -> Response:
-    context = context_of(request)
-    data = [_model_object(context, name, found) for name, found in context.models.listed()]
-    return Response(orjson.dumps({"object": "list", "data": data}), media_type="application/json")
+    """List all models on one page."""
+    data = [_model_object(request, name, found) for name, found in context_of(request).models.listed()]
+    answer: dict[str, Any] = {"object": "list", "data": data}
+    if speaks_anthropic(request.scope):
+        answer = {"data": data, "has_more": False, "first_id": data[0]["id"], "last_id": data[-1]["id"]}
+    return Response(orjson.dumps(answer), media_type="application/json")
 
 
 @router.get("/v1/models/{model:path}")
 async def retrieve_model(request: Request, model: str) -> Response:
-    context = context_of(request)
-    found = find_model(context, model)
-    return Response(orjson.dumps(_model_object(context, model, found)), media_type="application/json")
+    found = find_model(context_of(request), model)
+    return Response(orjson.dumps(_model_object(request, model, found)), media_type="application/json")

@@ -1,4 +1,4 @@
-"""Error responses in OpenAI's format `{"error": {message, type, param, code}}`, or Anthropic's under /v1/messages.
+"""Error responses in OpenAI's format `{"error": {message, type, param, code}}`, or Anthropic's for its clients.
 
 Messages contain no traceback, path, key or prompt. Internal errors are logged with their location, without values.
 """
@@ -24,6 +24,7 @@ from engine.errors import (
     RetryableError,
     TidemillError,
 )
+from gateway.http.anthropic import speaks_anthropic
 
 log = logging.getLogger("tidemill.gateway")
 
@@ -40,8 +41,6 @@ _DEFAULTS: dict[int, tuple[str, str]] = {
     503: ("The server cannot accept this request at the moment; try again later.", "service_unavailable"),
 }
 
-
-MESSAGES_PATH = "/v1/messages"
 _MESSAGES_KINDS = {
     401: "authentication_error", 403: "permission_error", 404: "not_found_error", 413: "request_too_large",
     429: "rate_limit_error", 503: "overloaded_error",
@@ -109,14 +108,17 @@ def _retry_after(error: RetryableError) -> dict[str, str]:
 def messages_envelope(error: ApiError, request_id: str | None) -> dict[str, Any]:
     """Return the error in the format of Anthropic's API."""
     kind = _MESSAGES_KINDS.get(error.status, "api_error" if error.status >= 500 else "invalid_request_error")
-    return {"type": "error", "error": {"type": kind, "message": error.message}, "request_id": request_id}
+    content: dict[str, Any] = {"type": kind, "message": error.message}
+    if error.param == "thread":  # the client then sends the whole conversation
+        content["details"] = {"error_code": "thread_unsupported_request"}
+    return {"type": "error", "error": content, "request_id": request_id}
 
 
 def error_response(error: BaseException, scope: Scope) -> Response:
     """Return the error response to the request of `scope`."""
     answer = to_api_error(error)
     envelope: dict[str, Any] = answer.envelope
-    if scope["path"].startswith(MESSAGES_PATH):
+    if speaks_anthropic(scope):
         envelope = messages_envelope(answer, scope.get("state", {}).get("request_id"))
     return Response(orjson.dumps(envelope), answer.status, answer.headers, media_type="application/json")
 

@@ -11,6 +11,7 @@ from collections.abc import Collection, Iterable, Mapping
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from engine.refusals import is_loopback
+from gateway.http.anthropic import speaks_anthropic
 from gateway.http.errors import ApiError, error_response
 from gateway.http.keys import Key, KeyStore
 from gateway.telemetry.metrics import GatewayMetrics
@@ -37,7 +38,7 @@ class RequestIds:
         scope.setdefault("state", {})["request_id"] = request_id
         scope["path"] = _SLASHES.sub("/", scope["path"]).removesuffix("/") or "/"
         names = [(b"x-request-id", request_id.encode())]
-        if scope["path"].startswith("/v1/messages"):
+        if speaks_anthropic(scope):
             names.append((b"request-id", request_id.encode()))  # read by Anthropic's clients
 
         async def named(message: Message) -> None:

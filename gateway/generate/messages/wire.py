@@ -23,7 +23,7 @@ UNHONOURED = params.Unhonoured(
         "anthropic_beta", "anthropic_version", "betas", "cache_control", "context_management", "diagnostics",
         "inference_geo", "metadata", "speed", "user_profile_id",
     },
-    {"container": (), "fallbacks": ([],), "mcp_servers": ([],)},
+    {"container": (), "fallbacks": ([],), "mcp_servers": ([],), "thread": ()},
 )  # fmt: skip
 """`cache_control` and betas have no effect: all prefixes are cached."""
 
