@@ -61,7 +61,7 @@ async def test_from_submit_to_results(terminal: Terminal, tmp_path: Path) -> Non
     assert batch_id.startswith("batch_") and "completed: 3/3 lines, 1 failed" in err.splitlines()[-1]
     code, out, err = await terminal.run("results", batch_id)
     assert code == 0 and {json.loads(row)["custom_id"] for row in out.splitlines()} == {"id-1", "id-2"}
-    assert err == "tidemill: 1 lines failed; --errors FILE writes them\n"
+    assert err == "tidemill: lines without an answer: 1; --errors FILE writes their rows\n"
     good, bad = tmp_path / "good.jsonl", tmp_path / "bad.jsonl"
     code, out, err = await terminal.run("results", batch_id, "--output", str(good), "--errors", str(bad))
     assert (code, out, err) == (0, "", "") and len(good.read_text().splitlines()) == 2

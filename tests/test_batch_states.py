@@ -194,8 +194,8 @@ class BatchMachine(RuleBasedStateMachine):
             return
         self.run(self.store.finish_batch(batch, status, self.clock, output, None))
         self.file_model[output.id] = known["tenant"]
-        done = sum(value is True for value in known["lines"].values())
-        known["counts"], known["lines"] = (done, known["total"] - done), {}
+        values = list(known["lines"].values())
+        known["counts"], known["lines"] = (values.count(True), values.count(False)), {}
         self._moved(batch, status)
 
     @rule()

@@ -67,7 +67,8 @@ class Killed:
         self.harm[f"{phase}: lines without one row"] += load.miscounted(names, rows + errors)
         self.harm[f"{phase}: error rows"] += len(errors) if state["status"] == "completed" else 0
         self.harm[f"{phase}: rows with differing text"] += wrong
-        self.harm[f"{phase}: wrong counts"] += (counts["completed"], counts["failed"]) != (len(rows), len(errors))
+        failed = [row for row in errors if (row["error"] or {}).get("code") != "batch_cancelled"]
+        self.harm[f"{phase}: wrong counts"] += (counts["completed"], counts["failed"]) != (len(rows), len(failed))
         self.harm[f"{phase}: wrong usage"] += state["usage"]["output_tokens"] != used
 
     async def submit(self, session: aiohttp.ClientSession) -> str:

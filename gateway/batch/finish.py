@@ -76,7 +76,9 @@ class Finisher:
             await self._retry.run(lambda: self._store.move_batch(batch.id, end, self._now(), [GIVEN_UP_ERROR]))
             return
         await self._retry.run(lambda: self._store.note_error(batch.id, GIVEN_UP_ERROR))
-        await self._retry.run(lambda: self._store.finish_batch(batch.id, end, self._now(), None, None, 0))
+        await self._retry.run(
+            lambda: self._store.finish_batch(batch.id, end, self._now(), None, None, (0, batch.total))
+        )
 
     async def check_results(self, batch: BatchJob) -> int:
         """Verify stored results and rerun lines whose result is damaged or missing. Return the journal offset of the
@@ -235,11 +237,13 @@ class Finisher:
         await self._store.announce_files([file_id for file_id, part in parts if part.rows])
         now = self._now()
         completed, usage = builder.output.rows, builder.journal.usage
+        # as in OpenAI's API, lines without a result are not failed: the batch expired or was cancelled before
+        counts = completed, batch.total - completed - (builder.num_unfinished if status in UNFINISHED_LINE else 0)
         try:
             await in_thread(lambda: builder.publish(*ids))
             output = self._result_file(batch, ids[0], "output", builder.output.size, now)
             errors = self._result_file(batch, ids[1], "error", builder.errors.size, now)
-            await to_end(self._store.finish_batch(batch.id, status, now, output, errors, completed, usage))
+            await to_end(self._store.finish_batch(batch.id, status, now, output, errors, counts, usage))
         except (StorageError, IllegalTransition) as error:
             await to_end(self._folder.withdraw(error, *ids))
             raise

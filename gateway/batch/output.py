@@ -125,12 +125,14 @@ class ResultBuilder:
         self._input = InputReader(folder, input_file_id, lenient)
         self.journal = JournalReader(folder, batch_id, lenient)
         self.output, self.errors = ResultFile(folder), ResultFile(folder)
+        self.num_unfinished = 0
 
     def add(self, records: Iterable[LineRecord]) -> None:
         """Add the rows of the given lines. Raises StorageError or UnreadableError."""
         with self._folder.disk.storing():
             for record in records:
                 if record.succeeded is None:
+                    self.num_unfinished += 1
                     self.errors.add(unfinished_row(self._custom_id(record.ref), *self._unfinished))
                 elif (row := self.journal.read(record)) is not None:
                     (self.output if record.succeeded else self.errors).add(row)

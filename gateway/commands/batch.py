@@ -157,11 +157,12 @@ def _results(client: "BatchClient", arguments: argparse.Namespace) -> int:
         return 1
     if output := batch.get("output_file_id"):
         _write(client, output, arguments.output)
-    failed = batch["request_counts"]["failed"]
-    if arguments.errors and (errors := batch.get("error_file_id")):
+    errors = batch.get("error_file_id")
+    if errors and arguments.errors:
         _write(client, errors, arguments.errors)
-    elif failed:
-        print(f"tidemill: {failed:,} lines failed; --errors FILE writes them", file=sys.stderr)
+    elif errors:
+        lines = batch["request_counts"]["total"] - batch["request_counts"]["completed"]
+        print(f"tidemill: lines without an answer: {lines:,}; --errors FILE writes their rows", file=sys.stderr)
     return 0 if batch["status"] == "completed" else 1
 
 

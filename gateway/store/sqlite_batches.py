@@ -252,13 +252,13 @@ class SqliteBatches:
         now: int,
         output: FileObject | None,
         errors: FileObject | None,
-        completed: int | None = None,
+        counts: tuple[int, int] | None = None,
         usage: Usage | None = None,
     ) -> BatchJob:
         """End a batch, add the rows of its result files and remove its lines. Idempotent for the same files.
 
         Args:
-            completed: rows of the output file (None: as counted so far); all other lines count as failed.
+            counts: lines that succeeded and lines that failed (None: as counted so far).
             usage: token usage of the rows (None: as counted so far).
 
         Raises IllegalTransition.
@@ -270,14 +270,13 @@ class SqliteBatches:
             if known.status is status and (known.output_file_id, known.error_file_id) == ids:
                 return known
             _move(connection, batch_id, status, now)
-            good = known.completed if completed is None else completed
+            counted = (known.completed, known.failed) if counts is None else counts
             for file in (output, errors):
                 if file is not None:
                     insert_file(connection, file)
             connection.execute(
-                "UPDATE batches SET output_file_id = ?, error_file_id = ?, completed = ?, failed = total - ? "
-                "WHERE id = ?",
-                (*ids, good, good, batch_id),
+                "UPDATE batches SET output_file_id = ?, error_file_id = ?, completed = ?, failed = ? WHERE id = ?",
+                (*ids, *counted, batch_id),
             )
             seq = _seq(connection, batch_id)
             if usage is not None:
