@@ -15,7 +15,7 @@ from engine.api import EngineClient
 from engine.errors import TidemillError
 from engine.text.tokenizer import Tokenizer
 from gateway import endpoints, health
-from gateway.batch import files
+from gateway.batch import files, message_batches
 from gateway.batch import routes as batches
 from gateway.batch.limits import BatchLimits, BatchState
 from gateway.batch.line import LineRunner
@@ -166,7 +166,7 @@ def _add_batches(app: FastAPI, context: GatewayContext, folder: StateFolder, lim
     context.lifecycle.ask_notice = lambda: folder.notice
     context.metrics.registry.register(BatchCollector(worker, ownership))
     app.state.batches = BatchState(folder, limits, worker)
-    for resource in (files, batches):
+    for resource in (files, batches, message_batches):
         app.include_router(resource.router)
 
 

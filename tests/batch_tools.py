@@ -113,7 +113,7 @@ def never_ran(row: dict[str, Any]) -> bool:
 async def check_ended(
     client: openai.AsyncOpenAI, batch: Any, ids: Iterable[str]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Every input line has exactly one row, and the counts are those of the rows; lines that never ran are not failed."""
+    """Every line has exactly one row, and the counts are those of the rows; lines that never ran are not failed."""
     output, errors = await results_of(client, batch)
     assert output.keys() | errors.keys() == set(ids)
     counts = batch.request_counts

@@ -1,12 +1,16 @@
 """Anthropic's SDK beyond single messages: models, the tool runner, and message batches."""
 
+import asyncio
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import anthropic
 import httpx
+import openai
 import pytest
 import tokenizer_folders
+from batch_tools import batch_server, client_of, jsonl, keys_of, line, submit
 from fake_engine import MODEL, FakeEngine, Script, Served, say, serve
 from fixtures import StartServer, refuse_blocking
 from test_tools import TEMPLATE
@@ -75,3 +79,154 @@ async def test_the_tool_runner_goes_on_without_threads(tmp_path: Path) -> None:
                 await client.messages.create(**fields, extra_body={"thread": {"type": "create"}})
             assert caught.value.body["error"]["details"] == {"error_code": "thread_unsupported_request"}  # type: ignore[index]
             await client.messages.create(**fields, extra_body={"thread": None})
+
+
+# --- message batches
+
+Requests = list[dict[str, Any]]
+
+
+def a_request(custom_id: str, **params: Any) -> dict[str, Any]:
+    asked = [{"role": "user", "content": f"number {custom_id}"}]
+    return {"custom_id": custom_id, "params": {"model": MODEL, "max_tokens": 8, "messages": asked, **params}}
+
+
+async def ended(client: anthropic.AsyncAnthropic, batch_id: str) -> Any:
+    while (batch := await client.messages.batches.retrieve(batch_id)).processing_status != "ended":
+        check_types(batch)
+        await asyncio.sleep(0.01)
+    check_types(batch)
+    assert batch.ended_at is not None and batch.results_url is not None
+    return batch
+
+
+async def results_of(client: anthropic.AsyncAnthropic, batch_id: str) -> dict[str, Any]:
+    results: dict[str, Any] = {}
+    async for row in await client.messages.batches.results(batch_id):
+        check_types(row)
+        assert row.custom_id not in results
+        results[row.custom_id] = row.result
+    return results
+
+
+def counts_of(batch: Any) -> dict[str, int]:
+    return {name: count for name, count in batch.request_counts.model_dump().items() if count}
+
+
+@pytest.fixture
+async def batches(
+    tokenizer: Tokenizer, tmp_path: Path
+) -> AsyncIterator[tuple[Served, anthropic.AsyncAnthropic, openai.AsyncOpenAI]]:
+    async with batch_server(tokenizer, tmp_path, "so\u2028und\x85so") as (served, ours), sdk(served) as client:
+        yield served, client, ours
+
+
+Batches = tuple[Served, anthropic.AsyncAnthropic, openai.AsyncOpenAI]
+
+
+async def test_a_message_batch_from_creation_to_deletion(batches: Batches) -> None:
+    served, client, ours = batches
+    good = [a_request(f"good-{i}") for i in range(5)]
+    bad = [a_request("hot", temperature=9), a_request("odd", nonsense=1)]
+    created = await client.messages.batches.create(requests=[*good, *bad])  # type: ignore[list-item]
+    check_types(created)
+    assert created.processing_status == "in_progress" and created.results_url is None
+    assert (created.expires_at - created.created_at).total_seconds() == 86_400
+    batch = await ended(client, created.id)
+    assert counts_of(batch) == {"succeeded": 5, "errored": 2}
+    results = await results_of(client, batch.id)
+    assert {name for name, result in results.items() if result.type == "succeeded"} == {
+        each["custom_id"] for each in good
+    }
+    whole = await client.messages.create(**good[0]["params"])
+    message = results["good-0"].message
+    assert message.content == whole.content and message.usage.output_tokens == whole.usage.output_tokens
+    for name in ("hot", "odd"):
+        assert results[name].type == "errored" and results[name].error.error.type == "invalid_request_error"
+    assert "temperature" in results["hot"].error.error.message
+    assert (await ours.batches.retrieve(batch.id.removeprefix("msg"))).endpoint == "/v1/messages"
+    deleted = await client.messages.batches.delete(batch.id)
+    check_types(deleted)
+    assert deleted.id == batch.id and not [file async for file in ours.files.list()]
+    for work in (client.messages.batches.retrieve, client.messages.batches.delete, client.messages.batches.cancel):
+        with pytest.raises(anthropic.NotFoundError):
+            await work(batch.id)
+    assert not served.engine.requests[0].request_id.startswith("msgbatch")
+
+
+async def test_a_message_batch_that_is_cancelled(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    async with batch_server(tokenizer, tmp_path, "x", hold_after=0) as (served, _), sdk(served) as client:
+        created = await client.messages.batches.create(requests=[a_request(str(i)) for i in range(4)])  # type: ignore[list-item]
+        await served.engine.wait_for_event("add")
+        with pytest.raises(anthropic.BadRequestError, match="cancel it first"):
+            await client.messages.batches.delete(created.id)
+        with pytest.raises(anthropic.AnthropicError):
+            await client.messages.batches.results(created.id)
+        running = await client.messages.batches.retrieve(created.id)
+        assert counts_of(running) == {"processing": 4}
+        cancelling = await client.messages.batches.cancel(created.id)
+        check_types(cancelling)
+        assert cancelling.processing_status == "canceling" and cancelling.cancel_initiated_at
+        batch = await ended(client, created.id)
+        assert counts_of(batch) == {"canceled": 4}
+        assert {result.type for result in (await results_of(client, batch.id)).values()} == {"canceled"}
+
+
+async def test_pages_of_message_batches(batches: Batches) -> None:
+    """Batches of other endpoints are left out; those of /v1/messages from /v1/batches are shown."""
+    _, client, ours = batches
+    ids = [(await client.messages.batches.create(requests=[a_request("a")])).id for _ in range(4)]  # type: ignore[list-item]
+    await submit(ours, jsonl([line(1)]))
+    ids.append(
+        "msg"
+        + (
+            await submit(ours, jsonl([{**line(1, "/v1/messages"), "body": a_request("a")["params"]}]), "/v1/messages")
+        ).id
+    )
+    assert [batch.id async for batch in client.messages.batches.list(limit=2)] == ids[::-1]
+    page = await client.messages.batches.list(limit=2, before_id=ids[0])
+    assert [batch.id for batch in page.data] == [ids[2], ids[1]] and page.has_more
+    assert (page.first_id, page.last_id) == (ids[2], ids[1])
+    for query in ({"after_id": "msgbatch_x"}, {"limit": 0}):
+        with pytest.raises(anthropic.BadRequestError):
+            await client.messages.batches.list(**query)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("requests", "message"),
+    [
+        ([], "requests"),
+        ([a_request("a"), a_request("b"), a_request("a")], r"requests\[2\]: Another line has the same 'custom_id'"),
+        ([a_request("a"), a_request("b", stream=True)], r"requests\[1\]: 'params.stream' must be left out"),
+        (
+            [a_request("a"), a_request("b", model="other")],
+            r"requests\[1\]: All lines of a batch must name the same model",
+        ),
+        ([a_request("")], r"requests\[0\]: 'custom_id' must be"),
+        ([{"custom_id": "a"}], r"requests\[0\].params"),
+        ([{"custom_id": "a", "params": "x"}], r"requests\[0\].params"),
+        ([{**a_request("a"), "more": 1}], r"requests\[0\].more"),
+    ],
+)
+async def test_a_message_batch_that_cannot_run_is_refused_at_once(
+    batches: Batches, requests: Requests, message: str
+) -> None:
+    served, client, ours = batches
+    with pytest.raises(anthropic.BadRequestError, match=message):
+        await client.messages.batches.create(requests=requests)  # type: ignore[arg-type]
+    assert not served.engine.requests and not [file async for file in ours.files.list()]
+
+
+async def test_a_message_batch_beyond_a_quota_leaves_no_file(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    keys = keys_of(tmp_path, "few few lines=2", "small small bytes=300")
+    async with batch_server(tokenizer, tmp_path / "state", "x", hold_after=0, api_key_file=keys) as (served, _):
+        for key, status in (("few", 429), ("small", 413)):
+            async with sdk(served).with_options(api_key=key) as client:
+                await client.messages.batches.create(requests=[a_request("a")])  # type: ignore[list-item]
+                with pytest.raises(anthropic.APIStatusError) as caught:
+                    for number in range(4):
+                        await client.messages.batches.create(requests=[a_request(str(number))])  # type: ignore[list-item]
+                assert caught.value.status_code == status
+                shown = [batch.id async for batch in client.messages.batches.list()]
+            async with client_of(served, api_key=key) as ours:
+                assert len([file async for file in ours.files.list()]) == len(shown)

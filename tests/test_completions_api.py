@@ -186,7 +186,7 @@ async def test_health_and_readiness(served: Served) -> None:
 
 
 @pytest.mark.parametrize(("path", "method", "status"), [
-    ("/nothing", "GET", 404), ("/v1", "GET", 404), ("/v1/models/", "GET", 404), ("/docs", "GET", 404),
+    ("/nothing", "GET", 404), ("/v1", "GET", 404), ("/v1/models/no", "GET", 404), ("/docs", "GET", 404),
     ("/redoc", "GET", 404), ("/v1/chat/completions", "GET", 405), ("/v1/models", "DELETE", 405),
     ("/health", "POST", 405), ("/%2e%2e/etc/passwd", "GET", 404), ("/v1/models/%00", "GET", 404),
 ])  # fmt: skip

@@ -6,6 +6,7 @@ Only what breaks a promise counts here: a 5xx, a 422, an error without the envel
 import asyncio
 import json
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -58,11 +59,17 @@ OPERATIONS = [
     ("GET", "/v1/files/{file_id}/content"),
     ("POST", "/v1/batches"), ("GET", "/v1/batches"), ("GET", "/v1/batches/{batch_id}"),
     ("POST", "/v1/batches/{batch_id}/cancel"),
+    ("POST", "/v1/messages/batches"), ("GET", "/v1/messages/batches"),
+    ("GET", "/v1/messages/batches/{message_batch_id}"), ("DELETE", "/v1/messages/batches/{message_batch_id}"),
+    ("POST", "/v1/messages/batches/{message_batch_id}/cancel"),
+    ("GET", "/v1/messages/batches/{message_batch_id}/results"),
 ]  # fmt: skip
 
 
 # Where something can be wrong: elsewhere every text is as good as any other.
-REFUSABLE = [pair for pair in OPERATIONS if pair[1] in {"/v1/files", "/v1/batches", *GENERATION}]
+REFUSABLE = [
+    pair for pair in OPERATIONS if pair[1] in {"/v1/files", "/v1/batches", "/v1/messages/batches", *GENERATION}
+]
 CASES = [(*pair, GenerationMode.POSITIVE) for pair in OPERATIONS]
 CASES += [(*pair, GenerationMode.NEGATIVE) for pair in REFUSABLE]
 
@@ -82,10 +89,18 @@ def test_every_answer_is_of_the_contract(
         assert response.status_code < 500 and response.status_code != 422, response.content[:500]
         if response.status_code >= 400:
             names = {"message", "type"} if path.startswith("/v1/messages") else ENVELOPE
-            assert set(json.loads(response.content)["error"]) == names
-        assert not leftovers(root)["tmp"]
+            assert set(json.loads(response.content)["error"]) - {"details"} == names
+        until_tidy(root)
 
     send()
+
+
+def until_tidy(root: Path) -> None:
+    """Wait until no temporary file is left: the batches that were created write their results meanwhile."""
+    end = time.monotonic() + 30
+    while leftovers(root)["tmp"]:
+        assert time.monotonic() < end, "a temporary file is left behind"
+        time.sleep(0.01)
 
 
 def test_no_operation_is_left_out(server: tuple[str, dict[str, Any], Path]) -> None:

@@ -1,6 +1,7 @@
 """Tenants of files and batches: keys that change between starts, operators, and objects that no key reaches."""
 
 import asyncio
+import json
 import logging
 import re
 import sqlite3
@@ -13,7 +14,7 @@ import httpx
 import openai
 import pytest
 from batch_tools import batch_server, client_of, digest, jsonl, keys_of, line, results_of, submit, until
-from fake_engine import Script, Served
+from fake_engine import MODEL, Script, Served
 
 from engine.api import EngineRequest
 from engine.text.tokenizer import Tokenizer
@@ -228,6 +229,12 @@ ROUTES = {
     ("GET", "/v1/batches"): OPERATOR,
     ("GET", "/v1/batches/{batch_id}"): OPERATOR,
     ("POST", "/v1/batches/{batch_id}/cancel"): OPERATOR,
+    ("GET", "/v1/messages/batches"): OPERATOR,
+    ("GET", "/v1/messages/batches/{message_batch_id}"): OPERATOR,
+    ("GET", "/v1/messages/batches/{message_batch_id}/results"): OPERATOR,
+    ("POST", "/v1/messages/batches/{message_batch_id}/cancel"): OPERATOR,
+    ("DELETE", "/v1/messages/batches/{message_batch_id}"): OPERATOR,
+    ("POST", "/v1/messages/batches"): OWN,
     ("POST", "/v1/files"): OWN,
     ("POST", "/v1/batches"): OWN,
     ("POST", "/v1/chat/completions"): OWN,
@@ -281,7 +288,7 @@ async def test_an_operator_reaches_the_objects_of_all_tenants(served: tuple[Serv
 
     async def ask(client: openai.AsyncOpenAI, method: str, route: str, name: str, status: int = 200) -> Any:
         tried.add((method, route))
-        answer = await call(client, method, route.format(file_id=name, batch_id=name))
+        answer = await call(client, method, route.format(file_id=name, batch_id=name, message_batch_id=name))
         assert answer.status_code == status, (method, route, answer.text)
         return answer
 
@@ -306,7 +313,27 @@ async def test_an_operator_reaches_the_objects_of_all_tenants(served: tuple[Serv
     assert (await until(acme, running)).status == "cancelled"
     await ask(boss, "DELETE", "/v1/files/{file_id}", batch.output_file_id)
     await ask(acme, "GET", "/v1/files/{file_id}", batch.output_file_id, 404)
+    await reach_message_batches(ask, acme, boss)
     assert tried == {route for route, kind in ROUTES.items() if kind is OPERATOR}
+
+
+async def reach_message_batches(ask: Any, acme: openai.AsyncOpenAI, boss: openai.AsyncOpenAI) -> None:
+    asked = [{"role": "user", "content": "hi"}]
+    request = {"custom_id": "a", "params": {"model": MODEL, "max_tokens": 4, "messages": asked}}
+    created = (await call(acme, "POST", "/v1/messages/batches", json={"requests": [request]})).json()
+    assert created["id"] not in {
+        each["id"] for each in (await ask(boss, "GET", "/v1/messages/batches", "")).json()["data"]
+    }
+    assert [each["id"] for each in (await get(boss, "/v1/messages/batches?tenant=acme")).json()["data"]] == [
+        created["id"]
+    ]
+    await until(acme, created["id"].removeprefix("msg"))
+    route = "/v1/messages/batches/{message_batch_id}"
+    assert (await ask(boss, "GET", route, created["id"])).json()["processing_status"] == "ended"
+    assert json.loads((await ask(boss, "GET", f"{route}/results", created["id"])).text)["custom_id"] == "a"
+    await ask(boss, "POST", f"{route}/cancel", created["id"])
+    await ask(boss, "DELETE", route, created["id"])
+    await ask(acme, "GET", route, created["id"], 404)
 
 
 async def test_an_operator_creates_for_its_own_tenant_only(served: tuple[Served, Clients]) -> None:
@@ -335,14 +362,14 @@ async def test_other_keys_see_no_difference_between_a_missing_object_and_another
         statements.clear()
         found = await work
         asked = [re.sub(r"\d{9,}", "NOW", text.replace(name, "ID")) for text in statements if name in text]
-        return found.status_code, found.text, asked
+        return found.status_code, re.sub("req-[0-9a-f]{32}", "REQUEST", found.text), asked
 
     asked = {(method, route) for (method, route), kind in ROUTES.items() if kind is OPERATOR and "{" in route}
-    assert len(asked) == 5
+    assert len(asked) == 9
     for method, route in asked:
         real, missing = (finished, MISSING_BATCH) if "batch_id" in route else (file, MISSING_FILE)
         found = [
-            await answer(call(other, method, route.format(batch_id=name, file_id=name)), name)
+            await answer(call(other, method, route.format(batch_id=name, file_id=name, message_batch_id=name)), name)
             for name in (real, missing)
         ]
         assert found[0] == found[1] and found[0][0] == 404 and found[0][2], (method, route)

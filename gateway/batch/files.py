@@ -2,6 +2,7 @@
 
 import logging
 import os
+from collections.abc import AsyncIterator
 from typing import Any
 
 import anyio
@@ -70,6 +71,31 @@ async def create_file(request: Request) -> Response:
             with anyio.CancelScope(shield=True):
                 await to_thread.run_sync(temp.discard)
     return json_response(file.as_json())
+
+
+async def store_content(request: Request, content: bytes, filename: str) -> FileObject:
+    """Store the input file of a batch that was sent in another form. Raises ApiError 413 beyond the tenant's quota."""
+    state, tenant = state_of(request), tenant_of(request)
+    quota = context_of(request).keys.quota(tenant).bytes
+    async with state.uploads.place(tenant):
+        temp = await to_thread.run_sync(state.folder.create_temp)
+        try:
+            await to_thread.run_sync(_write, state, temp, content)
+            now = state.now()
+            file = FileObject(new_file_id(), tenant, temp.size, now, filename, "batch", now + DEFAULT_EXPIRY)
+            await _store(state, temp, file, quota)
+        except StorageQuota as error:
+            assert quota is not None
+            raise _quota_reached(quota, error.used) from None
+        finally:
+            with anyio.CancelScope(shield=True):
+                await to_thread.run_sync(temp.discard)
+    return file
+
+
+def _write(state: BatchState, temp: DiskFile, content: bytes) -> None:
+    with state.folder.disk.storing():
+        temp.write(content)
 
 
 async def _room(request: Request, quota: int | None) -> int:
@@ -162,11 +188,11 @@ async def list_files(request: Request) -> Response:
 
 @router.get("/v1/files/{file_id}")
 async def retrieve_file(request: Request, file_id: str) -> Response:
-    file = await _find(request, file_id)
+    file = await find_file(request, file_id)
     return json_response(shown(request, file, file.as_json()))
 
 
-async def _find(request: Request, file_id: str) -> FileObject:
+async def find_file(request: Request, file_id: str) -> FileObject:
     """Return a file. Raises ApiError 404 for a missing file and, without the operator role, for another tenant's."""
     state = state_of(request)
     if FILE_ID.fullmatch(file_id):
@@ -182,22 +208,33 @@ def no_such_file(param: str = "file_id") -> ApiError:
 
 @router.delete("/v1/files/{file_id}")
 async def delete_file(request: Request, file_id: str) -> Response:
-    state = state_of(request)
-    file = await _find(request, file_id)
+    file = await find_file(request, file_id)
     try:
-        deleted = await state.folder.store.delete_file(reached_tenant(request), file.id, state.now())
+        deleted = await remove_file(request, file.id)
     except FileInUse:
         message = "The file is the input of a batch that has not ended; cancel the batch first."
         raise ApiError(400, message, param="file_id", code="file_in_use") from None
     if not deleted:
         raise no_such_file()
-    await to_thread.run_sync(state.folder.remove_body, file.id)
     return json_response({"id": file.id, "object": "file", "deleted": True})
+
+
+async def remove_file(request: Request, file_id: str) -> bool:
+    """Delete a file; return False if it does not exist. Raises FileInUse for the input of an unfinished batch."""
+    state = state_of(request)
+    deleted = await state.folder.store.delete_file(reached_tenant(request), file_id, state.now())
+    if deleted:
+        await to_thread.run_sync(state.folder.remove_body, file_id)
+    return deleted
 
 
 @router.get("/v1/files/{file_id}/content")
 async def read_content(request: Request, file_id: str) -> Response:
-    file = await _find(request, file_id)
+    return await open_content(request, await find_file(request, file_id))
+
+
+async def open_content(request: Request, file: FileObject) -> "FileContent":
+    """Open a file for a response. Raises ApiError 404 and 500, and StorageError."""
     path = state_of(request).folder.file_path(file.id)
 
     def open_file() -> int:
@@ -258,18 +295,25 @@ class FileContent(Response):
         try:
             await run_while_connected(receive, lambda: self._send(send), _nothing)
         finally:
-            os.close(self._descriptor)
+            self.close()
+
+    def close(self) -> None:
+        os.close(self._descriptor)
 
     async def _send(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        async for piece in self.pieces():
+            await send({"type": "http.response.body", "body": piece, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def pieces(self) -> AsyncIterator[bytes]:
+        """Yield the content, read piece by piece. Raises StorageError."""
         for part in self._parts:
             if isinstance(part, bytes):
-                await send({"type": "http.response.body", "body": part, "more_body": True})
+                yield part
                 continue
             for start in range(*part, READ_BYTES):
-                data = await to_thread.run_sync(self._read, start, min(READ_BYTES, part[1] - start))
-                await send({"type": "http.response.body", "body": data, "more_body": True})
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
+                yield await to_thread.run_sync(self._read, start, min(READ_BYTES, part[1] - start))
 
     def _read(self, start: int, length: int) -> bytes:
         """Read bytes. A StorageError breaks the response off."""

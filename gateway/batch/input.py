@@ -7,6 +7,7 @@ CPU-bound Python, so it runs in a process of its own (`check_apart`): a thread w
 import os
 import signal
 from array import array
+from codecs import BOM_UTF16_BE, BOM_UTF16_LE
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from hashlib import blake2b
@@ -189,8 +190,8 @@ class InputChecker:
 
 
 def _why_not_json(content: bytes) -> str:
-    if content.startswith((b"\xef\xbb\xbf", b"\xff\xfe", b"\xfe\xff")):
-        return "The file begins with a byte order mark; it must be UTF-8 without one."
+    if content.startswith((BOM_UTF16_LE, BOM_UTF16_BE)):
+        return "The file is UTF-16; it must be UTF-8."
     try:
         content.decode()
     except UnicodeDecodeError:

@@ -32,9 +32,9 @@ def read_page(request: Request, *, default: int, most: int, orders: bool = False
     return Page(int(limit), after, order == "asc")
 
 
-def unknown_cursor() -> NoReturn:
+def unknown_cursor(param: str = "after") -> NoReturn:
     """Raise ApiError 400 for an `after` that does not exist or belongs to another tenant."""
-    _refuse("after", "the id of an object of this list")
+    _refuse(param, "the id of an object of this list")
 
 
 def list_response(objects: Sequence[dict[str, Any]], has_more: bool) -> Response:
@@ -53,14 +53,14 @@ def json_response(content: dict[str, Any]) -> Response:
     return Response(orjson.dumps(content), media_type="application/json")
 
 
-def describe_page(most: int, *names: str) -> dict[str, Any]:
-    """Return the OpenAPI description of a list's query: `limit`, `after`, `tenant` and `names`."""
+def describe_page(most: int, *names: str, cursors: tuple[str, ...] = ("after",)) -> dict[str, Any]:
+    """Return the OpenAPI description of a list's query: `limit`, `cursors`, `tenant` and `names`."""
     schemas: dict[str, dict[str, Any]] = {
         "limit": {"type": "integer", "minimum": 1, "maximum": most},
-        "after": {"type": "string"},
+        **{name: {"type": "string"} for name in cursors},
         "order": {"enum": ["asc", "desc"]},
         "purpose": {"type": "string"},
         "tenant": {"type": "string", "description": "Tenant name, or * for all; other tenants need an operator's key."},
     }
-    chosen = ("limit", "after", "tenant", *names)
+    chosen = ("limit", *cursors, "tenant", *names)
     return {"parameters": [{"name": name, "in": "query", "schema": schemas[name]} for name in chosen]}

@@ -132,9 +132,18 @@ async def create_batch(request: Request) -> Response:
     )
     if not FILE_ID.fullmatch(body.input_file_id):
         raise no_such_file("input_file_id")
+    created = await add_batch(request, batch, _idempotency(request, body))
+    file = await state.folder.store.get_file(created.tenant, created.input_file_id, now)
+    notes = await state.jobs.first_notes(created, 0 if file is None else file.bytes)
+    return json_response(created.as_json(notes))
+
+
+async def add_batch(request: Request, batch: BatchJob, idempotency: tuple[str, str] | None = None) -> BatchJob:
+    """Store a batch and start it; see `SqliteBatches.create_batch`. Raises ApiError."""
+    state = state_of(request)
     max_lines = context_of(request).keys.quota(batch.tenant).lines
     try:
-        created = await state.folder.store.create_batch(batch, _idempotency(request, body), max_lines)
+        created = await state.folder.store.create_batch(batch, idempotency, max_lines)
     except LineQuota as error:
         assert max_lines is not None
         what = f"unfinished batches have {error.used} lines"
@@ -148,9 +157,7 @@ async def create_batch(request: Request) -> Response:
         message = "This idempotency key was already used with a different body; use a new key."
         raise ApiError(400, message, code="idempotency_key_reused") from None
     state.jobs.added(created)
-    file = await state.folder.store.get_file(created.tenant, created.input_file_id, now)
-    notes = await state.jobs.first_notes(created, 0 if file is None else file.bytes)
-    return json_response(created.as_json(notes))
+    return created
 
 
 def _idempotency(request: Request, body: BatchRequest) -> tuple[str, str] | None:
@@ -174,17 +181,28 @@ async def list_batches(request: Request) -> Response:
 
 @router.get("/v1/batches/{batch_id}")
 async def retrieve_batch(request: Request, batch_id: str) -> Response:
-    batch, state = None, state_of(request)
+    batch = await find_batch(request, batch_id)
+    return json_response(shown(request, batch, batch.as_json(state_of(request).jobs.notes(batch))))
+
+
+async def find_batch(request: Request, batch_id: str) -> BatchJob:
+    """Return a batch that the request may access. Raises ApiError 404."""
     if BATCH_ID.fullmatch(batch_id):
-        batch = await state.folder.store.get_batch(reached_tenant(request), batch_id)
-    if batch is None:
-        raise _no_such_batch()
-    return json_response(shown(request, batch, batch.as_json(state.jobs.notes(batch))))
+        batch = await state_of(request).folder.store.get_batch(reached_tenant(request), batch_id)
+        if batch is not None:
+            return batch
+    raise _no_such_batch()
 
 
 @router.post("/v1/batches/{batch_id}/cancel")
 async def cancel_batch(request: Request, batch_id: str) -> Response:
     """Cancel a batch. A batch that has already ended is returned with 200: clients would retry a 409."""
+    batch = await cancel(request, batch_id)
+    return json_response(shown(request, batch, batch.as_json()))
+
+
+async def cancel(request: Request, batch_id: str) -> BatchJob:
+    """Cancel a batch unless it has ended, and return it. Raises ApiError 404."""
     state = state_of(request)
     batch = None
     if BATCH_ID.fullmatch(batch_id):
@@ -192,7 +210,7 @@ async def cancel_batch(request: Request, batch_id: str) -> Response:
     if batch is None:
         raise _no_such_batch()
     state.jobs.cancelled(batch)
-    return json_response(shown(request, batch, batch.as_json()))
+    return batch
 
 
 def _no_such_batch() -> ApiError:

@@ -72,11 +72,15 @@ class SqliteBatches:
         """Return an existing batch of any tenant."""
         return await self._writer.run(lambda connection: _load(connection, batch_id))
 
-    async def list_batches(self, tenant: str | None, page: Page) -> tuple[list[BatchJob], bool]:
-        """Return a page, newest first, and whether more batches follow. Raises UnknownCursor."""
+    async def list_batches(
+        self, tenant: str | None, page: Page, endpoint: str | None = None
+    ) -> tuple[list[BatchJob], bool]:
+        """Return a page of the batches (of `endpoint`, if given), and whether more follow. Raises UnknownCursor."""
 
         def work(connection: sqlite3.Connection) -> tuple[list[BatchJob], bool]:
-            rows, more = read_page(connection, "batches", owned(tenant), {"tenant": tenant}, page)
+            where = owned(tenant) + ("" if endpoint is None else " AND endpoint = :endpoint")
+            values: dict[str, str | int | None] = {"tenant": tenant, "endpoint": endpoint}
+            rows, more = read_page(connection, "batches", where, values, page)
             return [read_batch_row(row) for row in rows], more
 
         return await self._writer.run(work)
@@ -125,6 +129,10 @@ class SqliteBatches:
             return _load(connection, batch_id)
 
         return await self._writer.run(work)
+
+    async def delete_batch(self, batch_id: str) -> None:
+        """Remove the row of a batch that has ended."""
+        await self._writer.run(lambda connection: connection.execute("DELETE FROM batches WHERE id = ?", (batch_id,)))
 
     async def add_lines(self, batch_id: str, lines: Sequence[LineRef], *, first: bool) -> None:
         """Add lines of a batch under validation; `first`: remove the lines of an interrupted attempt."""

@@ -1,0 +1,270 @@
+"""/v1/messages/batches: Anthropic's Message Batches. They are batches of the endpoint /v1/messages, and batches of
+this endpoint that /v1/batches created are shown as well."""
+
+from contextlib import suppress
+from io import BytesIO
+from typing import Annotated, Any
+
+import orjson
+from anyio import to_thread
+from fastapi import APIRouter
+from pydantic import Field
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from engine.errors import InvalidRequestError
+from gateway.batch.files import FileContent, find_file, open_content, remove_file, store_content
+from gateway.batch.input import check_input
+from gateway.batch.limits import BatchLimits, state_of
+from gateway.batch.listing import describe_page, json_response, read_page, unknown_cursor
+from gateway.batch.routes import DEFAULT_LISTED, add_batch, cancel, find_batch
+from gateway.batch.tenants import listed_tenant, reached_tenant
+from gateway.context import context_of, tenant_of
+from gateway.generate.answering import read_json
+from gateway.generate.wire import StrictBody, parse_json, validate
+from gateway.http.anthropic import MESSAGES_PATH, timestamp
+from gateway.http.errors import ApiError, messages_envelope
+from gateway.http.json_text import escape_line_ends
+from gateway.http.sse import run_while_connected
+from gateway.store.objects import BatchJob, FileInUse, Page, UnknownCursor, new_batch_id
+from gateway.store.states import TERMINAL, BatchStatus
+
+router = APIRouter()
+
+PATH = f"{MESSAGES_PATH}/batches"
+MAX_REQUESTS = 50_000
+MAX_LISTED = 1000
+WINDOW_SECONDS = 86_400
+FILE_NAME = "message_batch.jsonl"
+_PREFIX = "msg"
+_ENDS = {"batch_expired": "expired", "batch_cancelled": "canceled"}
+
+
+class BatchedMessage(StrictBody):
+    """A request of a batch: `params` is a body of /v1/messages."""
+
+    custom_id: str
+    params: dict[str, Any]
+
+
+class MessageBatchRequest(StrictBody):
+    """POST /v1/messages/batches."""
+
+    requests: Annotated[list[BatchedMessage], Field(min_length=1, max_length=MAX_REQUESTS, fail_fast=True)]
+
+
+_CREATE: dict[str, Any] = {
+    "requestBody": {
+        "required": True,
+        "content": {
+            "application/json": {
+                "schema": {
+                    "type": "object",
+                    "required": ["requests"],
+                    "additionalProperties": False,
+                    "properties": {
+                        "requests": {
+                            "type": "array",
+                            "minItems": 1,
+                            "maxItems": MAX_REQUESTS,
+                            "items": {
+                                "type": "object",
+                                "required": ["custom_id", "params"],
+                                "additionalProperties": False,
+                                "properties": {"custom_id": {"type": "string"}, "params": {"type": "object"}},
+                            },
+                        }
+                    },
+                }
+            }
+        },
+    }
+}
+
+
+@router.post(PATH, openapi_extra=_CREATE)
+async def create_message_batch(request: Request) -> Response:
+    context_of(request).lifecycle.check_accepting()
+    state, tenant = state_of(request), tenant_of(request)
+    lines = await read_json(request, lambda raw: _input_lines(raw, state.limits))
+    file = await store_content(request, lines, FILE_NAME)
+    now = state.now()
+    batch = BatchJob(new_batch_id(), tenant, MESSAGES_PATH, file.id, "24h", now, now + WINDOW_SECONDS)
+    try:
+        return json_response(_as_json(request, await add_batch(request, batch)))
+    except ApiError:
+        await remove_file(request, file.id)
+        raise
+
+
+def _input_lines(raw: bytes | bytearray, limits: BatchLimits) -> bytes:
+    """Return the input file of a batch. Raises InvalidRequestError for requests that would fail the whole batch."""
+    body = validate(MessageBatchRequest, parse_json(raw))
+    lines = b"".join(
+        orjson.dumps({"custom_id": each.custom_id, "method": "POST", "url": MESSAGES_PATH, "body": each.params}) + b"\n"
+        for each in body.requests
+    )
+    for error in check_input(BytesIO(lines), MESSAGES_PATH, limits.lines, limits.line_bytes).errors:
+        place = f"requests[{(error.line or 1) - 1}]"
+        param = f"{place}.{error.param}".replace(".body", ".params") if error.param else place
+        message = f"{place}: {error.message}".replace("'body.", "'params.")
+        raise InvalidRequestError(message, param=param, code=error.code)
+    return lines
+
+
+@router.get(PATH, openapi_extra=describe_page(MAX_LISTED, cursors=("after_id", "before_id")))
+async def list_message_batches(request: Request) -> Response:
+    state, query = state_of(request), request.query_params
+    is_before = "before_id" in query
+    page = read_page(request, default=DEFAULT_LISTED, most=MAX_LISTED)
+    after = _our_id(query.get("before_id") or query.get("after_id") or "")
+    page = Page(page.limit, after or None, ascending=is_before)
+    try:
+        batches, more = await state.folder.store.list_batches(listed_tenant(request), page, MESSAGES_PATH)
+    except UnknownCursor:
+        unknown_cursor("before_id" if is_before else "after_id")
+    data = [_as_json(request, batch) for batch in (reversed(batches) if is_before else batches)]
+    ids = {"first_id": data[0]["id"] if data else None, "last_id": data[-1]["id"] if data else None}
+    return json_response({"data": data, "has_more": more, **ids})
+
+
+@router.get(PATH + "/{message_batch_id}")
+async def retrieve_message_batch(request: Request, message_batch_id: str) -> Response:
+    return json_response(_as_json(request, await _find(request, message_batch_id)))
+
+
+@router.post(PATH + "/{message_batch_id}/cancel")
+async def cancel_message_batch(request: Request, message_batch_id: str) -> Response:
+    batch = await _find(request, message_batch_id)
+    return json_response(_as_json(request, await cancel(request, batch.id)))
+
+
+@router.delete(PATH + "/{message_batch_id}")
+async def delete_message_batch(request: Request, message_batch_id: str) -> Response:
+    """Delete a batch that has ended, with its result files and an input file that was created for it."""
+    batch, state = await _find(request, message_batch_id), state_of(request)
+    if batch.status not in TERMINAL:
+        raise ApiError(400, "The batch has not ended; cancel it first.", param="message_batch_id", code="invalid_value")
+    await state.folder.store.delete_batch(batch.id)
+    given = await state.folder.store.get_file(reached_tenant(request), batch.input_file_id, state.now())
+    own_input = batch.input_file_id if given is not None and given.filename == FILE_NAME else None
+    for file_id in (own_input, batch.output_file_id, batch.error_file_id):
+        if file_id is not None:
+            with suppress(FileInUse):
+                await remove_file(request, file_id)
+    return json_response({"id": message_batch_id, "type": "message_batch_deleted"})
+
+
+@router.get(PATH + "/{message_batch_id}/results")
+async def read_results(request: Request, message_batch_id: str) -> Response:
+    """Return a row for each request of a batch that has ended."""
+    batch = await _find(request, message_batch_id)
+    if batch.status not in TERMINAL:
+        message = "The batch has no results yet; wait until its 'processing_status' is 'ended'."
+        raise ApiError(404, message, param="message_batch_id", code="results_not_ready")
+    contents: list[FileContent] = []
+    try:
+        for file_id in (batch.output_file_id, batch.error_file_id):
+            if file_id is not None:
+                contents.append(await open_content(request, await find_file(request, file_id)))  # noqa: PERF401
+    except BaseException:
+        for content in contents:
+            content.close()
+        raise
+    return MessageResults(contents)
+
+
+async def _find(request: Request, message_batch_id: str) -> BatchJob:
+    """Return a batch of messages. Raises ApiError 404."""
+    batch = await find_batch(request, _our_id(message_batch_id))
+    if batch.endpoint != MESSAGES_PATH:
+        raise ApiError(404, "The batch is not one of /v1/messages.", param="message_batch_id", code="batch_not_found")
+    return batch
+
+
+def _our_id(message_batch_id: str) -> str:
+    return message_batch_id.removeprefix(_PREFIX)
+
+
+def _as_json(request: Request, batch: BatchJob) -> dict[str, Any]:
+    """Return the batch in Anthropic's form, in which requests count as processing until the whole batch has ended."""
+    has_ended, times = batch.status in TERMINAL, batch.times
+    counts = dict.fromkeys(("processing", "succeeded", "errored", "canceled", "expired"), 0)
+    if has_ended:
+        counts |= {"succeeded": batch.completed, "errored": batch.failed}
+        counts["canceled" if batch.status is BatchStatus.CANCELLED else "expired"] = batch.remaining
+    else:
+        counts["processing"] = batch.total
+    ended_at = times.get(f"{batch.status.value}_at") if has_ended else None
+    cancelled_at = times.get("cancelling_at")
+    message_batch_id = _PREFIX + batch.id
+    ending = "canceling" if batch.status is BatchStatus.CANCELLING else "in_progress"
+    return {
+        "id": message_batch_id,
+        "type": "message_batch",
+        "processing_status": "ended" if has_ended else ending,
+        "request_counts": counts,
+        "created_at": timestamp(batch.created_at),
+        "expires_at": timestamp(batch.expires_at),
+        "ended_at": None if ended_at is None else timestamp(ended_at),
+        "cancel_initiated_at": None if cancelled_at is None else timestamp(cancelled_at),
+        "archived_at": None,
+        "results_url": _results_url(request, message_batch_id) if has_ended else None,
+    }
+
+
+def _results_url(request: Request, message_batch_id: str) -> str:
+    """Return the absolute URL that the client sees, also behind a proxy that terminates TLS."""
+    forwarded = request.headers.get("x-forwarded-proto", "")
+    scheme = forwarded if forwarded in ("http", "https") else request.url.scheme
+    return f"{scheme}://{request.url.netloc}{PATH}/{message_batch_id}/results"
+
+
+class MessageResults(Response):
+    """The rows of our result files in Anthropic's form."""
+
+    media_type = "application/x-jsonl"
+
+    def __init__(self, contents: list[FileContent]) -> None:
+        self.status_code = 200
+        self.background = None
+        self._contents = contents
+        self.init_headers({"x-content-type-options": "nosniff"})
+
+    async def __call__(self, _: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await run_while_connected(receive, lambda: self._send(send), lambda: None)
+        finally:
+            for content in self._contents:
+                content.close()
+
+    async def _send(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        for content in self._contents:
+            rest = b""
+            async for piece in content.pieces():
+                whole, end, rest = (rest + piece).rpartition(b"\n")
+                rows = await to_thread.run_sync(_message_rows, whole + end)
+                await send({"type": "http.response.body", "body": rows, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+def _message_rows(rows: bytes) -> bytes:
+    return b"".join(_message_row(row) + b"\n" for row in rows.split(b"\n") if row)
+
+
+def _message_row(row: bytes) -> bytes:
+    found = orjson.loads(row)
+    result: dict[str, Any]
+    match found:
+        case {"error": {"code": str(code)}} if code in _ENDS:
+            result = {"type": _ENDS[code]}
+        case {"error": {"message": message}}:
+            result = {"type": "errored", "error": messages_envelope(ApiError(500, message), None)}
+        case {"response": {"status_code": 200, "body": body}}:
+            result = {"type": "succeeded", "message": body}
+        case {"response": {"status_code": status, "body": {"error": error}, "request_id": request_id}}:
+            refusal = ApiError(status, error["message"], param=error["param"])
+            result = {"type": "errored", "error": messages_envelope(refusal, request_id)}
+    return escape_line_ends(orjson.dumps({"custom_id": found["custom_id"], "result": result}))
