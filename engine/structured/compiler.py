@@ -230,7 +230,7 @@ def _reason(text: str) -> str:
     if text.startswith("NoExtension"):
         return "nothing can satisfy it"
     if text.startswith("oneOf constraints"):
-        return 'the keyword "oneOf" is not supported (anyOf is)'
+        return 'the options of "oneOf" may overlap; use "anyOf"'
     keys = _UNKNOWN_KEYS.search(text)
     if keys is not None:
         return f"not supported here: the keywords {keys[1]}"

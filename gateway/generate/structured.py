@@ -10,6 +10,9 @@ import orjson
 
 from engine.errors import InvalidRequestError
 from engine.grammar import MAX_GRAMMAR_BYTES, Grammar, GrammarKind
+from gateway.generate.lark import Lark
+from gateway.generate.schemas import has_large_numbers, prepared
+from gateway.generate.tool_values import COMPACT, Literals
 from gateway.generate.wire import GenerationBody, ResponseFormat, StructuredOutputs
 
 ANY_OBJECT = '{"type":"object"}'
@@ -97,10 +100,23 @@ def _named(values: Mapping[str, Any], prefix: str, whitespace: str | None) -> It
 
 
 def _json(schema: str | dict[str, Any], whitespace: str | None, param: str) -> Grammar:
-    """Return the grammar of a schema; a schema sent as text is used unchanged."""
+    """Return the grammar of a schema, which may be sent as text."""
     try:
-        text = schema if isinstance(schema, str) else orjson.dumps(schema).decode()
-    except orjson.JSONEncodeError as error:  # deeper than orjson supports
-        message = f"'{param}' cannot be enforced: it is nested too deeply."
-        raise InvalidRequestError(message, param=param, code="invalid_value") from error
-    return Grammar("json", text, whitespace, param)
+        ready = prepared(_parse(schema) if isinstance(schema, str) else schema)
+        if not has_large_numbers(ready):
+            return Grammar("json", orjson.dumps(ready).decode(), whitespace, param)
+        if whitespace is not None:
+            raise ValueError("white space cannot be chosen for a schema with integers beyond 2^53")
+        lark = Lark({})
+        return Grammar("lark", lark.whole(Literals(lark, COMPACT, ready).value(ready)), param=param)
+    except ValueError as error:
+        raise InvalidRequestError(
+            f"'{param}' cannot be enforced: {error}.", param=param, code="invalid_value"
+        ) from error
+
+
+def _parse(text: str) -> Any:
+    try:
+        return orjson.loads(text)
+    except orjson.JSONDecodeError as error:
+        raise ValueError(f"not JSON: {error}") from error

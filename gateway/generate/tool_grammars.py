@@ -9,18 +9,18 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 from gateway.generate.lark import Lark, quoted
+from gateway.generate.schemas import choices_of
 from gateway.generate.tool_schemas import (
     KNOWN,
     Schema,
     any_text,
     check_keys,
-    choices_of,
     is_text,
     properties_of,
     required_names,
     split,
 )
-from gateway.generate.tool_values import SPACED, JsonValues, Literals, Values
+from gateway.generate.tool_values import JsonValues, Literals, Values, json_rule
 
 
 class Function(NamedTuple):
@@ -99,14 +99,13 @@ class JsonCall:
     def write(self, lark: Lark, function: Function) -> str:
         parameters, definitions = split(function.parameters)
         schema = {
-            **SPACED,
             **definitions,  # at the root, where "#/$defs/..." refers to
             "type": "object",
-            "properties": {"name": {"const": function.name}, self.key: parameters or {"type": "object"}},
+            "properties": {"name": {"const": function.name}, self.key: {"type": "object", **parameters}},
             "required": ["name", self.key],
             "additionalProperties": False,
         }
-        return lark.json(schema)
+        return json_rule(lark, schema)
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,8 +115,7 @@ class ArgumentsCall:
     mark: str
 
     def write(self, lark: Lark, function: Function) -> str:
-        schema = {**SPACED, **(function.parameters or {"type": "object"})}
-        return f"{lark.text(function.name + self.mark)} {lark.json(schema)}"
+        return f"{lark.text(function.name + self.mark)} {json_rule(lark, {'type': 'object', **function.parameters})}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +130,7 @@ class LiteralCall:
 
     def write(self, lark: Lark, function: Function) -> str:
         literals = Literals(lark, self.values, function.parameters)
-        pairs = literals.pairs(_object(function), "", self.sign)
+        pairs = literals.members(_object(function), "", self.sign)
         return f"{lark.text(self.before + function.name + self.opening)} {pairs} {lark.text(self.closing)}"
 
 
@@ -147,6 +145,10 @@ class XmlCall:
         for key, value in properties_of(schema):
             body = f"{quoted('<parameter=' + key + mark)} {self._value(lark, value, values)}"
             parts.append(f"({body}){'' if key in required else '?'}")
+        extra = schema.get("additionalProperties", True)
+        if extra is not False and not schema.get("properties"):
+            name, value = lark.terminal(r"/[^>\n]+/"), {"type": "string"} if extra is True else extra
+            parts.append(f"({quoted('<parameter=')} {name} {quoted(mark)} {self._value(lark, value, values)})*")
         return lark.rule(" ".join([*parts, quoted("</function>")]))
 
     def _value(self, lark: Lark, schema: Any, values: JsonValues) -> str:
@@ -167,6 +169,4 @@ def _object(function: Function) -> Schema:
     if schema["type"] != "object":
         raise ValueError("arguments that are not an object")
     check_keys(schema, {"type", "properties", "required", "additionalProperties"})
-    if schema.get("additionalProperties") and not schema.get("properties"):
-        raise ValueError('the keyword "additionalProperties" without "properties"')
     return schema

@@ -4,10 +4,12 @@ from collections.abc import Mapping
 from typing import Any
 from urllib.parse import unquote
 
+from gateway.generate.schemas import choices_of
+
 Schema = Mapping[str, Any]
 DEFINITIONS = ("$defs", "definitions")
 COMMENTS = {"title", "description", "default", "examples", "deprecated"}
-NOTES = {"$schema", "$id", "strict", *COMMENTS, *DEFINITIONS}
+NOTES = {"$schema", "$id", "strict", "discriminator", *COMMENTS, *DEFINITIONS}
 BOUNDS = {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"}
 TYPES = ("string", "integer", "number", "boolean", "null", "array", "object")
 KNOWN = {
@@ -40,12 +42,6 @@ def required_names(schema: Schema) -> frozenset[str]:
 def shown(name: Any) -> str:
     """Return a client's name, shortened for error messages."""
     return str(name)[:_SHOWN_CHARS]
-
-
-def choices_of(schema: Schema) -> list[Any] | None:
-    if "const" in schema:
-        return [schema["const"]]
-    return schema.get("enum")
 
 
 def is_text(schema: Any) -> bool:

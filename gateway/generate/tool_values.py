@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 import orjson
 
 from gateway.generate.lark import Lark, quoted
+from gateway.generate.number_patterns import integer_pattern
+from gateway.generate.schemas import choices_of, has_large_numbers
 from gateway.generate.tool_schemas import (
     BOUNDS,
     COMMENTS,
@@ -19,7 +21,6 @@ from gateway.generate.tool_schemas import (
     Schema,
     any_text,
     check_keys,
-    choices_of,
     properties_of,
     reachable,
     required_names,
@@ -27,7 +28,7 @@ from gateway.generate.tool_schemas import (
     split,
 )
 
-SPACED = {"x-guidance": {"item_separator": ", ", "key_separator": ": ", "whitespace_flexible": False}}
+_SPACED = {"x-guidance": {"item_separator": ", ", "key_separator": ": ", "whitespace_flexible": False}}
 _IN_QUOTES = r"[^'\\\x00-\x1f\x7f]"
 _KEY = re.compile(r"[A-Za-z_$][\w$.-]*")
 
@@ -48,6 +49,8 @@ class Values(NamedTuple):
     """Unquoted names must be Python identifiers."""
 
 
+JSON = Values()
+COMPACT = Values(comma=",", colon=":")
 PYTHON = Values("True", "False", "None", identifiers=True)
 GEMMA = Values(quote='<|"|>', key="", comma=",", colon=":")
 
@@ -75,7 +78,14 @@ class JsonValues:
         return self._known[path]
 
     def _rule(self, schema: Schema) -> str:
-        return self.lark.json({**SPACED, **reachable(schema, split(self.root)[1]), **schema})
+        return json_rule(self.lark, {**reachable(schema, split(self.root)[1]), **schema})
+
+
+def json_rule(lark: Lark, schema: Any) -> str:
+    """Return a rule for JSON with the spaces of json.dumps. Raises ValueError."""
+    if has_large_numbers(schema):
+        return lark.rule(Literals(lark, JSON, schema).value(schema))
+    return lark.json({**schema, **_SPACED} if isinstance(schema, Mapping) else schema)
 
 
 @dataclass(slots=True)
@@ -109,8 +119,23 @@ class Literals:
             raise ValueError("a schema without a type")
         return self._any_of(self._typed(kind, schema) for kind in kinds)
 
-    def pairs(self, schema: Schema, quote: str, sign: str) -> str:
+    def members(self, schema: Schema, quote: str, sign: str) -> str:
         """Return an expression for the keys and values of an object, without braces."""
+        extra = schema.get("additionalProperties", True)
+        if schema.get("properties") or extra is False:
+            return self._pairs(schema, quote, sign)
+        if schema.get("required"):
+            raise ValueError('the keyword "required" without "properties"')
+        pair = self.lark.rule(f"{self._any_key(quote)} {quoted(sign)} {self.value(extra)}")
+        return f"({pair} ({quoted(self.values.comma)} {pair})*)?"
+
+    def _any_key(self, quote: str) -> str:
+        if quote:
+            return self.lark.json({"type": "string"})
+        words = f" & ~/{'|'.join(keyword.kwlist)}/" if self.values.identifiers else ""
+        return self.lark.terminal(rf"/[A-Za-z_][A-Za-z0-9_]*/{words}")
+
+    def _pairs(self, schema: Schema, quote: str, sign: str) -> str:
         required = required_names(schema)
         pairs = [
             (f"{quoted(self._key(key, quote) + sign)} {self.value(value)}", key in required)
@@ -156,10 +181,17 @@ class Literals:
         if kind == "null":
             return quoted(words.null)
         if kind in ("integer", "number"):
-            return self.lark.json({name: schema[name] for name in BOUNDS & set(schema)} | {"type": kind})
+            return self._number(kind, {name: schema[name] for name in BOUNDS & set(schema)})
         if kind == "string":
             return self._text(schema)
         return self._list(schema) if kind == "array" else self._object(schema)
+
+    def _number(self, kind: str, bounds: Mapping[str, Any]) -> str:
+        if not has_large_numbers(bounds):
+            return self.lark.json({**bounds, "type": kind})
+        if kind == "number" or "multipleOf" in bounds:
+            raise ValueError('a bound beyond 2^53 of a number that need not be an integer, or beside "multipleOf"')
+        return self.lark.terminal(f"/{integer_pattern(bounds)}/")
 
     def _text(self, schema: Schema) -> str:
         if not self.values.quote:
@@ -184,14 +216,7 @@ class Literals:
         return f'"[" {items if least else f"({items})?"} "]"'
 
     def _object(self, schema: Schema) -> str:
-        extra = schema.get("additionalProperties", True)
-        if schema.get("properties") or extra is False:
-            return f'"{{" {self.pairs(schema, self.values.key, self.values.colon)} "}}"'
-        if schema.get("required"):
-            raise ValueError('the keyword "required" without "properties"')
-        name = self.lark.json({"type": "string"}) if self.values.key else self.lark.terminal(r"/[A-Za-z_][\w]*/")
-        pair = self.lark.rule(f"{name} {quoted(self.values.colon)} {self.value(extra)}")
-        return f'"{{" ({pair} ({quoted(self.values.comma)} {pair})*)? "}}"'
+        return f'"{{" {self.members(schema, self.values.key, self.values.colon)} "}}"'
 
     def _reference(self, path: Any) -> str:
         if path not in self._known:

@@ -15,6 +15,7 @@ from engine.errors import InvalidRequestError
 from engine.grammar import Grammar
 from engine.text.thoughts import ThoughtMarks
 from gateway.generate.answer_parser import Parsing
+from gateway.generate.schemas import prepared
 from gateway.generate.tool_formats import FORMATS, THINK, ToolFormat, find_format
 from gateway.generate.tool_grammars import Function
 from gateway.generate.wire import ChatCompletionRequest, ChatMessage, NamedToolChoice
@@ -23,6 +24,7 @@ FLAG = "--tool-parser"
 _IN_SYSTEM = re.compile(r"""message(\[['"]tools['"]\]|\.tools\b)""")
 """Matches chat templates that read the tools from a field of the system message."""
 
+NO_ARGUMENTS = {"type": "object", "properties": {}}
 _MAX_DIGITS = 4000
 """Maximum length of an integer in past calls; Python converts at most 4,300 digits."""
 
@@ -98,10 +100,9 @@ def tool_grammar(
         raise _unsupported(message, "tool_choice")
     if isinstance(body.tool_choice, NamedToolChoice):
         functions = [each for each in functions if each.name == body.tool_choice.function.name]
-    if not required:  # the schemas of other functions are not enforced
-        functions = [each if each.strict else each._replace(parameters={}) for each in functions]
     try:
-        text = format.grammar(functions, special, body.parallel_tool_calls is not False, required)
+        enforced = [_enforced(each) if required or each.strict else each._replace(parameters={}) for each in functions]
+        text = format.grammar(enforced, special, body.parallel_tool_calls is not False, required)
     except (orjson.JSONEncodeError, RecursionError) as error:
         raise _invalid("The parameters of a tool are nested too deeply.", "tools") from error
     except ValueError as error:
@@ -182,6 +183,11 @@ def _functions(body: ChatCompletionRequest) -> list[Function]:
         Function(tool.function.name, tool.function.parameters or {}, bool(tool.function.strict))
         for tool in body.tools or ()
     ]
+
+
+def _enforced(function: Function) -> Function:
+    """Return a function with a schema for grammars. Raises ValueError."""
+    return function._replace(parameters=prepared(function.parameters or NO_ARGUMENTS))
 
 
 def must_call(body: ChatCompletionRequest) -> bool:

@@ -1,0 +1,297 @@
+"""Preparation of clients' JSON schemas for generation.
+
+A schema is written to check values; a grammar generates them. `prepared` therefore
+
+- closes objects: without `additionalProperties`, only the names in `properties` and `required` may be written;
+- replaces `oneOf` by `anyOf` where no value fits two of its options, which the grammar library only finds out for
+  options without `$ref`;
+- removes unknown values of `format` and keywords of OpenAPI, which only annotate: next to them the library does not
+  take references.
+
+All functions take linear time in the size of the schema and do not recurse.
+"""
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+from urllib.parse import unquote
+
+import orjson
+
+EXACT_INTEGER = 2**53
+"""The grammar library reads numbers as doubles, which are exact up to this magnitude."""
+BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
+ENFORCED_FORMATS = frozenset(
+    {"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"}
+)
+_ALIASES = {f"uuid{version}": "uuid" for version in range(1, 9)}
+_ANNOTATIONS = {"discriminator", "deprecated", "example", "xml", "externalDocs"}
+_OPTIONS = ("allOf", "anyOf", "oneOf")
+_LISTS = ("prefixItems", "items")
+_MAPS = ("properties", "patternProperties", "$defs", "definitions")
+_ONES = ("items", "additionalItems", "additionalProperties")
+_ABOUT_NAMES = {"properties", "required", "additionalProperties", "patternProperties", "unevaluatedProperties"}
+_KIND_OF = {
+    str: "string", int: "number", float: "number", bool: "boolean", type(None): "null", list: "array", dict: "object",
+}  # fmt: skip
+KINDS = frozenset(_KIND_OF.values())
+MOST_COMPARED = 50_000
+_MOST_STEPS = 16
+_MOST_NODES = 64
+
+
+def prepared(schema: Any) -> Any:
+    """Return a changed copy of a schema. Raises ValueError for a schema that cannot be enforced exactly."""
+    try:
+        root = orjson.loads(orjson.dumps(schema))
+    except orjson.JSONEncodeError as error:  # deeper than orjson supports
+        raise ValueError("it is nested too deeply") from error
+    found = _subschemas(root)
+    for each, is_open in found:
+        _check_numbers(each)
+        _drop_annotation(each)
+        if not is_open:
+            _close(each)
+    options = _Options(root)
+    for each, _ in found:
+        options.separate(each)
+        for name in [name for name in each if name in _ANNOTATIONS or name.startswith("x-")]:
+            del each[name]
+    return root
+
+
+def has_large_numbers(schema: Any) -> bool:
+    """Return whether the grammar library would round a number of the schema."""
+    return any(
+        isinstance(number, int) and abs(number) > EXACT_INTEGER
+        for each, _ in _subschemas(schema)
+        for number in _numbers(each)
+    )
+
+
+def resolved(schema: Any, root: Any) -> Any:
+    """Follow the `$ref` of a schema within `root`; return None for a reference that leads nowhere or too far."""
+    for _ in range(_MOST_STEPS):
+        if not isinstance(schema, Mapping) or not isinstance(path := schema.get("$ref"), str):
+            return schema
+        schema = _at(path, root)
+    return None
+
+
+def kinds_of(schema: Any, root: Any) -> frozenset[str]:
+    """Return the kinds of values that a schema admits, out of KINDS; all of them if the schema is large or does not
+    tell."""
+    kinds: set[str] = set()
+    waiting, visits = [schema], 0
+    while waiting and len(kinds) < len(KINDS):
+        each = resolved(waiting.pop(), root)
+        visits += 1
+        if visits > _MOST_NODES or not isinstance(each, Mapping):
+            return KINDS
+        choices, types = choices_of(each), each.get("type")
+        options = next((each[name] for name in ("anyOf", "oneOf") if isinstance(each.get(name), list)), None)
+        if isinstance(choices, list):
+            kinds.update(_KIND_OF[kind] for kind in set(map(type, choices)))
+        elif isinstance(types, str | list):
+            kinds.update("number" if kind == "integer" else str(kind) for kind in _as_list(types))
+        elif options is not None:
+            waiting += options
+        elif isinstance(all_of := each.get("allOf"), list) and len(all_of) == 1:
+            waiting += all_of
+        else:
+            return KINDS
+    return frozenset(kinds) & KINDS
+
+
+def choices_of(schema: Mapping[str, Any]) -> Any:
+    """Return the values that a schema lists, or None if it lists none."""
+    return [schema["const"]] if "const" in schema else schema.get("enum")
+
+
+def _as_list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
+
+
+def _at(path: str, root: Any) -> Any:
+    """Return the value at a reference such as `#/$defs/Name`; None if there is none."""
+    if not path.startswith("#"):
+        return None
+    value = root
+    for part in path[1:].split("/")[1:]:
+        name = unquote(part).replace("~1", "/").replace("~0", "~")
+        if isinstance(value, Mapping):
+            value = value.get(name)
+        elif isinstance(value, list) and name.isdecimal() and len(name) < 9 and int(name) < len(value):
+            value = value[int(name)]
+        else:
+            return None
+    return value
+
+
+def _subschemas(root: Any) -> list[tuple[dict[str, Any], bool]]:
+    """Return all subschemas, each with whether it must stay open because another one applies to the same value."""
+    found: dict[int, tuple[dict[str, Any], bool]] = {}
+    waiting: list[tuple[Any, bool]] = [(root, False)]
+    while waiting:
+        schema, is_open = waiting.pop()
+        if not isinstance(schema, dict) or (id(schema) in found and found[id(schema)][1] >= is_open):
+            continue
+        found[id(schema)] = schema, is_open
+        for name in _MAPS:
+            if isinstance(parts := schema.get(name), Mapping):
+                waiting += [(part, False) for part in parts.values()]
+        waiting += [(schema[name], False) for name in _ONES if name in schema]
+        for name in _LISTS:
+            if isinstance(parts := schema.get(name), list):
+                waiting += [(part, False) for part in parts]
+        waiting += [(part, is_open or not _is_alone(schema)) for part in _in_place(schema, root)]
+    return list(found.values())
+
+
+def _in_place(schema: Mapping[str, Any], root: Any) -> Iterator[Any]:
+    """Yield the schemas that apply to the same value."""
+    for name in _OPTIONS:
+        if isinstance(options := schema.get(name), list):
+            yield from options
+    if isinstance(path := schema.get("$ref"), str):
+        yield _at(path, root)
+
+
+def _is_alone(schema: Mapping[str, Any]) -> bool:
+    """Return whether a value meets only one of the schemas in place, and nothing else limits its names."""
+    all_of = schema.get("allOf")
+    several = isinstance(all_of, list) and len(all_of) > 1
+    return not several and sum(name in schema for name in (*_OPTIONS, "$ref")) == 1 and not schema.keys() & _ABOUT_NAMES
+
+
+def _numbers(schema: Mapping[str, Any]) -> Iterator[int | float]:
+    """Yield the numbers that values are compared with."""
+    choices = choices_of(schema)
+    waiting = [schema.get(name) for name in BOUNDS] + (choices if isinstance(choices, list) else [])
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            yield value
+        elif isinstance(value, Mapping | list):
+            waiting.extend(value.values() if isinstance(value, Mapping) else value)
+
+
+def _check_numbers(schema: Mapping[str, Any]) -> None:
+    """Raise ValueError for a number that the JSON parser may have rounded: an integer beyond 64 bits."""
+    for number in _numbers(schema):
+        if isinstance(number, float) and abs(number) >= 2**64:
+            raise ValueError(f"the number {number:g} is larger than 64 bits")
+
+
+def _drop_annotation(schema: dict[str, Any]) -> None:
+    name = schema.get("format")
+    if isinstance(name, str) and name not in ENFORCED_FORMATS:
+        del schema["format"]
+        if name in _ALIASES:
+            schema["format"] = _ALIASES[name]
+
+
+def _close(schema: dict[str, Any]) -> None:
+    """Forbid names that the schema does not mention, unless another keyword may admit them."""
+    properties, required = schema.get("properties"), schema.get("required", ())
+    if not isinstance(properties, dict) or not isinstance(required, list | tuple):
+        return
+    if schema.keys() & {"patternProperties", "unevaluatedProperties", "$ref", "$dynamicRef", *_OPTIONS}:
+        return
+    if "additionalProperties" in schema or not all(isinstance(name, str) for name in required):
+        return
+    names = dict.fromkeys([*properties, *required], True)
+    least = schema.get("minProperties", 0)
+    if isinstance(least, int) and least <= len(names):
+        schema["properties"] = names | properties
+        schema["additionalProperties"] = False
+
+
+class _Options:
+    """Decides whether no value fits two options of a `oneOf`. At most MOST_COMPARED options, constants and names are
+    compared in one schema, because many `oneOf` may refer to the same large definitions."""
+
+    def __init__(self, root: Any) -> None:
+        self._root = root
+        self._left = MOST_COMPARED
+
+    def separate(self, schema: dict[str, Any]) -> None:
+        """Replace `oneOf` by `anyOf` if no value fits two options."""
+        given = schema.get("oneOf")
+        if not isinstance(given, list) or "anyOf" in schema:
+            return
+        options = [resolved(option, self._root) for option in given]
+        for option in options:
+            if not (
+                isinstance(option, dict) and self._counts(option.get("required")) and self._counts(choices_of(option))
+            ):
+                return
+        if self._require_tag(schema.get("discriminator"), options) or self._are_apart(options):
+            pairs = list(schema.items())
+            schema.clear()
+            schema.update({"anyOf" if name == "oneOf" else name: value for name, value in pairs})
+
+    def _counts(self, items: Any) -> bool:
+        """Count a comparison and those of `items`; return whether they are still allowed."""
+        self._left -= 1 + (len(items) if isinstance(items, list) else 0)
+        return self._left > 0
+
+    def _require_tag(self, discriminator: Any, options: Sequence[dict[str, Any]]) -> bool:
+        """Require the property of an OpenAPI `discriminator` in every option. Return False if an option does not have
+        it with constants of its own."""
+        name = discriminator.get("propertyName") if isinstance(discriminator, Mapping) else None
+        if not isinstance(name, str) or not self._have_own_values([self._property(each, name) for each in options]):
+            return False
+        for each in options:
+            required = each.setdefault("required", [])
+            if isinstance(required, list) and name not in required:
+                required.append(name)
+        return True
+
+    def _are_apart(self, options: Sequence[dict[str, Any]]) -> bool:
+        groups: defaultdict[str, list[dict[str, Any]]] = defaultdict(list)
+        for option in options:
+            for kind in kinds_of(option, self._root):
+                groups[kind].append(option)
+        return all(
+            len(group) == 1 or self._have_own_values(group) or (kind == "object" and self._objects_are_apart(group))
+            for kind, group in groups.items()
+        )
+
+    def _objects_are_apart(self, group: Sequence[dict[str, Any]]) -> bool:
+        """Return whether a required property has different constants in all schemas, or all but one schema require a
+        name that no other one admits."""
+        needed = [dict.fromkeys(_texts(each.get("required"))) for each in group]
+        shared = [name for name in needed[0] if all(name in names for names in needed)]
+        if any(self._have_own_values([self._property(each, name) for each in group]) for name in shared):
+            return True
+        if not all(each.get("additionalProperties") is False for each in group):
+            return False
+        uses = Counter(name for each in group for name in each.get("properties", ()))
+        return sum(any(uses[name] == 1 for name in names) for names in needed) >= len(group) - 1
+
+    def _property(self, schema: Mapping[str, Any], name: str) -> Any:
+        properties = schema.get("properties")
+        return resolved(properties.get(name), self._root) if isinstance(properties, Mapping) else None
+
+    def _have_own_values(self, schemas: Sequence[Any]) -> bool:
+        """Return whether every schema lists its values and no two list the same one."""
+        seen: set[bytes] = set()
+        for each in schemas:
+            choices = choices_of(each) if isinstance(each, Mapping) else None
+            if not isinstance(choices, list) or not self._counts(choices):
+                return False
+            own = {_as_key(choice) for choice in choices}
+            if own & seen:
+                return False
+            seen |= own
+        return True
+
+
+def _as_key(value: Any) -> bytes:
+    number = isinstance(value, int) and not isinstance(value, bool)
+    return orjson.dumps(float(value) if number else value, option=orjson.OPT_SORT_KEYS)
+
+
+def _texts(values: Any) -> list[str]:
+    return [value for value in values if isinstance(value, str)] if isinstance(values, list) else []

@@ -1,0 +1,263 @@
+"""Schemas of clients as grammars: exact numbers, closed objects, options that are apart, formats that only annotate."""
+
+import functools
+import json
+import random
+import re
+from pathlib import Path
+from typing import Annotated, Any, Literal
+from uuid import UUID
+
+import jsonschema_rs
+import numpy as np
+import pydantic
+import pytest
+from test_tools import FORMATS, Function, Parsing, take_apart
+
+import engine.models.demo
+from engine.errors import InvalidRequestError
+from engine.grammar import Grammar
+from engine.structured.compiler import GrammarCompiler
+from gateway.generate.number_patterns import integer_pattern
+from gateway.generate.schemas import BOUNDS, prepared
+from gateway.generate.structured import grammar_of
+from gateway.generate.wire import CompletionRequest
+
+FOLDER = Path(engine.models.demo.__file__ or "").parent / "weights"
+EOS = 2
+
+
+@functools.cache
+def compiler() -> GrammarCompiler:
+    return GrammarCompiler(FOLDER, 2560, frozenset({EOS}))
+
+
+def closed(**properties: Any) -> dict[str, Any]:
+    return {"type": "object", "properties": properties, "required": list(properties)}
+
+
+def grammar(schema: Any) -> Grammar:
+    text = schema if isinstance(schema, str) else json.dumps(schema)
+    found = grammar_of(CompletionRequest(model="m", prompt="x", structured_outputs={"json": text}))
+    assert found is not None
+    return found
+
+
+def draw(asked: Grammar, seed: int, most: int = 200) -> str | None:
+    """A random text of the grammar; None if it does not end."""
+    matcher, rng, token_ids = compiler().compile(asked).matcher(), random.Random(seed), list[int]()
+    bits = np.zeros(compiler().mask_words, dtype=np.int32)
+    while len(token_ids) < most:
+        matcher.write_mask(bits)
+        allowed = np.flatnonzero(np.unpackbits(bits.view(np.uint8), bitorder="little"))
+        if EOS in allowed:
+            return str(compiler().load().decode_str(token_ids))
+        token_ids.append(int(rng.choice(list(allowed))))
+        matcher.advance(token_ids[-1:])
+        assert matcher.failed is None
+    return None
+
+
+def drawn(schema: Any, count: int = 8) -> list[Any]:
+    texts = [draw(grammar(schema), seed) for seed in range(count)]
+    values = [json.loads(text) for text in texts if text is not None]
+    assert values
+    return values
+
+
+# Numbers
+
+LARGE = [2**53 + 1, 1234567890123456789, -(2**53) - 1, 2**63 - 1, -(2**63), 2**63, 2**64 - 1]
+
+
+@pytest.mark.parametrize("number", LARGE)
+def test_integers_beyond_doubles_are_written_exactly(number: int) -> None:
+    for one in ({"const": number}, {"enum": [number]}, {"type": "integer", "minimum": number, "maximum": number}):
+        for schema in (one, closed(x=one), {"type": "array", "items": one, "minItems": 1}, {"anyOf": [one]}):
+            for value in drawn(schema, 2):
+                assert set(re.findall(r"-?\d+", json.dumps(value))) == {str(number)}
+    assert drawn({"$defs": {"id": {"const": number}}, **closed(x={"$ref": "#/$defs/id"})}, 1) == [{"x": number}]
+    assert drawn({"const": {"ids": [number]}}, 1) == [{"ids": [number]}]
+
+
+@pytest.mark.parametrize("name", sorted(FORMATS))
+def test_calls_have_the_exact_integer(name: str) -> None:
+    for one in ({"enum": [2**60 + 1]}, {"type": "integer", "minimum": 2**60 + 1, "maximum": 2**60 + 1}):
+        function = Function("f", prepared(closed(x=one)))
+        text = draw(Grammar("lark", FORMATS[name].grammar([function], {}, False, True)), 0)
+        assert text is not None
+        (call,) = take_apart(Parsing(FORMATS[name], [function]), [text]).calls
+        assert json.loads(call.arguments) == {"x": 2**60 + 1}
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        '{"const": 18446744073709551617}',
+        '{"enum": [[1e300]]}',
+        '{"type": "integer", "maximum": 18446744073709551617}',
+        '{"type": "number", "minimum": 9007199254740993}',
+        '{"type": "integer", "minimum": 9007199254740993, "multipleOf": 2}',
+        '{"type": "integer", "minimum": 9007199254740993, "exclusiveMaximum": true}',
+        '{"type": "integer", "minimum": 9007199254740994, "maximum": 9007199254740993}',
+        '{"allOf": [{"const": 9007199254740993}, {"type": "integer"}]}',
+    ],
+)
+def test_numbers_that_cannot_be_exact_are_refused(schema: str) -> None:
+    with pytest.raises(InvalidRequestError, match="structured_outputs") as caught:
+        compiler().compile(grammar(schema))
+    assert caught.value.param == "structured_outputs.json" and "\n" not in caught.value.message
+
+
+def test_integer_bounds_of_any_size_are_exact() -> None:
+    rng = random.Random(1)
+    for _ in range(200):
+        names = [name for name in BOUNDS if rng.random() < 0.5]
+        bounds = {
+            name: rng.choice([rng.randint(-1200, 1200), rng.randint(-20, 20), rng.uniform(-9, 9)]) for name in names
+        }
+        fits = jsonschema_rs.validator_for({"type": "integer", **bounds}).is_valid
+        numbers = [*range(-40, 40), *(rng.randint(-1300, 1300) for _ in range(200))]
+        try:
+            pattern = re.compile(integer_pattern(bounds))
+        except ValueError:
+            assert not any(map(fits, range(-1300, 1300)))
+        else:
+            assert [bool(pattern.fullmatch(str(n))) for n in numbers] == [fits(n) for n in numbers]
+
+
+# Names
+
+
+def test_objects_have_the_names_of_their_schema_only() -> None:
+    inner = {"type": "object", "properties": {"b": {"type": "boolean"}}}
+    schema = {
+        "$defs": {"I": inner},
+        "type": "object",
+        "properties": {"a": inner, "l": {"items": {"$ref": "#/$defs/I"}}},
+    }
+    for value in drawn(schema, 30):
+        jsonschema_rs.validator_for(schema).validate(value)
+        assert value.keys() <= {"a", "l"} and value.get("a", {}).keys() <= {"b"}
+    assert {*drawn({"type": "object", "properties": {}}, 3)[0]} == set()
+    assert all(set(value) == {"c"} for value in drawn({"properties": {}, "type": "object", "required": ["c"]}, 9))
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "object"},
+        {"type": "object", "properties": {"a": {}}, "additionalProperties": True},
+        {"type": "object", "properties": {"a": {}}, "additionalProperties": {"type": "null"}},
+        {"type": "object", "properties": {"a": {}}, "patternProperties": {"^x": {}}},
+        {"type": "object", "properties": {"a": {}}, "minProperties": 2},
+        {"enum": [{"properties": {"a": 1}}]},
+        {"type": "string", "default": {"properties": {}}},
+    ],
+)
+def test_what_says_more_is_not_closed(schema: dict[str, Any]) -> None:
+    assert prepared(schema) == schema
+
+
+def test_schemas_for_one_value_do_not_close_each_other() -> None:
+    base, more = closed(x={"type": "integer", "minimum": 10, "maximum": 99}), closed(y={"type": "boolean"})
+    for schema in (
+        {"$defs": {"B": base}, "allOf": [{"$ref": "#/$defs/B"}, more]},
+        {**base, "anyOf": [more, {"required": ["z"], "properties": {"z": {"type": "null"}}}]},
+        {"$defs": {"B": base}, "$ref": "#/$defs/B", **more},
+    ):
+        for value in drawn(schema, 20):
+            jsonschema_rs.validator_for(schema).validate(value)
+    alone = prepared({"$defs": {"B": base}, "allOf": [{"$ref": "#/$defs/B"}]})
+    assert alone["$defs"]["B"]["additionalProperties"] is False
+
+
+# Options and formats
+
+
+class Cat(pydantic.BaseModel):
+    kind: Literal["cat"] = "cat"
+    lives: Annotated[int, pydantic.Field(ge=1, le=9)]
+
+
+class Dog(pydantic.BaseModel):
+    kind: Literal["dog"] = "dog"
+    tricks: Annotated[list[Literal["sit"]], pydantic.Field(max_length=2)]
+
+
+class Pair(pydantic.BaseModel):
+    kind: Literal["pair"]
+    both: "Annotated[list[Animal], pydantic.Field(max_length=2)]"
+
+
+Animal = Annotated[Cat | Dog | Pair, pydantic.Field(discriminator="kind")]
+
+
+class Owner(pydantic.BaseModel):
+    pet: Animal
+
+
+@pytest.mark.parametrize("model", [Owner, Pair])
+def test_discriminated_unions_of_pydantic(model: type[pydantic.BaseModel]) -> None:
+    model.model_rebuild()
+    for value in drawn(model.model_json_schema(), 20):
+        model.model_validate(value)
+
+
+REFS = {
+    "$defs": {
+        "A": closed(a={"type": "boolean"}),
+        "B": closed(b={"const": 1}),
+        "E": {"enum": ["x", 1]},
+        "N": {"type": "null"},
+    }
+}
+
+
+@pytest.mark.parametrize(
+    ("options", "apart"),
+    [
+        ([{"$ref": "#/$defs/A"}, {"$ref": "#/$defs/N"}], True),
+        ([{"$ref": "#/$defs/A"}, {"$ref": "#/$defs/B"}], True),
+        ([{"$ref": "#/$defs/E"}, {"const": "y"}, {"enum": [2, 3]}], True),
+        ([{"$ref": "#/$defs/E"}, {"$ref": "#/$defs/N"}, {"type": "boolean"}], True),
+        ([closed(k={"const": "a"}), closed(k={"const": "b"})], True),
+        ([{"type": "integer"}, {"type": "number"}], False),
+        ([{"$ref": "#/$defs/E"}, {"const": "x"}], False),
+        ([{"$ref": "#/$defs/E"}, {"const": 1.0}], False),
+        ([{"$ref": "#/$defs/A"}, {"$ref": "#/$defs/A"}], False),
+        ([{"$ref": "#/$defs/A"}, {"type": "object"}], False),
+        ([{"$ref": "#/$defs/A"}, {}], False),
+        ([{"$ref": "#/$defs/A"}, {"$ref": "#/$defs/none"}], False),
+        ([{"properties": {"k": {"const": "a"}}}, {"properties": {"k": {"const": "b"}}}], False),
+    ],
+)
+def test_one_of_is_enforced_where_no_value_fits_two_options(options: list[Any], apart: bool) -> None:
+    schema = {**REFS, "type": "object", "properties": {"p": {"oneOf": options}}, "required": ["p"]}
+    if not apart:
+        with pytest.raises(InvalidRequestError):
+            compiler().compile(grammar(schema))
+        return
+    for value in drawn(schema, 10):
+        jsonschema_rs.validator_for(schema).validate(value)
+
+
+def test_overlapping_options_are_named() -> None:
+    with pytest.raises(InvalidRequestError, match='"oneOf" may overlap; use "anyOf"'):
+        compiler().compile(grammar({"oneOf": [{"type": "integer"}, {"type": "number"}]}))
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["password", "path", "file-path", "binary", "byte", "json-string", "color", "phone", "multi-host-uri", "int64"],
+)
+def test_formats_that_only_annotate_are_ignored(name: str) -> None:
+    assert prepared(closed(v={"type": "string", "format": name})) == prepared(closed(v={"type": "string"}))
+    assert prepared({"format": name}) == {} and prepared({"properties": {"format": {}}})["properties"] == {"format": {}}
+
+
+@pytest.mark.parametrize("name", ["uuid", "uuid4", "date", "ipv4"])
+def test_formats_are_enforced(name: str) -> None:
+    schema = {"type": "string", "format": name.removesuffix("4") if name == "uuid4" else name}
+    for value in drawn({"type": "string", "format": name}, 5):
+        assert jsonschema_rs.validator_for(schema, validate_formats=True).is_valid(value) or UUID(value)
