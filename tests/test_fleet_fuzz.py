@@ -24,7 +24,6 @@ from engine.api import (
 )
 from engine.errors import EngineUnavailableError, QueueFullError, TidemillError
 from engine.fleet.client import FleetClient
-from engine.fleet.routing import ROUTERS
 from engine.process.requests import OpenRequest, OpenRequests, hand_over, take_over
 from engine.process.suspects import Suspects
 from engine.stream import RequestStream
@@ -220,15 +219,15 @@ class Fleet(RuleBasedStateMachine):
         self.aborted: set[int] = set()
         self.turn = 0
         self.now = 0.0
-        self.loop.run_until_complete(self._start("sal"))
+        self.loop.run_until_complete(self._start())
 
-    async def _start(self, router: str) -> None:
+    async def _start(self) -> None:
         def make(_number: int, changed: Callable[[], None]) -> Any:
             self.engines.append(FakeFleetEngine(changed))
             self.engines[-1].clock = lambda: self.now
             return self.engines[-1]
 
-        self.fleet = FleetClient(make, 2, router=router, lines=LINES, patience=5.0, clock=lambda: self.now)
+        self.fleet = FleetClient(make, 2, lines=LINES, patience=5.0, clock=lambda: self.now)
         await self.fleet.start()
 
     def _run(self, call: Callable[[], Any] = lambda: None) -> Any:
@@ -239,13 +238,6 @@ class Fleet(RuleBasedStateMachine):
             return found
 
         return self.loop.run_until_complete(run())
-
-    @rule(router=st.sampled_from(sorted(ROUTERS)))
-    @precondition(lambda self: not self.clients)
-    def choose_router(self, router: str) -> None:
-        self.engines.clear()
-        self.loop.run_until_complete(self.fleet.stop())
-        self.loop.run_until_complete(self._start(router))
 
     @rule(choices=st.integers(1, 2), offline=st.booleans(), prompt=st.integers(1, 12), tokens=st.integers(1, 5))
     def ask(self, choices: int, offline: bool, prompt: int, tokens: int) -> None:

@@ -7,9 +7,7 @@ from hypothesis import given, settings
 from engine.execution.lookahead import BatchPiece, balanced, by_tokens, cost, quickest
 from engine.fleet.drop import (
     DropPlan,
-    Exchange,
     Group,
-    exchanges,
     pipeline_units,
     plan_drop,
     should_restore,
@@ -94,17 +92,6 @@ def test_stages_cost_the_same_and_a_copy_becomes_cache() -> None:
     # two engines of 1,000 bytes each; a copy has 480; a unit takes 48 bytes
     assert pipeline_units((range(24), range(24, 48)), (1000, 1000), 10, 1.0) == (1000 + 240) // 24
     assert pipeline_units((range(48),), (1000,), 10, 1.0) == 1000 // 48
-
-
-def test_only_layers_that_change_hands_move() -> None:
-    alone = [(0, range(48))]
-    pair = [(0, range(24)), (1, range(24, 48))]
-    four = [(0, range(12)), (1, range(12, 24)), (2, range(24, 36)), (3, range(36, 48))]
-    assert exchanges(alone, pair) == [Exchange(0, 1, 24)]
-    assert exchanges([(1, range(48))], pair) == [Exchange(1, 0, 24)]
-    assert exchanges(pair, four) == [Exchange(0, 1, 12), Exchange(1, 2, 12), Exchange(1, 3, 12)]
-    assert exchanges(pair, alone) == [Exchange(1, 0, 24)]
-    assert exchanges(four, four) == []
 
 
 pieces = st.lists(

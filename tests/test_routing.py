@@ -1,25 +1,14 @@
-"""Routers: numbers computed by hand, and what must hold for every fleet."""
+"""The routers of the live fleet: numbers computed by hand, and the bound of affinity for every fleet."""
 
-import random
-from collections import Counter
 from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.errors import ConfigError
-from engine.fleet.routing import ROUTERS, Chance, EngineLoad, RoutedPrompt, find_router, prefix, sal_load
+from engine.fleet.routing import EngineLoad, RoutedPrompt, prefix, sal, sal_load
 
 IDLE = EngineLoad(0, free_units=1000, pool_units=1000)
-
-
-def chance(seed: int = 0) -> Chance:
-    return Chance(random.Random(seed))
-
-
-def choose(name: str, loads: list[EngineLoad], prompt: RoutedPrompt, draw: Chance | None = None) -> int:
-    return find_router(name)(loads, prompt, draw or chance())
 
 
 def test_the_queue_counts_in_full_steps() -> None:
@@ -63,53 +52,23 @@ def test_what_is_in_the_prefix_cache_is_neither_computed_nor_stored_again() -> N
 
 def test_sal_takes_the_least_wait_then_the_least_to_do() -> None:
     busy = replace(IDLE, queued_tokens=600)
-    assert choose("sal", [busy, replace(IDLE, engine=1, queued_tokens=500)], RoutedPrompt(10)) == 1
-    assert choose("sal", [busy, replace(IDLE, engine=1, queued_tokens=500, step_seconds=2.0)], RoutedPrompt(10)) == 0
-    assert choose("sal", [replace(busy, running=3), replace(busy, engine=1, running=2)], RoutedPrompt(10)) == 1
-    assert choose("sal", [busy, replace(busy, engine=1)], RoutedPrompt(10)) == 0
-    assert choose("sal", [busy, replace(busy, engine=1)], RoutedPrompt(700, {1: 512})) == 1
-
-
-def test_round_robin_goes_round_past_those_that_are_away() -> None:
-    loads, draw = [EngineLoad(0), EngineLoad(1), EngineLoad(2)], chance()
-    assert [choose("round-robin", loads, RoutedPrompt(1), draw) for _ in range(4)] == [0, 1, 2, 0]
-    away = [loads[0], loads[2]]
-    assert [choose("round-robin", away, RoutedPrompt(1), draw) for _ in range(3)] == [2, 0, 2]
-    assert [choose("round-robin", loads, RoutedPrompt(1), draw) for _ in range(2)] == [0, 1]
-
-
-def test_p2c_takes_the_one_with_fewer_requests_of_two() -> None:
-    loads = [EngineLoad(0, running=5), EngineLoad(1, queued_requests=2, running=2), EngineLoad(2, queued_requests=9)]
-    draw = chance(3)
-    counts = Counter(choose("p2c", loads, RoutedPrompt(1), draw) for _ in range(3000))
-    assert counts[2] == 0, "the fullest of three loses to both others"
-    assert 1800 < counts[1] < 2200 and 800 < counts[0] < 1200, "two of the three pairs hold engine 1"
-    assert choose("p2c", loads[2:], RoutedPrompt(1)) == 2
-
-
-def test_random_is_even() -> None:
-    draw = chance(5)
-    counts = Counter(choose("random", [EngineLoad(n) for n in range(4)], RoutedPrompt(1), draw) for _ in range(4000))
-    assert all(900 < counts[n] < 1100 for n in range(4))
+    assert sal([busy, replace(IDLE, engine=1, queued_tokens=500)], RoutedPrompt(10)) == 1
+    assert sal([busy, replace(IDLE, engine=1, queued_tokens=500, step_seconds=2.0)], RoutedPrompt(10)) == 0
+    assert sal([replace(busy, running=3), replace(busy, engine=1, running=2)], RoutedPrompt(10)) == 1
+    assert sal([busy, replace(busy, engine=1)], RoutedPrompt(10)) == 0
+    assert sal([busy, replace(busy, engine=1)], RoutedPrompt(700, {1: 512})) == 1
 
 
 def test_affinity_ends_where_an_engine_would_hold_a_quarter_more_than_its_part() -> None:
     hits = RoutedPrompt(100, {0: 64})
-    assert choose("prefix", [replace(IDLE, running=1), replace(IDLE, engine=1, running=1)], hits) == 0
+    assert prefix([replace(IDLE, running=1), replace(IDLE, engine=1, running=1)], hits) == 0
     # 11 requests with this one, 5.5 each: 1.25 x 5.5 = 6.9, rounded up 7
-    assert choose("prefix", [replace(IDLE, running=6), replace(IDLE, engine=1, running=4)], hits) == 0
-    assert choose("prefix", [replace(IDLE, running=7), replace(IDLE, engine=1, running=3)], hits) == 1
+    assert prefix([replace(IDLE, running=6), replace(IDLE, engine=1, running=4)], hits) == 0
+    assert prefix([replace(IDLE, running=7), replace(IDLE, engine=1, running=3)], hits) == 1
     # three times as fast: its part is 8.25, and with a quarter more 11
     fast = replace(IDLE, running=7, step_seconds=1 / 3)
-    assert choose("prefix", [fast, replace(IDLE, engine=1, running=3)], hits) == 0
-    assert choose("prefix", [replace(IDLE, running=2), replace(IDLE, engine=1)], RoutedPrompt(100)) == 1, (
-        "as SAL without"
-    )
-
-
-def test_an_unknown_router() -> None:
-    with pytest.raises(ConfigError, match="the router must be one of sal, p2c, round-robin, random, prefix"):
-        find_router("fastest")
+    assert prefix([fast, replace(IDLE, engine=1, running=3)], hits) == 0
+    assert prefix([replace(IDLE, running=2), replace(IDLE, engine=1)], RoutedPrompt(100)) == 1, "as SAL without"
 
 
 LOADS = st.lists(
@@ -132,22 +91,10 @@ LOADS = st.lists(
 )
 
 
-@given(
-    LOADS, st.integers(1, 5000), st.dictionaries(st.integers(0, 20), st.integers(0, 5000)), st.sampled_from([*ROUTERS])
-)
-def test_every_router_names_one_of_the_engines_and_the_same_one_again(
-    loads: list[EngineLoad], tokens: int, hits: dict[int, int], name: str
-) -> None:
-    prompt = RoutedPrompt(tokens, hits)
-    one = choose(name, loads, prompt, chance(7))
-    assert one in {load.engine for load in loads}
-    assert choose(name, loads, prompt, chance(7)) == one
-
-
 @given(LOADS, st.integers(1, 5000))
 def test_affinity_keeps_within_its_bound(loads: list[EngineLoad], tokens: int) -> None:
     most = max(loads, key=lambda load: load.requests)
-    chosen = prefix(loads, RoutedPrompt(tokens, {most.engine: tokens}), chance())
+    chosen = prefix(loads, RoutedPrompt(tokens, {most.engine: tokens}))
     total = sum(load.requests for load in loads) + 1
     speed = sum(1 / load.step_seconds for load in loads)
     held = next(load for load in loads if load.engine == chosen)

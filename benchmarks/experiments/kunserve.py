@@ -22,9 +22,9 @@ from benchmarks.experiments.pool import each
 from benchmarks.experiments.table import Result, figure, mean
 from benchmarks.simulated_fleet.fleet import FleetDriver
 from benchmarks.simulated_fleet.overload import Means, OverloadedFleet
+from benchmarks.simulated_fleet.routers import ROUTERS
 from engine.api import RequestClass
 from engine.colocation.virtual import Arrival
-from engine.fleet.routing import find_router
 from loadgen import lengths
 from loadgen.arrivals import RateCurve, schedule
 from loadgen.simulation.run import Metrics, Row, measure, request_of, rows_of
@@ -108,8 +108,7 @@ def run_task(task: Task) -> Metrics:
     arrivals = [
         Arrival(row[0], request_of(f"n{i}", row, RequestClass.ONLINE, limit)) for i, row in enumerate(task.rows)
     ]
-    router = find_router("sal")
-    driver = FleetDriver(fleet.servers, router, arrivals, seed=task.seed, on_report=fleet.watch)
+    driver = FleetDriver(fleet.servers, ROUTERS["sal"], arrivals, seed=task.seed, on_report=fleet.watch)
     fleet.bind(driver)
     found = measure(driver.run(), 0.0, sum(config.phases))
     tally = fleet.tally

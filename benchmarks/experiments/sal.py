@@ -21,10 +21,10 @@ from benchmarks.experiments.pool import each
 from benchmarks.experiments.table import Result, figure, mean
 from benchmarks.simulated_fleet.fleet import FleetDriver, OneByOne, Server
 from benchmarks.simulated_fleet.merged import MergedDriver
+from benchmarks.simulated_fleet.routers import ROUTERS as ALL_ROUTERS
 from engine.api import RequestClass
 from engine.colocation.virtual import Arrival
 from engine.core import EngineCore
-from engine.fleet.routing import find_router
 from engine.scheduling.objective import StepObjective
 from loadgen import lengths, traces
 from loadgen.simulation.run import Metrics, Row, measure, request_of, rows_of
@@ -156,7 +156,7 @@ def run_task(task: Task) -> Metrics:
     if task.router == MERGED:
         driver: FleetDriver = MergedDriver(servers, arrivals)
     else:
-        driver = FleetDriver(servers, find_router(task.router), arrivals, seed=task.seed)
+        driver = FleetDriver(servers, ALL_ROUTERS[task.router], arrivals, seed=task.seed)
     found = measure(driver.run(), task.config.warm_up, arrivals[-1].at)
     stats = [server.core.stats() for server in servers]
     found["preemptions"] = float(sum(sum(stat.preemptions.values()) for stat in stats))

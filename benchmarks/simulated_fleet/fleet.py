@@ -15,11 +15,12 @@ from itertools import count
 from typing import NamedTuple, Protocol
 
 from benchmarks.simulated_fleet.queued import queued_work
+from benchmarks.simulated_fleet.routers import Chance, Router
 from engine.api import EngineRequest, RequestOutput
 from engine.colocation.virtual import Arrival, VirtualRecord, VirtualRun
 from engine.core import EngineCore
 from engine.errors import RetryableError
-from engine.fleet.routing import Chance, EngineLoad, RoutedPrompt, Router
+from engine.fleet.routing import EngineLoad, RoutedPrompt
 from engine.scheduling.output import ModelRunner, ModelRunnerOutput, SchedulerOutput
 from predictor.limits import UNITS_PER_BLOCK
 

@@ -8,8 +8,8 @@ before a step can begin with it.
 from collections.abc import Iterable
 
 from benchmarks.simulated_fleet.fleet import FleetDriver, Server
+from benchmarks.simulated_fleet.routers import ROUTERS
 from engine.colocation.virtual import Arrival, VirtualRecord
-from engine.fleet.routing import find_router
 from engine.request import RequestStatus
 
 
@@ -18,7 +18,7 @@ class MergedDriver(FleetDriver):
     has not started is taken out again. Idle engines are asked in the order of their speed."""
 
     def __init__(self, servers: Iterable[Server], arrivals: Iterable[Arrival]) -> None:
-        super().__init__(servers, find_router("round-robin"), arrivals)  # which is never asked
+        super().__init__(servers, ROUTERS["round-robin"], arrivals)  # which is never asked
 
     def _route(self, arrival: Arrival) -> None:
         record = VirtualRecord(arrival)

@@ -9,6 +9,7 @@ back what it won, the layers come from the siblings, and requests go home.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
+from typing import NamedTuple
 
 from benchmarks.experiments.machine import Machine
 from benchmarks.simulated_fleet.fleet import FleetDriver, OneByOne, Server
@@ -16,7 +17,7 @@ from benchmarks.simulated_fleet.pipeline import Bubbles, Link, PipelineRunner, T
 from benchmarks.simulated_fleet.queued import queued_work
 from engine.core import EngineCore
 from engine.execution.lookahead import BatchPiece, MicroBatch, balanced, by_tokens
-from engine.fleet.drop import Exchange, Group, exchanges, pipeline_units, plan_drop, should_restore, split_layers
+from engine.fleet.drop import Group, pipeline_units, plan_drop, should_restore, split_layers
 from engine.scheduling.moving import MovedRequest
 from predictor.limits import UNITS_PER_BLOCK
 
@@ -75,6 +76,25 @@ class Tally:
     stalled: float = 0.0
     peak: float = 0.0
     bubbles: Bubbles = field(default_factory=Bubbles)
+
+
+class LayerTransfer(NamedTuple):
+    """The number of layers whose K and V move from one engine to another."""
+
+    source: int
+    target: int
+    layers: int
+
+
+def exchanges(before: Sequence[tuple[int, range]], after: Sequence[tuple[int, range]]) -> list[LayerTransfer]:
+    """Return the exchanges for a request whose layers move from `before` to `after`, both as (engine, layers)."""
+    found: dict[tuple[int, int], int] = {}
+    for source, held in before:
+        for target, kept in after:
+            common = min(held.stop, kept.stop) - max(held.start, kept.start)
+            if source != target and common > 0:
+                found[source, target] = found.get((source, target), 0) + common
+    return [LayerTransfer(source, target, layers) for (source, target), layers in found.items()]
 
 
 class OverloadedFleet:
@@ -210,7 +230,7 @@ class OverloadedFleet:
         server.core.moves.arrived(request_id)
         self.driver.pump(server)
 
-    def _send(self, part: Exchange, tokens: int) -> Transfer:
+    def _send(self, part: LayerTransfer, tokens: int) -> Transfer:
         model = self._machine.device.model
         num_bytes = tokens * model.kv_bytes_per_token * part.layers / model.num_layers
         return self._links[part.source].transfer(self.driver.now, num_bytes)

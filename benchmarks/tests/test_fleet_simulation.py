@@ -9,14 +9,15 @@ from benchmarks.experiments.machine import MachineSpec, build_machine
 from benchmarks.experiments.table import Result
 from benchmarks.simulated_fleet.fleet import FleetDriver, OneByOne, Server
 from benchmarks.simulated_fleet.merged import MergedDriver
-from benchmarks.simulated_fleet.overload import Means, OverloadedFleet
+from benchmarks.simulated_fleet.overload import LayerTransfer, Means, OverloadedFleet, exchanges
 from benchmarks.simulated_fleet.pipeline import CHUNK_SECONDS, Bubbles, Link, PipelineRunner
+from benchmarks.simulated_fleet.routers import ROUTERS, Chance
 from engine.api import RequestClass
 from engine.colocation.virtual import Arrival, PredictedRunner, VirtualRun
 from engine.config import SchedulerConfig
 from engine.core import EngineCore
 from engine.execution.lookahead import by_tokens
-from engine.fleet.routing import Chance, EngineLoad, RoutedPrompt, find_router
+from engine.fleet.routing import EngineLoad, RoutedPrompt
 from engine.scheduling.output import Chunk, SchedulerOutput
 from loadgen.simulation.run import request_of
 from predictor.model import LatencyModel
@@ -37,8 +38,8 @@ def arrivals(*rows: tuple[float, int, int]) -> list[Arrival]:
 
 def test_engines_run_side_by_side_on_one_clock() -> None:
     rows = [(0.0, 64, 1)] * 4
-    alone = FleetDriver([server(0)], find_router("round-robin"), arrivals(*rows)).run()
-    beside = FleetDriver([server(i) for i in range(4)], find_router("round-robin"), arrivals(*rows)).run()
+    alone = FleetDriver([server(0)], ROUTERS["round-robin"], arrivals(*rows)).run()
+    beside = FleetDriver([server(i) for i in range(4)], ROUTERS["round-robin"], arrivals(*rows)).run()
     step = 0.01 + 64e-4
     assert [r.token_times for r in alone.online] == [pytest.approx([step * n]) for n in (1, 2, 3, 4)]
     assert [r.token_times for r in beside.online] == [pytest.approx([step])] * 4
@@ -74,7 +75,7 @@ def test_with_one_queue_for_all_no_prompt_waits_behind_another_while_an_engine_i
     """Two engines, a long prompt on one of them; four of one step each: bound on arrival, by turns, two of them wait
     behind the long one; merged, all of them run on the other. Nothing runs twice or is lost."""
     rows = [(0.0, 500, 1), *((0.001 * n, 64, 1) for n in range(1, 5))]
-    bound = FleetDriver([server(0), server(1)], find_router("round-robin"), arrivals(*rows)).run()
+    bound = FleetDriver([server(0), server(1)], ROUTERS["round-robin"], arrivals(*rows)).run()
     merged = MergedDriver([server(0), server(1)], arrivals(*rows))
     ran = merged.run()
     step = 0.01 + 64e-4
@@ -147,7 +148,7 @@ def overloaded(means: Means) -> tuple[OverloadedFleet, VirtualRun]:
     machine = replace(machine, config=replace(machine.config, num_units=1200))
     fleet = OverloadedFleet(machine, 2, means, link=25e9, min_tokens=256, seed=0)
     made = [Arrival(row[0], request_of(f"n{i}", row, RequestClass.ONLINE, 4096)) for i, row in enumerate(BURST)]
-    driver = FleetDriver(fleet.servers, find_router("sal"), made, on_report=fleet.watch)
+    driver = FleetDriver(fleet.servers, ROUTERS["sal"], made, on_report=fleet.watch)
     fleet.bind(driver)
     return fleet, driver.run()
 
@@ -232,3 +233,14 @@ def test_the_experiment_kunserve_in_small() -> None:
     assert len(rows) == 2 and all(len(row) == len(header) for row in rows)
     assert rows[1][-1] == pytest.approx(1.0)
     assert set(kunserve.figures(results)) == {"kunserve-chat"}
+
+
+def test_only_layers_that_change_hands_move() -> None:
+    alone = [(0, range(48))]
+    pair = [(0, range(24)), (1, range(24, 48))]
+    four = [(0, range(12)), (1, range(12, 24)), (2, range(24, 36)), (3, range(36, 48))]
+    assert exchanges(alone, pair) == [LayerTransfer(0, 1, 24)]
+    assert exchanges([(1, range(48))], pair) == [LayerTransfer(1, 0, 24)]
+    assert exchanges(pair, four) == [LayerTransfer(0, 1, 12), LayerTransfer(1, 2, 12), LayerTransfer(1, 3, 12)]
+    assert exchanges(pair, alone) == [LayerTransfer(1, 0, 24)]
+    assert exchanges(four, four) == []

@@ -9,7 +9,6 @@ import asyncio
 import contextlib
 import logging
 import math
-import random
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -30,7 +29,7 @@ from engine.fleet.harvest import shares, windows
 from engine.fleet.member import FleetEngine, Member, hits_of, offline_load, online_load
 from engine.fleet.overload import Overload
 from engine.fleet.prefixes import prefix_chain
-from engine.fleet.routing import Chance, EngineLoad, RoutedPrompt, find_router, prefix, sal
+from engine.fleet.routing import EngineLoad, RoutedPrompt, prefix, sal
 from engine.fleet.totals import info_of_all, total
 from engine.process import frames
 from engine.process.client import PATIENCE, longest_wait
@@ -50,7 +49,6 @@ class FleetClient:
     Args:
         make: Makes the engine with a number.
         engines: Number of engines.
-        router: Name of the router of online requests.
         drop: Whether engines drop layers if memory is short (`engine.fleet.overload`).
         lines: Maximum open offline requests per engine on average; None: `batch_lines` of the engine. Further ones wait
             in `submit`.
@@ -62,16 +60,12 @@ class FleetClient:
         make: MakeEngine,
         engines: int,
         *,
-        router: str = "sal",
         drop: bool = False,
         lines: int | None = None,
         patience: float = PATIENCE,
-        seed: int = 0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._members = [Member(number, make(number, self._on_change)) for number in range(engines)]
-        self._router = find_router(router)
-        self._chance = Chance(random.Random(seed))
         self._lines = lines
         self._patience = patience
         self._clock = clock
@@ -112,7 +106,7 @@ class FleetClient:
         self._check_accepting()
         members = self._living()
         if members:
-            number = sal(self._online_loads(members), RoutedPrompt(prompt_tokens), self._chance)
+            number = sal(self._online_loads(members), RoutedPrompt(prompt_tokens))
             with self._noting_refusal(request_class):
                 await self._members[number].engine.check_room(request_class, prompt_tokens, tenant)
 
@@ -294,12 +288,12 @@ class FleetClient:
         hits = hits_of(members, chain)
         if request.request_class is RequestClass.ONLINE:
             prompt = RoutedPrompt(len(request.prompt_token_ids), hits)
-            number = self._router(self._online_loads(members), prompt, self._chance)
+            number = sal(self._online_loads(members), prompt)
         else:
             loads = self._offline_loads(members, bounded=bounded and request.lane is not Lane.FLEX)
             if not loads:
                 return None
-            number = prefix(loads, RoutedPrompt(1, hits), self._chance)
+            number = prefix(loads, RoutedPrompt(1, hits))
         member = self._members[number]
         member.give(requests, chain)
         return member

@@ -131,22 +131,3 @@ def pipeline_units(
         int((room + (num_layers - len(layers)) * layer_bytes) / (len(layers) * unit_layer_bytes))
         for layers, room in zip(kept, engine_bytes, strict=True)
     )
-
-
-class Exchange(NamedTuple):
-    """The number of layers whose K and V move from one engine to another."""
-
-    source: int
-    target: int
-    layers: int
-
-
-def exchanges(before: Sequence[tuple[int, range]], after: Sequence[tuple[int, range]]) -> list[Exchange]:
-    """Return the exchanges for a request whose layers move from `before` to `after`, both as (engine, layers)."""
-    found: dict[tuple[int, int], int] = {}
-    for source, held in before:
-        for target, kept in after:
-            common = min(held.stop, kept.stop) - max(held.start, kept.start)
-            if source != target and common > 0:
-                found[source, target] = found.get((source, target), 0) + common
-    return [Exchange(source, target, layers) for (source, target), layers in found.items()]

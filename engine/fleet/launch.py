@@ -74,7 +74,7 @@ class FleetPlan:
 
     def _client(self, make: MakeEngine, config: EngineConfig) -> FleetClient:
         drop = config.overload == "drop"
-        return FleetClient(make, self.engines, drop=drop, patience=patience(config), seed=config.seed)
+        return FleetClient(make, self.engines, drop=drop, patience=patience(config))
 
 
 def _notes(places: Sequence[Place]) -> Iterator[str]:

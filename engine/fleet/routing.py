@@ -1,16 +1,13 @@
-"""Route requests to engines: LARRY's load balancer SAL (section 4.2) and its baselines.
+"""Route requests to engines: LARRY's load balancer SAL (section 4.2), and by cached prefixes.
 
-Routers are pure functions of the engines' loads and a seeded random generator. Engines may differ in speed, pool and
-latency model. The live and the simulated fleet share this module.
+Routers are pure functions of the engines' loads. Engines may differ in speed, pool and latency model. The live and the
+simulated fleet share this module.
 """
 
 import math
-import random
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
-
-from engine.errors import ConfigError
 
 BALANCE = 0.25
 """Maximum excess over an engine's proportional share of requests for the sake of a cached prefix."""
@@ -50,18 +47,6 @@ class RoutedPrompt(NamedTuple):
         return max(1, self.tokens - self.hits.get(engine, 0))
 
 
-@dataclass(slots=True)
-class Chance:
-    """The state of a router."""
-
-    rng: random.Random = field(default_factory=lambda: random.Random(0))
-    last: int = -1  # the engine that `round_robin` chose last
-
-
-Router = Callable[[Sequence[EngineLoad], RoutedPrompt, Chance], int]
-"""Returns the number of the chosen engine from a non-empty sequence of loads."""
-
-
 def sal_load(load: EngineLoad, prompt: RoutedPrompt) -> float:
     """Return the seconds until the engine would have computed the prompt: the wait for memory or for computation.
 
@@ -79,29 +64,12 @@ def sal_load(load: EngineLoad, prompt: RoutedPrompt) -> float:
     return steps * load.step_seconds
 
 
-def sal(loads: Sequence[EngineLoad], prompt: RoutedPrompt, _chance: Chance) -> int:
+def sal(loads: Sequence[EngineLoad], prompt: RoutedPrompt) -> int:
     """Choose the engine with the shortest wait; among equals, such as idle engines, the one with the least work."""
     return min(loads, key=lambda load: (sal_load(load, prompt), load.requests * load.step_seconds, load.engine)).engine
 
 
-def p2c(loads: Sequence[EngineLoad], _prompt: RoutedPrompt, chance: Chance) -> int:
-    """Choose two random engines and return the one with fewer requests."""
-    two = chance.rng.sample(loads, min(2, len(loads)))
-    return min(two, key=lambda load: load.requests).engine
-
-
-def round_robin(loads: Sequence[EngineLoad], _prompt: RoutedPrompt, chance: Chance) -> int:
-    """Choose the engines in turn. An absent engine is skipped."""
-    numbers = sorted(load.engine for load in loads)
-    chance.last = next((number for number in numbers if number > chance.last), numbers[0])
-    return chance.last
-
-
-def at_random(loads: Sequence[EngineLoad], _prompt: RoutedPrompt, chance: Chance) -> int:
-    return chance.rng.choice(loads).engine
-
-
-def prefix(loads: Sequence[EngineLoad], prompt: RoutedPrompt, chance: Chance) -> int:
+def prefix(loads: Sequence[EngineLoad], prompt: RoutedPrompt) -> int:
     """Choose the engine with the longest cached prefix; among equals by SAL.
 
     Only engines with at most 1 + `BALANCE` times their share of all requests, in proportion to speed, are considered
@@ -116,20 +84,4 @@ def prefix(loads: Sequence[EngineLoad], prompt: RoutedPrompt, chance: Chance) ->
 
     allowed = [load for load in loads if has_room(load)]  # never empty: not every engine exceeds its share
     longest = max(prompt.hits.get(load.engine, 0) for load in allowed)
-    return sal([load for load in allowed if prompt.hits.get(load.engine, 0) == longest], prompt, chance)
-
-
-ROUTERS: dict[str, Router] = {
-    "sal": sal,
-    "p2c": p2c,
-    "round-robin": round_robin,
-    "random": at_random,
-    "prefix": prefix,
-}
-
-
-def find_router(name: str) -> Router:
-    """Return the router with a name. Raise ConfigError for an unknown name."""
-    if name not in ROUTERS:
-        raise ConfigError(f"the router must be one of {', '.join(ROUTERS)}, not {name!r}")
-    return ROUTERS[name]
+    return sal([load for load in allowed if prompt.hits.get(load.engine, 0) == longest], prompt)
