@@ -420,10 +420,6 @@ class Engine:
     def kill(self) -> None:
         """See EngineClient.kill. The engine has no other process, so this does nothing."""
 
-    def put_between(self, wrap: Callable[[ModelRunner], ModelRunner]) -> None:
-        """Replace the runner by `wrap(runner)`. Call it before `start`."""
-        self._runner = wrap(self._runner)
-
     def be_recorded(self, recorder: "FlightRecorder") -> None:
         """Write every later step to the flight recorder before it runs."""
         self._recorder = recorder

@@ -312,20 +312,15 @@ def _load(
 def _make_engine(engine_config: EngineConfig, server_config: ServerConfig, root: Path) -> Any:
     """Return the client of one engine process, or of a fleet."""
     from engine.process.flights import Flights
-    from engine.process.judge import RestartPolicy
-    from engine.process.sabotage import VARIABLE
 
-    policy = RestartPolicy.without_end if os.environ.get(VARIABLE) else RestartPolicy
     log_level, pid_file = server_config.log_level, root / "engine.pid"
     flights = Flights(root / "flights", model_name(engine_config))
     if server_config.engines == 1 and not server_config.ray:
         make = importlib.import_module("engine.process.client").EngineProcess
-        return make(
-            engine_config, log_level=log_level, pid_file=pid_file, policy=policy(), flights=flights, spare=True
-        )  # fmt: skip
-    launch = importlib.import_module("engine.fleet.launch")
-    fleet = launch.FleetPlan(server_config.engines, pid_file, log_level, policy, flights, server_config.ray).make(
-        engine_config
+        return make(engine_config, log_level=log_level, pid_file=pid_file, flights=flights, spare=True)
+    make_fleet = importlib.import_module("engine.fleet.launch").make_fleet
+    fleet = make_fleet(
+        engine_config, server_config.engines, pid_file, log_level=log_level, flights=flights, ray=server_config.ray
     )
     for note in fleet.notes:
         say(note)

@@ -15,7 +15,7 @@ from test_process import collect, until
 from engine.api import EngineRequest, EngineState, PipelineStats, SamplingParams
 from engine.config import EngineConfig
 from engine.fleet.client import FleetClient
-from engine.fleet.launch import FleetPlan
+from engine.fleet.launch import make_fleet
 from engine.process.judge import RestartPolicy
 
 BLOCKS = 48
@@ -28,8 +28,7 @@ CONFIG = EngineConfig(
 @asynccontextmanager
 async def two_engines(folder: Path) -> AsyncIterator[FleetClient]:
     config = CONFIG
-    plan = FleetPlan(2, folder / "engine.pid", "info", lambda: RestartPolicy(9999, max_delay=0.1))
-    fleet = plan.make(config).client
+    fleet = make_fleet(config, 2, folder / "engine.pid", log_level="info").client
     await asyncio.to_thread(fleet.load, lambda _planned: None)
     await fleet.start()
     try:
@@ -58,6 +57,7 @@ async def pipelines(fleet: FleetClient) -> PipelineStats:
 @pytest.fixture(params=["cpu", "gpu"])
 def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """What engines run on: as processes of this machine do, or by the GPU's runner over a stand-in for its driver."""
+    monkeypatch.setattr("engine.process.client.RestartPolicy", lambda: RestartPolicy(9999, max_delay=0.1))
     if request.param == "gpu":
         child = str(Path(__file__).with_name("cuda_child.py"))
         monkeypatch.setattr("engine.process.launcher.python_module", lambda *_: [sys.executable, child])

@@ -20,7 +20,7 @@ import pytest
 from batch_tools import check_ended, jsonl, line, submit
 from test_soak import ended, ready_url
 
-from engine.process.sabotage import VARIABLE
+from benchmarks.chaos.child import VARIABLE
 
 MODEL = "tidemill-demo"
 KILLS = int(os.environ.get("FLEET_KILLS", "4"))
@@ -32,7 +32,16 @@ LINES = int(os.environ.get("FLEET_LINES", "500"))
 def fleet_server(folder: Path) -> Iterator[str]:
     """Its URL. It may die as often as the test wants."""
     log = folder / "log"
-    command = [sys.executable, "-m", "gateway", "serve", "--port", "0", "--state-dir", str(folder / "state")]
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks.chaos.serve",
+        "serve",
+        "--port",
+        "0",
+        "--state-dir",
+        str(folder / "state"),
+    ]
     command += ["--engines", "2", "--profile-dir", str(folder), "--profile-seconds", "0", "--dtype", "float32"]
     command += ["--num-gpu-blocks-override", "600", "--slo", "ttft_p99=100s,tbt_p99=100s"]
     with log.open("wb") as output:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import aiohttp
 
-from engine.process.sabotage import VARIABLE
+from benchmarks.chaos.child import VARIABLE
 
 FLAGS = ("--slo", "ttft_p99=120s", "--max-queue-time", "none", "--dtype", "float32", "--profile-seconds", "5")
 LAG, OWN_LAG = "tidemill_loop_lag_seconds_bucket", "tidemill_loop_own_lag_seconds_bucket"
@@ -62,8 +62,8 @@ class Server:
     def begin(self) -> None:
         """Start the process and wait until it listens. Raises StartError."""
         self.chaos.mkdir(exist_ok=True)
-        command = [sys.executable, "-m", "gateway", "serve", "--port", str(self._port), "--state-dir", str(self.state)]
-        command += ["--profile-dir", str(self.folder), *FLAGS, *self._flags]
+        command = [sys.executable, "-m", "benchmarks.chaos.serve", "serve", "--port", str(self._port)]
+        command += ["--state-dir", str(self.state), "--profile-dir", str(self.folder), *FLAGS, *self._flags]
         self._logs += 1
         with self.log.open("wb") as output:
             environment = {**os.environ, VARIABLE: str(self.chaos), **self._environment}
@@ -100,7 +100,7 @@ class Server:
     def engine(self) -> int | None:
         """Return the number of the engine process, found without the state folder: of the gateway's children that run
         the engine's module, the largest (a spare process has no model)."""
-        children = [pid for pid in _children(self.pid) if b"engine.process.child" in _read(f"/proc/{pid}/cmdline")]
+        children = [pid for pid in _children(self.pid) if b"benchmarks.chaos.child" in _read(f"/proc/{pid}/cmdline")]
         return max(children, key=lambda pid: _memory(pid, "VmRSS"), default=None)
 
     @asynccontextmanager

@@ -10,12 +10,12 @@ from fakes.runner import FakeRunner
 
 from benchmarks.chaos import engine_parts, main, promises
 from benchmarks.chaos import server as chaos_server
+from benchmarks.chaos.child import POISON, SabotagedRunner
 from benchmarks.chaos.engine_parts import Run
 from benchmarks.chaos.faults import Saboteur
 from benchmarks.chaos.load import Outcome
 from benchmarks.chaos.promises import Promise, Scale
 from engine.api import SamplingParams
-from engine.process.sabotage import POISON, SabotagedRunner
 from engine.scheduling.output import Chunk, NewRequest, SchedulerOutput
 from gateway.http.keys import KeyStore
 

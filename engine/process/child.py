@@ -33,7 +33,7 @@ from engine.flight import recorder as flight
 from engine.flight.recorder import FlightRecorder
 from engine.machine import interpreter
 from engine.machine.child import die_with_parent
-from engine.process import frames, sabotage
+from engine.process import frames
 from engine.process.causes import START, SYSTEM, is_of_system, start_error
 from engine.process.golden import HOUR, Golden, golden_file
 from engine.process.link import Connection
@@ -105,9 +105,6 @@ def build(config: EngineConfig, planned: Plan) -> Engine:
     plan = module.plan_launch(config)
     planned(_planned(plan))
     engine: Engine = module.build_engine(config, plan, _say)
-    if folder := os.environ.get(sabotage.VARIABLE):
-        _say("TIDEMILL_CHAOS is set: steps may fail, hang and kill this process")
-        engine.put_between(lambda runner: sabotage.SabotagedRunner(runner, Path(folder)))
     return engine
 
 

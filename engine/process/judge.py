@@ -1,6 +1,5 @@
 """Decide, after the death of an engine process, when the next one starts and which request ends."""
 
-import sys
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
@@ -31,11 +30,6 @@ class RestartPolicy:
     _deaths: deque[float] = field(default_factory=deque)
     _in_a_row: int = 0
     _ready_since: float | None = None
-
-    @classmethod
-    def without_end(cls) -> "RestartPolicy":
-        """Return a policy that restarts at once and never gives up, for injected faults."""
-        return cls(max_deaths=sys.maxsize, max_delay=0.0)
 
     def ready(self, now: float) -> None:
         """Record that a process accepts requests."""

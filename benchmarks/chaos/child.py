@@ -1,14 +1,19 @@
-"""Inject faults into a real engine process, for `python -m benchmarks chaos`. Off unless TIDEMILL_CHAOS names a folder.
+"""An engine process with faults: the folder that TIDEMILL_CHAOS names requests them.
 
 While the folder holds a file `fail`, every step raises. If it holds a file `hang`, the next step removes it and hangs.
-A step with a prompt that begins with `POISON` kills the process.
+A step with a prompt that begins with `POISON` kills the process. Run as `engine.process.child` is.
 """
 
 import os
 import signal
+import socket
+import sys
 import time
 from pathlib import Path
 
+from engine.config import EngineConfig
+from engine.engine import Engine
+from engine.process import child
 from engine.scheduling.output import Collect, ModelRunner, SchedulerOutput
 
 VARIABLE = "TIDEMILL_CHAOS"
@@ -35,3 +40,13 @@ class SabotagedRunner:
         if self._fail.exists():
             raise RuntimeError("told to fail")
         return self._runner.launch(output)
+
+
+def build(config: EngineConfig, planned: child.Plan) -> Engine:
+    engine = child.build(config, planned)
+    engine._runner = SabotagedRunner(engine.runner, Path(os.environ[VARIABLE]))
+    return engine
+
+
+if __name__ == "__main__":
+    child.run(socket.socket(fileno=int(sys.argv[1])), build, child.prepare, child.find_golden)
