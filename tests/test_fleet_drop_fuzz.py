@@ -12,6 +12,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from test_fleet_fuzz import FakeFleetEngine
+from test_fleet_pipelines import MERGE, SPLIT, before_order
 
 from engine.api import DroppableLayers, EngineInfo, EngineRequest, FinishReason, RequestClass, SamplingParams
 from engine.config import SchedulerConfig
@@ -30,8 +31,6 @@ from engine.stream import RequestStream
 
 VOCAB, UNITS = 50, 24
 CONFIG = SchedulerConfig(num_units=UNITS, max_model_len=40, block_size=4, max_num_seqs=8, max_num_batched_tokens=16)
-STEPS_IN = ("1 hold", "2 meet", "3 detach", "4 exchange", "5 reform", "6 attach", "7 place", "8 go")
-STEPS_OUT = ("0 prepare", "1 hold", "2 dissolve", *STEPS_IN[2:])
 
 
 class Process:
@@ -280,26 +279,22 @@ class Changes(RuleBasedStateMachine):
     def leave(self, name: int) -> None:
         self._settle(lambda: self.fleet.abort(f"r{name}"))
 
-    @rule(leader=st.integers(0, 1), dies=st.none() | st.tuples(st.sampled_from(STEPS_IN), st.integers(0, 1)))
+    @rule(leader=st.integers(0, 1), dies=st.none() | st.tuples(st.sampled_from(MERGE), st.integers(0, 1)))
     @precondition(lambda self: not self.pipelines.pairs and all(engine.is_up for engine in self.engines))
     def drop(self, leader: int, dies: tuple[str, int] | None) -> None:
         self._change(lambda: self.pipelines.merge(*(self.fleet._members[i] for i in (leader, 1 - leader))), dies)
         assert (dies is None) == (self.pair is not None)
 
-    @rule(dies=st.none() | st.tuples(st.sampled_from(STEPS_OUT), st.integers(0, 1)))
+    @rule(dies=st.none() | st.tuples(st.sampled_from(SPLIT), st.integers(0, 1)))
     @precondition(lambda self: self.pair is not None)
     def restore(self, dies: tuple[str, int] | None) -> None:
         self._change(lambda: self.pipelines.split(self.pair), dies)
         assert not self.pipelines.pairs
 
     def _change(self, change: Callable[[], Awaitable[Any]], dies: tuple[str, int] | None) -> None:
-        def before(step: str) -> None:
-            if dies is not None and dies[0] == step:
-                self.engines[dies[1]].die()
-
-        self.pipelines._before = before
-        self._settle(change)
-        self.pipelines._before = lambda _step: None
+        name, number = dies or ("", 0)
+        with before_order(name, lambda: self.engines[number].die()):
+            self._settle(change)
 
     @invariant()
     def a_pipeline_ends_with_an_engine_alone(self) -> None:

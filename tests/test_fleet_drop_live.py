@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
-from test_fleet_pipelines import ends_whole, kill_before, overload_of
+from test_fleet_pipelines import ends_whole, killing_before, overload_of
 from test_process import collect, until
 
 from engine.api import EngineRequest, EngineState, PipelineStats, SamplingParams
@@ -84,11 +84,11 @@ async def test_a_burst_makes_one_pipeline_of_two_engines_and_its_end_two_again(t
 @pytest.mark.parametrize(
     ("way", "step", "dies"),
     [
-        ("merge", "4 exchange", 1),
-        ("merge", "5 reform", 0),
-        ("merge", "8 go", 1),
-        ("split", "5 reform", 1),
-        ("split", "7 place", 0),
+        ("merge", "Exchange", 1),
+        ("merge", "Reform", 0),
+        ("merge", "Go", 1),
+        ("split", "Reform", 1),
+        ("split", "WritePasts", 0),
     ],
 )
 @pytest.mark.usefixtures("device")
@@ -100,10 +100,10 @@ async def test_an_engine_killed_on_the_way_costs_time_only(way: str, step: str, 
         asked = asyncio.gather(*[tokens_of(fleet, request) for request in requests])
         if way == "split":
             assert await overload.merge(*fleet._members)
-        kill_before(step, dies, overload, tmp_path)
-        if way == "merge":
-            assert not await overload.merge(*fleet._members)
-        else:
-            assert not await overload.pipelines.split(overload.pipelines.pairs[0])
+        with killing_before(step, dies, tmp_path):
+            if way == "merge":
+                assert not await overload.merge(*fleet._members)
+            else:
+                assert not await overload.pipelines.split(overload.pipelines.pairs[0])
         await ends_whole(fleet, overload, 2 * BLOCKS)
         assert await asked == alone

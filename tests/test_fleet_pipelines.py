@@ -3,10 +3,13 @@ whichever of them is killed at whichever step. The checking fake runner in real 
 
 import asyncio
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 from test_fleet import fleet_of, kill, undying
@@ -16,11 +19,13 @@ from engine.api import EngineRequest, EngineState, FinishReason
 from engine.fleet.client import FleetClient
 from engine.fleet.member import Member
 from engine.fleet.overload import Overload
-from engine.process.orders import Exchange, Place
+from engine.fleet.pipelines import Pair
+from engine.process.orders import Exchange, Order, Past, WritePasts
 
 SMALL = replace(CONFIG, num_gpu_blocks_override=100)
-MERGE = ("1 hold", "2 meet", "3 detach", "4 exchange", "5 reform", "6 attach", "7 place", "8 go")
-SPLIT = ("0 prepare", "1 hold", "2 dissolve", *MERGE[2:])
+MERGE = ("Hold", "Meet", "Stall", "Exchange", "Reform", "Attach", "WritePasts", "Go")
+SPLIT = ("Retire", "Hold", "Dissolve", "Detach", *MERGE[3:])
+"""The orders of both ways, each the first of its step."""
 
 
 def overload_of(fleet: FleetClient) -> Overload:
@@ -104,7 +109,7 @@ def check_what_moved(leader: list[Any], follower: list[Any]) -> None:
     """Into a pipeline: of the leader's own pasts the layers that it gives up, each unit once, and nothing else."""
     (sends, takes), (mine, theirs) = (
         [next(each for each in told if isinstance(each, kind)) for told in (leader, follower)]
-        for kind in (Exchange, Place)
+        for kind in (Exchange, WritePasts)
     )
     sent = [unit for part in sends.gives for unit in part.units]
     assert not sends.keeps and sent and len(set(sent)) == len(sent) and takes.gets == sends.gives
@@ -122,22 +127,22 @@ def each_step(steps: Sequence[str], *quick: tuple[str, int]) -> list[Any]:
     ]
 
 
-@pytest.mark.parametrize(("step", "dies"), each_step(MERGE, ("6 attach", 1)))
+@pytest.mark.parametrize(("step", "dies"), each_step(MERGE, ("Attach", 1)))
 async def test_an_engine_killed_on_the_way_into_a_pipeline_costs_time_only(
     step: str, dies: int, tmp_path: Path, undisturbed: dict[str, tuple[Any, ...]]
 ) -> None:
     async with fleet_of(tmp_path, "", "", drop=True, policy=undying) as fleet:
         overload = overload_of(fleet)
-        kill_before(step, dies, overload, tmp_path)
         asked = asyncio.create_task(answers(fleet, long()))
         await begun(fleet, asked)
-        assert not await overload.merge(*fleet._members)
+        with killing_before(step, dies, tmp_path):
+            assert not await overload.merge(*fleet._members)
         await ends_whole(fleet, overload)
         assert await asked == undisturbed
         await until_idle(fleet)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(("step", "dies"), each_step([*SPLIT, "settled"], ("settled", 0), ("8 go", 1)))
+@pytest.mark.parametrize(("step", "dies"), each_step([*SPLIT, "settled"], ("settled", 0), ("Go", 1)))
 async def test_an_engine_killed_in_a_pipeline_or_on_the_way_out_of_it_costs_time_only(
     step: str, dies: int, tmp_path: Path, undisturbed: dict[str, tuple[Any, ...]]
 ) -> None:
@@ -150,19 +155,27 @@ async def test_an_engine_killed_in_a_pipeline_or_on_the_way_out_of_it_costs_time
         if step == "settled":
             await asyncio.to_thread(kill, tmp_path, dies)
         else:
-            kill_before(step, dies, overload, tmp_path)
-            assert not await overload.pipelines.split(pair)
+            with killing_before(step, dies, tmp_path):
+                assert not await overload.pipelines.split(pair)
         await ends_whole(fleet, overload)
         assert await asked == undisturbed
         await until_idle(fleet)  # type: ignore[arg-type]
 
 
-def kill_before(step: str, number: int, overload: Overload, folder: Path) -> None:
-    def before(reached: str) -> None:
-        if reached == step:
-            kill(folder, number)
+def before_order(name: str, act: Callable[[], None]) -> AbstractContextManager[Any]:
+    """Call `act` once, before the first order with that name is sent."""
+    tell, acts = Pair.tell, [act]
 
-    overload.pipelines._before = before
+    async def watched(pair: Pair, member: Member, order: Order) -> tuple[Past, ...]:
+        if acts and type(order).__name__ == name:
+            acts.pop()()
+        return await tell(pair, member, order)
+
+    return patch.object(Pair, "tell", watched)
+
+
+def killing_before(name: str, number: int, folder: Path) -> AbstractContextManager[Any]:
+    return before_order(name, partial(kill, folder, number))
 
 
 async def ends_whole(fleet: FleetClient, overload: Overload, units: int = 400) -> None:
@@ -215,17 +228,18 @@ async def test_drops_restores_and_deaths_in_any_order(seed: int, tmp_path: Path)
         clients = [asyncio.create_task(go_on(fleet, asked, dice, stop)) for _ in range(6)]
         for _ in range(24):
             await until(lambda: all(member.is_well for member in fleet._members))
-            overload.pipelines._before = lambda _step: None
-            if dice.random() < 0.4:
-                kill_before(dice.choice([*MERGE, "0 prepare", "2 dissolve"]), dice.randrange(2), overload, tmp_path)
+            name = dice.choice([*MERGE, *SPLIT]) if dice.random() < 0.4 else ""
+            dying = killing_before(name, dice.randrange(2), tmp_path)
             settled = [pair for pair in overload.pipelines.pairs if pair.settled]
             if settled and dice.random() < 0.2:
                 await asyncio.to_thread(kill, tmp_path, dice.randrange(2))
                 await until(lambda: not overload.pipelines.pairs)
             elif settled:
-                await overload.pipelines.split(settled[0])
+                with dying:
+                    await overload.pipelines.split(settled[0])
             else:
-                await overload.merge(*dice.sample(fleet._members, 2))
+                with dying:
+                    await overload.merge(*dice.sample(fleet._members, 2))
         stop.set()
         assert sum(await asyncio.gather(*clients)) > 24
         if overload.pipelines.pairs:

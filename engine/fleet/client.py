@@ -26,20 +26,20 @@ from engine.api import (
 )
 from engine.errors import EngineUnavailableError, InvalidRequestError, QueueFullError, TidemillError
 from engine.fleet.harvest import shares, windows
-from engine.fleet.member import FleetEngine, Member, hits_of, offline_load, online_load
+from engine.fleet.member import Member, hits_of, offline_load, online_load
 from engine.fleet.overload import Overload
 from engine.fleet.prefixes import prefix_chain
 from engine.fleet.routing import EngineLoad, RoutedPrompt, prefix, sal
 from engine.fleet.totals import info_of_all, total
 from engine.process import frames
-from engine.process.client import PATIENCE, longest_wait
+from engine.process.client import PATIENCE, EngineProcess, longest_wait
 
 log = logging.getLogger("tidemill.fleet")
 
 LEAVE_SECONDS = 10.0
 """Maximum time in seconds for which an engine finishes its chats before it is renewed; the rest then moves."""
 
-MakeEngine = Callable[[int, Callable[[], None]], FleetEngine]
+MakeEngine = Callable[[int, Callable[[], None]], EngineProcess]
 """Makes the engine with a number. The engine calls the callback when its process starts or ends or a request ends."""
 
 

@@ -33,6 +33,7 @@ def make_fleet(
         ray: Address of a Ray cluster that runs the engines; empty: this machine.
     """
     options: list[dict[str, Any]]
+    threads: int | None
     if ray:
         cluster = Cluster.connect(ray, engines, config)
         threads = cluster.cpus

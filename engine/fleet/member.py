@@ -1,47 +1,12 @@
-"""One engine of a fleet: the interface that the fleet needs, and the load that a router gets."""
+"""One engine of a fleet, and its load for a router."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Protocol
+from collections.abc import Iterable, Mapping, Sequence
 
-from engine.api import EngineClient, EngineRequest, EngineState, EngineStats, EngineView, LoadReport, RequestClass
+from engine.api import EngineRequest, EngineState, EngineStats, EngineView, LoadReport, RequestClass
 from engine.fleet.harvest import Harvest
 from engine.fleet.prefixes import PrefixMemory
 from engine.fleet.routing import EngineLoad
-from engine.process import frames
-from engine.process.regroup import Regrouping
-from engine.process.requests import OpenRequest
-
-
-class FleetEngine(EngineClient, Protocol):
-    """An engine that can die, restart and hand over its requests; see `engine.process.client`."""
-
-    @property
-    def is_up(self) -> bool: ...
-
-    @property
-    def report(self) -> LoadReport | None: ...
-
-    @property
-    def unreported(self) -> Iterable[EngineRequest]: ...
-
-    @property
-    def num_offline(self) -> int: ...
-
-    @property
-    def num_online(self) -> int: ...
-
-    @property
-    def regroup(self) -> Regrouping: ...
-
-    def holds(self, request_id: str) -> bool: ...
-
-    def take_movable(self) -> list[OpenRequest]: ...
-
-    def adopt(self, entries: Sequence[OpenRequest]) -> None: ...
-
-    def load(self, planned: Callable[[frames.Planned], None]) -> None: ...
-
-    def discard(self) -> None: ...
+from engine.process.client import EngineProcess
 
 
 class Member:
@@ -54,7 +19,7 @@ class Member:
         away: Whether the engine is the follower of a pipeline or about to be.
     """
 
-    def __init__(self, number: int, engine: FleetEngine) -> None:
+    def __init__(self, number: int, engine: EngineProcess) -> None:
         self.number = number
         self.engine = engine
         self.prefixes = PrefixMemory()

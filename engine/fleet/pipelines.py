@@ -79,16 +79,12 @@ class Pair:
 
 
 class Pipelines:
-    """The pipelines of a fleet.
+    """The pipelines of a fleet. `changed` is called when a pair ends, which changes the routing."""
 
-    `changed` is called when a pair ends, which changes the routing. `before(step)` is called before each step.
-    """
-
-    def __init__(self, changed: Callable[[], None], before: Callable[[str], None] = lambda _step: None) -> None:
+    def __init__(self, changed: Callable[[], None]) -> None:
         self.pairs: list[Pair] = []
         self.drops = self.restores = self.failures = 0
         self._changed = changed
-        self._before = before
         self._tasks: set[asyncio.Task[None]] = set()
         self._stopped = False
 
@@ -149,35 +145,26 @@ class Pipelines:
     async def _merge(self, pair: Pair) -> None:
         leader, follower = pair.leader.engine.regroup, pair.follower.engine.regroup
         mine, theirs = pair.kept
-        self._before("1 hold")
         await pair.tell_both(orders.Hold(closes=False), orders.Hold(closes=True))
-        self._before("2 meet")
         await self._meet(pair)
-        self._before("3 detach")
         led, followed = await pair.tell_both(orders.Stall(pair.num_units), orders.Detach())
         led = _each_unit_once(led)  # the leader's pasts keep their unit numbers, which are valid on both engines
-        self._before("4 exchange")
         await pair.tell_both(
             orders.Exchange((), _parts(led, theirs), _parts(followed, mine), first=True),
             orders.Exchange(_parts(followed, theirs), _parts(followed, mine), _parts(led, theirs), first=False),
         )
-        self._before("5 reform")
         await pair.tell_both(
             orders.Reform(mine, pair.num_units, schedules=True), orders.Reform(theirs, pair.num_units, schedules=False)
         )
-        self._before("6 attach")
         leader.join(follower.leave())
         placed = await pair.tell(pair.leader, _attach(leader.accepted(), _tokens(followed)))
-        self._before("7 place")
         # The units of a leader's request that has ended may be in use again, so `placed` is written last.
-        await pair.tell_both(orders.Place(placed), orders.Place((*led, *placed)))
-        self._before("8 go")
+        await pair.tell_both(orders.WritePasts(placed), orders.WritePasts((*led, *placed)))
         await pair.tell(pair.follower, orders.Go(FOLLOWER))
         await pair.tell(pair.leader, orders.Go(LEADER, _ids((*led, *placed))))
 
     async def _prepare(self, pair: Pair) -> None:
         """Load the absent layers while the pipeline serves. If this fails, they are loaded during the pause."""
-        self._before("0 prepare")
         try:
             if not await pair.tell(pair.leader, orders.Retire(pair.num_fitting)):
                 await pair.tell_both(orders.Prepare(pair.num_fitting), orders.Prepare(pair.num_fitting))
@@ -187,30 +174,22 @@ class Pipelines:
     async def _split(self, pair: Pair) -> None:
         leader, follower = pair.leader.engine.regroup, pair.follower.engine.regroup
         mine, theirs = pair.kept
-        self._before("1 hold")
         await pair.tell(pair.leader, orders.Hold(closes=False))
-        self._before("2 dissolve")
         await pair.tell_both(orders.Dissolve(), orders.Dissolve())
-        self._before("3 detach")
         pasts = await pair.tell(pair.leader, orders.Detach())
         tokens = _tokens(pasts)
         leaving = _half(leader.accepted(), tokens)
         gone = [past for past in pasts if past.request_id in leaving]
         kept = [past for past in pasts if past.request_id not in leaving]
-        self._before("4 exchange")
         await pair.tell_both(
             orders.Exchange(_parts(kept, mine), _parts(gone, mine), _parts(kept, theirs), first=True),
             orders.Exchange(_parts(gone, theirs), _parts(kept, theirs), _parts(gone, mine), first=False),
         )
-        self._before("5 reform")
         whole = (orders.Reform(None, _sizes(member).num_units, schedules=True) for member in pair.members)
         await pair.tell_both(*whole)
-        self._before("6 attach")
         follower.join(leader.leave(leaving))
         placed = await pair.tell_both(_attach(leader.accepted(), tokens), _attach(follower.accepted(), tokens))
-        self._before("7 place")
-        await pair.tell_both(*(orders.Place(each) for each in placed))
-        self._before("8 go")
+        await pair.tell_both(*(orders.WritePasts(each) for each in placed))
         await pair.tell_both(*(orders.Go(WHOLE, _ids(each)) for each in placed))
 
     async def _meet(self, pair: Pair) -> None:

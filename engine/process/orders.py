@@ -84,7 +84,7 @@ class Attach(OrderBase, frozen=True):
     requests: tuple[tuple[EngineRequest, int], ...]  # with the tokens of the past to come; ignored for stopped requests
 
 
-class Place(OrderBase, frozen=True):
+class WritePasts(OrderBase, frozen=True):
     """Write the exchanged parts of these pasts into their units, and discard the other parts."""
 
     pasts: tuple[Past, ...]
@@ -124,4 +124,6 @@ class Reset(OrderBase, frozen=True):
     requests: tuple[EngineRequest, ...]  # requests to resume if they are not here
 
 
-Order = Hold | Meet | Stall | Detach | Exchange | Reform | Attach | Place | Go | Retire | Prepare | Dissolve | Reset
+Order = (
+    Hold | Meet | Stall | Detach | Exchange | Reform | Attach | WritePasts | Go | Retire | Prepare | Dissolve | Reset
+)  # fmt: skip

@@ -10,7 +10,7 @@ import socket
 import threading
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 from engine.api import EngineRequest
 from engine.engine import Engine, OutputSink
@@ -18,8 +18,10 @@ from engine.errors import EngineUnavailableError, TidemillError
 from engine.machine.link import Link, LinkLostError
 from engine.process import orders
 from engine.process.orders import FOLLOWER, LEADER, WHOLE, Order, Part, Past
-from engine.process.staged_runner import StagedRunner
 from engine.scheduling.moving import MovedRequest
+
+if TYPE_CHECKING:  # the tests run a stage without torch
+    from engine.execution.stages import PipelineRunner
 
 log = logging.getLogger("tidemill.engine")
 
@@ -63,8 +65,8 @@ class PipelineStage:
         engine.on_parted = parted
 
     @property
-    def _runner(self) -> StagedRunner:
-        return cast(StagedRunner, self._engine.runner)
+    def _runner(self) -> "PipelineRunner":
+        return cast("PipelineRunner", self._engine.runner)
 
     def take(self, order: Order) -> Awaitable[tuple[Past, ...]]:
         """Return an awaitable that carries out an order. Later messages may be handled before it is done.
@@ -127,8 +129,8 @@ class PipelineStage:
                     with suppress(TidemillError):  # its step then fails for this request only
                         await self._engine.prepare([request])
                 return tuple(self._attach(requests))
-            case orders.Place(pasts):
-                await self._engine.aside(self._place, pasts)
+            case orders.WritePasts(pasts):
+                await self._engine.aside(self._write, pasts)
             case orders.Go(role, arrived):
                 await self._go(role, arrived)
             case orders.Retire(num_units):
@@ -243,7 +245,7 @@ class PipelineStage:
                 placed.append(Past(name, num_tokens, engine.core.moves.units_of(name)[:needed]))
         return placed
 
-    def _place(self, pasts: Sequence[Past]) -> None:
+    def _write(self, pasts: Sequence[Past]) -> None:
         staged, self._staged = self._staged, {}
         for past in pasts:
             for layers, data in staged.pop(past.request_id):
