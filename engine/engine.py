@@ -2,7 +2,7 @@
 
 Model steps run one after another in a worker thread. The loop schedules steps, awaits them and passes their outputs to
 the request streams. The loop wakes on events and never polls. It never waits for a client: an unread stream fills its
-own bounded queue, and then its request is aborted. `Engine` implements `engine.api.EngineClient` in this process.
+own bounded queue, and then its request is aborted.
 """
 
 import asyncio
@@ -122,7 +122,6 @@ class Engine:
         self._device_lost = device_lost
         self.on_death: Callable[[str, str], None] = lambda _cause, _why: None
         self._death: str | None = None
-        self._dead = asyncio.Event()
         self._recorder: FlightRecorder | None = None
         self.colocation = colocation
         self._tuner = tuner
@@ -139,7 +138,6 @@ class Engine:
         self._planner = Planner(plan_offline or core.plan_offline, clock, self._wake.set)
         self._plan_tried = False
         self._watchdog = ProgressWatchdog(core, clock, self._recover, stall_seconds)
-        self._idle = asyncio.Event()
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tidemill-runner")
         self._waiter = self._executor
         if core.config.pipeline_depth and core.config.ahead_seconds == math.inf:
@@ -187,18 +185,12 @@ class Engine:
         if self._tuner is not None:
             self._tuner.start()
 
-    async def stop(self, drain_seconds: float = 0.0) -> None:
-        """Refuse new requests, wait up to `drain_seconds` for open ones, abort the rest, and stop the loop."""
+    async def stop(self) -> None:
+        """Refuse new requests, abort the open ones, and stop the loop."""
         self._draining = True
         if self._loop_task is None:
             await self._end_ranks()
             return
-        if drain_seconds > 0 and self._streams and self.state is not EngineState.DEAD:
-            self._idle.clear()
-            try:
-                await asyncio.wait_for(self._idle.wait(), drain_seconds)
-            except TimeoutError:
-                log.info("%d requests did not end within %.0f s", len(self._streams), drain_seconds)
         for request_id in list(self._streams):
             self.abort(request_id)
         self._stopping = True
@@ -223,12 +215,8 @@ class Engine:
         if self._ranks is not None:
             await asyncio.to_thread(self._ranks.close)
 
-    async def check_room(self, request_class: RequestClass, prompt_tokens: int, tenant: str) -> None:
+    def check_room(self, request_class: RequestClass, prompt_tokens: int, tenant: str) -> None:
         """See EngineClient.check_room."""
-        self.look_for_room(request_class, prompt_tokens, tenant)
-
-    def look_for_room(self, request_class: RequestClass, prompt_tokens: int, tenant: str) -> None:
-        """Do the same as `check_room`, synchronously."""
         self._check_accepting()
         with self._noting_refusal(request_class, prompt_tokens):
             self._core.check_room(request_class, tenant, self._clock())
@@ -384,19 +372,13 @@ class Engine:
         del self._streams[request_id]
         if self._grammars is not None:
             self._grammars.release(request_id)
-        if not self._streams:
-            self._idle.set()
 
     def set_lane(self, job: str, lane: Lane) -> None:
         """See EngineClient.set_lane."""
         self._core.set_lane(job, lane)
         self._wake_up()
 
-    async def stats(self) -> EngineStats:
-        """See EngineClient.stats."""
-        return self.snapshot()
-
-    def snapshot(self) -> EngineStats:
+    def stats(self) -> EngineStats:
         """Return the current statistics."""
         stats = self._core.stats()
         if self.colocation is None:
@@ -406,19 +388,6 @@ class Engine:
     def load(self) -> LoadReport:
         """Return the current load."""
         return self._core.load(self._clock())
-
-    async def wait_dead(self) -> str:
-        """See EngineClient.wait_dead."""
-        await self._dead.wait()
-        assert self._death is not None
-        return self._death
-
-    async def renew(self, *, anyway: bool = False) -> str:  # noqa: ARG002
-        """See EngineClient.renew."""
-        return "the engine runs inside the server, and changes when that is started again"
-
-    def kill(self) -> None:
-        """See EngineClient.kill. The engine has no other process, so this does nothing."""
 
     def be_recorded(self, recorder: "FlightRecorder") -> None:
         """Write every later step to the flight recorder before it runs."""
@@ -443,7 +412,6 @@ class Engine:
         for request_id, push in list(self._streams.items()):
             push(RequestOutput(request_id, (), None, times, 0, 0, 0, FinishReason.ERROR, error=failure))
             self._close(request_id)
-        self._dead.set()
         self._wake_up()
 
     def _tell_lost_rank(self, loop: asyncio.AbstractEventLoop, why: str) -> None:

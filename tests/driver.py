@@ -8,7 +8,6 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 from engine.api import (
-    EngineClient,
     EngineRequest,
     FinishReason,
     Lane,
@@ -19,6 +18,7 @@ from engine.api import (
 )
 from engine.config import SchedulerConfig
 from engine.core import EngineCore
+from engine.engine import Engine
 from engine.errors import TidemillError
 from engine.request import Request
 from engine.scheduling.output import Collect, ModelRunner, ModelRunnerOutput, SchedulerOutput
@@ -196,12 +196,12 @@ class Driver:
             self.finals[output.request_id] = output
 
 
-async def submit_one(engine: EngineClient, request: EngineRequest) -> OutputStream:
+async def submit_one(engine: Engine, request: EngineRequest) -> OutputStream:
     (stream,) = await engine.submit([request])
     return stream
 
 
-async def outputs_of(engine: EngineClient, request: EngineRequest) -> AsyncIterator[RequestOutput]:
+async def outputs_of(engine: Engine, request: EngineRequest) -> AsyncIterator[RequestOutput]:
     async for output in await submit_one(engine, request):
         yield output
 

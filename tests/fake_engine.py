@@ -24,6 +24,7 @@ from engine.api import (
     RequestTimes,
     TokenLogprobs,
 )
+from engine.engine import Engine
 from engine.errors import EngineStepError, EngineUnavailableError, ErrorInfo, TidemillError
 from engine.text.tokenizer import Tokenizer
 from gateway.app import create_app
@@ -332,6 +333,28 @@ class Served:
         return f"http://127.0.0.1:{self.port}"
 
 
+class LocalEngine:
+    """An `EngineClient` over an engine in this process."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    async def stop(self, _drain_seconds: float = 0.0) -> None:
+        await self._engine.stop()
+
+    async def check_room(self, request_class: RequestClass, prompt_tokens: int, tenant: str) -> None:
+        self._engine.check_room(request_class, prompt_tokens, tenant)
+
+    async def stats(self) -> EngineStats:
+        return self._engine.stats()
+
+    async def wait_dead(self) -> str:
+        return await asyncio.Future()
+
+
 @asynccontextmanager
 async def serve(
     engine: FakeEngine, tokenizer: Tokenizer, limits: ProtocolLimits | None = None, **config: Any
@@ -340,7 +363,8 @@ async def serve(
     folder, batch_limits = config.pop("folder", None), config.pop("batch_limits", None)
     owns_process = config.pop("owns_process", False)
     settings = ServerConfig(**{"served_model_name": (MODEL, "alias"), "port": 0, **config})
-    app = await asyncio.to_thread(create_app, engine, tokenizer, settings, folder, batch_limits)
+    client = LocalEngine(engine) if isinstance(engine, Engine) else engine
+    app = await asyncio.to_thread(create_app, client, tokenizer, settings, folder, batch_limits)
     listener = await asyncio.to_thread(bind, settings.host, settings.port)
     server = make_server(app, settings, limits, close_seconds=1, owns_process=owns_process)
     task = asyncio.ensure_future(server._serve([listener]))  # `serve` would take over the test runner's signals

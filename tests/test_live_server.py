@@ -96,7 +96,7 @@ async def test_64_streams_half_of_which_leave(live: tuple[Engine, Served]) -> No
                 assert text == expected[index % 5], "an answer was lost or changed by its neighbours"
         # A request after the last: by its end the engine has seen every departure.
         assert await complete(client, 0) == expected[0]
-    stats = await engine.stats()
+    stats = engine.stats()
     assert stats.units_owned == 0, "a client that left still holds blocks"
     assert stats.failed_steps == 0
 
@@ -178,7 +178,7 @@ async def test_flex_runs_offline_and_says_so(live: tuple[Engine, Served]) -> Non
         texts = await asyncio.gather(*online)
     assert {answer.service_tier for answer in answers} == {"flex"}
     assert [answer.choices[0].message.content for answer in answers] == texts
-    stats = await engine.stats()
+    stats = engine.stats()
     assert stats.colocation is not None and stats.colocation.offline_tokens > 0
     assert stats.colocation.good_requests == 8
 

@@ -85,7 +85,7 @@ async def test_queues_and_rows_are_built_anew(
     critical = [record.getMessage() for record in caplog.records if record.levelno == logging.CRITICAL]
     assert len(critical) == 1
     assert "stands still" in critical[0] and "units" in critical[0] and "waiting" in critical[0]
-    assert (await engine.stats()).stalls == 1
+    assert engine.stats().stalls == 1
     await engine.stop()
     engine._core.check_integrity()
 
@@ -134,7 +134,7 @@ async def test_a_planner_that_never_ends_is_begun_anew() -> None:
     engine._planner._task = asyncio.create_task(never())
     line = make_request("line", range(9), 6, request_class=OFFLINE)
     assert await answer(engine, line) == solo(line)
-    assert (await engine.stats()).stalls == 1
+    assert engine.stats().stalls == 1
     await engine.stop()
 
 
@@ -239,8 +239,8 @@ async def test_a_line_evicted_often_stops_nobody_over_http(tmp_path: Any) -> Non
                 assert not flex.done()
             line = await flex
             assert line.status_code == 200 and line.json()["usage"]["completion_tokens"] == 60
-            assert (await engine.stats()).preemptions["online"] == 10
-            assert (await engine.stats()).stalls == 0
+            assert engine.stats().preemptions["online"] == 10
+            assert engine.stats().stalls == 0
             assert (await client.get("/ready")).status_code == 200
 
 

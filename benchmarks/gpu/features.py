@@ -105,7 +105,7 @@ async def _answers(config: EngineConfig, setup: Setup) -> _Answers:
         streams = await engine.submit(requests)
         tokens = await asyncio.gather(*map(_collect, streams))
         names = (request.request_id for request in requests)
-        return _Answers(dict(zip(names, tokens, strict=True)), _preemptions(engine), engine.snapshot().cache_units)
+        return _Answers(dict(zip(names, tokens, strict=True)), _preemptions(engine), engine.stats().cache_units)
     finally:
         await engine.stop()
 
@@ -120,7 +120,7 @@ async def _collect(stream: object) -> tuple[int, ...]:
 
 
 def _preemptions(engine: Engine) -> int:
-    return sum(engine.snapshot().preemptions.values())
+    return sum(engine.stats().preemptions.values())
 
 
 def _requests(setup: Setup, vocab: int, adapters: bool) -> list[EngineRequest]:

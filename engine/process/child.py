@@ -278,7 +278,7 @@ class EngineServer:
                 for request in requests:
                     self._prepare((request,), partial(self._resume, request))
             case frames.CheckRoom(call, request_class, prompt_tokens, tenant):
-                self._answer(call, lambda: self._engine.look_for_room(request_class, prompt_tokens, tenant))
+                self._answer(call, lambda: self._engine.check_room(request_class, prompt_tokens, tenant))
             case frames.Abort(request_id, reason):
                 if (preparing := self._preparing.pop(request_id, None)) is not None:
                     preparing.cancel()
@@ -287,7 +287,7 @@ class EngineServer:
             case frames.SetLane(job, lane):
                 self._engine.set_lane(job, lane)
             case frames.AskStats(call):
-                self._send(frames.Stats(call, self._engine.snapshot()))
+                self._send(frames.Stats(call, self._engine.stats()))
             case frames.Regroup(call, order):
                 self._do(self._regroup(call, self._stage.take(order)))
             case frames.Shutdown():
