@@ -10,9 +10,8 @@ import numpy as np
 
 from benchmarks.machine import describe
 from engine.api import EngineRequest, SamplingParams
-from engine.config import SchedulerConfig
+from engine.config import UNLIMITED_QUEUE, SchedulerConfig
 from engine.core import EngineCore
-from engine.queue_time import UNLIMITED_QUEUE
 from engine.scheduling.knapsack import Columns, choose
 from engine.scheduling.objective import StepObjective
 from engine.scheduling.output import ModelRunnerOutput

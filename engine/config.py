@@ -5,13 +5,14 @@ Command-line flags are generated from the fields of `EngineConfig`: `metadata["h
 """
 
 import math
+import re
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
-from engine.adapters import parse_adapters
 from engine.errors import ConfigError
-from engine.queue_time import DEFAULT_QUEUE, QueueTime
 from engine.refusals import check_combinations
 from predictor.limits import Limits
 from predictor.slo import SLO, SLOError
@@ -24,6 +25,41 @@ CHECKPOINT_TOKENS = 512
 """Distance in prompt tokens between two checkpoints of recurrent state."""
 MAX_THREADS = 1024  # rejects a typing error that would exhaust the threads of the machine
 OVERLOADS = ("recompute", "swap", "drop")
+DEFAULT_QUEUE, UNLIMITED_QUEUE = "10x", "none"
+_QUEUE_UNITS = {"ms": 1e-3, "s": 1.0, "m": 60.0}
+_QUEUE_FORM = re.compile(r"(\d+(?:\.\d*)?|\.\d+)\s*(ms|s|m|x)")
+_ADAPTER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,127}")
+
+
+@dataclass(frozen=True, slots=True)
+class QueueTime:
+    """The maximum wait of `--max-queue-time`; both limits apply.
+
+    The default exceeds the objective because users prefer a late answer to none.
+    """
+
+    seconds: float = math.inf
+    objectives: float = math.inf  # multiple of the TTFT objective
+
+    @classmethod
+    def parse(cls, text: str) -> "QueueTime":
+        """Parse `10x` (times the TTFT objective), a time like `500ms`, `5s` or `2m`, or `none`.
+
+        Raise ConfigError for any other text.
+        """
+        if text.strip() == UNLIMITED_QUEUE:
+            return cls()
+        found = _QUEUE_FORM.fullmatch(text.strip())
+        number = float(found.group(1)) if found else 0.0
+        if found is None or not 0.0 < number < math.inf:
+            raise ConfigError(f"--max-queue-time must be a time like 5s, a multiple like 10x, or none, not '{text}'")
+        if found.group(2) == "x":
+            return cls(objectives=number)
+        return cls(seconds=number * _QUEUE_UNITS[found.group(2)])
+
+    def longest(self, ttft: float) -> float:
+        """Return the maximum wait, seconds. `ttft` is the TTFT objective, infinite if there is none."""
+        return min(self.seconds, self.objectives * ttft)
 
 
 def _flag(default: Any, help_text: str, choices: tuple[str, ...] = ()) -> Any:
@@ -159,7 +195,7 @@ class SchedulerConfig:
             shrinks to one block at least.
         max_offline_preemptions: After so many evictions an offline request is evicted last and waits 1, 2, 4 ...
             seconds before it restarts beside online requests.
-        max_queue_time: An online request with a longer expected wait is refused (429), see `engine.queue_time`.
+        max_queue_time: An online request with a longer expected wait is refused (429), see `QueueTime`.
     """
 
     num_units: int
@@ -272,6 +308,28 @@ def parse_offload(text: str) -> float | None:
     if not 0.0 < budget < 65536.0:
         raise ConfigError(f"--offload-weights must be off, auto or a number of GiB, not {text!r}")
     return budget
+
+
+class NamedFolder(NamedTuple):
+    """A LoRA adapter. Requests refer to it by its number, from 1 in the order given."""
+
+    name: str
+    folder: Path
+
+
+def parse_adapters(words: Sequence[str]) -> tuple[NamedFolder, ...]:
+    """Parse the values of `--lora`. Raise ConfigError if a value is not NAME=PATH or a name occurs twice."""
+    found: dict[str, NamedFolder] = {}
+    for word in words:
+        name, equals, path = word.partition("=")
+        if not (equals and path and _ADAPTER_NAME.fullmatch(name)):
+            raise ConfigError(
+                f"--lora must be NAME=PATH with a name of letters, digits, '.', '_', '-' and '/', not {word!r}"
+            )
+        if name in found:
+            raise ConfigError(f"--lora {name} is given twice; use another name")
+        found[name] = NamedFolder(name, Path(path).expanduser())
+    return tuple(found.values())
 
 
 def _check_slo(text: str) -> None:

@@ -15,9 +15,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from engine import __version__, openmp
-from engine.adapters import parse_adapters
 from engine.api import EngineInfo
-from engine.config import EngineConfig
+from engine.config import EngineConfig, parse_adapters
 from engine.errors import ConfigError, TidemillError
 from gateway.commands.batch import add_batch
 from gateway.commands.flags import flags_of, given_where, resolve_configs

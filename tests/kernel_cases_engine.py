@@ -21,10 +21,9 @@ from test_runner import POISON, check_greedy
 from tiny_models import model_folder, reference_model
 from torch import Tensor, distributed
 
-from engine.adapters import NamedFolder
 from engine.api import SamplingParams
 from engine.cache.blocks import CacheAction, CacheEntry, CacheKind, CacheOperation, Tier
-from engine.config import SchedulerConfig
+from engine.config import NamedFolder, SchedulerConfig
 from engine.execution.cuda.kernels import triton_kernels
 from engine.execution.ranks.follower import Follower
 from engine.execution.ranks.group import RankGroup

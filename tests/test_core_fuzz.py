@@ -9,8 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis.stateful import initialize, invariant, rule
 
 from engine.api import EngineRequest, FinishReason, RequestClass
-from engine.config import SchedulerConfig
-from engine.queue_time import UNLIMITED_QUEUE
+from engine.config import UNLIMITED_QUEUE, SchedulerConfig
 from predictor.model import LatencyModel
 
 VOCAB = 40

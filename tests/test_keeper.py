@@ -18,10 +18,9 @@ from engine.colocation.replay import ReplayedServer, Workload, metrics_of, norma
 from engine.colocation.search import find_budget
 from engine.colocation.virtual import Arrival, PredictedRunner, VirtualDriver, VirtualRecord, VirtualRun
 from engine.colocation.waits import SHORTEST_AWAITED, ArrivalWaits
-from engine.config import SchedulerConfig
+from engine.config import UNLIMITED_QUEUE, SchedulerConfig
 from engine.core import EngineCore
 from engine.errors import ConfigError
-from engine.queue_time import UNLIMITED_QUEUE
 from engine.scheduling.objective import LONGEST_REST, StepObjective
 from engine.scheduling.output import Chunk, Collect, SchedulerOutput
 from predictor.breaker import BreakerSettings

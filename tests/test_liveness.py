@@ -10,9 +10,8 @@ from fakes.runner import FakeRunner, solo_tokens
 
 from engine.api import EngineRequest, Lane, RequestClass, SamplingParams
 from engine.colocation.virtual import Arrival, PredictedRunner, VirtualDriver
-from engine.config import SchedulerConfig
+from engine.config import UNLIMITED_QUEUE, SchedulerConfig
 from engine.core import EngineCore
-from engine.queue_time import UNLIMITED_QUEUE
 from engine.request import RequestStatus
 from engine.scheduling.draft import StepDraft
 from engine.scheduling.objective import StepObjective

@@ -13,9 +13,8 @@ from hypothesis import HealthCheck, settings
 from hypothesis.stateful import initialize, precondition, rule, run_state_machine_as_test
 
 from engine.api import EngineRequest, FinishReason, Lane, RequestClass
-from engine.config import SchedulerConfig, most_blocks
+from engine.config import UNLIMITED_QUEUE, SchedulerConfig, most_blocks
 from engine.pooling import Pooling
-from engine.queue_time import UNLIMITED_QUEUE
 from engine.scheduling.objective import StepObjective
 from predictor.budget import BudgetParams
 from predictor.model import LatencyModel

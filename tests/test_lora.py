@@ -20,10 +20,9 @@ from native_build import native_library
 from safetensors.torch import load_file, save_file
 from tiny_models import FAMILY_CASES, model_folder, reference_model
 
-from engine.adapters import NamedFolder
 from engine.api import EngineRequest, RequestClass
 from engine.build import build_engine, plan_launch
-from engine.config import EngineConfig, SchedulerConfig
+from engine.config import EngineConfig, NamedFolder, SchedulerConfig
 from engine.errors import ConfigError, ModelLoadError
 from engine.execution.cpu.device import TorchDevice
 from engine.execution.cpu.native.device import NativeDevice

@@ -11,8 +11,8 @@ from benchmarks.experiments.machine import Machine
 from benchmarks.figures import percentile
 from engine.api import RequestClass
 from engine.colocation.virtual import Arrival, VirtualDriver, VirtualRun
+from engine.config import UNLIMITED_QUEUE
 from engine.core import EngineCore
-from engine.queue_time import UNLIMITED_QUEUE
 from engine.scheduling.objective import StepObjective
 from engine.scheduling.output import Collect, SchedulerOutput
 from loadgen import workloads

@@ -5,12 +5,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import engine.models.demo
-from engine.adapters import parse_adapters
 from engine.build.memory import gib, with_cache
 from engine.build.refusals import check_model, floats_refusal
 from engine.config import (
     BLOCK_SIZE,
     EngineConfig,
+    parse_adapters,
     parse_offload,
     step_limits,
 )

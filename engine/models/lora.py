@@ -18,8 +18,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from engine.adapters import NamedFolder
 from engine.arrays import IntArray
+from engine.config import NamedFolder
 from engine.errors import ModelLoadError
 from engine.models.families import family_named
 from engine.models.linear import Linear

@@ -26,7 +26,7 @@ from engine.api import (
     RequestClass,
     RequestOutput,
 )
-from engine.config import EngineConfig
+from engine.config import EngineConfig, QueueTime
 from engine.errors import EngineUnavailableError, InvalidRequestError
 from engine.loop.step_watch import StepLimits
 from engine.machine.facts import Place
@@ -40,7 +40,6 @@ from engine.process.link import GoneError, ProcessLink
 from engine.process.regroup import Regrouping
 from engine.process.requests import OpenRequest, Requests, hand_over, take_over
 from engine.process.supervisor import ProcessEndpoint
-from engine.queue_time import QueueTime
 from engine.stream import RequestStream
 from predictor.slo import SLO
 

@@ -11,8 +11,7 @@ from typing import TypeVar
 import msgspec
 
 import engine
-from engine.adapters import parse_adapters
-from engine.config import EngineConfig
+from engine.config import EngineConfig, parse_adapters
 from engine.errors import ConfigError
 from engine.machine.child import python_module, starter
 from engine.machine.facts import Place, available_memory

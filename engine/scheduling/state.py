@@ -7,8 +7,7 @@ from collections.abc import Iterable, Iterator
 
 from engine.api import RequestClass
 from engine.cache.cache import Cache
-from engine.config import SchedulerConfig
-from engine.queue_time import QueueTime
+from engine.config import QueueTime, SchedulerConfig
 from engine.request import Request, RequestStatus, due
 from engine.scheduling.counters import SchedulerCounters
 from engine.scheduling.ledger import token_costs

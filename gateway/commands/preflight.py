@@ -9,8 +9,7 @@ import importlib.util
 import os
 from pathlib import Path
 
-from engine.adapters import parse_adapters
-from engine.config import EngineConfig
+from engine.config import EngineConfig, parse_adapters
 from engine.errors import ConfigError
 from engine.refusals import check_combinations
 from gateway.config import ServerConfig
