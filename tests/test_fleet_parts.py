@@ -27,13 +27,21 @@ from engine.api import (
 from engine.config import SchedulerConfig
 from engine.errors import ConfigError
 from engine.fleet.client import FleetClient
-from engine.fleet.harvest import Harvest, shares, windows
-from engine.fleet.member import Member, hits_of, online_load
-from engine.fleet.prefixes import MAX_BLOCKS, PrefixMemory, prefix_chain
+from engine.fleet.member import (
+    MAX_BLOCKS,
+    Harvest,
+    Member,
+    PrefixMemory,
+    hits_of,
+    online_load,
+    prefix_chain,
+    shares,
+    windows,
+)
 from engine.fleet.routing import RoutedPrompt, sal_load
-from engine.fleet.totals import info_of_all, total
 from engine.machine.facts import HOST_ENGINES, Place, share_out
 from engine.process.link import SentRequests
+from engine.process.totals import info_of_all, total
 from predictor.slo import Standing
 
 

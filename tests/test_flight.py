@@ -15,10 +15,9 @@ from engine.api import EngineInfo, EngineRequest, SamplingParams
 from engine.config import EngineConfig
 from engine.errors import ConfigError
 from engine.flight import file as flight_file
-from engine.flight.file import Facts
+from engine.flight.file import Facts, Flights
 from engine.flight.recorder import Completed, FailedStep, Idle, Launched
 from engine.process.client import EngineProcess
-from engine.process.flights import Flights
 from engine.process.judge import RestartPolicy
 from engine.scheduling.output import Chunk
 from gateway.cli import main

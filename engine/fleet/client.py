@@ -25,14 +25,12 @@ from engine.api import (
     RequestClass,
 )
 from engine.errors import EngineUnavailableError, InvalidRequestError, QueueFullError, TidemillError
-from engine.fleet.harvest import shares, windows
-from engine.fleet.member import Member, hits_of, offline_load, online_load
+from engine.fleet.member import Member, hits_of, offline_load, online_load, prefix_chain, shares, windows
 from engine.fleet.overload import Overload
-from engine.fleet.prefixes import prefix_chain
 from engine.fleet.routing import EngineLoad, RoutedPrompt, prefix, sal
-from engine.fleet.totals import info_of_all, total
 from engine.process import frames
 from engine.process.client import PATIENCE, EngineProcess, longest_wait
+from engine.process.totals import info_of_all, total
 
 log = logging.getLogger("tidemill.fleet")
 

@@ -9,9 +9,9 @@ from typing import Any
 from engine.config import EngineConfig
 from engine.fleet.client import FleetClient
 from engine.fleet.ray_engines import Cluster
+from engine.flight.file import Flights
 from engine.machine.facts import read_processor, share_out
 from engine.process.client import EngineProcess, patience
-from engine.process.flights import Flights
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,12 +1,101 @@
-"""One engine of a fleet, and its load for a router."""
+"""One engine of a fleet: its cached prefixes, its rate of offline work, and its load for a router."""
 
 from collections.abc import Iterable, Mapping, Sequence
 
 from engine.api import EngineRequest, EngineState, EngineStats, EngineView, LoadReport, RequestClass
-from engine.fleet.harvest import Harvest
-from engine.fleet.prefixes import PrefixMemory
 from engine.fleet.routing import EngineLoad
 from engine.process.client import EngineProcess
+
+MAX_BLOCKS = 512
+"""Maximum hashed blocks of a prompt; hashing more would block the event loop for too long."""
+SPAN_SECONDS = 1.0
+WEIGHT = 0.3
+"""Weight of a new measurement in the moving average."""
+LEAST_SHARE = 0.25
+"""Minimum share of lines relative to the mean, so that an engine with many chats is still measured."""
+
+
+def prefix_chain(token_ids: Sequence[int], salt: bytes, block_size: int) -> list[int]:
+    """Return a hash per full block of a prompt, each over the block and all blocks before it.
+
+    The block of the last token is left out because it is always computed. Return [] if `block_size` is 0.
+    """
+    chain: list[int] = []
+    previous = hash(salt)
+    if block_size:
+        for end in range(block_size, min(len(token_ids), MAX_BLOCKS * block_size + 1), block_size):
+            previous = hash((previous, tuple(token_ids[end - block_size : end])))
+            chain.append(previous)
+    return chain
+
+
+class PrefixMemory:
+    """An estimate of the blocks in an engine's prefix cache, from the requests routed to it.
+
+    It holds as many blocks as the cache, in least recently used order. If it is wrong, the engine computes the prompt.
+    """
+
+    def __init__(self) -> None:
+        self._blocks: dict[int, None] = {}
+
+    def num_hits(self, chain: Sequence[int]) -> int:
+        """Return the number of leading blocks of a prompt that are recorded."""
+        for index, block in enumerate(chain):
+            if block not in self._blocks:
+                return index
+        return len(chain)
+
+    def add(self, chain: Sequence[int], max_blocks: int) -> None:
+        """Record a prompt. Its last block is dropped first, because blocks behind a gap cannot match."""
+        for block in reversed(chain):
+            self._blocks.pop(block, None)
+            self._blocks[block] = None
+        while len(self._blocks) > max_blocks:
+            del self._blocks[next(iter(self._blocks))]
+
+    def clear(self) -> None:
+        """Forget all blocks, because the cache is empty."""
+        self._blocks.clear()
+
+
+class Harvest:
+    """The rate of one engine in offline tokens per second; 0: unknown.
+
+    It depends on the online requests that the engine serves, and is measured between two load reports if batch lines
+    were waiting at both.
+    """
+
+    def __init__(self) -> None:
+        self.rate = 0.0
+        self._since: LoadReport | None = None
+
+    def hear(self, report: LoadReport | None) -> None:
+        """Update the rate if the report is at least `SPAN_SECONDS` later than the last one used."""
+        since = self._since
+        if report is None or since is None or report.offline_tokens < since.offline_tokens or report.time < since.time:
+            self._since = report  # the first report of a process
+            return
+        seconds = report.time - since.time
+        if seconds < SPAN_SECONDS:
+            return
+        if since.offline_waits and report.offline_waits:
+            rate = (report.offline_tokens - since.offline_tokens) / seconds
+            self.rate = rate if not self.rate else self.rate + WEIGHT * (rate - self.rate)
+        self._since = report
+
+
+def shares(rates: Mapping[int, float]) -> dict[int, float]:
+    """Return each engine's share of the lines; the sum is 1. An unknown rate counts as the mean of the others."""
+    known = [rate for rate in rates.values() if rate > 0.0]
+    mean = sum(known) / len(known) if known else 1.0
+    filled = {engine: max(rate or mean, LEAST_SHARE * mean) for engine, rate in rates.items()}
+    total = sum(filled.values())
+    return {engine: rate / total for engine, rate in filled.items()}
+
+
+def windows(part: Mapping[int, float], lines: int) -> dict[int, int]:
+    """Return the maximum lines that each engine holds, by its share of `lines`."""
+    return {engine: max(1, round(share * lines)) for engine, share in part.items()}
 
 
 class Member:

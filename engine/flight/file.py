@@ -3,6 +3,8 @@
 A folder holds the last KEEP recordings.
 """
 
+import asyncio
+import logging
 import os
 import time
 from collections.abc import Sequence
@@ -10,11 +12,17 @@ from pathlib import Path
 
 import msgspec
 
+from engine.api import EngineInfo
 from engine.errors import ConfigError
 from engine.flight.recorder import AnyEntry
 
+log = logging.getLogger("tidemill.engine")
+
 KEEP = 8
 SUFFIX = ".flight.jsonl"
+FAILED_STEP = "failed_step"
+QUIET_SECONDS = 10.0
+"""Seconds after a recording in which failed steps are not recorded; the next recording includes them."""
 
 
 class Facts(msgspec.Struct, frozen=True, tag=True):
@@ -64,3 +72,32 @@ def load(path: Path) -> Recording:
         raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
     except (ValueError, msgspec.MsgspecError) as error:
         raise ConfigError(f"{path} is not a flight recording: {error}") from None
+
+
+class Flights:
+    """The flight recordings of one model in a folder."""
+
+    def __init__(self, folder: Path, model: str) -> None:
+        self._folder = folder
+        self._model = model
+        self._not_before = 0.0
+
+    def keep(self, cause: str, info: EngineInfo, entries: Sequence[AnyEntry]) -> None:
+        """Write the entries in a thread. An error is logged and loses only the recording."""
+        clock = time.monotonic()
+        if not entries or (cause == FAILED_STEP and clock < self._not_before):
+            return
+        self._not_before = clock + QUIET_SECONDS
+        facts = Facts(cause, time.time(), clock, self._model, info.dtype, info.device)
+        try:
+            asyncio.get_running_loop().run_in_executor(None, self._save, facts, entries)
+        except RuntimeError as error:
+            log.error("the last steps could not be written: %s", error)
+
+    def _save(self, facts: Facts, entries: Sequence[AnyEntry]) -> None:
+        try:
+            path = save(self._folder, facts, entries)
+        except OSError as error:
+            log.error("the last steps could not be written: %s", error)
+        else:
+            log.warning("the last %d entries of the engine are in %s", len(entries), path)

@@ -28,11 +28,10 @@ from engine.api import (
 )
 from engine.config import EngineConfig, QueueTime
 from engine.errors import EngineUnavailableError, InvalidRequestError
+from engine.flight.file import FAILED_STEP, Flights
 from engine.loop.step_watch import StepLimits
 from engine.machine.facts import Place
 from engine.process import frames
-from engine.process.figures import Figures
-from engine.process.flights import FAILED_STEP, Flights
 from engine.process.judge import DeathJudge, RestartPolicy
 from engine.process.launcher import Launcher
 from engine.process.life import RETRY_AFTER, ProcessLife
@@ -40,6 +39,7 @@ from engine.process.link import GoneError, ProcessLink
 from engine.process.regroup import Regrouping
 from engine.process.requests import OpenRequest, Requests, hand_over, take_over
 from engine.process.supervisor import ProcessEndpoint
+from engine.process.totals import Figures
 from engine.stream import RequestStream
 from predictor.slo import SLO
 

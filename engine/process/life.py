@@ -8,17 +8,17 @@ from functools import partial
 
 from engine.api import EngineInfo, EngineState
 from engine.errors import EngineUnavailableError
+from engine.flight.file import Flights
 from engine.loop.step_watch import StepLimits, StepWatch
 from engine.machine.activity import Activity
 from engine.process import frames
 from engine.process.causes import RENEWED, START, SYSTEM, Origin, is_of_system, origin_of, start_error
-from engine.process.figures import Figures
-from engine.process.flights import Flights
 from engine.process.judge import DeathJudge
 from engine.process.launcher import Launcher, end_now
 from engine.process.link import ProcessLink
 from engine.process.requests import Requests
 from engine.process.supervisor import ProcessEndpoint, reaped
+from engine.process.totals import Figures
 
 log = logging.getLogger("tidemill.engine")
 

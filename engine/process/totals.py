@@ -1,4 +1,4 @@
-"""Combine the statistics of several engines: counts are added, and objectives are those of the worst engine."""
+"""Add the statistics of the successive processes of one engine, and of several engines."""
 
 import math
 from collections import Counter
@@ -11,6 +11,12 @@ from engine.api import ColocationStats, EngineInfo, EngineStats, EngineView, Tok
 from predictor.slo import Standing
 
 _NOT_ADDED = frozenset({"colocation", "token_costs", "engines", "pipelines"})
+GAUGES = _NOT_ADDED | frozenset(
+    {"running", "waiting", "units_total", "units_free", "units_cached", "units_owned", "host_units_total"}
+    | {"host_units_used", "host_units_cached", "hidden_blocks", "restarts", "resumed_requests"}
+    | {"state_slots_total", "state_slots_used"}
+)
+COUNTERS = tuple(field.name for field in fields(EngineStats) if field.name not in GAUGES)
 _COLOCATION_SUMS = (
     "good_requests", "bad_requests", "online_rate", "breaker_openings", "offline_tokens", "model_refits",
     "model_refits_refused",
@@ -19,8 +25,33 @@ _COLOCATION_MEANS = ("latency_budget", "interference_weight", "decode_value", "p
 _BREAKER = ("closed", "half_open", "open")
 
 
+class Figures:
+    """The statistics of all processes of one engine as if they were one, so that counters do not fall at a restart.
+
+    `last`: the last answer of the current process; `restarts`: restarts by cause.
+    """
+
+    def __init__(self) -> None:
+        self.last = EngineStats()
+        self.restarts: Counter[str] = Counter()
+        self._before = EngineStats()
+
+    def process_ended(self) -> None:
+        """Add the counters of the ended process to the total; those of the next process begin at zero."""
+        self._before = replace(EngineStats(), **self._summed())
+        empty = EngineStats()
+        self.last = replace(self.last, **{name: getattr(empty, name) for name in COUNTERS})
+
+    def total(self, resumed: int) -> EngineStats:
+        """Return the sum over all processes. `resumed`: number of requests that another process continued."""
+        return replace(self.last, **self._summed(), restarts=dict(self.restarts), resumed_requests=resumed)
+
+    def _summed(self) -> dict[str, Any]:
+        return {name: _added([getattr(self._before, name), getattr(self.last, name)]) for name in COUNTERS}
+
+
 def total(views: Sequence[EngineView]) -> EngineStats:
-    """Return the total of all engines, with each engine in `engines`."""
+    """Return the total of all engines, with each engine in `engines`. Objectives are those of the worst engine."""
     stats = [view.stats for view in views]
     added = {
         field.name: _added([getattr(each, field.name) for each in stats])
