@@ -47,9 +47,9 @@ from engine.loop.fault_log import FaultLog
 from engine.loop.planner import Planner, PlanOffline
 from engine.loop.step_watch import StepLimits, StepWatch, check_result
 from engine.loop.watchdog import STALL_SECONDS, ProgressWatchdog
-from engine.machine import interpreter
 from engine.machine.activity import Activity, read_activity
 from engine.machine.link import LinkLostError
+from engine.machine.processes import collect_due
 from engine.scheduling.moving import MovedRequest
 from engine.scheduling.output import ModelRunner, ModelRunnerOutput, SchedulerOutput
 from engine.scheduling.recovery import RETRY_AFTER
@@ -422,7 +422,7 @@ class Engine:
         try:
             while self._death is None and (not self._stopping or self._in_flight):
                 self._launch()
-                interpreter.collect_due(at_rest=not self._core.has_online)
+                collect_due(at_rest=not self._core.has_online)
                 if self._in_flight:
                     await self._complete_oldest()
                 else:

@@ -20,7 +20,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from engine.errors import ConfigError, TidemillError
-from engine.machine import interpreter
+from engine.machine import processes
 from gateway.config import ServerConfig
 from gateway.context import GatewayContext
 from gateway.http.connection import ProtocolLimits, with_limits
@@ -91,7 +91,7 @@ class GatewayServer(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         if self._last_resort is not None:
-            interpreter.settle()
+            processes.settle()
             self._tidying = asyncio.create_task(self._tidy(), name="tidemill-garbage")
         self._loop = asyncio.get_running_loop()
         self._engine_watch = asyncio.create_task(self._watch_engine(), name="tidemill-engine-watch")
@@ -125,7 +125,7 @@ class GatewayServer(uvicorn.Server):
     async def _tidy(self) -> None:
         while True:
             await asyncio.sleep(TIDY_SECONDS)
-            interpreter.collect_due(at_rest=not self.server_state.tasks)
+            processes.collect_due(at_rest=not self.server_state.tasks)
 
     async def _watch_engine(self) -> None:
         """End the server once its engine is dead for good, instead of answering 503 forever."""

@@ -296,7 +296,7 @@ def test_a_container_quota_limits_the_cores(monkeypatch: pytest.MonkeyPatch, tmp
 
 
 def test_a_model_is_loaded_in_a_thread_that_is_gone_when_the_engine_is_there(tmp_path: Path) -> None:
-    """Else its OpenMP workers slow the engine's own down (see engine.machine.passing_thread)."""
+    """Else its OpenMP workers slow the engine's own down (see `build_engine`)."""
     threads: list[threading.Thread] = []
     build_engine(DEMO, say=lambda _line: threads.append(threading.current_thread()))
     assert threads and threading.current_thread() not in threads

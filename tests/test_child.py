@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from batch_tools import jsonl, line
 
-from engine.machine import child
+from engine.machine import processes as child
 
 NAMES = [
     "pickle",

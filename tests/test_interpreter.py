@@ -17,7 +17,7 @@ def run(script: str) -> str:
 
 COMMON = """
     import gc
-    from engine.machine import interpreter
+    from engine.machine import processes
 
     class Node:
         pass
@@ -38,17 +38,17 @@ def test_old_objects_are_collected_at_rest_and_not_while_somebody_waits() -> Non
     out = run(
         COMMON
         + """
-    interpreter.settle()
+    processes.settle()
     seen.clear()
-    for _ in range(interpreter.AT_REST + 1):
+    for _ in range(processes.AT_REST + 1):
         leak(3_000)
     kept = sum(isinstance(each, Node) for each in gc.get_objects())
-    interpreter.collect_due(at_rest=False)
+    processes.collect_due(at_rest=False)
     assert set(seen) == {0} and kept > 50_000, (set(seen), kept)
-    interpreter.collect_due(at_rest=True)
+    processes.collect_due(at_rest=True)
     assert 2 in seen and sum(isinstance(each, Node) for each in gc.get_objects()) == 0
     seen.clear()
-    interpreter.collect_due(at_rest=True)
+    processes.collect_due(at_rest=True)
     assert not seen, "there was nothing new"
     print("ok")
     """
@@ -60,12 +60,12 @@ def test_what_a_leak_takes_is_bounded_however_long_somebody_waits() -> None:
     out = run(
         COMMON
         + """
-    interpreter.settle()
-    interpreter.AT_MOST = 30
+    processes.settle()
+    processes.AT_MOST = 30
     most = 0
     for _ in range(100):
         leak(1_000)
-        interpreter.collect_due(at_rest=False)
+        processes.collect_due(at_rest=False)
         most = max(most, sum(isinstance(each, Node) for each in gc.get_objects()))
     assert 10_000 < most <= 31_000, most
     print("ok")
@@ -95,7 +95,7 @@ def test_an_engine_that_serves_chats_looks_at_young_objects_only(settled: bool) 
             return [output async for output in stream]
 
         if {settled}:
-            interpreter.settle()
+            processes.settle()
         seen.clear()
         kept = []
         for first in range(0, 4_000, 100):  # a chat is always open

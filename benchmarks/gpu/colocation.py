@@ -25,7 +25,7 @@ from engine.core import EngineCore
 from engine.engine import Engine
 from engine.execution.cuda.device import CudaDevice
 from engine.execution.runner import Runner
-from engine.machine import interpreter
+from engine.machine import processes
 from engine.models.spec import ModelSpec
 from engine.profiling.calibration import measure_profile
 from engine.scheduling.output import ModelRunnerOutput, SchedulerOutput
@@ -110,7 +110,7 @@ async def _check(setup: Setup) -> list[Row]:
     model = measure_profile(runner, config.limits, spec.vocab_size, key, setup.size(15, 1)).profile.model
     seconds = float(setup.size(15, 1))
     setup.release()
-    interpreter.settle()  # as the server does: a full collection is no part of a step
+    processes.settle()  # as the server does: a full collection is no part of a step
     full = await _phase(_engine(spec, runner, EngineCore(config)), sizes, 0.0, True, seconds)
     rate = _LOAD * full.ended / full.seconds
     before = Watched(config, model, SLO.parse(_TTFT), BudgetParams("tidemill", 0.0))

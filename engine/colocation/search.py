@@ -15,7 +15,7 @@ from typing import Any
 from engine.colocation.baseline import replay_alone
 from engine.colocation.replay import ReplayedServer, Workload, replay
 from engine.config import SchedulerConfig
-from engine.machine.child import end_with
+from engine.machine.processes import end_with
 from predictor.budget import MAX_CONFIRMATIONS, BudgetParams, SearchResult, search_budget, to_plain
 from predictor.features import BatchFeatures
 from predictor.load import Lengths, OnlineArrival

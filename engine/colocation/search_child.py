@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
-from engine.machine.child import python_module
+from engine.machine.processes import python_module
 
 IDLE_SECONDS, NICE_SECONDS = 300.0, 1800.0
 DEATH_SECONDS = 1.0

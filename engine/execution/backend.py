@@ -27,7 +27,7 @@ class Backend(Protocol):
         pipeline_depth: Number of steps that the runner takes ahead of the one in execution.
         ahead_seconds: Steps are taken ahead only behind steps that are expected to be shorter than this.
         leaves_workers: Threads that have run a model leave workers behind that slow down the workers of the engine's
-            thread (`engine.machine.passing_thread`).
+            thread (`engine.build.join.build_engine`).
         multiplies_integers: Layers can compute on 8-bit integers, also those of a checkpoint.
         tests_families: At load, a native model is compared with that of transformers.
         locks_pages: The host tier is page-locked and allocated at once.

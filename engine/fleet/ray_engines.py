@@ -22,8 +22,8 @@ import msgspec
 from engine.config import EngineConfig
 from engine.errors import ConfigError
 from engine.flight import recorder as flight
-from engine.machine.child import python_module
 from engine.machine.facts import Place, read_processor
+from engine.machine.processes import python_module
 from engine.process import frames
 from engine.process.supervisor import Child, ProcessEndpoint
 

@@ -14,7 +14,6 @@ import logging
 import math
 import mmap
 import os
-import select
 import signal
 import socket
 import sys
@@ -31,8 +30,7 @@ from engine.engine import Engine
 from engine.errors import EngineStepError, EngineUnavailableError, ErrorInfo, TidemillError
 from engine.flight import recorder as flight
 from engine.flight.recorder import FlightRecorder
-from engine.machine import interpreter
-from engine.machine.child import die_with_parent
+from engine.machine.processes import serve_socket, settle
 from engine.process import frames
 from engine.process.causes import START, SYSTEM, is_of_system, start_error
 from engine.process.golden import HOUR, Golden, golden_file
@@ -127,13 +125,9 @@ def main(arguments: list[str]) -> None:
 
 def run(sock: socket.socket, make: Build, prepare: Prepare, find_golden: FindGolden) -> None:
     """Serve the engine that `make` builds until the gateway ends or sends `Shutdown`."""
-    die_with_parent()
-    sock.set_inheritable(False)
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # only the gateway ends this process
+    serve_socket(sock, _die)
     with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text(OOM_SCORE)
-    faulthandler.enable()  # includes SIGABRT, with which the gateway requests the stacks of a silent process
     sock.setblocking(True)
     reader = frames.engine_reader()
     launch, *early = _first_messages(sock, reader)
@@ -145,14 +139,13 @@ def run(sock: socket.socket, make: Build, prepare: Prepare, find_golden: FindGol
         folder = planned.folder
         sock.sendall(frames.encode(planned))
 
-    threading.Thread(target=_watch, args=(sock,), name="tidemill-gateway", daemon=True).start()
     logging.basicConfig(level=launch.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     try:
         launch.place.move_in(os.environ)
         if launch.held:
             sock.sendall(frames.encode(prepare(launch)))
             _begin, *early = early or _first_messages(sock, reader)
-        interpreter.settle()  # before step times are measured, as in service
+        settle()  # before step times are measured, as in service
         engine = make(launch.config, tell)
         sock.sendall(frames.encode(frames.Built(engine.info)))
     except Exception as error:
@@ -160,7 +153,7 @@ def run(sock: socket.socket, make: Build, prepare: Prepare, find_golden: FindGol
             raise
         sock.sendall(frames.encode(_not_started(error, start_error(error))))
         return
-    interpreter.settle()
+    settle()
     file = find_golden(launch.config, folder)
     server = EngineServer(engine, None if file is None else Golden(engine, file))
     if launch.recorder is not None:
@@ -180,17 +173,6 @@ def _first_messages(sock: socket.socket, reader: frames.FrameReader[frames.ToEng
             sys.exit(0)  # the gateway has ended
         if messages := reader.feed(data):
             return messages
-
-
-def _watch(sock: socket.socket) -> None:
-    """End this process when the gateway ends, even during a step or while the model is loaded.
-
-    The closed socket also covers kernels without `die_with_parent`, and a gateway that ended before that call.
-    """
-    poll = select.poll()
-    poll.register(sock, select.POLLHUP | select.POLLERR)
-    poll.poll()
-    _die()
 
 
 def _die() -> None:

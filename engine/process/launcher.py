@@ -13,8 +13,8 @@ import msgspec
 import engine
 from engine.config import EngineConfig, parse_adapters
 from engine.errors import ConfigError
-from engine.machine.child import python_module, starter
 from engine.machine.facts import Place, available_memory
+from engine.machine.processes import python_module, starter
 from engine.process import frames
 from engine.process.causes import start_error
 from engine.process.supervisor import Child, ProcessEndpoint, remove

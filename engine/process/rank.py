@@ -6,22 +6,17 @@ The process ends when the other side of its socket is closed. Before it ends by 
 """
 
 import contextlib
-import faulthandler
 import importlib
 import logging
 import os
-import select
-import signal
 import socket
 import sys
-import threading
 from typing import Any
 
 from engine.errors import EngineUnavailableError, ErrorInfo, TidemillError
 from engine.execution.ranks import messages
-from engine.machine import interpreter
-from engine.machine.child import die_with_parent
 from engine.machine.link import Link, LinkLostError
+from engine.machine.processes import collect_due, serve_socket, settle
 
 log = logging.getLogger("tidemill.engine")
 
@@ -48,12 +43,7 @@ class Seat:
 
 def main(arguments: list[str]) -> None:
     sock = socket.socket(fileno=int(arguments[0]))
-    sock.set_inheritable(False)
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # the engine decides when this process ends
-    die_with_parent()
-    faulthandler.enable()
-    threading.Thread(target=_watch, args=(sock,), name="tidemill-engine", daemon=True).start()
+    serve_socket(sock, lambda: os._exit(1))
     link = Link(sock)
     try:
         run(link)
@@ -72,21 +62,13 @@ def run(link: Link) -> None:
     """Load this rank's part of the model and run steps. Raise LinkLostError when the link is closed."""
     join = messages.decode_join(link.receive())
     logging.basicConfig(level=join.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    interpreter.settle()
+    settle()
     build: Any = importlib.import_module("engine.build")  # imports torch
     follower = build.build_follower(join.config, join.limits, Seat(link, join))
-    interpreter.settle()
+    settle()
     while True:
         follower.run(messages.decode_step(link.receive()))
-        interpreter.collect_due(at_rest=False)
-
-
-def _watch(sock: socket.socket) -> None:
-    """End this process when the engine ends, even during a step or while weights are loaded."""
-    poll = select.poll()
-    poll.register(sock, select.POLLHUP | select.POLLERR)
-    poll.poll()
-    os._exit(1)
+        collect_due(at_rest=False)
 
 
 if __name__ == "__main__":

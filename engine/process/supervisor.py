@@ -22,7 +22,7 @@ import msgspec
 from engine.errors import EngineUnavailableError
 from engine.flight import recorder as flight
 from engine.machine.activity import Activity, read_activity
-from engine.machine.child import start_process
+from engine.machine.processes import start_process
 from engine.process import frames
 
 log = logging.getLogger("tidemill.engine")

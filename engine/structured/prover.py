@@ -20,8 +20,8 @@ from typing import NoReturn
 
 import msgspec
 
-from engine.machine.child import die_with_parent
 from engine.machine.link import Link, LinkLostError
+from engine.machine.processes import die_with_parent
 from engine.structured.compiler import GrammarCompiler
 from engine.structured.proof import (
     CancelProof,

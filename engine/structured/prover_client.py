@@ -11,7 +11,7 @@ from contextlib import suppress
 import msgspec
 
 from engine.grammar import Grammar
-from engine.machine.child import python_module
+from engine.machine.processes import python_module
 from engine.structured.compiler import GrammarCompiler
 from engine.structured.proof import CancelProof, OutOfTime, Proof, ProofFault, ProofJob, ProofLimits, Refusal, Verdict
 from engine.structured.prover import ProverSetup

@@ -17,7 +17,7 @@ from typing import Any, BinaryIO, NamedTuple
 import orjson
 from anyio import to_process
 
-from engine.machine.child import die_with_parent
+from engine.machine.processes import die_with_parent
 from gateway.http.json_text import TooMuchJson, load_json
 from gateway.store.objects import InputError, LineRef
 
