@@ -71,7 +71,7 @@ class MaskedMachine:
 
 @functools.cache
 def profile_of(each: float, *, masks: bool = True) -> Profile:
-    return measure_profile(MaskedMachine(each), CONFIG.limits, 50, KEY, seconds=8.0, masks=masks).profile
+    return measure_profile(MaskedMachine(each), CONFIG.limits, 50, KEY, seconds=8.0, masks=masks)
 
 
 def structured(name: str, number: int) -> EngineRequest:

@@ -419,7 +419,7 @@ def test_the_sweep_measures_steps_with_masks(backend: str) -> None:
     runner.masks.start = count  # type: ignore[union-attr, method-assign]
     key = ProfileKey("demo", "cpu", "float32", "1")
     limits, vocab = driver.core.config.limits, spec().vocab_size
-    profile = measure_profile(runner, limits, vocab, key, 3.0, masks=runner.can_enforce(INSIDE_STRING)).profile
+    profile = measure_profile(runner, limits, vocab, key, 3.0, masks=runner.can_enforce(INSIDE_STRING))
     masked_steps = [features for features, _ in profile.sweep if features.masked_rows]
     assert len(begun) > len(masked_steps) > 0 and len({features.masked_rows for features in masked_steps}) > 1
     for each in (driver, whole):

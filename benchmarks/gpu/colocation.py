@@ -107,7 +107,7 @@ async def _check(setup: Setup) -> list[Row]:
     config = scheduler_config(seqs, setup.size(1024, 32), context, 2 * seqs * -(-context // BLOCK))
     runner = make_runner(setup, spec, setup.weights(spec), config)
     key = ProfileKey(_MODEL, setup.device.type, str(setup.dtype), "gpu-check")
-    model = measure_profile(runner, config.limits, spec.vocab_size, key, setup.size(15, 1)).profile.model
+    model = measure_profile(runner, config.limits, spec.vocab_size, key, setup.size(15, 1)).model
     seconds = float(setup.size(15, 1))
     setup.release()
     processes.settle()  # as the server does: a full collection is no part of a step

@@ -6,7 +6,7 @@ and units are assigned here, without the core, so the runner must be idle. The m
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import UTC, datetime
 from itertools import count
 from pathlib import Path
@@ -99,16 +99,6 @@ class ShapeRunner:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class Calibration:
-    """A measured profile."""
-
-    profile: Profile
-    train: list[Sample]
-    held_out: list[Sample]
-    mape: dict[str, float]  # held-out error by feature set
-
-
 def measure_profile(
     runner: ModelRunner,
     limits: Limits,
@@ -119,7 +109,7 @@ def measure_profile(
     tiers: CacheTiers = KV_ONLY,
     adapters: int = 0,
     masks: bool = False,
-) -> Calibration:
+) -> Profile:
     """Measure step times for about `seconds` at most, fit the model, and measure the cache operations of `tiers`.
 
     `progress(shapes, seconds)` is called after every shape. `adapters` is the number of LoRA adapters; `masks` tells
@@ -140,17 +130,15 @@ def measure_profile(
     train, held_out = split_samples(samples, HELD_OUT) if len(samples) >= MIN_SAMPLES else (samples, samples)
     limit, padding = limits.max_num_batched_tokens, limits.padding
 
-    def fitted(chosen: list[Sample], name: str) -> LatencyModel:
+    def fitted(chosen: list[Sample]) -> LatencyModel:
         buckets, decode_buckets = padding.mixed, padding.decode
-        return fit(chosen, name, token_limit=limit, buckets=buckets, decode_buckets=decode_buckets, reach=limits.reach)
+        return fit(chosen, token_limit=limit, buckets=buckets, decode_buckets=decode_buckets, reach=limits.reach)
 
-    models = {name: fitted(train, name) for name in ("hygen", "full")}
-    mape = {name: model.mape(held_out) for name, model in models.items()}
-    final = fitted(samples, "full")
     created = datetime.now(UTC).isoformat(timespec="seconds")
-    profile = Profile(key, created, final, mape["full"], len(samples), sweep=tuple(samples))
+    error = fitted(train).mape(held_out)
+    profile = Profile(key, created, fitted(samples), error, len(samples), sweep=tuple(samples))
     costs = measure_cache_costs(runner, limits, tiers, REPEATS if seconds > 0 else 1)
-    return Calibration(profile.with_cache_costs(costs, tiers.unit_bytes), train, held_out, mape)
+    return profile.with_cache_costs(costs, tiers.unit_bytes)
 
 
 def load_profile(folder: Path, key: ProfileKey, limits: Limits) -> Profile | None:
@@ -208,12 +196,10 @@ def load_or_measure(
         return profile
     if seconds <= 0:
         say("step times are estimated from a single step (--profile-seconds 0)")
-        return measure_profile(runner, limits, vocab_size, key, 0.0, tiers=tiers, adapters=adapters).profile
+        return measure_profile(runner, limits, vocab_size, key, 0.0, tiers=tiers, adapters=adapters)
     say(f"measuring step times for at most {seconds:.0f} s (once; the profile is stored in {folder})")
     before = core_share()
-    profile = measure_profile(
-        runner, limits, vocab_size, key, seconds, tiers=tiers, adapters=adapters, masks=masks()
-    ).profile
+    profile = measure_profile(runner, limits, vocab_size, key, seconds, tiers=tiers, adapters=adapters, masks=masks())
     profile = replace(profile, core_share=min(before, core_share()))
     say(f"latency profile: {profile.num_samples} steps, held-out error {profile.held_out_mape:.1%}")
     if profile.core_share < QUIET_SHARE:

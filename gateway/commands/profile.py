@@ -6,7 +6,8 @@ from collections.abc import Callable
 
 from engine.config import EngineConfig
 from engine.errors import ConfigError
-from engine.profiling.calibration import INSIDE_STRING, Calibration, measure_profile
+from engine.profiling.calibration import INSIDE_STRING, measure_profile
+from predictor.profile import Profile
 
 
 def run(config: EngineConfig, say: Callable[[str], None]) -> int:
@@ -20,7 +21,7 @@ def run(config: EngineConfig, say: Callable[[str], None]) -> int:
             return
         print(f"\r{count} step shapes, {spent:.0f} of at most {config.profile_seconds:.0f} s", end="", flush=True)
 
-    calibration = measure_profile(
+    profile = measure_profile(
         runner,
         plan.limits,
         plan.spec.vocab_size,
@@ -34,26 +35,23 @@ def run(config: EngineConfig, say: Callable[[str], None]) -> int:
         print()
     path = build.profile_folder(config) / key.filename()
     try:
-        calibration.profile.save(path)
+        profile.save(path)
     except OSError as error:
         raise ConfigError(f"cannot write {error.filename}: {error.strerror}") from None
-    print("\n".join(table(calibration)))
+    print("\n".join(table(profile)))
     say(f"profile written to {path}")
     return 0
 
 
-def table(calibration: Calibration) -> list[str]:
-    """Format the held-out error of both feature sets, and about 12 held-out steps, measured and predicted."""
+def table(profile: Profile) -> list[str]:
+    """Format the held-out error, and about 12 of the measured steps with their predicted times."""
     lines = [
-        f"{len(calibration.train)} step shapes measured, {len(calibration.held_out)} more held out",
-        f"{'feature set':12} {'held-out MAPE':>14}",
+        f"{profile.num_samples} step shapes measured, held-out error {profile.held_out_mape:.2%}",
+        f"{'tokens':>7} {'decodes':>8} {'context':>9} {'measured ms':>12} {'predicted ms':>13} {'error':>7}",
     ]
-    lines += [f"{name:12} {error:>13.2%}" for name, error in calibration.mape.items()]
-    lines.append(f"{'tokens':>7} {'decodes':>8} {'context':>9} {'measured ms':>12} {'predicted ms':>13} {'error':>7}")
-    model = calibration.profile.model
-    ordered = sorted(calibration.held_out, key=lambda sample: sample.seconds)
+    ordered = sorted(profile.sweep, key=lambda sample: sample.seconds)
     for features, seconds in ordered[:: max(1, len(ordered) // 12)]:
-        predicted = model.predict(features)
+        predicted = profile.model.predict(features)
         context = features.decode_context_sum
         lines.append(
             f"{features.num_tokens:7d} {features.num_decodes:8d} {context:9d} {seconds * 1e3:12.2f} "
