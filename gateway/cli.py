@@ -315,8 +315,9 @@ def _make_engine(engine_config: EngineConfig, server_config: ServerConfig, root:
     log_level, pid_file = server_config.log_level, root / "engine.pid"
     flights = Flights(root / "flights", model_name(engine_config))
     if server_config.engines == 1 and not server_config.ray:
-        make = importlib.import_module("engine.process.client").EngineProcess
-        return make(engine_config, log_level=log_level, pid_file=pid_file, flights=flights, spare=True)
+        process: Any = importlib.import_module("engine.process.client")
+        options = process.ProcessOptions(log_level=log_level, pid_file=pid_file, flights=flights, spare=True)
+        return process.EngineProcess(engine_config, options)
     make_fleet = importlib.import_module("engine.fleet.launch").make_fleet
     fleet = make_fleet(
         engine_config, server_config.engines, pid_file, log_level=log_level, flights=flights, ray=server_config.ray

@@ -19,8 +19,9 @@ from engine.config import EngineConfig
 from engine.errors import ConfigError, EngineStepError, EngineUnavailableError, InvalidRequestError
 from engine.fleet.client import FleetClient
 from engine.loop.step_watch import StepLimits
-from engine.process.client import SILENCE, EngineProcess
+from engine.process.client import EngineProcess
 from engine.process.judge import RestartPolicy
+from engine.process.launcher import SILENCE, ProcessOptions
 from engine.process.suspects import LONE_DEATHS, SUSPECT_AFTER
 from gateway.commands.engines import RESTART, restart
 from gateway.store.folder import open_state
@@ -44,12 +45,14 @@ async def fleet_of(
         own.mkdir(parents=True)
         return EngineProcess(
             config,
-            command=[sys.executable, "-P", str(CHILD), str(own), faults[number]],
-            pid_file=folder / f"engine-{number}.pid",
-            policy=(policy or (lambda: RestartPolicy(max_delay=0.05)))(),
-            silence=silence,
-            changed=changed,
-            waits=False,
+            ProcessOptions(
+                command=[sys.executable, "-P", str(CHILD), str(own), faults[number]],
+                pid_file=folder / f"engine-{number}.pid",
+                policy=(policy or (lambda: RestartPolicy(max_delay=0.05)))(),
+                silence=silence,
+                changed=changed,
+                waits=False,
+            ),
         )
 
     fleet = await asyncio.to_thread(FleetClient, make, len(faults), patience=20.0, **options)

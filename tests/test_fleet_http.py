@@ -18,6 +18,7 @@ from engine.api import EngineState
 from engine.fleet.client import FleetClient
 from engine.process.client import EngineProcess
 from engine.process.judge import RestartPolicy
+from engine.process.launcher import ProcessOptions
 from engine.text.tokenizer import Tokenizer
 from gateway.commands.top.history import History
 from gateway.commands.top.view import _one_of
@@ -34,7 +35,7 @@ async def server(
         own.mkdir(parents=True)
         command = [sys.executable, "-P", str(CHILD), str(own), faults[number]]
         policy = RestartPolicy(max_deaths=99, max_delay=0.05)
-        return EngineProcess(CONFIG, command=command, policy=policy, changed=changed, waits=False)
+        return EngineProcess(CONFIG, ProcessOptions(command=command, policy=policy, changed=changed, waits=False))
 
     fleet = await asyncio.to_thread(FleetClient, make, len(faults), lines=8, patience=60.0)
     await asyncio.to_thread(fleet.load, lambda _planned: None)  # as `serve` does before there is an app

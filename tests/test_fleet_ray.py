@@ -20,6 +20,7 @@ from engine.fleet.client import FleetClient
 from engine.fleet.ray_engines import Cluster, EngineActor, RemoteEngine, bundle_for
 from engine.process import frames
 from engine.process.client import EngineProcess
+from engine.process.launcher import ProcessOptions
 
 
 class ActorDiedError(Exception):
@@ -70,7 +71,8 @@ async def fleet_over(spawn: Any) -> AsyncIterator[FleetClient]:
     """Two engines; `spawn` is given their number and what to launch."""
 
     def make(number: int, changed: Any) -> EngineProcess:
-        return EngineProcess(CONFIG, policy=undying(), spawn=partial(spawn, number), changed=changed, waits=False)
+        options = ProcessOptions(policy=undying(), spawn=partial(spawn, number), changed=changed, waits=False)
+        return EngineProcess(CONFIG, options)
 
     fleet = await asyncio.to_thread(FleetClient, make, 2, patience=60.0)
     await fleet.start()

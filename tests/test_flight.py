@@ -19,6 +19,7 @@ from engine.flight.file import Facts, Flights
 from engine.flight.recorder import Completed, FailedStep, Idle, Launched
 from engine.process.client import EngineProcess
 from engine.process.judge import RestartPolicy
+from engine.process.launcher import ProcessOptions
 from engine.scheduling.output import Chunk
 from gateway.cli import main
 from gateway.commands.engines import table
@@ -79,10 +80,12 @@ async def engine_process(folder: Path, faults: str) -> AsyncIterator[EngineProce
     await asyncio.to_thread((folder / "children").mkdir)
     engine = EngineProcess(
         EngineConfig(slo="ttft_p99=20s"),
-        command=[sys.executable, "-P", str(CHILD), str(folder / "children"), faults],
-        pid_file=folder / "engine.pid",
-        policy=RestartPolicy(max_delay=0.05),
-        flights=Flights(folder / "flights", "scripted"),
+        ProcessOptions(
+            command=[sys.executable, "-P", str(CHILD), str(folder / "children"), faults],
+            pid_file=folder / "engine.pid",
+            policy=RestartPolicy(max_delay=0.05),
+            flights=Flights(folder / "flights", "scripted"),
+        ),
     )
     await engine.start()
     try:

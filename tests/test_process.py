@@ -33,6 +33,7 @@ from engine.loop.step_watch import StepLimits
 from engine.process import frames, launcher, life
 from engine.process.client import EngineProcess
 from engine.process.judge import RestartPolicy
+from engine.process.launcher import ProcessOptions
 from engine.process.supervisor import Child
 
 CHILD = Path(__file__).parent / "scripted_child.py"
@@ -75,7 +76,8 @@ async def engine_process(
     before, descriptors = children(), num_descriptors()
     command = [sys.executable, "-P", str(CHILD), str(folder), faults]
     options = {"policy": RestartPolicy(max_delay=0.05), "config": CONFIG, **options}
-    engine = EngineProcess(options.pop("config"), command=command, pid_file=folder.parent / "engine.pid", **options)
+    config, pid_file = options.pop("config"), folder.parent / "engine.pid"
+    engine = EngineProcess(config, ProcessOptions(command=command, pid_file=pid_file, **options))
     if loaded:
         await asyncio.to_thread(engine.load, lambda _planned: None)
     await engine.start()
@@ -524,7 +526,7 @@ async def test_stop_does_not_wait_for_a_process_that_hangs(tmp_path: Path) -> No
 
 async def test_a_process_that_cannot_start_says_why(tmp_path: Path) -> None:
     before = children()
-    engine = EngineProcess(EngineConfig(model="/no/such/folder"), pid_file=tmp_path / "engine.pid")
+    engine = EngineProcess(EngineConfig(model="/no/such/folder"), ProcessOptions(pid_file=tmp_path / "engine.pid"))
     with pytest.raises(ConfigError, match="/no/such/folder"):
         await asyncio.to_thread(engine.load, lambda _planned: None)
     assert not (tmp_path / "engine.pid").exists() and children() <= before

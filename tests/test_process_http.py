@@ -21,6 +21,7 @@ from engine.api import EngineState
 from engine.config import EngineConfig
 from engine.process.client import EngineProcess
 from engine.process.judge import RestartPolicy
+from engine.process.launcher import ProcessOptions
 from engine.text.tokenizer import Tokenizer
 
 CHILD = Path(__file__).parent / "scripted_child.py"
@@ -39,7 +40,8 @@ async def server(
     await asyncio.to_thread((root / "children").mkdir, parents=True)
     command = [sys.executable, "-P", str(CHILD), str(root / "children"), faults]
     policy = RestartPolicy(max_deaths=99, max_delay=0.05)
-    engine: Any = EngineProcess(config, command=command, pid_file=root / "engine.pid", policy=policy)
+    options = ProcessOptions(command=command, pid_file=root / "engine.pid", policy=policy)
+    engine: Any = EngineProcess(config, options)
     await asyncio.to_thread(engine.load, lambda _planned: None)  # as `serve` does before there is an app
     folder = await open_folder(root / "state")
     with refuse_blocking():

@@ -53,6 +53,7 @@ from engine.models.spec import load_spec
 from engine.pooling import Pooling
 from engine.process.client import EngineProcess
 from engine.process.judge import RestartPolicy
+from engine.process.launcher import ProcessOptions
 from engine.scheduling.output import SchedulerOutput
 
 CPU = torch.device("cpu")
@@ -188,7 +189,7 @@ async def until_ended(pid: int) -> None:
 async def test_with_a_rank_the_engine_ends_and_its_requests_go_on(tmp_path: Path) -> None:
     """Killed before the first token of a stream, in the middle of one, and while nothing runs."""
     pid_file = tmp_path / "engine.pid"
-    engine = EngineProcess(config_of(), policy=RestartPolicy(max_delay=0.05), pid_file=pid_file)
+    engine = EngineProcess(config_of(), ProcessOptions(policy=RestartPolicy(max_delay=0.05), pid_file=pid_file))
 
     def rank() -> int:
         return rank_of(int(pid_file.read_text()))

@@ -12,6 +12,7 @@ from engine.api import EngineRequest, SamplingParams
 from engine.errors import InvalidRequestError
 from engine.process import client, frames, link
 from engine.process.client import EngineProcess
+from engine.process.launcher import ProcessOptions
 from engine.process.requests import OpenRequest
 from engine.stream import RequestStream
 
@@ -43,7 +44,7 @@ def resumable(engine: EngineProcess, name: str, tokens: int) -> OpenRequest:
 async def test_what_is_open_may_be_more_than_a_frame_can_hold(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(frames, "MAX_FRAME", 500_000)
     monkeypatch.setattr(link, "TURN_TOKENS", 200_000)
-    engine, wire = EngineProcess(client.EngineConfig()), Wire()
+    engine, wire = EngineProcess(client.EngineConfig(), ProcessOptions()), Wire()
     engine._link._connection = wire  # type: ignore[assignment]
     entries = [resumable(engine, f"r{n}", 90_000 if n % 4 == 0 else 700) for n in range(40)]
     with pytest.raises(frames.FrameError):
@@ -64,7 +65,7 @@ async def test_what_is_open_may_be_more_than_a_frame_can_hold(monkeypatch: pytes
 
 async def test_nothing_more_is_sent_to_a_process_that_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(link, "TURN_TOKENS", 100)
-    engine, wire = EngineProcess(client.EngineConfig()), Wire()
+    engine, wire = EngineProcess(client.EngineConfig(), ProcessOptions()), Wire()
     engine._link._connection = wire  # type: ignore[assignment]
     engine._link.resume([resumable(engine, f"r{n}", 101) for n in range(200)])
     sent = len(wire.names)

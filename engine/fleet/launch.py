@@ -12,6 +12,7 @@ from engine.fleet.ray_engines import Cluster
 from engine.flight.file import Flights
 from engine.machine.facts import read_processor, share_out
 from engine.process.client import EngineProcess, patience
+from engine.process.launcher import ProcessOptions
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,9 +51,8 @@ def make_fleet(
     own = config if config.threads is not None else replace(config, threads=threads)
 
     def make(number: int, changed: Callable[[], None]) -> EngineProcess:
-        return EngineProcess(
-            own, log_level=log_level, flights=flights, changed=changed, waits=False, **options[number]
-        )  # fmt: skip
+        common = ProcessOptions(log_level=log_level, flights=flights, changed=changed, waits=False)
+        return EngineProcess(own, replace(common, **options[number]))
 
     client = FleetClient(make, engines, drop=config.overload == "drop", patience=patience(config))
     return Fleet(client, tuple(notes))

@@ -8,12 +8,10 @@ client observes a pause. See docs/develop/process.md.
 import asyncio
 import logging
 import math
-import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 from engine.api import (
     EngineInfo,
@@ -28,17 +26,14 @@ from engine.api import (
 )
 from engine.config import EngineConfig, QueueTime
 from engine.errors import EngineUnavailableError, InvalidRequestError
-from engine.flight.file import FAILED_STEP, Flights
-from engine.loop.step_watch import StepLimits
-from engine.machine.facts import Place
+from engine.flight.file import FAILED_STEP
 from engine.process import frames
 from engine.process.judge import DeathJudge, RestartPolicy
-from engine.process.launcher import Launcher
+from engine.process.launcher import Launcher, ProcessOptions
 from engine.process.life import RETRY_AFTER, ProcessLife
 from engine.process.link import GoneError, ProcessLink
 from engine.process.regroup import Regrouping
 from engine.process.requests import OpenRequest, Requests, hand_over, take_over
-from engine.process.supervisor import ProcessEndpoint
 from engine.process.totals import Figures
 from engine.stream import RequestStream
 from predictor.slo import SLO
@@ -47,58 +42,25 @@ log = logging.getLogger("tidemill.engine")
 
 PATIENCE = 10.0
 """Maximum wait in seconds for an engine if there is no TTFT objective."""
-SILENCE = StepLimits(unknown=10.0)
-"""Time without a message after which a process counts as hung: its event loop is blocked, or it is stopped."""
 ANSWER_SECONDS = 1.0
 """Timeout in seconds of `stats`, after which the last statistics are returned."""
-NOWHERE = Place()
 
 
 class EngineProcess:
-    """An engine in its own process. Implements `engine.api.EngineClient`.
+    """An engine in its own process. Implements `engine.api.EngineClient`."""
 
-    Args:
-        pid_file: File for the process id.
-        command: Command that starts a process; the number of the socket's descriptor is appended.
-        policy: When a dead process is restarted.
-        flights: Stores the flight recordings of dead processes.
-        silence: Maximum time without a message.
-        place: The devices and cores of the process.
-        changed: Called when the process starts or ends, and when a request ends.
-        waits: Whether requests wait here for the next process; False if a fleet can send them to another engine.
-        spare: Whether the next process is kept ready while one runs.
-        spawn: Starts a process that is not a child of the gateway.
-    """
-
-    def __init__(
-        self,
-        config: EngineConfig,
-        *,
-        log_level: str = "info",
-        pid_file: Path | None = None,
-        command: Sequence[str] | None = None,
-        policy: RestartPolicy | None = None,
-        flights: Flights | None = None,
-        silence: StepLimits = SILENCE,
-        clock: Callable[[], float] = time.monotonic,
-        place: Place = NOWHERE,
-        changed: Callable[[], None] = lambda: None,
-        waits: bool = True,
-        spare: bool = False,
-        spawn: Callable[[frames.Launch], ProcessEndpoint] | None = None,
-    ) -> None:
-        self._patience = patience(config) if waits else None
-        self._clock = clock
-        self._tell_change = changed
+    def __init__(self, config: EngineConfig, options: ProcessOptions) -> None:
+        clock = self._clock = options.clock
+        self._patience = patience(config) if options.waits else None
+        self._tell_change = options.changed
         self._idle = asyncio.Event()
         self._requests = Requests(clock)
         self._link = ProcessLink(self._receive, self._requests.resumed)
         self._figures = Figures()
-        launcher = Launcher(config, log_level=log_level, place=place, pid_file=pid_file, command=command, spawn=spawn)
+        judge = DeathJudge(self._requests, options.policy or RestartPolicy(), clock, waits=options.waits)
         self._life = ProcessLife(
-            launcher, self._link, self._requests, self._figures,
-            judge=DeathJudge(self._requests, policy or RestartPolicy(), clock, waits=waits), flights=flights,
-            silence=silence, clock=clock, waits=waits, spare=spare, down=self._on_down, changed=self._on_change,
+            Launcher(config, options), self._link, self._requests, self._figures, judge, options,
+            down=self._on_down, changed=self._on_change,
         )  # fmt: skip
         self.regroup = Regrouping(self._link.calls, self._requests.open, self._requests.suspects, self.abort)
 

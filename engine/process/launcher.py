@@ -3,6 +3,7 @@
 import asyncio
 import hashlib
 import logging
+import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,15 +14,21 @@ import msgspec
 import engine
 from engine.config import EngineConfig, parse_adapters
 from engine.errors import ConfigError
+from engine.flight.file import Flights
+from engine.loop.step_watch import StepLimits
 from engine.machine.facts import Place, available_memory
 from engine.machine.processes import python_module, starter
 from engine.process import frames
 from engine.process.causes import start_error
+from engine.process.judge import RestartPolicy
 from engine.process.supervisor import Child, ProcessEndpoint, remove
 
 log = logging.getLogger("tidemill.engine")
 
 CHILD = "engine.process.child"
+ANYWHERE = Place()
+SILENCE = StepLimits(unknown=10.0)
+"""Time without a message after which a process counts as hung: its event loop is blocked, or it is stopped."""
 HOLD_SECONDS = 120.0
 """Timeout in seconds until a held process is ready to load."""
 SPARE_ROOM = 1 << 31
@@ -71,36 +78,52 @@ def _digest(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
-class Launcher:
-    """Starts the processes of one engine.
+@dataclass(frozen=True, slots=True)
+class ProcessOptions:
+    """How the processes of one engine are started, watched and restarted.
 
-    Args:
-        place: The devices and cores of the process.
+    Attributes:
+        place: The devices and cores of a process.
         pid_file: File for the id of the running process.
         command: Command that starts a process; the number of the socket's descriptor is appended.
         spawn: Starts a process that is not a child of the gateway.
+        spare: Whether the next process is kept ready while one runs.
+        waits: Whether requests wait here for the next process; False if a fleet can send them to another engine.
+        policy: When a dead process is restarted.
+        silence: Maximum time without a message.
+        flights: Stores the flight recordings of dead processes.
+        changed: Called when a process starts or ends, and when a request ends.
+    """
+
+    log_level: str = "info"
+    place: Place = ANYWHERE
+    pid_file: Path | None = None
+    command: Sequence[str] | None = None
+    spawn: Callable[[frames.Launch], ProcessEndpoint] | None = None
+    spare: bool = False
+    waits: bool = True
+    policy: RestartPolicy | None = None
+    silence: StepLimits = SILENCE
+    flights: Flights | None = None
+    changed: Callable[[], None] = lambda: None
+    clock: Callable[[], float] = time.monotonic
+
+
+class Launcher:
+    """Starts the processes of one engine.
 
     Attributes:
         launch: The first message to the next process.
         source: The source of the running process; None until it is known.
     """
 
-    def __init__(
-        self,
-        config: EngineConfig,
-        *,
-        log_level: str,
-        place: Place,
-        pid_file: Path | None,
-        command: Sequence[str] | None,
-        spawn: Callable[[frames.Launch], ProcessEndpoint] | None,
-    ) -> None:
-        self.launch = frames.Launch(config, log_level, place=place)
+    def __init__(self, config: EngineConfig, options: ProcessOptions) -> None:
+        self.launch = frames.Launch(config, options.log_level, place=options.place)
         self.source: Source | None = None
         self._config = config
-        self._command = command or python_module(CHILD)
-        self._spawn_elsewhere = spawn
-        self._pid_file = pid_file
+        self._command = options.command or python_module(CHILD)
+        self._spawn_elsewhere = options.spawn
+        self._pid_file = options.pid_file
         self._folder: Path | None = None
         self._adapters = [each.folder for each in parse_adapters(config.lora)]
         self._held: Child | None = None

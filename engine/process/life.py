@@ -8,13 +8,12 @@ from functools import partial
 
 from engine.api import EngineInfo, EngineState
 from engine.errors import EngineUnavailableError
-from engine.flight.file import Flights
-from engine.loop.step_watch import StepLimits, StepWatch
+from engine.loop.step_watch import StepWatch
 from engine.machine.activity import Activity
 from engine.process import frames
 from engine.process.causes import RENEWED, START, SYSTEM, Origin, is_of_system, origin_of, start_error
 from engine.process.judge import DeathJudge
-from engine.process.launcher import Launcher, end_now
+from engine.process.launcher import Launcher, ProcessOptions, end_now
 from engine.process.link import ProcessLink
 from engine.process.requests import Requests
 from engine.process.supervisor import ProcessEndpoint, reaped
@@ -42,10 +41,6 @@ class ProcessLife:
         requests: The open requests and the suspicions against them.
         figures: Counts restarts.
         judge: Decides when the next process starts.
-        flights: Stores the flight recordings of dead processes.
-        silence: Maximum time without a pulse.
-        waits: Whether requests wait here for the next process, rather than at another engine.
-        spare: Whether the next process is kept ready while one runs.
         down: Called when no process runs any more.
         changed: Called when a process starts or ends.
     """
@@ -56,13 +51,8 @@ class ProcessLife:
         link: ProcessLink,
         requests: Requests,
         figures: Figures,
-        *,
         judge: DeathJudge,
-        flights: Flights | None,
-        silence: StepLimits,
-        clock: Callable[[], float],
-        waits: bool,
-        spare: bool,
+        options: ProcessOptions,
         down: Callable[[], None],
         changed: Callable[[], None],
     ) -> None:
@@ -80,11 +70,8 @@ class ProcessLife:
         self._link = link
         self._requests = requests
         self._figures = figures
-        self._flights = flights
-        self._watch = StepWatch(silence, self._on_silence, self._read_activity)
-        self._clock = clock
-        self._waits = waits
-        self._spare = spare
+        self._options = options
+        self._watch = StepWatch(options.silence, self._on_silence, self._read_activity)
         self._down = down
         self._changed = changed
         self._cause: str | None = None
@@ -151,8 +138,9 @@ class ProcessLife:
 
     def keep_flight(self, cause: str, child: ProcessEndpoint | None) -> None:
         """Write the last steps of a process to the disk."""
-        if self._flights is not None and child is not None and self.info is not None and cause != RENEWED:
-            self._flights.keep(cause, self.info, child.entries)
+        flights = self._options.flights
+        if flights is not None and child is not None and self.info is not None and cause != RENEWED:
+            flights.keep(cause, self.info, child.entries)
 
     # The first process and the last
 
@@ -229,7 +217,7 @@ class ProcessLife:
         source = await launcher.look()
         if source == launcher.source and not anyway:
             return "weights and engine are those that run"
-        others_go_on = anyway and not self._waits
+        others_go_on = anyway and not self._options.waits
         if launcher.holds_spares and not others_go_on:
             await launcher.hold()
             if self.child is not child or self._stopping:
@@ -261,9 +249,9 @@ class ProcessLife:
         if not self.ready.is_set():
             error = lost.exception()
             raise error if error is not None else EngineUnavailableError("the engine process ended while it started")
-        self.judge.policy.ready(self._clock())
+        self.judge.policy.ready(self._options.clock())
         self.launcher.has_served()
-        if self._spare and (self._making_spare is None or self._making_spare.done()):
+        if self._options.spare and (self._making_spare is None or self._making_spare.done()):
             self._making_spare = asyncio.create_task(self._keep_spare(), name="tidemill-spare")
 
     async def _keep_spare(self) -> None:
@@ -370,7 +358,7 @@ class ProcessLife:
         self.death = why
         log.critical("%s", why)
         self._changed()
-        self._requests.open.end_all(self._clock(), "The engine stopped while this request was running.")
+        self._requests.open.end_all(self._options.clock(), "The engine stopped while this request was running.")
         self._changed()
         self.turned.set()
         self.dead.set()
