@@ -582,4 +582,4 @@ class Engine:
         return read_activity([os.getpid(), *(() if self._ranks is None else self._ranks.pids)])
 
     def _on_hung(self, limit: float) -> None:
-        self._give_up("hung", f"a model step has got nowhere for {limit:.1f} s")
+        self._give_up("hung", f"a model step has made no progress for {limit:.1f} s")

@@ -42,7 +42,7 @@ def test_how_many_ranks_there_would_be(capsys: pytest.CaptureFixture[str]) -> No
     assert dry_run("--tensor-parallel-size", "2") == 0
     out = capsys.readouterr().out
     assert rows(out)["--tensor-parallel-size"] == ("2", "flag")
-    assert "each layer is divided among 2 ranks" in out
+    assert "2 ranks divide each layer" in out
     assert dry_run("--tensor-parallel-size", "3") == 2
     assert "4 attention heads cannot be divided among 3 ranks" in capsys.readouterr().err
 

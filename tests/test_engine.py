@@ -240,7 +240,7 @@ async def test_a_step_that_hangs_ends_every_stream_and_the_engine() -> None:
     assert engine.state is EngineState.DEAD
     with pytest.raises(EngineUnavailableError):
         await submit_one(engine, make_request("b", range(5), 1))
-    assert deaths == ["hung"] and "got nowhere" in (engine.trouble or "")
+    assert deaths == ["hung"] and "made no progress" in (engine.trouble or "")
     runner.open = True
     runner.permits.release(5)
     await engine.stop()

@@ -410,7 +410,7 @@ async def test_other_weights_are_taken_up_while_streams_wait(
         first = (tmp_path / "engine.pid").read_text()
         streams = await engine.submit(mixture())
         ends = [asyncio.create_task(_read(stream)) for stream in streams]
-        assert "those that run" in await engine.renew()
+        assert "have not changed" in await engine.renew()
         weights.write_text("22")
         (model / "broken").touch()
         with pytest.raises(ConfigError, match="broken"):
@@ -424,7 +424,7 @@ async def test_other_weights_are_taken_up_while_streams_wait(
         assert "another engine process" in await engine.renew()
         found = {each.request_id: summed(await end) for each, end in zip(mixture(), ends, strict=True)}
         assert found == undisturbed
-        assert "those that run" in await engine.renew()
+        assert "have not changed" in await engine.renew()
         assert (await engine.stats()).restarts == {"renewed": 1} and not engine._life.judge.policy._deaths
         assert (tmp_path / "engine.pid").read_text() != first
 

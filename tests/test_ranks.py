@@ -314,7 +314,7 @@ def test_ranks_that_run_by_different_kernels_do_not_start(monkeypatch: pytest.Mo
     monkeypatch.setattr(ForeignLeader, "others", {"cpu_kernels": "torch"})
     monkeypatch.setattr(leader, "Leader", ForeignLeader)
     config = config_of(cpu_kernels="auto")
-    with pytest.raises(ConfigError, match="ranks run by different kernels, the first one by native"):
+    with pytest.raises(ConfigError, match="ranks use different kernels .the first rank: native"):
         build.build_runner(config, build.plan_launch(config))
 
 
@@ -373,7 +373,7 @@ def test_the_plan_is_of_one_rank() -> None:
     assert whole.weight_bytes - part.weight_bytes == 4 * layers > whole.weight_bytes // 4
     assert build.profile_key(part) != build.profile_key(whole)
     assert build.profile_key(part).model.endswith(" on 2 ranks")
-    assert any("divided among 2 ranks" in note for note in part.notes)
+    assert any("2 ranks divide each layer" in note for note in part.notes)
     options = {"overload": "swap", "swap_space": 0.01}
     swaps = [build.plan_launch(config_of(ranks=ranks, **options)) for ranks in (1, 2)]
     assert swaps[0].host_units == swaps[1].host_units, "half of the memory for units of half the size"

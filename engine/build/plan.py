@@ -92,7 +92,7 @@ def plan_launch(config: EngineConfig) -> LaunchPlan:
         notes=tuple(each for each in (by, note, slow, unrounded, _state_note(spec)) if each),
     )
     if plan.ranks > 1:
-        note = f"each layer is divided among {plan.ranks} ranks, of which each has {gib(plan.weight_bytes)} of weights"
+        note = f"{plan.ranks} ranks divide each layer; each rank holds {gib(plan.weight_bytes)} of weights"
         plan = replace(plan, notes=(*plan.notes, note))
     plan = _with_adapters(_with_offload(_with_storage(plan, config), config), config)
     plan = replace(plan, limits=replace(plan.limits, padding=backend.padding(plan)))

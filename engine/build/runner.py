@@ -96,7 +96,7 @@ def _make_runner(
         seat.reached(LOADED)
     plan = with_cache(plan, config, backend.cache_bytes(plan, weights), group)
     if plan.host_units and config.swap_space is None:
-        say(f"{gib(host_bytes(plan))} of host memory keep what the cache has no room for; --swap-space says how much")
+        say(f"{gib(host_bytes(plan))} of host memory extend the cache; set --swap-space to change this")
     runner, plan = backend.make_runner(config, plan, weights, say)
     if group is not None:
         runner.device.join(group.share)
@@ -112,7 +112,7 @@ def _compare_kernels(plan: LaunchPlan, group: RankGroup) -> None:
     """Raise ConfigError if ranks use different kernels, because the summed tensors would differ in type and stride."""
     own = zlib.crc32(plan.kernels.encode())
     if group.least((own, -own)) != [own, -own]:
-        raise ConfigError(f"ranks run by different kernels, the first one by {plan.kernels}: say --cpu-kernels torch")
+        raise ConfigError(f"ranks use different kernels (the first rank: {plan.kernels}); set --cpu-kernels torch")
 
 
 def _load_adapters(plan: LaunchPlan, weights: ModelWeights | TransformersModel) -> list[dict[Site, Delta]]:

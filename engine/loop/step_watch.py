@@ -124,6 +124,6 @@ def check_result(output: SchedulerOutput, result: ModelRunnerOutput, vocab_size:
     if tokens and not (min(tokens) >= UNMASKED_TOKEN and max(tokens) < vocab_size):
         raise EngineStepError("A step was answered with a token outside the vocabulary.")
     if any(not 0 <= number < len(output.chunks) or output.chunks[number].sample for number in result.pooled):
-        raise EngineStepError("A step was answered with a vector that nobody wanted.")
+        raise EngineStepError("A step was answered with an embedding that no chunk requests.")
     if any(not 0 <= token < vocab_size for run in result.forced.values() for token in run):
         raise EngineStepError("A step was answered with a forced token outside the vocabulary.")

@@ -211,7 +211,7 @@ class EngineServer:
         try:
             await engine.start()
             if self._golden is not None and (wrong := await self._golden.check()) is not None:
-                raise EngineStepError(f"The engine does not answer as it did: {wrong}.")
+                raise EngineStepError(f"The canary's answers have changed: {wrong}.")
         except Exception as error:
             log.critical("the first step failed", exc_info=error)
             known = error if isinstance(error, TidemillError) else EngineStepError("The first model step failed.")
@@ -239,7 +239,7 @@ class EngineServer:
             self._step_failed.clear()
             wrong = await golden.check() if self._stage.role == WHOLE else None
             if wrong is not None and not self._ending:  # an ending engine gives no valid answer
-                self._end("canary", f"it does not answer as it did: {wrong}")
+                self._end("canary", f"the canary's answers have changed: {wrong}")
                 return
 
     async def _beat(self) -> None:

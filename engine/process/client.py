@@ -66,7 +66,7 @@ class EngineProcess:
 
     @property
     def info(self) -> EngineInfo:
-        assert self._life.info is not None, "nothing is known of a model before it is loaded"
+        assert self._life.info is not None, "the model is not loaded yet"
         return self._life.info
 
     @property

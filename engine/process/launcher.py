@@ -66,7 +66,7 @@ class Source:
         """Return why a process from the source `later` may not replace this one; None if it may."""
         names = sorted(self.texts.keys() | later.texts.keys())
         other = [name for name in names if self.texts.get(name) != later.texts.get(name)]
-        return f"{', '.join(other)} differ from what the server has read: it must be started again" if other else None
+        return f"{', '.join(other)} changed after the server read them; restart the server" if other else None
 
 
 def _stamp(path: Path) -> tuple[int, int]:
@@ -180,7 +180,7 @@ class Launcher:
 
     async def look(self) -> Source:
         """Return the source of the next process. Raise ConfigError if it may not replace the running one."""
-        assert self._folder is not None, "nothing is known of what runs"
+        assert self._folder is not None, "the model has no folder"
         source = await asyncio.to_thread(Source.of, self._folder, self._adapters)
         refusal = self.source.refusal(source) if self.source is not None else None
         if refusal is not None:

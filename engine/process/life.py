@@ -216,7 +216,7 @@ class ProcessLife:
             return STARTED_ANYWAY
         source = await launcher.look()
         if source == launcher.source and not anyway:
-            return "weights and engine are those that run"
+            return "weights and engine have not changed"
         others_go_on = anyway and not self._options.waits
         if launcher.holds_spares and not others_go_on:
             await launcher.hold()
@@ -367,7 +367,7 @@ class ProcessLife:
         """Handle the end of a child's connection."""
         if fault is not None:
             self._cause = self._cause or "protocol"
-            log.error("the engine process sent nonsense: %s", fault)
+            log.error("the engine process sent an invalid message: %s", fault)
         if not lost.done():
             lost.set_result("")
 
@@ -376,7 +376,7 @@ class ProcessLife:
 
     def _on_silence(self, limit: float) -> None:
         """Handle a missing pulse: make the child write the stacks of its threads, then kill it."""
-        log.critical("the engine process has said nothing and got nowhere for %.0f s", limit)
+        log.critical("the engine process has sent no message and made no progress for %.0f s", limit)
         self._cause = self._cause or "silent"
         child = self.child
         if child is not None:
