@@ -262,6 +262,11 @@ class LoadReport(NamedTuple):
     time: float = 0.0  # of the report, on the engine's monotonic clock, seconds
     received: int = 0  # requests that this process has received
 
+    @property
+    def num_requests(self) -> int:
+        """Number of open online requests."""
+        return self.queued_requests + self.running
+
 
 @dataclass(frozen=True, slots=True)
 class EngineView:

@@ -101,14 +101,14 @@ def test_load_is_what_was_said_and_what_was_given_since() -> None:
     given.hear(LoadReport(queued_tokens=10, received=1))
     assert [request.request_id for request in given.unreported] == ["b", "c"]
     given.hear(None)
-    load = online_load(3, given.report, given.unreported)
-    assert (load.engine, load.queued_tokens, load.queued_requests) == (3, 60, 2)
+    load = online_load(given.report, given.unreported)
+    assert (load.queued_tokens, load.queued_requests) == (60, 2)
     assert load.queued_units == math.ceil(20 / 8) + math.ceil(30 / 8)
     given.hear(LoadReport(queued_tokens=55, received=3))
-    load = online_load(3, given.report, given.unreported)
+    load = online_load(given.report, given.unreported)
     assert load.queued_tokens == 55
-    assert sal_load(replace(load, tokens_per_step=100, step_seconds=1.0), RoutedPrompt(45)) == 1.0
-    lines = online_load(3, LoadReport(), [asked("line", 100, offline=True)])
+    assert sal_load(0, load._replace(tokens_per_step=100, step_seconds=1.0), RoutedPrompt(45)) == 1.0
+    lines = online_load(LoadReport(), [asked("line", 100, offline=True)])
     assert lines.queued_tokens == 0, "chats go before lines"
 
 

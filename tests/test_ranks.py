@@ -314,7 +314,7 @@ def test_ranks_that_run_by_different_kernels_do_not_start(monkeypatch: pytest.Mo
     monkeypatch.setattr(ForeignLeader, "others", {"cpu_kernels": "torch"})
     monkeypatch.setattr(leader, "Leader", ForeignLeader)
     config = config_of(cpu_kernels="auto")
-    with pytest.raises(ConfigError, match="ranks use different kernels .the first rank: native"):
+    with pytest.raises(ConfigError, match="ranks use different kernels"):
         build.build_runner(config, build.plan_launch(config))
 
 

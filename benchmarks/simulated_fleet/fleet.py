@@ -10,17 +10,17 @@ import math
 import random
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import count
 from typing import NamedTuple, Protocol
 
 from benchmarks.simulated_fleet.queued import queued_work
 from benchmarks.simulated_fleet.routers import Chance, Router
-from engine.api import EngineRequest, RequestOutput
+from engine.api import EngineRequest, LoadReport, RequestOutput
 from engine.colocation.virtual import Arrival, VirtualRecord, VirtualRun
 from engine.core import EngineCore
 from engine.errors import RetryableError
-from engine.fleet.routing import EngineLoad, RoutedPrompt
+from engine.fleet.routing import RoutedPrompt
 from engine.scheduling.output import ModelRunner, ModelRunnerOutput, SchedulerOutput
 from predictor.limits import UNITS_PER_BLOCK
 
@@ -111,7 +111,7 @@ class FleetDriver:
         self.on_idle: Callable[[Server], None] | None = None
         self._held: list[Arrival] = []
         self._arrivals = deque(arrivals)
-        self._loads: dict[int, EngineLoad] = {}
+        self._loads: dict[int, LoadReport] = {}
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._order = count()
         self._means = (1.0, 1.0)
@@ -205,7 +205,7 @@ class FleetDriver:
         self._means = inputs, outputs + weight * (len(record.token_times) - outputs)
         load = self._loads.get(server.number)
         if load is not None:
-            self._loads[server.number] = replace(load, running=max(0, load.running - 1))
+            self._loads[server.number] = load._replace(running=max(0, load.running - 1))
 
     def _tick(self) -> None:
         self.report()
@@ -225,7 +225,7 @@ class FleetDriver:
             self._held.append(arrival)
             return
         prompt = RoutedPrompt(len(request.prompt_token_ids), self._hits(request))
-        number = self._router(list(self._loads.values()), prompt, self._chance)
+        number = self._router(self._loads, prompt, self._chance)
         record = VirtualRecord(arrival)
         self.run_data.online.append(record)
         server, load = self.servers[number], self._loads[number]
@@ -237,25 +237,23 @@ class FleetDriver:
         self.records[request.request_id] = record
         self.placed[request.request_id] = number
         tokens = prompt.new_tokens(number)
-        self._loads[number] = replace(
-            load,
+        self._loads[number] = load._replace(
             queued_tokens=load.queued_tokens + tokens,
             queued_units=load.queued_units + math.ceil(tokens / load.tokens_per_unit),
             queued_requests=load.queued_requests + 1,
         )
         self.pump(server)
 
-    def _load(self, server: Server) -> EngineLoad:
+    def _load(self, server: Server) -> LoadReport:
         core = server.core
         queued, pool = queued_work(core), core.stats()
-        return EngineLoad(
-            server.number,
+        return LoadReport(
             queued_tokens=queued.tokens,
             queued_units=queued.units,
             queued_requests=queued.requests,
             running=queued.running,
-            free_units=pool.units_free + pool.units_cached,
-            pool_units=pool.units_total,
+            available_units=pool.units_free + pool.units_cached,
+            num_units=pool.units_total,
             tokens_per_unit=core.config.block_size / UNITS_PER_BLOCK,
             tokens_per_step=core.config.max_num_batched_tokens,
             mean_input=self._means[0],

@@ -1,10 +1,10 @@
 """The routers of a simulated fleet: those of the live fleet, and the baselines of LARRY's evaluation."""
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from engine.fleet.routing import EngineLoad, RoutedPrompt, prefix, sal
+from engine.fleet.routing import Loads, RoutedPrompt, prefix, sal
 
 
 @dataclass(slots=True)
@@ -15,25 +15,25 @@ class Chance:
     last: int = -1  # the engine that `round_robin` chose last
 
 
-Router = Callable[[Sequence[EngineLoad], RoutedPrompt, Chance], int]
-"""Returns the number of the chosen engine from a non-empty sequence of loads."""
+Router = Callable[[Loads, RoutedPrompt, Chance], int]
+"""Returns the number of the chosen engine; the loads are not empty."""
 
 
-def p2c(loads: Sequence[EngineLoad], _prompt: RoutedPrompt, chance: Chance) -> int:
+def p2c(loads: Loads, _prompt: RoutedPrompt, chance: Chance) -> int:
     """Choose two random engines and return the one with fewer requests."""
-    two = chance.rng.sample(loads, min(2, len(loads)))
-    return min(two, key=lambda load: load.requests).engine
+    two = chance.rng.sample(list(loads), min(2, len(loads)))
+    return min(two, key=lambda engine: loads[engine].num_requests)
 
 
-def round_robin(loads: Sequence[EngineLoad], _prompt: RoutedPrompt, chance: Chance) -> int:
+def round_robin(loads: Loads, _prompt: RoutedPrompt, chance: Chance) -> int:
     """Choose the engines in turn. An absent engine is skipped."""
-    numbers = sorted(load.engine for load in loads)
+    numbers = sorted(loads)
     chance.last = next((number for number in numbers if number > chance.last), numbers[0])
     return chance.last
 
 
-def at_random(loads: Sequence[EngineLoad], _prompt: RoutedPrompt, chance: Chance) -> int:
-    return chance.rng.choice(loads).engine
+def at_random(loads: Loads, _prompt: RoutedPrompt, chance: Chance) -> int:
+    return chance.rng.choice(list(loads))
 
 
 ROUTERS: dict[str, Router] = {

@@ -17,7 +17,7 @@ from engine.colocation.virtual import Arrival, PredictedRunner, VirtualRun
 from engine.config import SchedulerConfig
 from engine.core import EngineCore
 from engine.execution.lookahead import by_tokens
-from engine.fleet.routing import EngineLoad, RoutedPrompt
+from engine.fleet.routing import Loads, RoutedPrompt
 from engine.scheduling.output import Chunk, SchedulerOutput
 from loadgen.simulation.run import request_of
 from predictor.model import LatencyModel
@@ -47,10 +47,10 @@ def test_engines_run_side_by_side_on_one_clock() -> None:
 
 
 def test_between_reports_a_router_sees_what_it_routed_and_nothing_else() -> None:
-    seen: list[list[EngineLoad]] = []
+    seen: list[Loads] = []
 
-    def watch(loads: list[EngineLoad], _prompt: RoutedPrompt, _chance: Chance) -> int:
-        seen.append(list(loads))
+    def watch(loads: Loads, _prompt: RoutedPrompt, _chance: Chance) -> int:
+        seen.append(dict(loads))
         return 0
 
     driver = FleetDriver([server(0), server(1)], watch, arrivals((0.0, 60, 40), (0.05, 30, 40), (0.12, 8, 1)))
@@ -58,9 +58,9 @@ def test_between_reports_a_router_sees_what_it_routed_and_nothing_else() -> None
     first, second, third = ([load[0] for load in seen][i] for i in range(3))
     assert (first.queued_tokens, first.queued_requests, first.running) == (0, 0, 0)
     assert (second.queued_tokens, second.queued_units, second.queued_requests) == (60, 8, 1)
-    assert second.free_units == 400, "no prompt is assumed to be done"
+    assert second.available_units == 400, "no prompt is assumed to be done"
     assert (third.queued_tokens, third.queued_requests, third.running) == (0, 0, 2), "a report came at 0.1 s"
-    assert third.free_units < 400 and third.pool_units == 400
+    assert third.available_units < 400 and third.num_units == 400
     assert all(record.ended is not None for record in run.online)
     assert driver.num_open == 0
 

@@ -27,7 +27,7 @@ from engine.api import (
 from engine.errors import EngineUnavailableError, InvalidRequestError, QueueFullError, TidemillError
 from engine.fleet.member import Member, hits_of, offline_load, online_load, prefix_chain, shares, windows
 from engine.fleet.overload import Overload
-from engine.fleet.routing import EngineLoad, RoutedPrompt, prefix, sal
+from engine.fleet.routing import Loads, RoutedPrompt, prefix, sal
 from engine.process import frames
 from engine.process.client import PATIENCE, EngineProcess, longest_wait
 from engine.process.totals import info_of_all, total
@@ -296,13 +296,13 @@ class FleetClient:
         member.give(requests, chain)
         return member
 
-    def _online_loads(self, members: Sequence[Member]) -> list[EngineLoad]:
-        loads = [online_load(each.number, each.engine.report, each.engine.unreported) for each in members]
-        if all(load.step_seconds > 0.0 for load in loads):
+    def _online_loads(self, members: Sequence[Member]) -> Loads:
+        loads = {each.number: online_load(each.engine.report, each.engine.unreported) for each in members}
+        if all(load.step_seconds > 0.0 for load in loads.values()):
             return loads
-        return [replace(load, step_seconds=1.0) for load in loads]  # step times are not comparable
+        return {number: load._replace(step_seconds=1.0) for number, load in loads.items()}  # times are not comparable
 
-    def _offline_loads(self, members: Sequence[Member], *, bounded: bool) -> list[EngineLoad]:
+    def _offline_loads(self, members: Sequence[Member], *, bounded: bool) -> Loads:
         """Return the offline loads, by each engine's rate. `bounded`: leave out engines that hold their share."""
         for member in members:
             member.hears()
@@ -310,11 +310,11 @@ class FleetClient:
         lines = self.info.batch_lines if self._lines is None else self._lines
         room = windows(part, lines * len(members))
         held = {member.number: member.engine.num_offline for member in members}
-        return [
-            offline_load(number, held[number], share)
+        return {
+            number: offline_load(held[number], share)
             for number, share in part.items()
             if not bounded or held[number] < room[number]
-        ]
+        }
 
     async def _wait_for_change(self, until: float) -> None:
         """Wait for a change of any engine. Raise EngineUnavailableError at the time `until`."""

@@ -1,9 +1,9 @@
 """One engine of a fleet: its cached prefixes, its rate of offline work, and its load for a router."""
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 
 from engine.api import EngineRequest, EngineState, EngineStats, EngineView, LoadReport, RequestClass
-from engine.fleet.routing import EngineLoad
 from engine.process.client import EngineProcess
 
 MAX_BLOCKS = 512
@@ -149,31 +149,20 @@ class Member:
         )  # fmt: skip
 
 
-def online_load(number: int, report: LoadReport | None, unreported: Iterable[EngineRequest]) -> EngineLoad:
-    """Return the load of the last report plus the requests sent since, as if no request had ended since then."""
+def online_load(report: LoadReport | None, unreported: Iterable[EngineRequest]) -> LoadReport:
+    """Return the last report plus the requests sent since, as if no request had ended since then."""
     report = report or LoadReport()
     prompts = [len(r.prompt_token_ids) for r in unreported if r.request_class is RequestClass.ONLINE]
-    return EngineLoad(
-        engine=number,
+    return report._replace(
         queued_tokens=report.queued_tokens + sum(prompts),
-        queued_units=report.queued_units + sum(-(-tokens // report.tokens_per_unit) for tokens in prompts),
+        queued_units=report.queued_units + sum(math.ceil(tokens / report.tokens_per_unit) for tokens in prompts),
         queued_requests=report.queued_requests + len(prompts),
-        running=report.running,
-        free_units=report.available_units,
-        pool_units=report.num_units,
-        tokens_per_unit=report.tokens_per_unit,
-        tokens_per_step=report.tokens_per_step,
-        mean_input=report.mean_input,
-        mean_output=report.mean_output,
-        step_seconds=report.step_seconds,
     )
 
 
-def offline_load(number: int, held: int, share: float) -> EngineLoad:
+def offline_load(held: int, share: float) -> LoadReport:
     """Return the offline load: `held` batch lines at a speed in proportion to `share`."""
-    return EngineLoad(
-        engine=number, queued_requests=held, queued_tokens=held, tokens_per_step=1, step_seconds=1.0 / share
-    )
+    return LoadReport(queued_requests=held, queued_tokens=held, tokens_per_step=1, step_seconds=1.0 / share)
 
 
 def hits_of(members: Iterable[Member], chain: Sequence[int]) -> Mapping[int, int]:
