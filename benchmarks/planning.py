@@ -16,6 +16,7 @@ from engine.api import EngineInfo, EngineRequest, RequestClass, SamplingParams
 from engine.config import SchedulerConfig
 from engine.core import EngineCore
 from engine.engine import Engine
+from engine.loop.planner import PlanOffline
 from engine.scheduling.output import Collect, ModelRunnerOutput, SchedulerOutput
 from engine.scheduling.planner import OfflinePlan
 
@@ -44,11 +45,11 @@ class SleepingRunner:
 class TracedPlanner:
     """The core's planner with its slices stamped."""
 
-    core: EngineCore
+    plan_offline: PlanOffline
     slices: list[Span] = field(default_factory=list)
 
     def __call__(self, now: float) -> Generator[None, None, OfflinePlan]:
-        plan = self.core.plan_offline(now)
+        plan = self.plan_offline(now)
         while True:
             begin = time.perf_counter()
             try:
@@ -66,9 +67,10 @@ def make_engine(max_num_seqs: int) -> tuple[Engine, SleepingRunner, TracedPlanne
         num_units=2 * 40_000, max_model_len=MODEL_LEN, max_num_seqs=max_num_seqs, max_num_batched_tokens=2048
     )
     core = EngineCore(config)
-    runner, planner = SleepingRunner(), TracedPlanner(core)
+    runner, planner = SleepingRunner(), TracedPlanner(core.plan_offline)
     info = EngineInfo(MODEL_LEN, 50_000, frozenset(), "sleep", "none", "none", 0)
-    return Engine(core, runner, info, plan_offline=planner), runner, planner
+    core.plan_offline = planner  # type: ignore[method-assign, assignment]
+    return Engine(core, runner, info), runner, planner
 
 
 async def trace(seconds: float) -> tuple[list[Span], list[Span]]:

@@ -44,7 +44,7 @@ from engine.errors import (
     TidemillError,
 )
 from engine.loop.fault_log import FaultLog
-from engine.loop.planner import Planner, PlanOffline
+from engine.loop.planner import Planner
 from engine.loop.step_watch import StepLimits, StepWatch, check_result
 from engine.loop.watchdog import STALL_SECONDS, ProgressWatchdog
 from engine.machine.activity import Activity, read_activity
@@ -87,8 +87,9 @@ class Engine:
     `on_death(cause, why)` is called first; then every open request ends with an error.
 
     Args:
-        core: The scheduler; it must have the same pool and block size as `runner`.
-        runner: Runs model steps.
+        core: The scheduler; it must have the same pool and block size as `runner`. Other code may change it only while
+            the engine is held.
+        runner: Runs model steps. Other code calls it through `aside`.
         info: Facts about the model and its limits.
         step_limits: Times after which a step counts as hung.
         stall_seconds: Time with work but without a step after which the engine is degraded and recovers, see
@@ -107,7 +108,6 @@ class Engine:
         stall_seconds: float = STALL_SECONDS,
         clock: Callable[[], float] = time.monotonic,
         device_lost: Callable[[], str | None] = lambda: None,
-        plan_offline: PlanOffline | None = None,
         colocation: Colocation | None = None,
         tuner: BudgetTuner | None = None,
         grammars: "Grammars | None" = None,
@@ -115,8 +115,8 @@ class Engine:
     ) -> None:
         self.info = info
         self._ranks = ranks
-        self._core = core
-        self._runner = runner
+        self.core = core
+        self.runner = runner
         self._clock = clock
         self._step_watch = StepWatch(step_limits or StepLimits(), self._on_hung, self._read_activity)
         self._device_lost = device_lost
@@ -135,7 +135,7 @@ class Engine:
         self._at_rest = asyncio.Event()
         self._held = False
         self.on_parted: Callable[[], None] = lambda: None
-        self._planner = Planner(plan_offline or core.plan_offline, clock, self._wake.set)
+        self._planner = Planner(core.plan_offline, clock, self._wake.set)
         self._plan_tried = False
         self._watchdog = ProgressWatchdog(core, clock, self._recover, stall_seconds)
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tidemill-runner")
@@ -161,7 +161,7 @@ class Engine:
         """See EngineClient.trouble."""
         if self._death is not None:
             return self._death
-        since = self._core.sick_since
+        since = self.core.sick_since
         if since is not None:
             return f"every model step has failed for {self._clock() - since:.0f} s"
         return self._watchdog.trouble
@@ -219,7 +219,7 @@ class Engine:
         """See EngineClient.check_room."""
         self._check_accepting()
         with self._noting_refusal(request_class, prompt_tokens):
-            self._core.check_room(request_class, tenant, self._clock())
+            self.core.check_room(request_class, tenant, self._clock())
 
     def _check_accepting(self) -> None:
         state = self.state
@@ -227,7 +227,7 @@ class Engine:
             raise EngineUnavailableError("The server is shutting down.", retry_after=5.0)
         if state is EngineState.DEAD or self._loop_task is None:
             raise EngineUnavailableError("The engine is not running.", retry_after=5.0)
-        if self._core.sick_since is not None:
+        if self.core.sick_since is not None:
             raise EngineUnavailableError(f"The engine is not ready: {self.trouble}.", retry_after=RETRY_AFTER)
 
     @contextmanager
@@ -271,16 +271,6 @@ class Engine:
             self._rest_until = 0.0
             self._wake_up()
 
-    @property
-    def core(self) -> EngineCore:
-        """The scheduler. Other code may change it only while the engine is held."""
-        return self._core
-
-    @property
-    def runner(self) -> ModelRunner:
-        """The model runner. Call it through `aside`."""
-        return self._runner
-
     async def hold(self) -> None:
         """Wait for the steps in flight, and launch no step until `go`."""
         self._held = True
@@ -306,7 +296,7 @@ class Engine:
 
     def detach(self, request_id: str) -> MovedRequest:
         """Remove a request without an output, and return its state for another engine."""
-        moved = self._core.moves.detach(request_id)
+        moved = self.core.moves.detach(request_id)
         self._close(request_id)
         return moved
 
@@ -317,7 +307,7 @@ class Engine:
             with suppress(QueueFullError):  # without a compiled grammar the step fails for this request only
                 self._grammars.hold(moved.spec)
         self._streams[moved.spec.request_id] = sink
-        return self._core.moves.attach(moved)
+        return self.core.moves.attach(moved)
 
     def open(self, pairs: Iterable[tuple[EngineRequest, OutputSink]]) -> None:
         """Queue all requests or none, and send their outputs to the sinks. Raise the same errors as `submit`."""
@@ -344,7 +334,7 @@ class Engine:
             )
         self._watchdog.on_work()
         with self._noting_refusal(request.request_class, len(request.prompt_token_ids)):
-            self._core.add_request(request, self._clock())
+            self.core.add_request(request, self._clock())
         if request.resumed is None and not request.probe:
             self._tell_keeper(Colocation.on_arrival, request.request_class, self._clock())
         self._wake_up()
@@ -363,7 +353,7 @@ class Engine:
             self._wake_up()
 
     def _abort(self, request_id: str, reason: FinishReason) -> RequestOutput:
-        output = self._core.abort(request_id, self._clock(), reason)
+        output = self.core.abort(request_id, self._clock(), reason)
         assert output is not None, "a stream is open for a request that the core does not know"
         self._tell_keeper(Colocation.on_end, output, self._clock())
         return output
@@ -375,19 +365,19 @@ class Engine:
 
     def set_lane(self, job: str, lane: Lane) -> None:
         """See EngineClient.set_lane."""
-        self._core.set_lane(job, lane)
+        self.core.set_lane(job, lane)
         self._wake_up()
 
     def stats(self) -> EngineStats:
         """Return the current statistics."""
-        stats = self._core.stats()
+        stats = self.core.stats()
         if self.colocation is None:
             return stats
         return replace(stats, colocation=self.colocation.stats(self._clock()))
 
     def load(self) -> LoadReport:
         """Return the current load."""
-        return self._core.load(self._clock())
+        return self.core.load(self._clock())
 
     def be_recorded(self, recorder: "FlightRecorder") -> None:
         """Write every later step to the flight recorder before it runs."""
@@ -422,7 +412,7 @@ class Engine:
         try:
             while self._death is None and (not self._stopping or self._in_flight):
                 self._launch()
-                collect_due(at_rest=not self._core.has_online)
+                collect_due(at_rest=not self.core.has_online)
                 if self._in_flight:
                     await self._complete_oldest()
                 else:
@@ -437,7 +427,7 @@ class Engine:
         if self._recorder is not None:
             self._recorder.idle(self._clock())
         self._at_rest.set()
-        retry_at = None if self._held else self._rest_until or self._core.retry_at
+        retry_at = None if self._held else self._rest_until or self.core.retry_at
         rest = None if retry_at is None else max(MIN_REST, retry_at - self._clock())
         try:
             await asyncio.wait_for(self._wake.wait(), rest)
@@ -455,7 +445,7 @@ class Engine:
         online requests or steps in flight. Otherwise the planner wakes the loop when the plan is ready.
         """
         self._wake.clear()
-        core = self._core
+        core = self.core
         if self._held or self._clock() < self._rest_until:
             return
         while not self._stopping and len(self._in_flight) <= core.config.pipeline_depth and core.may_run_ahead:
@@ -486,7 +476,7 @@ class Engine:
         On an asynchronous device a second thread waits for the result, so that the next launch can overlap. Elsewhere
         the launch itself computes the step, and a step launched ahead starts after the previous one.
         """
-        launched = self._executor.submit(self._runner.launch, output)
+        launched = self._executor.submit(self.runner.launch, output)
         return asyncio.wrap_future(self._waiter.submit(lambda: launched.result()()))
 
     async def _complete_oldest(self) -> None:
@@ -511,7 +501,7 @@ class Engine:
             self._watch_step(self._in_flight[0][0])
         else:
             self._step_watch.end()
-        outputs = self._core.update(output, result, now)
+        outputs = self.core.update(output, result, now)
         self._watchdog.on_step()
         if result is None:
             for ended in outputs:
@@ -520,7 +510,7 @@ class Engine:
             self._tell_keeper(Colocation.on_step, output, taken, outputs, now, result.latency, result.trial)
         for request_output in outputs:
             self._deliver(request_output)
-        since = self._core.sick_since
+        since = self.core.sick_since
         if since is not None and now - since > SICK_SECONDS:
             self._give_up("sick", f"every model step has failed for {now - since:.0f} s")
 
@@ -532,7 +522,7 @@ class Engine:
             self.on_parted()
         if self._recorder is not None:
             self._recorder.failed(output, error, self._clock())
-        if not self._core.is_undone(output):
+        if not self.core.is_undone(output):
             self._faults.report("a model step failed", error)
         if not self._warm:
             why = "the first model step failed"
@@ -572,7 +562,7 @@ class Engine:
         if self.state is EngineState.DEAD:
             return
         now = self._clock()
-        for output in self._core.clear_stall(now, attempt):
+        for output in self.core.clear_stall(now, attempt):
             self._tell_keeper(Colocation.on_end, output, now)
             self._deliver(output)
         self._planner.restart()

@@ -44,6 +44,7 @@ from engine.config import EngineConfig, SchedulerConfig  # noqa: E402
 from engine.core import EngineCore  # noqa: E402
 from engine.engine import Engine  # noqa: E402
 from engine.errors import ConfigError  # noqa: E402
+from engine.loop.planner import PlanOffline  # noqa: E402
 from engine.loop.step_watch import StepLimits  # noqa: E402
 from engine.process import child, frames, golden  # noqa: E402
 from engine.process.link import Connection  # noqa: E402
@@ -231,10 +232,10 @@ class ScriptedKeeper:
         return None
 
 
-def _plan(core: EngineCore, faults: Faults, now: float) -> Generator[None, None, OfflinePlan]:
+def _plan(plan_offline: PlanOffline, faults: Faults, now: float) -> Generator[None, None, OfflinePlan]:
     if faults.passes("planner"):
         raise ZeroDivisionError
-    return (yield from core.plan_offline(now))
+    return (yield from plan_offline(now))
 
 
 class FaultyConnection(Connection[Any]):
@@ -278,9 +279,9 @@ def build(faults: Faults, config: EngineConfig, planned: child.Plan) -> Engine:
     keeper: Any = ScriptedKeeper(faults)
     for name in ("on_step", "on_arrival", "on_end", "on_refused"):
         setattr(Colocation, name, getattr(ScriptedKeeper, name))
+    core.plan_offline = partial(_plan, core.plan_offline, faults)  # type: ignore[method-assign]
     engine = Engine(
         core, runner, info, step_limits=limits, device_lost=runner.lost, grammars=grammars, colocation=keeper,
-        plan_offline=partial(_plan, core, faults),
     )  # fmt: skip
     update = core.update
 

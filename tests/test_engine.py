@@ -64,8 +64,8 @@ async def engine(request: pytest.FixtureRequest) -> AsyncIterator[Engine]:
     await engine.start()
     yield engine
     await engine.stop()
-    assert engine._core.num_in_flight == 0
-    engine._core.check_integrity()
+    assert engine.core.num_in_flight == 0
+    engine.core.check_integrity()
 
 
 async def collect(engine: Engine, request: EngineRequest) -> tuple[list[int], RequestOutput]:
@@ -106,7 +106,7 @@ async def test_aclose_aborts_even_before_the_first_read(engine: Engine) -> None:
     await stream.aclose()
     outputs = [output async for output in stream]
     assert outputs[-1].finish_reason is FinishReason.ABORT
-    assert engine.stats().units_owned == 0 or engine._core.num_in_flight
+    assert engine.stats().units_owned == 0 or engine.core.num_in_flight
 
 
 async def test_abort_with_reason_from_outside(engine: Engine) -> None:
@@ -188,7 +188,7 @@ async def test_behind_a_short_step_of_its_own_cores_the_next_one_is_scheduled() 
     first = make_request("first", range(5), 30)
     stream = await submit_one(engine, first)
     assert await asyncio.to_thread(runner.entered.acquire, timeout=30)
-    await until(lambda: engine._core.num_in_flight == 2)
+    await until(lambda: engine.core.num_in_flight == 2)
     late = make_request("late", range(7), 3)
     others = await submit_one(engine, late)
     runner.permits.release(100)
@@ -291,7 +291,7 @@ async def test_a_broken_loop_ends_streams_and_is_reported(monkeypatch: pytest.Mo
     def broken(*_: object) -> None:
         raise AssertionError("bug")
 
-    monkeypatch.setattr(engine._core, "update", broken)
+    monkeypatch.setattr(engine.core, "update", broken)
     outputs = [o async for o in outputs_of(engine, make_request("a", range(5), 5))]
     assert outputs[-1].finish_reason is FinishReason.ERROR
     assert is_error(outputs[-1], EngineUnavailableError)
@@ -326,7 +326,8 @@ def make_planned_engine(plan_offline: Any, depth: int = 0) -> Engine:
     core = EngineCore(SchedulerConfig(num_units=128, max_model_len=4096, block_size=64, pipeline_depth=depth))
     info = EngineInfo(4096, VOCAB, frozenset(), "fake", "none", "none", 0)
     runner = FakeRunner(block_size=64, vocab_size=VOCAB)
-    return Engine(core, runner, info, plan_offline=lambda now: plan_offline(core, now))
+    core.plan_offline = lambda now: plan_offline(core, now)  # type: ignore[method-assign]
+    return Engine(core, runner, info)
 
 
 def dead(core: EngineCore, now: float) -> Generator[None, None, OfflinePlan]:
@@ -360,7 +361,7 @@ async def test_a_planner_that_fails_never_harms_an_online_request(plan_offline: 
     assert tokens == solo(chat) and final.finish_reason is FinishReason.LENGTH
     await job.aclose()
     await engine.stop()
-    engine._core.check_integrity()
+    engine.core.check_integrity()
 
 
 @pytest.mark.parametrize("depth", [0, 1])
@@ -384,7 +385,7 @@ async def test_offline_requests_run_on_in_steps_that_are_shorter_than_a_plan(dep
     engine.abort("chat")
     await chat
     await engine.stop()
-    engine._core.check_integrity()
+    engine.core.check_integrity()
 
 
 async def test_offline_runs_alone_and_beside_online(engine: Engine) -> None:
@@ -422,7 +423,7 @@ async def test_offline_work_takes_turns_with_rests_and_chats_do_not(depth: int) 
     """A rest of 0.1 s behind every offline step that no chat is beside; a chat that comes meanwhile runs."""
     rests: list[float] = []
     engine = make_engine(depth, FakeRunner(block_size=64, vocab_size=VOCAB, latency=lambda _: 0.005))
-    core = engine._core
+    core = engine.core
     core.set_objective(StepObjective(wait=0.005 / 42))
     schedule = core.schedule
 

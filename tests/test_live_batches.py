@@ -59,7 +59,7 @@ async def test_the_second_turn_of_a_chat_hits_its_prefix_after_a_batch_job(tmp_p
         ended = await until(client, batch.id)
         await check_ended(client, ended, [f"id-{i}" for i in range(200)])
         assert ended.usage.output_tokens == 200 * 8
-    await asyncio.to_thread(engine._core.check_integrity)
+    await asyncio.to_thread(engine.core.check_integrity)
 
 
 def test_the_benchmark_reads_metrics_and_writes_lines() -> None:

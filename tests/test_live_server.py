@@ -42,8 +42,8 @@ async def live(tmp_path: Path) -> AsyncIterator[tuple[Engine, Served]]:
     with refuse_blocking():
         async with serve(engine, tokenizer, None, served_model_name=(MODEL,)) as served:
             yield engine, served
-    assert not engine._core.has_requests
-    engine._core.check_integrity()
+    assert not engine.core.has_requests
+    engine.core.check_integrity()
 
 
 def client_of(served: Served) -> openai.AsyncOpenAI:

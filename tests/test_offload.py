@@ -624,7 +624,7 @@ async def test_a_file_that_ends_early_fails_steps_and_the_log_says_why(
     engine = build_engine(offloading_config())
     await engine.start()
     try:
-        layers = cast(TorchDevice, cast(Runner[TorchDevice], engine._runner).device).decoder.weights.layers
+        layers = cast(TorchDevice, cast(Runner[TorchDevice], engine.runner).device).decoder.weights.layers
         assert isinstance(layers, StreamedLayers)
         os.ftruncate(cast(WeightFile, layers._transport)._fd, 0)
         sampling = SamplingParams(max_tokens=8, temperature=0.0)

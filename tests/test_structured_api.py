@@ -48,7 +48,7 @@ async def server(profiles: Path, template: str | None = None, **options: Any) ->
     with refuse_blocking():
         async with serve(engine, tokenizer, None, served_model_name=(MODEL,), **options) as served:
             yield served
-    engine._core.check_integrity()
+    engine.core.check_integrity()
 
 
 @pytest.fixture

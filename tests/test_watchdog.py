@@ -63,20 +63,20 @@ async def test_queues_and_rows_are_built_anew(
     engine = make_engine()
     await engine.start()
     request = make_request("a", range(9), 6)
-    add_request, clear_stall, seen = engine._core.add_request, engine._core.clear_stall, []
+    add_request, clear_stall, seen = engine.core.add_request, engine.core.clear_stall, []
 
     def add_and_damage(*given: Any, **named: Any) -> Any:
         """Damaged before a step can begin: a request that runs needs neither the queue nor a free row."""
         added = add_request(*given, **named)
-        damage(engine._core)
+        damage(engine.core)
         return added
 
     def look_and_clear(*given: Any, **named: Any) -> Any:
         seen.append((engine.state, engine.trouble))
         return clear_stall(*given, **named)
 
-    monkeypatch.setattr(engine._core, "add_request", add_and_damage)
-    monkeypatch.setattr(engine._core, "clear_stall", look_and_clear)
+    monkeypatch.setattr(engine.core, "add_request", add_and_damage)
+    monkeypatch.setattr(engine.core, "clear_stall", look_and_clear)
     stream = await submit_one(engine, request)
     assert [token async for output in stream for token in output.token_ids] == solo(request)
     ((state, trouble),) = seen
@@ -87,16 +87,16 @@ async def test_queues_and_rows_are_built_anew(
     assert "stands still" in critical[0] and "units" in critical[0] and "waiting" in critical[0]
     assert engine.stats().stalls == 1
     await engine.stop()
-    engine._core.check_integrity()
+    engine.core.check_integrity()
 
 
 async def test_what_can_never_start_ends_with_an_error_and_the_others_run(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first in the queue is poison: nobody gets past it until it is taken out."""
     engine = make_engine()
     await engine.start()
-    schedule = engine._core.schedule
+    schedule = engine.core.schedule
     monkeypatch.setattr(
-        engine._core, "schedule", lambda *given: None if "bad" in engine._core._requests else schedule(*given)
+        engine.core, "schedule", lambda *given: None if "bad" in engine.core._requests else schedule(*given)
     )
     line = make_request("line", range(5), 5, request_class=OFFLINE)
     good = make_request("good", range(7), 5)
@@ -113,7 +113,7 @@ async def test_an_aborted_queue_ends_the_trouble(monkeypatch: pytest.MonkeyPatch
     engine = make_engine()
     await engine.start()
     with monkeypatch.context() as patch:
-        patch.setattr(engine._core, "schedule", lambda *_: None)
+        patch.setattr(engine.core, "schedule", lambda *_: None)
         stream = await submit_one(engine, make_request("line", range(5), 5, request_class=OFFLINE))
         await until(lambda: engine.trouble is not None)
         await stream.aclose()
@@ -233,7 +233,7 @@ async def test_a_line_evicted_often_stops_nobody_over_http(tmp_path: Any) -> Non
         ):
             flex = asyncio.create_task(client.post("/v1/completions", json=ask(120, 60, 0, service_tier="flex")))
             for index in range(10):
-                await until(lambda: engine._core.stats().running[OFFLINE] == 1)
+                await until(lambda: engine.core.stats().running[OFFLINE] == 1)
                 chat = await client.post("/v1/completions", json=ask(300, 2, index + 1))
                 assert chat.status_code == 200, chat.text
                 assert not flex.done()
@@ -250,7 +250,7 @@ async def test_ready_says_why_it_is_not(tmp_path: Any, monkeypatch: pytest.Monke
     async with serve(engine, tokenizer, None) as served, httpx.AsyncClient(base_url=served.url, timeout=60) as client:
         assert (await client.get("/ready")).status_code == 200
         with monkeypatch.context() as patch:
-            patch.setattr(engine._core, "schedule", lambda *_: None)
+            patch.setattr(engine.core, "schedule", lambda *_: None)
             stream = await submit_one(engine, make_request("line", range(5), 5, request_class=OFFLINE))
             await until(lambda: engine.trouble is not None)
             refused = await client.get("/ready")

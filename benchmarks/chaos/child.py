@@ -44,7 +44,7 @@ class SabotagedRunner:
 
 def build(config: EngineConfig, planned: child.Plan) -> Engine:
     engine = child.build(config, planned)
-    engine._runner = SabotagedRunner(engine.runner, Path(os.environ[VARIABLE]))
+    engine.runner = SabotagedRunner(engine.runner, Path(os.environ[VARIABLE]))
     return engine
 
 

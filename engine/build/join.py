@@ -16,10 +16,7 @@ from engine.build.plan import plan_launch
 from engine.build.runner import build_runner
 from engine.build.sampling_defaults import read_sampling_defaults
 from engine.colocation.controller import make_controller
-from engine.config import (
-    EngineConfig,
-    SchedulerConfig,
-)
+from engine.config import EngineConfig, SchedulerConfig
 from engine.engine import Engine
 from engine.execution import backend as backends
 from engine.execution.plan import LaunchPlan

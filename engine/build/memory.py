@@ -5,20 +5,14 @@ from dataclasses import replace
 
 import torch
 
-from engine.build.refusals import hidden_refusal
-from engine.config import (
-    EngineConfig,
-    SchedulerConfig,
-    most_blocks,
-    most_unconfirmed,
-)
+from engine.config import EngineConfig, SchedulerConfig, most_blocks, most_unconfirmed
 from engine.errors import ConfigError
 from engine.execution import backend as backends
 from engine.execution import memory
 from engine.execution.plan import LaunchPlan
 from engine.execution.ranks.group import RankGroup
 from engine.machine.facts import host_engines
-from engine.models.spec import ModelSpec
+from engine.models.spec import ModelShape, ModelSpec, hidden_offer
 from engine.models.weights import torch_dtype
 from predictor.limits import UNITS_PER_BLOCK
 
@@ -42,7 +36,7 @@ def with_cache(plan: LaunchPlan, config: EngineConfig, cache_bytes: int, group: 
     plan = _with_checkpoints(_with_states(plan, config, cache_bytes), config, cache_bytes, unit)
     states = (plan.limits.max_num_seqs + plan.state_slots) * plan.spec.state_bytes
     spec, limits, dtype = plan.spec, plan.limits, torch_dtype(plan.dtype)
-    refusal = hidden_refusal(config, spec)
+    refusal = _hidden_refusal(config, spec)
     note = f"requests run from KV alone: {refusal}"
     if refusal and note not in plan.notes:  # this runs twice: with estimated and with actual memory
         plan = replace(plan, notes=(*plan.notes, note))
@@ -74,6 +68,15 @@ def with_cache(plan: LaunchPlan, config: EngineConfig, cache_bytes: int, group: 
         raise ConfigError(f"the cache holds {room} tokens, too few for any request: raise --num-gpu-blocks-override")
     note = f"context limited to the {room} tokens that the cache holds; the model allows {limits.max_model_len}"
     return replace(plan, limits=replace(plan.limits, max_model_len=room), notes=(*plan.notes, note))
+
+
+def _hidden_refusal(config: EngineConfig, spec: ModelShape) -> str | None:
+    """Return why requests cannot run from hidden state; None if they can; empty without `--hidden-cache`."""
+    if not config.hidden_cache:
+        return ""
+    if not isinstance(spec, ModelSpec):
+        return "transformers' modules keep the hidden state of their layers to themselves"
+    return hidden_offer(spec).refusal or None
 
 
 def _window(plan: LaunchPlan) -> int:

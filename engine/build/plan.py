@@ -6,14 +6,7 @@ from pathlib import Path
 
 import engine.models.demo
 from engine.build.memory import gib, with_cache
-from engine.build.refusals import check_model, floats_refusal
-from engine.config import (
-    BLOCK_SIZE,
-    EngineConfig,
-    parse_adapters,
-    parse_offload,
-    step_limits,
-)
+from engine.config import BLOCK_SIZE, EngineConfig, parse_adapters, parse_offload, step_limits
 from engine.errors import ConfigError
 from engine.execution import backend as backends
 from engine.execution import memory
@@ -24,6 +17,7 @@ from engine.models.checkpoint import stored_bytes
 from engine.models.hub import cached_folder, is_hub_id, resolve_model_folder
 from engine.models.implementation import OWN, TRANSFORMERS, Choice, choose
 from engine.models.lora import plan_adapter
+from engine.models.packing import Packing
 from engine.models.sharding import divide
 from engine.models.spec import ModelShape, ModelSpec, resolve_max_model_len
 from engine.models.transformers_model import TransformersShape
@@ -60,7 +54,7 @@ def plan_launch(config: EngineConfig) -> LaunchPlan:
     dtype, note = (config.dtype, None) if config.dtype != "auto" else backend.choose_dtype(spec, config)
     foreign = choice.implementation == TRANSFORMERS
     whole, spec = _divided(config, choice, backend)
-    check_model(config, choice, backend, dtype)
+    _check_model(config, choice, backend, dtype)
     by = f"transformers' modules run {spec.architecture}: {choice.why}" if foreign else None
     refusal = backend.refusal(spec, dtype)
     slow = f"slow attention by torch's own operators: {refusal}" if refusal else None
@@ -97,6 +91,44 @@ def plan_launch(config: EngineConfig) -> LaunchPlan:
     plan = _with_adapters(_with_offload(_with_storage(plan, config), config), config)
     plan = replace(plan, limits=replace(plan.limits, padding=backend.padding(plan)))
     return with_cache(plan, config, backend.cache_bytes(plan, None))
+
+
+def _check_model(config: EngineConfig, choice: Choice, backend: Backend, dtype: str) -> None:
+    """Raise ConfigError for a flag that the model or the device does not support."""
+    spec, foreign = choice.shape, choice.implementation == TRANSFORMERS
+    by_modules = f"transformers' modules run {spec.architecture}"
+    if foreign and config.kv_cache_dtype != "auto":
+        raise unsupported(f"--kv-cache-dtype {config.kv_cache_dtype}", by_modules)
+    if foreign and config.quantization != "none":
+        raise unsupported(f"--quantization {config.quantization}", by_modules)
+    if spec.state_bytes and not config.enable_prefix_caching and (config.swap_space or config.overload == "swap"):
+        raise unsupported(
+            "--swap-space", f"{spec.architecture} has recurrent layers", "remove --no-enable-prefix-caching"
+        )
+    if config.overload == "drop" and (refusal := _drop_refusal(choice, backend, dtype)):
+        raise unsupported("--overload drop", refusal)
+
+
+def _drop_refusal(choice: Choice, backend: Backend, dtype: str) -> str | None:
+    """Return why engines of this model cannot drop layers on this machine; None if they can."""
+    spec = choice.shape
+    if choice.implementation == TRANSFORMERS:
+        return f"transformers' modules run {spec.architecture}"
+    if spec.num_layers < 2:
+        return f"{spec.architecture} has one layer"
+    return backend.drop_refusal(spec, dtype)
+
+
+def _floats_refusal(config: EngineConfig, packing: Packing, backend: Backend) -> str | None:
+    """Return why our layers cannot compute with the stored 8-bit floats; None if they can.
+
+    An empty string means that no note is needed.
+    """
+    if not packing.floats:
+        return "products have a scale for an output, not for a block" if packing.block[0] > 1 else ""
+    if config.dtype not in ("auto", "bfloat16"):
+        return f"products are of bfloat16, not of {config.dtype}"
+    return backend.float8_refusal()
 
 
 def _divided(config: EngineConfig, choice: Choice, backend: Backend) -> tuple[ModelSpec | None, ModelShape]:
@@ -138,7 +170,7 @@ def _quantization(config: EngineConfig, choice: Choice, backend: Backend) -> str
         return "none"  # scales cover whole outputs or blocks, which ranks would divide
     if choice.implementation != OWN or streams:
         return "none"
-    if packing.floats and floats_refusal(config, packing, backend) is None:
+    if packing.floats and _floats_refusal(config, packing, backend) is None:
         return STORED_FLOATS
     return STORED_INTEGERS if packing.integers and backend.multiplies_integers and not config.hidden_cache else "none"
 
@@ -164,7 +196,7 @@ def _with_storage(plan: LaunchPlan, config: EngineConfig) -> LaunchPlan:
         note += f", unpacked to {plan.dtype} at load" + (", as layers are divided" if plan.ranks > 1 else "")
         backend = backends.find_backend(plan.device)
         rounds = backend.multiplies_integers
-        if plan.ranks == 1 and not rounds and (why := floats_refusal(config, packing, backend)):
+        if plan.ranks == 1 and not rounds and (why := _floats_refusal(config, packing, backend)):
             note += f": {why}"
         if rounds and plan.implementation == OWN and not config.hidden_cache:
             smaller = memory.weight_bytes(plan.spec, torch_dtype(plan.dtype), "int8")

@@ -12,9 +12,7 @@ from torch import Tensor
 
 from engine.build.memory import gib, host_bytes, with_cache
 from engine.build.plan import plan_launch
-from engine.config import (
-    EngineConfig,
-)
+from engine.config import EngineConfig
 from engine.errors import ConfigError, ModelLoadError
 from engine.execution import backend as backends
 from engine.execution.backend import Backend

@@ -8,10 +8,8 @@ from engine.flight import recorder as flight
 from engine.process.causes import Origin, Outage, origin_of
 from engine.process.requests import Requests
 
-MAX_DEATHS = 6
-WINDOW = 600.0
-HEALTHY = 60.0
-MAX_DELAY = 30.0
+WINDOW, HEALTHY = 600.0, 60.0
+"""Seconds in which deaths count, and for which a ready process must run to clear them."""
 
 
 @dataclass(slots=True)
@@ -19,14 +17,12 @@ class RestartPolicy:
     """The delay of the next start: none after the first death, then 1, 2, 4 ... `max_delay` seconds.
 
     A process that gave tokens until it was killed from outside is restarted at once. The policy gives up at the
-    `max_deaths`-th death within `window` seconds. A process that was ready for `healthy` seconds clears all earlier
+    `max_deaths`-th death within `WINDOW` seconds. A process that was ready for `HEALTHY` seconds clears all earlier
     deaths.
     """
 
-    max_deaths: int = MAX_DEATHS
-    window: float = WINDOW
-    healthy: float = HEALTHY
-    max_delay: float = MAX_DELAY
+    max_deaths: int = 6
+    max_delay: float = 30.0
     _deaths: deque[float] = field(default_factory=deque)
     _in_a_row: int = 0
     _ready_since: float | None = None
@@ -47,13 +43,13 @@ class RestartPolicy:
             worked: Whether the process gave tokens and was probably killed from outside, so that a pause is useless.
             counts: Whether the death counts towards `max_deaths`.
         """
-        if self._ready_since is not None and now - self._ready_since >= self.healthy:
+        if self._ready_since is not None and now - self._ready_since >= HEALTHY:
             self._deaths.clear()
             self._in_a_row = 0
         self._ready_since = None
         if counts:
             self._deaths.append(now)
-        while self._deaths and now - self._deaths[0] > self.window:
+        while self._deaths and now - self._deaths[0] > WINDOW:
             self._deaths.popleft()
         self._in_a_row = 0 if worked else min(self._in_a_row + 1, len(self._deaths))
         if len(self._deaths) >= self.max_deaths:
