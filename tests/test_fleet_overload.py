@@ -7,8 +7,7 @@ from hypothesis import given
 from test_fleet_parts import asked
 
 from engine.config import SchedulerConfig
-from engine.fleet.drop import Group
-from engine.fleet.overload import EXPECTED, FALLING, Watch
+from engine.fleet.overload import EXPECTED, FALLING, Group, Watch
 from engine.scheduling.report import peak_growth
 
 

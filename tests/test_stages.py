@@ -22,6 +22,7 @@ from native_build import native_library
 from test_runner import crowd
 from tiny_models import llama_config, model_folder
 
+from benchmarks.simulated_fleet.plans import pipeline_units, split_layers
 from engine.api import EngineRequest, SamplingParams
 from engine.build import build_runner, plan_launch
 from engine.cache.blocks import CacheEntry, CacheKind, Tier
@@ -38,7 +39,6 @@ from engine.execution.plan import LaunchPlan
 from engine.execution.pool import UnitPool
 from engine.execution.runner import Runner
 from engine.execution.stages import PipelineRunner, StageError
-from engine.fleet.drop import pipeline_units, split_layers
 from engine.machine.link import Link, LinkLostError
 from engine.models import torch_ops
 from engine.models.byte_cells import INTEGERS

@@ -16,6 +16,7 @@ import torch
 from benchmarks.gpu.loop import Loop, scheduler_config
 from benchmarks.gpu.setup import Setup
 from benchmarks.gpu.table import Row
+from benchmarks.simulated_fleet.plans import pipeline_units, split_layers
 from engine.api import EngineRequest, SamplingParams
 from engine.config import SchedulerConfig
 from engine.execution.cuda.device import CudaDevice
@@ -24,7 +25,6 @@ from engine.execution.cuda.virtual_memory import Memory
 from engine.execution.pool import HostMemory
 from engine.execution.runner import Runner
 from engine.execution.stages import PipelineRunner
-from engine.fleet.drop import pipeline_units, split_layers
 from engine.machine.link import Link
 from engine.models.checkpoint import load_layers
 from engine.models.linear import make_plain

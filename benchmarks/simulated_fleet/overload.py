@@ -14,10 +14,11 @@ from typing import NamedTuple
 from benchmarks.experiments.machine import Machine
 from benchmarks.simulated_fleet.fleet import FleetDriver, OneByOne, Server
 from benchmarks.simulated_fleet.pipeline import Bubbles, Link, PipelineRunner, Transfer
+from benchmarks.simulated_fleet.plans import pipeline_units, plan_drop, split_layers
 from benchmarks.simulated_fleet.queued import queued_work
 from engine.core import EngineCore
 from engine.execution.lookahead import BatchPiece, MicroBatch, balanced, by_tokens
-from engine.fleet.drop import Group, pipeline_units, plan_drop, should_restore, split_layers
+from engine.fleet.overload import Group, should_restore
 from engine.scheduling.moving import MovedRequest
 from predictor.limits import UNITS_PER_BLOCK
 

@@ -1,15 +1,17 @@
 """Decide when engines that are short of memory become a pipeline, and when they separate again (KunServe §4.1, §4.4).
 
-The decisions use the load reports of the engines, ten per second.
+A *group* is a set of engines that hold one copy of the model: an engine, or two that run it as a pipeline. Merging two
+engines makes one copy superfluous, and its bytes become cache. The decisions use the load reports of the engines, ten
+per second.
 """
 
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from engine.api import LoadReport, PipelineStats
-from engine.fleet.drop import Group, plan_drop, should_restore
 from engine.fleet.member import Member
 from engine.fleet.pipelines import Pair, Pipelines
 
@@ -24,6 +26,68 @@ EXPECTED = 0.5
 """Time in seconds for which a shortage must have been expected before it counts."""
 BACK_OFF = 30.0
 """Minimum time in seconds between a failed change of an engine and the next change."""
+DROP_AT = 0.95
+"""Share of the cache in use from which waiting requests trigger a drop."""
+EXPECT_AT, LEAST = 0.7, 0.05
+"""Shares of the cache in use, and missing, from which expected demand triggers a drop."""
+RESTORE_AT = 0.5
+"""Share of the undropped cache into which the used units must fit before layers are restored."""
+
+
+class Group(NamedTuple):
+    """Engines that together hold one copy of the model. All amounts are cache units."""
+
+    engines: tuple[int, ...]
+    units: int
+    used: int
+    queued: int  # units that waiting requests need
+    growth: int = 0  # units that all requests are expected to need beyond that
+
+    @property
+    def missing(self) -> int:
+        """Units needed beyond the free ones."""
+        return max(0, self.queued + self.growth - (self.units - self.used))
+
+    @property
+    def is_expected(self) -> bool:
+        """Whether the memory is expected to run out and much of it is already in use."""
+        return self.growth > 0 and self.used >= EXPECT_AT * self.units and self.missing >= LEAST * self.units
+
+    @property
+    def is_short(self) -> bool:
+        """Whether the memory is (almost) full and the queue needs more than is free, or this is expected."""
+        return (self.queued > self.units - self.used and self.used >= DROP_AT * self.units) or self.is_expected
+
+
+def plan_pairs(groups: Sequence[Group], copy_units: int) -> tuple[list[tuple[int, int]], bool]:
+    """Pair single engines until the missing units of all groups are freed (Figure 6), without a short group none.
+
+    The engines with the most missing units are paired first. Return the pairs, and whether they free enough units.
+    `copy_units`: units that one copy of the droppable layers frees.
+    """
+    needed = sum(group.missing for group in groups)
+    if copy_units <= 0 or not any(group.is_short for group in groups):
+        return [], needed == 0
+    singles = sorted((group for group in groups if len(group.engines) == 1), key=lambda group: -group.missing)
+    number = min(len(singles) // 2, -(-needed // copy_units))
+    pairs = zip(singles[: 2 * number : 2], singles[1 : 2 * number : 2], strict=True)
+    return sorted((one.engines[0], other.engines[0]) for one, other in pairs), number * copy_units >= needed
+
+
+def should_restore(used: int, before: int, undropped: int, queued: int, growth: int = 0) -> bool:
+    """Return whether a group can restore its layers (§4.4).
+
+    Its use must not be rising, no request may wait for memory, and the used units must take at most `RESTORE_AT` of the
+    undropped cache. The expected growth must fit, too.
+
+    Args:
+        used: Units in use now.
+        before: Units in use some time ago.
+        undropped: Units of the engines with all layers.
+        queued: Units that waiting requests need.
+        growth: Units that are expected to be needed beyond that.
+    """
+    return queued == 0 and used <= before and used <= RESTORE_AT * undropped and used + growth <= undropped
 
 
 @dataclass(slots=True)
@@ -51,14 +115,9 @@ class Watch:
     def merges(self, groups: Sequence[Group], copy_units: int, now: float) -> list[tuple[int, int]]:
         """Return the pairs of engines to merge. `copy_units`: units that one copy of the layers frees."""
         groups = [self._checked(group, now) for group in groups]
-        plan = plan_drop(groups, copy_units, most=2)
-        self.too_little = not plan.enough and any(group.is_short for group in groups)
-        pairs = []
-        for members in plan.merges:
-            one, other = (groups[index].engines[0] for index in members)
-            if now >= max(self._not_before.get(one, now), self._not_before.get(other, now)):
-                pairs.append((one, other))
-        return pairs
+        pairs, enough = plan_pairs(groups, copy_units)
+        self.too_little = not enough and any(group.is_short for group in groups)
+        return [pair for pair in pairs if all(now >= self._not_before.get(engine, now) for engine in pair)]
 
     def restores(self, group: Group, undropped: int, now: float) -> bool:
         """Return whether a pipeline should be dissolved. `undropped`: units of its engines with all layers."""

@@ -13,7 +13,6 @@ from pathlib import Path
 
 from engine.api import DroppableLayers
 from engine.errors import EngineUnavailableError, TidemillError
-from engine.fleet.drop import pipeline_units, split_layers
 from engine.fleet.member import Member
 from engine.process import orders
 from engine.process.orders import FOLLOWER, LEADER, WHOLE, Layers, Order, Part, Past
@@ -40,15 +39,11 @@ class Pair:
     def __init__(self, leader: Member, follower: Member) -> None:
         self.leader, self.follower = leader, follower
         sizes = [_sizes(member) for member in self.members]
-        first = sizes[0]
-        kept = split_layers(first.num_layers, (1.0, 1.0))
-        room = [each.num_units * each.num_layers * each.unit_layer_bytes for each in sizes]
-        units = pipeline_units(kept, room, first.layer_bytes, first.unit_layer_bytes)
-        self.kept: tuple[Layers, Layers] = ((kept[0].start, kept[0].stop), (kept[1].start, kept[1].stop))
-        self.num_units = units - units % 2
-        self.num_fitting = 2 * min(
-            each.num_units * each.num_layers // (2 * len(layers)) for each, layers in zip(sizes, kept, strict=True)
-        )
+        half = round(sizes[0].num_layers / 2)
+        self.kept: tuple[Layers, Layers] = ((0, half), (half, sizes[0].num_layers))
+        parts = [(each, end - begin) for each, (begin, end) in zip(sizes, self.kept, strict=True)]
+        self.num_units = 2 * min(_units_beside(each, layers) // 2 for each, layers in parts)
+        self.num_fitting = 2 * min(each.num_units * each.num_layers // (2 * layers) for each, layers in parts)
         self.undropped = sum(each.num_units for each in sizes)
         self.lives = tuple(member.engine.regroup.life for member in self.members)
         self.settled = False
@@ -229,6 +224,12 @@ def _sizes(member: Member) -> DroppableLayers:
     sizes = member.engine.info.droppable
     assert sizes is not None, "the engine's layers cannot be dropped"
     return sizes
+
+
+def _units_beside(sizes: DroppableLayers, layers: int) -> int:
+    """Return the cache units of an engine that keeps `layers` of its layers."""
+    room = sizes.num_units * sizes.num_layers * sizes.unit_layer_bytes
+    return int((room + (sizes.num_layers - layers) * sizes.layer_bytes) / (layers * sizes.unit_layer_bytes))
 
 
 async def _both(

@@ -1,8 +1,6 @@
-"""Decide which engines drop replicated layers when memory is short, and which layers each keeps (KunServe §4.1).
+"""Pipelines of any number of engines: the merges of groups, and the layers and units of each stage (KunServe §4.1).
 
-A *group* is a set of engines that hold one copy of the model and run it as a pipeline; at first each engine is a group.
-Merging two groups makes one copy superfluous, and its bytes become cache. Short pipelines cost less, so the two
-smallest groups merge first. The live and the simulated fleet share these pure functions of counts and bytes.
+The live fleet forms pipelines of two engines only (`engine.fleet.overload`).
 """
 
 import heapq
@@ -10,37 +8,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
-DROP_AT = 0.95
-"""Share of the cache in use from which waiting requests trigger a drop."""
-EXPECT_AT, LEAST = 0.7, 0.05
-"""Shares of the cache in use, and missing, from which expected demand triggers a drop."""
-RESTORE_AT = 0.5
-"""Share of the undropped cache into which the used units must fit before layers are restored."""
-
-
-class Group(NamedTuple):
-    """Engines that together hold one copy of the model. All amounts are cache units."""
-
-    engines: tuple[int, ...]
-    units: int
-    used: int
-    queued: int  # units that waiting requests need
-    growth: int = 0  # units that all requests are expected to need beyond that
-
-    @property
-    def missing(self) -> int:
-        """Units needed beyond the free ones."""
-        return max(0, self.queued + self.growth - (self.units - self.used))
-
-    @property
-    def is_expected(self) -> bool:
-        """Whether the memory is expected to run out and much of it is already in use."""
-        return self.growth > 0 and self.used >= EXPECT_AT * self.units and self.missing >= LEAST * self.units
-
-    @property
-    def is_short(self) -> bool:
-        """Whether the memory is (almost) full and the queue needs more than is free, or this is expected."""
-        return (self.queued > self.units - self.used and self.used >= DROP_AT * self.units) or self.is_expected
+from engine.fleet.overload import Group
 
 
 class DropPlan(NamedTuple):
@@ -80,22 +48,6 @@ def plan_drop(groups: Sequence[Group], copy_units: int, most: int | None = None)
         heapq.heappush(heap, (size, first[1] + second[1], first[2], (*first[3], *second[3])))
     merges = sorted(members for _, _, _, members in heap if len(members) > 1)
     return DropPlan(tuple(merges), freed, freed >= needed)
-
-
-def should_restore(used: int, before: int, undropped: int, queued: int, growth: int = 0) -> bool:
-    """Return whether a group can restore its layers (§4.4).
-
-    Its use must not be rising, no request may wait for memory, and the used units must take at most `RESTORE_AT` of the
-    undropped cache. The expected growth must fit, too.
-
-    Args:
-        used: Units in use now.
-        before: Units in use some time ago.
-        undropped: Units of the engines with all layers.
-        queued: Units that waiting requests need.
-        growth: Units that are expected to be needed beyond that.
-    """
-    return queued == 0 and used <= before and used <= RESTORE_AT * undropped and used + growth <= undropped
 
 
 def split_layers(num_layers: int, speeds: Sequence[float], last_extra: float = 0.0) -> tuple[range, ...]:
