@@ -96,8 +96,8 @@ def test_what_lines_hold_is_there_for_chats() -> None:
 def test_load_is_what_was_said_and_what_was_given_since() -> None:
     given = SentRequests()
     assert given.report is None and not list(given.unreported)
-    given.add([asked("a", 10), asked("b", 20)])
-    given.add([asked("c", 30)])
+    given.unreported.extend([asked("a", 10), asked("b", 20)])
+    given.unreported.extend([asked("c", 30)])
     given.hear(LoadReport(queued_tokens=10, received=1))
     assert [request.request_id for request in given.unreported] == ["b", "c"]
     given.hear(None)

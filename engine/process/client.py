@@ -214,7 +214,7 @@ class EngineProcess:
                 if not waiting:
                     return
                 requests = [replace(request, arrived=arrived) for request in waiting]
-            self._link.given.add(requests)
+            self._link.given.unreported.extend(requests)
             try:
                 await self._link.calls.ask(partial(frames.Submit, requests=tuple(requests)), requests)
             except GoneError:

@@ -3,7 +3,7 @@
 import asyncio
 import socket
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar, cast
 
@@ -140,35 +140,26 @@ class Calls:
 
 
 class SentRequests:
-    """Requests sent to the process since its last load report. `report`: that report; None before the first one."""
+    """Requests sent to the process.
+
+    Attributes:
+        report: The last load report of the process; None before the first one.
+        unreported: Requests that the report does not include, in the order sent.
+    """
 
     def __init__(self) -> None:
         self.report: LoadReport | None = None
-        self._number = 0
-        self._requests: deque[tuple[int, EngineRequest]] = deque()
-
-    def add(self, requests: Sequence[EngineRequest]) -> None:
-        """Record requests that are being sent."""
-        for request in requests:
-            self._number += 1
-            self._requests.append((self._number, request))
+        self.unreported: deque[EngineRequest] = deque()
+        self._num_reported = 0
 
     def hear(self, report: LoadReport | None) -> None:
         """Record a load report, and drop the requests that the process had received before it."""
         if report is None:
             return
         self.report = report
-        while self._requests and self._requests[0][0] <= report.received:
-            self._requests.popleft()
-
-    @property
-    def unreported(self) -> Iterable[EngineRequest]:
-        """Requests that the last report does not include, in the order sent."""
-        return _second(self._requests)
-
-
-def _second(pairs: Iterable[tuple[int, EngineRequest]]) -> Iterator[EngineRequest]:
-    return (request for _, request in pairs)
+        for _ in range(min(report.received - self._num_reported, len(self.unreported))):
+            self.unreported.popleft()
+        self._num_reported = report.received
 
 
 class ProcessLink:
@@ -223,7 +214,7 @@ class ProcessLink:
                     size += entry.num_computed + 1
             left -= size
             if requests:
-                self.given.add(requests)
+                self.given.unreported.extend(requests)
                 self.send(frames.Resume(tuple(requests)))
         if self._resuming:
             pause = 0.0 if unsent < MAX_UNSENT else DRAIN_SECONDS
