@@ -170,7 +170,10 @@ class Engine:
         """Start the loop and run a warm-up request. Raise the request's error if it fails."""
         self._loop_task = asyncio.create_task(self._run(), name="tidemill-engine")
         if self._ranks is not None:
-            self._ranks.watch(partial(self._tell_lost_rank, asyncio.get_running_loop()))
+            loop = asyncio.get_running_loop()
+            self._ranks.watch(  # called in another thread
+                lambda why: loop.call_soon_threadsafe(self._give_up, "device", f"the device is lost: {why}")
+            )
         self._planner.start()
         self._watchdog.start()
         length = min(8, self.info.max_model_len - 2)
@@ -403,10 +406,6 @@ class Engine:
             push(RequestOutput(request_id, (), None, times, 0, 0, 0, FinishReason.ERROR, error=failure))
             self._close(request_id)
         self._wake_up()
-
-    def _tell_lost_rank(self, loop: asyncio.AbstractEventLoop, why: str) -> None:
-        """End the engine because a rank is lost. Called from the thread that watches the ranks."""
-        loop.call_soon_threadsafe(self._give_up, "device", f"the device is lost: {why}")
 
     async def _run(self) -> None:
         try:

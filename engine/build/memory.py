@@ -148,30 +148,22 @@ def host_bytes(plan: LaunchPlan) -> int:
 
 def unit_bytes(plan: LaunchPlan) -> int:
     """Return the bytes of a unit on every tier."""
-    return memory.unit_bytes(plan.spec, plan.limits.block_size, _cache_dtype(plan))
-
-
-def _cache_dtype(plan: LaunchPlan) -> torch.dtype:
-    return plan.cell_type or torch_dtype(plan.dtype)
+    return memory.unit_bytes(plan.spec, plan.limits.block_size, plan.cell_type or torch_dtype(plan.dtype))
 
 
 def _swap_bytes(config: EngineConfig, plan: LaunchPlan) -> int:
     """Return the bytes for the host tier of one rank."""
-    return _all_swap_bytes(config, plan) // plan.ranks
-
-
-def _all_swap_bytes(config: EngineConfig, plan: LaunchPlan) -> int:
     backend = backends.find_backend(plan.device)
     if config.overload == "drop":
         return 0  # units of the host tier hold all layers
     if config.swap_space is None:
         if config.overload == "swap":
-            return memory.swap_bytes(memory.available_memory() // host_engines())
-        return backend.swap_bytes()
+            return memory.swap_bytes(memory.available_memory() // host_engines()) // plan.ranks
+        return backend.swap_bytes() // plan.ranks
     wanted, free = int(config.swap_space * 2**30), memory.available_memory()
     if backend.locks_pages and wanted > free:  # locked pages are allocated at once
         raise ConfigError(f"--swap-space {config.swap_space:g}: {gib(free)} of host memory are free")
-    return wanted
+    return wanted // plan.ranks
 
 
 def scheduler_config(config: EngineConfig, plan: LaunchPlan) -> SchedulerConfig:

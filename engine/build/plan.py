@@ -62,7 +62,10 @@ def plan_launch(config: EngineConfig) -> LaunchPlan:
     if quantization == STORED_FLOATS:
         dtype = "bfloat16"
     if quantization == FLOAT8:
-        quantization, dtype, unrounded = _float8(dtype, backend.float8_refusal())
+        if why := backend.float8_refusal():
+            quantization, unrounded = "none", f"--quantization fp8: {why}; weights stay in {dtype}"
+        else:
+            dtype = "bfloat16"
     plan = LaunchPlan(
         folder=folder,
         spec=spec,
@@ -173,13 +176,6 @@ def _quantization(config: EngineConfig, choice: Choice, backend: Backend) -> str
     if packing.floats and _floats_refusal(config, packing, backend) is None:
         return STORED_FLOATS
     return STORED_INTEGERS if packing.integers and backend.multiplies_integers and not config.hidden_cache else "none"
-
-
-def _float8(dtype: str, refusal: str | None) -> tuple[str, str, str | None]:
-    """Return the quantization, the dtype and a note for `--quantization fp8`; `refusal`: why it cannot run."""
-    if refusal is not None:
-        return "none", dtype, f"--quantization fp8: {refusal}; weights stay in {dtype}"
-    return FLOAT8, "bfloat16", None
 
 
 def _with_storage(plan: LaunchPlan, config: EngineConfig) -> LaunchPlan:

@@ -179,7 +179,8 @@ class FleetClient:
             if anyway and engine.is_up:
                 with contextlib.suppress(EngineUnavailableError):
                     until = self._clock() + LEAVE_SECONDS
-                    while engine.is_up and engine.num_online and self._other_than(member):
+                    others = [other for other in self._members if other is not member]
+                    while engine.is_up and engine.num_online and any(other.is_well for other in others):
                         await self._wait_for_change(until)
             done = await engine.renew(anyway=anyway)
         finally:
@@ -188,10 +189,6 @@ class FleetClient:
         if engine.state is EngineState.DEAD:
             raise EngineUnavailableError(f"engine {member.number} did not come back: {engine.trouble}")
         return done
-
-    def _other_than(self, member: Member) -> bool:
-        """Return whether another engine is ready."""
-        return any(other.is_well for other in self._members if other is not member)
 
     def kill(self) -> None:
         """See EngineClient.kill."""

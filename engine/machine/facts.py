@@ -192,9 +192,14 @@ def available_memory() -> int:
 
 
 def _machine_memory() -> int | None:
+    kib = _entry(_MEMINFO, "MemAvailable:")
+    return None if kib is None else 1024 * kib
+
+
+def _entry(path: Path, name: str) -> int | None:
+    """Return the number behind `name` at the begin of a line; None if there is none."""
     try:
-        lines = _MEMINFO.read_text().splitlines()
-        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+        return next(int(line.split()[1]) for line in path.read_text().splitlines() if line.startswith(name))
     except (OSError, StopIteration, ValueError, IndexError):
         return None
 
@@ -209,13 +214,4 @@ def _cgroup_memory() -> int | None:
         limit, used = (int((_CGROUP / name).read_text()) for name in ("memory.max", "memory.current"))
     except (OSError, ValueError):
         return None
-    return limit - max(0, used - _idle_files())
-
-
-def _idle_files() -> int:
-    """Return the bytes of inactive files in the page cache."""
-    try:
-        lines = (_CGROUP / "memory.stat").read_text().splitlines()
-        return next(int(line.split()[1]) for line in lines if line.startswith("inactive_file "))
-    except (OSError, StopIteration, ValueError, IndexError):
-        return 0
+    return limit - max(0, used - (_entry(_CGROUP / "memory.stat", "inactive_file ") or 0))

@@ -198,9 +198,7 @@ class EngineServer:
         self._num_received = 0
         self._reported = -math.inf
         self._tasks: set[asyncio.Task[None]] = set()
-        self._stage = PipelineStage(
-            engine, self._put, self._resume_again, self._knows, lambda: self._send(frames.Parted())
-        )
+        self._stage = PipelineStage(engine, self._put, self._resume, self._knows, lambda: self._send(frames.Parted()))
 
     async def serve(
         self, sock: socket.socket, reader: frames.FrameReader[frames.ToEngine], early: list[frames.ToEngine]
@@ -258,7 +256,7 @@ class EngineServer:
             case frames.Resume(requests):
                 self._num_received += len(requests)
                 for request in requests:
-                    self._prepare((request,), partial(self._resume, request))
+                    self._resume(request)
             case frames.CheckRoom(call, request_class, prompt_tokens, tenant):
                 self._answer(call, lambda: self._engine.check_room(request_class, prompt_tokens, tenant))
             case frames.Abort(request_id, reason):
@@ -311,8 +309,8 @@ class EngineServer:
             self._flush()
             self._send(frames.Regrouped(call, pasts))
 
-    def _resume_again(self, request: EngineRequest) -> None:
-        self._prepare((request,), partial(self._resume, request))
+    def _resume(self, request: EngineRequest) -> None:
+        self._prepare((request,), partial(self._resume_prepared, request))
 
     def _knows(self, request_id: str) -> bool:
         return request_id in self._preparing or self._engine.serves(request_id, self._put)
@@ -354,7 +352,7 @@ class EngineServer:
         else:
             self._send(frames.Done(call))
 
-    def _resume(self, request: EngineRequest, fault: TidemillError | None) -> None:
+    def _resume_prepared(self, request: EngineRequest, fault: TidemillError | None) -> None:
         if self._stage.closed:
             return  # the request has moved to the other engine
         try:

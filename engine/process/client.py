@@ -60,7 +60,7 @@ class EngineProcess:
         judge = DeathJudge(self._requests, options.policy or RestartPolicy(), clock, waits=options.waits)
         self._life = ProcessLife(
             Launcher(config, options), self._link, self._requests, self._figures, judge, options,
-            down=self._on_down, changed=self._on_change,
+            down=lambda: self.regroup.lost(), changed=self._on_change,
         )  # fmt: skip
         self.regroup = Regrouping(self._link.calls, self._requests.open, self._requests.suspects, self.abort)
 
@@ -336,10 +336,6 @@ class EngineProcess:
             self._on_change()
         elif not keeps_up:
             self.abort(output.request_id)
-
-    def _on_down(self) -> None:
-        """Record that no process runs."""
-        self.regroup.lost()
 
     def _on_change(self) -> None:
         """Report that a request has ended or that the process has started or ended."""

@@ -93,7 +93,7 @@ class DeathJudge:
             return self.outage.refused(self.refusal, self.policy.max_delay)
         if origin is Origin.ASKED:
             requests.suspects.died(cause, {}, now)
-            requests.acquit_all()
+            requests.reputation.clear()  # other weights or another engine version run from now on
             return 0.0
         in_flight = requests.in_flight(flight.in_flight(recorded))
         if self._waits:  # otherwise the fleet has submitted them to another engine

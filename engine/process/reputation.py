@@ -58,7 +58,7 @@ class Reputation:
             self._entries.pop(digest, None)
 
     def clear(self) -> None:
-        """Forget all content, because other weights or another engine version run now."""
+        """Forget all content."""
         self._entries.clear()
 
     def _digests(self, request: EngineRequest) -> Iterator[bytes]:

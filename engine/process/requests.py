@@ -169,7 +169,7 @@ class Requests:
     def __init__(self, clock: Callable[[], float]) -> None:
         self.open = OpenRequests()
         self.suspects = Suspects()
-        self._reputation = Reputation()
+        self.reputation = Reputation()
         self._unjudged: set[float] = set()
         self._clock = clock
 
@@ -197,7 +197,7 @@ class Requests:
         Raise EngineStepError for content that is proven to end processes.
         """
         for entry in entries:
-            known = self._reputation.find(entry.request, self._clock())
+            known = self.reputation.find(entry.request, self._clock())
             if known is not None:
                 suspicion, guilty = known
                 if guilty:
@@ -212,7 +212,7 @@ class Requests:
         """Remove and return a request that leaves before its end. Remember its suspicion by content."""
         entry = self.open.pop(request_id)
         if entry is not None and (suspicion := self.suspects.release(request_id)) is not None:
-            self._reputation.remember(entry.request, suspicion, self._clock())
+            self.reputation.remember(entry.request, suspicion, self._clock())
             self._unjudged.update(suspicion.died_at)
         return entry
 
@@ -222,7 +222,7 @@ class Requests:
         These are the deaths of suspects that have left: the engine works without them.
         """
         if self.suspects.got_on(output.request_id, entry.num_computed):
-            self._reputation.forget(entry.request)
+            self.reputation.forget(entry.request)
         elif self._unjudged and output.token_ids and output.request_id not in self.suspects:
             forgiven, self._unjudged = self._unjudged, set()
             return forgiven
@@ -247,18 +247,14 @@ class Requests:
         self.suspects.after(streams, self._clock())
         return resumed
 
-    def acquit_all(self) -> None:
-        """Forget all suspicions by content, because other weights or another engine version runs from now on."""
-        self._reputation.clear()
-
     def end_guilty(self, verdict: DeathVerdict) -> None:
         """End a guilty request and all suspects of the same content with EngineStepError."""
         now, guilty = self._clock(), self.open.get(verdict.request_id)
         assert guilty is not None, "only open requests are suspected"
-        self._reputation.remember(guilty.request, verdict.suspicion, now, guilty=True)
+        self.reputation.remember(guilty.request, verdict.suspicion, now, guilty=True)
         for entry in self.open:
             name = entry.request.request_id
-            known = self._reputation.find(entry.request, now) if entry is guilty or name in self.suspects else None
+            known = self.reputation.find(entry.request, now) if entry is guilty or name in self.suspects else None
             if known is None or not known[1]:
                 continue
             log.error("request %s ended the engine process %d times; it ends now", name, verdict.deaths)

@@ -80,35 +80,29 @@ class PipelineStage:
             for found in list(self._engine.core.moves.open_requests()):
                 if found.request_id not in known and self._knows(found.request_id):
                     self._engine.drop(found.request_id)
-        return self._when_free(order)
+        return self._carry_out(order)
 
     def abort(self, request_id: str) -> None:
         """Record that the gateway has aborted a request that may be about to be attached."""
         if self._num_orders:
             self._aborted.add(request_id)
 
-    async def _when_free(self, order: Order) -> tuple[Past, ...]:
+    async def _carry_out(self, order: Order) -> tuple[Past, ...]:
         async with self._lock:
             try:
-                return await self._carry_out(order)
+                return await self._do(order)
+            except Exception as error:
+                self.close()  # unblocks the other engine; the gateway orders a reset
+                if isinstance(error, TidemillError):
+                    raise
+                if isinstance(error, LinkLostError):
+                    raise EngineUnavailableError(f"the other engine is gone: {error}") from None
+                log.exception("%s failed", type(order).__name__)  # an error of the runner or the core
+                raise EngineUnavailableError(f"{type(order).__name__} failed: {error!r}") from None
             finally:
                 self._num_orders -= 1
                 if not self._num_orders:
                     self._aborted.clear()
-
-    async def _carry_out(self, order: Order) -> tuple[Past, ...]:
-        try:
-            return await self._do(order)
-        except TidemillError:
-            self.close()
-            raise
-        except LinkLostError as error:
-            self.close()
-            raise EngineUnavailableError(f"the other engine is gone: {error}") from None
-        except Exception as error:  # an error of the runner or the core: the gateway orders a reset
-            self.close()  # unblocks the other engine
-            log.exception("%s failed", type(order).__name__)
-            raise EngineUnavailableError(f"{type(order).__name__} failed: {error!r}") from None
 
     async def _do(self, order: Order) -> tuple[Past, ...]:
         match order:
