@@ -3,7 +3,7 @@
 import asyncio
 import math
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from engine.api import EngineInfo, EngineRequest, FinishReason, RequestClass, Re
 from engine.config import EngineConfig
 from engine.errors import EngineStepError, ErrorInfo
 from engine.process.golden import TOKENS, TRIES, Golden, golden_file
+from engine.stream import RequestStream
 
 
 class Answering:
@@ -25,22 +26,21 @@ class Answering:
         self.asked: list[EngineRequest] = []
         self.error: ErrorInfo | None = None
 
-    def open(self, pairs: Iterable[tuple[EngineRequest, Callable[[RequestOutput], bool]]]) -> None:
-        for request, sink in pairs:
-            self.asked.append(request)
-            for number in range(TOKENS):
-                token, margin = self.say(number)
-                logprobs = (TokenLogprobs(-0.1, ((token, -0.1), (token + 1, -0.1 - margin))),)
-                end = FinishReason.LENGTH if number == TOKENS - 1 else None
-                sink(RequestOutput(request.request_id, (token,), logprobs, RequestTimes(0.0), 4, 0, number + 1, end))
-                if self.error is not None:
-                    failed = FinishReason.ERROR
-                    sink(
-                        RequestOutput(
-                            request.request_id, (), None, RequestTimes(0.0), 4, 0, 0, failed, error=self.error
-                        )
-                    )
-                    break
+    async def submit(self, requests: Sequence[EngineRequest]) -> list[RequestStream]:
+        return [self._answer(request) for request in requests]
+
+    def _answer(self, request: EngineRequest) -> RequestStream:
+        self.asked.append(request)
+        stream, name, times = RequestStream.of(request, lambda: None), request.request_id, RequestTimes(0.0)
+        for number in range(TOKENS):
+            token, margin = self.say(number)
+            logprobs = (TokenLogprobs(-0.1, ((token, -0.1), (token + 1, -0.1 - margin))),)
+            end = FinishReason.LENGTH if number == TOKENS - 1 else None
+            stream.push(RequestOutput(name, (token,), logprobs, times, 4, 0, number + 1, end))
+            if self.error is not None:
+                stream.push(RequestOutput(name, (), None, times, 4, 0, 0, FinishReason.ERROR, error=self.error))
+                break
+        return stream
 
 
 def golden_of(engine: Answering, file: Path) -> Golden:

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import msgspec
 
-from engine.api import EngineRequest, RequestClass, RequestOutput, SamplingParams, TokenLogprobs
+from engine.api import EngineRequest, RequestClass, SamplingParams, TokenLogprobs
 from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.errors import TidemillError
@@ -89,26 +89,15 @@ class Golden:
         )  # repetition makes choices clear
         sampling = SamplingParams(max_tokens=min(TOKENS, info.max_model_len - length), temperature=0.0, logprobs=2)
         salt = secrets.token_bytes(8)  # bypasses the prefix cache
-        request = EngineRequest(f"canary-{number}", prompt, sampling, RequestClass.OFFLINE, salt, probe=True)
-        outputs: list[RequestOutput] = []
-        ended = asyncio.Event()
-
-        def take(output: RequestOutput) -> bool:
-            outputs.append(output)
-            if output.finish_reason is not None:
-                ended.set()
-            return True
-
-        self._engine.open([(request, take)])
-        try:
-            await ended.wait()
-        except asyncio.CancelledError:
-            self._engine.drop(request.request_id)
-            raise
-        if (error := outputs[-1].error) is not None:
-            raise error.to_error()
-        logprobs = [each for output in outputs for each in output.logprobs or ()]
-        return Answer(tuple(token for output in outputs for token in output.token_ids), _clear(logprobs))
+        request = EngineRequest(
+            f"canary-{number}", prompt, sampling, RequestClass.OFFLINE, salt, final_only=True, probe=True
+        )
+        (stream,) = await self._engine.submit([request])
+        async with contextlib.aclosing(stream):
+            output = await anext(stream)
+        if output.error is not None:
+            raise output.error.to_error()
+        return Answer(output.token_ids, _clear(output.logprobs or ()))
 
     def _load(self) -> tuple[Answer, ...] | None:
         try:

@@ -49,34 +49,33 @@ class OpenRequest:
         """Number of tokens that have certainly been computed: all known tokens but the last."""
         return len(self.request.prompt_token_ids) + len(self.token_ids) - 1
 
+    @property
+    def _latest(self) -> RequestOutput:
+        """The last output, or one without tokens."""
+        request = self.request
+        return self.last or RequestOutput(
+            request.request_id, (), None, RequestTimes(self.arrival), len(request.prompt_token_ids), 0, 0,
+            request_class=request.request_class,
+        )  # fmt: skip
+
     def resumed(self, apart_until: int = 0) -> EngineRequest:
         """Return the request in the form that the next engine resumes."""
-        last = self.last
-        if last is None:
-            resumption = Resumption((), RequestTimes(self.arrival), apart_until=apart_until)
-        else:
-            cached, preemptions = last.num_cached_tokens, last.num_preemptions
-            resumption = Resumption(tuple(self.token_ids), last.times, cached, preemptions, apart_until)
+        last = self._latest
+        cached, preemptions = last.num_cached_tokens, last.num_preemptions
+        resumption = Resumption(tuple(self.token_ids), last.times, cached, preemptions, apart_until)
         return replace(self.request, resumed=resumption)
 
     def end(self, reason: FinishReason, now: float, error: TidemillError | None = None) -> None:
         """Push a terminal output to the stream, without the engine."""
-        last = self.last
-        times = RequestTimes(self.arrival) if last is None else last.times
+        last = self._latest
         self.stream.push(
-            RequestOutput(
-                request_id=self.request.request_id,
+            last._replace(
                 token_ids=(),
                 logprobs=None,
-                times=times._replace(finished=now),
-                num_prompt_tokens=len(self.request.prompt_token_ids),
-                num_cached_tokens=0 if last is None else last.num_cached_tokens,
+                times=last.times._replace(finished=now),
                 num_output_tokens=len(self.token_ids),
                 finish_reason=reason,
                 error=None if error is None else ErrorInfo.of(error),
-                num_preemptions=0 if last is None else last.num_preemptions,
-                request_class=self.request.request_class,
-                beside_offline=last is not None and last.beside_offline,
             )
         )
 
