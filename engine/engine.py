@@ -90,12 +90,10 @@ class Engine:
         core: The scheduler; it must have the same pool and block size as `runner`. Other code may change it only while
             the engine is held.
         runner: Runs model steps. Other code calls it through `aside`.
-        info: Facts about the model and its limits.
         step_limits: Times after which a step counts as hung.
         stall_seconds: Time with work but without a step after which the engine is degraded and recovers, see
             `engine.loop.watchdog`.
         device_lost: Called in a worker thread after a failed step; returns why no further step can run, or None.
-        ranks: The other ranks of a tensor-parallel runner.
     """
 
     def __init__(

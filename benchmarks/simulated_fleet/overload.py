@@ -255,7 +255,7 @@ class OverloadedFleet:
             return
         if now - party.used[0] < FALLING:
             return
-        falling = should_restore(group.used, party.used[1], party.undropped, group.queued)
+        falling = should_restore(group, party.used[1], party.undropped)
         party.used = (now, group.used)
         if falling:
             party.retiring = party.dropped

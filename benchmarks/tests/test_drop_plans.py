@@ -32,10 +32,10 @@ def test_nothing_is_dropped_before_memory_is_full_and_the_queue_larger_than_what
     roomy, idle = Group((0,), 100, 90, 50), Group((1,), 100, 99, 1)
     assert plan_drop([roomy, idle], 60).merges == ()
     assert plan_drop([Group((0,), 100, 95, 6), idle], 60).merges == ((0, 1),)
-    assert should_restore(used=99, before=120, undropped=200, queued=0)
-    assert not should_restore(used=99, before=90, undropped=200, queued=0), "use is rising"
-    assert not should_restore(used=101, before=120, undropped=200, queued=0)
-    assert not should_restore(used=50, before=120, undropped=200, queued=4)
+    assert should_restore(Group((0,), 200, 99, 0), before=120, undropped=200)
+    assert not should_restore(Group((0,), 200, 99, 0), before=90, undropped=200), "use is rising"
+    assert not should_restore(Group((0,), 200, 101, 0), before=120, undropped=200)
+    assert not should_restore(Group((0,), 200, 50, 4), before=120, undropped=200)
 
 
 @given(

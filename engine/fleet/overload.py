@@ -8,7 +8,6 @@ per second.
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from engine.api import LoadReport, PipelineStats
@@ -74,28 +73,14 @@ def plan_pairs(groups: Sequence[Group], copy_units: int) -> tuple[list[tuple[int
     return sorted((one.engines[0], other.engines[0]) for one, other in pairs), number * copy_units >= needed
 
 
-def should_restore(used: int, before: int, undropped: int, queued: int, growth: int = 0) -> bool:
+def should_restore(group: Group, before: int, undropped: int) -> bool:
     """Return whether a group can restore its layers (§4.4).
 
-    Its use must not be rising, no request may wait for memory, and the used units must take at most `RESTORE_AT` of the
-    undropped cache. The expected growth must fit, too.
-
-    Args:
-        used: Units in use now.
-        before: Units in use some time ago.
-        undropped: Units of the engines with all layers.
-        queued: Units that waiting requests need.
-        growth: Units that are expected to be needed beyond that.
+    Its use must not have risen since `before` units were used, no request may wait for memory, and the used units must
+    take at most `RESTORE_AT` of `undropped`, the cache with all layers. The expected growth must fit, too.
     """
-    return queued == 0 and used <= before and used <= RESTORE_AT * undropped and used + growth <= undropped
-
-
-@dataclass(slots=True)
-class _Use:
-    """The used units of a pipeline at a time."""
-
-    at: float
-    units: int
+    fits = group.used <= RESTORE_AT * undropped and group.used + group.growth <= undropped
+    return group.queued == 0 and group.used <= before and fits
 
 
 class Watch:
@@ -103,7 +88,7 @@ class Watch:
 
     def __init__(self) -> None:
         self.too_little = False
-        self._uses: dict[tuple[int, ...], _Use] = {}
+        self._uses: dict[tuple[int, ...], tuple[float, int]] = {}  # by engines: a time, and the units used then
         self._not_before: dict[int, float] = {}
         self._expected: dict[tuple[int, ...], float] = {}
 
@@ -121,11 +106,11 @@ class Watch:
 
     def restores(self, group: Group, undropped: int, now: float) -> bool:
         """Return whether a pipeline should be dissolved. `undropped`: units of its engines with all layers."""
-        use = self._uses.setdefault(group.engines, _Use(now, group.used))
-        if now - use.at < FALLING or now < self._not_before.get(group.engines[0], now):
+        at, before = self._uses.setdefault(group.engines, (now, group.used))
+        if now - at < FALLING or now < self._not_before.get(group.engines[0], now):
             return False
-        self._uses[group.engines] = _Use(now, group.used)
-        return should_restore(group.used, use.units, undropped, group.queued, group.growth)
+        self._uses[group.engines] = (now, group.used)
+        return should_restore(group, before, undropped)
 
     def _checked(self, group: Group, now: float) -> Group:
         """Return the group without its growth unless a shortage has been expected for `EXPECTED` seconds."""

@@ -64,7 +64,6 @@ class StepWatch:
     """The hang timer of a step.
 
     Args:
-        limits: The time limits.
         on_hung: Called once, with the limit in seconds, if the step has not ended in time.
         read: Samples the processes that compute the step; if it returns None, all time counts in full.
     """

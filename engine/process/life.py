@@ -35,14 +35,7 @@ STARTED_ANYWAY = "the engine is being started anyway"
 class ProcessLife:
     """The processes of one engine, one after another.
 
-    Args:
-        launcher: Starts processes.
-        link: The connection to the current process.
-        requests: The open requests and the suspicions against them.
-        figures: Counts restarts.
-        judge: Decides when the next process starts.
-        down: Called when no process runs any more.
-        changed: Called when a process starts or ends.
+    `down` is called when no process runs any more, `changed` when a process starts or ends.
     """
 
     def __init__(

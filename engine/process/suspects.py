@@ -1,17 +1,14 @@
 """Find the request that makes engine processes die: a pure state machine over request ids.
 
-The flight recorder names the requests in the steps that ran when a process died. One death proves nothing; its requests
-resume in the next process. A request that is also in the steps of a second death, before it has passed the token of the
-first, is a suspect. All other requests resume at once. Suspects follow one by one, each in steps of its own
+The flight recorder names the requests in the steps that ran when a process died. A request in the steps of two deaths,
+without passing the token of the first in between, is a suspect. Suspects resume one by one, each in steps of its own
 (`Resumption.apart_until`): this is a trial. A suspect that passes the token at which the process died is acquitted.
 Only deaths after a successful first step count, so the engine itself works.
 
-A request is guilty if it was alone in at least `LONE_DEATHS` deaths that are not due to chance. A SIGKILL can come from
-a step or from outside, and the two look the same. The test therefore compares the deaths in the request's trials with
-the deaths of processes without it, since the first death in which it took part. The request is guilty if random deaths
-would hit its trials so often with a probability of at most `CHANCE`. After each lone death the pause before the next
-trial doubles; this gives the test more time without the request, and the other requests time to run. See
-docs/develop/process.md.
+A request is guilty if it was alone in at least `LONE_DEATHS` deaths that are not due to chance. A SIGKILL from a step
+looks like one from outside. The test therefore compares the deaths in the request's trials with the deaths of processes
+without it, since the first death in which it took part. After each lone death the pause before the next trial doubles;
+this gives the test more time without the request. See docs/develop/process.md.
 """
 
 import math
