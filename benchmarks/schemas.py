@@ -23,7 +23,7 @@ from typing import Any
 from benchmarks.live import PACKAGED, completions, demo_server
 from benchmarks.machine import describe
 from engine.errors import InvalidRequestError
-from engine.grammar import Grammar
+from engine.forms import Grammar
 from engine.models.spec import load_spec
 from engine.structured.compiler import CompiledGrammar, GrammarCompiler
 from engine.text.tokenizer import Tokenizer

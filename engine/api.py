@@ -12,8 +12,7 @@ from hashlib import blake2b
 from typing import NamedTuple, ParamSpec, Protocol, TypeVar
 
 from engine.errors import ErrorInfo, InvalidRequestError
-from engine.grammar import Grammar
-from engine.pooling import EmbeddingSpec, Pooling
+from engine.forms import EmbeddingSpec, Grammar, Pooling
 from engine.text.thoughts import ThinkingBudget
 from predictor.slo import Standing
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from engine.api import EngineRequest, RequestClass, RequestTimes
 from engine.cache.blocks import CacheMap
-from engine.pooling import Pooling
+from engine.forms import Pooling
 
 MAX_RUN = 33
 """Maximum number of pending tokens of an answer that are scheduled with the urgency of a decode."""

@@ -22,7 +22,7 @@ from fake_engine import MODEL, FakeEngine, Script
 from test_tools import TEMPLATE as TOOLS_TEMPLATE
 
 from engine.api import EngineRequest, FinishReason, RequestOutput, RequestTimes, TokenLogprobs
-from engine.pooling import EmbeddingSpec, Pooling
+from engine.forms import EmbeddingSpec, Pooling
 from engine.text.tokenizer import Tokenizer
 from gateway.app import create_app
 from gateway.batch.line import LineAnswer, LineOrigin, LineRunner

@@ -4,7 +4,7 @@ import json
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from engine.grammar import Grammar, GrammarKind
+from engine.forms import Grammar, GrammarKind
 
 
 def schema(value: Any) -> Grammar:

@@ -19,7 +19,7 @@ from test_tools import write
 
 from engine.api import EngineRequest, SamplingParams
 from engine.errors import InvalidRequestError
-from engine.grammar import Grammar, GrammarKind
+from engine.forms import Grammar, GrammarKind
 from engine.structured.compiler import GrammarCompiler
 from engine.structured.proof import ProofLimits
 from engine.structured.prover_client import Prover

@@ -34,7 +34,7 @@ from engine.execution.ranks.messages import decode_step, encode
 from engine.execution.ranks.step import RankStep
 from engine.execution.rows import RowTable
 from engine.execution.runner import Runner
-from engine.grammar import Grammar
+from engine.forms import Grammar
 from engine.models.lora import Delta, Site
 from engine.models.manner import PLAIN, Manner
 from engine.models.sharding import Shard

@@ -29,12 +29,12 @@ from engine.execution.cpu.native.library import Level, Team
 from engine.execution.cpu.native.linear import Native
 from engine.execution.cuda.device import CudaDevice
 from engine.execution.runner import Runner
+from engine.forms import EmbeddingSpec, Pooling, read_embedding_spec
 from engine.models import torch_ops
 from engine.models.checkpoint import load_weights
 from engine.models.decoder import Decoder
 from engine.models.linear import make_linear
 from engine.models.spec import load_spec
-from engine.pooling import EmbeddingSpec, Pooling, read_embedding_spec
 from engine.text.tokenizer import Tokenizer
 
 pytestmark = pytest.mark.timeout(600)  # the first test may have to build the library

@@ -19,7 +19,7 @@ from hostile_grammars import doublings, hostile, lark, regex, rules, schema
 import engine.models.demo
 from engine.api import EngineRequest, RequestClass, SamplingParams
 from engine.errors import InvalidRequestError, QueueFullError
-from engine.grammar import Grammar
+from engine.forms import Grammar
 from engine.structured.cache import GrammarCache, Refusals
 from engine.structured.compiler import CompiledGrammar, GrammarCompiler
 from engine.structured.proof import OutOfTime, Proof, ProofFault, ProofLimits, Refusal, Verdict
@@ -370,7 +370,7 @@ async def test_the_prover_ends_with_its_parent_even_if_it_is_stopped() -> None:
     script = (
         "import asyncio, os, sys; sys.path[:0] = [sys.argv[1]]\n"
         "from pathlib import Path\n"
-        "from engine.grammar import Grammar\n"
+        "from engine.forms import Grammar\n"
         "from engine.structured.compiler import GrammarCompiler\n"
         "from engine.structured.proof import ProofLimits\n"
         "from engine.structured.prover_client import Prover\n"

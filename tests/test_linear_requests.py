@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from work_counter import assert_linear, count_work
 
 from engine.errors import InvalidRequestError
-from engine.grammar import MAX_GRAMMAR_BYTES
+from engine.forms import MAX_GRAMMAR_BYTES
 from gateway.generate.messages import translate as messages
 from gateway.generate.messages.wire import MessagesRequest
 from gateway.generate.responses import translate as responses

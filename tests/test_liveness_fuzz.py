@@ -14,7 +14,7 @@ from hypothesis.stateful import initialize, precondition, rule, run_state_machin
 
 from engine.api import EngineRequest, FinishReason, Lane, RequestClass
 from engine.config import UNLIMITED_QUEUE, SchedulerConfig, most_blocks
-from engine.pooling import Pooling
+from engine.forms import Pooling
 from engine.scheduling.objective import StepObjective
 from predictor.budget import BudgetParams
 from predictor.model import LatencyModel

@@ -13,7 +13,7 @@ from engine.colocation.virtual import Arrival, VirtualDriver
 from engine.config import SchedulerConfig
 from engine.core import EngineCore
 from engine.execution.masks import PATIENCE
-from engine.grammar import Grammar
+from engine.forms import Grammar
 from engine.profiling.calibration import measure_profile
 from engine.scheduling.objective import StepObjective
 from engine.scheduling.output import LATE_TOKEN, Collect, ModelRunnerOutput, SchedulerOutput

@@ -28,7 +28,7 @@ from engine.api import (
 )
 from engine.config import EngineConfig
 from engine.errors import ConfigError, EngineStepError, EngineUnavailableError, InvalidRequestError
-from engine.grammar import Grammar
+from engine.forms import Grammar
 from engine.loop.step_watch import StepLimits
 from engine.process import frames, launcher, life
 from engine.process.client import EngineProcess

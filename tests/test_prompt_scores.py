@@ -19,7 +19,7 @@ from test_structured_api import server as demo_server
 from tiny_models import reference_model
 
 from engine.api import EngineRequest, FinishReason, RequestClass, SamplingParams
-from engine.pooling import Pooling
+from engine.forms import Pooling
 from engine.text.tokenizer import Tokenizer
 
 pytestmark = pytest.mark.timeout(600)  # the first test may have to build the library

@@ -43,6 +43,7 @@ from engine.execution.ranks.leader import Leader
 from engine.execution.ranks.step import RankStep
 from engine.execution.rows import RowTable
 from engine.execution.runner import Runner
+from engine.forms import Pooling
 from engine.machine.facts import Processor
 from engine.models import torch_ops
 from engine.models.checkpoint import load_weights
@@ -50,7 +51,6 @@ from engine.models.decoder import Decoder
 from engine.models.linear import make_linear
 from engine.models.sharding import Shard
 from engine.models.spec import load_spec
-from engine.pooling import Pooling
 from engine.process.client import EngineProcess
 from engine.process.judge import RestartPolicy
 from engine.process.launcher import ProcessOptions

@@ -23,7 +23,7 @@ from engine.execution.masks import FOREVER
 from engine.execution.runner import Runner
 from engine.execution.self_test import test_modules
 from engine.execution.states import StateTable
-from engine.grammar import Grammar
+from engine.forms import Grammar
 from engine.models.recurrent import RecurrentState
 from engine.models.transformers_model import TransformersModel, load_model, load_shape
 

@@ -11,7 +11,7 @@ from test_process import CONFIG, POISON, collect, engine_process, request, summe
 
 from engine.api import EngineRequest, SamplingParams
 from engine.errors import EngineStepError
-from engine.grammar import Grammar
+from engine.forms import Grammar
 from engine.process import reputation
 from engine.process.judge import RestartPolicy
 from engine.process.reputation import REMEMBERED_SECONDS, Reputation

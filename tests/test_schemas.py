@@ -16,7 +16,7 @@ from test_tools import FORMATS, Function, Parsing, take_apart
 
 import engine.models.demo
 from engine.errors import InvalidRequestError
-from engine.grammar import Grammar
+from engine.forms import Grammar
 from engine.structured.compiler import GrammarCompiler
 from gateway.generate.number_patterns import integer_pattern
 from gateway.generate.schemas import BOUNDS, prepared

@@ -39,6 +39,7 @@ from engine.execution.plan import LaunchPlan
 from engine.execution.pool import UnitPool
 from engine.execution.runner import Runner
 from engine.execution.stages import PipelineRunner, StageError
+from engine.forms import Pooling
 from engine.machine.link import Link, LinkLostError
 from engine.models import torch_ops
 from engine.models.byte_cells import INTEGERS
@@ -47,7 +48,6 @@ from engine.models.decoder import Decoder
 from engine.models.linear import MakeLinear, make_linear, make_plain
 from engine.models.spec import ModelSpec, load_spec, spec_from_config
 from engine.models.weights import DummyTensors, Gather, ResidentLayers, build_weights, matrices
-from engine.pooling import Pooling
 from engine.scheduling.output import Chunk, NewRequest, SchedulerOutput
 from predictor.limits import Limits
 from predictor.model import LatencyModel

@@ -29,7 +29,7 @@ from engine.execution.cpu.native.linear import Native
 from engine.execution.cuda.device import CudaDevice
 from engine.execution.masks import MAX_FORCED, RowMasks
 from engine.execution.runner import Runner
-from engine.grammar import Grammar
+from engine.forms import Grammar
 from engine.models import torch_ops
 from engine.models.checkpoint import load_weights
 from engine.models.decoder import Decoder

@@ -15,7 +15,7 @@ from test_tools import ask as ask_http
 
 from engine.api import EngineRequest, FinishReason, RequestClass, RequestTimes, Resumption
 from engine.execution.masks import MAX_FORCED
-from engine.grammar import Grammar
+from engine.forms import Grammar
 from engine.process import frames
 from engine.text.thoughts import ThinkingBudget, ThoughtMarks, ThoughtTracker, failure_table
 

@@ -26,7 +26,7 @@ from transformers.utils.chat_parsing.response_templates import load_response_tem
 
 from engine.build import build_engine, plan_launch
 from engine.config import EngineConfig
-from engine.grammar import Grammar
+from engine.forms import Grammar
 from engine.structured.compiler import GrammarCompiler, Matcher
 from engine.text.tokenizer import Tokenizer
 from gateway.generate.answer_parser import ParsedText, Parsing

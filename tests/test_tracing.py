@@ -17,7 +17,7 @@ from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
 
 from engine.api import EngineRequest, EngineStats, FinishReason, SamplingParams
 from engine.errors import ConfigError
-from engine.pooling import Pooling
+from engine.forms import Pooling
 from gateway.batch.line import LineOrigin, LineRunner
 from gateway.telemetry.account import Account
 from gateway.telemetry.tracing import BASE_ENDPOINT, TRACES_ENDPOINT, Traces, attributes_of, find_endpoint

@@ -22,9 +22,9 @@ from engine.execution import backend as backends
 from engine.execution.plan import LaunchPlan
 from engine.execution.runner import Runner
 from engine.execution.stages import PipelineRunner
+from engine.forms import EmbeddingSpec, read_embedding_spec
 from engine.machine.facts import BUS_RATE
 from engine.models.implementation import OWN, TRANSFORMERS
-from engine.pooling import EmbeddingSpec, read_embedding_spec
 from engine.profiling.cache_costs import CacheTiers
 from engine.profiling.calibration import INSIDE_STRING, load_or_measure, load_profile
 from engine.scheduling.policies import find_policy

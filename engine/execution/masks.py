@@ -26,7 +26,7 @@ import numpy as np
 from engine.api import SamplingParams
 from engine.arrays import BoolArray, Int32Array, IntArray
 from engine.execution.rows import RowTable
-from engine.grammar import Grammar
+from engine.forms import Grammar
 from engine.text.thoughts import ThoughtTracker
 
 if TYPE_CHECKING:  # running a model does not need the grammar compiler

@@ -12,7 +12,7 @@ from torch import Tensor
 from engine.arrays import IntArray
 from engine.execution.layout import Layout
 from engine.execution.rows import RowTable
-from engine.pooling import Pooling
+from engine.forms import Pooling
 
 Head = Callable[[Tensor], Tensor]
 """Returns logits [n, vocab] of hidden states [n, H] after the final norm."""

@@ -14,7 +14,7 @@ import numpy.typing as npt
 from engine.arrays import IntArray
 from engine.cache.blocks import CacheEntry, CacheKind, Tier
 from engine.execution.sampling_table import SamplingTable
-from engine.pooling import Pooling
+from engine.forms import Pooling
 from engine.scheduling.output import NewRequest, SavedState, SchedulerOutput
 from predictor.limits import Limits
 

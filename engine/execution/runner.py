@@ -33,7 +33,7 @@ from engine.execution.pooling import RowPools, StepPools, TakeHidden
 from engine.execution.rows import UNKNOWN, RowTable
 from engine.execution.sampler import SampleInput, sample
 from engine.execution.samples import LOGPROB_COLUMNS, DeviceSamples
-from engine.grammar import Grammar
+from engine.forms import Grammar
 from engine.models.lora import Adapters, Delta, Site
 from engine.scheduling.output import Collect, ModelRunnerOutput, SchedulerOutput
 

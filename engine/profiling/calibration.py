@@ -13,7 +13,7 @@ from pathlib import Path
 
 from engine.api import SamplingParams
 from engine.cache.blocks import CacheEntry, CacheKind, Tier
-from engine.grammar import Grammar
+from engine.forms import Grammar
 from engine.machine.activity import QUIET_SHARE
 from engine.profiling.cache_costs import KV_ONLY, REPEATS, CacheTiers, measure_cache_costs
 from engine.scheduling.output import Chunk, ModelRunner, NewRequest, SchedulerOutput

@@ -26,7 +26,7 @@ from typing import NamedTuple, Protocol
 
 from engine.api import SamplingParams, TokenLogprobs
 from engine.cache.blocks import CacheEntry, CacheOperation
-from engine.pooling import Pooling
+from engine.forms import Pooling
 from predictor.features import BatchFeatures
 
 INVALID_TOKEN = -1

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 from weakref import WeakValueDictionary
 
 from engine.errors import QueueFullError
-from engine.grammar import Grammar
+from engine.forms import Grammar
 
 if TYPE_CHECKING:
     from engine.structured.compiler import CompiledGrammar

@@ -15,7 +15,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer, grammar_from
 
 from engine.arrays import Int32Array
 from engine.errors import InvalidRequestError
-from engine.grammar import MAX_GRAMMAR_BYTES, Grammar
+from engine.forms import MAX_GRAMMAR_BYTES, Grammar
 from engine.structured.cache import GrammarCache
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from typing import Any, ClassVar, TypeVar
 import msgspec
 import numpy as np
 
-from engine.grammar import Grammar
+from engine.forms import Grammar
 from engine.structured.compiler import CompiledGrammar, GrammarCompiler, GrammarError, Matcher, source_of
 
 Result = TypeVar("Result")

@@ -10,7 +10,7 @@ from contextlib import suppress
 
 import msgspec
 
-from engine.grammar import Grammar
+from engine.forms import Grammar
 from engine.machine.processes import python_module
 from engine.structured.compiler import GrammarCompiler
 from engine.structured.proof import CancelProof, OutOfTime, Proof, ProofFault, ProofJob, ProofLimits, Refusal, Verdict

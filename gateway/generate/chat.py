@@ -8,7 +8,7 @@ from typing import Any
 
 import orjson
 
-from engine.grammar import Grammar
+from engine.forms import Grammar
 from engine.text.thoughts import ThinkingBudget
 from engine.text.tokenizer import Tokenizer
 from gateway.context import GatewayContext

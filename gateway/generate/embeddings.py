@@ -9,7 +9,7 @@ import orjson
 
 from engine.api import EngineInfo, EngineRequest, Lane, RequestClass, SamplingParams
 from engine.errors import InvalidRequestError
-from engine.pooling import EmbeddingSpec
+from engine.forms import EmbeddingSpec
 from gateway.context import GatewayContext
 from gateway.generate.answering import CHARS_PER_TOKEN, READ_INLINE, check_room, choose_model
 from gateway.generate.choices import OutputDelta

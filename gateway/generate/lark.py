@@ -6,7 +6,7 @@ from typing import Any
 
 import orjson
 
-from engine.grammar import MAX_GRAMMAR_BYTES
+from engine.forms import MAX_GRAMMAR_BYTES
 
 
 def quoted(text: str) -> str:

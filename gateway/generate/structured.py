@@ -9,7 +9,7 @@ from typing import Any
 import orjson
 
 from engine.errors import InvalidRequestError
-from engine.grammar import MAX_GRAMMAR_BYTES, Grammar, GrammarKind
+from engine.forms import MAX_GRAMMAR_BYTES, Grammar, GrammarKind
 from gateway.generate.lark import Lark
 from gateway.generate.schemas import has_large_numbers, prepared
 from gateway.generate.tool_values import COMPACT, Literals

@@ -12,7 +12,7 @@ from typing import Any
 import orjson
 
 from engine.errors import InvalidRequestError
-from engine.grammar import Grammar
+from engine.forms import Grammar
 from engine.text.thoughts import ThoughtMarks
 from gateway.generate.answer_parser import Parsing
 from gateway.generate.schemas import prepared

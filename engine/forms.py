@@ -1,10 +1,45 @@
-"""Results computed from the hidden states of a prompt: its embedding, as configured by the checkpoint, or the
-log-probabilities of its tokens. The module does not import torch."""
+"""The form of an answer, as values that can be sent to another process: a grammar of its text, or a pooling.
+
+`engine.structured` compiles a grammar; `engine.execution.masks` applies it to the logits. A pooling asks for results of
+a prompt's hidden states: its embedding, as configured by the checkpoint, or the log-probabilities of its tokens. The
+module does not import torch.
+"""
 
 import enum
 import json
+from dataclasses import dataclass
+from hashlib import blake2b
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
+
+MAX_GRAMMAR_BYTES = 256 * 1024
+
+GrammarKind = Literal["json", "regex", "choice", "grammar", "lark"]
+
+
+@dataclass(frozen=True, slots=True)
+class Grammar:
+    """A grammar of a request."""
+
+    kind: GrammarKind
+    text: str
+    """By kind: a JSON schema; a regular expression; a JSON list of choices; Lark or GBNF, detected; Lark."""
+    whitespace: str | None = None
+    """Kind `json` only: a regular expression for whitespace between tokens; None: compact JSON."""
+    param: str = "response_format"
+    """The request field that errors name."""
+    tenant: str = ""
+    """The tenant that may use the compiled grammar. Sharing it would reveal, by the time of a first answer, which
+    grammars other tenants use."""
+
+    def key(self) -> bytes:
+        """Return a digest of all fields but `param`, 16 bytes."""
+        parts = (self.tenant, self.kind, self.whitespace or "", str(self.whitespace is None), self.text)
+        digest = blake2b(digest_size=16)
+        for part in parts:
+            data = part.encode(errors="surrogatepass")
+            digest.update(len(data).to_bytes(8, "little") + data)
+        return digest.digest()
 
 
 class Pooling(enum.Enum):
