@@ -69,7 +69,7 @@ def make_engine(max_num_seqs: int) -> tuple[Engine, SleepingRunner, TracedPlanne
     core = EngineCore(config)
     runner, planner = SleepingRunner(), TracedPlanner(core.plan_offline)
     info = EngineInfo(MODEL_LEN, 50_000, frozenset(), "sleep", "none", "none", 0)
-    core.plan_offline = planner  # type: ignore[method-assign, assignment]
+    core.plan_offline = planner  # type: ignore[method-assign]
     return Engine(core, runner, info), runner, planner
 
 

@@ -169,9 +169,11 @@ class Engine:
         self._loop_task = asyncio.create_task(self._run(), name="tidemill-engine")
         if self._ranks is not None:
             loop = asyncio.get_running_loop()
-            self._ranks.watch(  # called in another thread
-                lambda why: loop.call_soon_threadsafe(self._give_up, "device", f"the device is lost: {why}")
-            )
+
+            def lost(why: str) -> None:  # called in another thread
+                loop.call_soon_threadsafe(self._give_up, "device", f"the device is lost: {why}")
+
+            self._ranks.watch(lost)
         self._planner.start()
         self._watchdog.start()
         length = min(8, self.info.max_model_len - 2)
