@@ -24,6 +24,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from engine import openmp
 from engine.api import EngineRequest, FinishReason, LoadReport, RequestOutput, RequestTimes
 from engine.config import EngineConfig
 from engine.engine import Engine
@@ -61,8 +62,6 @@ Work = Callable[[TidemillError | None], None]
 
 def prepare(launch: frames.Launch) -> frames.Planned:
     """Prepare a start without loading weights or using the device, while another process may run. Raise ConfigError."""
-    from engine import openmp
-
     config = launch.config
     if launch.spare:
         if launch.waiting:
@@ -74,11 +73,9 @@ def prepare(launch: frames.Launch) -> frames.Planned:
     importing = threading.Thread(target=_import_quietly)
     importing.start()
     importing.join()
-    return (
-        frames.Planned("", ())
-        if launch.spare
-        else _planned(importlib.import_module("engine.build").plan_launch(config))
-    )
+    if launch.spare:
+        return frames.Planned("", ())
+    return _planned(importlib.import_module("engine.build").plan_launch(config))
 
 
 def _import_quietly() -> None:
@@ -89,21 +86,17 @@ def _import_quietly() -> None:
 
 
 def _planned(plan: Any) -> frames.Planned:
-    from engine import openmp
-
     return frames.Planned(str(plan.folder), tuple(plan.notes), os.environ.get(openmp.POLICY, ""))
 
 
 def build(config: EngineConfig, planned: Plan) -> Engine:
     """Build the engine that `tidemill serve` runs. Raise ConfigError."""
-    from engine import openmp
-
     openmp.announce(config, _say)
     module: Any = importlib.import_module("engine.build")  # imports torch
     plan = module.plan_launch(config)
     planned(_planned(plan))
-    engine: Engine = module.build_engine(config, plan, _say)
-    return engine
+    built: Engine = module.build_engine(config, plan, _say)
+    return built
 
 
 def find_golden(config: EngineConfig, folder: str) -> Path | None:
