@@ -8,7 +8,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from engine.build.memory import gib, host_bytes, with_cache
 from engine.build.plan import plan_launch
@@ -116,11 +115,8 @@ def _compare_kernels(plan: LaunchPlan, group: RankGroup) -> None:
 def _load_adapters(plan: LaunchPlan, weights: ModelWeights | TransformersModel) -> list[dict[Site, Delta]]:
     if plan.adapters and isinstance(weights, TransformersModel):
         weights.take_adapters(plan.adapters)
-    return [load_adapter(each, plan.spec, _like(weights)) for each in plan.adapters]
-
-
-def _like(weights: ModelWeights | TransformersModel) -> Tensor:
-    return weights.like if isinstance(weights, TransformersModel) else weights.embedding
+    like = weights.like if isinstance(weights, TransformersModel) else weights.embedding
+    return [load_adapter(each, plan.spec, like) for each in plan.adapters]
 
 
 def _load(
@@ -144,21 +140,14 @@ def _test_family(config: EngineConfig, plan: LaunchPlan, make: MakeLinear, backe
     The packaged model, random weights, quantized layers and some backends are not tested.
     """
     rounded, invented = "none" not in (config.quantization, plan.quantization), config.load_format == "dummy"
-    if not (config.self_test and config.model and backend.tests_families and plan.implementation == OWN):
-        return
-    if rounded or invented:
+    tested = config.self_test and config.model and backend.tests_families and plan.implementation == OWN
+    if not tested or rounded or invented:
         return
     quick = replace(config, profile_seconds=0.0)
 
     def device_of(spec: ModelSpec, weights: ModelWeights) -> Device:
         small = replace(
-            plan,
-            spec=spec,
-            limits=TEST_LIMITS,
-            scratch_blocks=0,
-            host_units=0,
-            offload=None,
-            int8_cache=False,
+            plan, spec=spec, limits=TEST_LIMITS, scratch_blocks=0, host_units=0, offload=None, int8_cache=False
         )
         device: Device = backend.make_runner(quick, small, weights, lambda _line: None)[0].device
         return device
