@@ -43,9 +43,9 @@ from engine.errors import (
     RetryableError,
     TidemillError,
 )
-from engine.loop.fault_log import FaultLog
+from engine.loop.faults import FaultLog, check_result
 from engine.loop.planner import Planner
-from engine.loop.step_watch import StepLimits, StepWatch, check_result
+from engine.loop.step_watch import StepLimits, StepWatch
 from engine.loop.watchdog import STALL_SECONDS, ProgressWatchdog
 from engine.machine.activity import Activity, read_activity
 from engine.machine.link import LinkLostError

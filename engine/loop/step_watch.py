@@ -10,9 +10,7 @@ import asyncio
 from collections.abc import Callable
 from typing import NamedTuple
 
-from engine.errors import EngineStepError
 from engine.machine.activity import Activity, ThreadActivity
-from engine.scheduling.output import UNMASKED_TOKEN, ModelRunnerOutput, SchedulerOutput
 
 LOOKS = 4
 """Number of checks of a step within its limit."""
@@ -108,21 +106,3 @@ class StepWatch:
             return
         self._timer = None
         self._on_hung(limit)
-
-
-def check_result(output: SchedulerOutput, result: ModelRunnerOutput, vocab_size: int) -> None:
-    """Raise EngineStepError if a result does not match its step, before any of it is applied.
-
-    A result must have the number of tokens that the step samples, and only tokens of the vocabulary.
-    """
-    expected, tokens = sum(chunk.sample for chunk in output.chunks), result.token_ids
-    if result.step_id != output.step_id:
-        raise EngineStepError(f"Step {output.step_id} was answered with the result of step {result.step_id}.")
-    if len(tokens) != expected or (result.logprobs is not None and len(result.logprobs) != expected):
-        raise EngineStepError(f"A step with {expected} samples was answered with {len(tokens)} tokens.")
-    if tokens and not (min(tokens) >= UNMASKED_TOKEN and max(tokens) < vocab_size):
-        raise EngineStepError("A step was answered with a token outside the vocabulary.")
-    if any(not 0 <= number < len(output.chunks) or output.chunks[number].sample for number in result.pooled):
-        raise EngineStepError("A step was answered with an embedding that no chunk requests.")
-    if any(not 0 <= token < vocab_size for run in result.forced.values() for token in run):
-        raise EngineStepError("A step was answered with a forced token outside the vocabulary.")
