@@ -260,7 +260,7 @@ class EngineServer:
             case frames.SetLane(job, lane):
                 self._engine.set_lane(job, lane)
             case frames.AskStats(call):
-                self._send(frames.Stats(call, self._engine.stats()))
+                self._send(frames.Answer(call, self._engine.stats()))
             case frames.Regroup(call, order):
                 self._do(self._regroup(call, self._stage.take(order)))
             case frames.Shutdown():
@@ -300,7 +300,7 @@ class EngineServer:
             self._send(frames.Refused(call, ErrorInfo.of(error)))
         else:
             self._flush()
-            self._send(frames.Regrouped(call, pasts))
+            self._send(frames.Answer(call, pasts))
 
     def _resume(self, request: EngineRequest) -> None:
         self._prepare((request,), partial(self._resume_prepared, request))
@@ -343,7 +343,7 @@ class EngineServer:
         except TidemillError as error:
             self._send(frames.Refused(call, ErrorInfo.of(error)))
         else:
-            self._send(frames.Done(call))
+            self._send(frames.Answer(call))
 
     def _resume_prepared(self, request: EngineRequest, fault: TidemillError | None) -> None:
         if self._stage.closed:

@@ -287,13 +287,11 @@ class EngineProcess:
                 for output in outputs:
                     self._deliver(output)
                 self._try_suspect()
-            case frames.Done(call):
+            case frames.Answer(call, value):
                 self._requests.open.accept(request.request_id for request in link.calls.submitted(call))
-                link.calls.settle(call)
+                link.calls.settle(call, value)
             case frames.Refused(call, error):
                 link.calls.refuse(call, error.to_error())
-            case frames.Stats(call, answer) | frames.Regrouped(call, answer):
-                link.calls.settle(call, answer)
             case frames.Parted():
                 self.regroup.parted = True
                 self._tell_change()

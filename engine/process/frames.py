@@ -55,7 +55,7 @@ class Begin(Message, frozen=True):
 
 
 class Submit(Message, frozen=True):
-    """Queue all requests or none. Answered by `Done` or `Refused` with the same `call`."""
+    """Queue all requests or none. Answered by `Answer` or `Refused` with the same `call`."""
 
     call: int
     requests: tuple[EngineRequest, ...]
@@ -68,7 +68,7 @@ class Resume(Message, frozen=True):
 
 
 class CheckRoom(Message, frozen=True):
-    """Check whether a request would be accepted. Answered by `Done` or `Refused`."""
+    """Check whether a request would be accepted. Answered by `Answer` or `Refused`."""
 
     call: int
     request_class: RequestClass
@@ -91,7 +91,7 @@ class SetLane(Message, frozen=True):
 
 
 class AskStats(Message, frozen=True):
-    """Request statistics. Answered by `Stats`."""
+    """Request statistics. Answered by `Answer`."""
 
     call: int
 
@@ -99,7 +99,7 @@ class AskStats(Message, frozen=True):
 class Regroup(Message, frozen=True):
     """Carry out an order that forms or dissolves a pipeline (`engine.process.stage`).
 
-    Answered by `Regrouped` or `Refused`.
+    Answered by `Answer` or `Refused`.
     """
 
     call: int
@@ -150,18 +150,16 @@ class Outputs(Message, frozen=True):
     load: LoadReport | None = None
 
 
-class Done(Message, frozen=True):
+class Answer(Message, frozen=True):
+    """The answer to a call, with the statistics for `AskStats`, and the pasts of its requests for `Regroup`."""
+
     call: int
+    value: EngineStats | tuple[Past, ...] | None = None
 
 
 class Refused(Message, frozen=True):
     call: int
     error: ErrorInfo
-
-
-class Stats(Message, frozen=True):
-    call: int
-    stats: EngineStats
 
 
 class Pulse(Message, frozen=True):
@@ -176,13 +174,6 @@ class StepFailed(Message, frozen=True):
     """A step failed and the process continues. The gateway saves the flight recording."""
 
 
-class Regrouped(Message, frozen=True):
-    """The answer to `Regroup`."""
-
-    call: int
-    pasts: tuple[Past, ...] = ()  # pasts of the requests that the order names
-
-
 class Parted(Message, frozen=True):
     """The other engine of the pipeline does not answer. This engine runs no step until the next order."""
 
@@ -194,10 +185,7 @@ class Dying(Message, frozen=True):
     message: str
 
 
-ToGateway = (
-    Planned | Built | Started | NotStarted | Outputs | Done | Refused | Stats | Pulse | StepFailed | Regrouped | Parted
-    | Dying
-)  # fmt: skip
+ToGateway = Planned | Built | Started | NotStarted | Outputs | Answer | Refused | Pulse | StepFailed | Parted | Dying
 
 MessageT = TypeVar("MessageT")
 

@@ -121,7 +121,7 @@ class Calls:
         call = self._open.get(number)
         return () if call is None else call.submitted
 
-    def settle(self, number: int, value: Any = None) -> None:
+    def settle(self, number: int, value: Any) -> None:
         """Set the answer of a call. Ignore a call whose caller was cancelled."""
         call = self._open.get(number)
         if call is not None and not call.answer.done():
