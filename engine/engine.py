@@ -141,14 +141,14 @@ class Engine:
         if core.config.pipeline_depth and core.config.ahead_seconds == math.inf:
             self._waiter = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tidemill-waiter")
         self._loop_task: asyncio.Task[None] | None = None
-        self._warm = self._draining = self._stopping = False
+        self._warm = self._stopping = False
         self._faults = FaultLog(log, clock)
 
     @property
     def state(self) -> EngineState:
         if self._death is not None or (self._loop_task is not None and self._loop_task.done()):
             return EngineState.DEAD
-        if self._draining:
+        if self._stopping:
             return EngineState.DRAINING
         if self._loop_task is None or not self._warm:
             return EngineState.STARTING
@@ -190,13 +190,12 @@ class Engine:
 
     async def stop(self) -> None:
         """Refuse new requests, abort the open ones, and stop the loop."""
-        self._draining = True
+        self._stopping = True
         if self._loop_task is None:
             await self._end_ranks()
             return
         for request_id in list(self._streams):
             self.abort(request_id)
-        self._stopping = True
         self._wake.set()
         _, running = await asyncio.wait([self._loop_task], timeout=STOP_SECONDS)
         if running:

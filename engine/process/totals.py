@@ -4,6 +4,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import fields, replace
+from itertools import repeat
 from operator import attrgetter
 from typing import Any
 
@@ -104,7 +105,7 @@ def _together(stats: Sequence[ColocationStats]) -> ColocationStats:
     return replace(
         stats[0],
         **figures,
-        attainment=_weighted([each.attainment for each in stats], weights),
+        attainment=_mean([each.attainment for each in stats], weights),
         objectives=tuple(_objectives(stats)),
         breaker=worst.breaker,
         breaker_cause=worst.breaker_cause,
@@ -126,13 +127,8 @@ def _distance(standing: Standing) -> float:
     return share if math.isfinite(share) else -1.0
 
 
-def _weighted(values: Sequence[float], weights: Sequence[float]) -> float:
+def _mean(values: Iterable[float], weights: Iterable[float] = repeat(1.0)) -> float:
     """Return the weighted mean without NaN values; NaN if there are no others."""
-    pairs = [(value, weight or 1) for value, weight in zip(values, weights, strict=True) if not math.isnan(value)]
+    pairs = [(value, weight or 1) for value, weight in zip(values, weights, strict=False) if not math.isnan(value)]
     heaviest = sum(weight for _, weight in pairs)
     return sum(value * weight for value, weight in pairs) / heaviest if pairs else math.nan
-
-
-def _mean(values: Iterable[float]) -> float:
-    kept = [value for value in values if not math.isnan(value)]
-    return sum(kept) / len(kept) if kept else math.nan
