@@ -1,6 +1,7 @@
 """Anthropic's SDK beyond single messages: models, the tool runner, and message batches."""
 
 import asyncio
+import json
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -131,6 +132,7 @@ async def test_a_message_batch_from_creation_to_deletion(batches: Batches) -> No
     created = await client.messages.batches.create(requests=[*good, *bad])  # type: ignore[list-item]
     check_types(created)
     assert created.processing_status == "in_progress" and created.results_url is None
+    assert counts_of(created) == {"processing": 7}
     assert (created.expires_at - created.created_at).total_seconds() == 86_400
     batch = await ended(client, created.id)
     assert counts_of(batch) == {"succeeded": 5, "errored": 2}
@@ -206,6 +208,7 @@ async def test_pages_of_message_batches(batches: Batches) -> None:
         ([{"custom_id": "a"}], r"requests\[0\].params"),
         ([{"custom_id": "a", "params": "x"}], r"requests\[0\].params"),
         ([{**a_request("a"), "more": 1}], r"requests\[0\].more"),
+        ([a_request("a", metadata=json.loads("[" * 500 + "]" * 500))], "'requests' is nested too deeply"),
     ],
 )
 async def test_a_message_batch_that_cannot_run_is_refused_at_once(

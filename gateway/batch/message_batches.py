@@ -2,6 +2,7 @@
 this endpoint that /v1/batches created are shown as well."""
 
 from contextlib import suppress
+from dataclasses import replace
 from io import BytesIO
 from typing import Annotated, Any
 
@@ -92,19 +93,24 @@ async def create_message_batch(request: Request) -> Response:
     now = state.now()
     batch = BatchJob(new_batch_id(), tenant, MESSAGES_PATH, file.id, "24h", now, now + WINDOW_SECONDS)
     try:
-        return json_response(_as_json(request, await add_batch(request, batch)))
+        created = await add_batch(request, batch)
     except ApiError:
         await remove_file(request, file.id)
         raise
+    return json_response(_as_json(request, replace(created, total=lines.count(b"\n"))))
 
 
 def _input_lines(raw: bytes | bytearray, limits: BatchLimits) -> bytes:
     """Return the input file of a batch. Raises InvalidRequestError for requests that would fail the whole batch."""
     body = validate(MessageBatchRequest, parse_json(raw))
-    lines = b"".join(
-        orjson.dumps({"custom_id": each.custom_id, "method": "POST", "url": MESSAGES_PATH, "body": each.params}) + b"\n"
-        for each in body.requests
-    )
+    common = {"method": "POST", "url": MESSAGES_PATH}
+    try:
+        lines = b"".join(
+            orjson.dumps({"custom_id": each.custom_id, **common, "body": each.params}) + b"\n" for each in body.requests
+        )
+    except orjson.JSONEncodeError:
+        message = "'requests' is nested too deeply."
+        raise InvalidRequestError(message, param="requests", code="invalid_value") from None
     for error in check_input(BytesIO(lines), MESSAGES_PATH, limits.lines, limits.line_bytes).errors:
         place = f"requests[{(error.line or 1) - 1}]"
         param = f"{place}.{error.param}".replace(".body", ".params") if error.param else place
