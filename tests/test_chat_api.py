@@ -97,6 +97,8 @@ async def test_usage_in_every_chunk(served: Served) -> None:
     chunks = await chunks_of(served, stream_options={"include_usage": True, "continuous_usage_stats": True})
     counts = [chunk.usage.completion_tokens for chunk in chunks]
     assert counts == sorted(counts) and counts[0] == 1 and counts[-1] == counts[-2]
+    silent = await chunks_of(served, stream_options={"continuous_usage_stats": True})
+    assert all(chunk.usage is None for chunk in silent), "without include_usage there is none"
 
 
 async def test_usage_in_every_chunk_shows_tokens_without_text(served: Served) -> None:

@@ -83,11 +83,14 @@ async def test_the_official_client_gets_a_response(start_server: StartServer, to
                 safety_identifier="s",
                 max_tool_calls=3,
                 reasoning={"mode": "standard"},
+                text={"verbosity": "low"},
+                truncation="auto",
             )
         )
     assert answer.output_text == "hello world" and answer.status == "completed" and answer.id.startswith("resp_")
     assert (answer.object, answer.error, answer.metadata, answer.temperature) == ("response", None, {"a": "b"}, 0.5)
     wire = answer.to_dict()
+    assert (wire["text"], wire["truncation"]) == ({"format": {"type": "text"}, "verbosity": "low"}, "disabled")
     assert wire.keys() >= OPEN_RESPONSES and None not in (wire.get("user", ""), wire["presence_penalty"])
     assert (wire["prompt_cache_key"], wire["safety_identifier"], wire["max_tool_calls"]) == ("k", "s", 3)
     assert (wire["presence_penalty"], wire["frequency_penalty"], wire["top_logprobs"], wire["top_p"]) == (0, 0, 0, 0)
@@ -302,7 +305,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"tools": TOOLS, "tool_choice": {"type": "function", "name": "x"}}, "tool_choice.name", "not in"),
     ({"tools": TOOLS, "text": {"format": {"type": "json_object"}}}, "text.format", "together with 'tools'"),
     ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format.schema", "Missing"),
-    ({"text": {"verbosity": "high"}}, "text.verbosity", "Invalid"),
+    ({"text": {"verbosity": "huge"}}, "text.verbosity", "Invalid"),
     ({"reasoning": {"effort": "huge"}}, "reasoning.effort", "Invalid"),
     ({"include": ["message.output_text.logprobs"]}, "include[0]", "Invalid"),
     ({"metadata": {str(i): "x" for i in range(17)}}, "metadata", "at most 16"),

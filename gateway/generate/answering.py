@@ -178,7 +178,7 @@ async def stream_events(generation: Generation, shape: AnswerFormat) -> AsyncGen
     """Yield the events of a stream. An error ends the stream with the events of `failure`."""
     options = generation.plan.stream_options
     usage: Callable[[], dict[str, Any] | None] = (
-        generation.usage if options.continuous_usage_stats else functools.partial(_nothing)
+        generation.usage if options.in_every_chunk else functools.partial(_nothing)
     )
     try:
         if opening := shape.opening():

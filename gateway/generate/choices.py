@@ -68,7 +68,7 @@ class ChoiceState:
         self._index = index
         self._has_stops = bool(plan.stop)
         self._keeps_tokens = plan.return_token_ids or plan.num_logprobs is not None
-        self._shows_each_token = bool(plan.stream_options.continuous_usage_stats)
+        self._shows_each_token = plan.stream_options.in_every_chunk
         self._held: list[tuple[int, TokenLogprobs | None]] = []
         self._metrics = metrics
         parsing = plan.parsing or Parsing()

@@ -51,6 +51,7 @@ UNHONOURED = Unhonoured(
     frozenset(
         {
             "user",
+            "verbosity",
             "metadata",
             "store",
             "safety_identifier",
@@ -58,6 +59,7 @@ UNHONOURED = Unhonoured(
             "prompt_cache_options",
             "prompt_cache_retention",
             "guided_decoding_backend",
+            "prediction",
             "request_id",
             "rid",
         }
@@ -67,9 +69,7 @@ UNHONOURED = Unhonoured(
         "function_call": ("none",),
         "modalities": (["text"],),
         "audio": (),
-        "prediction": (),
         "web_search_options": (),
-        "verbosity": ("medium",),
         "moderation": (),
         "suffix": ("",),
         # extensions of vLLM and SGLang

@@ -147,6 +147,11 @@ class StreamOptions(StrictBody):
     continuous_usage_stats: bool | None = None
     include_obfuscation: bool | None = None
 
+    @property
+    def in_every_chunk(self) -> bool:
+        """Whether every chunk includes the usage so far."""
+        return bool(self.include_usage and self.continuous_usage_stats)
+
 
 StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
 TokenId = Annotated[int, Field(ge=0, le=_INT32)]

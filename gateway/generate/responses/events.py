@@ -181,7 +181,10 @@ def _described(plan: GenerationPlan, body: ResponsesRequest) -> dict[str, Any]:
         "service_tier": plan.service_tier,
         "store": False,
         "temperature": sampling.temperature,
-        "text": {"format": _without_none(form) if form else {"type": "text"}},
+        "text": {
+            "format": _without_none(form) if form else {"type": "text"},
+            "verbosity": (body.text and body.text.verbosity) or "medium",
+        },
         "tool_choice": choice.model_dump() if isinstance(choice, ToolChoiceFunction) else choice or "auto",
         "tools": [dict(tool.__dict__) for tool in functions_of(body)],  # schemas as they are: a dump copies them
         "top_logprobs": 0,

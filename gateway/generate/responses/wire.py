@@ -34,7 +34,7 @@ UNHONOURED = params.Unhonoured(
         "previous_response_id": (),
         "prompt": (),
         "top_logprobs": (0,),
-        "truncation": ("disabled",),
+        "truncation": ("disabled", "auto"),
     },
     {"previous_response_id": _STATELESS, "conversation": _STATELESS},
 )
@@ -180,8 +180,10 @@ class TextFormat(StrictBody):
 
 
 class TextOptions(StrictBody):
+    """`verbosity` is returned and otherwise ignored: chat templates do not know it."""
+
     format: TextFormat | None = None
-    verbosity: Literal["medium"] | None = None
+    verbosity: Literal["low", "medium", "high"] | None = None
 
 
 class ReasoningOptions(StrictBody):
