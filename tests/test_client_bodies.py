@@ -135,7 +135,7 @@ DEFAULTS: dict[str, Any] = {
     "length_penalty": 1.0, "bad_words": [], "include_reasoning": True, "documents": [], "request_id": "x",
     "mm_processor_kwargs": {}, "return_tokens_as_token_ids": False, "min_p": 0.0, "top_k": 0, "rid": "y",
     "separate_reasoning": True, "stream_reasoning": True, "no_stop_trim": False, "return_hidden_states": False,
-    "add_special_tokens": False, "early_stopping": False, "vllm_xargs": {}, "chat_template_kwargs": {},
+    "add_special_tokens": False, "best_of": 1, "early_stopping": False, "vllm_xargs": {}, "chat_template_kwargs": {},
     "repetition_penalty": 1.0, "presence_penalty": 0, "seed": 0, "service_tier": "auto",
 }  # fmt: skip
 

@@ -223,6 +223,28 @@ async def test_the_official_client_parses_what_it_asked_for(tmp_path: Path) -> N
         assert caught.value.param == "text.format.schema"
 
 
+async def test_logprobs_of_a_response_are_those_of_chat(start_server: StartServer) -> None:
+    served = await start_server("hello wörld")
+    async with client_of(served) as client:
+        asked: dict[str, Any] = {"model": MODEL, "logprobs": True, "top_logprobs": 2}
+        chat = await client.chat.completions.create(messages=[{"role": "user", "content": "Weather?"}], **asked)
+        assert chat.choices[0].logprobs
+        expected = [each.to_dict() for each in chat.choices[0].logprobs.content or ()]
+        fields = ask(include=["message.output_text.logprobs"], top_logprobs=2)
+        whole = await client.responses.create(**fields)
+    part = whole.to_dict()["output"][0]["content"][0]  # type: ignore[index]
+    assert part["logprobs"] == expected and whole.top_logprobs == 2
+    events = await events_of(served, **fields)
+    deltas = [event["logprobs"] for event in events if event["type"] == "response.output_text.delta"]
+    assert [entry for each in deltas for entry in each] == expected and len(deltas) > 1
+    added, done = (
+        next(event["part"] for event in events if event["type"] == f"response.content_part.{kind}")
+        for kind in ("added", "done")
+    )
+    assert (added["logprobs"], done["logprobs"]) == ([], expected)
+    assert (await post(served)).json()["output"][0]["content"][0]["logprobs"] == []
+
+
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_cut_answer_is_incomplete(start_server: StartServer, stream: bool) -> None:
     served = await start_server("one two three four")
@@ -307,7 +329,8 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format.schema", "Missing"),
     ({"text": {"verbosity": "huge"}}, "text.verbosity", "Invalid"),
     ({"reasoning": {"effort": "huge"}}, "reasoning.effort", "Invalid"),
-    ({"include": ["message.output_text.logprobs"]}, "include[0]", "Invalid"),
+    ({"include": ["message.audio"]}, "include[0]", "Invalid"),
+    ({"top_logprobs": 21}, "top_logprobs", "less than"),
     ({"metadata": {str(i): "x" for i in range(17)}}, "metadata", "at most 16"),
     ({"max_output_tokens": 0}, "max_output_tokens", "greater"),
     ({"max_output_tokens": 100_000}, "input", "context"),

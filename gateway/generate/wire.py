@@ -286,6 +286,7 @@ class ChatCompletionRequest(GenerationBody):
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: TemplateOptions | None = None
     add_special_tokens: Literal[False] | None = None
+    best_of: Literal[1] | None = None
     echo: Literal[False] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None

@@ -23,7 +23,7 @@ async def _plan(context: GatewayContext, body: ResponsesRequest, tenant: str) ->
 
 RESPONSES = ModelEndpoint(
     "/v1/responses", ResponsesRequest, UNHONOURED, "create_response", _plan,
-    lambda _, body, plan, __: ResponsesFormat(plan, body),
+    lambda context, body, plan, _: ResponsesFormat(plan, body, context.tokenizer),
 )  # fmt: skip
 INPUT_TOKENS = JsonPost("/v1/responses/input_tokens", ResponsesRequest, UNHONOURED)
 

@@ -2,10 +2,14 @@
 
 import secrets
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
+import orjson
+
+from engine.text.tokenizer import Tokenizer
 from gateway.generate.choices import OutputDelta
+from gateway.generate.completion_format import chat_logprobs
 from gateway.generate.params import GenerationPlan
 from gateway.generate.responses.translate import functions_of
 from gateway.generate.responses.wire import ResponsesRequest, TextFormat, ToolChoiceFunction
@@ -26,6 +30,7 @@ class OpenItem:
         self.index = index
         self.name = "output_text" if kind == "message" else "reasoning_text"
         self.texts: list[str] = []
+        self.logprobs: list[orjson.Fragment] = []
         start: dict[str, Any] = {"role": "assistant"} if kind == "message" else {"summary": []}
         prefix = "msg" if kind == "message" else "rs"
         self.item: dict[str, Any] = {"id": _new_id(prefix), "type": kind, "status": "in_progress", **start}
@@ -35,16 +40,17 @@ class OpenItem:
         """The fields that locate the item in events."""
         return {"item_id": self.item["id"], "output_index": self.index, "content_index": 0}
 
-    def part(self, text: str) -> dict[str, Any]:
-        extra: dict[str, Any] = {"annotations": [], "logprobs": []} if self.kind == "message" else {}
+    def part(self, text: str, logprobs: Sequence[orjson.Fragment] = ()) -> dict[str, Any]:
+        extra: dict[str, Any] = {"annotations": [], "logprobs": list(logprobs)} if self.kind == "message" else {}
         return {"type": self.name, "text": text, **extra}
 
 
 class ResponsesFormat:
     """See AnswerFormat."""
 
-    def __init__(self, plan: GenerationPlan, body: ResponsesRequest) -> None:
+    def __init__(self, plan: GenerationPlan, body: ResponsesRequest, tokenizer: Tokenizer) -> None:
         self._body = body
+        self._tokenizer = tokenizer
         self._output: list[dict[str, Any]] = []
         self._open: OpenItem | None = None
         self._number = 0
@@ -77,13 +83,13 @@ class ResponsesFormat:
         if delta.reasoning:
             events += self._write("reasoning", delta.reasoning)
         if delta.text:
-            events += self._write("message", delta.text)
+            events += self._write("message", delta.text, chat_logprobs(self._tokenizer, delta.logprobs))
         for call in delta.calls:
             events += [*self._close(), *self._call(call)]
         self._finish_reason = delta.finish_reason or self._finish_reason
         return events
 
-    def _write(self, kind: str, text: str) -> list[Event]:
+    def _write(self, kind: str, text: str, logprobs: Sequence[orjson.Fragment] = ()) -> list[Event]:
         events: list[Event] = []
         if self._open is None or self._open.kind != kind:
             events += self._close()
@@ -94,13 +100,14 @@ class ResponsesFormat:
                 self._event("response.content_part.added", **self._open.place, part=self._open.part("")),
             ]
         self._open.texts.append(text)
+        self._open.logprobs += logprobs
         if text:
-            events.append(self._text_event("delta", delta=text))
+            events.append(self._text_event("delta", logprobs, delta=text))
         return events
 
-    def _text_event(self, kind: str, **fields: Any) -> Event:
+    def _text_event(self, kind: str, logprobs: Sequence[orjson.Fragment], **fields: Any) -> Event:
         assert self._open is not None
-        extra: dict[str, Any] = {"logprobs": []} if self._open.kind == "message" else {}
+        extra: dict[str, Any] = {"logprobs": list(logprobs)} if self._open.kind == "message" else {}
         return self._event(f"response.{self._open.name}.{kind}", **self._open.place, **fields, **extra)
 
     def _close(self, status: str = "completed") -> list[Event]:
@@ -109,11 +116,11 @@ class ResponsesFormat:
         if opened is None:
             return []
         text = "".join(opened.texts)
-        part = opened.part(text)
+        part = opened.part(text, opened.logprobs)
         item = {**opened.item, "status": status, "content": [part]}
         self._output.append(item)
         events = [
-            self._text_event("done", text=text),
+            self._text_event("done", opened.logprobs, text=text),
             self._event("response.content_part.done", **opened.place, part=part),
             self._event("response.output_item.done", output_index=opened.index, item=item),
         ]
@@ -187,7 +194,7 @@ def _described(plan: GenerationPlan, body: ResponsesRequest) -> dict[str, Any]:
         },
         "tool_choice": choice.model_dump() if isinstance(choice, ToolChoiceFunction) else choice or "auto",
         "tools": [dict(tool.__dict__) for tool in functions_of(body)],  # schemas as they are: a dump copies them
-        "top_logprobs": 0,
+        "top_logprobs": body.top_logprobs or 0,
         "top_p": sampling.top_p if body.top_p is None else body.top_p,
         "truncation": "disabled",
         "usage": None,

@@ -18,6 +18,7 @@ from gateway.generate.responses.wire import (
 from gateway.generate.translation import Conversation, Translation, text_of, told_in, tool_fields
 from gateway.generate.wire import ChatCompletionRequest, validate
 
+LOGPROBS = "message.output_text.logprobs"
 NAMES: Mapping[str, str] = {
     "messages": "input",
     "max_completion_tokens": "max_output_tokens",
@@ -40,6 +41,7 @@ def translate(body: ResponsesRequest) -> Translation:
         "max_completion_tokens": body.max_output_tokens,
         "temperature": body.temperature,
         "top_p": body.top_p,
+        **_logprobs(body),
         "response_format": _form(body.text.format if body.text else None),
         "reasoning_effort": body.reasoning.effort if body.reasoning else None,
         "thinking_token_budget": body.thinking_token_budget,
@@ -81,6 +83,13 @@ def _add(conversation: Conversation, items: Sequence[Item]) -> None:
                 conversation.call(item.call_id, item.name, item.arguments, f"input[{number}].arguments")
             case CallOutput():
                 conversation.answer(item.call_id, text_of(item.output))
+
+
+def _logprobs(body: ResponsesRequest) -> dict[str, Any]:
+    """Return the chat fields for log-probabilities, which the client asks for by `include` or `top_logprobs`."""
+    if not body.top_logprobs and LOGPROBS not in (body.include or ()):
+        return {}
+    return {"logprobs": True, "top_logprobs": body.top_logprobs or 0}
 
 
 def _functions(body: ResponsesRequest) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag
 
+from engine.api import MAX_LOGPROBS
 from gateway.generate import params
 from gateway.generate.wire import (
     MAX_MESSAGES,
@@ -33,7 +34,6 @@ UNHONOURED = params.Unhonoured(
         "moderation": (),
         "previous_response_id": (),
         "prompt": (),
-        "top_logprobs": (0,),
         "truncation": ("disabled", "auto"),
     },
     {"previous_response_id": _STATELESS, "conversation": _STATELESS},
@@ -203,8 +203,8 @@ class ResponseStreamOptions(StrictBody):
 
 Included = Literal[
     "code_interpreter_call.outputs", "computer_call_output.output.image_url", "file_search_call.results",
-    "message.input_image.image_url", "reasoning.encrypted_content", "web_search_call.action.sources",
-    "web_search_call.results",
+    "message.input_image.image_url", "message.output_text.logprobs", "reasoning.encrypted_content",
+    "web_search_call.action.sources", "web_search_call.results",
 ]  # fmt: skip
 _Name = Annotated[str, Field(min_length=1, max_length=64)]
 _Note = Annotated[str, Field(max_length=512)]
@@ -222,6 +222,7 @@ class ResponsesRequest(RequestBody):
     safety_identifier: str | None = None
     metadata: Annotated[dict[_Name, _Note], at_most(MAX_METADATA)] | None = None
     temperature: float | None = Field(None, ge=0, le=2, allow_inf_nan=False)
+    top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     top_p: float | None = Field(None, ge=0, le=1, allow_inf_nan=False)
     text: TextOptions | None = None
     tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
