@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_structured import EOS, ask, make_driver, tokenizer
-from test_tools import TEMPLATE, client_of, scripted
+from test_tools import TEMPLATE, TOOLS, client_of, scripted
 from test_tools import ask as ask_http
 
 from engine.api import EngineRequest, FinishReason, RequestClass, RequestTimes, Resumption
@@ -18,6 +18,7 @@ from engine.execution.masks import MAX_FORCED
 from engine.forms import Grammar
 from engine.process import frames
 from engine.text.thoughts import ThinkingBudget, ThoughtMarks, ThoughtTracker, failure_table
+from gateway.generate.thinking import UNLIMITED
 
 MARKS = ThoughtMarks((9,), (7, 8, 7))
 THINKS = TEMPLATE + "{% if add_generation_prompt %}<think>{% endif %}{% if false %}</think>{% endif %}"
@@ -221,24 +222,34 @@ async def test_what_cannot_be_held_to_a_budget_says_so(tmp_path: Path) -> None:
         assert caught.value.param == "thinking_token_budget" and not served.engine.requests
 
 
-async def test_forms_and_required_calls_behind_a_thought(tmp_path: Path) -> None:
-    """With a budget they hold behind it; without one nothing is thought."""
+@pytest.mark.parametrize("budget", [None, 5])
+async def test_forms_and_calls_follow_an_open_thought(tmp_path: Path, budget: int | None) -> None:
+    """With a budget or without one, the thought is free text and the grammar applies behind it."""
     call = '<tool_call>\n{"name": "time.now", "arguments": {"zone": "UTC"}}\n</tool_call>'
-    form: dict[str, Any] = {"tools": [], "response_format": {"type": "json_object"}}
-    budget = {"extra_body": {"thinking_token_budget": 5}}
+    strict = [{"type": "function", "function": {**tool["function"], "strict": True}} for tool in TOOLS]
+    named = {"type": "function", "function": {"name": "time.now"}}
+    extra: dict[str, Any] = {} if budget is None else {"extra_body": {"thinking_token_budget": budget}}
     async with scripted(tmp_path, f"hm</think>{call}", THINKS) as served, client_of(served) as client:
-        with pytest.raises(openai.BadRequestError, match="thinking_token_budget"):
-            await client.chat.completions.create(**ask_http(tool_choice="required"))
-        answer = await client.chat.completions.create(**ask_http(tool_choice="required", **budget))
-        message = answer.choices[0].message
-        assert [each.function.name for each in message.tool_calls or []] == ["time.now"]
-        assert (message.model_extra or {})["reasoning"] == "hm"
-        await client.chat.completions.create(**ask_http(**form))
-        await client.chat.completions.create(**ask_http(**form, **budget))
-        without, behind = (request.sampling for request in served.engine.requests[1:])
-        assert without.grammar is not None and without.thinking is None
-        assert behind.grammar is not None and behind.thinking is not None and behind.thinking.begun
-        assert served.engine.requests[0].sampling.grammar is not None
+        for fields in ({"tool_choice": "required"}, {"tool_choice": named}, {"tools": strict}):
+            answer = await client.chat.completions.create(**ask_http(**fields, **extra))
+            message = answer.choices[0].message
+            assert [each.function.name for each in message.tool_calls or []] == ["time.now"]
+            assert (message.model_extra or {})["reasoning"] == "hm"
+        form: dict[str, Any] = {"tools": [], "response_format": {"type": "json_object"}}
+        answer = await client.chat.completions.create(**ask_http(**form, **extra))
+        assert answer.choices[0].message.content == call
+    for request in served.engine.requests:
+        sampling = request.sampling
+        assert sampling.grammar is not None and sampling.thinking is not None and sampling.thinking.begun
+        assert sampling.thinking.tokens == (UNLIMITED if budget is None else budget)
+
+
+async def test_forms_of_models_that_may_think_begin_at_once(tmp_path: Path) -> None:
+    template = TEMPLATE + "{% if false %}</think>{% endif %}"
+    async with scripted(tmp_path, "{}", template) as served, client_of(served) as client:
+        form: dict[str, Any] = {"tools": [], "response_format": {"type": "json_object"}}
+        answer = await client.chat.completions.create(**ask_http(**form))
+    assert answer.choices[0].message.content == "{}" and served.engine.requests[0].sampling.thinking is None
 
 
 EFFORTS = [

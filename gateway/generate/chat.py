@@ -65,18 +65,16 @@ async def plan_chat(
         token_ids = _encode(context, body, messages, texts)
         prompt_end = context.tokenizer.decode(token_ids[-PROMPT_END:], skip_special_tokens=False)
         parsing = parsing_of(body, form, marks, prompt_end)
-        budget = budget_of(body, parsing)
-        thinks_first = body.thinking_token_budget is not None
         grammar = grammar_of(body)
         says_anything = False
         if grammar is not None:
             check_no_tools(body, grammar)
         elif parsing is not None:
-            special = context.tokenizer.special_tokens
-            grammar = tool_grammar(body, form, special, parsing.is_thinking and not thinks_first)
+            grammar = tool_grammar(body, form, context.tokenizer.special_tokens)
             says_anything = not must_call(body)
+        budget = budget_of(body, parsing, grammar is not None)
         if grammar is not None and parsing is not None and (budget is not None or not says_anything):
-            parsing, budget = _before_a_form(parsing, budget if thinks_first or says_anything else None, grammar)
+            parsing = _before_a_form(parsing, budget, grammar)
         plan = chat_plan(body, token_ids, context.client.info, caller, grammar, budget, clip)
         return dataclasses.replace(plan, parsing=parsing, continues=bool(body.continue_final_message))
 
@@ -108,15 +106,13 @@ def _encode(
     return context.tokenizer.encode_chat(messages, tools=offered_tools(body), **options)
 
 
-def _before_a_form(
-    parsing: Parsing, budget: ThinkingBudget | None, grammar: Grammar
-) -> tuple[Parsing | None, ThinkingBudget | None]:
+def _before_a_form(parsing: Parsing, budget: ThinkingBudget | None, grammar: Grammar) -> Parsing | None:
     """Combine a grammar with reasoning: without a budget the grammar applies from the first token and there is no
     reasoning; with a budget it applies after reasoning at the beginning."""
     if budget is None:
-        return (None if parsing.format is None else parsing), None
+        return None if parsing.format is None else parsing
     check_thought_before(budget, grammar.param)
-    return dataclasses.replace(parsing, once=True), budget
+    return dataclasses.replace(parsing, once=True)
 
 
 def _texts(body: ChatCompletionRequest) -> Iterator[str]:

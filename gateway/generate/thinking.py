@@ -8,6 +8,7 @@ from gateway.generate.tool_formats import END_THINK, THINK
 from gateway.generate.wire import ChatCompletionRequest
 
 PARAM = "thinking_token_budget"
+UNLIMITED = 2**31 - 1
 
 
 def find_marks(tokenizer: Tokenizer) -> ThoughtMarks | None:
@@ -24,11 +25,15 @@ def check_budget(body: ChatCompletionRequest, marks: ThoughtMarks | None) -> Non
         raise InvalidRequestError(message, param=PARAM, code="unsupported_parameter")
 
 
-def budget_of(body: ChatCompletionRequest, parsing: Parsing | None) -> ThinkingBudget | None:
-    """Return the budget of the request, or None without a budget or reasoning."""
-    if body.thinking_token_budget is None or parsing is None or parsing.marks is None:
+def budget_of(body: ChatCompletionRequest, parsing: Parsing | None, has_grammar: bool) -> ThinkingBudget | None:
+    """Return the budget of the request, or None without a budget or reasoning. If the prompt opens reasoning, an answer
+    with a grammar gets an unlimited budget, so that the grammar applies after the reasoning."""
+    if parsing is None or parsing.marks is None:
         return None
-    return ThinkingBudget(body.thinking_token_budget, parsing.marks, parsing.is_thinking)
+    tokens = body.thinking_token_budget
+    if tokens is None and has_grammar and parsing.is_thinking:
+        tokens = UNLIMITED
+    return None if tokens is None else ThinkingBudget(tokens, parsing.marks, parsing.is_thinking)
 
 
 def check_thought_before(budget: ThinkingBudget, param: str) -> None:

@@ -83,21 +83,15 @@ def parsing_of(
     )
 
 
-def tool_grammar(
-    body: ChatCompletionRequest, format: ToolFormat | None, special: Mapping[str, int], is_thinking: bool
-) -> Grammar | None:
+def tool_grammar(body: ChatCompletionRequest, format: ToolFormat | None, special: Mapping[str, int]) -> Grammar | None:
     """Return the grammar for required calls or `strict` functions, or None if neither applies.
 
-    `special`: ids of special tokens by text; `is_thinking`: the answer begins within reasoning. Raises
-    InvalidRequestError."""
+    `special`: ids of special tokens by text. Raises InvalidRequestError."""
     functions = _functions(body)
     required = must_call(body)
     if not offers_tools(body) or not (required or any(each.strict for each in functions)):
         return None
     assert format is not None
-    if required and is_thinking:
-        message = "The prompt opens reasoning, so a required call needs 'thinking_token_budget'."
-        raise _unsupported(message, "tool_choice")
     if isinstance(body.tool_choice, NamedToolChoice):
         functions = [each for each in functions if each.name == body.tool_choice.function.name]
     try:
