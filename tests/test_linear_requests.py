@@ -278,7 +278,7 @@ def test_too_long_a_grammar_is_a_clear_400(name: str) -> None:
     parameters = {"type": "object", "properties": {"p": {"enum": ["x" * 100] * 3000}}}
     tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
     with pytest.raises(InvalidRequestError, match="256 KiB") as caught:
-        tool_grammar(chat(tools=tools, tool_choice="required"), FORMATS[name], {}, False)
+        tool_grammar(chat(tools=tools, tool_choice="required"), FORMATS[name], {})
     assert caught.value.param == "tools" and caught.value.message.startswith("'tools' cannot be enforced")
 
 

@@ -140,6 +140,15 @@ async def test_strict_tools_are_enforced(tmp_path: Path) -> None:
     assert strict is not None and '"Rome"' in strict.text and loose is None
 
 
+async def test_tools_beside_a_form(tmp_path: Path) -> None:
+    form = {"type": "json_schema", "schema": {"type": "object", "properties": {"ok": {"type": "boolean"}}}}
+    async with scripted(tmp_path, TWO.removeprefix("Wait.\n")) as served:
+        whole = (await post(served, tools=TOOLS, output_config={"format": form})).json()
+        grammar = served.engine.requests[0].sampling.grammar
+    assert [block["type"] for block in whole["content"]] == ["tool_use", "tool_use"]
+    assert grammar is not None and '"ok"' in grammar.text and "weather" in grammar.text
+
+
 async def test_a_tool_loop_sends_back_what_it_got(tmp_path: Path) -> None:
     template = THINKS.replace("{{ message.content", "({{ message.reasoning_content }}){{ message.content")
     async with scripted(tmp_path, f"<think>hm</think>\n\n{TWO}", template) as served:
@@ -327,7 +336,6 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"tools": TOOLS, "tool_choice": {"type": "tool", "name": "x"}}, "tool_choice"),
     ({"tools": TOOLS, "tool_choice": {"type": "tool"}}, "tool_choice.name"),
     ({"tool_choice": {"type": "any"}}, "tool_choice"),
-    ({"tools": TOOLS, "output_config": {"format": {"type": "json_schema", "schema": {}}}}, "output_config.format"),
     ({"mcp_servers": [{"url": "x"}]}, "mcp_servers"),
     ({"top_k": -1}, "top_k"),
     ({"n": 2}, "n"),

@@ -245,6 +245,17 @@ async def test_logprobs_of_a_response_are_those_of_chat(start_server: StartServe
     assert (await post(served)).json()["output"][0]["content"][0]["logprobs"] == []
 
 
+async def test_tools_beside_a_form(tmp_path: Path) -> None:
+    """An answer calls or has the form."""
+    for number, (text, kinds) in enumerate([(TWO.removeprefix("Wait.\n"), ["function_call"] * 2), ("{}", ["message"])]):
+        async with scripted(tmp_path / str(number), text) as served, client_of(served) as client:
+            asked = ask(tools=TOOLS, text={"format": {"type": "json_object"}})
+            answer = await client.responses.create(**asked)
+            grammar = served.engine.requests[0].sampling.grammar
+        assert [item.type for item in answer.output] == kinds
+        assert grammar is not None and "weather" in grammar.text
+
+
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_cut_answer_is_incomplete(start_server: StartServer, stream: bool) -> None:
     served = await start_server("one two three four")
@@ -325,7 +336,6 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"tools": TOOLS * 2}, "tools", "same name"),
     ({"tools": [{"type": "web_search"}], "tool_choice": "required"}, "tool_choice", "no function"),
     ({"tools": TOOLS, "tool_choice": {"type": "function", "name": "x"}}, "tool_choice.name", "not in"),
-    ({"tools": TOOLS, "text": {"format": {"type": "json_object"}}}, "text.format", "together with 'tools'"),
     ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format.schema", "Missing"),
     ({"text": {"verbosity": "huge"}}, "text.verbosity", "Invalid"),
     ({"reasoning": {"effort": "huge"}}, "reasoning.effort", "Invalid"),

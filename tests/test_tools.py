@@ -1,6 +1,7 @@
 """Calls of functions: how answers are taken apart, what is offered and refused, and what clients see."""
 
 import dataclasses
+import functools
 import json
 import keyword
 import os
@@ -33,6 +34,7 @@ from gateway.generate.answer_parser import ParsedText, Parsing
 from gateway.generate.tool_decoders import Call
 from gateway.generate.tool_formats import FORMATS, find_format
 from gateway.generate.tool_grammars import Function
+from gateway.generate.tool_values import form_rule
 from gateway.generate.tools import choose_format
 
 WEATHER = {
@@ -444,6 +446,28 @@ def test_what_a_format_cannot_be_held_to_is_named(name: str, schema: dict[str, A
         FORMATS["pythonic"].grammar([Function("f", {"properties": {"from": True}})], {}, True, True)
 
 
+@pytest.mark.parametrize("name", sorted(FORMATS))
+def test_an_answer_calls_or_has_the_form(writing: Writing, name: str) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"n": {"const": 2**60 + 1}},
+        "required": ["n"],
+        "additionalProperties": False,
+    }
+    form = functools.partial(form_rule, schema=schema, whitespace=None)
+    text = FORMATS[name].grammar(REPORTS, writing.tokenizer.special_tokens, True, False, form)
+    compiled = writing.compiler.compile(Grammar("lark", text))
+    for answer, fits in {
+        write(name, WRITTEN[:1]): True,
+        json.dumps({"n": 2**60 + 1}, separators=(",", ":")): True,
+        json.dumps({"n": 2**60}, separators=(",", ":")): False,
+        write(name, [("report", {})]): False,
+        "Let me look.": False,
+        "": False,
+    }.items():
+        assert writing.takes(compiled.matcher(), answer) is fits, answer
+
+
 # Through HTTP
 
 
@@ -516,6 +540,20 @@ async def test_one_call_where_one_is_wanted(tmp_path: Path) -> None:
         assert [call.function.name for call in answer.choices[0].message.tool_calls or []] == ["weather"]
         assert answer.choices[0].finish_reason == "tool_calls"
         assert len(served.engine.aborts) == 1
+
+
+async def test_tools_beside_a_form_of_the_answer(tmp_path: Path) -> None:
+    schema = {"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"]}
+    form = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
+    for number, (text, calls) in enumerate([(TWO.removeprefix("Wait.\n"), 2), ('{"ok":true}', 0)]):
+        async with scripted(tmp_path / str(number), text) as served, client_of(served) as client:
+            answer = await client.chat.completions.create(**ask(response_format=form))
+            required = await client.chat.completions.create(**ask(response_format=form, tool_choice="required"))
+            both, calls_only = [request.sampling.grammar for request in served.engine.requests]
+        message = answer.choices[0].message
+        assert len(message.tool_calls or []) == calls and message.content == (None if calls else text)
+        assert both is not None and calls_only is not None and required.choices
+        assert '"ok"' in both.text and '"ok"' not in calls_only.text and '"weather"' in both.text
 
 
 async def test_strict_tools_have_a_grammar_and_leave_room_for_thoughts(tmp_path: Path) -> None:
@@ -647,7 +685,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"tools": [*TOOLS, TOOLS[0]]}, "tools", "same name"),
     ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name", "Invalid"),
     ({"tools": [{"type": "retrieval"}]}, "tools[0].type", "Invalid"),
-    ({"response_format": {"type": "json_object"}}, "response_format", "together with 'tools'"),
+    ({"extra_body": {"structured_outputs": {"regex": "a"}}}, "structured_outputs.regex", "together with 'tools'"),
     (
         {"extra_body": {"chat_template_kwargs": {"chat_template": "x"}}},
         "chat_template_kwargs.chat_template",

@@ -19,15 +19,15 @@ from gateway.generate.completion_format import CompletionStream, chat_logprobs
 from gateway.generate.endpoint import ModelEndpoint
 from gateway.generate.params import UNHONOURED, Caller, GenerationPlan, chat_plan, check_chat, check_texts
 from gateway.generate.prompt_options import apply_effort, check_prompt_end, template_options
-from gateway.generate.structured import grammar_of
+from gateway.generate.structured import exact_grammar, form_of
 from gateway.generate.thinking import budget_of, check_budget, check_thought_before
 from gateway.generate.threads import run_by_size, run_text_work
 from gateway.generate.tool_decoders import Call
 from gateway.generate.tools import (
-    check_no_tools,
     check_tools,
     must_call,
     offered_tools,
+    offers_tools,
     parsing_of,
     template_messages,
     tool_grammar,
@@ -65,13 +65,12 @@ async def plan_chat(
         token_ids = _encode(context, body, messages, texts)
         prompt_end = context.tokenizer.decode(token_ids[-PROMPT_END:], skip_special_tokens=False)
         parsing = parsing_of(body, form, marks, prompt_end)
-        grammar = grammar_of(body)
-        says_anything = False
-        if grammar is not None:
-            check_no_tools(body, grammar)
-        elif parsing is not None:
-            grammar = tool_grammar(body, form, context.tokenizer.special_tokens)
-            says_anything = not must_call(body)
+        answer = form_of(body)
+        if offers_tools(body):
+            grammar = tool_grammar(body, form, context.tokenizer.special_tokens, answer)
+        else:
+            grammar = exact_grammar(answer)
+        says_anything = answer is None and not must_call(body)
         budget = budget_of(body, parsing, grammar is not None)
         if grammar is not None and parsing is not None and (budget is not None or not says_anything):
             parsing = _before_a_form(parsing, budget, grammar)

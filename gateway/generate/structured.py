@@ -3,6 +3,7 @@
 The engine decides whether it can enforce the grammar.
 """
 
+import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -12,7 +13,7 @@ from engine.errors import InvalidRequestError
 from engine.forms import MAX_GRAMMAR_BYTES, Grammar, GrammarKind
 from gateway.generate.lark import Lark
 from gateway.generate.schemas import has_large_numbers, prepared
-from gateway.generate.tool_values import COMPACT, Literals
+from gateway.generate.tool_values import form_rule
 from gateway.generate.wire import GenerationBody, ResponseFormat, StructuredOutputs
 
 ANY_OBJECT = '{"type":"object"}'
@@ -20,6 +21,22 @@ ANY_OBJECT = '{"type":"object"}'
 
 def grammar_of(body: GenerationBody) -> Grammar | None:
     """Return the grammar of the answer, or None for free text. Slow for large schemas. Raises InvalidRequestError."""
+    return exact_grammar(form_of(body))
+
+
+def exact_grammar(form: Grammar | None) -> Grammar | None:
+    """Return a form, as Lark if it has integers that the grammar library would round in a JSON schema."""
+    if form is None or form.kind != "json" or not has_large_numbers(schema := orjson.loads(form.text)):
+        return form
+    lark = Lark({})
+    try:
+        return dataclasses.replace(form, kind="lark", text=lark.whole(form_rule(lark, schema, form.whitespace)))
+    except ValueError as error:
+        raise _refusal(form.param, error) from error
+
+
+def form_of(body: GenerationBody) -> Grammar | None:
+    """Return the form of the answer as the client wrote it, with a prepared schema. Raises InvalidRequestError."""
     found = [*_from_format(body.response_format), *_from_outputs(body.structured_outputs), *_from_guided(body)]
     if not found:
         return None
@@ -103,16 +120,13 @@ def _json(schema: str | dict[str, Any], whitespace: str | None, param: str) -> G
     """Return the grammar of a schema, which may be sent as text."""
     try:
         ready = prepared(_parse(schema) if isinstance(schema, str) else schema)
-        if not has_large_numbers(ready):
-            return Grammar("json", orjson.dumps(ready).decode(), whitespace, param)
-        if whitespace is not None:
-            raise ValueError("white space cannot be chosen for a schema with integers beyond 2^53")
-        lark = Lark({})
-        return Grammar("lark", lark.whole(Literals(lark, COMPACT, ready).value(ready)), param=param)
     except ValueError as error:
-        raise InvalidRequestError(
-            f"'{param}' cannot be enforced: {error}.", param=param, code="invalid_value"
-        ) from error
+        raise _refusal(param, error) from error
+    return Grammar("json", orjson.dumps(ready).decode(), whitespace, param)
+
+
+def _refusal(param: str, error: ValueError) -> InvalidRequestError:
+    return InvalidRequestError(f"'{param}' cannot be enforced: {error}.", param=param, code="invalid_value")
 
 
 def _parse(text: str) -> Any:

@@ -44,18 +44,27 @@ class ToolFormat:
     """Length of a call id required by the chat template."""
     tag: str = ""
 
-    def grammar(self, functions: Sequence[Function], special: Mapping[str, int], parallel: bool, required: bool) -> str:
+    def grammar(
+        self,
+        functions: Sequence[Function],
+        special: Mapping[str, int],
+        parallel: bool,
+        required: bool,
+        form: Callable[[Lark], str] | None = None,
+    ) -> str:
         """Return the grammar of an answer in Lark syntax.
 
         Args:
             special: ids of special tokens by text.
             parallel: allow several calls.
             required: allow calls only, instead of text with optional calls.
+            form: writes the rule of an answer without calls; None: any text, which calls may follow.
 
         Raises ValueError for a schema that the format cannot enforce."""
         lark = Lark(special)
-        if required:
-            return lark.whole(self.calls.required(lark, functions, parallel))
+        if required or form is not None:
+            calls = self.calls.required(lark, functions, parallel)
+            return lark.whole(calls if required or form is None else f"({calls}) | {form(lark)}")
         start = self.calls.offered(lark, functions, parallel)
         if END_THINK in special:  # otherwise the mark is ordinary text, which the grammar allows
             thought = f"{lark.text(THINK)}? {lark.terminal('/(?s:.)*/')} {lark.text(END_THINK)}"

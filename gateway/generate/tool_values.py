@@ -88,6 +88,16 @@ def json_rule(lark: Lark, schema: Any) -> str:
     return lark.json({**schema, **_SPACED} if isinstance(schema, Mapping) else schema)
 
 
+def form_rule(lark: Lark, schema: Any, whitespace: str | None) -> str:
+    """Return a rule for a JSON answer, compact or with `whitespace` between tokens. Raises ValueError."""
+    if not has_large_numbers(schema):
+        options = {"whitespace_flexible": False} if whitespace is None else {"whitespace_pattern": whitespace}
+        return lark.json({**schema, "x-guidance": options} if isinstance(schema, Mapping) else schema)
+    if whitespace is not None:
+        raise ValueError("white space cannot be chosen for a schema with integers beyond 2^53")
+    return lark.rule(Literals(lark, COMPACT, schema).value(schema))
+
+
 @dataclass(slots=True)
 class Literals:
     """Expressions for values in a family's own syntax. `root`: the schema for references."""

@@ -5,7 +5,7 @@ The model's `ToolFormat` defines the syntax of calls."""
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from hashlib import blake2b
 from typing import Any
 
@@ -15,9 +15,11 @@ from engine.errors import InvalidRequestError
 from engine.forms import Grammar
 from engine.text.thoughts import ThoughtMarks
 from gateway.generate.answer_parser import Parsing
+from gateway.generate.lark import Lark
 from gateway.generate.schemas import prepared
 from gateway.generate.tool_formats import FORMATS, THINK, ToolFormat, find_format
 from gateway.generate.tool_grammars import Function
+from gateway.generate.tool_values import form_rule
 from gateway.generate.wire import ChatCompletionRequest, ChatMessage, NamedToolChoice
 
 FLAG = "--tool-parser"
@@ -83,33 +85,38 @@ def parsing_of(
     )
 
 
-def tool_grammar(body: ChatCompletionRequest, format: ToolFormat | None, special: Mapping[str, int]) -> Grammar | None:
-    """Return the grammar for required calls or `strict` functions, or None if neither applies.
+def tool_grammar(
+    body: ChatCompletionRequest, format: ToolFormat | None, special: Mapping[str, int], form: Grammar | None = None
+) -> Grammar | None:
+    """Return the grammar for required calls, `strict` functions, or calls beside a `form` of the answer; None if none
+    applies.
 
     `special`: ids of special tokens by text. Raises InvalidRequestError."""
     functions = _functions(body)
     required = must_call(body)
-    if not offers_tools(body) or not (required or any(each.strict for each in functions)):
+    if not (required or form is not None or any(each.strict for each in functions)):
         return None
     assert format is not None
     if isinstance(body.tool_choice, NamedToolChoice):
         functions = [each for each in functions if each.name == body.tool_choice.function.name]
     try:
         enforced = [_enforced(each) if required or each.strict else each._replace(parameters={}) for each in functions]
-        text = format.grammar(enforced, special, body.parallel_tool_calls is not False, required)
+        write = None if form is None else _form_writer(form)
+        text = format.grammar(enforced, special, body.parallel_tool_calls is not False, required, write)
     except (orjson.JSONEncodeError, RecursionError) as error:
         raise _invalid("The parameters of a tool are nested too deeply.", "tools") from error
     except ValueError as error:
         raise _invalid(f"'tools' cannot be enforced in the format {format.name}: {error}", "tools") from error
     except (AttributeError, TypeError) as error:
         raise _invalid("The parameters of a tool are not a valid JSON schema.", "tools") from error
-    return Grammar("lark", text, param="tools")
+    return Grammar("lark", text, param="tools" if form is None else form.param)
 
 
-def check_no_tools(body: ChatCompletionRequest, grammar: Grammar) -> None:
-    """Raise InvalidRequestError if a structured output is combined with tools: its grammar does not allow calls."""
-    if offers_tools(body):
-        raise _invalid(f"'{grammar.param}' cannot be used together with 'tools'.", grammar.param)
+def _form_writer(form: Grammar) -> Callable[[Lark], str]:
+    """Return a function that writes the rule of a form. Raises InvalidRequestError if it is not JSON."""
+    if form.kind != "json":
+        raise _invalid(f"'{form.param}' cannot be used together with 'tools'; only JSON can.", form.param)
+    return lambda lark: form_rule(lark, orjson.loads(form.text), form.whitespace)
 
 
 def template_messages(body: ChatCompletionRequest, format: ToolFormat | None, template: str) -> list[dict[str, Any]]:
