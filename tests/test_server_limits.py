@@ -119,9 +119,10 @@ async def test_every_route_needs_a_key_but_health_and_ready(start_server: StartS
             allowed = await client.request(method.upper(), path, headers={b"authorization": f"Bearer {KEY}".encode()})
             assert (refused.status_code == 401) == (path not in {"/health", "/ready"}), path
             assert allowed.status_code != 401, path
-        for path in ("/nothing", "/health/", "//metrics", "/health/../metrics", "/HEALTH", "/web/../metrics", "/web/x"):
+        for path in ("/nothing", "//metrics", "/health/../metrics", "/HEALTH", "/web/../metrics", "/web/x"):
             assert (await client.get(served.url + path)).status_code == 401, path
-        assert (await client.get(f"{served.url}//health")).status_code == 200
+        for path in ("//health", "/health/"):
+            assert (await client.get(served.url + path)).status_code == 200, path
 
 
 def _routes(app: Any) -> list[tuple[str, list[str]]]:

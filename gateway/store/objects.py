@@ -118,10 +118,10 @@ class BatchJob:
         return self.total - self.completed - self.failed
 
     def as_json(self, notes: Mapping[str, str] | None = None) -> dict[str, Any]:
-        """Return the API object; `notes` are added to its metadata. Fields without a value are absent."""
+        """Return the API object; `notes` are added to its metadata. Fields without a value are null, as at OpenAI."""
         names = ("in_progress", "finalizing", "completed", "failed", "expired", "cancelling", "cancelled")
         errors = {"object": "list", "data": [error._asdict() for error in self.errors]} if self.errors else None
-        fields = {
+        return {
             "id": self.id,
             "object": "batch",
             "endpoint": self.endpoint,
@@ -139,7 +139,6 @@ class BatchJob:
             "usage": self.usage.as_json() if self.total else None,
             "metadata": {**(self.metadata or {}), **notes} if notes else self.metadata,
         }
-        return _given(fields)
 
 
 class LineRef(NamedTuple):
