@@ -10,7 +10,7 @@ Pure. A fit needs numpy and is too slow for a server's event loop.
 
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from predictor.features import BatchFeatures
@@ -58,7 +58,7 @@ class Refit:
         return self.level >= SLOW
 
 
-def refit(current: LatencyModel, sweep: Sequence[Sample], recent: Sequence[Sample]) -> Refit | None:
+def refit(current: LatencyModel, sweep: Sequence[Sample], recent: Iterable[Sample]) -> Refit | None:
     """Fit a new model; None with too few steps. Coefficients of cache work are kept and steps with it are excluded."""
     steps = [sample for sample in recent if not _has_cache_work(sample.features)]
     if len(steps) < FEWEST:

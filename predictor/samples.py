@@ -1,6 +1,5 @@
 """Measured steps: (features, seconds) pairs in a flat array, so that a fit of 80,000 needs no Python loop."""
 
-import base64
 import random
 from array import array
 from collections.abc import Iterable, Iterator
@@ -46,19 +45,6 @@ class SampleLog:
         """Store several steps."""
         for features, seconds in samples:
             self.append(features, seconds)
-
-    def encode(self) -> str:
-        """Return base64 of the doubles in native byte order."""
-        return base64.b64encode(self.values.tobytes()).decode()
-
-    @classmethod
-    def decode(cls, text: str) -> "SampleLog":
-        """Inverse of `encode`, without a capacity. Raises ValueError for invalid text."""
-        log = cls()
-        log.values.frombytes(base64.b64decode(text, validate=True))
-        if len(log.values) % ROW_WIDTH:
-            raise ValueError("the sample log is truncated")
-        return log
 
     def __len__(self) -> int:
         return len(self.values) // ROW_WIDTH

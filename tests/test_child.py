@@ -34,7 +34,7 @@ from gateway.batch.input import check_apart
 async def main():
     report = await check_apart(sys.argv[1], "/v1/completions", 10, 1000)
     try:
-        await run_child({}, (Turn("usual", 900.0),))
+        await run_child(int, "no number", turns=(Turn("usual", 900.0),))
     except ChildError as error:
         print(json.dumps([len(report.lines), str(error)]))
 
@@ -50,7 +50,7 @@ def traps(tmp_path: Path) -> Path:
     for name in NAMES:
         (folder / name).mkdir(parents=True)
         note = f"open({str(tmp_path / 'caught')!r}, 'a').write({name!r})\n"
-        for file in ("__init__.py", "search.py", "batch_input.py", "to_process.py"):
+        for file in ("__init__.py", "search_child.py", "batch_input.py", "to_process.py"):
             (folder / name / file).write_text(note)
     return folder
 

@@ -1,7 +1,9 @@
 """A latency model that is fitted anew while the server runs: a device that changes its shape, refusals, the profile."""
 
-import json
+import pickle
 import random
+from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,7 +12,6 @@ import pytest
 
 from engine.colocation.keeper import Colocation, initial_budget
 from engine.colocation.refit import ModelRefit
-from engine.colocation.search import answer, refit_job
 from engine.colocation.search_child import ChildError, Turn, run_child
 from engine.config import SchedulerConfig
 from engine.core import EngineCore
@@ -20,7 +21,7 @@ from predictor.model import LatencyModel
 from predictor.online import OnlineModel, OnlineSettings
 from predictor.profile import Profile, ProfileKey
 from predictor.refit import FEWEST, error_of, refit
-from predictor.samples import Sample, SampleLog
+from predictor.samples import Sample
 from predictor.slo import SLO
 
 KEY = ProfileKey("m", "d", "bfloat16", "1")
@@ -106,14 +107,6 @@ def test_cache_work_keeps_its_own_price() -> None:
     assert error_of(found.model, steps) < 0.02
 
 
-def test_a_log_of_samples_travels_as_text() -> None:
-    log = SampleLog(SWEEP)
-    assert list(SampleLog.decode(log.encode())) == SWEEP
-    for wrong in ("AAAA", "no base64"):
-        with pytest.raises(ValueError):
-            SampleLog.decode(wrong)
-
-
 def keeper_after(decodes: float, steps: int = 800) -> Colocation:
     model = OnlineModel(BEFORE)
     slo = SLO.parse("ttft_p99=1s,tbt_p99=100ms")
@@ -144,16 +137,14 @@ async def test_the_server_adopts_a_better_fit_and_keeps_it_with_the_profile(tmp_
 
 
 async def test_a_fit_that_is_worse_or_fails_changes_nothing(tmp_path: Path) -> None:
-    async def worse(job: dict[str, Any]) -> Any:
-        return {**answer(json.loads(json.dumps(job))), "better": False}
+    async def worse(*job: Any) -> Any:
+        found = await fit_here(*job)
+        return replace(found, error_before=found.error)
 
-    async def broken(_job: dict[str, Any]) -> Any:
+    async def broken(*_job: Any) -> Any:
         raise ChildError("killed")
 
-    async def nonsense(_job: dict[str, Any]) -> Any:
-        return {"model": {"intercept": -1.0}, "error": 0.0, "error_before": 1.0, "better": True, "slow": False}
-
-    for child in (worse, broken, nonsense):
+    for child in (worse, broken):
         keeper = keeper_after(2.0)
         fitter = ModelRefit(keeper, profile(), tmp_path / "profile.json", child=child)
         assert not await fitter.refit()
@@ -163,8 +154,8 @@ async def test_a_fit_that_is_worse_or_fails_changes_nothing(tmp_path: Path) -> N
     assert not await few.refit()
 
 
-async def fit_here(job: dict[str, Any]) -> Any:
-    return answer(json.loads(json.dumps(job)))
+async def fit_here(function: Callable[..., Any], *arguments: Any) -> Any:
+    return function(*arguments)
 
 
 async def test_what_a_slow_device_shows_is_used_and_never_becomes_the_profile(tmp_path: Path) -> None:
@@ -193,5 +184,5 @@ async def test_it_ends_with_the_server() -> None:
 def test_a_job_is_small_enough_to_be_written_at_once() -> None:
     """Bounded whatever has run: the event loop writes it."""
     keeper = keeper_after(1.0, steps=6000)
-    job = refit_job(keeper.model.model, SWEEP, keeper.model.recent_log())
-    assert len(json.dumps(job)) < 1_000_000
+    job = refit, (keeper.model.model, tuple(SWEEP), keeper.model.recent_log())
+    assert len(pickle.dumps(job)) < 1_000_000

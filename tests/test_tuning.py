@@ -1,31 +1,32 @@
 """The tuner: the load decides which budget is in force, and what is searched, compared and kept."""
 
 import asyncio
-import json
 import os
+import pickle
 import subprocess
 import sys
 import time
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 from driver import make_request
 from windows import poisson_window
 
 from engine.api import FinishReason, RequestClass, RequestOutput, RequestTimes
+from engine.colocation.baseline import replay_alone
 from engine.colocation.keeper import Colocation, initial_budget
 from engine.colocation.load_store import LoadStore
 from engine.colocation.replay import ReplayedServer, Workload
-from engine.colocation.search import NICENESS, baseline_job, budget_job, step_aside
-from engine.colocation.search_child import ChildError, Turn, run_child
+from engine.colocation.search import find_budget
+from engine.colocation.search_child import NICENESS, ChildError, Turn, run_child, step_aside
 from engine.colocation.tuner import MIN_COMPARED, MIN_RECORDED, PAUSE_SECONDS, BudgetTuner
 from engine.config import SchedulerConfig
 from engine.core import EngineCore
 from engine.scheduling.output import Chunk, SchedulerOutput
-from predictor.budget import BudgetParams, params_of, to_plain
+from predictor.budget import BudgetParams, Evaluated, SearchResult
 from predictor.budget_table import BudgetTable
 from predictor.load import BUCKET, Lengths, LoadModel, OnlineArrival
 from predictor.model import LatencyModel
@@ -39,7 +40,16 @@ MODEL = LatencyModel(
 CONFIG = SchedulerConfig(num_units=2 * 600, max_model_len=1024, max_num_seqs=64, max_num_batched_tokens=256)
 STEP = SchedulerOutput(0, (Chunk(0, 10, 1, True),))
 USUAL = (Turn("usual", 900.0),)
-Answer = Callable[[dict[str, Any]], Any]
+
+
+class Job(NamedTuple):
+    """What a child computes."""
+
+    function: Callable[..., Any]
+    arguments: tuple[Any, ...]
+
+
+Answer = Callable[[Job], Any]
 
 
 class Bench:
@@ -53,7 +63,7 @@ class Bench:
         start: float = 0.0,
     ) -> None:
         self.now = 0.0
-        self.jobs: list[dict[str, Any]] = []
+        self.jobs: list[Job] = []
         self.answer = answer
         parsed, model = SLO.parse(slo), OnlineModel(MODEL)
         self.core = EngineCore(CONFIG, model=model)
@@ -65,7 +75,8 @@ class Bench:
         server = ReplayedServer(MODEL, parsed, CONFIG)
         self.tuner = BudgetTuner(self.keeper, server, table, store, clock=lambda: self.now, child=self._child)
 
-    async def _child(self, job: dict[str, Any], *_turns: Any) -> Any:
+    async def _child(self, function: Callable[..., Any], *arguments: Any, **_turns: Any) -> Any:
+        job = Job(function, arguments)
         self.jobs.append(job)
         answer = self.answer(job)
         if isinstance(answer, Exception):
@@ -105,14 +116,15 @@ class Bench:
             await asyncio.sleep(0)
 
 
-def found(budget: float) -> dict[str, Any]:
-    return {"params": to_plain(BudgetParams("tidemill", budget))}
+def found(budget: float) -> SearchResult:
+    best = Evaluated(BudgetParams("tidemill", budget), {}, {})
+    return SearchResult(best, best, (best,), True, True, 1)
 
 
-def rates_of(jobs: list[dict[str, Any]]) -> list[float]:
+def rates_of(jobs: list[Job]) -> list[float]:
     """The rates of the windows that were searched."""
-    windows = [job["others"][0] for job in jobs if job["kind"] == "budget"]
-    return [len(window["arrivals"]) / window["seconds"] for window in windows]
+    windows = [job.arguments[1][0] for job in jobs if job.function is find_budget]
+    return [len(window.arrivals) / window.seconds for window in windows]
 
 
 async def test_the_load_that_comes_is_searched_and_then_the_next_higher_one() -> None:
@@ -127,11 +139,9 @@ async def test_the_load_that_comes_is_searched_and_then_the_next_higher_one() ->
     assert first == pytest.approx(1.0, rel=0.3) and second == pytest.approx(1.5 * first, rel=0.3)
     assert len(bench.jobs) == 2, "all is known now"
     assert bench.budget == pytest.approx(0.02 / (1 + first), rel=1e-6)
-    job = bench.jobs[0]
-    assert (
-        len(job["others"]) == 1 and len(job["others"][0]["arrivals"]) == 1000 and len(job["first"]["arrivals"]) == 300
-    )
-    assert job["first"]["offline_lengths"] == [[80, 12, 0]], "the job that waits"
+    window, others, _server = bench.jobs[0].arguments
+    assert [len(each.arrivals) for each in (window, *others)] == [300, 1000]
+    assert window.offline_lengths == ((80, 12, 0),), "the job that waits"
     await bench.tuner.stop()
 
 
@@ -143,7 +153,7 @@ async def test_a_change_of_load_is_a_look_up() -> None:
     at_one, searched = bench.budget, len(bench.jobs)
     release = asyncio.Event()
 
-    async def late(job: dict[str, Any]) -> Any:
+    async def late(job: Job) -> Any:
         await release.wait()
         return found(0.001)
 
@@ -178,8 +188,8 @@ async def test_a_tolerance_is_searched_at_both_edges_of_a_cell_and_held_to_less_
     bench.queue_a_job()
     await bench.serve(60, 4.0)
     assert bench.budget == 0.004
-    job = next(job for job in bench.jobs if job["kind"] == "budget")
-    upper, lower = (len(each["arrivals"]) / each["seconds"] for each in job["others"])
+    job = next(job for job in bench.jobs if job.function is find_budget)
+    upper, lower = (len(each.arrivals) / each.seconds for each in job.arguments[1])
     assert lower == pytest.approx(upper / (1.5 * 1.1), rel=0.15)
     bench.answer = lambda job: ChildError("busy")
     await bench.serve(300, 0.5)
@@ -195,7 +205,7 @@ async def test_while_a_search_gets_no_time_the_load_is_followed_and_the_newest_w
     await bench.serve(60, 1.0)
     cancelled: list[float] = []
 
-    async def never(job: dict[str, Any]) -> Any:
+    async def never(job: Job) -> Any:
         try:
             await asyncio.Event().wait()
         except asyncio.CancelledError:
@@ -290,7 +300,7 @@ async def test_a_failed_search_changes_nothing_and_is_not_made_again_at_once() -
     initial = bench.budget
     await bench.serve(200, 1.0)
     assert len(bench.jobs) == 1 and bench.budget == initial
-    bench.answer = lambda job: {"nonsense": 1}
+    bench.answer = lambda job: ValueError("too few arrivals")
     bench.now += PAUSE_SECONDS
     await bench.serve(40, 1.0)
     assert len(bench.jobs) == 2 and bench.budget == initial
@@ -335,17 +345,17 @@ async def test_a_place_that_cannot_be_written_is_said_and_stops_nothing(tmp_path
 
 
 async def test_a_tolerance_is_compared_beside_the_searches() -> None:
-    def alone(job: dict[str, Any]) -> Any:
-        if job["kind"] == "budget":
+    def alone(job: Job) -> Any:
+        if job.function is find_budget:
             return found(0.0123)
-        count = len(job["counted"])
+        count = len(job.arguments[2])
         keys = ("ttft_mean", "ttft_p99", "tbt_mean", "tbt_p99")
-        return {"aggregates": dict.fromkeys(keys, 0.005), "own": [[0.005, 0.005]] * count}
+        return dict.fromkeys(keys, 0.005), [(0.005, 0.005)] * count
 
     bench = Bench(alone, slo="5%")
     bench.tuner.start()
     await bench.serve(MIN_COMPARED + 40, 1.0)
-    jobs = [job for job in bench.jobs if job["kind"] == "baseline"]
+    jobs = [job for job in bench.jobs if job.function is replay_alone]
     assert 1 <= len(jobs) <= 2, "at most every half a minute"
     stats = bench.keeper.stats(bench.now)
     assert stats.breaker_openings >= 1 and stats.objectives[0].bound == pytest.approx(0.00525)
@@ -359,18 +369,18 @@ async def test_a_tolerance_is_compared_beside_the_searches() -> None:
 async def test_jobs_run_in_a_process_of_their_own() -> None:
     first, second = (poisson_window(2.0, 100, 20, 4.0, seed) for seed in (1, 2))
     server = ReplayedServer(MODEL, SLO.parse("ttft_p99=500ms,tbt_p99=60ms"), CONFIG)
-    answer = await run_child(budget_job(first, [second], server), USUAL)
-    assert params_of(answer["params"]).latency_budget > 0
+    result = await run_child(find_budget, first, [second], server, turns=USUAL)
+    assert result.params.latency_budget > 0
     counted = [True] * len(first.arrivals)
-    answer = await run_child(baseline_job(first, counted, server), USUAL)
-    assert answer["aggregates"]["tbt_p99"] == pytest.approx(0.0085, rel=0.1) and len(answer["own"]) == len(counted)
-    with pytest.raises(ChildError, match="KeyError"):
-        await run_child({"kind": "budget"}, (Turn("idle", 0.0), *USUAL))
+    aggregates, own = await run_child(replay_alone, first, server, counted, turns=USUAL)
+    assert aggregates["tbt_p99"] == pytest.approx(0.0085, rel=0.1) and len(own) == len(counted)
+    with pytest.raises(ChildError, match="ValueError"):
+        await run_child(int, "no number", turns=(Turn("idle", 0.0), *USUAL))
 
 
 async def test_a_child_that_gets_no_time_is_given_up() -> None:
     with pytest.raises(ChildError, match="no core had time for it within 0 s"):
-        await run_child({"kind": "budget"}, (Turn("idle", 0.0), Turn("nice", 0.0)))
+        await run_child(int, turns=(Turn("idle", 0.0), Turn("nice", 0.0)))
 
 
 @pytest.mark.skipif(not hasattr(os, "SCHED_IDLE"), reason="Linux")
@@ -388,8 +398,8 @@ def test_priorities_are_those_of_the_name(priority: str) -> None:
 
 async def test_a_child_is_killed_with_who_waits_for_it() -> None:
     window = Workload(tuple(OnlineArrival(i / 10, Lengths(200, 100)) for i in range(20_000)), 2000.0)
-    job = budget_job(window, [window], ReplayedServer(MODEL, SLO.parse("tbt_p99=60ms"), CONFIG))
-    task = asyncio.create_task(run_child(job))
+    server = ReplayedServer(MODEL, SLO.parse("tbt_p99=60ms"), CONFIG)
+    task = asyncio.create_task(run_child(find_budget, window, [window], server))
     await asyncio.sleep(0.05)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -397,9 +407,10 @@ async def test_a_child_is_killed_with_who_waits_for_it() -> None:
 
 
 WAITS = """
-import asyncio, json, sys
+import asyncio, pickle, sys
 from engine.colocation.search_child import Turn, run_child
-asyncio.run(run_child(json.load(sys.stdin), (Turn("usual", 900.0),)))
+function, arguments = pickle.load(sys.stdin.buffer)
+asyncio.run(run_child(function, *arguments, turns=(Turn("usual", 900.0),)))
 """
 
 
@@ -407,10 +418,10 @@ asyncio.run(run_child(json.load(sys.stdin), (Turn("usual", 900.0),)))
 def test_a_child_ends_with_a_server_that_was_killed() -> None:
     """SIGKILL: nobody was left to end it, and it computed for minutes beside the next engine."""
     window = Workload(tuple(OnlineArrival(i / 10, Lengths(200, 100)) for i in range(20_000)), 2000.0)
-    job = budget_job(window, [window], ReplayedServer(MODEL, SLO.parse("tbt_p99=60ms"), CONFIG))
+    job = find_budget, (window, [window], ReplayedServer(MODEL, SLO.parse("tbt_p99=60ms"), CONFIG))
     with subprocess.Popen([sys.executable, "-c", WAITS], stdin=subprocess.PIPE) as server:
         assert server.stdin is not None
-        server.stdin.write(json.dumps(job).encode())
+        server.stdin.write(pickle.dumps(job))
         server.stdin.close()
         children = Path(f"/proc/{server.pid}/task/{server.pid}/children")
         while not (found := children.read_text().split()):

@@ -18,7 +18,7 @@ from benchmarks.gpu.table import Row
 from engine.api import EngineInfo, EngineRequest, FinishReason, RequestClass, RequestOutput, SamplingParams
 from engine.colocation.keeper import Colocation
 from engine.colocation.replay import ReplayedServer, Workload, metrics_of, run_workload
-from engine.colocation.search import budget_job, step_range
+from engine.colocation.search import find_budget, step_range
 from engine.colocation.search_child import run_child
 from engine.config import SchedulerConfig
 from engine.core import EngineCore
@@ -29,7 +29,7 @@ from engine.machine import processes
 from engine.models.spec import ModelSpec
 from engine.profiling.calibration import measure_profile
 from engine.scheduling.output import ModelRunnerOutput, SchedulerOutput
-from predictor.budget import BudgetParams, params_of, search_budget
+from predictor.budget import BudgetParams, search_budget
 from predictor.load import Lengths
 from predictor.model import LatencyModel
 from predictor.online import OnlineModel
@@ -119,9 +119,9 @@ async def _check(setup: Setup) -> list[Row]:
     server = ReplayedServer(before.model.as_fixed(), slo, config, noise=tuple(before.model.residuals()))
     window = Workload.recorded(tuple(before.load.arrivals), [sizes], rate, setup.size(slo.arrivals_needed // 5, 20), 1)
     answer, oracle = await asyncio.gather(
-        run_child(budget_job(window, [], server)), asyncio.to_thread(_oracle, window, server)
+        run_child(find_budget, window, [], server), asyncio.to_thread(_oracle, window, server)
     )
-    keeper = Watched(config, model, slo, params_of(answer["params"]))
+    keeper = Watched(config, model, slo, answer.params)
     keeper.set_baseline({"tbt_p99": _p99(alone.gaps)}, [], time.monotonic())
     both = await _phase(_engine(spec, runner, keeper.core, keeper), sizes, rate, True, seconds)
     left = (1 - _LOAD) * full.offline_tokens / full.seconds

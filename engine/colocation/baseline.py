@@ -1,8 +1,7 @@
 """The baseline of a tolerance: the most recent online requests, replayed on a server without offline work.
 
 The live server cannot observe that run, so a replay with the same latency model provides it (HyGen measures a separate
-run). This module selects the requests to replay and compares measurements with the replay. Torch-free;
-`engine.colocation.search` runs the replay in a process of its own.
+run). This module selects the requests to replay and compares measurements with the replay. Torch-free.
 """
 
 from collections import deque

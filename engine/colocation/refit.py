@@ -13,11 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from engine.colocation.keeper import Colocation
-from engine.colocation.search import model_of, refit_job
 from engine.colocation.search_child import ChildError, run_child
 from predictor.online import OnlineSettings
 from predictor.profile import Profile
-from predictor.refit import FEWEST
+from predictor.refit import FEWEST, Refit, refit
 
 log = logging.getLogger("tidemill.colocation")
 
@@ -35,7 +34,7 @@ class ModelRefit:
         colocation: Colocation,
         profile: Profile,
         path: Path | None = None,
-        child: Callable[[dict[str, Any]], Any] = run_child,
+        child: Callable[..., Any] = run_child,
     ) -> None:
         self.profile = profile
         self._colocation = colocation
@@ -67,24 +66,23 @@ class ModelRefit:
         if len(recent) < FEWEST:
             return False
         try:
-            answer = await self._child(refit_job(keeper.model.model, self.profile.sweep, recent))
-            if answer["model"] is None:
-                return False
-            model, error, before = model_of(answer["model"]), float(answer["error"]), float(answer["error_before"])
-            better, slow = bool(answer["better"]), bool(answer["slow"])
-        except (ChildError, ValueError, KeyError, TypeError) as failure:
+            found: Refit | None = await self._child(refit, keeper.model.model, self.profile.sweep, recent)
+        except ChildError as failure:
             log.warning("the latency model could not be fitted anew (%s)", failure)
             return False
-        keeper.note_refit(better)
-        if not better:
-            log.info("a new fit of the latency model is refused: error %.1f %%, now %.1f %%", 100 * error, 100 * before)
+        if found is None:
             return False
-        log.info("the latency model is fitted anew: error %.1f %% instead of %.1f %%", 100 * error, 100 * before)
-        keeper.model.replace(model, OnlineSettings.with_error(error))
-        if slow:
+        keeper.note_refit(found.better)
+        errors = 100 * found.error, 100 * found.error_before
+        if not found.better:
+            log.info("a new fit of the latency model is refused: error %.1f %%, now %.1f %%", *errors)
+            return False
+        log.info("the latency model is fitted anew: error %.1f %% instead of %.1f %%", *errors)
+        keeper.model.replace(found.model, OnlineSettings.with_error(found.error))
+        if found.is_of_slow_device:
             log.info("the fit is not kept in the profile: the device is much slower than when it was measured")
             return True
-        self.profile = replace(self.profile, model=model, held_out_mape=error)
+        self.profile = replace(self.profile, model=found.model, held_out_mape=found.error)
         await self._keep()
         return True
 

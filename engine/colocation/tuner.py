@@ -13,14 +13,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from engine.colocation.baseline import workload_of
+from engine.colocation.baseline import replay_alone, workload_of
 from engine.colocation.keeper import Colocation
 from engine.colocation.load_store import LoadStore
 from engine.colocation.refit import ModelRefit
 from engine.colocation.replay import ReplayedServer, Workload
-from engine.colocation.search import baseline_job, budget_job
+from engine.colocation.search import find_budget
 from engine.colocation.search_child import IDLE_SECONDS, NICE_SECONDS, ChildError, Turn, run_child
-from predictor.budget import BudgetParams, params_of
+from predictor.budget import BudgetParams, SearchResult
 from predictor.budget_table import BudgetEntry, BudgetTable, Situation, cell_of, lowest_rate, upper_rate
 from predictor.features import BatchFeatures
 
@@ -231,12 +231,12 @@ class BudgetTuner:
                 Workload.recorded(arrivals, offline, each, count, seed)
                 for seed, (each, count) in enumerate(windows, start=1)
             )
-            answer = await self._child(budget_job(first, others, self._live_server()))
-            params = params_of(answer["params"])
-        except (ChildError, ValueError, KeyError, TypeError) as error:
+            found: SearchResult = await self._child(find_budget, first, others, self._live_server())
+        except (ChildError, ValueError) as error:
             self._failed_at = self._clock()
             log.warning("the budget search for %.3g requests/s failed (%s)", rate, error)
             return
+        params = found.params
         if params.latency_budget > 0.0:
             log.info("offline budget for %.3g online requests/s: %s", rate, params)
         else:
@@ -261,11 +261,11 @@ class BudgetTuner:
             self._compared_at = self._clock()
             window, counted = self._colocation.window(self._clock())
             try:
-                job = baseline_job(workload_of(window), counted, self._live_server())
-                answer = await self._child(job, BASELINE_TURNS)
-                own = [None if pair is None else (pair[0], pair[1]) for pair in answer["own"]]
-                self._colocation.set_baseline(answer["aggregates"], own, self._clock())
-            except (ChildError, ValueError, KeyError, TypeError) as error:
+                aggregates, own = await self._child(
+                    replay_alone, workload_of(window), self._live_server(), counted, turns=BASELINE_TURNS
+                )
+                self._colocation.set_baseline(aggregates, own, self._clock())
+            except (ChildError, ValueError) as error:
                 log.warning("the online-only run of the last requests failed (%s)", error)
 
     async def _keep(self) -> None:
