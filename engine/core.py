@@ -8,10 +8,8 @@ deferred until the step in flight completes. `update` publishes blocks to the pr
 confirmed. Sources: HyGen §4.1; reliability E1-E8.
 """
 
-from collections import deque
 from collections.abc import Generator, Sequence
 from functools import partial
-from itertools import count
 from operator import attrgetter
 
 from engine.api import (
@@ -29,18 +27,18 @@ from engine.errors import InvalidRequestError, TidemillError
 from engine.request import Request, RequestStatus
 from engine.scheduling.admission import Admission, check_length
 from engine.scheduling.blame import LONE_WAITS, Blame
-from engine.scheduling.counters import StepCounters
-from engine.scheduling.draft import DecidedStep, StepDraft
+from engine.scheduling.draft import StepDraft
 from engine.scheduling.failures import StepFailures, check_integrity
+from engine.scheduling.in_flight import InFlight, ReachedPoint
 from engine.scheduling.moving import Moves
 from engine.scheduling.objective import StepObjective
 from engine.scheduling.output import ModelRunnerOutput, SchedulerOutput
 from engine.scheduling.pacing import OfflineRest, may_run_ahead
 from engine.scheduling.planner import OfflinePlan, plan_offline
 from engine.scheduling.policies import find_policy
-from engine.scheduling.recovery import FaultRecovery, ReachedPoint
+from engine.scheduling.recovery import FaultRecovery
 from engine.scheduling.report import report_load, report_stats
-from engine.scheduling.results import Endings, InFlight, Results
+from engine.scheduling.results import Endings, Results
 from engine.scheduling.state import SchedulerState
 from engine.scheduling.step import StepBuilder
 from engine.scheduling.trial import LastResortBuilder, TrialBuilder
@@ -50,7 +48,10 @@ _aside = attrgetter("aside")
 
 
 class EngineCore:
-    """Turn requests into steps and step results into outputs. The caller supplies the time (seconds, monotonic)."""
+    """Turn requests into steps and step results into outputs. The caller supplies the time (seconds, monotonic).
+
+    Other modules only read `state`.
+    """
 
     def __init__(
         self,
@@ -64,37 +65,30 @@ class EngineCore:
     ) -> None:
         self.config = config
         policy = find_policy(online_policy)
-        self._state = SchedulerState(config, policy, offline_policy, model, objective or StepObjective())
-        self._requests: dict[str, Request] = {}
-        self._admission = Admission(self._state)
-        self._recovery = FaultRecovery(self._state, self._requests, Blame(lone_waits))
-        self._in_flight: deque[InFlight] = deque()
-        self._arrivals = count()
-        self.moves = Moves(self._state, self._requests, self._in_flight, self._recovery, self._arrivals)
-        self._next_step_id = 0
-        self._counters = StepCounters()
-        endings = Endings(self._state, self._requests, self._admission, self._recovery)
-        self._finish = endings.finish
-        self._results = Results(self._state, self._counters, self._in_flight, self._finish)
-        self._failures = StepFailures(
-            self._state, self._requests, self._recovery, self._counters, self._in_flight, self._finish
-        )
+        self.state = state = SchedulerState(config, policy, offline_policy, model, objective or StepObjective())
+        self._admission = Admission(state)
+        self._recovery = FaultRecovery(state, Blame(lone_waits))
+        self.moves = Moves(state, self._recovery)
+        self._endings = Endings(state, self._admission, self._recovery)
+        self._results = Results(state, self._endings)
+        self._failures = StepFailures(state, self._recovery, self._endings)
         self._rest = OfflineRest()
+        self._next_step_id = 0
 
     @property
     def has_requests(self) -> bool:
         """Return whether any request has not ended."""
-        return bool(self._requests)
+        return bool(self.state.requests)
 
     @property
     def has_online(self) -> bool:
         """Return whether any online request is waiting or running."""
-        return self._state.has_online
+        return self.state.has_online
 
     @property
     def has_offline(self) -> bool:
         """Return whether any offline request is waiting or running."""
-        return bool(self._state.running[RequestClass.OFFLINE] or len(self._state.waiting_offline))
+        return bool(self.state.running[RequestClass.OFFLINE] or len(self.state.waiting_offline))
 
     @property
     def retry_at(self) -> float | None:
@@ -110,11 +104,11 @@ class EngineCore:
     @property
     def may_run_ahead(self) -> bool:
         """Return whether the next step may be scheduled before the steps in flight are updated."""
-        return not self._in_flight or may_run_ahead(self._state, len(self._requests), self._in_flight)
+        return may_run_ahead(self.state)
 
     @property
     def num_in_flight(self) -> int:
-        return len(self._in_flight)
+        return len(self.state.in_flight)
 
     def add_request(self, spec: EngineRequest, now: float) -> None:
         """Queue a request.
@@ -123,18 +117,18 @@ class EngineCore:
             InvalidRequestError: The request can never run.
             QueueFullError: The queue is full or the expected wait is too long.
         """
-        if spec.request_id in self._requests:
+        if spec.request_id in self.state.requests:
             raise InvalidRequestError(f"A request '{spec.request_id}' is already running.", param="request_id")
         resumed = spec.resumed
         arrival = now if spec.arrived is None else spec.arrived
-        request = Request(spec, RequestTimes(arrival) if resumed is None else resumed.times, next(self._arrivals))
+        request = Request(spec, RequestTimes(arrival) if resumed is None else resumed.times, next(self.state.arrivals))
         request.most_blocks = self.config.most_blocks
         if resumed is None:
             self._admission.check(request, now)
         else:
             check_length(spec, self.config.max_model_len)
-        self._requests[spec.request_id] = request
-        self._state.add(request)
+        self.state.requests[spec.request_id] = request
+        self.state.add(request)
         if spec.request_class is RequestClass.ONLINE and not spec.probe:
             self._rest.online_came(now)
         if resumed is not None and resumed.apart_until:
@@ -152,20 +146,20 @@ class EngineCore:
         error: TidemillError | None = None,
     ) -> RequestOutput | None:
         """End a request in any state. Return its terminal output, or None if it has already ended."""
-        request = self._requests.get(request_id)
-        return None if request is None else self._finish(request, reason, now, error=error)
+        request = self.state.requests.get(request_id)
+        return None if request is None else self._endings.finish(request, reason, now, error=error)
 
     def set_lane(self, job: str, lane: Lane) -> None:
         """Move all offline requests of a job, waiting and running, to this lane."""
-        for request in self._requests.values():
+        for request in self.state.requests.values():
             spec = request.spec
             if spec.request_class is RequestClass.OFFLINE and spec.job == job and spec.lane is not lane:
                 waits = request.status is not RequestStatus.RUNNING and not request.aside
-                self._state.waiting_offline.move(request, lane, waits=waits)
+                self.state.waiting_offline.move(request, lane, waits=waits)
 
     def plan_offline(self, now: float) -> Generator[None, None, OfflinePlan]:
         """Plan the offline fill of the next step in slices; see `engine.scheduling.planner`."""
-        return plan_offline(self._state, now)
+        return plan_offline(self.state, now)
 
     def schedule(self, now: float, plan: OfflinePlan | None = None) -> SchedulerOutput | None:
         """Return the next step, or None if no request can run now. Without a plan the step is online-only.
@@ -173,36 +167,35 @@ class EngineCore:
         At most `pipeline_depth` other steps may be in flight. If None is returned with a step in flight, call `update`
         first.
         """
-        assert len(self._in_flight) <= self.config.pipeline_depth, "too many steps in flight"
+        assert len(self.state.in_flight) <= self.config.pipeline_depth, "too many steps in flight"
         if self.has_online:
             self._rest.online_runs(now)
-        elif self._rest.rests(self._state.objective, now, in_flight=bool(self._in_flight)):
+        elif self._rest.rests(self.state.objective, now, in_flight=bool(self.state.in_flight)):
             plan = None
-        last_completed = self._in_flight[0].output.step_id - 1 if self._in_flight else self._next_step_id - 1
+        last_completed = self.state.in_flight[0].output.step_id - 1 if self.state.in_flight else self._next_step_id - 1
         step = self._build(plan, last_completed, now)
         if step is None:
             return None
-        output, requests = step
         self._next_step_id += 1
-        self._in_flight.append(InFlight(output, requests, [request.epoch for request in requests]))
-        for request in requests:
+        self.state.in_flight.append(step)
+        for request in step.requests:
             if request.times.first_scheduled is None:
                 request.times = RequestTimes(request.times.arrival, first_scheduled=now)
-        return output
+        return step.output
 
-    def _build(self, plan: OfflinePlan | None, last_completed: int, now: float) -> DecidedStep | None:
+    def _build(self, plan: OfflinePlan | None, last_completed: int, now: float) -> InFlight | None:
         """Build the step of the first turn that has work.
 
         A trial runs without other steps in flight, so that its failure cannot affect them.
         """
-        if any(any(map(_aside, flight.requests)) for flight in self._in_flight):
+        if any(any(map(_aside, flight.requests)) for flight in self.state.in_flight):
             return None
-        draft = partial(StepDraft, self._state, self._next_step_id, last_completed, now)
+        draft = partial(StepDraft, self.state, self._next_step_id, last_completed, now)
         turns = self._recovery.turns(now)
         for turn in turns:
             if turn.requests is None:
-                step = StepBuilder(draft(), self._requests.get).build(plan)
-            elif self._in_flight:
+                step = StepBuilder(draft()).build(plan)
+            elif self.state.in_flight:
                 return None
             else:
                 trial = TrialBuilder(draft())
@@ -213,7 +206,7 @@ class EngineCore:
             if step is not None:
                 self._recovery.took(turn)
                 return step
-        if not turns or self._in_flight:
+        if not turns or self.state.in_flight:
             return None
         return LastResortBuilder(draft()).build(with_offline=plan is not None)
 
@@ -227,11 +220,11 @@ class EngineCore:
 
         Returns the outputs of the step's requests and of all requests that ended.
         """
-        flight = self._in_flight.popleft()
+        flight = self.state.in_flight.popleft()
         assert flight.output is output, "steps must be updated in the order they were scheduled"
         alone = all(request.request_class is RequestClass.OFFLINE for request in flight.requests)
         seconds = result.latency if alone and result is not None else None
-        self._rest.stepped(self._state.objective, seconds, now)
+        self._rest.stepped(self.state.objective, seconds, now)
         if self.is_undone(output):
             outputs = []  # the step was built on a failed one: ignore its result; its requests run again
         elif result is None or self._results.distrusts(flight, result):
@@ -240,7 +233,7 @@ class EngineCore:
             outputs = list(self._results.take_in(flight, result, now))
             if self._recovery.active:
                 outputs = list(self._failures.passed(flight, outputs, now))
-        self._state.cache.complete_step(output.step_id)
+        self.state.cache.complete_step(output.step_id)
         return outputs
 
     def is_undone(self, output: SchedulerOutput) -> bool:
@@ -249,41 +242,35 @@ class EngineCore:
 
     def clear_stall(self, now: float, attempt: int) -> list[RequestOutput]:
         """Recover from a state in which no step runs although requests wait; see `StepFailures.clear_stall`."""
-        assert not self._in_flight, "a step is in flight: the engine does not stand still"
+        assert not self.state.in_flight, "a step is in flight: the engine does not stand still"
         return self._failures.clear_stall(now, attempt)
 
     def set_offline_share(self, share: float) -> None:
         """Scale the offline budget beside online work, 0 to 1. The circuit breaker sets it."""
-        self._state.offline_share = share
+        self.state.offline_share = share
 
     def set_objective(self, objective: StepObjective) -> None:
         """Use this objective and budget from the next step on."""
-        self._state.objective = objective
+        self.state.objective = objective
 
     def stats(self) -> EngineStats:
         """Return a snapshot; see `EngineStats`."""
-        return report_stats(self._state, self._counters, self._admission.num_refused)
+        return report_stats(self.state)
 
     def load(self, now: float) -> LoadReport:
         """Return the load figures that a router of several engines needs."""
-        means = self._admission.mean_prompt_tokens, self._admission.mean_output_tokens
-        return report_load(self._state, now, *means, self._counters.offline_computed_tokens)
+        return report_load(self.state, now, self._admission.mean_prompt_tokens, self._admission.mean_output_tokens)
 
     @property
     def model(self) -> LatencyPredictor | None:
         """Return the latency model that sizes steps."""
-        return self._state.model
+        return self.state.model
 
     @property
     def is_recovering(self) -> bool:
         """Return whether requests of a failed step are suspects, or the canary has yet to pass."""
         return self._recovery.active
 
-    @property
-    def state(self) -> SchedulerState:
-        """Return the scheduler state, for reading only."""
-        return self._state
-
     def check_integrity(self) -> None:
         """Assert E1 (every unit in one place), E3 (ended requests hold no resources) and that the queues agree."""
-        check_integrity(self._state, self._requests)
+        check_integrity(self.state)

@@ -42,7 +42,7 @@ def make_request(
 
 def picture(core: EngineCore, now: float) -> str:
     """Queues and pool in full, for a failure."""
-    scheduler = core._state
+    scheduler = core.state
     cache, pool, objective = scheduler.cache, scheduler.cache.device, scheduler.objective
     lines = [
         f"now {now:.6f}, {core.num_in_flight} in flight, retry_at {core.retry_at}, share {scheduler.offline_share}",

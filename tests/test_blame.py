@@ -90,10 +90,10 @@ def test_requests_that_end_are_no_suspects() -> None:
 def test_a_trial_that_took_the_place_of_others_comes_before_they_start_again() -> None:
     core = EngineCore(SchedulerConfig(num_units=2 * 64, max_model_len=64, block_size=BLOCK))
     core.add_request(make_request("suspect", [1] * 8), 0.0)
-    suspect, blame = core._requests["suspect"], Blame()
+    suspect, blame = core.state.requests["suspect"], Blame()
     blame.failed({"suspect": 5})
     assert blame.judge(0.0) is None
-    recovery = FaultRecovery(core._state, core._requests, blame)
+    recovery = FaultRecovery(core.state, blame)
     now = LONE_WAITS[0]
     ordinary, trial, forced = recovery.turns(now)
     assert (ordinary.requests, trial.requests, trial.force, forced.force) == (None, [suspect], False, True)

@@ -90,9 +90,9 @@ def test_a_hit_is_where_both_are() -> None:
     cache = driver.core.state.cache
     request = make_request("looks", prompt)
     driver.add(request)
-    found = cache._find_published(driver.core._requests["looks"])
+    found = cache._find_published(driver.core.state.requests["looks"])
     assert len(found) == 4  # keys and values are still there, the states are not
-    assert cache.find_prefix(driver.core._requests["looks"]) == []
+    assert cache.find_prefix(driver.core.state.requests["looks"]) == []
     driver.run()
     assert driver.finals["looks"].num_cached_tokens == 0
     assert ask(driver, "and now", prompt) == 16
@@ -108,8 +108,8 @@ def test_who_loses_its_place_goes_on_from_its_last_block() -> None:
     driver.add(offline)
     for _ in range(10):
         driver.step()
-    computed = driver.core._requests["line"].num_confirmed_tokens
-    driver.core.state.preempt(driver.core._requests["line"], "test", driver.now)
+    computed = driver.core.state.requests["line"].num_confirmed_tokens
+    driver.core.state.preempt(driver.core.state.requests["line"], "test", driver.now)
     driver.step()
     (new,) = driver.steps[-1].new_requests
     (chunk,) = driver.steps[-1].chunks
@@ -125,7 +125,7 @@ def test_the_planner_knows_what_need_not_be_computed() -> None:
     (planned,) = whole(driver.core.plan_offline(driver.now)).chunks
     assert planned.length == 22 - 16
     driver.add(make_request("chat", [*range(18), 70, 71], 2))
-    assert driver.core._requests["chat"].num_missing_tokens == 20 - 16
+    assert driver.core.state.requests["chat"].num_missing_tokens == 20 - 16
     driver.run()
 
 

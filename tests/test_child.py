@@ -63,7 +63,7 @@ def test_nothing_is_imported_from_the_working_directory(traps: Path, tmp_path: P
     command = [sys.executable, str(script), str(tmp_path / "input")]
     done = subprocess.run(command, cwd=traps, capture_output=True, text=True, timeout=150, check=True)
     lines, error = json.loads(done.stdout)
-    assert lines == 2 and error.startswith("KeyError")
+    assert lines == 2 and error.startswith("ValueError")
     assert not (tmp_path / "caught").exists()
 
 

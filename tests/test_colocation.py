@@ -50,7 +50,7 @@ def make_driver(objective: StepObjective, *, depth: int = 0, **changes: Any) -> 
 
 def chunks_of(driver: Driver, step: SchedulerOutput, prefix: str) -> list[int]:
     """Lengths of the step's chunks of requests whose id starts with `prefix`; call before the step is updated."""
-    flight = next(f for f in driver.core._in_flight if f.output is step)
+    flight = next(f for f in driver.core.state.in_flight if f.output is step)
     pairs = zip(flight.requests, step.chunks, strict=True)
     return [chunk.length for request, chunk in pairs if request.request_id.startswith(prefix)]
 
@@ -122,7 +122,7 @@ def test_a_prompt_that_is_cut_for_the_decodes_leaves_room_for_offline_work() -> 
 
 def test_banked_slack_may_delay_the_mean_but_not_one_gap() -> None:
     driver = decoding_driver(StepObjective(tbt=0.1))
-    request = driver.core._requests["on"]
+    request = driver.core.state.requests["on"]
     assert request.times.first_token is not None and request.times.last_token is not None
     (gap,) = StepObjective(tbt=0.1).token_deadlines([request])
     (mean,) = StepObjective(tbt=0.1, gap_limited=False).token_deadlines([request])
@@ -257,7 +257,7 @@ def test_smallest_victim_set() -> None:
     driver.step()
     driver.add(make_request("on", [3] * 48, 4))
     driver.launch()
-    preempted = {r.request_id for r in driver.core._requests.values() if r.status is RequestStatus.PREEMPTED}
+    preempted = {r.request_id for r in driver.core.state.requests.values() if r.status is RequestStatus.PREEMPTED}
     assert preempted == {"middle"}, "one victim that is just large enough"
 
 
@@ -292,7 +292,7 @@ class Watcher:
 
     def __init__(self, driver: Driver) -> None:
         self.driver = driver
-        self.scheduler = driver.core._state
+        self.scheduler = driver.core.state
 
     def launch(self) -> None:
         driver, scheduler = self.driver, self.scheduler
@@ -305,11 +305,11 @@ class Watcher:
         if not driver.launch():
             return
         step = driver.steps[-1]
-        in_step = {r.request_id for r in driver.core._in_flight[-1].requests}
+        in_step = {r.request_id for r in driver.core.state.in_flight[-1].requests}
         config = driver.core.config
         assert step.num_tokens <= config.max_num_batched_tokens
         assert len(step.chunks) <= config.max_num_seqs
-        waits_for_units = driver.core._state.pool.num_deferred_units > 0
+        waits_for_units = driver.core.state.pool.num_deferred_units > 0
         for request in due:
             assert (
                 request.request_id in in_step or request.num_preemptions > before[request.request_id] or waits_for_units
@@ -319,7 +319,7 @@ class Watcher:
                 p.status is RequestStatus.RUNNING for p in prompts
             ), "no prompt moved"
         if not had_online and oldest and not driver.core.num_in_flight > 1:
-            assert any(r.request_class is OFFLINE for r in driver.core._in_flight[-1].requests)
+            assert any(r.request_class is OFFLINE for r in driver.core.state.in_flight[-1].requests)
         assert plan is not None
 
 

@@ -284,7 +284,7 @@ def test_units_wait_for_the_step_in_flight() -> None:
     driver.step()
     driver.launch()
     driver.abort("a")
-    pool = driver.core._state.pool
+    pool = driver.core.state.pool
     assert pool.num_deferred_units > 0
     while driver.in_flight:
         driver.complete()
@@ -344,7 +344,7 @@ def test_steps_are_deterministic(depth: int) -> None:
 def test_illegal_transition_is_refused() -> None:
     driver = make_driver(0)
     driver.add(make_request("a", [1], 1))
-    request = driver.core._requests["a"]
+    request = driver.core.state.requests["a"]
     with pytest.raises(AssertionError, match="illegal transition"):
         request.move_to(RequestStatus.PREEMPTED)
 

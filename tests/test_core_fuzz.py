@@ -177,7 +177,7 @@ class CoreMachine(CoreRules):
         if not hasattr(self, "driver") or not self.driver.in_flight:
             return
         newest = self.driver.in_flight[-1]
-        scheduler = self.driver.core._state
+        scheduler = self.driver.core.state
         if scheduler.aside:
             return  # suspects of a failed step, or the canary, have steps of their own
         for request in scheduler.running[RequestClass.ONLINE]:

@@ -224,7 +224,7 @@ def test_what_a_step_pays_anyway_keeps_nobody_from_hidden_state(depth: int) -> N
         driver.step()
     assert driver.core.stats().hidden_blocks > 0
     core, before = driver.core, len(driver.steps)
-    core._state.config = replace(core._state.config, rho=10.0)
+    core.state.config = replace(core.state.config, rho=10.0)
     later = [make_request(f"later-{i}", [20 + i] * 14, 10) for i in range(4)]
     driver.add(*later)
     driver.run()

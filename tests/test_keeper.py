@@ -121,7 +121,7 @@ def test_a_kept_mean_opens_nothing() -> None:
     for index in range(500):
         live(keeper, str(index), generator.expovariate(1.2), [generator.expovariate(22.0) for _ in range(20)], now)
         now += 0.5
-    assert keeper.stats(now).breaker_openings == 0 and core._state.offline_share == 1.0
+    assert keeper.stats(now).breaker_openings == 0 and core.state.offline_share == 1.0
 
 
 @pytest.mark.parametrize("rate", [0.1, 0.3, 2.0])
@@ -129,11 +129,11 @@ def test_misses_beside_offline_work_open_the_breaker_at_any_rate_and_time_closes
     core, keeper = make_keeper()
     ends = [live(keeper, str(index), 0.9, [0.01], index / rate) for index in range(4)]
     assert keeper.stats(ends[-1]).breaker == "open"
-    assert core._state.offline_share == 0.0
+    assert core.state.offline_share == 0.0
     keeper.on_arrival(RequestClass.ONLINE, ends[-1] + 10.0)
-    assert core._state.offline_share == pytest.approx(0.1), "no step is needed: an arrival tells the time"
+    assert core.state.offline_share == pytest.approx(0.1), "no step is needed: an arrival tells the time"
     keeper.on_end(output_of("x", 0, 1.0, reason=FinishReason.ABORT), ends[-1] + 1000.0)
-    assert core._state.offline_share > 0.1, "nor is one here"
+    assert core.state.offline_share > 0.1, "nor is one here"
 
 
 def test_one_stall_is_one_miss_however_many_requests_it_hits() -> None:
@@ -154,7 +154,7 @@ def test_misses_that_offline_work_had_no_part_in_change_nothing() -> None:
     for index in range(30):
         live(keeper, str(index), 9.0, [], float(index), beside=False)
     assert keeper.stats(40.0).bad_requests == 30
-    assert core._state.offline_share >= BreakerSettings().first_share
+    assert core.state.offline_share >= BreakerSettings().first_share
 
 
 def test_a_tolerance_is_judged_against_the_same_requests_alone() -> None:
@@ -401,13 +401,13 @@ def test_no_budget_that_keeps_the_slo_is_obeyed() -> None:
     before = keeper.stats(0.0)
     keeper.set_budget(found.params, "searched for a test")
     held = keeper.stats(1.0)
-    assert core._state.offline_share == held.offline_share == 0.0
+    assert core.state.offline_share == held.offline_share == 0.0
     assert held.held == "no offline budget keeps the SLO (searched for a test)"
     assert held.latency_budget == before.latency_budget > 0.0, "what runs when nobody is there"
     keeper.on_step(STEP, 0.0082, [], 100.0)
-    assert core._state.offline_share == 0.0, "no breaker lets it through"
+    assert core.state.offline_share == 0.0, "no breaker lets it through"
     keeper.set_budget(BudgetParams("tidemill", 0.02), "searched for another load", replayed=True)
-    assert core._state.offline_share == 1.0 and not keeper.stats(101.0).held
+    assert core.state.offline_share == 1.0 and not keeper.stats(101.0).held
 
 
 def test_what_is_proven_is_seconds_whatever_share_of_another_budget_they_are() -> None:
@@ -433,7 +433,7 @@ def test_a_held_budget_keeps_offline_work_from_online_steps_and_lets_it_run_alon
 
     class Watch(PredictedRunner):
         def launch(self, output: SchedulerOutput) -> Collect:
-            together.append({request.request_class for request in core._in_flight[-1].requests})
+            together.append({request.request_class for request in core.state.in_flight[-1].requests})
             return super().launch(output)
 
     VirtualDriver(core, Watch(MODEL), arrivals, offline).run(3.0)

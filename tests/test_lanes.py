@@ -423,7 +423,7 @@ def test_flex_keeps_its_room_longer_than_batch_lines() -> None:
     while not driver.outputs["chat"]:
         driver.step()
     assert driver.core.stats().preemptions == {"online": 1}
-    assert {r.request_id for r in driver.core._state.waiting_offline} < {f"line-{i}" for i in range(3)}
+    assert {r.request_id for r in driver.core.state.waiting_offline} < {f"line-{i}" for i in range(3)}
     driver.run()
 
 
@@ -439,7 +439,7 @@ def test_accounts_survive_that_the_queues_are_built_anew() -> None:
     driver.core.check_integrity()
     driver.run()
     assert len(driver.finals) == 13
-    assert not any(lane.tenants for lane in driver.core._state.waiting_offline._lanes.values())
+    assert not any(lane.tenants for lane in driver.core.state.waiting_offline._lanes.values())
 
 
 def test_flex_requests_that_wait_are_bounded_and_no_tenant_takes_anothers_part() -> None:

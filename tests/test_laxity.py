@@ -136,17 +136,17 @@ def test_urgent_prompts_without_end_never_stop_the_long_one(policy: str, tokens:
     core.add_request(chat("long", 4_000, 1), 0.0)
     runner, now, index = PredictedRunner(MODEL), 0.0, 0
     longest = since = 0
-    while "long" in core._requests and core._requests["long"].num_output_tokens == 0:
-        while len(core._state.waiting_online) < 20:
+    while "long" in core.state.requests and core.state.requests["long"].num_output_tokens == 0:
+        while len(core.state.waiting_online) < 20:
             index += 1
             core.add_request(chat(f"short{index}", 100, index, output=1), now)
         output = core.schedule(now)
         assert output is not None
-        progress = core._requests["long"].num_computed_tokens
+        progress = core.state.requests["long"].num_computed_tokens
         result = runner.launch(output)()
         now += result.latency
         core.update(output, result, now)
-        since = 0 if progress and core._requests["long"].last_step == output.step_id else since + 1
+        since = 0 if progress and core.state.requests["long"].last_step == output.step_id else since + 1
         longest = max(longest, since)
     assert longest <= (12 if tokens == 64 else 2), "it had a chunk in nearly every step, or every eighth"
 
@@ -175,7 +175,7 @@ def test_with_time_for_one_chunk_the_two_sides_take_turns() -> None:
     for _ in range(80):
         lengths = step()
         assert sum(lengths) <= 1 + 64, "one floor chunk beyond the time that there is"
-        begun.append(core._requests["long"].last_step == core._next_step_id - 1)
+        begun.append(core.state.requests["long"].last_step == core._next_step_id - 1)
     assert 8 <= sum(begun) <= 12
 
 
@@ -195,7 +195,7 @@ def test_who_starts_first_leaves_the_memory_of_a_prompt_in_progress_alone() -> N
     driver.step()
     index = 0
     while "long" not in driver.finals:
-        if len(driver.core._state.waiting_online) < 4:
+        if len(driver.core.state.waiting_online) < 4:
             driver.add(make_request(f"short{index}", [2 + index % 30] * 30, 4))
             index += 1
         driver.step()
@@ -297,10 +297,10 @@ def test_no_wait_is_longer_than_behind_everybody(
                 at += result.latency
                 core.update(step, result, at)
     arrival = Request(replace(chat("new", 100, 99), tenant="a"), RequestTimes(at), 99)
-    wait, longest = expected_wait(core._state, arrival, 10.0, at), longest_wait(core._state, arrival, 10.0)
+    wait, longest = expected_wait(core.state, arrival, 10.0, at), longest_wait(core.state, arrival, 10.0)
     assert wait <= longest * (1.0 + 1e-9)
     if policy == "fcfs":
-        contested = any(request.spec.tenant != "a" for request in core._state.all_requests())
+        contested = any(request.spec.tenant != "a" for request in core.state.all_requests())
         assert contested or wait == pytest.approx(longest)
 
 
@@ -339,10 +339,10 @@ def test_the_slack_of_a_long_queue_is_that_of_its_requests(ttft: float, monkeypa
         both = []
         for few in (0, 10_000):
             monkeypatch.setattr(laxity, "FEW", few)
-            both.append(laxity.prompt_slack(core._state, partial(prefill_pace, core._state), clock.now))
+            both.append(laxity.prompt_slack(core.state, partial(prefill_pace, core.state), clock.now))
         assert both[0] == pytest.approx(both[1], abs=1e-9)
         spare.add(both[0] > 0.0)
-    assert len(core._state.waiting_online) > 64 and spare == {ttft > 30.0}
+    assert len(core.state.waiting_online) > 64 and spare == {ttft > 30.0}
 
 
 def test_offline_work_leaves_the_last_prompt_its_time_too() -> None:
@@ -356,7 +356,7 @@ def test_offline_work_leaves_the_last_prompt_its_time_too() -> None:
         core = EngineCore(config, model=model, objective=objective)
         for i in range(count):
             core.add_request(make_request(f"p{i}", [i + 1] * 90, 4), 0.0)
-        pace = partial(prefill_pace, core._state)
-        limits.append(offline_allowance(core._state, StepLedger(256, 64, model), 0, True, 0.0, pace).limit)
+        pace = partial(prefill_pace, core.state)
+        limits.append(offline_allowance(core.state, StepLedger(256, 64, model), 0, True, 0.0, pace).limit)
     assert limits[0] == pytest.approx((1.0 - 0.09) / 2, abs=0.01)
     assert limits[1] == pytest.approx((1.0 - 0.90) / 2, abs=0.01)

@@ -76,7 +76,7 @@ def test_lines_that_share_a_prefix_give_way_together() -> None:
         driver.add(make_request(name, [5] * 40 + [last] * 4, 20, request_class=OFFLINE))
         for _ in range(6):
             driver.step()
-    assert len(driver.core._state.running[OFFLINE]) == 2
+    assert len(driver.core.state.running[OFFLINE]) == 2
     driver.add(make_request("on", [1] * 78, 2))
     driver.launch()
     assert driver.steps[-1].new_requests[0].request_id == "on"
@@ -92,10 +92,10 @@ def test_evictions_beside_online_work_are_bounded_by_time(limit: int) -> None:
     driver.add(make_request("job", [5] * 40, 120, request_class=OFFLINE))
     num_chats = num_prompts = 0
     while driver.now < 30.0:
-        if f"chat{num_chats}" not in driver.core._requests:
+        if f"chat{num_chats}" not in driver.core.state.requests:
             num_chats += 1
             driver.add(make_request(f"chat{num_chats}", [num_chats % 30] * 8, 40))
-        if f"prompt{num_prompts}" not in driver.core._requests and driver.now > 0.5 * num_prompts:
+        if f"prompt{num_prompts}" not in driver.core.state.requests and driver.now > 0.5 * num_prompts:
             num_prompts += 1
             driver.add(make_request(f"prompt{num_prompts}", [num_prompts % 30] * 160, 2))
         assert driver.step()
@@ -113,7 +113,7 @@ def test_in_a_quiet_moment_nobody_keeps_away() -> None:
     driver.add(make_request("on", [1] * 50, 2))
     while "on" not in driver.finals:
         driver.step()
-    job = driver.core._requests["job"]
+    job = driver.core.state.requests["job"]
     assert job.not_before > driver.now and job.num_preemptions == 1
     driver.step()
     assert job.status is RequestStatus.RUNNING
@@ -127,7 +127,7 @@ def test_of_equals_whoever_was_evicted_seldom_loses_first() -> None:
         driver.add(make_request(f"on{index}", [9 + index] * 8, 1))
         while f"on{index}" not in driver.finals:
             driver.step()
-    assert [driver.core._requests[f"line{i}"].num_preemptions for i in range(3)] == [2, 2, 2]
+    assert [driver.core.state.requests[f"line{i}"].num_preemptions for i in range(3)] == [2, 2, 2]
 
 
 class StarvationWatch:
@@ -141,7 +141,7 @@ class StarvationWatch:
 
     def launch(self, output: SchedulerOutput) -> Collect:
         assert self.core is not None
-        waiting = {r.request_id for r in self.core._state.waiting_offline if r.num_preemptions}
+        waiting = {r.request_id for r in self.core.state.waiting_offline if r.num_preemptions}
         self._since = {name: self._since.get(name, self.now) for name in waiting}
         self.longest = max([self.longest, *(self.now - since for since in self._since.values())])
         result = self.inner.launch(output)()
@@ -182,12 +182,12 @@ def test_a_line_at_risk_takes_the_memory_of_another_line_however_young_it_is() -
     driver.add(make_request("calm", [5] * 28, 40, request_class=OFFLINE))
     driver.step()
     driver.add(make_request("risk", [6] * 30, 40, request_class=OFFLINE, lane=Lane.AT_RISK))
-    risk = driver.core._requests["risk"]
-    while driver.core._state.pool.num_available_units or risk.num_computed_tokens % BLOCK:
+    risk = driver.core.state.requests["risk"]
+    while driver.core.state.pool.num_available_units or risk.num_computed_tokens % BLOCK:
         assert driver.step() and not driver.finals
     driver.core.set_objective(StepObjective(budget=BudgetParams("hygen", 0.001)))
     assert driver.launch()
-    assert driver.core._requests["calm"].status is RequestStatus.PREEMPTED
+    assert driver.core.state.requests["calm"].status is RequestStatus.PREEMPTED
     driver.run()
 
 
@@ -198,7 +198,7 @@ def test_a_prompt_that_nobody_lets_start_starts_all_the_same(host_units: int) ->
     for name, token in (("a", 5), ("b", 6)):
         driver.add(make_request(name, [token] * 24, 40, request_class=OFFLINE))
         driver.step()
-    scheduler = driver.core._state
+    scheduler = driver.core.state
     scheduler.online_policy = replace(scheduler.online_policy, admits=lambda request, context: False)
     driver.add(make_request("on", [1] * 78, 2))
     step = driver.core.schedule(driver.now, None)
@@ -213,8 +213,8 @@ def test_whoever_is_in_the_way_of_the_last_resort_loses_its_place(host_units: in
     driver.add(make_request("old", [5] * 36, 9))
     driver.step()
     driver.add(make_request("young", [6] * 37, 9))
-    scheduler = driver.core._state
-    old = driver.core._requests["old"]
+    scheduler = driver.core.state
+    old = driver.core.state.requests["old"]
     while old.num_computed_tokens < 40:
         assert driver.step()
     assert not scheduler.pool.num_available_units
@@ -260,7 +260,7 @@ def test_a_failed_step_is_no_eviction() -> None:
     driver.step()
     runner.fail_steps = frozenset({1})
     driver.step()
-    job = driver.core._requests["job"]
+    job = driver.core.state.requests["job"]
     assert driver.core.stats().failed_steps == 1 and job.status is RequestStatus.PREEMPTED
     assert job.num_preemptions == 0 and job.not_before < 0.0 and not driver.core.stats().preemptions
     driver.run()

@@ -189,7 +189,7 @@ def test_a_running_prompt_that_an_older_one_takes_the_memory_of_is_passed_over(p
     driver.core.moves.shrink_cache(lost)
     while not driver.core.stats().preemptions.get("memory"):
         assert driver.step()
-    driver.core.moves.grow_cache(lost)
+    driver.core.state.pool.grow(lost)
     driver.run()
     assert {final.finish_reason for final in driver.finals.values()} == {FinishReason.LENGTH}
 

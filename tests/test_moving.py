@@ -78,7 +78,7 @@ def test_without_room_or_past_a_request_waits_to_be_computed() -> None:
     second.moves.shrink_cache(34)
     assert not second.moves.attach(running) and not second.moves.attach(waiting)
     second.check_integrity()
-    second.moves.grow_cache(34)
+    second.state.pool.grow(34)
     output = step(second)
     assert [(c.start, c.length) for c in output.chunks] == [(0, 16)]
     third = EngineCore(CONFIG)

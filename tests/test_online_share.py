@@ -115,16 +115,16 @@ def test_rows_that_changed_hands_do_not_go_to_and_fro(units: int) -> None:
         for tenant in ("ab" if wave % 2 else "cd")
     ]
     moved = Counter[str]()
-    real = core._state.preempt
+    real = core.state.preempt
 
     def preempt(victim: Request, cause: str, *rest: Any) -> None:
         if cause == "tenant":
             moved[victim.request_id] += 1
-            rows = Counter(r.spec.tenant for r in core._state.running[RequestClass.ONLINE])
+            rows = Counter(r.spec.tenant for r in core.state.running[RequestClass.ONLINE])
             assert rows[victim.spec.tenant] >= 2
         real(victim, cause, *rest)
 
-    core._state.preempt = preempt  # type: ignore[method-assign]
+    core.state.preempt = preempt  # type: ignore[method-assign]
     records = replay(core, arrivals)
     assert all(record.ended is not None for record in records.values())
     assert moved and max(moved.values()) == 1
@@ -206,7 +206,7 @@ def test_a_tenant_that_was_away_neither_saves_up_nor_sheds_a_debt() -> None:
     core = make_core()
     for index in range(3):
         core.add_request(chat(f"a{index}", 100, "a"), 0.0)
-    share = core._state.online_share
+    share = core.state.online_share
     assert not share.is_contested
     core.schedule(0.0)
     core.add_request(chat("b", 100, "b"), 0.1)

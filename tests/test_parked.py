@@ -199,7 +199,7 @@ def test_running_requests_lose_block_by_block(depth: int) -> None:
     driver.add(*requests)
     preempted = 0
     while driver.step():
-        waiting = driver.core._state.waiting_online
+        waiting = driver.core.state.waiting_online
         preempted = max(preempted, sum(len(r.cache_map.blocks) for r in waiting))
         assert all(len(r.cache_map.blocks) in {0, -(-r.cache_map.num_parked_tokens // BLOCK)} for r in waiting)
     check_solo(driver, *requests)
@@ -222,9 +222,9 @@ def test_every_mix_happens_and_changes_no_token() -> None:
             driver.add(requests[-1])
             for _ in range(rng.randrange(3)):
                 driver.step()
-                seen |= mixes(driver.core._state.all_requests())
+                seen |= mixes(driver.core.state.all_requests())
         while driver.step():
-            seen |= mixes(driver.core._state.all_requests())
+            seen |= mixes(driver.core.state.all_requests())
         driver.run()
         for request in requests:
             expected = solo_tokens(list(request.prompt_token_ids), request.sampling, VOCAB)
@@ -322,7 +322,7 @@ def test_answers_grow_by_the_deficit_rule(depth: int, transferred: float) -> Non
     driver.core.set_objective(StepObjective(ttft=5.0, tbt=5.0))
     requests = [make_request(str(i), [i] * 14, 10 + 3 * i) for i in range(8)]
     driver.add(*requests)
-    scheduler = driver.core._state
+    scheduler = driver.core.state
     grown: set[CacheKind] = set()
     before: dict[Request, list[CacheKind]] = {}
     while driver.step():

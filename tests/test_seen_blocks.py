@@ -119,6 +119,6 @@ def test_without_a_window_nothing_is_given_back() -> None:
     driver.add(make_request("long", [4] * 90, 40))
     for _ in range(30):
         driver.step()
-        requests = driver.core._requests.values()
+        requests = driver.core.state.requests.values()
         assert all(block.entry.units for request in requests for block in request.cache_map.blocks)
     assert driver.core.config.most_blocks > math.ceil(400 / BLOCK)

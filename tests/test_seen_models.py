@@ -27,7 +27,7 @@ class Poisoned:
         self.runner, self.driver = runner, None
 
     def launch(self, output: SchedulerOutput) -> Collect:
-        pool = self.driver.core._state.pool  # type: ignore[attr-defined]
+        pool = self.driver.core.state.pool  # type: ignore[attr-defined]
         units = self.runner.device.pool.units
         if units.dtype == torch.int8:
             units.view(torch.int16)[pool._free] = 0x7FC0  # as a scale, NaN

@@ -268,7 +268,7 @@ class Group:
             )
         for runner, layers in zip(self.runners, self.kept, strict=True):
             runner.drop(layers, self.units)
-        leader.core.moves.grow_cache(self.units - UNITS)
+        leader.core.state.pool.grow(self.units - UNITS)
         second.write_past(range(UNITS), back, own)
         for its_front, its_back, moved in moves:
             name = moved.spec.request_id
@@ -290,7 +290,7 @@ class Group:
 
 
 def units_held(driver: Driver, name: str) -> list[int]:
-    return [unit for block in driver.core._requests[name].cache_map.blocks for unit in block.entry.units]
+    return [unit for block in driver.core.state.requests[name].cache_map.blocks for unit in block.entry.units]
 
 
 @pytest.mark.parametrize("kind", [*KINDS, "demo"])
@@ -312,7 +312,7 @@ def test_requests_go_on_through_a_drop_and_back(kind: str) -> None:
         leader.add(*requests[6:10])
         for _ in range(6):
             leader.step()
-        used = {unit for name in leader.core._requests for unit in units_held(leader, name)}
+        used = {unit for name in leader.core.state.requests for unit in units_held(leader, name)}
         assert len(used) > UNITS and max(used) >= UNITS, "more than one engine had"
         leader.core.moves.shrink_cache(group.units - UNITS)
         while leader.core.moves.num_retiring_units:

@@ -85,7 +85,7 @@ class Bench:
 
     @property
     def budget(self) -> float:
-        return self.core._state.objective.budget.latency_budget
+        return self.core.state.objective.budget.latency_budget
 
     def queue_a_job(self) -> None:
         self.core.add_request(make_request("job", range(80), 12, request_class=RequestClass.OFFLINE), self.now)
@@ -257,7 +257,7 @@ async def test_none_at_all_is_obeyed_and_said() -> None:
     await bench.serve(60, 1.0)
     stats = bench.keeper.stats(bench.now)
     assert stats.held == "no offline budget keeps the SLO (searched for 1 requests/s)"
-    assert bench.core._state.offline_share == stats.offline_share == 0.0
+    assert bench.core.state.offline_share == stats.offline_share == 0.0
     await bench.tuner.stop()
 
 

@@ -49,11 +49,11 @@ async def answer(engine: Engine, request: EngineRequest) -> list[int]:
 
 
 def lose_the_queue(core: EngineCore) -> None:
-    core._state.waiting_online = WaitingQueue()
+    core.state.waiting_online = WaitingQueue()
 
 
 def lose_the_rows(core: EngineCore) -> None:
-    core._state.free_rows.clear()
+    core.state.free_rows.clear()
 
 
 @pytest.mark.parametrize("damage", [lose_the_queue, lose_the_rows])
@@ -96,7 +96,7 @@ async def test_what_can_never_start_ends_with_an_error_and_the_others_run(monkey
     await engine.start()
     schedule = engine.core.schedule
     monkeypatch.setattr(
-        engine.core, "schedule", lambda *given: None if "bad" in engine.core._requests else schedule(*given)
+        engine.core, "schedule", lambda *given: None if "bad" in engine.core.state.requests else schedule(*given)
     )
     line = make_request("line", range(5), 5, request_class=OFFLINE)
     good = make_request("good", range(7), 5)
@@ -197,7 +197,7 @@ def test_a_recovery_in_the_middle_of_everything_changes_no_answer(attempt: int) 
         driver.step()
     assert driver.core.clear_stall(driver.now, attempt) == []
     driver.core.check_integrity()
-    scheduler = driver.core._state
+    scheduler = driver.core.state
     assert not scheduler.running[OFFLINE]
     assert bool(scheduler.running[RequestClass.ONLINE]) is (attempt == 1)
     assert {r.status for r in scheduler.waiting_offline} == {RequestStatus.PREEMPTED, RequestStatus.WAITING}

@@ -128,7 +128,7 @@ async def _check(setup: Setup) -> list[Row]:
     share, known = both.offline_tokens / both.seconds / left, oracle * sizes.output / sum(sizes[:2]) / left
     note = (
         f"{full.offline_tokens / full.seconds / 1e3:.3g} k tok/s saturated, online {rate:.3g} requests/s, {_MODEL}; "
-        f"{keeper.describe(time.monotonic())}; replayed alone: {answer['metrics']}"
+        f"{keeper.describe(time.monotonic())}; replayed alone: {answer.best.metrics}"
     )
     times = time.monotonic()
     gaps = (

@@ -170,7 +170,7 @@ class OverloadedFleet:
         plan = plan_drop(groups, copy_units)
         for party, group in zip(parties, groups, strict=True):
             if group.is_short and party.retiring and party.pulls is None:  # what is being given back is needed
-                party.server.core.moves.grow_cache(party.retiring)
+                party.server.core.state.pool.grow(party.retiring)
                 party.retiring = 0
         if any(group.is_short for group in groups):
             self.tally.too_little += not plan.enough
@@ -312,7 +312,7 @@ class OverloadedFleet:
                 pipeline_depth=1,
             )
             core = EngineCore(limits, offline_policy="fcfs")
-            core.moves.grow_cache(units - undropped)
+            core.state.pool.grow(units - undropped)
             links = [self._links[engine] for engine in engines]
             runner = PipelineRunner(machine.device, kept, links, self._former(size), self.tally.bubbles, seed)
             server = Server(number, core, runner, free_at=at)

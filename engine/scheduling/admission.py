@@ -58,13 +58,11 @@ class Admission:
     """Decides which requests are queued.
 
     Attributes:
-        num_refused: Online requests refused so far.
         mean_prompt_tokens: Moving average over online requests that ended recently.
         mean_output_tokens: Moving average over online requests that ended recently.
     """
 
     def __init__(self, state: SchedulerState) -> None:
-        self.num_refused = 0
         self._state = state
         self.mean_prompt_tokens = self.mean_output_tokens = 0.0
 
@@ -99,7 +97,7 @@ class Admission:
         try:
             check_room(self._state, request, self.mean_output_tokens, now)
         except QueueFullError:
-            self.num_refused += 1
+            self._state.counters.refused_requests += 1
             raise
 
     def _check_flex(self, spec: EngineRequest) -> None:

@@ -7,33 +7,21 @@ from collections.abc import Callable, Sequence
 from functools import cached_property
 from itertools import repeat
 from operator import attrgetter
-from typing import NamedTuple
 
 from engine.api import RequestClass, quick_constructor
 from engine.cache.blocks import CacheKind, CacheOperation, Tier
 from engine.cache.cache import Claim
 from engine.request import Request, RequestStatus
 from engine.scheduling.allocation import Allocation
+from engine.scheduling.in_flight import InFlight
 from engine.scheduling.laxity import PrefillPace, prefill_pace
 from engine.scheduling.ledger import StepLedger, num_masked
-from engine.scheduling.output import (
-    Chunk,
-    NewRequest,
-    SavedState,
-    SchedulerOutput,
-)
+from engine.scheduling.output import Chunk, NewRequest, SavedState, SchedulerOutput
 from engine.scheduling.state import SchedulerState
 from predictor.features import CacheWork
 
 _make_chunk = quick_constructor(Chunk)
 _pooling, _adapter = attrgetter("spec.pooling"), attrgetter("spec.adapter")
-
-
-class DecidedStep(NamedTuple):
-    """A decided step, and its requests in the order of its chunks."""
-
-    output: SchedulerOutput
-    requests: list[Request]
 
 
 class StepDraft:
@@ -69,7 +57,7 @@ class StepDraft:
         """Return whether no step in flight contains this request."""
         return request.last_step <= self._last_completed_step
 
-    def finish(self, spare: float = 0.0) -> DecidedStep | None:
+    def finish(self, spare: float = 0.0) -> InFlight | None:
         """Return the decided step, or None if it has no chunk. `spare`: see `SchedulerOutput`."""
         if not self.chunks:
             return None
@@ -94,7 +82,7 @@ class StepDraft:
             predicted_latency=self.ledger.seconds if self.ledger.model is not None else None,
             spare=spare,
         )
-        return DecidedStep(output, self.requests)
+        return InFlight(output, self.requests, [request.epoch for request in self.requests])
 
     def _charge_operations(self, operations: tuple[CacheOperation, ...], num_states: int) -> None:
         """Charge the bytes that the step copies: those of its operations and of `num_states` recurrent states."""

@@ -3,16 +3,15 @@
 `engine.scheduling.recovery` finds out which request is at fault.
 """
 
-from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Iterator
 from itertools import chain
 
 from engine.api import FinishReason, RequestClass, RequestOutput
 from engine.errors import EngineUnavailableError
 from engine.request import Request, RequestStatus
-from engine.scheduling.counters import StepCounters
+from engine.scheduling.in_flight import InFlight
 from engine.scheduling.recovery import CANARY_ID, Ending, FaultRecovery
-from engine.scheduling.results import Finish, InFlight
+from engine.scheduling.results import Endings
 from engine.scheduling.state import SchedulerState
 from engine.scheduling.waiting import WaitingQueue
 
@@ -23,30 +22,15 @@ MAX_QUIET_RECOVERIES = 2
 class StepFailures:
     """Handle step failures and stalls.
 
-    Args:
-        requests: The core's requests, by id.
-        in_flight: The steps in flight behind the one being handled.
-
     Attributes:
         undone_through: Steps up to this id were built on a failed step; their results and errors are ignored.
     """
 
-    def __init__(
-        self,
-        state: SchedulerState,
-        requests: MutableMapping[str, Request],
-        recovery: FaultRecovery,
-        counters: StepCounters,
-        in_flight: deque[InFlight],
-        finish: Finish,
-    ) -> None:
+    def __init__(self, state: SchedulerState, recovery: FaultRecovery, endings: Endings) -> None:
         self.undone_through = -1
         self._state = state
-        self._requests = requests
         self._recovery = recovery
-        self._counters = counters
-        self._in_flight = in_flight
-        self._finish = finish
+        self._finish = endings.finish
 
     def passed(self, flight: InFlight, outputs: list[RequestOutput], now: float) -> Iterator[RequestOutput]:
         """Handle a completed step while suspects or the canary exist. Outputs of the canary are not passed on."""
@@ -60,7 +44,7 @@ class StepFailures:
 
     def failed(self, flight: InFlight, now: float) -> Iterator[RequestOutput]:
         """Rewind a failed step and the steps behind it. Yield the outputs of requests that end because of it."""
-        self._counters.failed_steps += 1
+        self._state.counters.failed_steps += 1
         step = flight.reached()
         self._rewind(flight)
         yield from self._end(self._recovery.failed(step, now), now)
@@ -71,9 +55,9 @@ class StepFailures:
         Attempt 1 preempts offline requests and requests set aside, attempt 2 online ones too. From attempt 3 on, the
         oldest waiting online request ends with a retryable error, because it may block the others.
         """
-        self._counters.stalls += attempt == 1
         state = self._state
-        rebuild_queues(state, self._requests.values())
+        state.counters.stalls += attempt == 1
+        rebuild_queues(state)
         classes = (RequestClass.OFFLINE,) if attempt == 1 else RequestClass
         running = [request for request_class in classes for request in state.running[request_class]]
         for request in [*running, *(r for r in state.aside if r.status is RequestStatus.RUNNING)]:
@@ -93,13 +77,13 @@ class StepFailures:
 
         The runner may have applied only part of the deltas, so every affected row is released and written whole again.
         """
-        undone = (flight, *self._in_flight)
+        undone = (flight, *self._state.in_flight)
         self.undone_through = undone[-1].output.step_id
         for each in undone:
             for request in each.live():
                 self._restart(request)
         failed = {each.output.step_id for each in undone}
-        self._state.cache.rewind(self._requests.values(), failed)
+        self._state.cache.rewind(self._state.requests.values(), failed)
         for each in undone:
             self._state.released_rows.extend(each.output.released_rows)
 
@@ -112,11 +96,11 @@ class StepFailures:
             self._state.cache.parked.forget(request)
 
 
-def rebuild_queues(state: SchedulerState, requests: Iterable[Request]) -> None:
+def rebuild_queues(state: SchedulerState) -> None:
     """Rebuild queues and rows from all unfinished requests."""
     state.running = {request_class: [] for request_class in RequestClass}
     state.waiting_online, state.waiting_offline, state.aside = WaitingQueue(), state.make_offline_queue(), []
-    for request in sorted(requests, key=lambda request: request.arrival_order):
+    for request in sorted(state.requests.values(), key=lambda request: request.arrival_order):
         if request.request_class is RequestClass.OFFLINE and request.status is not RequestStatus.WAITING:
             state.waiting_offline.adopt(request)
         if request.status is RequestStatus.RUNNING:
@@ -128,11 +112,11 @@ def rebuild_queues(state: SchedulerState, requests: Iterable[Request]) -> None:
     state.free_rows = [row for row in range(state.config.max_num_seqs - 1, -1, -1) if row not in held]
 
 
-def check_integrity(state: SchedulerState, requests: Mapping[str, Request]) -> None:
-    """Assert that every unit and row is in one place and that the queues contain exactly `requests` (E1, E3)."""
+def check_integrity(state: SchedulerState) -> None:
+    """Assert that every unit and row is in one place and that the queues contain exactly the requests (E1, E3)."""
     rows, queued = list(state.free_rows), list(state.all_requests())
     for request in queued:
-        assert requests.get(request.request_id) is request, "a queued request is unknown"
+        assert state.requests.get(request.request_id) is request, "a queued request is unknown"
         assert request.aside == (request in state.aside), "a request is aside, or it is not"
         if request.status is RequestStatus.RUNNING:
             capacity = len(request.cache_map.blocks) * state.config.block_size
@@ -143,7 +127,7 @@ def check_integrity(state: SchedulerState, requests: Mapping[str, Request]) -> N
             assert request.status in {RequestStatus.WAITING, RequestStatus.PREEMPTED}
             assert request.row < 0, "a waiting request holds a row"
     assert sorted(rows) == list(range(state.config.max_num_seqs)), "a row is lost or owned twice"
-    assert len(requests) == len(queued), "a request is in no queue"
+    assert len(state.requests) == len(queued), "a request is in no queue"
     online = [r.request_id for r in queued if r.request_class is RequestClass.ONLINE]
     state.online_share.check_integrity(online)
     state.cache.check_integrity(queued)

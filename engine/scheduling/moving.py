@@ -4,7 +4,7 @@ The caller copies the memory, which takes time. An attached request gets its row
 its K and V have arrived (KunServe §4.2: the request stalls, others run).
 """
 
-from collections.abc import Collection, Iterator, MutableMapping
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -12,7 +12,6 @@ from engine.api import EngineRequest, RequestClass, Resumption
 from engine.cache.blocks import CacheKind, count_units
 from engine.request import Request, RequestStatus
 from engine.scheduling.recovery import FaultRecovery
-from engine.scheduling.results import InFlight
 from engine.scheduling.state import SchedulerState
 from engine.scheduling.waiting import insert_by_age, remove_by_age
 from predictor.limits import UNITS_PER_BLOCK
@@ -44,25 +43,12 @@ class Moves:
     """Move requests in and out of the core.
 
     No method may be called for a request that a step in flight contains.
-
-    Args:
-        requests: The core's requests, by id.
-        arrivals: Source of arrival numbers.
     """
 
-    def __init__(
-        self,
-        state: SchedulerState,
-        requests: MutableMapping[str, Request],
-        in_flight: Collection[InFlight],
-        recovery: FaultRecovery,
-        arrivals: Iterator[int],
-    ) -> None:
+    def __init__(self, state: SchedulerState, recovery: FaultRecovery) -> None:
         self._state = state
-        self._requests = requests
-        self._in_flight = in_flight
+        self._requests = state.requests
         self._recovery = recovery
-        self._arrivals = arrivals
 
     def open_requests(self) -> Iterator[HeldRequest]:
         """Yield every unfinished request with the device units that it holds."""
@@ -80,7 +66,7 @@ class Moves:
 
         A caller that copies the K and V must do so before any other request writes to these units.
         """
-        assert not self._in_flight, "a step in flight may hold the request"
+        assert not self._state.in_flight, "a step in flight may hold the request"
         if self._requests[request_id].aside:
             self._recovery.forget(self._requests[request_id])
         request = self._requests.pop(request_id)
@@ -104,7 +90,7 @@ class Moves:
         Returns its computed tokens and their units. Returns None if it has none, or if they lie outside the first
         `num_units` units; the request then starts over.
         """
-        assert not self._in_flight, "a step in flight may hold the request"
+        assert not self._state.in_flight, "a step in flight may hold the request"
         if not self._stand_still(request_id, num_units):
             self.start_over(request_id)
             return None
@@ -119,7 +105,7 @@ class Moves:
             return
         request, aside = self._requests[request_id], self._state.aside
         remove_by_age(aside, request)
-        request.arrival_order = next(self._arrivals)
+        request.arrival_order = next(self._state.arrivals)
         insert_by_age(aside, request)
 
     def attach(self, moved: MovedRequest) -> bool:
@@ -129,7 +115,7 @@ class Moves:
         recomputed.
         """
         assert moved.spec.resumed is not None
-        request = Request(moved.spec, moved.spec.resumed.times, next(self._arrivals))
+        request = Request(moved.spec, moved.spec.resumed.times, next(self._state.arrivals))
         request.most_blocks = self._state.config.most_blocks
         self._requests[request.request_id] = request
         if not moved.num_tokens or not self._take_room(request, moved.num_tokens):
@@ -154,10 +140,6 @@ class Moves:
     def start_over(self, request_id: str) -> None:
         """Discard the computed tokens of a request and queue it again. No step may be in flight."""
         self.attach(self.detach(request_id)._replace(num_tokens=0))
-
-    def grow_cache(self, units: int) -> None:
-        """Add `units` units to the cache."""
-        self._state.pool.grow(units)
 
     def shrink_cache(self, units: int) -> None:
         """Retire the last `units` units of the cache; see `num_retiring_units`."""

@@ -1,7 +1,6 @@
 """Adds offline work to a step, as planned, as far as online work leaves room."""
 
 import math
-from collections.abc import Callable
 from itertools import takewhile
 
 from engine.request import Request, RequestStatus, leading_decodes
@@ -12,12 +11,12 @@ from engine.scheduling.planner import OfflinePlan, offline_allowance
 
 
 class OfflineFill:
-    """Add offline requests to a step behind its online work. `lookup` returns an unfinished request by its id."""
+    """Add offline requests to a step behind its online work."""
 
-    def __init__(self, draft: StepDraft, lookup: Callable[[str], Request | None]) -> None:
+    def __init__(self, draft: StepDraft) -> None:
         self._draft = draft
         self._state = draft.state
-        self._lookup = lookup
+        self._lookup = draft.state.requests.get
 
     def add(self, plan: OfflinePlan, num_online_decodes: int, *, beside_prompt: bool) -> None:
         """Add the items of the plan that still fit beside the online work of this step."""

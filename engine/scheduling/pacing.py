@@ -1,12 +1,10 @@
 """Decides when the next step may start: offline steps pause on an idle server, and steps may be scheduled ahead."""
 
 import math
-from collections.abc import Iterable
 
 from engine.api import RequestClass
 from engine.request import Request
 from engine.scheduling.objective import StepObjective
-from engine.scheduling.results import InFlight
 from engine.scheduling.state import SchedulerState
 
 
@@ -53,24 +51,22 @@ MOST_ROWS = 4
 """Maximum number of running requests with which scheduling ahead pays when host and device share CPU cores."""
 
 
-def may_run_ahead(state: SchedulerState, num_requests: int, in_flight: Iterable[InFlight]) -> bool:
-    """Return whether the next step may be scheduled while `in_flight` runs.
+def may_run_ahead(state: SchedulerState) -> bool:
+    """Return whether the next step may be scheduled before the steps in flight are updated.
 
     A GPU must not wait for the host. On a CPU both use the same cores, so scheduling ahead pays only with few rows. An
     arrival then waits for one step more, so only short steps of decodes qualify, and only if no other request exists.
     Grammars and thinking budgets need the last token, so their requests cannot be scheduled ahead.
-
-    `num_requests`: all unfinished requests of the core.
     """
     longest = state.config.ahead_seconds
-    if longest == math.inf:
+    if longest == math.inf or not state.in_flight:
         return True
     running = state.running[RequestClass.ONLINE]
     return (
         len(running) <= MOST_ROWS
-        and len(running) == num_requests
+        and len(running) == len(state.requests)
         and all(request.num_pending_tokens == 1 and not _is_masked(request) for request in running)
-        and all((step.output.predicted_latency or math.inf) <= longest for step in in_flight)
+        and all((step.output.predicted_latency or math.inf) <= longest for step in state.in_flight)
     )
 
 

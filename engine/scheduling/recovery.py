@@ -7,13 +7,14 @@ continue.
 """
 
 import math
-from collections.abc import Iterable, MutableMapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from engine.api import EngineRequest, RequestClass, RequestTimes, SamplingParams
 from engine.errors import EngineStepError, EngineUnavailableError, TidemillError
 from engine.request import Request
 from engine.scheduling.blame import LONE_FAILURES, Blame
+from engine.scheduling.in_flight import ReachedPoint
 from engine.scheduling.state import SchedulerState
 
 PATIENCE = 30.0
@@ -31,13 +32,6 @@ class StepTurn(NamedTuple):
     force: bool = False
 
 
-class ReachedPoint(NamedTuple):
-    """A request of a step, and the number of its tokens computed after the step."""
-
-    request: Request
-    num_tokens: int
-
-
 class Ending(NamedTuple):
     """A request that must end now, and the error."""
 
@@ -49,14 +43,11 @@ ORDINARY = (StepTurn(),)
 
 
 class FaultRecovery:
-    """Decide which requests may run after a failure.
+    """Decide which requests may run after a failure."""
 
-    `requests`: the core's, by id, including the canary while it runs.
-    """
-
-    def __init__(self, state: SchedulerState, requests: MutableMapping[str, Request], blame: Blame) -> None:
+    def __init__(self, state: SchedulerState, blame: Blame) -> None:
         self._state = state
-        self._requests = requests
+        self._requests = state.requests
         self._blame = blame
         self._canary = Canary()
         self._trial_first = False

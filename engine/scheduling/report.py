@@ -9,7 +9,6 @@ from dataclasses import asdict
 
 from engine.api import EngineStats, LoadReport, RequestClass
 from engine.request import Request, RequestStatus
-from engine.scheduling.counters import StepCounters
 from engine.scheduling.ledger import token_costs, usual_costs
 from engine.scheduling.state import SchedulerState
 from predictor.limits import UNITS_PER_BLOCK
@@ -18,9 +17,9 @@ LATE_PART = 0.25
 """Minimum expected remaining output of a running request, as a share of the mean output."""
 
 
-def report_stats(state: SchedulerState, steps: StepCounters, num_refused: int) -> EngineStats:
+def report_stats(state: SchedulerState) -> EngineStats:
     """Return a snapshot; see `EngineStats`."""
-    cache, counters = state.cache, state.counters
+    cache = state.cache
     pool, host = cache.device, cache.host
     waiting = {RequestClass.ONLINE: len(state.waiting_online), RequestClass.OFFLINE: len(state.waiting_offline)}
     aside = Counter((r.request_class, r.status is RequestStatus.RUNNING) for r in state.aside)
@@ -39,27 +38,17 @@ def report_stats(state: SchedulerState, steps: StepCounters, num_refused: int) -
         state_slots_total=sum(each.num_units for each in slots),
         state_slots_used=sum(each.num_units - each.num_free_units for each in slots),
         cache_units=dict(cache.tiers.moved_units),
-        prefix_queried_tokens=counters.prefix_queried_tokens,
-        prefix_hit_tokens=counters.prefix_hit_tokens,
-        prefix_host_hit_tokens=counters.prefix_host_hit_tokens,
-        preemptions=dict(counters.preemptions),
-        leftover_seconds=counters.leftover_seconds,
-        leftover_used_seconds=counters.leftover_used_seconds,
         token_costs=None if state.model is None else usual_costs(state.model, state.config),
-        refused_requests=num_refused,
-        **asdict(steps),
+        **asdict(state.counters),
     )
 
 
-def report_load(
-    state: SchedulerState, now: float, mean_input: float, mean_output: float, offline_tokens: int
-) -> LoadReport:
+def report_load(state: SchedulerState, now: float, mean_input: float, mean_output: float) -> LoadReport:
     """Return the current load.
 
     Args:
         mean_input: Mean prompt tokens of online requests that ended recently.
         mean_output: Mean output tokens of the same requests.
-        offline_tokens: Tokens computed for offline requests so far.
     """
     size, pool, most = state.config.block_size, state.pool, state.config.max_num_batched_tokens
     prompts = state.running_prompts()
@@ -79,7 +68,7 @@ def report_load(
         step_seconds=0.0 if state.model is None else most * token_costs(state.model, state.config).prefill,
         mean_input=mean_input,
         mean_output=mean_output,
-        offline_tokens=offline_tokens,
+        offline_tokens=state.counters.offline_computed_tokens,
         offline_waits=len(state.waiting_offline) > 0,
         time=now,
     )

@@ -3,25 +3,13 @@
 A request that ended or was rewound while the step ran gets nothing. `engine.scheduling.failures` handles failed steps.
 """
 
-from collections import deque
-from collections.abc import MutableMapping
-from dataclasses import dataclass, field
-from typing import Protocol
-
 from engine.api import FinishReason, RequestClass, RequestOutput, RequestTimes, TokenLogprobs, quick_constructor
 from engine.errors import ErrorInfo, InvalidRequestError, TidemillError
 from engine.request import Request, RequestStatus
 from engine.scheduling.admission import Admission
-from engine.scheduling.counters import StepCounters
-from engine.scheduling.output import (
-    INVALID_TOKEN,
-    LATE_TOKEN,
-    UNMASKED_TOKEN,
-    Chunk,
-    ModelRunnerOutput,
-    SchedulerOutput,
-)
-from engine.scheduling.recovery import FaultRecovery, ReachedPoint
+from engine.scheduling.in_flight import InFlight
+from engine.scheduling.output import INVALID_TOKEN, LATE_TOKEN, UNMASKED_TOKEN, Chunk, ModelRunnerOutput
+from engine.scheduling.recovery import FaultRecovery
 from engine.scheduling.state import SchedulerState
 
 TOLD_TOGETHER = 16
@@ -34,60 +22,11 @@ NO_TOKEN = -4
 _make_times, _make_output = quick_constructor(RequestTimes), quick_constructor(RequestOutput)
 
 
-@dataclass(frozen=True, slots=True)
-class InFlight:
-    """A scheduled step that has not been updated yet.
-
-    Attributes:
-        epochs: Epochs of the requests when the step was scheduled; a rewound request has a newer one.
-        known: Requests whose token from this step became known, and was emitted, while the step ran (forced tokens).
-    """
-
-    output: SchedulerOutput
-    requests: list[Request]
-    epochs: list[int]
-    known: set[Request] = field(default_factory=set)
-
-    def live(self) -> list[Request]:
-        """Return the step's requests that have neither ended nor been rewound since."""
-        pairs = zip(self.requests, self.epochs, strict=True)
-        return [r for r, epoch in pairs if r.status is not RequestStatus.FINISHED and r.epoch == epoch]
-
-    def reached(self) -> list[ReachedPoint]:
-        """Return the live requests with the number of their tokens computed after the step."""
-        pairs = zip(self.output.chunks, self.requests, strict=True)
-        live = set(self.live())
-        return [ReachedPoint(request, chunk.start + chunk.length) for chunk, request in pairs if request in live]
-
-
-class Finish(Protocol):
-    """End a request and return its last output."""
-
-    def __call__(
-        self,
-        request: Request,
-        reason: FinishReason,
-        now: float,
-        token_ids: tuple[int, ...] = (),
-        logprobs: tuple[TokenLogprobs, ...] | None = None,
-        *,
-        stop_token_id: int | None = None,
-        error: TidemillError | None = None,
-    ) -> RequestOutput: ...
-
-
 class Endings:
-    """End requests. `requests`: the core's, by id."""
+    """End requests."""
 
-    def __init__(
-        self,
-        state: SchedulerState,
-        requests: MutableMapping[str, Request],
-        admission: Admission,
-        recovery: FaultRecovery,
-    ) -> None:
+    def __init__(self, state: SchedulerState, admission: Admission, recovery: FaultRecovery) -> None:
         self._state = state
-        self._requests = requests
         self._admission = admission
         self._recovery = recovery
 
@@ -109,7 +48,7 @@ class Endings:
             self._recovery.forget(request)
         else:
             self._admission.note_end(request)
-        del self._requests[request.request_id]
+        del self._state.requests[request.request_id]
         request.times = request.times._replace(finished=now)
         if request.withholds:
             token_ids = request.tell()
@@ -132,15 +71,12 @@ class Endings:
 
 
 class Results:
-    """Apply step results. `in_flight`: the steps behind the one being applied."""
+    """Apply step results."""
 
-    def __init__(
-        self, state: SchedulerState, counters: StepCounters, in_flight: deque[InFlight], finish: Finish
-    ) -> None:
+    def __init__(self, state: SchedulerState, endings: Endings) -> None:
         self._state = state
-        self._counters = counters
-        self._in_flight = in_flight
-        self._finish = finish
+        self._counters = state.counters
+        self._finish = endings.finish
 
     def take_in(self, flight: InFlight, result: ModelRunnerOutput, now: float) -> list[RequestOutput]:
         """Apply the result of a step. Return the outputs of its requests."""
@@ -180,7 +116,8 @@ class Results:
                 request.token_ids.append(token)
             else:
                 outputs.append(self._append_token(request, token, None, now))
-        self._counters.count_decodes(decodes, offline)
+        self._counters.decode_tokens += decodes
+        self._counters.offline_computed_tokens += offline
         return outputs
 
     def _confirm_others(
@@ -251,7 +188,7 @@ class Results:
         if not run or output.finish_reason is not None:
             return output
         if request.num_placeholders:
-            behind = self._in_flight[0]
+            behind = self._state.in_flight[0]
             assert request.num_placeholders == 1 and behind.output.step_id == request.last_step
             behind.known.add(request)
             request.num_placeholders = 0

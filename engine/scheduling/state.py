@@ -3,13 +3,15 @@
 A `StepDraft` holds the state of a single step (HyGen §4.1, Algorithm 1). This module uses no asyncio, clock or tensor.
 """
 
+from collections import deque
 from collections.abc import Iterable, Iterator
+from itertools import count
 
 from engine.api import RequestClass
 from engine.cache.cache import Cache
 from engine.config import QueueTime, SchedulerConfig
 from engine.request import Request, RequestStatus, due
-from engine.scheduling.counters import SchedulerCounters
+from engine.scheduling.in_flight import Counters, InFlight
 from engine.scheduling.ledger import token_costs
 from engine.scheduling.objective import StepObjective
 from engine.scheduling.offline_queue import OfflineQueue
@@ -27,6 +29,9 @@ class SchedulerState:
     """Queues, rows and units of one engine.
 
     Attributes:
+        requests: Every unfinished request by id, including the canary while it runs.
+        in_flight: Steps that were scheduled and not updated yet, oldest first.
+        arrivals: Source of arrival numbers.
         offline_share: Factor on the offline budget beside online work, 0 to 1 (set by the circuit breaker).
         aside: Requests hidden from ordinary steps, waiting or running, by arrival; see `engine.scheduling.recovery`.
         unwritten: Running requests whose rows the runner does not have yet (see `engine.scheduling.moving`).
@@ -45,6 +50,9 @@ class SchedulerState:
         self.online_policy = online_policy
         self.model = model
         self.objective = objective
+        self.requests: dict[str, Request] = {}
+        self.in_flight: deque[InFlight] = deque()
+        self.arrivals = count()
         self.offline_share = 1.0
         self.cache = Cache(config, model)
         self.pool = self.cache.device
@@ -59,7 +67,7 @@ class SchedulerState:
         self.released_rows: list[int] = []
         self.num_contested = 0
         self.queue_time = QueueTime.parse(config.max_queue_time)
-        self.counters = SchedulerCounters()
+        self.counters = Counters()
 
     def make_offline_queue(self) -> OfflineQueue:
         costs = token_costs(self.model, self.config)

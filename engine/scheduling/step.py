@@ -11,11 +11,11 @@ cache.
 """
 
 import math
-from collections.abc import Callable
 
 from engine.api import RequestClass
-from engine.request import Request, due
-from engine.scheduling.draft import DecidedStep, StepDraft
+from engine.request import due
+from engine.scheduling.draft import StepDraft
+from engine.scheduling.in_flight import InFlight
 from engine.scheduling.offline_fill import OfflineFill
 from engine.scheduling.planner import OfflinePlan
 from engine.scheduling.prompts import PromptFill
@@ -26,16 +26,16 @@ from predictor.features import CacheWork
 
 
 class StepBuilder:
-    """Build one ordinary step. `lookup` returns an unfinished request by its id."""
+    """Build one ordinary step."""
 
-    def __init__(self, draft: StepDraft, lookup: Callable[[str], Request | None]) -> None:
+    def __init__(self, draft: StepDraft) -> None:
         self._draft = draft
         self._state = draft.state
         self._prompts = PromptFill(draft)
-        self._offline = OfflineFill(draft, lookup)
+        self._offline = OfflineFill(draft)
         self._tightest = math.inf
 
-    def build(self, plan: OfflinePlan | None) -> DecidedStep | None:
+    def build(self, plan: OfflinePlan | None) -> InFlight | None:
         """Return the step, or None if no request can run now. Without a plan the step is online-only."""
         self._state.cache.balance()
         first = let_in(self._draft)

@@ -17,7 +17,8 @@ from collections.abc import Iterator, Sequence
 from engine.api import RequestClass
 from engine.cache.blocks import CacheKind
 from engine.request import Request, RequestStatus
-from engine.scheduling.draft import DecidedStep, StepDraft
+from engine.scheduling.draft import StepDraft
+from engine.scheduling.in_flight import InFlight
 
 CAUSE = "step_failure"
 
@@ -33,7 +34,7 @@ class TrialBuilder:
         self._draft = draft
         self._state = draft.state
 
-    def build(self, requests: Sequence[Request], force: bool) -> DecidedStep | None:
+    def build(self, requests: Sequence[Request], force: bool) -> InFlight | None:
         """Return a step with as much of `requests` as fits, or None if no request can run now.
 
         `force`: preempt any request in the way of the first one, whatever its class.
@@ -104,7 +105,7 @@ class LastResortBuilder:
         self._draft = draft
         self._state = draft.state
 
-    def build(self, with_offline: bool) -> DecidedStep | None:
+    def build(self, with_offline: bool) -> InFlight | None:
         """Return the step, or None if no request can run. `with_offline`: offline requests may be chosen."""
         request = self._next(with_offline)
         if request is None:

@@ -1,0 +1,77 @@
+"""Steps in flight, and the counters of steps and scheduling decisions."""
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from engine.api import EngineRequest, RequestClass
+from engine.request import Request, RequestStatus
+from engine.scheduling.output import Chunk, SchedulerOutput
+
+
+class ReachedPoint(NamedTuple):
+    """A request of a step, and the number of its tokens computed after the step."""
+
+    request: Request
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class InFlight:
+    """A scheduled step that has not been updated yet.
+
+    Attributes:
+        requests: Its requests in the order of its chunks.
+        epochs: Epochs of the requests when the step was scheduled; a rewound request has a newer one.
+        known: Requests whose token from this step became known, and was emitted, while the step ran (forced tokens).
+    """
+
+    output: SchedulerOutput
+    requests: list[Request]
+    epochs: list[int]
+    known: set[Request] = field(default_factory=set)
+
+    def live(self) -> list[Request]:
+        """Return the step's requests that have neither ended nor been rewound since."""
+        pairs = zip(self.requests, self.epochs, strict=True)
+        return [r for r, epoch in pairs if r.status is not RequestStatus.FINISHED and r.epoch == epoch]
+
+    def reached(self) -> list[ReachedPoint]:
+        """Return the live requests with the number of their tokens computed after the step."""
+        pairs = zip(self.output.chunks, self.requests, strict=True)
+        live = set(self.live())
+        return [ReachedPoint(request, chunk.start + chunk.length) for chunk, request in pairs if request in live]
+
+
+@dataclass(slots=True)
+class Counters:
+    """Counters named as in `EngineStats`; they never decrease. Times in seconds."""
+
+    steps: int = 0
+    failed_steps: int = 0
+    stalls: int = 0
+    refused_requests: int = 0
+    step_seconds: float = 0.0
+    prefill_tokens: int = 0
+    decode_tokens: int = 0
+    forced_tokens: int = 0
+    offline_computed_tokens: int = 0
+    probe_tokens: int = 0
+    predicted_seconds: float = 0.0
+    preemptions: dict[str, int] = field(default_factory=dict)
+    prefix_queried_tokens: int = 0
+    prefix_hit_tokens: int = 0
+    prefix_host_hit_tokens: int = 0
+    leftover_seconds: float = 0.0
+    leftover_used_seconds: float = 0.0
+
+    def count(self, chunk: Chunk, request: EngineRequest) -> None:
+        """Count a computed chunk of a request."""
+        if request.probe:
+            self.probe_tokens += chunk.length
+            return
+        if request.request_class is RequestClass.OFFLINE:
+            self.offline_computed_tokens += chunk.length
+        if chunk.length == 1 and chunk.sample:
+            self.decode_tokens += 1
+        else:
+            self.prefill_tokens += chunk.length
