@@ -10,8 +10,8 @@ import numpy as np
 
 from benchmarks.machine import describe
 from engine.api import EngineRequest, SamplingParams
-from engine.config import UNLIMITED_QUEUE, SchedulerConfig
 from engine.core import EngineCore
+from engine.limits import UNLIMITED_QUEUE, SchedulerConfig
 from engine.scheduling.knapsack import Columns, choose
 from engine.scheduling.objective import StepObjective
 from engine.scheduling.output import ModelRunnerOutput

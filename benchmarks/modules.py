@@ -19,7 +19,7 @@ from engine.config import EngineConfig
 from engine.execution.cpu.transformers_device import TransformersDevice
 from engine.machine.facts import read_processor
 from engine.profiling.calibration import ShapeRunner
-from predictor.sweep import StepShape
+from engine.profiling.sweep import StepShape
 
 SHAPES = {
     "1 decode": StepShape(1, 192),

@@ -13,9 +13,9 @@ from statistics import median
 
 from benchmarks.machine import describe
 from engine.api import EngineInfo, EngineRequest, RequestClass, SamplingParams
-from engine.config import SchedulerConfig
 from engine.core import EngineCore
 from engine.engine import Engine
+from engine.limits import SchedulerConfig
 from engine.loop.planner import PlanOffline
 from engine.scheduling.output import Collect, ModelRunnerOutput, SchedulerOutput
 from engine.scheduling.planner import OfflinePlan

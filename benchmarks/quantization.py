@@ -31,8 +31,8 @@ from engine.models.quantized import make_quantized
 from engine.models.spec import ModelSpec, load_spec
 from engine.models.weights import ModelWeights
 from engine.profiling.calibration import ShapeRunner
+from engine.profiling.sweep import StepShape
 from engine.text.tokenizer import Tokenizer
-from predictor.sweep import StepShape
 
 CONTEXT, ROUNDS, DRAWN = 192, 15, 300
 SHAPES = {

@@ -28,12 +28,11 @@ from benchmarks import live
 from benchmarks.frame import Table
 from benchmarks.machine import describe
 from engine.api import EngineRequest, SamplingParams
-from engine.config import CHECKPOINT_TOKENS, SchedulerConfig
 from engine.core import EngineCore
 from engine.execution.memory import CHECKPOINT_PART, useful_slots
+from engine.limits import CHECKPOINT_TOKENS, UNITS_PER_BLOCK, Limits, SchedulerConfig
 from engine.scheduling.knapsack import Columns, choose
 from engine.scheduling.output import ModelRunnerOutput
-from predictor.limits import UNITS_PER_BLOCK, Limits
 
 LFM2 = {
     "architectures": ["Lfm2ForCausalLM"],

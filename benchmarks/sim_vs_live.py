@@ -20,7 +20,7 @@ from typing import Any
 
 from benchmarks.live import Watch, make_model_folder, plan_for, run, server
 from benchmarks.machine import describe
-from engine.config import SchedulerConfig
+from engine.limits import UNITS_PER_BLOCK, SchedulerConfig
 from engine.scheduling.objective import StepObjective
 from loadgen.arrivals import constant_rate, schedule
 from loadgen.metrics import Slo, run_metrics
@@ -30,7 +30,6 @@ from loadgen.simulation.run import Policies, simulate
 from loadgen.stats import stream
 from loadgen.workloads import Workload, fixed
 from predictor.budget import BudgetParams
-from predictor.limits import UNITS_PER_BLOCK
 
 ONLINE, OFFLINE = (128, 48), (256, 64)
 """Prompt and output tokens of a request."""

@@ -23,7 +23,8 @@ import numpy as np
 
 from benchmarks import colocation, live
 from benchmarks.colocation import JOB, Run
-from engine.scheduling.objective import UNLIMITED, StepObjective
+from engine.colocation.waits import objective_of
+from engine.scheduling.objective import UNLIMITED
 from loadgen.arrivals import RateCurve
 from loadgen.records import RequestRecord
 from predictor.slo import SLO, aggregate, nearest_rank
@@ -96,7 +97,7 @@ def slo_of(form: str, ttft: float, tbt: float) -> SLO:
 
 def online_behaviour(slo: SLO) -> tuple[float, float, bool]:
     """What the SLO changes on a server without offline work."""
-    objective = StepObjective.from_slo(slo, UNLIMITED)
+    objective = objective_of(slo, UNLIMITED)
     return objective.ttft, objective.tbt, objective.gap_limited
 
 

@@ -14,7 +14,7 @@ from typing import NamedTuple, ParamSpec, Protocol, TypeVar
 from engine.errors import ErrorInfo, InvalidRequestError
 from engine.forms import EmbeddingSpec, Grammar, Pooling
 from engine.text.thoughts import ThinkingBudget
-from predictor.slo import Standing
+from predictor.budget import Standing
 
 P = ParamSpec("P")
 T = TypeVar("T")

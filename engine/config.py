@@ -1,65 +1,25 @@
-"""The frozen configuration of the engine and the scheduler. This module does not import torch.
+"""The settings of the engine. This module does not import torch.
 
 Command-line flags are generated from the fields of `EngineConfig`: `metadata["help"]` is the help text of the flag and
 `metadata["choices"]` its choices.
 """
 
-import math
 import re
-import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from engine.errors import ConfigError
+from engine.limits import DEFAULT_QUEUE, QueueTime, SchedulerConfig, require_positive
 from engine.refusals import check_combinations
-from predictor.limits import Limits
 from predictor.slo import SLO, SLOError
 
 USUAL_STEP, WIDE_STEP = (64, 512), (256, 2048)
 """Default maximum (requests, tokens) of a step."""
-BLOCK_SIZE = 16
-"""Tokens per cache block."""
-CHECKPOINT_TOKENS = 512
-"""Distance in prompt tokens between two checkpoints of recurrent state."""
 MAX_THREADS = 1024  # rejects a typing error that would exhaust the threads of the machine
 OVERLOADS = ("recompute", "swap", "drop")
-DEFAULT_QUEUE, UNLIMITED_QUEUE = "10x", "none"
-_QUEUE_UNITS = {"ms": 1e-3, "s": 1.0, "m": 60.0}
-_QUEUE_FORM = re.compile(r"(\d+(?:\.\d*)?|\.\d+)\s*(ms|s|m|x)")
 _ADAPTER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,127}")
-
-
-@dataclass(frozen=True, slots=True)
-class QueueTime:
-    """The maximum wait of `--max-queue-time`; both limits apply.
-
-    The default exceeds the objective because users prefer a late answer to none.
-    """
-
-    seconds: float = math.inf
-    objectives: float = math.inf  # multiple of the TTFT objective
-
-    @classmethod
-    def parse(cls, text: str) -> "QueueTime":
-        """Parse `10x` (times the TTFT objective), a time like `500ms`, `5s` or `2m`, or `none`.
-
-        Raise ConfigError for any other text.
-        """
-        if text.strip() == UNLIMITED_QUEUE:
-            return cls()
-        found = _QUEUE_FORM.fullmatch(text.strip())
-        number = float(found.group(1)) if found else 0.0
-        if found is None or not 0.0 < number < math.inf:
-            raise ConfigError(f"--max-queue-time must be a time like 5s, a multiple like 10x, or none, not '{text}'")
-        if found.group(2) == "x":
-            return cls(objectives=number)
-        return cls(seconds=number * _QUEUE_UNITS[found.group(2)])
-
-    def longest(self, ttft: float) -> float:
-        """Return the maximum wait, seconds. `ttft` is the TTFT objective, infinite if there is none."""
-        return min(self.seconds, self.objectives * ttft)
 
 
 def _flag(default: Any, help_text: str, choices: tuple[str, ...] = ()) -> Any:
@@ -154,8 +114,8 @@ class EngineConfig:
     seed: int = _flag(0, "seed of random weights and of scheduling choices")
 
     def __post_init__(self) -> None:
-        _positive(self, "max_num_seqs", "max_num_batched_tokens")
-        _positive(self, "max_model_len", "num_gpu_blocks_override", "threads", "tensor_parallel_size")
+        require_positive(self, "max_num_seqs", "max_num_batched_tokens")
+        require_positive(self, "max_model_len", "num_gpu_blocks_override", "threads", "tensor_parallel_size")
         if (self.threads or 0) > MAX_THREADS or not 0 <= self.seed < 2**63:
             raise ConfigError(f"--threads must be at most {MAX_THREADS}, and --seed from 0 and below 2**63")
         QueueTime.parse(self.max_queue_time)
@@ -171,116 +131,6 @@ class EngineConfig:
         check_combinations(self)
 
 
-@dataclass(frozen=True, slots=True)
-class SchedulerConfig:
-    """The resolved settings of the scheduler core.
-
-    Attributes:
-        num_units: Units of the device pool; a KV block takes two.
-        host_units: Units of the host tier; 0: no host tier.
-        unit_bytes: Bytes per unit on every tier.
-        scratch_blocks: Maximum blocks per step that run from hidden state; 0: no hidden state.
-        rho: Seconds that one token run from hidden state adds to a step with `compact_tokens` such tokens.
-        stream_seconds: Seconds per step that streaming weights take.
-        window: Tokens of the longest attention window that a kernel reads; 0: all. Blocks before the window are freed
-            while the request runs, so a request can be longer than the pool.
-        state_slots: Slots on the device for checkpoints of recurrent state; 0: no checkpoints.
-        host_state_slots: Slots in host memory for checkpoints of recurrent state.
-        state_bytes: Maximum bytes of one recurrent state.
-        checkpoint_tokens: Distance in prompt tokens between checkpoints, see `engine.cache.checkpoints`.
-        pipeline_depth: Maximum steps in flight when `schedule` is called.
-        ahead_seconds: If finite, a step is scheduled ahead only behind steps with a shorter expected time, see
-            `EngineCore.may_run_ahead`.
-        min_prefill_chunk: Minimum tokens per step for the oldest prompt. If they would delay decodes, the chunk
-            shrinks to one block at least.
-        max_offline_preemptions: After so many evictions an offline request is evicted last and waits 1, 2, 4 ...
-            seconds before it restarts beside online requests.
-        max_queue_time: An online request with a longer expected wait is refused (429), see `QueueTime`.
-    """
-
-    num_units: int
-    max_model_len: int
-    host_units: int = 0
-    unit_bytes: int = 0
-    scratch_blocks: int = 0
-    stream_seconds: float = 0.0
-    rho: float = 0.0
-    window: int = 0
-    state_slots: int = 0
-    host_state_slots: int = 0
-    state_bytes: int = 0
-    checkpoint_tokens: int = CHECKPOINT_TOKENS
-    block_size: int = BLOCK_SIZE
-    max_num_seqs: int = 64
-    max_num_batched_tokens: int = 512
-    max_num_waiting: int = 1024
-    enable_prefix_caching: bool = True
-    pipeline_depth: int = 0
-    ahead_seconds: float = math.inf
-    min_prefill_chunk: int = 64
-    max_offline_preemptions: int = 8
-    max_queue_time: str = DEFAULT_QUEUE
-    seed: int = 0
-
-    @classmethod
-    def of(cls, config: EngineConfig, **resolved: Any) -> "SchedulerConfig":
-        """Return the scheduler settings: fields of the same name from `config`, overridden by `resolved`."""
-        named = {f.name for f in fields(EngineConfig)} & {f.name for f in fields(cls)}
-        seqs, tokens = step_limits(config)
-        said = {name: getattr(config, name) for name in named}
-        return cls(**said | {"max_num_seqs": seqs, "max_num_batched_tokens": tokens} | resolved)
-
-    @property
-    def compact_tokens(self) -> int:
-        """Maximum tokens per step that run from hidden state."""
-        return self.block_size * self.scratch_blocks
-
-    @property
-    def paired(self) -> bool:
-        """Whether every device block holds K and V (two units each)."""
-        return not self.scratch_blocks
-
-    @property
-    def most_blocks(self) -> int:
-        """Maximum blocks that a request holds at the same time."""
-        tokens = most_unconfirmed(self.max_num_batched_tokens, self.pipeline_depth, self.ahead_seconds)
-        return most_blocks(self.window, self.block_size, tokens)
-
-    @property
-    def limits(self) -> Limits:
-        """The limits of a step."""
-        return Limits(
-            self.max_num_seqs,
-            self.max_num_batched_tokens,
-            self.max_model_len,
-            self.num_units,
-            self.block_size,
-            window=self.window,
-        )
-
-    def __post_init__(self) -> None:
-        _positive(self, "num_units", "max_model_len", "block_size", "max_num_seqs", "max_num_batched_tokens")
-        QueueTime.parse(self.max_queue_time)
-        if self.window:
-            assert not self.scratch_blocks, "only blocks of K and V are given back"
-
-
-def most_unconfirmed(step_tokens: int, pipeline_depth: int, ahead_seconds: float) -> int:
-    """Return the maximum tokens of one request in all steps in flight.
-
-    Steps scheduled ahead can be full if `ahead_seconds` is infinite; otherwise they hold one decode token per request.
-    """
-    return (1 + pipeline_depth) * step_tokens if ahead_seconds == math.inf else step_tokens + pipeline_depth
-
-
-def most_blocks(window: int, block_size: int, num_tokens: int) -> int:
-    """Return the maximum blocks of a request that computes up to `num_tokens` tokens beyond its confirmed ones.
-
-    A window covers a part of one block at each end, and a block behind the window is freed one block later.
-    """
-    return -(-(window + num_tokens) // block_size) + 3 if window else sys.maxsize
-
-
 def step_limits(config: EngineConfig, *, wide: bool = False) -> tuple[int, int]:
     """Return the maximum (requests, tokens) of a step.
 
@@ -293,6 +143,14 @@ def step_limits(config: EngineConfig, *, wide: bool = False) -> tuple[int, int]:
     if config.max_num_batched_tokens is not None:
         return min(seqs, config.max_num_batched_tokens), config.max_num_batched_tokens
     return seqs, tokens
+
+
+def scheduler_settings(config: EngineConfig, **resolved: Any) -> SchedulerConfig:
+    """Return the settings of the scheduler: those in `config`, overridden by `resolved`."""
+    seqs, tokens = step_limits(config)
+    given: dict[str, Any] = {"max_num_seqs": seqs, "max_num_batched_tokens": tokens, "seed": config.seed}
+    given |= {"max_queue_time": config.max_queue_time, "enable_prefix_caching": config.enable_prefix_caching}
+    return SchedulerConfig(**given | resolved)
 
 
 def parse_offload(text: str) -> float | None:
@@ -337,10 +195,3 @@ def _check_slo(text: str) -> None:
         SLO.parse(text)
     except SLOError as error:
         raise ConfigError(f"--slo: {error}") from None
-
-
-def _positive(config: object, *names: str) -> None:
-    for name in names:
-        value = getattr(config, name)
-        if value is not None and value < 1:
-            raise ConfigError(f"--{name.replace('_', '-')} must be at least 1, not {value}")

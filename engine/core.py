@@ -22,8 +22,8 @@ from engine.api import (
     RequestOutput,
     RequestTimes,
 )
-from engine.config import SchedulerConfig
 from engine.errors import InvalidRequestError, TidemillError
+from engine.limits import SchedulerConfig
 from engine.request import Request, RequestStatus
 from engine.scheduling.admission import Admission, check_length
 from engine.scheduling.blame import LONE_WAITS, Blame
@@ -42,7 +42,7 @@ from engine.scheduling.results import Endings, Results
 from engine.scheduling.state import SchedulerState
 from engine.scheduling.step import StepBuilder
 from engine.scheduling.trial import LastResortBuilder, TrialBuilder
-from predictor.model import LatencyPredictor
+from predictor.features import LatencyPredictor
 
 _aside = attrgetter("aside")
 

@@ -6,7 +6,7 @@ position, because the device runs it as one query row. The sums are Python integ
 
 from dataclasses import dataclass, field
 from operator import attrgetter
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from predictor.reach import EVERYTHING, Reach
 
@@ -133,3 +133,52 @@ class BatchFeatures:
     def from_row(cls, row: FeatureRow, reach: Reach = EVERYTHING) -> "BatchFeatures":
         """Inverse of `row`."""
         return cls(reach, *row)
+
+
+class LatencyPredictor(Protocol):
+    """Predictions needed by a scheduler, in seconds. Implemented by `LatencyModel` and `OnlineModel`."""
+
+    @property
+    def reach(self) -> Reach:
+        """Windows with which features count contexts; features passed to the model must use the same."""
+
+    def predict(self, features: BatchFeatures) -> float:
+        """Return the time of the whole step; of the empty step, the fixed cost of any step."""
+
+    def marginal(self, features: BatchFeatures, start: int, length: int) -> float:
+        """Return the time that the chunk (start, length) adds to the step."""
+
+    def marginal_decodes(self, features: BatchFeatures, count: int, context_sum: int) -> float:
+        """Return the time that `count` decodes whose contexts, within the windows, sum to `context_sum` add."""
+
+    def max_prefill(self, features: BatchFeatures, seconds: float, max_tokens: int, start: int) -> int:
+        """Return the largest chunk length ≤ `max_tokens` after `start` that adds at most `seconds`; 0 if none fits."""
+
+    def expected_prefill(self, features: BatchFeatures, limit: float, max_tokens: int, start: int) -> int:
+        """Return the largest chunk with which the expected time of the step is at most `limit` seconds, without margin;
+        0 if none fits."""
+
+    def cache_work(
+        self,
+        compact_tokens: int = 0,
+        restored_tokens: int = 0,
+        transferred_bytes: int = 0,
+        beside: BatchFeatures | None = None,
+    ) -> float:
+        """Return the time added by running from hidden state, restoring K and V, and transfers.
+
+        With `beside`, fixed costs per step are included: added with the first token, subtracted with the last.
+        """
+
+    def adapter_work(self, adapters: int, tokens: int) -> float:
+        """Return the time that further LoRA adapters, and tokens of chunks with an adapter, add to a step."""
+
+    def mask_work(self, features: BatchFeatures, rows: int) -> float:
+        """Return the time that `rows` further masked samples add to the step."""
+
+
+def smallest_step(model: LatencyPredictor) -> float:
+    """Return the seconds of a step with a single decode."""
+    features = BatchFeatures(model.reach)
+    features.add_decodes(1, 1)
+    return model.predict(features)

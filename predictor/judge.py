@@ -14,7 +14,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from predictor.slo import SLO, Objective, Standing, aggregate, nearest_rank
+from predictor.budget import Standing
+from predictor.slo import SLO, Objective, aggregate, nearest_rank
 
 WINDOW = 200
 """Maximum number of requests in the window."""

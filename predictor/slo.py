@@ -263,20 +263,3 @@ def _parse_objective(part: str, name: str, value: str) -> Objective:
     if unit == "%":
         return Objective(metric, percentile, tolerance=amount)
     return Objective(metric, percentile, limit=amount)
-
-
-@dataclass(frozen=True, slots=True)
-class Standing:
-    """One objective evaluated over the window; NaN for unknown values, times in seconds.
-
-    Attributes:
-        objective: The objective in the syntax of the SLO.
-        value: Measured percentile or mean.
-        bound: Upper bound of `value`.
-        attainment: Share of requests at whose end the objective was met.
-    """
-
-    objective: str
-    value: float
-    bound: float
-    attainment: float

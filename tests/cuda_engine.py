@@ -3,10 +3,10 @@
 import torch
 from driver import Driver
 
-from engine.config import SchedulerConfig
 from engine.execution.cuda.device import CudaDevice
 from engine.execution.cuda.kernels import Kernels
 from engine.execution.runner import Runner
+from engine.limits import SchedulerConfig
 from engine.models import torch_ops
 from engine.models.spec import ModelSpec
 from engine.models.weights import ModelWeights

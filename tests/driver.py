@@ -16,10 +16,10 @@ from engine.api import (
     RequestOutput,
     SamplingParams,
 )
-from engine.config import SchedulerConfig
 from engine.core import EngineCore
 from engine.engine import Engine
 from engine.errors import TidemillError
+from engine.limits import SchedulerConfig
 from engine.request import Request
 from engine.scheduling.output import Collect, ModelRunner, ModelRunnerOutput, SchedulerOutput
 from engine.scheduling.planner import whole

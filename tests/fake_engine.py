@@ -31,7 +31,7 @@ from gateway.app import create_app
 from gateway.config import ServerConfig
 from gateway.http.connection import ProtocolLimits
 from gateway.server import bind, make_server
-from predictor.slo import Standing
+from predictor.budget import Standing
 
 MODEL = "fake-model"
 

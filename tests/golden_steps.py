@@ -18,7 +18,7 @@ from fakes.runner import FakeRunner
 
 from engine.api import EngineRequest, Lane, RequestClass
 from engine.cache.blocks import CacheEntry
-from engine.config import UNLIMITED_QUEUE, SchedulerConfig
+from engine.limits import UNLIMITED_QUEUE, SchedulerConfig
 from engine.scheduling.objective import StepObjective
 from engine.scheduling.output import SchedulerOutput
 from predictor.budget import BudgetParams

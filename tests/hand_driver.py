@@ -19,10 +19,10 @@ from engine.cache.prefix import extend_hashes
 from engine.execution.cpu.device import TorchDevice
 from engine.execution.cuda.device import CudaDevice
 from engine.execution.runner import Runner
+from engine.limits import Limits
 from engine.models import torch_ops
 from engine.models.decoder import Decoder
 from engine.scheduling.output import AppendedEntries, Chunk, NewRequest, ReplacedEntry, SchedulerOutput
-from predictor.limits import Limits
 
 BLOCK = 4
 ROWS = 6

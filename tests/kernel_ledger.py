@@ -36,13 +36,13 @@ from engine.execution.cuda.modules import KernelAttention
 from engine.execution.pool import UnitPool
 from engine.execution.rows import RowTable
 from engine.execution.runner import Runner
+from engine.limits import Limits
 from engine.models.byte_cells import INTEGERS
 from engine.models.float8 import FLOAT8, Float8Linear, Rounding
 from engine.models.linear import MakeLinear, make_linear
 from engine.models.spec import hidden_offer, load_spec, spec_from_config
 from engine.models.weights import build_weights
 from engine.triton_kernels.round_rows import round_rows, scale_rows
-from predictor.limits import Limits
 
 ARCHS = (80, 86, 89, 90, 100, 103, 120)
 LEDGER = Path(__file__).with_suffix(".json")

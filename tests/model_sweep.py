@@ -19,8 +19,9 @@ import torch
 from driver import Driver, make_request
 
 from engine.build import build_runner, plan_launch
-from engine.config import EngineConfig, SchedulerConfig
+from engine.config import EngineConfig
 from engine.errors import ConfigError
+from engine.limits import SchedulerConfig
 from engine.models.families import FAMILIES
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "reference" / "models.md"

@@ -40,7 +40,7 @@ from fakes.staged import LAYER_BYTES, LAYERS, UNIT_LAYER_BYTES, StagedFake  # no
 
 from engine.api import DroppableLayers, EngineInfo, EngineRequest, SamplingParams, TokenLogprobs  # noqa: E402
 from engine.colocation.keeper import Colocation  # noqa: E402
-from engine.config import EngineConfig, SchedulerConfig  # noqa: E402
+from engine.config import EngineConfig, scheduler_settings  # noqa: E402
 from engine.core import EngineCore  # noqa: E402
 from engine.engine import Engine  # noqa: E402
 from engine.errors import ConfigError  # noqa: E402
@@ -268,7 +268,7 @@ def build(faults: Faults, config: EngineConfig, planned: child.Plan) -> Engine:
     if faults.is_meant("nomem"):
         raise OSError(errno.ENOMEM, "Cannot allocate memory")
     num_units = 2 * (config.num_gpu_blocks_override or 200)
-    settings = SchedulerConfig.of(config, num_units=num_units, max_model_len=CONTEXT)
+    settings = scheduler_settings(config, num_units=num_units, max_model_len=CONTEXT)
     settings = replace(settings, block_size=4, unit_bytes=1)
     core = EngineCore(settings)
     info = EngineInfo(CONTEXT, VOCAB, frozenset({EOS}), "scripted", "none", "none", 0, 800, adapters=("sql",))

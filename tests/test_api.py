@@ -22,7 +22,6 @@ from engine.api import (
     TokenCosts,
     TokenLogprobs,
 )
-from engine.config import SchedulerConfig
 from engine.core import EngineCore
 from engine.errors import (
     ConfigError,
@@ -35,12 +34,13 @@ from engine.errors import (
     QueueFullError,
     TidemillError,
 )
+from engine.limits import SchedulerConfig
 from engine.text.tokenizer import Tokenizer
 from gateway.generate.choices import ChoiceState
 from gateway.generate.params import GenerationPlan, TokenizedPrompt
 from gateway.generate.wire import StreamOptions
 from gateway.telemetry.account import Account
-from predictor.slo import Standing
+from predictor.budget import Standing
 
 ERRORS = [
     ConfigError("a"),

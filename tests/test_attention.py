@@ -9,8 +9,8 @@ from engine.cache.blocks import CacheEntry, CacheKind, Tier
 from engine.execution.cpu.attention import Batch, PagedAttention, arrange, clear_begun_blocks
 from engine.execution.pool import UnitPool
 from engine.execution.rows import RowTable
+from engine.limits import Limits
 from engine.scheduling.output import AppendedEntries, Chunk, NewRequest, SchedulerOutput
-from predictor.limits import Limits
 
 LAYERS = 3
 

@@ -17,8 +17,8 @@ from batch_tools import batch_server, check_ended, jsonl, line, submit, until, u
 from hypothesis import given, settings
 
 from engine.api import EngineStats, Lane, TokenCosts
-from engine.config import SchedulerConfig
 from engine.core import EngineCore
+from engine.limits import SchedulerConfig
 from engine.scheduling.ledger import token_costs
 from engine.text.tokenizer import Tokenizer
 from gateway.batch.forecast import LEAST_LINES, STEP_JOBS, Forecast, Pace

@@ -11,9 +11,10 @@ from faulty_runner import FaultyRunner, Work, poison
 from hypothesis import HealthCheck, given, settings
 
 from engine.api import EngineRequest, FinishReason, RequestClass
-from engine.config import SchedulerConfig
+from engine.colocation.waits import objective_of
 from engine.core import EngineCore
 from engine.errors import EngineStepError, EngineUnavailableError
+from engine.limits import SchedulerConfig
 from engine.scheduling.blame import LONE_FAILURES, LONE_WAITS, Blame
 from engine.scheduling.objective import StepObjective
 from engine.scheduling.recovery import CANARY_ID, PATIENCE, SICK_AFTER, FaultRecovery
@@ -282,7 +283,7 @@ def test_a_device_that_gives_nothing_finite_fails_no_line(depth: int) -> None:
 
 def test_chats_do_not_wait_for_ever_for_a_sick_engine(depth: int) -> None:
     failing = False
-    objective = StepObjective.from_slo(SLO.parse("ttft_p99=5s,tbt_p99=1s"), StepObjective().budget)
+    objective = objective_of(SLO.parse("ttft_p99=5s,tbt_p99=1s"), StepObjective().budget)
     driver, _ = make_driver(lambda *_: failing, depth, objective=objective, max_num_seqs=2, max_num_batched_tokens=8)
     streams = [make_request(f"stream{i}", [i, 2, 3], 50) for i in range(2)]
     driver.add(*streams)

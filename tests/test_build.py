@@ -13,7 +13,7 @@ from driver import outputs_of
 
 from engine.api import EngineRequest, FinishReason, SamplingParams
 from engine.build import build_engine, build_runner, plan_launch, profile_key, resolve_model
-from engine.config import EngineConfig, SchedulerConfig, step_limits
+from engine.config import EngineConfig, scheduler_settings, step_limits
 from engine.errors import ConfigError, ModelLoadError
 from engine.execution import memory
 from engine.execution.cpu.native import is_built
@@ -333,7 +333,7 @@ def test_one_thread_per_core_unless_the_user_says_otherwise(monkeypatch: pytest.
 def test_what_is_said_of_a_step_is_kept(said: dict[str, int], usual: tuple[int, int], wide: tuple[int, int]) -> None:
     config = EngineConfig(**said)
     assert (step_limits(config), step_limits(config, wide=True)) == (usual, wide)
-    limits = SchedulerConfig.of(config, num_units=10, max_model_len=64)
+    limits = scheduler_settings(config, num_units=10, max_model_len=64)
     assert (limits.max_num_seqs, limits.max_num_batched_tokens) == usual
 
 

@@ -8,7 +8,7 @@ from fakes.runner import FakeRunner, solo_tokens
 
 from engine.api import RequestClass
 from engine.cache.checkpoints import Checkpoints
-from engine.config import SchedulerConfig
+from engine.limits import SchedulerConfig
 from engine.request import Request, RequestTimes
 from engine.scheduling.planner import whole
 from predictor.model import LatencyModel

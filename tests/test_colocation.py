@@ -11,8 +11,8 @@ from fakes.runner import FakeRunner, features_of, solo_tokens
 from hypothesis import HealthCheck, given, settings
 
 from engine.api import EngineRequest, RequestClass
-from engine.config import SchedulerConfig
 from engine.errors import QueueFullError
+from engine.limits import SchedulerConfig
 from engine.request import RequestStatus
 from engine.scheduling.laxity import FLOOR_SHARE, floor_chunk
 from engine.scheduling.objective import StepObjective

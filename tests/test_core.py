@@ -11,8 +11,8 @@ from driver import Driver, make_request
 from fakes.runner import FakeRunner, solo_tokens
 
 from engine.api import EngineRequest, FinishReason, RequestClass, RequestTimes, Resumption
-from engine.config import SchedulerConfig
 from engine.errors import ContextLengthError, InvalidRequestError, QueueFullError
+from engine.limits import SchedulerConfig
 from engine.request import RequestStatus
 from engine.text.thoughts import ThinkingBudget, ThoughtMarks
 from predictor.model import LatencyModel

@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis.stateful import initialize, invariant, rule
 
 from engine.api import EngineRequest, FinishReason, RequestClass
-from engine.config import UNLIMITED_QUEUE, SchedulerConfig
+from engine.limits import UNLIMITED_QUEUE, SchedulerConfig
 from predictor.model import LatencyModel
 
 VOCAB = 40

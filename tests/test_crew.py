@@ -8,8 +8,8 @@ import pytest
 
 from engine.execution.cpu.native.crew import PATIENCE, SETTLED, Crew, Times, candidates, choose, measure
 from engine.execution.cpu.native.watched import ThreadWatch, choose_threads
+from engine.limits import Limits
 from engine.scheduling.output import Chunk, Collect, ModelRunnerOutput, SchedulerOutput
-from predictor.limits import Limits
 
 # ---- the choice
 

@@ -25,10 +25,10 @@ from engine.execution.cuda.swap import Swapper
 from engine.execution.lane import DeviceStream, Mark
 from engine.execution.pool import UnitPool
 from engine.execution.runner import Runner
+from engine.limits import Limits
 from engine.models import torch_ops
 from engine.models.spec import hidden_offer
 from engine.scheduling.output import Chunk, NewRequest, ReplacedEntry, SchedulerOutput
-from predictor.limits import Limits
 
 __all__ = ["one_thread"]
 

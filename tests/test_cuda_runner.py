@@ -35,13 +35,13 @@ from engine.execution.cuda.shapes import GRAPH_TOKENS, Buckets
 from engine.execution.cuda.tables import DeviceTables
 from engine.execution.pool import UnitPool
 from engine.execution.rows import RowTable
+from engine.limits import Limits
 from engine.models import torch_ops
 from engine.models.checkpoint import load_weights
 from engine.models.decoder import Decoder
 from engine.models.spec import load_spec
 from engine.models.weights import ModelWeights, build_weights
 from engine.scheduling.output import Collect, NewRequest, SchedulerOutput
-from predictor.limits import Limits
 
 
 def driver_of(decoder: Decoder, depth: int = 1, **options: int) -> CudaDriver:

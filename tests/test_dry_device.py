@@ -35,13 +35,13 @@ from engine.execution.ranks.step import RankStep
 from engine.execution.rows import RowTable
 from engine.execution.runner import Runner
 from engine.forms import Grammar
+from engine.limits import Limits
 from engine.models.lora import Delta, Site
 from engine.models.manner import PLAIN, Manner
 from engine.models.sharding import Shard
 from engine.models.spec import ModelSpec, hidden_offer, load_spec
 from engine.models.weights import build_weights
 from engine.scheduling.output import Chunk, NewRequest, SchedulerOutput
-from predictor.limits import Limits
 
 pytest.importorskip("triton")
 BLOCK, ROWS = 4, 3

@@ -22,7 +22,7 @@ from transformers import AutoModel
 
 from engine.api import EngineRequest, FinishReason, RequestClass, SamplingParams
 from engine.build import build_engine, plan_launch
-from engine.config import EngineConfig, SchedulerConfig
+from engine.config import EngineConfig
 from engine.execution.cpu.device import TorchDevice
 from engine.execution.cpu.native.device import NativeDevice
 from engine.execution.cpu.native.library import Level, Team
@@ -30,6 +30,7 @@ from engine.execution.cpu.native.linear import Native
 from engine.execution.cuda.device import CudaDevice
 from engine.execution.runner import Runner
 from engine.forms import EmbeddingSpec, Pooling, read_embedding_spec
+from engine.limits import SchedulerConfig
 from engine.models import torch_ops
 from engine.models.checkpoint import load_weights
 from engine.models.decoder import Decoder

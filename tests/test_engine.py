@@ -12,10 +12,10 @@ from fakes.runner import FakeRunner, solo_tokens
 
 from engine.api import EngineInfo, EngineRequest, EngineState, FinishReason, RequestClass, RequestOutput
 from engine.colocation.keeper import Colocation, initial_budget
-from engine.config import SchedulerConfig
 from engine.core import EngineCore
 from engine.engine import Engine
 from engine.errors import EngineUnavailableError, InvalidRequestError, QueueFullError
+from engine.limits import SchedulerConfig
 from engine.loop.step_watch import StepLimits
 from engine.scheduling.objective import StepObjective
 from engine.scheduling.output import Collect, ModelRunnerOutput, SchedulerOutput

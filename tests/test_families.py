@@ -14,9 +14,9 @@ from hypothesis import HealthCheck, given, settings
 
 from engine.api import FinishReason, RequestClass
 from engine.cache.blocks import CacheAction
-from engine.config import SchedulerConfig
 from engine.execution.cpu.device import TorchDevice
 from engine.execution.runner import Runner
+from engine.limits import SchedulerConfig
 from engine.models.checkpoint import load_weights
 from engine.models.decoder import Decoder
 from engine.models.spec import hidden_offer, load_spec

@@ -15,10 +15,10 @@ from test_fleet_fuzz import FakeFleetEngine
 from test_fleet_pipelines import MERGE, SPLIT, before_order
 
 from engine.api import DroppableLayers, EngineInfo, EngineRequest, FinishReason, RequestClass, SamplingParams
-from engine.config import SchedulerConfig
 from engine.core import EngineCore
 from engine.errors import EngineUnavailableError, TidemillError
 from engine.fleet.client import FleetClient
+from engine.limits import SchedulerConfig
 from engine.machine.link import LinkLostError
 from engine.process import frames, stage
 from engine.process.link import Calls

@@ -6,8 +6,8 @@ from fakes.runner import FakeRunner
 from hypothesis import given
 from test_fleet_parts import asked
 
-from engine.config import SchedulerConfig
 from engine.fleet.overload import EXPECTED, FALLING, Group, Watch
+from engine.limits import SchedulerConfig
 from engine.scheduling.report import peak_growth
 
 

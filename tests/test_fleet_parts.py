@@ -24,7 +24,6 @@ from engine.api import (
     SamplingParams,
     TokenCosts,
 )
-from engine.config import SchedulerConfig
 from engine.errors import ConfigError
 from engine.fleet.client import FleetClient
 from engine.fleet.member import (
@@ -39,10 +38,11 @@ from engine.fleet.member import (
     windows,
 )
 from engine.fleet.routing import RoutedPrompt, sal_load
+from engine.limits import SchedulerConfig
 from engine.machine.facts import HOST_ENGINES, Place, share_out
 from engine.process.link import SentRequests
 from engine.process.totals import info_of_all, total
-from predictor.slo import Standing
+from predictor.budget import Standing
 
 
 def asked(name: str, prompt: int, offline: bool = False, **sampling: Any) -> EngineRequest:

@@ -23,6 +23,7 @@ from engine.execution.cuda.backend import CudaBackend
 from engine.execution.cuda.device import CudaDevice
 from engine.execution.cuda.kernels import triton_kernels
 from engine.execution.runner import Runner
+from engine.limits import Limits
 from engine.models.checkpoint import load_weights
 from engine.models.decoder import Decoder
 from engine.models.float8 import FLOAT8, Float8Linear, RoundedRows, Rounding, make_float8, round_rows, scale_rows
@@ -30,7 +31,6 @@ from engine.models.linear import Linear, MakeLinear, PlainLinear, make_linear
 from engine.models.quantized import RoundedWeight
 from engine.models.spec import load_spec, spec_from_config
 from engine.models.weights import DummyTensors, LayerWeights, ModelWeights, ResidentLayers, build_weights, matrices
-from predictor.limits import Limits
 from tests import tiny_models
 
 

@@ -15,12 +15,12 @@ from engine.cache.blocks import CacheAction, CacheEntry, CacheKind, CacheOperati
 from engine.errors import ConfigError
 from engine.execution.cpu.device import TorchDevice
 from engine.execution.runner import Runner
+from engine.limits import Limits
 from engine.models.linear import make_plain
 from engine.models.spec import hidden_offer, spec_from_config
 from engine.models.streaming import StreamedLayers, aligned
 from engine.models.weights import DummyTensors, Gather, build_weights, matrices
 from engine.scheduling.output import Chunk, ModelRunner, NewRequest, ReplacedEntry, SchedulerOutput
-from predictor.limits import Limits
 
 BOTH = (CacheKind.KV, CacheKind.HIDDEN)
 TIE = 1e-3

@@ -9,7 +9,7 @@ from fakes.runner import FakeRunner, solo_tokens
 
 from engine.api import EngineRequest, FinishReason, RequestClass
 from engine.cache.blocks import CacheAction, CacheKind
-from engine.config import SchedulerConfig
+from engine.limits import SchedulerConfig
 from engine.scheduling.objective import StepObjective
 from engine.scheduling.output import SchedulerOutput
 from predictor.model import LatencyModel

@@ -23,11 +23,11 @@ from engine.execution.cpu.native.library import Level
 from engine.execution.cpu.native.linear import Native
 from engine.execution.cuda.device import CudaDevice
 from engine.execution.pool import UnitPool
+from engine.limits import Limits
 from engine.models import torch_ops
 from engine.models.byte_cells import INTEGERS, STEPS, dequantize, quantize, slice_elements
 from engine.models.decoder import Decoder
 from engine.scheduling.output import NewRequest, SchedulerOutput
-from predictor.limits import Limits
 
 pytestmark = pytest.mark.timeout(900)  # the first test may have to build the library
 

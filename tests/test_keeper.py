@@ -18,9 +18,10 @@ from engine.colocation.replay import ReplayedServer, Workload, metrics_of, norma
 from engine.colocation.search import find_budget
 from engine.colocation.virtual import Arrival, PredictedRunner, VirtualDriver, VirtualRecord, VirtualRun
 from engine.colocation.waits import SHORTEST_AWAITED, ArrivalWaits
-from engine.config import UNLIMITED_QUEUE, SchedulerConfig
 from engine.core import EngineCore
 from engine.errors import ConfigError
+from engine.limits import UNLIMITED_QUEUE, SchedulerConfig
+from engine.profiling.sweep import StepShape
 from engine.scheduling.objective import LONGEST_REST, StepObjective
 from engine.scheduling.output import Chunk, Collect, SchedulerOutput
 from predictor.breaker import BreakerSettings
@@ -29,7 +30,6 @@ from predictor.load import Lengths, OnlineArrival, resample
 from predictor.model import LatencyModel
 from predictor.online import OnlineModel
 from predictor.slo import SLO
-from predictor.sweep import StepShape
 
 MODEL = LatencyModel(
     intercept=0.008, decodes=2e-5, decode_context=4e-7, prefill_chunks=2e-4, knots=(0, 128), hinges=(2e-5, 1e-4)

@@ -13,8 +13,8 @@ from hypothesis import example, given, settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from engine.api import EngineRequest, Lane, RequestClass, RequestTimes, SamplingParams, TokenCosts
-from engine.config import SchedulerConfig
 from engine.errors import QueueFullError
+from engine.limits import SchedulerConfig
 from engine.request import Request, RequestStatus
 from engine.scheduling.fair_share import FairShare
 from engine.scheduling.job_queue import OFFLINE_POLICIES

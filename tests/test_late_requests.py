@@ -5,8 +5,8 @@ from driver import Driver, make_request
 from test_hybrid_scheduling import MODEL, check_solo, make
 
 from engine.api import FinishReason, RequestClass
-from engine.config import UNLIMITED_QUEUE
 from engine.errors import ConfigError, QueueFullError
+from engine.limits import UNLIMITED_QUEUE
 from engine.scheduling.objective import StepObjective
 from engine.scheduling.policies import find_policy
 

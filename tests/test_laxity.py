@@ -16,9 +16,9 @@ from hypothesis import given
 
 from engine.api import EngineRequest, RequestTimes, SamplingParams
 from engine.colocation.virtual import Arrival, PredictedRunner, VirtualDriver, VirtualRecord
-from engine.config import UNLIMITED_QUEUE, QueueTime, SchedulerConfig
 from engine.core import EngineCore
 from engine.errors import ConfigError, QueueFullError
+from engine.limits import UNLIMITED_QUEUE, QueueTime, SchedulerConfig
 from engine.request import Request
 from engine.scheduling import laxity
 from engine.scheduling.admission import expected_wait, longest_wait

@@ -10,8 +10,8 @@ from fakes.runner import FakeRunner, solo_tokens
 
 from engine.api import EngineRequest, Lane, RequestClass, SamplingParams
 from engine.colocation.virtual import Arrival, PredictedRunner, VirtualDriver
-from engine.config import UNLIMITED_QUEUE, SchedulerConfig
 from engine.core import EngineCore
+from engine.limits import UNLIMITED_QUEUE, SchedulerConfig
 from engine.request import RequestStatus
 from engine.scheduling.draft import StepDraft
 from engine.scheduling.objective import StepObjective

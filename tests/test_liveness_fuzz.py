@@ -13,8 +13,8 @@ from hypothesis import HealthCheck, settings
 from hypothesis.stateful import initialize, precondition, rule, run_state_machine_as_test
 
 from engine.api import EngineRequest, FinishReason, Lane, RequestClass
-from engine.config import UNLIMITED_QUEUE, SchedulerConfig, most_blocks
 from engine.forms import Pooling
+from engine.limits import UNLIMITED_QUEUE, SchedulerConfig, most_blocks
 from engine.scheduling.objective import StepObjective
 from predictor.budget import BudgetParams
 from predictor.model import LatencyModel

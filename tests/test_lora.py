@@ -22,7 +22,7 @@ from tiny_models import FAMILY_CASES, model_folder, reference_model
 
 from engine.api import EngineRequest, RequestClass
 from engine.build import build_engine, plan_launch
-from engine.config import EngineConfig, NamedFolder, SchedulerConfig
+from engine.config import EngineConfig, NamedFolder
 from engine.errors import ConfigError, ModelLoadError
 from engine.execution.cpu.device import TorchDevice
 from engine.execution.cpu.native.device import NativeDevice
@@ -33,6 +33,7 @@ from engine.execution.cpu.transformers_device import TransformersDevice
 from engine.execution.cuda import adapters as slotted
 from engine.execution.cuda.device import CudaDevice
 from engine.execution.runner import Device, Runner
+from engine.limits import SchedulerConfig
 from engine.models import torch_ops
 from engine.models.checkpoint import load_weights
 from engine.models.decoder import Decoder

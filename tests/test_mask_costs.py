@@ -10,10 +10,10 @@ from fakes.runner import features_of
 
 from engine.api import EngineRequest, RequestClass, SamplingParams
 from engine.colocation.virtual import Arrival, VirtualDriver
-from engine.config import SchedulerConfig
 from engine.core import EngineCore
 from engine.execution.masks import PATIENCE
 from engine.forms import Grammar
+from engine.limits import SchedulerConfig
 from engine.profiling.calibration import measure_profile
 from engine.scheduling.objective import StepObjective
 from engine.scheduling.output import LATE_TOKEN, Collect, ModelRunnerOutput, SchedulerOutput

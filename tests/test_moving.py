@@ -3,8 +3,8 @@
 from dataclasses import replace
 
 from engine.api import EngineRequest, RequestClass, SamplingParams
-from engine.config import SchedulerConfig
 from engine.core import EngineCore
+from engine.limits import SchedulerConfig
 from engine.scheduling.output import ModelRunnerOutput, SchedulerOutput
 
 CONFIG = SchedulerConfig(num_units=40, max_model_len=64, block_size=4, max_num_seqs=4, max_num_batched_tokens=16)

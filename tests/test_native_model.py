@@ -19,11 +19,11 @@ from engine.execution.cpu.native.linear import Native
 from engine.execution.cpu.native.model import NativeModel, Sampled
 from engine.execution.pool import UnitPool
 from engine.execution.rows import RowTable
+from engine.limits import Limits
 from engine.models.checkpoint import load_weights
 from engine.models.decoder import Decoder
 from engine.models.spec import ModelSpec, load_spec
 from engine.models.weights import ModelWeights, torch_dtype
-from predictor.limits import Limits
 
 pytestmark = pytest.mark.timeout(900)  # the first test may have to build the library
 

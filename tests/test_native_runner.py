@@ -18,7 +18,6 @@ from test_runner import BLOCK, SAMPLED, check_greedy, crowd, make_decoder, run_i
 from engine.api import SamplingParams
 from engine.arrays import IntArray
 from engine.cache.blocks import CacheEntry, CacheKind, Tier
-from engine.config import SchedulerConfig
 from engine.errors import ConfigError
 from engine.execution.cpu.device import TorchDevice
 from engine.execution.cpu.native.device import NativeDevice
@@ -27,9 +26,9 @@ from engine.execution.cpu.native.linear import Native, NativeLinear
 from engine.execution.cpu.native.model import NativeModel, Sampled
 from engine.execution.cpu.native.start import start
 from engine.execution.runner import Runner
+from engine.limits import Limits, SchedulerConfig
 from engine.models.decoder import Decoder
 from engine.scheduling.output import Chunk, NewRequest, SchedulerOutput
-from predictor.limits import Limits
 
 pytestmark = pytest.mark.timeout(900)  # the first test may have to build the library
 

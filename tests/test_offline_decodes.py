@@ -6,8 +6,8 @@ from collections import Counter, defaultdict
 import pytest
 
 from engine.api import EngineRequest, RequestClass, SamplingParams
-from engine.config import SchedulerConfig
 from engine.core import EngineCore
+from engine.limits import SchedulerConfig
 from engine.scheduling.objective import OfflineAllowance, StepObjective
 from engine.scheduling.output import ModelRunnerOutput
 from engine.scheduling.planner import whole

@@ -23,7 +23,7 @@ from tiny_models import FAMILY_CASES, llama_config, model_folder
 
 from engine.api import EngineRequest, SamplingParams
 from engine.build import build_engine, build_runner, plan_launch, profile_key, scheduler_config
-from engine.config import EngineConfig, SchedulerConfig
+from engine.config import EngineConfig
 from engine.errors import ConfigError, WeightReadError
 from engine.execution import memory
 from engine.execution import offload as offloading
@@ -39,6 +39,7 @@ from engine.execution.cuda.pinned_weights import PinnedWeights
 from engine.execution.lane import DeviceStream
 from engine.execution.offload import FEWEST_STREAMED, Offload, plan_offload, spread
 from engine.execution.runner import Runner
+from engine.limits import Limits, SchedulerConfig
 from engine.machine import facts
 from engine.models import torch_ops
 from engine.models.checkpoint import load_weights
@@ -48,9 +49,8 @@ from engine.models.quantized import make_quantized
 from engine.models.spec import ModelSpec, load_spec, spec_from_config
 from engine.models.streaming import StreamedLayers
 from engine.models.weights import DummyTensors, LayerWeights, ModelWeights, Norm, build_weights, matrices
+from engine.profiling.sweep import StepShape, run_sweep
 from predictor.fitting import fit
-from predictor.limits import Limits
-from predictor.sweep import StepShape, run_sweep
 
 pytestmark = pytest.mark.timeout(900)  # the first test may have to build the library
 

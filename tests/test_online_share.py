@@ -10,9 +10,9 @@ import engine.scheduling.prompts
 import engine.scheduling.tenants
 from engine.api import EngineRequest, RequestClass, SamplingParams
 from engine.colocation.virtual import Arrival, PredictedRunner, VirtualDriver, VirtualRecord
-from engine.config import UNLIMITED_QUEUE, SchedulerConfig
 from engine.core import EngineCore
 from engine.errors import QueueFullError
+from engine.limits import UNLIMITED_QUEUE, SchedulerConfig
 from engine.request import Request
 from engine.scheduling.objective import StepObjective
 from predictor.budget import BudgetParams

@@ -16,10 +16,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from engine.build import build_runner, plan_launch
-from engine.config import EngineConfig, SchedulerConfig
+from engine.config import EngineConfig
 from engine.errors import ModelLoadError
 from engine.execution.cpu.native import library
 from engine.execution.plan import LaunchPlan
+from engine.limits import SchedulerConfig
 from engine.models.checkpoint import Checkpoint, load_weights
 from engine.models.linear import make_linear
 from engine.models.packing import packing_from_config

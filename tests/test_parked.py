@@ -14,7 +14,7 @@ from engine.api import EngineRequest, RequestClass, RequestTimes, SamplingParams
 from engine.cache.blocks import CacheAction, CacheKind, Tier
 from engine.cache.cache import Cache
 from engine.cache.placement import OffloadCosts, host_split, next_is_act, split_host
-from engine.config import SchedulerConfig
+from engine.limits import SchedulerConfig
 from engine.request import Request, RequestStatus
 from engine.scheduling.objective import StepObjective
 from predictor.model import LatencyModel

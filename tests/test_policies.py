@@ -7,9 +7,9 @@ from driver import Driver, make_request
 
 from engine.api import EngineRequest, RequestTimes, SamplingParams
 from engine.colocation.virtual import Arrival, VirtualDriver
-from engine.config import SchedulerConfig
 from engine.core import EngineCore
 from engine.errors import ConfigError
+from engine.limits import SchedulerConfig
 from engine.request import Request
 from engine.scheduling.objective import StepObjective
 from engine.scheduling.policies import (

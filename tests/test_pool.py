@@ -13,7 +13,7 @@ from engine.cache.blocks import CacheBlock, CacheEntry, CacheKind, Tier
 from engine.cache.pool import BlockPool
 from engine.cache.prefix import extend_hashes
 from engine.cache.tiers import Tiers
-from engine.config import SchedulerConfig
+from engine.limits import SchedulerConfig
 
 HELD = [kind for kind in CacheKind if kind.form.units]  # what a block can be allocated for
 

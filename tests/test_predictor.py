@@ -13,14 +13,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from predictor.features import BatchFeatures, FeatureRow
+from engine.limits import Limits
+from engine.profiling.sweep import StepShape, anchor_shapes, find_knee, plan_sweep, run_sweep
+from predictor.features import BatchFeatures, FeatureRow, LatencyPredictor
 from predictor.fitting import fit
-from predictor.limits import Limits
-from predictor.model import LINEAR_TERMS, LatencyModel, LatencyPredictor, default_knots, largest_chunk
+from predictor.model import LINEAR_TERMS, LatencyModel, default_knots, largest_chunk
 from predictor.online import OnlineModel, OnlineSettings
 from predictor.profile import Profile, ProfileError, ProfileKey
 from predictor.samples import Sample, SampleLog, split_samples
-from predictor.sweep import StepShape, anchor_shapes, find_knee, plan_sweep, run_sweep
 
 
 def roofline(features: BatchFeatures) -> float:

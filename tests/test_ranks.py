@@ -26,7 +26,7 @@ from torch import distributed
 from engine import build, openmp
 from engine.api import EngineRequest, EngineState, SamplingParams
 from engine.cache.blocks import CacheAction
-from engine.config import EngineConfig, SchedulerConfig
+from engine.config import EngineConfig
 from engine.errors import ConfigError, EngineUnavailableError, ModelLoadError
 from engine.execution.cpu import backend
 from engine.execution.cpu.device import TorchDevice
@@ -44,6 +44,7 @@ from engine.execution.ranks.step import RankStep
 from engine.execution.rows import RowTable
 from engine.execution.runner import Runner
 from engine.forms import Pooling
+from engine.limits import SchedulerConfig
 from engine.machine.facts import Processor
 from engine.models import torch_ops
 from engine.models.checkpoint import load_weights

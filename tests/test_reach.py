@@ -23,9 +23,11 @@ from engine.api import EngineRequest, RequestClass, SamplingParams
 from engine.build import plan_launch, profile_key
 from engine.cache.placement import restore_costs
 from engine.colocation.virtual import Arrival, PredictedRunner, VirtualDriver
-from engine.config import EngineConfig, SchedulerConfig
+from engine.config import EngineConfig
 from engine.core import EngineCore
 from engine.execution.lookahead import BatchPiece, cost, quickest
+from engine.limits import Limits, SchedulerConfig
+from engine.profiling.sweep import StepShape, run_sweep
 from engine.scheduling.laxity import PrefillPace
 from engine.scheduling.ledger import token_costs
 from engine.scheduling.objective import StepObjective
@@ -37,14 +39,12 @@ from loadgen.simulation.specs import DEVICES, MODELS
 from predictor.budget import BudgetParams
 from predictor.features import BatchFeatures, FeatureRow
 from predictor.fitting import fit
-from predictor.limits import Limits
 from predictor.model import LatencyModel
 from predictor.online import OnlineModel
 from predictor.profile import Profile, ProfileError, ProfileKey
 from predictor.reach import EVERYTHING, Reach
 from predictor.refit import refit
 from predictor.samples import Sample
-from predictor.sweep import StepShape, run_sweep
 
 WINDOWS = (1024, 1024, 1024, 1024, 1024, None) * 5
 """As Gemma 3 has them."""

@@ -14,7 +14,7 @@ from driver import Driver, make_request
 
 from engine.api import FinishReason, RequestClass
 from engine.build import build_runner, host_bytes, plan_launch, scheduler_config
-from engine.config import EngineConfig, SchedulerConfig
+from engine.config import EngineConfig
 from engine.errors import ConfigError, ModelLoadError
 from engine.execution import masks, states
 from engine.execution.cpu.transformers_device import TransformersDevice
@@ -24,6 +24,7 @@ from engine.execution.runner import Runner
 from engine.execution.self_test import test_modules
 from engine.execution.states import StateTable
 from engine.forms import Grammar
+from engine.limits import SchedulerConfig
 from engine.models.recurrent import RecurrentState
 from engine.models.transformers_model import TransformersModel, load_model, load_shape
 

@@ -13,8 +13,8 @@ import pytest
 from engine.colocation.keeper import Colocation, initial_budget
 from engine.colocation.refit import ModelRefit
 from engine.colocation.search_child import ChildError, Turn, run_child
-from engine.config import SchedulerConfig
 from engine.core import EngineCore
+from engine.limits import SchedulerConfig
 from predictor.features import BatchFeatures
 from predictor.fitting import fit
 from predictor.model import LatencyModel

@@ -15,19 +15,18 @@ from tiny_models import llama_config
 from engine.api import EngineRequest, FinishReason, RequestClass, RequestTimes, Resumption, SamplingParams
 from engine.arrays import FloatArray, IntArray
 from engine.cache.blocks import CacheEntry, CacheKind, Tier
-from engine.config import SchedulerConfig
 from engine.errors import ConfigError
 from engine.execution import memory, sampler
 from engine.execution.cpu.device import TorchDevice
 from engine.execution.pool import UnitPool
 from engine.execution.runner import Runner
 from engine.execution.sampling_table import uniforms
+from engine.limits import Limits, SchedulerConfig
 from engine.machine import facts
 from engine.models.decoder import Adapt, Attend, Decoder
 from engine.models.spec import ModelSpec, spec_from_config
 from engine.models.weights import DummyTensors, build_weights
 from engine.scheduling.output import INVALID_TOKEN, AppendedEntries, Chunk, NewRequest, SchedulerOutput
-from predictor.limits import Limits
 
 VOCAB = 97
 POISON = 96

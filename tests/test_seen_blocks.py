@@ -8,7 +8,7 @@ from fakes.runner import FakeRunner, solo_tokens
 
 from engine.api import FinishReason, RequestClass
 from engine.cache.blocks import CacheKind
-from engine.config import SchedulerConfig
+from engine.limits import SchedulerConfig
 
 BLOCK, VOCAB, WINDOW, CHUNK = 4, 30, 8, 8
 

@@ -11,10 +11,11 @@ from test_families import OUTPUT, decoder_of, prompts_of, reference
 
 from engine.api import RequestClass
 from engine.build import READ_TOGETHER, build_runner, plan_launch, scheduler_config
-from engine.config import EngineConfig, SchedulerConfig
+from engine.config import EngineConfig
 from engine.execution.cpu.device import TorchDevice
 from engine.execution.cpu.native.library import is_built
 from engine.execution.runner import Runner
+from engine.limits import SchedulerConfig
 from engine.scheduling.output import Collect, SchedulerOutput
 
 CASE, WINDOW, BLOCK = "mistral-window", 17, 4

@@ -20,11 +20,11 @@ from test_families import assert_equal_but_for_ties, decoder_of, prompts_of
 from test_models import LENGTH, logits_of, tokens_for, worst_error
 from torch import Tensor, distributed
 
-from engine.config import SchedulerConfig
 from engine.errors import ModelLoadError
 from engine.execution import memory
 from engine.execution.cpu.device import TorchDevice
 from engine.execution.runner import Runner
+from engine.limits import SchedulerConfig
 from engine.models.checkpoint import load_weights
 from engine.models.decoder import Decoder
 from engine.models.linear import PlainLinear

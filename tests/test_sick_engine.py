@@ -13,10 +13,10 @@ from faulty_runner import FaultyRunner
 from fixtures import StartServer
 
 from engine.api import EngineInfo
-from engine.config import SchedulerConfig
 from engine.core import EngineCore
 from engine.engine import Engine
 from engine.errors import EngineUnavailableError
+from engine.limits import SchedulerConfig
 from engine.text.tokenizer import Tokenizer
 from gateway.batch.line import LineOrigin, LineRunner
 from gateway.generate.endpoint import JsonPost

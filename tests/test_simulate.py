@@ -23,8 +23,9 @@ from benchmarks.experiments.surface import Family, Surface, Target, interference
 from benchmarks.experiments.table import Result, figure, render, write_table
 from engine.api import RequestClass
 from engine.colocation.virtual import Arrival, VirtualDriver
-from engine.config import EngineConfig, SchedulerConfig
+from engine.config import EngineConfig
 from engine.core import EngineCore
+from engine.limits import SchedulerConfig
 from engine.scheduling.objective import UNLIMITED, StepObjective
 from engine.scheduling.output import Collect, SchedulerOutput
 from loadgen import simulate, workloads

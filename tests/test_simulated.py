@@ -10,8 +10,8 @@ from driver import make_request
 from benchmarks.experiments.machine import TrueLatency
 from engine.api import EngineRequest, SamplingParams
 from engine.colocation.virtual import Arrival, VirtualDriver
-from engine.config import SchedulerConfig
 from engine.core import EngineCore
+from engine.limits import SchedulerConfig
 from engine.scheduling.output import Chunk, SchedulerOutput
 from loadgen.simulation.gpu import SimulatedDevice, SimulatedRunner
 from loadgen.simulation.specs import DEVICES, MODELS

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from predictor.budget import BudgetParams, SearchResult, protecting_rules, search_budget
+from predictor.budget import BudgetParams
+from predictor.budget_search import SearchResult, protecting_rules, search_budget
 from predictor.slo import ALLOWED, SLO, Objective, SLOError, aggregate, nearest_rank
 
 # Parsing

@@ -26,7 +26,7 @@ from benchmarks.simulated_fleet.plans import pipeline_units, split_layers
 from engine.api import EngineRequest, SamplingParams
 from engine.build import build_runner, plan_launch
 from engine.cache.blocks import CacheEntry, CacheKind, Tier
-from engine.config import EngineConfig, SchedulerConfig
+from engine.config import EngineConfig
 from engine.errors import ConfigError, ModelLoadError
 from engine.execution.cpu.backend import CpuBackend
 from engine.execution.cpu.device import TorchDevice
@@ -40,6 +40,7 @@ from engine.execution.pool import UnitPool
 from engine.execution.runner import Runner
 from engine.execution.stages import PipelineRunner, StageError
 from engine.forms import Pooling
+from engine.limits import Limits, SchedulerConfig
 from engine.machine.link import Link, LinkLostError
 from engine.models import torch_ops
 from engine.models.byte_cells import INTEGERS
@@ -49,7 +50,6 @@ from engine.models.linear import MakeLinear, make_linear, make_plain
 from engine.models.spec import ModelSpec, load_spec, spec_from_config
 from engine.models.weights import DummyTensors, Gather, ResidentLayers, build_weights, matrices
 from engine.scheduling.output import Chunk, NewRequest, SchedulerOutput
-from predictor.limits import Limits
 from predictor.model import LatencyModel
 
 pytestmark = pytest.mark.timeout(900)  # the first test by native kernels may have to build the library

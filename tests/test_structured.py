@@ -19,7 +19,6 @@ from native_build import native_library
 import engine.models.demo
 from benchmarks.structured_beside import HOSTILE
 from engine.api import FinishReason, RequestClass
-from engine.config import SchedulerConfig
 from engine.errors import InvalidRequestError
 from engine.execution import masks as masks_module
 from engine.execution.cpu.device import TorchDevice
@@ -30,6 +29,7 @@ from engine.execution.cuda.device import CudaDevice
 from engine.execution.masks import MAX_FORCED, RowMasks
 from engine.execution.runner import Runner
 from engine.forms import Grammar
+from engine.limits import SchedulerConfig
 from engine.models import torch_ops
 from engine.models.checkpoint import load_weights
 from engine.models.decoder import Decoder

@@ -11,11 +11,11 @@ from tiny_models import llama_config
 
 from engine.api import EngineRequest, FinishReason
 from engine.cache.blocks import CacheAction
-from engine.config import SchedulerConfig
 from engine.errors import ConfigError
 from engine.execution import pool
 from engine.execution.cpu.device import TorchDevice
 from engine.execution.runner import Runner
+from engine.limits import SchedulerConfig
 from engine.models.decoder import Decoder
 from engine.models.spec import spec_from_config
 from engine.models.weights import DummyTensors, build_weights

@@ -14,7 +14,7 @@ from native_build import native
 
 from engine.api import RequestClass
 from engine.build import build_runner, plan_launch
-from engine.config import EngineConfig, SchedulerConfig
+from engine.config import EngineConfig
 from engine.errors import ConfigError, ModelLoadError
 from engine.execution import self_test
 from engine.execution.cpu import transformers_device
@@ -24,6 +24,7 @@ from engine.execution.cuda.modules import KernelAttention
 from engine.execution.pool import UnitPool
 from engine.execution.rows import RowTable
 from engine.execution.runner import Runner
+from engine.limits import SchedulerConfig
 from engine.models import torch_ops
 from engine.models.implementation import choose
 from engine.models.transformers_model import TransformersModel, load_model, load_shape

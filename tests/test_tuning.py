@@ -23,10 +23,11 @@ from engine.colocation.replay import ReplayedServer, Workload
 from engine.colocation.search import find_budget
 from engine.colocation.search_child import NICENESS, ChildError, Turn, run_child, step_aside
 from engine.colocation.tuner import MIN_COMPARED, MIN_RECORDED, PAUSE_SECONDS, BudgetTuner
-from engine.config import SchedulerConfig
 from engine.core import EngineCore
+from engine.limits import SchedulerConfig
 from engine.scheduling.output import Chunk, SchedulerOutput
-from predictor.budget import BudgetParams, Evaluated, SearchResult
+from predictor.budget import BudgetParams
+from predictor.budget_search import Evaluated, SearchResult
 from predictor.budget_table import BudgetTable
 from predictor.load import BUCKET, Lengths, LoadModel, OnlineArrival
 from predictor.model import LatencyModel

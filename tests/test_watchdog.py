@@ -14,10 +14,11 @@ from fixtures import refuse_blocking
 
 from engine.api import EngineInfo, EngineRequest, EngineState, FinishReason, RequestClass
 from engine.build import build_engine, plan_launch
-from engine.config import EngineConfig, SchedulerConfig
+from engine.config import EngineConfig
 from engine.core import EngineCore
 from engine.engine import Engine
 from engine.errors import EngineUnavailableError
+from engine.limits import SchedulerConfig
 from engine.loop.watchdog import ProgressWatchdog
 from engine.request import RequestStatus
 from engine.scheduling.waiting import WaitingQueue

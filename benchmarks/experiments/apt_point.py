@@ -11,15 +11,14 @@ from benchmarks.experiments.machine import Machine
 from benchmarks.figures import percentile
 from engine.api import RequestClass
 from engine.colocation.virtual import Arrival, VirtualDriver, VirtualRun
-from engine.config import UNLIMITED_QUEUE
 from engine.core import EngineCore
+from engine.limits import UNITS_PER_BLOCK, UNLIMITED_QUEUE
 from engine.scheduling.objective import StepObjective
 from engine.scheduling.output import Collect, SchedulerOutput
 from loadgen import workloads
 from loadgen.arrivals import Process
 from loadgen.simulation.gpu import fit_device
 from loadgen.simulation.run import Metrics, Row, request_of, rows_of
-from predictor.limits import UNITS_PER_BLOCK
 
 HIDDEN_SHARE = 2
 """KV blocks in the pool for every block that a step may run from hidden state, as in the live engine."""

@@ -4,7 +4,7 @@ same start-up sweep as on a real one (HyGen §4.2). The scheduler never sees the
 
 from dataclasses import dataclass, field
 
-from engine.config import SchedulerConfig
+from engine.limits import SchedulerConfig
 from loadgen.simulation.gpu import SimulatedDevice, SimulatedRunner, fit_device, sweep_device
 from predictor.features import BatchFeatures
 from predictor.fitting import fit

@@ -23,7 +23,8 @@ from benchmarks.experiments.table import Result, figure, mean
 from loadgen.stats import stream
 from loadgen.svg import Series
 from predictor.budget import BudgetParams
-from predictor.model import LatencyModel, LatencyPredictor
+from predictor.features import LatencyPredictor
+from predictor.model import LatencyModel
 from predictor.samples import Sample
 
 FOREIGN = ("a40", "h100")

@@ -18,7 +18,7 @@ from engine.scheduling.output import Collect, ModelRunner, SchedulerOutput
 from loadgen.simulation.run import Metrics, Row, measure, request_of
 from loadgen.stats import stream
 from predictor.budget import BudgetParams
-from predictor.model import LatencyPredictor
+from predictor.features import LatencyPredictor
 from predictor.samples import Sample
 
 ONLINE_ONLY = BudgetParams("hygen", 0.0)

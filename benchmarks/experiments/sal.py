@@ -25,13 +25,13 @@ from benchmarks.simulated_fleet.routers import ROUTERS as ALL_ROUTERS
 from engine.api import RequestClass
 from engine.colocation.virtual import Arrival
 from engine.core import EngineCore
+from engine.limits import UNITS_PER_BLOCK
 from engine.scheduling.objective import StepObjective
 from loadgen import lengths, traces
 from loadgen.simulation.run import Metrics, Row, measure, request_of, rows_of
 from loadgen.stats import stream
 from loadgen.svg import Series
 from predictor.features import BatchFeatures
-from predictor.limits import UNITS_PER_BLOCK
 
 SOURCES = {"chat": lengths.AZURE_CONV, "code": lengths.AZURE_CODE, "sharegpt": lengths.SHAREGPT}
 ROUTERS = ("sal", "p2c", "round-robin", "random")

@@ -24,8 +24,8 @@ from engine.colocation.virtual import (
     VirtualRecord,
     VirtualRun,
 )
-from engine.config import SchedulerConfig
 from engine.core import EngineCore
+from engine.limits import SchedulerConfig
 from engine.scheduling.output import Collect, ModelRunnerOutput, SchedulerOutput
 from loadgen.stats import nearest_rank
 from predictor.model import LatencyModel

@@ -20,16 +20,17 @@ from engine.colocation.keeper import Colocation
 from engine.colocation.replay import ReplayedServer, Workload, metrics_of, run_workload
 from engine.colocation.search import find_budget, step_range
 from engine.colocation.search_child import run_child
-from engine.config import SchedulerConfig
 from engine.core import EngineCore
 from engine.engine import Engine
 from engine.execution.cuda.device import CudaDevice
 from engine.execution.runner import Runner
+from engine.limits import SchedulerConfig
 from engine.machine import processes
 from engine.models.spec import ModelSpec
 from engine.profiling.calibration import measure_profile
 from engine.scheduling.output import ModelRunnerOutput, SchedulerOutput
-from predictor.budget import BudgetParams, search_budget
+from predictor.budget import BudgetParams
+from predictor.budget_search import search_budget
 from predictor.load import Lengths
 from predictor.model import LatencyModel
 from predictor.online import OnlineModel

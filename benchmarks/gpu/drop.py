@@ -18,13 +18,13 @@ from benchmarks.gpu.setup import Setup
 from benchmarks.gpu.table import Row
 from benchmarks.simulated_fleet.plans import pipeline_units, split_layers
 from engine.api import EngineRequest, SamplingParams
-from engine.config import SchedulerConfig
 from engine.execution.cuda.device import CudaDevice
 from engine.execution.cuda.mapped_layers import MappedLayers
 from engine.execution.cuda.virtual_memory import Memory
 from engine.execution.pool import HostMemory
 from engine.execution.runner import Runner
 from engine.execution.stages import PipelineRunner
+from engine.limits import SchedulerConfig
 from engine.machine.link import Link
 from engine.models.checkpoint import load_layers
 from engine.models.linear import make_plain

@@ -13,9 +13,9 @@ from benchmarks.gpu.loop import BLOCK, Loop, make_runner, scheduler_config
 from benchmarks.gpu.setup import Setup
 from benchmarks.gpu.table import Row
 from engine.api import EngineRequest, SamplingParams
-from engine.config import SchedulerConfig
 from engine.execution.cuda.device import CudaDevice
 from engine.execution.runner import Runner
+from engine.limits import SchedulerConfig
 from engine.models.spec import ModelSpec, spec_from_config
 from engine.models.weights import TensorSource, build_weights
 

@@ -12,10 +12,10 @@ from benchmarks.gpu.limits import measure_limits
 from benchmarks.gpu.setup import Setup
 from benchmarks.gpu.table import Row
 from engine.execution.cuda.kernels import Kernels
+from engine.limits import UNITS_PER_BLOCK
 from engine.models import torch_ops
 from engine.triton_kernels import configs
 from engine.triton_kernels.work import DecodeWork, PrefillWork
-from predictor.limits import UNITS_PER_BLOCK
 
 _BLOCK, _LAYERS = 16, 2
 _OF_BANDWIDTH, _OF_MATMUL, _BEHIND_A_PAST = 0.85, 0.506, 0.6

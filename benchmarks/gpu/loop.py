@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 from benchmarks.gpu.setup import Setup
 from engine.api import EngineRequest, RequestOutput
-from engine.config import SchedulerConfig
 from engine.core import EngineCore
 from engine.errors import EngineStepError
 from engine.execution.cuda.device import CudaDevice
 from engine.execution.runner import Runner
+from engine.limits import SchedulerConfig
 from engine.models.spec import ModelSpec
 from engine.models.weights import ModelWeights
 from engine.scheduling.output import Collect, ModelRunner, SchedulerOutput

@@ -21,8 +21,8 @@ from engine.colocation.virtual import Arrival, VirtualRecord, VirtualRun
 from engine.core import EngineCore
 from engine.errors import RetryableError
 from engine.fleet.routing import RoutedPrompt
+from engine.limits import UNITS_PER_BLOCK
 from engine.scheduling.output import ModelRunner, ModelRunnerOutput, SchedulerOutput
-from predictor.limits import UNITS_PER_BLOCK
 
 REPORT_SECONDS = 0.1
 RECENT = 1000

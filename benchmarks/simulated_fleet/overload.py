@@ -19,8 +19,8 @@ from benchmarks.simulated_fleet.queued import queued_work
 from engine.core import EngineCore
 from engine.execution.lookahead import BatchPiece, MicroBatch, balanced, by_tokens
 from engine.fleet.overload import Group, should_restore
+from engine.limits import UNITS_PER_BLOCK
 from engine.scheduling.moving import MovedRequest
-from predictor.limits import UNITS_PER_BLOCK
 
 DROP_SECONDS = 0.005
 """Remapping memory (KunServe §4.1)."""

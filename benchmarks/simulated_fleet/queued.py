@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 from engine.api import RequestClass
 from engine.core import EngineCore
-from predictor.limits import UNITS_PER_BLOCK
+from engine.limits import UNITS_PER_BLOCK
 
 
 class QueuedWork(NamedTuple):

@@ -16,13 +16,14 @@ from engine.build.plan import plan_launch
 from engine.build.runner import build_runner
 from engine.build.sampling_defaults import read_sampling_defaults
 from engine.colocation.controller import make_controller
-from engine.config import EngineConfig, SchedulerConfig
+from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.execution import backend as backends
 from engine.execution.plan import LaunchPlan
 from engine.execution.runner import Runner
 from engine.execution.stages import PipelineRunner
 from engine.forms import EmbeddingSpec, read_embedding_spec
+from engine.limits import UNITS_PER_BLOCK, SchedulerConfig
 from engine.machine.facts import BUS_RATE
 from engine.models.implementation import OWN, TRANSFORMERS
 from engine.profiling.cache_costs import CacheTiers
@@ -31,7 +32,6 @@ from engine.scheduling.policies import find_policy
 from engine.structured.compiler import GrammarCompiler
 from engine.structured.prover_client import Prover
 from engine.structured.ready import Grammars
-from predictor.limits import UNITS_PER_BLOCK
 from predictor.profile import Profile, ProfileError, ProfileKey
 from predictor.slo import SLO
 

@@ -5,16 +5,16 @@ from dataclasses import replace
 
 import torch
 
-from engine.config import EngineConfig, SchedulerConfig, most_blocks, most_unconfirmed
+from engine.config import EngineConfig, scheduler_settings
 from engine.errors import ConfigError
 from engine.execution import backend as backends
 from engine.execution import memory
 from engine.execution.plan import LaunchPlan
 from engine.execution.ranks.group import RankGroup
+from engine.limits import UNITS_PER_BLOCK, SchedulerConfig, most_blocks, most_unconfirmed
 from engine.machine.facts import host_engines
 from engine.models.spec import ModelShape, ModelSpec, hidden_offer
 from engine.models.weights import torch_dtype
-from predictor.limits import UNITS_PER_BLOCK
 
 HIDDEN_SHARE = 2
 """KV blocks of the pool per scratch block for hidden state."""
@@ -168,7 +168,7 @@ def _swap_bytes(config: EngineConfig, plan: LaunchPlan) -> int:
 
 def scheduler_config(config: EngineConfig, plan: LaunchPlan) -> SchedulerConfig:
     prefixes = bool(plan.state_slots) or not plan.spec.state_bytes
-    return SchedulerConfig.of(
+    return scheduler_settings(
         config,
         num_units=plan.limits.num_units,
         block_size=plan.limits.block_size,

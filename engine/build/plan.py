@@ -6,13 +6,14 @@ from pathlib import Path
 
 import engine.models.demo
 from engine.build.memory import gib, with_cache
-from engine.config import BLOCK_SIZE, EngineConfig, parse_adapters, parse_offload, step_limits
+from engine.config import EngineConfig, parse_adapters, parse_offload, step_limits
 from engine.errors import ConfigError
 from engine.execution import backend as backends
 from engine.execution import memory
 from engine.execution.backend import Backend
 from engine.execution.offload import plan_offload
 from engine.execution.plan import FLOAT8, STORED_FLOATS, STORED_INTEGERS, LaunchPlan
+from engine.limits import BLOCK_SIZE, Limits
 from engine.models.checkpoint import stored_bytes
 from engine.models.hub import cached_folder, is_hub_id, resolve_model_folder
 from engine.models.implementation import OWN, TRANSFORMERS, Choice, choose
@@ -23,7 +24,6 @@ from engine.models.spec import ModelShape, ModelSpec, resolve_max_model_len
 from engine.models.transformers_model import TransformersShape
 from engine.models.weights import torch_dtype
 from engine.refusals import unsupported
-from predictor.limits import Limits
 from predictor.reach import Reach
 
 

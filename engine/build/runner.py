@@ -23,6 +23,7 @@ from engine.execution.ranks.group import LOADED, MADE, RankGroup, StartingRank
 from engine.execution.runner import Device, Runner
 from engine.execution.self_test import LIMITS as TEST_LIMITS
 from engine.execution.self_test import test_family, test_modules
+from engine.limits import Limits
 from engine.models.checkpoint import load_weights
 from engine.models.implementation import OWN
 from engine.models.linear import MakeLinear
@@ -33,7 +34,6 @@ from engine.models.streaming import StreamedLayers
 from engine.models.transformers_model import TransformersModel, TransformersShape, load_model
 from engine.models.weights import Gather, ModelWeights
 from engine.structured.compiler import GrammarCompiler
-from predictor.limits import Limits
 from predictor.slo import SLO
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import NamedTuple
 
-from predictor.limits import UNITS_PER_BLOCK
+from engine.limits import UNITS_PER_BLOCK
 
 
 class Representation(NamedTuple):

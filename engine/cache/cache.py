@@ -32,10 +32,9 @@ from engine.cache.checkpoints import Checkpoints
 from engine.cache.parked import ParkedPasts
 from engine.cache.prefix import extend_hashes
 from engine.cache.tiers import Tiers
-from engine.config import SchedulerConfig
+from engine.limits import UNITS_PER_BLOCK, SchedulerConfig
 from engine.request import Request, RequestStatus
-from predictor.limits import UNITS_PER_BLOCK
-from predictor.model import LatencyPredictor
+from predictor.features import LatencyPredictor
 
 
 class Claim(NamedTuple):

@@ -27,9 +27,9 @@ from engine.cache.blocks import RECURRENT, CacheBlock, Tier
 from engine.cache.placement import restore_costs
 from engine.cache.pool import BlockPool
 from engine.cache.prefix import extend_hashes
-from engine.config import SchedulerConfig
+from engine.limits import SchedulerConfig
 from engine.request import Request, RequestStatus
-from predictor.model import LatencyPredictor
+from predictor.features import LatencyPredictor
 
 PROMPT_SHARE = 4
 """Multiples of `checkpoint_tokens` use at most 1/PROMPT_SHARE of the slots per request."""

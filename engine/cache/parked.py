@@ -39,9 +39,9 @@ from engine.cache.placement import (
     restore_costs,
 )
 from engine.cache.tiers import Tiers
-from engine.config import SchedulerConfig
+from engine.limits import SchedulerConfig
 from engine.request import Request
-from predictor.model import LatencyPredictor
+from predictor.features import LatencyPredictor
 
 
 class _Run(NamedTuple):

@@ -20,10 +20,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from engine.cache.blocks import COMPACT, CacheKind
-from engine.config import SchedulerConfig
-from predictor.features import BatchFeatures
-from predictor.limits import UNITS_PER_BLOCK
-from predictor.model import LatencyPredictor
+from engine.limits import UNITS_PER_BLOCK, SchedulerConfig
+from predictor.features import BatchFeatures, LatencyPredictor
 from predictor.reach import EVERYTHING, Reach
 
 READ_STEPS = 64

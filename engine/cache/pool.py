@@ -26,7 +26,7 @@ memory may be reused only once `num_retiring_units` is 0.
 from collections.abc import Iterable
 
 from engine.cache.blocks import CacheBlock, CacheEntry, CacheKind, Tier, count_units
-from predictor.limits import UNITS_PER_BLOCK
+from engine.limits import UNITS_PER_BLOCK
 
 
 class BlockPool:

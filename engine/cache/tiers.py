@@ -22,8 +22,8 @@ from engine.cache.blocks import (
 )
 from engine.cache.placement import restore_costs
 from engine.cache.pool import BlockPool
-from engine.config import SchedulerConfig
-from predictor.model import LatencyPredictor
+from engine.limits import SchedulerConfig
+from predictor.features import LatencyPredictor
 
 
 class Tiers:

@@ -13,8 +13,9 @@ from engine.colocation.load_store import LoadStore
 from engine.colocation.refit import ModelRefit
 from engine.colocation.replay import ReplayedServer, normal_noise
 from engine.colocation.tuner import BudgetTuner
-from engine.config import EngineConfig, SchedulerConfig
+from engine.config import EngineConfig
 from engine.core import EngineCore
+from engine.limits import SchedulerConfig
 from predictor.online import OnlineModel
 from predictor.profile import Profile
 from predictor.slo import SLO

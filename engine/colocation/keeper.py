@@ -19,9 +19,10 @@ from engine.scheduling.output import SchedulerOutput
 from engine.scheduling.planner import LOST_BUDGET_STEPS
 from predictor.breaker import BreakerSettings, BreakerState, CircuitBreaker
 from predictor.budget import BudgetParams
+from predictor.features import smallest_step
 from predictor.judge import Judge, Served
 from predictor.load import Lengths, LoadModel, OnlineArrival
-from predictor.model import LatencyModel, smallest_step
+from predictor.model import LatencyModel
 from predictor.online import OnlineModel
 from predictor.slo import SLO
 

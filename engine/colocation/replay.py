@@ -14,8 +14,8 @@ from statistics import NormalDist
 from engine.api import EngineRequest, RequestClass, SamplingParams
 from engine.colocation.virtual import Arrival, PredictedRunner, VirtualDriver, VirtualRecord, VirtualRun
 from engine.colocation.waits import ArrivalWaits
-from engine.config import SchedulerConfig
 from engine.core import EngineCore
+from engine.limits import SchedulerConfig
 from engine.scheduling.state import SchedulerState
 from predictor.budget import BudgetParams
 from predictor.load import Lengths, OnlineArrival, resample

@@ -6,8 +6,9 @@ Torch-free and deterministic for equal arguments. The server runs it in a child 
 from collections.abc import Callable, Sequence
 
 from engine.colocation.replay import ReplayedServer, Workload, replay
-from engine.config import SchedulerConfig
-from predictor.budget import MAX_CONFIRMATIONS, BudgetParams, SearchResult, search_budget
+from engine.limits import SchedulerConfig
+from predictor.budget import BudgetParams
+from predictor.budget_search import MAX_CONFIRMATIONS, SearchResult, search_budget
 from predictor.features import BatchFeatures
 from predictor.model import LatencyModel
 

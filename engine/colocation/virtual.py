@@ -17,8 +17,7 @@ from engine.core import EngineCore
 from engine.errors import RetryableError
 from engine.scheduling.output import Collect, ModelRunner, ModelRunnerOutput, SchedulerOutput
 from engine.scheduling.planner import OfflinePlan, whole
-from predictor.features import BatchFeatures
-from predictor.model import LatencyPredictor
+from predictor.features import BatchFeatures, LatencyPredictor
 
 PLACEHOLDER_TOKEN = 0
 PLACEHOLDER_VECTOR = bytes(4)

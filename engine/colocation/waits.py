@@ -9,9 +9,8 @@ from dataclasses import dataclass, replace
 
 from engine.scheduling.objective import StepObjective
 from predictor.budget import BudgetParams
-from predictor.features import BatchFeatures
+from predictor.features import BatchFeatures, LatencyPredictor, smallest_step
 from predictor.judge import MAX_AGE
-from predictor.model import LatencyPredictor, smallest_step
 from predictor.slo import SLO
 
 IDLE_STEPS = 2.0
@@ -28,6 +27,12 @@ mean, and at night all the time is left to offline work.
 """
 USUAL_PROMPT = 256
 """Assumed prompt tokens of a chat before the first one arrives."""
+
+
+def objective_of(slo: SLO, budget: BudgetParams) -> StepObjective:
+    """Return the absolute limits of an SLO with a budget. Tolerances are part of the budget, `idle` and `wait`."""
+    tbt = min((limit for metric in ("tbt", "tpot") if (limit := slo.limit_of(metric))), default=math.inf)
+    return StepObjective(slo.limit_of("ttft") or math.inf, tbt, slo.gap_limited, budget)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,4 +78,4 @@ class ArrivalWaits:
         pauses it is: then replays show the effect of the budget only beside chats.
         """
         idle = math.inf if searched and math.isinf(self.mean) else self.idle
-        return replace(StepObjective.from_slo(slo, budget), idle=idle, wait=self.mean, awaited=self.awaited)
+        return replace(objective_of(slo, budget), idle=idle, wait=self.mean, awaited=self.awaited)

@@ -11,12 +11,12 @@ from engine.execution.cuda.backend import CudaBackend
 from engine.execution.plan import LaunchPlan
 from engine.execution.runner import Runner
 from engine.execution.stages import PipelineRunner
+from engine.limits import Limits, Padding
 from engine.models.linear import MakeLinear
 from engine.models.spec import ModelShape
 from engine.models.streaming import Transport
 from engine.models.transformers_model import TransformersModel
 from engine.models.weights import Gather, ModelWeights
-from predictor.limits import Limits, Padding
 
 
 class Backend(Protocol):

@@ -10,8 +10,7 @@ from collections.abc import Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
-from predictor.features import BatchFeatures, FeatureRow
-from predictor.model import LatencyPredictor
+from predictor.features import BatchFeatures, FeatureRow, LatencyPredictor
 from predictor.reach import Reach
 
 GRAIN = 16

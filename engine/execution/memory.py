@@ -9,14 +9,13 @@ from collections.abc import Callable
 
 import torch
 
-from engine.config import CHECKPOINT_TOKENS
 from engine.errors import ConfigError
 from engine.execution.plan import STORED
+from engine.limits import CHECKPOINT_TOKENS, UNITS_PER_BLOCK, Limits
 from engine.machine.facts import available_memory as available_memory
 from engine.models.byte_cells import slice_elements
 from engine.models.sharding import head_ranks
 from engine.models.spec import ModelShape, ModelSpec
-from predictor.limits import UNITS_PER_BLOCK, Limits
 
 CPU_SHARE = 0.25
 CPU_LIMIT = 4 * 1024**3

@@ -6,11 +6,11 @@ from pathlib import Path
 import torch
 
 from engine.execution.offload import Offload
+from engine.limits import UNITS_PER_BLOCK, Limits
 from engine.models.byte_cells import INTEGERS
 from engine.models.implementation import OWN
 from engine.models.lora import AdapterPlan
 from engine.models.spec import ModelShape, ModelSpec
-from predictor.limits import UNITS_PER_BLOCK, Limits
 
 FLOAT8 = "fp8"
 STORED_INTEGERS, STORED_FLOATS = STORED = ("w8a8", "stored fp8")

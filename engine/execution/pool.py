@@ -22,9 +22,9 @@ from torch import Tensor
 from engine.errors import ConfigError
 from engine.execution.huge_pages import advise
 from engine.execution.lane import host_zeros
+from engine.limits import Limits
 from engine.models.byte_cells import ByteSlices, slice_elements
 from engine.models.spec import ModelShape, hidden_offer
-from predictor.limits import Limits
 
 _PRIVATE = mmap.MAP_PRIVATE | getattr(mmap, "MAP_NORESERVE", 0)
 _PIECE = 16 * 2**20  # bytes moved at once

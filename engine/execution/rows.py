@@ -15,8 +15,8 @@ from engine.arrays import IntArray
 from engine.cache.blocks import CacheEntry, CacheKind, Tier
 from engine.execution.sampling_table import SamplingTable
 from engine.forms import Pooling
+from engine.limits import Limits
 from engine.scheduling.output import NewRequest, SavedState, SchedulerOutput
-from predictor.limits import Limits
 
 UNKNOWN = -1
 """Placeholder for a token that only the device knows so far."""

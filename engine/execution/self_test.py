@@ -20,13 +20,13 @@ from engine.api import SamplingParams
 from engine.arrays import IntArray
 from engine.execution.cpu.transformers_device import MakeAttention, TransformersDevice
 from engine.execution.runner import Device
+from engine.limits import UNITS_PER_BLOCK, Limits
 from engine.models.checkpoint import Checkpoint
 from engine.models.linear import MakeLinear, make_linear
 from engine.models.quantized import RoundedWeight
 from engine.models.spec import ModelSpec
 from engine.models.transformers_model import TransformersModel, own_reference
 from engine.models.weights import ModelWeights, TensorSource, build_weights, torch_dtype
-from predictor.limits import UNITS_PER_BLOCK, Limits
 
 _CHUNKS = ((9, 1, 5, 9), (4, 1, 6, 1))  # tokens per step of each request
 _BLOCK = 16

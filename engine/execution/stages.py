@@ -28,7 +28,7 @@ from engine.machine.link import Link
 from engine.models.decoder import Decoder
 from engine.models.weights import LayerWeights, ResidentLayers, matrices
 from engine.scheduling.output import Collect, SchedulerOutput
-from predictor.model import LatencyPredictor
+from predictor.features import LatencyPredictor
 
 LoadLayers = Callable[[Sequence[int]], list[LayerWeights]]
 """Loads layers, by ascending index, as they were at the start, and refills released layers

@@ -24,9 +24,10 @@ from engine.api import (
     RequestClass,
     RequestOutput,
 )
-from engine.config import EngineConfig, QueueTime
+from engine.config import EngineConfig
 from engine.errors import EngineUnavailableError, InvalidRequestError
 from engine.flight.file import FAILED_STEP
+from engine.limits import QueueTime
 from engine.process import frames
 from engine.process.judge import DeathJudge, RestartPolicy
 from engine.process.launcher import Launcher, ProcessOptions

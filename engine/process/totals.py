@@ -9,7 +9,7 @@ from operator import attrgetter
 from typing import Any
 
 from engine.api import ColocationStats, EngineInfo, EngineStats, EngineView, TokenCosts
-from predictor.slo import Standing
+from predictor.budget import Standing
 
 _NOT_ADDED = frozenset({"colocation", "token_costs", "engines", "pipelines"})
 GAUGES = _NOT_ADDED | frozenset(

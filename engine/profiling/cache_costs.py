@@ -13,10 +13,10 @@ from statistics import median
 
 from engine.api import SamplingParams
 from engine.cache.blocks import CacheAction, CacheEntry, CacheKind, CacheOperation, Tier
+from engine.limits import Limits
 from engine.machine.facts import BUS_RATE
 from engine.scheduling.output import Chunk, ModelRunner, NewRequest, SchedulerOutput
 from predictor.costs import FEW_TOKENS, MANY_TOKENS, MEMORY_RATE, Affine, CacheCosts, affine
-from predictor.limits import Limits
 
 REPEATS = 15
 """Number of step pairs; up to PATIENCE times as many if the difference is below the noise."""

@@ -14,15 +14,15 @@ from pathlib import Path
 from engine.api import SamplingParams
 from engine.cache.blocks import CacheEntry, CacheKind, Tier
 from engine.forms import Grammar
+from engine.limits import UNITS_PER_BLOCK, Limits
 from engine.machine.activity import QUIET_SHARE
 from engine.profiling.cache_costs import KV_ONLY, REPEATS, CacheTiers, measure_cache_costs
+from engine.profiling.sweep import StepShape, run_sweep
 from engine.scheduling.output import Chunk, ModelRunner, NewRequest, SchedulerOutput
 from predictor.fitting import fit
-from predictor.limits import UNITS_PER_BLOCK, Limits
 from predictor.model import LatencyModel
 from predictor.profile import Profile, ProfileError, ProfileKey
 from predictor.samples import Sample, split_samples
-from predictor.sweep import StepShape, run_sweep
 
 HELD_OUT = 0.2
 POOR = 0.3

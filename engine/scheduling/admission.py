@@ -18,6 +18,7 @@ import numpy as np
 
 from engine.api import EngineRequest, Lane, RequestClass, RequestTimes, SamplingParams
 from engine.errors import ContextLengthError, InvalidRequestError, QueueFullError
+from engine.limits import UNITS_PER_BLOCK
 from engine.request import Request
 from engine.scheduling.laxity import (
     PrefillPace,
@@ -28,7 +29,6 @@ from engine.scheduling.laxity import (
 )
 from engine.scheduling.state import SchedulerState
 from engine.scheduling.tenants import order_tenants
-from predictor.limits import UNITS_PER_BLOCK
 
 FORGETTING = 0.05
 FLEX_RETRY_SECONDS = 5.0

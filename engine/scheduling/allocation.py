@@ -10,11 +10,11 @@ from collections.abc import Sequence
 
 from engine.api import RequestClass
 from engine.cache.cache import Claim
+from engine.limits import UNITS_PER_BLOCK
 from engine.request import Request
 from engine.scheduling.output import AppendedEntries, ReplacedEntry
 from engine.scheduling.state import SchedulerState
 from engine.scheduling.victims import Victims
-from predictor.limits import UNITS_PER_BLOCK
 
 
 class Allocation:

@@ -21,14 +21,13 @@ from typing import NamedTuple
 import numpy as np
 
 from engine.api import RequestClass
-from engine.config import SchedulerConfig
+from engine.limits import SchedulerConfig
 from engine.request import Request
 from engine.scheduling.knapsack import Floats
 from engine.scheduling.objective import StepObjective
 from engine.scheduling.state import SchedulerState
 from engine.scheduling.waiting import by_age
-from predictor.features import BatchFeatures
-from predictor.model import LatencyPredictor
+from predictor.features import BatchFeatures, LatencyPredictor
 
 EASY_SHARE = 0.8
 """Share of the TBT limit that prompts may use while every prompt is on time.

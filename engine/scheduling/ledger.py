@@ -8,10 +8,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from engine.api import TokenCosts
-from engine.config import SchedulerConfig
+from engine.limits import SchedulerConfig
 from engine.request import Request
-from predictor.features import BatchFeatures, CacheWork
-from predictor.model import LatencyPredictor
+from predictor.features import BatchFeatures, CacheWork, LatencyPredictor
 from predictor.reach import Reach
 
 

@@ -10,11 +10,11 @@ from typing import NamedTuple
 
 from engine.api import EngineRequest, RequestClass, Resumption
 from engine.cache.blocks import CacheKind, count_units
+from engine.limits import UNITS_PER_BLOCK
 from engine.request import Request, RequestStatus
 from engine.scheduling.recovery import FaultRecovery
 from engine.scheduling.state import SchedulerState
 from engine.scheduling.waiting import insert_by_age, remove_by_age
-from predictor.limits import UNITS_PER_BLOCK
 
 
 class MovedRequest(NamedTuple):

@@ -10,9 +10,7 @@ from dataclasses import dataclass
 
 from engine.request import Request
 from predictor.budget import BudgetParams
-from predictor.features import BatchFeatures
-from predictor.model import LatencyPredictor
-from predictor.slo import SLO
+from predictor.features import BatchFeatures, LatencyPredictor
 
 UNLIMITED = BudgetParams("hygen", math.inf)
 LONGEST_REST = 1.0
@@ -42,12 +40,6 @@ class StepObjective:
     idle: float = math.inf
     wait: float = math.inf
     awaited: float = math.inf
-
-    @classmethod
-    def from_slo(cls, slo: SLO, budget: BudgetParams) -> "StepObjective":
-        """Return the absolute limits of an SLO with a budget. Tolerances are part of the budget, `idle` and `wait`."""
-        tbt = min((limit for metric in ("tbt", "tpot") if (limit := slo.limit_of(metric))), default=math.inf)
-        return cls(slo.limit_of("ttft") or math.inf, tbt, slo.gap_limited, budget)
 
     def rest_after(self, seconds: float) -> float:
         """Return the pause in seconds after an offline step of `seconds` without online work.

@@ -14,14 +14,13 @@ from typing import NamedTuple
 
 from engine.api import RequestClass
 from engine.cache.blocks import count_gone, count_units
+from engine.limits import UNITS_PER_BLOCK
 from engine.request import Request, due, leading_decodes
 from engine.scheduling.laxity import EASY_SHARE, PrefillPace, floor_chunk, prefill_pace, prompt_slack
 from engine.scheduling.ledger import StepLedger, num_masked
 from engine.scheduling.objective import OfflineAllowance
 from engine.scheduling.state import SchedulerState
-from predictor.features import BatchFeatures, CacheWork
-from predictor.limits import UNITS_PER_BLOCK
-from predictor.model import smallest_step
+from predictor.features import BatchFeatures, CacheWork, smallest_step
 
 ITEMS_PER_SLICE = 32
 _lane = attrgetter("spec.lane")

@@ -29,9 +29,9 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from engine.errors import ConfigError
+from engine.limits import UNITS_PER_BLOCK
 from engine.request import Request
 from engine.scheduling.selection import Select, Start, select_apt, select_goodput
-from predictor.limits import UNITS_PER_BLOCK
 
 DEFAULT_ALPHA = 1.0
 DEFAULT_TTFT = 1.0

@@ -8,10 +8,10 @@ from collections.abc import Collection, Iterable
 from dataclasses import asdict
 
 from engine.api import EngineStats, LoadReport, RequestClass
+from engine.limits import UNITS_PER_BLOCK
 from engine.request import Request, RequestStatus
 from engine.scheduling.ledger import token_costs, usual_costs
 from engine.scheduling.state import SchedulerState
-from predictor.limits import UNITS_PER_BLOCK
 
 LATE_PART = 0.25
 """Minimum expected remaining output of a running request, as a share of the mean output."""

@@ -22,12 +22,11 @@ from typing import NamedTuple
 import numpy as np
 
 from engine.cache.blocks import COMPACT, CacheKind, count_units
+from engine.limits import UNITS_PER_BLOCK
 from engine.request import Request
 from engine.scheduling.knapsack import Columns, Floats, Ints, Selection, choose
 from engine.scheduling.waiting import Bools, columns_of
-from predictor.features import BatchFeatures
-from predictor.limits import UNITS_PER_BLOCK
-from predictor.model import LatencyPredictor
+from predictor.features import BatchFeatures, LatencyPredictor
 
 DEFAULT_TAIL = 0.4
 EPSILON = 1e-6

@@ -9,7 +9,7 @@ from itertools import count
 
 from engine.api import RequestClass
 from engine.cache.cache import Cache
-from engine.config import QueueTime, SchedulerConfig
+from engine.limits import UNITS_PER_BLOCK, QueueTime, SchedulerConfig
 from engine.request import Request, RequestStatus, due
 from engine.scheduling.in_flight import Counters, InFlight
 from engine.scheduling.ledger import token_costs
@@ -18,8 +18,7 @@ from engine.scheduling.offline_queue import OfflineQueue
 from engine.scheduling.online_share import OnlineShare
 from engine.scheduling.policies import OnlinePolicy
 from engine.scheduling.waiting import WaitingQueue, insert_by_age, remove_by_age
-from predictor.limits import UNITS_PER_BLOCK
-from predictor.model import LatencyPredictor
+from predictor.features import LatencyPredictor
 
 MAX_BACK_OFF = 64.0
 """Longest time, in seconds, that a preempted offline request must wait before it starts beside online work."""

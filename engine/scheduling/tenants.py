@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
 
 from engine.api import RequestClass
+from engine.limits import UNITS_PER_BLOCK
 from engine.request import Request
 from engine.scheduling.draft import StepDraft
 from engine.scheduling.fair_share import FairWalk
@@ -21,7 +22,6 @@ from engine.scheduling.selection import Pressure, Select, Start
 from engine.scheduling.state import SchedulerState
 from engine.scheduling.victims import freed_units
 from engine.scheduling.waiting import by_age
-from predictor.limits import UNITS_PER_BLOCK
 
 Order = Callable[[list[Request], PrefillPace | None], PromptOrder]
 """Order the requests of one tenant, given by arrival, at the pace of that tenant."""

@@ -15,10 +15,10 @@ from engine.api import RequestClass
 from engine.cache.blocks import CacheBlock, count_units
 from engine.cache.cache import Claim
 from engine.cache.placement import READ_STEPS
+from engine.limits import UNITS_PER_BLOCK
 from engine.request import Request
 from engine.scheduling.selection import Pressure, Start
 from engine.scheduling.state import SchedulerState
-from predictor.limits import UNITS_PER_BLOCK
 
 LATE_HEADROOM = 0.25
 """Share of the pool that a late request must leave free when it starts, under a policy with `late_last`."""

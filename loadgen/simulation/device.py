@@ -11,8 +11,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from engine.colocation.virtual import PredictedRunner
-from engine.config import BLOCK_SIZE, EngineConfig, SchedulerConfig, step_limits
+from engine.config import EngineConfig, scheduler_settings, step_limits
 from engine.errors import ConfigError
+from engine.limits import BLOCK_SIZE, UNITS_PER_BLOCK, SchedulerConfig
 from engine.models.spec import load_spec
 from engine.scheduling.output import Collect, ModelRunner, SchedulerOutput
 from engine.scheduling.policies import find_policy
@@ -20,7 +21,6 @@ from loadgen import InputError
 from loadgen.simulation.gpu import SimulatedDevice, SimulatedRunner, fit_device
 from loadgen.simulation.specs import DEVICES, MODELS, ModelShape
 from predictor.costs import CacheCosts
-from predictor.limits import UNITS_PER_BLOCK
 from predictor.model import LatencyModel
 from predictor.online import OnlineModel, OnlineSettings
 from predictor.profile import Profile, ProfileError, ProfileKey
@@ -198,7 +198,7 @@ def _room(config: EngineConfig, units: int, longest: int, unit_bytes: int) -> Sc
     wanted, room = config.max_model_len or longest, units // UNITS_PER_BLOCK * BLOCK_SIZE
     if config.max_model_len is not None and wanted > room:
         raise ConfigError(f"--max-model-len {wanted} does not fit: the cache holds {room} tokens")
-    return SchedulerConfig.of(
+    return scheduler_settings(
         config,
         num_units=units,
         max_model_len=min(wanted, room),

@@ -8,15 +8,14 @@ padding, attention its own rates, and nothing is fitted to the features of the l
 import random
 from dataclasses import dataclass, field
 
-from engine.config import SchedulerConfig
+from engine.limits import UNITS_PER_BLOCK, Limits, SchedulerConfig
+from engine.profiling.sweep import StepShape, run_sweep
 from engine.scheduling.output import Chunk, Collect, ModelRunnerOutput, SchedulerOutput
 from loadgen.simulation.specs import DEVICES, MODELS, DeviceSpec, ModelShape
 from predictor.costs import FEW_TOKENS, MANY_TOKENS, MEMORY_RATE, CacheCosts, affine
 from predictor.fitting import fit
-from predictor.limits import UNITS_PER_BLOCK, Limits
 from predictor.model import LatencyModel
 from predictor.samples import Sample, split_samples
-from predictor.sweep import StepShape, run_sweep
 
 SIMULATED_TOKEN = 0
 """Token sampled by every simulated step. A request with it as a stop token ends at its `min_tokens`, the true length,

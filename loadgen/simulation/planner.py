@@ -21,7 +21,8 @@ from loadgen.plan import Windows
 from loadgen.simulation.device import Simulated
 from loadgen.simulation.run import Policies, Ran, run_workload
 from loadgen.workloads import Workload
-from predictor.budget import BudgetParams, SearchResult, search_budget
+from predictor.budget import BudgetParams
+from predictor.budget_search import SearchResult, search_budget
 from predictor.slo import SLO, Objective, aggregate
 
 MAX_WARM_UP = 30.0

@@ -24,6 +24,7 @@ from engine.execution.cpu.weight_file import WeightFile
 from engine.execution.plan import LaunchPlan
 from engine.execution.runner import Runner
 from engine.execution.stages import PipelineRunner
+from engine.limits import NO_PADDING, Limits, Padding
 from engine.machine.activity import processor_share, wait_for_quiet
 from engine.machine.facts import host_engines, memcpy_rate, read_processor
 from engine.models.checkpoint import load_layers
@@ -33,7 +34,6 @@ from engine.models.quantized import make_quantized
 from engine.models.spec import ModelShape
 from engine.models.transformers_model import TransformersModel
 from engine.models.weights import Gather, ModelWeights, ResidentLayers, torch_dtype
-from predictor.limits import NO_PADDING, Limits, Padding
 
 
 class CpuBackend:

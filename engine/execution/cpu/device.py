@@ -22,12 +22,12 @@ from engine.execution.pool import UnitPool
 from engine.execution.pooling import TakeHidden
 from engine.execution.rows import RowTable
 from engine.execution.samples import DeviceSamples
+from engine.limits import Limits
 from engine.models.decoder import Attend, Decoder
 from engine.models.heads import HeadProjection
 from engine.models.lora import Adapters, Delta, Site
 from engine.models.manner import Manner
 from engine.models.weights import LayerWeights
-from predictor.limits import Limits
 
 
 class Beyond(Protocol):

@@ -33,6 +33,7 @@ from engine.execution.pool import UnitPool
 from engine.execution.rows import RowTable
 from engine.execution.runner import Runner
 from engine.execution.stages import PipelineRunner
+from engine.limits import NO_PADDING, UNITS_PER_BLOCK, Limits, Padding
 from engine.machine.facts import BUS_RATE, cuda_devices, host_engines
 from engine.models import float8
 from engine.models.checkpoint import load_layers
@@ -42,7 +43,6 @@ from engine.models.linear import MakeLinear, make_linear
 from engine.models.spec import ModelShape, ModelSpec
 from engine.models.transformers_model import TransformersModel, probe
 from engine.models.weights import Gather, LayerWeights, ModelWeights, ResidentLayers, torch_dtype
-from predictor.limits import NO_PADDING, UNITS_PER_BLOCK, Limits, Padding
 
 _GRAPH_BYTES = 16 * 1024**2  # estimate of the driver's memory for a graph of a few hundred kernels
 WIDE_BYTES = 39 * 2**30

@@ -17,10 +17,10 @@ from engine.execution.cuda.shapes import PaddedShape
 from engine.execution.layout import Layout
 from engine.execution.rows import RowTable
 from engine.execution.sampling_table import SamplingTable, uniforms
+from engine.limits import Limits
 from engine.models.spec import ModelShape
 from engine.triton_kernels import configs
 from engine.triton_kernels.work import DecodeWork, PrefillWork, WorkBuffer, aligned
-from predictor.limits import Limits
 
 _CHANGES = 4096  # table entries in the buffer; the rest is sent separately
 _EDITS = 4096  # biases and forbidden end tokens in the buffer; the rest is sent separately

@@ -38,12 +38,12 @@ from engine.execution.pool import HostMemory, Reserve, UnitPool
 from engine.execution.pooling import TakeHidden
 from engine.execution.rows import RowTable
 from engine.execution.samples import DeviceSamples
+from engine.limits import Limits
 from engine.models.lora import Adapters, Delta, Site
 from engine.models.sharding import SummedLinear
 from engine.models.spec import ModelSpec
 from engine.models.weights import ModelWeights
 from engine.triton_kernels import configs
-from predictor.limits import Limits
 
 log = logging.getLogger("tidemill.engine")
 

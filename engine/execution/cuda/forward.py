@@ -15,6 +15,7 @@ from engine.execution.cuda.kernels import Kernels
 from engine.execution.cuda.tables import DeviceTables
 from engine.execution.pool import UnitPool
 from engine.execution.pooling import Head
+from engine.limits import Limits
 from engine.models import torch_ops
 from engine.models.decoder import Adapt, Branch, Decoder
 from engine.models.float8 import Float8Linear, RoundedRows
@@ -22,7 +23,6 @@ from engine.models.rope import RopeSpec
 from engine.models.rotary import attention_scaling, inverse_frequencies
 from engine.models.spec import ModelSpec
 from engine.models.weights import LayerWeights, ModelWeights, embedding_scale
-from predictor.limits import Limits
 
 Observe = Callable[[int, Tensor], None]
 """(layer index, x [T, H]): called with the normalised input of a layer's attention, before it attends."""

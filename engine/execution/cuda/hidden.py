@@ -19,7 +19,7 @@ from engine.execution.hidden import ScratchPlan
 from engine.execution.layout import Layout
 from engine.execution.pool import UnitPool
 from engine.execution.rows import RowTable
-from predictor.limits import Limits
+from engine.limits import Limits
 
 PIECE = 2048
 """Maximum number of tokens per projection, enough for the full rate of matrix products and small beside a step."""

@@ -19,8 +19,8 @@ from engine.execution.cuda.tables import DeviceTables
 from engine.execution.layout import Layout, decodes_first
 from engine.execution.pool import UnitPool
 from engine.execution.rows import RowTable
+from engine.limits import Limits
 from engine.models.manner import PLAIN, Manner
-from predictor.limits import Limits
 
 _NO_CHUNKS = np.zeros((0, 4), dtype=np.int64)
 

@@ -19,10 +19,10 @@ from engine.execution.ranks.group import PLANNED, Meeting, RankGroup
 from engine.execution.ranks.messages import FromRank, Join, RankFailed, decode_from_rank, encode
 from engine.execution.ranks.step import RankStep
 from engine.execution.rows import RowTable
+from engine.limits import Limits
 from engine.machine.link import Link, LinkLostError
 from engine.machine.processes import python_module, start_process
 from engine.scheduling.output import SchedulerOutput
-from predictor.limits import Limits
 
 log = logging.getLogger("tidemill.engine")
 

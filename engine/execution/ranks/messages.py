@@ -8,7 +8,7 @@ import msgspec
 from engine.config import EngineConfig
 from engine.errors import ErrorInfo
 from engine.execution.ranks.step import RankStep
-from predictor.limits import Limits
+from engine.limits import Limits
 
 
 class RankMessage(msgspec.Struct, frozen=True, array_like=True, tag=True, gc=False):

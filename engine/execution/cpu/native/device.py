@@ -20,9 +20,9 @@ from engine.execution.layout import Layout
 from engine.execution.masks import FinishMasks
 from engine.execution.pooling import TakeHidden
 from engine.execution.samples import DeviceSamples
+from engine.limits import Limits
 from engine.models.decoder import Decoder
 from engine.models.lora import Delta, Site
-from predictor.limits import Limits
 
 
 class NativeDevice(TorchDevice):

@@ -8,10 +8,10 @@ from dataclasses import replace
 from engine.execution.cpu.native.crew import Crew, candidates, choose, measure
 from engine.execution.cpu.native.device import NativeDevice
 from engine.execution.runner import Runner
+from engine.limits import UNITS_PER_BLOCK, Limits
 from engine.profiling.calibration import ShapeRunner
+from engine.profiling.sweep import StepShape
 from engine.scheduling.output import Collect, ModelRunner, ModelRunnerOutput, SchedulerOutput
-from predictor.limits import UNITS_PER_BLOCK, Limits
-from predictor.sweep import StepShape
 
 logger = logging.getLogger("tidemill.threads")
 

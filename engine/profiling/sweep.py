@@ -10,8 +10,8 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from engine.limits import Limits
 from predictor.features import BatchFeatures
-from predictor.limits import Limits
 from predictor.reach import EVERYTHING, Reach
 from predictor.samples import Sample
 

@@ -1,0 +1,291 @@
+"""Budget search: find the parameters of the offline fill that keep an SLO, by replay (HyGen §4.2).
+
+The caller provides `evaluate(params) → metrics`, a replay of one workload on a virtual clock; this module chooses the
+parameters to replay. Every replay is checked against all constraints of the SLO. Offline throughput is not monotone in
+the budget: large steps fill the cache with decodes and waste the memory-bound region. The search therefore uses a
+coarse grid and refines around the best points instead of bisecting. It is deterministic and replays each set of
+parameters at most once.
+
+- `hygen`: one flat latency budget L per step.
+- `tidemill`: (L, λ, δ, rule), starting from the best flat L, so it is never worse on the replayed window.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from predictor.budget import BudgetParams
+from predictor.slo import SLO
+
+Metrics = Mapping[str, float]
+"""`offline_throughput`, the SLO's keys (`ttft_p99` ..., in seconds) and `slo_attainment` for limits per request."""
+
+MAX_EVALUATIONS = 60
+MARGIN = 0.8
+RESOLUTION = 1.005
+MAX_CONFIRMATIONS = 5
+DELTAS = (1.0, 2.0, 4.0, 8.0)
+DEFAULT_DELTA = 4.0
+LAMBDAS = (0.25, 1.0, 4.0, 16.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluated:
+    """Result of one replay; `violations` holds the relative excess over each violated bound (empty: feasible)."""
+
+    params: BudgetParams
+    metrics: dict[str, float]
+    violations: dict[str, float]
+
+    @property
+    def feasible(self) -> bool:
+        """Whether every constraint holds, including the margin."""
+        return not self.violations
+
+    @property
+    def throughput(self) -> float:
+        """Offline tokens per second."""
+        return self.metrics["offline_throughput"]
+
+    def rank(self) -> tuple[float, float, float, float]:
+        """Sort key, larger is better: feasible first, then throughput or violation, then the smaller budget."""
+        if self.feasible:
+            return (1.0, self.throughput, -self.params.latency_budget, -self.params.lam)
+        return (0.0, -max(self.violations.values()), -self.params.latency_budget, -self.params.lam)
+
+
+@dataclass(frozen=True, slots=True)
+class SearchResult:
+    """Result of a search.
+
+    Attributes:
+        best: The chosen replay.
+        baseline: The online-only replay.
+        surface: All replays in order; the baseline is the first.
+        slo_in_reach: False if the online-only run itself exceeds an absolute limit. The search then only ensured that
+            co-location does not increase the excess.
+        confirmed: Whether `best` kept the SLO in all further windows; None without such windows.
+        num_evaluations: Number of replays, further windows included.
+    """
+
+    best: Evaluated
+    baseline: Evaluated
+    surface: tuple[Evaluated, ...]
+    slo_in_reach: bool
+    confirmed: bool | None
+    num_evaluations: int
+
+    @property
+    def params(self) -> BudgetParams:
+        """The chosen parameters."""
+        return self.best.params
+
+
+def search_budget(
+    evaluate: Callable[[BudgetParams], Metrics],
+    slo: SLO,
+    latency_range: tuple[float, float],
+    policy: str = "tidemill",
+    *,
+    confirm: Sequence[Callable[[BudgetParams], Metrics]] = (),
+    margin: float = MARGIN,
+    max_evaluations: int = MAX_EVALUATIONS,
+) -> SearchResult:
+    """Find the parameters of `policy` with the highest offline throughput that keep the SLO.
+
+    `evaluate` and `confirm` together are called at most `max_evaluations` times.
+
+    Args:
+        evaluate: Replays the searched window.
+        slo: Constraints to keep.
+        latency_range: Bounds of L in seconds: the shortest and the longest step.
+        policy: One of POLICIES.
+        confirm: Replays of further windows, in which the whole tolerance may be used.
+        margin: Share of the tolerance that may be used in the searched window.
+        max_evaluations: Maximum number of replays.
+
+    Raises:
+        ValueError: For an invalid range, an unknown policy or too few evaluations.
+        KeyError: If a replay lacks a metric.
+    """
+    low, high = latency_range
+    if not 0.0 < low < high < math.inf:
+        raise ValueError(f"latency_range must ascend from above 0, not {latency_range}")
+    reserve = (MAX_CONFIRMATIONS + 1) * len(confirm)
+    if max_evaluations - reserve < 4:
+        raise ValueError(f"max_evaluations must leave at least 4 for the search, not {max_evaluations - reserve}")
+    search = _Search(evaluate, slo, margin, (low, high), max_evaluations - reserve)
+    search.baseline = search.take(BudgetParams(policy, 0.0))
+    flat_share = 1.0 if policy == "hygen" else 0.4
+    flat = search.flat(policy, max(3, round(flat_share * search.left)))
+    if policy == "tidemill":
+        rules = protecting_rules(slo)
+        for index, rule in enumerate(rules):
+            search.weighted(rule, flat.params.latency_budget, search.left // (len(rules) - index))
+    if not confirm:
+        best, confirmed, spent = search.best(), None, 0
+    else:
+        best, confirmed, spent = _confirm(search, confirm, slo)
+    surface = tuple(search.done.values())
+    in_reach = _keeps_limits(slo, search.baseline.metrics)
+    return SearchResult(best, search.baseline, surface, in_reach, confirmed, len(surface) + spent)
+
+
+def protecting_rules(slo: SLO) -> tuple[str, ...]:
+    """Return the rules that can help with the metrics of `slo`, without duplicates; `flat` is always searched too."""
+    rules = []
+    for objective in slo.objectives:
+        metric = "tbt" if objective.metric == "tpot" else objective.metric
+        statistic = "mean" if objective.percentile is None or objective.metric == "tpot" else "p99"
+        rules.append(f"{metric}_{statistic}")
+    return tuple(dict.fromkeys(rules))
+
+
+def _keeps_limits(slo: SLO, online_only: Metrics) -> bool:
+    """Return whether the online-only run keeps the absolute limits."""
+    absolute = SLO(tuple(objective for objective in slo.objectives if objective.limit is not None))
+    return not absolute.violations(online_only)
+
+
+class _Search:
+    """Replays made so far, each set of parameters once."""
+
+    def __init__(
+        self,
+        evaluate: Callable[[BudgetParams], Metrics],
+        slo: SLO,
+        margin: float,
+        latency_range: tuple[float, float],
+        max_evaluations: int,
+    ) -> None:
+        self.done: dict[BudgetParams, Evaluated] = {}
+        self.baseline: Evaluated | None = None
+        self._evaluate = evaluate
+        self._slo = slo
+        self._margin = margin
+        self._low, self._high = latency_range
+        self._max_evaluations = max_evaluations
+
+    @property
+    def left(self) -> int:
+        """Number of replays left."""
+        return self._max_evaluations - len(self.done)
+
+    def best(self) -> Evaluated:
+        """Return the best replay so far; the online-only replay is always feasible."""
+        return max(self.done.values(), key=Evaluated.rank)
+
+    def take(self, params: BudgetParams) -> Evaluated:
+        """Replay `params`, or return the result of an earlier replay."""
+        if params not in self.done:
+            assert self.left > 0, "out of evaluations"
+            metrics = dict(self._evaluate(params))
+            base = self.baseline.metrics if self.baseline is not None else metrics
+            self.done[params] = Evaluated(params, metrics, self._slo.violations(metrics, base, self._margin))
+        return self.done[params]
+
+    def flat(self, policy: str, evaluations: int) -> Evaluated:
+        """Return the best flat budget: try a geometric grid, then halve the gaps beside the best points."""
+        stop = self.left - evaluations
+        size = max(3, round(0.5 * evaluations))
+        ratio = self._high / self._low
+        grid = [self._low * ratio ** (i / (size - 1)) for i in range(size - 1)] + [self._high]
+        points = [self.take(BudgetParams(policy, budget)) for budget in grid]
+        while self.left > stop:
+            budgets = _next_budgets(points)
+            if not budgets:
+                break
+            points += [self.take(BudgetParams(policy, budget)) for budget in budgets[: self.left - stop]]
+        return max(points, key=Evaluated.rank)
+
+    def weighted(self, rule: str, flat_budget: float, evaluations: int) -> None:
+        """Search (L, λ, δ) under one rule by pattern search from the best of a few start points."""
+        stop = self.left - evaluations
+        uses_lambda = rule == "tbt_mean"
+        starts = [
+            BudgetParams("tidemill", budget, lam, DEFAULT_DELTA if uses_lambda else 1.0, rule)
+            for budget in dict.fromkeys((flat_budget, self._high, math.sqrt(flat_budget * self._high)))
+            for lam in (LAMBDAS if uses_lambda else (math.inf,))
+        ]
+        tried = [self.take(params) for params in starts[: max(self.left - stop, 0)]]
+        if not tried:
+            return
+        here, factor = max(tried, key=Evaluated.rank), 2.0
+        while factor > RESOLUTION and self.left > stop:
+            around = [params for params in self._neighbours(here.params, factor) if params not in self.done]
+            found = [self.take(params) for params in around[: self.left - stop]]
+            ahead = max([here, *found], key=Evaluated.rank)
+            if ahead is here:
+                factor = math.sqrt(factor)
+            here = ahead
+
+    def _neighbours(self, params: BudgetParams, factor: float) -> list[BudgetParams]:
+        """Return the parameters one step away along each axis, clamped to the range."""
+        found = []
+        for step in (factor, 1.0 / factor):
+            budget = min(max(params.latency_budget * step, self._low), self._high)
+            found.append(replace(params, latency_budget=budget))
+            if not math.isinf(params.lam):
+                found.append(replace(params, lam=params.lam * step))
+        if not math.isinf(params.lam) and params.delta in DELTAS:
+            at = DELTAS.index(params.delta)
+            found += [replace(params, delta=DELTAS[i]) for i in (at + 1, at - 1) if 0 <= i < len(DELTAS)]
+        return found
+
+
+def _next_budgets(points: Sequence[Evaluated]) -> list[float]:
+    """Return the midpoints of the gaps beside the two best local maxima; empty if all gaps are below RESOLUTION.
+
+    Two maxima are refined because the best point of a coarse grid need not be next to the best point of the range.
+    """
+    ordered = sorted(points, key=lambda point: point.params.latency_budget)
+    ranks = [point.rank() for point in ordered]
+    peaks = [
+        i for i, rank in enumerate(ranks) if rank >= max(ranks[max(i - 1, 0) : i + 2]) and ordered[i].feasible
+    ] or [ranks.index(max(ranks))]
+    found = []
+    for at in sorted(peaks, key=lambda i: ranks[i], reverse=True)[:2]:
+        for left in (at, at - 1):
+            if 0 <= left < len(ordered) - 1:
+                low, high = ordered[left].params.latency_budget, ordered[left + 1].params.latency_budget
+                if high / low > RESOLUTION:
+                    found.append(math.sqrt(low * high))
+    return list(dict.fromkeys(found))
+
+
+def _confirm(
+    search: _Search, windows: Sequence[Callable[[BudgetParams], Metrics]], slo: SLO
+) -> tuple[Evaluated, bool, int]:
+    """Return (the best candidate that keeps the SLO in all further windows, True, number of replays).
+
+    If none of the first MAX_CONFIRMATIONS candidates keeps it, return the online-only replay and False.
+    """
+    assert search.baseline is not None
+    bases = [dict(replay(search.baseline.params)) for replay in windows]
+    spent = len(windows)
+    ranking = sorted((e for e in search.done.values() if e.feasible), key=Evaluated.rank, reverse=True)
+    tried: list[Evaluated] = []
+    for candidate in ranking:
+        if candidate is search.baseline:
+            return candidate, True, spent
+        if any(_alike(candidate.params, other.params) for other in tried):
+            continue
+        if len(tried) == MAX_CONFIRMATIONS:
+            break
+        tried.append(candidate)
+        for replay, base in zip(windows, bases, strict=True):
+            spent += 1
+            if slo.violations(dict(replay(candidate.params)), base):
+                break
+        else:
+            return candidate, True, spent
+    return search.baseline, False, spent
+
+
+def _alike(one: BudgetParams, other: BudgetParams) -> bool:
+    """Return whether the parameters are so close that both would fail the same window."""
+    if one.rule != other.rule or one.delta != other.delta or math.isinf(one.lam) != math.isinf(other.lam):
+        return False
+    ratio = one.latency_budget / other.latency_budget
+    weights = 1.0 if math.isinf(one.lam) else one.lam / other.lam
+    return max(ratio, 1 / ratio, weights, 1 / weights) < 1.05
