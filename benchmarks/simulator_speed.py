@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 from benchmarks.experiments.machine import MachineSpec, build_machine
 from engine.api import EngineRequest, SamplingParams
-from engine.colocation.virtual import Arrival, VirtualDriver
 from engine.core import EngineCore
+from engine.virtual import Arrival, VirtualDriver
 
 RUNNING = 64
 OUTPUT_TOKENS = 200

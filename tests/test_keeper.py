@@ -16,7 +16,6 @@ from engine.colocation.baseline import replay_alone, workload_of
 from engine.colocation.keeper import BUDGET_SHARE, MIN_OFFLINE, Colocation, initial_budget
 from engine.colocation.replay import ReplayedServer, Workload, metrics_of, normal_noise, replay
 from engine.colocation.search import find_budget
-from engine.colocation.virtual import Arrival, PredictedRunner, VirtualDriver, VirtualRecord, VirtualRun
 from engine.colocation.waits import SHORTEST_AWAITED, ArrivalWaits
 from engine.core import EngineCore
 from engine.errors import ConfigError
@@ -24,6 +23,7 @@ from engine.limits import UNLIMITED_QUEUE, SchedulerConfig
 from engine.profiling.sweep import StepShape
 from engine.scheduling.objective import LONGEST_REST, StepObjective
 from engine.scheduling.output import Chunk, Collect, SchedulerOutput
+from engine.virtual import Arrival, PredictedRunner, VirtualDriver, VirtualRecord, VirtualRun
 from predictor.breaker import BreakerSettings
 from predictor.budget import BudgetParams
 from predictor.load import Lengths, OnlineArrival, resample

@@ -15,7 +15,6 @@ from fakes.runner import FakeRunner
 from hypothesis import given
 
 from engine.api import EngineRequest, RequestTimes, SamplingParams
-from engine.colocation.virtual import Arrival, PredictedRunner, VirtualDriver, VirtualRecord
 from engine.core import EngineCore
 from engine.errors import ConfigError, QueueFullError
 from engine.limits import UNLIMITED_QUEUE, QueueTime, SchedulerConfig
@@ -26,6 +25,7 @@ from engine.scheduling.laxity import on_time, prefill_pace
 from engine.scheduling.ledger import StepLedger
 from engine.scheduling.objective import StepObjective
 from engine.scheduling.planner import offline_allowance
+from engine.virtual import Arrival, PredictedRunner, VirtualDriver, VirtualRecord
 from predictor.budget import BudgetParams
 from predictor.model import LatencyModel
 

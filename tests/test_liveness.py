@@ -9,7 +9,6 @@ from driver import Driver, make_request
 from fakes.runner import FakeRunner, solo_tokens
 
 from engine.api import EngineRequest, Lane, RequestClass, SamplingParams
-from engine.colocation.virtual import Arrival, PredictedRunner, VirtualDriver
 from engine.core import EngineCore
 from engine.limits import UNLIMITED_QUEUE, SchedulerConfig
 from engine.request import RequestStatus
@@ -18,6 +17,7 @@ from engine.scheduling.objective import StepObjective
 from engine.scheduling.output import Collect, SchedulerOutput
 from engine.scheduling.planner import OfflinePlan, PlannedChunk, whole
 from engine.scheduling.trial import LastResortBuilder
+from engine.virtual import Arrival, PredictedRunner, VirtualDriver
 from predictor.budget import BudgetParams
 from predictor.model import LatencyModel
 

@@ -9,7 +9,6 @@ from driver import make_request
 from fakes.runner import features_of
 
 from engine.api import EngineRequest, RequestClass, SamplingParams
-from engine.colocation.virtual import Arrival, VirtualDriver
 from engine.core import EngineCore
 from engine.execution.masks import PATIENCE
 from engine.forms import Grammar
@@ -18,6 +17,7 @@ from engine.profiling.calibration import measure_profile
 from engine.scheduling.objective import StepObjective
 from engine.scheduling.output import LATE_TOKEN, Collect, ModelRunnerOutput, SchedulerOutput
 from engine.text.thoughts import ThinkingBudget, ThoughtMarks
+from engine.virtual import Arrival, VirtualDriver
 from predictor.budget import BudgetParams
 from predictor.features import BatchFeatures
 from predictor.model import LatencyModel

@@ -9,12 +9,12 @@ import engine.scheduling.admission
 import engine.scheduling.prompts
 import engine.scheduling.tenants
 from engine.api import EngineRequest, RequestClass, SamplingParams
-from engine.colocation.virtual import Arrival, PredictedRunner, VirtualDriver, VirtualRecord
 from engine.core import EngineCore
 from engine.errors import QueueFullError
 from engine.limits import UNLIMITED_QUEUE, SchedulerConfig
 from engine.request import Request
 from engine.scheduling.objective import StepObjective
+from engine.virtual import Arrival, PredictedRunner, VirtualDriver, VirtualRecord
 from predictor.budget import BudgetParams
 from predictor.model import LatencyModel
 

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from engine.api import EngineRequest, RequestClass, SamplingParams
-from engine.colocation.virtual import Arrival, VirtualRecord, VirtualRun
 from engine.config import EngineConfig
+from engine.virtual import Arrival, VirtualRecord, VirtualRun
 from gateway import cli
 from gateway.commands.flags import flags_of, resolve_configs
 from gateway.config import ServerConfig

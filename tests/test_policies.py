@@ -6,7 +6,6 @@ import pytest
 from driver import Driver, make_request
 
 from engine.api import EngineRequest, RequestTimes, SamplingParams
-from engine.colocation.virtual import Arrival, VirtualDriver
 from engine.core import EngineCore
 from engine.errors import ConfigError
 from engine.limits import SchedulerConfig
@@ -22,6 +21,7 @@ from engine.scheduling.policies import (
     shortest_remaining,
     shuffled,
 )
+from engine.virtual import Arrival, VirtualDriver
 from loadgen.simulation.gpu import SimulatedDevice, SimulatedRunner
 
 BLOCK = 16

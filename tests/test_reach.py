@@ -22,7 +22,6 @@ from benchmarks.experiments.machine import TrueLatency
 from engine.api import EngineRequest, RequestClass, SamplingParams
 from engine.build import plan_launch, profile_key
 from engine.cache.placement import restore_costs
-from engine.colocation.virtual import Arrival, PredictedRunner, VirtualDriver
 from engine.config import EngineConfig
 from engine.core import EngineCore
 from engine.execution.lookahead import BatchPiece, cost, quickest
@@ -33,6 +32,7 @@ from engine.scheduling.ledger import token_costs
 from engine.scheduling.objective import StepObjective
 from engine.scheduling.output import Chunk, SchedulerOutput
 from engine.scheduling.selection import seconds_to_token
+from engine.virtual import Arrival, PredictedRunner, VirtualDriver
 from loadgen.simulation.device import profiled_device
 from loadgen.simulation.gpu import SimulatedDevice, SimulatedRunner, fit_device
 from loadgen.simulation.specs import DEVICES, MODELS

@@ -22,12 +22,12 @@ from benchmarks.experiments.replay import ONLINE_ONLY, Scenario, Setting, replay
 from benchmarks.experiments.surface import Family, Surface, Target, interference
 from benchmarks.experiments.table import Result, figure, render, write_table
 from engine.api import RequestClass
-from engine.colocation.virtual import Arrival, VirtualDriver
 from engine.config import EngineConfig
 from engine.core import EngineCore
 from engine.limits import SchedulerConfig
 from engine.scheduling.objective import UNLIMITED, StepObjective
 from engine.scheduling.output import Collect, SchedulerOutput
+from engine.virtual import Arrival, VirtualDriver
 from loadgen import simulate, workloads
 from loadgen.client import Target as Server
 from loadgen.plan import FIRST_OFFLINE, Job, Plan, Windows

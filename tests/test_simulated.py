@@ -9,10 +9,10 @@ from driver import make_request
 
 from benchmarks.experiments.machine import TrueLatency
 from engine.api import EngineRequest, SamplingParams
-from engine.colocation.virtual import Arrival, VirtualDriver
 from engine.core import EngineCore
 from engine.limits import SchedulerConfig
 from engine.scheduling.output import Chunk, SchedulerOutput
+from engine.virtual import Arrival, VirtualDriver
 from loadgen.simulation.gpu import SimulatedDevice, SimulatedRunner
 from loadgen.simulation.specs import DEVICES, MODELS
 from predictor.features import BatchFeatures

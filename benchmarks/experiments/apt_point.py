@@ -10,11 +10,11 @@ import numpy as np
 from benchmarks.experiments.machine import Machine
 from benchmarks.figures import percentile
 from engine.api import RequestClass
-from engine.colocation.virtual import Arrival, VirtualDriver, VirtualRun
 from engine.core import EngineCore
 from engine.limits import UNITS_PER_BLOCK, UNLIMITED_QUEUE
 from engine.scheduling.objective import StepObjective
 from engine.scheduling.output import Collect, SchedulerOutput
+from engine.virtual import Arrival, VirtualDriver, VirtualRun
 from loadgen import workloads
 from loadgen.arrivals import Process
 from loadgen.simulation.gpu import fit_device

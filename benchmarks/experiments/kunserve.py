@@ -24,7 +24,7 @@ from benchmarks.simulated_fleet.fleet import FleetDriver
 from benchmarks.simulated_fleet.overload import Means, OverloadedFleet
 from benchmarks.simulated_fleet.routers import ROUTERS
 from engine.api import RequestClass
-from engine.colocation.virtual import Arrival
+from engine.virtual import Arrival
 from loadgen import lengths
 from loadgen.arrivals import RateCurve, schedule
 from loadgen.simulation.run import Metrics, Row, measure, request_of, rows_of

@@ -11,10 +11,10 @@ from itertools import cycle
 
 from benchmarks.experiments.machine import Machine, TrueLatency
 from engine.api import EngineRequest, RequestClass
-from engine.colocation.virtual import Arrival, VirtualDriver, VirtualRun
 from engine.core import EngineCore
 from engine.scheduling.objective import StepObjective
 from engine.scheduling.output import Collect, ModelRunner, SchedulerOutput
+from engine.virtual import Arrival, VirtualDriver, VirtualRun
 from loadgen.simulation.run import Metrics, Row, measure, request_of
 from loadgen.stats import stream
 from predictor.budget import BudgetParams

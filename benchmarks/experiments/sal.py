@@ -23,10 +23,10 @@ from benchmarks.simulated_fleet.fleet import FleetDriver, OneByOne, Server
 from benchmarks.simulated_fleet.merged import MergedDriver
 from benchmarks.simulated_fleet.routers import ROUTERS as ALL_ROUTERS
 from engine.api import RequestClass
-from engine.colocation.virtual import Arrival
 from engine.core import EngineCore
 from engine.limits import UNITS_PER_BLOCK
 from engine.scheduling.objective import StepObjective
+from engine.virtual import Arrival
 from loadgen import lengths, traces
 from loadgen.simulation.run import Metrics, Row, measure, request_of, rows_of
 from loadgen.stats import stream

@@ -17,16 +17,16 @@ from typing import Any
 from benchmarks.experiments.table import Result, mean
 from engine.api import EngineRequest, RequestClass, SamplingParams
 from engine.colocation.keeper import Colocation, initial_budget
-from engine.colocation.virtual import (
+from engine.core import EngineCore
+from engine.limits import SchedulerConfig
+from engine.scheduling.output import Collect, ModelRunnerOutput, SchedulerOutput
+from engine.virtual import (
     PLACEHOLDER_TOKEN,
     Arrival,
     VirtualDriver,
     VirtualRecord,
     VirtualRun,
 )
-from engine.core import EngineCore
-from engine.limits import SchedulerConfig
-from engine.scheduling.output import Collect, ModelRunnerOutput, SchedulerOutput
 from loadgen.stats import nearest_rank
 from predictor.model import LatencyModel
 from predictor.online import OnlineModel, OnlineSettings

@@ -17,12 +17,12 @@ from typing import NamedTuple, Protocol
 from benchmarks.simulated_fleet.queued import queued_work
 from benchmarks.simulated_fleet.routers import Chance, Router
 from engine.api import EngineRequest, LoadReport, RequestOutput
-from engine.colocation.virtual import Arrival, VirtualRecord, VirtualRun
 from engine.core import EngineCore
 from engine.errors import RetryableError
 from engine.fleet.routing import RoutedPrompt
 from engine.limits import UNITS_PER_BLOCK
 from engine.scheduling.output import ModelRunner, ModelRunnerOutput, SchedulerOutput
+from engine.virtual import Arrival, VirtualRecord, VirtualRun
 
 REPORT_SECONDS = 0.1
 RECENT = 1000

@@ -9,8 +9,8 @@ from collections.abc import Iterable
 
 from benchmarks.simulated_fleet.fleet import FleetDriver, Server
 from benchmarks.simulated_fleet.routers import ROUTERS
-from engine.colocation.virtual import Arrival, VirtualRecord
 from engine.request import RequestStatus
+from engine.virtual import Arrival, VirtualRecord
 
 
 class MergedDriver(FleetDriver):

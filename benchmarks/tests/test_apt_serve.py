@@ -11,7 +11,7 @@ from benchmarks.experiments import apt, apt_point, apt_table, main
 from benchmarks.experiments.machine import Machine, build_machine
 from benchmarks.experiments.table import Result
 from engine.api import EngineRequest, SamplingParams
-from engine.colocation.virtual import Arrival, VirtualRecord, VirtualRun
+from engine.virtual import Arrival, VirtualRecord, VirtualRun
 from loadgen.simulation.gpu import SimulatedDevice
 from loadgen.simulation.specs import MODELS
 from predictor.features import BatchFeatures

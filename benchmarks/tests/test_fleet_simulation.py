@@ -13,12 +13,12 @@ from benchmarks.simulated_fleet.overload import LayerTransfer, Means, Overloaded
 from benchmarks.simulated_fleet.pipeline import CHUNK_SECONDS, Bubbles, Link, PipelineRunner
 from benchmarks.simulated_fleet.routers import ROUTERS, Chance
 from engine.api import RequestClass
-from engine.colocation.virtual import Arrival, PredictedRunner, VirtualRun
 from engine.core import EngineCore
 from engine.execution.lookahead import by_tokens
 from engine.fleet.routing import Loads, RoutedPrompt
 from engine.limits import SchedulerConfig
 from engine.scheduling.output import Chunk, SchedulerOutput
+from engine.virtual import Arrival, PredictedRunner, VirtualRun
 from loadgen.simulation.run import request_of
 from predictor.model import LatencyModel
 

@@ -12,11 +12,11 @@ from itertools import chain, count, islice
 from statistics import NormalDist
 
 from engine.api import EngineRequest, RequestClass, SamplingParams
-from engine.colocation.virtual import Arrival, PredictedRunner, VirtualDriver, VirtualRecord, VirtualRun
 from engine.colocation.waits import ArrivalWaits
 from engine.core import EngineCore
 from engine.limits import SchedulerConfig
 from engine.scheduling.state import SchedulerState
+from engine.virtual import Arrival, PredictedRunner, VirtualDriver, VirtualRecord, VirtualRun
 from predictor.budget import BudgetParams
 from predictor.load import Lengths, OnlineArrival, resample
 from predictor.model import LatencyModel

@@ -10,13 +10,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from engine.colocation.virtual import PredictedRunner
 from engine.config import EngineConfig, scheduler_settings, step_limits
 from engine.errors import ConfigError
 from engine.limits import BLOCK_SIZE, UNITS_PER_BLOCK, SchedulerConfig
 from engine.models.spec import load_spec
 from engine.scheduling.output import Collect, ModelRunner, SchedulerOutput
 from engine.scheduling.policies import find_policy
+from engine.virtual import PredictedRunner
 from loadgen import InputError
 from loadgen.simulation.gpu import SimulatedDevice, SimulatedRunner, fit_device
 from loadgen.simulation.specs import DEVICES, MODELS, ModelShape

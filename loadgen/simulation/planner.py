@@ -12,10 +12,10 @@ from itertools import pairwise
 from engine.api import RequestClass
 from engine.colocation.replay import MIN_DRAIN, WARM_UP_SHARE, span_of
 from engine.colocation.search import step_range
-from engine.colocation.virtual import VirtualRecord
 from engine.colocation.waits import ArrivalWaits
 from engine.config import EngineConfig
 from engine.scheduling.objective import UNLIMITED
+from engine.virtual import VirtualRecord
 from loadgen import InputError, traces
 from loadgen.plan import Windows
 from loadgen.simulation.device import Simulated

@@ -12,9 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.api import EngineRequest, RequestClass, SamplingParams
-from engine.colocation.virtual import Arrival, VirtualDriver, VirtualRecord, VirtualRun
 from engine.core import EngineCore
 from engine.scheduling.objective import StepObjective
+from engine.virtual import Arrival, VirtualDriver, VirtualRecord, VirtualRun
 from loadgen.plan import FIRST_OFFLINE, Windows
 from loadgen.prompts import PromptMaker, TokenIds
 from loadgen.simulation.device import Simulated
