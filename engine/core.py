@@ -28,7 +28,7 @@ from engine.request import Request, RequestStatus
 from engine.scheduling.admission import Admission, check_length
 from engine.scheduling.blame import LONE_WAITS, Blame
 from engine.scheduling.draft import StepDraft
-from engine.scheduling.failures import StepFailures, check_integrity
+from engine.scheduling.failures import StepFailures
 from engine.scheduling.in_flight import InFlight, ReachedPoint
 from engine.scheduling.moving import Moves
 from engine.scheduling.objective import StepObjective
@@ -270,7 +270,3 @@ class EngineCore:
     def is_recovering(self) -> bool:
         """Return whether requests of a failed step are suspects, or the canary has yet to pass."""
         return self._recovery.active
-
-    def check_integrity(self) -> None:
-        """Assert E1 (every unit in one place), E3 (ended requests hold no resources) and that the queues agree."""
-        check_integrity(self.state)

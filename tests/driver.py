@@ -7,6 +7,8 @@ from collections import deque
 from collections.abc import AsyncIterator
 from typing import Any
 
+from integrity import check_core
+
 from engine.api import (
     EngineRequest,
     FinishReason,
@@ -109,7 +111,7 @@ class Driver:
         output = self.core.abort(request_id, self.now, reason)
         if output is not None:
             self._take(output)
-        self.core.check_integrity()
+        check_core(self.core)
 
     def launch(self) -> bool:
         """Schedule one step if the pipeline has room.
@@ -164,7 +166,7 @@ class Driver:
 
     def _check_integrity(self) -> None:
         if len(self.steps) % self.check_every == 0:
-            self.core.check_integrity()
+            check_core(self.core)
 
     def step(self) -> bool:
         """Fill the pipeline, then complete its oldest step; False when nothing could run."""

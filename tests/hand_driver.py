@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 from fakes.runner import FakeRunner
+from integrity import check_pool
 
 from engine.api import SamplingParams
 from engine.cache.blocks import CacheAction, CacheBlock, CacheEntry, CacheKind, CacheOperation, Tier
@@ -137,8 +138,8 @@ class HandDriver:
 
     def _check_integrity(self) -> None:
         held = [block for request in self.live for block in request.blocks]
-        self.pool.check_integrity(block for block in held if block.on_device)
-        self.host.check_integrity(block for block in held if not block.on_device)
+        check_pool(self.pool, (block for block in held if block.on_device))
+        check_pool(self.host, (block for block in held if not block.on_device))
 
     def _release(self, block: CacheBlock) -> None:
         (self.pool if block.on_device else self.host).release(block, self.step_id)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from driver import is_error, make_request, outputs_of, submit_one
 from fakes.runner import FakeRunner, solo_tokens
+from integrity import check_core
 
 from engine.api import EngineInfo, EngineRequest, EngineState, FinishReason, RequestClass, RequestOutput
 from engine.colocation.keeper import Colocation, initial_budget
@@ -65,7 +66,7 @@ async def engine(request: pytest.FixtureRequest) -> AsyncIterator[Engine]:
     yield engine
     await engine.stop()
     assert engine.core.num_in_flight == 0
-    engine.core.check_integrity()
+    check_core(engine.core)
 
 
 async def collect(engine: Engine, request: EngineRequest) -> tuple[list[int], RequestOutput]:
@@ -361,7 +362,7 @@ async def test_a_planner_that_fails_never_harms_an_online_request(plan_offline: 
     assert tokens == solo(chat) and final.finish_reason is FinishReason.LENGTH
     await job.aclose()
     await engine.stop()
-    engine.core.check_integrity()
+    check_core(engine.core)
 
 
 @pytest.mark.parametrize("depth", [0, 1])
@@ -385,7 +386,7 @@ async def test_offline_requests_run_on_in_steps_that_are_shorter_than_a_plan(dep
     engine.abort("chat")
     await chat
     await engine.stop()
-    engine.core.check_integrity()
+    check_core(engine.core)
 
 
 async def test_offline_runs_alone_and_beside_online(engine: Engine) -> None:

@@ -11,6 +11,7 @@ from fakes.staged import LAYER_BYTES, LAYERS, UNIT_LAYER_BYTES, StagedFake
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from integrity import check_core
 from test_fleet_fuzz import FakeFleetEngine
 from test_fleet_pipelines import MERGE, SPLIT, before_order
 
@@ -163,7 +164,7 @@ class PipedEngine(FakeFleetEngine):
     def step(self) -> None:
         if self.process is not None and not self.hangs:
             self.process.step()
-            self.process.core.check_integrity()
+            check_core(self.process.core)
             self.report = self.process.load()
 
     def _take(self, output: Any) -> None:

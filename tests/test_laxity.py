@@ -300,7 +300,7 @@ def test_no_wait_is_longer_than_behind_everybody(
     wait, longest = expected_wait(core.state, arrival, 10.0, at), longest_wait(core.state, arrival, 10.0)
     assert wait <= longest * (1.0 + 1e-9)
     if policy == "fcfs":
-        contested = any(request.spec.tenant != "a" for request in core.state.all_requests())
+        contested = any(request.spec.tenant != "a" for request in core.state.requests.values())
         assert contested or wait == pytest.approx(longest)
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 from batch_tools import FAST, check_ended, client_of, jsonl, line, open_folder, submit, until, until_counted
 from fake_engine import serve
+from integrity import check_core
 
 from benchmarks.live import num_open, read_metric
 from engine.build import build_engine, plan_launch
@@ -59,7 +60,7 @@ async def test_the_second_turn_of_a_chat_hits_its_prefix_after_a_batch_job(tmp_p
         ended = await until(client, batch.id)
         await check_ended(client, ended, [f"id-{i}" for i in range(200)])
         assert ended.usage.output_tokens == 200 * 8
-    await asyncio.to_thread(engine.core.check_integrity)
+    await asyncio.to_thread(check_core, engine.core)
 
 
 def test_the_benchmark_reads_metrics_and_writes_lines() -> None:

@@ -13,6 +13,7 @@ import pydantic
 import pytest
 from fake_engine import Served, serve
 from fixtures import refuse_blocking
+from integrity import check_core
 
 from benchmarks.demo_training.phrases import held_out
 from engine.build import build_engine, plan_launch
@@ -43,7 +44,7 @@ async def live(tmp_path: Path) -> AsyncIterator[tuple[Engine, Served]]:
         async with serve(engine, tokenizer, None, served_model_name=(MODEL,)) as served:
             yield engine, served
     assert not engine.core.has_requests
-    engine.core.check_integrity()
+    check_core(engine.core)
 
 
 def client_of(served: Served) -> openai.AsyncOpenAI:

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 from driver import Driver, make_request
 from fakes.runner import FakeRunner, solo_tokens
+from integrity import check_core
 
 from engine.api import EngineRequest, Lane, RequestClass, SamplingParams
 from engine.core import EngineCore
@@ -235,7 +236,7 @@ def test_a_plan_that_is_out_of_date_does_not_stop_the_lines() -> None:
         result = driver.runner.launch(step)()
         driver.now += 0.01
         driver.core.update(step, result, driver.now)
-        driver.core.check_integrity()
+        check_core(driver.core)
         if not driver.core.has_requests:
             return
     pytest.fail("the line has not ended")

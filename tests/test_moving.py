@@ -2,6 +2,8 @@
 
 from dataclasses import replace
 
+from integrity import check_core
+
 from engine.api import EngineRequest, RequestClass, SamplingParams
 from engine.core import EngineCore
 from engine.limits import SchedulerConfig
@@ -18,7 +20,7 @@ def step(core: EngineCore, now: float = 0.0) -> SchedulerOutput:
     output = core.schedule(now)
     assert output is not None
     core.update(output, ModelRunnerOutput(output.step_id, [7] * sum(c.sample for c in output.chunks), None, 0.1), now)
-    core.check_integrity()
+    check_core(core)
     return output
 
 
@@ -28,13 +30,13 @@ def test_a_request_goes_on_in_another_engine_without_computing_anything_again() 
     for _ in range(3):
         step(first, 2.0)
     moved = first.moves.detach("a")
-    first.check_integrity()
+    check_core(first)
     assert not first.has_requests and first.stats().units_owned == 0
     assert moved.num_tokens == 12 and moved.arrival == 1.0
     assert moved.spec.resumed is not None and moved.spec.resumed.token_ids == (7, 7, 7)
 
     assert second.moves.attach(moved)
-    second.check_integrity()
+    check_core(second)
     assert second.stats().units_owned == 6, "its units are its own before the past has come"
     assert second.schedule(3.0) is None, "until then it stands still"
     second.moves.arrived("a")
@@ -77,14 +79,14 @@ def test_without_room_or_past_a_request_waits_to_be_computed() -> None:
     assert waiting.num_tokens == 0 and running.num_tokens == 16
     second.moves.shrink_cache(34)
     assert not second.moves.attach(running) and not second.moves.attach(waiting)
-    second.check_integrity()
+    check_core(second)
     second.state.pool.grow(34)
     output = step(second)
     assert [(c.start, c.length) for c in output.chunks] == [(0, 16)]
     third = EngineCore(CONFIG)
     third.add_request(request("o", kind=RequestClass.OFFLINE), 0.0)
     assert not second.moves.attach(third.moves.detach("o")), "offline work is computed again"
-    second.check_integrity()
+    check_core(second)
 
 
 def test_a_request_that_ends_on_its_way_is_forgotten() -> None:
@@ -94,7 +96,7 @@ def test_a_request_that_ends_on_its_way_is_forgotten() -> None:
     assert second.moves.attach(first.moves.detach("a"))
     assert second.abort("a", 1.0) is not None
     second.moves.arrived("a")
-    second.check_integrity()
+    check_core(second)
     assert second.stats().units_owned == 0
 
 
@@ -111,13 +113,13 @@ def test_what_stands_still_keeps_its_units_while_the_cache_grows_and_others_come
     assert core.moves.stall("a", 40) == (11, units)
     assert core.moves.stall("late", max(core.moves.units_of("late"))) is None, "it has a unit that will not be there"
     assert core.moves.stall("new", 40) is None, "it has no past"
-    core.check_integrity()
+    check_core(core)
     core.moves.resize_cache(60)
     core.moves.put_last("a")
     assert core.moves.attach(other.moves.detach("b"))
     core.moves.put_last("late")
     core.moves.put_last("new")
-    core.check_integrity()
+    check_core(core)
     assert core.moves.units_of("a") == units and set(units).isdisjoint(core.moves.units_of("b"))
     for name in "ab":
         core.moves.arrived(name)
@@ -127,7 +129,7 @@ def test_what_stands_still_keeps_its_units_while_the_cache_grows_and_others_come
     while core.has_requests:
         step(core, 6.0)
     assert core.stats().units_owned == 0 and core.stats().units_total == 60
-    core.check_integrity()
+    check_core(core)
 
 
 def test_a_cache_that_shrinks_under_running_requests_is_empty_behind_its_end_once_they_end() -> None:
@@ -138,11 +140,11 @@ def test_a_cache_that_shrinks_under_running_requests_is_empty_behind_its_end_onc
         step(core)
     core.moves.shrink_cache(30)
     assert core.moves.num_retiring_units > 0
-    core.check_integrity()
+    check_core(core)
     for _ in range(60):
         if core.has_requests:
             step(core)
-        core.check_integrity()
+        check_core(core)
     assert not core.has_requests and core.moves.num_retiring_units == 0
     assert core.stats().units_total == 10
 

@@ -4,6 +4,7 @@ import random
 from collections import Counter, defaultdict
 
 import pytest
+from integrity import check_core
 
 from engine.api import EngineRequest, RequestClass, SamplingParams
 from engine.core import EngineCore
@@ -43,7 +44,7 @@ def run(objective: StepObjective | None, seed: int) -> list[object]:
         given = core.update(output, ModelRunnerOutput(output.step_id, tokens, None, 0.01), now)
         latency = None if output.predicted_latency is None else pytest.approx(output.predicted_latency)
         seen.append((output.chunks, output.new_requests, output.appended, output.released_rows, latency, given))
-    core.check_integrity()
+    check_core(core)
     return seen
 
 
@@ -90,7 +91,7 @@ def test_tokens_that_wait_for_the_whole_answer_are_told_together_and_none_twice(
                 outputs[each.request_id] += 1
                 assert each.num_output_tokens == len(told[each.request_id])
         assert not core.has_requests
-        core.check_integrity()
+        check_core(core)
         return dict(told), dict(outputs)
 
     told, outputs = answers(final_only=True)

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 from driver import make_request
 from fakes.runner import solo_tokens
+from integrity import check_cache
 from test_core_fuzz import BLOCK, LIKE_COPIES, VOCAB, make_fuzz_driver
 from test_hybrid_scheduling import check_solo, make
 
@@ -58,7 +59,7 @@ class Shelf:
         return request
 
     def check(self) -> None:
-        self.cache.check_integrity(self.requests)
+        check_cache(self.cache, self.requests)
 
 
 def where(request: Request) -> str:
@@ -222,9 +223,9 @@ def test_every_mix_happens_and_changes_no_token() -> None:
             driver.add(requests[-1])
             for _ in range(rng.randrange(3)):
                 driver.step()
-                seen |= mixes(driver.core.state.all_requests())
+                seen |= mixes(driver.core.state.requests.values())
         while driver.step():
-            seen |= mixes(driver.core.state.all_requests())
+            seen |= mixes(driver.core.state.requests.values())
         driver.run()
         for request in requests:
             expected = solo_tokens(list(request.prompt_token_ids), request.sampling, VOCAB)

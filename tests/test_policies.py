@@ -4,6 +4,7 @@ import math
 
 import pytest
 from driver import Driver, make_request
+from integrity import check_core
 
 from engine.api import EngineRequest, RequestTimes, SamplingParams
 from engine.core import EngineCore
@@ -167,7 +168,7 @@ def test_every_policy_finishes_everything_and_repeats_itself(policy: str) -> Non
             Arrival(0.002 * i, make_request(f"r{i}", (1,) * (20 + 37 * i % 300), 5 + 11 * i % 90)) for i in range(60)
         ]
         records = VirtualDriver(core, SimulatedRunner(simulated, seed=3), arrivals).run(1e6).online
-        core.check_integrity()
+        check_core(core)
         assert not core.has_requests and all(record.ended is not None for record in records)
         return [record.token_times for record in records]
 

@@ -13,6 +13,7 @@ import pytest
 from batch_tools import FAST, check_ended, jsonl, line, open_folder, submit, until
 from fake_engine import Served, serve
 from fixtures import refuse_blocking
+from integrity import check_core
 from pydantic import BaseModel, Field
 
 from engine.build import build_engine, plan_launch
@@ -48,7 +49,7 @@ async def server(profiles: Path, template: str | None = None, **options: Any) ->
     with refuse_blocking():
         async with serve(engine, tokenizer, None, served_model_name=(MODEL,), **options) as served:
             yield served
-    engine.core.check_integrity()
+    check_core(engine.core)
 
 
 @pytest.fixture

@@ -11,6 +11,7 @@ from driver import Driver, is_error, make_request, outputs_of, submit_one
 from fake_engine import serve
 from fakes.runner import FakeRunner, solo_tokens
 from fixtures import refuse_blocking
+from integrity import check_core
 
 from engine.api import EngineInfo, EngineRequest, EngineState, FinishReason, RequestClass
 from engine.build import build_engine, plan_launch
@@ -88,7 +89,7 @@ async def test_queues_and_rows_are_built_anew(
     assert "stands still" in critical[0] and "units" in critical[0] and "waiting" in critical[0]
     assert engine.stats().stalls == 1
     await engine.stop()
-    engine.core.check_integrity()
+    check_core(engine.core)
 
 
 async def test_what_can_never_start_ends_with_an_error_and_the_others_run(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -197,7 +198,7 @@ def test_a_recovery_in_the_middle_of_everything_changes_no_answer(attempt: int) 
     for _ in range(5):
         driver.step()
     assert driver.core.clear_stall(driver.now, attempt) == []
-    driver.core.check_integrity()
+    check_core(driver.core)
     scheduler = driver.core.state
     assert not scheduler.running[OFFLINE]
     assert bool(scheduler.running[RequestClass.ONLINE]) is (attempt == 1)

@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import pytest
+from integrity import check_core
 
 from benchmarks.experiments import kunserve, sal
 from benchmarks.experiments.machine import MachineSpec, build_machine
@@ -86,7 +87,7 @@ def test_with_one_queue_for_all_no_prompt_waits_behind_another_while_an_engine_i
     assert [len(record.token_times) for record in ran.online] == [1] * 5 and merged.num_open == 0
     assert set(merged.placed) == set()
     for one in merged.servers.values():
-        one.core.check_integrity()
+        check_core(one.core)
         assert not one.core.has_requests
 
 
@@ -159,7 +160,7 @@ def test_a_drop_serves_the_burst_and_the_layers_come_back() -> None:
     assert len(fleet.parties) == 2 and all(len(party.placement) == 1 for party in fleet.parties.values())
     assert fleet.tally.moved > 0 and fleet.preemptions == 0
     for party in fleet.parties.values():
-        party.server.core.check_integrity()
+        check_core(party.server.core)
         assert party.server.core.stats().units_total == 1200 and not party.server.core.has_requests
     assert [len(record.token_times) for record in ran.online] == [row[2] for row in BURST], "no token twice, none lost"
     assert all(record.token_times == sorted(record.token_times) for record in ran.online)

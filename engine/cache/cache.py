@@ -33,7 +33,7 @@ from engine.cache.parked import ParkedPasts
 from engine.cache.prefix import extend_hashes
 from engine.cache.tiers import Tiers
 from engine.limits import UNITS_PER_BLOCK, SchedulerConfig
-from engine.request import Request, RequestStatus
+from engine.request import Request
 from predictor.features import LatencyPredictor
 
 
@@ -331,29 +331,6 @@ class Cache:
     def balance(self) -> None:
         """Compute the host's split between kinds for the step being built."""
         self.parked.balance(self.num_compact)
-
-    def check_integrity(self, requests: Iterable[Request]) -> None:
-        """Assert unit conservation on both tiers, given every unfinished request."""
-        held: list[CacheBlock] = []
-        compact: Counter[CacheBlock] = Counter()
-        for request in requests:
-            cache_map = request.cache_map
-            held.extend(cache_map.blocks)
-            if request.status is RequestStatus.RUNNING:
-                assert not cache_map.num_parked_tokens, "a running request has a parked past"
-                assert cache_map.num_compact == count_compact(cache_map.blocks), "compact blocks are miscounted"
-                assert all(block.on_device for block in cache_map.blocks), "a running request has blocks on the host"
-                assert cache_map.num_running_units == count_units(cache_map.blocks), "units are miscounted"
-                assert cache_map.num_gone == count_gone(cache_map.blocks), "blocks that were given back are miscounted"
-                seen = cache_map.blocks[self._num_unseen(request.num_confirmed_tokens) :]
-                assert all(block.entry.units for block in seen), "a block that is seen was given back"
-                compact.update(block for block in cache_map.blocks if block.entry.kind.form.compact)
-            else:
-                self.parked.check_integrity(request)
-        assert compact == self._compact, "compact blocks that run are miscounted"
-        assert self.num_compact <= self._config.scratch_blocks, "scratch is overdrawn"
-        self.tiers.check_integrity(held)
-        self.checkpoints.check_integrity()
 
     def _usable(self, hits: list[CacheBlock]) -> list[CacheBlock]:
         """Return the hits before the first compact block that the scratch area has no room for."""

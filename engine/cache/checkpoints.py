@@ -28,7 +28,7 @@ from engine.cache.placement import restore_costs
 from engine.cache.pool import BlockPool
 from engine.cache.prefix import extend_hashes
 from engine.limits import SchedulerConfig
-from engine.request import Request, RequestStatus
+from engine.request import Request
 from predictor.features import LatencyPredictor
 
 PROMPT_SHARE = 4
@@ -153,15 +153,6 @@ class Checkpoints:
         for block in [block for block in self._copies if block.last_step <= step_id]:
             self.host.publish(block, self._copies.pop(block))
             self.host.release(block, block.last_step)
-
-    def check_integrity(self) -> None:
-        """Assert that every slot is in one place and that only running requests save states."""
-        self.pool.check_integrity(each.block for saving in self._saving.values() for each in saving)
-        self.host.check_integrity(self._copies)
-        held = (*self._saving, *self._followers)
-        assert all(request.status is RequestStatus.RUNNING for request in held), "a request that waits saves states"
-        assert self._followers.issuperset(self._passing), "a state that passes is not counted"
-        assert 2 * len(self._followers) <= self.pool.num_units, "states that pass have more than half of the slots"
 
     def _places(self, request: Request, start: int, end: int) -> list[tuple[int, bool]]:
         """Return the positions in (`start`, `end`] at which to save a state, ascending, and whether each one lasts."""

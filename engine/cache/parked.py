@@ -150,14 +150,6 @@ class ParkedPasts:
         for request in list(self._holders):
             self.forget(request)
 
-    def check_integrity(self, waiting: Request) -> None:
-        """Assert that a waiting request with device blocks is registered."""
-        cache_map = waiting.cache_map
-        assert bool(cache_map.blocks) == bool(cache_map.num_parked_tokens)
-        assert cache_map.num_parked_tokens <= len(cache_map.blocks) * self._config.block_size
-        on_device = any(block.on_device for block in cache_map.blocks)
-        assert on_device <= (waiting in self._holders), "kept blocks are not known"
-
     def next_kind(self, request: Request) -> CacheKind:
         """Return the kind of the next block of a request that stores compact blocks.
 

@@ -193,34 +193,6 @@ class BlockPool:
             self._give_back(block)
         block.block_hash = None
 
-    def check_integrity(self, held: Iterable[CacheBlock]) -> None:
-        """Assert unit conservation, given every reference that requests hold (one item per reference)."""
-        counts: dict[CacheBlock, int] = {}
-        for block in held:
-            counts[block] = counts.get(block, 0) + 1
-        assert all(block.ref_count == count for block, count in counts.items()), "reference counts differ"
-        cached = [*self._cached_offline, *self._cached_online]
-        idle = [*cached, *self._deferred]
-        assert all(block.ref_count == 0 for block in idle), "an idle block is referred to"
-        assert all(block.block_hash is not None for block in cached), "an unpublished block is cached"
-        assert all(block.entry.tier is self._tier for block in (*counts, *idle)), "a block of another tier"
-        units = list(self._free)
-        for block in [*counts, *idle]:
-            units.extend(block.entry.units)
-        assert sorted(units) == [*range(self.num_units), *sorted(self._retiring)], "a unit is lost or owned twice"
-        assert min(self._retiring, default=self.num_units) >= self.num_units, "a unit of the pool retires"
-        assert self._retiring.isdisjoint(u for b in cached for u in b.entry.units), "a unit that retires is cached"
-        assert self.num_owned_units == count_units(counts)
-        assert self.num_cached_units == count_units(cached)
-        assert self.num_cached_online_units == count_units(self._cached_online)
-        assert self.num_deferred_units == count_units(self._deferred)
-        if self._paired:
-            free = self._free[::-1]
-            pairs = [*zip(free[::2], free[1::2], strict=False), *(b.entry.units for b in (*counts, *idle))]
-            assert all(units[1:] == (units[0] + 1,) for units in pairs if units), "V does not lie behind its K"
-        alive = {*counts, *idle}
-        assert all(b in alive and b.block_hash == h for h, b in self._index.items()), "the index holds a dead block"
-
     def _settle(self, block: CacheBlock) -> None:
         if block.block_hash is None:
             self._give_back(block)

@@ -136,12 +136,6 @@ class Tiers:
             self.host.publish(block, self._saving.pop(block))
             self.host.release(block, block.last_step)
 
-    def check_integrity(self, held: Iterable[CacheBlock]) -> None:
-        """Assert unit conservation on every tier, given every reference that requests hold."""
-        held = [*held, *self._saving]
-        for tier, pool in self._pools.items():
-            pool.check_integrity(block for block in held if block.entry.tier is tier)
-
     def _save(self, block: CacheBlock, step_id: int) -> None:
         """Copy a block that the device is about to evict to the host, if that is useful.
 

@@ -110,24 +110,3 @@ def rebuild_queues(state: SchedulerState) -> None:
     state.cache.recount(chain(*state.running.values(), (r for r in state.aside if r.status is RequestStatus.RUNNING)))
     held = {request.row for group in (*state.running.values(), state.aside) for request in group}
     state.free_rows = [row for row in range(state.config.max_num_seqs - 1, -1, -1) if row not in held]
-
-
-def check_integrity(state: SchedulerState) -> None:
-    """Assert that every unit and row is in one place and that the queues contain exactly the requests (E1, E3)."""
-    rows, queued = list(state.free_rows), list(state.all_requests())
-    for request in queued:
-        assert state.requests.get(request.request_id) is request, "a queued request is unknown"
-        assert request.aside == (request in state.aside), "a request is aside, or it is not"
-        if request.status is RequestStatus.RUNNING:
-            capacity = len(request.cache_map.blocks) * state.config.block_size
-            assert request.num_confirmed_tokens <= request.num_computed_tokens <= capacity
-            assert request.num_computed_tokens <= request.num_expected_tokens
-            rows.append(request.row)
-        else:
-            assert request.status in {RequestStatus.WAITING, RequestStatus.PREEMPTED}
-            assert request.row < 0, "a waiting request holds a row"
-    assert sorted(rows) == list(range(state.config.max_num_seqs)), "a row is lost or owned twice"
-    assert len(state.requests) == len(queued), "a request is in no queue"
-    online = [r.request_id for r in queued if r.request_class is RequestClass.ONLINE]
-    state.online_share.check_integrity(online)
-    state.cache.check_integrity(queued)

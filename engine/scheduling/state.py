@@ -4,7 +4,7 @@ A `StepDraft` holds the state of a single step (HyGen §4.1, Algorithm 1). This 
 """
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from itertools import count
 
 from engine.api import RequestClass
@@ -200,14 +200,6 @@ class SchedulerState:
             self.waiting_offline.end(request)
         else:
             self.online_share.end(request)
-
-    def all_requests(self) -> Iterator[Request]:
-        """Yield every request, running ones first and those set aside last."""
-        for running in self.running.values():
-            yield from running
-        yield from self.waiting_online
-        yield from self.waiting_offline
-        yield from self.aside
 
 
 def _missing_blocks(request: Request, block_size: int) -> int:
