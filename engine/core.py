@@ -9,8 +9,6 @@ confirmed. Sources: HyGen §4.1; reliability E1-E8.
 """
 
 from collections.abc import Generator, Sequence
-from functools import partial
-from operator import attrgetter
 
 from engine.api import (
     EngineRequest,
@@ -27,9 +25,8 @@ from engine.limits import SchedulerConfig
 from engine.request import Request, RequestStatus
 from engine.scheduling.admission import Admission, check_length
 from engine.scheduling.blame import LONE_WAITS, Blame
-from engine.scheduling.draft import StepDraft
 from engine.scheduling.failures import StepFailures
-from engine.scheduling.in_flight import InFlight, ReachedPoint
+from engine.scheduling.in_flight import ReachedPoint
 from engine.scheduling.moving import Moves
 from engine.scheduling.objective import StepObjective
 from engine.scheduling.output import ModelRunnerOutput, SchedulerOutput
@@ -40,11 +37,8 @@ from engine.scheduling.recovery import FaultRecovery
 from engine.scheduling.report import report_load, report_stats
 from engine.scheduling.results import Endings, Results
 from engine.scheduling.state import SchedulerState
-from engine.scheduling.step import StepBuilder
-from engine.scheduling.trial import LastResortBuilder, TrialBuilder
+from engine.scheduling.trial import build_next
 from predictor.features import LatencyPredictor
-
-_aside = attrgetter("aside")
 
 
 class EngineCore:
@@ -73,7 +67,6 @@ class EngineCore:
         self._results = Results(state, self._endings)
         self._failures = StepFailures(state, self._recovery, self._endings)
         self._rest = OfflineRest()
-        self._next_step_id = 0
 
     @property
     def has_requests(self) -> bool:
@@ -172,43 +165,15 @@ class EngineCore:
             self._rest.online_runs(now)
         elif self._rest.rests(self.state.objective, now, in_flight=bool(self.state.in_flight)):
             plan = None
-        last_completed = self.state.in_flight[0].output.step_id - 1 if self.state.in_flight else self._next_step_id - 1
-        step = self._build(plan, last_completed, now)
+        step = build_next(self.state, self._recovery, plan, now)
         if step is None:
             return None
-        self._next_step_id += 1
+        self.state.next_step_id += 1
         self.state.in_flight.append(step)
         for request in step.requests:
             if request.times.first_scheduled is None:
                 request.times = RequestTimes(request.times.arrival, first_scheduled=now)
         return step.output
-
-    def _build(self, plan: OfflinePlan | None, last_completed: int, now: float) -> InFlight | None:
-        """Build the step of the first turn that has work.
-
-        A trial runs without other steps in flight, so that its failure cannot affect them.
-        """
-        if any(any(map(_aside, flight.requests)) for flight in self.state.in_flight):
-            return None
-        draft = partial(StepDraft, self.state, self._next_step_id, last_completed, now)
-        turns = self._recovery.turns(now)
-        for turn in turns:
-            if turn.requests is None:
-                step = StepBuilder(draft()).build(plan)
-            elif self.state.in_flight:
-                return None
-            else:
-                trial = TrialBuilder(draft())
-                step = trial.build(turn.requests, turn.force)
-                if step is None and trial.awaits_units:
-                    self._recovery.waits(turn)
-                    return None
-            if step is not None:
-                self._recovery.took(turn)
-                return step
-        if not turns or self.state.in_flight:
-            return None
-        return LastResortBuilder(draft()).build(with_offline=plan is not None)
 
     def update(self, output: SchedulerOutput, result: ModelRunnerOutput | None, now: float) -> list[RequestOutput]:
         """Apply the result of the oldest step in flight; a result of None means that the step failed.

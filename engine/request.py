@@ -3,7 +3,7 @@
 import enum
 import math
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from engine.api import EngineRequest, RequestClass, RequestTimes
@@ -197,12 +197,3 @@ def due(requests: Iterable[Request]) -> tuple[list[Request], list[Request]]:
         elif pending == 1 and computed + 1 < request.max_total_tokens:
             decodes.append(request)
     return decodes, prompts
-
-
-def leading_decodes(requests: Sequence[Request]) -> tuple[list[Request], int]:
-    """Return the decodes before the first request with more pending tokens, and the number of requests before it."""
-    decodes, prompts = due(requests)
-    if not prompts:
-        return decodes, len(requests)
-    count = requests.index(prompts[0])
-    return due(requests[:count])[0], count

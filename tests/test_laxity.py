@@ -175,7 +175,7 @@ def test_with_time_for_one_chunk_the_two_sides_take_turns() -> None:
     for _ in range(80):
         lengths = step()
         assert sum(lengths) <= 1 + 64, "one floor chunk beyond the time that there is"
-        begun.append(core.state.requests["long"].last_step == core._next_step_id - 1)
+        begun.append(core.state.requests["long"].last_step == core.state.next_step_id - 1)
     assert 8 <= sum(begun) <= 12
 
 

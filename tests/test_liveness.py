@@ -219,8 +219,7 @@ def test_whoever_is_in_the_way_of_the_last_resort_loses_its_place(host_units: in
     while old.num_computed_tokens < 40:
         assert driver.step()
     assert not scheduler.pool.num_available_units
-    step_id = driver.core._next_step_id
-    step = LastResortBuilder(StepDraft(scheduler, step_id, step_id - 1, driver.now)).build(with_offline=False)
+    step = LastResortBuilder(StepDraft(scheduler, driver.now)).build(with_offline=False)
     assert step is not None and step.requests == [old] and step.output.chunks[0].length == 1
     assert scheduler.running[RequestClass.ONLINE] == [old]
     assert driver.core.stats().preemptions["stall"] == 1

@@ -100,7 +100,7 @@ class Colocation:
         self.recent = RecentRequests()
         self.on_change: Callable[[float], None] = lambda _now: None
         self._core = core
-        self._initial = self._budget = budget
+        self.initial = self._budget = budget
         self._breaker = CircuitBreaker(BreakerSettings(attainment=slo.attainment_target))
         self._judge = Judge(slo)
         self._limits = tuple(slo.limit_of(metric) or math.inf for metric in ("ttft", "tbt"))
@@ -139,13 +139,8 @@ class Colocation:
     def _set_objective(self) -> None:
         prompts = [each.lengths.to_compute for each in self.load.arrivals]
         waits = ArrivalWaits.of(self.slo, self.model, prompts, self.load.rate(self._now + self.calendar))
-        searched = not self._held and self._budget != self._initial
+        searched = not self._held and self._budget != self.initial
         self._core.set_objective(waits.objective(self.slo, self._budget, searched=searched))
-
-    @property
-    def initial(self) -> BudgetParams:
-        """Return the budget used before any search."""
-        return self._initial
 
     def on_arrival(self, request_class: RequestClass, now: float) -> None:
         """Record a queued request."""
@@ -178,25 +173,15 @@ class Colocation:
             device: Seconds on the device; None: all.
         """
         if not trial:
-            self._learn(output, measured, outputs, now, device)
+            predicted = self.model.predict(output.features)
+            self.model.observe(output.features, measured, 0.0 if device is None else measured - device)
+            if self._core.has_online or any(o.request_class is RequestClass.ONLINE for o in outputs):
+                # Relative to the step limit: with a limit of 100 ms, an excess of 2 ms is harmless.
+                allowed = max(measured, self._step_limit if self._step_limit < math.inf else self.model.usual_seconds)
+                self._breaker.record_step(now, (measured - predicted) / allowed if allowed > 0.0 else 0.0)
         for request_output in outputs:
             self._on_output(request_output, now)
         self._follow_breaker(now)
-
-    def _learn(
-        self,
-        output: SchedulerOutput,
-        measured: float,
-        outputs: list[RequestOutput],
-        now: float,
-        device: float | None,
-    ) -> None:
-        predicted = self.model.predict(output.features)
-        self.model.observe(output.features, measured, 0.0 if device is None else measured - device)
-        if self._core.has_online or any(o.request_class is RequestClass.ONLINE for o in outputs):
-            # Relative to the step limit: with a limit of 100 ms, an excess of 2 ms is harmless.
-            allowed = max(measured, self._step_limit if self._step_limit < math.inf else self.model.usual_seconds)
-            self._breaker.record_step(now, (measured - predicted) / allowed if allowed > 0.0 else 0.0)
 
     def note_refit(self, better: bool) -> None:
         """Count a refit of the latency model; `better`: the fit replaced the model."""

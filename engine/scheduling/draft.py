@@ -25,16 +25,12 @@ _pooling, _adapter = attrgetter("spec.pooling"), attrgetter("spec.adapter")
 
 
 class StepDraft:
-    """The content of the step so far. Each addition is charged to the ledger and recorded on the request.
+    """The content of the step so far. Each addition is charged to the ledger and recorded on the request."""
 
-    `last_completed_step`: a request with a newer step in flight cannot start, because its last token is unknown and its
-    old units are not released yet.
-    """
-
-    def __init__(self, state: SchedulerState, step_id: int, last_completed_step: int, now: float) -> None:
+    def __init__(self, state: SchedulerState, now: float) -> None:
         config = state.config
         self.state = state
-        self.step_id = step_id
+        self.step_id = step_id = state.next_step_id
         self.now = now
         self.allocation = Allocation(state, step_id, now)
         self.ledger = StepLedger(config.max_num_batched_tokens, config.max_num_seqs, state.model)
@@ -42,19 +38,16 @@ class StepDraft:
         self.requests: list[Request] = []
         self._new_requests: list[NewRequest] = []
         self._saved_states: list[SavedState] = []
-        self._last_completed_step = last_completed_step
+        oldest = state.in_flight[0].output.step_id if state.in_flight else step_id
+        self._last_completed_step = oldest - 1
 
     @cached_property
     def pace(self) -> PrefillPace | None:
         """Return the prefill speed, measured when the step first needs it."""
         return prefill_pace(self.state)
 
-    @property
-    def nothing_in_flight(self) -> bool:
-        return self._last_completed_step == self.step_id - 1
-
     def may_start(self, request: Request) -> bool:
-        """Return whether no step in flight contains this request."""
+        """Return whether no step in flight contains this request: its last token and old units would be unsettled."""
         return request.last_step <= self._last_completed_step
 
     def finish(self, spare: float = 0.0) -> InFlight | None:

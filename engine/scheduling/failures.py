@@ -99,12 +99,16 @@ class StepFailures:
 def rebuild_queues(state: SchedulerState) -> None:
     """Rebuild queues and rows from all unfinished requests."""
     state.running = {request_class: [] for request_class in RequestClass}
-    state.waiting_online, state.waiting_offline, state.aside = WaitingQueue(), state.make_offline_queue(), []
+    state.waiting_online, state.waiting_offline = WaitingQueue(), state.make_offline_queue()
+    state.aside = WaitingQueue()
     for request in sorted(state.requests.values(), key=lambda request: request.arrival_order):
         if request.request_class is RequestClass.OFFLINE and request.status is not RequestStatus.WAITING:
             state.waiting_offline.adopt(request)
         if request.status is RequestStatus.RUNNING:
-            (state.aside if request.aside else state.running[request.request_class]).append(request)
+            if request.aside:
+                state.aside.add(request)
+            else:
+                state.running[request.request_class].append(request)
         else:
             state.add_waiting(request)
     state.cache.recount(chain(*state.running.values(), (r for r in state.aside if r.status is RequestStatus.RUNNING)))

@@ -14,7 +14,7 @@ from engine.limits import UNITS_PER_BLOCK
 from engine.request import Request, RequestStatus
 from engine.scheduling.recovery import FaultRecovery
 from engine.scheduling.state import SchedulerState
-from engine.scheduling.waiting import insert_by_age, remove_by_age
+from engine.scheduling.waiting import remove_by_age
 
 
 class MovedRequest(NamedTuple):
@@ -104,9 +104,9 @@ class Moves:
             self.start_over(request_id)
             return
         request, aside = self._requests[request_id], self._state.aside
-        remove_by_age(aside, request)
+        aside.remove(request)
         request.arrival_order = next(self._state.arrivals)
-        insert_by_age(aside, request)
+        aside.add(request)
 
     def attach(self, moved: MovedRequest) -> bool:
         """Add a request of another engine behind all others, with a row and units, aside until `arrived`.
@@ -128,7 +128,7 @@ class Moves:
         request.move_to(RequestStatus.RUNNING)
         request.row = state.free_rows.pop()
         request.aside = True
-        insert_by_age(state.aside, request)
+        state.aside.add(request)
         return True
 
     def arrived(self, request_id: str) -> None:
@@ -173,7 +173,7 @@ class Moves:
         request.num_computed_tokens = request.num_confirmed_tokens
         remove_by_age(state.running[request.request_class], request)
         request.aside = True
-        insert_by_age(state.aside, request)
+        state.aside.add(request)
         return True
 
     def _take_room(self, request: Request, num_tokens: int) -> bool:

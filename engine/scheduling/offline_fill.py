@@ -3,11 +3,11 @@
 import math
 from itertools import takewhile
 
-from engine.request import Request, RequestStatus, leading_decodes
+from engine.request import Request, RequestStatus
 from engine.scheduling.draft import StepDraft
 from engine.scheduling.ledger import num_masked
 from engine.scheduling.objective import OfflineAllowance
-from engine.scheduling.planner import OfflinePlan, offline_allowance
+from engine.scheduling.planner import OfflinePlan, leading_decodes, offline_allowance
 
 
 class OfflineFill:
@@ -103,7 +103,7 @@ class OfflineFill:
         seconds = ledger.seconds + ledger.mask_seconds(start + whole >= request.masked_from)
         seconds += ledger.compact_seconds(request.cache_map.num_compact * config.block_size)
         length = allowance.largest(ledger.features, seconds, start, wanted)
-        if not self._draft.chunks and (self._draft.nothing_in_flight or not self._state.has_online):
+        if not self._draft.chunks and (not self._state.in_flight or not self._state.has_online):
             # No other request progresses: the first one always does, even beyond the budget (E4). If online work
             # cannot start, this request ends at last and frees its memory.
             length = max(length, min(wanted, config.min_prefill_chunk))

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from engine.api import RequestClass
 from engine.cache.blocks import count_gone, count_units
 from engine.limits import UNITS_PER_BLOCK
-from engine.request import Request, due, leading_decodes
+from engine.request import Request, due
 from engine.scheduling.laxity import EASY_SHARE, PrefillPace, floor_chunk, prefill_pace, prompt_slack
 from engine.scheduling.ledger import StepLedger, num_masked
 from engine.scheduling.objective import OfflineAllowance
@@ -149,6 +149,15 @@ def whole(slices: Generator[None, None, OfflinePlan]) -> OfflinePlan:
         except StopIteration as end:
             plan: OfflinePlan = end.value
             return plan
+
+
+def leading_decodes(requests: Sequence[Request]) -> tuple[list[Request], int]:
+    """Return the decodes before the first request with more pending tokens, and the number of requests before it."""
+    decodes, prompts = due(requests)
+    if not prompts:
+        return decodes, len(requests)
+    count = requests.index(prompts[0])
+    return due(requests[:count])[0], count
 
 
 def _plan_decodes(

@@ -52,6 +52,7 @@ class SchedulerState:
         self.requests: dict[str, Request] = {}
         self.in_flight: deque[InFlight] = deque()
         self.arrivals = count()
+        self.next_step_id = 0
         self.offline_share = 1.0
         self.cache = Cache(config, model)
         self.pool = self.cache.device
@@ -60,7 +61,7 @@ class SchedulerState:
         self.online_share = OnlineShare(token_costs(model, config))
         self._offline_policy = offline_policy
         self.waiting_offline = self.make_offline_queue()
-        self.aside: list[Request] = []
+        self.aside = WaitingQueue()
         self.unwritten: dict[Request, None] = {}
         self.free_rows = list(range(config.max_num_seqs - 1, -1, -1))
         self.released_rows: list[int] = []
@@ -108,12 +109,13 @@ class SchedulerState:
         self.add_waiting(request)
 
     def add_waiting(self, request: Request) -> None:
+        self._queue_of(request).add(request)
+
+    def _queue_of(self, request: Request) -> WaitingQueue | OfflineQueue:
+        """Return the queue of a waiting request."""
         if request.aside:
-            insert_by_age(self.aside, request)
-        elif request.request_class is RequestClass.ONLINE:
-            self.waiting_online.add(request)
-        else:
-            self.waiting_offline.add(request)
+            return self.aside
+        return self.waiting_online if request.request_class is RequestClass.ONLINE else self.waiting_offline
 
     def start_running(self, request: Request) -> int:
         """Move a waiting request to the running ones and return its row. A request set aside stays aside."""
@@ -158,31 +160,25 @@ class SchedulerState:
     def set_aside(self, request: Request) -> None:
         """Hide a waiting request from ordinary steps."""
         assert request.status is not RequestStatus.RUNNING and not request.aside
-        self._leave_queue(request)
+        self._queue_of(request).remove(request)
         request.aside = True
         self.add_waiting(request)
 
     def bring_back(self, request: Request) -> None:
         """Undo `set_aside`: return the waiting or running request to its queue, ordered by arrival."""
-        remove_by_age(self.aside, request)
+        self.aside.remove(request)
         request.aside = False
         if request.status is RequestStatus.RUNNING:
             insert_by_age(self.running[request.request_class], request)
         else:
             self.add_waiting(request)
 
-    def _leave_queue(self, request: Request) -> None:
-        """Remove a waiting request from its queue."""
-        if request.aside:
-            remove_by_age(self.aside, request)
-        elif request.request_class is RequestClass.ONLINE:
-            self.waiting_online.remove(request)
-        else:
-            self.waiting_offline.remove(request)
-
     def _leave_row(self, request: Request) -> None:
         """Free the row of a running request. Its units are deferred while a step in flight may use them."""
-        remove_by_age(self.aside if request.aside else self.running[request.request_class], request)
+        if request.aside:
+            self.aside.remove(request)
+        else:
+            remove_by_age(self.running[request.request_class], request)
         self.cache.vacate(request)
         self.unwritten.pop(request, None)
         self.free_rows.append(request.row)
@@ -194,7 +190,7 @@ class SchedulerState:
         if request.status is RequestStatus.RUNNING:
             self._leave_row(request)
         else:
-            self._leave_queue(request)
+            self._queue_of(request).remove(request)
         self.cache.parked.forget(request)
         if request.request_class is RequestClass.OFFLINE:
             self.waiting_offline.end(request)

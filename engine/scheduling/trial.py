@@ -1,10 +1,12 @@
-"""Steps without policies, budgets, lanes or back-off: trials of certain requests, and the step of last resort.
+"""Builds the next step: an ordinary one, a trial of certain requests, or the step of last resort.
+
+Trials and the last resort know no policies, budgets, lanes or back-off.
 
 A trial holds suspects of a failed step, or the canary. These requests are kept aside (`SchedulerState.aside`), out of
 ordinary steps. They take memory from other requests like any request. Online suspects, and all suspects if no other
 request can run, take all the memory that they need.
 
-The core builds the step of last resort if no step is in flight and no other step has content. It is not empty while a
+The step of last resort is built if no step is in flight and no other step has content. It is not empty while a
 request other than a suspect waits or runs: no unit is deferred and every running request is due. Requests in its way
 are preempted one by one until no other request holds a row or a unit. Then all parked blocks are dropped as well, and
 every unit is free or evictable. An accepted request never holds more than the pool (`max_model_len`, `most_blocks`), so
@@ -12,15 +14,44 @@ its known tokens and the next one fit. The oldest request is chosen, online befo
 every step is one of last resort.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from engine.api import RequestClass
 from engine.cache.blocks import CacheKind
 from engine.request import Request, RequestStatus
 from engine.scheduling.draft import StepDraft
 from engine.scheduling.in_flight import InFlight
+from engine.scheduling.planner import OfflinePlan
+from engine.scheduling.recovery import FaultRecovery
+from engine.scheduling.state import SchedulerState
+from engine.scheduling.step import StepBuilder
 
-CAUSE = "step_failure"
+
+def build_next(state: SchedulerState, recovery: FaultRecovery, plan: OfflinePlan | None, now: float) -> InFlight | None:
+    """Build the step of the first turn that has work.
+
+    A trial runs without other steps in flight, so that its failure cannot affect them.
+    """
+    if any(request.aside for flight in state.in_flight for request in flight.requests):
+        return None
+    turns = recovery.turns(now)
+    for turn in turns:
+        if turn.requests is None:
+            step = StepBuilder(StepDraft(state, now)).build(plan)
+        elif state.in_flight:
+            return None
+        else:
+            trial = TrialBuilder(StepDraft(state, now))
+            step = trial.build(turn.requests, turn.force)
+            if step is None and trial.awaits_units:
+                recovery.waits(turn)
+                return None
+        if step is not None:
+            recovery.took(turn)
+            return step
+    if not turns or state.in_flight:
+        return None
+    return LastResortBuilder(StepDraft(state, now)).build(with_offline=plan is not None)
 
 
 class TrialBuilder:
@@ -78,12 +109,8 @@ class TrialBuilder:
         return self._draft.admit(request, lambda _, wanted: min(wanted, self._draft.ledger.tokens_left), CacheKind.KV)
 
     def _victims(self, request: Request, force: bool) -> list[Request]:
-        """Return the other running requests: offline before online, newest first, requests set aside at the end."""
-        running = self._state.running
-        aside = [r for r in self._state.aside if r.status is RequestStatus.RUNNING and r is not request]
-        if not force and request.request_class is RequestClass.OFFLINE:
-            return []
-        return [*reversed(running[RequestClass.OFFLINE]), *reversed(running[RequestClass.ONLINE]), *reversed(aside)]
+        offline = request.request_class is RequestClass.OFFLINE
+        return [] if offline and not force else _others(self._state, request)
 
     def _is_coming(self, request: Request) -> bool:
         """Return whether deferred units would suffice for the request."""
@@ -92,10 +119,7 @@ class TrialBuilder:
         return bool(self._state.free_rows) and 0 < missing <= pool.num_deferred_units
 
     def _preempt(self, victim: Request) -> None:
-        self._state.preempt(victim, CAUSE, self._draft.now)
-
-
-STALL = "stall"
+        self._state.preempt(victim, "step_failure", self._draft.now)
 
 
 class LastResortBuilder:
@@ -110,14 +134,14 @@ class LastResortBuilder:
         request = self._next(with_offline)
         if request is None:
             return None
-        victims = self._others(request)
+        victims = iter(_others(self._state, request))
         while not self._run(request):
             victim = next(victims, None)
             if victim is None:
                 self._state.cache.parked.forget_all()
                 self._run(request)
                 break
-            self._state.preempt(victim, STALL, self._draft.now)
+            self._state.preempt(victim, "stall", self._draft.now)
         return self._draft.finish()
 
     def _next(self, with_offline: bool) -> Request | None:
@@ -129,13 +153,6 @@ class LastResortBuilder:
             return None
         running = min(state.running[RequestClass.OFFLINE], key=lambda r: r.spec.lane, default=None)
         return running or next(state.waiting_offline.candidates(), None)
-
-    def _others(self, request: Request) -> Iterator[Request]:
-        """Return the other running requests: offline before online, newest first, requests set aside at the end."""
-        running = self._state.running
-        aside = [other for other in self._state.aside if other.status is RequestStatus.RUNNING]
-        groups = (running[RequestClass.OFFLINE], running[RequestClass.ONLINE], aside)
-        return iter([other for group in groups for other in reversed(group) if other is not request])
 
     def _run(self, request: Request) -> bool:
         """Add the request if the free units suffice. Return whether it is in the step."""
@@ -149,3 +166,10 @@ class LastResortBuilder:
 
     def _length(self, _start: int, wanted: int) -> int:
         return min(wanted, self._draft.ledger.tokens_left, self._state.config.min_prefill_chunk)
+
+
+def _others(state: SchedulerState, request: Request) -> list[Request]:
+    """Return the other running requests: offline before online, newest first, requests set aside at the end."""
+    aside = [other for other in state.aside if other.status is RequestStatus.RUNNING]
+    groups = (state.running[RequestClass.OFFLINE], state.running[RequestClass.ONLINE], aside)
+    return [other for group in groups for other in reversed(group) if other is not request]
