@@ -147,7 +147,7 @@ def run(text: str, rate: float, seconds: float, length: float, seed: int, learni
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         live.make_model_folder(folder)
-        flags = ("--slo", str(slo), "--profile-dir", name, "--state-dir", str(folder / "state"))
+        flags = ("--slo", str(slo), "--state-dir", str(folder / "state"))
         with live.server(folder, 0, *flags) as url:
             turns = Turns(spells, seed)
             plan = colocation.plan_arm(url, arrivals, spells[-1].end, None, seed)

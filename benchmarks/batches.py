@@ -118,7 +118,7 @@ def main(argv: list[str] | None = None) -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         make_model_folder(folder)
-        flags = ("--profile-dir", name, "--profile-seconds", "0", "--state-dir", str(folder / "state"))
+        flags = ("--profile-seconds", "0", "--state-dir", str(folder / "state"))
         with server(folder, 1, *flags, "--num-gpu-blocks-override", "400") as url:
             asyncio.run(measure(url, args.batches, args.lines))
 

@@ -328,7 +328,7 @@ def main(argv: list[str] | None = None) -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         make_model_folder(folder, CONFIG if args.model == SMALL else SHAPES[args.model] | _IDS)
-        flags = ("--slo", slo, "--profile-dir", name)
+        flags = ("--slo", slo)
 
         def serve() -> AbstractContextManager[str]:
             return server(folder, 0, *flags, "--state-dir", str(folder / "state"))

@@ -116,25 +116,27 @@ def serving(
 
 
 @contextmanager
-def server(folder: Path, threads: int, *flags: str) -> Iterator[str]:
-    """`tidemill serve` on a free port with further flags; yields its base URL. `threads` 0: its own choice."""
+def server(folder: Path, threads: int, *flags: str, cache: Path | None = None) -> Iterator[str]:
+    """`tidemill serve` on a free port with further flags; yields its base URL. `threads` 0: its own choice.
+    `cache`: the folder of its profiles (default: `folder`)."""
 
     def command(port: int) -> list[str]:
         own = [sys.executable, "-m", "gateway", "serve", str(folder), "--load-format", "dummy", "--port", str(port)]
         return [*own, "--served-model-name", "model", "--no-enable-prefix-caching", *flags]
 
-    with serving(command, {**os.environ, **({"OMP_NUM_THREADS": str(threads)} if threads else {})}) as served:
+    environment = {**os.environ, "XDG_CACHE_HOME": str(cache or folder)}
+    with serving(command, environment | ({"OMP_NUM_THREADS": str(threads)} if threads else {})) as served:
         yield served.url
 
 
 @contextmanager
-def demo_server(*flags: str) -> Iterator[Served]:
-    """`tidemill serve` with the packaged model on a free port."""
+def demo_server(folder: str, *flags: str) -> Iterator[Served]:
+    """`tidemill serve` with the packaged model on a free port, with its state and profiles in `folder`."""
 
     def command(port: int) -> list[str]:
-        return [sys.executable, "-m", "gateway", "serve", "--port", str(port), *flags]
+        return [sys.executable, "-m", "gateway", "serve", "--port", str(port), "--state-dir", folder, *flags]
 
-    with serving(command, dict(os.environ)) as served:
+    with serving(command, {**os.environ, "XDG_CACHE_HOME": folder}) as served:
         yield served
 
 

@@ -122,7 +122,7 @@ def main(argv: list[str] | None = None) -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         live.make_model_folder(folder)
-        kept = ("--profile-dir", name, "--state-dir", str(folder / "state"))
+        kept = ("--state-dir", str(folder / "state"))
         with live.server(folder, args.threads, *SLO, "--dtype", args.dtype, *kept) as url:
             asyncio.run(at_once(url, 1, PROMPT, OUTPUT, 0))
             for number in range(args.rounds):

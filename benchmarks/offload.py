@@ -85,7 +85,6 @@ def configuration(model: Path, arm: Arm, budget: float) -> EngineConfig:
         device="cpu",
         load_format="dummy",
         offload_weights=f"{budget / 2**30:.6f}" if arm.streams else "off",
-        profile_dir=str(model / "profiles"),
         profile_seconds=PROFILE_SECONDS,
         max_model_len=512,
         num_gpu_blocks_override=2048,

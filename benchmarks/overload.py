@@ -25,7 +25,7 @@ from loadgen.records import RequestRecord
 from loadgen.stats import stream
 from loadgen.traces import Trace
 
-ARMS = {word: (f"--overload={word}",) for word in ("recompute", "swap", "drop")}
+ARMS = {"recompute": (), "swap": ("--swap-space=1",), "drop": ("--overload=drop",)}
 SLO = "ttft_p99=30s,tbt_p99=2s"
 DRAIN = 300.0
 COUNTERS = ("tidemill_preemptions_total", "tidemill_fleet_drops_total", "tidemill_fleet_restores_total")
@@ -117,7 +117,6 @@ def main(argv: list[str] | None = None) -> None:
             f"--slo={SLO}",
             "--max-queue-time=none",
             f"--dtype={args.dtype}",
-            f"--profile-dir={folder}",
             f"--profile-seconds={args.profile_seconds}",
             f"--num-gpu-blocks-override={args.blocks}",
             f"--max-model-len={3 * max(args.prompt, args.output)}",

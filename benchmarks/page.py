@@ -72,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     print(f"{options.pages} open pages, windows of {options.seconds:g} s; {describe()}", flush=True)
     print(f"{'pages':>6} {'% of a core':>12} {'snapshots':>10}")
     windows: dict[int, list[Window]] = {0: [], options.pages: []}
-    with tempfile.TemporaryDirectory() as name, demo_server("--state-dir", name, "--profile-dir", name) as served:
+    with tempfile.TemporaryDirectory() as name, demo_server(name) as served:
         for _ in range(options.rounds):
             for pages, found in windows.items():
                 found.append(asyncio.run(watch(served, pages, options.seconds)))

@@ -39,15 +39,15 @@ PROMPT, OUTPUT = 192, 192
 BLOCK_SIZE = 16
 INT8 = "--kv-cache-dtype=int8"
 ARMS = {
-    "fcfs, KV": ("--online-policy=fcfs", "--no-hidden-cache"),
-    "apt, KV": ("--online-policy=apt", "--no-hidden-cache"),
-    "goodput, KV": ("--online-policy=goodput", "--no-hidden-cache"),
-    "goodput-strict, KV": ("--online-policy=goodput-strict", "--no-hidden-cache"),
-    "goodput-strict, hybrid": ("--online-policy=goodput-strict", "--hidden-cache"),
-    "goodput-strict, host": ("--online-policy=goodput-strict", "--no-hidden-cache", "--swap-space=0.25"),
-    "goodput, KV8": ("--online-policy=goodput", "--no-hidden-cache", INT8),
-    "goodput-strict, KV8": ("--online-policy=goodput-strict", "--no-hidden-cache", INT8),
-    "goodput-strict, KV8 host": ("--online-policy=goodput-strict", "--no-hidden-cache", "--swap-space=0.25", INT8),
+    "fcfs, KV": ("--online-policy=fcfs"),
+    "apt, KV": ("--online-policy=apt"),
+    "goodput, KV": ("--online-policy=goodput"),
+    "goodput-strict, KV": ("--online-policy=goodput-strict"),
+    "goodput-strict, hybrid": ("--online-policy=goodput-strict", "--overload=hidden"),
+    "goodput-strict, host": ("--online-policy=goodput-strict", "--swap-space=0.25"),
+    "goodput, KV8": ("--online-policy=goodput", INT8),
+    "goodput-strict, KV8": ("--online-policy=goodput-strict", INT8),
+    "goodput-strict, KV8 host": ("--online-policy=goodput-strict", "--swap-space=0.25", INT8),
 }
 """The arms: flags of their servers."""
 GQA_HEADS = 2
@@ -222,14 +222,15 @@ def main(argv: list[str] | None = None) -> None:
         flags = (
             *model_folder(folder, args.model),
             f"--slo={slo}",
-            f"--profile-dir={folder}",
             f"--profile-seconds={args.profile_seconds}",
             "--dtype=bfloat16",
             f"--max-model-len={args.prompt + args.output}",
             f"--state-dir={folder / 'state'}",
         )
         found = {arm: run_arm(args, folder, arm, flags) for arm in ARMS}
-        profile = max(folder.glob("*.json"), key=lambda path: b"cache_costs" in path.read_bytes())
+        profile = max(
+            (folder / "tidemill" / "profiles").glob("*.json"), key=lambda path: b"cache_costs" in path.read_bytes()
+        )
         print(costs(profile))
     print(TABLE.heading)
     for arm, runs in found.items():

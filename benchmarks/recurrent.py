@@ -160,10 +160,7 @@ def measure_live(history: int, chats: int, rounds: int) -> None:
         folder = Path(name)
         live.make_model_folder(folder, LFM2)
         states = {arm: f"--state-dir={folder / arm.strip('-')}" for arm in found}
-        urls = {
-            arm: stack.enter_context(live.server(folder, 0, *flags, f"--profile-dir={folder}", states[arm], arm))
-            for arm in found
-        }
+        urls = {arm: stack.enter_context(live.server(folder, 0, *flags, states[arm], arm)) for arm in found}
         for seed in range(rounds):
             for arm, url in urls.items():
                 found[arm] += asyncio.run(second_turns(url, history, chats, seed))

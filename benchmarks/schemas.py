@@ -168,7 +168,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if not options.no_answers:
         with (
             tempfile.TemporaryDirectory() as state,
-            demo_server("--state-dir", state, "--profile-dir", state) as served,
+            demo_server(state) as served,
         ):
             asyncio.run(answer_all(served.url, cases, findings, options))
     print(f"{options.file.name}, temperature {options.temperature:g}, seed {options.seed}; {describe()}")

@@ -137,10 +137,11 @@ def measure_round(rate: float, seconds: float, seed: int) -> Found:
     with tempfile.TemporaryDirectory() as name:
         make_model_folder(Path(name))
         kept = Path(name) / "profiles"
-        with server(Path(name), THREADS, "--slo", f"ttft_p99=60s,tbt_p99={TBT_LIMIT * 1e3:g}ms", *limits(kept)) as url:
+        slo = f"ttft_p99=60s,tbt_p99={TBT_LIMIT * 1e3:g}ms"
+        with server(Path(name), THREADS, "--slo", slo, *limits(), cache=kept) as url:
             host = measure_host(url, HOST_SECONDS)
             ours = {arm: asyncio.run(live(url, part, windows, seed)) for arm, part in arms(made).items()}
-        (profile,) = kept.glob("*.json")
+        (profile,) = (kept / "tidemill" / "profiles").glob("*.json")
         about = json.loads(profile.read_bytes())
         print(
             f"seed {seed}: profile of {about['num_samples']} steps, held-out error {about['held_out_mape']:.1%}",
@@ -171,11 +172,11 @@ def main(argv: list[str] | None = None) -> None:
         show(arm, metric, [found[arm, metric] for found in rounds])
 
 
-def limits(profiles: Path) -> tuple[str, ...]:
+def limits() -> tuple[str, ...]:
     """The server's flags for the limits that the simulator is given too."""
     sizes = {"num-gpu-blocks-override": NUM_BLOCKS, "max-model-len": MODEL_LEN, "max-num-seqs": MAX_SEQS}
     sizes["max-num-batched-tokens"] = MAX_TOKENS
-    return (*(f"--{name}={value}" for name, value in sizes.items()), "--profile-dir", str(profiles))
+    return tuple(f"--{name}={value}" for name, value in sizes.items())
 
 
 if __name__ == "__main__":

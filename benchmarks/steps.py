@@ -243,16 +243,16 @@ class Arms:
 
     @contextmanager
     def _profiles(self) -> Iterator[Path]:
-        kept = self._folder / "profiles"
-        kept.mkdir(exist_ok=True)
+        kept, inside = self._folder / "cache", Path("tidemill") / "profiles"
+        (kept / inside).mkdir(parents=True, exist_ok=True)
         self._count += 1
         mine = shutil.copytree(kept, self._folder / f"arm-{self._count}")
         try:
             yield mine
         finally:
-            for path in mine.glob("*.json"):
+            for path in (mine / inside).glob("*.json"):
                 if not path.name.endswith(".load.json"):
-                    shutil.copy(path, kept)
+                    shutil.copy(path, kept / inside)
 
 
 def run_steps(
@@ -277,8 +277,7 @@ def run_steps(
         live.make_model_folder(folder)
 
         def serve(slo: str, profiles: Path) -> AbstractContextManager[str]:
-            flags = ("--slo", slo, "--profile-dir", str(profiles))
-            return live.server(folder, 0, *flags, "--state-dir", str(profiles / "state"))
+            return live.server(folder, 0, "--slo", slo, "--state-dir", str(profiles / "state"), cache=profiles)
 
         arms = Arms(serve, folder, curve, arrivals, total, job_rate)
         for form in forms:

@@ -112,7 +112,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     rows: list[Row] = []
     with tempfile.TemporaryDirectory() as name:
         make_model_folder(Path(name))
-        with server(Path(name), 0, "--profile-dir", name, f"--state-dir={name}/state") as url:
+        with server(Path(name), 0, f"--state-dir={name}/state") as url:
             for number in range(args.rounds):
                 rows.append(asyncio.run(run(url, args.rows, args.concurrency, 1000 * number)))
                 print(show(str(number + 1), rows[-1:]), flush=True)

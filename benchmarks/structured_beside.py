@@ -121,7 +121,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         make_model_folder(folder)
-        flags = ("--slo", slo, "--profile-dir", name, "--state-dir", str(folder / "state"))
+        flags = ("--slo", slo, "--state-dir", str(folder / "state"))
         for seed in range(1, options.seeds + 1):
             arrivals = poisson(constant_rate(options.rate), options.seconds, seed)
             for arm, forms in ARMS.items():

@@ -153,7 +153,6 @@ def main(argv: list[str] | None = None) -> None:
             *(model_folder(folder, args.model) if args.model == "demo" else ()),
             "--enable-prefix-caching",
             f"--slo={args.slo}",
-            f"--profile-dir={folder}",
             f"--profile-seconds={args.profile_seconds}",
             f"--num-gpu-blocks-override={args.blocks}",
             f"--max-model-len={max(longest, LINE_PROMPT + LINE_OUTPUT)}",

@@ -18,7 +18,7 @@ from predictor.slo import SLO, SLOError
 USUAL_STEP, WIDE_STEP = (64, 512), (256, 2048)
 """Default maximum (requests, tokens) of a step."""
 MAX_THREADS = 1024  # rejects a typing error that would exhaust the threads of the machine
-OVERLOADS = ("recompute", "swap", "drop")
+OVERLOADS = ("recompute", "hidden", "drop")
 _ADAPTER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,127}")
 
 
@@ -90,34 +90,33 @@ class EngineConfig:
         "order of online requests if memory is short: goodput[:TAIL], goodput-strict, apt[:TAIL], larry[:ALPHA], "
         "no-preempt, fcfs",
     )
-    hidden_cache: bool = _flag(
-        False, "with apt or goodput, run requests from hidden state if memory is short and the model allows it"
-    )
     offload_weights: str = _flag(
         "off", "memory for weights in GiB, or auto (free memory); the rest streams in every step; off: none streams"
     )
     swap_space: float | None = _flag(
         None,
         "GiB of host memory for the cache of preempted requests and of chats until their next turn (default: on a "
-        "GPU or with --overload swap a quarter of the free memory, at most 16; otherwise 0)",
+        "GPU a quarter of the free memory, at most 16; otherwise 0)",
     )
     overload: str = _flag(
         "recompute",
-        "action if memory for online requests runs out: recompute (preempt the last requests), swap (also keep their "
-        "cache in host memory, see --swap-space), or drop (two engines become one pipeline, and the memory of the "
-        "layers that each drops holds requests)",
+        "action if memory for online requests runs out: recompute (preempt the last requests, see --swap-space), "
+        "hidden (with apt or goodput, also run requests from hidden state if the model allows it), or drop (two "
+        "engines become one pipeline, and the memory of the layers that each drops holds requests)",
         OVERLOADS,
     )
-    offline_policy: str = _flag("psm", "order of offline work; psm: shared prefixes first", ("psm", "deadline", "fcfs"))
-    profile_dir: str = _flag("", "folder of latency profiles (default: tidemill/profiles in the user's cache)")
     profile_seconds: float = _flag(30.0, "maximum seconds to measure step times if no profile fits (0: one step only)")
-    seed: int = _flag(0, "seed of random weights and of scheduling choices")
+
+    @property
+    def hidden_cache(self) -> bool:
+        """Return whether requests may run from hidden state."""
+        return self.overload == "hidden"
 
     def __post_init__(self) -> None:
         require_positive(self, "max_num_seqs", "max_num_batched_tokens")
         require_positive(self, "max_model_len", "num_gpu_blocks_override", "threads", "tensor_parallel_size")
-        if (self.threads or 0) > MAX_THREADS or not 0 <= self.seed < 2**63:
-            raise ConfigError(f"--threads must be at most {MAX_THREADS}, and --seed from 0 and below 2**63")
+        if (self.threads or 0) > MAX_THREADS:
+            raise ConfigError(f"--threads must be at most {MAX_THREADS}, not {self.threads}")
         QueueTime.parse(self.max_queue_time)
         _check_slo(self.slo)
         parse_offload(self.offload_weights)
@@ -148,7 +147,7 @@ def step_limits(config: EngineConfig, *, wide: bool = False) -> tuple[int, int]:
 def scheduler_settings(config: EngineConfig, **resolved: Any) -> SchedulerConfig:
     """Return the settings of the scheduler: those in `config`, overridden by `resolved`."""
     seqs, tokens = step_limits(config)
-    given: dict[str, Any] = {"max_num_seqs": seqs, "max_num_batched_tokens": tokens, "seed": config.seed}
+    given: dict[str, Any] = {"max_num_seqs": seqs, "max_num_batched_tokens": tokens}
     given |= {"max_queue_time": config.max_queue_time, "enable_prefix_caching": config.enable_prefix_caching}
     return SchedulerConfig(**given | resolved)
 

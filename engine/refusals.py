@@ -41,7 +41,7 @@ def is_loopback(host: str) -> bool:
         return False
 
 
-HIDDEN_CACHE = Feature("--hidden-cache", ("hidden_cache",), bool)
+HIDDEN_CACHE = Feature("--overload hidden", ("overload",), lambda way: way == "hidden")
 QUANTIZATION = Feature("--quantization", ("quantization",), lambda kind: kind != "none")
 FLOAT8 = Feature("--quantization fp8", ("quantization",), lambda kind: kind == "fp8")
 OTHER_DTYPE = Feature("--dtype", ("dtype",), lambda dtype: dtype not in ("auto", "bfloat16"))
@@ -51,8 +51,6 @@ OTHER_POLICY = Feature("--online-policy", ("online_policy",), lambda name: name.
 STREAMING = Feature("--offload-weights", ("offload_weights",), lambda size: size != "off")
 TRANSFORMERS = Feature("--model-impl transformers", ("model_impl",), lambda name: name == "transformers")
 SWAP_SPACE = Feature("--swap-space", ("swap_space",), bool)
-NO_SWAP_SPACE = Feature("--swap-space 0", ("swap_space",), lambda size: size == 0.0)
-SWAP = Feature("--overload swap", ("overload",), lambda way: way == "swap")
 DROP = Feature("--overload drop", ("overload",), lambda way: way == "drop")
 RANKS = Feature("--tensor-parallel-size", ("tensor_parallel_size",), lambda ranks: ranks > 1)
 ONE_ENGINE = Feature("--engines 1", ("engines",), lambda engines: engines == 1)
@@ -72,23 +70,20 @@ REFUSALS = (
     RefusedCombination(
         HIDDEN_CACHE,
         (QUANTIZATION, CACHE_DTYPE, ADAPTERS),
-        "--hidden-cache cannot be combined with {}: restored K and V would differ; remove one of them",
+        "--overload hidden cannot be combined with {}: restored K and V would differ; remove one of them",
     ),
     RefusedCombination(
         HIDDEN_CACHE,
         (OTHER_POLICY,),
-        "--hidden-cache needs a policy that selects requests; set {} to apt or goodput",
+        "--overload hidden needs a policy that selects requests; set {} to apt or goodput",
     ),
     RefusedCombination(
         DROP,
-        (HIDDEN_CACHE, ADAPTERS, SWAP_SPACE, STREAMING, TRANSFORMERS, RAY),
+        (ADAPTERS, SWAP_SPACE, STREAMING, TRANSFORMERS, RAY),
         "--overload drop cannot be combined with {}: engines exchange whole layers and blocks; remove one of them",
     ),
     RefusedCombination(
         DROP, (ONE_ENGINE,), "--overload drop makes one pipeline of two engines, not of {}; set --engines 2"
-    ),
-    RefusedCombination(
-        SWAP, (NO_SWAP_SPACE,), "--overload swap needs host memory, and {} gives none; remove one of them"
     ),
     RefusedCombination(
         RANKS,

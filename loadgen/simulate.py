@@ -15,6 +15,7 @@ import orjson
 
 from engine.config import EngineConfig
 from engine.errors import ConfigError, TidemillError
+from engine.scheduling.job_queue import OFFLINE_POLICIES
 from engine.scheduling.objective import UNLIMITED, StepObjective
 from engine.scheduling.policies import find_policy
 from gateway.commands.flags import add_flags, flags_of, given
@@ -34,7 +35,7 @@ MIN_EVALUATIONS = 10
 SECONDS = 300.0
 """Default length of the traffic, seconds."""
 PLAN_LINES = 2000
-NOT_SERVING = frozenset({"model", "revision", "device", "dtype", "load_format", "profile_dir", "profile_seconds"})
+NOT_SERVING = frozenset({"model", "revision", "device", "dtype", "load_format", "profile_seconds"})
 """Fields of `EngineConfig` for the model, machine and profile of a real engine, which a simulation does not use."""
 
 
@@ -65,6 +66,10 @@ def parser() -> argparse.ArgumentParser:
         "--fill-policy", choices=("tidemill", "hygen"), default="tidemill",
         help="sizing of offline work; hygen: one flat budget (default tidemill)",
     )  # fmt: skip
+    plan.add_argument(
+        "--offline-policy", choices=OFFLINE_POLICIES, default="psm",
+        help="order of offline work; psm: shared prefixes first (default psm)",
+    )  # fmt: skip
     plan.add_argument("--no-offline", action="store_true", help="run without offline work")
     plan.add_argument("--evaluations", type=int, default=16, help="with --slo: replays of the search (default 16)")
     plan.add_argument("--json", action="store_true", help="with --slo: print the plan as JSON")
@@ -74,7 +79,7 @@ def parser() -> argparse.ArgumentParser:
 
 def _serving(made: argparse.ArgumentParser) -> None:
     group = made.add_argument_group("serving", "as for tidemill serve; --slo plans the capacity under an SLO")
-    serving = [flag for flag in flags_of(EngineConfig) if flag.field not in NOT_SERVING and flag.field != "seed"]
+    serving = [flag for flag in flags_of(EngineConfig) if flag.field not in NOT_SERVING]
     add_flags(group, serving)  # type: ignore[arg-type]  # a group takes arguments as a parser does
     group.add_argument("--config", metavar="FILE.yaml", help="settings file of a server")
 
@@ -118,7 +123,7 @@ def _asked(arguments: argparse.Namespace) -> Asked:
     said = given(_without_machine(arguments), (EngineConfig, ServerConfig))
     serving = {flag.field for flag in flags_of(EngineConfig)} - NOT_SERVING
     chosen = {name: value for name, value in said.items() if name in serving}
-    config = EngineConfig(**chosen | {"seed": arguments.seed})
+    config = EngineConfig(**chosen)
     find_policy(config.online_policy)
     slo = None
     if "slo" in chosen:
@@ -135,16 +140,16 @@ def _asked(arguments: argparse.Namespace) -> Asked:
     host = arguments.host_ms / 1e3
     model = arguments.model or said.get("model") or "llama-2-7b"
     if arguments.profile is not None:
-        device = profiled_device(arguments.profile, run_with, host)
+        device = profiled_device(arguments.profile, run_with, host, arguments.seed)
     else:
-        device = named_device(model, arguments.device, run_with, host)
+        device = named_device(model, arguments.device, run_with, host, arguments.seed)
     named = model if arguments.profile is None and model not in MODELS else "MODEL"
     return Asked(config, slo, traffic, device, named, seconds)
 
 
 def _without_machine(arguments: argparse.Namespace) -> argparse.Namespace:
     """Return the flags without --model and --device, which select simulated ones here."""
-    return argparse.Namespace(**{k: v for k, v in vars(arguments).items() if k not in NOT_SERVING | {"seed"}})
+    return argparse.Namespace(**{k: v for k, v in vars(arguments).items() if k not in NOT_SERVING})
 
 
 def _traffic(arguments: argparse.Namespace, seconds: float, *, planned: bool) -> Workload:
@@ -170,7 +175,7 @@ def _plan(arguments: argparse.Namespace, asked: Asked, slo: SLO) -> int:
         budget = BudgetParams(arguments.fill_policy, arguments.latency_budget / 1e3)
     question = Question(
         asked.device, made, asked.config, slo, seconds, arguments.evaluations, budget, arguments.seed,
-        arguments.fill_policy,
+        arguments.fill_policy, arguments.offline_policy,
     )  # fmt: skip
     began = time.monotonic()
     found = answer(question, _say)
@@ -199,7 +204,7 @@ def _single(arguments: argparse.Namespace, asked: Asked) -> int:
     windows = Windows(horizon=asked.seconds) if made.online is None or made.jobs else Windows()
     began = time.process_time()
     config, objective = asked.config, StepObjective(budget=budget)
-    policies = Policies(config.online_policy, config.offline_policy)
+    policies = Policies(config.online_policy, arguments.offline_policy)
     metrics = simulate(asked.device, made, windows, objective, arguments.seed, policies)
     for note in (*made.notes, *asked.device.notes):
         print(f"note: {note}")

@@ -7,6 +7,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import AsyncExitStack, contextmanager
+from itertools import count
 from typing import Any
 
 import hypothesis
@@ -19,12 +20,19 @@ from engine.api import EngineRequest
 from engine.text.tokenizer import Tokenizer
 
 StartServer = Callable[..., Awaitable[Served]]
+_numbers = count()
 
 # The same examples in every run, so that a change is judged by what it changes. FUZZ=1 draws new ones: the search for
 # faults is a run of its own, and what it finds becomes a test.
 hypothesis.settings.register_profile("repeatable", derandomize=True)
 if not os.environ.get("FUZZ"):
     hypothesis.settings.load_profile("repeatable")
+
+
+@pytest.fixture(autouse=True)
+def cache_folder(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keep the latency profiles of a test apart from those of the user and of other tests."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / f"cache-{next(_numbers)}"))
 
 
 @pytest.fixture(scope="session")

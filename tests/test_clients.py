@@ -88,7 +88,7 @@ DEMO_TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}{
 
 @pytest.fixture
 async def demo(tmp_path: Path) -> AsyncIterator[Served]:
-    async with demo_server(tmp_path, template=DEMO_TEMPLATE) as served:
+    async with demo_server(template=DEMO_TEMPLATE) as served:
         yield served
 
 

@@ -236,7 +236,7 @@ def test_scratch_and_host_tier_are_made_and_accounted_for(monkeypatch: pytest.Mo
     write_config(tmp_path, llama_config(num_key_value_heads=4))
     config = EngineConfig(
         model=str(tmp_path), device="cpu", dtype="float32", load_format="dummy", max_num_seqs=4,
-        max_num_batched_tokens=64, max_model_len=64, swap_space=0.01, online_policy="apt", hidden_cache=True,
+        max_num_batched_tokens=64, max_model_len=64, swap_space=0.01, online_policy="apt", overload="hidden",
     )  # fmt: skip
     plan = plan_on_cpu(config)
     unit, room = memory.unit_bytes(plan.spec, 16, torch.float32), 4_000_000

@@ -134,7 +134,6 @@ def test_what_others_hold_is_an_error(capsys: pytest.CaptureFixture[str], tmp_pa
         (("--lora", "a={tmp}/none"), "--lora a: {tmp}/none has no adapter_config.json"),
         (("--revision", "x"), "--revision needs a model from the hub; name a MODEL"),
         (("--threads", "100000"), "--threads must be at most 1024"),
-        (("--seed", "-1"), "--seed from 0"),
         (("--engines", "100000"), "--engines must be between 1 and 256"),
         (("--chat-template", "{tmp}/none"), "--chat-template {tmp}/none: No such file"),
         (("--api-key-file", "{tmp}/none"), "--api-key-file {tmp}/none: No such file"),
@@ -143,10 +142,9 @@ def test_what_others_hold_is_an_error(capsys: pytest.CaptureFixture[str], tmp_pa
         (("--ray", "nonsense"), "--ray must be HOST:PORT, auto or local, not 'nonsense'"),
         (("--ray", "10.0.0.1:6379"), "--ray needs the extra 'ray'"),
         (
-            ("--hidden-cache", "--online-policy", "fcfs"),
-            "--hidden-cache needs a policy that selects requests; set --online-policy",
+            ("--overload", "hidden", "--online-policy", "fcfs"),
+            "--overload hidden needs a policy that selects requests; set --online-policy",
         ),
-        (("--profile-dir", "{tmp}/file"), "--profile-dir {tmp}/file cannot be used"),
     ],
 )
 def test_a_wrong_value_starts_nothing(
@@ -210,12 +208,3 @@ def test_a_model_that_cannot_give_up_layers_is_refused_before_its_weights_are_re
         assert (
             err.startswith("tidemill: --overload drop is not supported here: ") and why in err and err.count("\n") == 1
         )
-
-
-def test_swapping_takes_host_memory_unless_it_is_said_how_much(capsys: pytest.CaptureFixture[str]) -> None:
-    assert dry_run("--overload", "swap") == 0
-    assert float(rows(capsys.readouterr().out)["--swap-space"][0]) > 0
-    assert dry_run() == 0
-    assert float(rows(capsys.readouterr().out)["--swap-space"][0]) == 0
-    assert dry_run("--overload", "swap", "--swap-space", "0") == 2
-    assert "--overload swap needs host memory" in capsys.readouterr().err

@@ -202,7 +202,7 @@ TEXTS = ["the river rises", "a boat", "the river rises and the mill turns, again
 async def test_the_official_client_gets_what_transformers_compute(tmp_path: Path) -> None:
     """Texts, lists of texts and of ids; both encodings, fewer dimensions; usage; and the same as lines of a batch."""
     config = EngineConfig(
-        device="cpu", dtype="float32", num_gpu_blocks_override=200, profile_seconds=0.0, profile_dir=str(tmp_path),
+        device="cpu", dtype="float32", num_gpu_blocks_override=200, profile_seconds=0.0,
         max_num_seqs=8, max_num_batched_tokens=64, slo="ttft_p99=100s,tbt_p99=10s",
     )  # fmt: skip
     plan = plan_launch(config)

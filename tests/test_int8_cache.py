@@ -164,8 +164,8 @@ def test_a_server_has_nearly_twice_the_blocks(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_what_it_does_not_go_with_is_said() -> None:
-    with pytest.raises(ConfigError, match="hidden-cache"):
-        EngineConfig(kv_cache_dtype="int8", hidden_cache=True)
+    with pytest.raises(ConfigError, match="--overload hidden"):
+        EngineConfig(kv_cache_dtype="int8", overload="hidden")
     folder = model_folder("llama-gqa2")
     with pytest.raises(ConfigError, match="transformers' modules run"):
         plan(model=str(folder), model_impl="transformers", kv_cache_dtype="int8")

@@ -26,7 +26,6 @@ async def test_the_second_turn_of_a_chat_hits_its_prefix_after_a_batch_job(tmp_p
         max_num_seqs=16,
         max_num_batched_tokens=256,
         profile_seconds=0.0,
-        profile_dir=str(tmp_path),
         slo="ttft_p99=100s,tbt_p99=10s",
     )
     plan = plan_launch(config)

@@ -34,7 +34,6 @@ async def live(tmp_path: Path) -> AsyncIterator[tuple[Engine, Served]]:
         max_num_seqs=32,
         max_num_batched_tokens=256,
         profile_seconds=0.0,
-        profile_dir=str(tmp_path),
         slo="ttft_p99=100s,tbt_p99=10s",
     )
     plan = plan_launch(config)
@@ -217,7 +216,7 @@ async def test_completions_with_token_ids_and_logprobs(live: tuple[Engine, Serve
 
 async def test_a_burst_on_a_fresh_server_is_served_not_refused(tmp_path: Path) -> None:
     """The default SLO, a prior for a profile, sixteen different prompts at once."""
-    config = EngineConfig(device="cpu", num_gpu_blocks_override=400, profile_seconds=0.0, profile_dir=str(tmp_path))
+    config = EngineConfig(device="cpu", num_gpu_blocks_override=400, profile_seconds=0.0)
     plan = plan_launch(config)
     tokenizer = Tokenizer.load(plan.folder, probe=False)
     engine = build_engine(config, plan)

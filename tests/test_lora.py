@@ -365,8 +365,8 @@ def test_flags_that_are_refused(words: str) -> None:
         EngineConfig(lora=(words,))
     with pytest.raises(ConfigError, match="twice"):
         EngineConfig(lora=("a=x", "a=y"))
-    with pytest.raises(ConfigError, match="--hidden-cache"):
-        EngineConfig(lora=("a=x",), hidden_cache=True)
+    with pytest.raises(ConfigError, match="--overload hidden"):
+        EngineConfig(lora=("a=x",), overload="hidden")
 
 
 def test_names() -> None:
@@ -410,7 +410,7 @@ def demo_adapter(tmp_path_factory: pytest.TempPathFactory) -> Path:
 async def live(tmp_path: Path, demo_adapter: Path) -> AsyncIterator[Served]:
     config = EngineConfig(
         device="cpu", dtype="float32", num_gpu_blocks_override=160, max_num_seqs=8, profile_seconds=0.0,
-        profile_dir=str(tmp_path), slo="ttft_p99=100s,tbt_p99=10s", lora=(f"odd={demo_adapter}",),
+        slo="ttft_p99=100s,tbt_p99=10s", lora=(f"odd={demo_adapter}",),
     )  # fmt: skip
     launch = plan_launch(config)
     engine = build_engine(config, launch)

@@ -226,7 +226,7 @@ async def test_an_answer_may_be_as_long_as_the_context(start_server: StartServer
 async def test_forms_are_enforced(tmp_path: Path) -> None:
     schema = {"type": "object", "properties": {"n": {"enum": [3, "three"]}}, "required": ["n"]}
     schema["additionalProperties"] = False  # nothing without end: at this heat a number would go on for ever
-    async with demo_server(tmp_path) as served:
+    async with demo_server() as served:
         answer = await post(
             served,
             model=DEMO,

@@ -581,12 +581,12 @@ async def test_a_launch_streams_what_does_not_fit_and_says_so(tmp_path: Path, ke
 
 async def test_hidden_state_is_offered_while_weights_stream(tmp_path: Path) -> None:
     """On a CPU, in no more memory; the scheduler knows what the stream takes, to divide the host by."""
-    config = offloading_config(hidden_cache=True, online_policy="goodput", swap_space=0.01)
+    config = offloading_config(overload="hidden", online_policy="goodput", swap_space=0.01)
     plan = plan_launch(config)
     assert plan.offload is not None and plan.scratch_blocks > 0
     gpu = cuda_backend.CudaBackend()
-    assert "cannot be combined with --hidden-cache on a GPU" in str(gpu.config_refusal(config))
-    assert gpu.config_refusal(replace(config, hidden_cache=False)) is None
+    assert "cannot be combined with --overload hidden on a GPU" in str(gpu.config_refusal(config))
+    assert gpu.config_refusal(replace(config, overload="recompute")) is None
     lines: list[str] = []
     runner, made = build_runner(config, plan, lines.append)
     scheduler = scheduler_config(config, made)

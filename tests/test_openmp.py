@@ -79,7 +79,7 @@ def test_beside_native_kernels_torch_waits_passively_and_nothing_is_told() -> No
     assert openmp.after_all(TORCH, environment) == ""
 
 
-@pytest.mark.parametrize("config", [TORCH, replace(NATIVE, hidden_cache=True), replace(NATIVE, device="cuda")])
+@pytest.mark.parametrize("config", [TORCH, replace(NATIVE, overload="hidden"), replace(NATIVE, device="cuda")])
 def test_where_torch_runs_steps_native_kernels_are_not_expected(config: EngineConfig) -> None:
     assert openmp.expects_native(NATIVE)
     assert not openmp.expects_native(config)

@@ -194,7 +194,7 @@ def test_a_start_computes_with_them_natively(tmp_path: Path, monkeypatch: pytest
 
 def test_they_are_unpacked_where_they_cannot_be_used(tmp_path: Path) -> None:
     packed_checkpoints.write(tmp_path, "w8a8")
-    for changes in ({"offload_weights": "1"}, {"hidden_cache": True, "online_policy": "apt"}, {"load_format": "dummy"}):
+    for changes in ({"offload_weights": "1"}, {"overload": "hidden", "online_policy": "apt"}, {"load_format": "dummy"}):
         assert plan_launch(config_of(tmp_path, **changes)).quantization == "none"
 
 

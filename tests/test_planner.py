@@ -184,9 +184,8 @@ def test_the_serve_command_makes_the_configuration_that_was_asked_about(profile:
         max_num_seqs=32,
         swap_space=2.5,
         max_num_batched_tokens=4096,
-        hidden_cache=True,
+        overload="hidden",
         online_policy="apt",
-        offline_policy="deadline",
     )
     found = replace(ask(profile, "tbt_mean=50ms", replace(traffic(), jobs=())))
     found = replace(found, question=replace(found.question, config=asked))
@@ -208,13 +207,13 @@ def test_the_serving_flags_are_those_of_serve() -> None:
     usual, other = parsed(), parsed("--max-num-seqs", "7", "--slo", "5%", "--offline-policy", "fcfs")
     assert usual.config == EngineConfig() and usual.slo is None
     assert other.config.max_num_seqs == other.device.config.max_num_seqs == 7
-    assert other.config.offline_policy == "fcfs" and other.slo == SLO.parse("5%")
+    assert other.slo == SLO.parse("5%")
 
 
 def test_cache_flags_reach_the_simulated_machine() -> None:
     plain = parsed("--model", "llama-2-7b").device.config
     assert plain.host_units == plain.scratch_blocks == 0
-    made = parsed("--model", "llama-2-7b", "--swap-space", "4", "--hidden-cache", "--online-policy", "apt").device
+    made = parsed("--model", "llama-2-7b", "--swap-space", "4", "--overload", "hidden", "--online-policy", "apt").device
     config = made.config
     assert config.host_units * config.unit_bytes == pytest.approx(4 * 2**30, rel=1e-3)
     assert config.scratch_blocks > 0 and config.rho > 0 and config.num_units < plain.num_units
@@ -246,12 +245,12 @@ def test_a_measured_machine_has_what_it_was_measured_with(profile: Path, tmp_pat
     costs = CacheCosts(run_hidden=1e-6, restore=1e-6, swap_out=2e-5, swap_in=4e-5)
     model = Profile.load(profile, ProfileKey(**document["key"])).with_cache_costs(costs, 3000)
     model.save(tmp_path / "full.json")
-    config = EngineConfig(swap_space=1.0, hidden_cache=True, online_policy="goodput", num_gpu_blocks_override=100)
+    config = EngineConfig(swap_space=1.0, overload="hidden", online_policy="goodput", num_gpu_blocks_override=100)
     made = profiled_device(tmp_path / "full.json", config)
     assert made.config.unit_bytes == 3000 and made.config.host_units == 2**30 // 3000
     assert made.config.scratch_blocks == 50 and made.config.rho == 1e-6
     assert made.config.max_model_len == 1600 and any("1600 tokens" in note for note in made.notes)
-    for lacking in (EngineConfig(swap_space=1.0), EngineConfig(hidden_cache=True)):
+    for lacking in (EngineConfig(swap_space=1.0), EngineConfig(overload="hidden")):
         with pytest.raises(simulate.ConfigError, match="was measured without it"):
             profiled_device(profile, lacking)
 
@@ -297,8 +296,8 @@ def test_one_command_answers(profile: Path, tmp_path: Path, capsys: pytest.Captu
         (["--slo", "5%", "--model", "gpt-9"], "unknown model 'gpt-9'"),
         (["--slo", "5%", "--workload", "random"], "no arrival times"),
         (["--slo", "5%", "--evaluations", "3"], "--evaluations"),
-        (["--slo", "5%", "--hidden-cache", "--model", "llama-3-8b"], "more than half the room"),
-        (["--slo", "5%", "--hidden-cache", "--online-policy", "fcfs"], "needs a policy that selects requests"),
+        (["--slo", "5%", "--overload", "hidden", "--model", "llama-3-8b"], "more than half the room"),
+        (["--slo", "5%", "--overload", "hidden", "--online-policy", "fcfs"], "needs a policy that selects requests"),
         (["--slo", "5%", "--max-model-len", "100000", "--num-blocks", "100"], "does not fit"),
         (["--slo", "5%", "--max-num-seqs", "none"], "must be a whole number"),
         (["--slo", "5%", "--trace", "no/such/file.csv"], "cannot read"),

@@ -36,7 +36,7 @@ async def demo(tmp_path: Path) -> AsyncIterator[Served]:
     """The demo model, as `tidemill serve` serves it, with files and batches."""
     config = EngineConfig(
         device="cpu", dtype="float32", num_gpu_blocks_override=160, max_num_seqs=16, max_num_batched_tokens=256,
-        profile_seconds=0.0, profile_dir=str(tmp_path), slo="ttft_p99=100s,tbt_p99=10s",
+        profile_seconds=0.0, slo="ttft_p99=100s,tbt_p99=10s",
     )  # fmt: skip
     plan = plan_launch(config)
     folder = await open_folder(tmp_path / "state")

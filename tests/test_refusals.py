@@ -12,7 +12,7 @@ from engine.scheduling.policies import ONLINE_POLICIES
 from gateway.config import ServerConfig
 
 ASKED: dict[str, dict[str, Any]] = {
-    "--hidden-cache": {"hidden_cache": True},
+    "--overload hidden": {"overload": "hidden"},
     "--quantization": {"quantization": "int8"},
     "--quantization fp8": {"quantization": "fp8"},
     "--dtype": {"dtype": "float16"},
@@ -22,8 +22,6 @@ ASKED: dict[str, dict[str, Any]] = {
     "--offload-weights": {"offload_weights": "1.5"},
     "--model-impl transformers": {"model_impl": "transformers"},
     "--swap-space": {"swap_space": 1.0},
-    "--swap-space 0": {"swap_space": 0.0},
-    "--overload swap": {"overload": "swap"},
     "--overload drop": {"overload": "drop"},
     "--tensor-parallel-size": {"tensor_parallel_size": 2},
     "--engines 1": {"engines": 1},

@@ -210,7 +210,7 @@ class Point(BaseModel):
 
 
 async def test_the_official_client_parses_what_it_asked_for(tmp_path: Path) -> None:
-    async with demo_server(tmp_path) as served, client_of(served) as client:
+    async with demo_server() as served, client_of(served) as client:
         asked: dict[str, Any] = {"model": DEMO, "input": "Say it", "temperature": 2.0, "max_output_tokens": 150}
         parsed = await client.responses.parse(**asked, text_format=Point)
         assert isinstance(parsed.output_parsed, Point)

@@ -649,7 +649,7 @@ async def test_signals_to_a_real_process(tmp_path: Path, signals: int) -> None:
 async def test_a_signal_ends_a_server_that_still_starts(tmp_path: Path) -> None:
     """With 0, as one that has drained, and by a handler: the kernel keeps signals without one from the first process of
     a container, which then was killed at the end of its grace."""
-    flags = ["--port", "0", "--device", "cpu", "--profile-seconds", "60", "--profile-dir", str(tmp_path / "profiles")]
+    flags = ["--port", "0", "--device", "cpu", "--profile-seconds", "60"]
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "gateway", "serve", *flags, "--state-dir", str(tmp_path / "state")),
         stdout=asyncio.subprocess.PIPE,
@@ -682,7 +682,7 @@ sys.exit(main(sys.argv[1:]))
 
 async def test_a_signal_ends_a_start_in_which_it_was_swallowed(tmp_path: Path) -> None:
     """As libraries do that are imported with a bare `except`, and what C calls back."""
-    flags = ["--port", "0", "--device", "cpu", "--profile-seconds", "0", "--profile-dir", str(tmp_path / "profiles")]
+    flags = ["--port", "0", "--device", "cpu", "--profile-seconds", "0"]
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-c", SWALLOWS, "serve", *flags, "--state-dir", str(tmp_path / "state")),
         stdout=asyncio.subprocess.PIPE,

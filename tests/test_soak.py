@@ -60,7 +60,7 @@ def child(folder: Path) -> Iterator[tuple[str, int]]:
     keys.write_text("".join(rows))
     keys.chmod(0o600)
     command = [sys.executable, "-m", "gateway", "serve", "--port", "0", "--state-dir", str(folder / "state")]
-    command += ["--api-key-file", str(keys), "--profile-dir", str(folder), "--profile-seconds", "5"]
+    command += ["--api-key-file", str(keys), "--profile-seconds", "5"]
     command += ["--num-gpu-blocks-override", str(NUM_BLOCKS)]
     with log.open("wb") as output:
         process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)

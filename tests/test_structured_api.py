@@ -32,7 +32,7 @@ class Point(BaseModel):
 
 
 @asynccontextmanager
-async def server(profiles: Path, template: str | None = None, **options: Any) -> AsyncIterator[Served]:
+async def server(template: str | None = None, **options: Any) -> AsyncIterator[Served]:
     config = EngineConfig(
         device="cpu",
         dtype="float32",
@@ -40,7 +40,6 @@ async def server(profiles: Path, template: str | None = None, **options: Any) ->
         max_num_seqs=32,
         max_num_batched_tokens=256,
         profile_seconds=0.0,
-        profile_dir=str(profiles),
         slo="ttft_p99=100s,tbt_p99=10s",
     )
     plan = plan_launch(config)
@@ -54,7 +53,7 @@ async def server(profiles: Path, template: str | None = None, **options: Any) ->
 
 @pytest.fixture
 async def served(tmp_path: Path) -> AsyncIterator[Served]:
-    async with server(tmp_path) as served:
+    async with server() as served:
         yield served
 
 
@@ -171,7 +170,7 @@ async def test_a_row_of_a_batch_fails_with_the_error_that_http_gives(tmp_path: P
         for kind, form in forms.items()
         for number in range(4)
     ]
-    async with server(tmp_path, folder=folder, batch_limits=FAST) as served, client_of(served) as client:
+    async with server(folder=folder, batch_limits=FAST) as served, client_of(served) as client:
         batch = await submit(client, jsonl(lines), CHAT)
         batch = await until(client, batch.id, "completed")
         output, errors = await check_ended(client, batch, [each["custom_id"] for each in lines])

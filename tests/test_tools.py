@@ -718,7 +718,7 @@ async def test_models_that_call_nothing_say_so(tmp_path: Path) -> None:
 async def test_required_calls_are_valid_at_any_temperature(tmp_path: Path) -> None:
     """The demo model, told of tools in a way that it has never seen, must call one."""
     config = EngineConfig(
-        device="cpu", dtype="float32", num_gpu_blocks_override=160, profile_seconds=0.0, profile_dir=str(tmp_path),
+        device="cpu", dtype="float32", num_gpu_blocks_override=160, profile_seconds=0.0,
         max_num_seqs=16, max_num_batched_tokens=256, slo="ttft_p99=100s,tbt_p99=10s",
     )  # fmt: skip
     plan = plan_launch(config)

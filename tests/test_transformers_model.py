@@ -244,7 +244,7 @@ def test_what_the_modules_cannot_do_is_said(case_of: Any) -> None:
         plan_launch(EngineConfig(model=folder, device="cpu", quantization="int8"))
     with pytest.raises(ConfigError, match=r"--offload-weights .* transformers' modules run"):
         plan_launch(EngineConfig(model=folder, device="cpu", offload_weights="1"))
-    plan = plan_launch(EngineConfig(model=folder, device="cpu", hidden_cache=True, num_gpu_blocks_override=40))
+    plan = plan_launch(EngineConfig(model=folder, device="cpu", overload="hidden", num_gpu_blocks_override=40))
     assert plan.scratch_blocks == 0
     assert any("hidden state of their layers to themselves" in note for note in plan.notes)
     assert any("transformers' modules run GraniteForCausalLM" in note for note in plan.notes)

@@ -217,7 +217,6 @@ async def test_a_line_evicted_often_stops_nobody_over_http(tmp_path: Any) -> Non
         max_num_seqs=4,
         max_num_batched_tokens=64,
         profile_seconds=0.0,
-        profile_dir=str(tmp_path),
         slo="ttft_p99=1ms,tbt_p99=10s",
     )
     plan = plan_launch(config)

@@ -51,7 +51,7 @@ def _features(adapter: Path) -> list[Feature]:
         Feature("our own layers, eager and graphs", {}),
         Feature("memory short, recompute", short, True),
         Feature("memory short, swap", short | {"swap_space": 0.25}, True),
-        Feature("memory short, hidden cache", short | {"hidden_cache": True, "online_policy": "apt"}, True),
+        Feature("memory short, hidden cache", short | {"overload": "hidden", "online_policy": "apt"}, True),
         Feature("weights that stream", {"offload_weights": "0.012"}),
         Feature("transformers' modules", {"model_impl": "transformers"}),
         Feature("a LoRA adapter beside none", {"lora": (f"a={adapter}",)}),

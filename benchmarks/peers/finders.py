@@ -54,9 +54,19 @@ def tidemill(threads: int, dtype: str, *flags: str) -> Engine:
     """This server, as a user would start it."""
 
     def command(folder: Path, port: int) -> list[str]:
-        own = [sys.executable, "-m", "gateway", "serve", str(folder), "--port", str(port)]
+        own = [
+            "env",
+            f"XDG_CACHE_HOME={folder}",
+            sys.executable,
+            "-m",
+            "gateway",
+            "serve",
+            str(folder),
+            "--port",
+            str(port),
+        ]
         same = ["--served-model-name", "model", "--dtype", dtype, "--max-num-seqs", str(SEQUENCES)]
-        kept = ["--profile-dir", str(folder), "--state-dir", str(folder / "state"), "--no-enable-prefix-caching"]
+        kept = ["--state-dir", str(folder / "state"), "--no-enable-prefix-caching"]
         return [*own, *same, *kept, "--threads", str(threads), *flags]
 
     return Engine("tidemill", __version__, command, {"OMP_NUM_THREADS": str(threads)}, ready="/ready")

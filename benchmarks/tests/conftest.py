@@ -3,9 +3,9 @@
 from pathlib import Path
 
 import pytest
-from fixtures import start_server, tokenizer
+from fixtures import cache_folder, start_server, tokenizer
 
-__all__ = ["start_server", "tokenizer"]
+__all__ = ["cache_folder", "start_server", "tokenizer"]
 ROOT = Path(__file__).parents[2]
 
 

@@ -130,7 +130,6 @@ async def test_an_arm_against_a_server(tmp_path: Path, monkeypatch: pytest.Monke
         num_gpu_blocks_override=200,
         max_model_len=256,
         profile_seconds=0.0,
-        profile_dir=str(tmp_path),
         slo="ttft_p99=100s,tbt_p99=10s",
     )
     plan = plan_launch(config)

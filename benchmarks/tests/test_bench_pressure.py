@@ -127,7 +127,6 @@ async def test_a_seed_against_a_server_whose_pool_is_too_small(tmp_path: Path) -
         num_gpu_blocks_override=6,
         max_model_len=64,
         profile_seconds=0.0,
-        profile_dir=str(tmp_path),
         slo="ttft_p99=100s,tbt_p99=10s",
         enable_prefix_caching=False,
     )

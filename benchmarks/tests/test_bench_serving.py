@@ -21,7 +21,6 @@ async def test_requests_at_once_are_answered_in_full(tmp_path: Path) -> None:
         num_gpu_blocks_override=40,
         max_model_len=128,
         profile_seconds=0.0,
-        profile_dir=str(tmp_path),
         slo="ttft_p99=100s,tbt_p99=10s",
     )
     plan = plan_launch(config)

@@ -164,7 +164,7 @@ def _quantization(config: EngineConfig, choice: Choice, backend: Backend) -> str
     """Return the quantization of the linear layers.
 
     It is the requested one, or else the 8-bit integers or floats of the checkpoint if the backend computes with them
-    directly. Streamed layers, and integers with `--hidden-cache`, use unpacked weights.
+    directly. Streamed layers, and integers with `--overload hidden`, use unpacked weights.
     """
     packing, streams = choice.shape.packing, parse_offload(config.offload_weights) is not None
     if config.quantization != "none" or packing is None or config.load_format == "dummy":

@@ -123,7 +123,7 @@ def _load(
     config: EngineConfig, plan: LaunchPlan, make: MakeLinear, gather: Gather, shard: Shard | None, backend: Backend
 ) -> ModelWeights | TransformersModel:
     common: dict[str, Any] = {
-        "dtype": plan.dtype, "device": plan.device, "load_format": config.load_format, "seed": config.seed, "make": make
+        "dtype": plan.dtype, "device": plan.device, "load_format": config.load_format, "make": make
     }  # fmt: skip
     if not isinstance(plan.spec, TransformersShape):
         whole = plan.whole or plan.own

@@ -35,7 +35,7 @@ def make_controller(
     """Return core, keeper and tuner for a profile. `folder` stores profiles, the learned load and the budgets."""
     model = OnlineModel.of(profile)
     scheduler = replace(scheduler, rho=profile.cache_costs.rho(scheduler.compact_tokens))
-    core = EngineCore(scheduler, online_policy=config.online_policy, offline_policy=config.offline_policy, model=model)
+    core = EngineCore(scheduler, online_policy=config.online_policy, model=model)
     budget = initial_budget(slo, profile.model, FILL_POLICY)
     say(f"SLO {slo}; offline work may extend a step to {budget.latency_budget * 1e3:.0f} ms")
     server = ReplayedServer(
@@ -44,10 +44,9 @@ def make_controller(
         scheduler,
         FILL_POLICY,
         config.online_policy,
-        config.offline_policy,
-        normal_noise(profile.held_out_mape),
+        noise=normal_noise(profile.held_out_mape),
     )
-    promise = f"{slo}; {FILL_POLICY}, {config.online_policy}, {config.offline_policy}; {_limits(scheduler)}"
+    promise = f"{slo}; {FILL_POLICY}, {config.online_policy}; {_limits(scheduler)}"
     store = LoadStore(folder, profile.key, promise)
     calendar = time.time() - time.monotonic()
     load, table = store.read(time.time(), say)

@@ -21,7 +21,7 @@ COMMANDS: tuple[tuple[str, tuple[str, ...]], ...] = (
 FLAGS: tuple[tuple[str, tuple[str, ...]], ...] = (
     (
         "promises",
-        ("slo", "max_queue_time", "online_policy", "offline_policy"),
+        ("slo", "max_queue_time", "online_policy"),
     ),
     (
         "model",
@@ -37,7 +37,6 @@ FLAGS: tuple[tuple[str, tuple[str, ...]], ...] = (
             "tool_parser",
             "served_model_name",
             "load_format",
-            "seed",
         ),
     ),
     (
@@ -48,7 +47,6 @@ FLAGS: tuple[tuple[str, tuple[str, ...]], ...] = (
             "offload_weights",
             "swap_space",
             "kv_cache_dtype",
-            "hidden_cache",
             "enable_prefix_caching",
         ),
     ),
@@ -62,7 +60,7 @@ FLAGS: tuple[tuple[str, tuple[str, ...]], ...] = (
             "quantization",
         ),
     ),
-    ("latency profile", ("profile_dir", "profile_seconds")),
+    ("latency profile", ("profile_seconds",)),
     ("network and access", ("host", "port", "api_key", "api_key_file", "allowed_host", "allowed_origin")),
     ("files, batches and logs", ("state_dir", "request_log", "log_level")),
     ("several engines or ranks", ("engines", "ray", "overload", "tensor_parallel_size")),

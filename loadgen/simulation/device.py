@@ -90,7 +90,7 @@ class ProfiledRunner:
         return lambda: taken
 
 
-def named_device(model: str, device: str, config: EngineConfig, host_seconds: float = 0.0) -> Simulated:
+def named_device(model: str, device: str, config: EngineConfig, host_seconds: float = 0.0, seed: int = 0) -> Simulated:
     """Return a device of `DEVICES` with `model` (a name of `MODELS` or a checkpoint folder), after a sweep as at a
     server's start. Raises InputError if either is unknown, and ConfigError if the model does not fit."""
     shape = shape_of(model)
@@ -102,13 +102,13 @@ def named_device(model: str, device: str, config: EngineConfig, host_seconds: fl
         units = simulated.num_units(BLOCK_SIZE)
     except ValueError as error:
         raise InputError(str(error)) from None
-    room = _room(config, units, shape.max_model_len, BLOCK_SIZE * shape.kv_bytes_per_token // UNITS_PER_BLOCK)
+    room = _room(config, units, shape.max_model_len, BLOCK_SIZE * shape.kv_bytes_per_token // UNITS_PER_BLOCK, seed)
     costs = simulated.cache_costs()
     if config.hidden_cache:
         if shape.hidden_size > shape.num_kv_heads * shape.head_dim:
-            raise ConfigError(f"--hidden-cache: hidden state of {shape.name} takes more than half the room of K and V")
+            raise ConfigError(f"--overload hidden: its state of {shape.name} takes more than half the room of K and V")
         room = _with_hidden(room, config, costs, shape.num_layers)
-    fitted, mape = fit_device(simulated, room, config.seed)
+    fitted, mape = fit_device(simulated, room, seed)
     known = costs.coefficients() if config.hidden_cache else {}
     believed = replace(fitted, transferred=simulated.transfer_seconds(1), **known)
 
@@ -143,7 +143,7 @@ def shape_of(model: str) -> ModelShape:
     )
 
 
-def profiled_device(path: Path, config: EngineConfig, host_seconds: float = 0.0) -> Simulated:
+def profiled_device(path: Path, config: EngineConfig, host_seconds: float = 0.0, seed: int = 0) -> Simulated:
     """Return the machine on which the profile in `path` was measured, under the serving flags.
 
     The profile contains neither the cache size nor the context; without flags, both are assumed. Raises InputError, and
@@ -156,10 +156,10 @@ def profiled_device(path: Path, config: EngineConfig, host_seconds: float = 0.0)
         if costs.swap_out is None or costs.swap_in is None or moved <= 0.0:
             raise ConfigError(f"--swap-space: {path} was measured without it (tidemill profile --swap-space ...)")
         unit_bytes = max(1, round((costs.swap_out + costs.swap_in) / 2 / moved))
-    room = _room(config, UNITS_PER_BLOCK * PROFILE_BLOCKS, PROFILE_CONTEXT, unit_bytes)
+    room = _room(config, UNITS_PER_BLOCK * PROFILE_BLOCKS, PROFILE_CONTEXT, unit_bytes, seed)
     if config.hidden_cache:
         if costs.run_hidden is None:
-            raise ConfigError(f"--hidden-cache: {path} was measured without it (tidemill profile --hidden-cache)")
+            raise ConfigError(f"--overload hidden: {path} was measured without it (tidemill profile --overload hidden)")
         room = _with_hidden(room, config, costs, None)
     notes = _notes(room, config, PROFILE_CONTEXT)
     if config.num_gpu_blocks_override is None or config.max_model_len is None:
@@ -191,7 +191,7 @@ def read_profile(path: Path) -> Profile:
         raise InputError(f"{path} is no latency profile: {error}") from None
 
 
-def _room(config: EngineConfig, units: int, longest: int, unit_bytes: int) -> SchedulerConfig:
+def _room(config: EngineConfig, units: int, longest: int, unit_bytes: int, seed: int) -> SchedulerConfig:
     """Return the limits of a server: `units` of cache unless the configuration sets them, and a context that fits."""
     if config.num_gpu_blocks_override is not None:
         units = UNITS_PER_BLOCK * config.num_gpu_blocks_override
@@ -202,6 +202,7 @@ def _room(config: EngineConfig, units: int, longest: int, unit_bytes: int) -> Sc
         config,
         num_units=units,
         max_model_len=min(wanted, room),
+        seed=seed,
         unit_bytes=unit_bytes,
         host_units=int((config.swap_space or 0.0) * 2**30) // unit_bytes if unit_bytes else 0,
     )
@@ -212,7 +213,7 @@ def _with_hidden(
 ) -> SchedulerConfig:
     """Return the limits with hidden state. `num_layers`: layers of a model whose scratch area uses the same memory."""
     if find_policy(config.online_policy).select is None:
-        raise ConfigError(f"--hidden-cache needs the policy apt or goodput, not {config.online_policy}")
+        raise ConfigError(f"--overload hidden needs the policy apt or goodput, not {config.online_policy}")
     units = room.num_units
     if num_layers is not None:
         # Every HIDDEN_SHARE blocks of KV come with the K and V of one more block, for one layer.

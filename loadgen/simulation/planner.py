@@ -34,7 +34,8 @@ class Question:
     """Input of the planner: traffic, machine, configuration and SLO.
 
     `seconds` of the traffic are used, the first half for the search unless `budget` (no search) is given.
-    `evaluations`: replays that the search may make. `fill_policy`: tidemill or hygen.
+    `evaluations`: replays that the search may make. `fill_policy`: tidemill or hygen. `offline_policy`: see
+    `engine.scheduling.job_queue`.
     """
 
     machine: Simulated
@@ -46,6 +47,7 @@ class Question:
     budget: BudgetParams | None = None
     seed: int = 0
     fill_policy: str = "tidemill"
+    offline_policy: str = "psm"
 
     @property
     def searches(self) -> bool:
@@ -233,7 +235,7 @@ class _Replays:
             windows,
             waits.objective(question.slo, budget, searched=True),
             question.seed,
-            Policies(config.online_policy, config.offline_policy),
+            Policies(config.online_policy, question.offline_policy),
             drain=True,
         )
         return measured(ran, question.slo)

@@ -32,7 +32,7 @@ def show(answer: Answer, model: str, notes: Sequence[str]) -> str:
 def serve_command(answer: Answer, model: str) -> str:
     """Return the command of a server with this SLO, policies and limits; the server finds the budget itself."""
     usual = EngineConfig()
-    rest = command_line(replace(answer.question.config, slo=usual.slo, seed=usual.seed))
+    rest = command_line(replace(answer.question.config, slo=usual.slo))
     return shlex.join(["tidemill", "serve", model, "--slo", str(answer.question.slo), *rest])
 
 

@@ -168,7 +168,7 @@ class CpuBackend:
         if isinstance(head, NativeLinear):
             make = head.native.int8_linear if plan.quantization == "int8" else head.native.linear
         load = partial(
-            load_layers, plan.own, plan.folder, dtype=plan.dtype, load_format=config.load_format, seed=config.seed,
+            load_layers, plan.own, plan.folder, dtype=plan.dtype, load_format=config.load_format,
             make=make, stored=plan.stored,
         )  # fmt: skip
         return PipelineRunner(runner, load)

@@ -73,7 +73,7 @@ class CudaBackend:
         if config.quantization == "int8":
             return "--quantization int8 is not supported on a GPU; set --device cpu, or --quantization fp8"
         if config.hidden_cache and parse_offload(config.offload_weights) is not None:
-            return "--offload-weights cannot be combined with --hidden-cache on a GPU; remove one of them"
+            return "--offload-weights cannot be combined with --overload hidden on a GPU; remove one of them"
         return None
 
     def drop_refusal(self, spec: ModelShape, dtype: str) -> str | None:
@@ -212,7 +212,7 @@ class CudaBackend:
         layers = runner.device.decoder.weights.layers
         load = partial(
             load_layers, plan.own, plan.folder, dtype=plan.dtype, device=runner.device.pool.device,
-            load_format=config.load_format, seed=config.seed, make=make, stored=plan.stored, keep=layers.refill,
+            load_format=config.load_format, make=make, stored=plan.stored, keep=layers.refill,
         )  # fmt: skip
         return PipelineRunner(runner, load)
 
