@@ -35,7 +35,7 @@ from engine.scheduling.planner import OfflinePlan, plan_offline
 from engine.scheduling.policies import find_policy
 from engine.scheduling.recovery import FaultRecovery
 from engine.scheduling.report import report_load, report_stats
-from engine.scheduling.results import Endings, Results
+from engine.scheduling.results import Results
 from engine.scheduling.state import SchedulerState
 from engine.scheduling.trial import build_next
 from predictor.features import LatencyPredictor
@@ -63,9 +63,8 @@ class EngineCore:
         self._admission = Admission(state)
         self._recovery = FaultRecovery(state, Blame(lone_waits))
         self.moves = Moves(state, self._recovery)
-        self._endings = Endings(state, self._admission, self._recovery)
-        self._results = Results(state, self._endings)
-        self._failures = StepFailures(state, self._recovery, self._endings)
+        self._results = Results(state, self._admission, self._recovery)
+        self._failures = StepFailures(state, self._recovery, self._results)
         self._rest = OfflineRest()
 
     @property
@@ -98,10 +97,6 @@ class EngineCore:
     def may_run_ahead(self) -> bool:
         """Return whether the next step may be scheduled before the steps in flight are updated."""
         return may_run_ahead(self.state)
-
-    @property
-    def num_in_flight(self) -> int:
-        return len(self.state.in_flight)
 
     def add_request(self, spec: EngineRequest, now: float) -> None:
         """Queue a request.
@@ -140,7 +135,7 @@ class EngineCore:
     ) -> RequestOutput | None:
         """End a request in any state. Return its terminal output, or None if it has already ended."""
         request = self.state.requests.get(request_id)
-        return None if request is None else self._endings.finish(request, reason, now, error=error)
+        return None if request is None else self._results.finish(request, reason, now, error=error)
 
     def set_lane(self, job: str, lane: Lane) -> None:
         """Move all offline requests of a job, waiting and running, to this lane."""
@@ -225,11 +220,6 @@ class EngineCore:
     def load(self, now: float) -> LoadReport:
         """Return the load figures that a router of several engines needs."""
         return report_load(self.state, now, self._admission.mean_prompt_tokens, self._admission.mean_output_tokens)
-
-    @property
-    def model(self) -> LatencyPredictor | None:
-        """Return the latency model that sizes steps."""
-        return self.state.model
 
     @property
     def is_recovering(self) -> bool:

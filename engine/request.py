@@ -120,11 +120,6 @@ class Request:
         return len(self.token_ids) + self.num_placeholders
 
     @property
-    def num_left_tokens(self) -> int:
-        """Return the maximum number of further output tokens."""
-        return self.max_total_tokens - len(self.token_ids)
-
-    @property
     def num_missing_tokens(self) -> int:
         """Return the tokens to compute before the next new token, at least 1.
 

@@ -47,7 +47,8 @@ def picture(core: EngineCore, now: float) -> str:
     scheduler = core.state
     cache, pool, objective = scheduler.cache, scheduler.cache.device, scheduler.objective
     lines = [
-        f"now {now:.6f}, {core.num_in_flight} in flight, retry_at {core.retry_at}, share {scheduler.offline_share}",
+        f"now {now:.6f}, {len(scheduler.in_flight)} in flight, retry_at {core.retry_at}",
+        f"share {scheduler.offline_share}",
         f"{scheduler.config}",
         f"{objective}",
         f"policy {scheduler.online_policy}",

@@ -14,9 +14,8 @@ from fakes.runner import FakeRunner
 from integrity import check_pool
 
 from engine.api import SamplingParams
-from engine.cache.blocks import CacheAction, CacheBlock, CacheEntry, CacheKind, CacheOperation, Tier
+from engine.cache.blocks import CacheAction, CacheBlock, CacheEntry, CacheKind, CacheOperation, Tier, extend_hashes
 from engine.cache.pool import BlockPool
-from engine.cache.prefix import extend_hashes
 from engine.execution.cpu.device import TorchDevice
 from engine.execution.cuda.device import CudaDevice
 from engine.execution.runner import Runner

@@ -307,7 +307,7 @@ class Watcher:
         step = driver.steps[-1]
         in_step = {r.request_id for r in driver.core.state.in_flight[-1].requests}
         config = driver.core.config
-        assert step.num_tokens <= config.max_num_batched_tokens
+        assert step.features.num_tokens <= config.max_num_batched_tokens
         assert len(step.chunks) <= config.max_num_seqs
         waits_for_units = driver.core.state.pool.num_deferred_units > 0
         for request in due:
@@ -318,7 +318,7 @@ class Watcher:
             assert any(p.request_id in in_step for p in prompts if p.status is RequestStatus.RUNNING) or not any(
                 p.status is RequestStatus.RUNNING for p in prompts
             ), "no prompt moved"
-        if not had_online and oldest and not driver.core.num_in_flight > 1:
+        if not had_online and oldest and not len(driver.core.state.in_flight) > 1:
             assert any(r.request_class is OFFLINE for r in driver.core.state.in_flight[-1].requests)
         assert plan is not None
 

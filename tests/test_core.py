@@ -106,7 +106,7 @@ def test_prompts_run_in_chunks_beside_decodes(depth: int) -> None:
     check_solo(driver, first, second)
     mixed = [s for s in driver.steps if {c.length == 1 for c in s.chunks} == {True, False}]
     assert len(mixed) >= 2, "decode and prefill share steps"
-    assert all(s.num_tokens <= 16 for s in driver.steps)
+    assert all(s.features.num_tokens <= 16 for s in driver.steps)
 
 
 def test_requests_share_every_step(depth: int) -> None:

@@ -229,7 +229,7 @@ def test_steps_beyond_the_buckets_run_in_their_own_size(monkeypatch: pytest.Monk
     driver = driver_of(decoder, tokens=64)
     driver.add(*requests)
     driver.run()
-    assert max(step.num_tokens for step in driver.steps) > 16
+    assert max(step.features.num_tokens for step in driver.steps) > 16
     for request in requests:
         check_greedy(decoder, request, driver.outputs[request.request_id])
 

@@ -65,7 +65,7 @@ async def engine(request: pytest.FixtureRequest) -> AsyncIterator[Engine]:
     await engine.start()
     yield engine
     await engine.stop()
-    assert engine.core.num_in_flight == 0
+    assert not engine.core.state.in_flight
     check_core(engine.core)
 
 
@@ -107,7 +107,7 @@ async def test_aclose_aborts_even_before_the_first_read(engine: Engine) -> None:
     await stream.aclose()
     outputs = [output async for output in stream]
     assert outputs[-1].finish_reason is FinishReason.ABORT
-    assert engine.stats().units_owned == 0 or engine.core.num_in_flight
+    assert engine.stats().units_owned == 0 or engine.core.state.in_flight
 
 
 async def test_abort_with_reason_from_outside(engine: Engine) -> None:
@@ -189,7 +189,7 @@ async def test_behind_a_short_step_of_its_own_cores_the_next_one_is_scheduled() 
     first = make_request("first", range(5), 30)
     stream = await submit_one(engine, first)
     assert await asyncio.to_thread(runner.entered.acquire, timeout=30)
-    await until(lambda: engine.core.num_in_flight == 2)
+    await until(lambda: len(engine.core.state.in_flight) == 2)
     late = make_request("late", range(7), 3)
     others = await submit_one(engine, late)
     runner.permits.release(100)

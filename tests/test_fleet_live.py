@@ -42,7 +42,7 @@ def fleet_server(folder: Path) -> Iterator[str]:
         "--state-dir",
         str(folder / "state"),
     ]
-    command += ["--engines", "2", "--profile-dir", str(folder), "--profile-seconds", "0", "--dtype", "float32"]
+    command += ["--engines", "2", "--profile-seconds", "0", "--dtype", "float32"]
     command += ["--num-gpu-blocks-override", "600", "--slo", "ttft_p99=100s,tbt_p99=100s"]
     with log.open("wb") as output:
         environment = {**os.environ, VARIABLE: str(folder)}

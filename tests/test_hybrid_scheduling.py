@@ -88,7 +88,7 @@ def test_what_is_parked_on_the_host_is_not_computed_again(depth: int) -> None:
         check_solo(driver, *requests)
         stats = driver.core.stats()
         assert stats.preemptions["memory"] > 0
-        computed[host] = sum(step.num_tokens for step in driver.steps)
+        computed[host] = sum(step.features.num_tokens for step in driver.steps)
     assert computed[400] == sum(6 + 30 - 1 for _ in range(4)), "every token is computed once"
     assert computed[0] > computed[400]
     assert stats.cache_units["swap_out"] >= stats.cache_units["swap_in"] > 0, "some of it was still on the device"
@@ -103,7 +103,7 @@ def test_a_prefix_on_the_device_comes_before_the_host(depth: int) -> None:
     check_solo(driver, *requests)
     units = driver.core.stats().cache_units
     assert units["swap_out"] > units.get("swap_in", 0)
-    assert sum(step.num_tokens for step in driver.steps) == sum(6 + 30 - 1 for _ in range(4))
+    assert sum(step.features.num_tokens for step in driver.steps) == sum(6 + 30 - 1 for _ in range(4))
 
 
 def test_a_past_that_is_cheaper_to_compute_is_not_copied(depth: int) -> None:
@@ -123,7 +123,7 @@ def test_an_exhausted_host_falls_back_to_recompute(depth: int, host: int) -> Non
     driver.add(*requests)
     driver.run()
     check_solo(driver, *requests)
-    assert sum(step.num_tokens for step in driver.steps) > 4 * 35
+    assert sum(step.features.num_tokens for step in driver.steps) > 4 * 35
 
 
 def test_an_abort_gives_the_host_back_at_every_moment(depth: int) -> None:

@@ -14,8 +14,7 @@ from windows import poisson_window
 from engine.api import FinishReason, RequestClass, RequestOutput, RequestTimes
 from engine.colocation.baseline import replay_alone, workload_of
 from engine.colocation.keeper import BUDGET_SHARE, MIN_OFFLINE, Colocation, initial_budget
-from engine.colocation.replay import ReplayedServer, Workload, metrics_of, normal_noise, replay
-from engine.colocation.search import find_budget
+from engine.colocation.replay import ReplayedServer, Workload, find_budget, metrics_of, normal_noise, replay
 from engine.colocation.waits import SHORTEST_AWAITED, ArrivalWaits
 from engine.core import EngineCore
 from engine.errors import ConfigError

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from engine.api import EngineRequest, RequestTimes
-from engine.cache.prefix import extend_hashes
+from engine.cache.blocks import extend_hashes
 from engine.request import Request, RequestStatus
 from engine.scheduling.job_queue import PrefixTree
 from engine.scheduling.offline_queue import OfflineQueue

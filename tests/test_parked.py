@@ -205,7 +205,7 @@ def test_running_requests_lose_block_by_block(depth: int) -> None:
         assert all(len(r.cache_map.blocks) in {0, -(-r.cache_map.num_parked_tokens // BLOCK)} for r in waiting)
     check_solo(driver, *requests)
     assert preempted > 0
-    assert sum(step.num_tokens for step in driver.steps) == sum(6 + 30 - 1 for _ in range(4))
+    assert sum(step.features.num_tokens for step in driver.steps) == sum(6 + 30 - 1 for _ in range(4))
 
 
 def test_every_mix_happens_and_changes_no_token() -> None:

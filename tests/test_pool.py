@@ -10,9 +10,8 @@ from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from integrity import check_pool
 
-from engine.cache.blocks import CacheBlock, CacheEntry, CacheKind, Tier
+from engine.cache.blocks import CacheBlock, CacheEntry, CacheKind, Tier, extend_hashes
 from engine.cache.pool import BlockPool
-from engine.cache.prefix import extend_hashes
 from engine.cache.tiers import Tiers
 from engine.limits import SchedulerConfig
 

@@ -345,7 +345,18 @@ def test_fit_refuses_no_samples_and_unknown_sets() -> None:
 
 
 def test_importing_the_predictor_loads_no_numerical_library() -> None:
-    modules = ("breaker", "budget", "features", "fitting", "model", "online", "profile", "samples", "slo", "sweep")
+    modules = (
+        "breaker",
+        "budget",
+        "budget_search",
+        "features",
+        "fitting",
+        "model",
+        "online",
+        "profile",
+        "samples",
+        "slo",
+    )
     imports = "; ".join(f"import predictor.{name}" for name in modules)
     check = (
         f"{imports}; import sys; print(sorted({{'numpy', 'scipy', 'torch', 'engine', 'gateway'}} & set(sys.modules)))"

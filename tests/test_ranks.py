@@ -124,7 +124,7 @@ def assert_vectors_equal(found: Driver, alone: Driver) -> None:
     [
         ("llama-gqa2", {}),
         ("gemma2", {"kv_cache_dtype": "int8"}),
-        ("llama-gqa2", {"overload": "swap", "swap_space": 0.01, "self_test": True}),
+        ("llama-gqa2", {"swap_space": 0.01, "self_test": True}),
         ("", {"model": ""}),
     ],
     ids=["recompute", "int8", "swap", "divided-head"],
@@ -377,7 +377,7 @@ def test_the_plan_is_of_one_rank() -> None:
     assert build.profile_key(part) != build.profile_key(whole)
     assert build.profile_key(part).model.endswith(" on 2 ranks")
     assert any("2 ranks divide each layer" in note for note in part.notes)
-    options = {"overload": "swap", "swap_space": 0.01}
+    options = {"swap_space": 0.01}
     swaps = [build.plan_launch(config_of(ranks=ranks, **options)) for ranks in (1, 2)]
     assert swaps[0].host_units == swaps[1].host_units, "half of the memory for units of half the size"
     assert build.host_bytes(swaps[0]) == build.host_bytes(swaps[1])

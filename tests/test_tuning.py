@@ -19,8 +19,7 @@ from engine.api import FinishReason, RequestClass, RequestOutput, RequestTimes
 from engine.colocation.baseline import replay_alone
 from engine.colocation.keeper import Colocation, initial_budget
 from engine.colocation.load_store import LoadStore
-from engine.colocation.replay import ReplayedServer, Workload
-from engine.colocation.search import find_budget
+from engine.colocation.replay import ReplayedServer, Workload, find_budget
 from engine.colocation.search_child import NICENESS, ChildError, Turn, run_child, step_aside
 from engine.colocation.tuner import MIN_COMPARED, MIN_RECORDED, PAUSE_SECONDS, BudgetTuner
 from engine.core import EngineCore

@@ -63,10 +63,11 @@ class Server:
         """Start the process and wait until it listens. Raises StartError."""
         self.chaos.mkdir(exist_ok=True)
         command = [sys.executable, "-m", "benchmarks.chaos.serve", "serve", "--port", str(self._port)]
-        command += ["--state-dir", str(self.state), "--profile-dir", str(self.folder), *FLAGS, *self._flags]
+        command += ["--state-dir", str(self.state), *FLAGS, *self._flags]
         self._logs += 1
         with self.log.open("wb") as output:
-            environment = {**os.environ, VARIABLE: str(self.chaos), **self._environment}
+            own = {"XDG_CACHE_HOME": str(self.folder), VARIABLE: str(self.chaos)}
+            environment = {**os.environ, **own, **self._environment}
             self._process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=environment)
         for which, limit in self._limits.items():
             resource.prlimit(self.pid, which, (limit, limit))

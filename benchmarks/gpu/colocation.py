@@ -17,8 +17,7 @@ from benchmarks.gpu.setup import Setup
 from benchmarks.gpu.table import Row
 from engine.api import EngineInfo, EngineRequest, FinishReason, RequestClass, RequestOutput, SamplingParams
 from engine.colocation.keeper import Colocation
-from engine.colocation.replay import ReplayedServer, Workload, metrics_of, run_workload
-from engine.colocation.search import find_budget, step_range
+from engine.colocation.replay import ReplayedServer, Workload, find_budget, metrics_of, run_workload, step_range
 from engine.colocation.search_child import run_child
 from engine.core import EngineCore
 from engine.engine import Engine

@@ -12,7 +12,6 @@ from engine.execution import memory
 from engine.execution.plan import LaunchPlan
 from engine.execution.ranks.group import RankGroup
 from engine.limits import UNITS_PER_BLOCK, SchedulerConfig, most_blocks, most_unconfirmed
-from engine.machine.facts import host_engines
 from engine.models.spec import ModelShape, ModelSpec, hidden_offer
 from engine.models.weights import torch_dtype
 
@@ -71,7 +70,7 @@ def with_cache(plan: LaunchPlan, config: EngineConfig, cache_bytes: int, group: 
 
 
 def _hidden_refusal(config: EngineConfig, spec: ModelShape) -> str | None:
-    """Return why requests cannot run from hidden state; None if they can; empty without `--hidden-cache`."""
+    """Return why requests cannot run from hidden state; None if they can; empty without `--overload hidden`."""
     if not config.hidden_cache:
         return ""
     if not isinstance(spec, ModelSpec):
@@ -118,7 +117,7 @@ def _host_room(config: EngineConfig, plan: LaunchPlan) -> tuple[int, int]:
     each, unit, limits = plan.spec.state_bytes, unit_bytes(plan), plan.limits
     if not each:
         return memory.host_units(_swap_bytes(config, plan), unit), 0
-    if config.swap_space is None and config.overload != "swap":
+    if config.swap_space is None:
         return 0, 0
     units = -(-memory.HOST_CHECKPOINT_TOKENS // limits.block_size) * UNITS_PER_BLOCK
     slots = memory.host_units(_swap_bytes(config, plan), each + units * unit)
@@ -157,8 +156,6 @@ def _swap_bytes(config: EngineConfig, plan: LaunchPlan) -> int:
     if config.overload == "drop":
         return 0  # units of the host tier hold all layers
     if config.swap_space is None:
-        if config.overload == "swap":
-            return memory.swap_bytes(memory.available_memory() // host_engines()) // plan.ranks
         return backend.swap_bytes() // plan.ranks
     wanted, free = int(config.swap_space * 2**30), memory.available_memory()
     if backend.locks_pages and wanted > free:  # locked pages are allocated at once

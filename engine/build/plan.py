@@ -104,7 +104,7 @@ def _check_model(config: EngineConfig, choice: Choice, backend: Backend, dtype: 
         raise unsupported(f"--kv-cache-dtype {config.kv_cache_dtype}", by_modules)
     if foreign and config.quantization != "none":
         raise unsupported(f"--quantization {config.quantization}", by_modules)
-    if spec.state_bytes and not config.enable_prefix_caching and (config.swap_space or config.overload == "swap"):
+    if spec.state_bytes and not config.enable_prefix_caching and config.swap_space:
         raise unsupported(
             "--swap-space", f"{spec.architecture} has recurrent layers", "remove --no-enable-prefix-caching"
         )

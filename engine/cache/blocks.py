@@ -6,12 +6,16 @@ block (Apt-Serve §4, HybridServe §4). The control plane knows a kind only by i
 """
 
 import enum
-from collections.abc import Iterable
+from array import array
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from hashlib import blake2b
 from itertools import takewhile
 from typing import NamedTuple
 
 from engine.limits import UNITS_PER_BLOCK
+
+DIGEST_BYTES = 16
 
 
 class Representation(NamedTuple):
@@ -189,3 +193,22 @@ def count_units(blocks: Iterable[CacheBlock]) -> int:
 def count_compact(blocks: Iterable[CacheBlock]) -> int:
     """Return how many blocks need scratch in every step that runs them."""
     return sum(block.entry.kind.form.compact for block in blocks)
+
+
+def extend_hashes(hashes: list[bytes], token_ids: Sequence[int], block_size: int, salt: bytes) -> None:
+    """Append the chained hashes of the full blocks of `token_ids` that `hashes` does not contain yet.
+
+    hash(i) = H(hash(i-1) ‖ tokens of block i), rooted in the tenant's salt. Equal hashes mean equal whole prefixes, and
+    tenants cannot share blocks.
+    """
+    start = len(hashes) * block_size
+    if len(token_ids) - start < block_size:
+        return
+    parent = hashes[-1] if hashes else blake2b(salt, digest_size=DIGEST_BYTES).digest()
+    data = memoryview(array("q", token_ids[start:])).cast("B")
+    width = block_size * 8
+    for offset in range(0, len(data) - width + 1, width):
+        digest = blake2b(parent, digest_size=DIGEST_BYTES)
+        digest.update(data[offset : offset + width])
+        parent = digest.digest()
+        hashes.append(parent)

@@ -26,11 +26,11 @@ from engine.cache.blocks import (
     count_compact,
     count_gone,
     count_units,
+    extend_hashes,
     gone_block,
 )
 from engine.cache.checkpoints import Checkpoints
 from engine.cache.parked import ParkedPasts
-from engine.cache.prefix import extend_hashes
 from engine.cache.tiers import Tiers
 from engine.limits import UNITS_PER_BLOCK, SchedulerConfig
 from engine.request import Request
@@ -84,11 +84,6 @@ class Cache:
     def compact_room(self) -> int:
         """Return how many more blocks may run from compact form."""
         return self._config.scratch_blocks - self.num_compact
-
-    @property
-    def has_parked(self) -> bool:
-        """Return whether any waiting request has blocks on the device."""
-        return self.parked.num_holders > 0
 
     def units_for(self, request: Request, num_offline: int) -> int:
         """Return the units that a request could get now.

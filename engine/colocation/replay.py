@@ -1,4 +1,4 @@
-"""Replays a workload on a virtual clock with the server's own core, policies and margins.
+"""Replays a workload on a virtual clock with the server's own core, policies and margins, and finds budgets by replay.
 
 A step takes the time predicted by the latency model, times the measured variation of real steps. Torch-free;
 deterministic for equal arguments.
@@ -6,7 +6,7 @@ deterministic for equal arguments.
 
 import math
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, count, islice
 from statistics import NormalDist
@@ -18,6 +18,8 @@ from engine.limits import SchedulerConfig
 from engine.scheduling.state import SchedulerState
 from engine.virtual import Arrival, PredictedRunner, VirtualDriver, VirtualRecord, VirtualRun
 from predictor.budget import BudgetParams
+from predictor.budget_search import MAX_CONFIRMATIONS, SearchResult, search_budget
+from predictor.features import BatchFeatures
 from predictor.load import Lengths, OnlineArrival, resample
 from predictor.model import LatencyModel
 from predictor.online import OnlineModel, OnlineSettings
@@ -159,3 +161,30 @@ def offline_lengths(state: SchedulerState, limit: int) -> list[Lengths]:
     """Return the prompt length and the longest answer of up to `limit` offline requests that have not ended."""
     requests = chain(state.running[RequestClass.OFFLINE], state.waiting_offline)
     return [Lengths(r.num_prompt_tokens, r.spec.sampling.max_tokens) for r in islice(requests, limit)]
+
+
+def step_range(model: LatencyModel, config: SchedulerConfig) -> tuple[float, float]:
+    """Return the seconds of the smallest step and twice those of a full one: the search range of L."""
+    smallest, largest = BatchFeatures(model.reach), BatchFeatures(model.reach)
+    smallest.add_decodes(1, 1)
+    largest.add_chunk(0, max(2, config.max_num_batched_tokens))
+    low = model.predict(smallest)
+    return low, max(2.0 * model.predict(largest), 2.0 * low)
+
+
+def find_budget(
+    first: Workload, others: Sequence[Workload], server: ReplayedServer, max_evaluations: int = 24
+) -> SearchResult:
+    """Search on the first window and confirm on the others. `max_evaluations`: for a single other window."""
+
+    def evaluate_on(workload: Workload) -> Callable[[BudgetParams], dict[str, float]]:
+        return lambda budget: replay(workload, server, budget)
+
+    return search_budget(
+        evaluate_on(first),
+        server.slo,
+        step_range(server.model, server.config),
+        server.fill_policy,
+        confirm=[evaluate_on(other) for other in others],
+        max_evaluations=max_evaluations + (MAX_CONFIRMATIONS + 1) * max(0, len(others) - 1),
+    )

@@ -17,8 +17,7 @@ from engine.colocation.baseline import replay_alone, workload_of
 from engine.colocation.keeper import Colocation
 from engine.colocation.load_store import LoadStore
 from engine.colocation.refit import ModelRefit
-from engine.colocation.replay import ReplayedServer, Workload
-from engine.colocation.search import find_budget
+from engine.colocation.replay import ReplayedServer, Workload, find_budget
 from engine.colocation.search_child import IDLE_SECONDS, NICE_SECONDS, ChildError, Turn, run_child
 from predictor.budget import BudgetParams
 from predictor.budget_search import SearchResult

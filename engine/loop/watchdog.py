@@ -90,7 +90,7 @@ class ProgressWatchdog:
 
         The time does not run while a step runs, while the watchdog is suspended, or before the core's retry time.
         """
-        if self._suspended or self._core.num_in_flight or not self._core.has_requests:
+        if self._suspended or self._core.state.in_flight or not self._core.has_requests:
             return self._seconds
         since = self._since if self._core.retry_at is None else max(self._since, self._core.retry_at)
         return since + self._patience - self._clock()

@@ -252,7 +252,7 @@ class PipelineStage:
             self._follow(self._needed_link())
             return
         if role == LEADER:
-            await engine.aside(self._runner.lead, self._needed_link(), engine.core.model)
+            await engine.aside(self._runner.lead, self._needed_link(), engine.core.state.model)
         else:
             self.close()
             self.closed = False

@@ -167,6 +167,6 @@ class Allocation:
             length,
             self._step_id,
             num_offline=len(self._state.running[RequestClass.OFFLINE]),
-            from_online=is_online and self._cache.has_parked and self._victims.offline() is None,
+            from_online=is_online and self._cache.parked.num_holders > 0 and self._victims.offline() is None,
             growing=growing,
         )

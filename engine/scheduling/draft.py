@@ -9,7 +9,7 @@ from itertools import repeat
 from operator import attrgetter
 
 from engine.api import RequestClass, quick_constructor
-from engine.cache.blocks import CacheKind, CacheOperation, Tier
+from engine.cache.blocks import CacheKind, Tier
 from engine.cache.cache import Claim
 from engine.request import Request, RequestStatus
 from engine.scheduling.allocation import Allocation
@@ -58,7 +58,9 @@ class StepDraft:
         parked_states = self.state.cache.checkpoints.take_parked()
         slots = self.state.config.state_slots
         brought = sum(new.state >= slots for new in self._new_requests) if slots else 0
-        self._charge_operations(operations, len(parked_states) + brought)
+        moved = self.state.cache.tiers.moved_bytes(operations)
+        moved += (len(parked_states) + brought) * self.state.config.state_bytes
+        self.ledger.charge_moves(moved - self.ledger.features.transferred_bytes)
         released, self.state.released_rows = self.state.released_rows, []
         new_rows = {new.row for new in self._new_requests}
         output = SchedulerOutput(
@@ -76,11 +78,6 @@ class StepDraft:
             spare=spare,
         )
         return InFlight(output, self.requests, [request.epoch for request in self.requests])
-
-    def _charge_operations(self, operations: tuple[CacheOperation, ...], num_states: int) -> None:
-        """Charge the bytes that the step copies: those of its operations and of `num_states` recurrent states."""
-        moved = self.state.cache.tiers.moved_bytes(operations) + num_states * self.state.config.state_bytes
-        self.ledger.charge_moves(moved - self.ledger.features.transferred_bytes)
 
     def add_chunk(self, request: Request, length: int) -> None:
         """Add `length` tokens of a request; the caller charges these tokens."""

@@ -11,7 +11,7 @@ from engine.errors import EngineUnavailableError
 from engine.request import Request, RequestStatus
 from engine.scheduling.in_flight import InFlight
 from engine.scheduling.recovery import CANARY_ID, Ending, FaultRecovery
-from engine.scheduling.results import Endings
+from engine.scheduling.results import Results
 from engine.scheduling.state import SchedulerState
 from engine.scheduling.waiting import WaitingQueue
 
@@ -26,11 +26,11 @@ class StepFailures:
         undone_through: Steps up to this id were built on a failed step; their results and errors are ignored.
     """
 
-    def __init__(self, state: SchedulerState, recovery: FaultRecovery, endings: Endings) -> None:
+    def __init__(self, state: SchedulerState, recovery: FaultRecovery, results: Results) -> None:
         self.undone_through = -1
         self._state = state
         self._recovery = recovery
-        self._finish = endings.finish
+        self._finish = results.finish
 
     def passed(self, flight: InFlight, outputs: list[RequestOutput], now: float) -> Iterator[RequestOutput]:
         """Handle a completed step while suspects or the canary exist. Outputs of the canary are not passed on."""

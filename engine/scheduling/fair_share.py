@@ -6,12 +6,10 @@ counter if that is higher, so that leaving cancels no debt. While all keys have 
 charge. The module uses no requests, clock or unit of service.
 """
 
-from collections.abc import Iterable, Mapping
+import math
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from heapq import heapify, heappop, heappush, heapreplace
-
-MOST_OUTDATED = 8
-"""Heap entries per account at which outdated entries are removed."""
+from heapq import heapify, heapreplace
 
 
 @dataclass(slots=True)
@@ -27,30 +25,21 @@ class FairShare:
     def __init__(self) -> None:
         self._accounts: dict[str, _Account] = {}
         self._num_entered = 0
-        self._num_active = 0
-        # Heaps of (service, key) by whether the key is active. An entry is outdated if the account differs from it.
-        self._standings: dict[bool, list[tuple[float, str]]] = {True: [], False: []}
 
     def copy(self) -> "FairShare":
         """Return an independent copy."""
         other = FairShare()
         other._accounts = {key: replace(account) for key, account in self._accounts.items()}
-        other._num_entered, other._num_active = self._num_entered, self._num_active
-        other._standings = {active: list(heap) for active, heap in self._standings.items()}
+        other._num_entered = self._num_entered
         return other
 
     def enter(self, key: str) -> None:
         """Record one more piece of work of `key`."""
         account = self._accounts.get(key)
         if account is None or not account.num_active:
-            least = self.least()
             own = 0.0 if account is None else account.service
-            account = self._accounts[key] = _Account(max(own, least), self._num_entered)
+            account = self._accounts[key] = _Account(max(own, self.least()), self._num_entered)
             self._num_entered += 1
-            self._num_active += 1
-            account.num_active = 1
-            self._note(key, account)
-            return
         account.num_active += 1
 
     def leave(self, key: str) -> None:
@@ -61,23 +50,14 @@ class FairShare:
         account = self._accounts[key]
         account.num_active -= 1
         assert account.num_active >= 0, "more work has ended than was there"
-        if account.num_active:
-            return
-        self._num_active -= 1
-        if not self._num_active:
-            self._accounts.clear()
-            self._standings = {True: [], False: []}
-            return
-        self._note(key, account)
-        least = self.least()
-        while (lowest := self._lowest(active=False)) is not None and lowest[0] <= least:
-            del self._accounts[lowest[1]]
+        if not account.num_active:
+            least = min(self._active(), default=math.inf)
+            self._accounts = {k: a for k, a in self._accounts.items() if a.num_active or a.service > least}
 
     def charge(self, key: str, service: float) -> None:
         """Charge service to `key`, or return some if negative. A closed account is not charged."""
         if (account := self._accounts.get(key)) is not None:
             account.service += service
-            self._note(key, account)
 
     def is_active(self, key: str) -> bool:
         """Return whether `key` has work."""
@@ -90,33 +70,15 @@ class FairShare:
 
     def least(self) -> float:
         """Return the lowest counter among active keys, or 0 without any."""
-        lowest = self._lowest(active=True)
-        return 0.0 if lowest is None else lowest[0]
+        return min(self._active(), default=0.0)
 
     def standing(self, key: str) -> tuple[float, int]:
         """Return the sort key of an active key; the lowest is served next."""
         account = self._accounts[key]
         return account.service, account.order
 
-    def _note(self, key: str, account: _Account) -> None:
-        """Record that a key's counter or activity changed. Takes logarithmic time on average."""
-        heap = self._standings[account.num_active > 0]
-        heappush(heap, (account.service, key))
-        if len(heap) > MOST_OUTDATED * len(self._accounts):
-            active = heap is self._standings[True]
-            heap[:] = [(a.service, k) for k, a in self._accounts.items() if (a.num_active > 0) is active]
-            heapify(heap)
-
-    def _lowest(self, *, active: bool) -> tuple[float, str] | None:
-        """Return the lowest counter among active (or inactive) keys, with its key, or None."""
-        heap = self._standings[active]
-        while heap:
-            service, key = heap[0]
-            account = self._accounts.get(key)
-            if account is not None and account.service == service and (account.num_active > 0) is active:
-                return heap[0]
-            heappop(heap)
-        return None
+    def _active(self) -> Iterator[float]:
+        return (account.service for account in self._accounts.values() if account.num_active)
 
 
 class FairWalk:

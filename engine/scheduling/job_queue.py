@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 
-from engine.cache.prefix import extend_hashes
+from engine.cache.blocks import extend_hashes
 from engine.request import Request
 
 OFFLINE_POLICIES = ("psm", "deadline", "fcfs")

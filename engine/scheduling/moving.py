@@ -179,15 +179,9 @@ class Moves:
     def _take_room(self, request: Request, num_tokens: int) -> bool:
         state = self._state
         num_blocks = -(-num_tokens // state.config.block_size)
-        if not state.free_rows or request.request_class is not RequestClass.ONLINE:
+        has_room = UNITS_PER_BLOCK * num_blocks <= state.pool.num_available_units
+        if not state.free_rows or request.request_class is not RequestClass.ONLINE or not has_room:
             return False
-        blocks = request.cache_map.blocks
-        while len(blocks) < num_blocks:
-            block = state.pool.allocate(CacheKind.KV, online=True)
-            if block is None:
-                for taken in blocks:
-                    state.pool.release(taken, -1)
-                blocks.clear()
-                return False
-            blocks.append(block)
+        found = (state.pool.allocate(CacheKind.KV, online=True) for _ in range(num_blocks))
+        request.cache_map.blocks += [block for block in found if block is not None]
         return True

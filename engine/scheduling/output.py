@@ -119,10 +119,6 @@ class SchedulerOutput:
     features: BatchFeatures = field(default_factory=BatchFeatures)
     spare: float = 0.0
 
-    @property
-    def num_tokens(self) -> int:
-        return sum(chunk.length for chunk in self.chunks)
-
 
 @dataclass(frozen=True, slots=True)
 class ModelRunnerOutput:

@@ -32,6 +32,7 @@ from engine.scheduling.state import SchedulerState
 from engine.scheduling.tenants import order_tenants
 from engine.scheduling.victims import is_late, spares
 from engine.scheduling.waiting import WaitingQueue, by_age
+from predictor.features import CacheWork
 
 BEHIND_EVERY = 8
 """If a step has no room for both groups, the less urgent prompt goes first in one of this many such steps.
@@ -97,6 +98,20 @@ class PromptFill:
             self._reserve = _Reserve()
         for request in prompts:
             self._continue(request)
+
+    def restore_compact(self) -> None:
+        """Convert HIDDEN blocks of the step's requests back to K and V, oldest first, while memory and time allow."""
+        ledger, wanted = self._ledger, self._state.config.max_num_batched_tokens
+        if not self._state.cache.num_compact:
+            return
+        if ledger.model is not None and (per_token := ledger.model.cache_work(restored_tokens=1)) > 0.0:
+            first = ledger.model.cache_work(restored_tokens=1, beside=ledger.features) - per_token
+            wanted = int(min(wanted, max(0.0, self.time_limit - ledger.seconds - first) / per_token))
+        for request in self._state.running[RequestClass.ONLINE]:
+            if request.cache_map.num_compact and request.last_step == self._draft.step_id:
+                restored = self._allocation.restore(request, wanted)
+                ledger.charge_cache_work(CacheWork(-restored, restored))
+                wanted -= restored
 
     def _has_time(self) -> bool:
         """Return whether every prompt is on time even at the pace that leaves a share of the TBT limit unused."""

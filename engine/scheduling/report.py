@@ -79,7 +79,8 @@ def _growth(state: SchedulerState, online: Collection[Request], num_waiting: int
     size, later = state.config.block_size, min(num_waiting, max(0, state.config.max_num_seqs - len(online)))
     runs = []
     for request in online:
-        left = min(max(mean_output - request.num_output_tokens, LATE_PART * mean_output), request.num_left_tokens)
+        most = request.max_total_tokens - len(request.token_ids)
+        left = min(max(mean_output - request.num_output_tokens, LATE_PART * mean_output), most)
         runs.append((left, UNITS_PER_BLOCK * request.cache_map.num_live))
     return round(peak_growth(runs, later, mean_output, size / UNITS_PER_BLOCK))
 

@@ -22,11 +22,12 @@ NO_TOKEN = -4
 _make_times, _make_output = quick_constructor(RequestTimes), quick_constructor(RequestOutput)
 
 
-class Endings:
-    """End requests."""
+class Results:
+    """Apply step results and end requests."""
 
     def __init__(self, state: SchedulerState, admission: Admission, recovery: FaultRecovery) -> None:
         self._state = state
+        self._counters = state.counters
         self._admission = admission
         self._recovery = recovery
 
@@ -68,15 +69,6 @@ class Endings:
             beside_offline=request.beside_offline,
             probe=request.spec.probe,
         )
-
-
-class Results:
-    """Apply step results."""
-
-    def __init__(self, state: SchedulerState, endings: Endings) -> None:
-        self._state = state
-        self._counters = state.counters
-        self._finish = endings.finish
 
     def take_in(self, flight: InFlight, result: ModelRunnerOutput, now: float) -> list[RequestOutput]:
         """Apply the result of a step. Return the outputs of its requests."""
@@ -155,7 +147,7 @@ class Results:
     def _finish_pooled(self, request: Request, embedding: bytes, now: float) -> RequestOutput:
         """End a pooling request with its vector; the vector counts as its first token."""
         request.times = request.times._replace(first_token=now, last_token=now)
-        return self._finish(request, FinishReason.STOP, now)._replace(embedding=embedding)
+        return self.finish(request, FinishReason.STOP, now)._replace(embedding=embedding)
 
     def _sit_out(self, request: Request, chunk: Chunk) -> None:
         """Schedule the last position of a chunk again, because its grammar mask was late.
@@ -214,9 +206,9 @@ class Results:
         num_output = len(request.token_ids) - request.num_prompt_tokens
         # the masks of a grammar enforce min_tokens
         if token in sampling.stop_token_ids and (num_output >= sampling.min_tokens or sampling.grammar is not None):
-            return self._finish(request, FinishReason.STOP, now, (token,), logprobs, stop_token_id=token)
+            return self.finish(request, FinishReason.STOP, now, (token,), logprobs, stop_token_id=token)
         if num_output >= sampling.max_tokens:
-            return self._finish(request, FinishReason.LENGTH, now, (token,), logprobs)
+            return self.finish(request, FinishReason.LENGTH, now, (token,), logprobs)
         spec = request.spec
         new = request.tell(TOLD_TOGETHER) if request.withholds else (token,)
         return _make_output(
@@ -254,4 +246,4 @@ class Results:
         grammar = request.spec.sampling.grammar
         message = "The grammar became too complex while the answer grew."
         error = InvalidRequestError(message, param=grammar.param if grammar else None, code="invalid_value")
-        return self._finish(request, FinishReason.ERROR, now, error=error)
+        return self.finish(request, FinishReason.ERROR, now, error=error)

@@ -19,10 +19,8 @@ from engine.scheduling.in_flight import InFlight
 from engine.scheduling.offline_fill import OfflineFill
 from engine.scheduling.planner import OfflinePlan
 from engine.scheduling.prompts import PromptFill
-from engine.scheduling.selection import Start
-from engine.scheduling.tenants import let_in, select_by_tenant
-from engine.scheduling.victims import evict_late, online_order, pressure_of
-from predictor.features import CacheWork
+from engine.scheduling.tenants import choose_starts, let_in
+from engine.scheduling.victims import online_order
 
 
 class StepBuilder:
@@ -39,11 +37,11 @@ class StepBuilder:
         """Return the step, or None if no request can run now. Without a plan the step is online-only."""
         self._state.cache.balance()
         first = let_in(self._draft)
-        starts = self._choose_online()
+        starts = choose_starts(self._state, self._draft.now)
         num_decodes = self._add_online_decodes()
         self._prompts.add(starts, first)
         if starts is None:
-            self._restore_compact()
+            self._prompts.restore_compact()
         if plan is not None:
             self._offline.add(plan, num_decodes, beside_prompt=self._prompts.has_added)
         return self._draft.finish(self._spare())
@@ -83,33 +81,3 @@ class StepBuilder:
             reachable = [min(slack, objective.tbt) for slack in slacks if slack >= ledger.seconds]
             self._prompts.time_limit = min(reachable, default=math.inf)
         return len(draft.chunks)
-
-    def _choose_online(self) -> list[Start] | None:
-        """Return the waiting requests that a knapsack chose to start.
-
-        None if memory suffices or the policy has no knapsack; then queue order applies.
-        """
-        state, select = self._state, self._state.online_policy.select
-        if select is None or not state.waiting_online:
-            return None
-        pressure = pressure_of(state, self._draft.now)
-        if pressure is None:
-            return None
-        starts = select_by_tenant(state, select, pressure)
-        if state.online_policy.late_last:
-            evict_late(state, starts, self._draft.now)
-        return starts
-
-    def _restore_compact(self) -> None:
-        """Convert HIDDEN blocks of the step's requests back to K and V, oldest first, while memory and time allow."""
-        ledger, wanted = self._draft.ledger, self._state.config.max_num_batched_tokens
-        if not self._state.cache.num_compact:
-            return
-        if ledger.model is not None and (per_token := ledger.model.cache_work(restored_tokens=1)) > 0.0:
-            first = ledger.model.cache_work(restored_tokens=1, beside=ledger.features) - per_token
-            wanted = int(min(wanted, max(0.0, self._prompts.time_limit - ledger.seconds - first) / per_token))
-        for request in self._state.running[RequestClass.ONLINE]:
-            if request.cache_map.num_compact and request.last_step == self._draft.step_id:
-                restored = self._draft.allocation.restore(request, wanted)
-                ledger.charge_cache_work(CacheWork(-restored, restored))
-                wanted -= restored

@@ -20,7 +20,7 @@ from engine.scheduling.laxity import PrefillPace, PromptOrder
 from engine.scheduling.online_share import OnlineShare, by_tenant
 from engine.scheduling.selection import Pressure, Select, Start
 from engine.scheduling.state import SchedulerState
-from engine.scheduling.victims import freed_units
+from engine.scheduling.victims import evict_late, freed_units, pressure_of
 from engine.scheduling.waiting import by_age
 
 Order = Callable[[list[Request], PrefillPace | None], PromptOrder]
@@ -64,6 +64,20 @@ def _paces(groups: Mapping[str, Sequence[Request]], pace: PrefillPace | None) ->
         return dict.fromkeys(groups)
     work = {name: sum(request.num_prompt_tokens for request in group) for name, group in groups.items()}
     return {name: pace.slower(sum(min(own, other) for other in work.values()) / own) for name, own in work.items()}
+
+
+def choose_starts(state: SchedulerState, now: float) -> list[Start] | None:
+    """Return the waiting requests that a knapsack chose to start.
+
+    None if memory suffices or the policy has no knapsack; then queue order applies.
+    """
+    policy = state.online_policy
+    if policy.select is None or not state.waiting_online or (pressure := pressure_of(state, now)) is None:
+        return None
+    starts = select_by_tenant(state, policy.select, pressure)
+    if policy.late_last:
+        evict_late(state, starts, now)
+    return starts
 
 
 def select_by_tenant(state: SchedulerState, select: Select, pressure: Pressure) -> list[Start]:

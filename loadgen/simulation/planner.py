@@ -10,8 +10,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from engine.api import RequestClass
-from engine.colocation.replay import MIN_DRAIN, WARM_UP_SHARE, span_of
-from engine.colocation.search import step_range
+from engine.colocation.replay import MIN_DRAIN, WARM_UP_SHARE, span_of, step_range
 from engine.colocation.waits import ArrivalWaits
 from engine.config import EngineConfig
 from engine.scheduling.objective import UNLIMITED
