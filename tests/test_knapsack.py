@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from itertools import product
 from typing import NamedTuple
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -32,7 +33,9 @@ class Option(NamedTuple):
 
 def choose(candidates: Sequence[Candidate], capacity: int, *, live: int = 0, rho: float = 0.0) -> Selection:
     values, kv, compact = zip(*candidates, strict=True) if candidates else ((), (), ())
-    columns = Columns.of(values, kv, [units or 0 for units in compact])
+    columns = Columns(
+        np.array(values, np.float64), np.array(kv, np.int64), np.array([units or 0 for units in compact], np.int64)
+    )
     return knapsack.choose(columns, capacity, live=live, rho=rho)
 
 

@@ -356,7 +356,7 @@ class QueueMachine(RuleBasedStateMachine):
         assert order == [request.request_id for request in queue.candidates()]
         assert sorted(request.request_id for request in queue) == sorted(self.waiting)
         lanes = Counter(request.spec.lane for request in self.waiting.values())
-        assert all(queue.num_waiting(lane) == lanes[lane] for lane in Lane)
+        assert all(len(queue._lanes[lane]) == lanes[lane] for lane in Lane)
 
     @invariant()
     def nothing_is_kept_of_what_has_ended(self) -> None:

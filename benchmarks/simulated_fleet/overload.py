@@ -209,7 +209,7 @@ class OverloadedFleet:
             driver.remove(party.server)
         made = [self._make(group, now + DROP_SECONDS) for group in groups]
         load = [0] * len(made)
-        for request, source in sorted(moved, key=lambda item: item[0].arrival):
+        for request, source in sorted(moved, key=lambda item: item[0].spec.resumed.times.arrival):
             # Each to the one that has least, in tokens: at first there is nothing else to tell them apart.
             index = min(range(len(made)), key=lambda i: load[i])
             load[index] += request.num_tokens or len(request.spec.prompt_token_ids)

@@ -1,12 +1,10 @@
 """The cache of one engine: decides where the computed tokens (K, V, hidden state) of each request are stored.
 
-It joins the tiers, their prefix indexes and the parked blocks. A running request *extends* its map. A waiting request
-*claims* the blocks that it could start from and *takes* them. A request that leaves its row *vacates* it; with a host
-tier its blocks stay in place for now. Changes of units become the step's cache operations.
+A running request *extends* its map. A waiting request *claims* the blocks that it could start from and *takes* them. A
+request that leaves its row *vacates* it. Changes of units become the step's cache operations.
 
-If every layer of the model has a window, a request only holds blocks from the oldest token that its next token sees.
-Earlier blocks are freed during computation and not taken from a prefix. If layers are recurrent, a cached prefix ends
-at its last block with a checkpoint. This module uses no queues, victims, clock or step limits.
+If every layer of the model has a window, blocks before the window of the next token are freed during computation and
+not taken from a prefix. If layers are recurrent, a cached prefix ends at its last block with a checkpoint.
 """
 
 from collections import Counter

@@ -1,22 +1,15 @@
-"""Checkpoints: copies of a request's recurrent state, each at the end of a block.
+"""Checkpoints: copies of a request's recurrent state, each at the end of a block and in one slot.
 
-In a hybrid model, cached K and V are useless without the recurrent state at the same position, and the state cannot be
-derived from them. A request can start only behind a block that has both. A state has the same size for any prefix
-length and occupies one slot. The slot pool shares, evicts and defers slots like blocks.
-
-A prompt gets lasting checkpoints at these positions:
+In a hybrid model, cached K and V are useless without the recurrent state at the same position, so a request can start
+only behind a block that has both. A prompt gets lasting checkpoints at these positions:
 
 - multiples of `checkpoint_tokens`, doubled until they use at most a quarter of the slots;
 - its last full block, where the next turn continues if the chat template drops the model's thoughts;
-- its branch point from an earlier prompt, once known: blocks were cached there, but no state (as in Marconi, MLSys
-  2025).
+- its branch point from an earlier prompt: blocks were cached there, but no state (as in Marconi, MLSys 2025).
 
-While a request generates, one more state moves along with the end of its last block (`_passing`). The next turn of the
-chat continues from it, as does a preempted request. These use at most half of the slots.
-
-A state is published once its step is confirmed. With a host tier there are host slots, too. When a slot is reused, the
-state of an online request moves to the host, provided that the copies take less time than computing the tokens between
-two checkpoints. Requests start from host states as from device ones. This module uses no layers, queues or clock.
+While a request generates, one more state moves along with the end of its last block (`_passing`); these use at most
+half of the slots. A state is published once its step is confirmed. When a slot is reused, the state of an online
+request moves to a host slot if the copies take less time than computing the tokens between two checkpoints.
 """
 
 from collections.abc import Collection, Sequence

@@ -1,15 +1,13 @@
-"""Parked blocks: the blocks of waiting requests. They stay on the device until the memory is needed.
+"""Parked blocks: with a host tier, a preempted request keeps its blocks until the memory is needed.
 
-With a host tier, a preempted request keeps its blocks. `reclaim` frees the requested units where restoring costs least
-per unit (`engine.cache.placement`): it copies a block to the host or drops the tail. The blocks of one request may lie
-on both tiers and mix representations (Apt-Serve §4.2, HybridServe §4). When the request starts again, device blocks
-stay in place, host blocks are copied back, and the dropped tail is recomputed. Hidden state cannot be derived from K
-and V, so a block gets its form on the host when it is first stored: a request that runs from hidden state stores the
-blocks of its answer by the host's split.
+`reclaim` frees units where restoring costs least per unit (`engine.cache.placement`): it copies a block to the host or
+drops the tail. The blocks of one request may lie on both tiers and mix representations (Apt-Serve §4, HybridServe §4).
+When the request starts again, device blocks stay in place, host blocks are copied back, and the dropped tail is
+recomputed. Hidden state cannot be derived from K and V, so a block gets its form on the host when it is first stored.
 
-Parked blocks never hold up another request. A running online request may take all parked blocks. Offline requests take
-those of offline requests. A waiting online request takes all but its own. Without a host tier no blocks are parked:
-full blocks stay in the prefix index, where the tail is evicted first. This module uses no clock or step limits.
+Parked blocks never hold up another request. A running online request may take all of them, an offline request those of
+offline requests, and a waiting online request all but its own. Without a host tier, full blocks stay in the prefix
+index instead, where the tail is evicted first.
 """
 
 from collections import Counter

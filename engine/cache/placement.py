@@ -1,16 +1,13 @@
 """Cost model for the blocks of waiting requests: keep, copy to the host, or drop (Apt-Serve §4, HybridServe §4).
 
-A preempted request keeps its blocks until the memory is needed. Then a block can be given up in two ways, each with a
-measured cost of restoring it: a copy to the bounded host pool and back, or recomputation. Only the tail can be
-recomputed, because progress is a single counter. `release_units` frees the requested units at the least cost per unit.
-While the host has room, a plan costs more than the best one by at most its last step on one block.
+Giving up a block has a measured cost of restoring it: a copy to the bounded host pool and back, or recomputation of the
+tail. `release_units` frees units at the least cost per unit; while the host has room, a plan costs more than the best
+one by at most its last step on one block.
 
-The second half chooses the representations on a full host, so that restoring keeps link and device equally busy
+The second half splits a full host between representations so that restoring keeps link and device equally busy
 (HybridServe §4.3). The paper's balance omits the load of the host's compact blocks (Eq. 9) and the forward pass (Eq.
-10). With both, and a full host, the load is constant and the device time is linear in the number of compact (ACT)
-blocks, so the split has a closed form.
-
-Pure functions of seconds and whole units; no requests, pools or copies.
+10). With both, the load is constant and the device time is linear in the number of compact (ACT) blocks, so the split
+has a closed form.
 """
 
 import enum

@@ -7,20 +7,15 @@ Every unit is in exactly one state (reliability E1):
 - *cached* in a published block without references: a prefix hit revives the block, an allocation evicts it;
 - *deferred* in a released block that a step in flight may still use (E2).
 
-The pool counts units. It uses no requests, tensors or clock; steps are identified by increasing ids. Each tier has its
-own pool (`engine.cache.tiers`).
-
 A block never changes its kind or tier. To convert or swap a block, allocate the target, schedule the `CacheOperation`
-in a step, replace the source by the target in the request's map, and release the source with that step as `last_step`.
-The source's units are not reused before the step ends, so the copy may run at any time within it.
+in a step, replace the source in the request's map, and release the source with that step as `last_step`: its units are
+not reused before the step ends.
 
-In a *paired* pool every block takes two units, and V's unit follows K's, so that one number locates a block. The free
-list is then a stack of such pairs. Pools that also hold blocks of one unit (hidden state) are never paired, since their
-units are freed one by one.
+In a *paired* pool V's unit follows K's, so that one number locates a block. Pools that also hold blocks of one unit
+(hidden state) are never paired, since their units are freed one by one.
 
-A pool may grow and shrink (KunServe §4.1, §4.4): `grow` appends unit numbers and `shrink` removes the last ones.
-Removed units that a block still holds *retire*: they are not allocated again and vanish when the block is released. The
-memory may be reused only once `num_retiring_units` is 0.
+A pool may grow and shrink (KunServe §4.1, §4.4). Removed units that a block still holds *retire*: they vanish when the
+block is released, and the memory may be reused only once `num_retiring_units` is 0.
 """
 
 from collections.abc import Iterable

@@ -1,13 +1,9 @@
 """The pools of all tiers, and the copies between them in the step being built.
 
-The host pool is a second prefix cache behind the device's. When the device evicts a published block that an online
-request used, the step that reuses its units copies it to the host first, provided that copying out and back is faster
-than recomputing. `find` returns a prefix's blocks, on the device if possible, else on the host. `fetch` brings a block
-back in the step in which its request starts. The host keeps its copy, so evicting the same block again needs no copy.
-
-A copy is published once its step has succeeded, and never if the step failed. Parked blocks of waiting requests
-(`engine.cache.parked`) take priority: they evict the least recently used prefixes. This module uses no requests, queues
-or clock.
+The host pool is a second prefix cache behind the device's. When the device evicts a published block of an online
+request, the step that reuses its units copies it to the host first, if copying out and back is faster than recomputing.
+The host keeps its copy when a block is fetched back. A copy is published once its step has succeeded. Parked blocks
+(`engine.cache.parked`) take priority: they evict the least recently used prefixes.
 """
 
 from collections.abc import Collection, Iterable, Sequence

@@ -6,20 +6,13 @@ maximised within `capacity` units.
 
 `choose` is the closed form for {kv, compact} with one ratio r = compact / kv. With P = live · rho and m = kv, a
 candidate's hull has a first increment of density (value/m − P)/r and an upgrade of density P/(1 − r), the same for all;
-compact is on the hull iff value ≥ P·m/(1 − r). So one sort gives the order of all increments: admissible compacts,
-their upgrades, the others as KV. Three additions to the paper's greedy rule:
-
-- An increment that does not fit is skipped; the rest is still tried.
-- A form that does not fit even alone is removed first, and the result is compared with the best single candidate in its
-  richest form that fits. The value is thus at least half of the optimum (with single candidates in KV only, it could be
-  0).
-- Remaining units are filled with compact forms.
-
-Pure and deterministic: candidates of equal density keep their input order. Uses no requests, steps or clock.
+compact is on the hull iff value ≥ P·m/(1 − r). So one sort orders all increments: admissible compacts, their upgrades,
+the others as KV; equal densities keep their input order. Three additions to the paper's greedy rule: an increment that
+does not fit is skipped; the result is compared with the best single candidate in its richest form that fits, which
+guarantees half of the optimum; and remaining units are filled with compact forms.
 """
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -60,10 +53,6 @@ class Columns(NamedTuple):
     values: Floats
     kv: Ints
     compact: Ints
-
-    @classmethod
-    def of(cls, values: Sequence[float], kv: Sequence[int], compact: Sequence[int]) -> "Columns":
-        return cls(np.array(values, np.float64), np.array(kv, np.int64), np.array(compact, np.int64))
 
 
 def choose(columns: Columns, capacity: int, *, live: int = 0, rho: float = 0.0) -> Selection:

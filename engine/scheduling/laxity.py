@@ -1,13 +1,10 @@
 """The order in which prompts get step time: as many as possible get their first token by their deadline.
 
-Running and waiting prompts share one machine. The Moore-Hodgson rule (Moore 1968) minimises the number of late jobs:
-take jobs by deadline, and whenever one would be late, leave out the longest job so far. All TTFT objectives are equal,
-so deadline order is arrival order. Laxity (deadline − now − predicted remaining work) only decides which prompts are
-left out: one very long prompt does not make the short ones behind it late. Prompts that are left out or already late
-follow the others by arrival; the first of these gets a floor chunk (see `engine.scheduling.prompts`).
-
-With several tenants, this order applies within each tenant (`engine.scheduling.tenants`). Functions only read the
-scheduler state; units are seconds and tokens. Memory is not considered.
+The Moore-Hodgson rule (Moore 1968) minimises the number of late jobs on one machine: take jobs by deadline, and
+whenever one would be late, leave out the longest job so far. All TTFT objectives are equal, so deadline order is
+arrival order, and laxity (deadline − now − predicted remaining work) only decides which prompts are left out. These,
+and prompts that are already late, follow the others by arrival; the first of them gets a floor chunk (see
+`engine.scheduling.prompts`). Units are seconds and tokens; memory is not considered.
 """
 
 import math

@@ -23,12 +23,6 @@ class MovedRequest(NamedTuple):
     spec: EngineRequest
     num_tokens: int
 
-    @property
-    def arrival(self) -> float:
-        """Return the arrival time at the first engine."""
-        assert self.spec.resumed is not None
-        return self.spec.resumed.times.arrival
-
 
 class HeldRequest(NamedTuple):
     """An unfinished request, the device units that it holds, and whether it has a row."""

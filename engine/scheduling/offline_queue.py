@@ -109,10 +109,6 @@ class OfflineQueue:
     def __len__(self) -> int:
         return sum(map(len, self._lanes.values()))
 
-    def num_waiting(self, lane: Lane) -> int:
-        """Return the waiting requests of a lane, preempted ones included."""
-        return len(self._lanes[lane])
-
     def is_full(self, lane: Lane, tenant: str, limit: int) -> bool:
         """Return whether a tenant must not add to a lane limited to `limit` waiting requests.
 
@@ -233,10 +229,6 @@ class OfflineQueue:
             if not walk:
                 del walks[chosen]
             floors.charge(chosen, cost, walks)
-
-    def oldest(self) -> Request | None:
-        """Return the request that has waited longest."""
-        return min(self, key=attrgetter("arrival_order"), default=None)
 
     def _job_key(self, request: Request) -> str:
         return request.spec.job if self._policy == "psm" else ""

@@ -1,16 +1,12 @@
 """Selects the requests to start when memory is short, and their representation (Apt-Serve §4.2-§5; `goodput` is ours).
 
 Running requests stay while they fit. Waiting requests compete for free memory and for memory that offline work can give
-up. `select_apt` and `select_goodput` assign values; `engine.scheduling.knapsack` chooses. While memory suffices this
-module is not used, and requests start in policy order from KV.
+up: `select_apt` and `select_goodput` assign values, and `engine.scheduling.knapsack` chooses.
 
 The value of a request is its pending time (Apt-Serve §4.2) or one point (`goodput`). Both demote a request that missed
-its SLO to `tail` times its pending time. After a wait of 1/tail objectives it is worth as much as a request that can
-still meet its SLO. 0 is the paper's near-zero constant: the best attainment, but about a tenth of the requests starve.
-0.4 is the paper's decayed variant (§6.6).
-
-Thousands of requests may wait and a step takes a few milliseconds, so the queue is processed in columns. Only preempted
-requests are corrected one by one.
+its SLO to `tail` times its pending time, so after 1/tail objectives it is worth as much as a request that can still
+meet its SLO. 0 is the paper's near-zero constant: the best attainment, but about a tenth of the requests starve. 0.4 is
+the paper's decayed variant (§6.6). The queue is processed in columns, because thousands of requests may wait.
 """
 
 import math

@@ -1,17 +1,12 @@
 """Builds the next step: an ordinary one, a trial of certain requests, or the step of last resort.
 
-Trials and the last resort know no policies, budgets, lanes or back-off.
+Trials and the last resort know no policies, budgets, lanes or back-off. A trial holds suspects of a failed step, or the
+canary; they are aside, out of ordinary steps. Online suspects, and all suspects if no other request can run, take all
+the memory that they need.
 
-A trial holds suspects of a failed step, or the canary. These requests are kept aside (`SchedulerState.aside`), out of
-ordinary steps. They take memory from other requests like any request. Online suspects, and all suspects if no other
-request can run, take all the memory that they need.
-
-The step of last resort is built if no step is in flight and no other step has content. It is not empty while a
-request other than a suspect waits or runs: no unit is deferred and every running request is due. Requests in its way
-are preempted one by one until no other request holds a row or a unit. Then all parked blocks are dropped as well, and
-every unit is free or evictable. An accepted request never holds more than the pool (`max_model_len`, `most_blocks`), so
-its known tokens and the next one fit. The oldest request is chosen, online before offline, so that it completes even if
-every step is one of last resort.
+The last resort applies if no step is in flight and no other step has content. Requests in the way of the oldest one,
+online before offline, are preempted one by one, and at last all parked blocks are dropped. An accepted request never
+needs more than the pool (`max_model_len`, `most_blocks`), so the step is not empty while an ordinary request exists.
 """
 
 from collections.abc import Sequence
