@@ -20,7 +20,6 @@ from engine.scheduling.planner import OfflinePlan, whole
 from predictor.features import BatchFeatures, LatencyPredictor
 
 PLACEHOLDER_TOKEN = 0
-PLACEHOLDER_VECTOR = bytes(4)
 
 
 class PredictedRunner:
@@ -41,7 +40,6 @@ class PredictedRunner:
         self._noise = noise
         self._observe = observe
         self._generator = random.Random(seed)
-        self._texts: dict[int, int] = {}  # prompt lengths of pooling requests, by row
 
     def launch(self, output: SchedulerOutput) -> Collect:
         features = output.features
@@ -51,17 +49,8 @@ class PredictedRunner:
             latency *= self._generator.choice(self._noise)
         if self._observe is not None:
             self._observe(features, latency)
-        result = ModelRunnerOutput(
-            output.step_id, [PLACEHOLDER_TOKEN] * num_sampled, None, latency, pooled=self._vectors(output)
-        )
+        result = ModelRunnerOutput(output.step_id, [PLACEHOLDER_TOKEN] * num_sampled, None, latency)
         return lambda: result
-
-    def _vectors(self, output: SchedulerOutput) -> dict[int, bytes]:
-        for row in output.released_rows:
-            self._texts.pop(row, None)
-        self._texts |= {new.row: new.num_prompt_tokens for new in output.new_requests if new.pooling is not None}
-        ends = ((number, chunk.start + chunk.length, chunk.row) for number, chunk in enumerate(output.chunks))
-        return {number: PLACEHOLDER_VECTOR for number, end, row in ends if self._texts.get(row) == end}
 
 
 @dataclass(frozen=True, slots=True)

@@ -400,7 +400,7 @@ async def test_a_refused_request_is_a_part_of_the_recorded_load() -> None:
     slo = SLO.parse("ttft_p99=1s")
     model = OnlineModel(LatencyModel(intercept=0.01))
     core = EngineCore(SchedulerConfig(num_units=128, max_model_len=4096, max_num_waiting=1, block_size=64), model=model)
-    keeper = Colocation(core, model, slo, initial_budget(slo, model.model, "tidemill"))
+    keeper = Colocation(core, model, slo, initial_budget(slo, model.model))
     info = EngineInfo(4096, VOCAB, frozenset(), "fake", "none", "none", 0)
     engine = Engine(core, FakeRunner(block_size=64, vocab_size=VOCAB), info, colocation=keeper)
     await engine.start()

@@ -41,7 +41,7 @@ SERVER = ReplayedServer(MODEL, LIMITS, CONFIG)
 def make_keeper(slo: SLO = LIMITS) -> tuple[EngineCore, Colocation]:
     model = OnlineModel(MODEL)
     core = EngineCore(CONFIG, model=model)
-    return core, Colocation(core, model, slo, initial_budget(slo, MODEL, "tidemill"))
+    return core, Colocation(core, model, slo, initial_budget(slo, MODEL))
 
 
 def output_of(
@@ -203,13 +203,13 @@ def test_the_window_for_a_base_line_has_who_still_runs_and_who_was_refused() -> 
 def test_initial_budget_is_a_share_of_what_the_tbt_limit_leaves() -> None:
     smallest = 0.0080404
     room = BUDGET_SHARE * (0.060 - smallest)
-    assert initial_budget(LIMITS, MODEL, "hygen").latency_budget == pytest.approx(smallest + room, rel=1e-3)
-    relative = initial_budget(SLO.parse("5%"), MODEL, "tidemill").latency_budget
+    assert initial_budget(LIMITS, MODEL).latency_budget == pytest.approx(smallest + room, rel=1e-3)
+    relative = initial_budget(SLO.parse("5%"), MODEL).latency_budget
     assert relative == pytest.approx(1.05 * smallest, rel=1e-3), "what the tolerance leaves above the smallest step"
-    assert 0.03 < initial_budget(SLO.parse("ttft_p99=1s"), MODEL, "tidemill").latency_budget < 0.04, "nothing said"
-    out_of_reach = initial_budget(SLO.parse("tbt_p99=7ms"), MODEL, "tidemill").latency_budget
+    assert 0.03 < initial_budget(SLO.parse("ttft_p99=1s"), MODEL).latency_budget < 0.04, "nothing said"
+    out_of_reach = initial_budget(SLO.parse("tbt_p99=7ms"), MODEL).latency_budget
     assert 0.03 < out_of_reach < 0.04, "no step keeps it"
-    tight = initial_budget(SLO.parse("tbt_p99=9ms"), MODEL, "tidemill").latency_budget
+    tight = initial_budget(SLO.parse("tbt_p99=9ms"), MODEL).latency_budget
     assert smallest < tight < 0.009, "an online step keeps it, and a little more"
 
 
@@ -219,7 +219,7 @@ def test_offline_work_gathers_rows_where_no_step_keeps_the_promise(online: int) 
     model = replace(MODEL, intercept=0.3)
     core = EngineCore(CONFIG, model=OnlineModel(model))
     slo = SLO.parse("ttft_p99=1s,tbt_p99=100ms")
-    Colocation(core, OnlineModel(model), slo, initial_budget(slo, model, "tidemill"))
+    Colocation(core, OnlineModel(model), slo, initial_budget(slo, model))
     driver = Driver(PredictedRunner(model), CONFIG)
     driver.core = core
     chats = [make_request(f"chat-{i}", [5, 6, i], 200) for i in range(online)]
@@ -230,15 +230,14 @@ def test_offline_work_gathers_rows_where_no_step_keeps_the_promise(online: int) 
     assert len(driver.steps[-1].chunks) == 40 + online
 
 
-@pytest.mark.parametrize("policy", ["hygen", "tidemill"])
 @pytest.mark.parametrize("slo", ["ttft_p99=500ms,tbt_p99=40ms", "tbt_mean=20%"])
-def test_search_finds_offline_room_that_keeps_the_slo(policy: str, slo: str) -> None:
-    server = replace(SERVER, slo=SLO.parse(slo), fill_policy=policy)
+def test_search_finds_offline_room_that_keeps_the_slo(slo: str) -> None:
+    server = replace(SERVER, slo=SLO.parse(slo))
     first, second = (poisson_window(2.0, 200, 40, 8.0, seed) for seed in (1, 2))
     result = find_budget(first, [second], server, max_evaluations=12)
     assert result.params.latency_budget > 0 and result.confirmed
     again = replay(second, server, result.params)
-    base = replay(second, server, BudgetParams(policy, 0.0))
+    base = replay(second, server, BudgetParams("tidemill", 0.0))
     assert again["offline_throughput"] > 300 and base["offline_throughput"] == 0
     assert not server.slo.violations(again, base)
 
@@ -268,7 +267,7 @@ def test_arrivals_the_core_refuses_are_recorded() -> None:
 def test_the_search_sees_how_much_real_steps_vary() -> None:
     first, second = (poisson_window(4.0, 100, 40, 10.0, seed) for seed in (1, 2))
     noise = normal_noise(0.15)
-    calm = replace(SERVER, slo=SLO.parse("tbt_p99=40ms"), fill_policy="hygen")
+    calm = replace(SERVER, slo=SLO.parse("tbt_p99=40ms"))
     noisy = replace(calm, noise=noise)
     edge = BudgetParams("hygen", 0.040)
     assert replay(first, calm, edge)["tbt_p99"] < replay(first, noisy, edge)["tbt_p99"]
@@ -340,8 +339,6 @@ def test_replays_run_the_policies_of_the_server() -> None:
     assert len(set(means.values())) == 3
     with pytest.raises(ConfigError, match="unknown online policy"):
         replay(window, replace(SERVER, online_policy="none"), BudgetParams("hygen", 0.0))
-    with pytest.raises(AssertionError):
-        replay(window, replace(SERVER, offline_policy="none"), BudgetParams("hygen", 0.0))
 
 
 def test_refused_and_abandoned_requests_are_part_of_the_load() -> None:

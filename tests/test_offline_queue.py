@@ -105,12 +105,12 @@ class TreeMachine(RuleBasedStateMachine):
     def remove(self, data: st.DataObject, taken: bool) -> None:
         request = self.filed.pop(data.draw(st.sampled_from(sorted(self.filed))))
         self.tree.remove(request, taken=taken)
-        assert request not in self.tree
+        assert request.request_id not in self.tree._nodes
 
     @invariant()
     def everything_is_walked_once(self) -> None:
         walked = [r.request_id for r in self.tree.walk()]
-        assert len(walked) == len(set(walked)) == len(self.tree) == len(self.filed)
+        assert len(walked) == len(set(walked)) == self.tree._root.weight == len(self.filed)
         assert set(walked) == set(self.filed)
 
 

@@ -111,7 +111,7 @@ def keeper_after(decodes: float, steps: int = 800) -> Colocation:
     model = OnlineModel(BEFORE)
     slo = SLO.parse("ttft_p99=1s,tbt_p99=100ms")
     core = EngineCore(CONFIG, model=model)
-    keeper = Colocation(core, model, slo, initial_budget(slo, BEFORE, "tidemill"))
+    keeper = Colocation(core, model, slo, initial_budget(slo, BEFORE))
     for step, seconds in measured(random.Random(8), steps, decodes):
         model.observe(step, seconds)
     return keeper

@@ -70,7 +70,7 @@ class Bench:
         load, table = LoadModel(start), BudgetTable()
         if store is not None:
             load, table = store.read(start, lambda _line: None)
-        budget = initial_budget(parsed, MODEL, "tidemill")
+        budget = initial_budget(parsed, MODEL)
         self.keeper = Colocation(self.core, model, parsed, budget, calendar=start, load=load)
         server = ReplayedServer(MODEL, parsed, CONFIG)
         self.tuner = BudgetTuner(self.keeper, server, table, store, clock=lambda: self.now, child=self._child)

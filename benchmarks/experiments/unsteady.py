@@ -127,7 +127,7 @@ def replay(config: Config, machine: float, seed: int, *, offline: bool) -> tuple
     slo = SLO.parse(f"ttft_p99={config.ttft}s,tbt_p99={config.tbt}s")
     limits = SchedulerConfig(num_units=2 * NUM_BLOCKS, max_model_len=CONTEXT, max_num_seqs=64)
     core = EngineCore(limits, online_policy="goodput", offline_policy="fcfs", model=believed)
-    keeper = Colocation(core, believed, slo, initial_budget(slo, profile, "tidemill"))
+    keeper = Colocation(core, believed, slo, initial_budget(slo, profile))
     runner = UnsteadyRunner(model, config, seed)
     lines = (_request(f"f{i}", *config.line, RequestClass.OFFLINE) for i in itertools.count()) if offline else None
     driver = VirtualDriver(core, runner, _chats(config, seed), lines, backlog=OFFLINE_OPEN, keeper=keeper)

@@ -93,7 +93,7 @@ def replay_alone(
 
     Only `counted` requests are aggregated. The others, and requests without a token, get None.
     """
-    run = run_workload(workload, server, BudgetParams(server.fill_policy, 0.0))
+    run = run_workload(workload, server, BudgetParams("tidemill", 0.0))
     own: list[tuple[float, float] | None] = []
     spans: list[tuple[float, list[float]]] = []
     for record, counts in zip(run.online, counted, strict=True):

@@ -20,9 +20,6 @@ from predictor.online import OnlineModel
 from predictor.profile import Profile
 from predictor.slo import SLO
 
-FILL_POLICY = "tidemill"
-"""The policy that sizes offline work. HyGen's flat budget is used only in replays."""
-
 
 def make_controller(
     config: EngineConfig,
@@ -36,17 +33,11 @@ def make_controller(
     model = OnlineModel.of(profile)
     scheduler = replace(scheduler, rho=profile.cache_costs.rho(scheduler.compact_tokens))
     core = EngineCore(scheduler, online_policy=config.online_policy, model=model)
-    budget = initial_budget(slo, profile.model, FILL_POLICY)
+    budget = initial_budget(slo, profile.model)
     say(f"SLO {slo}; offline work may extend a step to {budget.latency_budget * 1e3:.0f} ms")
-    server = ReplayedServer(
-        profile.model,
-        slo,
-        scheduler,
-        FILL_POLICY,
-        config.online_policy,
-        noise=normal_noise(profile.held_out_mape),
-    )
-    promise = f"{slo}; {FILL_POLICY}, {config.online_policy}; {_limits(scheduler)}"
+    noise = normal_noise(profile.held_out_mape)
+    server = ReplayedServer(profile.model, slo, scheduler, config.online_policy, noise)
+    promise = f"{slo}; {config.online_policy}; {_limits(scheduler)}"
     store = LoadStore(folder, profile.key, promise)
     calendar = time.time() - time.monotonic()
     load, table = store.read(time.time(), say)

@@ -40,7 +40,7 @@ MAX_QUEUED = 1024
 """Maximum number of queued offline requests whose lengths are used."""
 
 
-def initial_budget(slo: SLO, model: LatencyModel, policy: str) -> BudgetParams:
+def initial_budget(slo: SLO, model: LatencyModel) -> BudgetParams:
     """Return the budget used before any search: a flat L.
 
     L is the smallest step plus BUDGET_SHARE of what the TBT limit leaves above it, or the smallest step extended by the
@@ -51,7 +51,7 @@ def initial_budget(slo: SLO, model: LatencyModel, policy: str) -> BudgetParams:
     stated = [limit for metric in ("tbt", "tpot") if (limit := slo.limit_of(metric)) is not None]
     limits = [smallest + BUDGET_SHARE * (limit - smallest) for limit in stated if limit >= smallest]
     limits += [smallest * (1.0 + o.tolerance) for o in slo.objectives if o.tolerance is not None and o.metric != "ttft"]
-    return BudgetParams(policy, min(limits, default=LOST_BUDGET_STEPS * smallest))
+    return BudgetParams("tidemill", min(limits, default=LOST_BUDGET_STEPS * smallest))
 
 
 @dataclass(slots=True)

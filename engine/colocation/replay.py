@@ -83,9 +83,7 @@ class ReplayedServer:
     model: LatencyModel
     slo: SLO
     config: SchedulerConfig
-    fill_policy: str = "tidemill"
     online_policy: str = "fcfs"
-    offline_policy: str = "psm"
     noise: tuple[float, ...] = ()
 
 
@@ -115,7 +113,6 @@ def run_workload(
     core = EngineCore(
         config,
         online_policy=server.online_policy,
-        offline_policy=server.offline_policy,
         model=model if oracle or not noise else online,
         objective=waits.objective(server.slo, budget, searched=True),
     )
@@ -184,7 +181,6 @@ def find_budget(
         evaluate_on(first),
         server.slo,
         step_range(server.model, server.config),
-        server.fill_policy,
         confirm=[evaluate_on(other) for other in others],
         max_evaluations=max_evaluations + (MAX_CONFIRMATIONS + 1) * max(0, len(others) - 1),
     )

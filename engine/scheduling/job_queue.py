@@ -98,12 +98,6 @@ class PrefixTree:
         self._nodes: dict[str, _Node] = {}
         self._position = self._root
 
-    def __len__(self) -> int:
-        return self._root.weight
-
-    def __contains__(self, request: Request) -> bool:
-        return request.request_id in self._nodes
-
     def insert(self, request: Request, hashes: Sequence[bytes]) -> None:
         """Insert a request under its prompt's block hashes; without hashes it shares no prefix."""
         assert request.request_id not in self._nodes, "a request is filed twice"

@@ -49,12 +49,10 @@ def columns_of(requests: Sequence[Request]) -> QueueColumns:
 class WaitingQueue(Sequence[Request]):
     """Requests in arrival order. A preempted request returns to its position, ahead of later arrivals."""
 
-    def __init__(self, requests: Iterable[Request] = ()) -> None:
+    def __init__(self) -> None:
         self._requests: list[Request] = []
         self._table = np.empty((4, _WIDTH))
         self._columns: QueueColumns | None = None
-        for request in requests:
-            self.add(request)
 
     @property
     def columns(self) -> QueueColumns:
