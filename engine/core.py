@@ -8,7 +8,7 @@ deferred until the step in flight completes. `update` publishes blocks to the pr
 confirmed. Sources: HyGen §4.1; reliability E1-E8.
 """
 
-from collections.abc import Generator, Sequence
+from collections.abc import Generator
 
 from engine.api import (
     EngineRequest,
@@ -24,7 +24,7 @@ from engine.errors import InvalidRequestError, TidemillError
 from engine.limits import SchedulerConfig
 from engine.request import Request, RequestStatus
 from engine.scheduling.admission import Admission, check_length
-from engine.scheduling.blame import LONE_WAITS, Blame
+from engine.scheduling.blame import Blame
 from engine.scheduling.failures import StepFailures
 from engine.scheduling.in_flight import ReachedPoint
 from engine.scheduling.moving import Moves
@@ -55,13 +55,12 @@ class EngineCore:
         offline_policy: str = "psm",
         model: LatencyPredictor | None = None,
         objective: StepObjective | None = None,
-        lone_waits: Sequence[float] = LONE_WAITS,
     ) -> None:
         self.config = config
         policy = find_policy(online_policy)
         self.state = state = SchedulerState(config, policy, offline_policy, model, objective or StepObjective())
         self._admission = Admission(state)
-        self._recovery = FaultRecovery(state, Blame(lone_waits))
+        self._recovery = FaultRecovery(state, Blame())
         self.moves = Moves(state, self._recovery)
         self._results = Results(state, self._admission, self._recovery)
         self._failures = StepFailures(state, self._recovery, self._results)
@@ -101,9 +100,7 @@ class EngineCore:
     def add_request(self, spec: EngineRequest, now: float) -> None:
         """Queue a request.
 
-        Raises:
-            InvalidRequestError: The request can never run.
-            QueueFullError: The queue is full or the expected wait is too long.
+        Raises the errors of `Admission.check`.
         """
         if spec.request_id in self.state.requests:
             raise InvalidRequestError(f"A request '{spec.request_id}' is already running.", param="request_id")
@@ -173,12 +170,9 @@ class EngineCore:
     def update(self, output: SchedulerOutput, result: ModelRunnerOutput | None, now: float) -> list[RequestOutput]:
         """Apply the result of the oldest step in flight; a result of None means that the step failed.
 
-        A step with non-finite logits counts as failed; trials decide whether a request or the device caused it. A
-        failed step is rewound to the last confirmed progress, and its requests run again, in the end one at a time (see
-        `engine.scheduling.recovery`). A request that is proven to be the cause ends with an EngineStepError. Results of
-        steps in flight behind a failed step are ignored, and their requests run again.
-
-        Returns the outputs of the step's requests and of all requests that ended.
+        A step with non-finite logits counts as failed. A failed step and the steps in flight behind it are rewound, and
+        their requests run again, in the end one at a time (see `engine.scheduling.recovery`). Returns the outputs of
+        the step's requests and of all requests that ended.
         """
         flight = self.state.in_flight.popleft()
         assert flight.output is output, "steps must be updated in the order they were scheduled"

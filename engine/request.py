@@ -121,10 +121,7 @@ class Request:
 
     @property
     def num_missing_tokens(self) -> int:
-        """Return the tokens to compute before the next new token, at least 1.
-
-        Tokens already computed or parked do not count. Without either, prefix-cache hits at arrival do not count.
-        """
+        """Return the tokens to compute before the next new token, at least 1, without parked or cached tokens."""
         kept = self.num_computed_tokens or self.cache_map.num_parked_tokens or self.num_expected_hits
         return max(1, len(self.token_ids) - kept)
 
@@ -133,12 +130,7 @@ class Request:
         return min(self._all_blocks(block_size), self.most_blocks)
 
     def num_missing_blocks(self, block_size: int, known: int, gone: int) -> int:
-        """Return the blocks still to allocate.
-
-        Args:
-            known: Leading blocks that the request already has or had.
-            gone: How many of the `known` blocks were freed again.
-        """
+        """Return the blocks still to allocate behind the `known` leading ones, of which `gone` were freed again."""
         return min(self._all_blocks(block_size) - known, self.most_blocks - (known - gone))
 
     def _all_blocks(self, block_size: int) -> int:
@@ -146,20 +138,13 @@ class Request:
 
     @property
     def num_pending_tokens(self) -> int:
-        """Return the known tokens to compute next, tokens in flight included.
-
-        1 is a decode. A prompt or a run of forced tokens has more. 0 means that no further token may follow.
-        """
+        """Return the known tokens to compute next, tokens in flight included: 1 is a decode, 0 the end."""
         pending = len(self.token_ids) + self.num_placeholders - self.num_computed_tokens
         return pending if pending != 1 or self.num_computed_tokens + 1 < self.max_total_tokens else 0
 
     @property
     def is_answering(self) -> bool:
-        """Return whether the pending tokens are as urgent as a decode.
-
-        True if the answer has begun and at most `MAX_RUN` tokens are pending, e.g. a run forced by a grammar or a
-        thinking budget.
-        """
+        """Return whether the pending tokens are as urgent as a decode: a short run of forced tokens of an answer."""
         return self.times.first_token is not None and self.num_pending_tokens <= MAX_RUN
 
     def tell(self, together: int = 1) -> tuple[int, ...]:

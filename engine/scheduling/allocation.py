@@ -89,12 +89,6 @@ class Allocation:
             parked.reclaim(units, self._step_id, online=False, but=request, spared=frozenset(claim.hits))
         return missing() <= 0
 
-    def take(self, request: Request, claim: Claim) -> None:
-        """Give the claimed blocks to the request and bring host blocks back in this step. Room for them must exist."""
-        if request.request_class is RequestClass.ONLINE:
-            self.prompts.append(request)
-        self._cache.take(request, claim, self._step_id)
-
     def grow_decodes(self, requests: Sequence[Request]) -> list[Request]:
         """Make room for one more token of each request and return those that have it.
 
@@ -149,12 +143,6 @@ class Allocation:
         if added:
             self.appended.append(AppendedEntries(request.row, tuple(block.entry for block in added)))
         return granted
-
-    def restore(self, request: Request, max_tokens: int) -> int:
-        """Convert HIDDEN blocks of a request to K and V while units are spare. Return the number of tokens restored."""
-        found = self._cache.restore(request, max_tokens, self._step_id, reserve=self._state.growth_reserve)
-        self.replaced.extend(ReplacedEntry(request.row, index, entry) for index, entry in found)
-        return len(found) * self._block_size
 
     def extend(self, request: Request, length: int, *, growing: bool = False) -> int:
         """Allocate blocks for `length` more tokens. Return the number of tokens (≤ length) with room now.

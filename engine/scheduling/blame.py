@@ -7,7 +7,7 @@ stay as they were. A request is guilty after `LONE_FAILURES` failures alone, eac
 makes every step fail is found within ceil(log2 n) + `LONE_FAILURES` trial steps, for n requests in the first failed
 step.
 
-A lone suspect is retried only after `waits`, so that a temporary shortage of memory can pass. This module uses only
+A lone suspect is retried only after `LONE_WAITS`, so that a temporary shortage of memory can pass. This module uses only
 request ids and token counts.
 """
 
@@ -33,9 +33,7 @@ class _Suspect:
 class Blame:
     """Suspects in groups. Only the requests of `on_trial` may run in a trial step."""
 
-    def __init__(self, waits: Sequence[float] = LONE_WAITS) -> None:
-        assert len(waits) == LONE_FAILURES - 1
-        self._waits = waits
+    def __init__(self) -> None:
         self._suspects: dict[str, _Suspect] = {}
         self._groups: list[list[str]] = []  # the last group is tried first
         self._resting: list[tuple[float, str]] = []
@@ -115,7 +113,7 @@ class Blame:
             suspect.lone_failures += 1
             if suspect.lone_failures == LONE_FAILURES:
                 return request_id
-            self._resting.append((now + self._waits[suspect.lone_failures - 1], request_id))
+            self._resting.append((now + LONE_WAITS[suspect.lone_failures - 1], request_id))
         return None
 
     def forget(self, request_id: str) -> None:

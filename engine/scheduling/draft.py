@@ -173,7 +173,9 @@ class StepDraft:
         counters = self.state.counters
         first_time = request.status is RequestStatus.WAITING
         self.state.start_running(request)
-        self.allocation.take(request, claim)
+        if request.request_class is RequestClass.ONLINE:
+            self.allocation.prompts.append(request)
+        self.state.cache.take(request, claim, self.step_id)
         if first_time:
             request.num_cached_tokens = claim.num_tokens
             if request.spec.probe:

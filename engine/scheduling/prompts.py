@@ -26,6 +26,7 @@ from engine.scheduling.laxity import (
     prompt_slack,
     uses_laxity,
 )
+from engine.scheduling.output import ReplacedEntry
 from engine.scheduling.policies import QueueContext
 from engine.scheduling.selection import Start
 from engine.scheduling.state import SchedulerState
@@ -101,15 +102,17 @@ class PromptFill:
 
     def restore_compact(self) -> None:
         """Convert HIDDEN blocks of the step's requests back to K and V, oldest first, while memory and time allow."""
-        ledger, wanted = self._ledger, self._state.config.max_num_batched_tokens
-        if not self._state.cache.num_compact:
+        state, ledger, wanted = self._state, self._ledger, self._state.config.max_num_batched_tokens
+        if not state.cache.num_compact:
             return
         if ledger.model is not None and (per_token := ledger.model.cache_work(restored_tokens=1)) > 0.0:
             first = ledger.model.cache_work(restored_tokens=1, beside=ledger.features) - per_token
             wanted = int(min(wanted, max(0.0, self.time_limit - ledger.seconds - first) / per_token))
-        for request in self._state.running[RequestClass.ONLINE]:
+        for request in state.running[RequestClass.ONLINE]:
             if request.cache_map.num_compact and request.last_step == self._draft.step_id:
-                restored = self._allocation.restore(request, wanted)
+                found = state.cache.restore(request, wanted, self._draft.step_id, reserve=state.growth_reserve)
+                self._allocation.replaced.extend(ReplacedEntry(request.row, index, entry) for index, entry in found)
+                restored = len(found) * state.config.block_size
                 ledger.charge_cache_work(CacheWork(-restored, restored))
                 wanted -= restored
 

@@ -97,7 +97,8 @@ class SchedulerState:
     def prompt_reserve(self, prompts: Iterable[Request]) -> int:
         """Return the units that these prompts in progress still need. A new request must leave these units free."""
         size = self.config.block_size
-        missing = (_missing_blocks(r, size) for r in prompts if r.row >= 0)
+        held = ((request, request.cache_map) for request in prompts if request.row >= 0)
+        missing = (request.num_missing_blocks(size, len(found.blocks), found.num_gone) for request, found in held)
         return UNITS_PER_BLOCK * sum(blocks for blocks in missing if blocks > 0)
 
     def add(self, request: Request) -> None:
@@ -196,8 +197,3 @@ class SchedulerState:
             self.waiting_offline.end(request)
         else:
             self.online_share.end(request)
-
-
-def _missing_blocks(request: Request, block_size: int) -> int:
-    cache_map = request.cache_map
-    return request.num_missing_blocks(block_size, len(cache_map.blocks), cache_map.num_gone)
