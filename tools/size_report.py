@@ -1,4 +1,4 @@
-"""Print the size of each folder, the files over 350 lines and the functions over 40 lines."""
+"""Print the size of each folder, the modules that the core imports, files over 350 and functions over 40 lines."""
 
 import ast
 import subprocess
@@ -20,6 +20,8 @@ def main() -> int:
     for folder in (*PRODUCT, "benchmarks", "tests"):
         print(f"{folder:10} {sizes[folder]:6d} lines in {files[folder]} files")
     print(f"product    {sum(sizes[folder] for folder in PRODUCT)} lines")
+    loaded = closure("engine.core")
+    print(f"engine.core imports {len(loaded)} modules, {sum(lines[path] for path in loaded)} lines")
     for path, count in lines.items():
         if path.parts[0] in PRODUCT:
             print("".join(too_long(path, count)), end="")
@@ -29,6 +31,26 @@ def main() -> int:
 def tracked(pattern: str) -> list[Path]:
     listed = subprocess.run(["git", "ls-files", pattern], capture_output=True, text=True, check=True)
     return [Path(name) for name in listed.stdout.split() if Path(name).exists()]
+
+
+def closure(module: str) -> set[Path]:
+    """Return the product files that importing a module loads, imports inside functions left out."""
+    found: set[Path] = set()
+    waiting = [module]
+    while waiting:
+        name = waiting.pop()
+        folder = Path(name.replace(".", "/"))
+        path = folder / "__init__.py" if folder.is_dir() else Path(f"{folder}.py")
+        if name.split(".")[0] not in PRODUCT or not path.exists() or path in found:
+            continue
+        found.add(path)
+        waiting.append(name.rpartition(".")[0])
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.Import):
+                waiting += [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom) and node.module:
+                waiting += [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+    return found
 
 
 def too_long(path: Path, count: int) -> Iterator[str]:

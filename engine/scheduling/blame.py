@@ -7,8 +7,8 @@ stay as they were. A request is guilty after `LONE_FAILURES` failures alone, eac
 makes every step fail is found within ceil(log2 n) + `LONE_FAILURES` trial steps, for n requests in the first failed
 step.
 
-A lone suspect is retried only after `LONE_WAITS`, so that a temporary shortage of memory can pass. This module uses only
-request ids and token counts.
+A lone suspect is retried only after `LONE_WAITS`, so that a temporary shortage of memory can pass. This module uses
+only request ids and token counts.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
