@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.colocation.load_store import MAX_BYTES, LoadStore
+from engine.colocation.tuner import MAX_BYTES, LoadStore
 from predictor.budget import BudgetParams
 from predictor.budget_table import (
     HIGHEST_CELL,

@@ -18,10 +18,9 @@ from windows import poisson_window
 from engine.api import FinishReason, RequestClass, RequestOutput, RequestTimes
 from engine.colocation.baseline import replay_alone
 from engine.colocation.keeper import Colocation, initial_budget
-from engine.colocation.load_store import LoadStore
 from engine.colocation.replay import ReplayedServer, Workload, find_budget
 from engine.colocation.search_child import NICENESS, ChildError, Turn, run_child, step_aside
-from engine.colocation.tuner import MIN_COMPARED, MIN_RECORDED, PAUSE_SECONDS, BudgetTuner
+from engine.colocation.tuner import MIN_COMPARED, MIN_RECORDED, PAUSE_SECONDS, BudgetTuner, LoadStore
 from engine.core import EngineCore
 from engine.limits import SchedulerConfig
 from engine.scheduling.output import Chunk, SchedulerOutput

@@ -9,10 +9,9 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from engine.colocation.keeper import Colocation, initial_budget
-from engine.colocation.load_store import LoadStore
 from engine.colocation.refit import ModelRefit
 from engine.colocation.replay import ReplayedServer, normal_noise
-from engine.colocation.tuner import BudgetTuner
+from engine.colocation.tuner import BudgetTuner, LoadStore
 from engine.config import EngineConfig
 from engine.core import EngineCore
 from engine.limits import SchedulerConfig

@@ -7,15 +7,16 @@ current load needs another one. The tuner wakes when requests end; it does not p
 """
 
 import asyncio
+import json
 import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from engine.colocation.baseline import replay_alone, workload_of
 from engine.colocation.keeper import Colocation
-from engine.colocation.load_store import LoadStore
 from engine.colocation.refit import ModelRefit
 from engine.colocation.replay import ReplayedServer, Workload, find_budget
 from engine.colocation.search_child import IDLE_SECONDS, NICE_SECONDS, ChildError, Turn, run_child
@@ -23,6 +24,8 @@ from predictor.budget import BudgetParams
 from predictor.budget_search import SearchResult
 from predictor.budget_table import BudgetEntry, BudgetTable, Situation, cell_of, lowest_rate, upper_rate
 from predictor.features import BatchFeatures
+from predictor.load import LoadModel
+from predictor.profile import ProfileKey, write_atomically
 
 log = logging.getLogger("tidemill.colocation")
 
@@ -43,6 +46,8 @@ BASELINE_SECONDS = 30.0
 BASELINE_TURNS = (Turn("idle", BASELINE_SECONDS), Turn("nice", NICE_SECONDS))
 """A baseline gets `nice` priority after BASELINE_SECONDS, since only baselines show whether a tolerance is kept."""
 MIN_COMPARED = 8
+SCHEMA = 1
+MAX_BYTES = 4 * 2**20
 
 
 @dataclass(slots=True)
@@ -67,7 +72,7 @@ class BudgetTuner:
         colocation: Colocation,
         server: ReplayedServer,
         table: BudgetTable | None = None,
-        store: LoadStore | None = None,
+        store: "LoadStore | None" = None,
         clock: Callable[[], float] = time.monotonic,
         child: Callable[..., Any] = run_child,
         refit: ModelRefit | None = None,
@@ -278,3 +283,46 @@ class BudgetTuner:
             await asyncio.to_thread(self._store.write, content)
         except OSError as error:
             log.warning("what was learned of the load could not be kept (%s)", error.strerror)
+
+
+class LoadStore:
+    """The learned load and the budgets found, stored beside the latency profile with `key` in `folder`.
+
+    One bounded JSON file, written atomically. A damaged file or one of another version is ignored with a log line.
+    `promise`: text that identifies everything budgets depend on besides the load.
+    """
+
+    def __init__(self, folder: Path, key: ProfileKey, promise: str) -> None:
+        self.path = folder / f"{key.filename().removesuffix('.json')}.load.json"
+        self._promise = promise
+
+    def read(self, start: float, say: Callable[[str], None]) -> tuple[LoadModel, BudgetTable]:
+        """Return the load and the budgets known at `start` (calendar seconds); both are empty without a readable file.
+
+        Budgets for another SLO or configuration are dropped.
+        """
+        try:
+            if not self.path.exists():
+                return LoadModel(start), BudgetTable()
+            if self.path.stat().st_size > MAX_BYTES:
+                raise ValueError("it is far too large")
+            document = json.loads(self.path.read_bytes())
+            if document["schema"] != SCHEMA:
+                raise ValueError(f"schema {document['schema']!r:.20}")
+            load = LoadModel.from_document(document["load"], start)
+            same = document["promise"] == self._promise
+            return load, BudgetTable.from_document(document["budgets"]) if same else BudgetTable()
+        except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError) as error:
+            reason = " ".join(str(error).split())[:100] or type(error).__name__
+            say(f"what was learned of the load in {self.path} cannot be used ({reason}); learning anew")
+            return LoadModel(start), BudgetTable()
+
+    def encode(self, load: LoadModel, budgets: BudgetTable) -> bytes:
+        """Return the content of the file."""
+        document: dict[str, Any] = {"schema": SCHEMA, "promise": self._promise}
+        document |= {"load": load.to_document(), "budgets": budgets.to_document()}
+        return json.dumps(document, allow_nan=False).encode()
+
+    def write(self, content: bytes) -> None:
+        """Write the file atomically. Raises OSError if the folder is not writable."""
+        write_atomically(self.path, content)
