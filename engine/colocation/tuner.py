@@ -46,8 +46,8 @@ BASELINE_SECONDS = 30.0
 BASELINE_TURNS = (Turn("idle", BASELINE_SECONDS), Turn("nice", NICE_SECONDS))
 """A baseline gets `nice` priority after BASELINE_SECONDS, since only baselines show whether a tolerance is kept."""
 MIN_COMPARED = 8
-SCHEMA = 1
-MAX_BYTES = 4 * 2**20
+STORE_SCHEMA = 1
+STORE_BYTES = 4 * 2**20
 
 
 @dataclass(slots=True)
@@ -304,10 +304,10 @@ class LoadStore:
         try:
             if not self.path.exists():
                 return LoadModel(start), BudgetTable()
-            if self.path.stat().st_size > MAX_BYTES:
+            if self.path.stat().st_size > STORE_BYTES:
                 raise ValueError("it is far too large")
             document = json.loads(self.path.read_bytes())
-            if document["schema"] != SCHEMA:
+            if document["schema"] != STORE_SCHEMA:
                 raise ValueError(f"schema {document['schema']!r:.20}")
             load = LoadModel.from_document(document["load"], start)
             same = document["promise"] == self._promise
@@ -319,7 +319,7 @@ class LoadStore:
 
     def encode(self, load: LoadModel, budgets: BudgetTable) -> bytes:
         """Return the content of the file."""
-        document: dict[str, Any] = {"schema": SCHEMA, "promise": self._promise}
+        document: dict[str, Any] = {"schema": STORE_SCHEMA, "promise": self._promise}
         document |= {"load": load.to_document(), "budgets": budgets.to_document()}
         return json.dumps(document, allow_nan=False).encode()
 
