@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.colocation.tuner import MAX_BYTES, LoadStore
+from engine.colocation.tuner import STORE_BYTES, LoadStore
 from predictor.budget import BudgetParams
 from predictor.budget_table import (
     HIGHEST_CELL,
@@ -311,7 +311,7 @@ def test_it_is_bounded(tmp_path: Path) -> None:
         table.put(cell, entry(0.05))
     store = LoadStore(tmp_path, KEY, "")
     content = store.encode(load, table)
-    assert len(load.arrivals) == len(load.offline) == REMEMBERED and len(content) < MAX_BYTES / 10
+    assert len(load.arrivals) == len(load.offline) == REMEMBERED and len(content) < STORE_BYTES / 10
 
 
 @pytest.mark.parametrize(
@@ -331,7 +331,7 @@ def test_it_is_bounded(tmp_path: Path) -> None:
         b'{"schema": 1, "promise": "", "budgets": [{"cell": 0}], "load": {"week": [' + b"null," * 1007 + b"1],"
         b'"arrivals": [], "offline": []}}',
         b"[" * 100_000,
-        b" " * (MAX_BYTES + 1),
+        b" " * (STORE_BYTES + 1),
     ],
 )
 def test_a_damaged_file_is_ignored_with_one_line(tmp_path: Path, content: bytes) -> None:
