@@ -213,7 +213,7 @@ class EngineCore:
 
     def load(self, now: float) -> LoadReport:
         """Return the load figures that a router of several engines needs."""
-        return report_load(self.state, now, self._admission.mean_prompt_tokens, self._admission.mean_output_tokens)
+        return report_load(self.state, now)
 
     @property
     def is_recovering(self) -> bool:

@@ -381,7 +381,7 @@ def test_answers_in_the_way_of_rows_count_as_waiting() -> None:
     driver = make_driver(StepObjective(ttft=0.1), max_num_seqs=1, max_queue_time="1x")
     driver.add(make_request("long", range(4), 100))
     driver.run()
-    driver.core._admission.mean_output_tokens = 100.0
+    driver.core.state.mean_output = 100.0
     driver.add(make_request("a", range(4), 100))
     driver.step()
     with pytest.raises(QueueFullError):

@@ -297,7 +297,8 @@ def test_no_wait_is_longer_than_behind_everybody(
                 at += result.latency
                 core.update(step, result, at)
     arrival = Request(replace(chat("new", 100, 99), tenant="a"), RequestTimes(at), 99)
-    wait, longest = expected_wait(core.state, arrival, 10.0, at), longest_wait(core.state, arrival, 10.0)
+    core.state.mean_output = 10.0
+    wait, longest = expected_wait(core.state, arrival, at), longest_wait(core.state, arrival)
     assert wait <= longest * (1.0 + 1e-9)
     if policy == "fcfs":
         contested = any(request.spec.tenant != "a" for request in core.state.requests.values())

@@ -55,16 +55,10 @@ def check_length(spec: EngineRequest, max_model_len: int) -> None:
 
 
 class Admission:
-    """Decides which requests are queued.
-
-    Attributes:
-        mean_prompt_tokens: Moving average over online requests that ended recently.
-        mean_output_tokens: Moving average over online requests that ended recently.
-    """
+    """Decides which requests are queued."""
 
     def __init__(self, state: SchedulerState) -> None:
         self._state = state
-        self.mean_prompt_tokens = self.mean_output_tokens = 0.0
 
     def check(self, request: Request, now: float) -> None:
         """Raise an error if the request must not be queued.
@@ -89,13 +83,14 @@ class Admission:
         """Update the mean lengths of online prompts and answers."""
         if request.request_class is not RequestClass.ONLINE or request.spec.probe:
             return
-        self.mean_prompt_tokens += FORGETTING * (request.num_prompt_tokens - self.mean_prompt_tokens)
+        state = self._state
+        state.mean_prompt += FORGETTING * (request.num_prompt_tokens - state.mean_prompt)
         if request.spec.pooling is None:
-            self.mean_output_tokens += FORGETTING * (request.num_output_tokens - self.mean_output_tokens)
+            state.mean_output += FORGETTING * (request.num_output_tokens - state.mean_output)
 
     def _check_online(self, request: Request, now: float) -> None:
         try:
-            check_room(self._state, request, self.mean_output_tokens, now)
+            check_room(self._state, request, now)
         except QueueFullError:
             self._state.counters.refused_requests += 1
             raise
@@ -110,7 +105,7 @@ class Admission:
             raise QueueFullError(f"{limit} flex requests are waiting already.", retry_after=FLEX_RETRY_SECONDS)
 
 
-def check_room(state: SchedulerState, request: Request, mean_output_tokens: float, now: float) -> None:
+def check_room(state: SchedulerState, request: Request, now: float) -> None:
     """Refuse an online request if the queue is full or the expected wait exceeds `max_queue_time`.
 
     The expected wait is the work ahead of the request, without its own prompt, so an idle server refuses no request.
@@ -120,13 +115,11 @@ def check_room(state: SchedulerState, request: Request, mean_output_tokens: floa
     """
     waiting = len(state.waiting_online)
     if waiting >= state.config.max_num_waiting and not _has_part(state, request.spec.tenant):
-        raise QueueFullError(
-            f"{waiting} requests are waiting already.", retry_after=next_start(state, mean_output_tokens)
-        )
+        raise QueueFullError(f"{waiting} requests are waiting already.", retry_after=next_start(state))
     limit = state.queue_time.longest(state.objective.ttft)
-    if math.isinf(limit) or longest_wait(state, request, mean_output_tokens) <= limit:
+    if math.isinf(limit) or longest_wait(state, request) <= limit:
         return
-    wait = expected_wait(state, request, mean_output_tokens, now)
+    wait = expected_wait(state, request, now)
     if wait > limit:
         raise QueueFullError(
             f"It could start in about {wait:.2g} s, and the longest time to wait is {limit:.4g} s.",
@@ -141,7 +134,7 @@ def _has_part(state: SchedulerState, tenant: str) -> bool:
     return others > 0 and waiting[tenant] < state.config.max_num_waiting // (others + 1)
 
 
-def next_start(state: SchedulerState, mean_output_tokens: float) -> float:
+def next_start(state: SchedulerState) -> float:
     """Return the seconds until the first waiting request starts.
 
     The prompts in progress must be done. If a row or memory is missing, a running answer must also end.
@@ -155,13 +148,13 @@ def next_start(state: SchedulerState, mean_output_tokens: float) -> float:
     )
     if has_room or not running:
         return prompts + pace.step
-    return max(prompts, mean_output_tokens * pace.step / len(running)) + pace.step
+    return max(prompts, state.mean_output * pace.step / len(running)) + pace.step
 
 
-def expected_wait(state: SchedulerState, request: Request, mean_output_tokens: float, now: float) -> float:
+def expected_wait(state: SchedulerState, request: Request, now: float) -> float:
     """Return the seconds until a request that arrives now could start.
 
-    `mean_output_tokens`: mean length of recent online answers, from which the release of rows and memory is estimated.
+    The mean length of recent online answers gives an estimate of the release of rows and memory.
     """
     pace = _pace_of_crowd(state)
     if pace is None:
@@ -170,10 +163,10 @@ def expected_wait(state: SchedulerState, request: Request, mean_output_tokens: f
     waiting = [other for other in ahead if other.row < 0]
     blocks = sum(other.num_blocks(state.config.block_size) for other in waiting)
     crowd = _Crowd(sum(pace.seconds_for(other) for other in ahead), len(waiting), blocks)
-    return _wait_behind(state, request, crowd, pace, mean_output_tokens)
+    return _wait_behind(state, request, crowd, pace)
 
 
-def longest_wait(state: SchedulerState, request: Request, mean_output_tokens: float) -> float:
+def longest_wait(state: SchedulerState, request: Request) -> float:
     """Return an upper bound of `expected_wait` without computing the prompt order."""
     pace = _pace_of_crowd(state)
     if pace is None:
@@ -185,7 +178,7 @@ def longest_wait(state: SchedulerState, request: Request, mean_output_tokens: fl
     work = float(columns.missing[~asked].sum()) * pace.per_token + sum(pace.seconds_for(other) for other in others)
     blocks = int(np.minimum(columns.lengths // block_size + 1, state.config.most_blocks)[~columns.began].sum())
     blocks += sum(waiting[index].num_blocks(block_size) for index in np.flatnonzero(columns.began).tolist())
-    return _wait_behind(state, request, _Crowd(work, len(waiting), blocks), pace, mean_output_tokens)
+    return _wait_behind(state, request, _Crowd(work, len(waiting), blocks), pace)
 
 
 class _Crowd(NamedTuple):
@@ -201,9 +194,7 @@ def _pace_of_crowd(state: SchedulerState) -> PrefillPace | None:
     return prefill_pace(state) if state.running[RequestClass.ONLINE] or state.waiting_online else None
 
 
-def _wait_behind(
-    state: SchedulerState, request: Request, crowd: _Crowd, pace: PrefillPace, mean_output_tokens: float
-) -> float:
+def _wait_behind(state: SchedulerState, request: Request, crowd: _Crowd, pace: PrefillPace) -> float:
     """Return the seconds until `request` starts behind `crowd`.
 
     Rows and units are freed evenly over the time of one answer.
@@ -215,7 +206,7 @@ def _wait_behind(
     lack = max((rows - config.max_num_seqs) / config.max_num_seqs, 0.0)
     lack = max(lack, units / state.pool.num_units)
     step = pace.per_token * pace.chunk if crowd.work else pace.step
-    return max(pace.step + crowd.work if crowd.work else 0.0, lack * mean_output_tokens * step)
+    return max(pace.step + crowd.work if crowd.work else 0.0, lack * state.mean_output * step)
 
 
 def _ahead(state: SchedulerState, request: Request, pace: PrefillPace, now: float) -> list[Request]:

@@ -43,13 +43,8 @@ def report_stats(state: SchedulerState) -> EngineStats:
     )
 
 
-def report_load(state: SchedulerState, now: float, mean_input: float, mean_output: float) -> LoadReport:
-    """Return the current load.
-
-    Args:
-        mean_input: Mean prompt tokens of online requests that ended recently.
-        mean_output: Mean output tokens of the same requests.
-    """
+def report_load(state: SchedulerState, now: float) -> LoadReport:
+    """Return the current load."""
     size, pool, most = state.config.block_size, state.pool, state.config.max_num_batched_tokens
     prompts = state.running_prompts()
     online, offline = (state.running[request_class] for request_class in (RequestClass.ONLINE, RequestClass.OFFLINE))
@@ -60,14 +55,14 @@ def report_load(state: SchedulerState, now: float, mean_input: float, mean_outpu
         queued_units=UNITS_PER_BLOCK * sum(-(-tokens // size) for tokens in missing) + state.prompt_reserve(prompts),
         queued_requests=len(missing) + len(prompts),
         running=len(online) - len(prompts),
-        growth_units=_growth(state, online, len(missing), mean_output),
+        growth_units=_growth(state, online, len(missing), state.mean_output),
         available_units=min(pool.num_available_units + held, pool.num_units),
         num_units=pool.num_units,
         tokens_per_unit=size / UNITS_PER_BLOCK,
         tokens_per_step=most,
         step_seconds=0.0 if state.model is None else most * token_costs(state.model, state.config).prefill,
-        mean_input=mean_input,
-        mean_output=mean_output,
+        mean_input=state.mean_prompt,
+        mean_output=state.mean_output,
         offline_tokens=state.counters.offline_computed_tokens,
         offline_waits=len(state.waiting_offline) > 0,
         time=now,

@@ -34,6 +34,7 @@ class SchedulerState:
         offline_share: Factor on the offline budget beside online work, 0 to 1 (set by the circuit breaker).
         aside: Requests hidden from ordinary steps, waiting or running, by arrival; see `engine.scheduling.recovery`.
         unwritten: Running requests whose rows the runner does not have yet (see `engine.scheduling.moving`).
+        mean_prompt, mean_output: Moving averages of the tokens of online requests that ended.
         num_contested: Steps without time for both the urgent prompts and those behind them; the two groups alternate.
     """
 
@@ -66,6 +67,7 @@ class SchedulerState:
         self.free_rows = list(range(config.max_num_seqs - 1, -1, -1))
         self.released_rows: list[int] = []
         self.num_contested = 0
+        self.mean_prompt = self.mean_output = 0.0
         self.queue_time = QueueTime.parse(config.max_queue_time)
         self.counters = Counters()
 
