@@ -98,10 +98,7 @@ class EngineCore:
         return may_run_ahead(self.state)
 
     def add_request(self, spec: EngineRequest, now: float) -> None:
-        """Queue a request.
-
-        Raises the errors of `Admission.check`.
-        """
+        """Queue a request. Raise the errors of `Admission.check` if it must not be queued."""
         if spec.request_id in self.state.requests:
             raise InvalidRequestError(f"A request '{spec.request_id}' is already running.", param="request_id")
         resumed = spec.resumed
