@@ -5,6 +5,7 @@ sequences and units bound a step.
 """
 
 import math
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -113,14 +114,7 @@ class OfflineAllowance:
         if length == 0 or self._is_worth(features, start, length):
             return length
         # The step time is convex in its tokens, so the ratio of cost to value grows with the length: bisect.
-        low, high = 0, length
-        while high - low > 1:
-            middle = (low + high) // 2
-            if self._is_worth(features, start, middle):
-                low = middle
-            else:
-                high = middle
-        return low
+        return bisect_left(range(1, length), True, key=lambda tokens: not self._is_worth(features, start, tokens))
 
     def _is_worth(self, features: BatchFeatures, start: int, length: int) -> bool:
         weight = self.budget.lam

@@ -2,8 +2,7 @@
 
 import math
 
-from engine.api import RequestClass
-from engine.request import Request
+from engine.api import NEVER, RequestClass
 from engine.scheduling.objective import StepObjective
 from engine.scheduling.state import SchedulerState
 
@@ -65,11 +64,6 @@ def may_run_ahead(state: SchedulerState) -> bool:
     return (
         len(running) <= MOST_ROWS
         and len(running) == len(state.requests)
-        and all(request.num_pending_tokens == 1 and not _is_masked(request) for request in running)
+        and all(request.num_pending_tokens == 1 and request.spec.sampling.masked_from == NEVER for request in running)
         and all((step.output.predicted_latency or math.inf) <= longest for step in state.in_flight)
     )
-
-
-def _is_masked(request: Request) -> bool:
-    sampling = request.spec.sampling
-    return sampling.grammar is not None or sampling.thinking is not None
