@@ -9,6 +9,7 @@ back what it won, the layers come from the siblings, and requests go home.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
+from operator import itemgetter
 from typing import NamedTuple
 
 from benchmarks.experiments.machine import Machine
@@ -200,16 +201,17 @@ class OverloadedFleet:
     def _regroup(self, old: Sequence[Party], groups: Sequence[tuple[int, ...]]) -> None:
         """Other servers take the place of `old`, with all their requests."""
         driver, now = self.driver, self.driver.now
-        moved: list[tuple[MovedRequest, Party]] = []
+        moved: list[tuple[float, MovedRequest, Party]] = []
         for party in old:
             core = party.server.core
             self._preempted += sum(core.stats().preemptions.values())
-            moved += [(core.moves.detach(found.request_id), party) for found in list(core.moves.open_requests())]
+            for found in list(core.moves.open_requests()):
+                moved.append((found.arrival, core.moves.detach(found.request_id), party))
             del self.parties[party.server.number]
             driver.remove(party.server)
         made = [self._make(group, now + DROP_SECONDS) for group in groups]
         load = [0] * len(made)
-        for request, source in sorted(moved, key=lambda item: item[0].spec.resumed.times.arrival):
+        for _, request, source in sorted(moved, key=itemgetter(0)):
             # Each to the one that has least, in tokens: at first there is nothing else to tell them apart.
             index = min(range(len(made)), key=lambda i: load[i])
             load[index] += request.num_tokens or len(request.spec.prompt_token_ids)
