@@ -205,8 +205,8 @@ class OverloadedFleet:
         for party in old:
             core = party.server.core
             self._preempted += sum(core.stats().preemptions.values())
-            for found in list(core.moves.open_requests()):
-                moved.append((found.arrival, core.moves.detach(found.request_id), party))
+            held = list(core.moves.open_requests())
+            moved += [(found.arrival, core.moves.detach(found.request_id), party) for found in held]
             del self.parties[party.server.number]
             driver.remove(party.server)
         made = [self._make(group, now + DROP_SECONDS) for group in groups]
