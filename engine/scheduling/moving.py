@@ -79,18 +79,23 @@ class Moves:
         return moved
 
     def stall(self, request_id: str, num_units: int) -> tuple[int, tuple[int, ...]] | None:
-        """Stall a request with its row and units until `arrived`. No step may be in flight.
+        """Set a running request aside, with its row and units, until `arrived`. No step may be in flight.
 
         Returns its computed tokens and their units. Returns None if it has none, or if they lie outside the first
         `num_units` units; the request then starts over.
         """
         assert not self._state.in_flight, "a step in flight may hold the request"
-        if not self._stand_still(request_id, num_units):
+        request, state = self._requests[request_id], self._state
+        has_past = request.status is RequestStatus.RUNNING and request.num_confirmed_tokens and not request.starts_over
+        blocks = request.cache_map.blocks
+        if not has_past or any(not block.on_device or max(block.entry.units) >= num_units for block in blocks):
             self.start_over(request_id)
             return None
-        num_tokens = self._requests[request_id].num_confirmed_tokens
-        num_units = UNITS_PER_BLOCK * -(-num_tokens // self._state.config.block_size)
-        return num_tokens, self.units_of(request_id)[:num_units]
+        num_tokens = request.num_computed_tokens = request.num_confirmed_tokens
+        remove_by_age(state.running[request.request_class], request)
+        request.aside = True
+        state.aside.add(request)
+        return num_tokens, self.units_of(request_id)[: UNITS_PER_BLOCK * -(-num_tokens // state.config.block_size)]
 
     def put_last(self, request_id: str) -> None:
         """Move a request behind all others. A request that is not stalled starts over."""
@@ -153,22 +158,6 @@ class Moves:
     def num_retiring_units(self) -> int:
         """Return the removed units that blocks still hold; their memory is not free yet."""
         return self._state.pool.num_retiring_units
-
-    def _stand_still(self, request_id: str, num_units: int) -> bool:
-        """Set a running request aside with its row and units.
-
-        False if not all its K and V are in the first `num_units` units.
-        """
-        request, state = self._requests[request_id], self._state
-        blocks = request.cache_map.blocks
-        has_past = request.status is RequestStatus.RUNNING and request.num_confirmed_tokens and not request.starts_over
-        if not has_past or any(not block.on_device or max(block.entry.units) >= num_units for block in blocks):
-            return False
-        request.num_computed_tokens = request.num_confirmed_tokens
-        remove_by_age(state.running[request.request_class], request)
-        request.aside = True
-        state.aside.add(request)
-        return True
 
     def _take_room(self, request: Request, num_tokens: int) -> bool:
         state = self._state
