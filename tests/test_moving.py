@@ -32,7 +32,7 @@ def test_a_request_goes_on_in_another_engine_without_computing_anything_again() 
     moved = first.moves.detach("a")
     check_core(first)
     assert not first.has_requests and first.stats().units_owned == 0
-    assert moved.num_tokens == 12 and moved.arrival == 1.0
+    assert moved.num_tokens == 12 and moved.spec.resumed.times.arrival == 1.0
     assert moved.spec.resumed is not None and moved.spec.resumed.token_ids == (7, 7, 7)
 
     assert second.moves.attach(moved)
