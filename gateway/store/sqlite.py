@@ -6,10 +6,10 @@ change succeeds. Additions are idempotent; repeating a change of a batch's state
 """
 
 import asyncio
-import sqlite3
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from secrets import token_hex
+from sqlite3 import Connection
 
 from gateway.store.disk import StorageHealth
 from gateway.store.objects import Holdings
@@ -17,7 +17,7 @@ from gateway.store.schema import VERSION
 from gateway.store.sqlite_batches import SqliteBatches
 from gateway.store.sqlite_files import SqliteFiles
 from gateway.store.sqlite_recovery import SqliteRecovery
-from gateway.store.writer import SqliteWriter, Work, open_database
+from gateway.store.writer import Rows, SqliteWriter, Work, open_database, transaction
 
 _HOLDINGS = """
 SELECT tenant, SUM(batches) AS batches, SUM(files) AS files FROM (
@@ -30,41 +30,32 @@ SELECT tenant, SUM(batches) AS batches, SUM(files) AS files FROM (
 """
 
 
-class SqliteTenants:
+class SqliteTenants(Rows):
     """Mixin of `SqliteStore` to reassign and count the objects of tenants."""
 
-    _writer: SqliteWriter
-
-    async def adopt(self, tenant: str, owners: Iterable[str]) -> int:
+    @transaction
+    def adopt(self, connection: Connection, tenant: str, owners: Collection[str]) -> int:
         """Move all files and batches of `owners` to `tenant` and return their number.
 
         A moved batch loses its idempotency key if `tenant` already has a batch with this key.
         """
-        former = tuple(owners)
+        changed = 0
+        for owner in owners:
+            values = {"owner": owner, "tenant": tenant}
+            connection.execute(
+                "UPDATE batches SET idempotency_key = NULL, idempotency_digest = NULL WHERE tenant = :owner "
+                "AND idempotency_key IN (SELECT idempotency_key FROM batches WHERE tenant = :tenant)",
+                values,
+            )
+            for table in ("batches", "files"):
+                query = f"UPDATE {table} SET tenant = :tenant WHERE tenant = :owner"
+                changed += connection.execute(query, values).rowcount
+        return changed
 
-        def work(connection: sqlite3.Connection) -> int:
-            changed = 0
-            for owner in former:
-                values = {"owner": owner, "tenant": tenant}
-                connection.execute(
-                    "UPDATE batches SET idempotency_key = NULL, idempotency_digest = NULL WHERE tenant = :owner "
-                    "AND idempotency_key IN (SELECT idempotency_key FROM batches WHERE tenant = :tenant)",
-                    values,
-                )
-                for table in ("batches", "files"):
-                    query = f"UPDATE {table} SET tenant = :tenant WHERE tenant = :owner"
-                    changed += connection.execute(query, values).rowcount
-            return changed
-
-        return await self._writer.run(work)
-
-    async def holdings(self, now: int) -> list[Holdings]:
+    @transaction
+    def holdings(self, connection: Connection, now: int) -> list[Holdings]:
         """Return the number of unfinished batches and stored files per tenant, ordered by name."""
-
-        def work(connection: sqlite3.Connection) -> list[Holdings]:
-            return [Holdings(**row) for row in connection.execute(_HOLDINGS, {"now": now})]
-
-        return await self._writer.run(work)
+        return [Holdings(**row) for row in connection.execute(_HOLDINGS, {"now": now})]
 
 
 class SqliteStore(SqliteFiles, SqliteBatches, SqliteTenants, SqliteRecovery):
@@ -75,8 +66,8 @@ class SqliteStore(SqliteFiles, SqliteBatches, SqliteTenants, SqliteRecovery):
         path: Path,
         on_commit: Work[None] | None = None,
         health: StorageHealth | None = None,
-        connection: sqlite3.Connection | None = None,
-        open_later: Callable[[], sqlite3.Connection] | None = None,
+        connection: Connection | None = None,
+        open_later: Callable[[], Connection] | None = None,
     ) -> None:
         if connection is None and open_later is None:
             connection = open_database(path)
@@ -87,9 +78,10 @@ class SqliteStore(SqliteFiles, SqliteBatches, SqliteTenants, SqliteRecovery):
         """Return whether the database file is still at its path. Checks the disk; callable from any thread."""
         return self._writer.is_in_place()
 
-    async def settle(self) -> None:
+    @transaction
+    def settle(self, connection: Connection) -> None:
         """Make a commit, which settles earlier commits in doubt: changes that are invisible now cannot reappear."""
-        await self._writer.run(lambda connection: connection.execute(f"PRAGMA user_version = {VERSION}").fetchone())
+        connection.execute(f"PRAGMA user_version = {VERSION}").fetchone()
 
     async def close(self) -> None:
         """Wait for queued work, and close."""

@@ -1,9 +1,9 @@
 """Mixin of `SqliteStore` for batches and their lines. Line results and batch counts change in one transaction."""
 
 import json
-import sqlite3
 from collections.abc import Sequence
 from contextlib import suppress
+from sqlite3 import Connection
 
 from gateway.store.objects import (
     BatchJob,
@@ -23,16 +23,19 @@ from gateway.store.objects import (
 from gateway.store.rows import insert_batch, insert_file, read_batch_row, read_line_row, read_record_row
 from gateway.store.sqlite_files import find_file, owned, read_page
 from gateway.store.states import BatchStatus, IllegalTransition, check_transition, timestamp_field
-from gateway.store.writer import SqliteWriter
+from gateway.store.writer import Rows, transaction
 
 
-class SqliteBatches:
+class SqliteBatches(Rows):
     """Rows of batches and their lines. A `tenant` of None means all tenants."""
 
-    _writer: SqliteWriter
-
-    async def create_batch(
-        self, batch: BatchJob, idempotency: tuple[str, str] | None = None, max_lines: int | None = None
+    @transaction
+    def create_batch(
+        self,
+        connection: Connection,
+        batch: BatchJob,
+        idempotency: tuple[str, str] | None = None,
+        max_lines: int | None = None,
     ) -> BatchJob:
         """Add a batch and return it, or return the batch that was created with the same idempotency key.
 
@@ -42,219 +45,193 @@ class SqliteBatches:
 
         Raises NoSuchFile, WrongPurpose, IdempotencyConflict or LineQuota.
         """
+        if idempotency is not None:
+            query = "SELECT * FROM batches WHERE tenant = ? AND idempotency_key = ?"
+            row = connection.execute(query, (batch.tenant, idempotency[0])).fetchone()
+            if row is not None and row["idempotency_digest"] != idempotency[1]:
+                raise IdempotencyConflict
+            if row is not None:
+                return read_batch_row(row)
+        if (known := _find(connection, batch.id, batch.tenant)) is not None:
+            return known
+        file = find_file(connection, batch.tenant, batch.input_file_id, batch.created_at)
+        if file is None:
+            raise NoSuchFile
+        if file.purpose != "batch":
+            raise WrongPurpose
+        if max_lines is not None:
+            _check_lines(connection, batch, 1, max_lines)
+        insert_batch(connection, batch, idempotency)
+        return batch
 
-        def work(connection: sqlite3.Connection) -> BatchJob:
-            if idempotency is not None:
-                query = "SELECT * FROM batches WHERE tenant = ? AND idempotency_key = ?"
-                row = connection.execute(query, (batch.tenant, idempotency[0])).fetchone()
-                if row is not None and row["idempotency_digest"] != idempotency[1]:
-                    raise IdempotencyConflict
-                if row is not None:
-                    return read_batch_row(row)
-            if (known := _find(connection, batch.id, batch.tenant)) is not None:
-                return known
-            file = find_file(connection, batch.tenant, batch.input_file_id, batch.created_at)
-            if file is None:
-                raise NoSuchFile
-            if file.purpose != "batch":
-                raise WrongPurpose
-            if max_lines is not None:
-                _check_lines(connection, batch, 1, max_lines)
-            insert_batch(connection, batch, idempotency)
-            return batch
+    @transaction
+    def get_batch(self, connection: Connection, tenant: str | None, batch_id: str) -> BatchJob | None:
+        return _find(connection, batch_id, tenant)
 
-        return await self._writer.run(work)
-
-    async def get_batch(self, tenant: str | None, batch_id: str) -> BatchJob | None:
-        return await self._writer.run(lambda connection: _find(connection, batch_id, tenant))
-
-    async def load_batch(self, batch_id: str) -> BatchJob:
+    @transaction
+    def load_batch(self, connection: Connection, batch_id: str) -> BatchJob:
         """Return an existing batch of any tenant."""
-        return await self._writer.run(lambda connection: _load(connection, batch_id))
+        return _load(connection, batch_id)
 
-    async def list_batches(
-        self, tenant: str | None, page: Page, endpoint: str | None = None
+    @transaction
+    def list_batches(
+        self, connection: Connection, tenant: str | None, page: Page, endpoint: str | None = None
     ) -> tuple[list[BatchJob], bool]:
         """Return a page of the batches (of `endpoint`, if given), and whether more follow. Raises UnknownCursor."""
+        where = owned(tenant) + ("" if endpoint is None else " AND endpoint = :endpoint")
+        values: dict[str, str | int | None] = {"tenant": tenant, "endpoint": endpoint}
+        rows, more = read_page(connection, "batches", where, values, page)
+        return [read_batch_row(row) for row in rows], more
 
-        def work(connection: sqlite3.Connection) -> tuple[list[BatchJob], bool]:
-            where = owned(tenant) + ("" if endpoint is None else " AND endpoint = :endpoint")
-            values: dict[str, str | int | None] = {"tenant": tenant, "endpoint": endpoint}
-            rows, more = read_page(connection, "batches", where, values, page)
-            return [read_batch_row(row) for row in rows], more
-
-        return await self._writer.run(work)
-
-    async def unfinished_batches(self) -> list[BatchJob]:
+    @transaction
+    def unfinished_batches(self, connection: Connection) -> list[BatchJob]:
         query = (
             "SELECT * FROM batches WHERE status IN ('validating', 'in_progress', 'finalizing', 'cancelling') "
             "ORDER BY seq"
         )
-        return await self._writer.run(lambda c: [read_batch_row(row) for row in c.execute(query)])
+        return [read_batch_row(row) for row in connection.execute(query)]
 
-    async def move_batch(
-        self, batch_id: str, status: BatchStatus, now: int, errors: Sequence[InputError] = ()
+    @transaction
+    def move_batch(
+        self, connection: Connection, batch_id: str, status: BatchStatus, now: int, errors: Sequence[InputError] = ()
     ) -> BatchJob:
         """Change the state; for `failed`, also remove the lines and reset the counts. Raises IllegalTransition."""
+        _move(connection, batch_id, status, now)
+        if status is BatchStatus.FAILED:
+            connection.execute("DELETE FROM lines WHERE batch = ?", (_seq(connection, batch_id),))
+            connection.execute("UPDATE batches SET total = 0, completed = 0, failed = 0 WHERE id = ?", (batch_id,))
+        if errors:
+            text = json.dumps([list(error) for error in errors])
+            connection.execute("UPDATE batches SET errors = ? WHERE id = ?", (text, batch_id))
+        return _load(connection, batch_id)
 
-        def work(connection: sqlite3.Connection) -> BatchJob:
-            _move(connection, batch_id, status, now)
-            if status is BatchStatus.FAILED:
-                connection.execute("DELETE FROM lines WHERE batch = ?", (_seq(connection, batch_id),))
-                connection.execute("UPDATE batches SET total = 0, completed = 0, failed = 0 WHERE id = ?", (batch_id,))
-            if errors:
-                text = json.dumps([list(error) for error in errors])
-                connection.execute("UPDATE batches SET errors = ? WHERE id = ?", (text, batch_id))
-            return _load(connection, batch_id)
-
-        return await self._writer.run(work)
-
-    async def note_error(self, batch_id: str, error: InputError) -> None:
+    @transaction
+    def note_error(self, connection: Connection, batch_id: str, error: InputError) -> None:
         """Add an error to a running batch, unless it already has one."""
+        query = "UPDATE batches SET errors = ? WHERE id = ? AND errors = '[]'"
+        connection.execute(query, (json.dumps([list(error)]), batch_id))
 
-        def work(connection: sqlite3.Connection) -> None:
-            query = "UPDATE batches SET errors = ? WHERE id = ? AND errors = '[]'"
-            connection.execute(query, (json.dumps([list(error)]), batch_id))
-
-        await self._writer.run(work)
-
-    async def cancel_batch(self, tenant: str | None, batch_id: str, now: int) -> BatchJob | None:
+    @transaction
+    def cancel_batch(self, connection: Connection, tenant: str | None, batch_id: str, now: int) -> BatchJob | None:
         """Move a batch to `cancelling` if its state allows, and return it; None if it does not exist."""
-
-        def work(connection: sqlite3.Connection) -> BatchJob | None:
-            if _find(connection, batch_id, tenant) is None:
-                return None
-            with suppress(IllegalTransition):  # already ended or cancelled: return the batch unchanged
-                _move(connection, batch_id, BatchStatus.CANCELLING, now)
-            return _load(connection, batch_id)
-
-        return await self._writer.run(work)
+        if _find(connection, batch_id, tenant) is None:
+            return None
+        with suppress(IllegalTransition):  # already ended or cancelled: return the batch unchanged
+            _move(connection, batch_id, BatchStatus.CANCELLING, now)
+        return _load(connection, batch_id)
 
     async def delete_batch(self, batch_id: str) -> None:
         """Remove the row of a batch that has ended."""
         await self._writer.run(lambda connection: connection.execute("DELETE FROM batches WHERE id = ?", (batch_id,)))
 
-    async def add_lines(self, batch_id: str, lines: Sequence[LineRef], *, first: bool) -> None:
+    @transaction
+    def add_lines(self, connection: Connection, batch_id: str, lines: Sequence[LineRef], *, first: bool) -> None:
         """Add lines of a batch under validation; `first`: remove the lines of an interrupted attempt."""
+        batch = _seq(connection, batch_id)
+        if first:
+            connection.execute("DELETE FROM lines WHERE batch = ?", (batch,))
+        connection.executemany(
+            "INSERT INTO lines (batch, rank, number, start, length) VALUES (?, ?, ?, ?, ?) ON CONFLICT DO NOTHING",
+            ((batch, *line) for line in lines),
+        )
 
-        def work(connection: sqlite3.Connection) -> None:
-            batch = _seq(connection, batch_id)
-            if first:
-                connection.execute("DELETE FROM lines WHERE batch = ?", (batch,))
-            connection.executemany(
-                "INSERT INTO lines (batch, rank, number, start, length) VALUES (?, ?, ?, ?, ?) ON CONFLICT DO NOTHING",
-                ((batch, *line) for line in lines),
-            )
-
-        await self._writer.run(work)
-
-    async def start_batch(
-        self, batch_id: str, total: int, model: str | None, now: int, max_lines: int | None = None
+    @transaction
+    def start_batch(
+        self,
+        connection: Connection,
+        batch_id: str,
+        total: int,
+        model: str | None,
+        now: int,
+        max_lines: int | None = None,
     ) -> BatchJob:
         """Move a validated batch to `in_progress`, unless it is being cancelled, and store `total` and `model`.
         `max_lines`: see `create_batch`. Raises LineQuota."""
+        batch = _load(connection, batch_id)
+        if batch.status is not BatchStatus.CANCELLING:
+            if max_lines is not None:
+                _check_lines(connection, batch, total, max_lines)
+            _move(connection, batch_id, BatchStatus.IN_PROGRESS, now)
+        connection.execute("UPDATE batches SET total = ?, model = ? WHERE id = ?", (total, model, batch_id))
+        return _load(connection, batch_id)
 
-        def work(connection: sqlite3.Connection) -> BatchJob:
-            batch = _load(connection, batch_id)
-            if batch.status is not BatchStatus.CANCELLING:
-                if max_lines is not None:
-                    _check_lines(connection, batch, total, max_lines)
-                _move(connection, batch_id, BatchStatus.IN_PROGRESS, now)
-            connection.execute("UPDATE batches SET total = ?, model = ? WHERE id = ?", (total, model, batch_id))
-            return _load(connection, batch_id)
-
-        return await self._writer.run(work)
-
-    async def pending_lines(self, batch_id: str, after_rank: int, limit: int) -> list[LineRef]:
+    @transaction
+    def pending_lines(self, connection: Connection, batch_id: str, after_rank: int, limit: int) -> list[LineRef]:
         """Return lines without a result, ordered by rank."""
+        query = "SELECT * FROM lines WHERE batch = ? AND rank > ? AND succeeded IS NULL ORDER BY rank LIMIT ?"
+        rows = connection.execute(query, (_seq(connection, batch_id), after_rank, limit))
+        return [read_line_row(row) for row in rows]
 
-        def work(connection: sqlite3.Connection) -> list[LineRef]:
-            query = "SELECT * FROM lines WHERE batch = ? AND rank > ? AND succeeded IS NULL ORDER BY rank LIMIT ?"
-            rows = connection.execute(query, (_seq(connection, batch_id), after_rank, limit))
-            return [read_line_row(row) for row in rows]
-
-        return await self._writer.run(work)
-
-    async def count_lines(self, batch_id: str) -> tuple[int, int, int]:
+    @transaction
+    def count_lines(self, connection: Connection, batch_id: str) -> tuple[int, int, int]:
         """Return the number of indexed lines of a batch: all, succeeded, failed."""
+        return _count(connection, _seq(connection, batch_id))
 
-        def work(connection: sqlite3.Connection) -> tuple[int, int, int]:
-            return _count(connection, _seq(connection, batch_id))
+    @transaction
+    def line_lengths(self, connection: Connection, batch_id: str) -> LineLengths:
+        query = (
+            "SELECT COALESCE(SUM(length), 0) AS total, AVG(CASE WHEN succeeded IS NULL THEN length END) AS pending "
+            "FROM lines WHERE batch = ?"
+        )
+        row = connection.execute(query, (_seq(connection, batch_id),)).fetchone()
+        return LineLengths(row["total"], row["pending"] or 0.0)
 
-        return await self._writer.run(work)
-
-    async def line_lengths(self, batch_id: str) -> LineLengths:
-        def work(connection: sqlite3.Connection) -> LineLengths:
-            query = (
-                "SELECT COALESCE(SUM(length), 0) AS total, AVG(CASE WHEN succeeded IS NULL THEN length END) AS pending "
-                "FROM lines WHERE batch = ?"
-            )
-            row = connection.execute(query, (_seq(connection, batch_id),)).fetchone()
-            return LineLengths(row["total"], row["pending"] or 0.0)
-
-        return await self._writer.run(work)
-
-    async def add_results(self, batch_id: str, results: Sequence[LineResult], usage: Usage) -> BatchJob:
+    @transaction
+    def add_results(
+        self, connection: Connection, batch_id: str, results: Sequence[LineResult], usage: Usage
+    ) -> BatchJob:
         """Record results whose rows are durable in the journal. Lines that have a result keep it."""
-
-        def work(connection: sqlite3.Connection) -> BatchJob:
-            batch, counts = _seq(connection, batch_id), [0, 0]
-            for result in results:
-                changed = connection.execute(
-                    "UPDATE lines SET succeeded = ?, result_start = ?, result_length = ? "
-                    "WHERE batch = ? AND rank = ? AND succeeded IS NULL",
-                    (int(result.succeeded), result.start, result.length, batch, result.rank),
-                )
-                counts[result.succeeded] += changed.rowcount
-            if not any(counts):  # an earlier commit in doubt had succeeded
-                return _load(connection, batch_id)
-            connection.execute(
-                "UPDATE batches SET completed = completed + ?, failed = failed + ?, input_tokens = input_tokens + ?, "
-                "cached_tokens = cached_tokens + ?, output_tokens = output_tokens + ?, "
-                "reasoning_tokens = reasoning_tokens + ? WHERE seq = ?",
-                (counts[True], counts[False], *usage, batch),
+        batch, counts = _seq(connection, batch_id), [0, 0]
+        for result in results:
+            changed = connection.execute(
+                "UPDATE lines SET succeeded = ?, result_start = ?, result_length = ? "
+                "WHERE batch = ? AND rank = ? AND succeeded IS NULL",
+                (int(result.succeeded), result.start, result.length, batch, result.rank),
             )
+            counts[result.succeeded] += changed.rowcount
+        if not any(counts):  # an earlier commit in doubt had succeeded
             return _load(connection, batch_id)
+        connection.execute(
+            "UPDATE batches SET completed = completed + ?, failed = failed + ?, input_tokens = input_tokens + ?, "
+            "cached_tokens = cached_tokens + ?, output_tokens = output_tokens + ?, "
+            "reasoning_tokens = reasoning_tokens + ? WHERE seq = ?",
+            (counts[True], counts[False], *usage, batch),
+        )
+        return _load(connection, batch_id)
 
-        return await self._writer.run(work)
-
-    async def run_again(self, batch_id: str, ranks: Sequence[int], usage: Usage | None) -> BatchJob:
+    @transaction
+    def run_again(self, connection: Connection, batch_id: str, ranks: Sequence[int], usage: Usage | None) -> BatchJob:
         """Remove the results of the given lines, recount, and move the batch back to `in_progress`. `usage`: token
         usage of the remaining results (None: unknown). Raises IllegalTransition."""
+        batch = _load(connection, batch_id)
+        if batch.status is not BatchStatus.IN_PROGRESS:
+            check_transition(batch.status, BatchStatus.IN_PROGRESS)
+        seq = _seq(connection, batch_id)
+        connection.executemany(
+            "UPDATE lines SET succeeded = NULL, result_start = 0, result_length = 0 WHERE batch = ? AND rank = ?",
+            ((seq, rank) for rank in ranks),
+        )
+        _, good, bad = _count(connection, seq)
+        times = {name: moment for name, moment in batch.times.items() if name != "finalizing_at"}
+        connection.execute(
+            "UPDATE batches SET status = ?, times = ?, completed = ?, failed = ? WHERE seq = ?",
+            (BatchStatus.IN_PROGRESS.value, json.dumps(times), good, bad, seq),
+        )
+        if usage is not None:
+            _set_usage(connection, seq, usage)
+        return _load(connection, batch_id)
 
-        def work(connection: sqlite3.Connection) -> BatchJob:
-            batch = _load(connection, batch_id)
-            if batch.status is not BatchStatus.IN_PROGRESS:
-                check_transition(batch.status, BatchStatus.IN_PROGRESS)
-            seq = _seq(connection, batch_id)
-            connection.executemany(
-                "UPDATE lines SET succeeded = NULL, result_start = 0, result_length = 0 WHERE batch = ? AND rank = ?",
-                ((seq, rank) for rank in ranks),
-            )
-            _, good, bad = _count(connection, seq)
-            times = {name: moment for name, moment in batch.times.items() if name != "finalizing_at"}
-            connection.execute(
-                "UPDATE batches SET status = ?, times = ?, completed = ?, failed = ? WHERE seq = ?",
-                (BatchStatus.IN_PROGRESS.value, json.dumps(times), good, bad, seq),
-            )
-            if usage is not None:
-                _set_usage(connection, seq, usage)
-            return _load(connection, batch_id)
-
-        return await self._writer.run(work)
-
-    async def line_records(self, batch_id: str, after_rank: int, limit: int) -> list[LineRecord]:
+    @transaction
+    def line_records(self, connection: Connection, batch_id: str, after_rank: int, limit: int) -> list[LineRecord]:
         """Return lines with their results, ordered by rank."""
+        query = "SELECT * FROM lines WHERE batch = ? AND rank > ? ORDER BY rank LIMIT ?"
+        rows = connection.execute(query, (_seq(connection, batch_id), after_rank, limit))
+        return [read_record_row(row) for row in rows]
 
-        def work(connection: sqlite3.Connection) -> list[LineRecord]:
-            query = "SELECT * FROM lines WHERE batch = ? AND rank > ? ORDER BY rank LIMIT ?"
-            rows = connection.execute(query, (_seq(connection, batch_id), after_rank, limit))
-            return [read_record_row(row) for row in rows]
-
-        return await self._writer.run(work)
-
-    async def finish_batch(
+    @transaction
+    def finish_batch(
         self,
+        connection: Connection,
         batch_id: str,
         status: BatchStatus,
         now: int,
@@ -272,30 +249,26 @@ class SqliteBatches:
         Raises IllegalTransition.
         """
         ids = tuple(None if file is None else file.id for file in (output, errors))
-
-        def work(connection: sqlite3.Connection) -> BatchJob:
-            known = _load(connection, batch_id)
-            if known.status is status and (known.output_file_id, known.error_file_id) == ids:
-                return known
-            _move(connection, batch_id, status, now)
-            counted = (known.completed, known.failed) if counts is None else counts
-            for file in (output, errors):
-                if file is not None:
-                    insert_file(connection, file)
-            connection.execute(
-                "UPDATE batches SET output_file_id = ?, error_file_id = ?, completed = ?, failed = ? WHERE id = ?",
-                (*ids, *counted, batch_id),
-            )
-            seq = _seq(connection, batch_id)
-            if usage is not None:
-                _set_usage(connection, seq, usage)
-            connection.execute("DELETE FROM lines WHERE batch = ?", (seq,))
-            return _load(connection, batch_id)
-
-        return await self._writer.run(work)
+        known = _load(connection, batch_id)
+        if known.status is status and (known.output_file_id, known.error_file_id) == ids:
+            return known
+        _move(connection, batch_id, status, now)
+        counted = (known.completed, known.failed) if counts is None else counts
+        for file in (output, errors):
+            if file is not None:
+                insert_file(connection, file)
+        connection.execute(
+            "UPDATE batches SET output_file_id = ?, error_file_id = ?, completed = ?, failed = ? WHERE id = ?",
+            (*ids, *counted, batch_id),
+        )
+        seq = _seq(connection, batch_id)
+        if usage is not None:
+            _set_usage(connection, seq, usage)
+        connection.execute("DELETE FROM lines WHERE batch = ?", (seq,))
+        return _load(connection, batch_id)
 
 
-def _check_lines(connection: sqlite3.Connection, batch: BatchJob, lines: int, max_lines: int) -> None:
+def _check_lines(connection: Connection, batch: BatchJob, lines: int, max_lines: int) -> None:
     """Raise LineQuota if `lines` lines do not fit beside the tenant's other unfinished batches."""
     query = (
         "SELECT COALESCE(SUM(MAX(1, total - completed - failed)), 0) AS used FROM batches WHERE tenant = ? AND id != ? "
@@ -306,35 +279,35 @@ def _check_lines(connection: sqlite3.Connection, batch: BatchJob, lines: int, ma
         raise LineQuota(used)
 
 
-def _count(connection: sqlite3.Connection, seq: int) -> tuple[int, int, int]:
+def _count(connection: Connection, seq: int) -> tuple[int, int, int]:
     query = "SELECT COUNT(*), COALESCE(SUM(succeeded), 0), COUNT(succeeded) FROM lines WHERE batch = ?"
     lines, good, ended = connection.execute(query, (seq,)).fetchone()
     return lines, good, ended - good
 
 
-def _set_usage(connection: sqlite3.Connection, seq: int, usage: Usage) -> None:
+def _set_usage(connection: Connection, seq: int, usage: Usage) -> None:
     connection.execute(
         "UPDATE batches SET input_tokens = ?, cached_tokens = ?, output_tokens = ?, reasoning_tokens = ? WHERE seq = ?",
         (*usage, seq),
     )
 
 
-def _find(connection: sqlite3.Connection, batch_id: str, tenant: str | None) -> BatchJob | None:
+def _find(connection: Connection, batch_id: str, tenant: str | None) -> BatchJob | None:
     query = f"SELECT * FROM batches WHERE id = :id AND {owned(tenant)}"
     row = connection.execute(query, {"id": batch_id, "tenant": tenant}).fetchone()
     return None if row is None else read_batch_row(row)
 
 
-def _load(connection: sqlite3.Connection, batch_id: str) -> BatchJob:
+def _load(connection: Connection, batch_id: str) -> BatchJob:
     return read_batch_row(connection.execute("SELECT * FROM batches WHERE id = ?", (batch_id,)).fetchone())
 
 
-def _seq(connection: sqlite3.Connection, batch_id: str) -> int:
+def _seq(connection: Connection, batch_id: str) -> int:
     """Return the integer key of a batch in the table of lines."""
     return int(connection.execute("SELECT seq FROM batches WHERE id = ?", (batch_id,)).fetchone()["seq"])
 
 
-def _move(connection: sqlite3.Connection, batch_id: str, status: BatchStatus, now: int) -> None:
+def _move(connection: Connection, batch_id: str, status: BatchStatus, now: int) -> None:
     batch = _load(connection, batch_id)
     check_transition(batch.status, status)
     field = timestamp_field(status)

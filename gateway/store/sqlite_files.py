@@ -3,10 +3,11 @@ delete while they page use its id as a cursor."""
 
 import sqlite3
 from collections.abc import Sequence
+from sqlite3 import Connection
 
 from gateway.store.objects import FileInUse, FileObject, Page, StorageQuota, UnknownCursor
 from gateway.store.rows import insert_file, read_file_row
-from gateway.store.writer import SqliteWriter
+from gateway.store.writer import Rows, transaction
 
 TOMBSTONE_SECONDS = 24 * 3600
 _UNFINISHED = "('validating', 'in_progress', 'finalizing', 'cancelling')"
@@ -19,110 +20,93 @@ def owned(tenant: str | None) -> str:
     return "TRUE" if tenant is None else "tenant = :tenant"
 
 
-class SqliteFiles:
+class SqliteFiles(Rows):
     """Rows of files. Expired files and files of other tenants count as missing; `tenant` None means all tenants."""
 
-    _writer: SqliteWriter
-
-    async def add_file(self, file: FileObject, max_bytes: int | None = None) -> None:
+    @transaction
+    def add_file(self, connection: Connection, file: FileObject, max_bytes: int | None = None) -> None:
         """Add a file. `max_bytes`: quota for all files of the tenant. Raises StorageQuota."""
+        if max_bytes is not None and find_file(connection, file.tenant, file.id, file.created_at) is None:
+            used = _stored_bytes(connection, file.tenant, file.created_at)
+            if used + file.bytes > max_bytes:
+                raise StorageQuota(used)
+        insert_file(connection, file)
 
-        def work(connection: sqlite3.Connection) -> None:
-            if max_bytes is not None and find_file(connection, file.tenant, file.id, file.created_at) is None:
-                used = _stored_bytes(connection, file.tenant, file.created_at)
-                if used + file.bytes > max_bytes:
-                    raise StorageQuota(used)
-            insert_file(connection, file)
-
-        await self._writer.run(work)
-
-    async def stored_bytes(self, tenant: str, now: int) -> int:
+    @transaction
+    def stored_bytes(self, connection: Connection, tenant: str, now: int) -> int:
         """Return the total size of a tenant's files in bytes."""
-        return await self._writer.run(lambda connection: _stored_bytes(connection, tenant, now))
+        return _stored_bytes(connection, tenant, now)
 
-    async def get_file(self, tenant: str | None, file_id: str, now: int) -> FileObject | None:
-        return await self._writer.run(lambda connection: find_file(connection, tenant, file_id, now))
+    @transaction
+    def get_file(self, connection: Connection, tenant: str | None, file_id: str, now: int) -> FileObject | None:
+        return find_file(connection, tenant, file_id, now)
 
-    async def list_files(
-        self, tenant: str | None, page: Page, purpose: str | None, now: int
+    @transaction
+    def list_files(
+        self, connection: Connection, tenant: str | None, page: Page, purpose: str | None, now: int
     ) -> tuple[list[FileObject], bool]:
         """Return a page, and whether more files follow. Raises UnknownCursor."""
+        where = f"{owned(tenant)} AND {_STORED}"
+        values: dict[str, str | int | None] = {"tenant": tenant, "now": now, "purpose": purpose}
+        if purpose is not None:
+            where += " AND purpose = :purpose"
+        rows, more = read_page(connection, "files", where, values, page)
+        return [read_file_row(row) for row in rows], more
 
-        def work(connection: sqlite3.Connection) -> tuple[list[FileObject], bool]:
-            where = f"{owned(tenant)} AND {_STORED}"
-            values: dict[str, str | int | None] = {"tenant": tenant, "now": now, "purpose": purpose}
-            if purpose is not None:
-                where += " AND purpose = :purpose"
-            rows, more = read_page(connection, "files", where, values, page)
-            return [read_file_row(row) for row in rows], more
-
-        return await self._writer.run(work)
-
-    async def delete_file(self, tenant: str | None, file_id: str, now: int) -> bool:
+    @transaction
+    def delete_file(self, connection: Connection, tenant: str | None, file_id: str, now: int) -> bool:
         """Delete a file; return False if it does not exist. Raises FileInUse for the input of an unfinished batch."""
+        if find_file(connection, tenant, file_id, now) is None:
+            return False
+        values = {"id": file_id, "now": now}
+        changed = connection.execute(f"UPDATE files SET deleted_at = :now WHERE id = :id AND NOT {_IN_USE}", values)
+        if not changed.rowcount:
+            raise FileInUse
+        return True
 
-        def work(connection: sqlite3.Connection) -> bool:
-            if find_file(connection, tenant, file_id, now) is None:
-                return False
-            values = {"id": file_id, "now": now}
-            changed = connection.execute(f"UPDATE files SET deleted_at = :now WHERE id = :id AND NOT {_IN_USE}", values)
-            if not changed.rowcount:
-                raise FileInUse
-            return True
-
-        return await self._writer.run(work)
-
-    async def expire_files(self, now: int, limit: int) -> list[str]:
+    @transaction
+    def expire_files(self, connection: Connection, now: int, limit: int) -> list[str]:
         """Mark expired files as deleted, except inputs in use, and return their ids for removal of the bodies."""
+        rows = connection.execute(
+            "UPDATE files SET deleted_at = ? WHERE seq IN (SELECT seq FROM files "
+            f"WHERE deleted_at IS NULL AND expires_at <= ? AND NOT {_IN_USE} LIMIT ?) RETURNING id",
+            (now, now, limit),
+        )
+        return [row["id"] for row in rows]
 
-        def work(connection: sqlite3.Connection) -> list[str]:
-            rows = connection.execute(
-                "UPDATE files SET deleted_at = ? WHERE seq IN (SELECT seq FROM files "
-                f"WHERE deleted_at IS NULL AND expires_at <= ? AND NOT {_IN_USE} LIMIT ?) RETURNING id",
-                (now, now, limit),
-            )
-            return [row["id"] for row in rows]
-
-        return await self._writer.run(work)
-
-    async def old_tombstones(self, now: int, limit: int) -> list[str]:
+    @transaction
+    def old_tombstones(self, connection: Connection, now: int, limit: int) -> list[str]:
         """Return the ids of files that were deleted more than TOMBSTONE_SECONDS ago."""
         query = "SELECT id FROM files WHERE deleted_at < ? LIMIT ?"
         values = (now - TOMBSTONE_SECONDS, limit)
-        return await self._writer.run(lambda c: [row["id"] for row in c.execute(query, values)])
+        return [row["id"] for row in connection.execute(query, values)]
 
-    async def purge_files(self, file_ids: Sequence[str]) -> None:
+    @transaction
+    def purge_files(self, connection: Connection, file_ids: Sequence[str]) -> None:
         """Remove the rows of deleted files whose bodies have been removed."""
+        query = "DELETE FROM files WHERE id = ? AND deleted_at IS NOT NULL"
+        connection.executemany(query, ((file_id,) for file_id in file_ids))
 
-        def work(connection: sqlite3.Connection) -> None:
-            query = "DELETE FROM files WHERE id = ? AND deleted_at IS NOT NULL"
-            connection.executemany(query, ((file_id,) for file_id in file_ids))
-
-        await self._writer.run(work)
-
-    async def known_files(self, file_ids: Sequence[str]) -> set[str]:
+    @transaction
+    def known_files(self, connection: Connection, file_ids: Sequence[str]) -> set[str]:
         """Return the ids that belong to a file of any tenant that has not been deleted."""
-
-        def work(connection: sqlite3.Connection) -> set[str]:
-            query = "SELECT 1 FROM files WHERE id = ? AND deleted_at IS NULL"
-            return {file_id for file_id in file_ids if connection.execute(query, (file_id,)).fetchone()}
-
-        return await self._writer.run(work)
+        query = "SELECT 1 FROM files WHERE id = ? AND deleted_at IS NULL"
+        return {file_id for file_id in file_ids if connection.execute(query, (file_id,)).fetchone()}
 
 
-def _stored_bytes(connection: sqlite3.Connection, tenant: str, now: int) -> int:
+def _stored_bytes(connection: Connection, tenant: str, now: int) -> int:
     query = f"SELECT COALESCE(SUM(bytes), 0) AS used FROM files WHERE tenant = :tenant AND {_STORED}"
     return int(connection.execute(query, {"tenant": tenant, "now": now}).fetchone()["used"])
 
 
-def find_file(connection: sqlite3.Connection, tenant: str | None, file_id: str, now: int) -> FileObject | None:
+def find_file(connection: Connection, tenant: str | None, file_id: str, now: int) -> FileObject | None:
     values = {"tenant": tenant, "id": file_id, "now": now}
     row = connection.execute(f"SELECT * FROM files WHERE id = :id AND {owned(tenant)} AND {_STORED}", values).fetchone()
     return None if row is None else read_file_row(row)
 
 
 def read_page(
-    connection: sqlite3.Connection, table: str, where: str, values: dict[str, str | int | None], page: Page
+    connection: Connection, table: str, where: str, values: dict[str, str | int | None], page: Page
 ) -> tuple[list[sqlite3.Row], bool]:
     """Return the rows of a page, and whether more follow. `table` and `where` must not contain client input; `values`
     contains the tenant, see `owned`."""

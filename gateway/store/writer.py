@@ -9,17 +9,20 @@ import os
 import queue
 import sqlite3
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from contextlib import suppress
+from functools import wraps
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from engine.errors import ConfigError
 from gateway.store.disk import StorageError, StorageHealth
 from gateway.store.schema import MIGRATIONS, VERSION
 
 ResultT = TypeVar("ResultT")
+RowsT = TypeVar("RowsT", bound="Rows")
+Arguments = ParamSpec("Arguments")
 Work = Callable[[sqlite3.Connection], ResultT]
 
 MAX_GROUP = 256  # committing this many rows takes about five times as long as one row
@@ -280,3 +283,21 @@ def _storage_code(error: BaseException) -> int:
     """Return SQLite's primary result code of an error or of the cause of a StorageError, else 0."""
     cause = error.__cause__ if isinstance(error, StorageError) else error
     return int(getattr(cause, "sqlite_errorcode", 0)) & 0xFF
+
+
+class Rows:
+    """Base of the parts of `SqliteStore`."""
+
+    _writer: SqliteWriter
+
+
+def transaction(
+    work: Callable[Concatenate[RowsT, sqlite3.Connection, Arguments], ResultT],
+) -> Callable[Concatenate[RowsT, Arguments], Coroutine[Any, Any, ResultT]]:
+    """Make a method with a connection a coroutine without: the writer's thread runs the method as one transaction."""
+
+    @wraps(work)
+    async def run(rows: RowsT, /, *args: Arguments.args, **kwargs: Arguments.kwargs) -> ResultT:
+        return await rows._writer.run(lambda connection: work(rows, connection, *args, **kwargs))
+
+    return run
