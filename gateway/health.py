@@ -16,7 +16,7 @@ from gateway.generate.answering import find_model
 from gateway.http.anthropic import speaks_anthropic, timestamp
 from gateway.http.errors import ApiError
 from gateway.models import Model
-from gateway.telemetry.fleet_metrics import shown as engines_shown
+from gateway.telemetry.engine_metrics import shown as engines_shown
 
 router = APIRouter()
 

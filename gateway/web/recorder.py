@@ -17,7 +17,7 @@ import orjson
 from engine.api import ColocationStats, EngineState, EngineStats, RequestClass
 from gateway.context import Lifecycle
 from gateway.http.sse import event
-from gateway.telemetry.fleet_metrics import shown
+from gateway.telemetry.engine_metrics import shown
 from gateway.telemetry.metrics import EndedAnswer, GatewayMetrics
 from predictor.slo import SLO
 
