@@ -54,13 +54,13 @@ def describe(values: ArrayLike, percents: tuple[float, ...] = (50.0, 99.0)) -> d
     return entries
 
 
-def wilson(successes: int, trials: int, z: float = Z95) -> tuple[float, float]:
-    """Return the Wilson score interval of a proportion, or (0, 1) without trials."""
+def wilson(successes: int, trials: int) -> tuple[float, float]:
+    """Return the 95 % Wilson score interval of a proportion, or (0, 1) without trials."""
     if not 0 <= successes <= trials:
         raise ValueError("successes must lie between 0 and trials")
     if trials == 0:
         return 0.0, 1.0
-    share = successes / trials
+    share, z = successes / trials, Z95
     scale = 1 + z * z / trials
     centre = (share + z * z / (2 * trials)) / scale
     half = z / scale * math.sqrt(share * (1 - share) / trials + z * z / (4 * trials * trials))

@@ -101,7 +101,7 @@ class CircuitBreaker:
         self.cause: str | None = None
         self._state = BreakerState.CLOSED
         self._since = 0.0
-        self._opened_at = -math.inf
+        self.opened_at = -math.inf  # time of the last opening
         self._open_for = self.settings.open_seconds
         self._granted = 1.0 if self.settings.attainment is None else self.settings.first_share
         self._granted_at = math.inf  # no growth before the first evidence: the clock may have run for days
@@ -142,10 +142,10 @@ class CircuitBreaker:
         if moment is not None and (not good or used > CLOSE):
             counted = self._moments.count((moment, good)) < 2
             self._moments.append((moment, good))
-        if not offline_contributed and arrival >= self._opened_at:
+        if not offline_contributed and arrival >= self.opened_at:
             self._alone.append(good)
             self._alone_at = now
-        if self._state is BreakerState.OPEN or not offline_contributed or arrival < self._opened_at:
+        if self._state is BreakerState.OPEN or not offline_contributed or arrival < self.opened_at:
             return
         self._probed += 1
         if self.settings.attainment is not None and (counted or good):
@@ -179,7 +179,7 @@ class CircuitBreaker:
     def record_excesses(self, now: float, arrival: float, excesses: Mapping[str, float]) -> None:
         """Record excesses of aggregates that became known after the request ended; see `record_request`."""
         self._advance(now)
-        if self._state is BreakerState.OPEN or arrival < self._opened_at:
+        if self._state is BreakerState.OPEN or arrival < self.opened_at:
             return
         for key, excess in excesses.items():
             test = self._excesses.setdefault(key, ExcessTest())
@@ -225,11 +225,6 @@ class CircuitBreaker:
             self._granted = min(1.0, factor * self._granted)
 
     @property
-    def opened_at(self) -> float:
-        """Time of the last opening; minus infinity before the first."""
-        return self._opened_at
-
-    @property
     def overrun(self) -> float:
         """Mean overrun of the last steps beside online work; 0 without steps."""
         return math.fsum(self._overruns) / len(self._overruns) if self._overruns else 0.0
@@ -257,7 +252,7 @@ class CircuitBreaker:
 
     def _open(self, now: float, cause: str) -> None:
         settings = self.settings
-        repeated = now - self._opened_at < self._open_for + settings.regrow_seconds
+        repeated = now - self.opened_at < self._open_for + settings.regrow_seconds
         self._open_for = min(2.0 * self._open_for, settings.longest_open) if repeated else settings.open_seconds
         if cause == "slo":  # the share was already halved by each miss
             self._granted = max(self._granted, settings.smallest_share)
@@ -266,7 +261,7 @@ class CircuitBreaker:
             self._granted_at = now
         self.num_openings += 1
         self.cause = cause
-        self._opened_at = now
+        self.opened_at = now
         self._enter(BreakerState.OPEN, now)
 
     def _enter(self, state: BreakerState, now: float) -> None:

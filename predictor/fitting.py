@@ -56,7 +56,6 @@ def fit(
     buckets: tuple[int, ...] = (),
     decode_buckets: tuple[int, ...] = (),
     reach: Reach = EVERYTHING,
-    passes: int = 2,
 ) -> LatencyModel:
     """Fit the model of `feature_set` with the least mean relative error over `samples`.
 
@@ -67,7 +66,6 @@ def fit(
         buckets: Token counts to which steps are padded.
         decode_buckets: Token counts to which steps without prompts are padded.
         reach: Windows with which the features count contexts.
-        passes: Number of solves; each pass after the first reweights by the residuals.
 
     Raises:
         ValueError: Without samples, for times that are not positive, or for an unknown feature set.
@@ -87,10 +85,9 @@ def fit(
     design = _Design(FEATURE_SETS[feature_set], knots, buckets, decode_buckets)
     weights = 1.0 / seconds
     coefficients = _solve(*design.gram(rows, weights), len(knots))
-    for _ in range(passes - 1):
-        residuals = np.abs(design.evaluate(rows, coefficients) / seconds - 1.0)
-        sharper = weights / np.sqrt(np.maximum(residuals, RESIDUAL_FLOOR))
-        coefficients = _solve(*design.gram(rows, sharper), len(knots))
+    residuals = np.abs(design.evaluate(rows, coefficients) / seconds - 1.0)
+    sharper = weights / np.sqrt(np.maximum(residuals, RESIDUAL_FLOOR))
+    coefficients = _solve(*design.gram(rows, sharper), len(knots))
     linear = dict(zip(design.terms, map(float, coefficients), strict=False))
     hinges = tuple(map(float, coefficients[len(design.terms) :]))
     return LatencyModel(

@@ -73,13 +73,10 @@ class Judge:
 
     def judge(self, now: float, served: Served) -> Verdict:
         """Add a request that ended at `now` and judge it."""
-        values = {o.key: own_value(o, served) for o in self.slo.objectives if o.per_request}
+        values = {o.key: o.value(served.ttft, served.gaps) for o in self.slo.objectives if o.per_request}
         judged = _Judged(now, served, values, {})
         self._window.append(judged)
-        for objective in self.slo.objectives:
-            if not objective.per_request and not math.isnan(bound := self._bound(objective)):
-                judged.over[objective.key] = excess(objective, served, bound)
-                self._over[objective.key] += judged.over[objective.key]
+        self._weigh(judged)
         self._forget(now)
         for objective in self.slo.objectives:
             kept = self._keeps(objective, judged)
@@ -114,11 +111,15 @@ class Judge:
             self._over[key] = 0.0
         for judged in self._window:
             judged.over.clear()
-            for objective in self.slo.objectives:
-                if not objective.per_request and not math.isnan(bound := self._bound(objective)):
-                    judged.over[objective.key] = excess(objective, judged.served, bound)
-                    self._over[objective.key] += judged.over[objective.key]
+            self._weigh(judged)
         self._standings = None
+
+    def _weigh(self, judged: _Judged) -> None:
+        """Add the request's excesses over the bounds of aggregates."""
+        for objective in self.slo.objectives:
+            if not objective.per_request and not math.isnan(bound := self._bound(objective)):
+                judged.over[objective.key] = excess(objective, judged.served, bound)
+                self._over[objective.key] += judged.over[objective.key]
 
     def attainment(self, now: float) -> float:
         """Return the share of good requests in the window; NaN without judged requests."""
@@ -135,7 +136,7 @@ class Judge:
     def breaks_a_limit(self, served: Served) -> bool:
         """Return whether the unfinished request already exceeds a limit on single requests."""
         limited = (o for o in self.slo.objectives if o.per_request)
-        return any(own_value(o, served) > (o.limit or 0.0) for o in limited)
+        return any(o.value(served.ttft, served.gaps) > (o.limit or 0.0) for o in limited)
 
     def _standing(self, objective: Objective) -> Standing:
         key = objective.key
@@ -170,20 +171,6 @@ def _share(kept: Sequence[bool]) -> float:
     return sum(kept) / len(kept) if kept else math.nan
 
 
-def own_value(objective: Objective, served: Served) -> float:
-    """Return the request's TTFT, gap percentile or mean gap; infinite without a token, 0 without a gap."""
-    if served.ttft is None:
-        return math.inf
-    if objective.metric == "ttft":
-        return served.ttft
-    if not served.gaps:
-        return 0.0
-    if objective.metric == "tpot":
-        return math.fsum(served.gaps) / len(served.gaps)
-    assert objective.percentile is not None
-    return nearest_rank(served.gaps, objective.percentile)
-
-
 def excess(objective: Objective, served: Served, bound: float) -> float:
     """Return the request's contribution to the excess of an aggregate over `bound`.
 
@@ -193,12 +180,7 @@ def excess(objective: Objective, served: Served, bound: float) -> float:
     """
     if served.ttft is None:
         return 0.0
-    if objective.metric == "ttft":
-        values: Sequence[float] = (served.ttft,)
-    elif objective.metric == "tpot":
-        values = (math.fsum(served.gaps) / len(served.gaps),) if served.gaps else ()
-    else:
-        values = served.gaps
+    values = objective.values(served.ttft, served.gaps)
     if objective.percentile is None:
         return math.fsum(values) / bound - len(values)
     return sum(value > bound for value in values) - (1.0 - objective.percentile / 100) * len(values)

@@ -59,6 +59,22 @@ class Objective:
         """Whether the limit applies to each request instead of an aggregate."""
         return self.limit is not None and self.percentile is not None
 
+    def values(self, ttft: float, gaps: Sequence[float]) -> Sequence[float]:
+        """Return the values of the metric for one request: its TTFT, its gaps, or its mean gap; times in seconds."""
+        if self.metric == "ttft":
+            return (ttft,)
+        if self.metric == "tpot":
+            return (math.fsum(gaps) / len(gaps),) if gaps else ()
+        return gaps
+
+    def value(self, ttft: float | None, gaps: Sequence[float]) -> float:
+        """Return the value of one request that its limit bounds; infinite without a token, 0 without a gap."""
+        if ttft is None:
+            return math.inf
+        assert self.percentile is not None
+        values = self.values(ttft, gaps)
+        return nearest_rank(values, self.percentile) if values else 0.0
+
     def __str__(self) -> str:
         if self.tolerance is not None:
             return f"{self.key}={self.tolerance * 100:g}%"
@@ -99,10 +115,6 @@ class SLO:
         """Text that parses to the same SLO."""
         return ",".join(map(str, self.objectives))
 
-    def limits(self) -> dict[str, float]:
-        """Return the absolute limits in seconds by key."""
-        return {o.key: o.limit for o in self.objectives if o.limit is not None}
-
     def tolerances(self) -> dict[str, float]:
         """Return the tolerances by key, as ratios over the online-only run."""
         return {o.key: o.tolerance for o in self.objectives if o.tolerance is not None}
@@ -133,16 +145,7 @@ class SLO:
 
         `ttft` is in seconds; None: no token arrived, which violates any limit. `gaps` are the seconds between tokens.
         """
-        limited = [o for o in self.objectives if o.per_request]
-        if ttft is None:
-            return not limited
-        values = {"ttft": [ttft], "tbt": gaps, "tpot": [math.fsum(gaps) / len(gaps)] if gaps else []}
-        for objective in limited:
-            assert objective.limit is not None and objective.percentile is not None
-            measured = values[objective.metric]
-            if measured and nearest_rank(measured, objective.percentile) > objective.limit:
-                return False
-        return True
+        return all(o.value(ttft, gaps) <= (o.limit or 0.0) for o in self.objectives if o.per_request)
 
     def violations(
         self, window: Mapping[str, float], baseline: Mapping[str, float] | None = None, margin: float = 1.0

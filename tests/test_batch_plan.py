@@ -24,7 +24,7 @@ from engine.text.tokenizer import Tokenizer
 from gateway.batch.forecast import LEAST_LINES, STEP_JOBS, Forecast, Pace
 from gateway.batch.head import HEAD_ANSWERS, read_head
 from gateway.batch.metrics import MAX_SHOWN, BatchCollector
-from gateway.batch.shares import MAX_WORK, URGENT_SHARE, JobLoad, Shares, finish_times
+from gateway.batch.shares import MAX_WORK, URGENT_SHARE, JobLoad, Shares
 from gateway.store.objects import BatchJob, LineLengths, Usage
 from gateway.store.states import BatchStatus
 from predictor.model import LatencyModel
@@ -33,6 +33,15 @@ from predictor.online import OnlineModel, OnlineSettings
 loads_strategy = st.lists(
     st.tuples(st.sampled_from("abc"), st.floats(0.0, 1000.0), st.booleans()), min_size=1, max_size=12
 )
+
+
+def finish_times(loads: Sequence[JobLoad], rate: float) -> dict[str, float]:
+    """Return the seconds until each job ends, by batch id, in O(n log n) for n jobs."""
+    shares = Shares()
+    for load in loads:
+        shares.add(load)
+    shares.seal()
+    return {load.batch_id: shares.seconds(load, rate) for load in loads}
 
 
 @given(loads_strategy, st.floats(0.01, 100.0))
@@ -108,7 +117,8 @@ def test_a_new_job_is_judged_as_if_it_were_one_of_them(
     shares, added = Shares(), JobLoad("new", *new)
     for load in loads:
         shares.add(load)
-    found = shares.seal().seconds(added, 2.0, is_new=True)
+    shares.seal()
+    found = shares.seconds(added, 2.0, is_new=True)
     assert found == pytest.approx(finish_times([*loads, added], 2.0)["new"], rel=1e-6, abs=1e-6)
 
 

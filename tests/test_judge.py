@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from predictor.judge import MAX_AGE, SLACK, WINDOW, Judge, Served, excess, excess_over, own_value
+from predictor.judge import MAX_AGE, SLACK, WINDOW, Judge, Served, excess, excess_over
 from predictor.slo import SLO, aggregate
 
 FAR = Served(0.0, 999.0, [9.0] * 50)
@@ -128,7 +128,7 @@ def test_means_are_compared_request_by_request() -> None:
 def test_own_values() -> None:
     per = {o.key: o for o in SLO.parse("ttft_p99=1s,tbt_p50=1s,tpot_p99=1s").objectives}
     served = Served(0.0, 0.5, [0.1, 0.2, 0.6])
-    values = {key: own_value(objective, served) for key, objective in per.items()}
+    values = {key: objective.value(served.ttft, served.gaps) for key, objective in per.items()}
     assert values == {"ttft_p99": 0.5, "tbt_p50": 0.2, "tpot_p99": pytest.approx(0.3)}
-    assert own_value(per["tbt_p50"], Served(0.0, 0.5, [])) == 0.0
-    assert own_value(per["tbt_p50"], Served(0.0, None, [])) == math.inf
+    assert per["tbt_p50"].value(0.5, []) == 0.0
+    assert per["tbt_p50"].value(None, []) == math.inf

@@ -7,7 +7,6 @@ tenants' totals S. Sorted works with prefix sums give both in O(log n).
 
 import math
 from bisect import bisect_right
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 
@@ -85,10 +84,9 @@ class Shares:
         lane = self._lanes.setdefault(load.at_risk, _Lane())
         lane.tenants.setdefault(load.tenant, SortedWorks()).works.append(load.counted)
 
-    def seal(self) -> "Shares":
+    def seal(self) -> None:
         for lane in self._lanes.values():
             lane.seal()
-        return self
 
     def seconds(self, load: JobLoad, rate: float, *, is_new: bool = False) -> float:
         """Return the time until the job ends at `rate` (work per second); `is_new`: the job was not added.
@@ -102,12 +100,3 @@ class Shares:
             alone = other.total / (1.0 - share)  # work of the machine until the other lane is empty
             done = done / share if done <= alone * share else done + other.total
         return done / rate if rate > 0.0 else math.inf
-
-
-def finish_times(loads: Sequence[JobLoad], rate: float) -> dict[str, float]:
-    """Return the seconds until each job ends, by batch id, in O(n log n) for n jobs."""
-    shares = Shares()
-    for load in loads:
-        shares.add(load)
-    shares.seal()
-    return {load.batch_id: shares.seconds(load, rate) for load in loads}

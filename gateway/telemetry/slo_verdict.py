@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 
 from engine.api import FinishReason, RequestClass, TokenCosts
 from gateway.telemetry.account import Account
-from predictor.judge import Served, own_value
 from predictor.slo import SLO, Objective
 
 ENGINE_FAULT = "engine_fault"
@@ -40,7 +39,7 @@ def judge(account: Account, slo_text: str, costs: TokenCosts | None) -> SLOVerdi
     limits = _limits(slo_text)
     left = account.finish is FinishReason.ABORT
     served = _served(account, left)
-    missed = {str(o): _cause(o, account, costs) for o in limits if own_value(o, served) > (o.limit or 0.0)}
+    missed = {str(o): _cause(o, account, costs) for o in limits if o.value(*served) > (o.limit or 0.0)}
     if account.finish is FinishReason.ERROR:
         return SLOVerdict(False, ENGINE_FAULT, {} if account.ttft is None else missed)
     if missed:
@@ -53,12 +52,12 @@ def _limits(slo_text: str) -> tuple[Objective, ...]:
     return tuple(o for o in SLO.parse(slo_text).objectives if o.per_request) if slo_text else ()
 
 
-def _served(account: Account, left: bool) -> Served:
-    """Return the latencies that the client saw; if it disconnected, including its last wait."""
+def _served(account: Account, left: bool) -> tuple[float | None, list[float]]:
+    """Return TTFT and gaps as the client saw them; if it disconnected, including its last wait."""
     gaps = list(account.gaps)
     if left and account.ttft is None:
-        return Served(0.0, account.seconds, gaps)
-    return Served(0.0, account.ttft, [*gaps, account.quiet] if left else gaps)
+        return account.seconds, gaps
+    return account.ttft, [*gaps, account.quiet] if left else gaps
 
 
 def _cause(objective: Objective, account: Account, costs: TokenCosts | None) -> str:
