@@ -80,11 +80,10 @@ def sample_log(count: int) -> SampleLog:
 
 def predictor_bench() -> None:
     log = sample_log(80_000)
-    for name in ("hygen", "full"):
-        fit(log, name)
-        begin = time.perf_counter()
-        model = fit(log, name)
-        print(f"  fit of 80,000 samples, {name:6} {(time.perf_counter() - begin) * 1e3:7.1f} ms")
+    fit(log)
+    begin = time.perf_counter()
+    model = fit(log)
+    print(f"  fit of 80,000 samples {(time.perf_counter() - begin) * 1e3:7.1f} ms")
     features, rounds = BatchFeatures(), 200_000
     features.add_decodes(64, 64 * 500)
     begin = time.perf_counter()

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from predictor.features import FeatureRow
-from predictor.model import FEATURE_SETS, LatencyModel, default_knots
+from predictor.model import COLUMNS, FITTED_TERMS, LatencyModel, default_knots
 from predictor.reach import EVERYTHING, Reach
 from predictor.samples import ROW_WIDTH, Sample, SampleLog
 
@@ -28,52 +28,29 @@ for each other on occupied cores made the same product a hundred times slower th
 RESIDUAL_FLOOR = 0.002
 """Relative residuals below this get equal weight; otherwise the second pass would favour the best-fitted samples."""
 
-COLUMNS = {
-    "decodes": "num_decodes",
-    "decode_context": "decode_context_sum",
-    "prefill_chunks": "num_prefill_chunks",
-    "attention": "attention_work",
-    "compact": "compact_tokens",
-    "restored": "restored_tokens",
-    "transferred": "transferred_bytes",
-    "adapters": "adapters",
-    "adapted_tokens": "adapted_tokens",
-    "prefill_context": "prefill_context_sum",
-    "masks": "masks",
-    "masked_rows": "masked_rows",
-    "prefill_tokens": "prefill_token_sum",
-    "prefill_tokens_squared": "prefill_token_sum",
-    "decode_context_squared": "decode_context_sum",
-}
-"""Feature sum that each model coefficient multiplies (squared for `_squared`)."""
-
 
 def fit(
     samples: Iterable[Sample] | SampleLog,
-    feature_set: str = "full",
     *,
     token_limit: int = 8192,
     buckets: tuple[int, ...] = (),
     decode_buckets: tuple[int, ...] = (),
     reach: Reach = EVERYTHING,
 ) -> LatencyModel:
-    """Fit the model of `feature_set` with the least mean relative error over `samples`.
+    """Fit the model with the least mean relative error over `samples`.
 
     Args:
         samples: Measured steps; a `SampleLog` is used in place.
-        feature_set: Key of FEATURE_SETS.
         token_limit: Largest step in tokens.
         buckets: Token counts to which steps are padded.
         decode_buckets: Token counts to which steps without prompts are padded.
         reach: Windows with which the features count contexts.
 
     Raises:
-        ValueError: Without samples, for times that are not positive, or for an unknown feature set.
+        ValueError: Without samples, or for times that are not positive.
     """
     import numpy as np
 
-    if feature_set not in FEATURE_SETS:
-        raise ValueError(f"unknown feature set '{feature_set}'; known: {', '.join(FEATURE_SETS)}")
     log = samples if isinstance(samples, SampleLog) else SampleLog(samples)
     rows = np.frombuffer(log.values, dtype=np.float64).reshape(-1, ROW_WIDTH)
     if not len(rows):
@@ -81,17 +58,16 @@ def fit(
     seconds = rows[:, -1]
     if not (np.isfinite(seconds) & (seconds > 0)).all():
         raise ValueError("measured times must be positive and finite")
-    knots = default_knots(token_limit) if feature_set == "full" else ()
-    design = _Design(FEATURE_SETS[feature_set], knots, buckets, decode_buckets)
+    knots = default_knots(token_limit)
+    design = _Design(knots, buckets, decode_buckets)
     weights = 1.0 / seconds
     coefficients = _solve(*design.gram(rows, weights), len(knots))
     residuals = np.abs(design.evaluate(rows, coefficients) / seconds - 1.0)
     sharper = weights / np.sqrt(np.maximum(residuals, RESIDUAL_FLOOR))
     coefficients = _solve(*design.gram(rows, sharper), len(knots))
-    linear = dict(zip(design.terms, map(float, coefficients), strict=False))
-    hinges = tuple(map(float, coefficients[len(design.terms) :]))
+    linear = dict(zip(FITTED_TERMS, map(float, coefficients), strict=False))
+    hinges = tuple(map(float, coefficients[len(FITTED_TERMS) :]))
     return LatencyModel(
-        feature_set,
         **linear,
         knots=knots,
         hinges=hinges,
@@ -103,39 +79,27 @@ def fit(
 
 
 class _Design:
-    """Design matrix of a feature set, built block by block: linear terms, then increments between knots."""
+    """Design matrix, built block by block: linear terms, then increments between knots."""
 
-    def __init__(
-        self,
-        terms: tuple[str, ...],
-        knots: tuple[int, ...],
-        buckets: tuple[int, ...],
-        decode_buckets: tuple[int, ...] = (),
-    ) -> None:
+    def __init__(self, knots: tuple[int, ...], buckets: tuple[int, ...], decode_buckets: tuple[int, ...] = ()) -> None:
         import numpy as np
 
-        self.terms = terms
         self._np: Any = np
         self._knots = np.array(knots, dtype=np.float64)
         self._widths = np.diff(self._knots, append=np.inf)
         self._buckets = np.array(buckets, dtype=np.float64)
         self._decode_buckets = np.array(decode_buckets or buckets, dtype=np.float64)
-        self._fields = [(FeatureRow._fields.index(COLUMNS[t]), t.endswith("_squared")) for t in terms[1:]]
+        self._fields = [FeatureRow._fields.index(column) for column in COLUMNS.values()]
 
     def _block(self, rows: "Matrix") -> "Matrix":
         """Return the columns of a block, [n, ROW_WIDTH] → [columns, n]."""
         np = self._np
-        out: Matrix = np.empty((len(self.terms) + len(self._knots), len(rows)))
+        out: Matrix = np.empty((len(FITTED_TERMS) + len(self._knots), len(rows)))
         out[0] = 1.0
-        for index, (column, squared) in enumerate(self._fields, start=1):
-            out[index] = rows[:, column]
-            if squared:
-                out[index] *= out[index]
-        if len(self._knots):
-            tokens = self._pad(rows)
-            increments = out[len(self.terms) :]
-            np.subtract(tokens, self._knots[:, None], out=increments)
-            np.clip(increments, 0.0, self._widths[:, None], out=increments)
+        out[1 : len(FITTED_TERMS)] = rows[:, self._fields].T
+        increments = out[len(FITTED_TERMS) :]
+        np.subtract(self._pad(rows), self._knots[:, None], out=increments)
+        np.clip(increments, 0.0, self._widths[:, None], out=increments)
         return out
 
     def _pad(self, rows: "Matrix") -> "Matrix":
@@ -157,7 +121,7 @@ class _Design:
     def gram(self, rows: "Matrix", weights: "Matrix") -> tuple["Matrix", "Matrix"]:
         """Return (AᵀA, Aᵀb) of the rows scaled by `weights`; b is the measured seconds."""
         np = self._np
-        width = len(self.terms) + len(self._knots)
+        width = len(FITTED_TERMS) + len(self._knots)
         total: Matrix = np.zeros((width + 1, width))
         step = max(64, SINGLE_THREAD_PRODUCT // (width * (width + 1)))
         for at in range(0, len(rows), BLOCK_ROWS):
@@ -173,7 +137,7 @@ class _Design:
         """Return the predicted seconds of every row; cumulative sums turn hinge coefficients into slopes."""
         np = self._np
         slopes = coefficients.copy()
-        slopes[len(self.terms) :] = np.cumsum(coefficients[len(self.terms) :])
+        slopes[len(FITTED_TERMS) :] = np.cumsum(coefficients[len(FITTED_TERMS) :])
         blocks = range(0, len(rows), BLOCK_ROWS)
         parts = [np.einsum("i,ij->j", slopes, self._block(rows[at : at + BLOCK_ROWS])) for at in blocks]
         predicted: Matrix = np.concatenate(parts)
@@ -200,9 +164,8 @@ def _solve(gram: "Matrix", target: "Matrix", num_knots: int) -> "Matrix":
     matrix = np.empty_like(upper)
     matrix[:, order] = upper
     matrix *= scale
-    if num_knots:
-        # A hinge is the sum of all increments from its knot on.
-        matrix[:, -num_knots:] = np.cumsum(matrix[:, -num_knots:][:, ::-1], axis=1)[:, ::-1]
+    # A hinge is the sum of all increments from its knot on.
+    matrix[:, -num_knots:] = np.cumsum(matrix[:, -num_knots:][:, ::-1], axis=1)[:, ::-1]
     norms = np.linalg.norm(matrix, axis=0)
     used = norms > 1e-9 * scale
     solution = np.zeros(len(norms))

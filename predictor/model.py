@@ -1,13 +1,9 @@
 """Latency model: the time of a step from its features, the time that a chunk adds, and the inverse (HyGen §4.2).
 
-The model is linear with non-negative coefficients, so that more work never costs less. Two feature sets share one
-formula:
-
-- `hygen`: intercept and the paper's S_p, S_d, S_p², S_d², N_p, N_d. S_d is read as the sum of decode contexts (as
-  printed it equals N_d, which makes the fit singular); the squares are squares of the sums, as printed.
-- `full`: intercept; hinges max(0, T − k) of the padded token count T (convex: a memory-bound floor that bends into the
-  compute-bound slope); contexts of decodes and of chunks; attention work; N_p; N_d; and terms for hidden cache, host
-  tier, adapters and masks (of grammars and thinking budgets).
+The model is linear with non-negative coefficients, so that more work never costs less. Its terms: intercept; hinges
+max(0, T − k) of the padded token count T (convex: a memory-bound floor that bends into the compute-bound slope);
+contexts of decodes and of chunks; attention work; N_p; N_d; hidden cache, host tier, adapters, and masks (of grammars
+and thinking budgets). The paper's squares of S_p and S_d do not describe the bend.
 
 `predictor.fitting` fits the coefficients.
 """
@@ -19,44 +15,27 @@ from predictor.features import BatchFeatures
 from predictor.reach import EVERYTHING, Reach
 from predictor.samples import Sample
 
-LINEAR_TERMS = (
-    "intercept",
-    "decodes",
-    "decode_context",
-    "prefill_chunks",
-    "attention",
-    "compact",
-    "restored",
-    "transferred",
-    "adapters",
-    "adapted_tokens",
-    "prefill_context",
-    "masks",
-    "masked_rows",
-    "prefill_tokens",
-    "prefill_tokens_squared",
-    "decode_context_squared",
-    "compact_step",
-    "restored_step",
-)
+COLUMNS = {
+    "decodes": "num_decodes",
+    "decode_context": "decode_context_sum",
+    "prefill_chunks": "num_prefill_chunks",
+    "attention": "attention_work",
+    "compact": "compact_tokens",
+    "restored": "restored_tokens",
+    "transferred": "transferred_bytes",
+    "adapters": "adapters",
+    "adapted_tokens": "adapted_tokens",
+    "prefill_context": "prefill_context_sum",
+    "masks": "masks",
+    "masked_rows": "masked_rows",
+}
+"""Fitted coefficients and the sum of features that each multiplies."""
+FITTED_TERMS = ("intercept", *COLUMNS)
+LINEAR_TERMS = (*FITTED_TERMS, "compact_step", "restored_step")
 """Names of all coefficients except the hinges; each is a field of `LatencyModel`."""
 
 CACHE_TERMS = ("compact", "restored", "transferred", "compact_step", "restored_step")
 """Coefficients of work on the cache. They are measured separately (`predictor.costs`), never fitted."""
-
-FEATURE_SETS: dict[str, tuple[str, ...]] = {
-    "hygen": (
-        "intercept",
-        "decodes",
-        "decode_context",
-        "prefill_chunks",
-        "prefill_tokens",
-        "prefill_tokens_squared",
-        "decode_context_squared",
-    ),
-    "full": LINEAR_TERMS[:13],
-}
-"""Linear terms of each feature set; `full` also has hinges."""
 
 KNOT_SPACING = 32
 LAST_KNOT = 1024
@@ -74,7 +53,6 @@ class LatencyModel:
     The coefficients are named as in LINEAR_TERMS. Raises ValueError for inconsistent parts.
 
     Attributes:
-        feature_set: Key of FEATURE_SETS.
         knots: Token counts of the hinges, ascending.
         hinges: Slope increase at each knot.
         token_limit: Size of the table of the hinge part; larger steps are extrapolated with its last slope.
@@ -83,7 +61,6 @@ class LatencyModel:
         reach: Windows with which the features count contexts.
     """
 
-    feature_set: str = "full"
     intercept: float = 0.0
     decodes: float = 0.0
     decode_context: float = 0.0
@@ -97,9 +74,6 @@ class LatencyModel:
     prefill_context: float = 0.0
     masks: float = 0.0
     masked_rows: float = 0.0
-    prefill_tokens: float = 0.0
-    prefill_tokens_squared: float = 0.0
-    decode_context_squared: float = 0.0
     compact_step: float = 0.0
     restored_step: float = 0.0
     knots: tuple[int, ...] = ()
@@ -114,8 +88,6 @@ class LatencyModel:
     _last_slope: float = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        if self.feature_set not in FEATURE_SETS:
-            raise ValueError(f"unknown feature set '{self.feature_set}'; known: {', '.join(FEATURE_SETS)}")
         if len(self.knots) != len(self.hinges) or any(a >= b for a, b in zip(self.knots, self.knots[1:], strict=False)):
             raise ValueError("knots must ascend and have one hinge each")
         sizes = (self.buckets, self.decode_buckets)
@@ -141,16 +113,14 @@ class LatencyModel:
 
     def predict(self, features: BatchFeatures) -> float:
         """Return the seconds of the step; of the empty step, the intercept."""
-        context, prefill = features.decode_context_sum, features.prefill_token_sum
         return (
             self.intercept
             + self._hinge(features.num_tokens, features.num_prefill_chunks)
             + self.decodes * features.num_decodes
-            + context * (self.decode_context + self.decode_context_squared * context)
+            + self.decode_context * features.decode_context_sum
             + self.prefill_chunks * features.num_prefill_chunks
             + self.attention * features.attention_work
             + self.prefill_context * features.prefill_context_sum
-            + prefill * (self.prefill_tokens + self.prefill_tokens_squared * prefill)
             + self.compact * features.compact_tokens
             + self.restored * features.restored_tokens
             + self.transferred * features.transferred_bytes
@@ -173,24 +143,20 @@ class LatencyModel:
         else:
             hinge = self._hinge(end, prompts or length > 1) - self._hinge(tokens, prompts)
         if length == 1:
-            context = self.reach.tokens(start, 1)
-            squares = self.decode_context_squared * (2 * features.decode_context_sum + context)
-            return hinge + self.decodes + context * (self.decode_context + squares)
-        squares = self.prefill_tokens_squared * (2 * features.prefill_token_sum + length)
+            return hinge + self.decodes + self.decode_context * self.reach.tokens(start, 1)
         if not self.reach.kinds:  # hot path
-            per_token = self.attention * (start + 0.5 * (length + 1)) + self.prefill_tokens + squares
+            per_token = self.attention * (start + 0.5 * (length + 1))
             return hinge + self.prefill_chunks + self.prefill_context * (start + length) + length * per_token
         attended = self.attention * self.reach.pairs(start, length)
         read = self.prefill_context * self.reach.tokens(start, length)
-        return hinge + self.prefill_chunks + read + attended + length * (self.prefill_tokens + squares)
+        return hinge + self.prefill_chunks + read + attended
 
     def marginal_decodes(self, features: BatchFeatures, count: int, context_sum: int) -> float:
         """Return the seconds that `count` decodes with contexts of `context_sum` tokens in total add."""
         tokens = features.num_tokens
-        squares = self.decode_context_squared * (2 * features.decode_context_sum + context_sum)
         prompts = features.num_prefill_chunks
         hinge = self._hinge(tokens + count, prompts) - self._hinge(tokens, prompts)
-        return hinge + self.decodes * count + context_sum * (self.decode_context + squares)
+        return hinge + self.decodes * count + self.decode_context * context_sum
 
     def cache_work(
         self,

@@ -89,7 +89,6 @@ class Profile:
             "held_out_mape": self.held_out_mape,
             "num_samples": self.num_samples,
             "core_share": self.core_share,
-            "feature_set": self.model.feature_set,
             "token_limit": self.model.token_limit,
             "buckets": self.model.buckets,
             "decode_buckets": self.model.decode_buckets,
@@ -132,7 +131,6 @@ def _parse(document: dict[str, Any]) -> Profile:
     if mape < 0:
         raise ValueError("held_out_mape is negative")
     model = LatencyModel(
-        _string(document["feature_set"]),
         **{name: _number(document["coefficients"][name]) for name in LINEAR_TERMS},
         knots=tuple(_integer(knot) for knot, _ in document["hinges"]),
         hinges=tuple(_number(hinge) for _, hinge in document["hinges"]),

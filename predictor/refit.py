@@ -67,7 +67,7 @@ def refit(current: LatencyModel, sweep: Sequence[Sample], recent: Iterable[Sampl
     limits = {name: getattr(current, name) for name in ("token_limit", "buckets", "decode_buckets", "reach")}
     base = fit(sweep, **limits) if sweep else current
     aged = _aged(sweep, train, base)
-    found = fit([*train, *aged], current.feature_set, **limits)
+    found = fit([*train, *aged], **limits)
     model = replace(found, **{name: getattr(current, name) for name in CACHE_TERMS})
     took = sum(s for _, s in train)
     scale, level = (took / sum(each.predict(f) for f, _ in train) for each in (current, base))

@@ -360,7 +360,6 @@ def test_cache_costs_are_kept_in_the_profile(tmp_path: Path) -> None:
     coefficients = document["coefficients"]
     assert coefficients["compact"] == pytest.approx(RUN_HIDDEN) and coefficients["restored"] == pytest.approx(RESTORE)
     assert coefficients["transferred"] == pytest.approx((SWAP_OUT + SWAP_IN) / 2 / TIERS.unit_bytes)
-    assert document["feature_set"] == "full"
 
 
 def test_no_seconds_measure_one_step_and_keep_nothing(tmp_path: Path) -> None:

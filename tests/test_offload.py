@@ -535,7 +535,7 @@ def test_sweep_and_fit_see_the_floor_of_a_stream() -> None:
         return taken
 
     samples = run_sweep(timed, limits, 30.0, lambda: now)
-    model = fit(samples, "full", token_limit=2048)
+    model = fit(samples, token_limit=2048)
     for rows in (1, 8, 64, 256):
         shape = StepShape(rows, 100)
         assert model.predict(shape.features()) == pytest.approx(measure(shape), rel=0.1), rows

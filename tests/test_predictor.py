@@ -78,7 +78,7 @@ def models(draw: st.DrawFn) -> LatencyModel:
     buckets = draw(st.sampled_from(((), (8, 64, 256, 512), (1, 2, 4, 1024))))
     linear = {name: draw(coefficient) for name in LINEAR_TERMS}
     hinges = tuple(draw(st.lists(coefficient, min_size=len(knots), max_size=len(knots))))
-    return LatencyModel("full", **linear, knots=knots, hinges=hinges, token_limit=token_limit, buckets=buckets)
+    return LatencyModel(**linear, knots=knots, hinges=hinges, token_limit=token_limit, buckets=buckets)
 
 
 @st.composite
@@ -147,10 +147,7 @@ def by_definition(model: LatencyModel, f: BatchFeatures) -> float:
         model.intercept,
         model.decodes * f.num_decodes,
         model.decode_context * f.decode_context_sum,
-        model.decode_context_squared * f.decode_context_sum**2,
         model.prefill_chunks * f.num_prefill_chunks,
-        model.prefill_tokens * f.prefill_token_sum,
-        model.prefill_tokens_squared * f.prefill_token_sum**2,
         model.attention * f.attention_work,
         model.compact * f.compact_tokens,
         model.restored * f.restored_tokens,
@@ -237,7 +234,6 @@ def test_largest_chunk_prices_a_single_token_on_its_own() -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        {"feature_set": "neural"},
         {"knots": (0, 32), "hinges": (1.0,)},
         {"knots": (32, 0), "hinges": (1.0, 1.0)},
         {"buckets": (8, 8)},
@@ -269,14 +265,14 @@ def test_fit_recovers_known_coefficients(buckets: tuple[int, ...]) -> None:
     hinges = tuple({0: 1e-6, 96: 5e-6, 256: 2e-5}.get(knot, 0.0) for knot in knots)
     linear = {"intercept": 3e-3, "decodes": 1e-6, "decode_context": 3e-8, "prefill_chunks": 7e-6, "attention": 2e-9}
     cache = {"compact": 1e-7, "restored": 2e-6, "transferred": 2e-11}
-    truth = LatencyModel("full", **linear, **cache, knots=knots, hinges=hinges, token_limit=2048, buckets=buckets)
+    truth = LatencyModel(**linear, **cache, knots=knots, hinges=hinges, token_limit=2048, buckets=buckets)
     rng = random.Random(5)
     samples = []
     for _ in range(1500):
         step = random_step(rng)
         step.add_cache_work(rng.randrange(5000), rng.randrange(200), rng.randrange(10**8))
         samples.append(Sample(step, truth.predict(step)))
-    found = fit(samples, "full", token_limit=2048, buckets=buckets)
+    found = fit(samples, token_limit=2048, buckets=buckets)
     assert found.mape(samples) < 1e-6
     for name, value in (*linear.items(), *cache.items()):
         assert getattr(found, name) == pytest.approx(value, rel=1e-3), name
@@ -284,51 +280,32 @@ def test_fit_recovers_known_coefficients(buckets: tuple[int, ...]) -> None:
         assert found.hinges == pytest.approx(hinges, rel=1e-2, abs=1e-8)
 
 
-def test_fit_recovers_the_papers_features() -> None:
-    truth = LatencyModel(
-        "hygen",
-        intercept=4e-3,
-        decodes=2e-6,
-        decode_context=3e-8,
-        prefill_chunks=5e-6,
-        prefill_tokens=2e-5,
-        prefill_tokens_squared=1e-9,
-        decode_context_squared=1e-14,
-    )
-    samples = [Sample(step, truth.predict(step)) for step, _ in noisy_samples(800, 7)]
-    found = fit(samples, "hygen")
-    assert found.knots == () and found.attention == 0.0
-    for name in ("intercept", "decodes", "decode_context", "prefill_tokens", "prefill_tokens_squared"):
-        assert getattr(found, name) == pytest.approx(getattr(truth, name), rel=1e-4), name
-
-
-def test_full_holds_at_the_knee_where_the_papers_features_bend() -> None:
+def test_the_fit_holds_at_the_knee() -> None:
     train, held = noisy_samples(3000, 1), noisy_samples(500, 2)
-    full, hygen = fit(train, "full", token_limit=2048), fit(train, "hygen")
-    assert full.mape(held) < 0.015, "the noise alone gives 0.8 %"
-    assert hygen.mape(held) > 2 * full.mape(held)
+    model = fit(train, token_limit=2048)
+    assert model.mape(held) < 0.015, "the noise alone gives 0.8 %"
     near_knee = [sample for sample in held if 60 <= sample.features.num_tokens <= 250]
-    assert len(near_knee) > 50 and full.mape(near_knee) < 0.015
+    assert len(near_knee) > 50 and model.mape(near_knee) < 0.015
 
 
 def test_fit_takes_few_samples_and_outliers() -> None:
     train, held = noisy_samples(200, 3), noisy_samples(300, 4)
-    assert fit(train, "full", token_limit=2048).mape(held) < 0.02
+    assert fit(train, token_limit=2048).mape(held) < 0.02
     hiccups = [Sample(f, seconds * (10 if index % 50 == 7 else 1)) for index, (f, seconds) in enumerate(train)]
-    assert fit(hiccups, "full", token_limit=2048).mape(held) < 0.05
+    assert fit(hiccups, token_limit=2048).mape(held) < 0.05
 
 
 def test_coefficients_are_never_negative_even_where_that_would_fit_better() -> None:
     steps = [StepShape(count, 100).features() for count in range(1, 60)]
     falling = [Sample(step, 1.0 / step.num_tokens) for step in steps]
-    model = fit(falling, "full", token_limit=64)
+    model = fit(falling, token_limit=64)
     assert min(getattr(model, name) for name in LINEAR_TERMS) >= 0.0
     assert min(model.hinges) >= 0.0
 
 
 def test_one_sample_is_enough_to_fit() -> None:
     sample = noisy_samples(1, 0)[0]
-    assert fit([sample], "full").predict(sample.features) == pytest.approx(sample.seconds)
+    assert fit([sample]).predict(sample.features) == pytest.approx(sample.seconds)
 
 
 @pytest.mark.parametrize("seconds", [0.0, -1.0, math.nan, math.inf])
@@ -337,11 +314,9 @@ def test_fit_refuses_impossible_times(seconds: float) -> None:
         fit([Sample(StepShape(1, 1).features(), seconds)])
 
 
-def test_fit_refuses_no_samples_and_unknown_sets() -> None:
+def test_fit_refuses_no_samples() -> None:
     with pytest.raises(ValueError, match="at least one sample"):
         fit([])
-    with pytest.raises(ValueError, match="known: hygen, full"):
-        fit(noisy_samples(2, 0), "quadratic")
 
 
 def test_importing_the_predictor_loads_no_numerical_library() -> None:
@@ -373,7 +348,7 @@ KEY = ProfileKey("org/Model 8B", "NVIDIA H200", "bfloat16", "0.1.0")
 
 @pytest.fixture
 def profile() -> Profile:
-    model = fit(noisy_samples(100, 0), "full", token_limit=2048, buckets=(16, 256))
+    model = fit(noisy_samples(100, 0), token_limit=2048, buckets=(16, 256))
     return Profile(KEY, "2026-01-02T03:04:05Z", model, 0.0123, 100)
 
 
@@ -426,7 +401,6 @@ def damaged(text: str, **changes: object) -> str:
         (lambda text: damaged(text, hinges=[[0]]), "damaged"),
         (lambda text: damaged(text, hinges=[[0.5, 1.0]]), "whole number"),
         (lambda text: damaged(text, hinges=7), "damaged"),
-        (lambda text: damaged(text, feature_set="x"), "unknown feature set"),
         (lambda text: damaged(text, held_out_mape="low"), "finite number"),
         (lambda text: damaged(text, held_out_mape=-0.1), "negative"),
         (lambda text: damaged(text, key="x"), "damaged"),
@@ -531,8 +505,8 @@ def test_a_sweep_of_the_device_gives_a_good_fit() -> None:
     device = Device()
     train, held = split_samples(run_sweep(device.measure, LIMITS, 60.0, device.clock), 0.2)
     assert device.now < 60.0
-    assert fit(train, "full", token_limit=2048).mape(held) < 0.015
-    assert fit(train, "full", token_limit=2048).mape(noisy_samples(300, 9)) < 0.02
+    assert fit(train, token_limit=2048).mape(held) < 0.015
+    assert fit(train, token_limit=2048).mape(noisy_samples(300, 9)) < 0.02
 
 
 @pytest.mark.parametrize("slowdown", [30, 300])
@@ -541,7 +515,7 @@ def test_a_slow_device_stops_in_time_with_a_usable_fit(slowdown: float) -> None:
     samples = run_sweep(device.measure, LIMITS, 60.0, device.clock)
     assert device.now <= 63.0, "an underestimated step may overrun by itself, not by its repeats"
     mix = [Sample(f, slowdown * seconds) for f, seconds in noisy_samples(300, 9)]
-    assert fit(samples, "full", token_limit=2048).mape(mix) < (0.05 if slowdown == 30 else 0.3)
+    assert fit(samples, token_limit=2048).mape(mix) < (0.05 if slowdown == 30 else 0.3)
 
 
 def test_a_sweep_without_time_still_measures_one_shape() -> None:
@@ -584,7 +558,7 @@ def test_the_knee_is_where_the_slope_takes_over() -> None:
 
 
 def online(noise: float = 0.0) -> tuple[OnlineModel, random.Random]:
-    return OnlineModel(fit(noisy_samples(1000, 1, noise), "full", token_limit=2048)), random.Random(11)
+    return OnlineModel(fit(noisy_samples(1000, 1, noise), token_limit=2048)), random.Random(11)
 
 
 def run_steps(model: OnlineModel, rng: random.Random, count: int, factor: float = 1.0, noise: float = 0.02) -> None:
@@ -601,7 +575,7 @@ def test_both_models_are_latency_predictors() -> None:
 
 @pytest.mark.parametrize(("quantile", "low", "high"), [(0.95, 920, 999), (0.995, 985, 1000)])
 def test_the_margin_covers_the_quantile(quantile: float, low: int, high: int) -> None:
-    model = OnlineModel(fit(noisy_samples(1000, 1, 0.0), "full", token_limit=2048), OnlineSettings(quantile=quantile))
+    model = OnlineModel(fit(noisy_samples(1000, 1, 0.0), token_limit=2048), OnlineSettings(quantile=quantile))
     rng = random.Random(11)
     run_steps(model, rng, 4000)
     steps = [random_step(rng) for _ in range(1000)]
@@ -705,7 +679,7 @@ def test_an_online_model_stays_consistent_and_monotone(
     assert marginal == pytest.approx(model.predict(features) - before, rel=1e-6, abs=1e-9)
 
 
-MODEL = fit(noisy_samples(300, 1), "full", token_limit=2048)
+MODEL = fit(noisy_samples(300, 1), token_limit=2048)
 
 
 def test_a_margin_stands_before_the_first_step() -> None:
@@ -756,7 +730,7 @@ def test_recent_steps_keep_all_regimes_for_a_new_fit() -> None:
     recent = list(model.recent())
     assert sum(sample.features.num_tokens == 1 for sample in recent) <= 20
     assert sum(sample.features.num_tokens >= 256 for sample in recent) >= 40
-    refitted = fit(recent, "full", token_limit=2048)
+    refitted = fit(recent, token_limit=2048)
     model.replace(refitted)
     assert model.scale == 1.0 and model.model is refitted
     assert list(model.recent()) == recent

@@ -20,12 +20,12 @@ from benchmarks.experiments.pool import Replays
 from benchmarks.experiments.replay import ONLINE_ONLY, Scenario, Setting
 from benchmarks.experiments.surface import Family, Surface, Target, interference
 from benchmarks.experiments.table import Result, figure, mean
+from engine.colocation.search import step_range
 from engine.scheduling.objective import UNLIMITED
 from loadgen import lengths, traces
 from loadgen.simulation.run import rows_of
 from loadgen.svg import Series
 from predictor.budget import BudgetParams
-from predictor.features import BatchFeatures
 
 METRICS = ("ttft_mean", "ttft_p99", "tbt_mean", "tbt_p99")
 FLAT, RATE = ("flat",), ("rate",)
@@ -96,7 +96,7 @@ def families(machine: Machine, config: Config) -> list[Family]:
     Flat budgets are spread by what they leave above the smallest step: beside online work all of a tight tolerance lies
     within a millisecond of it.
     """
-    low, high = step_range(machine)
+    low, high = step_range(machine.predictor, machine.config)
     most = high - low
     made = [
         flat_family(low, most, 8, 15),
@@ -128,14 +128,6 @@ def _weighted(limit: float, delta: float, lam: float) -> Setting:
 
 def _ruled(low: float, rule: str, excess: float) -> Setting:
     return Setting(BudgetParams("tidemill", low + excess, rule=rule))
-
-
-def step_range(machine: Machine) -> tuple[float, float]:
-    """Seconds of the smallest step, and twice those of a full one: the range of L."""
-    smallest, largest = BatchFeatures(), BatchFeatures()
-    smallest.add_decodes(1, 1)
-    largest.add_chunk(0, machine.config.max_num_batched_tokens)
-    return machine.predictor.predict(smallest), 2.0 * machine.predictor.predict(largest)
 
 
 def targets(config: Config) -> list[Target]:
@@ -184,7 +176,7 @@ def explore_oracle(machine: Machine, config: Config, first: Surface) -> Surface:
     tight = tight_targets(config)
     chosen = {first.choose(target, config.margin, TIDEMILL_FAMILIES) for target in tight}
     known = [setting for setting in first.points if setting in chosen and setting != first.online_only]
-    low, high = step_range(machine)
+    low, high = step_range(machine.predictor, machine.config)
     flat = flat_family(low, high - low, 3, ORACLE_FLAT, oracle=True)
     ruled = [replace(setting, oracle=True) for setting in known if setting.budget.rule not in ("flat", "tbt_mean")]
     surface.add("ruled", dict(enumerate(ruled)))
@@ -196,7 +188,7 @@ def explore_oracle(machine: Machine, config: Config, first: Surface) -> Surface:
 
 def oracle_weights(machine: Machine) -> Family:
     """Weights for true step times: those price a short chunk behind a long prefix higher than the fitted model."""
-    _, high = step_range(machine)
+    _, high = step_range(machine.predictor, machine.config)
 
     def make(lam: float) -> Setting:
         return replace(_weighted(high, 3.0, lam), oracle=True)

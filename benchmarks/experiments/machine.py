@@ -2,14 +2,22 @@
 same start-up sweep as on a real one (HyGen §4.2). The scheduler never sees the device's own formula.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.optimize import nnls
 
 from engine.limits import SchedulerConfig
 from loadgen.simulation.gpu import SimulatedDevice, SimulatedRunner, fit_device, sweep_device
-from predictor.features import BatchFeatures
-from predictor.fitting import fit
+from predictor.features import BatchFeatures, LatencyPredictor
+from predictor.fitting import RESIDUAL_FLOOR
 from predictor.model import LatencyModel, largest_chunk
-from predictor.samples import split_samples
+from predictor.reach import Reach
+from predictor.samples import Sample, split_samples
+
+Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,9 +45,9 @@ class Machine:
     predictor: LatencyModel
     mape: float
     mape_hygen: float = 0.0
-    profiles: dict[str, LatencyModel] = field(default_factory=dict)
+    profiles: dict[str, LatencyPredictor] = field(default_factory=dict)
 
-    def profile(self, name: str) -> LatencyModel:
+    def profile(self, name: str) -> LatencyPredictor:
         """Return the latency model called `name`, or the machine's own for "". Raise KeyError for an unknown name."""
         return self.profiles[name] if name else self.predictor
 
@@ -64,27 +72,24 @@ def build_machine(spec: MachineSpec, seed: int = 0) -> Machine:
     predictor, mape = fit_device(device, config, seed)
     samples = sweep_device(device, config, seed)
     train, held_out = split_samples(samples, seed=seed)
-    tested, hygen = (
-        fit(part, "hygen", token_limit=spec.max_num_batched_tokens, reach=device.model.reach)
-        for part in (train, samples)
-    )
-    return Machine(spec, device, config, predictor, mape, tested.mape(held_out), {"hygen": hygen})
+    tested, hygen = (fit_hygen(part, device.model.reach) for part in (train, samples))
+    return Machine(spec, device, config, predictor, mape, mean_error(tested, held_out), {"hygen": hygen})
 
 
-class TrueLatency:
-    """Latency predictor that computes the exact step times of the device, without noise."""
+def mean_error(model: LatencyPredictor, samples: Sequence[Sample]) -> float:
+    """Return the mean of |predicted − measured| ÷ measured."""
+    return sum(abs(model.predict(features) - seconds) / seconds for features, seconds in samples) / len(samples)
 
-    def __init__(self, device: SimulatedDevice) -> None:
-        self._device = device
-        self.reach = device.model.reach
+
+class _Predictor:
+    """Base of predictors without margin, adapters and masks; marginal times are differences of predictions."""
+
+    def __init__(self, reach: Reach) -> None:
+        self.reach = reach
 
     def predict(self, features: BatchFeatures) -> float:
-        """Return the seconds of the step, assuming that every sequence samples."""
-        sequences = features.num_decodes + features.num_prefill_chunks
-        context = features.decode_context_sum + features.prefill_context_sum
-        tokens, pairs = features.num_tokens, features.attention_work
-        seconds = self._device.step_seconds(tokens, sequences, sequences, context, pairs)
-        return seconds + self.cache_work(*features.cache_work)
+        """Return the seconds of the step."""
+        raise NotImplementedError
 
     def cache_work(
         self,
@@ -93,17 +98,16 @@ class TrueLatency:
         transferred_bytes: int = 0,
         beside: BatchFeatures | None = None,
     ) -> float:
-        """Return the seconds that cache work adds to an empty step, or to `beside`."""
-        there = (beside.compact_tokens, beside.restored_tokens) if beside is not None else (0, 0)
-        work = (there[0] + compact_tokens, there[1] + restored_tokens)
-        return self._device.cache_work_seconds(*work, transferred_bytes) - self._device.cache_work_seconds(*there)
+        """Return 0: cache work is not modelled."""
+        del compact_tokens, restored_tokens, transferred_bytes, beside
+        return 0.0
 
     def adapter_work(self, adapters: int, tokens: int) -> float:  # noqa: ARG002
-        """Return 0: the device has no adapters."""
+        """Return 0: there are no adapters."""
         return 0.0
 
     def mask_work(self, features: BatchFeatures, rows: int) -> float:  # noqa: ARG002
-        """Return 0: the device has no masks."""
+        """Return 0: there are no masks."""
         return 0.0
 
     def marginal(self, features: BatchFeatures, start: int, length: int) -> float:
@@ -125,3 +129,72 @@ class TrueLatency:
     def expected_prefill(self, features: BatchFeatures, limit: float, max_tokens: int, start: int) -> int:
         """Return the largest chunk with which the step takes at most `limit` seconds; 0 if none fits."""
         return self.max_prefill(features, limit - self.predict(features), max_tokens, start)
+
+
+class TrueLatency(_Predictor):
+    """Latency predictor that computes the exact step times of the device, without noise."""
+
+    def __init__(self, device: SimulatedDevice) -> None:
+        super().__init__(device.model.reach)
+        self._device = device
+
+    def predict(self, features: BatchFeatures) -> float:
+        """Return the seconds of the step, assuming that every sequence samples."""
+        sequences = features.num_decodes + features.num_prefill_chunks
+        context = features.decode_context_sum + features.prefill_context_sum
+        tokens, pairs = features.num_tokens, features.attention_work
+        seconds = self._device.step_seconds(tokens, sequences, sequences, context, pairs)
+        return seconds + self.cache_work(*features.cache_work)
+
+    def cache_work(
+        self,
+        compact_tokens: int = 0,
+        restored_tokens: int = 0,
+        transferred_bytes: int = 0,
+        beside: BatchFeatures | None = None,
+    ) -> float:
+        """Return the seconds that cache work adds to an empty step, or to `beside`."""
+        there = (beside.compact_tokens, beside.restored_tokens) if beside is not None else (0, 0)
+        work = (there[0] + compact_tokens, there[1] + restored_tokens)
+        return self._device.cache_work_seconds(*work, transferred_bytes) - self._device.cache_work_seconds(*there)
+
+
+class HygenLatency(_Predictor):
+    """Latency model with the features of HyGen §4.2: intercept, N_d, S_d, N_p, S_p, S_d², S_p².
+
+    S_d is the sum of decode contexts: as printed it equals N_d, which makes the fit singular. The squares are squares
+    of the sums, as printed. `coefficients` are in this order, in seconds per unit.
+    """
+
+    def __init__(self, coefficients: Floats, reach: Reach) -> None:
+        super().__init__(reach)
+        self.coefficients = coefficients
+
+    def predict(self, features: BatchFeatures) -> float:
+        """Return the seconds of the step."""
+        return float(self.coefficients @ _terms(features))
+
+
+def _terms(features: BatchFeatures) -> Floats:
+    contexts, tokens = float(features.decode_context_sum), float(features.prefill_token_sum)
+    decodes, chunks = float(features.num_decodes), float(features.num_prefill_chunks)
+    return np.array([1.0, decodes, contexts, chunks, tokens, contexts**2, tokens**2])
+
+
+def fit_hygen(samples: Sequence[Sample], reach: Reach) -> HygenLatency:
+    """Fit by non-negative least squares of the relative error, as `predictor.fitting.fit`."""
+    matrix = np.stack([_terms(features) for features, _ in samples])
+    seconds = np.array([seconds for _, seconds in samples])
+    coefficients = _solve(matrix, seconds, 1.0 / seconds)
+    residuals = np.abs(matrix @ coefficients / seconds - 1.0)
+    return HygenLatency(
+        _solve(matrix, seconds, 1.0 / (seconds * np.sqrt(np.maximum(residuals, RESIDUAL_FLOOR)))), reach
+    )
+
+
+def _solve(matrix: Floats, seconds: Floats, weights: Floats) -> Floats:
+    scaled = matrix * weights[:, None]
+    norms = np.linalg.norm(scaled, axis=0)
+    norms[norms == 0.0] = 1.0
+    found: Floats = nnls(scaled / norms, seconds * weights)[0] / norms
+    return found

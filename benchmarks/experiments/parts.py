@@ -15,17 +15,16 @@ from typing import Any
 import numpy as np
 
 from benchmarks.experiments import hygen
-from benchmarks.experiments.machine import Machine, TrueLatency, build_machine
+from benchmarks.experiments.machine import Machine, TrueLatency, build_machine, mean_error
 from benchmarks.experiments.pool import Replays
 from benchmarks.experiments.replay import ONLINE_ONLY, Setting, recorded_steps
 from benchmarks.experiments.surface import Family, Surface, Target, interference
 from benchmarks.experiments.table import Result, figure, mean
+from engine.colocation.search import step_range
 from loadgen.stats import stream
 from loadgen.svg import Series
 from predictor.budget import BudgetParams
 from predictor.features import LatencyPredictor
-from predictor.model import LatencyModel
-from predictor.samples import Sample
 
 FOREIGN = ("a40", "h100")
 """Devices whose latency models stand in for the machine's own."""
@@ -78,20 +77,15 @@ def predictor_rows(machine: Machine, config: Config, data: Path | None, seed: in
     models |= {name: machine.profile(name) for name in FOREIGN}
     rows = []
     for name, model in models.items():
-        metrics = {"predictor_mape": error(model, steps), "steps": float(len(steps))}
+        metrics = {"predictor_mape": mean_error(model, steps), "steps": float(len(steps))}
         setting = {"part": "predictor", "profile": name}
         rows.append(Result("hygen-parts", "oracle" if name == "true" else "tidemill", setting, seed, metrics))
     return rows
 
 
-def error(model: LatencyPredictor, steps: Sequence[Sample]) -> float:
-    """Mean of |predicted − measured| ÷ measured."""
-    return sum(abs(model.predict(features) - seconds) / seconds for features, seconds in steps) / len(steps)
-
-
-def families(model: LatencyModel, machine: Machine, profile: str) -> list[Family]:
+def families(model: LatencyPredictor, machine: Machine, profile: str) -> list[Family]:
     """A small search for both targets; L in the range of the model that the scheduler believes."""
-    low, high = hygen.step_range(replace(machine, predictor=model))
+    low, high = step_range(model, machine.config)
     flat = hygen.flat_family(low, (high - low) / 2, 5, 9, profile=profile)
 
     def weighted(lam: float) -> Setting:

@@ -4,17 +4,30 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from benchmarks.experiments import hygen, larry, llmd, parts
-from benchmarks.experiments.machine import Machine, MachineSpec, TrueLatency, build_machine
+from benchmarks.experiments.machine import (
+    HygenLatency,
+    Machine,
+    MachineSpec,
+    TrueLatency,
+    build_machine,
+    fit_hygen,
+    mean_error,
+)
 from benchmarks.experiments.pool import Replays
 from benchmarks.experiments.replay import ONLINE_ONLY, Scenario, Setting, make_core, recorded_steps, replay, run
 from benchmarks.experiments.surface import Surface, Target
 from benchmarks.experiments.table import Result
+from engine.colocation.search import step_range
 from engine.scheduling.objective import UNLIMITED
+from loadgen.simulation.gpu import sweep_device
 from loadgen.simulation.run import Metrics
 from predictor.budget import BudgetParams
+from predictor.reach import EVERYTHING
+from predictor.samples import Sample
 
 SLOW = MachineSpec("llama-2-7b", "a100-40gb", max_num_seqs=16)
 """Long steps: few of them in a window."""
@@ -77,7 +90,7 @@ def test_hygen_takes_at_most_sixty_replays_a_window(machine: Machine) -> None:
 
 
 def test_flat_budgets_are_dense_near_the_smallest_step(machine: Machine) -> None:
-    low, high = hygen.step_range(machine)
+    low, high = step_range(machine.predictor, machine.config)
     flat = next(family for family in hygen.families(machine, hygen.CONFIG) if family.name == "flat")
     budgets = [flat.make(value).budget.latency_budget for value in (flat.low, flat.high)]
     assert low < budgets[0] < low + 0.0015 and budgets[1] == pytest.approx(high)
@@ -264,9 +277,20 @@ def test_models_are_judged_on_steps_that_were_run(machine: Machine) -> None:
     steps = recorded_steps(machine, scenario, setting, 0)
     assert len(steps) == run(machine, scenario, setting, 0).steps
     foreign = build_machine(replace(SLOW, device="h100")).predictor
-    errors = [parts.error(model, steps) for model in (TrueLatency(machine.device), machine.predictor, foreign)]
+    errors = [mean_error(model, steps) for model in (TrueLatency(machine.device), machine.predictor, foreign)]
     assert 0.012 < errors[0] < 0.02, "the noise: 2 %, so 1.6 % in the mean"
     assert errors[0] <= errors[1] < 0.04 < 0.2 < errors[2]
+
+
+def test_the_papers_features_fit_their_own_law_and_miss_the_knee(machine: Machine) -> None:
+    steps = [sample.features for sample in sweep_device(machine.device, machine.config, 0)]
+    truth = HygenLatency(np.array([4e-3, 2e-6, 3e-8, 5e-6, 2e-5, 1e-14, 1e-9]), EVERYTHING)
+    found = fit_hygen([Sample(step, truth.predict(step)) for step in steps], EVERYTHING)
+    assert mean_error(found, [Sample(step, truth.predict(step)) for step in steps]) < 1e-4
+    assert machine.mape_hygen > 2 * machine.mape
+    beside = steps[0].copy()
+    beside.add_chunk(100, 50)
+    assert found.marginal(steps[0], 100, 50) == pytest.approx(found.predict(beside) - found.predict(steps[0]))
 
 
 def test_prefix_order_pays_where_lines_share_prefixes() -> None:

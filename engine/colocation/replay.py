@@ -19,7 +19,7 @@ from engine.scheduling.state import SchedulerState
 from engine.virtual import Arrival, PredictedRunner, VirtualDriver, VirtualRecord, VirtualRun
 from predictor.budget import BudgetParams
 from predictor.budget_search import MAX_CONFIRMATIONS, SearchResult, search_budget
-from predictor.features import BatchFeatures
+from predictor.features import BatchFeatures, LatencyPredictor
 from predictor.load import Lengths, OnlineArrival, resample
 from predictor.model import LatencyModel
 from predictor.online import OnlineModel, OnlineSettings
@@ -160,7 +160,7 @@ def offline_lengths(state: SchedulerState, limit: int) -> list[Lengths]:
     return [Lengths(r.num_prompt_tokens, r.spec.sampling.max_tokens) for r in islice(requests, limit)]
 
 
-def step_range(model: LatencyModel, config: SchedulerConfig) -> tuple[float, float]:
+def step_range(model: LatencyPredictor, config: SchedulerConfig) -> tuple[float, float]:
     """Return the seconds of the smallest step and twice those of a full one: the search range of L."""
     smallest, largest = BatchFeatures(model.reach), BatchFeatures(model.reach)
     smallest.add_decodes(1, 1)
