@@ -3,15 +3,15 @@
 States:
 
 - Closed: offline work may use its budget. The breaker opens if requests beside offline work miss the SLO more often
-  than chance explains (`predictor.evidence`), or if steps overrun their predictions by more than `max_overrun`.
+  than chance explains (`predictor.evidence`), or if steps overrun their predictions by more than MAX_OVERRUN.
 - Open: no offline work runs beside online work.
-- Half-open: offline work gets `probe_share` of its budget until enough requests have passed. The breaker then closes.
+- Half-open: offline work gets PROBE_SHARE of its budget until enough requests have passed. The breaker then closes.
   It also closes by timeout if no requests arrive.
 
 Misses of requests without offline work, and of requests that arrived before the last opening, never count. If requests
 without offline work miss the SLO too, the breaker stays open until they meet it again or stop arriving.
 
-The granted share of the budget follows the evidence. An unproven budget starts at `first_share`. A good request beside
+The granted share of the budget follows the evidence. An unproven budget starts at FIRST_SHARE. A good request beside
 offline work raises the share slightly; a miss or near miss halves it. Once evidence has changed it, the share also
 grows while nothing happens. Repeated openings double the open time.
 
@@ -22,7 +22,6 @@ import enum
 import math
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 from predictor.evidence import ExcessTest, MissTest
 
@@ -35,47 +34,23 @@ class BreakerState(enum.Enum):
     HALF_OPEN = "half_open"
 
 
-@dataclass(frozen=True, slots=True)
-class BreakerSettings:
-    """Thresholds and durations of the breaker.
-
-    Attributes:
-        attainment: Target share of good requests. None if the SLO has no limit on single requests.
-        max_overrun: Mean overrun of steps that opens the breaker, as a share of the time a step may take. The default
-            is half of the slack of a budget of 0.8 × the TBT limit.
-        steps: Number of steps over which the mean overrun is taken.
-        min_steps: Number of steps before the mean overrun counts.
-        open_seconds: Time in the open state; doubled by each repeated opening, up to `longest_open`.
-        longest_open: Maximum time in the open state.
-        probe_seconds: Minimum time in the half-open state; the maximum is ten times as long.
-        probe_requests: Requests that must pass before `probe_seconds` suffice.
-        probe_share: Share of the budget while half-open.
-        first_share: Initial share of an unproven budget if the SLO has limits on single requests.
-        smallest_share: Lower bound of the share after repeated openings.
-        quiet_seconds: Time without a judged request before the share grows by itself.
-        regrow_seconds: Time in which the share grows from 0 to 1. Openings within it count as repeated.
-    """
-
-    attainment: float | None = 0.99
-    max_overrun: float = 0.1
-    steps: int = 64
-    min_steps: int = 20
-    open_seconds: float = 10.0
-    longest_open: float = 320.0
-    probe_seconds: float = 10.0
-    probe_requests: int = 3
-    probe_share: float = 0.1
-    first_share: float = 0.25
-    smallest_share: float = 0.125
-    quiet_seconds: float = 10.0
-    regrow_seconds: float = 600.0
-
-    def __post_init__(self) -> None:
-        if not 0.0 <= self.probe_share <= 0.1:
-            raise ValueError("probe_share must be between 0 and 0.1")
-        if self.attainment is not None and not 0.0 < self.attainment <= 1.0:
-            raise ValueError("attainment must be in (0, 1]")
-
+MAX_OVERRUN = 0.1
+"""Mean overrun of steps that opens the breaker, as a share of the time a step may take: half of the slack of a budget
+of 0.8 × the TBT limit."""
+STEPS, MIN_STEPS = 64, 20
+"""Number of steps over which the mean overrun is taken, and the number from which it counts."""
+OPEN_SECONDS, LONGEST_OPEN = 10.0, 320.0
+"""Time in the open state; each repeated opening doubles it, up to LONGEST_OPEN."""
+PROBE_SECONDS, PROBE_REQUESTS = 10.0, 3
+"""Minimum time in the half-open state, if so many requests have passed; the maximum is ten times as long."""
+PROBE_SHARE = 0.1
+"""Share of the budget while half-open."""
+FIRST_SHARE, SMALLEST_SHARE = 0.25, 0.125
+"""Initial share of an unproven budget if the SLO has limits on single requests, and the lower bound of the share after
+repeated openings."""
+QUIET_SECONDS, REGROW_SECONDS = 10.0, 600.0
+"""Time without a judged request before the share grows by itself, and the time in which it grows from 0 to 1. Openings
+within REGROW_SECONDS count as repeated."""
 
 SUSPICION = 0.75
 """Start value of the miss test after the first opening, as a share of its threshold: one clear miss reopens."""
@@ -93,25 +68,28 @@ judged, so a reaction to misses alone would come too late."""
 
 
 class CircuitBreaker:
-    """Decide the share of its budget that offline work may use beside online work; O(1) amortised per event."""
+    """Decide the share of its budget that offline work may use beside online work; O(1) amortised per event.
 
-    def __init__(self, settings: BreakerSettings | None = None) -> None:
-        self.settings = settings or BreakerSettings()
+    `attainment`: target share of good requests, in (0, 1]; None if the SLO has no limit on single requests.
+    """
+
+    def __init__(self, attainment: float | None) -> None:
+        self._attainment = attainment
         self.num_openings = 0
         self.cause: str | None = None
         self._state = BreakerState.CLOSED
         self._since = 0.0
         self.opened_at = -math.inf  # time of the last opening
-        self._open_for = self.settings.open_seconds
-        self._granted = 1.0 if self.settings.attainment is None else self.settings.first_share
+        self._open_for = OPEN_SECONDS
+        self._granted = 1.0 if self._attainment is None else FIRST_SHARE
         self._granted_at = math.inf  # no growth before the first evidence: the clock may have run for days
         self._probed = 0
-        self._misses = MissTest(1.0 - (self.settings.attainment or 0.0))
+        self._misses = MissTest(1.0 - (self._attainment or 0.0))
         self._excesses: dict[str, ExcessTest] = {}
         self._moments: deque[tuple[float, bool]] = deque(maxlen=MOMENTS)
         self._alone: deque[bool] = deque(maxlen=ALONE)
         self._alone_at = -math.inf
-        self._overruns: deque[float] = deque(maxlen=self.settings.steps)
+        self._overruns: deque[float] = deque(maxlen=STEPS)
 
     def record_request(
         self,
@@ -148,7 +126,7 @@ class CircuitBreaker:
         if self._state is BreakerState.OPEN or not offline_contributed or arrival < self.opened_at:
             return
         self._probed += 1
-        if self.settings.attainment is not None and (counted or good):
+        if self._attainment is not None and (counted or good):
             if counted:
                 self._grant(now, good, used)
             self._misses.record(not good)
@@ -166,14 +144,14 @@ class CircuitBreaker:
         """
         if self._state is not BreakerState.CLOSED:
             return
-        granted, smallest = self.share(now), self.settings.smallest_share
+        granted = self.share(now)
         if not good:
             self._granted = granted / 2.0
         elif used > CLOSE:
-            self._granted = max(granted / 2.0, min(granted, smallest))
+            self._granted = max(granted / 2.0, min(granted, SMALLEST_SHARE))
         else:
-            allowed = 1.0 - (self.settings.attainment or 0.0)
-            self._granted = min(1.0, granted + allowed * max(granted, smallest))
+            allowed = 1.0 - (self._attainment or 0.0)
+            self._granted = min(1.0, granted + allowed * max(granted, SMALLEST_SHARE))
         self._granted_at = now
 
     def record_excesses(self, now: float, arrival: float, excesses: Mapping[str, float]) -> None:
@@ -197,8 +175,8 @@ class CircuitBreaker:
         self._advance(now)
         if self._state is BreakerState.OPEN:
             return
-        self._overruns.append(min(max(overrun, 0.0), 4.0 * self.settings.max_overrun))
-        if len(self._overruns) >= self.settings.min_steps and self.overrun > self.settings.max_overrun:
+        self._overruns.append(min(max(overrun, 0.0), 4.0 * MAX_OVERRUN))
+        if len(self._overruns) >= MIN_STEPS and self.overrun > MAX_OVERRUN:
             self._open(now, "predictor")
 
     def state(self, now: float) -> BreakerState:
@@ -208,12 +186,12 @@ class CircuitBreaker:
 
     def share(self, now: float) -> float:
         """Return the share (0 to 1) of its budget that offline work may use beside online work."""
-        state, settings = self.state(now), self.settings
+        state = self.state(now)
         if state is BreakerState.OPEN:
             return 0.0
-        quiet = max(0.0, now - max(self._since, self._granted_at) - settings.quiet_seconds)
-        grown = min(1.0, self._granted + quiet / settings.regrow_seconds)
-        return grown if state is BreakerState.CLOSED else min(settings.probe_share, self._granted)
+        quiet = max(0.0, now - max(self._since, self._granted_at) - QUIET_SECONDS)
+        grown = min(1.0, self._granted + quiet / REGROW_SECONDS)
+        return grown if state is BreakerState.CLOSED else min(PROBE_SHARE, self._granted)
 
     def renew(self) -> None:
         """Grant the whole budget: a budget that was verified by replay has come into force."""
@@ -221,7 +199,7 @@ class CircuitBreaker:
 
     def rescale(self, factor: float) -> None:
         """Scale the granted share for a new, unverified budget; `factor` is old budget ÷ new budget."""
-        if self.settings.attainment is not None:
+        if self._attainment is not None:
             self._granted = min(1.0, factor * self._granted)
 
     @property
@@ -231,15 +209,14 @@ class CircuitBreaker:
 
     def _advance(self, now: float) -> None:
         """Make the transitions that depend on time alone."""
-        settings = self.settings
         if self._state is BreakerState.OPEN:
             end = self._since + self._open_for
-            end = max(end, self._alone_at + (settings.longest_open if self._misses_alone else 0.0))
+            end = max(end, self._alone_at + (LONGEST_OPEN if self._misses_alone else 0.0))
             if now >= end:
                 self._enter(BreakerState.HALF_OPEN, end)
         if self._state is BreakerState.HALF_OPEN:
-            enough = self._probed >= settings.probe_requests
-            end = self._since + (1.0 if enough else 10.0) * settings.probe_seconds
+            enough = self._probed >= PROBE_REQUESTS
+            end = self._since + (1.0 if enough else 10.0) * PROBE_SECONDS
             if now >= end:
                 # The last probed requests may have ended after `end`; the closed state must not begin before them.
                 self._enter(BreakerState.CLOSED, now if enough else end)
@@ -251,13 +228,12 @@ class CircuitBreaker:
         return self._alone.count(False) > MISSES_ALONE
 
     def _open(self, now: float, cause: str) -> None:
-        settings = self.settings
-        repeated = now - self.opened_at < self._open_for + settings.regrow_seconds
-        self._open_for = min(2.0 * self._open_for, settings.longest_open) if repeated else settings.open_seconds
+        repeated = now - self.opened_at < self._open_for + REGROW_SECONDS
+        self._open_for = min(2.0 * self._open_for, LONGEST_OPEN) if repeated else OPEN_SECONDS
         if cause == "slo":  # the share was already halved by each miss
-            self._granted = max(self._granted, settings.smallest_share)
+            self._granted = max(self._granted, SMALLEST_SHARE)
         elif cause != "predictor":
-            self._granted = max(self.share(now) / 2.0, settings.smallest_share)
+            self._granted = max(self.share(now) / 2.0, SMALLEST_SHARE)
             self._granted_at = now
         self.num_openings += 1
         self.cause = cause

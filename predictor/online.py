@@ -16,12 +16,10 @@ Four corrections, each deterministic, O(1) per step and robust against outliers:
 import math
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass
-from dataclasses import replace as dataclass_replace
+from dataclasses import dataclass, replace
 
 from predictor.features import BatchFeatures
 from predictor.model import LatencyModel, largest_chunk
-from predictor.profile import Profile
 from predictor.reach import Reach
 from predictor.samples import Sample, SampleLog
 
@@ -35,43 +33,24 @@ USUAL_HALF_LIFE = 10.0
 """Half-life in seconds of device time of the estimate of the device's usual speed."""
 HOST_OUTLIER = 3.0
 """Host times are clipped to this multiple of their mean."""
-
-
-@dataclass(frozen=True, slots=True)
-class OnlineSettings:
-    """Rates and bounds of an `OnlineModel`.
-
-    Attributes:
-        forgetting: Weight of a new step in the means (0.02: about 50 steps).
-        half_life: Device time in seconds in which the scale moves half of the way to the measured ratio.
-        max_gain: Largest share of that way for one step.
-        clip: Largest relative error of one step that affects a spread.
-        quantile: Quantile of the residual that serves as the margin. A request has as many gaps as output tokens, and
-            each gap must meet a limit on the request's P99, so the quantile exceeds the promised percentile.
-        initial_margin: Relative margin of a regime before its first step (see `with_error`).
-        max_margin: Largest relative margin.
-        max_scale: The scale stays within [1/max_scale, max_scale]. A profile measured on a busy machine can be 30
-            times too slow.
-        window: Number of steps of the windowed error.
-        ring: Number of recent steps kept per regime.
-    """
-
-    forgetting: float = 0.02
-    half_life: float = 0.3
-    max_gain: float = 0.5
-    clip: float = 0.25
-    quantile: float = 0.995
-    initial_margin: float = 0.05
-    max_margin: float = 0.75
-    max_scale: float = 64.0
-    window: int = 512
-    ring: int = 256
-
-    @classmethod
-    def with_error(cls, mape: float) -> "OnlineSettings":
-        """Return settings for a model with that held-out error; the initial margin is three times the error."""
-        usual = cls()
-        return cls(initial_margin=min(max(usual.initial_margin, 3.0 * mape), usual.max_margin))
+FORGETTING = 0.02
+"""Weight of a new step in the means: about 50 steps."""
+HALF_LIFE, MAX_GAIN = 0.3, 0.5
+"""Device time in seconds in which the scale moves half of the way to the measured ratio, and the largest share of that
+way for one step."""
+CLIP = 0.25
+"""Largest relative error of one step that affects a spread."""
+QUANTILE = 0.995
+"""Quantile of the residual that serves as the margin. A request has as many gaps as output tokens, and each gap must
+meet a limit on the request's P99, so the quantile exceeds the promised percentile."""
+LEAST_FIRST_MARGIN, MAX_MARGIN = 0.05, 0.75
+"""Smallest relative margin of a regime before its first step, and the largest margin of all."""
+MAX_SCALE = 64.0
+"""The scale stays within [1/MAX_SCALE, MAX_SCALE]. A profile measured on a busy machine can be 30 times too slow."""
+WINDOW = 512
+"""Number of steps of the windowed error."""
+RING = 256
+"""Number of recent steps kept per regime."""
 
 
 @dataclass(slots=True)
@@ -90,9 +69,8 @@ class RegimeStats:
 class HostTime:
     """Outlier-resistant mean of the host time between two steps, in seconds."""
 
-    def __init__(self, forgetting: float) -> None:
+    def __init__(self) -> None:
         self.mean = 0.0
-        self._forgetting = forgetting
         self._count = 0
 
     def record(self, seconds: float) -> None:
@@ -100,36 +78,31 @@ class HostTime:
         if self._count:
             seconds = min(seconds, HOST_OUTLIER * self.mean + 1e-3)
         self._count += 1
-        self.mean += max(self._forgetting, 1.0 / self._count) * (seconds - self.mean)
+        self.mean += max(FORGETTING, 1.0 / self._count) * (seconds - self.mean)
 
 
 class OnlineModel:
     """A `LatencyModel` that learns from executed steps. Times are in seconds.
 
-    `predict`, `marginal`, `marginal_decodes` and `max_prefill` include the margin and bound a step at the configured
-    quantile. `expected` excludes it and is comparable with measurements.
+    `predict`, `marginal`, `marginal_decodes` and `max_prefill` include the margin and bound a step at
+    QUANTILE. `expected` excludes it and is comparable with measurements.
     """
 
-    def __init__(self, model: LatencyModel, settings: OnlineSettings | None = None) -> None:
-        self.settings = settings or OnlineSettings()
+    def __init__(self, model: LatencyModel, mape: float = 0.0) -> None:
         self.num_observed = 0
-        self._host = HostTime(self.settings.forgetting)
-        self._errors = [0.0] * self.settings.window
+        self._host = HostTime()
+        self._errors = [0.0] * WINDOW
         self._error_sum = 0.0
-        self.replace(model)
+        self._recent = [SampleLog(capacity=RING) for _ in range(NUM_REGIMES)]
+        self._whole = [SampleLog(capacity=RING) for _ in range(NUM_REGIMES)]
+        self.replace(model, mape)
 
-    @classmethod
-    def of(cls, profile: Profile) -> "OnlineModel":
-        """Return the initial model for a profile: its fit, with a margin derived from its error."""
-        return cls(profile.model, OnlineSettings.with_error(profile.held_out_mape))
+    def replace(self, model: LatencyModel, mape: float) -> None:
+        """Continue with a new fit with the held-out error `mape`; the first margins are three times as large.
 
-    def replace(self, model: LatencyModel, settings: OnlineSettings | None = None) -> None:
-        """Continue with a new fit. Corrections restart; recent steps, host time and windowed error are kept.
-
-        `settings`, if given, may change rates and bounds; `window` and `ring` are kept.
+        Corrections restart; recent steps, host time and windowed error are kept.
         """
-        if settings is not None:
-            self.settings = dataclass_replace(settings, window=self.settings.window, ring=self.settings.ring)
+        self._first_margin = min(max(LEAST_FIRST_MARGIN, 3.0 * mape), MAX_MARGIN)
         self.model = model
         self.scale = self._usual_scale = 1.0
         self._odd: deque[tuple[float, float]] = deque(maxlen=AGREEING)
@@ -137,15 +110,12 @@ class OnlineModel:
         self.regimes = [self._prior(regime) for regime in range(NUM_REGIMES)]
         self._margins = [0.0] * (NUM_REGIMES + 1)
         self._raise_margins()
-        if not self.num_observed:
-            self._recent = [SampleLog(capacity=self.settings.ring) for _ in range(NUM_REGIMES)]
-            self._whole = [SampleLog(capacity=self.settings.ring) for _ in range(NUM_REGIMES)]
 
     def _prior(self, regime: int) -> RegimeStats:
-        """Return the statistics of a regime before its first step: the initial margin of a smallest prompt."""
+        """Return the statistics of a regime before its first step: the first margin of a smallest prompt."""
         features = BatchFeatures(self.reach)
         features.add_chunk(0, 1 << max(regime - 1, 0))
-        return RegimeStats(quantile=self.settings.initial_margin, mean_expected=self.model.predict(features))
+        return RegimeStats(quantile=self._first_margin, mean_expected=self.model.predict(features))
 
     @property
     def reach(self) -> Reach:
@@ -176,14 +146,13 @@ class OnlineModel:
 
     def _follow_device(self, raw: float, device: float) -> None:
         """Move the scale after a step that took `device` seconds and was predicted as `raw` seconds."""
-        settings = self.settings
         self._num_scaled += 1
-        self._mean_raw += max(settings.forgetting, 1.0 / self._num_scaled) * (raw - self._mean_raw)
+        self._mean_raw += max(FORGETTING, 1.0 / self._num_scaled) * (raw - self._mean_raw)
         # Weight by expected, not measured, time: a step that took ten times too long must not count as ten steps.
-        gain = min(1.0 - 0.5 ** (raw * self.scale / settings.half_life), settings.max_gain)
+        gain = min(1.0 - 0.5 ** (raw * self.scale / HALF_LIFE), MAX_GAIN)
         ratio = device / raw
         scale = self.scale * min(max(ratio / self.scale, 1.0 / FAR_OFF), FAR_OFF) ** gain
-        self.scale = min(max(self._agreed_scale(ratio, raw, scale), 1.0 / settings.max_scale), settings.max_scale)
+        self.scale = min(max(self._agreed_scale(ratio, raw, scale), 1.0 / MAX_SCALE), MAX_SCALE)
         slow = max(1.0 - 0.5 ** (device / USUAL_HALF_LIFE), 1.0 / self._num_scaled)
         self._usual_scale *= (self.scale / self._usual_scale) ** slow
 
@@ -204,20 +173,19 @@ class OnlineModel:
 
     def _learn(self, stats: RegimeStats, measured: float, expected: float) -> None:
         """Update the means of a regime, and move its quantile by an increment proportional to the spread."""
-        settings = self.settings
-        rate = max(settings.forgetting, 1.0 / (stats.count + 1))
+        rate = max(FORGETTING, 1.0 / (stats.count + 1))
         stats.count += 1
         stats.mean_expected += rate * (expected - stats.mean_expected)
         # In seconds instead of a share of this step: a small step that took twice as long says little about large ones.
         residual = (measured - expected) / stats.mean_expected
-        clipped = min(max(residual, -settings.clip), settings.clip)
+        clipped = min(max(residual, -CLIP), CLIP)
         # The spread is around zero, not around the mean: a regime that is always late must move its quantile fast.
         stats.spread += rate * (abs(clipped) - stats.spread)
         # Stochastic quantile estimate: rise by q above it, fall by 1 − q below it.
         pace = 2.0 * rate**0.5 * max(stats.spread, 0.001)
         above = residual > stats.quantile
-        stats.quantile += pace * (settings.quantile if above else settings.quantile - 1.0)
-        stats.quantile = min(max(stats.quantile, 0.0), settings.max_margin)
+        stats.quantile += pace * (QUANTILE if above else QUANTILE - 1.0)
+        stats.quantile = min(max(stats.quantile, 0.0), MAX_MARGIN)
 
     def _raise_margins(self) -> None:
         """Recompute the margins in seconds at 2^(r−1) tokens, never decreasing with r.
@@ -274,7 +242,7 @@ class OnlineModel:
     def as_fixed(self) -> LatencyModel:
         """Return the usual expectation as a model that does not learn."""
         scaled = self.model.scaled(self._usual_scale)
-        return dataclass_replace(scaled, intercept=scaled.intercept + self._host.mean)
+        return replace(scaled, intercept=scaled.intercept + self._host.mean)
 
     def usual(self, features: BatchFeatures) -> float:
         """Return the usual time of the step without the margin, equal to the prediction of `as_fixed`."""
@@ -329,13 +297,13 @@ class OnlineModel:
         return self._sure_scale * self.model.mask_work(features, rows)
 
     def residuals(self) -> list[float]:
-        """Return measured ÷ usual time of the recent steps, up to `ring` per regime; empty before the first step."""
+        """Return measured ÷ usual time of the recent steps, up to RING per regime; empty before the first step."""
         fixed = self.as_fixed()
         steps = (sample for log in self._whole for sample in log)
         return [seconds / expected for f, seconds in steps if (expected := fixed.predict(f)) > 0.0]
 
     def recent(self) -> Iterator[Sample]:
-        """Yield the recent steps with their device time, up to `ring` per regime, as input of a new fit."""
+        """Yield the recent steps with their device time, up to RING per regime, as input of a new fit."""
         for log in self._recent:
             yield from log
 

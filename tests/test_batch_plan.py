@@ -28,7 +28,7 @@ from gateway.batch.shares import MAX_WORK, URGENT_SHARE, JobLoad, Shares
 from gateway.store.objects import BatchJob, LineLengths, Usage
 from gateway.store.states import BatchStatus
 from predictor.model import LatencyModel
-from predictor.online import OnlineModel, OnlineSettings
+from predictor.online import OnlineModel
 
 loads_strategy = st.lists(
     st.tuples(st.sampled_from("abc"), st.floats(0.0, 1000.0), st.booleans()), min_size=1, max_size=12
@@ -338,7 +338,7 @@ def test_what_is_no_line_counts_as_no_work(tmp_path: Path) -> None:
 def test_a_margin_that_guards_objectives_is_no_cost() -> None:
     model = LatencyModel(intercept=0.01, decodes=0.001)
     config = SchedulerConfig(num_units=64, max_model_len=64, max_num_seqs=8)
-    core = EngineCore(config, model=OnlineModel(model, OnlineSettings.with_error(0.25)))
+    core = EngineCore(config, model=OnlineModel(model, 0.25))
     assert core.stats().token_costs == token_costs(model, config)
 
 

@@ -21,7 +21,7 @@ from engine.scheduling.planner import whole
 from predictor.budget import BudgetParams
 from predictor.features import BatchFeatures
 from predictor.model import LatencyModel
-from predictor.online import OnlineModel, OnlineSettings
+from predictor.online import OnlineModel
 
 VOCAB = 40
 BLOCK = 4
@@ -135,7 +135,7 @@ def test_banked_slack_may_delay_the_mean_but_not_one_gap() -> None:
 def test_the_floor_chunk_follows_the_time_that_steps_are_expected_to_take(limit: float, tokens: int) -> None:
     """34 decodes take 36 ms, and every token of a prompt 1 ms. What the model keeps free for steps that vary
     is not kept free of it, or prompts would stand still on a machine whose speed changes: only a fifth of the limit."""
-    model = OnlineModel(MODEL, OnlineSettings(initial_margin=0.75))
+    model = OnlineModel(MODEL, 0.25)
     beside = BatchFeatures()
     beside.add_decodes(34, 0)
     config = SchedulerConfig(num_units=8, max_model_len=8, block_size=BLOCK)

@@ -23,7 +23,7 @@ from engine.profiling.sweep import StepShape
 from engine.scheduling.objective import LONGEST_REST, StepObjective
 from engine.scheduling.output import Chunk, Collect, SchedulerOutput
 from engine.virtual import Arrival, PredictedRunner, VirtualDriver, VirtualRecord, VirtualRun
-from predictor.breaker import BreakerSettings
+from predictor.breaker import FIRST_SHARE
 from predictor.budget import BudgetParams
 from predictor.load import Lengths, OnlineArrival, resample
 from predictor.model import LatencyModel
@@ -153,7 +153,7 @@ def test_misses_that_offline_work_had_no_part_in_change_nothing() -> None:
     for index in range(30):
         live(keeper, str(index), 9.0, [], float(index), beside=False)
     assert keeper.stats(40.0).bad_requests == 30
-    assert core.state.offline_share >= BreakerSettings().first_share
+    assert core.state.offline_share >= FIRST_SHARE
 
 
 def test_a_tolerance_is_judged_against_the_same_requests_alone() -> None:

@@ -103,7 +103,7 @@ def test_a_machine_whose_masks_cost_time_is_predicted(each: float) -> None:
     assert profile.held_out_mape < 0.05
     assert profile.model.masked_rows > 0.0 and profile.model.masks > 0.0
     machine = MaskedMachine(each)
-    run_beside_chats(machine, OnlineModel.of(profile))
+    run_beside_chats(machine, OnlineModel(profile.model, profile.held_out_mape))
     with_masks = [(f, seconds) for f, seconds in machine.steps if f.masked_rows]
     errors = [abs(profile.model.predict(f) - seconds) / seconds for f, seconds in with_masks]
     assert len(errors) > 100 and sum(errors) / len(errors) < 0.1

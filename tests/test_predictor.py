@@ -18,7 +18,7 @@ from engine.profiling.sweep import StepShape, anchor_shapes, find_knee, plan_swe
 from predictor.features import BatchFeatures, FeatureRow, LatencyPredictor
 from predictor.fitting import fit
 from predictor.model import LINEAR_TERMS, LatencyModel, default_knots, largest_chunk
-from predictor.online import OnlineModel, OnlineSettings
+from predictor.online import OnlineModel
 from predictor.profile import Profile, ProfileError, ProfileKey
 from predictor.samples import Sample, SampleLog, split_samples
 
@@ -574,8 +574,9 @@ def test_both_models_are_latency_predictors() -> None:
 
 
 @pytest.mark.parametrize(("quantile", "low", "high"), [(0.95, 920, 999), (0.995, 985, 1000)])
-def test_the_margin_covers_the_quantile(quantile: float, low: int, high: int) -> None:
-    model = OnlineModel(fit(noisy_samples(1000, 1, 0.0), token_limit=2048), OnlineSettings(quantile=quantile))
+def test_the_margin_covers_the_quantile(quantile: float, low: int, high: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("predictor.online.QUANTILE", quantile)
+    model = OnlineModel(fit(noisy_samples(1000, 1, 0.0), token_limit=2048))
     rng = random.Random(11)
     run_steps(model, rng, 4000)
     steps = [random_step(rng) for _ in range(1000)]
@@ -683,17 +684,17 @@ MODEL = fit(noisy_samples(300, 1), token_limit=2048)
 
 
 def test_a_margin_stands_before_the_first_step() -> None:
-    model = OnlineModel(MODEL, OnlineSettings(initial_margin=0.1))
+    model = OnlineModel(MODEL, mape=0.1 / 3)
     step = StepShape(0, 0, ((0, 512),)).features()
     assert model.expected(step) == MODEL.predict(step)
     assert model.predict(step) == pytest.approx(1.1 * MODEL.predict(step))
     assert model.mape == 0.0
 
 
-def test_a_worse_fit_starts_with_a_wider_margin() -> None:
-    assert OnlineSettings.with_error(0.001).initial_margin == 0.05
-    assert OnlineSettings.with_error(0.1).initial_margin == pytest.approx(0.3)
-    assert OnlineSettings.with_error(0.9).initial_margin == 0.75
+@pytest.mark.parametrize(("mape", "margin"), [(0.001, 0.05), (0.1, 0.3), (0.9, 0.75)])
+def test_a_worse_fit_starts_with_a_wider_margin(mape: float, margin: float) -> None:
+    step = StepShape(0, 0, ((0, 512),)).features()
+    assert OnlineModel(MODEL, mape).predict(step) == pytest.approx((1.0 + margin) * MODEL.predict(step))
 
 
 def test_a_scaled_model_predicts_scaled_times() -> None:
@@ -710,8 +711,10 @@ def test_residuals_are_what_steps_took_by_what_was_expected() -> None:
     assert ratios[int(0.84 * len(ratios))] == pytest.approx(1.1, abs=0.04)
 
 
-def test_the_mean_error_is_that_of_the_window() -> None:
-    model = OnlineModel(LatencyModel(intercept=1.0), OnlineSettings(window=4, forgetting=0.0, half_life=math.inf))
+def test_the_mean_error_is_that_of_the_window(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("WINDOW", 4), ("FORGETTING", 0.0), ("HALF_LIFE", math.inf)):
+        monkeypatch.setattr(f"predictor.online.{name}", value)
+    model = OnlineModel(LatencyModel(intercept=1.0))
     step = StepShape(1, 1).features()
     for measured in (2.0, 2.0, 1.0, 1.0, 1.0, 1.0):
         model.observe(step, measured)
@@ -720,8 +723,9 @@ def test_the_mean_error_is_that_of_the_window() -> None:
     assert model.mape == pytest.approx(0.0, abs=1e-12)
 
 
-def test_recent_steps_keep_all_regimes_for_a_new_fit() -> None:
-    model = OnlineModel(LatencyModel(intercept=1e-3), OnlineSettings(ring=20))
+def test_recent_steps_keep_all_regimes_for_a_new_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("predictor.online.RING", 20)
+    model = OnlineModel(LatencyModel(intercept=1e-3))
     rng = random.Random(3)
     run_steps(model, rng, 400)
     for _ in range(2000):

@@ -18,7 +18,7 @@ from engine.limits import SchedulerConfig
 from predictor.features import BatchFeatures
 from predictor.fitting import fit
 from predictor.model import LatencyModel
-from predictor.online import OnlineModel, OnlineSettings
+from predictor.online import OnlineModel
 from predictor.profile import Profile, ProfileKey
 from predictor.refit import FEWEST, error_of, refit
 from predictor.samples import Sample
@@ -65,7 +65,7 @@ def test_a_device_whose_decodes_cost_twice_as_much_is_put_right() -> None:
     scaled = error_of(online.as_fixed(), later)
     assert scaled > 0.06, "no scale fits both"
     assert error_of(found.model, later) < 0.02
-    online.replace(found.model, OnlineSettings.with_error(found.error))
+    online.replace(found.model, found.error)
     before_and_after = list(online.recent())
     for step, seconds in measured(rng, 300, decodes=2.0):
         online.observe(step, seconds)

@@ -29,7 +29,7 @@ from engine.virtual import (
 )
 from loadgen.stats import nearest_rank
 from predictor.model import LatencyModel
-from predictor.online import OnlineModel, OnlineSettings
+from predictor.online import OnlineModel
 from predictor.slo import SLO
 
 MODEL = LatencyModel(
@@ -123,7 +123,7 @@ def replay(config: Config, machine: float, seed: int, *, offline: bool) -> tuple
     """One server under the load of `config`, started without a search."""
     model = MODEL.scaled(machine)
     profile = model.scaled(config.profile)
-    believed = OnlineModel(profile, OnlineSettings.with_error(MODEL_ERROR))
+    believed = OnlineModel(profile, MODEL_ERROR)
     slo = SLO.parse(f"ttft_p99={config.ttft}s,tbt_p99={config.tbt}s")
     limits = SchedulerConfig(num_units=2 * NUM_BLOCKS, max_model_len=CONTEXT, max_num_seqs=64)
     core = EngineCore(limits, online_policy="goodput", offline_policy="fcfs", model=believed)

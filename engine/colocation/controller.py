@@ -29,7 +29,7 @@ def make_controller(
     say: Callable[[str], None],
 ) -> tuple[EngineCore, Colocation, BudgetTuner]:
     """Return core, keeper and tuner for a profile. `folder` stores profiles, the learned load and the budgets."""
-    model = OnlineModel.of(profile)
+    model = OnlineModel(profile.model, profile.held_out_mape)
     scheduler = replace(scheduler, rho=profile.cache_costs.rho(scheduler.compact_tokens))
     core = EngineCore(scheduler, online_policy=config.online_policy, model=model)
     budget = initial_budget(slo, profile.model)

@@ -17,7 +17,7 @@ from engine.colocation.waits import ArrivalWaits
 from engine.core import EngineCore
 from engine.scheduling.output import SchedulerOutput
 from engine.scheduling.planner import LOST_BUDGET_STEPS
-from predictor.breaker import BreakerSettings, BreakerState, CircuitBreaker
+from predictor.breaker import BreakerState, CircuitBreaker
 from predictor.budget import BudgetParams
 from predictor.features import smallest_step
 from predictor.judge import Judge, Served
@@ -101,7 +101,7 @@ class Colocation:
         self.on_change: Callable[[float], None] = lambda _now: None
         self._core = core
         self.initial = self._budget = budget
-        self._breaker = CircuitBreaker(BreakerSettings(attainment=slo.attainment_target))
+        self._breaker = CircuitBreaker(slo.attainment_target)
         self._judge = Judge(slo)
         self._limits = tuple(slo.limit_of(metric) or math.inf for metric in ("ttft", "tbt"))
         self._step_limit = min(*self._limits, slo.limit_of("tpot") or math.inf)

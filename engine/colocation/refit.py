@@ -14,7 +14,6 @@ from typing import Any
 
 from engine.colocation.keeper import Colocation
 from engine.colocation.search_child import ChildError, run_child
-from predictor.online import OnlineSettings
 from predictor.profile import Profile
 from predictor.refit import FEWEST, Refit, refit
 
@@ -78,7 +77,7 @@ class ModelRefit:
             log.info("a new fit of the latency model is refused: error %.1f %%, now %.1f %%", *errors)
             return False
         log.info("the latency model is fitted anew: error %.1f %% instead of %.1f %%", *errors)
-        keeper.model.replace(found.model, OnlineSettings.with_error(found.error))
+        keeper.model.replace(found.model, found.error)
         if found.is_of_slow_device:
             log.info("the fit is not kept in the profile: the device is much slower than when it was measured")
             return True

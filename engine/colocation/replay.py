@@ -22,7 +22,7 @@ from predictor.budget_search import MAX_CONFIRMATIONS, SearchResult, search_budg
 from predictor.features import BatchFeatures, LatencyPredictor
 from predictor.load import Lengths, OnlineArrival, resample
 from predictor.model import LatencyModel
-from predictor.online import OnlineModel, OnlineSettings
+from predictor.online import OnlineModel
 from predictor.slo import SLO, aggregate
 
 WARM_UP_SHARE = 0.1
@@ -107,7 +107,7 @@ def run_workload(
     its end, even past the window; offline tokens count only inside it.
     """
     model, noise, config = server.model, server.noise, server.config
-    online = OnlineModel(model, OnlineSettings.with_error(_mean_error(noise)))
+    online = OnlineModel(model, _mean_error(noise))
     prompts = [lengths.to_compute for _, lengths in workload.arrivals]
     waits = ArrivalWaits.of(server.slo, model, prompts, len(prompts) / workload.seconds if prompts else 0.0)
     core = EngineCore(

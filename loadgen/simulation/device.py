@@ -22,7 +22,7 @@ from loadgen.simulation.gpu import SimulatedDevice, SimulatedRunner, fit_device
 from loadgen.simulation.specs import DEVICES, MODELS, ModelShape
 from predictor.costs import CacheCosts
 from predictor.model import LatencyModel
-from predictor.online import OnlineModel, OnlineSettings
+from predictor.online import OnlineModel
 from predictor.profile import Profile, ProfileError, ProfileKey
 
 MAX_NOISE = 0.3
@@ -54,7 +54,7 @@ class Simulated:
 
     def start(self, seed: int) -> tuple[OnlineModel, ModelRunner]:
         """Return a fresh latency model and a runner whose steps it learns from."""
-        model = OnlineModel(self.model, OnlineSettings.with_error(self.mape))
+        model = OnlineModel(self.model, self.mape)
         return model, _Observed(self.make_runner(seed), model, self.host_seconds)
 
 
