@@ -2,14 +2,19 @@
 
 import re
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
+
+from msgspec import Meta
 
 from gateway.store.states import BatchStatus
 
 FILE_ID = re.compile("file-[0-9a-f]{32}")
 BATCH_ID = re.compile("batch_[0-9a-f]{32}")
+FileId = Annotated[str, Meta(pattern=f"^{FILE_ID.pattern}\\Z")]
+BatchId = Annotated[str, Meta(pattern=f"^{BATCH_ID.pattern}\\Z")]
+Count = Annotated[int, Meta(ge=0)]
 
 
 def new_file_id() -> str:
@@ -28,13 +33,13 @@ def _given(fields: Mapping[str, Any]) -> dict[str, Any]:
 class FileObject:
     """A completely stored file."""
 
-    id: str
+    id: FileId
     tenant: str
-    bytes: int
-    created_at: int
+    bytes: Count
+    created_at: Count
     filename: str
     purpose: str
-    expires_at: int | None = None
+    expires_at: Count | None = None
     damage: str | None = None
     """Why the database row is invalid, if it is."""
 
@@ -66,10 +71,10 @@ class InputError(NamedTuple):
 class Usage(NamedTuple):
     """Token usage of the lines that succeeded."""
 
-    input_tokens: int = 0
-    cached_tokens: int = 0
-    output_tokens: int = 0
-    reasoning_tokens: int = 0
+    input_tokens: Count = 0
+    cached_tokens: Count = 0
+    output_tokens: Count = 0
+    reasoning_tokens: Count = 0
 
     def plus(self, other: "Usage") -> "Usage":
         return Usage(*(a + b for a, b in zip(self, other, strict=True)))
@@ -88,26 +93,26 @@ class Usage(NamedTuple):
 class BatchJob:
     """The database row of a batch."""
 
-    id: str
+    id: BatchId
     tenant: str
     endpoint: str
-    input_file_id: str
+    input_file_id: FileId
     completion_window: str
-    created_at: int
-    expires_at: int
+    created_at: Count
+    expires_at: Count
     status: BatchStatus = BatchStatus.VALIDATING
-    output_expires_after: int | None = None
+    output_expires_after: Count | None = None
     metadata: Mapping[str, str] | None = None
     model: str | None = None
-    errors: Sequence[InputError] = ()
-    output_file_id: str | None = None
-    error_file_id: str | None = None
+    errors: tuple[InputError, ...] = ()
+    output_file_id: FileId | None = None
+    error_file_id: FileId | None = None
     times: Mapping[str, int] = field(default_factory=dict)
     """Values of the API's `*_at` fields, by field name."""
-    total: int = 0
+    total: Count = 0
     """Number of lines; 0 until the input has been validated."""
-    completed: int = 0
-    failed: int = 0
+    completed: Count = 0
+    failed: Count = 0
     usage: Usage = field(default_factory=Usage)
     is_damaged: bool = False
     """The row is invalid, and the batch is shown as failed."""
