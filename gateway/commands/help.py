@@ -18,57 +18,23 @@ COMMANDS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("measure", ("bench", "simulate")),
     ("more", ("completions", "version")),
 )
-FLAGS: tuple[tuple[str, tuple[str, ...]], ...] = (
-    (
-        "promises",
-        ("slo", "max_queue_time", "online_policy"),
+FLAGS = {
+    "promises": "slo max_queue_time online_policy",
+    "model": (
+        "revision model_impl self_test device dtype max_model_len lora chat_template tool_parser served_model_name "
+        "load_format"
     ),
-    (
-        "model",
-        (
-            "revision",
-            "model_impl",
-            "self_test",
-            "device",
-            "dtype",
-            "max_model_len",
-            "lora",
-            "chat_template",
-            "tool_parser",
-            "served_model_name",
-            "load_format",
-        ),
+    "memory": (
+        "gpu_memory_utilization num_gpu_blocks_override offload_weights swap_space kv_cache_dtype enable_prefix_caching"
     ),
-    (
-        "memory",
-        (
-            "gpu_memory_utilization",
-            "num_gpu_blocks_override",
-            "offload_weights",
-            "swap_space",
-            "kv_cache_dtype",
-            "enable_prefix_caching",
-        ),
-    ),
-    (
-        "steps",
-        (
-            "max_num_seqs",
-            "max_num_batched_tokens",
-            "threads",
-            "cpu_kernels",
-            "quantization",
-        ),
-    ),
-    ("latency profile", ("profile_seconds",)),
-    ("network and access", ("host", "port", "api_key", "api_key_file", "allowed_host", "allowed_origin")),
-    ("files, batches and logs", ("state_dir", "request_log", "log_level")),
-    ("several engines or ranks", ("engines", "ray", "overload", "tensor_parallel_size")),
-    (
-        "life and death",
-        ("shutdown_timeout",),
-    ),
-)
+    "steps": "max_num_seqs max_num_batched_tokens threads cpu_kernels quantization",
+    "latency profile": "profile_seconds",
+    "network and access": "host port api_key api_key_file allowed_host allowed_origin",
+    "files, batches and logs": "state_dir request_log log_level",
+    "several engines or ranks": "engines ray overload tensor_parallel_size",
+    "life and death": "shutdown_timeout",
+}
+"""Flags of `serve` by group, in the order of the help."""
 EXAMPLES = {
     "tidemill": """\
 tidemill serve                                        the packaged demo model, at http://127.0.0.1:8000
@@ -163,8 +129,8 @@ def add_by_task(command: argparse.ArgumentParser, flags: Iterable[Flag]) -> None
 def by_task(flags: Iterable[Flag]) -> Iterator[tuple[str, list[Flag]]]:
     """Yield the flags by group; flags that are in no group come last."""
     left = {flag.field: flag for flag in flags}
-    for title, fields in FLAGS:
-        members = [left.pop(field) for field in fields if field in left]
+    for title, fields in FLAGS.items():
+        members = [left.pop(field) for field in fields.split() if field in left]
         if members:
             yield title, members
     if left:
