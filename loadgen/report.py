@@ -1,22 +1,23 @@
 """`report.html`: a self-contained page of a run or a sweep, with inline SVG and CSS and without scripts.
 
-The page is well-formed XML, so that tests can parse it.
+A page is a list of parts (kind, content); the template `report.html` has the HTML of each kind.
 """
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
-from xml.sax.saxutils import escape
 
+import jinja2
 import numpy as np
 from numpy.typing import NDArray
 
 from loadgen.metrics import in_window
-from loadgen.page import page, pairs, plain, rows, tiles
 from loadgen.records import RequestRecord
 from loadgen.stats import nearest_rank
 from loadgen.svg import Mark, Series, cdf, chart
 
 Floats = NDArray[np.float64]
+Part = tuple[str, Any]
 
 LATENCY_ROWS = (
     ("TTFT", "ttft", 1e3, "ms"),
@@ -33,17 +34,32 @@ TILES = 60
 
 def run_page(summary: Mapping[str, Any], requests: Sequence[RequestRecord], columns: Mapping[str, Floats]) -> str:
     """Return the page of a run."""
-    parts = [_verdict(summary), _headline(summary)]
-    parts += ["<h2>Over time</h2>", *_over_time(summary, columns)]
-    parts += ["<h2>Distributions</h2>", *_distributions(summary, requests)]
+    parts: list[Part] = [("verdict", summary), *_headline(summary)]
+    parts += [("heading", "Over time"), *_over_time(summary, columns)]
+    parts += [("heading", "Distributions"), *_distributions(summary, requests)]
     for name in ("online", "offline"):
         if summary[name]["requests"]:
-            parts += [f"<h2>Latency, {name}</h2>", _latency_table(summary[name])]
-    if summary["offline"]["jobs"]:
-        parts += ["<h2>Batch jobs</h2>", rows([_job(job) for job in summary["offline"]["jobs"]], turned=True)]
-    parts += ["<h2>Validity of the client</h2>", pairs(_honesty(summary["honesty"]))]
-    parts += ["<h2>The run</h2>", pairs(_facts(summary))]
-    return page(f"tidemill bench: {summary['workload']['name']}", parts)
+            parts += [("heading", f"Latency, {name}"), ("latencies", _latencies(summary[name]))]
+    if jobs := [_job(job) for job in summary["offline"]["jobs"]]:
+        keys = dict.fromkeys(key for job in jobs for key in job)
+        parts += [("heading", "Batch jobs"), ("jobs", {key: [job.get(key, "") for job in jobs] for key in keys})]
+    parts += [("heading", "Validity of the client"), ("pairs", _honesty(summary["honesty"]))]
+    parts += [("heading", "The run"), ("pairs", _facts(summary))]
+    return _page(f"tidemill bench: {summary['workload']['name']}", parts)
+
+
+def _page(title: str, parts: Sequence[Part]) -> str:
+    loader = jinja2.FileSystemLoader(Path(__file__).parent)
+    environment = jinja2.Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    environment.filters["plain"] = _plain
+    return environment.get_template("report.html").render(title=title, parts=parts)
+
+
+def _plain(value: Any) -> str:
+    """Format a number with four significant digits; from 1000 on, as a whole number with thousands separators."""
+    if isinstance(value, float):
+        return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+    return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
 
 
 def sweep_page(summary: Mapping[str, Any]) -> str:
@@ -61,25 +77,21 @@ def sweep_page(summary: Mapping[str, Any]) -> str:
         high=[high for _, high in spans],
     )
     title = "SLO attainment against rate"
-    parts = [chart(title, [attained], x="requests/s", y="share of requests", marks=levels, top=1.0)]
+    charts = [chart(title, [attained], x="requests/s", y="share of requests", marks=levels, top=1.0)]
     for name, title in (("ttft_p99", "TTFT P99"), ("tbt_p99", "TBT P99")):
         values = [_number(point[name]) * 1e3 for point in points]
         limit = summary["slo"].get("ttft" if name == "ttft_p99" else "tbt_p99")
         marks = [_limit(limit, horizontal=True)] if limit else []
         drawn = Series(title, rates, values, points=True)
-        parts.append(chart(f"{title} against rate", [drawn], x="requests/s", y="ms", marks=marks))
+        charts.append(chart(f"{title} against rate", [drawn], x="requests/s", y="ms", marks=marks))
     found = [
         (f"effective throughput at {key.removeprefix('effective_throughput_')} %", _value(value), "requests/s")
         for key, value in summary.items()
         if key.startswith("effective_throughput_")
     ]
-    parts += [
-        "<h2>Points</h2>",
-        rows([_point(point) for point in points]),
-        "<h2>The sweep</h2>",
-        pairs(_facts(summary)),
-    ]
-    return page("tidemill bench: sweep", [_verdict(summary), tiles(found), *parts])
+    parts: list[Part] = [("verdict", summary), ("tiles", found), *(("chart", each) for each in charts)]
+    parts += [("heading", "Points"), ("points", [_point(point) for point in points])]
+    return _page("tidemill bench: sweep", [*parts, ("heading", "The sweep"), ("pairs", _facts(summary))])
 
 
 def _point(point: Mapping[str, Any]) -> dict[str, Any]:
@@ -111,15 +123,6 @@ def _value(value: float | None, factor: float = 1.0, digits: str = ".3g") -> str
     return f"{value * factor:,.0f}" if abs(value * factor) >= 100 else f"{value * factor:{digits}}"
 
 
-def _verdict(summary: Mapping[str, Any]) -> str:
-    stopped = '<p class="bad">Interrupted (Ctrl-C).</p>' if summary.get("interrupted") else ""
-    if summary["valid"]:
-        return f'<p><span class="good">Valid</span>: the client kept its schedule.</p>{stopped}'
-    items = "".join(f"<li>{escape(reason)}</li>" for reason in summary["invalid"])
-    said = "INVALID: the client, not the server, may have determined these figures."
-    return f'<p class="bad">{escape(said)}</p><ul>{items}</ul>{stopped}'
-
-
 def _facts(summary: Mapping[str, Any]) -> dict[str, Any]:
     server, workload, version = summary["server"], summary["workload"], summary["server"].get("version")
     return {
@@ -134,7 +137,7 @@ def _facts(summary: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _headline(summary: Mapping[str, Any]) -> str:
+def _headline(summary: Mapping[str, Any]) -> list[Part]:
     online, offline, slo = summary["online"], summary["offline"], summary.get("slo", {})
     found: list[tuple[str, str, str]] = []
     if online["requests"]:
@@ -152,22 +155,20 @@ def _headline(summary: Mapping[str, Any]) -> str:
     extra = {**online, **summary["total"]}
     compared = {key: value for key, value in extra.items() if key.startswith(("interference_", "harvest"))}
     failed = {f"failed {count} times": message for message, count in online["errors"].items()}
-    return tiles(found) + (pairs({**failed, **compared}) if failed or compared else "")
+    return [("tiles", found), ("pairs", {**failed, **compared})]
 
 
-def _latency_table(section: Mapping[str, Any]) -> str:
-    lines = [
-        '<tr><th></th><th class="n">mean</th><th class="n">P50</th><th class="n">P99</th><th class="n">n</th></tr>'
-    ]
+def _latencies(section: Mapping[str, Any]) -> list[tuple[str, list[str], int]]:
+    """Return title, (mean, P50, P99) and number of values of each latency."""
+    lines = []
     for title, name, factor, unit in LATENCY_ROWS:
         values = [section[f"{name}_{key}"] for key in ("mean", "p50", "p99")]
-        cells = "".join(f'<td class="n">{"-" if v is None else f"{v * factor:.4g}"}</td>' for v in values)
-        count = section["counts"][name]
-        lines.append(f'<tr><td class="key">{title} ({unit})</td>{cells}<td class="n">{plain(count)}</td></tr>')
-    return f"<table>{''.join(lines)}</table>"
+        shown = ["-" if value is None else f"{value * factor:.4g}" for value in values]
+        lines.append((f"{title} ({unit})", shown, section["counts"][name]))
+    return lines
 
 
-def _over_time(summary: Mapping[str, Any], columns: Mapping[str, Floats]) -> list[str]:
+def _over_time(summary: Mapping[str, Any], columns: Mapping[str, Floats]) -> list[Part]:
     window = summary["window"]["start"], summary["window"]["end"]
     t, arrivals = _binned(columns["t"], columns["online_arrivals"])
     series = {name: _binned(columns["t"], columns[name])[1] for name in ("online_tokens", "offline_tokens")}
@@ -182,9 +183,9 @@ def _over_time(summary: Mapping[str, Any], columns: Mapping[str, Floats]) -> lis
     ]
     arrived = [Series("online", t, arrivals, steps=True, fill=True)]
     return [
-        chart("Arrivals", arrived, x="seconds", y="requests/s", window=window),
-        chart("Tokens delivered", tokens, x="seconds", y="tokens/s", window=window),
-        chart("Open requests", opened, x="seconds", y="requests", window=window),
+        ("chart", chart("Arrivals", arrived, x="seconds", y="requests/s", window=window)),
+        ("chart", chart("Tokens delivered", tokens, x="seconds", y="tokens/s", window=window)),
+        ("chart", chart("Open requests", opened, x="seconds", y="requests", window=window)),
     ]
 
 
@@ -197,7 +198,7 @@ def _binned(t: Floats, values: Floats) -> tuple[Floats, Floats]:
     return np.append(t[starts], t[-1] + step), np.append(means, means[-1])
 
 
-def _distributions(summary: Mapping[str, Any], requests: Sequence[RequestRecord]) -> list[str]:
+def _distributions(summary: Mapping[str, Any], requests: Sequence[RequestRecord]) -> list[Part]:
     chosen = in_window(requests, summary["window"]["start"], summary["window"]["end"])
     slo = summary["slo"]
     ttft, tbt = [], []
@@ -209,10 +210,10 @@ def _distributions(summary: Mapping[str, Any], requests: Sequence[RequestRecord]
         if kind == "online":  # the value that an SLO on tbt_p99 limits
             worst = [nearest_rank(values, 99) for values in gaps if values.size]
             tbt.append(_curve("P99 of each request", np.array(worst)))
-    charts = []
+    charts: list[Part] = []
     for title, series, limit in (("TTFT", ttft, slo.get("ttft")), ("TBT", tbt, slo.get("tbt_p99"))):
         marks = [_limit(limit)] if limit else []
-        charts.append(chart(f"{title}, cumulative", series, x="ms", y="share", marks=marks, log_x=True))
+        charts.append(("chart", chart(f"{title}, cumulative", series, x="ms", y="share", marks=marks, log_x=True)))
     return charts
 
 
