@@ -2,7 +2,7 @@
 
 import hashlib
 import re
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from fastapi import APIRouter
 from pydantic import Field, StringConstraints
@@ -44,6 +44,11 @@ _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
 
 MetadataKey = Annotated[str, StringConstraints(min_length=1, max_length=64)]
 MetadataValue = Annotated[str, StringConstraints(max_length=512)]
+Metadata = Annotated[
+    dict[MetadataKey, MetadataValue],
+    at_most(MAX_METADATA),
+    Field(json_schema_extra={"maxProperties": MAX_METADATA}),
+]
 
 
 class OutputExpiry(StrictBody):
@@ -55,46 +60,15 @@ class BatchRequest(StrictBody):
     """POST /v1/batches."""
 
     input_file_id: str
-    endpoint: str
-    completion_window: str
-    metadata: Annotated[dict[MetadataKey, MetadataValue], at_most(MAX_METADATA)] | None = None
+    endpoint: str = Field(json_schema_extra={"enum": list(ENDPOINTS)})
+    completion_window: str = Field(json_schema_extra={"pattern": f"^{_WINDOW.pattern}$"})
+    metadata: Metadata | None = None
     output_expires_after: OutputExpiry | None = None
 
 
-_CREATE: dict[str, Any] = {
-    "requestBody": {
-        "required": True,
-        "content": {
-            "application/json": {
-                "schema": {
-                    "type": "object",
-                    "required": ["input_file_id", "endpoint", "completion_window"],
-                    "additionalProperties": False,
-                    "properties": {
-                        "input_file_id": {"type": "string"},
-                        "endpoint": {"enum": list(ENDPOINTS)},
-                        "completion_window": {"type": "string", "pattern": f"^{_WINDOW.pattern}$"},
-                        "metadata": {
-                            "type": ["object", "null"],
-                            "maxProperties": MAX_METADATA,
-                            "propertyNames": {"minLength": 1, "maxLength": 64},
-                            "additionalProperties": {"type": "string", "maxLength": 512},
-                        },
-                        "output_expires_after": {
-                            "type": ["object", "null"],
-                            "required": ["anchor", "seconds"],
-                            "additionalProperties": False,
-                            "properties": {
-                                "anchor": {"enum": ["created_at"]},
-                                "seconds": {"type": "integer", "minimum": MIN_EXPIRY, "maximum": MAX_EXPIRY},
-                            },
-                        },
-                    },
-                }
-            }
-        },
-    }
-}
+_SCHEMA = BatchRequest.model_json_schema()
+_SCHEMA["properties"]["output_expires_after"]["anyOf"][0] = _SCHEMA.pop("$defs")["OutputExpiry"]
+_CREATE = {"requestBody": {"required": True, "content": {"application/json": {"schema": _SCHEMA}}}}
 
 
 def window_seconds(text: str) -> int:
