@@ -22,7 +22,7 @@ from engine.limits import SchedulerConfig
 from engine.scheduling.ledger import token_costs
 from engine.text.tokenizer import Tokenizer
 from gateway.batch.forecast import LEAST_LINES, STEP_JOBS, Forecast, Pace
-from gateway.batch.head import HEAD_ANSWERS, read_head
+from gateway.batch.line import HEAD_ANSWERS, read_head
 from gateway.batch.metrics import MAX_SHOWN, BatchCollector
 from gateway.batch.shares import MAX_WORK, URGENT_SHARE, JobLoad, Shares
 from gateway.store.objects import BatchJob, LineLengths, Usage

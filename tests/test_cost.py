@@ -18,8 +18,8 @@ from fake_engine import MODEL
 from engine.api import TokenCosts
 from engine.errors import InvalidRequestError
 from gateway.batch.forecast import Forecast
-from gateway.batch.head import read_head
 from gateway.batch.input import check_input
+from gateway.batch.line import read_head
 from gateway.endpoints import ENDPOINTS, POSTS
 from gateway.generate.endpoint import JsonPost
 from gateway.generate.tool_formats import END_THINK, FORMATS

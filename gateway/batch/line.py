@@ -1,11 +1,17 @@
-"""Execute a batch line like a request to its endpoint, without HTTP: in the offline class, with one final output."""
+"""Execute a batch line like a request to its endpoint, without HTTP: in the offline class, with one final output.
+
+`read_head` estimates the lengths of a batch's lines and answers from its first lines.
+"""
 
 import dataclasses
+import math
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import anyio
 
 from engine.api import EngineRequest, Lane, RequestClass
+from engine.errors import InvalidRequestError
 from engine.turns import Turns
 from gateway.batch.causes import Cause, cause_of
 from gateway.context import GatewayContext
@@ -16,10 +22,17 @@ from gateway.generate.endpoint import ModelEndpoint
 from gateway.generate.params import GenerationPlan
 from gateway.generate.threads import run_text_work
 from gateway.http.errors import to_api_error
-from gateway.store.objects import Usage
+from gateway.http.json_text import load_json
+from gateway.store.objects import LineLengths, Usage
 
 INLINE_LINE = 8 * 1024
 """Maximum bytes of a line that is validated on the event loop (0.1 ms): a thread hop would cost more."""
+
+HEAD_BYTES = 64 * 1024
+HEAD_ANSWERS = 64
+"""Maximum number of lines whose answer limits are kept, for as long as the batch is unfinished."""
+ANSWER_LIMITS = ("max_completion_tokens", "max_tokens", "max_output_tokens")
+"""Fields of the validated bodies, the first that is set counts."""
 
 
 class LineAnswer(NamedTuple):
@@ -103,3 +116,31 @@ def _offline(plan: GenerationPlan, origin: LineOrigin) -> GenerationPlan:
 
     requests, scoring = tuple(map(move, plan.requests)), tuple(map(move, plan.scoring))
     return dataclasses.replace(plan, requests=requests, scoring=scoring, request_class=offline)
+
+
+def read_head(path: Path, endpoint: str) -> LineLengths | None:
+    """Return the mean length and the answer limits of the first lines, or None if no whole line can be read. Blocking.
+
+    A line that `endpoint` would refuse gets an error row without any model work, so its answer limit is 0.
+    """
+    try:
+        with path.open("rb") as file:
+            data = file.read(HEAD_BYTES)
+    except OSError:
+        return None
+    whole = data if len(data) < HEAD_BYTES else data[: data.rfind(b"\n") + 1]
+    lines = [line for line in whole.split(b"\n") if line.strip()]
+    evenly = lines[:: math.ceil(len(lines) / HEAD_ANSWERS) or 1]
+    answers = tuple(_answer_limit(line, ENDPOINTS[endpoint]) for line in evenly)
+    length = sum(len(line) + 1 for line in lines) / max(1, len(lines))
+    return LineLengths(len(whole), length, answers) if lines else None
+
+
+def _answer_limit(line: bytes, endpoint: ModelEndpoint[Any]) -> float:
+    """Return the maximum number of tokens in the answer to a line: infinity without a limit, 0 for an invalid line."""
+    try:
+        body = endpoint.check(load_json(line)["body"])
+    except (InvalidRequestError, ValueError, TypeError, KeyError, AttributeError):
+        return 0.0
+    limit = next((most for name in ANSWER_LIMITS if (most := getattr(body, name, None)) is not None), math.inf)
+    return float(limit * (getattr(body, "n", None) or 1))

@@ -19,9 +19,9 @@ from gateway.batch.feed import FinishedLine, Job, Window
 from gateway.batch.feeder import LineFeeder, RunLine
 from gateway.batch.finish import Finisher
 from gateway.batch.forecast import Forecast
-from gateway.batch.head import read_head
 from gateway.batch.lane_updater import LaneUpdater
 from gateway.batch.limits import BatchLimits
+from gateway.batch.line import read_head
 from gateway.batch.results import ResultWriter, StorageRetry, in_thread
 from gateway.http.errors import log_unexpected
 from gateway.store.disk import StorageError
