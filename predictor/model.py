@@ -31,8 +31,9 @@ COLUMNS = {
 }
 """Fitted coefficients and the sum of features that each multiplies."""
 FITTED_TERMS = ("intercept", *COLUMNS)
-LINEAR_TERMS = (*FITTED_TERMS, "compact_step", "restored_step")
-"""Names of all coefficients except the hinges; each is a field of `LatencyModel`."""
+LINEAR_TERMS = (*FITTED_TERMS, "prefill_tokens", "compact_step", "restored_step")
+"""Names of all coefficients except the hinges; each is a field of `LatencyModel`. `prefill_tokens`, per token of prompt
+chunks, is 0 in a fitted model: the hinges cover it."""
 
 CACHE_TERMS = ("compact", "restored", "transferred", "compact_step", "restored_step")
 """Coefficients of work on the cache. They are measured separately (`predictor.costs`), never fitted."""
@@ -74,6 +75,7 @@ class LatencyModel:
     prefill_context: float = 0.0
     masks: float = 0.0
     masked_rows: float = 0.0
+    prefill_tokens: float = 0.0
     compact_step: float = 0.0
     restored_step: float = 0.0
     knots: tuple[int, ...] = ()
@@ -121,6 +123,7 @@ class LatencyModel:
             + self.prefill_chunks * features.num_prefill_chunks
             + self.attention * features.attention_work
             + self.prefill_context * features.prefill_context_sum
+            + self.prefill_tokens * features.prefill_token_sum
             + self.compact * features.compact_tokens
             + self.restored * features.restored_tokens
             + self.transferred * features.transferred_bytes
@@ -145,11 +148,11 @@ class LatencyModel:
         if length == 1:
             return hinge + self.decodes + self.decode_context * self.reach.tokens(start, 1)
         if not self.reach.kinds:  # hot path
-            per_token = self.attention * (start + 0.5 * (length + 1))
+            per_token = self.attention * (start + 0.5 * (length + 1)) + self.prefill_tokens
             return hinge + self.prefill_chunks + self.prefill_context * (start + length) + length * per_token
         attended = self.attention * self.reach.pairs(start, length)
         read = self.prefill_context * self.reach.tokens(start, length)
-        return hinge + self.prefill_chunks + read + attended
+        return hinge + self.prefill_chunks + read + attended + length * self.prefill_tokens
 
     def marginal_decodes(self, features: BatchFeatures, count: int, context_sum: int) -> float:
         """Return the seconds that `count` decodes with contexts of `context_sum` tokens in total add."""

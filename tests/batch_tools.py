@@ -3,6 +3,7 @@
 import asyncio
 import hashlib
 import json
+import time
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -12,7 +13,9 @@ import openai
 from fake_engine import MODEL, FakeEngine, Served, say, serve
 
 from engine.text.tokenizer import Tokenizer
+from gateway.batch.feeder import RunLine
 from gateway.batch.limits import BatchLimits
+from gateway.batch.worker import BatchWorker
 from gateway.store.disk import Disk
 from gateway.store.folder import StateFolder, open_state
 
@@ -154,3 +157,19 @@ async def batch_server(
 def leftovers(root: Path) -> dict[str, list[str]]:
     """What lies in the state folder, by sub-folder."""
     return {name: sorted(path.name for path in (root / name).iterdir()) for name in ("files", "journals", "tmp")}
+
+
+def make_worker(
+    folder: StateFolder, limits: BatchLimits, run_line: RunLine, clock: Callable[[], float] = time.time
+) -> BatchWorker:
+    """A worker without quotas, latency model and online requests."""
+    return BatchWorker(
+        folder,
+        limits,
+        run_line,
+        max_lines=lambda _tenant: None,
+        costs=lambda: None,
+        online_tokens=lambda: (0.0, 0.0),
+        set_lane=lambda _batch, _lane: None,
+        clock=clock,
+    )

@@ -5,7 +5,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from batch_tools import FAST, batch_server, check_ended, eventually, jsonl, line, open_folder, submit, until
+from batch_tools import (
+    FAST,
+    batch_server,
+    check_ended,
+    eventually,
+    jsonl,
+    line,
+    make_worker,
+    open_folder,
+    submit,
+    until,
+)
 from test_batch_worker import add_batch, answer
 
 from engine.text.tokenizer import Tokenizer
@@ -13,7 +24,6 @@ from gateway.batch import finish as batch_finish
 from gateway.batch.input import InputReport
 from gateway.batch.limits import BatchLimits
 from gateway.batch.output import ResultBuilder
-from gateway.batch.worker import BatchWorker
 from gateway.store.states import BatchStatus
 
 LINES = [line(i) for i in range(3)]
@@ -145,7 +155,7 @@ async def test_results_that_cannot_be_built_are_kept_until_the_window_closes(
     clock = [1000.0]
     faults = fail_builds(monkeypatch, FAST.attempts + 3 if window == "open" else float("inf"))
     folder = await open_folder(tmp_path)
-    worker = BatchWorker(folder, BatchLimits(**QUICK), answer, lambda: clock[0])
+    worker = make_worker(folder, BatchLimits(**QUICK), answer, lambda: clock[0])
     await worker.start()
     batch = await add_batch(folder, jsonl(LINES), now=1000, window=100)
     worker.added(batch)
@@ -166,7 +176,7 @@ async def test_results_that_cannot_be_built_are_kept_until_the_window_closes(
 async def test_a_window_closes_also_over_a_bug(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [1000.0]
     folder = await open_folder(tmp_path)
-    worker = BatchWorker(folder, BatchLimits(**QUICK), answer, lambda: clock[0])
+    worker = make_worker(folder, BatchLimits(**QUICK), answer, lambda: clock[0])
     monkeypatch.setattr(worker, "_process", Faults(None, float("inf")))
     await worker.start()
     batch = await add_batch(folder, jsonl(LINES), now=1000, window=100)

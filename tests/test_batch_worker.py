@@ -34,6 +34,7 @@ from batch_tools import (
     jsonl,
     leftovers,
     line,
+    make_worker,
     open_folder,
     submit,
     until,
@@ -103,7 +104,7 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Recorded:
 
     async def record() -> None:
         folder = await open_folder(root, RecordingDisk(log), log.on_commit)
-        worker = BatchWorker(folder, ONE_BY_ONE, answer)
+        worker = make_worker(folder, ONE_BY_ONE, answer)
         await worker.start()
         file = await add_file(folder, content)
         log.add("ack", "file", file.id)
@@ -138,7 +139,7 @@ async def broken_promise(recorded: Recorded, log: Log, end: int, reading: str, t
         return await answer(endpoint, body, origin)
 
     try:
-        worker = BatchWorker(folder, ONE_BY_ONE, counted)
+        worker = make_worker(folder, ONE_BY_ONE, counted)
         promised = dict(log.acknowledged(end))
         rows = await _stored(folder)
         await worker.start()
@@ -441,7 +442,7 @@ async def test_a_clock_that_jumps_a_day(tmp_path: Path) -> None:
         return LineAnswer(200, {})
 
     folder = await open_folder(tmp_path)
-    worker = BatchWorker(folder, FAST, held, lambda: clock[0])
+    worker = make_worker(folder, FAST, held, lambda: clock[0])
     await worker.start()
     batch = await add_batch(folder, jsonl([line(i) for i in range(5)]))
     worker.added(batch)
@@ -477,7 +478,7 @@ async def test_no_job_starves_and_memory_is_bounded(tmp_path: Path) -> None:
 
     folder = await open_folder(tmp_path)
     limits = BatchLimits(window_lines=16, retry_seconds=0.01)
-    worker = BatchWorker(folder, limits, count)
+    worker = make_worker(folder, limits, count)
     urgent = await add_batch(folder, jsonl([line(i, prompt=f"urgent {i}") for i in range(400)]), 10**10, 10)
     others = [
         await add_batch(folder, jsonl([line(i, prompt=f"job-{n} {i}") for i in range(4)]), 10**10, 1000)
@@ -697,7 +698,7 @@ async def test_a_stop_ends_a_validation(tmp_path: Path) -> None:
     path.unlink()
     os.mkfifo(path)
     held = os.open(path, os.O_RDWR)  # else it could not even be opened
-    worker = BatchWorker(folder, FAST, answer, lambda: 1000.0)
+    worker = make_worker(folder, FAST, answer, lambda: 1000.0)
     await worker.start()
     await eventually(lambda: readers(path))
     await asyncio.wait_for(worker.stop(), 10)
@@ -706,7 +707,7 @@ async def test_a_stop_ends_a_validation(tmp_path: Path) -> None:
     os.close(held)
     path.unlink()
     path.write_bytes(content)
-    again = BatchWorker(folder, FAST, answer, lambda: 1000.0)
+    again = make_worker(folder, FAST, answer, lambda: 1000.0)
     await again.start()
     await eventually(lambda: not again.states)
     assert (await folder.store.load_batch(batch.id)).status is BatchStatus.COMPLETED
@@ -735,7 +736,7 @@ async def test_cancelling_under_validation_gives_every_line_its_row(tokenizer: T
 async def test_a_window_that_closes_under_validation(tmp_path: Path) -> None:
     clock = [1000.0]
     folder = await open_folder(tmp_path)
-    worker = BatchWorker(folder, FAST, answer, lambda: clock[0])
+    worker = make_worker(folder, FAST, answer, lambda: clock[0])
     await worker.start()
     async with worker._finisher._turn:
         batch = await add_batch(folder, jsonl([line(i) for i in range(5)]), now=1000, window=10)
@@ -784,7 +785,7 @@ async def test_a_queued_batch_costs_the_same_whatever_its_length(tmp_path: Path)
 
     async def held_bytes(lines: int, batches: int = 25) -> int:
         folder = await open_folder(tmp_path / str(lines))
-        worker = BatchWorker(folder, BatchLimits(window_lines=8), held)
+        worker = make_worker(folder, BatchLimits(window_lines=8), held)
         await worker.start()
         file = await add_file(folder, jsonl([line(i) for i in range(lines)]))
         tracemalloc.start()

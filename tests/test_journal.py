@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from batch_tools import batch_server, eventually, jsonl, line, never_ran, open_folder, submit, until
+from batch_tools import batch_server, eventually, jsonl, line, make_worker, never_ran, open_folder, submit, until
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
@@ -24,7 +24,6 @@ from gateway.batch.journal import frame, unframe
 from gateway.batch.limits import BatchLimits
 from gateway.batch.line import LineAnswer, LineOrigin
 from gateway.batch.result_rows import RESULT_DAMAGED, intact_parts, is_intact, response_row, unfinished_row
-from gateway.batch.worker import BatchWorker
 from gateway.store.disk import Disk
 from gateway.store.folder import StateFolder
 from gateway.store.objects import BatchJob, FileObject, Usage, new_batch_id, new_file_id
@@ -218,7 +217,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Base:
 
     async def build() -> BatchJob:
         folder = await open_folder(root)
-        worker = BatchWorker(folder, LIMITS, Engine(ENDED))
+        worker = make_worker(folder, LIMITS, Engine(ENDED))
         await worker.start()
         batch = await create(folder)
         worker.added(batch)
@@ -243,7 +242,7 @@ def sql(root: Path, query: str, *values: Any) -> list[Any]:
 async def resume(root: Path, batch: BatchJob, limits: BatchLimits = LIMITS) -> tuple[BatchJob, list[int]]:
     """Start on the folder, let the batch end; returns it and the lines that ran."""
     folder, engine = await open_folder(root), Engine()
-    worker = BatchWorker(folder, limits, engine)
+    worker = make_worker(folder, limits, engine)
     try:
         await worker.start()
         await eventually(lambda: batch.id not in worker.states)
@@ -378,7 +377,7 @@ async def until_finalizing(root: Path, batch: BatchJob, monkeypatch: pytest.Monk
     with monkeypatch.context() as patch:
         patch.setattr(Finisher, "finish", lambda *_: asyncio.Event().wait())
         folder = await open_folder(root)
-        worker = BatchWorker(folder, LIMITS, Engine())
+        worker = make_worker(folder, LIMITS, Engine())
         await worker.start()
         await stored(folder, batch, lambda batch: batch.status is BatchStatus.FINALIZING)
         await worker.stop()

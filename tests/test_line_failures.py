@@ -13,7 +13,18 @@ from typing import Any
 
 import httpx
 import pytest
-from batch_tools import batch_server, check_ended, eventually, jsonl, line, open_folder, rows_of, submit, until
+from batch_tools import (
+    batch_server,
+    check_ended,
+    eventually,
+    jsonl,
+    line,
+    make_worker,
+    open_folder,
+    rows_of,
+    submit,
+    until,
+)
 from test_batch_worker import add_batch
 
 from engine.errors import (
@@ -129,7 +140,7 @@ async def running(
     root: Path, engine: Engine, *sizes: int, limits: BatchLimits = QUICK
 ) -> AsyncIterator[tuple[BatchWorker, list[BatchJob]]]:
     folder = await open_folder(root)
-    worker = BatchWorker(folder, limits, engine.run)
+    worker = make_worker(folder, limits, engine.run)
     batches, first = [], 0
     for size in sizes:
         batches.append(await add_batch(folder, jsonl(line(i) for i in range(first, first + size)), 10**10, 1000))
@@ -259,7 +270,7 @@ async def test_a_line_too_large_for_the_room_waits_for_it(tmp_path: Path) -> Non
     folder = await open_folder(tmp_path)
     large = await add_batch(folder, jsonl([line(0, prompt="x" * 250)]), 10**10, 1000)
     small = await add_batch(folder, jsonl([line(1, prompt="small")]), 10**10, 1000)
-    worker = BatchWorker(folder, BatchLimits(retry_seconds=1e-6, window_lines=8, window_bytes=300), run)
+    worker = make_worker(folder, BatchLimits(retry_seconds=1e-6, window_lines=8, window_bytes=300), run)
     await worker.start()
     await eventually(lambda: not fails and begun.is_set() and worker._window.lines == 1)
     await asyncio.sleep(0.05)
@@ -285,7 +296,7 @@ class StoreFaults:
 
 async def started(root: Path, engine: Engine, limits: BatchLimits, *sizes: int) -> tuple[BatchWorker, list[BatchJob]]:
     folder = await open_folder(root)
-    worker = BatchWorker(folder, limits, engine.run)
+    worker = make_worker(folder, limits, engine.run)
     return worker, [
         await add_batch(folder, jsonl(line(i) for i in range(1000 * n, 1000 * n + size)), 10**10, 1000)
         for n, size in enumerate(sizes)
@@ -355,7 +366,7 @@ async def test_results_that_cannot_be_stored_do_not_hold_up_an_end(
             worker.cancelled(cancelling)
             await eventually(lambda: not worker.states)
     if end == "stop":
-        worker = BatchWorker(worker._folder, QUICK, engine.run)
+        worker = make_worker(worker._folder, QUICK, engine.run)
         await worker.start()
         await eventually(lambda: not worker.states)
     status = BatchStatus.COMPLETED if end == "stop" else BatchStatus.CANCELLED

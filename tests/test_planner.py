@@ -35,7 +35,7 @@ DEMO = Path(__file__).resolve().parents[1] / "engine" / "models" / "demo" / "wei
 @pytest.fixture(scope="module")
 def profile(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A machine without error: 30 ms a step and 0.3 ms a token of it."""
-    model = LatencyModel("hygen", intercept=STEP, prefill_tokens=PER_TOKEN, decodes=PER_TOKEN, token_limit=512)
+    model = LatencyModel(intercept=STEP, prefill_tokens=PER_TOKEN, decodes=PER_TOKEN, token_limit=512)
     path = tmp_path_factory.mktemp("profile") / "profile.json"
     Profile(ProfileKey("m", "d", "bfloat16", "1"), "2026-01-01T00:00:00+00:00", model, 0.0, 100).save(path)
     return path

@@ -149,6 +149,7 @@ def by_definition(model: LatencyModel, f: BatchFeatures) -> float:
         model.decode_context * f.decode_context_sum,
         model.prefill_chunks * f.num_prefill_chunks,
         model.attention * f.attention_work,
+        model.prefill_tokens * f.prefill_token_sum,
         model.compact * f.compact_tokens,
         model.restored * f.restored_tokens,
         model.transferred * f.transferred_bytes,

@@ -350,7 +350,7 @@ def test_a_job_without_shared_prefixes_starts_over_and_one_with_them_ends() -> N
 @pytest.fixture(scope="module")
 def profile_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A profile without error: 10 ms a step and 0.1 ms a prompt token."""
-    model = LatencyModel("hygen", intercept=0.010, prefill_tokens=0.0001, token_limit=512)
+    model = LatencyModel(intercept=0.010, prefill_tokens=0.0001, token_limit=512)
     path = tmp_path_factory.mktemp("profile") / "profile.json"
     Profile(ProfileKey("m", "d", "bfloat16", "1"), "2026-01-01T00:00:00+00:00", model, 0.0, 100).save(path)
     return path

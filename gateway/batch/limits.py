@@ -3,40 +3,20 @@
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol, cast
+from typing import TYPE_CHECKING, cast
 
 from starlette.requests import Request
 
 from gateway.http.quotas import UploadPlaces
 from gateway.store.folder import StateFolder
-from gateway.store.objects import BatchJob
+
+if TYPE_CHECKING:
+    from gateway.batch.worker import BatchWorker
 
 UPLOADS_EACH, UPLOADS_IN_ALL = 16, 64
 MAX_BACK_OFF = 60.0
 """Maximum pause in seconds."""
 MAX_DOUBLINGS = 30
-
-
-class JobListener(Protocol):
-    """Interface between the endpoints and the batch worker."""
-
-    def added(self, batch: BatchJob) -> None:
-        """Start work on a batch that has become durable."""
-        ...
-
-    def cancelled(self, batch: BatchJob) -> None:
-        """Stop work on a batch that is being cancelled."""
-        ...
-
-    def notes(self, batch: BatchJob) -> dict[str, str]:
-        """Return metadata entries with the forecast of a batch."""
-        ...
-
-    async def first_notes(self, batch: BatchJob, num_bytes: int) -> dict[str, str]:
-        """Return metadata entries for a new batch if it is expected to miss its window, else nothing.
-
-        `num_bytes`: size of the input file."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +54,7 @@ class BatchState:
 
     folder: StateFolder
     limits: BatchLimits
-    jobs: JobListener
+    jobs: "BatchWorker"
     clock: Callable[[], float] = time.time
     uploads: UploadPlaces = field(default_factory=lambda: UploadPlaces(UPLOADS_EACH, UPLOADS_IN_ALL))
 

@@ -32,24 +32,8 @@ from gateway.store.states import TERMINAL, BatchStatus, IllegalTransition
 EXPIRED_FILES = 1000
 
 
-def _no_limit(_tenant: str) -> int | None:
-    return None
-
-
-def _no_costs() -> TokenCosts | None:
-    return None
-
-
-def _no_tokens() -> tuple[float, float]:
-    return 0.0, 0.0
-
-
-def _no_lanes(_batch_id: str, _lane: Lane) -> None:
-    pass
-
-
 class BatchWorker:
-    """Implements JobListener.
+    """Drives all unfinished batches.
 
     Args:
         clock: wall clock, because deadlines outlive the process.
@@ -64,11 +48,12 @@ class BatchWorker:
         folder: StateFolder,
         limits: BatchLimits,
         run_line: RunLine,
+        *,
+        max_lines: Callable[[str], int | None],
+        costs: Callable[[], TokenCosts | None],
+        online_tokens: Callable[[], tuple[float, float]],
+        set_lane: Callable[[str, Lane], None],
         clock: Callable[[], float] = time.time,
-        max_lines: Callable[[str], int | None] = _no_limit,
-        costs: Callable[[], TokenCosts | None] = _no_costs,
-        online_tokens: Callable[[], tuple[float, float]] = _no_tokens,
-        set_lane: Callable[[str, Lane], None] = _no_lanes,
     ) -> None:
         self._folder = folder
         self._store = folder.store
@@ -131,13 +116,13 @@ class BatchWorker:
         self._services = []
 
     def added(self, batch: BatchJob) -> None:
-        """See JobListener. Does nothing for a batch that is already running."""
+        """Start work on a batch that has become durable. Does nothing for a batch that is already running."""
         if batch.id not in self._drives and batch.status not in TERMINAL and not self._retry.stopping:
             self.states[batch.id] = batch.status
             self._drives[batch.id] = asyncio.create_task(self._guard(batch.id), name=f"tidemill-{batch.id}")
 
     def cancelled(self, batch: BatchJob) -> None:
-        """See JobListener."""
+        """Stop work on a batch that is being cancelled."""
         if batch.status is BatchStatus.CANCELLING:
             self._finisher.hurry(batch.id)
             if batch.id in self._jobs:
@@ -295,12 +280,15 @@ class BatchWorker:
         self._lanes.changed()
 
     def notes(self, batch: BatchJob) -> dict[str, str]:
-        """See JobListener."""
+        """Return metadata entries with the forecast of a batch."""
         outlook = self.forecast.outlooks.get(batch.id)
         return {} if outlook is None or batch.status is not BatchStatus.IN_PROGRESS else outlook.notes(batch)
 
     async def first_notes(self, batch: BatchJob, num_bytes: int) -> dict[str, str]:
-        """See JobListener."""
+        """Return metadata entries for a new batch if it is expected to miss its window, else nothing.
+
+        `num_bytes`: size of the input file.
+        """
         head = await self._head(batch)
         outlook = self.forecast.first(batch, num_bytes, self._clock(), head)
         return outlook.notes(batch) if outlook.misses else {}
