@@ -340,7 +340,7 @@ async def test_a_place_that_cannot_be_written_is_said_and_stops_nothing(tmp_path
     bench.tuner.start()
     await bench.settle()
     await bench.tuner.stop()
-    assert "could not be kept" in caplog.text
+    assert "cannot be stored" in caplog.text
 
 
 async def test_a_tolerance_is_compared_beside_the_searches() -> None:

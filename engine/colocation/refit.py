@@ -91,4 +91,4 @@ class ModelRefit:
         try:
             await asyncio.to_thread(self.profile.save, self._path)
         except OSError as error:
-            log.warning("the new latency profile could not be kept (%s)", error.strerror)
+            log.warning("the new latency profile cannot be stored (%s)", error.strerror)

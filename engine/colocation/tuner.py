@@ -282,7 +282,7 @@ class BudgetTuner:
         try:
             await asyncio.to_thread(self._store.write, content)
         except OSError as error:
-            log.warning("what was learned of the load could not be kept (%s)", error.strerror)
+            log.warning("the recorded load cannot be stored (%s)", error.strerror)
 
 
 class LoadStore:
@@ -314,7 +314,7 @@ class LoadStore:
             return load, BudgetTable.from_document(document["budgets"]) if same else BudgetTable()
         except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError) as error:
             reason = " ".join(str(error).split())[:100] or type(error).__name__
-            say(f"what was learned of the load in {self.path} cannot be used ({reason}); learning anew")
+            say(f"the recorded load in {self.path} cannot be used ({reason}); recording starts again")
             return LoadModel(start), BudgetTable()
 
     def encode(self, load: LoadModel, budgets: BudgetTable) -> bytes:
