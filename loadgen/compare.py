@@ -5,8 +5,9 @@ requests (same seeds, same indices), differences are paired by request. Latencie
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,8 @@ from loadgen.stats import Clustered, Statistic, bootstrap_difference, weighted_m
 Floats = NDArray[np.float64]
 Key = tuple[int, int]
 """(seed, request index), which identifies a request in both arms."""
+Interval = Callable[[Clustered, Clustered, Statistic], tuple[float, float]]
+"""Interval of the difference of a statistic between two arms."""
 
 ENOUGH = 300
 STATISTICS: tuple[tuple[str, Statistic], ...] = (
@@ -83,11 +86,12 @@ def compare(first: Arm, second: Arm, *, rounds: int = 1000, seed: int = 0) -> di
     ours = [first.requests[key] for key in keys_first]
     theirs = [second.requests[key] for key in (keys_first if paired else keys_second)]
     rows = []
+    interval = partial(bootstrap_difference, paired=paired, rounds=rounds, seed=seed)
     if ours and theirs:
-        rows.append(_attainment(ours, theirs, first.slo, paired=paired, rounds=rounds, seed=seed))
+        rows.append(_attainment(ours, theirs, first.slo, interval))
         for name, values in (("ttft", _ttft), ("tbt", lambda record: record.gaps()), ("e2e", _e2e)):
             left, right = Clustered.of([values(r) for r in ours]), Clustered.of([values(r) for r in theirs])
-            rows += _latency_rows(name, left, right, paired=paired, rounds=rounds, seed=seed)
+            rows += _latency_rows(name, left, right, interval)
     rows += _throughput(first, second)
     return {
         "rows": rows,
@@ -115,17 +119,15 @@ def _e2e(record: RequestRecord) -> Floats:
     return np.array([record.e2e] if record.ok and record.e2e is not None else [], dtype=np.float64)
 
 
-def _attainment(
-    ours: Sequence[RequestRecord], theirs: Sequence[RequestRecord], slo: Slo, *, paired: bool, rounds: int, seed: int
-) -> Row:
+def _attainment(ours: Sequence[RequestRecord], theirs: Sequence[RequestRecord], slo: Slo, interval: Interval) -> Row:
     good = [np.array([[float(slo.good(record))] for record in side]) for side in (ours, theirs)]
     left, right = (Clustered.of(list(side)) for side in good)
-    low, high = bootstrap_difference(left, right, weighted_mean, paired=paired, rounds=rounds, seed=seed)
+    low, high = interval(left, right, weighted_mean)
     first, second = (float(side.mean()) for side in good)
     return Row("slo_attainment", first, second, second - first, low, high)
 
 
-def _latency_rows(name: str, left: Clustered, right: Clustered, *, paired: bool, rounds: int, seed: int) -> list[Row]:
+def _latency_rows(name: str, left: Clustered, right: Clustered, interval: Interval) -> list[Row]:
     rows = []
     for label, statistic in STATISTICS:
         values = [statistic(side, np.ones(side.clusters, dtype=np.int64)) for side in (left, right)]
@@ -133,7 +135,7 @@ def _latency_rows(name: str, left: Clustered, right: Clustered, *, paired: bool,
             before, after = (None if math.isnan(value) else value for value in values)
             rows.append(Row(f"{name}_{label}", before, after, None))
             continue
-        low, high = bootstrap_difference(left, right, statistic, paired=paired, rounds=rounds, seed=seed)
+        low, high = interval(left, right, statistic)
         rows.append(Row(f"{name}_{label}", values[0], values[1], values[1] - values[0], low, high))
     return rows
 

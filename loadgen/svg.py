@@ -142,15 +142,14 @@ def _round_down(value: float) -> float:
 
 
 def _round_up(value: float) -> float:
+    """Return the smallest of 1, 2 and 5 times a power of ten that is not below `value`."""
     power = 10.0 ** math.floor(math.log10(value))
     return next(power * factor for factor in (1, 2, 5, 10) if power * factor >= value * (1 - 1e-9))
 
 
 def ticks(low: float, high: float, wanted: int = 6) -> list[float]:
     """Return multiples of 1, 2 or 5 times a power of ten within [low, high]."""
-    rough = (high - low) / wanted
-    power = 10 ** math.floor(math.log10(rough))
-    step = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= rough)
+    step = _round_up((high - low) / wanted)
     first = math.ceil(low / step - 1e-9)
     return [index * step for index in range(first, math.floor(high / step + 1e-9) + 1)]
 
