@@ -80,6 +80,10 @@ def structured(name: str, number: int) -> EngineRequest:
     return EngineRequest(f"{name} {number}", prompt, SamplingParams(60, grammar=GRAMMAR), OFFLINE)
 
 
+def online_model(profile: Profile) -> OnlineModel:
+    return OnlineModel(profile.model, profile.held_out_mape)
+
+
 def run_beside_chats(machine: MaskedMachine, model: LatencyModel | OnlineModel) -> tuple[list[float], int]:
     """Every gap of chats, of which one in four has a thinking budget, beside structured rows without end, and the rows'
     tokens."""
@@ -103,7 +107,7 @@ def test_a_machine_whose_masks_cost_time_is_predicted(each: float) -> None:
     assert profile.held_out_mape < 0.05
     assert profile.model.masked_rows > 0.0 and profile.model.masks > 0.0
     machine = MaskedMachine(each)
-    run_beside_chats(machine, OnlineModel(profile.model, profile.held_out_mape))
+    run_beside_chats(machine, online_model(profile))
     with_masks = [(f, seconds) for f, seconds in machine.steps if f.masked_rows]
     errors = [abs(profile.model.predict(f) - seconds) / seconds for f, seconds in with_masks]
     assert len(errors) > 100 and sum(errors) / len(errors) < 0.1
@@ -114,8 +118,8 @@ def test_chats_keep_their_gaps_beside_structured_rows(each: float) -> None:
     """As the 99th percentile wants it, though rows sit steps out where their masks are late; a model that knows of no
     masks breaks them."""
     machine = MaskedMachine(each)
-    gaps, tokens = run_beside_chats(machine, OnlineModel.of(profile_of(each)))
+    gaps, tokens = run_beside_chats(machine, online_model(profile_of(each)))
     assert sum(gap > TBT for gap in gaps) <= 0.01 * len(gaps) and len(gaps) > 1000
     assert tokens > 1000 and (machine.late > 0) is (each > 1e-4)
-    blind, _ = run_beside_chats(MaskedMachine(each), OnlineModel.of(profile_of(each, masks=False)))
+    blind, _ = run_beside_chats(MaskedMachine(each), online_model(profile_of(each, masks=False)))
     assert sum(gap > TBT for gap in blind) > 0.1 * len(blind)

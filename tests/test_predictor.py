@@ -735,7 +735,7 @@ def test_recent_steps_keep_all_regimes_for_a_new_fit(monkeypatch: pytest.MonkeyP
     assert sum(sample.features.num_tokens == 1 for sample in recent) <= 20
     assert sum(sample.features.num_tokens >= 256 for sample in recent) >= 40
     refitted = fit(recent, token_limit=2048)
-    model.replace(refitted)
+    model.replace(refitted, 0.0)
     assert model.scale == 1.0 and model.model is refitted
     assert list(model.recent()) == recent
     assert refitted.mape(noisy_samples(200, 5)) < 0.05

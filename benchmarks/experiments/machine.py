@@ -2,6 +2,7 @@
 same start-up sweep as on a real one (HyGen §4.2). The scheduler never sees the device's own formula.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -84,8 +85,7 @@ def mean_error(model: LatencyPredictor, samples: Sequence[Sample]) -> float:
 class _Predictor:
     """Base of predictors without margin, adapters and masks; marginal times are differences of predictions."""
 
-    def __init__(self, reach: Reach) -> None:
-        self.reach = reach
+    reach: Reach
 
     def predict(self, features: BatchFeatures) -> float:
         """Return the seconds of the step."""
@@ -135,7 +135,7 @@ class TrueLatency(_Predictor):
     """Latency predictor that computes the exact step times of the device, without noise."""
 
     def __init__(self, device: SimulatedDevice) -> None:
-        super().__init__(device.model.reach)
+        self.reach = device.model.reach
         self._device = device
 
     def predict(self, features: BatchFeatures) -> float:
@@ -159,6 +159,7 @@ class TrueLatency(_Predictor):
         return self._device.cache_work_seconds(*work, transferred_bytes) - self._device.cache_work_seconds(*there)
 
 
+@dataclass(frozen=True)
 class HygenLatency(_Predictor):
     """Latency model with the features of HyGen §4.2: intercept, N_d, S_d, N_p, S_p, S_d², S_p².
 
@@ -166,24 +167,22 @@ class HygenLatency(_Predictor):
     of the sums, as printed. `coefficients` are in this order, in seconds per unit.
     """
 
-    def __init__(self, coefficients: Floats, reach: Reach) -> None:
-        super().__init__(reach)
-        self.coefficients = coefficients
+    coefficients: tuple[float, ...]
+    reach: Reach
 
     def predict(self, features: BatchFeatures) -> float:
         """Return the seconds of the step."""
-        return float(self.coefficients @ _terms(features))
+        return math.fsum(a * b for a, b in zip(self.coefficients, _terms(features), strict=True))
 
 
-def _terms(features: BatchFeatures) -> Floats:
-    contexts, tokens = float(features.decode_context_sum), float(features.prefill_token_sum)
-    decodes, chunks = float(features.num_decodes), float(features.num_prefill_chunks)
-    return np.array([1.0, decodes, contexts, chunks, tokens, contexts**2, tokens**2])
+def _terms(features: BatchFeatures) -> tuple[int, ...]:
+    contexts, tokens = features.decode_context_sum, features.prefill_token_sum
+    return 1, features.num_decodes, contexts, features.num_prefill_chunks, tokens, contexts**2, tokens**2
 
 
 def fit_hygen(samples: Sequence[Sample], reach: Reach) -> HygenLatency:
     """Fit by non-negative least squares of the relative error, as `predictor.fitting.fit`."""
-    matrix = np.stack([_terms(features) for features, _ in samples])
+    matrix = np.array([_terms(features) for features, _ in samples], dtype=np.float64)
     seconds = np.array([seconds for _, seconds in samples])
     coefficients = _solve(matrix, seconds, 1.0 / seconds)
     residuals = np.abs(matrix @ coefficients / seconds - 1.0)
