@@ -1,16 +1,13 @@
-"""HTTP client of `tidemill batch`, built on the standard library, and its progress bar."""
+"""HTTP client of `tidemill batch`, and its progress bar."""
 
-import http.client
 import json
 import shutil
 import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
-from secrets import token_hex
 from typing import Any, BinaryIO, TextIO
 from urllib.parse import quote
 
@@ -29,14 +26,13 @@ class BatchClient(ChatClient):
     Every method raises ChatError if the server cannot be reached or refuses the request.
     """
 
-    def call(self, method: str, path: str, body: Any = None) -> dict[str, Any]:
+    def call(self, method: str, path: str, body: Any = None, **query: str | int) -> dict[str, Any]:
         """Send a JSON request and return the JSON object of the response."""
-        data = json.dumps(body).encode() if body is not None else (b"" if method == "POST" else None)
-        with closing(self._connect()) as connection:
-            response = self._request(connection, method, path, data)
+        arguments = {} if body is None else {"json": body}
+        with self._open(method, path, NOT_OPENAI, params=query, **arguments) as response:
             try:
                 answer = json.loads(response.read())
-            except (ValueError, OSError, http.client.HTTPException):
+            except ValueError:
                 raise ChatError(NOT_OPENAI) from None
             if not isinstance(answer, dict):
                 raise ChatError(NOT_OPENAI)
@@ -47,58 +43,32 @@ class BatchClient(ChatClient):
 
     def upload(self, path: Path) -> str:
         """Upload an input file as a stream and return its id. Raise ConfigError if the file cannot be read."""
+        broken = "the upload failed; run the command again"
+        name = path.name.encode("utf-8", "replace").decode()
         try:
-            with path.open("rb") as file, closing(self._connect()) as connection:
-                return self._upload(connection, file, path)
-        except (ConnectionError, http.client.HTTPException) as error:
-            raise ChatError(f"the upload failed: {error or type(error).__name__}; run the command again") from None
+            with path.open("rb") as file:
+                files = {"file": (name, file, "application/jsonl")}
+                with self._open("POST", "/v1/files", broken, data={"purpose": "batch"}, files=files) as response:
+                    return str(json.loads(response.read())["id"])
         except OSError as error:
             raise ConfigError(f"{path}: {error.strerror}") from None
 
-    def _upload(self, connection: http.client.HTTPConnection, file: BinaryIO, path: Path) -> str:
-        boundary = token_hex(16)
-        name = path.name.encode("utf-8", "replace").replace(b"\\", b"_").replace(b'"', b"_").decode()
-        head = (
-            f'--{boundary}\r\nContent-Disposition: form-data; name="purpose"\r\n\r\nbatch\r\n'
-            f'--{boundary}\r\nContent-Disposition: form-data; name="file"; filename="{name}"\r\n'
-            "Content-Type: application/jsonl\r\n\r\n"
-        ).encode()
-        tail = f"\r\n--{boundary}--\r\n".encode()
-        size = path.stat().st_size
-
-        def pieces() -> Iterator[bytes]:
-            yield head
-            while data := file.read(PIECE_BYTES):
-                yield data
-            yield tail
-
-        headers = {
-            "Content-Type": f"multipart/form-data; boundary={boundary}",
-            "Content-Length": str(len(head) + size + len(tail)),
-        }
-        response = self._request(connection, "POST", "/v1/files", pieces(), headers)
-        return str(json.loads(response.read())["id"])
-
     def download(self, file_id: str, target: BinaryIO) -> None:
         """Stream the content of a file into `target`."""
-        with closing(self._connect()) as connection:
-            response = self._request(connection, "GET", f"/v1/files/{quote(file_id, safe='')}/content", None)
-            try:
-                shutil.copyfileobj(response, target, PIECE_BYTES)
-            except (ConnectionError, http.client.HTTPException):
-                raise ChatError("the connection broke during the download; run the command again") from None
+        broken = "the connection broke during the download; run the command again"
+        with self._open("GET", f"/v1/files/{quote(file_id, safe='')}/content", broken) as response:
+            target.writelines(response.iter_bytes(PIECE_BYTES))
 
     def batches(self, limit: int, tenant: str | None = None) -> Iterator[dict[str, Any]]:
         """Yield up to `limit` batches, newest first. `tenant`: a name, `*` for all, None for the API key's tenant."""
-        after = ""
-        owner = "" if tenant is None else f"&tenant={quote(tenant, safe='')}"
+        query: dict[str, str | int] = {} if tenant is None else {"tenant": tenant}
         while limit > 0:
-            page = self.call("GET", f"/v1/batches?limit={min(limit, 100)}{owner}{after}")
+            page = self.call("GET", "/v1/batches", limit=min(limit, 100), **query)
             yield from page["data"]
             limit -= len(page["data"])
             if not page["has_more"]:
                 return
-            after = f"&after={page['last_id']}"
+            query["after"] = page["last_id"]
 
 
 def progress_text(batch: dict[str, Any]) -> str:

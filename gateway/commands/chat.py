@@ -1,16 +1,14 @@
-"""`tidemill chat`: chat with a running server in the terminal; answers are streamed.
+"""`tidemill chat`: chat with a running server in the terminal; answers are streamed."""
 
-The HTTP client is built on the standard library.
-"""
-
-import http.client
 import json
+import re
 import sys
-from collections.abc import Generator, Iterable, Iterator, Mapping
-from contextlib import closing, suppress
+from collections.abc import Generator, Iterator
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
-from urllib.parse import urlsplit
+
+import httpx
 
 from engine.errors import ConfigError, TidemillError
 
@@ -43,32 +41,41 @@ class ChatOptions:
 
 
 class ChatClient:
-    """Client of one server. Every call opens its own connection, so that closing it stops the answer."""
+    """Client of one server. Closing a stream of an answer ends its request."""
 
     answer_seconds: ClassVar[float] = 600.0
     """Read timeout, seconds."""
 
     def __init__(self, options: ChatOptions) -> None:
-        """Raise ConfigError if the URL is not an http or https URL with a host."""
+        """Raise ConfigError if the URL is not an http or https URL with a host, or the key no header value."""
         self._options = options
         try:
-            parts = urlsplit(options.url)
-            self._host, self._port = parts.hostname or "", parts.port
-        except ValueError:
+            url = httpx.URL(options.url)
+        except (httpx.InvalidURL, ValueError):
             raise ConfigError(f"--url {options.url} is not a valid URL; use e.g. http://127.0.0.1:8000") from None
-        if parts.scheme not in ("http", "https") or not self._host:
+        if url.scheme not in ("http", "https") or not url.host:
             raise ConfigError(f"--url must look like http://127.0.0.1:8000, not {options.url}")
-        self._secure = parts.scheme == "https"
-        self._path = parts.path.rstrip("/").removesuffix("/v1")
+        headers = {"Accept-Encoding": "identity"}
+        if options.api_key:
+            headers["Authorization"] = f"Bearer {options.api_key}"
+        try:
+            self._http = httpx.Client(
+                base_url=url.copy_with(path=url.path.rstrip("/").removesuffix("/v1")),
+                headers=headers,
+                timeout=httpx.Timeout(self.answer_seconds, connect=_CONNECT_SECONDS),
+                trust_env=False,
+            )
+        except ValueError as error:  # the key contains characters that headers cannot hold
+            raise ConfigError(f"--api-key: {error}") from None
 
     def first_model(self) -> str:
         """Return the name of the first model that the server lists. Raise ChatError if there is none."""
-        with closing(self._connect()) as connection:
-            response = self._request(connection, "GET", "/v1/models", None)
+        not_openai = f"{self._options.url} is not an OpenAI-compatible server; check --url"
+        with self._open("GET", "/v1/models", not_openai) as response:
             try:
                 return str(json.loads(response.read())["data"][0]["id"])
             except (ValueError, LookupError, TypeError):
-                raise ChatError(f"{self._options.url} is not an OpenAI-compatible server; check --url") from None
+                raise ChatError(not_openai) from None
 
     def stream(self, model: str, messages: list[dict[str, str]]) -> Generator[str, None, None]:
         """Yield the answer's text as it arrives. Closing the iterator ends the request. Raise ChatError on failure."""
@@ -77,57 +84,37 @@ class ChatClient:
             body["max_tokens"] = self._options.max_tokens
         if self._options.temperature is not None:
             body["temperature"] = self._options.temperature
-        with closing(self._connect()) as connection:
-            response = self._request(connection, "POST", "/v1/chat/completions", json.dumps(body).encode())
-            yield from _read_events(response)
+        broken = "the connection broke during the answer; send the message again"
+        with self._open("POST", "/v1/chat/completions", broken, json=body) as response:
+            for line in response.iter_lines():
+                data = line.strip()
+                if not data.startswith("data:"):
+                    continue
+                data = data.removeprefix("data:").strip()
+                if data == "[DONE]":
+                    return
+                yield _delta_text(data)
+        raise ChatError("the server ended the answer early; send the message again")
 
-    def _connect(self) -> http.client.HTTPConnection:
-        kind = http.client.HTTPSConnection if self._secure else http.client.HTTPConnection
-        return kind(self._host, self._port, timeout=_CONNECT_SECONDS)
-
-    def _request(
-        self,
-        connection: http.client.HTTPConnection,
-        method: str,
-        path: str,
-        body: bytes | Iterable[bytes] | None,
-        headers: Mapping[str, str] | None = None,
-    ) -> http.client.HTTPResponse:
-        headers = dict(headers or ({"Content-Type": "application/json"} if body is not None else {}))
-        if self._options.api_key:
-            headers["Authorization"] = f"Bearer {self._options.api_key}"
+    @contextmanager
+    def _open(self, method: str, path: str, broken: str, **arguments: Any) -> Iterator[httpx.Response]:
+        """Send a request and yield the response before its body. Raise ChatError, with the text `broken` if the
+        connection breaks within the body."""
+        answered = False
         try:
-            connection.connect()
-            connection.sock.settimeout(self.answer_seconds)
-            with suppress(BrokenPipeError, ConnectionResetError):  # an early refusal may already be readable
-                connection.request(method, self._path + path, body, headers)
-            response = connection.getresponse()
-            if response.status == 200:
-                return response
-            raise RefusedError(_error_message(response.read(65536), response.status), response.status)
-        except (OSError, http.client.HTTPException) as error:
-            reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
+            with self._http.stream(method, path, **arguments) as response:
+                if response.status_code != 200:
+                    raise RefusedError(_error_message(response), response.status_code)
+                answered = True
+                yield response
+        except httpx.TransportError as error:
+            if answered:
+                raise ChatError(broken) from None
+            reason = re.sub(r"^\[Errno -?\d+\] ", "", str(error)) or type(error).__name__
             raise ChatError(f"cannot reach {self._options.url}: {reason}; check --url and the server") from None
-        except ValueError as error:  # the key contains characters that headers cannot hold
-            raise ConfigError(f"--api-key: {error}") from None
 
 
-def _read_events(response: http.client.HTTPResponse) -> Iterator[str]:
-    try:
-        for line in iter(response.readline, b""):
-            data = line.strip()
-            if not data.startswith(b"data:"):
-                continue
-            data = data.removeprefix(b"data:").strip()
-            if data == b"[DONE]":
-                return
-            yield _delta_text(data)
-    except (OSError, http.client.HTTPException):
-        raise ChatError("the connection broke during the answer; send the message again") from None
-    raise ChatError("the server ended the answer early; send the message again")
-
-
-def _delta_text(data: bytes) -> str:
+def _delta_text(data: str) -> str:
     try:
         event = json.loads(data)
         if "error" in event:
@@ -138,11 +125,11 @@ def _delta_text(data: bytes) -> str:
         raise ChatError("the response is not a chat completion; check --url") from None
 
 
-def _error_message(body: bytes, status: int) -> str:
+def _error_message(response: httpx.Response) -> str:
     try:
-        return str(json.loads(body)["error"]["message"])
+        return str(json.loads(response.read())["error"]["message"])
     except (ValueError, LookupError, TypeError):
-        return f"the server responded with status {status}"
+        return f"the server responded with status {response.status_code}"
 
 
 def run_chat(options: ChatOptions) -> int:

@@ -3,13 +3,12 @@
 If the server cannot be reached, a line says so and the client reconnects. A wrong key or address ends the command.
 """
 
-import http.client
 import json
 import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing, suppress
+from contextlib import suppress
 from io import BytesIO, TextIOWrapper
 from typing import Any, TextIO
 
@@ -37,14 +36,14 @@ class TopClient(BatchClient):
 
     def snapshots(self) -> Iterator[dict[str, Any]]:
         """Yield a snapshot per second until the server ends the stream."""
-        with closing(self._connect()) as connection:
-            response = self._request(connection, "GET", "/dashboard/events", None)
-            try:
-                for line in iter(response.readline, b""):
-                    if line.startswith(b"data:"):
-                        yield json.loads(line.removeprefix(b"data:"))
-            except (OSError, ValueError, http.client.HTTPException):
-                raise ChatError("the connection to /dashboard/events broke") from None
+        broken = "the connection to /dashboard/events broke"
+        with self._open("GET", "/dashboard/events", broken) as response:
+            for line in response.iter_lines():
+                if line.startswith("data:"):
+                    try:
+                        yield json.loads(line.removeprefix("data:"))
+                    except ValueError:
+                        raise ChatError(broken) from None
 
 
 def run_top(options: ChatOptions, out: TextIO | None = None, sleep: Callable[[float], None] = time.sleep) -> int:
@@ -138,7 +137,7 @@ class StatsFollower:
 
     def _batches(self) -> None:
         try:
-            self.picture.batches = self.client.call("GET", f"/v1/batches?limit={BATCHES_SHOWN}")["data"]
+            self.picture.batches = self.client.call("GET", "/v1/batches", limit=BATCHES_SHOWN)["data"]
         except RefusedError as error:
             if error.status != 404:
                 raise
