@@ -26,6 +26,7 @@ MOONCAKE_STAMP = 3.0
 ENOUGH_STAMPS = 10
 MAX_TOKENS = 1 << 31
 Row = Mapping[str, Any]
+Reader = Callable[[Sequence[Row]], Trace]
 Item = tuple[Content, int, float | None]
 """(prompt, output tokens, arrival time in seconds or None)."""
 T = TypeVar("T")
@@ -158,9 +159,14 @@ def _lengths(
     return build(None if times is None else times[keep], prompt[keep], answer[keep], kept, notes)
 
 
-def _native(rows: Sequence[Row]) -> Trace:
-    times = _column(rows, "arrived_at", float) if "arrived_at" in rows[0] else None
-    return _lengths(rows, times, "input_tokens", "output_tokens", _hashed(rows, "input_tokens"))
+def _table(inputs: str, outputs: str, times: str, convert: Callable[[Any], float] = float) -> Reader:
+    """Return the reader of a table with these columns; that of the times may be missing."""
+
+    def read_rows(rows: Sequence[Row]) -> Trace:
+        arrived = _column(rows, times, convert) if times in rows[0] else None
+        return _lengths(rows, arrived, inputs, outputs, _hashed(rows, inputs))
+
+    return read_rows
 
 
 def _hashed(rows: Sequence[Row], inputs: str) -> tuple[Content, ...]:
@@ -180,10 +186,6 @@ def _segments(ids: Any, tokens: int) -> tuple[tuple[int, int], ...]:
     return tuple(pairs)
 
 
-def _azure(rows: Sequence[Row]) -> Trace:
-    return _lengths(rows, _column(rows, "TIMESTAMP", _timestamp), "ContextTokens", "GeneratedTokens")
-
-
 def _timestamp(text: str) -> float:
     """Parse `2023-11-16 18:15:46.6805900[+00:00]` as seconds since the epoch. datetime refuses its 100-ns digits."""
     stamp, dot, rest = text.strip().partition(".")
@@ -194,10 +196,6 @@ def _timestamp(text: str) -> float:
     return moment.timestamp() + (float(f"0.{digits}") if dot and digits else 0.0)
 
 
-def _burstgpt(rows: Sequence[Row]) -> Trace:
-    return _lengths(rows, _column(rows, "Timestamp", float), "Request tokens", "Response tokens")
-
-
 def _mooncake(rows: Sequence[Row]) -> Trace:
     times = _column(rows, "timestamp", float) / 1000.0
     trace = _lengths(rows, times, "input_length", "output_length", _hashed(rows, "input_length"))
@@ -205,16 +203,6 @@ def _mooncake(rows: Sequence[Row]) -> Trace:
         # The published times are rounded down to 3 s; used as they are, they would form bursts.
         return jitter(trace, MOONCAKE_STAMP, seed=0).noted("arrival times rounded to 3 s are spread over these 3 s")
     return trace
-
-
-def _vidur(rows: Sequence[Row]) -> Trace:
-    times = _column(rows, "arrived_at", float) if "arrived_at" in rows[0] else None
-    return _lengths(rows, times, "num_prefill_tokens", "num_decode_tokens")
-
-
-def _splitwise(rows: Sequence[Row]) -> Trace:
-    times = _column(rows, "arrival_timestamp", float) if "arrival_timestamp" in rows[0] else None
-    return _lengths(rows, times, "prompt_size", "token_size")
 
 
 def _texts(listed: Sequence[Item], notes: tuple[str, ...]) -> Trace:
@@ -289,14 +277,14 @@ def _conversation(row: Any) -> Item | None:
     return Content(messages=(("user", str(turns[0]["value"])),)), size, None
 
 
-READERS: dict[str, Callable[[Sequence[Row]], Trace]] = {
-    "native": _native,
-    "azure": _azure,
-    "burstgpt": _burstgpt,
+READERS: dict[str, Reader] = {
+    "native": _table("input_tokens", "output_tokens", "arrived_at"),
+    "azure": _table("ContextTokens", "GeneratedTokens", "TIMESTAMP", _timestamp),
+    "burstgpt": _table("Request tokens", "Response tokens", "Timestamp"),
     "mooncake": _mooncake,
-    "vidur": _vidur,
-    "sarathi": _vidur,
-    "splitwise": _splitwise,
+    "vidur": _table("num_prefill_tokens", "num_decode_tokens", "arrived_at"),
+    "sarathi": _table("num_prefill_tokens", "num_decode_tokens", "arrived_at"),
+    "splitwise": _table("prompt_size", "token_size", "arrival_timestamp"),
     "openai-batch": _openai_batch,
     "sharegpt": _sharegpt,
     "prompts": _prompts,
