@@ -152,32 +152,20 @@ def _tiny(options: Options) -> Workload:
     return replace(made, jobs=jobs, wait_offline=True)
 
 
-def _hygen(options: Options) -> Workload:
-    """Build Azure conversations, thinned to a rate, beside arXiv summaries."""
-    made = replayed(options, lengths.arrivals(lengths.AZURE_CONV, options.seed, options.data), 1.0)
-    return replace(made, jobs=job_of(options, lengths.ARXIV, 2000))
+def _arrivals(source: lengths.Lengths, rate: float | None = None, by: str | None = None) -> Builder:
+    """Return the builder of the arrivals of a data set, at `rate` unless the options have one, beside arXiv summaries."""
+
+    def make(options: Options) -> Workload:
+        trace = lengths.arrivals(source, options.seed, options.data)
+        return replace(replayed(options, trace, rate, by), jobs=job_of(options, lengths.ARXIV, 2000))
+
+    return make
 
 
 def _apt(source: lengths.Lengths) -> Builder:
     def make(options: Options) -> Workload:
         shape = lengths.sample(source, options.count or 4096, options.seed, options.data, "online")
         return replace(timed(options, shape, 1.0, 300), jobs=job_of(options, lengths.ARXIV, 0))
-
-    return make
-
-
-def _larry(source: lengths.Lengths) -> Builder:
-    def make(options: Options) -> Workload:
-        trace = lengths.arrivals(source, options.seed, options.data)
-        return replace(replayed(options, trace, 1.0, by="stretch"), jobs=job_of(options, lengths.ARXIV, 2000))
-
-    return make
-
-
-def _burst(source: lengths.Lengths) -> Builder:
-    def make(options: Options) -> Workload:
-        made = replayed(options, lengths.arrivals(source, options.seed, options.data), None)
-        return replace(made, jobs=job_of(options, lengths.ARXIV, 2000))
 
     return make
 
@@ -256,14 +244,14 @@ WORKLOADS: dict[str, Builder] = {
     "random": _random,
     "trace": _trace,
     "tiny": _tiny,
-    "hygen": _hygen,
+    "hygen": _arrivals(lengths.AZURE_CONV, 1.0),
     "apt-chat": _apt(lengths.SHAREGPT),
     "apt-code": _apt(lengths.HUMANEVAL),
     "apt-sum": _apt(lengths.ARXIV),
-    "larry-chat": _larry(lengths.AZURE_CONV),
-    "larry-code": _larry(lengths.AZURE_CODE),
-    "burst": _burst(lengths.AZURE_CODE),
-    "burst-rise": _burst(lengths.SERVEGEN),
+    "larry-chat": _arrivals(lengths.AZURE_CONV, 1.0, "stretch"),
+    "larry-code": _arrivals(lengths.AZURE_CODE, 1.0, "stretch"),
+    "burst": _arrivals(lengths.AZURE_CODE),
+    "burst-rise": _arrivals(lengths.SERVEGEN),
     "llmd-491": _llmd,
     "prefix-batch": _prefix_batch,
     "chat-multiturn": _multiturn,
