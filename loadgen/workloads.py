@@ -153,7 +153,7 @@ def _tiny(options: Options) -> Workload:
 
 
 def _arrivals(source: lengths.Lengths, rate: float | None = None, by: str | None = None) -> Builder:
-    """Return the builder of the arrivals of a data set, at `rate` unless the options have one, beside arXiv summaries."""
+    """Return the builder of the arrivals of a data set, by default at `rate`, beside arXiv summaries."""
 
     def make(options: Options) -> Workload:
         trace = lengths.arrivals(source, options.seed, options.data)

@@ -186,9 +186,8 @@ def fit_hygen(samples: Sequence[Sample], reach: Reach) -> HygenLatency:
     seconds = np.array([seconds for _, seconds in samples])
     coefficients = _solve(matrix, seconds, 1.0 / seconds)
     residuals = np.abs(matrix @ coefficients / seconds - 1.0)
-    return HygenLatency(
-        _solve(matrix, seconds, 1.0 / (seconds * np.sqrt(np.maximum(residuals, RESIDUAL_FLOOR)))), reach
-    )
+    sharper = 1.0 / (seconds * np.sqrt(np.maximum(residuals, RESIDUAL_FLOOR)))
+    return HygenLatency(tuple(_solve(matrix, seconds, sharper).tolist()), reach)
 
 
 def _solve(matrix: Floats, seconds: Floats, weights: Floats) -> Floats:
