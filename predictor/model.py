@@ -49,7 +49,7 @@ def default_knots(token_limit: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True)
 class LatencyModel:
-    """Fitted coefficients, all non-negative, in seconds per unit of their feature.
+    """Fitted coefficients, all non-negative, in seconds per unit of their feature. Implements `LatencyPredictor`.
 
     The coefficients are named as in LINEAR_TERMS. Raises ValueError for inconsistent parts.
 
@@ -114,7 +114,6 @@ class LatencyModel:
         return self._table[-1] + self._last_slope * (tokens - self._table_end)
 
     def predict(self, features: BatchFeatures) -> float:
-        """Return the seconds of the step; of the empty step, the intercept."""
         return (
             self.intercept
             + self._hinge(features.num_tokens, features.num_prefill_chunks)
@@ -136,7 +135,6 @@ class LatencyModel:
         )
 
     def marginal(self, features: BatchFeatures, start: int, length: int) -> float:
-        """Return the seconds that the chunk (start, length ≥ 1) adds, in O(1): `predict` after minus before."""
         tokens = features.num_tokens
         end = tokens + length
         prompts = features.num_prefill_chunks
@@ -155,7 +153,6 @@ class LatencyModel:
         return hinge + self.prefill_chunks + read + attended + length * self.prefill_tokens
 
     def marginal_decodes(self, features: BatchFeatures, count: int, context_sum: int) -> float:
-        """Return the seconds that `count` decodes with contexts of `context_sum` tokens in total add."""
         tokens = features.num_tokens
         prompts = features.num_prefill_chunks
         hinge = self._hinge(tokens + count, prompts) - self._hinge(tokens, prompts)
@@ -168,7 +165,6 @@ class LatencyModel:
         transferred_bytes: int = 0,
         beside: BatchFeatures | None = None,
     ) -> float:
-        """Return the seconds that the cache work adds; with `beside`, including fixed costs per step."""
         seconds = self.compact * compact_tokens + self.restored * restored_tokens + self.transferred * transferred_bytes
         if beside is not None:
             for step, before, more in (
@@ -179,11 +175,9 @@ class LatencyModel:
         return seconds
 
     def adapter_work(self, adapters: int, tokens: int) -> float:
-        """Return the seconds that further adapters, and tokens of chunks with an adapter, add to a step."""
         return self.adapters * adapters + self.adapted_tokens * tokens
 
     def mask_work(self, features: BatchFeatures, rows: int) -> float:
-        """Return the seconds that `rows` further masked samples add, including the fixed cost of the first mask."""
         return (self.masks if rows and not features.masks else 0.0) + self.masked_rows * rows
 
     def scaled(self, factor: float) -> "LatencyModel":
@@ -192,14 +186,9 @@ class LatencyModel:
         return replace(self, **linear, hinges=tuple(factor * hinge for hinge in self.hinges))
 
     def max_prefill(self, features: BatchFeatures, seconds: float, max_tokens: int, start: int) -> int:
-        """Return the largest chunk length ≤ `max_tokens` after `start` that adds at most `seconds`; 0 if none fits.
-
-        With padding, the result is an upper edge of a bucket if one fits, because padding tokens are nearly free.
-        """
         return largest_chunk(lambda length: self.marginal(features, start, length), seconds, max_tokens)
 
     def expected_prefill(self, features: BatchFeatures, limit: float, max_tokens: int, start: int) -> int:
-        """Like `max_prefill`, but by the time of the whole step; this model has no margin."""
         return self.max_prefill(features, limit - self.predict(features), max_tokens, start)
 
     def mape(self, samples: Iterable[Sample]) -> float:

@@ -82,10 +82,11 @@ class HostTime:
 
 
 class OnlineModel:
-    """A `LatencyModel` that learns from executed steps. Times are in seconds.
+    """A `LatencyModel` that learns from executed steps. Times are in seconds. Implements `LatencyPredictor`.
 
     `predict`, `marginal`, `marginal_decodes` and `max_prefill` include the margin and bound a step at
     QUANTILE. `expected` excludes it and is comparable with measurements.
+    Cache work, adapters and masks do not change the margin.
     """
 
     def __init__(self, model: LatencyModel, mape: float = 0.0) -> None:
@@ -258,24 +259,19 @@ class OnlineModel:
         return sure + self.margin(features.num_tokens)
 
     def marginal(self, features: BatchFeatures, start: int, length: int) -> float:
-        """Return the time that the chunk (start, length) adds, including its share of the margin."""
         tokens = features.num_tokens
         extra = self.margin(tokens + length) - self.margin(tokens)
         return self._sure_scale * self.model.marginal(features, start, length) + extra
 
     def marginal_decodes(self, features: BatchFeatures, count: int, context_sum: int) -> float:
-        """Return the time that `count` decodes add, including their share of the margin."""
         tokens = features.num_tokens
         extra = self.margin(tokens + count) - self.margin(tokens)
         return self._sure_scale * self.model.marginal_decodes(features, count, context_sum) + extra
 
     def max_prefill(self, features: BatchFeatures, seconds: float, max_tokens: int, start: int) -> int:
-        """Return the largest chunk length ≤ `max_tokens` after `start` that adds at most `seconds`; 0 if none fits."""
         return largest_chunk(lambda length: self.marginal(features, start, length), seconds, max_tokens)
 
     def expected_prefill(self, features: BatchFeatures, limit: float, max_tokens: int, start: int) -> int:
-        """Return the largest chunk with which the expected time of the step is at most `limit` seconds, without margin;
-        0 if none fits."""
         return self.model.expected_prefill(features, (limit - self._host.mean) / self.scale, max_tokens, start)
 
     def cache_work(
@@ -285,15 +281,12 @@ class OnlineModel:
         transferred_bytes: int = 0,
         beside: BatchFeatures | None = None,
     ) -> float:
-        """Return the time that cache work adds; the margin does not depend on it."""
         return self._sure_scale * self.model.cache_work(compact_tokens, restored_tokens, transferred_bytes, beside)
 
     def adapter_work(self, adapters: int, tokens: int) -> float:
-        """Return the time that adapters add; the margin does not depend on it."""
         return self._sure_scale * self.model.adapter_work(adapters, tokens)
 
     def mask_work(self, features: BatchFeatures, rows: int) -> float:
-        """Return the time that masks add; the margin does not depend on it."""
         return self._sure_scale * self.model.mask_work(features, rows)
 
     def residuals(self) -> list[float]:
