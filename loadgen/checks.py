@@ -1,29 +1,25 @@
 """Assertions over a summary, for CI: `--assert "online.slo_attainment>=0.99"`."""
 
+import operator
 import re
 from collections.abc import Mapping
 from typing import Any
 
 from loadgen import InputError
 
+COMPARE = {
+    ">=": operator.ge, "<=": operator.le, ">": operator.gt, "<": operator.lt, "==": operator.eq, "!=": operator.ne
+}  # fmt: skip
 PATTERN = re.compile(r"^\s*([A-Za-z_][\w.]*)\s*(>=|<=|==|!=|>|<)\s*(-?[\d.]+(?:[eE][-+]?\d+)?|true|false)\s*$")
 
 
 def check(summary: Mapping[str, Any], expression: str) -> str | None:
     """Return None if the expression holds, else a message. An expression over a missing value does not hold."""
-    path, operator, wanted = parse(expression)
+    path, symbol, wanted = parse(expression)
     value = lookup(summary, path)
     if value is None:
         return f"{expression}: the summary has no value"
-    holds = {
-        ">=": value >= wanted,
-        "<=": value <= wanted,
-        ">": value > wanted,
-        "<": value < wanted,
-        "==": value == wanted,
-        "!=": value != wanted,
-    }[operator]
-    return None if holds else f"{expression}: the value is {value:g}"
+    return None if COMPARE[symbol](value, wanted) else f"{expression}: the value is {value:g}"
 
 
 def parse(expression: str) -> tuple[str, str, float]:
@@ -31,9 +27,9 @@ def parse(expression: str) -> tuple[str, str, float]:
     found = PATTERN.match(expression)
     if found is None:
         raise InputError(f"invalid assertion {expression!r}; use NAME>=NUMBER")
-    path, operator, number = found.groups()
+    path, symbol, number = found.groups()
     try:
-        return path, operator, {"true": 1.0, "false": 0.0}[number] if number in ("true", "false") else float(number)
+        return path, symbol, {"true": 1.0, "false": 0.0}[number] if number in ("true", "false") else float(number)
     except ValueError:
         raise InputError(f"invalid number in assertion {expression!r}") from None
 

@@ -113,11 +113,12 @@ def _shape(lengths: Lengths, random: np.random.Generator) -> tuple[RateCurve, Pr
     return constant_rate(5.53), "gamma", 1.09, ""
 
 
-def on_off(random: np.random.Generator, bins: int = 350) -> RateCurve:
-    """Return a curve of 10-s bins: busy periods (mean 38 s) and idle ones (mean 49 s), with busy rates of CV 0.8.
+def on_off(random: np.random.Generator) -> RateCurve:
+    """Return a curve of 350 bins of 10 s: busy periods (mean 38 s) and idle ones (mean 49 s), with busy rates of CV 0.8.
 
     The mean rate and the share of idle bins are exactly those of the Azure code trace.
     """
+    bins = 350
     busy = np.zeros(bins, dtype=bool)
     state = False
     for index in range(bins):

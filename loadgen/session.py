@@ -84,13 +84,13 @@ def probe(client: Client) -> Probe:
     return ask
 
 
-async def word_costs(probe: Probe, words: Sequence[str] = WORDS) -> WordCosts:
+async def word_costs(probe: Probe) -> WordCosts:
     """Measure the tokens of each word. Raise ServerError if a constant cost per word does not explain the counts.
 
     A text with a word n times has overhead + n · cost tokens. One probe with all words shows whether each costs one
     token; otherwise groups are bisected.
     """
-    first = words[0]
+    first = WORDS[0]
     overhead, long = await probe(_text([])), await probe(_text([first] * REPEATS))
     cost, rest = divmod(long - overhead, REPEATS)
     if rest or cost < 1:
@@ -98,7 +98,7 @@ async def word_costs(probe: Probe, words: Sequence[str] = WORDS) -> WordCosts:
             f"prompt tokens do not grow linearly with words ({overhead}, then {long}); use --prompt-mode ids"
         )
     costs = {first: cost}
-    await _measure(probe, [word for word in words if word != first], overhead, costs)
+    await _measure(probe, [word for word in WORDS if word != first], overhead, costs)
     return WordCosts(tuple(costs), tuple(costs.values()), overhead)
 
 
