@@ -114,7 +114,7 @@ def _shape(lengths: Lengths, random: np.random.Generator) -> tuple[RateCurve, Pr
 
 
 def on_off(random: np.random.Generator) -> RateCurve:
-    """Return a curve of 350 bins of 10 s: busy periods (mean 38 s) and idle ones (mean 49 s), with busy rates of CV 0.8.
+    """Return a curve of 350 bins of 10 s: busy periods (mean 38 s) and idle ones (mean 49 s); busy rates have CV 0.8.
 
     The mean rate and the share of idle bins are exactly those of the Azure code trace.
     """

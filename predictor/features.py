@@ -141,31 +141,25 @@ class LatencyPredictor(Protocol):
     @property
     def reach(self) -> Reach:
         """Windows with which features count contexts; features passed to the model must use the same."""
-        ...
 
     def predict(self, features: BatchFeatures) -> float:
         """Return the time of the whole step; of the empty step, the fixed cost of any step."""
-        ...
 
     def marginal(self, features: BatchFeatures, start: int, length: int) -> float:
         """Return the time that the chunk (start, length) adds to the step."""
-        ...
 
     def marginal_decodes(self, features: BatchFeatures, count: int, context_sum: int) -> float:
         """Return the time that `count` decodes whose contexts, within the windows, sum to `context_sum` add."""
-        ...
 
     def max_prefill(self, features: BatchFeatures, seconds: float, max_tokens: int, start: int) -> int:
         """Return the largest chunk length ≤ `max_tokens` after `start` that adds at most `seconds`; 0 if none fits.
 
         With padding, the result is an upper edge of a bucket if one fits, because padding tokens are nearly free.
         """
-        ...
 
     def expected_prefill(self, features: BatchFeatures, limit: float, max_tokens: int, start: int) -> int:
         """Return the largest chunk with which the expected time of the step is at most `limit` seconds, without margin;
         0 if none fits."""
-        ...
 
     def cache_work(
         self,
@@ -178,15 +172,12 @@ class LatencyPredictor(Protocol):
 
         With `beside`, fixed costs per step are included: added with the first token, subtracted with the last.
         """
-        ...
 
     def adapter_work(self, adapters: int, tokens: int) -> float:
         """Return the time that further LoRA adapters, and tokens of chunks with an adapter, add to a step."""
-        ...
 
     def mask_work(self, features: BatchFeatures, rows: int) -> float:
-        """Return the time that `rows` further masked samples add to the step, including the fixed cost of a first mask."""
-        ...
+        """Return the time that `rows` further masked samples add, including the fixed cost of the first mask."""
 
 
 def smallest_step(model: LatencyPredictor) -> float:
