@@ -41,7 +41,7 @@ class ChatOptions:
 
 
 class ChatClient:
-    """Client of one server. Closing a stream of an answer ends its request."""
+    """Client of one server. Every call opens its own connection, so that closing it stops the answer."""
 
     answer_seconds: ClassVar[float] = 600.0
     """Read timeout, seconds."""
@@ -55,7 +55,7 @@ class ChatClient:
             raise ConfigError(f"--url {options.url} is not a valid URL; use e.g. http://127.0.0.1:8000") from None
         if url.scheme not in ("http", "https") or not url.host:
             raise ConfigError(f"--url must look like http://127.0.0.1:8000, not {options.url}")
-        headers = {"Accept-Encoding": "identity"}
+        headers = {"Accept-Encoding": "identity", "Connection": "close"}
         if options.api_key:
             headers["Authorization"] = f"Bearer {options.api_key}"
         try:
