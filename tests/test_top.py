@@ -239,11 +239,11 @@ class Scripted(TopClient):
         super().__init__(ChatOptions(URL))
         self.turns = iter(turns)
 
-    def call(self, method: str, path: str, body: Any = None) -> dict[str, Any]:
+    def call(self, method: str, path: str, body: Any = None, **query: str | int) -> dict[str, Any]:
         answers: dict[str, dict[str, Any]] = {
             "/version": {"version": "0.1.0"},
             "/dashboard/history": {"snapshots": []},
-            "/v1/batches?limit=20": {"data": []},
+            "/v1/batches": {"data": []},
         }
         return answers[path]
 

@@ -44,7 +44,7 @@ class BatchClient(ChatClient):
     def upload(self, path: Path) -> str:
         """Upload an input file as a stream and return its id. Raise ConfigError if the file cannot be read."""
         broken = "the upload failed; run the command again"
-        name = path.name.encode("utf-8", "replace").decode()
+        name = path.name.encode("utf-8", "replace").decode().replace("\\", "_").replace('"', "_")
         try:
             with path.open("rb") as file:
                 files = {"file": (name, file, "application/jsonl")}
