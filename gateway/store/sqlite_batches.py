@@ -120,9 +120,10 @@ class SqliteBatches(Rows):
             _move(connection, batch_id, BatchStatus.CANCELLING, now)
         return _load(connection, batch_id)
 
-    async def delete_batch(self, batch_id: str) -> None:
+    @transaction
+    def delete_batch(self, connection: Connection, batch_id: str) -> None:
         """Remove the row of a batch that has ended."""
-        await self._writer.run(lambda connection: connection.execute("DELETE FROM batches WHERE id = ?", (batch_id,)))
+        connection.execute("DELETE FROM batches WHERE id = ?", (batch_id,))
 
     @transaction
     def add_lines(self, connection: Connection, batch_id: str, lines: Sequence[LineRef], *, first: bool) -> None:
