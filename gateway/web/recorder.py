@@ -153,6 +153,7 @@ def _promise(stats: ColocationStats | None) -> dict[str, Any]:
         return {
             "slo": None,
             "attainment": None,
+            "attainment_target": None,
             "latency_budget": None,
             "breaker": None,
             "mape": None,
