@@ -5,11 +5,11 @@ from driver import Driver
 
 from engine.config import SchedulerConfig
 from engine.execution.cuda.device import CudaDevice
-from engine.execution.cuda.kernels import Kernels
 from engine.execution.runner import Runner
 from engine.models import torch_ops
 from engine.models.spec import ModelSpec
 from engine.models.weights import ModelWeights
+from engine.triton_kernels import Kernels
 
 BLOCK = 4
 

@@ -31,7 +31,6 @@ from triton.compiler import ASTSource
 from benchmarks.gpu.setup import SHAPES
 from engine.execution.cuda.buffers import HeadSizes
 from engine.execution.cuda.device import CudaDevice
-from engine.execution.cuda.kernels import triton_kernels
 from engine.execution.cuda.modules import KernelAttention
 from engine.execution.pool import UnitPool
 from engine.execution.rows import RowTable
@@ -41,6 +40,7 @@ from engine.models.float8 import FLOAT8, Float8Linear, Rounding
 from engine.models.linear import MakeLinear, make_linear
 from engine.models.spec import hidden_offer, load_spec, spec_from_config
 from engine.models.weights import build_weights
+from engine.triton_kernels import triton_kernels
 from engine.triton_kernels.round_rows import round_rows, scale_rows
 from predictor.limits import Limits
 

@@ -29,7 +29,6 @@ from engine.execution.cuda.buffers import (
 )
 from engine.execution.cuda.forward import Forward
 from engine.execution.cuda.graphs import Graphs, Way
-from engine.execution.cuda.kernels import Kernels
 from engine.execution.cuda.sampling import Sampling
 from engine.execution.cuda.shapes import GRAPH_TOKENS, Buckets
 from engine.execution.cuda.tables import DeviceTables
@@ -41,6 +40,7 @@ from engine.models.decoder import Decoder
 from engine.models.spec import load_spec
 from engine.models.weights import ModelWeights, build_weights
 from engine.scheduling.output import Collect, NewRequest, SchedulerOutput
+from engine.triton_kernels import Kernels
 from predictor.limits import Limits
 
 

@@ -23,7 +23,6 @@ from engine.execution.cuda.buffers import HeadSizes
 from engine.execution.cuda.device import CudaDevice
 from engine.execution.cuda.forward import Forward
 from engine.execution.cuda.graphs import Way
-from engine.execution.cuda.kernels import triton_kernels
 from engine.execution.cuda.modules import KernelAttention
 from engine.execution.cuda.sampling import Sampling
 from engine.execution.layout import chunk_array, decodes_first
@@ -35,12 +34,13 @@ from engine.execution.ranks.step import RankStep
 from engine.execution.rows import RowTable
 from engine.execution.runner import Runner
 from engine.forms import Grammar
+from engine.models.attention import PLAIN, Manner
 from engine.models.lora import Delta, Site
-from engine.models.manner import PLAIN, Manner
 from engine.models.sharding import Shard
 from engine.models.spec import ModelSpec, hidden_offer, load_spec
 from engine.models.weights import build_weights
 from engine.scheduling.output import Chunk, NewRequest, SchedulerOutput
+from engine.triton_kernels import triton_kernels
 from predictor.limits import Limits
 
 pytest.importorskip("triton")

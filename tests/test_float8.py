@@ -21,7 +21,6 @@ from engine.config import EngineConfig
 from engine.errors import ConfigError, ModelLoadError
 from engine.execution.cuda.backend import CudaBackend
 from engine.execution.cuda.device import CudaDevice
-from engine.execution.cuda.kernels import triton_kernels
 from engine.execution.runner import Runner
 from engine.models.checkpoint import load_weights
 from engine.models.decoder import Decoder
@@ -30,6 +29,7 @@ from engine.models.linear import Linear, MakeLinear, PlainLinear, make_linear
 from engine.models.quantized import RoundedWeight
 from engine.models.spec import load_spec, spec_from_config
 from engine.models.weights import DummyTensors, LayerWeights, ModelWeights, ResidentLayers, build_weights, matrices
+from engine.triton_kernels import triton_kernels
 from predictor.limits import Limits
 from tests import tiny_models
 

@@ -15,7 +15,7 @@ from engine.execution.cpu.native.library import Level, StepError, Team
 from engine.execution.cpu.native.linear import Native
 from engine.execution.pool import UnitPool
 from engine.execution.rows import RowTable
-from engine.models.manner import Manner
+from engine.models.attention import Manner
 from predictor.limits import Limits
 
 pytestmark = pytest.mark.timeout(900)  # the first test may have to build the library

@@ -19,7 +19,6 @@ from engine.errors import ConfigError, ModelLoadError
 from engine.execution import self_test
 from engine.execution.cpu import transformers_device
 from engine.execution.cpu.transformers_device import TransformersDevice
-from engine.execution.cuda.kernels import Kernels
 from engine.execution.cuda.modules import KernelAttention
 from engine.execution.pool import UnitPool
 from engine.execution.rows import RowTable
@@ -27,6 +26,7 @@ from engine.execution.runner import Runner
 from engine.models import torch_ops
 from engine.models.implementation import choose
 from engine.models.transformers_model import TransformersModel, load_model, load_shape
+from engine.triton_kernels import Kernels
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 BLOCK = 4

@@ -16,12 +16,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from engine.models.attention import PLAIN, Manner, PoolView
 from engine.models.byte_cells import ByteSlices, dequantize, is_bytes
 from engine.models.float8 import rounded
 from engine.triton_kernels import configs
 
 if TYPE_CHECKING:
-    from engine.triton_kernels.work import DecodeWork, PrefillWork
+    from engine.triton_kernels.work import DecodeWork, PrefillWork, Scratch
 
 
 class Rotary(NamedTuple):
@@ -194,25 +195,22 @@ def rope_cache_write(
     cos_sin: Tensor | None,
     positions: Tensor,
     rows: Tensor,
-    pool: Tensor,
-    k_table: Tensor,
-    v_table: Tensor | None,
+    pool: PoolView,
     *,
     layer: int,
-    scratch_base: int,
     q_norm: Tensor | None = None,
     k_norm: Tensor | None = None,
     eps: float = 1e-6,
-    pair: int = 0,
 ) -> None:
     """Rotate q in place; write rotated k, and v, to the pool. Shapes as in the kernel's wrapper."""
     real = rows >= 0
     positions, rows = positions[real].long(), rows[real].long()
-    angles = None if cos_sin is None else cos_sin[positions]
-    tables = (k_table, _values_table(k_table, v_table, pair))
-    k_slots, v_slots = (_token_slots(table, rows, positions, pool, layer, scratch_base) for table in tables)
-    _keep(pool, k_slots, _transform(k[real], angles, k_norm, eps))
-    _keep(pool, v_slots, v[real])
+    angles, cells = None if cos_sin is None else cos_sin[positions], pool.cells
+    k_slots, v_slots = (
+        _token_slots(table, rows, positions, cells, layer, pool.scratch_base) for table in _tables(pool)
+    )
+    _keep(cells, k_slots, _transform(k[real], angles, k_norm, eps))
+    _keep(cells, v_slots, v[real])
     if q is not None:
         q[real] = _transform(q[real], angles, q_norm, eps)
 
@@ -232,84 +230,61 @@ def _transform(x: Tensor, angles: Tensor | None, weight: Tensor | None, eps: flo
 
 def decode_attention(
     q: Tensor,
-    pool: Tensor,
-    k_table: Tensor,
-    v_table: Tensor | None,
+    pool: PoolView,
     work: "DecodeWork",
-    partial: Tensor,
-    partial_lse: Tensor,
-    arrived: Tensor,
+    scratch: "Scratch",
     out: Tensor,
     *,
     layer: int,
-    scratch_base: int,
-    scale: float,
-    window: int = 0,
-    softcap: float = 0.0,
-    sinks: Tensor | None = None,
-    pair: int = 0,
+    manner: Manner = PLAIN,
 ) -> None:
     """Compute out[i] = softmax(scale * q[i] K^T) V. Shapes as in the kernel's wrapper; scratch is unused."""
-    del partial, partial_lse, arrived
-    v_table = _values_table(k_table, v_table, pair)
+    del scratch
+    tables, window = _tables(pool), manner.window
     for index, (row, length) in enumerate(work.requests.tolist()[: len(q)]):
         if not length:
             continue
         first = max(0, length - window) if window else 0
-        k, v = _gather(pool, (k_table[row], v_table[row]), first, length, layer, scratch_base, out.shape[2])
-        out[index] = _attend(q[index], k, v, scale, softcap, sinks).to(out.dtype)
+        k, v = _gather(pool, [table[row] for table in tables], first, length, layer, out.shape[2])
+        out[index] = _attend(q[index], k, v, manner).to(out.dtype)
 
 
 def prefill_attention(
     q: Tensor,
-    pool: Tensor,
-    k_table: Tensor,
-    v_table: Tensor | None,
+    pool: PoolView,
     work: "PrefillWork",
-    partial: Tensor,
-    partial_lse: Tensor,
+    scratch: "Scratch",
     out: Tensor,
     *,
     layer: int,
-    scratch_base: int,
-    scale: float,
-    window: int = 0,
-    softcap: float = 0.0,
-    sinks: Tensor | None = None,
-    pair: int = 0,
+    manner: Manner = PLAIN,
 ) -> None:
     """Compute causal attention of the tokens of every chunk. Shapes as in the kernel's wrapper; scratch is unused."""
-    del partial, partial_lse
-    v_table = _values_table(k_table, v_table, pair)
+    del scratch
+    tables, window = _tables(pool), manner.window
     for row, first, length, position in work.chunks.tolist():
-        oldest = max(0, position + 1 - window) if window else 0
-        tables, end = (k_table[row], v_table[row]), position + length
-        k, v = _gather(pool, tables, oldest, end, layer, scratch_base, out.shape[2])
+        oldest, end = max(0, position + 1 - window) if window else 0, position + length
+        k, v = _gather(pool, [table[row] for table in tables], oldest, end, layer, out.shape[2])
         for token in range(length):
             end = position + token + 1
             seen = slice(max(0, end - window) - oldest if window else 0, end - oldest)
-            out[first + token] = _attend(q[first + token], k[seen], v[seen], scale, softcap, sinks).to(out.dtype)
+            out[first + token] = _attend(q[first + token], k[seen], v[seen], manner).to(out.dtype)
 
 
 def _gather(
-    pool: Tensor,
-    rows: tuple[Tensor, Tensor],
-    first: int,
-    end: int,
-    layer: int,
-    scratch_base: int,
-    value_dim: int,
+    pool: PoolView, rows: list[Tensor], first: int, end: int, layer: int, value_dim: int
 ) -> tuple[Tensor, Tensor]:
     """Return K [n, kv_heads, head_dim] and V [n, kv_heads, value_dim] of tokens [first, end), n = end - first, found
     through `rows`, a row of each block table."""
-    positions = torch.arange(first, end, device=pool.device)
+    cells = pool.cells
+    positions = torch.arange(first, end, device=cells.device)
     zeros = torch.zeros_like(positions)
-    slots = torch.stack([_token_slots(row[None], zeros, positions, pool, layer, scratch_base) for row in rows])
-    if is_bytes(pool.dtype):
-        slices, where = ByteSlices.of(pool), (slots // pool.shape[1], slots % pool.shape[1])
+    slots = torch.stack([_token_slots(row[None], zeros, positions, cells, layer, pool.scratch_base) for row in rows])
+    if is_bytes(cells.dtype):
+        slices, where = ByteSlices.of(cells), (slots // cells.shape[1], slots % cells.shape[1])
         k, v = dequantize(slices.values[where], slices.scales[where], torch.float32)
         return k, v
-    return _cells(pool, pool.shape[3])[slots[0]], _cells(pool, value_dim)[slots[1]]
+    return _cells(cells, cells.shape[3])[slots[0]], _cells(cells, value_dim)[slots[1]]
 
 
 def _keep(pool: Tensor, slots: Tensor, x: Tensor) -> None:
@@ -327,16 +302,16 @@ def _cells(pool: Tensor, width: int) -> Tensor:
     return pool.as_strided(shape, stride, pool.storage_offset())
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, scale: float, cap: float, sinks: Tensor | None) -> Tensor:
-    """Attend q [heads, head_dim] to k, v [tokens, kv_heads, head_dim]; sinks [heads] or None."""
+def _attend(q: Tensor, k: Tensor, v: Tensor, manner: Manner) -> Tensor:
+    """Attend q [heads, head_dim] to k, v [tokens, kv_heads, head_dim]."""
     wide = torch.promote_types(q.dtype, torch.float32)
     group = q.shape[0] // k.shape[1]
     k, v = (value.to(wide).repeat_interleave(group, dim=1) for value in (k, v))
-    scores = torch.einsum("hd,thd->ht", q.to(wide), k) * scale
-    if cap:
-        scores = cap * torch.tanh(scores / cap)
-    if sinks is not None:
-        scores = torch.cat((scores, sinks.to(wide)[:, None]), dim=-1)
+    scores = torch.einsum("hd,thd->ht", q.to(wide), k) * (q.shape[1] ** -0.5 if manner.scale is None else manner.scale)
+    if manner.softcap:
+        scores = manner.softcap * torch.tanh(scores / manner.softcap)
+    if manner.sinks is not None:
+        scores = torch.cat((scores, manner.sinks.to(wide)[:, None]), dim=-1)
     return torch.einsum("ht,thd->hd", scores.softmax(dim=-1)[:, : len(k)], v)
 
 
@@ -451,10 +426,10 @@ def draw(
     return torch.where((greedy < 0) | (temperature <= 0), greedy, drawn)
 
 
-def _values_table(k_table: Tensor, v_table: Tensor | None, pair: int) -> Tensor:
-    """Return the table of V; in a paired pool V begins `pair` slices after its K."""
-    assert (v_table is None) == (pair > 0), "pass either v_table or pair"
-    return k_table + pair if v_table is None else v_table
+def _tables(pool: PoolView) -> tuple[Tensor, Tensor]:
+    """Return the tables of K and V; in a paired pool V begins `pair` slices after its K."""
+    assert (pool.v_table is None) == (pool.pair > 0), "pass either v_table or pair"
+    return pool.k_table, pool.k_table + pool.pair if pool.v_table is None else pool.v_table
 
 
 def _token_slots(table: Tensor, rows: Tensor, positions: Tensor, pool: Tensor, layer: int, scratch_base: int) -> Tensor:

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from engine.errors import ModelLoadError
+from engine.models.attention import Manner
 from engine.models.checkpoint import Checkpoint
 from engine.models.families import family_named
 from engine.models.known_layers import LAYERS, Given, LayerForm, RunLayer, layer_of, observe
@@ -29,7 +30,6 @@ from engine.models.known_layers import take_over as take_over_layer
 from engine.models.layer_reader import read_layer
 from engine.models.linear import Linear, MakeLinear, make_linear
 from engine.models.lora import AdapterPlan, Site
-from engine.models.manner import Manner
 from engine.models.norm_reader import UnknownError
 from engine.models.packing import Packing, packing_from_config
 from engine.models.recurrent import (

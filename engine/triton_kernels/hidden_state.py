@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from engine.triton_kernels import configs
-from engine.triton_kernels.addressing import check_pool, token_start
+from engine.triton_kernels.addressing import check_cells, token_start
 
 
 @triton.jit(
@@ -64,7 +64,7 @@ def hidden_gather(
 def _launch(
     x: Tensor, positions: Tensor, rows: Tensor, pool: Tensor, table: Tensor, layer: int, scratch_base: int, gather: bool
 ) -> None:
-    check_pool(pool, table)
+    check_cells(pool, table)
     (count, width), row = x.shape, pool.shape[2] * pool.shape[3]
     assert x.stride(1) == 1 and x.dtype == pool.dtype, f"hidden state: contiguous rows of {pool.dtype}, not {x.dtype}"
     assert width <= row, f"hidden size {width} does not fit in {row}, a token's share of a unit"

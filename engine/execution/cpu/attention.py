@@ -21,7 +21,7 @@ from engine.arrays import IntArray
 from engine.execution.layout import Layout
 from engine.execution.pool import UnitPool
 from engine.execution.rows import RowTable
-from engine.models.manner import PLAIN, Manner
+from engine.models.attention import PLAIN, Manner
 
 LONG_CHUNK = 64
 """Minimum length of prefill chunks with separate calls."""

@@ -22,10 +22,10 @@ from engine.execution.pool import UnitPool
 from engine.execution.pooling import TakeHidden
 from engine.execution.rows import RowTable
 from engine.execution.samples import DeviceSamples
+from engine.models.attention import manners_of
 from engine.models.decoder import Attend, Decoder
 from engine.models.heads import HeadProjection
 from engine.models.lora import Adapters, Delta, Site
-from engine.models.manner import Manner
 from engine.models.weights import LayerWeights
 from predictor.limits import Limits
 
@@ -214,7 +214,7 @@ class TorchDevice(PoolDevice):
         paged = PagedAttention(self.pool, self.rows, batch)
         rotary = self._heads.rotary(torch.from_numpy(layout.positions).to(self.pool.device))
         first, spec, streamed = self.layers.start, self.decoder.spec, self.decoder.weights.layers.streamed
-        manners = [Manner(spec.scale, spec.window_of(index), spec.softcap) for index in range(spec.num_layers)]
+        manners = manners_of(spec)
 
         def attend(index: int, layer: LayerWeights, x: Tensor) -> Tensor:
             if hidden is not None:

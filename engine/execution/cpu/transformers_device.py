@@ -24,7 +24,7 @@ from engine.execution.pooling import TakeHidden
 from engine.execution.rows import RowTable
 from engine.execution.samples import DeviceSamples
 from engine.execution.states import StateTable
-from engine.models.manner import Manner
+from engine.models.attention import Manner
 from engine.models.transformers_model import Attend, TransformersModel
 from predictor.limits import Limits
 

@@ -12,10 +12,9 @@ from torch import Tensor
 
 from engine.arrays import IntArray
 from engine.execution.cuda.buffers import send
-from engine.execution.cuda.kernels import Kernels
 from engine.models.lora import Adapters, Delta, Site, StepAdapters
 from engine.models.spec import ModelSpec
-from engine.triton_kernels import configs
+from engine.triton_kernels import Kernels, configs
 
 NUM_SLOTS = 63  # plus slot 0 for no adapter, so that parts of the table start at multiples of 16 bytes
 LARGEST_RANK = 192

@@ -20,7 +20,6 @@ from engine.execution.cpu.device import TorchDevice
 from engine.execution.cpu.transformers_device import MakeAttention, TransformersDevice
 from engine.execution.cuda.buffers import HeadSizes
 from engine.execution.cuda.device import CudaDevice
-from engine.execution.cuda.kernels import triton_kernels
 from engine.execution.cuda.mapped_layers import MappedLayers
 from engine.execution.cuda.modules import KernelAttention
 from engine.execution.cuda.pinned_weights import PinnedWeights
@@ -42,6 +41,7 @@ from engine.models.linear import MakeLinear, make_linear
 from engine.models.spec import ModelShape, ModelSpec
 from engine.models.transformers_model import TransformersModel, probe
 from engine.models.weights import Gather, LayerWeights, ModelWeights, ResidentLayers, torch_dtype
+from engine.triton_kernels import triton_kernels
 from predictor.limits import NO_PADDING, UNITS_PER_BLOCK, Limits, Padding
 
 _GRAPH_BYTES = 16 * 1024**2  # estimate of the driver's memory for a graph of a few hundred kernels

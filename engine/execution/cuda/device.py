@@ -24,7 +24,6 @@ from engine.execution.cuda.buffers import HeadSizes, StepBuffers, StepInputs, St
 from engine.execution.cuda.forward import Forward
 from engine.execution.cuda.graphs import Graphs, Way
 from engine.execution.cuda.hidden import Projection, StepHidden
-from engine.execution.cuda.kernels import Kernels
 from engine.execution.cuda.sampling import Sampling
 from engine.execution.cuda.shapes import Buckets, PaddedShape
 from engine.execution.cuda.stage import Stage
@@ -42,7 +41,7 @@ from engine.models.lora import Adapters, Delta, Site
 from engine.models.sharding import SummedLinear
 from engine.models.spec import ModelSpec
 from engine.models.weights import ModelWeights
-from engine.triton_kernels import configs
+from engine.triton_kernels import Kernels, configs
 from predictor.limits import Limits
 
 log = logging.getLogger("tidemill.engine")

@@ -19,9 +19,9 @@ from torch import Tensor
 
 from engine.arrays import IntArray
 from engine.execution.cuda.buffers import send
-from engine.execution.cuda.kernels import Kernels
 from engine.execution.lane import DeviceStream, Mark
 from engine.execution.pool import UnitPool
+from engine.triton_kernels import Kernels
 
 STAGING_BYTES = 64 * 1024**2
 """Total size of staging, or four units if that is more. A transfer of a quarter of it hides its launch."""

@@ -7,6 +7,7 @@ from torch import Tensor
 from engine.arrays import Int32Array, IntArray
 from engine.execution.pool import UnitPool
 from engine.execution.rows import RowTable
+from engine.models.attention import PoolView
 
 _NO_CHANGES = np.zeros(0, dtype=np.int32)
 
@@ -28,13 +29,12 @@ class DeviceTables:
         self.pair = pool.num_layers if pool.paired else 0
         self.tables = torch.zeros(shape, dtype=torch.int32, device=pool.device)
         self.last_tokens = torch.zeros(num_rows + 1, dtype=torch.int32, device=pool.device)
-        self._rows, self._num_layers = rows, pool.num_layers
+        self._rows, self._num_layers, self._scratch_base = rows, pool.num_layers, pool.scratch_base
         rows.track_changes()
 
-    @property
-    def of_kv(self) -> tuple[Tensor, Tensor | None]:
-        """The tables of K and of V as kernels take them; None for V in a paired pool."""
-        return self.tables[0], None if self.pair else self.tables[1]
+    def view(self, cells: Tensor) -> PoolView:
+        """Return the pool with these cells [slices, block_size, kv_heads, head_dim] as kernels take it."""
+        return PoolView(cells, self.tables[0], None if self.pair else self.tables[1], self._scratch_base, self.pair)
 
     def take_changes(self) -> tuple[Int32Array, Int32Array]:
         """Return changes since the last call: flat indices [n] into `tables`, and their entries [n]."""

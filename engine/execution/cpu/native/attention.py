@@ -18,7 +18,7 @@ from engine.execution.cpu.native.linear import Native, rows_for, stride_of
 from engine.execution.layout import Layout
 from engine.execution.pool import UnitPool
 from engine.execution.rows import RowTable
-from engine.models.manner import PLAIN, Manner
+from engine.models.attention import PLAIN, Manner
 
 FIRST_TOKENS = 512
 """Initial rows of the buffers; they grow when a step needs more."""

@@ -16,8 +16,8 @@ from engine.execution.cpu.native.linear import Native
 from engine.execution.cpu.native.model import NativeModel
 from engine.execution.pool import UnitPool
 from engine.execution.rows import RowTable
+from engine.models.attention import PLAIN
 from engine.models.byte_cells import INTEGERS
-from engine.models.manner import PLAIN
 from engine.models.quantized import make_quantized
 from engine.models.spec import ModelSpec, spec_from_config
 from engine.models.weights import DummyTensors, ModelWeights, build_weights
