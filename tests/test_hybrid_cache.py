@@ -15,7 +15,7 @@ from engine.cache.blocks import CacheAction, CacheEntry, CacheKind, CacheOperati
 from engine.errors import ConfigError
 from engine.execution.cpu.device import TorchDevice
 from engine.execution.runner import Runner
-from engine.models.linear import make_plain
+from engine.models.linear import make_linear
 from engine.models.spec import hidden_offer, spec_from_config
 from engine.models.streaming import StreamedLayers, aligned
 from engine.models.weights import DummyTensors, Gather, build_weights, matrices
@@ -137,7 +137,7 @@ def test_every_mix_is_the_same_where_weights_stream(name: str, seed: int) -> Non
     spec = spec_from_config(llama_config(**CONFIGS[name], num_hidden_layers=5))
 
     def made(*gather: Gather) -> RecordingDecoder:
-        return RecordingDecoder(spec, build_weights(spec, RoughTensors(0, torch.float32, CPU), make_plain, *gather))
+        return RecordingDecoder(spec, build_weights(spec, RoughTensors(0, torch.float32, CPU), make_linear, *gather))
 
     resident = made()
     size = max(sum(aligned(each.data().nbytes) for each in matrices(layer)) for layer in resident.weights.layers)

@@ -9,7 +9,6 @@ kernels' items, so that a wrong split shows as a difference.
 
 import ctypes
 from collections.abc import Callable
-from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -36,9 +35,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Return x / sqrt(mean(x²) + eps) · weight over the last dimension. x [..., H]; weight [H] or [heads, H]."""
     if weight.dtype != x.dtype:
         return functional.rms_norm(x.float(), x.shape[-1:], None, eps).mul_(weight).to(x.dtype)
-    if x.dtype == torch.float32 or x.device.type != "cpu" or not x.shape[0]:
-        return functional.rms_norm(x, x.shape[-1:], None, eps).mul_(weight)
-    return _rms_norm_cpu(x, eps).mul_(weight)
+    return functional.rms_norm(x, x.shape[-1:], None, eps).mul_(weight)
 
 
 def add_rms_norm(
@@ -161,28 +158,6 @@ def softcap(x: Tensor, cap: float, out: Tensor | None = None) -> Tensor:
     """Return cap · tanh(x / cap), computed in float32 and rounded once; written to `out` if given. Any shape."""
     found = (x.float() / cap).tanh_().mul_(cap)
     return found.to(x.dtype) if out is None else out.copy_(found)
-
-
-def _rms_norm_cpu(x: Tensor, eps: float) -> Tensor:
-    """Return the half-precision RMS norm without a weight.
-
-    torch has no half-precision CPU kernel for it and copies the rows to float32 and back (five times the time of this
-    function at [512, 576], the same at [16, 576]). This uses a norm that accumulates in float32 and the inference
-    kernel of batch norm, with rows as channels, mean 0 and the sum of squares as "running variance". Both read
-    half-precision rows directly and round at the same place. Both sides of the fraction are multiplied by the row size:
-    sqrt(H) · x / sqrt(sum(x²) + H · eps).
-    """
-    size = x.shape[-1]
-    rows = x if x.dim() == 2 else x.reshape(-1, size)
-    zeros, scale = _row_constants(rows.shape[0], size)
-    squares = torch.linalg.vector_norm(rows, 2, -1, dtype=torch.float32).square_()
-    normed = torch.batch_norm(rows.unsqueeze(0), scale, None, zeros, squares, False, 0.0, eps * size, False)
-    return normed.view(x.shape)
-
-
-@lru_cache(maxsize=256)
-def _row_constants(count: int, size: int) -> tuple[Tensor, Tensor]:
-    return torch.zeros(count), torch.full((count,), size**0.5)
 
 
 # --- twins of the kernels that use the pool -----------------------------------------------------------------------

@@ -28,7 +28,7 @@ from engine.machine.activity import processor_share, wait_for_quiet
 from engine.machine.facts import host_engines, memcpy_rate, read_processor
 from engine.models.checkpoint import load_layers
 from engine.models.decoder import Decoder
-from engine.models.linear import MakeLinear, make_linear, make_plain
+from engine.models.linear import MakeLinear, make_linear
 from engine.models.quantized import make_quantized
 from engine.models.spec import ModelShape
 from engine.models.transformers_model import TransformersModel
@@ -113,7 +113,7 @@ class CpuBackend:
         _use_cores(config.threads, plan.ranks)
         if plan.offload is not None and config.hidden_cache:
             say("steps run by torch operators, because projections of hidden state are parts of streamed weights")
-            return plan, make_plain
+            return plan, make_linear
         if config.cpu_kernels == "torch":
             return plan, _by_torch(plan)
         int8 = plan.quantization != "none"
