@@ -16,6 +16,7 @@ from torch.nn import functional
 from engine.config import EngineConfig, parse_offload
 from engine.errors import ConfigError
 from engine.execution import memory
+from engine.execution.backend import Backend
 from engine.execution.cpu.device import TorchDevice
 from engine.execution.cpu.transformers_device import MakeAttention, TransformersDevice
 from engine.execution.cuda.buffers import HeadSizes
@@ -52,7 +53,7 @@ _OLDEST_ARCH = (8, 0)
 _SMALLEST_HEAD, _LARGEST_GROUP = 16, 64  # limits of a tensor core product, and of decode tiles without spills
 
 
-class CudaBackend:
+class CudaBackend(Backend):
     """Backend of CUDA devices."""
 
     name = "cuda"
@@ -138,9 +139,6 @@ class CudaBackend:
 
     def copy_rate(self) -> float:
         return BUS_RATE
-
-    def busy_share(self, _plan: LaunchPlan) -> float:
-        return 1.0
 
     def adapted_steps(self, _plan: LaunchPlan) -> str:
         return "without CUDA graphs in steps with a prompt"
