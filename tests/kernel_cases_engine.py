@@ -24,9 +24,8 @@ from torch import Tensor, distributed
 from engine.api import SamplingParams
 from engine.cache.blocks import CacheAction, CacheEntry, CacheKind, CacheOperation, Tier
 from engine.config import NamedFolder, SchedulerConfig
-from engine.execution.ranks.follower import Follower
-from engine.execution.ranks.group import RankGroup
-from engine.execution.ranks.step import RankStep
+from engine.execution.ranks.group import Follower, RankGroup
+from engine.execution.ranks.messages import RankStep
 from engine.models.checkpoint import load_weights
 from engine.models.decoder import Decoder
 from engine.models.lora import load_adapter, plan_adapter

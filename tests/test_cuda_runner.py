@@ -27,11 +27,10 @@ from engine.execution.cuda.buffers import (
     StepInputs,
     StepWishes,
 )
-from engine.execution.cuda.forward import Forward
+from engine.execution.cuda.forward import DeviceTables, Forward
 from engine.execution.cuda.graphs import Graphs, Way
 from engine.execution.cuda.sampling import Sampling
 from engine.execution.cuda.shapes import GRAPH_TOKENS, Buckets
-from engine.execution.cuda.tables import DeviceTables
 from engine.execution.pool import UnitPool
 from engine.execution.rows import RowTable
 from engine.models import torch_ops

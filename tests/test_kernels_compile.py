@@ -34,8 +34,6 @@ from engine.triton_kernels import (  # noqa: E402
     rope_cache_write,
     round_rows,
     silu_and_mul,
-    token_mask,
-    unit_copy,
 )
 from engine.triton_kernels.work import DecodeWork, PrefillWork, Scratch  # noqa: E402
 
@@ -308,12 +306,12 @@ def test_copies_and_activation(compiler: Compiler, arch: int) -> None:
     binaries += compiler.launch(silu_and_mul, "gelu_tanh_and_mul", arch, x)
     binaries += compiler.launch(hidden_state, "hidden_write", arch, *cache, layer=5, scratch_base=900)
     binaries += compiler.launch(hidden_state, "hidden_gather", arch, *cache, layer=5, scratch_base=900)
-    binaries += compiler.launch(unit_copy, "unit_copy", arch, x, x, meta(9, 2, dtype=torch.int64))
+    binaries += compiler.launch(hidden_state, "unit_copy", arch, x, x, meta(9, 2, dtype=torch.int64))
     for binary in binaries:
         check(binary, arch)
         check_wide_access(binary)
     bits = meta(8, 4000, dtype=torch.int32)
-    for binary in compiler.launch(token_mask, "token_mask", arch, meta(64, 128000), meta(8, dtype=torch.int32), bits):
+    for binary in compiler.launch(penalties, "token_mask", arch, meta(64, 128000), meta(8, dtype=torch.int32), bits):
         check(binary, arch)
 
 

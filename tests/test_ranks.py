@@ -37,10 +37,9 @@ from engine.execution.cpu.native.linear import Native
 from engine.execution.cuda.backend import CudaBackend
 from engine.execution.cuda.device import CudaDevice
 from engine.execution.ranks import leader, messages
-from engine.execution.ranks.follower import Follower
-from engine.execution.ranks.group import RankGroup
+from engine.execution.ranks.group import Follower, RankGroup
 from engine.execution.ranks.leader import Leader
-from engine.execution.ranks.step import RankStep
+from engine.execution.ranks.messages import RankStep
 from engine.execution.rows import RowTable
 from engine.execution.runner import Runner
 from engine.forms import Pooling

@@ -24,7 +24,7 @@ from engine.execution.pool import UnitPool
 from engine.execution.rows import RowTable
 from engine.execution.runner import Runner
 from engine.models import torch_ops
-from engine.models.implementation import choose
+from engine.models.hub import choose
 from engine.models.transformers_model import TransformersModel, load_model, load_shape
 from engine.triton_kernels import Kernels
 

@@ -14,8 +14,7 @@ from engine.execution.backend import Backend
 from engine.execution.offload import plan_offload
 from engine.execution.plan import FLOAT8, STORED_FLOATS, STORED_INTEGERS, LaunchPlan
 from engine.models.checkpoint import stored_bytes
-from engine.models.hub import cached_folder, is_hub_id, resolve_model_folder
-from engine.models.implementation import OWN, TRANSFORMERS, Choice, choose
+from engine.models.hub import OWN, TRANSFORMERS, Choice, cached_folder, choose, is_hub_id, resolve_model_folder
 from engine.models.lora import plan_adapter
 from engine.models.packing import Packing
 from engine.models.sharding import divide

@@ -18,13 +18,12 @@ from engine.execution.backend import Backend
 from engine.execution.masks import FOREVER, MAX_FORCED, PATIENCE
 from engine.execution.offload import Offload
 from engine.execution.plan import LaunchPlan
-from engine.execution.ranks.follower import Follower
-from engine.execution.ranks.group import LOADED, MADE, RankGroup, StartingRank
+from engine.execution.ranks.group import LOADED, MADE, Follower, RankGroup, StartingRank
 from engine.execution.runner import Device, Runner
 from engine.execution.self_test import LIMITS as TEST_LIMITS
 from engine.execution.self_test import test_family, test_modules
 from engine.models.checkpoint import load_weights
-from engine.models.implementation import OWN
+from engine.models.hub import OWN
 from engine.models.linear import MakeLinear
 from engine.models.lora import Delta, Site, load_adapter
 from engine.models.sharding import Shard

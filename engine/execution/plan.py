@@ -7,7 +7,7 @@ import torch
 
 from engine.execution.offload import Offload
 from engine.models.byte_cells import INTEGERS
-from engine.models.implementation import OWN
+from engine.models.hub import OWN
 from engine.models.lora import AdapterPlan
 from engine.models.spec import ModelShape, ModelSpec
 from predictor.limits import UNITS_PER_BLOCK, Limits

@@ -20,8 +20,7 @@ import torch
 from torch import Tensor
 
 from engine.errors import ConfigError
-from engine.execution.huge_pages import advise
-from engine.execution.lane import host_zeros
+from engine.execution.host_memory import advise, host_zeros
 from engine.models.byte_cells import ByteSlices, slice_elements
 from engine.models.spec import ModelShape, hidden_offer
 from predictor.limits import Limits

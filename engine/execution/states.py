@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from engine.arrays import IntArray
-from engine.execution.lane import host_zeros
+from engine.execution.host_memory import host_zeros
 from engine.execution.layout import Layout
 from engine.execution.rows import StateMoves
 from engine.models.recurrent import Call, LayerState, Part, Recur, RecurrentState

@@ -21,7 +21,7 @@ from engine.execution.masks import FinishMasks
 from engine.execution.pool import UnitPool
 from engine.execution.pooling import TakeHidden
 from engine.execution.rows import RowTable
-from engine.execution.samples import DeviceSamples
+from engine.execution.sampler import DeviceSamples
 from engine.models.attention import manners_of
 from engine.models.decoder import Attend, Decoder
 from engine.models.heads import HeadProjection

@@ -22,7 +22,7 @@ from engine.execution.plan import LaunchPlan
 from engine.execution.pool import UnitPool
 from engine.execution.pooling import TakeHidden
 from engine.execution.rows import RowTable
-from engine.execution.samples import DeviceSamples
+from engine.execution.sampler import DeviceSamples
 from engine.execution.states import StateTable
 from engine.models.attention import Manner
 from engine.models.transformers_model import Attend, TransformersModel

@@ -21,14 +21,13 @@ from engine.arrays import IntArray
 from engine.execution.cpu.device import Beyond
 from engine.execution.cuda.adapters import SlottedAdapters
 from engine.execution.cuda.buffers import HeadSizes, StepBuffers, StepInputs, StepWishes, send
-from engine.execution.cuda.forward import Forward
+from engine.execution.cuda.forward import DeviceTables, Forward
 from engine.execution.cuda.graphs import Graphs, Way
 from engine.execution.cuda.hidden import Projection, StepHidden
 from engine.execution.cuda.sampling import Sampling
 from engine.execution.cuda.shapes import Buckets, PaddedShape
 from engine.execution.cuda.stage import Stage
 from engine.execution.cuda.swap import Swapper
-from engine.execution.cuda.tables import DeviceTables
 from engine.execution.hidden import has_hidden
 from engine.execution.lane import DeviceStream
 from engine.execution.layout import Layout, decodes_first
@@ -36,7 +35,7 @@ from engine.execution.masks import FinishMasks, StepMasks
 from engine.execution.pool import HostMemory, Reserve, UnitPool
 from engine.execution.pooling import TakeHidden
 from engine.execution.rows import RowTable
-from engine.execution.samples import DeviceSamples
+from engine.execution.sampler import DeviceSamples
 from engine.models.lora import Adapters, Delta, Site
 from engine.models.sharding import SummedLinear
 from engine.models.spec import ModelSpec

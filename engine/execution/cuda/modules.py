@@ -13,9 +13,8 @@ from torch import Tensor
 
 from engine.arrays import IntArray
 from engine.execution.cuda.buffers import HeadSizes, StepBuffers, StepInputs
-from engine.execution.cuda.forward import attend
+from engine.execution.cuda.forward import DeviceTables, attend
 from engine.execution.cuda.shapes import PaddedShape
-from engine.execution.cuda.tables import DeviceTables
 from engine.execution.layout import Layout, decodes_first
 from engine.execution.pool import UnitPool
 from engine.execution.rows import RowTable

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from engine.errors import ConfigError
-from engine.execution.lane import DeviceStream, Mark, host_zeros
+from engine.execution.host_memory import host_zeros
+from engine.execution.lane import DeviceStream, Mark
 from engine.execution.offload import BUFFERS
 
 _MEASURED = 16  # layers

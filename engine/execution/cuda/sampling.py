@@ -14,7 +14,7 @@ from engine.execution.cuda.buffers import StepBuffers, StepWishes, send
 from engine.execution.layout import Layout
 from engine.execution.masks import StepMasks
 from engine.execution.rows import RowTable
-from engine.execution.samples import DeviceSamples, RowLogprobs
+from engine.execution.sampler import DeviceSamples, RowLogprobs
 from engine.scheduling.output import LATE_TOKEN, UNMASKED_TOKEN
 from engine.triton_kernels import Kernels
 

@@ -14,7 +14,8 @@ from engine.arrays import IntArray
 from engine.execution.cpu.device import Beyond
 from engine.execution.cuda.buffers import StepInputs, send
 from engine.execution.cuda.forward import Forward
-from engine.execution.lane import DeviceStream, Mark, pinned
+from engine.execution.host_memory import pinned
+from engine.execution.lane import DeviceStream, Mark
 from engine.execution.layout import Layout, decodes_first
 from engine.execution.pooling import TakeHidden
 

@@ -19,7 +19,7 @@ from engine.execution.hidden import has_hidden
 from engine.execution.layout import Layout
 from engine.execution.masks import FinishMasks
 from engine.execution.pooling import TakeHidden
-from engine.execution.samples import DeviceSamples
+from engine.execution.sampler import DeviceSamples
 from engine.models.decoder import Decoder
 from engine.models.lora import Delta, Site
 from predictor.limits import Limits

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from engine.errors import ConfigError
 from engine.execution.cpu.native import LIBRARY, is_built
-from engine.execution.huge_pages import HugePages
+from engine.execution.host_memory import HugePages
 
 _ABI = 12
 _ERROR_BYTES = 256

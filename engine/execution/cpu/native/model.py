@@ -8,15 +8,13 @@ from torch import Tensor
 
 from engine.arrays import IntArray
 from engine.execution.cpu.device import Beyond
-from engine.execution.cpu.native.binding import shape_over, step_over
-from engine.execution.cpu.native.divided import DividedTape
 from engine.execution.cpu.native.library import TYPES, Kind, Tape, TapeShape, TapeStep, activation_dtype
 from engine.execution.cpu.native.linear import Native
-from engine.execution.cpu.native.tape import Buffers, Composed, compose
+from engine.execution.cpu.native.tape import Buffers, Composed, DividedTape, compose, shape_over, step_over
 from engine.execution.cpu.native.weights import NativeWeights
 from engine.execution.pool import UnitPool
 from engine.execution.rows import RowTable
-from engine.execution.samples import DeviceSamples
+from engine.execution.sampler import DeviceSamples
 from engine.models import torch_ops
 from engine.models.lora import Site, StepAdapters
 from engine.models.rotary import attention_scaling, inverse_frequencies
