@@ -28,7 +28,7 @@ from engine.execution.cuda.buffers import (
     StepWishes,
 )
 from engine.execution.cuda.forward import DeviceTables, Forward
-from engine.execution.cuda.graphs import Graphs, Way
+from engine.execution.cuda.graphs import Graphs
 from engine.execution.cuda.sampling import Sampling
 from engine.execution.cuda.shapes import GRAPH_TOKENS, Buckets
 from engine.execution.pool import UnitPool
@@ -344,11 +344,11 @@ def test_a_capture_that_fails_keeps_the_graphs_that_there_are(
     shapes = [shape.tokens for shape in device._buckets.all_shapes()]
     errors = {shapes[0]: torch.OutOfMemoryError("CUDA out of memory"), shapes[4]: RuntimeError("not permitted")}
 
-    def capture(self: Graphs, inputs: StepInputs, way: Way) -> None:
+    def capture(self: Graphs, inputs: StepInputs, *, adapted: bool) -> None:
         assert inputs is device._buffers.inputs(inputs.shape)
         if inputs.shape.tokens in errors:
             raise errors[inputs.shape.tokens]
-        self._graphs[id(inputs), way] = object()  # type: ignore[assignment]
+        self._graphs[id(inputs), adapted] = object()  # type: ignore[assignment]
 
     monkeypatch.setattr(Graphs, "capture", capture)
     device._capture()

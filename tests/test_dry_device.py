@@ -22,7 +22,6 @@ from engine.execution.cuda.adapters import LARGEST_RANK
 from engine.execution.cuda.buffers import HeadSizes
 from engine.execution.cuda.device import CudaDevice
 from engine.execution.cuda.forward import Forward
-from engine.execution.cuda.graphs import Way
 from engine.execution.cuda.modules import KernelAttention
 from engine.execution.cuda.sampling import Sampling
 from engine.execution.layout import chunk_array, decodes_first
@@ -36,7 +35,7 @@ from engine.forms import Grammar
 from engine.models.attention import PLAIN, Manner
 from engine.models.lora import Delta, Site
 from engine.models.sharding import Shard
-from engine.models.spec import ModelSpec, hidden_offer, load_spec
+from engine.models.spec import ModelSpec, hidden_state_refusal, load_spec
 from engine.models.weights import build_weights
 from engine.scheduling.output import Chunk, NewRequest, SchedulerOutput
 from engine.triton_kernels import triton_kernels
@@ -93,7 +92,7 @@ def make_runner(
 ) -> Runner[CudaDevice]:
     """`shard`: of this rank. `adapted`: under LoRA adapters."""
     limits = Limits(4, tokens, 64, num_units=60, block_size=BLOCK)
-    scratch = 0 if shard or hidden_offer(spec).refusal else 12
+    scratch = 0 if shard or hidden_state_refusal(spec) else 12
     with torch.inference_mode():
         weights = build_weights(spec, MetaTensors(), shard=shard)
     part = spec if shard is None else shard.spec_of(spec)
@@ -164,7 +163,7 @@ def counts_of(
 
 def kinds_of(spec: ModelSpec, *, int8: bool = False) -> list[str]:
     """The steps that a model may meet: with a cache of 8 bits none from hidden state."""
-    left_out = ("from hidden state", "restored") if int8 or hidden_offer(spec).refusal else ()
+    left_out = ("from hidden state", "restored") if int8 or hidden_state_refusal(spec) else ()
     return [kind for kind in KINDS if kind not in left_out]
 
 
@@ -453,7 +452,7 @@ def launches_of(name: str, tokens: int) -> tuple[list[str], list[str]]:
             inputs = device._buffers.fill(device._buckets.fit(tokens, 2), decodes_first(_NO_CHUNKS), device.rows)
             dry.launched.clear()
             with torch.inference_mode():
-                device._run(inputs, Way.PLAIN)
+                device._run(inputs, adapted=False)
             found.append(dry.launched)
     one, two = found
     layer = two[1 : 1 + len(two) - len(one)]  # behind the embedding

@@ -69,17 +69,7 @@ _LLAMA_NAMES = TensorNames(
     down="mlp.down_proj",
     final_norm="norm",
 )
-_PHI3_NAMES = TensorNames(
-    prefixes=("model.", ""),
-    embedding="embed_tokens",
-    input_norm="input_layernorm",
-    qkv=("self_attn.qkv_proj",),
-    out="self_attn.o_proj",
-    post_norm="post_attention_layernorm",
-    up=("mlp.gate_up_proj",),
-    down="mlp.down_proj",
-    final_norm="norm",
-)
+_PHI3_NAMES = replace(_LLAMA_NAMES, qkv=("self_attn.qkv_proj",), up=("mlp.gate_up_proj",))
 _OPT_NAMES = TensorNames(
     prefixes=("model.decoder.", "decoder."),
     embedding="embed_tokens",
@@ -105,16 +95,9 @@ _NEOX_NAMES = TensorNames(
     final_norm="final_layer_norm",
     head=("embed_out", "lm_head"),
 )
-_GEMMA_NAMES = TensorNames(
-    prefixes=("model.", ""),
-    embedding="embed_tokens",
-    input_norm="input_layernorm",
-    qkv=("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-    out="self_attn.o_proj",
+_GEMMA_NAMES = replace(
+    _LLAMA_NAMES,
     post_norm="pre_feedforward_layernorm",
-    up=("mlp.gate_proj", "mlp.up_proj"),
-    down="mlp.down_proj",
-    final_norm="norm",
     branch_norms=("post_attention_layernorm", "post_feedforward_layernorm"),
 )
 

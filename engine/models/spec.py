@@ -9,7 +9,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from engine.errors import ConfigError, ModelLoadError
 from engine.models.families import Family, family_of
@@ -156,21 +156,14 @@ class ModelSpec(ModelShape):
         return embeddings + self.num_layers * (attention + mlp + norms * norm) + norm
 
 
-class HiddenOffer(NamedTuple):
-    """Units of hidden state that replace a block of K and V (0: not offered), and the reason of a refusal."""
-
-    units: int
-    refusal: str
-
-
-def hidden_offer(spec: ModelShape) -> HiddenOffer:
-    """Return whether hidden state saves memory: it takes ceil(2r) units per block instead of two (Apt-Serve §4)."""
+def hidden_state_refusal(spec: ModelShape) -> str | None:
+    """Return why hidden state saves no memory; None if it does: a unit of it, ceil(2r), replaces two of K and V
+    (Apt-Serve §4)."""
     if 2 * spec.hidden_ratio <= 1:
-        return HiddenOffer(1, "")
-    return HiddenOffer(
-        0,
+        return None
+    return (
         f"hidden state of {spec.hidden_size} values per token and layer exceeds the {spec.kv_size} values of K; "
-        f"it would take {spec.hidden_ratio:.2f} of the memory of K and V; at most 0.5 is supported",
+        f"it would take {spec.hidden_ratio:.2f} of the memory of K and V; at most 0.5 is supported"
     )
 
 

@@ -9,6 +9,7 @@ kernels' items, so that a wrong split shows as a difference.
 
 import ctypes
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -133,24 +134,13 @@ def gelu_tanh_and_mul(x: Tensor) -> Tensor:
     return functional.gelu(gate, approximate="tanh").mul_(up)
 
 
-def gelu(x: Tensor) -> Tensor:
-    """Exact GELU (erf)."""
-    return functional.gelu(x)
-
-
-def gelu_tanh(x: Tensor) -> Tensor:
-    """GELU with the tanh approximation."""
-    return functional.gelu(x, approximate="tanh")
-
-
-def relu(x: Tensor) -> Tensor:
-    """max(x, 0)."""
-    return torch.relu(x)
-
-
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "silu": silu_and_mul, "gelu_tanh_gated": gelu_tanh_and_mul, "gelu": gelu, "gelu_tanh": gelu_tanh, "relu": relu
-}  # fmt: skip
+    "silu": silu_and_mul,
+    "gelu_tanh_gated": gelu_tanh_and_mul,
+    "gelu": functional.gelu,
+    "gelu_tanh": partial(functional.gelu, approximate="tanh"),
+    "relu": torch.relu,
+}
 """Activations by their names in a spec: x [T, 2·F] or [T, F] -> [T, F]."""
 
 

@@ -5,7 +5,7 @@ samples.
 """
 
 from collections.abc import Callable, Mapping
-from typing import Protocol
+from typing import Protocol, Unpack
 
 import numpy as np
 import torch
@@ -18,7 +18,7 @@ from engine.execution.hidden import ScratchPlan, has_hidden
 from engine.execution.lane import DeviceStream
 from engine.execution.layout import Layout
 from engine.execution.masks import FinishMasks
-from engine.execution.pool import UnitPool
+from engine.execution.pool import PoolOptions, UnitPool
 from engine.execution.pooling import TakeHidden
 from engine.execution.rows import RowTable
 from engine.execution.sampler import DeviceSamples
@@ -74,50 +74,21 @@ class PoolDevice:
 
 
 class TorchDevice(PoolDevice):
-    """A Device for native models.
-
-    Raises ConfigError for scratch if the model cannot use hidden state as a cache.
-
-    Args:
-        decoder: The model.
-        limits: Limits of a step.
-        scratch_blocks: Number of hidden blocks that one step may read or write; 0: none.
-        host_units: Units of the host tier.
-        cell_type: Type of an 8-bit cache.
-        spare_bytes: See UnitPool.
+    """A Device for native models. Raises ConfigError for scratch if the model cannot use hidden state as a cache.
 
     Attributes:
         layers: Layers that it runs.
         beyond: Runs the following layers on the next engine of a pipeline.
     """
 
-    def __init__(
-        self,
-        decoder: Decoder,
-        limits: Limits,
-        *,
-        scratch_blocks: int = 0,
-        host_units: int = 0,
-        cell_type: torch.dtype | None = None,
-        spare_bytes: int = 0,
-    ) -> None:
+    def __init__(self, decoder: Decoder, limits: Limits, **pool: Unpack[PoolOptions]) -> None:
         spec, weights = decoder.spec, decoder.weights
-        super().__init__(
-            UnitPool.of(
-                spec,
-                limits,
-                weights.embedding,
-                scratch_blocks,
-                host_units,
-                cell_type=cell_type,
-                spare_bytes=spare_bytes,
-            ),
-            RowTable(limits, hidden=scratch_blocks > 0),
-        )
+        hidden = pool.get("scratch_blocks", 0) > 0
+        super().__init__(UnitPool.of(spec, limits, weights.embedding, **pool), RowTable(limits, hidden=hidden))
         self.decoder = decoder
         self.layers = range(spec.num_layers)
         self.beyond: Beyond | None = None
-        self._heads = HeadProjection(spec, weights, limits.max_model_len, hidden=scratch_blocks > 0)
+        self._heads = HeadProjection(spec, weights, limits.max_model_len, hidden=hidden)
         self._cell_bytes = 2 * spec.kv_size * weights.embedding.dtype.itemsize
 
     def restore(self, units: IntArray, starts: IntArray) -> None:

@@ -60,7 +60,7 @@ class TransformersDevice(PoolDevice):
         state_slots: int = 0,
         host_state_slots: int = 0,
     ) -> None:
-        super().__init__(UnitPool.of(model.shape, limits, model.like, 0, host_units), RowTable(limits))
+        super().__init__(UnitPool.of(model.shape, limits, model.like, host_units=host_units), RowTable(limits))
         self._model = model
         states = model.states()
         goes_on = all(each.resumes for each in states.values())

@@ -228,7 +228,7 @@ def shape_over(pool: UnitPool, rows: RowTable, max_model_len: int, **model: Any)
         num_rows=rows.num_rows,
         max_blocks=rows.k_table.shape[1],
         max_positions=min(max_model_len, rows.tokens.shape[1]),
-        int8_cache=_cache_type(pool),
+        int8_cache=CacheType.EXACT if pool.bytes is None else CacheType.INT8,
         **model,
     )
 
@@ -247,10 +247,6 @@ def step_over(pool: UnitPool, rows: RowTable, chunks: IntArray, **results: Any) 
         pool=pool.slices.data_ptr(),
         **results,
     )
-
-
-def _cache_type(pool: UnitPool) -> CacheType:
-    return CacheType.EXACT if pool.bytes is None else CacheType.INT8
 
 
 @dataclass(frozen=True, slots=True)
