@@ -19,7 +19,7 @@ from engine.execution.cpu.device import TorchDevice
 from engine.execution.runner import Runner
 from engine.models.checkpoint import load_weights
 from engine.models.decoder import Decoder
-from engine.models.spec import load_spec
+from engine.models.spec import hidden_state_refusal, load_spec
 
 BLOCK = 4
 OUTPUT = 12

@@ -39,7 +39,8 @@ from engine.models.decoder import Decoder
 from engine.models.linear import MakeLinear, make_linear
 from engine.models.lora import Adapters, load_adapter, plan_adapter
 from engine.models.spec import load_spec
-from engine.models.transformers_model import load_model, load_shape
+from engine.models.transformers_model import load_model
+from engine.models.transformers_shape import load_shape
 from engine.process.launcher import Source
 from engine.text.tokenizer import Tokenizer
 from gateway import cli

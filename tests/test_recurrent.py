@@ -25,7 +25,8 @@ from engine.execution.self_test import test_modules
 from engine.execution.states import StateTable
 from engine.forms import Grammar
 from engine.models.recurrent import RecurrentState
-from engine.models.transformers_model import TransformersModel, load_model, load_shape
+from engine.models.transformers_model import TransformersModel, load_model
+from engine.models.transformers_shape import load_shape
 
 test_modules.__test__ = False  # type: ignore[attr-defined]
 

@@ -25,7 +25,8 @@ from engine.execution.rows import RowTable
 from engine.execution.runner import Runner
 from engine.models import torch_ops
 from engine.models.hub import choose
-from engine.models.transformers_model import TransformersModel, load_model, load_shape
+from engine.models.transformers_model import TransformersModel, load_model
+from engine.models.transformers_shape import load_shape
 from engine.triton_kernels import Kernels
 
 pytestmark = pytest.mark.usefixtures("one_thread")

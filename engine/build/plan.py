@@ -19,7 +19,7 @@ from engine.models.lora import plan_adapter
 from engine.models.packing import Packing
 from engine.models.sharding import divide
 from engine.models.spec import ModelShape, ModelSpec, resolve_max_model_len
-from engine.models.transformers_model import TransformersShape
+from engine.models.transformers_shape import TransformersShape
 from engine.models.weights import torch_dtype
 from engine.refusals import unsupported
 from predictor.limits import Limits

@@ -29,7 +29,8 @@ from engine.models.lora import Delta, Site, load_adapter
 from engine.models.sharding import Shard
 from engine.models.spec import ModelSpec
 from engine.models.streaming import StreamedLayers
-from engine.models.transformers_model import TransformersModel, TransformersShape, load_model
+from engine.models.transformers_model import TransformersModel, load_model
+from engine.models.transformers_shape import TransformersShape
 from engine.models.weights import Gather, ModelWeights
 from engine.structured.compiler import GrammarCompiler
 from predictor.limits import Limits

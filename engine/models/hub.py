@@ -286,5 +286,5 @@ def _instead(folder: Path, own: ModelLoadError) -> ModelShape:
 
 
 def _foreign(folder: Path) -> ModelShape:
-    shape: ModelShape = importlib.import_module("engine.models.transformers_model").load_shape(folder)
+    shape: ModelShape = importlib.import_module("engine.models.transformers_shape").load_shape(folder)
     return shape

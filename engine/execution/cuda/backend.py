@@ -40,7 +40,8 @@ from engine.models.decoder import Decoder
 from engine.models.heads import HeadProjection
 from engine.models.linear import MakeLinear, make_linear
 from engine.models.spec import ModelShape, ModelSpec
-from engine.models.transformers_model import TransformersModel, probe
+from engine.models.transformers_model import TransformersModel
+from engine.models.transformers_shape import probe
 from engine.models.weights import Gather, LayerWeights, ModelWeights, ResidentLayers, torch_dtype
 from engine.triton_kernels import triton_kernels
 from predictor.limits import NO_PADDING, UNITS_PER_BLOCK, Limits, Padding
