@@ -69,8 +69,6 @@ class PoolOptions(TypedDict, total=False):
 
     Attributes:
         scratch_blocks: Number of hidden blocks that one step may read or write; 0: none.
-        host_units: Units of the host tier.
-        cell_type: Type of an 8-bit cache.
         spare_bytes: Addresses for additional units of fewer layers, in memory from `reserve`.
         reserve: Provides that memory.
     """

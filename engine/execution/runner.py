@@ -111,7 +111,6 @@ class Device(CacheMover, Protocol):
         A row's UNKNOWN token is read from the device's own sample. The next call may overwrite the results.
 
         Args:
-            chunks: Chunks of the step.
             masks: Called during the forward pass to get the masks of the samples.
             take: Called with the hidden states of the step.
 

@@ -196,7 +196,6 @@ class _Step:
     """One micro-batch.
 
     Attributes:
-        number: Sequence number.
         chunks: [n, 4], of rows 0 to n - 1.
         tables: [2, n, blocks] of K and V.
         hidden: [parts, T, H].

@@ -36,11 +36,8 @@ class Offer:
     """Files of a model on the hub at one commit, limited to those that the engine uses.
 
     Attributes:
-        name: Hugging Face id.
         revision: Requested revision, under which the cache finds the files.
         commit: Commit of the revision.
-        files: Files that the engine uses.
-        pickles: Whether the repository has pickled weights.
         cache: Folder of the repository in the cache.
     """
 

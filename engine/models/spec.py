@@ -38,7 +38,6 @@ class ModelShape:
     Attributes:
         num_layers: Number of attention layers.
         vocab_size: Width of the logits.
-        dtype: Type of the checkpoint.
         architecture: Class named in the config.
         packing: Storage format of quantized linear layers.
         windows: Number of tokens visible to a query, itself included, per attention layer; None: all. Empty: no layer

@@ -37,7 +37,6 @@ class TransformersShape(ModelShape):
     """A model that runs transformers modules.
 
     Attributes:
-        parameters: Number of parameters.
         layers: Names of the attention modules in order.
         longest: Longest context that is computed exactly, if shorter than all positions.
         limit: Reason of `longest`.

@@ -127,9 +127,6 @@ class ModelWeights:
     Attributes:
         embedding: [vocab, H].
         positions: [max_position + offset, H] or None.
-        layers: The decoder layers.
-        final_norm: Norm before the head.
-        head: Projection to logits.
         gather: Joins the logits of all ranks; None if the head is not divided.
     """
 

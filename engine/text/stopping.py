@@ -74,7 +74,6 @@ class TextDelta:
     """Result of a push.
 
     Attributes:
-        text: New text.
         stop: Stop string that ended the answer.
         num_tokens: Number of tokens newly covered by the text. A token counts once its last character is released (one
             without text: once all earlier tokens are); after a stop string, if any of its characters is in the text.

@@ -279,8 +279,6 @@ def decode_attention(
         work: Splits of the contexts.
         scratch: Memory for as many splits as the work list has items.
         out: [n, heads, value_dim].
-        layer: Layer of the pool.
-        manner: Variant of attention.
         config: Tile; default from `configs`.
     """
     (cells, k_table, v_table, scratch_base, pair), (partial, lse, arrived) = pool, scratch

@@ -162,7 +162,6 @@ def rope_cache_write(
         pool, layer: As in `decode_attention`.
         q_norm: Weight [head_dim] of the norm of Q, or None.
         k_norm: Weight [head_dim] of the norm of K, or None.
-        eps: Epsilon of the norms.
     """
     cells, k_table, v_table, scratch_base, pair = pool
     (count, kv_heads, head_dim), block_size = k.shape, cells.shape[1]

@@ -77,7 +77,6 @@ class TorchDevice(PoolDevice):
     """A Device for native models. Raises ConfigError for scratch if the model cannot use hidden state as a cache.
 
     Attributes:
-        layers: Layers that it runs.
         beyond: Runs the following layers on the next engine of a pipeline.
     """
 

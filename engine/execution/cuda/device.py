@@ -58,13 +58,9 @@ class CudaDevice:
     Raises ConfigError for scratch if the model cannot use hidden state as a cache.
 
     Args:
-        spec: The model.
-        weights: Its weights.
         kernels: Triton kernels or their torch twins.
-        limits: Limits of a step.
         graphs: Capture a graph for every bucket now (CUDA only).
         adapted: Whether LoRA adapters may be added.
-        pool: Options of the pool.
 
     Attributes:
         beyond: Runs the following layers on the next engine of a pipeline.

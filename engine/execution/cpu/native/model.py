@@ -100,8 +100,6 @@ class NativeModel:
         """Run chunks [n, 4] (row, start, length, sample) of rows whose blocks all hold K and V.
 
         Args:
-            chunks: Chunks of the step.
-            logits: Whether logits are wanted.
             beyond: Runs the layers after those kept here.
             whole: Whether `hidden` must be valid for all tokens.
             adapters: Adapters of the tokens, chunk by chunk; not with streamed or distributed layers.
