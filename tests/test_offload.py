@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import cast
+from unittest.mock import Mock
 
 import cuda_engine
 import numpy as np
@@ -36,7 +37,6 @@ from engine.execution.cpu.weight_file import WeightFile
 from engine.execution.cuda import backend as cuda_backend
 from engine.execution.cuda.device import CudaDevice
 from engine.execution.cuda.pinned_weights import PinnedWeights
-from engine.execution.lane import DeviceStream
 from engine.execution.offload import FEWEST_STREAMED, Offload, plan_offload, spread
 from engine.execution.runner import Runner
 from engine.machine import facts
@@ -446,14 +446,14 @@ class LateMark:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_copies_and_kernels_in_any_order_that_events_allow(seed: int) -> None:
+def test_copies_and_kernels_in_any_order_that_events_allow(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Four passes, and some layers out of order, are launched at once; kernels find their own layer's bytes."""
     random = Random(seed)
     odd = random.choices(range(5), k=random.randrange(6))
     steps, transfers = LateLane(), LateLane()
-    transport = PinnedWeights(
-        4 * 64, 4, CPU, transfers=cast(DeviceStream, transfers), steps=lambda: cast(DeviceStream, steps)
-    )
+    streams = Mock(return_value=transfers, current=lambda _device: steps)
+    monkeypatch.setattr("engine.execution.cuda.pinned_weights.DeviceStream", streams)
+    transport = PinnedWeights(4 * 64, 4, CPU)
     layers = StreamedLayers(iter(small_layers(5)), (0, 1, 3, 4), transport)
     found: list[tuple[int, set[float]]] = []
     for index in (*range(5), *odd, *(list(range(5)) * 3)):

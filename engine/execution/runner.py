@@ -252,14 +252,17 @@ class Runner(Generic[DeviceT]):
         allowed = None if masks is None else masks()
         tokens, logprobs = sample(logits, rows.sampling, batch, allowed)
         generations = rows.generation[where]
-        sought = ends >= rows.known_to[where]  # a step taken ahead may have computed the first of the forced tokens
-        rows.tokens[where[sought], ends[sought]] = np.maximum(tokens, 0)[sought]
-        forced = self._note_forced(where, ends, allowed)
+        forced = self._write(where, ends, np.maximum(tokens, 0), allowed)
         read = None if logprobs is None else lambda: logprobs
         return _Samples(where, ends, generations, tokens.astype(np.int32), self.device.lane.mark(), read, forced)
 
-    def _note_forced(self, where: IntArray, ends: IntArray, allowed: StepMasks | None) -> Mapping[int, tuple[int, ...]]:
-        """Write the tokens forced after samples at `ends [n]` of rows `where [n]` to the rows."""
+    def _write(
+        self, where: IntArray, ends: IntArray, tokens: IntArray, allowed: StepMasks | None
+    ) -> Mapping[int, tuple[int, ...]]:
+        """Write tokens [n] sampled at `ends [n]` of rows `where [n]`, and the tokens forced after them, to the rows."""
+        # A step taken ahead may have computed the first of the forced tokens.
+        sought = ends >= self._rows.known_to[where]
+        self._rows.tokens[where[sought], ends[sought]] = tokens[sought]
         if allowed is None:
             return {}
         for at, run in allowed.forced.items():
@@ -275,12 +278,9 @@ class Runner(Generic[DeviceT]):
             self.device.lane.copy(wanted.packed, packed)
             logprobs = partial(wanted.read, packed.numpy(), results[:count].numpy())
         arrived = self.device.lane.fetch(sampled.tokens, results[:count])
-        rows = self._rows
-        sought = ends >= rows.known_to[where]
-        rows.tokens[where[sought], ends[sought]] = UNKNOWN
-        forced = self._note_forced(where, ends, allowed)
-        tokens = results[:count].numpy()
-        samples = _Samples(where, ends, rows.generation[where], tokens, arrived, logprobs, forced)
+        forced = self._write(where, ends, np.full(count, UNKNOWN), allowed)
+        tokens, generations = results[:count].numpy(), self._rows.generation[where]
+        samples = _Samples(where, ends, generations, tokens, arrived, logprobs, forced)
         self._unsettled.append(samples)
         return samples
 
