@@ -3,10 +3,10 @@
 import torch
 from driver import Driver
 
+from benchmarks.gpu import twins
 from engine.config import SchedulerConfig
 from engine.execution.cuda.device import CudaDevice
 from engine.execution.runner import Runner
-from engine.models import torch_ops
 from engine.models.spec import ModelSpec
 from engine.models.weights import ModelWeights
 from engine.triton_kernels import Kernels
@@ -32,7 +32,7 @@ def make_runner(
         CudaDevice(
             spec,
             weights,
-            kernels or torch_ops,
+            kernels or twins,
             config.limits,
             graphs=graphs and weights.embedding.device.type == "cuda",
             scratch_blocks=config.scratch_blocks,

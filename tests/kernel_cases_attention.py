@@ -9,7 +9,7 @@ import torch
 from kernel_pool import DEVICE, DTYPES, NAN, PagedCache, assert_same, fused_heads, index, paged_cache, typed
 from torch import Tensor
 
-from engine.models import torch_ops as twin
+from benchmarks.gpu import twins as twin
 from engine.models.attention import Manner
 from engine.triton_kernels import configs
 from engine.triton_kernels.configs import LaunchConfig, device_arch, prefill_config

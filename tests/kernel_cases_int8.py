@@ -12,7 +12,7 @@ from kernel_cases_attention import DECODE_TILE, PREFILL_TILE, prefill_scratch
 from kernel_cases_cache import LENGTHS, TOKENS
 from kernel_pool import DEVICE, NAN, PagedCache, fused_heads, index, paged_cache, random
 
-from engine.models import torch_ops as twin
+from benchmarks.gpu import twins as twin
 from engine.models.attention import Manner
 from engine.models.byte_cells import INTEGERS, ByteSlices, slice_elements
 from engine.triton_kernels.decode_attention import decode_attention

@@ -14,6 +14,7 @@ from tiny_models import FAMILY_CASES, model_folder
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from benchmarks.gpu import twins
 from engine.api import EngineInfo, FinishReason, RequestClass, SamplingParams
 from engine.cache.blocks import CacheEntry, CacheKind, Tier
 from engine.core import EngineCore
@@ -33,7 +34,6 @@ from engine.execution.cuda.sampling import Sampling
 from engine.execution.cuda.shapes import GRAPH_TOKENS, Buckets
 from engine.execution.pool import UnitPool
 from engine.execution.rows import RowTable
-from engine.models import torch_ops
 from engine.models.checkpoint import load_weights
 from engine.models.decoder import Decoder
 from engine.models.spec import load_spec
@@ -292,7 +292,7 @@ class MetaKernels:
 
     def __getattr__(self, name: str) -> object:
         caches = {"rope_cache_write", "decode_attention", "prefill_attention"}
-        return (lambda *args, **kwargs: None) if name in caches else getattr(torch_ops, name)
+        return (lambda *args, **kwargs: None) if name in caches else getattr(twins, name)
 
 
 @pytest.mark.parametrize("name", ["llama-gqa2", "qwen3", "opt", "neox"])
@@ -390,4 +390,4 @@ def test_draw_keeps_greedy_and_invalid_rows_and_ties() -> None:
         min_p=torch.zeros(5),
     )
     # greedy; both of two equal logits pass a top-k of one; not finite; and both pass a top-p that one would fill
-    assert torch_ops.draw(logits, greedy, *inputs).tolist() == [1, 1, 2, -1, 2]
+    assert twins.draw(logits, greedy, *inputs).tolist() == [1, 1, 2, -1, 2]

@@ -16,7 +16,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.models import torch_ops
+from benchmarks.gpu import twins
 from engine.triton_kernels import configs, triton_kernels
 from engine.triton_kernels.work import DecodeWork, PrefillWork
 
@@ -183,6 +183,6 @@ def test_twins_take_what_kernels_take() -> None:
     for name in kernels.__all__:
         given, twin = (
             [(each.name.lstrip("_"), each.kind, each.default) for each in signature(function).parameters.values()]
-            for function in (getattr(kernels, name), getattr(torch_ops, name))
+            for function in (getattr(kernels, name), getattr(twins, name))
         )
         assert [each for each in given if each[0] != "config"] == twin, name

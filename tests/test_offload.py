@@ -22,6 +22,7 @@ from test_build import DEMO, answer
 from test_runner import BLOCK, CPU, crowd, run_in_waves
 from tiny_models import FAMILY_CASES, llama_config, model_folder
 
+from benchmarks.gpu import twins
 from engine.api import EngineRequest, SamplingParams
 from engine.build import build_engine, build_runner, plan_launch, profile_key, scheduler_config
 from engine.config import EngineConfig, SchedulerConfig
@@ -40,7 +41,6 @@ from engine.execution.cuda.pinned_weights import PinnedWeights
 from engine.execution.offload import FEWEST_STREAMED, Offload, plan_offload, spread
 from engine.execution.runner import Runner
 from engine.machine import facts
-from engine.models import torch_ops
 from engine.models.checkpoint import load_weights
 from engine.models.decoder import Decoder
 from engine.models.linear import MakeLinear, PlainLinear, make_linear
@@ -135,9 +135,6 @@ class FakeTransport:
 
     def seconds(self) -> float:
         return 1.0
-
-    def close(self) -> None:
-        self._begun.clear()
 
 
 def small_layers(count: int) -> list[LayerWeights]:
@@ -495,7 +492,7 @@ def test_no_graphs_are_made_of_steps_that_stream(monkeypatch: pytest.MonkeyPatch
     captured: list[CudaDevice] = []
     monkeypatch.setattr(CudaDevice, "_capture", lambda self: captured.append(self))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
-    monkeypatch.setattr(cuda_backend, "triton_kernels", lambda: torch_ops)
+    monkeypatch.setattr(cuda_backend, "triton_kernels", lambda: twins)
     monkeypatch.setattr(cuda_backend, "launch_refusal", lambda: None)
     launch = plan_launch(EngineConfig(model=str(folder), device="cpu", num_gpu_blocks_override=40))
     for options, graphs in (({}, 1), ({"gather": gather}, 0)):

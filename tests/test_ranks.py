@@ -23,6 +23,7 @@ from test_build import shape
 from test_families import assert_equal_but_for_ties, prompts_of
 from torch import distributed
 
+from benchmarks.gpu import twins
 from engine import build, openmp
 from engine.api import EngineRequest, EngineState, SamplingParams
 from engine.cache.blocks import CacheAction
@@ -44,7 +45,6 @@ from engine.execution.rows import RowTable
 from engine.execution.runner import Runner
 from engine.forms import Pooling
 from engine.machine.facts import Processor
-from engine.models import torch_ops
 from engine.models.checkpoint import load_weights
 from engine.models.decoder import Decoder
 from engine.models.linear import make_linear
@@ -469,7 +469,7 @@ def test_two_devices_equal_one(kind: type, case: str, vocab: int) -> None:
         weights = load_weights(whole, folder, dtype="float32", load_format=load_format, shard=shard, make=make)
         spec = whole if shard is None else shard.spec_of(whole)
         if kind is CudaDevice:
-            device: Any = CudaDevice(spec, weights, torch_ops, config.limits, graphs=False)
+            device: Any = CudaDevice(spec, weights, twins, config.limits, graphs=False)
         else:
             decoder = Decoder(spec, weights)
             device = (

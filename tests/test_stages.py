@@ -22,6 +22,7 @@ from native_build import native_library
 from test_runner import crowd
 from tiny_models import llama_config, model_folder
 
+from benchmarks.gpu import twins
 from benchmarks.simulated_fleet.plans import pipeline_units, split_layers
 from engine.api import EngineRequest, SamplingParams
 from engine.build import build_runner, plan_launch
@@ -41,7 +42,6 @@ from engine.execution.runner import Runner
 from engine.execution.stages import PipelineRunner, StageError
 from engine.forms import Pooling
 from engine.machine.link import Link, LinkLostError
-from engine.models import torch_ops
 from engine.models.byte_cells import INTEGERS
 from engine.models.checkpoint import load_layers
 from engine.models.decoder import Decoder
@@ -93,7 +93,7 @@ def make_cuda(spec: ModelSpec, dtype: str, units: int, **pool: Any) -> PipelineR
     weights = build_weights(spec, DummyTensors(3, getattr(torch, dtype), torch.device("cpu")), make_linear, layers)
     assert isinstance(weights.layers, MappedLayers)
     spare = {"spare_bytes": weights.layers.spare_bytes, "reserve": weights.layers.reserve, **pool}
-    device = CudaDevice(spec, weights, torch_ops, limits_of(units), graphs=False, **spare)
+    device = CudaDevice(spec, weights, twins, limits_of(units), graphs=False, **spare)
     load = functools.partial(
         load_layers,
         spec,

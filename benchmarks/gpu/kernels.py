@@ -7,10 +7,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from benchmarks.gpu import twins
 from benchmarks.gpu.limits import measure_limits
 from benchmarks.gpu.setup import Setup
 from benchmarks.gpu.table import Row
-from engine.models import torch_ops
 from engine.models.attention import PoolView
 from engine.triton_kernels import Kernels, configs
 from engine.triton_kernels.work import DecodeWork, PrefillWork, Scratch
@@ -195,14 +195,14 @@ def _attention_errors(
     requests = DecodeWork(len(case.lengths), len(case.lengths), _BLOCK, torch.device("cpu"))
     rows = np.arange(len(case.lengths), dtype=np.int32)
     requests.fill(rows, np.array(case.lengths, dtype=np.int32))
-    torch_ops.decode_attention(q.double(), wide, requests, Scratch(q, q, q), expected, layer=1)
+    twins.decode_attention(q.double(), wide, requests, Scratch(q, q, q), expected, layer=1)
     yield "decode attention", _error(out, expected)
     tokens = sum(min(29, length) for length in case.lengths)
     q = torch.randn((tokens, heads, head_dim), device=setup.device, dtype=setup.dtype)
     out, expected = torch.empty_like(q), torch.empty_like(q, dtype=torch.float64)
     call, work = prefill_call(setup, kernels, case, q, out, 29)
     call()
-    torch_ops.prefill_attention(q.double(), wide, work, Scratch(q, q, q), expected, layer=1)
+    twins.prefill_attention(q.double(), wide, work, Scratch(q, q, q), expected, layer=1)
     yield "prefill attention", _error(out, expected)
     yield "RoPE and cache write", _rope_error(setup, kernels, case)
 
@@ -218,7 +218,7 @@ def _rope_error(setup: Setup, kernels: Kernels, case: PagedCase) -> float:
     cos_sin = torch.cat((angles.cos(), angles.sin()), dim=-1)
     q_norm, k_norm = torch.rand((2, head_dim), device=device).to(setup.dtype)
     wide_pool, wide_q = case.pool.double(), q.double()
-    torch_ops.rope_cache_write(
+    twins.rope_cache_write(
         wide_q, k.double(), v.double(), cos_sin, positions, rows, case.view._replace(cells=wide_pool), layer=1,
         q_norm=q_norm.double(), k_norm=k_norm.double(),
     )  # fmt: skip
@@ -259,15 +259,15 @@ def _row_errors(setup: Setup, kernels: Kernels) -> Iterator[tuple[str, float]]:
     )
     out, total = kernels.add_layer_norm(x, residual, weight, bias, 1e-5)
     wide = total.double()
-    yield "residual and layer norm", _error(out, torch_ops.layer_norm(wide, weight.double(), bias.double(), 1e-5))
+    yield "residual and layer norm", _error(out, twins.layer_norm(wide, weight.double(), bias.double(), 1e-5))
     logits, places = torch.randn((5, width), device=setup.device), torch.arange(3, dtype=torch.int32).to(setup.device)
     bits = torch.randint(-(2**31), 2**31, (3, -(-width // 32))).to(torch.int32).to(setup.device)
     expected = logits.clone()
-    torch_ops.token_mask(expected, places, bits)
+    twins.token_mask(expected, places, bits)
     kernels.token_mask(logits, places, bits)
     yield "token mask", _error(*(torch.nan_to_num(each, neginf=-100.0) for each in (logits, expected)))
     yield "draws: tokens that differ from those of sorting", _draw_errors(setup, kernels)
-    yield "SwiGLU", _error(kernels.silu_and_mul(x), torch_ops.silu_and_mul(x.double()))
+    yield "SwiGLU", _error(kernels.silu_and_mul(x), twins.silu_and_mul(x.double()))
 
 
 def _draw_errors(setup: Setup, kernels: Kernels) -> float:
@@ -280,5 +280,5 @@ def _draw_errors(setup: Setup, kernels: Kernels) -> float:
         torch.where(each % 2 == 0, 0, 40).to(torch.int32), torch.where(each % 4 < 2, 1.0, 0.9), each / rows * 0.02,
     )  # fmt: skip
     greedy = logits.float().argmax(dim=-1).to(torch.int32)
-    different = kernels.draw(logits, greedy, *inputs) != torch_ops.draw(logits, greedy, *inputs)
+    different = kernels.draw(logits, greedy, *inputs) != twins.draw(logits, greedy, *inputs)
     return float((different.sum() > 1).float())

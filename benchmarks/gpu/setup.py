@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from engine.models import torch_ops
+from benchmarks.gpu import twins
 from engine.models.spec import ModelSpec, spec_from_config
 from engine.models.weights import DummyTensors, ModelWeights, build_weights
 from engine.triton_kernels import Kernels, triton_kernels
@@ -64,7 +64,7 @@ class Setup:
             return build_weights(spec, DummyTensors(0, self.dtype, self.device))
 
     def kernels(self) -> Kernels:
-        return triton_kernels() if self.device.type == "cuda" else torch_ops
+        return triton_kernels() if self.device.type == "cuda" else twins
 
     def release(self) -> None:
         """Give back what earlier models and graphs of this process held, so that free memory can be asked for."""

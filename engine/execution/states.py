@@ -59,10 +59,6 @@ class StateTable:
         self._resumes = {layer: found.resumes for layer, found in layers.items()}
         self._num_rows, self._num_slots = num_rows, num_slots
 
-    @property
-    def num_bytes(self) -> int:
-        return sum(table.nbytes for tables in self._layers.values() for table in tables.values())
-
     def of_step(self, layout: Layout, device: torch.device, moves: StateMoves = _NO_MOVES) -> Recur:
         """Return the function that runs the recurrent layers of a step."""
         decodes = (layout.lengths == 1) & (layout.starts > 0)

@@ -44,9 +44,6 @@ class Transport(Protocol):
     def seconds(self) -> float:
         """Measure the seconds to read one layer, as a mean over several."""
 
-    def close(self) -> None:
-        """Free all resources; no read may be started afterwards."""
-
 
 def aligned(num_bytes: int) -> int:
     return -(-num_bytes // ALIGNMENT) * ALIGNMENT
@@ -117,11 +114,6 @@ class StreamedLayers:
             self._transport.release(flight.buffer)
             self._free.append(flight.buffer)
             self._read_ahead()
-
-    def close(self) -> None:
-        """Stop reading; streamed layers cannot be used afterwards."""
-        self._drop_ahead()
-        self._transport.close()
 
     def _expect(self, place: int) -> _Flight:
         """Return the read of this layer; start it if it is not the next one in progress."""

@@ -1,6 +1,6 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
 """Start and end of a step: token ids to hidden state; soft-capped logits; and sampled tokens to the buffers from which
-the next step reads them. Twin: engine.models.torch_ops."""
+the next step reads them. Twin: benchmarks.gpu.twins."""
 
 import torch
 import triton

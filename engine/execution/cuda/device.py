@@ -100,7 +100,6 @@ class CudaDevice:
         self._divided = any(isinstance(layer.out, SummedLinear) for layer in weights.layers)
         self._slotted = SlottedAdapters(spec, limits.max_num_seqs, device, taken=adapted)
         self.adapters: Adapters = self._slotted
-        self._last: tuple[StepInputs, bool] | None = None
         self._share: Callable[[Tensor], None] | None = None
         self.restore = self._projection.restore
         self.swap_out, self.swap_in = self._swapper.swap_out, self._swapper.swap_in
@@ -152,7 +151,6 @@ class CudaDevice:
             self._graphs.run(inputs, adapted=by_slots)
         else:
             self._forward(inputs, hidden, None if take is None else partial(take, layout), adapt)
-        self._last = inputs, by_slots
         return self._choose(inputs, layout, wishes, masks)
 
     def _choose(
@@ -237,12 +235,6 @@ class CudaDevice:
         self._buffers.fill_changes(*changes)
         self._buffers.upload()
         self._buffers.write_tables(self._tables.tables, *changes)
-
-    def repeat_last(self) -> None:
-        """Repeat the forward pass of the last step, to measure device time without the host."""
-        assert self._last is not None, "a step must precede repeat_last()"
-        with torch.inference_mode(), self.lane.use():
-            self._graphs.run(self._last[0], adapted=self._last[1])
 
     def run_padding(self, num_tokens: int, num_samples: int) -> None:
         """Run `num_tokens` of padding with `num_samples` samples and all sampling features, for the peak of memory.

@@ -62,7 +62,3 @@ class PinnedWeights:
             self.begin(place, place % BUFFERS)
         self._transfers.mark().synchronize()
         return (time.perf_counter() - began) / copies
-
-    def close(self) -> None:
-        """See Transport."""
-        self._transfers.mark().synchronize()
