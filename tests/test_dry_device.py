@@ -199,7 +199,7 @@ def shard_of(dry: DryDevice, rank: int) -> Shard:
 
 
 class FollowerHere:
-    """See OtherRanks: the second rank, which hears what a process would, and runs its part first."""
+    """See Leader: the second rank, which hears what a process would, and runs its part first."""
 
     pids: ClassVar[list[int]] = []
 
@@ -363,7 +363,7 @@ class MetaMemory:
 
 
 class Halved:
-    """See Beyond: takes steps in two micro-batches where it may, and passes on to `follower`."""
+    """See NextStage: takes steps in two micro-batches where it may, and passes on to `follower`."""
 
     def __init__(self, rows: RowTable, follower: CudaDevice) -> None:
         self._rows, self._follower = rows, follower
@@ -409,7 +409,7 @@ def test_stages_of_a_pipeline_compile_nothing_and_copy_through_pinned_memory(nam
         for device, layers in zip(devices, (every[:half], every[half:]), strict=True):
             device.pool.relay(layers, 70)
             device.keep(layers)
-        leader.beyond = Halved(leader.rows, follower)
+        leader.beyond = Halved(leader.rows, follower)  # type: ignore[assignment]
         dry.sealed = True
         for kind in kinds:
             dry.step += 3

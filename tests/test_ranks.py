@@ -412,7 +412,7 @@ def test_ranks_share_the_cores_out(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class FollowersHere:
-    """See OtherRanks: the second rank is a thread, which hears what a process would."""
+    """See Leader: the second rank is a thread, which hears what a process would."""
 
     pids: ClassVar[list[int]] = []
 

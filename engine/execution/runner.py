@@ -36,7 +36,8 @@ from engine.forms import Grammar
 from engine.models.lora import Adapters, Delta, Site
 from engine.scheduling.output import Collect, ModelRunnerOutput, SchedulerOutput
 
-if TYPE_CHECKING:  # running a model does not need the grammar compiler
+if TYPE_CHECKING:  # running a model does not need other ranks, nor the grammar compiler
+    from engine.execution.ranks.leader import Leader
     from engine.structured.compiler import GrammarCompiler
 from collections.abc import Sequence
 from itertools import groupby
@@ -120,31 +121,6 @@ class Device(CacheMover, Protocol):
         """
 
 
-class OtherRanks(Protocol):
-    """All ranks but the first, which is this runner's device; each layer is divided among ranks.
-
-    `pids` are the process ids of the ranks.
-    """
-
-    @property
-    def pids(self) -> list[int]: ...
-
-    def begin(self, output: SchedulerOutput, rows: RowTable) -> None:
-        """Make the ranks run a step; `rows` already include it. Raises LinkLostError."""
-
-    def end(self) -> None:
-        """Mark that the first rank has launched its part of the step."""
-
-    def lost(self) -> str | None:
-        """Return, after a failed step, why the ranks cannot continue together; None if they can."""
-
-    def watch(self, lost: Callable[[str], None]) -> None:
-        """Call `lost` with the reason, from another thread, when a rank has ended."""
-
-    def close(self) -> None:
-        """End the ranks. May be called repeatedly and from any thread."""
-
-
 DeviceT = TypeVar("DeviceT", bound=Device)
 
 
@@ -174,7 +150,7 @@ class Runner(Generic[DeviceT]):
         self._last_end = 0.0
         self.masks: RowMasks | None = None
         self.grammars: GrammarCompiler | None = None
-        self.ranks: OtherRanks | None = None
+        self.ranks: Leader | None = None
         self._pools = RowPools(device.rows)
 
     def can_enforce(self, grammar: Grammar) -> bool:

@@ -5,7 +5,7 @@ samples.
 """
 
 from collections.abc import Callable, Mapping
-from typing import Protocol, Unpack
+from typing import TYPE_CHECKING, Unpack
 
 import numpy as np
 import torch
@@ -29,24 +29,8 @@ from engine.models.lora import Adapters, Delta, Site
 from engine.models.weights import LayerWeights
 from predictor.limits import Limits
 
-
-class Beyond(Protocol):
-    """Runs the layers that a device lacks on other engines, while the device continues."""
-
-    def cut(self, chunks: IntArray, *, whole: bool) -> list[IntArray]:
-        """Begin a step: split its chunks [n, 4] into micro-batches, where one may continue a chunk of an earlier one.
-
-        `whole`: return a single batch.
-        """
-
-    def send(self, chunks: IntArray, hidden: Tensor, wanted: IntArray) -> None:
-        """Send chunks [n, 4] as in `Device.forward` with their hidden state `hidden [parts, T, H]`, chunk by chunk.
-
-        The parts are addends, as the device keeps them. The answer contains the tokens `wanted [R]`.
-        """
-
-    def receive(self) -> list[Tensor]:
-        """Return the hidden state [parts, R, H] after the last layer for each `send` since the last call, in order."""
+if TYPE_CHECKING:
+    from engine.execution.stages import NextStage
 
 
 class PoolDevice:
@@ -86,7 +70,7 @@ class TorchDevice(PoolDevice):
         super().__init__(UnitPool.of(spec, limits, weights.embedding, **pool), RowTable(limits, hidden=hidden))
         self.decoder = decoder
         self.layers = range(spec.num_layers)
-        self.beyond: Beyond | None = None
+        self.beyond: NextStage | None = None
         self._heads = HeadProjection(spec, weights, limits.max_model_len, hidden=hidden)
         self._cell_bytes = 2 * spec.kv_size * weights.embedding.dtype.itemsize
 
@@ -137,7 +121,7 @@ class TorchDevice(PoolDevice):
         adapt = self.adapters.of_step(self.rows.adapters[layout.token_rows], device) if self.adapters else None
         return layout, self.decoder.run(x, attend, self.layers, adapt)
 
-    def _run_pipeline(self, beyond: Beyond, chunks: IntArray) -> Tensor:
+    def _run_pipeline(self, beyond: "NextStage", chunks: IntArray) -> Tensor:
         """Return the logits [S, vocab] from this device and the stages after it, one micro-batch after the other."""
         for part in beyond.cut(chunks, whole=False):
             layout, x = self._begin(part)
@@ -150,7 +134,7 @@ class TorchDevice(PoolDevice):
         self.layers = layers
 
     def pass_through(self, chunks: IntArray, hidden: Tensor, wanted: IntArray) -> Tensor:
-        """Run the next part of a step that another device began, with the data of `Beyond.send`, chunk i in row i.
+        """Run the next part of a step that another device began, with the data of `NextStage.send`, chunk i in row i.
 
         Returns the wanted hidden states.
         """

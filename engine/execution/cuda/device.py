@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from itertools import product
-from typing import Unpack
+from typing import TYPE_CHECKING, Unpack
 
 import numpy as np
 import torch
@@ -19,7 +19,6 @@ from torch import Tensor
 
 from engine.api import MAX_LOGPROBS, SamplingParams
 from engine.arrays import IntArray
-from engine.execution.cpu.device import Beyond
 from engine.execution.cuda.adapters import SlottedAdapters, StepSlots
 from engine.execution.cuda.buffers import HeadSizes, StepBuffers, StepInputs, StepWishes, send
 from engine.execution.cuda.forward import DeviceTables, Forward
@@ -43,6 +42,9 @@ from engine.models.spec import ModelSpec
 from engine.models.weights import ModelWeights
 from engine.triton_kernels import Kernels, configs
 from predictor.limits import Limits
+
+if TYPE_CHECKING:
+    from engine.execution.stages import NextStage
 
 log = logging.getLogger("tidemill.engine")
 
@@ -94,7 +96,7 @@ class CudaDevice:
         self._buckets = Buckets(limits.max_num_seqs, limits.max_num_batched_tokens)
         self._kernels = kernels
         self.decoder = self._forward.decoder
-        self.beyond: Beyond | None = None
+        self.beyond: NextStage | None = None
         self._stage = Stage(self._forward, self.lane, self._fill_and_upload, limits.max_num_batched_tokens)
         self._graphs = Graphs(self._run, self.lane)
         self._divided = any(isinstance(layer.out, SummedLinear) for layer in weights.layers)
@@ -181,7 +183,7 @@ class CudaDevice:
         return self._stage.pass_through(self.beyond, chunks, hidden, wanted)
 
     def _run_pipeline(
-        self, beyond: Beyond, chunks: IntArray, masks: FinishMasks | None, take: TakeHidden | None
+        self, beyond: "NextStage", chunks: IntArray, masks: FinishMasks | None, take: TakeHidden | None
     ) -> tuple[Tensor, DeviceSamples]:
         """See `forward`."""
         came, layout = self._stage.lead(beyond, chunks, take), decodes_first(chunks)

@@ -1,13 +1,13 @@
 """A model that the C++ library runs, bound to a pool of blocks and a table of rows: one call per step."""
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from engine.arrays import IntArray
-from engine.execution.cpu.device import Beyond
 from engine.execution.cpu.native.library import TYPES, Kind, Tape, TapeShape, TapeStep, activation_dtype
 from engine.execution.cpu.native.linear import Native
 from engine.execution.cpu.native.tape import Buffers, Composed, DividedTape, compose, shape_over, step_over
@@ -21,6 +21,9 @@ from engine.models.rotary import attention_scaling, inverse_frequencies
 from engine.models.spec import ModelSpec
 from engine.models.weights import ModelWeights, matrices
 from engine.scheduling.output import INVALID_TOKEN
+
+if TYPE_CHECKING:
+    from engine.execution.stages import NextStage
 
 _FIRST_TOKENS = 512  # initial rows of the buffers
 MANY_A_SAMPLE = 4
@@ -92,7 +95,7 @@ class NativeModel:
         chunks: IntArray,
         *,
         logits: bool,
-        beyond: Beyond | None = None,
+        beyond: "NextStage | None" = None,
         whole: bool = False,
         adapters: StepAdapters | None = None,
         follows: bool = False,
@@ -138,7 +141,7 @@ class NativeModel:
         self._weights = NativeWeights(self.native, self._spec, self._model, layers, self._max_model_len)
         self._make_room(self._max_tokens)
 
-    def pass_through(self, chunks: IntArray, hidden: Tensor, wanted: IntArray, beyond: Beyond | None) -> Tensor:
+    def pass_through(self, chunks: IntArray, hidden: Tensor, wanted: IntArray, beyond: "NextStage | None") -> Tensor:
         """See TorchDevice."""
         chunks, tape, team = self._take(chunks), self._tape, self.native.team
         step = self._step(chunks, None)
@@ -152,7 +155,7 @@ class NativeModel:
         beyond.send(chunks, self._parts(np.arange(hidden.shape[1])), wanted)
         return beyond.receive()[0]
 
-    def _run_pipeline(self, beyond: Beyond, chunks: IntArray, step: TapeStep, whole: bool) -> None:
+    def _run_pipeline(self, beyond: "NextStage", chunks: IntArray, step: TapeStep, whole: bool) -> None:
         """Run a step as micro-batches over all stages; the head reads their rows as if they had run together."""
         tape, team, last = self._tape, self.native.team, self._composed.layers[-1].stop
         for part in beyond.cut(chunks, whole=whole):
