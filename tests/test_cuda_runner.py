@@ -255,7 +255,7 @@ def test_a_paired_pool_has_one_table_on_the_device(options: dict[str, int], coun
     )  # fmt: skip
     rows = RowTable(limits)
     tables = DeviceTables(rows, pool)
-    (keys, values), blocks = tables.of_kv, rows.tables.shape[2]
+    (_, keys, values, *_), blocks = tables.view(pool.slices), rows.tables.shape[2]
     assert len(tables.tables) == count and (values is None) == (count == 1) == (tables.pair == layers)
     assert keys.data_ptr() == tables.tables.data_ptr()
 
