@@ -125,7 +125,7 @@ def draw(
     assert greedy.dtype == top_k.dtype == torch.int32 and uniform.dtype == torch.float64, "int32, int32, float64"
     out = torch.empty_like(greedy)
     if len(logits):
-        config = configs.draw_config()
+        config = configs.DRAW
         draw_kernel[(len(logits),)](
             logits, greedy, out, uniform, temperature, top_k, top_p, min_p, logits.stride(0), logits.shape[1],
             BLOCK=config.block_n, ONE=configs.SHARE_ONE, **config.options,

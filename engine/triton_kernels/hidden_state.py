@@ -75,7 +75,7 @@ def _launch(
         assert index.dtype in (torch.int32, torch.int64), f"{name}: int32 or int64, not {index.dtype}"
     if count == 0:
         return
-    config = configs.flat_config()
+    config = configs.FLAT
     hidden_kernel[(count, -(-width // config.block_n))](
         x, positions, rows, pool, table, x.stride(0), table.stride(0), layer, scratch_base, width,
         BLOCK_SIZE=pool.shape[1], ROW=row, BLOCK=config.block_n, GATHER=gather, **config.options,
@@ -107,7 +107,7 @@ def unit_copy(source: Tensor, target: Tensor, pairs: Tensor) -> None:
     assert pairs.dtype in (torch.int32, torch.int64), f"pairs: int32 or int64, not {pairs.dtype}"
     if len(pairs) == 0:
         return
-    config, size = configs.copy_config(), source.shape[1]
+    config, size = configs.COPY, source.shape[1]
     unit_copy_kernel[(-(-size // config.block_n), len(pairs))](
         source, target, pairs, source.stride(0), target.stride(0), size, BLOCK=config.block_n, **config.options
     )

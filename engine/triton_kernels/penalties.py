@@ -37,7 +37,7 @@ def token_mask(logits: Tensor, places: Tensor, bits: Tensor) -> None:
     assert bits.shape == (len(places), -(-vocab // 32)) and bits.is_contiguous(), f"bits: {bits.shape}"
     assert places.dtype == bits.dtype == torch.int32, f"places and bits: int32, not {places.dtype} and {bits.dtype}"
     if len(places):
-        config = configs.flat_config()
+        config = configs.FLAT
         grid = (len(places), -(-vocab // config.block_n))
         token_mask_kernel[grid](
             logits, places, bits, logits.stride(0), bits.stride(0), vocab, BLOCK=config.block_n, **config.options
@@ -83,7 +83,7 @@ def penalise(logits: Tensor, places: Tensor, rows: Tensor, history: Tensor, pena
     assert history.shape[1] == vocab and history.is_contiguous(), f"history: [rows, {vocab}], not {history.shape}"
     assert penalties.shape == (len(places), 3) and penalties.is_contiguous(), f"penalties: {penalties.shape}"
     if len(places):
-        config = configs.flat_config()
+        config = configs.FLAT
         penalise_kernel[(len(places), -(-vocab // config.block_n))](
             logits, places, rows, history, penalties, logits.stride(0), vocab, BLOCK=config.block_n, **config.options
         )

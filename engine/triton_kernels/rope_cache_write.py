@@ -170,7 +170,7 @@ def rope_cache_write(
     _check(q, k, v, cos_sin, positions, rows, cells, (q_norm, k_norm))
     if count == 0:
         return
-    config = configs.heads_config()
+    config = configs.HEADS
     # Without rotation and norm, Q is unchanged and needs no programs.
     query, q_heads = (k, 0) if q is None or not (rotary or q_norm is not None) else (q, q.shape[1])
     blocks = -(-q_heads // config.block_m) + 2 * -(-kv_heads // config.block_m)
