@@ -10,7 +10,7 @@ import enum
 import functools
 import platform
 from collections.abc import Sequence
-from ctypes import POINTER, Structure, c_char_p, c_double, c_float, c_int32, c_int64, c_void_p
+from ctypes import POINTER, Structure, c_char_p, c_float, c_int32, c_int64, c_void_p
 from pathlib import Path
 
 import torch
@@ -170,7 +170,6 @@ class Library:
             "tm_tape_begin": (c_int32, (c_void_p, c_void_p, POINTER(TapeStep))),
             "tm_tape_run_ops": (c_int32, (c_void_p, c_void_p, c_int64, c_int64)),
             "tm_tape_set_weight": (c_int32, (c_void_p, c_int64, c_void_p)),
-            "tm_tape_seconds": (None, (c_void_p, POINTER(c_double))),
             "tm_linear": (c_int32, (c_int32, c_int32, POINTER(Op), c_int64, c_void_p)),
             "tm_packed_bytes": (c_int64, (c_int32, c_int64, c_int64)),
             "tm_pack": (None, weight),
@@ -292,12 +291,6 @@ class Tape:
         """Set the weight address of a linear operation."""
         if self._calls.tm_tape_set_weight(self._handle, op, weight):
             raise StepError("the operation is not a linear layer, or the address is null")
-
-    def seconds(self) -> dict[Kind, float]:
-        """Return the seconds spent in operations of each kind since the last call."""
-        values = (c_double * len(Kind))()
-        self._calls.tm_tape_seconds(self._handle, values)
-        return {kind: values[kind] for kind in Kind}
 
     def __del__(self) -> None:
         if getattr(self, "_handle", None):

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from engine.arrays import IntArray
-from engine.execution.cpu.native.library import TYPES, Kind, Tape, TapeShape, TapeStep, activation_dtype
+from engine.execution.cpu.native.library import TYPES, Tape, TapeShape, TapeStep, activation_dtype
 from engine.execution.cpu.native.linear import Native
 from engine.execution.cpu.native.tape import Buffers, Composed, DividedTape, compose, shape_over, step_over
 from engine.execution.cpu.native.weights import NativeWeights
@@ -232,12 +232,6 @@ class NativeModel:
     def hidden(self, num_tokens: int) -> Tensor:
         """Return the hidden states [T, H] of the last step before the final norm, for tokens that were not sampled."""
         return torch.stack([part[:num_tokens].float() for part in self._addends()]).sum(dim=0).to(self._dtype)
-
-    def seconds(self) -> dict[Kind, float]:
-        """Return the seconds spent in operations of each kind since the last call."""
-        seconds = self._tape.seconds()
-        lean = {} if self._lean is None else self._lean.seconds()
-        return {kind: value + lean.get(kind, 0.0) for kind, value in seconds.items()}
 
     def _step(self, chunks: IntArray, logits: Tensor | None) -> TapeStep:
         return step_over(
