@@ -14,6 +14,7 @@ from test_dry_device import counts_of
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from benchmarks.gpu import twins
 from benchmarks.gpu.setup import SHAPES
 from benchmarks.quantization import logits_of
 from engine.build import plan_launch, profile_key
@@ -206,7 +207,7 @@ def test_rounding_in_norms_and_gates_changes_no_bit(static: float | None) -> Non
 
     spec, device = spec_from_config(tiny_models.llama_config(intermediate_size=96)), torch.device("cpu")
     weights = build_weights(spec, DummyTensors(0, torch.bfloat16, device), make)
-    fused = Decoder(spec, weights)
+    fused = Decoder(spec, weights, twins)
     layers = [replace(each, qkv=Whole(each.qkv), up=Whole(each.up), down=Whole(each.down)) for each in weights.layers]
     apart = Decoder(spec, replace(weights, layers=ResidentLayers(layers), head=Whole(weights.head)))
     seen = []

@@ -55,7 +55,7 @@ class LastStep:
     def __init__(self, device: CudaDevice) -> None:
         self._device, self._run = device, Graphs.run.__get__(device._graphs)
         self._inputs: StepInputs | None = None
-        device._graphs.run = self  # type: ignore[method-assign, assignment]
+        device._graphs.run = self  # type: ignore[method-assign]
 
     def __call__(self, inputs: StepInputs, *, adapted: bool = False) -> None:
         self._inputs = inputs

@@ -13,16 +13,14 @@ from torch.nn import functional
 
 from engine.models.attention import PLAIN, Manner, PoolView
 from engine.models.byte_cells import ByteSlices, dequantize, is_bytes
+from engine.models.float8 import round_rows, scale_rows
 from engine.models.torch_ops import (
     add_layer_norm,
     add_rms_norm,
-    add_rms_norm_rounded,
     gelu_tanh_and_mul,
     layer_norm,
     rms_norm,
-    rms_norm_rounded,
     silu_and_mul,
-    silu_and_mul_rounded,
     softcap,
 )
 from engine.triton_kernels import configs
@@ -34,6 +32,35 @@ __all__ = [
     "lora_add", "penalise", "prefill_attention", "rms_norm", "rms_norm_rounded", "rope_cache_write",
     "silu_and_mul", "silu_and_mul_rounded", "softcap", "token_mask", "unit_copy",
 ]  # fmt: skip
+
+
+def rounded(x: Tensor, scale: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Round with `scale`, or with a scale per row if it is None."""
+    return round_rows(x) if scale is None else scale_rows(x, scale)
+
+
+def rms_norm_rounded(x: Tensor, weight: Tensor, eps: float, scale: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return the RMS norm as 8-bit floats: values [T, H] e4m3 and scales [T, 1] float32, per row or `scale` [1]."""
+    return rounded(rms_norm(x, weight, eps), scale)
+
+
+def add_rms_norm_rounded(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    eps: float,
+    scale: Tensor | None,
+    rows: Tensor | None = None,
+    inner: Tensor | None = None,
+) -> tuple[tuple[Tensor, Tensor], Tensor]:
+    """Return the rounded norm of residual + x, and residual + x. `rows`, `inner`: as in `add_rms_norm`."""
+    normed, total = add_rms_norm(x, residual, weight, eps, rows, inner)
+    return rounded(normed, scale), total
+
+
+def silu_and_mul_rounded(x: Tensor, scale: Tensor | None) -> tuple[Tensor, Tensor]:
+    """SwiGLU as 8-bit floats, like `rms_norm_rounded`."""
+    return rounded(silu_and_mul(x), scale)
 
 
 def rope_cache_write(

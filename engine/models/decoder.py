@@ -54,7 +54,7 @@ class Decoder:
     def __init__(self, spec: ModelSpec, weights: ModelWeights, ops: ModuleType = torch_ops) -> None:
         self.spec = spec
         self.weights = weights
-        self._ops = ops
+        self._ops, self._fuses = ops, ops is not torch_ops
         self._embedding_scale = embedding_scale(spec, weights.embedding.dtype)
         gates = {"silu": ops.silu_and_mul, "gelu_tanh_gated": ops.gelu_tanh_and_mul}
         self._activation = (torch_ops.ACTIVATIONS | gates)[spec.activation]
@@ -152,7 +152,7 @@ class Decoder:
 
     def _feed_forward(self, layer: LayerWeights, x: Tensor | RoundedRows) -> Tensor:
         wide = self._product(layer.up, x)
-        if self.spec.activation == "silu" and isinstance(layer.down, Float8Linear):
+        if self._fuses and self.spec.activation == "silu" and isinstance(layer.down, Float8Linear):
             return layer.down.product(RoundedRows(*self._ops.silu_and_mul_rounded(wide, layer.down.inputs)))
         return layer.down(self._activation(wide))
 
@@ -163,8 +163,8 @@ class Decoder:
         return linear(x)
 
     def _rounds(self, norm: Norm, linear: Linear) -> bool:
-        """Return whether the norm may round for this layer: it is an RMS norm, and no adapter reads the input."""
-        return norm.bias is None and isinstance(linear, Float8Linear)
+        """Return whether a kernel of the norm may round for this layer: an RMS norm whose output no adapter reads."""
+        return self._fuses and norm.bias is None and isinstance(linear, Float8Linear)
 
     def _add_norm_rounded(
         self, branch: Branch | None, residual: Tensor, norm: Norm, linear: Linear, rows: Tensor | None = None

@@ -39,11 +39,6 @@ def scale_rows(x: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
     return values, torch.where(x.isfinite().all(-1, keepdim=True), scale, torch.nan)
 
 
-def rounded(x: Tensor, scale: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Round with `scale`, or with a scale per row if it is None."""
-    return round_rows(x) if scale is None else scale_rows(x, scale)
-
-
 class RoundedRows(NamedTuple):
     """Rounded inputs of a layer: values [T, k] e4m3, scales [T, 1] float32."""
 
@@ -103,9 +98,9 @@ def make_float8(
     weight: Tensor | RoundedWeight,
     bias: Tensor | None = None,
     *,
-    gated: bool = False,  # noqa: ARG001
     rounding: Rounding = BY_TORCH,
     keeps_floats: bool = False,
+    **_gated: bool,
 ) -> Linear:
     """Make a layer (a MakeLinear) from a bfloat16 weight, or from a weight that the checkpoint stores in 8-bit floats.
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from engine.models.quantized import QuantizedLinear, RoundedWeight, as_bytes
+from engine.models.quantized import RoundedWeight, as_bytes, make_quantized
 
 
 class Linear(Protocol):
@@ -83,11 +83,6 @@ class AbsentLinear:
         return torch.empty(0, dtype=torch.uint8)
 
 
-def make_linear(
-    weight: Tensor | RoundedWeight,
-    bias: Tensor | None = None,
-    *,
-    gated: bool = False,  # noqa: ARG001
-) -> Linear:
+def make_linear(weight: Tensor | RoundedWeight, bias: Tensor | None = None, **_gated: bool) -> Linear:
     """Make a torch layer for `weight [out, in]`, which it refers to, and `bias [out]` (a MakeLinear)."""
-    return QuantizedLinear.of(weight, bias) if isinstance(weight, RoundedWeight) else PlainLinear(weight, bias)
+    return make_quantized(weight, bias) if isinstance(weight, RoundedWeight) else PlainLinear(weight, bias)

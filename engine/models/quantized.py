@@ -90,12 +90,6 @@ class ScaledLinear:
 class QuantizedLinear(ScaledLinear):
     """A `Linear` on 8-bit integers, scales [n]."""
 
-    @classmethod
-    def of(cls, weight: Tensor | RoundedWeight, bias: Tensor | None) -> "QuantizedLinear":
-        """Round a weight [n, k], which is not kept."""
-        values, scales, dtype, _ = round_weight(weight)
-        return cls(values, scales, bias, dtype)
-
     def __call__(self, x: Tensor) -> Tensor:
         result = self.product(x)
         if self._bias is not None:
@@ -111,11 +105,7 @@ class QuantizedLinear(ScaledLinear):
         return (sums.float() * self._scales * scales[:, None]).view(*x.shape[:-1], self.out_features)
 
 
-def make_quantized(
-    weight: Tensor | RoundedWeight,
-    bias: Tensor | None = None,
-    *,
-    gated: bool = False,  # noqa: ARG001
-) -> QuantizedLinear:
-    """Make a QuantizedLinear (a MakeLinear)."""
-    return QuantizedLinear.of(weight, bias)
+def make_quantized(weight: Tensor | RoundedWeight, bias: Tensor | None = None, **_gated: bool) -> QuantizedLinear:
+    """Round a weight [n, k], which is not kept (a MakeLinear)."""
+    values, scales, dtype, _ = round_weight(weight)
+    return QuantizedLinear(values, scales, bias, dtype)

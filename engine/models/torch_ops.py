@@ -13,8 +13,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from engine.models.float8 import rounded
-
 
 class Rotary(NamedTuple):
     """Rotation of one step for `apply_rotary`: cos and signed sin, [T, 1, rotary_dim], in the model's type."""
@@ -39,25 +37,6 @@ def add_rms_norm(
     """
     total = _sum(x if inner is None else rms_norm(x, inner, eps), residual, rows)
     return rms_norm(total, weight, eps), total
-
-
-def rms_norm_rounded(x: Tensor, weight: Tensor, eps: float, scale: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return the RMS norm as 8-bit floats: values [T, H] e4m3 and scales [T, 1] float32, per row or `scale` [1]."""
-    return rounded(rms_norm(x, weight, eps), scale)
-
-
-def add_rms_norm_rounded(
-    x: Tensor,
-    residual: Tensor,
-    weight: Tensor,
-    eps: float,
-    scale: Tensor | None,
-    rows: Tensor | None = None,
-    inner: Tensor | None = None,
-) -> tuple[tuple[Tensor, Tensor], Tensor]:
-    """Return the rounded norm of residual + x, and residual + x. `rows`, `inner`: as in `add_rms_norm`."""
-    normed, total = add_rms_norm(x, residual, weight, eps, rows, inner)
-    return rounded(normed, scale), total
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
@@ -112,11 +91,6 @@ def silu_and_mul(x: Tensor) -> Tensor:
     """SwiGLU: return silu(gate) · up. x [T, 2·F], gate first -> [T, F]."""
     gate, up = x.chunk(2, -1)
     return functional.silu(gate).mul_(up)
-
-
-def silu_and_mul_rounded(x: Tensor, scale: Tensor | None) -> tuple[Tensor, Tensor]:
-    """SwiGLU as 8-bit floats, like `rms_norm_rounded`."""
-    return rounded(silu_and_mul(x), scale)
 
 
 def gelu_tanh_and_mul(x: Tensor) -> Tensor:

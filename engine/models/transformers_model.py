@@ -4,7 +4,7 @@ Layers with a state are called request by request (`engine.models.recurrent`).
 """
 
 import importlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -132,15 +132,6 @@ class TransformersModel:
         Raises ModelLoadError if a layer does not exist, has another shape, or does not see every token of a step once.
         """
         modules = {name: each for name, each in self.module.named_modules() if isinstance(each, EngineLinear)}
-        before = {name: each.site for name, each in modules.items()}
-        try:
-            self._take(plans, modules)
-        except ModelLoadError:
-            for name, site in before.items():
-                modules[name].site = site
-            raise
-
-    def _take(self, plans: Sequence[AdapterPlan], modules: Mapping[str, "EngineLinear"]) -> None:
         for plan in plans:
             for site, (part,) in plan.parts.items():
                 layer, slot = modules.get(part.module), part.slot

@@ -5,7 +5,8 @@ every shape first runs once without a graph, and once as a graph afterwards. All
 they run one at a time and their results are outside of it.
 """
 
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -13,16 +14,13 @@ from engine.execution.cuda.buffers import StepInputs
 from engine.execution.lane import DeviceStream
 
 
-class _Forward(Protocol):
-    """Runs a step; `adapted`: with the LoRA adapters of its rows' slots, which needs graphs of their own."""
-
-    def __call__(self, inputs: StepInputs, *, adapted: bool) -> None: ...
-
-
 class Graphs:
-    """Runs `forward` on the inputs of a step, from a graph if there is one for their shape."""
+    """Runs `forward(inputs, adapted=...)` on the inputs of a step, from a graph if there is one for their shape.
 
-    def __init__(self, forward: _Forward, lane: DeviceStream) -> None:
+    `adapted`: with the LoRA adapters of its rows' slots, which needs graphs of their own.
+    """
+
+    def __init__(self, forward: Callable[..., None], lane: DeviceStream) -> None:
         self._forward = forward
         self._lane = lane
         self._graphs: dict[tuple[int, bool], torch.cuda.CUDAGraph] = {}

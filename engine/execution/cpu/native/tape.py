@@ -13,9 +13,10 @@ from torch import Tensor
 from engine.arrays import IntArray
 from engine.execution.cpu.native.library import CacheType, Epilogue, Kind, Library, Op, Tape, TapeShape, TapeStep, Team
 from engine.execution.cpu.native.linear import NativeInt8, NativeLinear, rows_for, stride_of
-from engine.execution.cpu.native.weights import NativeLayer, NativeNorm, NativeWeights, RankSum
+from engine.execution.cpu.native.weights import NativeLayer, NativeNorm, NativeWeights
 from engine.execution.pool import UnitPool
 from engine.execution.rows import RowTable
+from engine.models.sharding import SummedLinear
 from engine.models.spec import ModelSpec
 
 _ACTIVATIONS = {
@@ -256,7 +257,7 @@ class _Sum:
     end: int
     rows: Tensor
     sampled: bool
-    ranks: RankSum
+    layer: SummedLinear
 
 
 class DividedTape(Tape):
@@ -276,13 +277,13 @@ class DividedTape(Tape):
         self._after_layers, self._after_all = composed.layers[-1].stop, len(composed.ops)
         for place, layer in enumerate(weights.layers.values()):
             _, out, _, down = composed.linear_ops(place)
-            for op, ranks in ((out, layer.out_sum), (down, layer.down_sum)):
-                if ranks is None:
+            for op, summed in ((out, layer.out_sum), (down, layer.down_sum)):
+                if summed is None:
                     continue
                 alone = bool(composed.ops[op].sampled)
                 at = sampled if alone and sampled is not None else buffers
                 rows = at.delta if op == out or at.other is None else at.other
-                self._sums.append(_Sum(op + 1, rows, alone, ranks))
+                self._sums.append(_Sum(op + 1, rows, alone, summed))
 
     def run_part(self, team: Team, step: TapeStep, tokens: int, samples: int, *, head: bool) -> None:
         """Run this rank's part of a step with `tokens` tokens and `samples` samples, and the `head` if requested.
@@ -295,5 +296,5 @@ class DividedTape(Tape):
             self.run_ops(team, done, each.end)
             done = each.end
             if count := samples if each.sampled else tokens:
-                each.ranks.add(each.rows[:count])
+                each.layer.complete(each.rows[:count])
         self.run_ops(team, done, self._after_all if head else self._after_layers)
