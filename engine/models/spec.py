@@ -6,15 +6,17 @@ they differ in data only.
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from engine.errors import ConfigError, ModelLoadError
-from engine.models.families import Family, family_of
+from engine.models.families import Family, family_of, is_set
 from engine.models.packing import Packing, packing_from_config
 from engine.models.rope import RopeSpec, rope_from_config, ropes_of_layer_types
+
+T = TypeVar("T")
 
 _ACTIVATIONS = {
     "silu": "silu",
@@ -168,12 +170,16 @@ def hidden_state_refusal(spec: ModelShape) -> str | None:
 
 def load_spec(folder: Path) -> ModelSpec:
     """Read `config.json` and the end tokens of `generation_config.json`. Raises ModelLoadError, one line."""
-    path = folder / "config.json"
+    return from_configs(folder, spec_from_config)
+
+
+def from_configs(folder: Path, read: Callable[[dict[str, Any], dict[str, Any]], T]) -> T:
+    """Return `read(config, generation config)` of a folder. Raises ModelLoadError, one line with the folder."""
+    path, generation = folder / "config.json", folder / "generation_config.json"
     if not path.is_file():
         raise ModelLoadError(f"{folder} has no config.json: not a Hugging Face checkpoint folder")
-    generation = folder / "generation_config.json"
     try:
-        return spec_from_config(read_json(path), read_json(generation) if generation.is_file() else None)
+        return read(read_json(path), read_json(generation) if generation.is_file() else {})
     except ModelLoadError as error:
         raise ModelLoadError(f"{folder}: {error.message}") from None
 
@@ -219,9 +225,9 @@ def spec_from_config(config: Mapping[str, Any], generation: Mapping[str, Any] | 
         norm_eps=_eps(config, family),
         activation=_activation(config, family),
         gated_mlp=family.gated_mlp,
-        qkv_bias=family.qkv_bias(config),
-        out_bias=family.out_bias(config),
-        mlp_bias=family.mlp_bias(config),
+        qkv_bias=is_set(family.qkv_bias, config),
+        out_bias=is_set(family.out_bias, config),
+        mlp_bias=is_set(family.mlp_bias, config),
         qk_norm=family.qk_norm,
         rope=rope,
         local_rope=local_rope,
@@ -232,7 +238,7 @@ def spec_from_config(config: Mapping[str, Any], generation: Mapping[str, Any] | 
         branch_norms=family.names.branch_norms is not None,
         embedding_scale=hidden**0.5 if family.scaled_embedding else None,
         position_offset=family.position_offset,
-        parallel_residual=family.parallel_residual(config),
+        parallel_residual=is_set(family.parallel_residual, config),
         tie_word_embeddings=bool(config.get("tie_word_embeddings", family.tied_default)),
         windows=_windows(config, family, num_layers),
         eos_token_ids=eos_tokens(config) | eos_tokens(generation or {}),

@@ -10,8 +10,8 @@ memory. A `Transport` reads from a file or from page-locked host memory.
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
-from typing import Protocol
+from dataclasses import replace
+from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -49,8 +49,7 @@ def aligned(num_bytes: int) -> int:
     return -(-num_bytes // ALIGNMENT) * ALIGNMENT
 
 
-@dataclass(frozen=True, slots=True)
-class _Flight:
+class _Flight(NamedTuple):
     place: int
     buffer: int
 

@@ -19,7 +19,7 @@ from engine.errors import ModelLoadError
 from engine.models.attention import Manner
 from engine.models.packing import packing_from_config
 from engine.models.recurrent import STATES, Call, Part, Recur, RecurrentState, candidates, take_over
-from engine.models.spec import ModelShape, dtype_name, eos_tokens, read_json
+from engine.models.spec import ModelShape, dtype_name, eos_tokens, from_configs
 from engine.models.transformers_calls import ATTENTION, Attention, causal_lm, first_line, nothing, quiet, run_model
 
 _ATTENTION_TYPES = {"full_attention", "sliding_attention", "chunked_attention", "attention"}
@@ -84,15 +84,7 @@ class Seen(NamedTuple):
 
 def load_shape(folder: Path) -> TransformersShape:
     """Read the shape of a checkpoint from its config. Raises ModelLoadError, one line, if it is unsupported."""
-    path = folder / "config.json"
-    if not path.is_file():
-        raise ModelLoadError(f"{folder} has no config.json: not a Hugging Face checkpoint folder")
-    raw, generation = read_json(path), folder / "generation_config.json"
-    try:
-        ends = eos_tokens(read_json(generation)) if generation.is_file() else frozenset[int]()
-        return _shape(config_of(folder, raw), raw, ends)
-    except ModelLoadError as error:
-        raise ModelLoadError(f"{folder}: {error.message}") from None
+    return from_configs(folder, lambda raw, generation: _shape(config_of(folder, raw), raw, eos_tokens(generation)))
 
 
 def config_of(folder: Path, raw: Mapping[str, Any]) -> Any:

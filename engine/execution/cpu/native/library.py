@@ -56,13 +56,6 @@ class Int8(enum.IntEnum):
     BYTES = 2
 
 
-class CacheType(enum.IntEnum):
-    """`tm_int8_cache`."""
-
-    EXACT = 0
-    INT8 = 1
-
-
 class Epilogue(enum.IntEnum):
     """Operation applied to the outputs of a linear layer."""
 
@@ -163,7 +156,6 @@ class Library:
             "tm_team_delete": (None, (c_void_p,)),
             "tm_team_resize": (None, (c_void_p, c_int32)),
             "tm_team_threads": (c_int32, (c_void_p,)),
-            "tm_team_stop": (None, (c_void_p,)),
             "tm_tape_new": (c_void_p, (POINTER(TapeShape), POINTER(Op), c_int64, *error)),
             "tm_tape_delete": (None, (c_void_p,)),
             "tm_tape_run": (c_int32, (c_void_p, c_void_p, POINTER(TapeStep))),
@@ -247,10 +239,6 @@ class Team:
     def resize(self, threads: int) -> None:
         """Set the number of threads from the next step on."""
         self._calls.tm_team_resize(self.handle, threads)
-
-    def stop(self) -> None:
-        """End the threads; the next step starts them again."""
-        self._calls.tm_team_stop(self.handle)
 
     def __del__(self) -> None:
         if getattr(self, "handle", None):

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from engine.arrays import IntArray
-from engine.execution.cpu.native.library import CacheType, Epilogue, Kind, Library, Op, Tape, TapeShape, TapeStep, Team
+from engine.execution.cpu.native.library import Epilogue, Kind, Library, Op, Tape, TapeShape, TapeStep, Team
 from engine.execution.cpu.native.linear import NativeInt8, NativeLinear, rows_for, stride_of
 from engine.execution.cpu.native.weights import NativeLayer, NativeNorm, NativeWeights
 from engine.execution.pool import UnitPool
@@ -229,7 +229,7 @@ def shape_over(pool: UnitPool, rows: RowTable, max_model_len: int, **model: Any)
         num_rows=rows.num_rows,
         max_blocks=rows.k_table.shape[1],
         max_positions=min(max_model_len, rows.tokens.shape[1]),
-        int8_cache=CacheType.EXACT if pool.bytes is None else CacheType.INT8,
+        int8_cache=int(pool.bytes is not None),
         **model,
     )
 
