@@ -197,12 +197,12 @@ def test_a_step_that_fails_halfway_is_made_good() -> None:
     runner, calls = driver.runner, 0
     forward = runner.device._graphs._forward
 
-    def fragile(inputs, way):  # type: ignore[no-untyped-def]
+    def fragile(inputs: StepInputs, *, adapted: bool) -> None:
         nonlocal calls
         calls += 1
         if calls in (3, 12):
             raise RuntimeError("the device is gone")
-        forward(inputs, way)
+        forward(inputs, adapted=adapted)
 
     runner.device._graphs._forward = fragile
     run_in_waves(driver, requests)
@@ -302,7 +302,7 @@ def test_nothing_in_a_captured_step_or_a_draw_waits_for_the_device(name: str) ->
     with torch.inference_mode():
         weights = build_weights(spec, MetaTensors())
         limits = Limits(4, 32, 100, num_units=8)
-        pool = UnitPool.of(spec, limits, weights.embedding, 0, 0)
+        pool = UnitPool.of(spec, limits, weights.embedding)
         kernels: Kernels = MetaKernels()  # type: ignore[assignment]
         rows = RowTable(limits)
         forward = Forward(spec, weights, kernels, DeviceTables(rows, pool), pool, limits)
