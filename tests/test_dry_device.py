@@ -286,10 +286,10 @@ def test_a_rank_without_memory_for_a_step_does_not_start(monkeypatch: pytest.Mon
     """Others wait for it in the middle of one."""
     spec, forward = load_spec(model_folder("llama-gqa2")), Forward.__call__
 
-    def fail(self: Forward, inputs: Any, *others: Any) -> None:
+    def fail(self: Forward, inputs: Any, **others: Any) -> None:
         if len(inputs.positions) > 8:
             raise torch.OutOfMemoryError
-        forward(self, inputs, *others)
+        forward(self, inputs, **others)
 
     monkeypatch.setattr(Forward, "__call__", fail)
     with dry_device() as dry:
