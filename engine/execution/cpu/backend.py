@@ -1,4 +1,4 @@
-"""CPU backend: native kernels if they were built and pass their test, else torch operators on packed weights."""
+"""CPU backend: native kernels if they were built and pass their test, else torch operators."""
 
 import os
 from collections.abc import Callable
