@@ -22,7 +22,7 @@ from benchmarks.live import CONFIG, make_model_folder
 from benchmarks.machine import describe
 from engine.build import build_runner, plan_launch, resolve_model
 from engine.config import EngineConfig
-from engine.execution.cpu.dense import dense_logits
+from engine.execution.cpu.native.start import dense_logits
 from engine.models.byte_cells import INTEGERS, dequantize, quantize
 from engine.models.checkpoint import load_weights
 from engine.models.float8 import make_float8

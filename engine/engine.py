@@ -56,7 +56,7 @@ from engine.scheduling.recovery import RETRY_AFTER
 from engine.stream import RequestStream
 
 if TYPE_CHECKING:  # the engine runs without the grammar compiler, the flight recorder and torch
-    from engine.execution.runner import OtherRanks
+    from engine.execution.ranks.leader import Leader
     from engine.flight.recorder import FlightRecorder
     from engine.structured.ready import Grammars
 
@@ -109,7 +109,7 @@ class Engine:
         colocation: Colocation | None = None,
         tuner: BudgetTuner | None = None,
         grammars: "Grammars | None" = None,
-        ranks: "OtherRanks | None" = None,
+        ranks: "Leader | None" = None,
     ) -> None:
         self.info = info
         self._ranks = ranks

@@ -3,13 +3,13 @@
 import torch
 from driver import Driver
 
+from benchmarks.gpu import twins
 from engine.execution.cuda.device import CudaDevice
-from engine.execution.cuda.kernels import Kernels
 from engine.execution.runner import Runner
 from engine.limits import SchedulerConfig
-from engine.models import torch_ops
 from engine.models.spec import ModelSpec
 from engine.models.weights import ModelWeights
+from engine.triton_kernels import Kernels
 
 BLOCK = 4
 
@@ -32,7 +32,7 @@ def make_runner(
         CudaDevice(
             spec,
             weights,
-            kernels or torch_ops,
+            kernels or twins,
             config.limits,
             graphs=graphs and weights.embedding.device.type == "cuda",
             scratch_blocks=config.scratch_blocks,

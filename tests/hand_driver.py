@@ -13,6 +13,7 @@ import torch
 from fakes.runner import FakeRunner
 from integrity import check_pool
 
+from benchmarks.gpu import twins
 from engine.api import SamplingParams
 from engine.cache.blocks import CacheAction, CacheBlock, CacheEntry, CacheKind, CacheOperation, Tier, extend_hashes
 from engine.cache.pool import BlockPool
@@ -20,7 +21,6 @@ from engine.execution.cpu.device import TorchDevice
 from engine.execution.cuda.device import CudaDevice
 from engine.execution.runner import Runner
 from engine.limits import Limits
-from engine.models import torch_ops
 from engine.models.decoder import Decoder
 from engine.scheduling.output import AppendedEntries, Chunk, NewRequest, ReplacedEntry, SchedulerOutput
 
@@ -87,7 +87,7 @@ class HandDriver:
         if decoder is None:
             self.runner = FakeRunner(block_size=BLOCK, vocab_size=VOCAB, **tiers)
         elif cuda:
-            self.runner = Runner(CudaDevice(decoder.spec, decoder.weights, torch_ops, limits, graphs=False, **tiers))
+            self.runner = Runner(CudaDevice(decoder.spec, decoder.weights, twins, limits, graphs=False, **tiers))
         else:
             self.runner = Runner(TorchDevice(decoder, limits, **tiers))
         self.live: list[Live] = []

@@ -6,15 +6,16 @@ from itertools import permutations
 import numpy as np
 import pytest
 import torch
-from kernel_pool import DEVICE, DTYPES, NAN, PagedCache, assert_same, double, fused_heads, index, paged_cache, typed
+from kernel_pool import DEVICE, DTYPES, NAN, PagedCache, assert_same, fused_heads, index, paged_cache, typed
 from torch import Tensor
 
-from engine.models import torch_ops as twin
+from benchmarks.gpu import twins as twin
+from engine.models.attention import Manner
 from engine.triton_kernels import configs
 from engine.triton_kernels.configs import LaunchConfig, device_arch, prefill_config
 from engine.triton_kernels.decode_attention import decode_attention
 from engine.triton_kernels.prefill_attention import prefill_attention
-from engine.triton_kernels.work import DecodeWork, PrefillWork
+from engine.triton_kernels.work import DecodeWork, PrefillWork, Scratch
 
 DECODE_TILE = LaunchConfig(16, 32, 4, 2)
 PREFILL_TILE = LaunchConfig(64, 32, 8, 2)
@@ -58,16 +59,13 @@ def decode_both(
     shape = (count, heads, value_dim or head_dim)
     partial = torch.full((max_items, *shape[1:]), NAN, device=DEVICE)
     partial_lse = torch.full((max_items, heads), NAN, device=DEVICE)
-    where = {
-        "layer": cache.layer, "scratch_base": cache.scratch_base, "scale": 1.3 * head_dim**-0.5, "window": window,
-        "softcap": softcap, "sinks": sinks,
-    }  # fmt: skip
+    manner = Manner(1.3 * head_dim**-0.5, window, softcap, sinks)
     actual = torch.full(shape, NAN, dtype=dtype, device=DEVICE)
     arrived = torch.zeros((max_items, kv_heads), dtype=torch.int32, device=DEVICE)
-    scratch, tables = (partial, partial_lse, arrived), (cache.k_table, cache.v_table)
-    decode_attention(q, cache.pool, *cache.tables, work, *scratch, actual, **where, pair=cache.pair, config=DECODE_TILE)
+    scratch, layer = Scratch(partial, partial_lse, arrived), cache.layer
+    decode_attention(q, cache.view, work, scratch, actual, layer=layer, manner=manner, config=DECODE_TILE)
     expected = torch.full(shape, NAN, dtype=torch.float64, device=DEVICE)
-    twin.decode_attention(q.double(), double(cache.pool), *tables, work, *scratch, expected, **where)
+    twin.decode_attention(q.double(), cache.double().twin_view, work, scratch, expected, layer=layer, manner=manner)
     assert expected.isnan().all(-1).all(-1).tolist() == [not length for length in (*lengths, 0, 0)]
     assert_same(actual, expected, dtype)
     assert not arrived.any(), "the next layer counts from zero"
@@ -137,15 +135,14 @@ def test_twins_find_v_behind_k_or_by_its_table() -> None:
     for work in (decode, prefill):
         work.buffer.upload()
     q = fused_heads(torch.Generator().manual_seed(1), 9, 4, 32, torch.float32)
-    where = {"layer": cache.layer, "scratch_base": cache.scratch_base, "scale": 0.2}
-    kinds = ((twin.decode_attention, (decode, q, q, q), 1), (twin.prefill_attention, (prefill, q, q), 9))
-    for attend, given, count in kinds:
+    scratch = Scratch(q, q, q)
+    for attend, work, count in ((twin.decode_attention, decode, 1), (twin.prefill_attention, prefill, 9)):
         outs = [torch.full((count, 4, 32), NAN, device=DEVICE) for _ in range(2)]
-        attend(q[:count], cache.pool, cache.k_table, cache.v_table, *given, outs[0], **where)
-        attend(q[:count], cache.pool, cache.k_table, None, *given, outs[1], **where, pair=cache.pair)
+        attend(q[:count], cache.twin_view, work, scratch, outs[0], layer=cache.layer)
+        attend(q[:count], cache.view, work, scratch, outs[1], layer=cache.layer)
         assert torch.equal(*outs) and not outs[0].isnan().any()
         with pytest.raises(AssertionError, match="pass either v_table or pair"):
-            attend(q[:count], cache.pool, cache.k_table, None, *given, outs[1], **where)
+            attend(q[:count], cache.view._replace(pair=0), work, scratch, outs[1], layer=cache.layer)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -172,22 +169,22 @@ def test_decode_merges_in_any_order_of_arrival(
     arrived = torch.zeros((9, 1), dtype=torch.int32, device=DEVICE)
     partial, lse = torch.empty((9, 6, 64), device=DEVICE), torch.empty((9, 6), device=DEVICE)
     out, expected = torch.empty_like(q), torch.empty_like(q, dtype=torch.float64)
-    tables, where = (cache.k_table, cache.v_table), {"layer": cache.layer, "scratch_base": cache.scratch_base}
-    where |= {"scale": 0.2, "window": window, "sinks": sinks_of(6) if sinks else None}
+    scratch, layer = Scratch(partial, lse, arrived), cache.layer
+    manner = Manner(0.2, window, sinks=sinks_of(6) if sinks else None)
 
     def run(*items: int) -> None:
         part = copy(work)
         part.items = work.items.clone()
         part.items[[item not in items for item in range(9)], 0] = -1
-        decode_attention(q, cache.pool, *tables, part, partial, lse, arrived, out, **where, config=DECODE_TILE)
+        decode_attention(q, cache.view, part, scratch, out, layer=layer, manner=manner, config=DECODE_TILE)
 
-    twin.decode_attention(q.double(), double(cache.pool), *tables, work, partial, lse, arrived, expected, **where)
+    twin.decode_attention(q.double(), cache.double().twin_view, work, scratch, expected, layer=layer, manner=manner)
     run(*range(9))
     whole = out.clone()
     assert_same(whole, expected, torch.float16)
     for number, order in enumerate([*permutations(range(5))][::23]):
-        for scratch in (partial, lse, out):
-            scratch.fill_(NAN)
+        for rows in (partial, lse, out):
+            rows.fill_(NAN)
         for ended, item in enumerate(order):
             run(item, *((5, 6) if ended == number % 5 else ()))
             assert torch.equal(out[0], whole[0]) if ended == 4 else out[0].isnan().all()
@@ -259,15 +256,11 @@ def prefill_both(
     work.fill(np.array(chunks, np.int32))
     work.buffer.upload()
     q = fused_heads(generator, count, kv_heads * group, head_dim, dtype)
-    where = {
-        "layer": cache.layer, "scratch_base": cache.scratch_base, "scale": 1.3 * head_dim**-0.5, "window": window,
-        "softcap": softcap, "sinks": sinks,
-    }  # fmt: skip
+    manner, layer = Manner(1.3 * head_dim**-0.5, window, softcap, sinks), cache.layer
     actual = torch.full((*q.shape[:2], value_dim or head_dim), NAN, dtype=dtype, device=DEVICE)
-    expected = actual.double()
-    tables, partial = (cache.k_table, cache.v_table), prefill_scratch(work, actual)
-    prefill_attention(q, cache.pool, *cache.tables, work, *partial, actual, **where, pair=cache.pair, config=config)
-    twin.prefill_attention(q.double(), double(cache.pool), *tables, work, *partial, expected, **where)
+    expected, scratch = actual.double(), prefill_scratch(work, actual)
+    prefill_attention(q, cache.view, work, scratch, actual, layer=layer, manner=manner, config=config)
+    twin.prefill_attention(q.double(), cache.double().twin_view, work, scratch, expected, layer=layer, manner=manner)
     covered = torch.zeros(count, dtype=torch.bool)
     for _, first, length, _ in chunks:
         covered[first : first + length] = True
@@ -276,9 +269,9 @@ def prefill_both(
     return work
 
 
-def prefill_scratch(work: PrefillWork, out: Tensor) -> tuple[Tensor, Tensor]:
+def prefill_scratch(work: PrefillWork, out: Tensor) -> Scratch:
     shape = (work.partials, *out.shape[1:])
-    return torch.full(shape, NAN, device=DEVICE), torch.full(shape[:2], NAN, device=DEVICE)
+    return Scratch(torch.full(shape, NAN, device=DEVICE), torch.full(shape[:2], NAN, device=DEVICE), index([]))
 
 
 @pytest.mark.parametrize(("shape", "dtype"), typed(SHAPES, 1), ids=case_id)
@@ -315,19 +308,18 @@ def test_prefill_with_splits_within_a_window(window: int) -> None:
 def test_prefill_of_a_bucket_merges_what_is_there() -> None:
     """A graph's merge runs for steps without splits too, and after a step with more."""
     cache = paged_cache([300, 40], seed=15, dtype=torch.float32, kv_heads=1, head_dim=64)
-    tables, config = (cache.k_table, cache.v_table), PREFILL_TILE
+    config, manner, layer = PREFILL_TILE, Manner(0.1), cache.layer
     work = PrefillWork(4, 20, 32, DEVICE, slots=6, tile=config.block_n, min_split=32)
     bucket = work.head(3, 12, 24, fixed=True)
     q = fused_heads(torch.Generator().manual_seed(1), 24, 2, 64, torch.float32)
-    where = {"layer": cache.layer, "scratch_base": cache.scratch_base, "scale": 0.1}
     for chunks in ([[0, 2, 20, 280]], [[1, 1, 9, 31]], [[1, 0, 2, 30], [0, 2, 3, 150]]):
         bucket.fill(np.array(chunks, np.int32))
         bucket.buffer.upload()
         assert bucket.merging
-        partial = prefill_scratch(bucket, q)
+        scratch = prefill_scratch(bucket, q)
         actual, expected = torch.full_like(q, NAN), torch.full_like(q, NAN)
-        prefill_attention(q, cache.pool, *tables, bucket, *partial, actual, **where, config=config)
-        twin.prefill_attention(q, cache.pool, *tables, bucket, *partial, expected, **where)
+        prefill_attention(q, cache.view, bucket, scratch, actual, layer=layer, manner=manner, config=config)
+        twin.prefill_attention(q, cache.view, bucket, scratch, expected, layer=layer, manner=manner)
         assert_same(actual, expected, torch.float32)
 
 
@@ -385,8 +377,7 @@ def test_prefill_of_nothing_writes_nothing() -> None:
     work.buffer.upload()
     q = torch.zeros((3, 4, 64), device=DEVICE)
     out = torch.full_like(q, NAN)
-    tables, partial = (cache.k_table, cache.v_table), prefill_scratch(work, q)
-    prefill_attention(q, cache.pool, *tables, work, *partial, out, layer=1, scratch_base=cache.scratch_base, scale=1.0)
+    prefill_attention(q, cache.view, work, prefill_scratch(work, q), out, layer=1)
     assert out.isnan().all()
 
 
@@ -400,34 +391,33 @@ def test_prefill_with_the_table_configuration() -> None:
 def test_prefill_and_decode_refuse_wrong_shapes() -> None:
     cache = paged_cache([5], seed=1, dtype=torch.float32, kv_heads=2, head_dim=64)
     work, q = PrefillWork(2, 4, 8, DEVICE), torch.zeros((3, 4, 64), device=DEVICE)
-    args = {"layer": 1, "scratch_base": cache.scratch_base, "scale": 1.0}
-    tables, partial = (cache.k_table, cache.v_table), prefill_scratch(work, q)
+    pool, scratch = cache.view, prefill_scratch(work, q)
     with pytest.raises(AssertionError, match="3 query heads over 2 KV heads"):
-        prefill_attention(q[:, :3], cache.pool, *tables, work, *partial, q[:, :3].clone(), **args)
+        prefill_attention(q[:, :3], pool, work, scratch, q[:, :3].clone(), layer=1)
     with pytest.raises(AssertionError, match="heads of a token must be contiguous"):
-        prefill_attention(q[:, ::2], cache.pool, *tables, work, *partial, q[:, ::2], **args)
+        prefill_attention(q[:, ::2], pool, work, scratch, q[:, ::2], layer=1)
     with pytest.raises(AssertionError, match="float16"):
-        prefill_attention(q.half(), cache.pool, *tables, work, *partial, q, **args)
+        prefill_attention(q.half(), pool, work, scratch, q, layer=1)
     with pytest.raises(AssertionError, match="larger than those of the kernel"):
-        prefill_attention(q, cache.pool, *tables, PrefillWork(2, 4, 99, DEVICE), *partial, q.clone(), **args)
+        prefill_attention(q, pool, PrefillWork(2, 4, 99, DEVICE), scratch, q.clone(), layer=1)
     split = PrefillWork(2, 40, 8, DEVICE, slots=4, tile=16)
     with pytest.raises(AssertionError, match="partial"):
-        prefill_attention(q, cache.pool, *tables, split, *partial, q.clone(), **args)
+        prefill_attention(q, pool, split, scratch, q.clone(), layer=1)
     split = PrefillWork(2, 40, 8, DEVICE, slots=4, tile=8)
     with pytest.raises(AssertionError, match="begin at 8"):
-        prefill_attention(q, cache.pool, *tables, split, *prefill_scratch(split, q), q.clone(), **args)
+        prefill_attention(q, pool, split, prefill_scratch(split, q), q.clone(), layer=1)
     with pytest.raises(AssertionError, match="int32 or int64"):
-        prefill_attention(q, cache.pool, tables[0].float(), tables[1], work, *partial, q.clone(), **args)
+        prefill_attention(q, pool._replace(k_table=pool.k_table.float()), work, scratch, q.clone(), layer=1)
     with pytest.raises(AssertionError, match="pass either v_table or pair"):
-        prefill_attention(q, cache.pool, *tables, work, *partial, q.clone(), **args, pair=3)
+        prefill_attention(q, pool._replace(pair=3), work, scratch, q.clone(), layer=1)
     decode = DecodeWork(3, 4, 32, DEVICE)
     counters = index([[0, 0]] * 4)
     with pytest.raises(AssertionError, match="partial"):
-        decode_attention(q, cache.pool, *tables, decode, q, index([0]).float(), counters, q.clone(), **args)
-    scratch = torch.zeros((4, 4, 64), device=DEVICE), torch.zeros((4, 4), device=DEVICE)
+        decode_attention(q, pool, decode, Scratch(q, index([0]).float(), counters), q.clone(), layer=1)
+    partial, lse = torch.zeros((4, 4, 64), device=DEVICE), torch.zeros((4, 4), device=DEVICE)
     for wrong in (counters[:2], counters[:, :1], counters.long()):
         with pytest.raises(AssertionError, match=r"arrived: \(4, 2\)"):
-            decode_attention(q, cache.pool, *tables, decode, *scratch, wrong, q.clone(), **args)
+            decode_attention(q, pool, decode, Scratch(partial, lse, wrong), q.clone(), layer=1)
 
 
 WIDTHS = [

@@ -4,10 +4,9 @@ import pytest
 import torch
 from kernel_pool import DEVICE, DTYPES, NAN, PagedCache, assert_same, fused_heads, index, paged_cache, random
 
-from engine.models import torch_ops as twin
-from engine.triton_kernels.hidden_state import hidden_gather, hidden_write
+from benchmarks.gpu import twins as twin
+from engine.triton_kernels.hidden_state import hidden_gather, hidden_write, unit_copy
 from engine.triton_kernels.rope_cache_write import rope_cache_write
-from engine.triton_kernels.unit_copy import unit_copy
 
 ROPE = [
     # head_dim, rotary_dim, q heads, kv heads, q norm, k norm, index type
@@ -53,18 +52,16 @@ def test_rope_and_cache_write(
     cos_sin = torch.cat([angle.cos(), angle.sin()], dim=1).to(DEVICE) if rotary else None
     rows, positions = (index([token[part] for token in TOKENS], kind) for part in (0, 1))
     tables = (cache.k_table, cache.v_table)
-    where = {"layer": cache.layer, "scratch_base": cache.scratch_base, "eps": 1e-3}
+    where = {"layer": cache.layer, "eps": 1e-3}
 
     wide = cache.double()
     wide_q = None if q is None else q.double()
     wide_weights = [None if weight is None else weight.double() for weight in weights]
     norms = dict(zip(("q_norm", "k_norm"), wide_weights, strict=True))
     wide_cos = None if cos_sin is None else cos_sin.double()
-    twin.rope_cache_write(
-        wide_q, k.double(), v.double(), wide_cos, positions, rows, wide.pool, *tables, **where, **norms
-    )
+    twin.rope_cache_write(wide_q, k.double(), v.double(), wide_cos, positions, rows, wide.twin_view, **where, **norms)
     norms = dict(zip(("q_norm", "k_norm"), weights, strict=True))
-    rope_cache_write(q, k, v, cos_sin, positions, rows, cache.pool, *cache.tables, **where, **norms, pair=cache.pair)
+    rope_cache_write(q, k, v, cos_sin, positions, rows, cache.view, **where, **norms)
     if q is not None and wide_q is not None:
         assert_same(q, wide_q, dtype)
     assert_same(cache.pool, wide.pool, dtype)
@@ -96,10 +93,7 @@ def test_cache_write_of_unlike_widths(
                 tokens[cache.slots(table, row, 48)[position], : heads[at].numel()] = heads[at].flatten()
     for write in (rope_cache_write, twin.rope_cache_write):
         cells.fill_(NAN)
-        write(
-            None, k, v, None, positions, rows, cache.pool, *cache.tables, layer=cache.layer,
-            scratch_base=cache.scratch_base, pair=cache.pair,
-        )  # fmt: skip
+        write(None, k, v, None, positions, rows, cache.view, layer=cache.layer)
         torch.testing.assert_close(cells, expected, rtol=0, atol=0, equal_nan=True)
 
 

@@ -24,10 +24,8 @@ from torch import Tensor, distributed
 from engine.api import SamplingParams
 from engine.cache.blocks import CacheAction, CacheEntry, CacheKind, CacheOperation, Tier
 from engine.config import NamedFolder
-from engine.execution.cuda.kernels import triton_kernels
-from engine.execution.ranks.follower import Follower
-from engine.execution.ranks.group import RankGroup
-from engine.execution.ranks.step import RankStep
+from engine.execution.ranks.group import Follower, RankGroup
+from engine.execution.ranks.messages import RankStep
 from engine.limits import SchedulerConfig
 from engine.models.checkpoint import load_weights
 from engine.models.decoder import Decoder
@@ -35,6 +33,7 @@ from engine.models.lora import load_adapter, plan_adapter
 from engine.models.sharding import Shard
 from engine.models.spec import load_spec
 from engine.scheduling.output import Chunk, NewRequest, ReplacedEntry, SchedulerOutput
+from engine.triton_kernels import triton_kernels
 
 T = TypeVar("T")
 

@@ -11,14 +11,14 @@ import torch
 from kernel_cases_attention import DECODE_TILE, PREFILL_TILE, prefill_scratch
 from kernel_cases_cache import LENGTHS, TOKENS
 from kernel_pool import DEVICE, NAN, PagedCache, fused_heads, index, paged_cache, random
-from torch import Tensor
 
-from engine.models import torch_ops as twin
+from benchmarks.gpu import twins as twin
+from engine.models.attention import Manner
 from engine.models.byte_cells import INTEGERS, ByteSlices, slice_elements
 from engine.triton_kernels.decode_attention import decode_attention
 from engine.triton_kernels.prefill_attention import prefill_attention
 from engine.triton_kernels.rope_cache_write import rope_cache_write
-from engine.triton_kernels.work import DecodeWork, PrefillWork
+from engine.triton_kernels.work import DecodeWork, PrefillWork, Scratch
 
 CASES = [((64, 3, 2), torch.float16), ((80, 1, 3), torch.float32)]
 """(head_dim, group, kv_heads), type."""
@@ -55,13 +55,10 @@ def test_what_is_written(rotary: int, dtype: torch.dtype) -> None:
     angle = torch.rand(50, rotary // 2, generator=generator) * 6
     cos_sin = torch.cat([angle.cos(), angle.sin()], dim=1).to(DEVICE) if rotary else None
     rows, positions = (index([token[part] for token in TOKENS]) for part in (0, 1))
-    expected, where = copy_of(cache), {"layer": cache.layer, "scratch_base": cache.scratch_base}
-    norm = random(generator, 64, dtype=dtype)
-    tables = (cache.k_table, cache.v_table)
-    twin.rope_cache_write(q.clone(), k, v, cos_sin, positions, rows, expected.pool, *tables, **where, k_norm=norm)
-    rope_cache_write(
-        q, k, v, cos_sin, positions, rows, cache.pool, *cache.tables, **where, k_norm=norm, pair=cache.pair
-    )
+    expected, norm = copy_of(cache), random(generator, 64, dtype=dtype)
+    where = {"layer": cache.layer, "k_norm": norm}
+    twin.rope_cache_write(q.clone(), k, v, cos_sin, positions, rows, expected.twin_view, **where)
+    rope_cache_write(q, k, v, cos_sin, positions, rows, cache.view, **where)
     ours, theirs = ByteSlices.of(cache.pool), ByteSlices.of(expected.pool)
     torch.testing.assert_close(ours.scales, theirs.scales, rtol=1e-2, atol=0, equal_nan=True)
     apart = (ours.values.int() - theirs.values.int()).abs()[~theirs.scales.isnan()]
@@ -79,9 +76,9 @@ def filled(shape: tuple[int, int, int], seed: int) -> PagedCache:
     return cache
 
 
-def decode_scratch(fill: float, kv_heads: int, heads: int, head_dim: int) -> tuple[Tensor, Tensor, Tensor]:
+def decode_scratch(fill: float, kv_heads: int, heads: int, head_dim: int) -> Scratch:
     partial, lse = (torch.full(shape, fill, device=DEVICE) for shape in ((9, heads, head_dim), (9, heads)))
-    return partial, lse, torch.zeros((9, kv_heads), dtype=torch.int32, device=DEVICE)
+    return Scratch(partial, lse, torch.zeros((9, kv_heads), dtype=torch.int32, device=DEVICE))
 
 
 @pytest.mark.parametrize(("shape", "dtype"), CASES, ids=str)
@@ -93,11 +90,9 @@ def test_decode(shape: tuple[int, int, int], dtype: torch.dtype) -> None:
     work.buffer.upload()
     q = fused_heads(torch.Generator().manual_seed(4), 3, heads, head_dim, dtype)
     scratch = decode_scratch(NAN, kv_heads, heads, head_dim)
-    where = {"layer": cache.layer, "scratch_base": cache.scratch_base, "scale": head_dim**-0.5}
     actual, expected = torch.full_like(q, NAN), torch.full(q.shape, NAN, device=DEVICE)
-    tables = (cache.k_table, cache.v_table)
-    decode_attention(q, cache.pool, *cache.tables, work, *scratch, actual, **where, pair=cache.pair, config=DECODE_TILE)
-    twin.decode_attention(q.float(), cache.pool, *tables, work, *scratch, expected, **where)
+    decode_attention(q, cache.view, work, scratch, actual, layer=cache.layer, config=DECODE_TILE)
+    twin.decode_attention(q.float(), cache.twin_view, work, scratch, expected, layer=cache.layer)
     tolerance = 1e-4 if dtype == torch.float32 else 6e-3
     torch.testing.assert_close(actual.float(), expected, rtol=tolerance, atol=tolerance)
 
@@ -112,14 +107,10 @@ def test_prefill(shape: tuple[int, int, int], dtype: torch.dtype, slots: int) ->
     work.fill(np.array([(0, 0, 20, 0), (1, 20, 16, 32), (2, 36, 1, 32)], np.int32))
     work.buffer.upload()
     q = fused_heads(torch.Generator().manual_seed(6), 37, heads, head_dim, dtype)
-    where = {"layer": cache.layer, "scratch_base": cache.scratch_base, "scale": head_dim**-0.5}
     actual, expected = torch.full_like(q, NAN), torch.full(q.shape, NAN, device=DEVICE)
-    tables = (cache.k_table, cache.v_table)
-    partial = prefill_scratch(work, q)
-    prefill_attention(
-        q, cache.pool, *cache.tables, work, *partial, actual, **where, pair=cache.pair, config=PREFILL_TILE
-    )
-    twin.prefill_attention(q.float(), cache.pool, *tables, work, *partial, expected, **where)
+    scratch = prefill_scratch(work, q)
+    prefill_attention(q, cache.view, work, scratch, actual, layer=cache.layer, config=PREFILL_TILE)
+    twin.prefill_attention(q.float(), cache.twin_view, work, scratch, expected, layer=cache.layer)
     assert work.merging == (slots > 0)
     tolerance = 1e-4 if dtype == torch.float32 else 6e-3
     torch.testing.assert_close(actual.float(), expected, rtol=tolerance, atol=tolerance)
@@ -139,12 +130,9 @@ def test_prefill_reads_no_scale_before_its_window(slots: int) -> None:
     work.fill(np.array([(1, 0, 16, 32)], np.int32))
     work.buffer.upload()
     q = fused_heads(torch.Generator().manual_seed(6), 16, heads, head_dim, torch.float32)
-    where = {"layer": cache.layer, "scratch_base": cache.scratch_base, "scale": head_dim**-0.5, "window": window}
     actual, expected = torch.full_like(q, NAN), torch.full(q.shape, NAN, device=DEVICE)
-    tables, partial = (cache.k_table, cache.v_table), prefill_scratch(work, q)
-    prefill_attention(
-        q, cache.pool, *cache.tables, work, *partial, actual, **where, pair=cache.pair, config=PREFILL_TILE
-    )
-    twin.prefill_attention(q, cache.pool, *tables, work, *partial, expected, **where)
+    scratch, manner = prefill_scratch(work, q), Manner(window=window)
+    prefill_attention(q, cache.view, work, scratch, actual, layer=cache.layer, manner=manner, config=PREFILL_TILE)
+    twin.prefill_attention(q, cache.twin_view, work, scratch, expected, layer=cache.layer, manner=manner)
     torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
     assert expected.isfinite().all()

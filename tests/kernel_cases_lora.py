@@ -6,7 +6,7 @@ import pytest
 import torch
 from kernel_pool import DEVICE, DTYPES, assert_same, random
 
-from engine.models import torch_ops as twin
+from benchmarks.gpu import twins as twin
 from engine.models.lora import Delta
 from engine.triton_kernels.configs import LORA_SPLIT
 from engine.triton_kernels.lora import lora_add

@@ -31,7 +31,6 @@ from triton.compiler import ASTSource
 from benchmarks.gpu.setup import SHAPES
 from engine.execution.cuda.buffers import HeadSizes
 from engine.execution.cuda.device import CudaDevice
-from engine.execution.cuda.kernels import triton_kernels
 from engine.execution.cuda.modules import KernelAttention
 from engine.execution.pool import UnitPool
 from engine.execution.rows import RowTable
@@ -40,8 +39,9 @@ from engine.limits import Limits
 from engine.models.byte_cells import INTEGERS
 from engine.models.float8 import FLOAT8, Float8Linear, Rounding
 from engine.models.linear import MakeLinear, make_linear
-from engine.models.spec import hidden_offer, load_spec, spec_from_config
+from engine.models.spec import hidden_state_refusal, load_spec, spec_from_config
 from engine.models.weights import build_weights
+from engine.triton_kernels import triton_kernels
 from engine.triton_kernels.round_rows import round_rows, scale_rows
 
 ARCHS = (80, 86, 89, 90, 100, 103, 120)
@@ -148,7 +148,7 @@ def record(arch: int, names: Iterable[str] = MODELS) -> dict[Variant, list[str]]
                     weights = build_weights(
                         spec, _Tensors(), _float8(FLOAT8_MODELS[name]) if name in FLOAT8_MODELS else make_linear
                     )
-                offered = not hidden_offer(spec).refusal and not cell_type
+                offered = not hidden_state_refusal(spec) and not cell_type
                 device = CudaDevice(
                     spec, weights, triton_kernels(), limits, graphs=graphs, cell_type=cell_type, host_units=8,
                     scratch_blocks=12 if offered else 0,

@@ -13,6 +13,8 @@ import torch
 import triton
 from torch import Tensor
 
+from engine.models.attention import PoolView
+
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
 DTYPES = (torch.float32, torch.float16) if INTERPRETED else (torch.float32, torch.float16, torch.bfloat16)
@@ -67,9 +69,15 @@ class PagedCache:
     pair: int = 0
 
     @property
-    def tables(self) -> tuple[Tensor, Tensor | None]:
-        """As kernels are given them, with `pair`."""
-        return self.k_table, None if self.pair else self.v_table
+    def view(self) -> PoolView:
+        """As kernels are given it."""
+        v_table = None if self.pair else self.v_table
+        return PoolView(self.pool, self.k_table, v_table, self.scratch_base, self.pair)
+
+    @property
+    def twin_view(self) -> PoolView:
+        """With a table of V in any case."""
+        return PoolView(self.pool, self.k_table, self.v_table, self.scratch_base)
 
     def slots(self, table: Tensor, row: int, length: int) -> list[int]:
         entries, size = table[row].tolist(), self.pool.shape[1]

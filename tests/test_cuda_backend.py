@@ -12,6 +12,7 @@ from fake_cuda_driver import fake_memory
 from test_runner import reference_logits
 from tiny_models import llama_config, model_folder, write_config
 
+from benchmarks.gpu import twins
 from engine import build
 from engine.api import SamplingParams
 from engine.cache.blocks import CacheEntry, CacheKind, Tier
@@ -28,7 +29,6 @@ from engine.execution.cuda.shapes import GRAPH_TOKENS, Buckets
 from engine.execution.plan import LaunchPlan
 from engine.execution.runner import Runner
 from engine.machine.facts import Processor
-from engine.models import torch_ops
 from engine.models.checkpoint import load_weights
 from engine.models.decoder import Decoder
 from engine.models.spec import load_spec
@@ -108,7 +108,7 @@ def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("engine.execution.backend.find_backend", lambda _name: backend.CudaBackend())
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     monkeypatch.setattr(backend, "launch_refusal", lambda: None)
-    monkeypatch.setattr(backend, "triton_kernels", lambda: torch_ops)
+    monkeypatch.setattr(backend, "triton_kernels", lambda: twins)
 
 
 def plan_on_cpu(config: EngineConfig) -> LaunchPlan:

@@ -15,19 +15,19 @@ from test_families import HYBRID_RUNS, check_hybrid, decoder_of
 from test_hybrid_cache import BOTH, CONFIGS, check_equal, hidden, host, kv, one_thread, prompts_of, start
 from test_hybrid_cache import decoder_of as rough_decoder
 
+from benchmarks.gpu import twins
 from engine.cache.blocks import CacheAction, CacheKind, CacheOperation
 from engine.errors import ConfigError
 from engine.execution.cuda import swap
 from engine.execution.cuda.buffers import StepInputs
 from engine.execution.cuda.device import CudaDevice
-from engine.execution.cuda.graphs import Graphs, Way
+from engine.execution.cuda.graphs import Graphs
 from engine.execution.cuda.swap import Swapper
 from engine.execution.lane import DeviceStream, Mark
 from engine.execution.pool import UnitPool
 from engine.execution.runner import Runner
 from engine.limits import Limits
-from engine.models import torch_ops
-from engine.models.spec import hidden_offer
+from engine.models.spec import hidden_state_refusal
 from engine.scheduling.output import Chunk, NewRequest, ReplacedEntry, SchedulerOutput
 
 __all__ = ["one_thread"]
@@ -70,14 +70,14 @@ def test_tokens_of_the_whole_engine_equal_transformers(
     """Steps launched ahead of the tokens they are built on. Steps without hidden state replay graphs."""
     replayed, original = 0, Graphs.run
 
-    def counted(self: Graphs, inputs: StepInputs, way: Way = Way.PLAIN) -> None:
+    def counted(self: Graphs, inputs: StepInputs, *, adapted: bool = False) -> None:
         nonlocal replayed
         replayed += 1
-        original(self, inputs, way)
+        original(self, inputs, adapted=adapted)
 
     monkeypatch.setattr(Graphs, "run", counted)
     decoder = decoder_of(case)
-    scratch = 0 if hidden_offer(decoder.spec).refusal else 12
+    scratch = 0 if hidden_state_refusal(decoder.spec) else 12
     driver = make_driver(
         decoder.spec, decoder.weights, depth=depth, num_blocks=30, seqs=8, tokens=24, host_units=70,
         scratch_blocks=scratch, policy=policy,
@@ -96,7 +96,7 @@ def bare_runner(
     limits = Limits(4, 16, max_model_len, num_units=16, block_size=BLOCK)
     return Runner(
         CudaDevice(
-            decoder.spec, decoder.weights, torch_ops, limits, graphs=False, scratch_blocks=scratch_blocks,
+            decoder.spec, decoder.weights, twins, limits, graphs=False, scratch_blocks=scratch_blocks,
             host_units=host_units,
         )
     )  # fmt: skip
@@ -278,7 +278,7 @@ class LaterKernels:
         self._lane = lane
 
     def unit_copy(self, source: torch.Tensor, target: torch.Tensor, pairs: torch.Tensor) -> None:
-        self._lane.put(lambda: torch_ops.unit_copy(source, target, pairs))
+        self._lane.put(lambda: twins.unit_copy(source, target, pairs))
 
 
 @pytest.mark.parametrize("hurry", [0.0, 0.5, 1.0])
@@ -291,7 +291,7 @@ def test_swaps_hold_their_order_however_the_lanes_run(hurry: float, monkeypatch:
         rng = random.Random(seed)
         pool = UnitPool(
             8, num_layers=1, block_size=4, num_kv_heads=1, head_dim=2, dtype=torch.float32, device=CPU,
-            num_host_units=8,
+            host_units=8,
         )  # fmt: skip
         lane, *ways = lanes = [LaterLane() for _ in range(3)]
         rng.shuffle(lanes)  # which of them are in a hurry
@@ -326,9 +326,9 @@ def test_swaps_hold_their_order_however_the_lanes_run(hurry: float, monkeypatch:
 
 def swapper_of(*ways: LaterLane) -> tuple[UnitPool, Swapper]:
     pool = UnitPool(
-        8, num_layers=1, block_size=4, num_kv_heads=1, head_dim=2, dtype=torch.float32, device=CPU, num_host_units=8
+        8, num_layers=1, block_size=4, num_kv_heads=1, head_dim=2, dtype=torch.float32, device=CPU, host_units=8
     )
-    return pool, Swapper(pool, torch_ops, StepLane([], random.Random(0), 0.0), *ways)
+    return pool, Swapper(pool, twins, StepLane([], random.Random(0), 0.0), *ways)
 
 
 def test_what_comes_back_does_not_stand_behind_what_goes() -> None:

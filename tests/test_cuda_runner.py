@@ -14,6 +14,7 @@ from tiny_models import FAMILY_CASES, model_folder
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from benchmarks.gpu import twins
 from engine.api import EngineInfo, FinishReason, RequestClass, SamplingParams
 from engine.cache.blocks import CacheEntry, CacheKind, Tier
 from engine.core import EngineCore
@@ -27,21 +28,19 @@ from engine.execution.cuda.buffers import (
     StepInputs,
     StepWishes,
 )
-from engine.execution.cuda.forward import Forward
-from engine.execution.cuda.graphs import Graphs, Way
-from engine.execution.cuda.kernels import Kernels
+from engine.execution.cuda.forward import DeviceTables, Forward
+from engine.execution.cuda.graphs import Graphs
 from engine.execution.cuda.sampling import Sampling
 from engine.execution.cuda.shapes import GRAPH_TOKENS, Buckets
-from engine.execution.cuda.tables import DeviceTables
 from engine.execution.pool import UnitPool
 from engine.execution.rows import RowTable
 from engine.limits import Limits
-from engine.models import torch_ops
 from engine.models.checkpoint import load_weights
 from engine.models.decoder import Decoder
 from engine.models.spec import load_spec
 from engine.models.weights import ModelWeights, build_weights
 from engine.scheduling.output import Collect, NewRequest, SchedulerOutput
+from engine.triton_kernels import Kernels
 
 
 def driver_of(decoder: Decoder, depth: int = 1, **options: int) -> CudaDriver:
@@ -198,12 +197,12 @@ def test_a_step_that_fails_halfway_is_made_good() -> None:
     runner, calls = driver.runner, 0
     forward = runner.device._graphs._forward
 
-    def fragile(inputs, way):  # type: ignore[no-untyped-def]
+    def fragile(inputs: StepInputs, *, adapted: bool) -> None:
         nonlocal calls
         calls += 1
         if calls in (3, 12):
             raise RuntimeError("the device is gone")
-        forward(inputs, way)
+        forward(inputs, adapted=adapted)
 
     runner.device._graphs._forward = fragile
     run_in_waves(driver, requests)
@@ -256,7 +255,7 @@ def test_a_paired_pool_has_one_table_on_the_device(options: dict[str, int], coun
     )  # fmt: skip
     rows = RowTable(limits)
     tables = DeviceTables(rows, pool)
-    (keys, values), blocks = tables.of_kv, rows.tables.shape[2]
+    (_, keys, values, *_), blocks = tables.view(pool.slices), rows.tables.shape[2]
     assert len(tables.tables) == count and (values is None) == (count == 1) == (tables.pair == layers)
     assert keys.data_ptr() == tables.tables.data_ptr()
 
@@ -293,7 +292,7 @@ class MetaKernels:
 
     def __getattr__(self, name: str) -> object:
         caches = {"rope_cache_write", "decode_attention", "prefill_attention"}
-        return (lambda *args, **kwargs: None) if name in caches else getattr(torch_ops, name)
+        return (lambda *args, **kwargs: None) if name in caches else getattr(twins, name)
 
 
 @pytest.mark.parametrize("name", ["llama-gqa2", "qwen3", "opt", "neox"])
@@ -303,7 +302,7 @@ def test_nothing_in_a_captured_step_or_a_draw_waits_for_the_device(name: str) ->
     with torch.inference_mode():
         weights = build_weights(spec, MetaTensors())
         limits = Limits(4, 32, 100, num_units=8)
-        pool = UnitPool.of(spec, limits, weights.embedding, 0, 0)
+        pool = UnitPool.of(spec, limits, weights.embedding)
         kernels: Kernels = MetaKernels()  # type: ignore[assignment]
         rows = RowTable(limits)
         forward = Forward(spec, weights, kernels, DeviceTables(rows, pool), pool, limits)
@@ -345,11 +344,11 @@ def test_a_capture_that_fails_keeps_the_graphs_that_there_are(
     shapes = [shape.tokens for shape in device._buckets.all_shapes()]
     errors = {shapes[0]: torch.OutOfMemoryError("CUDA out of memory"), shapes[4]: RuntimeError("not permitted")}
 
-    def capture(self: Graphs, inputs: StepInputs, way: Way) -> None:
+    def capture(self: Graphs, inputs: StepInputs, *, adapted: bool) -> None:
         assert inputs is device._buffers.inputs(inputs.shape)
         if inputs.shape.tokens in errors:
             raise errors[inputs.shape.tokens]
-        self._graphs[id(inputs), way] = object()  # type: ignore[assignment]
+        self._graphs[id(inputs), adapted] = object()  # type: ignore[assignment]
 
     monkeypatch.setattr(Graphs, "capture", capture)
     device._capture()
@@ -391,4 +390,4 @@ def test_draw_keeps_greedy_and_invalid_rows_and_ties() -> None:
         min_p=torch.zeros(5),
     )
     # greedy; both of two equal logits pass a top-k of one; not finite; and both pass a top-p that one would fill
-    assert torch_ops.draw(logits, greedy, *inputs).tolist() == [1, 1, 2, -1, 2]
+    assert twins.draw(logits, greedy, *inputs).tolist() == [1, 1, 2, -1, 2]

@@ -22,26 +22,24 @@ from engine.execution.cuda.adapters import LARGEST_RANK
 from engine.execution.cuda.buffers import HeadSizes
 from engine.execution.cuda.device import CudaDevice
 from engine.execution.cuda.forward import Forward
-from engine.execution.cuda.graphs import Way
-from engine.execution.cuda.kernels import triton_kernels
 from engine.execution.cuda.modules import KernelAttention
 from engine.execution.cuda.sampling import Sampling
 from engine.execution.layout import chunk_array, decodes_first
 from engine.execution.masks import FinishMasks, StepMasks
 from engine.execution.pool import UnitPool
-from engine.execution.ranks.follower import Follower
-from engine.execution.ranks.messages import decode_step, encode
-from engine.execution.ranks.step import RankStep
+from engine.execution.ranks.group import Follower
+from engine.execution.ranks.messages import RankStep, decode_step, encode
 from engine.execution.rows import RowTable
 from engine.execution.runner import Runner
 from engine.forms import Grammar
 from engine.limits import Limits
+from engine.models.attention import PLAIN, Manner
 from engine.models.lora import Delta, Site
-from engine.models.manner import PLAIN, Manner
 from engine.models.sharding import Shard
-from engine.models.spec import ModelSpec, hidden_offer, load_spec
+from engine.models.spec import ModelSpec, hidden_state_refusal, load_spec
 from engine.models.weights import build_weights
 from engine.scheduling.output import Chunk, NewRequest, SchedulerOutput
+from engine.triton_kernels import triton_kernels
 
 pytest.importorskip("triton")
 BLOCK, ROWS = 4, 3
@@ -94,7 +92,7 @@ def make_runner(
 ) -> Runner[CudaDevice]:
     """`shard`: of this rank. `adapted`: under LoRA adapters."""
     limits = Limits(4, tokens, 64, num_units=60, block_size=BLOCK)
-    scratch = 0 if shard or hidden_offer(spec).refusal else 12
+    scratch = 0 if shard or hidden_state_refusal(spec) else 12
     with torch.inference_mode():
         weights = build_weights(spec, MetaTensors(), shard=shard)
     part = spec if shard is None else shard.spec_of(spec)
@@ -165,7 +163,7 @@ def counts_of(
 
 def kinds_of(spec: ModelSpec, *, int8: bool = False) -> list[str]:
     """The steps that a model may meet: with a cache of 8 bits none from hidden state."""
-    left_out = ("from hidden state", "restored") if int8 or hidden_offer(spec).refusal else ()
+    left_out = ("from hidden state", "restored") if int8 or hidden_state_refusal(spec) else ()
     return [kind for kind in KINDS if kind not in left_out]
 
 
@@ -201,7 +199,7 @@ def shard_of(dry: DryDevice, rank: int) -> Shard:
 
 
 class FollowerHere:
-    """See OtherRanks: the second rank, which hears what a process would, and runs its part first."""
+    """See Leader: the second rank, which hears what a process would, and runs its part first."""
 
     pids: ClassVar[list[int]] = []
 
@@ -288,10 +286,10 @@ def test_a_rank_without_memory_for_a_step_does_not_start(monkeypatch: pytest.Mon
     """Others wait for it in the middle of one."""
     spec, forward = load_spec(model_folder("llama-gqa2")), Forward.__call__
 
-    def fail(self: Forward, inputs: Any, *others: Any) -> None:
+    def fail(self: Forward, inputs: Any, **others: Any) -> None:
         if len(inputs.positions) > 8:
             raise torch.OutOfMemoryError
-        forward(self, inputs, *others)
+        forward(self, inputs, **others)
 
     monkeypatch.setattr(Forward, "__call__", fail)
     with dry_device() as dry:
@@ -365,7 +363,7 @@ class MetaMemory:
 
 
 class Halved:
-    """See Beyond: takes steps in two micro-batches where it may, and passes on to `follower`."""
+    """See NextStage: takes steps in two micro-batches where it may, and passes on to `follower`."""
 
     def __init__(self, rows: RowTable, follower: CudaDevice) -> None:
         self._rows, self._follower = rows, follower
@@ -411,7 +409,7 @@ def test_stages_of_a_pipeline_compile_nothing_and_copy_through_pinned_memory(nam
         for device, layers in zip(devices, (every[:half], every[half:]), strict=True):
             device.pool.relay(layers, 70)
             device.keep(layers)
-        leader.beyond = Halved(leader.rows, follower)
+        leader.beyond = Halved(leader.rows, follower)  # type: ignore[assignment]
         dry.sealed = True
         for kind in kinds:
             dry.step += 3
@@ -454,7 +452,7 @@ def launches_of(name: str, tokens: int) -> tuple[list[str], list[str]]:
             inputs = device._buffers.fill(device._buckets.fit(tokens, 2), decodes_first(_NO_CHUNKS), device.rows)
             dry.launched.clear()
             with torch.inference_mode():
-                device._run(inputs, Way.PLAIN)
+                device._run(inputs, adapted=False)
             found.append(dry.launched)
     one, two = found
     layer = two[1 : 1 + len(two) - len(one)]  # behind the embedding

@@ -20,6 +20,7 @@ from test_tools import client_of
 from tiny_models import model_folder, reference_model
 from transformers import AutoModel
 
+from benchmarks.gpu import twins
 from engine.api import EngineRequest, FinishReason, RequestClass, SamplingParams
 from engine.build import build_engine, plan_launch
 from engine.config import EngineConfig
@@ -31,7 +32,6 @@ from engine.execution.cuda.device import CudaDevice
 from engine.execution.runner import Runner
 from engine.forms import EmbeddingSpec, Pooling, read_embedding_spec
 from engine.limits import SchedulerConfig
-from engine.models import torch_ops
 from engine.models.checkpoint import load_weights
 from engine.models.decoder import Decoder
 from engine.models.linear import make_linear
@@ -67,7 +67,7 @@ def make_driver(backend: str, case: str, num_blocks: int = 200, tokens: int = 24
     weights = load_weights(spec, folder, dtype="float32", device="cpu", make=make)
     runner: Runner[Any]
     if backend == "cuda":
-        runner = Runner(CudaDevice(spec, weights, torch_ops, config.limits, graphs=False))
+        runner = Runner(CudaDevice(spec, weights, twins, config.limits, graphs=False))
     elif backend == "native":
         runner = Runner(NativeDevice(Decoder(spec, weights), native(), config.limits))
     else:

@@ -19,7 +19,7 @@ from engine.execution.runner import Runner
 from engine.limits import SchedulerConfig
 from engine.models.checkpoint import load_weights
 from engine.models.decoder import Decoder
-from engine.models.spec import hidden_offer, load_spec
+from engine.models.spec import hidden_state_refusal, load_spec
 
 BLOCK = 4
 OUTPUT = 12
@@ -146,7 +146,7 @@ HYBRID_RUNS = [
 
 @pytest.mark.parametrize(("case", "policy", "depth"), HYBRID_RUNS)
 def test_greedy_tokens_over_the_hybrid_cache_equal_transformers(case: str, policy: str, depth: int) -> None:
-    offered = not hidden_offer(decoder_of(case).spec).refusal
+    offered = hidden_state_refusal(decoder_of(case).spec) is None
     driver = make_driver(
         case,
         num_blocks=30,

@@ -14,6 +14,7 @@ from test_dry_device import counts_of
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from benchmarks.gpu import twins
 from benchmarks.gpu.setup import SHAPES
 from benchmarks.quantization import logits_of
 from engine.build import plan_launch, profile_key
@@ -21,7 +22,6 @@ from engine.config import EngineConfig
 from engine.errors import ConfigError, ModelLoadError
 from engine.execution.cuda.backend import CudaBackend
 from engine.execution.cuda.device import CudaDevice
-from engine.execution.cuda.kernels import triton_kernels
 from engine.execution.runner import Runner
 from engine.limits import Limits
 from engine.models.checkpoint import load_weights
@@ -31,6 +31,7 @@ from engine.models.linear import Linear, MakeLinear, PlainLinear, make_linear
 from engine.models.quantized import RoundedWeight
 from engine.models.spec import load_spec, spec_from_config
 from engine.models.weights import DummyTensors, LayerWeights, ModelWeights, ResidentLayers, build_weights, matrices
+from engine.triton_kernels import triton_kernels
 from tests import tiny_models
 
 
@@ -206,7 +207,7 @@ def test_rounding_in_norms_and_gates_changes_no_bit(static: float | None) -> Non
 
     spec, device = spec_from_config(tiny_models.llama_config(intermediate_size=96)), torch.device("cpu")
     weights = build_weights(spec, DummyTensors(0, torch.bfloat16, device), make)
-    fused = Decoder(spec, weights)
+    fused = Decoder(spec, weights, twins)
     layers = [replace(each, qkv=Whole(each.qkv), up=Whole(each.up), down=Whole(each.down)) for each in weights.layers]
     apart = Decoder(spec, replace(weights, layers=ResidentLayers(layers), head=Whole(weights.head)))
     seen = []

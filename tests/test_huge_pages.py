@@ -8,7 +8,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from engine.execution.huge_pages import HugePages
+from engine.execution.host_memory import HugePages
 from engine.execution.pool import HostMemory
 
 

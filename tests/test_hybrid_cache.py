@@ -16,8 +16,8 @@ from engine.errors import ConfigError
 from engine.execution.cpu.device import TorchDevice
 from engine.execution.runner import Runner
 from engine.limits import Limits
-from engine.models.linear import make_plain
-from engine.models.spec import hidden_offer, spec_from_config
+from engine.models.linear import make_linear
+from engine.models.spec import hidden_state_refusal, spec_from_config
 from engine.models.streaming import StreamedLayers, aligned
 from engine.models.weights import DummyTensors, Gather, build_weights, matrices
 from engine.scheduling.output import Chunk, ModelRunner, NewRequest, ReplacedEntry, SchedulerOutput
@@ -137,7 +137,7 @@ def test_every_mix_is_the_same_where_weights_stream(name: str, seed: int) -> Non
     spec = spec_from_config(llama_config(**CONFIGS[name], num_hidden_layers=5))
 
     def made(*gather: Gather) -> RecordingDecoder:
-        return RecordingDecoder(spec, build_weights(spec, RoughTensors(0, torch.float32, CPU), make_plain, *gather))
+        return RecordingDecoder(spec, build_weights(spec, RoughTensors(0, torch.float32, CPU), make_linear, *gather))
 
     resident = made()
     size = max(sum(aligned(each.data().nbytes) for each in matrices(layer)) for layer in resident.weights.layers)
@@ -394,13 +394,12 @@ def test_the_fake_runner_fails_between_operations_and_chunks() -> None:
 def test_hidden_state_is_offered_where_it_takes_half_the_room_or_less(name: str) -> None:
     spec = decoder_of(name).spec
     assert spec.hidden_ratio <= 0.5
-    assert hidden_offer(spec) == (1, "")
+    assert hidden_state_refusal(spec) is None
 
 
 def test_hidden_state_is_refused_with_the_reason() -> None:
-    units, refusal = hidden_offer(decoder_of("gqa").spec)
-    assert units == 0
-    assert "64 values per token and layer exceeds the 32 values of K" in refusal
+    refusal = hidden_state_refusal(decoder_of("gqa").spec)
+    assert refusal is not None and "64 values per token and layer exceeds the 32 values of K" in refusal
     with pytest.raises(ConfigError, match="exceeds the 32 values"):
         bare_runner("gqa")
     assert bare_runner("gqa", scratch_blocks=0).device.pool.scratch_blocks == 0

@@ -12,6 +12,7 @@ from test_attention import Reference
 from test_native_model import LENGTH, load, team_of
 from tiny_models import model_folder
 
+from benchmarks.gpu import twins
 from engine.api import SamplingParams
 from engine.build import plan_launch, scheduler_config
 from engine.cache.blocks import CacheEntry, CacheKind, Tier
@@ -24,7 +25,6 @@ from engine.execution.cpu.native.linear import Native
 from engine.execution.cuda.device import CudaDevice
 from engine.execution.pool import UnitPool
 from engine.limits import Limits
-from engine.models import torch_ops
 from engine.models.byte_cells import INTEGERS, STEPS, dequantize, quantize, slice_elements
 from engine.models.decoder import Decoder
 from engine.scheduling.output import NewRequest, SchedulerOutput
@@ -132,7 +132,7 @@ def test_a_cuda_device_keeps_and_reads_the_same() -> None:
     """Its path over the kernels' twins, on the CPU: prefills, chunks and decodes."""
     spec, weights = load("llama-gqa2", "float32")
     limits = Limits(6, 200, LENGTH, num_units=2 * 6 * -(-LENGTH // BLOCK), block_size=BLOCK)
-    kernels: Any = torch_ops
+    kernels: Any = twins
     ours = TorchDevice(Decoder(spec, weights), limits, cell_type=INTEGERS)
     cuda = CudaDevice(spec, weights, kernels, limits, graphs=False, cell_type=INTEGERS)
     tokens = tuple(np.random.default_rng(1).integers(3, spec.vocab_size, LENGTH).tolist())

@@ -7,6 +7,7 @@ a Triton that compiles.
 import os
 import subprocess
 import sys
+from inspect import signature
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +16,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.triton_kernels import configs
+from benchmarks.gpu import twins
+from engine.triton_kernels import configs, triton_kernels
 from engine.triton_kernels.work import DecodeWork, PrefillWork
 
 CASES = [("attention",), ("engine",), ("cache", "int8", "rows", "lora")]
@@ -172,3 +174,15 @@ def test_too_much_work_is_refused() -> None:
         PrefillWork(4, 2, 16, CPU).fill(np.array([[0, 0, 49, 0]], np.int32))
     with pytest.raises(AssertionError, match="more requests"):
         DecodeWork(1, 4, 16, CPU).fill(np.zeros(2, np.int32), np.ones(2, np.int32))
+
+
+def test_twins_take_what_kernels_take() -> None:
+    """Backends call either module by name, so the parameters must agree; a kernel may take a `config` in addition."""
+    pytest.importorskip("triton")
+    kernels = triton_kernels()
+    for name in kernels.__all__:
+        given, twin = (
+            [(each.name.lstrip("_"), each.kind, each.default) for each in signature(function).parameters.values()]
+            for function in (getattr(kernels, name), getattr(twins, name))
+        )
+        assert [each for each in given if each[0] != "config"] == twin, name

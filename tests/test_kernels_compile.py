@@ -20,6 +20,7 @@ triton = pytest.importorskip("triton")
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
+from engine.models.attention import Manner, PoolView  # noqa: E402
 from engine.triton_kernels import (  # noqa: E402
     configs,
     decode_attention,
@@ -33,10 +34,8 @@ from engine.triton_kernels import (  # noqa: E402
     rope_cache_write,
     round_rows,
     silu_and_mul,
-    token_mask,
-    unit_copy,
 )
-from engine.triton_kernels.work import DecodeWork, PrefillWork  # noqa: E402
+from engine.triton_kernels.work import DecodeWork, PrefillWork, Scratch  # noqa: E402
 
 META = torch.device("meta")
 TYPES = {
@@ -163,22 +162,29 @@ def check_counting(binary: Binary) -> None:
     assert after[:2] == ["CCTL.IVALL", "BAR.SYNC"] and sum(name.startswith("ATOM") for name in order) == 1, order
 
 
-def attention_inputs(head_dim: int, group: int, dtype: torch.dtype, table: torch.dtype) -> tuple[torch.Tensor, ...]:
+def attention_inputs(
+    head_dim: int, group: int, dtype: torch.dtype, table: torch.dtype
+) -> tuple[torch.Tensor, PoolView]:
     kv_heads = 8
     tables = meta(64, 512, dtype=table), meta(64, 512, dtype=table)
-    return meta(32, kv_heads * group, head_dim, dtype=dtype), meta(999, 16, kv_heads, head_dim, dtype=dtype), *tables
+    pool = PoolView(meta(999, 16, kv_heads, head_dim, dtype=dtype), *tables, 900)
+    return meta(32, kv_heads * group, head_dim, dtype=dtype), pool
+
+
+def scratch_of(items: int, q: torch.Tensor) -> Scratch:
+    partial = meta(items, *q.shape[1:], dtype=torch.float32), meta(items, q.shape[1], dtype=torch.float32)
+    return Scratch(*partial, meta(items, 8, dtype=torch.int32))
 
 
 def compile_decode(
     compiler: Compiler, arch: int, head_dim: int, group: int, dtype: torch.dtype, table: torch.dtype, **features: Any
 ) -> None:
-    q, *cache = attention_inputs(head_dim, group, dtype, table)
+    q, pool = attention_inputs(head_dim, group, dtype, table)
     tile = configs.decode_config(arch, head_dim, group, dtype)
     work = DecodeWork(32, 98, tile.block_n, META)
-    partial = meta(98, *q.shape[1:], dtype=torch.float32), meta(98, q.shape[1], dtype=torch.float32)
-    arrived, where = meta(98, 8, dtype=torch.int32), {"layer": 5, "scratch_base": 900, "scale": 0.1, **features}
+    given = q, pool, work, scratch_of(98, q), q
     (split,) = compiler.launch(
-        decode_attention, "decode_attention", arch, q, *cache, work, *partial, arrived, q, **where
+        decode_attention, "decode_attention", arch, *given, layer=5, manner=Manner(0.1, **features)
     )  # fmt: skip
     check(split, arch)
     check_wide_copies(split)
@@ -196,17 +202,16 @@ def compile_decode(
 def compile_prefill(
     compiler: Compiler, arch: int, head_dim: int, group: int, dtype: torch.dtype, table: torch.dtype, **features: Any
 ) -> None:
-    q, *cache = attention_inputs(head_dim, group, dtype, table)
+    q, pool = attention_inputs(head_dim, group, dtype, table)
     tile = configs.prefill_config(arch, head_dim, dtype)
     slots = configs.prefill_slots(8, 132)
     work = PrefillWork(8, 100 + slots, tile.block_m // group, META, slots=slots, tile=tile.block_n).head(
         8, 100 + slots, 512, fixed=True
     )
-    partial = (
-        meta(work.partials, *q.shape[1:], dtype=torch.float32), meta(work.partials, q.shape[1], dtype=torch.float32)
-    )  # fmt: skip
-    where = {"layer": 5, "scratch_base": 900, "scale": 0.1, **features}
-    binary, merge = compiler.launch(prefill_attention, "prefill_attention", arch, q, *cache, work, *partial, q, **where)
+    given = q, pool, work, scratch_of(work.partials, q), q
+    binary, merge = compiler.launch(
+        prefill_attention, "prefill_attention", arch, *given, layer=5, manner=Manner(0.1, **features)
+    )
     for each in (binary, merge):
         check(each, arch)
     check_wide_copies(binary)
@@ -268,8 +273,8 @@ def test_rope_and_cache_write(
     weight = meta(head_dim) if norm else None
     cos_sin = meta(4096, rotary, dtype=torch.float32) if rotary else None
     (binary,) = compiler.launch(
-        rope_cache_write, "rope_cache_write", arch, q, k, v, cos_sin, index, index, meta(999, 16, 8, head_dim), table,
-        table, layer=5, scratch_base=900, q_norm=weight, k_norm=weight,
+        rope_cache_write, "rope_cache_write", arch, q, k, v, cos_sin, index, index,
+        PoolView(meta(999, 16, 8, head_dim), table, table, 900), layer=5, q_norm=weight, k_norm=weight,
     )  # fmt: skip
     check(binary, arch)
     assert binary.registers <= 96
@@ -301,12 +306,12 @@ def test_copies_and_activation(compiler: Compiler, arch: int) -> None:
     binaries += compiler.launch(silu_and_mul, "gelu_tanh_and_mul", arch, x)
     binaries += compiler.launch(hidden_state, "hidden_write", arch, *cache, layer=5, scratch_base=900)
     binaries += compiler.launch(hidden_state, "hidden_gather", arch, *cache, layer=5, scratch_base=900)
-    binaries += compiler.launch(unit_copy, "unit_copy", arch, x, x, meta(9, 2, dtype=torch.int64))
+    binaries += compiler.launch(hidden_state, "unit_copy", arch, x, x, meta(9, 2, dtype=torch.int64))
     for binary in binaries:
         check(binary, arch)
         check_wide_access(binary)
     bits = meta(8, 4000, dtype=torch.int32)
-    for binary in compiler.launch(token_mask, "token_mask", arch, meta(64, 128000), meta(8, dtype=torch.int32), bits):
+    for binary in compiler.launch(penalties, "token_mask", arch, meta(64, 128000), meta(8, dtype=torch.int32), bits):
         check(binary, arch)
 
 

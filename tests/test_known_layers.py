@@ -18,7 +18,8 @@ from engine.execution.cpu.native.library import Level, Team
 from engine.execution.cpu.native.linear import Native, NativeLinear
 from engine.execution.cpu.transformers_device import TransformersDevice
 from engine.models.known_layers import LayerForm, Rotation
-from engine.models.transformers_model import TransformersModel, load_model, load_shape
+from engine.models.transformers_model import TransformersModel, load_model
+from engine.models.transformers_shape import load_shape
 
 pytestmark = pytest.mark.timeout(900)  # the first test may have to build the library
 

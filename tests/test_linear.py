@@ -1,26 +1,12 @@
-"""Packed linear layers: equal to F.linear for every type and size, and a fallback that says so once."""
-
-import logging
+"""Linear layers in torch: equal to the product in float64 for every type and size."""
 
 import pytest
 import torch
 from torch.nn import functional
 
-from engine.models import linear
-from engine.models.linear import PackedLinear, PlainLinear, make_linear
+from engine.models.linear import make_linear
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
-
-
-@pytest.fixture(autouse=True)
-def fresh_self_test():
-    linear._packing_works.cache_clear()
-    yield
-    linear._packing_works.cache_clear()
-
-
-def _bf16_kernels() -> bool:
-    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -65,40 +51,7 @@ def test_strided_and_empty_inputs() -> None:
     assert layer(torch.empty(0, 32, dtype=torch.bfloat16)).shape == (0, 24)
 
 
-def test_a_strided_weight_is_packed_by_value() -> None:
+def test_a_strided_weight() -> None:
     weight = torch.randn(32, 24).bfloat16().T
     x = torch.randn(3, 32).bfloat16()
     torch.testing.assert_close(make_linear(weight)(x), functional.linear(x, weight))
-
-
-def test_packs_bfloat16_where_the_cpu_can_and_never_float32() -> None:
-    weight = torch.randn(8, 8)
-    assert isinstance(make_linear(weight), PlainLinear)
-    expected = PackedLinear if _bf16_kernels() else PlainLinear
-    assert isinstance(make_linear(weight.bfloat16()), expected)
-
-
-@pytest.mark.parametrize("fault", ["missing", "wrong"])
-def test_falls_back_and_says_so_once(
-    fault: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    if fault == "missing":
-
-        def broken(self: PackedLinear, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
-            raise AttributeError("'_OpNamespace' 'mkldnn' object has no attribute '_reorder_linear_weight'")
-
-        monkeypatch.setattr(PackedLinear, "__init__", broken)
-    else:
-        monkeypatch.setattr(
-            PackedLinear,
-            "__call__",
-            lambda self, x: functional.linear(x, torch.zeros(self.out_features, self.in_features, dtype=x.dtype)),
-        )
-    weight = torch.randn(16, 8).bfloat16()
-    x = torch.randn(2, 8).bfloat16()
-    with caplog.at_level(logging.WARNING):
-        for _ in range(3):
-            layer = make_linear(weight)
-    assert isinstance(layer, PlainLinear)
-    torch.testing.assert_close(layer(x), functional.linear(x, weight))
-    assert len(caplog.records) == 1

@@ -3,7 +3,8 @@
 import hypothesis.strategies as st
 from hypothesis import given, settings
 
-from engine.execution.lookahead import BatchPiece, balanced, by_tokens, cost, quickest
+from benchmarks.simulated_fleet.overload import by_tokens
+from engine.execution.lookahead import BatchPiece, balanced, cost, quickest
 from predictor.model import LatencyModel
 
 MODEL = LatencyModel(

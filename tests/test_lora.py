@@ -20,6 +20,7 @@ from native_build import native_library
 from safetensors.torch import load_file, save_file
 from tiny_models import FAMILY_CASES, model_folder, reference_model
 
+from benchmarks.gpu import twins
 from engine.api import EngineRequest, RequestClass
 from engine.build import build_engine, plan_launch
 from engine.config import EngineConfig, NamedFolder
@@ -34,13 +35,13 @@ from engine.execution.cuda import adapters as slotted
 from engine.execution.cuda.device import CudaDevice
 from engine.execution.runner import Device, Runner
 from engine.limits import SchedulerConfig
-from engine.models import torch_ops
 from engine.models.checkpoint import load_weights
 from engine.models.decoder import Decoder
 from engine.models.linear import MakeLinear, make_linear
 from engine.models.lora import Adapters, load_adapter, plan_adapter
 from engine.models.spec import load_spec
-from engine.models.transformers_model import load_model, load_shape
+from engine.models.transformers_model import load_model
+from engine.models.transformers_shape import load_shape
 from engine.process.launcher import Source
 from engine.text.tokenizer import Tokenizer
 from gateway import cli
@@ -85,7 +86,7 @@ def device_of(case: str, adapters: tuple[Made, ...], config: SchedulerConfig, ba
     weights = load_weights(spec, folder, make=native().linear if backend == "native" else make_linear)
     device: Device
     if backend == "cuda":
-        device = CudaDevice(spec, weights, torch_ops, config.limits, graphs=False, adapted=True)
+        device = CudaDevice(spec, weights, twins, config.limits, graphs=False, adapted=True)
     elif backend == "native":
         device = NativeDevice(Decoder(spec, weights), native(), config.limits)
     else:
@@ -192,10 +193,10 @@ def test_decodes_on_a_gpu_find_adapters_by_slots(num_slots: int, made: Any, monk
     prompt, rows are gathered. The answers are the same."""
     monkeypatch.setattr(slotted, "NUM_SLOTS", num_slots)
     case, gathered, by_slots = "qwen3", list[int](), list[int]()
-    gather, add = Adapters.of_step, torch_ops.lora_add
+    gather, add = Adapters.of_step, twins.lora_add
     driver = make_driver(case, adapters := made(case), "cuda")
     monkeypatch.setattr(Adapters, "of_step", lambda *given: gathered.append(len(driver.steps)) or gather(*given))
-    monkeypatch.setattr(torch_ops, "lora_add", lambda *given: by_slots.append(len(driver.steps)) or add(*given))
+    monkeypatch.setattr(twins, "lora_add", lambda *given: by_slots.append(len(driver.steps)) or add(*given))
     driver.add(*(requests := crowd(6)))
     driver.run()
     models = [reference_model(case), *(each.merged(reference_model(case)) for each in adapters)]

@@ -21,7 +21,7 @@ from engine.execution.cuda.mapped_layers import MappedLayers
 from engine.execution.cuda.virtual_memory import MappingError
 from engine.execution.pool import UnitPool
 from engine.execution.stages import PipelineRunner
-from engine.models.linear import make_plain
+from engine.models.linear import make_linear
 from engine.models.weights import DummyTensors, build_weights, matrices
 
 CALLS = ("cuMemMap", "cuMemSetAccess", "cuMemUnmap")
@@ -144,9 +144,9 @@ def test_a_start_without_memory_says_for_what() -> None:
     source = DummyTensors(3, torch.float32, torch.device("cpu"))
     memory, _ = fake_memory(capacity=2**17)
     with pytest.raises(ConfigError, match=r"no memory for the weights of layer 1: .*OUT_OF_MEMORY"):
-        build_weights(spec, source, make_plain, lambda layers: MappedLayers(memory, layers))
+        build_weights(spec, source, make_linear, lambda layers: MappedLayers(memory, layers))
     memory, driver = fake_memory()
-    weights = build_weights(spec, source, make_plain, lambda layers: MappedLayers(memory, layers))
+    weights = build_weights(spec, source, make_linear, lambda layers: MappedLayers(memory, layers))
     assert isinstance(weights.layers, MappedLayers)
     driver.capacity = sum(driver.memory.values())
     with pytest.raises(ConfigError, match=r"no memory for a cache of 0.00 GiB: .*OUT_OF_MEMORY"):

@@ -16,7 +16,7 @@ from engine.execution.cpu.native.linear import Native
 from engine.execution.pool import UnitPool
 from engine.execution.rows import RowTable
 from engine.limits import Limits
-from engine.models.manner import Manner
+from engine.models.attention import Manner
 
 pytestmark = pytest.mark.timeout(900)  # the first test may have to build the library
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import cast
+from unittest.mock import Mock
 
 import cuda_engine
 import numpy as np
@@ -21,6 +22,7 @@ from test_build import DEMO, answer
 from test_runner import BLOCK, CPU, crowd, run_in_waves
 from tiny_models import FAMILY_CASES, llama_config, model_folder
 
+from benchmarks.gpu import twins
 from engine.api import EngineRequest, SamplingParams
 from engine.build import build_engine, build_runner, plan_launch, profile_key, scheduler_config
 from engine.config import EngineConfig
@@ -36,12 +38,10 @@ from engine.execution.cpu.weight_file import WeightFile
 from engine.execution.cuda import backend as cuda_backend
 from engine.execution.cuda.device import CudaDevice
 from engine.execution.cuda.pinned_weights import PinnedWeights
-from engine.execution.lane import DeviceStream
 from engine.execution.offload import FEWEST_STREAMED, Offload, plan_offload, spread
 from engine.execution.runner import Runner
 from engine.limits import Limits, SchedulerConfig
 from engine.machine import facts
-from engine.models import torch_ops
 from engine.models.checkpoint import load_weights
 from engine.models.decoder import Decoder
 from engine.models.linear import MakeLinear, PlainLinear, make_linear
@@ -135,9 +135,6 @@ class FakeTransport:
 
     def seconds(self) -> float:
         return 1.0
-
-    def close(self) -> None:
-        self._begun.clear()
 
 
 def small_layers(count: int) -> list[LayerWeights]:
@@ -446,14 +443,14 @@ class LateMark:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_copies_and_kernels_in_any_order_that_events_allow(seed: int) -> None:
+def test_copies_and_kernels_in_any_order_that_events_allow(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Four passes, and some layers out of order, are launched at once; kernels find their own layer's bytes."""
     random = Random(seed)
     odd = random.choices(range(5), k=random.randrange(6))
     steps, transfers = LateLane(), LateLane()
-    transport = PinnedWeights(
-        4 * 64, 4, CPU, transfers=cast(DeviceStream, transfers), steps=lambda: cast(DeviceStream, steps)
-    )
+    streams = Mock(return_value=transfers, current=lambda _device: steps)
+    monkeypatch.setattr("engine.execution.cuda.pinned_weights.DeviceStream", streams)
+    transport = PinnedWeights(4 * 64, 4, CPU)
     layers = StreamedLayers(iter(small_layers(5)), (0, 1, 3, 4), transport)
     found: list[tuple[int, set[float]]] = []
     for index in (*range(5), *odd, *(list(range(5)) * 3)):
@@ -495,7 +492,7 @@ def test_no_graphs_are_made_of_steps_that_stream(monkeypatch: pytest.MonkeyPatch
     captured: list[CudaDevice] = []
     monkeypatch.setattr(CudaDevice, "_capture", lambda self: captured.append(self))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
-    monkeypatch.setattr(cuda_backend, "triton_kernels", lambda: torch_ops)
+    monkeypatch.setattr(cuda_backend, "triton_kernels", lambda: twins)
     monkeypatch.setattr(cuda_backend, "launch_refusal", lambda: None)
     launch = plan_launch(EngineConfig(model=str(folder), device="cpu", num_gpu_blocks_override=40))
     for options, graphs in (({}, 1), ({"gather": gather}, 0)):

@@ -23,6 +23,7 @@ from test_build import shape
 from test_families import assert_equal_but_for_ties, prompts_of
 from torch import distributed
 
+from benchmarks.gpu import twins
 from engine import build, openmp
 from engine.api import EngineRequest, EngineState, SamplingParams
 from engine.cache.blocks import CacheAction
@@ -37,16 +38,14 @@ from engine.execution.cpu.native.linear import Native
 from engine.execution.cuda.backend import CudaBackend
 from engine.execution.cuda.device import CudaDevice
 from engine.execution.ranks import leader, messages
-from engine.execution.ranks.follower import Follower
-from engine.execution.ranks.group import RankGroup
+from engine.execution.ranks.group import Follower, RankGroup
 from engine.execution.ranks.leader import Leader
-from engine.execution.ranks.step import RankStep
+from engine.execution.ranks.messages import RankStep
 from engine.execution.rows import RowTable
 from engine.execution.runner import Runner
 from engine.forms import Pooling
 from engine.limits import SchedulerConfig
 from engine.machine.facts import Processor
-from engine.models import torch_ops
 from engine.models.checkpoint import load_weights
 from engine.models.decoder import Decoder
 from engine.models.linear import make_linear
@@ -414,7 +413,7 @@ def test_ranks_share_the_cores_out(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class FollowersHere:
-    """See OtherRanks: the second rank is a thread, which hears what a process would."""
+    """See Leader: the second rank is a thread, which hears what a process would."""
 
     pids: ClassVar[list[int]] = []
 
@@ -471,7 +470,7 @@ def test_two_devices_equal_one(kind: type, case: str, vocab: int) -> None:
         weights = load_weights(whole, folder, dtype="float32", load_format=load_format, shard=shard, make=make)
         spec = whole if shard is None else shard.spec_of(whole)
         if kind is CudaDevice:
-            device: Any = CudaDevice(spec, weights, torch_ops, config.limits, graphs=False)
+            device: Any = CudaDevice(spec, weights, twins, config.limits, graphs=False)
         else:
             decoder = Decoder(spec, weights)
             device = (

@@ -26,7 +26,8 @@ from engine.execution.states import StateTable
 from engine.forms import Grammar
 from engine.limits import SchedulerConfig
 from engine.models.recurrent import RecurrentState
-from engine.models.transformers_model import TransformersModel, load_model, load_shape
+from engine.models.transformers_model import TransformersModel, load_model
+from engine.models.transformers_shape import load_shape
 
 test_modules.__test__ = False  # type: ignore[attr-defined]
 
@@ -288,7 +289,8 @@ def test_what_a_launch_says_and_leaves_out(case_of: Any) -> None:
     assert runner.masks is not None and runner.masks._patience == FOREVER
     # planned without weights, never less than what is taken
     rows = plan.limits.max_num_seqs + plan.state_slots
-    assert runner.device._states.num_bytes == rows * plan.spec.state_bytes
+    tables = [table for layer in runner.device._states._layers.values() for table in layer.values()]
+    assert sum(table.nbytes for table in tables) == rows * plan.spec.state_bytes
     alone = plan_launch(replace(config, enable_prefix_caching=False))
     assert alone.state_slots == 0 and not scheduler_config(config, alone).enable_prefix_caching
     with pytest.raises(

@@ -406,7 +406,7 @@ def test_what_hidden_state_and_the_host_tier_take() -> None:
         dtype=torch.float32,
         device=CPU,
         scratch_blocks=6,
-        num_host_units=memory.host_units(5 * size + 1, size),
+        host_units=memory.host_units(5 * size + 1, size),
     )
     assert pool.slices.nbytes == (units + 1) * size + hidden
     assert 19 * size < pool.slices.nbytes <= 21 * size

@@ -19,11 +19,12 @@ from engine.execution.cpu.native.device import NativeDevice
 from engine.execution.cpu.native.library import Team, load
 from engine.execution.cpu.native.linear import Native, NativeLinear
 from engine.execution.self_test import LIMITS, test_family, test_modules
+from engine.models.attention import Manner
 from engine.models.decoder import Decoder
 from engine.models.linear import MakeLinear, make_linear
-from engine.models.manner import Manner
 from engine.models.spec import ModelSpec, load_spec
-from engine.models.transformers_model import Attend, TransformersModel, load_model, load_shape
+from engine.models.transformers_model import Attend, TransformersModel, load_model
+from engine.models.transformers_shape import load_shape
 from engine.models.weights import ModelWeights, ResidentLayers
 
 test_family.__test__ = test_modules.__test__ = False  # type: ignore[attr-defined]

@@ -22,6 +22,7 @@ from native_build import native_library
 from test_runner import crowd
 from tiny_models import llama_config, model_folder
 
+from benchmarks.gpu import twins
 from benchmarks.simulated_fleet.plans import pipeline_units, split_layers
 from engine.api import EngineRequest, SamplingParams
 from engine.build import build_runner, plan_launch
@@ -42,11 +43,10 @@ from engine.execution.stages import PipelineRunner, StageError
 from engine.forms import Pooling
 from engine.limits import Limits, SchedulerConfig
 from engine.machine.link import Link, LinkLostError
-from engine.models import torch_ops
 from engine.models.byte_cells import INTEGERS
 from engine.models.checkpoint import load_layers
 from engine.models.decoder import Decoder
-from engine.models.linear import MakeLinear, make_linear, make_plain
+from engine.models.linear import MakeLinear, make_linear
 from engine.models.spec import ModelSpec, load_spec, spec_from_config
 from engine.models.weights import DummyTensors, Gather, ResidentLayers, build_weights, matrices
 from engine.scheduling.output import Chunk, NewRequest, SchedulerOutput
@@ -90,12 +90,19 @@ def make(spec: ModelSpec, kind: str, dtype: str = "float32", units: int = UNITS,
 
 def make_cuda(spec: ModelSpec, dtype: str, units: int, **pool: Any) -> PipelineRunner:
     layers: Gather = functools.partial(MappedLayers, fake_memory()[0])
-    weights = build_weights(spec, DummyTensors(3, getattr(torch, dtype), torch.device("cpu")), make_plain, layers)
+    weights = build_weights(spec, DummyTensors(3, getattr(torch, dtype), torch.device("cpu")), make_linear, layers)
     assert isinstance(weights.layers, MappedLayers)
     spare = {"spare_bytes": weights.layers.spare_bytes, "reserve": weights.layers.reserve, **pool}
-    device = CudaDevice(spec, weights, torch_ops, limits_of(units), graphs=False, **spare)
+    device = CudaDevice(spec, weights, twins, limits_of(units), graphs=False, **spare)
     load = functools.partial(
-        load_layers, spec, Path(), dtype=dtype, load_format="dummy", seed=3, make=make_plain, keep=weights.layers.refill
+        load_layers,
+        spec,
+        Path(),
+        dtype=dtype,
+        load_format="dummy",
+        seed=3,
+        make=make_linear,
+        keep=weights.layers.refill,
     )
     return PipelineRunner(Runner(device), load)
 

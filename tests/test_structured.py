@@ -17,6 +17,7 @@ from driver import Driver, make_request
 from native_build import native_library
 
 import engine.models.demo
+from benchmarks.gpu import twins
 from benchmarks.structured_beside import HOSTILE
 from engine.api import FinishReason, RequestClass
 from engine.errors import InvalidRequestError
@@ -30,7 +31,6 @@ from engine.execution.masks import MAX_FORCED, RowMasks
 from engine.execution.runner import Runner
 from engine.forms import Grammar
 from engine.limits import SchedulerConfig
-from engine.models import torch_ops
 from engine.models.checkpoint import load_weights
 from engine.models.decoder import Decoder
 from engine.models.linear import make_linear
@@ -124,7 +124,7 @@ def make_driver(
     )
     runner: Runner[Any]
     if backend == "cuda":
-        runner = Runner(CudaDevice(spec(), weights(), torch_ops, config.limits, graphs=False))
+        runner = Runner(CudaDevice(spec(), weights(), twins, config.limits, graphs=False))
     elif backend == "native":
         runner = Runner(NativeDevice(Decoder(spec(), weights(native())), native(), config.limits))
     else:

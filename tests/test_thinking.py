@@ -17,7 +17,7 @@ from engine.api import EngineRequest, FinishReason, RequestClass, RequestTimes, 
 from engine.execution.masks import MAX_FORCED
 from engine.forms import Grammar
 from engine.process import frames
-from engine.text.thoughts import ThinkingBudget, ThoughtMarks, ThoughtTracker, failure_table
+from engine.text.thoughts import ThinkingBudget, ThoughtMarks, ThoughtTracker
 from gateway.generate.thinking import UNLIMITED
 
 MARKS = ThoughtMarks((9,), (7, 8, 7))
@@ -71,7 +71,6 @@ def test_what_follows_the_only_thought_is_said() -> None:
     assert tracker.may_begin and tracker.advance([9, 1, 7, 8, 7, 9, 1]) == [9, 1]
     plain = ThoughtTracker(MARKS, once=True)
     assert plain.advance([1, 9, 2]) == [1, 9, 2] and not plain.thinking and not plain.may_begin
-    assert failure_table((7, 8, 7)) == [0, 0, 1]
 
 
 # What is drawn

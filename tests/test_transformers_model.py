@@ -12,6 +12,7 @@ import torch
 from driver import Driver, make_request
 from native_build import native
 
+from benchmarks.gpu import twins
 from engine.api import RequestClass
 from engine.build import build_runner, plan_launch
 from engine.config import EngineConfig
@@ -19,15 +20,15 @@ from engine.errors import ConfigError, ModelLoadError
 from engine.execution import self_test
 from engine.execution.cpu import transformers_device
 from engine.execution.cpu.transformers_device import TransformersDevice
-from engine.execution.cuda.kernels import Kernels
 from engine.execution.cuda.modules import KernelAttention
 from engine.execution.pool import UnitPool
 from engine.execution.rows import RowTable
 from engine.execution.runner import Runner
 from engine.limits import SchedulerConfig
-from engine.models import torch_ops
-from engine.models.implementation import choose
-from engine.models.transformers_model import TransformersModel, load_model, load_shape
+from engine.models.hub import choose
+from engine.models.transformers_model import TransformersModel, load_model
+from engine.models.transformers_shape import load_shape
+from engine.triton_kernels import Kernels
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 BLOCK = 4
@@ -152,7 +153,7 @@ def test_attention_by_kernels_equals_generate(
     """The same by the twins of the Triton kernels, as modules on a GPU attend."""
     case = case_of(name)
     monkeypatch.setattr(transformers_device, "PagedAttention", None)
-    kernels: Any = torch_ops
+    kernels: Any = twins
     driver = make_driver(case.model, 0, kernels, host_units=host_units, unit_bytes=1)
     check_tokens(case, driver)
     if host_units:

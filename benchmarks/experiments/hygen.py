@@ -20,7 +20,7 @@ from benchmarks.experiments.pool import Replays
 from benchmarks.experiments.replay import ONLINE_ONLY, Scenario, Setting
 from benchmarks.experiments.surface import Family, Surface, Target, interference
 from benchmarks.experiments.table import Result, figure, mean
-from engine.colocation.search import step_range
+from engine.colocation.replay import step_range
 from engine.scheduling.objective import UNLIMITED
 from loadgen import lengths, traces
 from loadgen.simulation.run import rows_of

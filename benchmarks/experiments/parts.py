@@ -20,7 +20,7 @@ from benchmarks.experiments.pool import Replays
 from benchmarks.experiments.replay import ONLINE_ONLY, Setting, recorded_steps
 from benchmarks.experiments.surface import Family, Surface, Target, interference
 from benchmarks.experiments.table import Result, figure, mean
-from engine.colocation.search import step_range
+from engine.colocation.replay import step_range
 from loadgen.stats import stream
 from loadgen.svg import Series
 from predictor.budget import BudgetParams

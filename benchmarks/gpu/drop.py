@@ -27,7 +27,7 @@ from engine.execution.stages import PipelineRunner
 from engine.limits import SchedulerConfig
 from engine.machine.link import Link
 from engine.models.checkpoint import load_layers
-from engine.models.linear import make_plain
+from engine.models.linear import make_linear
 from engine.models.weights import DummyTensors, Gather, ResidentLayers, build_weights
 
 _MODEL = "Qwen3-0.6B"
@@ -99,7 +99,7 @@ def _make(setup: Setup, config: SchedulerConfig) -> PipelineRunner:
     spec, on_gpu = setup.spec(_MODEL), setup.device.type == "cuda"
     gather: Gather = partial(MappedLayers, Memory(setup.device)) if on_gpu else ResidentLayers
     with torch.inference_mode():
-        weights = build_weights(spec, DummyTensors(0, setup.dtype, setup.device), make_plain, gather)
+        weights = build_weights(spec, DummyTensors(0, setup.dtype, setup.device), make_linear, gather)
     layers = weights.layers
     assert isinstance(layers, ResidentLayers)
     reserve = layers.reserve if isinstance(layers, MappedLayers) else HostMemory
@@ -108,7 +108,7 @@ def _make(setup: Setup, config: SchedulerConfig) -> PipelineRunner:
     )
     kind = str(setup.dtype).removeprefix("torch.")
     load = partial(
-        load_layers, spec, Path(), dtype=kind, device=setup.device, load_format="dummy", make=make_plain,
+        load_layers, spec, Path(), dtype=kind, device=setup.device, load_format="dummy", make=make_linear,
         keep=layers.refill,
     )  # fmt: skip
     return PipelineRunner(Runner(device), load)

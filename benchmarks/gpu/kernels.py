@@ -2,20 +2,19 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from benchmarks.gpu import twins
 from benchmarks.gpu.limits import measure_limits
 from benchmarks.gpu.setup import Setup
 from benchmarks.gpu.table import Row
-from engine.execution.cuda.kernels import Kernels
 from engine.limits import UNITS_PER_BLOCK
-from engine.models import torch_ops
-from engine.triton_kernels import configs
-from engine.triton_kernels.work import DecodeWork, PrefillWork
+from engine.models.attention import PoolView
+from engine.triton_kernels import Kernels, configs
+from engine.triton_kernels.work import DecodeWork, PrefillWork, Scratch
 
 _BLOCK, _LAYERS = 16, 2
 _OF_BANDWIDTH, _OF_MATMUL, _BEHIND_A_PAST = 0.85, 0.506, 0.6
@@ -35,8 +34,8 @@ class PagedCase:
     heads: int
 
     @property
-    def scratch_base(self) -> int:
-        return len(self.pool)
+    def view(self) -> PoolView:
+        return PoolView(self.pool, self.table, None, len(self.pool), pair=_LAYERS)
 
     def row(self, index: int) -> "PagedCase":
         return PagedCase(self.pool, self.table[index : index + 1], [self.lengths[index]], self.heads)
@@ -61,24 +60,20 @@ def decode_call(setup: Setup, kernels: Kernels, case: PagedCase, q: Tensor, out:
     work = DecodeWork(len(case.lengths), items, config.block_n, device)
     work.fill(np.arange(len(case.lengths), dtype=np.int32), np.array(case.lengths, dtype=np.int32))
     work.buffer.upload()
-    partial = torch.empty((items, case.heads, head_dim), dtype=torch.float32, device=device)
-    lse = torch.empty((items, case.heads), dtype=torch.float32, device=device)
-    arrived = torch.zeros((items, kv_heads), dtype=torch.int32, device=device)
-    return lambda: kernels.decode_attention(
-        q,
-        case.pool,
-        case.table,
-        None,
-        work,
-        partial,
-        lse,
-        arrived,
-        out,
-        scale=head_dim**-0.5,
-        layer=1,
-        scratch_base=case.scratch_base,
-        pair=_LAYERS,
-    )
+    scratch = _scratch(case, items)
+
+    def call() -> None:
+        kernels.decode_attention(q, case.view, work, scratch, out, layer=1)
+
+    return call
+
+
+def _scratch(case: PagedCase, items: int) -> Scratch:
+    (_, _, kv_heads, head_dim), device = case.pool.shape, case.pool.device
+    return Scratch(
+        torch.empty((items, case.heads, head_dim), device=device), torch.empty((items, case.heads), device=device),
+        torch.zeros((items, kv_heads), dtype=torch.int32, device=device),
+    )  # fmt: skip
 
 
 def prefill_call(setup: Setup, kernels: Kernels, case: PagedCase, q: Tensor, out: Tensor, chunk: int) -> tuple[
@@ -99,22 +94,11 @@ def prefill_call(setup: Setup, kernels: Kernels, case: PagedCase, q: Tensor, out
     work = PrefillWork(len(sizes), items, tile, device, slots=slots, tile=config.block_n)
     work.fill(np.array(chunks, dtype=np.int32))
     work.buffer.upload()
-    partial = torch.empty((work.partials, case.heads, head_dim), dtype=torch.float32, device=device)
-    lse = torch.empty((work.partials, case.heads), dtype=torch.float32, device=device)
-    call = lambda: kernels.prefill_attention(  # noqa: E731
-        q,
-        case.pool,
-        case.table,
-        None,
-        work,
-        partial,
-        lse,
-        out,
-        scale=head_dim**-0.5,
-        layer=1,
-        scratch_base=case.scratch_base,
-        pair=_LAYERS,
-    )
+    scratch = _scratch(case, work.partials)
+
+    def call() -> None:
+        kernels.prefill_attention(q, case.view, work, scratch, out, layer=1)
+
     return call, work
 
 
@@ -204,29 +188,23 @@ def _attention_errors(
     setup: Setup, kernels: Kernels, head_dim: int, heads: int, kv_heads: int
 ) -> Iterator[tuple[str, float]]:
     case = paged_case(setup, [1, 37, 700 if not setup.tiny else 50, 64], head_dim, heads, kv_heads)
-    wide = case.pool.double()
+    wide = case.view._replace(cells=case.pool.double())
     q = torch.randn((len(case.lengths), heads, head_dim), device=setup.device, dtype=setup.dtype)
     out, expected = torch.empty_like(q), torch.empty_like(q, dtype=torch.float64)
     decode_call(setup, kernels, case, q, out)()
     requests = DecodeWork(len(case.lengths), len(case.lengths), _BLOCK, torch.device("cpu"))
     rows = np.arange(len(case.lengths), dtype=np.int32)
     requests.fill(rows, np.array(case.lengths, dtype=np.int32))
-    arguments, where = (wide, case.table, None), _where(case)
-    scale = head_dim**-0.5
-    torch_ops.decode_attention(q.double(), *arguments, requests, q, q, q, expected, scale=scale, **where)
+    twins.decode_attention(q.double(), wide, requests, Scratch(q, q, q), expected, layer=1)
     yield "decode attention", _error(out, expected)
     tokens = sum(min(29, length) for length in case.lengths)
     q = torch.randn((tokens, heads, head_dim), device=setup.device, dtype=setup.dtype)
     out, expected = torch.empty_like(q), torch.empty_like(q, dtype=torch.float64)
     call, work = prefill_call(setup, kernels, case, q, out, 29)
     call()
-    torch_ops.prefill_attention(q.double(), *arguments, work, q, q, expected, scale=scale, **where)
+    twins.prefill_attention(q.double(), wide, work, Scratch(q, q, q), expected, layer=1)
     yield "prefill attention", _error(out, expected)
     yield "RoPE and cache write", _rope_error(setup, kernels, case)
-
-
-def _where(case: PagedCase) -> dict[str, Any]:
-    return {"layer": 1, "scratch_base": case.scratch_base, "pair": _LAYERS}
 
 
 def _rope_error(setup: Setup, kernels: Kernels, case: PagedCase) -> float:
@@ -240,26 +218,13 @@ def _rope_error(setup: Setup, kernels: Kernels, case: PagedCase) -> float:
     cos_sin = torch.cat((angles.cos(), angles.sin()), dim=-1)
     q_norm, k_norm = torch.rand((2, head_dim), device=device).to(setup.dtype)
     wide_pool, wide_q = case.pool.double(), q.double()
-    torch_ops.rope_cache_write(
-        wide_q, k.double(), v.double(), cos_sin, positions, rows, wide_pool, case.table, None,
-        q_norm=q_norm.double(), k_norm=k_norm.double(), layer=1, scratch_base=case.scratch_base, pair=_LAYERS,
+    twins.rope_cache_write(
+        wide_q, k.double(), v.double(), cos_sin, positions, rows, case.view._replace(cells=wide_pool), layer=1,
+        q_norm=q_norm.double(), k_norm=k_norm.double(),
     )  # fmt: skip
     kernels.rope_cache_write(
-        q,
-        k,
-        v,
-        cos_sin,
-        positions,
-        rows,
-        case.pool,
-        case.table,
-        None,
-        q_norm=q_norm,
-        k_norm=k_norm,
-        layer=1,
-        scratch_base=case.scratch_base,
-        pair=_LAYERS,
-    )
+        q, k, v, cos_sin, positions, rows, case.view, layer=1, q_norm=q_norm, k_norm=k_norm
+    )  # fmt: skip
     return max(_error(q, wide_q), _error(case.pool, wide_pool))
 
 
@@ -270,9 +235,9 @@ def _copy_errors(setup: Setup, kernels: Kernels) -> Iterator[tuple[str, float]]:
     positions = torch.tensor([0, 36, 49, 0], dtype=torch.int32, device=setup.device)
     rows = torch.tensor([1, 0, 1, -1], dtype=torch.int32, device=setup.device)
     where = (positions, rows, case.pool, case.table)
-    kernels.hidden_write(x, *where, layer=1, scratch_base=case.scratch_base)
+    kernels.hidden_write(x, *where, layer=1, scratch_base=len(case.pool))
     out = torch.full_like(x, float("nan"))
-    kernels.hidden_gather(out, *where, layer=1, scratch_base=case.scratch_base)
+    kernels.hidden_gather(out, *where, layer=1, scratch_base=len(case.pool))
     yield "hidden write and gather", _error(out, torch.cat((x[:3], torch.zeros_like(x[:1]))))
     source = torch.randn((6, 5000), device=setup.device, dtype=setup.dtype)
     target, expected = torch.zeros_like(source), torch.zeros_like(source)
@@ -294,15 +259,15 @@ def _row_errors(setup: Setup, kernels: Kernels) -> Iterator[tuple[str, float]]:
     )
     out, total = kernels.add_layer_norm(x, residual, weight, bias, 1e-5)
     wide = total.double()
-    yield "residual and layer norm", _error(out, torch_ops.layer_norm(wide, weight.double(), bias.double(), 1e-5))
+    yield "residual and layer norm", _error(out, twins.layer_norm(wide, weight.double(), bias.double(), 1e-5))
     logits, places = torch.randn((5, width), device=setup.device), torch.arange(3, dtype=torch.int32).to(setup.device)
     bits = torch.randint(-(2**31), 2**31, (3, -(-width // 32))).to(torch.int32).to(setup.device)
     expected = logits.clone()
-    torch_ops.token_mask(expected, places, bits)
+    twins.token_mask(expected, places, bits)
     kernels.token_mask(logits, places, bits)
     yield "token mask", _error(*(torch.nan_to_num(each, neginf=-100.0) for each in (logits, expected)))
     yield "draws: tokens that differ from those of sorting", _draw_errors(setup, kernels)
-    yield "SwiGLU", _error(kernels.silu_and_mul(x), torch_ops.silu_and_mul(x.double()))
+    yield "SwiGLU", _error(kernels.silu_and_mul(x), twins.silu_and_mul(x.double()))
 
 
 def _draw_errors(setup: Setup, kernels: Kernels) -> float:
@@ -315,5 +280,5 @@ def _draw_errors(setup: Setup, kernels: Kernels) -> float:
         torch.where(each % 2 == 0, 0, 40).to(torch.int32), torch.where(each % 4 < 2, 1.0, 0.9), each / rows * 0.02,
     )  # fmt: skip
     greedy = logits.float().argmax(dim=-1).to(torch.int32)
-    different = kernels.draw(logits, greedy, *inputs) != torch_ops.draw(logits, greedy, *inputs)
+    different = kernels.draw(logits, greedy, *inputs) != twins.draw(logits, greedy, *inputs)
     return float((different.sum() > 1).float())

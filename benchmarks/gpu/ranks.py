@@ -13,9 +13,8 @@ from benchmarks.gpu.equality import compare
 from benchmarks.gpu.setup import Setup
 from benchmarks.gpu.table import Row
 from engine.execution.cuda.device import CudaDevice
-from engine.execution.ranks.follower import Follower
-from engine.execution.ranks.group import RankGroup, c10d
-from engine.execution.ranks.step import RankStep
+from engine.execution.ranks.group import Follower, RankGroup, c10d
+from engine.execution.ranks.messages import RankStep
 from engine.execution.rows import RowTable
 from engine.execution.runner import Runner
 from engine.limits import SchedulerConfig
@@ -36,7 +35,7 @@ def check_ranks(setup: Setup) -> Iterator[Row]:
 
 
 class _FollowerHere:
-    """See OtherRanks: the second rank is a thread."""
+    """See Leader: the second rank is a thread."""
 
     pids: ClassVar[list[int]] = []
 
@@ -45,7 +44,7 @@ class _FollowerHere:
         self._last: Future[None] | None = None
 
     def begin(self, output: SchedulerOutput, rows: RowTable) -> None:
-        """See OtherRanks. Raises what the step before raised there."""
+        """See Leader. Raises what the step before raised there."""
         if self._last is not None:
             self._last.result()
         step = RankStep.of(output, rows)
@@ -83,7 +82,7 @@ def _two_by_gloo(
 
     follower = thread.submit(lambda: Follower(make(1)))
     runner = Runner(make(0))
-    runner.ranks = _FollowerHere(thread, follower)
+    runner.ranks = _FollowerHere(thread, follower)  # type: ignore[assignment]
     return runner
 
 

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 import torch
 
-from engine.execution.cuda.kernels import Kernels, triton_kernels
-from engine.models import torch_ops
+from benchmarks.gpu import twins
 from engine.models.spec import ModelSpec, spec_from_config
 from engine.models.weights import DummyTensors, ModelWeights, build_weights
+from engine.triton_kernels import Kernels, triton_kernels
 
 _LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu", "rms_norm_eps": 1e-5}
 _QWEN2 = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "hidden_act": "silu", "rms_norm_eps": 1e-6}
@@ -64,7 +64,7 @@ class Setup:
             return build_weights(spec, DummyTensors(0, self.dtype, self.device))
 
     def kernels(self) -> Kernels:
-        return triton_kernels() if self.device.type == "cuda" else torch_ops
+        return triton_kernels() if self.device.type == "cuda" else twins
 
     def release(self) -> None:
         """Give back what earlier models and graphs of this process held, so that free memory can be asked for."""

@@ -6,13 +6,17 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import count, pairwise
 
+import torch
+
 from benchmarks.gpu.limits import Limits, measure_limits
 from benchmarks.gpu.loop import BLOCK, make_runner, scheduler_config
 from benchmarks.gpu.setup import Setup
 from benchmarks.gpu.table import Row
 from engine.api import SamplingParams
 from engine.cache.blocks import CacheEntry, CacheKind, CacheOperation, Tier
+from engine.execution.cuda.buffers import StepInputs
 from engine.execution.cuda.device import CudaDevice
+from engine.execution.cuda.graphs import Graphs
 from engine.execution.runner import Runner
 from engine.models.spec import ModelSpec
 from engine.scheduling.output import Chunk, NewRequest, SchedulerOutput
@@ -45,6 +49,24 @@ class Timing:
     launch: float
 
 
+class LastStep:
+    """Repeats the forward pass of the last step that the device ran, without the work of the host."""
+
+    def __init__(self, device: CudaDevice) -> None:
+        self._device, self._run = device, Graphs.run.__get__(device._graphs)
+        self._inputs: StepInputs | None = None
+        device._graphs.run = self  # type: ignore[method-assign]
+
+    def __call__(self, inputs: StepInputs, *, adapted: bool = False) -> None:
+        self._inputs = inputs
+        self._run(inputs, adapted=adapted)
+
+    def repeat(self) -> None:
+        assert self._inputs is not None, "no step has run"
+        with torch.inference_mode(), self._device.lane.use():
+            self._run(self._inputs)
+
+
 def time_shape(
     setup: Setup, runner: Runner[CudaDevice], shape: Shape, steps: int, operations: tuple[CacheOperation, ...] = ()
 ) -> Timing:
@@ -59,6 +81,7 @@ def time_shape(
         tokens = tuple((row * 7919 + index * 31) % 100 for index in range(start + length))
         new_requests.append(NewRequest(row, f"step-{row}", tokens, len(tokens), _GREEDY, entries))
         chunks.append(Chunk(row, start, length, True))
+    last = LastStep(runner.device)
     runner.launch(SchedulerOutput(0, tuple(chunks), tuple(new_requests)))()
     output = SchedulerOutput(1, tuple(chunks), operations=operations)
     ends, launches, before = [], [], runner.launch(output)
@@ -71,7 +94,7 @@ def time_shape(
         before = after
     before()
     gaps = [after - before for before, after in pairwise(ends)]
-    device = setup.seconds(runner.device.repeat_last, repeats=steps, rounds=1)
+    device = setup.seconds(last.repeat, repeats=steps, rounds=1)
     runner.launch(SchedulerOutput(2, (), released_rows=tuple(range(len(spans)))))()
     return Timing(statistics.median(gaps), device, statistics.median(launches))
 

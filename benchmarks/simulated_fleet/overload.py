@@ -18,7 +18,7 @@ from benchmarks.simulated_fleet.pipeline import Bubbles, Link, PipelineRunner, T
 from benchmarks.simulated_fleet.plans import pipeline_units, plan_drop, split_layers
 from benchmarks.simulated_fleet.queued import queued_work
 from engine.core import EngineCore
-from engine.execution.lookahead import BatchPiece, MicroBatch, balanced, by_tokens
+from engine.execution.lookahead import BatchPiece, MicroBatch, balanced, cut
 from engine.fleet.overload import Group, should_restore
 from engine.limits import UNITS_PER_BLOCK
 from engine.scheduling.moving import MovedRequest
@@ -29,6 +29,18 @@ FALLING = 1.0
 """Seconds over which use is compared before layers are restored."""
 MOVES = 4
 """Requests that leave a server for another one at a time."""
+
+
+def by_tokens(pieces: Sequence[BatchPiece], count: int) -> list[MicroBatch]:
+    """Split the pieces, in order, into `count` micro-batches of about the same number of tokens: the usual method."""
+    total, found, rest = sum(piece.length for piece in pieces), [], list(pieces)
+    for number in range(count, 1, -1):
+        tokens = -(-total // number)
+        first, rest = cut(rest, tokens)
+        total -= sum(piece.length for piece in first)
+        found.append(first)
+    found.append(rest)
+    return [batch for batch in found if batch]
 
 
 @dataclass(frozen=True, slots=True)

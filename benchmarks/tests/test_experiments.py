@@ -20,7 +20,7 @@ from benchmarks.experiments.pool import Replays
 from benchmarks.experiments.replay import ONLINE_ONLY, Scenario, Setting, make_core, recorded_steps, replay, run
 from benchmarks.experiments.surface import Surface, Target
 from benchmarks.experiments.table import Result
-from engine.colocation.search import step_range
+from engine.colocation.replay import step_range
 from engine.scheduling.objective import UNLIMITED
 from loadgen.simulation.gpu import sweep_device
 from loadgen.simulation.run import Metrics

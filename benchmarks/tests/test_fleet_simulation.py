@@ -10,12 +10,11 @@ from benchmarks.experiments.machine import MachineSpec, build_machine
 from benchmarks.experiments.table import Result
 from benchmarks.simulated_fleet.fleet import FleetDriver, OneByOne, Server
 from benchmarks.simulated_fleet.merged import MergedDriver
-from benchmarks.simulated_fleet.overload import LayerTransfer, Means, OverloadedFleet, exchanges
+from benchmarks.simulated_fleet.overload import LayerTransfer, Means, OverloadedFleet, by_tokens, exchanges
 from benchmarks.simulated_fleet.pipeline import CHUNK_SECONDS, Bubbles, Link, PipelineRunner
 from benchmarks.simulated_fleet.routers import ROUTERS, Chance
 from engine.api import RequestClass
 from engine.core import EngineCore
-from engine.execution.lookahead import by_tokens
 from engine.fleet.routing import Loads, RoutedPrompt
 from engine.limits import SchedulerConfig
 from engine.scheduling.output import Chunk, SchedulerOutput

@@ -25,7 +25,7 @@ from engine.execution.stages import PipelineRunner
 from engine.forms import EmbeddingSpec, read_embedding_spec
 from engine.limits import UNITS_PER_BLOCK, SchedulerConfig
 from engine.machine.facts import BUS_RATE
-from engine.models.implementation import OWN, TRANSFORMERS
+from engine.models.hub import OWN, TRANSFORMERS
 from engine.profiling.cache_costs import CacheTiers
 from engine.profiling.calibration import INSIDE_STRING, load_or_measure, load_profile
 from engine.scheduling.policies import find_policy

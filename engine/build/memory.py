@@ -12,7 +12,7 @@ from engine.execution import memory
 from engine.execution.plan import LaunchPlan
 from engine.execution.ranks.group import RankGroup
 from engine.limits import UNITS_PER_BLOCK, SchedulerConfig, most_blocks, most_unconfirmed
-from engine.models.spec import ModelShape, ModelSpec, hidden_offer
+from engine.models.spec import ModelShape, ModelSpec, hidden_state_refusal
 from engine.models.weights import torch_dtype
 
 HIDDEN_SHARE = 2
@@ -75,7 +75,7 @@ def _hidden_refusal(config: EngineConfig, spec: ModelShape) -> str | None:
         return ""
     if not isinstance(spec, ModelSpec):
         return "transformers' modules keep the hidden state of their layers to themselves"
-    return hidden_offer(spec).refusal or None
+    return hidden_state_refusal(spec)
 
 
 def _window(plan: LaunchPlan) -> int:

@@ -15,13 +15,12 @@ from engine.execution.offload import plan_offload
 from engine.execution.plan import FLOAT8, STORED_FLOATS, STORED_INTEGERS, LaunchPlan
 from engine.limits import BLOCK_SIZE, Limits
 from engine.models.checkpoint import stored_bytes
-from engine.models.hub import cached_folder, is_hub_id, resolve_model_folder
-from engine.models.implementation import OWN, TRANSFORMERS, Choice, choose
+from engine.models.hub import OWN, TRANSFORMERS, Choice, cached_folder, choose, is_hub_id, resolve_model_folder
 from engine.models.lora import plan_adapter
 from engine.models.packing import Packing
 from engine.models.sharding import divide
 from engine.models.spec import ModelShape, ModelSpec, resolve_max_model_len
-from engine.models.transformers_model import TransformersShape
+from engine.models.transformers_shape import TransformersShape
 from engine.models.weights import torch_dtype
 from engine.refusals import unsupported
 from predictor.reach import Reach

@@ -18,20 +18,20 @@ from engine.execution.backend import Backend
 from engine.execution.masks import FOREVER, MAX_FORCED, PATIENCE
 from engine.execution.offload import Offload
 from engine.execution.plan import LaunchPlan
-from engine.execution.ranks.follower import Follower
-from engine.execution.ranks.group import LOADED, MADE, RankGroup, StartingRank
+from engine.execution.ranks.group import LOADED, MADE, Follower, RankGroup, StartingRank
 from engine.execution.runner import Device, Runner
 from engine.execution.self_test import LIMITS as TEST_LIMITS
 from engine.execution.self_test import test_family, test_modules
 from engine.limits import Limits
 from engine.models.checkpoint import load_weights
-from engine.models.implementation import OWN
+from engine.models.hub import OWN
 from engine.models.linear import MakeLinear
 from engine.models.lora import Delta, Site, load_adapter
 from engine.models.sharding import Shard
 from engine.models.spec import ModelSpec
 from engine.models.streaming import StreamedLayers
-from engine.models.transformers_model import TransformersModel, TransformersShape, load_model
+from engine.models.transformers_model import TransformersModel, load_model
+from engine.models.transformers_shape import TransformersShape
 from engine.models.weights import Gather, ModelWeights
 from engine.structured.compiler import GrammarCompiler
 from predictor.slo import SLO

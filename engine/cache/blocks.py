@@ -36,7 +36,7 @@ class CacheKind(enum.Enum):
     Attributes:
         KV: Keys and values.
         HIDDEN: Normed input of every attention layer, from which K and V are projected. Only for models whose hidden
-            state needs at most half the room of K and V (`engine.models.spec.hidden_offer`).
+            state needs at most half the room of K and V (`engine.models.spec.hidden_state_refusal`).
         GONE: Placeholder for a block before every attention window: no unit, never read.
         STATE: State of the recurrent layers at the end of a block, of constant size. Its unit is a slot in separate
             memory (`engine.cache.checkpoints`).

@@ -1,26 +1,25 @@
-"""Backends: kinds of devices and the runners of models on them. A new backend is a folder and an entry in BACKENDS."""
+# ruff: noqa: ARG002 - defaults ignore their arguments
+"""Backends: kinds of devices and the runners of models on them. A new one is a folder and a row in `find_backend`."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from engine.config import EngineConfig
 from engine.errors import ConfigError
-from engine.execution.cpu.backend import CpuBackend
 from engine.execution.cpu.transformers_device import MakeAttention
-from engine.execution.cuda.backend import CudaBackend
 from engine.execution.plan import LaunchPlan
 from engine.execution.runner import Runner
 from engine.execution.stages import PipelineRunner
-from engine.limits import Limits, Padding
+from engine.limits import NO_PADDING, Limits, Padding
 from engine.models.linear import MakeLinear
 from engine.models.spec import ModelShape
 from engine.models.streaming import Transport
 from engine.models.transformers_model import TransformersModel
-from engine.models.weights import Gather, ModelWeights
+from engine.models.weights import Gather, ModelWeights, ResidentLayers
 
 
 class Backend(Protocol):
-    """A kind of device.
+    """A kind of device; methods with a body are defaults.
 
     Attributes:
         name: Name for users and `torch.device`.
@@ -43,23 +42,29 @@ class Backend(Protocol):
 
     def absence(self) -> str | None:
         """Return why this machine has no such device; None if it has one."""
+        return None
 
     def devices(self) -> Sequence[str] | None:
         """Return the devices, one for each rank; None if all ranks share one."""
+        return None
 
     def config_refusal(self, config: EngineConfig) -> str | None:
         """Return why the configuration does not run here, and the alternative; None if it does."""
+        return None
 
     def drop_refusal(self, spec: ModelShape, dtype: str) -> str | None:
         """Return why layers of a native model cannot be released here; None if they can."""
+        return None
 
     def resident(self, plan: LaunchPlan) -> Gather:
         """Return the collector of resident layers, which can be released if the plan is `droppable`. Raises
         ConfigError."""
+        return ResidentLayers
 
     def refusal(self, spec: ModelShape, dtype: str) -> str | None:
         """Return why the backend's kernels cannot run this model (torch operators then run it, slower); None if they
         can."""
+        return None
 
     def choose_dtype(self, spec: ModelShape, config: EngineConfig) -> tuple[str, str | None]:
         """Return the type of weights and cache, and a note if it differs from the type of the checkpoint."""
@@ -75,18 +80,21 @@ class Backend(Protocol):
 
     def swap_bytes(self) -> int:
         """Return the default host memory for the host tier."""
+        return 0
 
     def float8_refusal(self) -> str | None:
         """Return why layers cannot compute on 8-bit floats here; None if they can."""
 
     def is_wide(self) -> bool:
         """Return whether the device is large enough for high defaults of requests and tokens per step."""
+        return False
 
     def copy_rate(self) -> float:
         """Return an upper bound of the copy rate between device and host in bytes/s."""
 
     def busy_share(self, plan: LaunchPlan) -> float:
         """Return the share of CPU time that the threads of a step get beside other load of the machine."""
+        return 1.0
 
     def adapted_steps(self, plan: LaunchPlan) -> str | None:
         """Return how steps with LoRA adapters run if slower than others; None if they are not slower."""
@@ -96,6 +104,7 @@ class Backend(Protocol):
 
     def padding(self, plan: LaunchPlan) -> Padding:
         """Return the sizes to which steps are padded."""
+        return NO_PADDING
 
     def prepare(
         self, config: EngineConfig, plan: LaunchPlan, say: Callable[[str], None]
@@ -113,18 +122,19 @@ class Backend(Protocol):
 
     def module_attention(self, model: TransformersModel, limits: Limits) -> tuple[MakeAttention | None, str]:
         """Return the attention for transformers modules (None: their own, or torch), and a name for it."""
+        return None, ""
 
     def make_staged(self, config: EngineConfig, plan: LaunchPlan, runner: Runner[Any]) -> PipelineRunner:
         """Return a runner of a `droppable` plan whose layers can be released. Raises ConfigError."""
 
 
-BACKENDS: tuple[Backend, ...] = (CudaBackend(), CpuBackend())
-"""In order of preference: the first available backend is the default."""
-
-
 def find_backend(name: str) -> Backend:
-    """Return the backend of this name, or the default for "auto". Raises ConfigError if it has no device here."""
-    for backend in BACKENDS:
+    """Return the backend of this name; for "auto", the first with a device. Raises ConfigError if it has none here."""
+    from engine.execution.cpu.backend import CpuBackend
+    from engine.execution.cuda.backend import CudaBackend
+
+    backends: tuple[Backend, ...] = (CudaBackend(), CpuBackend())
+    for backend in backends:
         absence = backend.absence()
         if name in (backend.name, "auto") and absence is None:
             return backend

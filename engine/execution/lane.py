@@ -4,19 +4,16 @@ All computation of a runner uses one lane, in order. Transfers of the host tier 
 so that no step waits on the host for another.
 """
 
-import weakref
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from typing import Protocol
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from engine.machine.facts import read_processor
 from engine.triton_kernels import configs
 
-_PAGE = 4096
 _FEW_CORES = 4
 """Number of cores up to which a spinning thread would take a core from planning, event loop or tokenizer."""
 
@@ -89,29 +86,3 @@ class DeviceStream:
         """Start a copy to `target` on the host (pinned on CUDA) and mark its end."""
         target.copy_(source, non_blocking=True)
         return self.mark()
-
-
-def pinned(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return zeros [size] on the host, page-locked for a CUDA device."""
-    return torch.zeros(size, dtype=dtype, pin_memory=configs.is_cuda(device))
-
-
-def host_zeros(num_bytes: int, device: torch.device) -> Tensor:
-    """Return zeros [num_bytes] uint8 in separate host pages. Raises RuntimeError if there is no memory.
-
-    For a CUDA device they are page-locked, with exactly this size (torch's allocator rounds up to a power of two). Else
-    pages are committed when first touched.
-    """
-    memory = np.zeros(num_bytes + _PAGE, dtype=np.uint8)  # calloc leaves the pages uncommitted
-    first = -memory.ctypes.data % _PAGE
-    zeros = torch.from_numpy(memory[first : first + num_bytes])
-    if not configs.is_cuda(device) or not num_bytes:
-        return zeros
-    cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-    if int(cudart.cudaHostRegister(zeros.data_ptr(), num_bytes, 0)) == 0:
-        # Unregister before the memory is freed, or the device would read pages of later allocations.
-        weakref.finalize(memory, cudart.cudaHostUnregister, zeros.data_ptr()).atexit = False
-        return zeros
-    with suppress(RuntimeError):  # consume the pending error, which the next kernel launch would report
-        torch.ones(1, device=device)
-    return torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=True)

@@ -1,4 +1,4 @@
-"""Split a batch into micro-batches of a pipeline: by tokens, or by predicted cost (KunServe §4.3, Figures 10-11).
+"""Split a batch into micro-batches of a pipeline by predicted cost (KunServe §4.3, Figures 10-11).
 
 A stage idles if one micro-batch takes longer than the next. The number of tokens does not determine the time: a chunk
 late in a prompt reads all tokens before it, and a decode reads its whole context. A batch is therefore halved so that
@@ -26,18 +26,6 @@ class BatchPiece(NamedTuple):
 
 
 MicroBatch = list[BatchPiece]
-
-
-def by_tokens(pieces: Sequence[BatchPiece], count: int) -> list[MicroBatch]:
-    """Split the pieces, in order, into `count` micro-batches of about the same number of tokens: the usual method."""
-    total, found, rest = sum(piece.length for piece in pieces), [], list(pieces)
-    for number in range(count, 1, -1):
-        tokens = -(-total // number)
-        first, rest = _cut(rest, tokens)
-        total -= sum(piece.length for piece in first)
-        found.append(first)
-    found.append(rest)
-    return [batch for batch in found if batch]
 
 
 def balanced(
@@ -111,10 +99,10 @@ def _halve(batch: MicroBatch, model: LatencyPredictor, grain: int) -> tuple[Micr
         best, parts = (middle, parts) if gap(low, middle * grain) <= 0.0 else (best, middle - 1)
     ends = [(low, best * grain), (low, min((best + 1) * grain, batch[low].length))]
     index, tokens = min(ends, key=lambda end: abs(gap(*end)) if end[1] < batch[low].length else abs(gap(low + 1, 0)))
-    return _cut(batch, sum(piece.length for piece in batch[:index]) + tokens)
+    return cut(batch, sum(piece.length for piece in batch[:index]) + tokens)
 
 
-def _cut(batch: Sequence[BatchPiece], tokens: int) -> tuple[MicroBatch, MicroBatch]:
+def cut(batch: Sequence[BatchPiece], tokens: int) -> tuple[MicroBatch, MicroBatch]:
     """Return the first `tokens` tokens and the remainder."""
     first: MicroBatch = []
     for index, piece in enumerate(batch):

@@ -23,10 +23,8 @@ class Offload:
     """Selection of streamed layers.
 
     Attributes:
-        budget_bytes: Memory budget.
         held_bytes: Memory used, including buffers.
         layer_bytes: Bytes of the matrices of one layer.
-        num_layers: Number of layers.
         streamed: Indices of streamed layers, ascending.
     """
 

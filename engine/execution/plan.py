@@ -8,7 +8,7 @@ import torch
 from engine.execution.offload import Offload
 from engine.limits import UNITS_PER_BLOCK, Limits
 from engine.models.byte_cells import INTEGERS
-from engine.models.implementation import OWN
+from engine.models.hub import OWN
 from engine.models.lora import AdapterPlan
 from engine.models.spec import ModelShape, ModelSpec
 
@@ -22,16 +22,12 @@ class LaunchPlan:
     """Everything that a launch decides before it loads weights. Byte counts are those of one rank.
 
     Attributes:
-        folder: Checkpoint folder.
         spec: The model, or the part of it on each rank.
-        device: Name of the backend.
         dtype: Type of weights and cache.
         limits: Limits of a step; units are an estimate if only loaded weights show the remaining memory.
-        weight_bytes: Size of the weights.
         memory_utilization: Share of a GPU's memory to use.
         notes: Decisions that a user may not expect, one sentence each.
         cache_bytes: Device memory of the cache; possibly an estimate, like the units.
-        host_units: Units of the host tier.
         scratch_blocks: Number of blocks that a step may run from hidden state.
         state_slots: Number of checkpoints of recurrent state on the device.
         host_state_slots: Number of checkpoints of recurrent state on the host.
@@ -43,9 +39,6 @@ class LaunchPlan:
         implementation: "own" or "transformers".
         int8_cache: Whether K and V are stored in 8 bits.
         droppable: Whether layers can be released temporarily for more units (`engine.execution.stages`).
-        adapters: LoRA adapters.
-        adapter_bytes: Size of the adapters.
-        ranks: Number of ranks.
         whole: The model if `spec` is a part of it; None with one rank.
     """
 

@@ -13,18 +13,17 @@ more addresses than memory (`PoolMemory`).
 
 import mmap
 from collections.abc import Callable
-from typing import Protocol, Self
+from typing import Protocol, Self, TypedDict, Unpack
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from engine.errors import ConfigError
-from engine.execution.huge_pages import advise
-from engine.execution.lane import host_zeros
+from engine.execution.host_memory import advise, host_zeros
 from engine.limits import Limits
 from engine.models.byte_cells import ByteSlices, slice_elements
-from engine.models.spec import ModelShape, hidden_offer
+from engine.models.spec import ModelShape, hidden_state_refusal
 
 _PRIVATE = mmap.MAP_PRIVATE | getattr(mmap, "MAP_NORESERVE", 0)
 _PIECE = 16 * 2**20  # bytes moved at once
@@ -65,6 +64,22 @@ class HostMemory:
             self._pages.madvise(mmap.MADV_DONTNEED, begin, len(self._pages) - begin)
 
 
+class PoolOptions(TypedDict, total=False):
+    """Options of a pool.
+
+    Attributes:
+        scratch_blocks: Number of hidden blocks that one step may read or write; 0: none.
+        spare_bytes: Addresses for additional units of fewer layers, in memory from `reserve`.
+        reserve: Provides that memory.
+    """
+
+    scratch_blocks: int
+    host_units: int
+    cell_type: torch.dtype | None
+    spare_bytes: int
+    reserve: Reserve
+
+
 class UnitPool:
     """Pool of `num_units` units of `layers` slices, initially zero.
 
@@ -72,10 +87,9 @@ class UnitPool:
         slices: [num_slices, block_size * kv_heads * head_dim].
         cells: [num_slices * block_size, kv_heads * head_dim], a view of the same memory; not for 8 bits.
         units: [num_units + 1, elements of a unit], a view of the same memory.
-        host_units: [num_host_units, elements of a unit]; pinned for a GPU, committed on first touch on a CPU.
+        host_units: [host units, elements of a unit]; pinned for a GPU, committed on first touch on a CPU.
         layers: Layers whose slices a unit has.
         dtype: Type in which K and V are computed; also the stored type unless there is an 8-bit `cell_type`.
-        spare_bytes: Addresses for additional units of fewer layers, in memory from `reserve`.
     """
 
     def __init__(
@@ -89,13 +103,13 @@ class UnitPool:
         dtype: torch.dtype,
         device: torch.device,
         scratch_blocks: int = 0,
-        num_host_units: int = 0,
+        host_units: int = 0,
         cell_type: torch.dtype | None = None,
         spare_bytes: int = 0,
         reserve: Reserve = HostMemory,
     ) -> None:
         assert not (cell_type and scratch_blocks), "an 8-bit pool cannot hold hidden state"
-        assert not (spare_bytes and (scratch_blocks or num_host_units)), "scratch and host tier need a fixed unit size"
+        assert not (spare_bytes and (scratch_blocks or host_units)), "scratch and host tier need a fixed unit size"
         self.num_units = num_units
         self.spare_bytes = spare_bytes
         self.num_layers = num_layers
@@ -125,7 +139,7 @@ class UnitPool:
         if not cell_type:
             self.cells: Tensor = self.slices.view(num_slices * block_size, num_kv_heads * head_dim)
         self.units: Tensor = storage[: (num_units + 1) * unit_size].view(num_units + 1, unit_size)
-        self.host_units = _host_zeros(num_host_units * unit_size, stored, device).view(num_host_units, unit_size)
+        self.host_units = _host_zeros(host_units * unit_size, stored, device).view(host_units, unit_size)
         self._layers = np.arange(num_layers, dtype=np.int64)[:, None]
 
     @property
@@ -134,26 +148,14 @@ class UnitPool:
         return not self.scratch_blocks and not self.spare_bytes
 
     @classmethod
-    def of(
-        cls,
-        spec: ModelShape,
-        limits: Limits,
-        like: Tensor,
-        scratch_blocks: int,
-        host_units: int,
-        *,
-        cell_type: torch.dtype | None = None,
-        spare_bytes: int = 0,
-        reserve: Reserve = HostMemory,
-    ) -> Self:
+    def of(cls, spec: ModelShape, limits: Limits, like: Tensor, **options: Unpack[PoolOptions]) -> Self:
         """Return the pool of a model, with the type and device of `like`. Raises ConfigError for scratch if the model
         cannot use hidden state as a cache."""
-        if scratch_blocks and (refusal := hidden_offer(spec).refusal):
+        if options.get("scratch_blocks") and (refusal := hidden_state_refusal(spec)):
             raise ConfigError(refusal)
         return cls(
             limits.num_units, num_layers=spec.num_layers, block_size=limits.block_size, num_kv_heads=spec.num_kv_heads,
-            head_dim=spec.head_dim, dtype=like.dtype, device=like.device, scratch_blocks=scratch_blocks,
-            num_host_units=host_units, cell_type=cell_type, spare_bytes=spare_bytes, reserve=reserve,
+            head_dim=spec.head_dim, dtype=like.dtype, device=like.device, **options,
         )  # fmt: skip
 
     def write(self, cells: Tensor, values: Tensor) -> None:

@@ -24,21 +24,69 @@ from torch import Tensor
 from engine.api import TokenLogprobs
 from engine.arrays import Int32Array, IntArray
 from engine.errors import InvalidRequestError
-from engine.execution.lane import DeviceStream, Mark, pinned
+from engine.execution.host_memory import pinned
+from engine.execution.lane import DeviceStream, Mark
 from engine.execution.layout import chunk_array
 from engine.execution.masks import MAX_FORCED, PATIENCE, FinishMasks, RowMasks, StepMasks, masked
-from engine.execution.operations import CacheMover, run_operations
 from engine.execution.pool import UnitPool
 from engine.execution.pooling import RowPools, StepPools, TakeHidden
 from engine.execution.rows import UNKNOWN, RowTable
-from engine.execution.sampler import SampleInput, sample
-from engine.execution.samples import LOGPROB_COLUMNS, DeviceSamples
+from engine.execution.sampler import LOGPROB_COLUMNS, DeviceSamples, SampleInput, sample
 from engine.forms import Grammar
 from engine.models.lora import Adapters, Delta, Site
 from engine.scheduling.output import Collect, ModelRunnerOutput, SchedulerOutput
 
-if TYPE_CHECKING:  # running a model does not need the grammar compiler
+if TYPE_CHECKING:  # running a model does not need other ranks, nor the grammar compiler
+    from engine.execution.ranks.leader import Leader
     from engine.structured.compiler import GrammarCompiler
+from collections.abc import Sequence
+from itertools import groupby
+
+from engine.cache.blocks import CacheAction, CacheKind, CacheOperation, Tier
+
+
+class CacheMover(Protocol):
+    """Moves and converts the contents of units of `pool`; calls take effect in order."""
+
+    pool: UnitPool
+
+    def restore(self, units: IntArray, starts: IntArray) -> None:
+        """Project K and V of blocks [n], full or not, with `units [n, 3]` (hidden state, K, V) and first positions
+        `starts [n]`."""
+
+    def swap_out(self, pairs: IntArray) -> None:
+        """Copy device units to host units [n, 2]; later work may overwrite the device units."""
+
+    def swap_in(self, pairs: IntArray) -> None:
+        """Copy host units to device units [n, 2], before later work reads them."""
+
+
+def run_operations(mover: CacheMover, operations: Sequence[CacheOperation]) -> None:
+    """Run, or launch, the operations of one step in order."""
+    for action, group in groupby(operations, key=lambda operation: operation.action):
+        batch = list(group)
+        if action is CacheAction.RESTORE:
+            mover.restore(_restored_units(batch), np.array([each.start for each in batch], dtype=np.int64))
+        elif action is CacheAction.SWAP_IN:
+            mover.swap_in(_swapped_units(batch, Tier.HOST, Tier.DEVICE))
+        else:
+            mover.swap_out(_swapped_units(batch, Tier.DEVICE, Tier.HOST))
+
+
+def _restored_units(batch: Sequence[CacheOperation]) -> IntArray:
+    for each in batch:
+        assert (each.source.kind, each.source.tier) == (CacheKind.HIDDEN, Tier.DEVICE), "only hidden state is restored"
+        assert (each.target.kind, each.target.tier) == (CacheKind.KV, Tier.DEVICE), "a restore writes K and V"
+    return np.array([each.source.units + each.target.units for each in batch], dtype=np.int64)
+
+
+def _swapped_units(batch: Sequence[CacheOperation], source: Tier, target: Tier) -> IntArray:
+    pairs: list[tuple[int, int]] = []
+    for each in batch:
+        assert (each.source.tier, each.target.tier) == (source, target), "a swap moves a block to the other tier"
+        assert each.source.kind is each.target.kind, "a swap keeps the kind"
+        pairs.extend(zip(each.source.units, each.target.units, strict=True))
+    return np.array(pairs, dtype=np.int64)
 
 
 class Device(CacheMover, Protocol):
@@ -64,7 +112,6 @@ class Device(CacheMover, Protocol):
         A row's UNKNOWN token is read from the device's own sample. The next call may overwrite the results.
 
         Args:
-            chunks: Chunks of the step.
             masks: Called during the forward pass to get the masks of the samples.
             take: Called with the hidden states of the step.
 
@@ -72,31 +119,6 @@ class Device(CacheMover, Protocol):
             Logits [S, vocab] and samples in the order of the sampling chunks, chosen by the sampling parameters of
             their rows; INVALID_TOKEN if logits are not finite. None for the samples: the host samples and masks.
         """
-
-
-class OtherRanks(Protocol):
-    """All ranks but the first, which is this runner's device; each layer is divided among ranks.
-
-    `pids` are the process ids of the ranks.
-    """
-
-    @property
-    def pids(self) -> list[int]: ...
-
-    def begin(self, output: SchedulerOutput, rows: RowTable) -> None:
-        """Make the ranks run a step; `rows` already include it. Raises LinkLostError."""
-
-    def end(self) -> None:
-        """Mark that the first rank has launched its part of the step."""
-
-    def lost(self) -> str | None:
-        """Return, after a failed step, why the ranks cannot continue together; None if they can."""
-
-    def watch(self, lost: Callable[[str], None]) -> None:
-        """Call `lost` with the reason, from another thread, when a rank has ended."""
-
-    def close(self) -> None:
-        """End the ranks. May be called repeatedly and from any thread."""
 
 
 DeviceT = TypeVar("DeviceT", bound=Device)
@@ -128,7 +150,7 @@ class Runner(Generic[DeviceT]):
         self._last_end = 0.0
         self.masks: RowMasks | None = None
         self.grammars: GrammarCompiler | None = None
-        self.ranks: OtherRanks | None = None
+        self.ranks: Leader | None = None
         self._pools = RowPools(device.rows)
 
     def can_enforce(self, grammar: Grammar) -> bool:
@@ -206,14 +228,17 @@ class Runner(Generic[DeviceT]):
         allowed = None if masks is None else masks()
         tokens, logprobs = sample(logits, rows.sampling, batch, allowed)
         generations = rows.generation[where]
-        sought = ends >= rows.known_to[where]  # a step taken ahead may have computed the first of the forced tokens
-        rows.tokens[where[sought], ends[sought]] = np.maximum(tokens, 0)[sought]
-        forced = self._note_forced(where, ends, allowed)
+        forced = self._write(where, ends, np.maximum(tokens, 0), allowed)
         read = None if logprobs is None else lambda: logprobs
         return _Samples(where, ends, generations, tokens.astype(np.int32), self.device.lane.mark(), read, forced)
 
-    def _note_forced(self, where: IntArray, ends: IntArray, allowed: StepMasks | None) -> Mapping[int, tuple[int, ...]]:
-        """Write the tokens forced after samples at `ends [n]` of rows `where [n]` to the rows."""
+    def _write(
+        self, where: IntArray, ends: IntArray, tokens: IntArray, allowed: StepMasks | None
+    ) -> Mapping[int, tuple[int, ...]]:
+        """Write tokens [n] sampled at `ends [n]` of rows `where [n]`, and the tokens forced after them, to the rows."""
+        # A step taken ahead may have computed the first of the forced tokens.
+        sought = ends >= self._rows.known_to[where]
+        self._rows.tokens[where[sought], ends[sought]] = tokens[sought]
         if allowed is None:
             return {}
         for at, run in allowed.forced.items():
@@ -229,12 +254,9 @@ class Runner(Generic[DeviceT]):
             self.device.lane.copy(wanted.packed, packed)
             logprobs = partial(wanted.read, packed.numpy(), results[:count].numpy())
         arrived = self.device.lane.fetch(sampled.tokens, results[:count])
-        rows = self._rows
-        sought = ends >= rows.known_to[where]
-        rows.tokens[where[sought], ends[sought]] = UNKNOWN
-        forced = self._note_forced(where, ends, allowed)
-        tokens = results[:count].numpy()
-        samples = _Samples(where, ends, rows.generation[where], tokens, arrived, logprobs, forced)
+        forced = self._write(where, ends, np.full(count, UNKNOWN), allowed)
+        tokens, generations = results[:count].numpy(), self._rows.generation[where]
+        samples = _Samples(where, ends, generations, tokens, arrived, logprobs, forced)
         self._unsettled.append(samples)
         return samples
 

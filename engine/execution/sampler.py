@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from engine.api import SamplingParams, TokenLogprobs
+from engine.api import MAX_LOGPROBS, SamplingParams, TokenLogprobs
 from engine.arrays import FloatArray, Int32Array, IntArray
 from engine.execution.masks import StepMasks
 from engine.execution.sampling_table import SamplingTable, has_minimum, has_penalties, uniforms
@@ -27,6 +27,45 @@ _Lowest = Callable[[Tensor, Tensor], Tensor]
 _LOWEST_EXPONENT = -80.0  # smaller weights are never drawn, and subnormal sums are ten times slower on a CPU
 _FIRST_CANDIDATES = 64  # first guess for top-p; multiplied until the candidates hold the required share
 _MORE_CANDIDATES = 16
+
+
+LOGPROB_COLUMNS = 1 + 2 * MAX_LOGPROBS
+"""Maximum number of columns of `RowLogprobs.packed`."""
+
+
+@dataclass(frozen=True, slots=True)
+class RowLogprobs:
+    """Log-probabilities of samples.
+
+    Attributes:
+        packed: [w, 1 + 2n] int32 on the device: bits of the chosen token's and the n best log-probabilities, then the
+            ids of the n best tokens.
+        places: [w], samples with log-probabilities.
+        counts: [w], number of best tokens wanted.
+    """
+
+    packed: Tensor
+    places: IntArray
+    counts: IntArray
+
+    def read(self, packed: Int32Array, tokens: Int32Array) -> list[TokenLogprobs | None]:
+        """Decode a host copy; None for samples without a token or without log-probabilities."""
+        results: list[TokenLogprobs | None] = [None] * len(tokens)
+        most = packed.shape[1] // 2
+        values, ids = packed[:, : 1 + most].view(np.float32), packed[:, 1 + most :]
+        for index, (place, count) in enumerate(zip(self.places.tolist(), self.counts.tolist(), strict=True)):
+            if tokens[place] >= 0:
+                best = zip(ids[index, :count].tolist(), values[index, 1 : 1 + count].tolist(), strict=True)
+                results[place] = TokenLogprobs(float(values[index, 0]), tuple(best))
+        return results
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceSamples:
+    """`tokens [S]` int32 on the device, negative for samples without a token (`engine.scheduling.output`)."""
+
+    tokens: Tensor
+    logprobs: RowLogprobs | None = None
 
 
 @dataclass(frozen=True, slots=True)

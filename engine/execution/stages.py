@@ -21,7 +21,6 @@ from torch import Tensor
 
 from engine.arrays import IntArray
 from engine.errors import ConfigError
-from engine.execution.cpu.device import Beyond
 from engine.execution.lookahead import BatchPiece, quickest
 from engine.execution.runner import Device, Runner
 from engine.machine.link import Link
@@ -45,13 +44,13 @@ class StagedDevice(Device, Protocol):
     """A device that runs a range of layers and can lead the stages after it."""
 
     decoder: Decoder
-    beyond: Beyond | None
+    beyond: "NextStage | None"
 
     def keep(self, layers: range) -> None:
         """Run only these layers from now on. The pool is already arranged for them; other weights may be released."""
 
     def pass_through(self, chunks: IntArray, hidden: Tensor, wanted: IntArray) -> Tensor:
-        """Run the next part of a step that another device began, with the data of `Beyond.send`, chunk i in row i.
+        """Run the next part of a step that another device began, with the data of `NextStage.send`, chunk i in row i.
 
         Returns the wanted hidden states, on the host.
         """
@@ -149,12 +148,12 @@ class PipelineRunner:
         Also for an engine that follows another and lacks the last layer. With `model`, which predicts steps of a whole
         engine, a step runs as micro-batches if two concurrent stages are faster.
         """
-        self._device.beyond = _Next(self._device, link, model)
+        self._device.beyond = NextStage(self._device, link, model)
 
     def end_lead(self) -> None:
         """Tell the follower that no steps follow. The link stays usable. Raises LinkLostError."""
         beyond, self._device.beyond = self._device.beyond, None
-        if isinstance(beyond, _Next):
+        if beyond is not None:
             beyond.link.send(_END)
 
     def follow(self, link: Link) -> None:
@@ -196,7 +195,6 @@ class _Step:
     """One micro-batch.
 
     Attributes:
-        number: Sequence number.
         chunks: [n, 4], of rows 0 to n - 1.
         tables: [2, n, blocks] of K and V.
         hidden: [parts, T, H].
@@ -210,8 +208,11 @@ class _Step:
     wanted: IntArray
 
 
-class _Next:
-    """The next stage, over a link; see Beyond. `model`: see `PipelineRunner.lead`."""
+class NextStage:
+    """The engine that runs the layers that a device lacks, over a link, while the device continues.
+
+    `model`: see `PipelineRunner.lead`.
+    """
 
     def __init__(self, device: StagedDevice, link: Link, model: LatencyPredictor | None) -> None:
         self._rows = device.rows
@@ -221,7 +222,10 @@ class _Next:
         self._sent: list[tuple[int, torch.dtype]] = []
 
     def cut(self, chunks: IntArray, *, whole: bool) -> list[IntArray]:
-        """See Beyond."""
+        """Begin a step: split its chunks [n, 4] into micro-batches, where one may continue a chunk of an earlier one.
+
+        `whole`: return a single batch.
+        """
         self._sent.clear()  # left over from a failed step
         if whole or self._model is None:
             return [chunks]
@@ -229,7 +233,10 @@ class _Next:
         return [_chunks_of(batch, chunks) for batch in quickest(pieces, self._model, stages=2)]
 
     def send(self, chunks: IntArray, hidden: Tensor, wanted: IntArray) -> None:
-        """See Beyond."""
+        """Send chunks [n, 4] as in `Device.forward` with their hidden state `hidden [parts, T, H]`, chunk by chunk.
+
+        The parts are addends, as the device keeps them. The answer contains the tokens `wanted [R]`.
+        """
         rows, self._number = self._rows, self._number + 1
         blocks = int(rows.num_blocks[chunks[:, 0]].max())
         tables = rows.tables[:2, chunks[:, 0], :blocks]
@@ -240,7 +247,10 @@ class _Next:
         _send(self.link, head, [renamed.tobytes(), tables.tobytes(), wanted.tobytes(), _bytes_of(hidden)])
 
     def receive(self) -> list[Tensor]:
-        """See Beyond. Raises StageError, after all answers have arrived, if one failed."""
+        """Return the hidden state [parts, R, H] after the last layer for each `send` since the last call, in order.
+
+        Raises StageError, after all answers have arrived, if one failed.
+        """
         sent, self._sent = self._sent, []
         found, failures = [], []
         for number, dtype in sent:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from engine.arrays import IntArray
-from engine.execution.lane import host_zeros
+from engine.execution.host_memory import host_zeros
 from engine.execution.layout import Layout
 from engine.execution.rows import StateMoves
 from engine.models.recurrent import Call, LayerState, Part, Recur, RecurrentState
@@ -58,10 +58,6 @@ class StateTable:
         }
         self._resumes = {layer: found.resumes for layer, found in layers.items()}
         self._num_rows, self._num_slots = num_rows, num_slots
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(table.nbytes for tables in self._layers.values() for table in tables.values())
 
     def of_step(self, layout: Layout, device: torch.device, moves: StateMoves = _NO_MOVES) -> Recur:
         """Return the function that runs the recurrent layers of a step."""

@@ -57,14 +57,8 @@ def load_weights(
     """Load the checkpoint in `folder`, or create random weights of its shape with `load_format` "dummy".
 
     Args:
-        spec: The model.
-        folder: Checkpoint folder.
         dtype: Type of the weights; "auto": the type of the checkpoint.
-        device: Device of the weights.
         load_format: "auto" or "dummy".
-        seed: Seed of dummy weights.
-        make: Makes the linear layers.
-        gather: Collects the layers.
         stored: Whether layers stored in 8 bits compute with these 8 bits.
         shard: The part of one rank, to be run with `shard.spec_of(spec)`; None: the whole model.
 
@@ -124,9 +118,6 @@ class Checkpoint:
     Raises ModelLoadError if the folder has no safetensors, or a file is missing, damaged or inconsistent.
 
     Args:
-        folder: Checkpoint folder.
-        dtype: Type of the returned tensors.
-        device: Device of the returned tensors.
         packing: Storage format of quantized linear layers; None: none are quantized.
         vocabulary: Number of tokens of the model. Of tensors with one row per token, callers may then fetch fewer
             rows, which are taken from the middle.

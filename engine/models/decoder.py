@@ -1,12 +1,14 @@
 """One decoder for all supported families: embedding, layer loop, logits. Families differ in data only.
 
-The backend supplies attention (`attend`) and operations (`ops`); the caller supplies inference mode. A run can be
-limited to a range of layers, from hidden state to hidden state, because layers can be dropped or live in another
-engine. A `LayerSource` provides the weights of a layer, which may be streamed.
+The backend supplies attention (`attend`) and operations (`ops`, a module with the functions of
+`engine.models.torch_ops`); the caller supplies inference mode. A run can be limited to a range of layers, from hidden
+state to hidden state, because layers can be dropped or live in another engine. A `LayerSource` provides the weights of
+a layer, which may be streamed.
 """
 
 from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from types import ModuleType
+from typing import NamedTuple
 
 from torch import Tensor
 from torch.nn import functional
@@ -32,49 +34,6 @@ Adapt = Callable[[int, LayerWeights], LayerWeights]
 """(layer index, layer) -> the layer of this step, with adapters added."""
 
 
-class Ops(Protocol):
-    """Operations of a layer other than GEMMs, attention and activations without a gate."""
-
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor: ...
-    def add_rms_norm(
-        self,
-        x: Tensor,
-        residual: Tensor,
-        weight: Tensor,
-        eps: float,
-        rows: Tensor | None = None,
-        inner: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]: ...
-    def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor: ...
-    def add_layer_norm(
-        self,
-        x: Tensor,
-        residual: Tensor,
-        weight: Tensor,
-        bias: Tensor,
-        eps: float,
-        rows: Tensor | None = None,
-        beside: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]: ...
-    def silu_and_mul(self, x: Tensor) -> Tensor: ...
-    def gelu_tanh_and_mul(self, x: Tensor) -> Tensor: ...
-    def rms_norm_rounded(
-        self, x: Tensor, weight: Tensor, eps: float, scale: Tensor | None
-    ) -> tuple[Tensor, Tensor]: ...
-    def add_rms_norm_rounded(
-        self,
-        x: Tensor,
-        residual: Tensor,
-        weight: Tensor,
-        eps: float,
-        scale: Tensor | None,
-        rows: Tensor | None = None,
-        inner: Tensor | None = None,
-    ) -> tuple[tuple[Tensor, Tensor], Tensor]: ...
-    def silu_and_mul_rounded(self, x: Tensor, scale: Tensor | None) -> tuple[Tensor, Tensor]: ...
-    def softcap(self, x: Tensor, cap: float, out: Tensor | None = None) -> Tensor: ...
-
-
 class Branch(NamedTuple):
     """A pending addend of the hidden state.
 
@@ -92,10 +51,10 @@ class Branch(NamedTuple):
 class Decoder:
     """A runnable model. The T tokens of a step may belong to any requests, in any order that `attend` supports."""
 
-    def __init__(self, spec: ModelSpec, weights: ModelWeights, ops: Ops = torch_ops) -> None:
+    def __init__(self, spec: ModelSpec, weights: ModelWeights, ops: ModuleType = torch_ops) -> None:
         self.spec = spec
         self.weights = weights
-        self._ops = ops
+        self._ops, self._fuses = ops, ops is not torch_ops
         self._embedding_scale = embedding_scale(spec, weights.embedding.dtype)
         gates = {"silu": ops.silu_and_mul, "gelu_tanh_gated": ops.gelu_tanh_and_mul}
         self._activation = (torch_ops.ACTIVATIONS | gates)[spec.activation]
@@ -182,9 +141,10 @@ class Decoder:
         logits = self._product(self.weights.head, normed)
         if self.weights.gather is not None:
             logits = self.weights.gather(logits)
-        if self.spec.logit_softcap is not None:
-            return self._ops.softcap(logits, self.spec.logit_softcap, out)
-        return logits if out is None else out.copy_(logits)
+        if self.spec.logit_softcap is None:
+            return logits if out is None else out.copy_(logits)
+        capped: Tensor = self._ops.softcap(logits, self.spec.logit_softcap, out)
+        return capped
 
     def normed(self, hidden: Tensor) -> Tensor:
         """Apply the final norm: hidden [T, H] -> [T, H]."""
@@ -192,7 +152,7 @@ class Decoder:
 
     def _feed_forward(self, layer: LayerWeights, x: Tensor | RoundedRows) -> Tensor:
         wide = self._product(layer.up, x)
-        if self.spec.activation == "silu" and isinstance(layer.down, Float8Linear):
+        if self._fuses and self.spec.activation == "silu" and isinstance(layer.down, Float8Linear):
             return layer.down.product(RoundedRows(*self._ops.silu_and_mul_rounded(wide, layer.down.inputs)))
         return layer.down(self._activation(wide))
 
@@ -203,8 +163,8 @@ class Decoder:
         return linear(x)
 
     def _rounds(self, norm: Norm, linear: Linear) -> bool:
-        """Return whether the norm may round for this layer: it is an RMS norm, and no adapter reads the input."""
-        return norm.bias is None and isinstance(linear, Float8Linear)
+        """Return whether a kernel of the norm may round for this layer: an RMS norm whose output no adapter reads."""
+        return self._fuses and norm.bias is None and isinstance(linear, Float8Linear)
 
     def _add_norm_rounded(
         self, branch: Branch | None, residual: Tensor, norm: Norm, linear: Linear, rows: Tensor | None = None
@@ -220,9 +180,9 @@ class Decoder:
         return RoundedRows(*normed), total
 
     def _norm(self, x: Tensor, norm: Norm) -> Tensor:
-        if norm.bias is None:
-            return self._ops.rms_norm(x, norm.weight, self.spec.norm_eps)
-        return self._ops.layer_norm(x, norm.weight, norm.bias, self.spec.norm_eps)
+        ops, rest = self._ops, () if norm.bias is None else (norm.bias,)
+        normed: Tensor = (ops.layer_norm if rest else ops.rms_norm)(x, norm.weight, *rest, self.spec.norm_eps)
+        return normed
 
     def _add_norm(
         self, branch: Branch | None, residual: Tensor, norm: Norm, rows: Tensor | None = None
@@ -234,6 +194,8 @@ class Decoder:
         (x, inner, beside), eps = branch, self.spec.norm_eps
         if norm.bias is None:
             assert beside is None, "only layer norms add two branches"
-            return self._ops.add_rms_norm(x, residual, norm.weight, eps, rows, inner)
-        assert inner is None, "only RMS norms normalise a branch"
-        return self._ops.add_layer_norm(x, residual, norm.weight, norm.bias, eps, rows, beside)
+            normed, total = self._ops.add_rms_norm(x, residual, norm.weight, eps, rows, inner)
+        else:
+            assert inner is None, "only RMS norms normalise a branch"
+            normed, total = self._ops.add_layer_norm(x, residual, norm.weight, norm.bias, eps, rows, beside)
+        return normed, total

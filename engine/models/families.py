@@ -12,19 +12,8 @@ from engine.errors import ModelLoadError
 Config = Mapping[str, Any]
 
 
-def _never(_config: Config) -> bool:
-    return False
-
-
-def _always(_config: Config) -> bool:
-    return True
-
-
-def _flag(key: str, default: bool) -> Callable[[Config], bool]:
-    def read(config: Config) -> bool:
-        return bool(config.get(key, default))
-
-    return read
+Flag = bool | tuple[str, bool]
+"""A property of a family: the same for all checkpoints, or the value of a key of the config with its default."""
 
 
 def _nothing_to_check(_config: Config) -> None:
@@ -69,17 +58,7 @@ _LLAMA_NAMES = TensorNames(
     down="mlp.down_proj",
     final_norm="norm",
 )
-_PHI3_NAMES = TensorNames(
-    prefixes=("model.", ""),
-    embedding="embed_tokens",
-    input_norm="input_layernorm",
-    qkv=("self_attn.qkv_proj",),
-    out="self_attn.o_proj",
-    post_norm="post_attention_layernorm",
-    up=("mlp.gate_up_proj",),
-    down="mlp.down_proj",
-    final_norm="norm",
-)
+_PHI3_NAMES = replace(_LLAMA_NAMES, qkv=("self_attn.qkv_proj",), up=("mlp.gate_up_proj",))
 _OPT_NAMES = TensorNames(
     prefixes=("model.decoder.", "decoder."),
     embedding="embed_tokens",
@@ -105,16 +84,9 @@ _NEOX_NAMES = TensorNames(
     final_norm="final_layer_norm",
     head=("embed_out", "lm_head"),
 )
-_GEMMA_NAMES = TensorNames(
-    prefixes=("model.", ""),
-    embedding="embed_tokens",
-    input_norm="input_layernorm",
-    qkv=("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-    out="self_attn.o_proj",
+_GEMMA_NAMES = replace(
+    _LLAMA_NAMES,
     post_norm="pre_feedforward_layernorm",
-    up=("mlp.gate_proj", "mlp.up_proj"),
-    down="mlp.down_proj",
-    final_norm="norm",
     branch_norms=("post_attention_layernorm", "post_feedforward_layernorm"),
 )
 
@@ -147,13 +119,13 @@ class Family:
     kv_heads_default: int | None = None
     head_dim_key: bool = True
     head_dim_default: int | None = None
-    qkv_bias: Callable[[Config], bool] = _never
-    out_bias: Callable[[Config], bool] = _never
-    mlp_bias: Callable[[Config], bool] = _never
+    qkv_bias: Flag = False
+    out_bias: Flag = False
+    mlp_bias: Flag = False
     qk_norm: bool = False
     rope: bool = True
     position_offset: int | None = None
-    parallel_residual: Callable[[Config], bool] = _never
+    parallel_residual: Flag = False
     tied_default: bool = False
     window: str = "none"
     window_default: int | None = None
@@ -189,9 +161,9 @@ def _check_gemma3(config: Config) -> None:
         raise ModelLoadError("Gemma 3 with attn_logit_softcapping is not supported")
 
 
-_LLAMA_BIAS = _flag("attention_bias", False)
-_OPT_BIAS = _flag("enable_bias", True)
-_NEOX_BIAS = _flag("attention_bias", True)
+_LLAMA_BIAS = ("attention_bias", False)
+_OPT_BIAS = ("enable_bias", True)
+_NEOX_BIAS = ("attention_bias", True)
 
 _GEMMA2 = Family(
     name="gemma2",
@@ -231,7 +203,7 @@ FAMILIES: tuple[Family, ...] = (
         names=_LLAMA_NAMES,
         qkv_bias=_LLAMA_BIAS,
         out_bias=_LLAMA_BIAS,
-        mlp_bias=_flag("mlp_bias", False),
+        mlp_bias=("mlp_bias", False),
     ),
     Family(
         name="mistral",
@@ -245,7 +217,7 @@ FAMILIES: tuple[Family, ...] = (
         name="qwen2",
         architecture="Qwen2ForCausalLM",
         names=_LLAMA_NAMES,
-        qkv_bias=_always,
+        qkv_bias=True,
         window="switched",
         window_default=4096,
     ),
@@ -297,10 +269,15 @@ FAMILIES: tuple[Family, ...] = (
         head_dim_key=False,
         qkv_bias=_NEOX_BIAS,
         out_bias=_NEOX_BIAS,
-        mlp_bias=_always,
-        parallel_residual=_flag("use_parallel_residual", True),
+        mlp_bias=True,
+        parallel_residual=("use_parallel_residual", True),
     ),
 )
+
+
+def is_set(flag: Flag, config: Config) -> bool:
+    """Return the value of a property for a config."""
+    return flag if isinstance(flag, bool) else bool(config.get(*flag))
 
 
 def family_of(config: Config) -> Family:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from engine.models.linear import Linear, PlainLinear
-from engine.models.quantized import RoundedWeight, as_bytes
+from engine.models.quantized import RoundedWeight, ScaledLinear
 
 FLOAT8 = torch.float8_e4m3fn
 OLDEST_ARCH = (8, 9)
@@ -39,11 +39,6 @@ def scale_rows(x: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
     return values, torch.where(x.isfinite().all(-1, keepdim=True), scale, torch.nan)
 
 
-def rounded(x: Tensor, scale: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Round with `scale`, or with a scale per row if it is None."""
-    return round_rows(x) if scale is None else scale_rows(x, scale)
-
-
 class RoundedRows(NamedTuple):
     """Rounded inputs of a layer: values [T, k] e4m3, scales [T, 1] float32."""
 
@@ -61,7 +56,7 @@ class Rounding(NamedTuple):
 BY_TORCH = Rounding()
 
 
-class Float8Linear:
+class Float8Linear(ScaledLinear):
     """A `Linear` with values [n, k] e4m3 and scales [n, 1] float32; input and output are bfloat16.
 
     `inputs` is the scale [1] float32 of all inputs; None: one scale per token.
@@ -75,9 +70,8 @@ class Float8Linear:
         rounding: Rounding = BY_TORCH,
         inputs: Tensor | None = None,
     ) -> None:
-        self.out_features, self.in_features = values.shape
+        super().__init__(values, scales, bias, torch.bfloat16)
         self._rounding, self.inputs = rounding, inputs
-        self._values, self._scales, self._bias = values, scales, bias
 
     @classmethod
     def of(cls, weight: Tensor, bias: Tensor | None, rounding: Rounding = BY_TORCH) -> "Float8Linear":
@@ -99,29 +93,14 @@ class Float8Linear:
         result = product(*rows, self._values, self._scales)
         return result if self._bias is None else result + self._bias
 
-    def outputs_from(self, first: int) -> "Float8Linear":
-        bias = None if self._bias is None else self._bias[first:]
-        return Float8Linear(self._values[first:], self._scales[first:], bias, self._rounding, self.inputs)
-
-    def dense_from(self, first: int) -> tuple[Tensor, Tensor | None]:
-        weight = self._values[first:].float() * self._scales[first:]
-        return weight.to(torch.bfloat16), None if self._bias is None else self._bias[first:]
-
-    def data(self) -> Tensor:
-        return as_bytes(self._values)
-
-    def on(self, data: Tensor) -> "Float8Linear":
-        values = data.view(FLOAT8).view(self._values.shape)
-        return Float8Linear(values, self._scales, self._bias, self._rounding, self.inputs)
-
 
 def make_float8(
     weight: Tensor | RoundedWeight,
     bias: Tensor | None = None,
     *,
-    gated: bool = False,  # noqa: ARG001
     rounding: Rounding = BY_TORCH,
     keeps_floats: bool = False,
+    **_gated: bool,
 ) -> Linear:
     """Make a layer (a MakeLinear) from a bfloat16 weight, or from a weight that the checkpoint stores in 8-bit floats.
 

@@ -1,8 +1,11 @@
-"""Locate a model's files: a local folder, or a Hugging Face id that is downloaded once. Torch-free.
+"""Locate a model's files (a local folder, or a Hugging Face id that is downloaded once) and select its implementation.
 
-Downloads go through the hub's own library and cache. This module selects the files and words the errors.
+Downloads go through the hub's own library and cache. This module selects the files and words the errors. A checkpoint
+runs as native layers if its family is supported, else as transformers modules (`--model-impl`). Torch-free unless
+transformers is needed.
 """
 
+import importlib
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,8 +14,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 from engine.errors import ModelLoadError
-from engine.models.implementation import choose
-from engine.models.spec import ModelShape
+from engine.models.spec import ModelShape, load_spec
 
 _WANTED = ["*.safetensors", "*.json", "*.jinja", "merges.txt"]
 # Some repositories hold the weights twice, once in the layout of their author.
@@ -34,11 +36,8 @@ class Offer:
     """Files of a model on the hub at one commit, limited to those that the engine uses.
 
     Attributes:
-        name: Hugging Face id.
         revision: Requested revision, under which the cache finds the files.
         commit: Commit of the revision.
-        files: Files that the engine uses.
-        pickles: Whether the repository has pickled weights.
         cache: Folder of the repository in the cache.
     """
 
@@ -241,3 +240,48 @@ def _causes(error: BaseException | None) -> list[BaseException]:
 
 def _first_line(error: BaseException) -> str:
     return str(error).strip().partition("\n")[0] or type(error).__name__
+
+
+OWN, TRANSFORMERS = "own", "transformers"
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """The selected implementation (OWN or TRANSFORMERS) and the reason in words."""
+
+    shape: ModelShape
+    implementation: str
+    why: str
+
+
+def choose(folder: Path, wish: str) -> Choice:
+    """Select the implementation of the model in `folder` for `wish` (auto, own, transformers).
+
+    Raises ModelLoadError, one line.
+    """
+    if wish == TRANSFORMERS:
+        return Choice(_foreign(folder), TRANSFORMERS, "asked for")
+    try:
+        own = load_spec(folder)
+    except ModelLoadError as error:
+        if wish == OWN or not (folder / "config.json").is_file():
+            raise
+        return Choice(_instead(folder, error), TRANSFORMERS, "no family of ours")
+    return Choice(own, OWN, f"the family {own.family} is ours")
+
+
+def _instead(folder: Path, own: ModelLoadError) -> ModelShape:
+    """Return the transformers model after the native implementation refused; an error gives both reasons."""
+    try:
+        return _foreign(folder)
+    except ModelLoadError as error:
+        if error.message == own.message:
+            raise own from None
+        raise ModelLoadError(
+            f"{own.message}; transformers cannot run it either: {error.message.removeprefix(f'{folder}: ')}"
+        ) from None
+
+
+def _foreign(folder: Path) -> ModelShape:
+    shape: ModelShape = importlib.import_module("engine.models.transformers_shape").load_shape(folder)
+    return shape

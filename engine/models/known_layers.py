@@ -26,8 +26,6 @@ class NormForm:
     """A norm, identified by the name of its module.
 
     Attributes:
-        name: Module name.
-        eps: Epsilon.
         layer: Layer norm (subtracts the mean) instead of RMS norm.
         centered: The weight is stored minus 1.
         once: The result is rounded only after the weight.
@@ -75,19 +73,10 @@ class LayerForm:
     """A decoder layer, by the names of its modules.
 
     Attributes:
-        input_norm: Norm before attention.
         qkv: One linear layer or three.
-        qk_norms: Norms of queries and keys.
-        rotation: Layout of the rotary embedding.
-        out: Output projection.
-        attention_norm: Norm of the output of attention.
         parallel: Both branches read the layer's input.
         mlp_norm: Norm before the MLP. None with `parallel`: the MLP reads the normalised input of attention.
         up: One linear layer (outputs of the gate first) or two (gate first); one if not `gated`.
-        gated: Whether the MLP has a gate.
-        activation: Name of the activation.
-        down: Down projection.
-        down_norm: Norm of the output of the MLP.
         scale: Factor of a branch before it is added.
         qk_norms_last: Norms of queries and keys follow the rotation.
     """

@@ -22,13 +22,10 @@ class Packing:
     """Storage format of quantized linear layers.
 
     Attributes:
-        name: Name for reports.
         layout: WORDS (compressed-tensors: integers in words along the inputs), AWQ or GPTQ (words, and scales [groups,
             outputs]), SCALED (one byte per value), or EXPERTS (MXFP4: all experts of a layer in one tensor, two values
             per byte, each group with a power of two).
-        bits: Bits of a value.
         block: Number of outputs and of inputs that share a scale; 0: all.
-        zero_points: Whether zero points are stored.
         shift: Added to stored zero points.
         integers: Made for products of 8-bit integers, with one scale per output.
         in_float: Values and scales are multiplied in float32 for every type of scales.

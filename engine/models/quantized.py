@@ -5,7 +5,8 @@ operators are the twin of the native kernels: the same integers, sums and produc
 before the bias.
 """
 
-from typing import NamedTuple
+from copy import copy
+from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -59,18 +60,35 @@ def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     return values, torch.where(finite, top / highest, torch.nan)
 
 
-class QuantizedLinear:
-    """A `Linear` on 8-bit integers."""
+class ScaledLinear:
+    """A weight in 8 bits: values [n, k], a scale per output, bias [n]. `dtype` is the type of inputs and outputs."""
 
     def __init__(self, values: Tensor, scales: Tensor, bias: Tensor | None, dtype: torch.dtype) -> None:
         self.out_features, self.in_features = values.shape
         self._values, self._scales, self._bias, self._dtype = values, scales, bias, dtype
 
-    @classmethod
-    def of(cls, weight: Tensor | RoundedWeight, bias: Tensor | None) -> "QuantizedLinear":
-        """Round a weight [n, k], which is not kept."""
-        values, scales, dtype, _ = round_weight(weight)
-        return cls(values, scales, bias, dtype)
+    def outputs_from(self, first: int) -> Self:
+        part = copy(self)
+        part.out_features -= first
+        part._values, part._scales = self._values[first:], self._scales[first:]
+        part._bias = None if self._bias is None else self._bias[first:]
+        return part
+
+    def dense_from(self, first: int) -> tuple[Tensor, Tensor | None]:
+        weight = self._values[first:].float() * self._scales[first:].view(-1, 1)
+        return weight.to(self._dtype), None if self._bias is None else self._bias[first:]
+
+    def data(self) -> Tensor:
+        return as_bytes(self._values)
+
+    def on(self, data: Tensor) -> Self:
+        moved = copy(self)
+        moved._values = data.view(self._values.dtype).view(self._values.shape)
+        return moved
+
+
+class QuantizedLinear(ScaledLinear):
+    """A `Linear` on 8-bit integers, scales [n]."""
 
     def __call__(self, x: Tensor) -> Tensor:
         result = self.product(x)
@@ -86,27 +104,8 @@ class QuantizedLinear:
         sums = torch._int_mm(rows, self._values.t())
         return (sums.float() * self._scales * scales[:, None]).view(*x.shape[:-1], self.out_features)
 
-    def outputs_from(self, first: int) -> "QuantizedLinear":
-        bias = None if self._bias is None else self._bias[first:]
-        return QuantizedLinear(self._values[first:], self._scales[first:], bias, self._dtype)
 
-    def dense_from(self, first: int) -> tuple[Tensor, Tensor | None]:
-        weight = self._values[first:].float() * self._scales[first:, None]
-        return weight.to(self._dtype), None if self._bias is None else self._bias[first:]
-
-    def data(self) -> Tensor:
-        return as_bytes(self._values)
-
-    def on(self, data: Tensor) -> "QuantizedLinear":
-        values = data.view(torch.int8).view(self._values.shape)
-        return QuantizedLinear(values, self._scales, self._bias, self._dtype)
-
-
-def make_quantized(
-    weight: Tensor | RoundedWeight,
-    bias: Tensor | None = None,
-    *,
-    gated: bool = False,  # noqa: ARG001
-) -> QuantizedLinear:
-    """Make a QuantizedLinear (a MakeLinear)."""
-    return QuantizedLinear.of(weight, bias)
+def make_quantized(weight: Tensor | RoundedWeight, bias: Tensor | None = None, **_gated: bool) -> QuantizedLinear:
+    """Round a weight [n, k], which is not kept (a MakeLinear)."""
+    values, scales, dtype, _ = round_weight(weight)
+    return QuantizedLinear(values, scales, bias, dtype)

@@ -4,7 +4,7 @@ Both spellings are read: `rope_parameters` (transformers 5) and the older `rope_
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from engine.errors import ModelLoadError
@@ -88,9 +88,8 @@ def _scaled(base: RopeSpec, kind: str, given: Mapping[str, Any], config: Mapping
     for name in required.get(kind, ()):
         if given.get(name) is None:
             raise ModelLoadError(f"rope type {kind!r} lacks {name!r} in config.json")
-    return RopeSpec(
-        theta=base.theta,
-        rotary_dim=base.rotary_dim,
+    return replace(
+        base,
         kind=kind,
         factor=_number("factor", factor),
         original_max_position=original,

@@ -128,8 +128,14 @@ class SummedLinear:
 
     def __call__(self, x: Tensor) -> Tensor:
         product = self.part(x)
-        self.total(product)
-        return product if self.bias is None else product.add_(self.bias)
+        self.complete(product)
+        return product
+
+    def complete(self, rows: Tensor) -> None:
+        """Complete this rank's products in rows [n, stride]; elements beyond the outputs are zero on each rank."""
+        self.total(rows)
+        if self.bias is not None:
+            rows[:, : len(self.bias)] += self.bias
 
     def outputs_from(self, first: int) -> "SummedLinear":
         bias = None if self.bias is None else self.bias[first:]

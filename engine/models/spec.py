@@ -6,15 +6,17 @@ they differ in data only.
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, TypeVar
 
 from engine.errors import ConfigError, ModelLoadError
-from engine.models.families import Family, family_of
+from engine.models.families import Family, family_of, is_set
 from engine.models.packing import Packing, packing_from_config
 from engine.models.rope import RopeSpec, rope_from_config, ropes_of_layer_types
+
+T = TypeVar("T")
 
 _ACTIVATIONS = {
     "silu": "silu",
@@ -38,7 +40,6 @@ class ModelShape:
     Attributes:
         num_layers: Number of attention layers.
         vocab_size: Width of the logits.
-        dtype: Type of the checkpoint.
         architecture: Class named in the config.
         packing: Storage format of quantized linear layers.
         windows: Number of tokens visible to a query, itself included, per attention layer; None: all. Empty: no layer
@@ -156,32 +157,29 @@ class ModelSpec(ModelShape):
         return embeddings + self.num_layers * (attention + mlp + norms * norm) + norm
 
 
-class HiddenOffer(NamedTuple):
-    """Units of hidden state that replace a block of K and V (0: not offered), and the reason of a refusal."""
-
-    units: int
-    refusal: str
-
-
-def hidden_offer(spec: ModelShape) -> HiddenOffer:
-    """Return whether hidden state saves memory: it takes ceil(2r) units per block instead of two (Apt-Serve §4)."""
+def hidden_state_refusal(spec: ModelShape) -> str | None:
+    """Return why hidden state saves no memory; None if it does: a unit of it, ceil(2r), replaces two of K and V
+    (Apt-Serve §4)."""
     if 2 * spec.hidden_ratio <= 1:
-        return HiddenOffer(1, "")
-    return HiddenOffer(
-        0,
+        return None
+    return (
         f"hidden state of {spec.hidden_size} values per token and layer exceeds the {spec.kv_size} values of K; "
-        f"it would take {spec.hidden_ratio:.2f} of the memory of K and V; at most 0.5 is supported",
+        f"it would take {spec.hidden_ratio:.2f} of the memory of K and V; at most 0.5 is supported"
     )
 
 
 def load_spec(folder: Path) -> ModelSpec:
     """Read `config.json` and the end tokens of `generation_config.json`. Raises ModelLoadError, one line."""
-    path = folder / "config.json"
+    return from_configs(folder, spec_from_config)
+
+
+def from_configs(folder: Path, read: Callable[[dict[str, Any], dict[str, Any]], T]) -> T:
+    """Return `read(config, generation config)` of a folder. Raises ModelLoadError, one line with the folder."""
+    path, generation = folder / "config.json", folder / "generation_config.json"
     if not path.is_file():
         raise ModelLoadError(f"{folder} has no config.json: not a Hugging Face checkpoint folder")
-    generation = folder / "generation_config.json"
     try:
-        return spec_from_config(read_json(path), read_json(generation) if generation.is_file() else None)
+        return read(read_json(path), read_json(generation) if generation.is_file() else {})
     except ModelLoadError as error:
         raise ModelLoadError(f"{folder}: {error.message}") from None
 
@@ -227,9 +225,9 @@ def spec_from_config(config: Mapping[str, Any], generation: Mapping[str, Any] | 
         norm_eps=_eps(config, family),
         activation=_activation(config, family),
         gated_mlp=family.gated_mlp,
-        qkv_bias=family.qkv_bias(config),
-        out_bias=family.out_bias(config),
-        mlp_bias=family.mlp_bias(config),
+        qkv_bias=is_set(family.qkv_bias, config),
+        out_bias=is_set(family.out_bias, config),
+        mlp_bias=is_set(family.mlp_bias, config),
         qk_norm=family.qk_norm,
         rope=rope,
         local_rope=local_rope,
@@ -240,7 +238,7 @@ def spec_from_config(config: Mapping[str, Any], generation: Mapping[str, Any] | 
         branch_norms=family.names.branch_norms is not None,
         embedding_scale=hidden**0.5 if family.scaled_embedding else None,
         position_offset=family.position_offset,
-        parallel_residual=family.parallel_residual(config),
+        parallel_residual=is_set(family.parallel_residual, config),
         tie_word_embeddings=bool(config.get("tie_word_embeddings", family.tied_default)),
         windows=_windows(config, family, num_layers),
         eos_token_ids=eos_tokens(config) | eos_tokens(generation or {}),

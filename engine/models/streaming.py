@@ -10,8 +10,8 @@ memory. A `Transport` reads from a file or from page-locked host memory.
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
-from typing import Protocol
+from dataclasses import replace
+from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -44,16 +44,12 @@ class Transport(Protocol):
     def seconds(self) -> float:
         """Measure the seconds to read one layer, as a mean over several."""
 
-    def close(self) -> None:
-        """Free all resources; no read may be started afterwards."""
-
 
 def aligned(num_bytes: int) -> int:
     return -(-num_bytes // ALIGNMENT) * ALIGNMENT
 
 
-@dataclass(frozen=True, slots=True)
-class _Flight:
+class _Flight(NamedTuple):
     place: int
     buffer: int
 
@@ -117,11 +113,6 @@ class StreamedLayers:
             self._transport.release(flight.buffer)
             self._free.append(flight.buffer)
             self._read_ahead()
-
-    def close(self) -> None:
-        """Stop reading; streamed layers cannot be used afterwards."""
-        self._drop_ahead()
-        self._transport.close()
 
     def _expect(self, place: int) -> _Flight:
         """Return the read of this layer; start it if it is not the next one in progress."""

@@ -127,9 +127,6 @@ class ModelWeights:
     Attributes:
         embedding: [vocab, H].
         positions: [max_position + offset, H] or None.
-        layers: The decoder layers.
-        final_norm: Norm before the head.
-        head: Projection to logits.
         gather: Joins the logits of all ranks; None if the head is not divided.
     """
 
@@ -258,28 +255,26 @@ class _Builder:
     ) -> Linear:
         """Build a linear layer. `summed`: with sharding, its inputs are divided among ranks."""
         pairs = list(zip(modules, sizes, strict=True))
-        weight = self._weight([(f"{prefix}{name}.weight", (size, width)) for name, size in pairs])
-        bias = None
-        if has_bias:
-            bias = _stack([self._source.fetch(f"{prefix}{name}.bias", (size,)) for name, size in pairs])
-        if interleaved:
-            spec = self._spec
-            bias = None if bias is None else straighten(spec, bias)
-            if isinstance(weight, RoundedWeight):
-                values, scales = straighten(spec, weight.values), straighten(spec, weight.scales)
-                weight = weight._replace(values=values, scales=scales)
-            else:
-                weight = straighten(spec, weight)
+        stack = self._straightened if interleaved else _stack
+        weight = self._weight([(f"{prefix}{name}.weight", (size, width)) for name, size in pairs], stack)
+        bias = (
+            stack([self._source.fetch(f"{prefix}{name}.bias", (size,)) for name, size in pairs]) if has_bias else None
+        )
         if summed and self._shard is not None:
             return SummedLinear(self._make(weight), bias, self._shard.total)
         return self._make(weight, bias, gated=gated)
 
-    def _weight(self, modules: list[tuple[str, tuple[int, int]]]) -> Tensor | RoundedWeight:
+    def _straightened(self, parts: list[Tensor]) -> Tensor:
+        return straighten(self._spec, _stack(parts))
+
+    def _weight(
+        self, modules: list[tuple[str, tuple[int, int]]], stack: Callable[[list[Tensor]], Tensor]
+    ) -> Tensor | RoundedWeight:
         """Return the stacked weight, in 8 bits only if all modules are stored so."""
         found = [each for module in modules if (each := self._source.fetch_bytes(*module)) is not None]
         if len(found) < len(modules):
-            return _stack([self._source.fetch(*each) for each in modules])
-        values, scales = _stack([each.values for each in found]), _stack([each.scales for each in found])
+            return stack([self._source.fetch(*each) for each in modules])
+        values, scales = stack([each.values for each in found]), stack([each.scales for each in found])
         given = [each.inputs for each in found if each.inputs is not None]
         # Fused modules share one scale of inputs; the largest avoids clipping if they differ.
         inputs = torch.stack(given).amax(0) if len(given) == len(found) else None

@@ -47,7 +47,6 @@ class ByteRule:
         replacements: Applied to the text of a token, in order.
         byte_fallback: Tokens such as <0xE2> represent bytes.
         strip: Number of leading `strip_text`s removed from the whole text.
-        strip_text: Text to remove.
         bare_first: All spaces are removed from the first token.
     """
 

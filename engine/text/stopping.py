@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from engine.text.detokenizer import IncrementalDetokenizer, TokenTable
-from engine.text.thoughts import failure_table
+from engine.text.thoughts import Detector
 
 
 class StopMatcher:
@@ -19,9 +19,7 @@ class StopMatcher:
     """
 
     def __init__(self, stop: tuple[str, ...], include: bool = False) -> None:
-        self._stops = [text for text in stop if text]
-        self._tables = [failure_table(text) for text in self._stops]
-        self._matched = [0] * len(self._stops)  # length of each stop string's prefix at the end of the text
+        self._stops = [Detector(text) for text in stop if text]
         self._held = ""
         self._include = include
         self.matched: str | None = None
@@ -33,13 +31,17 @@ class StopMatcher:
         if not self._stops:
             return self._let_through(text), None
         for index, char in enumerate(text):
-            found = self._advance(char)
-            if found is not None:
-                self.matched = found
+            complete = [
+                str(stop.wanted)
+                for stop in self._stops
+                if (stop.matched or stop.wanted[0] == char) and stop.advance(char)
+            ]
+            if complete:
+                self.matched = found = max(complete, key=len)
                 seen = self._held + text[: index + 1]
                 self._held = ""
                 return self._let_through(seen if self._include else seen[: len(seen) - len(found)]), found
-        seen, held = self._held + text, max(self._matched)
+        seen, held = self._held + text, max(stop.matched for stop in self._stops)
         cut = len(seen) - held
         self._held = seen[cut:]
         return self._let_through(seen[:cut]), None
@@ -47,26 +49,13 @@ class StopMatcher:
     def flush(self) -> str:
         """Return the text held back, at the end of the answer."""
         held, self._held = self._held, ""
-        self._matched = [0] * len(self._stops)
+        for stop in self._stops:
+            stop.matched = 0
         return self._let_through(held)
 
     def _let_through(self, text: str) -> str:
         self.position += len(text)
         return text
-
-    def _advance(self, char: str) -> str | None:
-        """Advance all matches by a character (Knuth-Morris-Pratt); return the longest complete stop string."""
-        complete: str | None = None
-        for index, stop in enumerate(self._stops):
-            size, table = self._matched[index], self._tables[index]
-            while size and stop[size] != char:
-                size = table[size - 1]
-            if stop[size] == char:
-                size += 1
-            self._matched[index] = size
-            if size == len(stop):
-                complete = stop if complete is None or size > len(complete) else complete
-        return complete
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +63,6 @@ class TextDelta:
     """Result of a push.
 
     Attributes:
-        text: New text.
         stop: Stop string that ended the answer.
         num_tokens: Number of tokens newly covered by the text. A token counts once its last character is released (one
             without text: once all earlier tokens are); after a stop string, if any of its characters is in the text.

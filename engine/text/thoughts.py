@@ -6,6 +6,9 @@ are pure, so that gateway, engine, and an engine that continues an answer count 
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+Item = TypeVar("Item", str, int)
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,24 +31,27 @@ class ThinkingBudget:
     begun: bool = False
 
 
-class _Mark:
-    """Detects a mark in a token sequence; `matched` is the length of its prefix at the end."""
+class Detector(Generic[Item]):
+    """Detects a text or token sequence (Knuth-Morris-Pratt); `matched` is the length of its prefix at the end."""
 
-    def __init__(self, token_ids: Sequence[int]) -> None:
-        self.token_ids = token_ids
+    def __init__(self, wanted: Sequence[Item]) -> None:
+        self.wanted: Sequence[Item] = wanted
         self.matched = 0
-        self._table = failure_table(token_ids)
+        self._borders = [0] * len(wanted)  # length of the longest border of each prefix
+        for end in range(1, len(wanted)):
+            self._borders[end] = self._extended(self._borders[end - 1], wanted[end])
 
-    def advance(self, token_id: int) -> bool:
-        """Add a token; return whether it completes the mark."""
-        size = self.matched
-        while size and self.token_ids[size] != token_id:
-            size = self._table[size - 1]
-        if self.token_ids[size] == token_id:
-            size += 1
-        complete = size == len(self.token_ids)
+    def advance(self, item: Item) -> bool:
+        """Add a character or token; return whether it completes the sequence."""
+        size = self._extended(self.matched, item)
+        complete = size == len(self.wanted)
         self.matched = 0 if complete else size
         return complete
+
+    def _extended(self, size: int, item: Item) -> int:
+        while size and self.wanted[size] != item:
+            size = self._borders[size - 1]
+        return size + (self.wanted[size] == item)
 
 
 class ThoughtTracker:
@@ -59,7 +65,7 @@ class ThoughtTracker:
         self.thinking = begun
         self._once = once
         self._over = False
-        self._opening, self._closing = _Mark(marks.opening), _Mark(marks.closing)
+        self._opening, self._closing = Detector(marks.opening), Detector(marks.closing)
         self._num_inside = 0
 
     @property
@@ -90,24 +96,11 @@ class ThoughtTracker:
     def _think(self, token_id: int) -> None:
         self._num_inside += 1
         if self._closing.advance(token_id):
-            self._num_inside -= len(self._closing.token_ids)
+            self._num_inside -= len(self._closing.wanted)
             self.thinking, self._over = False, self._once
 
     def closing_due(self, budget: int) -> Sequence[int]:
         """Return the tokens that must follow because the budget is spent; else none."""
         if not self.thinking or self.num_thoughts < budget:
             return ()
-        return self._closing.token_ids[self._closing.matched :]
-
-
-def failure_table(text: Sequence[object]) -> list[int]:
-    """Return for each prefix of a text or token sequence the length of its longest border."""
-    table = [0] * len(text)
-    size = 0
-    for index in range(1, len(text)):
-        while size and text[size] != text[index]:
-            size = table[size - 1]
-        if text[size] == text[index]:
-            size += 1
-        table[index] = size
-    return table
+        return self._closing.wanted[self._closing.matched :]

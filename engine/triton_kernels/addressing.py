@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from engine.models.attention import PoolView
 from engine.models.byte_cells import is_bytes, slice_elements
 
 
@@ -95,12 +96,19 @@ def to_steps(x, scales):
     return whole.to(tl.int8)
 
 
-def check_pool(pool: Tensor, *tables: Tensor) -> None:
+def check_pool(view: PoolView) -> None:
     """Assert the contracts of the pool (four dimensions, 16-byte rows) and of its block tables.
 
     A pool whose cells are wider than the heads of K (never 8-bit) is a view with the strides of its cells. Heads of V,
     with the width of `v` or `out`, begin at the same offsets as those of K.
     """
+    pool, k_table, v_table, _, pair = view
+    assert (v_table is None) == (pair > 0), "pass either v_table or pair"
+    check_cells(pool, k_table, *([] if v_table is None else [v_table]))
+
+
+def check_cells(pool: Tensor, *tables: Tensor) -> None:
+    """See `check_pool`."""
     assert pool.dim() == 4 and pool.stride(3) == 1 and pool.stride(2) == pool.shape[3], (
         "pool must be [slices, block_size, kv_heads, head_dim] with contiguous heads per token"
     )
@@ -118,12 +126,6 @@ def check_pool(pool: Tensor, *tables: Tensor) -> None:
         assert table.dim() == 2 and table.stride(1) == 1, "block table must be [rows, max_blocks] with contiguous rows"
         assert table.dtype in (torch.int32, torch.int64), "block table must be int32 or int64"
         assert table.shape == tables[0].shape and table.stride() == tables[0].stride(), "block tables differ in shape"
-
-
-def check_tables(pool: Tensor, k_table: Tensor, v_table: Tensor | None, pair: int) -> None:
-    """Assert the contracts of the pool and its tables: V has a table, or lies `pair` slices after K."""
-    assert (v_table is None) == (pair > 0), "pass either v_table or pair"
-    check_pool(pool, k_table, *([] if v_table is None else [v_table]))
 
 
 def check_value_width(pool: Tensor, width: int) -> None:

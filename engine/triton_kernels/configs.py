@@ -66,6 +66,15 @@ _PREFILL = {
 _DECODE_FLOAT32 = LaunchConfig(16, 16, 4, 2)
 _PREFILL_FLOAT32 = LaunchConfig(32, 16, 8, 2)
 
+FLAT = LaunchConfig(1, 1024, 4, 1)
+"""Element-wise kernels: 1,024 elements per program, 8 per thread."""
+COPY = LaunchConfig(1, 4096, 4, 1)
+"""Copies: 4,096 elements per program, so that each thread has four 16-byte loads in flight before it stores."""
+DRAW = LaunchConfig(1, 4096, 16, 1)
+"""Draws: one program with many threads per row, over which it passes many times."""
+HEADS = LaunchConfig(8, 1, 2, 1)
+"""RoPE and cache write: 8 heads of one token per program."""
+
 
 def next_power_of_two(value: int) -> int:
     """Smallest power of two >= `value` (>= 1)."""
@@ -134,27 +143,6 @@ def row_config(width: int) -> LaunchConfig:
     """Return the configuration of norms: one program per row of `width` elements, about 8 elements per thread."""
     block = next_power_of_two(width)
     return LaunchConfig(1, block, max(1, min(16, block // 256)), 1)
-
-
-def flat_config() -> LaunchConfig:
-    """Return the configuration of element-wise kernels: 1,024 elements per program, 8 per thread."""
-    return LaunchConfig(1, 1024, 4, 1)
-
-
-def copy_config() -> LaunchConfig:
-    """Return the configuration of copies: 4,096 elements per program, so that each thread has four 16-byte loads in
-    flight before it stores."""
-    return LaunchConfig(1, 4096, 4, 1)
-
-
-def draw_config() -> LaunchConfig:
-    """Return the configuration of draws: one program with many threads per row, over which it passes many times."""
-    return LaunchConfig(1, 4096, 16, 1)
-
-
-def heads_config() -> LaunchConfig:
-    """Return the configuration of RoPE and cache write: 8 heads of one token per program."""
-    return LaunchConfig(8, 1, 2, 1)
 
 
 def decode_items(num_requests: int, num_kv_heads: int, num_multiprocessors: int) -> int:

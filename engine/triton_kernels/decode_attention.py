@@ -3,7 +3,7 @@
 
 The query heads that share a KV head are packed into one tile, so that K and V are read once per group. A program takes
 one split of one context from the work list. The program that finishes last in a group of splits merges the partial
-results of the group; the order of the sum does not depend on the program. Twin: engine.models.torch_ops.
+results of the group; the order of the sum does not depend on the program. Twin: benchmarks.gpu.twins.
 """
 
 import torch
@@ -11,17 +11,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from engine.models.attention import PLAIN, Manner, PoolView
 from engine.models.byte_cells import is_bytes
 from engine.triton_kernels import configs
 from engine.triton_kernels.addressing import (
+    check_pool,
     check_queries,
-    check_tables,
     layer_base,
     load_scales,
     scale_pointers,
     slice_starts,
 )
-from engine.triton_kernels.work import DecodeWork
+from engine.triton_kernels.work import DecodeWork, Scratch
 
 _LOG2_E = 1.4426950408889634
 _BASE_2 = tl.constexpr(_LOG2_E)
@@ -259,98 +260,72 @@ def split_kernel(
 
 def decode_attention(
     q: Tensor,
-    pool: Tensor,
-    k_table: Tensor,
-    v_table: Tensor | None,
+    pool: PoolView,
     work: DecodeWork,
-    partial: Tensor,
-    partial_lse: Tensor,
-    arrived: Tensor,
+    scratch: Scratch,
     out: Tensor,
     *,
     layer: int,
-    scratch_base: int,
-    scale: float,
-    window: int = 0,
-    softcap: float = 0.0,
-    sinks: Tensor | None = None,
-    pair: int = 0,
+    manner: Manner = PLAIN,
     config: configs.LaunchConfig | None = None,
 ) -> None:
-    """Compute out[i] = softmax(scale * q[i] K^T) V over the context of request i; other rows of `out` are unchanged.
+    """Compute out[i] = softmax(q[i] K^T / sqrt(head_dim)) V over the context of request i; other rows are unchanged.
 
     The grid depends on shapes alone.
 
     Args:
         q: [n, heads, head_dim], n at most the number of requests of the work list.
-        pool: [slices, block_size, kv_heads, head_dim], also 8-bit, or a view of wider cells (`check_pool`).
-        k_table: Block table of K, [rows, max_blocks].
-        v_table: Block table of V; None in a paired pool.
+        pool: The pool and its tables (`check_pool`).
         work: Splits of the contexts.
-        partial: Scratch, [max_items, heads, value_dim] float32.
-        partial_lse: Scratch, [max_items, heads] float32.
-        arrived: Zeros, [max_items, kv_heads] int32, contiguous; the kernel resets them.
+        scratch: Memory for as many splits as the work list has items.
         out: [n, heads, value_dim].
-        layer: Layer of the pool.
-        scratch_base: First scratch slice.
-        scale: Factor of the scores.
-        window: Number of last tokens that are attended to; 0: all.
-        softcap: If not 0, a score s becomes softcap * tanh(s / softcap).
-        sinks: [heads] float32, a score per head that takes part in the softmax without a value.
-        pair: Slices from K to V of a block in a paired pool; else 0.
         config: Tile; default from `configs`.
     """
-    (num_requests, num_heads, head_dim), (_, block_size, kv_heads, _) = q.shape, pool.shape
-    check_tables(pool, k_table, v_table, pair)
-    _check(q, pool, work, partial, partial_lse, arrived, out)
-    check_sinks(sinks, num_heads)
-    group = num_heads // kv_heads
-    widths = {"int8": is_bytes(pool.dtype)}
-    value_dim = out.shape[2]
+    (cells, k_table, v_table, scratch_base, pair), (partial, lse, arrived) = pool, scratch
+    (num_requests, num_heads, head_dim), (_, block_size, kv_heads, _) = q.shape, cells.shape
+    check_pool(pool)
+    _check(q, cells, work, scratch, out)
+    check_sinks(manner.sinks, num_heads)
+    group, value_dim = num_heads // kv_heads, out.shape[2]
     widest, block_g, block_v = max(head_dim, value_dim), *map(configs.next_power_of_two, (group, value_dim))
-    widths["unlike"] = value_dim != head_dim
-    config = config or configs.decode_config(configs.device_arch(q.device), widest, group, q.dtype, **widths)
+    config = config or configs.decode_config(
+        configs.device_arch(q.device), widest, group, q.dtype, int8=is_bytes(cells.dtype), unlike=value_dim != head_dim
+    )
     assert work.tile % config.block_n == 0, f"splits of the work list begin at {work.tile}, tiles are {config.block_n}"
     if num_requests == 0:
         return
     split_kernel[(kv_heads, work.items.shape[0])](
-        q, pool, k_table, k_table if v_table is None else v_table, work.items, work.ranges, out, partial, partial_lse,
-        arrived, partial_lse if sinks is None else sinks, q.stride(0), out.stride(0), k_table.stride(0), layer,
-        scratch_base, scale_of(scale, softcap), BLOCK_SIZE=block_size, KV_HEADS=kv_heads, GROUP=group,
-        HEAD_DIM=head_dim, VALUE_DIM=value_dim, ROW=pool.stride(1), BLOCK_M=config.block_m, BLOCK_N=config.block_n,
+        q, cells, k_table, k_table if v_table is None else v_table, work.items, work.ranges, out, partial, lse,
+        arrived, lse if manner.sinks is None else manner.sinks, q.stride(0), out.stride(0), k_table.stride(0), layer,
+        scratch_base, scale_of(manner, head_dim), BLOCK_SIZE=block_size, KV_HEADS=kv_heads, GROUP=group,
+        HEAD_DIM=head_dim, VALUE_DIM=value_dim, ROW=cells.stride(1), BLOCK_M=config.block_m, BLOCK_N=config.block_n,
         BLOCK_D=configs.next_power_of_two(head_dim), BLOCK_V=block_v, BLOCK_S=configs.merged_splits(block_g * block_v),
-        BLOCK_G=block_g, SLICE=pool.stride(0), WINDOW=window, SOFTCAP=softcap, SINKS=sinks is not None,
-        PAIR=pair, **config.options,
+        BLOCK_G=block_g, SLICE=cells.stride(0), WINDOW=manner.window or 0, SOFTCAP=manner.softcap or 0.0,
+        SINKS=manner.sinks is not None, PAIR=pair, **config.options,
     )  # fmt: skip
 
 
-def scale_of(scale: float, softcap: float) -> float:
+def scale_of(manner: Manner, head_dim: int) -> float:
     """Return the factor of the products before `capped`."""
-    return scale / softcap if softcap else scale * _LOG2_E
+    scale = head_dim**-0.5 if manner.scale is None else manner.scale
+    return scale / manner.softcap if manner.softcap else scale * _LOG2_E
 
 
-def _check(
-    q: Tensor,
-    pool: Tensor,
-    work: DecodeWork,
-    partial: Tensor,
-    partial_lse: Tensor,
-    arrived: Tensor,
-    out: Tensor,
-) -> None:
-    check_queries(q, out, pool)
-    assert q.shape[1] % pool.shape[2] == 0, f"{q.shape[1]} query heads over {pool.shape[2]} KV heads"
+def _check(q: Tensor, cells: Tensor, work: DecodeWork, scratch: Scratch, out: Tensor) -> None:
+    check_queries(q, out, cells)
+    assert q.shape[1] % cells.shape[2] == 0, f"{q.shape[1]} query heads over {cells.shape[2]} KV heads"
     assert q.shape[0] <= work.requests.shape[0], "more queries than the work list has requests"
-    check_partials(partial, partial_lse, (work.items.shape[0], *out.shape[1:]))
-    shape = (work.items.shape[0], pool.shape[2])
+    check_partials(scratch, (work.items.shape[0], *out.shape[1:]))
+    shape, arrived = (work.items.shape[0], cells.shape[2]), scratch.arrived
     assert arrived.shape == shape and arrived.dtype == torch.int32 and arrived.is_contiguous(), f"arrived: {shape}"
 
 
-def check_partials(partial: Tensor, partial_lse: Tensor, shape: tuple[int, ...]) -> None:
-    """Assert that the scratch of splits has `shape` [rows, heads, value_dim] and its first two dimensions."""
+def check_partials(scratch: Scratch, shape: tuple[int, ...]) -> None:
+    """Assert that the results of splits have `shape` [rows, heads, value_dim] and its first two dimensions."""
+    partial, lse, _ = scratch
     assert partial.shape == shape and partial.is_contiguous(), f"partial: contiguous {shape}, not {partial.shape}"
-    assert partial_lse.shape == shape[:2] and partial_lse.is_contiguous(), f"partial_lse: contiguous {shape[:2]}"
-    assert partial.dtype == partial_lse.dtype == torch.float32, "partial results are float32"
+    assert lse.shape == shape[:2] and lse.is_contiguous(), f"lse: contiguous {shape[:2]}"
+    assert partial.dtype == lse.dtype == torch.float32, "partial results are float32"
 
 
 def check_sinks(sinks: Tensor | None, num_heads: int) -> None:

@@ -5,7 +5,7 @@ One program draws one row, in integers: the share of a token is its weight relat
 2^-40, so that sums of shares are exact in any order. The same seed gives the same token in any batch, and a token with
 share zero is never drawn. Top-k and top-p find the lowest admitted logit by bisection instead of a sort. Each pass over
 the row, which stays in the L2 cache, sums the logits at or above a pivot and moves the bounds to existing logits.
-Equal logits therefore stay together, and the result equals that of sorting. Twin: engine.models.torch_ops.
+Equal logits therefore stay together, and the result equals that of sorting. Twin: benchmarks.gpu.twins.
 """
 
 import torch
@@ -125,7 +125,7 @@ def draw(
     assert greedy.dtype == top_k.dtype == torch.int32 and uniform.dtype == torch.float64, "int32, int32, float64"
     out = torch.empty_like(greedy)
     if len(logits):
-        config = configs.draw_config()
+        config = configs.DRAW
         draw_kernel[(len(logits),)](
             logits, greedy, out, uniform, temperature, top_k, top_p, min_p, logits.stride(0), logits.shape[1],
             BLOCK=config.block_n, ONE=configs.SHARE_ONE, **config.options,

@@ -40,27 +40,10 @@ def layer_norm_kernel(
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
     """Return (x - mean) / sqrt(variance + eps) * weight + bias. x [n, width], rows contiguous; weight, bias [width]."""
-    return _launch(x, None, weight, bias, eps)[0]
+    return add_layer_norm(x, None, weight, bias, eps)[0]
 
 
 def add_layer_norm(
-    x: Tensor,
-    residual: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    eps: float,
-    rows: Tensor | None = None,
-    beside: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Return the layer norm of residual + x, and residual + x.
-
-    Shapes: x, residual, beside [n, width], rows contiguous; weight, bias [width]. `rows`: as in `add_rms_norm`. With
-    `beside`, x + beside replaces x.
-    """
-    return _launch(x, residual, weight, bias, eps, rows, beside)
-
-
-def _launch(
     x: Tensor,
     residual: Tensor | None,
     weight: Tensor,
@@ -69,6 +52,11 @@ def _launch(
     rows: Tensor | None = None,
     beside: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
+    """Return the layer norm of residual + x, and residual + x; without a residual, the norm of x twice.
+
+    Shapes: x, residual, beside [n, width], rows contiguous; weight, bias [width]. `rows`: as in `add_rms_norm`. With
+    `beside`, x + beside replaces x.
+    """
     count, width = check_rows(x, residual, weight, bias, rows=rows), x.shape[1]
     check_rows(x, beside)
     out = x.new_empty((count, width))

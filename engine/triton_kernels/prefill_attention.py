@@ -5,18 +5,19 @@ Chunks can have any length, also one token, so that a mixed step needs no other 
 head of the group) pairs: with grouped heads a short chunk still fills a tile, and the causal edge is short. Tiles of
 cached tokens visible to every row run without a mask; only the last tiles need one. A short chunk after a long context
 has too few tiles to fill the device, so each tile is split over its cached tokens. A second kernel merges the splits by
-token and head; a merge by the last split would take longer over all rows of a tile. Twin: engine.models.torch_ops.
+token and head; a merge by the last split would take longer over all rows of a tile. Twin: benchmarks.gpu.twins.
 """
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from engine.models.attention import PLAIN, Manner, PoolView
 from engine.models.byte_cells import is_bytes
 from engine.triton_kernels import configs
 from engine.triton_kernels.addressing import (
+    check_pool,
     check_queries,
-    check_tables,
     layer_base,
     load_scales,
     scale_pointers,
@@ -33,7 +34,7 @@ from engine.triton_kernels.decode_attention import (
     scale_of,
     with_sink,
 )
-from engine.triton_kernels.work import PrefillWork
+from engine.triton_kernels.work import PrefillWork, Scratch
 
 
 @triton.jit
@@ -192,21 +193,13 @@ def merge_kernel(
 
 def prefill_attention(
     q: Tensor,
-    pool: Tensor,
-    k_table: Tensor,
-    v_table: Tensor | None,
+    pool: PoolView,
     work: PrefillWork,
-    partial: Tensor,
-    partial_lse: Tensor,
+    scratch: Scratch,
     out: Tensor,
     *,
     layer: int,
-    scratch_base: int,
-    scale: float,
-    window: int = 0,
-    softcap: float = 0.0,
-    sinks: Tensor | None = None,
-    pair: int = 0,
+    manner: Manner = PLAIN,
     config: configs.LaunchConfig | None = None,
 ) -> None:
     """Attend the token at position p of a chunk to cached tokens [0, p] of its row; `out` of other tokens is unchanged.
@@ -215,41 +208,35 @@ def prefill_attention(
 
     Args:
         q: [tokens, heads, head_dim], with the tokens of the chunks at the offsets in `work`.
-        pool: [slices, block_size, kv_heads, head_dim], or a view of wider cells (`check_pool`).
-        k_table: Block table of K, [rows, max_blocks].
-        v_table: Block table of V; None in a paired pool.
         work: Query tiles and splits.
-        partial: Scratch, [work.partials, heads, value_dim] float32.
-        partial_lse: Scratch, [work.partials, heads] float32.
+        scratch: Memory for `work.partials` rows; `arrived` is not used.
         out: [tokens, heads, value_dim].
-        window: Number of tokens visible to a token, itself included; 0: all.
-        layer, scratch_base, scale, softcap, sinks, pair, config: As in `decode_attention`.
+        pool, layer, manner, config: As in `decode_attention`.
     """
-    (_, num_heads, head_dim), (_, block_size, kv_heads, _) = q.shape, pool.shape
-    check_tables(pool, k_table, v_table, pair)
-    check_queries(q, out, pool)
+    (cells, k_table, v_table, scratch_base, pair), (partial, lse, _) = pool, scratch
+    (_, num_heads, head_dim), (_, block_size, kv_heads, _) = q.shape, cells.shape
+    check_pool(pool)
+    check_queries(q, out, cells)
     assert num_heads % kv_heads == 0, f"{num_heads} query heads over {kv_heads} KV heads"
-    check_sinks(sinks, num_heads)
-    value_dim = out.shape[2]
-    check_partials(partial, partial_lse, (work.partials, num_heads, value_dim))
-    group = num_heads // kv_heads
-    widths = {"int8": is_bytes(pool.dtype)}
-    widest = max(head_dim, value_dim)
-    config = config or configs.prefill_config(configs.device_arch(q.device), widest, q.dtype, **widths)
+    check_sinks(manner.sinks, num_heads)
+    group, value_dim = num_heads // kv_heads, out.shape[2]
+    check_partials(scratch, (work.partials, num_heads, value_dim))
+    config = config or configs.prefill_config(
+        configs.device_arch(q.device), max(head_dim, value_dim), q.dtype, int8=is_bytes(cells.dtype)
+    )
     assert work.tokens_per_tile * group <= config.block_m, "tiles of the work list are larger than those of the kernel"
     assert work.tile % config.block_n == 0, f"splits of the work list begin at {work.tile}, tiles are {config.block_n}"
+    sinks, block_v = lse if manner.sinks is None else manner.sinks, configs.next_power_of_two(value_dim)
     prefill_kernel[(kv_heads, work.items.shape[0])](
-        q, pool, k_table, k_table if v_table is None else v_table, work.items, out, partial, partial_lse,
-        partial_lse if sinks is None else sinks, q.stride(0), out.stride(0), k_table.stride(0), layer, scratch_base,
-        scale_of(scale, softcap), BLOCK_SIZE=block_size, KV_HEADS=kv_heads, GROUP=group, HEAD_DIM=head_dim,
-        VALUE_DIM=value_dim, ROW=pool.stride(1), BLOCK_M=config.block_m, BLOCK_N=config.block_n, **config.options,
-        BLOCK_D=configs.next_power_of_two(head_dim), BLOCK_V=configs.next_power_of_two(value_dim),
-        SLICE=pool.stride(0), WINDOW=window, SOFTCAP=softcap, SINKS=sinks is not None, PAIR=pair,
+        q, cells, k_table, k_table if v_table is None else v_table, work.items, out, partial, lse, sinks, q.stride(0),
+        out.stride(0), k_table.stride(0), layer, scratch_base, scale_of(manner, head_dim), BLOCK_SIZE=block_size,
+        KV_HEADS=kv_heads, GROUP=group, HEAD_DIM=head_dim, VALUE_DIM=value_dim, ROW=cells.stride(1),
+        BLOCK_M=config.block_m, BLOCK_N=config.block_n, **config.options,
+        BLOCK_D=configs.next_power_of_two(head_dim), BLOCK_V=block_v, SLICE=cells.stride(0),
+        WINDOW=manner.window or 0, SOFTCAP=manner.softcap or 0.0, SINKS=manner.sinks is not None, PAIR=pair,
     )  # fmt: skip
     if work.merging:
-        block_v = configs.next_power_of_two(value_dim)
         merge_kernel[(num_heads, len(work.merges))](
-            work.merges, partial, partial_lse, partial_lse if sinks is None else sinks, out, out.stride(0),
-            NUM_HEADS=num_heads, VALUE_DIM=value_dim, BLOCK_S=16, BLOCK_V=block_v, SINKS=sinks is not None,
-            num_warps=4, num_stages=1, enable_fp_fusion=True,
+            work.merges, partial, lse, sinks, out, out.stride(0), NUM_HEADS=num_heads, VALUE_DIM=value_dim, BLOCK_S=16,
+            BLOCK_V=block_v, SINKS=manner.sinks is not None, num_warps=4, num_stages=1, enable_fp_fusion=True,
         )  # fmt: skip

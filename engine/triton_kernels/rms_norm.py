@@ -78,39 +78,42 @@ def rms_norm_rounded_kernel(
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Return x / sqrt(mean(x²) + eps) * weight, [n, width]. x [n, width], rows contiguous; weight [width]."""
-    return _launch(x, None, weight, eps)[0]
+    return add_rms_norm(x, None, weight, eps)[0]
 
 
 def add_rms_norm(
-    x: Tensor, residual: Tensor, weight: Tensor, eps: float, rows: Tensor | None = None, inner: Tensor | None = None
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor,
+    eps: float,
+    rows: Tensor | None = None,
+    inner: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return the norm of residual + x, and residual + x.
+    """Return the norm of residual + x, and residual + x; without a residual, the norm of x twice.
 
     Shapes: x, residual [n, width], rows contiguous; weight [width]. With `rows [m]` int32 both results are of these
     rows only, [m, width]. With `inner [width]` x is normalised by it before the addition.
     """
-    return _launch(x, residual, weight, eps, rows, inner)
+    count, width = check_rows(x, residual, weight, inner, rows=rows), x.shape[1]
+    out = x.new_empty((count, width))
+    total = out if residual is None else x.new_empty((count, width))
+    other = x if residual is None else residual
+    if count:
+        config = configs.row_config(width)
+        rms_norm_kernel[(count,)](
+            x, weight if inner is None else inner, weight, other, x if rows is None else rows, out, total, x.stride(0),
+            other.stride(0), width, eps, HAS_INNER=inner is not None, HAS_RESIDUAL=residual is not None,
+            HAS_ROWS=rows is not None, BLOCK=config.block_n, **config.options,
+        )  # fmt: skip
+    return out, total
 
 
 def rms_norm_rounded(x: Tensor, weight: Tensor, eps: float, scale: Tensor | None) -> tuple[Tensor, Tensor]:
     """Return the norm as 8-bit floats: values [n, width] e4m3 and scales [n, 1] float32, per row or `scale` [1]."""
-    return _launch_rounded(x, None, weight, eps, scale)[0]
+    return add_rms_norm_rounded(x, None, weight, eps, scale)[0]
 
 
 def add_rms_norm_rounded(
-    x: Tensor,
-    residual: Tensor,
-    weight: Tensor,
-    eps: float,
-    scale: Tensor | None,
-    rows: Tensor | None = None,
-    inner: Tensor | None = None,
-) -> tuple[tuple[Tensor, Tensor], Tensor]:
-    """Return the rounded norm of residual + x, and residual + x. `rows`, `inner`: as in `add_rms_norm`."""
-    return _launch_rounded(x, residual, weight, eps, scale, rows, inner)
-
-
-def _launch_rounded(
     x: Tensor,
     residual: Tensor | None,
     weight: Tensor,
@@ -119,6 +122,7 @@ def _launch_rounded(
     rows: Tensor | None = None,
     inner: Tensor | None = None,
 ) -> tuple[tuple[Tensor, Tensor], Tensor]:
+    """Return the rounded norm of residual + x, and residual + x. `rows`, `inner`: as in `add_rms_norm`."""
     count, width = check_rows(x, residual, weight, inner, rows=rows), x.shape[1]
     out, scales = empty_rows(x if rows is None else rows, width)
     total = x if residual is None else x.new_empty((count, width))
@@ -132,28 +136,6 @@ def _launch_rounded(
             HAS_SCALE=scale is not None, SMALLEST=SMALLEST, BLOCK=config.block_n, **config.options,
         )  # fmt: skip
     return (out, scales), total
-
-
-def _launch(
-    x: Tensor,
-    residual: Tensor | None,
-    weight: Tensor,
-    eps: float,
-    rows: Tensor | None = None,
-    inner: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    count, width = check_rows(x, residual, weight, inner, rows=rows), x.shape[1]
-    out = x.new_empty((count, width))
-    total = out if residual is None else x.new_empty((count, width))
-    other = x if residual is None else residual
-    if count:
-        config = configs.row_config(width)
-        rms_norm_kernel[(count,)](
-            x, weight if inner is None else inner, weight, other, x if rows is None else rows, out, total, x.stride(0),
-            other.stride(0), width, eps, HAS_INNER=inner is not None, HAS_RESIDUAL=residual is not None,
-            HAS_ROWS=rows is not None, BLOCK=config.block_n, **config.options,
-        )  # fmt: skip
-    return out, total
 
 
 def check_rows(x: Tensor, residual: Tensor | None, *weights: Tensor | None, rows: Tensor | None = None) -> int:

@@ -3,7 +3,7 @@
 
 One pass over the projections of a step: Q is changed in place; rotated K and unchanged V are written to the slices in
 their block tables. Without `q`, the kernel is the second half of a restore from hidden state. Half-split ("neox")
-layout; the rotary dimensions may be fewer than those of a head, or none. Twin: engine.models.torch_ops.
+layout; the rotary dimensions may be fewer than those of a head, or none. Twin: benchmarks.gpu.twins.
 """
 
 import torch
@@ -11,10 +11,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from engine.models.attention import PoolView
 from engine.triton_kernels import configs
 from engine.triton_kernels.addressing import (
     check_heads,
-    check_tables,
+    check_pool,
     check_value_width,
     computed_in,
     extent,
@@ -142,16 +143,12 @@ def rope_cache_write(
     cos_sin: Tensor | None,
     positions: Tensor,
     rows: Tensor,
-    pool: Tensor,
-    k_table: Tensor,
-    v_table: Tensor | None,
+    pool: PoolView,
     *,
     layer: int,
-    scratch_base: int,
     q_norm: Tensor | None = None,
     k_norm: Tensor | None = None,
     eps: float = 1e-6,
-    pair: int = 0,
 ) -> None:
     """Rotate q in place; write rotated k, and v, of token i to position positions[i] of table row rows[i].
 
@@ -162,28 +159,28 @@ def rope_cache_write(
         cos_sin: [positions, rotary_dim] float32, cosines first; None: no rotation.
         positions: [n] int32 or int64.
         rows: [n] int32 or int64; a token with rows[i] < 0 is padding and is skipped.
-        pool, k_table, v_table, layer, scratch_base, pair: As in `decode_attention`.
+        pool, layer: As in `decode_attention`.
         q_norm: Weight [head_dim] of the norm of Q, or None.
         k_norm: Weight [head_dim] of the norm of K, or None.
-        eps: Epsilon of the norms.
     """
-    (count, kv_heads, head_dim), block_size = k.shape, pool.shape[1]
+    cells, k_table, v_table, scratch_base, pair = pool
+    (count, kv_heads, head_dim), block_size = k.shape, cells.shape[1]
     rotary = 0 if cos_sin is None else cos_sin.shape[1]
-    check_tables(pool, k_table, v_table, pair)
-    _check(q, k, v, cos_sin, positions, rows, pool, (q_norm, k_norm))
+    check_pool(pool)
+    _check(q, k, v, cos_sin, positions, rows, cells, (q_norm, k_norm))
     if count == 0:
         return
-    config = configs.heads_config()
+    config = configs.HEADS
     # Without rotation and norm, Q is unchanged and needs no programs.
     query, q_heads = (k, 0) if q is None or not (rotary or q_norm is not None) else (q, q.shape[1])
     blocks = -(-q_heads // config.block_m) + 2 * -(-kv_heads // config.block_m)
     rope_cache_kernel[(count, blocks)](
-        query, k, v, pool if cos_sin is None else cos_sin, positions, rows, pool, k_table,
+        query, k, v, cells if cos_sin is None else cos_sin, positions, rows, cells, k_table,
         k_table if v_table is None else v_table,
-        pool if q_norm is None else q_norm, pool if k_norm is None else k_norm, query.stride(0), k.stride(0),
+        cells if q_norm is None else q_norm, cells if k_norm is None else k_norm, query.stride(0), k.stride(0),
         v.stride(0), k_table.stride(0), layer, scratch_base, eps, Q_HEADS=q_heads, KV_HEADS=kv_heads,
-        HEAD_DIM=head_dim, VALUE_DIM=v.shape[2], ROW=pool.stride(1), ROTARY=rotary, BLOCK_SIZE=block_size,
-        Q_NORM=q_norm is not None, K_NORM=k_norm is not None, SLICE=pool.stride(0),
+        HEAD_DIM=head_dim, VALUE_DIM=v.shape[2], ROW=cells.stride(1), ROTARY=rotary, BLOCK_SIZE=block_size,
+        Q_NORM=q_norm is not None, K_NORM=k_norm is not None, SLICE=cells.stride(0),
         BLOCK_H=config.block_m, HALF=configs.next_power_of_two(max(1, rotary // 2)), **config.options,
         REST=configs.next_power_of_two(max(1, head_dim - rotary)), WIDE=configs.next_power_of_two(v.shape[2]),
         PAIR=pair,

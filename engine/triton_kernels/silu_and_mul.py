@@ -88,7 +88,7 @@ def _launch(x: Tensor, *, gelu: bool) -> Tensor:
     width = x.shape[1] // 2
     out = x.new_empty((len(x), width))
     if len(x):
-        config = configs.flat_config()
+        config = configs.FLAT
         grid = (len(x), -(-width // config.block_n))
         silu_and_mul_kernel[grid](x, out, x.stride(0), width, BLOCK=config.block_n, GELU=gelu, **config.options)
     return out

@@ -1,6 +1,6 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
 """Start and end of a step: token ids to hidden state; soft-capped logits; and sampled tokens to the buffers from which
-the next step reads them. Twin: engine.models.torch_ops."""
+the next step reads them. Twin: benchmarks.gpu.twins."""
 
 import torch
 import triton
@@ -79,7 +79,7 @@ def embed_tokens(
     assert all(each.dtype == torch.int32 and each.is_contiguous() for each in (ids, source, positions, last_tokens))
     assert len(source) == len(positions) == count, f"{count} tokens, {len(source)} sources, {len(positions)} positions"
     assert embedding.is_contiguous() and (learned is None or learned.is_contiguous()), "embeddings: contiguous"
-    out, config = embedding.new_empty((count, width)), configs.flat_config()
+    out, config = embedding.new_empty((count, width)), configs.FLAT
     embed_kernel[(count, -(-width // config.block_n))](
         ids, source, last_tokens, positions, embedding, embedding if learned is None else learned, out, width, offset,
         1.0 if scale is None else scale, SCALED=scale is not None, LEARNED=learned is not None, BLOCK=config.block_n,
@@ -96,7 +96,7 @@ def accept_tokens(tokens: Tensor, best: Tensor | None, rows: Tensor, sampled: Te
     count = len(tokens)
     assert len(rows) == len(sampled) == count and rows.dtype == sampled.dtype == last_tokens.dtype == torch.int32
     if count:
-        config = configs.flat_config()
+        config = configs.FLAT
         accept_kernel[(-(-count // config.block_n),)](
             tokens, tokens if best is None else best, rows, sampled, last_tokens, count, BEST=best is not None,
             BLOCK=config.block_n, **config.options,
@@ -108,7 +108,7 @@ def softcap(x: Tensor, cap: float, out: Tensor | None = None) -> Tensor:
     out = x.new_empty(x.shape) if out is None else out
     assert x.dim() == 2 and out.shape == x.shape and x.stride(1) == out.stride(1) == 1, f"{x.shape} to {out.shape}"
     if len(x):
-        config = configs.flat_config()
+        config = configs.FLAT
         softcap_kernel[(len(x), -(-x.shape[1] // config.block_n))](
             x, out, x.stride(0), out.stride(0), x.shape[1], cap, BLOCK=config.block_n, **config.options
         )  # fmt: skip

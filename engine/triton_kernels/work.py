@@ -7,6 +7,7 @@ bucket; unused items end immediately. Lists are numpy arrays, filled in place an
 import math
 from collections.abc import Sequence
 from copy import copy
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +20,20 @@ from engine.triton_kernels.configs import MIN_PREFILL_SPLIT, MIN_SPLIT
 Int32Array = npt.NDArray[np.int32]
 
 _PINNED_COPIES = 3  # of the host buffer: those of the steps in flight, and one to fill
+
+
+class Scratch(NamedTuple):
+    """Memory of the attention kernels for the results of splits.
+
+    Attributes:
+        partial: [items, heads, value_dim] float32.
+        lse: [items, heads] float32.
+        arrived: [items, kv_heads] int32, zeros; the decode kernel counts splits there and resets it.
+    """
+
+    partial: Tensor
+    lse: Tensor
+    arrived: Tensor
 
 
 def aligned(size: int) -> int:

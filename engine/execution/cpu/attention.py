@@ -1,9 +1,9 @@
-"""Paged attention over the unified pool in torch operations, batched over requests.
+"""Paged attention over the unified pool in torch operations.
 
-A step is planned once: which chunks share a batched call, where new K and V go, which slices each call reads, and which
-cells it masks. Every layer then uses its row of the index tensors. Chunks are grouped by shape, so that one long
-context does not pad many short ones: decodes by context length, short prefill chunks by length and context. Long
-prefill chunks run alone, in pieces whose keys end where causality ends. Whole blocks are gathered with `index_select`.
+A step is planned once: which decodes share a batched call, where new K and V go, which slices each call reads, and
+which cells it masks. Every layer then uses its row of the index tensors. Decodes are grouped by context length, so that
+one long context does not pad many short ones. Prefill chunks run alone, in pieces whose keys end where causality ends.
+Whole blocks are gathered with `index_select`.
 
 Decodes use SDPA too: with the query heads of a KV head packed as its query rows, K and V are not repeated, and torch's
 flash kernel was faster than batched matmuls. Padding reads the pool's zero unit. Cells after the end of a request are
@@ -21,12 +21,9 @@ from engine.arrays import IntArray
 from engine.execution.layout import Layout
 from engine.execution.pool import UnitPool
 from engine.execution.rows import RowTable
-from engine.models.manner import PLAIN, Manner
+from engine.models.attention import PLAIN, Manner
 
-LONG_CHUNK = 64
-"""Minimum length of prefill chunks with separate calls."""
-
-_PIECE = 128  # query rows of a long chunk per call, a compromise between skipped keys and matmul size
+_PIECE = 128  # query rows of a chunk per call, a compromise between skipped keys and matmul size
 _GROUP_COST = 512 * 1024  # bytes of K and V that can be read in the time of the calls of one more group
 
 
@@ -45,13 +42,11 @@ class _Group:
     Attributes:
         first: First token of the group.
         last: End of its tokens.
-        queries: Padded length of a chunk.
+        queries: Length of each chunk.
         num_keys: Padded length of a context.
         slices: [layers, n * 2 * blocks], the K slices of each chunk followed by its V slices, so that threads that
             divide the chunks find gathered data in their own caches.
         positions: [n, queries].
-        pad: [n * queries], token of each padded place; None for decodes and single chunks.
-        unpad: [tokens], padded place of each token; None like `pad`.
         biases: [n, 1, queries, keys] of 0 or -inf by window (None: no window), created on demand.
     """
 
@@ -61,8 +56,6 @@ class _Group:
     num_keys: int
     slices: Tensor
     positions: Tensor
-    pad: Tensor | None
-    unpad: Tensor | None
     biases: dict[int | None, Tensor] = field(default_factory=dict)
 
 
@@ -70,14 +63,10 @@ def arrange(chunks: IntArray, rows: RowTable, cell_bytes: int) -> Batch:
     """Group the chunks [n, 4] (row, start, length, sample) of a step. `cell_bytes`: K and V of a token in one layer."""
     starts, lengths = chunks[:, 1], chunks[:, 2]
     blocks = -(-(starts + lengths) // rows.block_size)
-    threshold = max(1, _GROUP_COST // (cell_bytes * rows.block_size))
-    places: list[IntArray] = []
-    for low, high in ((1, 1), (2, 8), (9, LONG_CHUNK - 1)):
-        members = np.flatnonzero((lengths >= low) & (lengths <= high))
-        if members.size:
-            members = members[np.argsort(-blocks[members], kind="stable")]
-            places.extend(_split(members, blocks, threshold))
-    places.extend(np.flatnonzero(lengths >= LONG_CHUNK)[:, None])
+    decodes = np.flatnonzero(lengths == 1)
+    decodes = decodes[np.argsort(-blocks[decodes], kind="stable")]
+    places = _split(decodes, blocks, max(1, _GROUP_COST // (cell_bytes * rows.block_size))) if decodes.size else []
+    places.extend(np.flatnonzero(lengths > 1)[:, None])
     ends = np.cumsum([len(members) for members in places]).tolist()
     return Batch(Layout.of(chunks, np.concatenate(places)), tuple(zip([0, *ends[:-1]], ends, strict=True)))
 
@@ -132,14 +121,8 @@ class PagedAttention:
         gathered = self._pool.read(group.slices[layer])
         cells = gathered.view(len(group.positions), 2, group.num_keys, -1)
         keys, values = (_heads_of(cells[:, index], x.shape[1:]) for index, x in enumerate((k, v)))
-        bias, q = self._bias(group, manner.window), q[group.first : group.last]
-        if group.queries == 1:
-            return _attend_decodes(q, keys, values, bias, manner)
-        if group.pad is None or group.unpad is None:
-            return _attend_chunk(q, keys, values, bias, manner)
-        padded = q.index_select(0, group.pad).view(len(cells), group.queries, *q.shape[1:]).transpose(1, 2)
-        output = mix(padded, keys, values, bias, manner)
-        return output.transpose(1, 2).flatten(2).flatten(0, 1).index_select(0, group.unpad)
+        attend = _attend_decodes if group.queries == 1 else _attend_chunk
+        return attend(q[group.first : group.last], keys, values, self._bias(group, manner.window), manner)
 
     def _bias(self, group: _Group, window: int | None) -> Tensor:
         if window not in group.biases:
@@ -198,24 +181,18 @@ def _attend_chunk(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, manner: Manner)
 def _plan_group(pool: UnitPool, rows: RowTable, layout: Layout, first: int, last: int) -> _Group:
     starts, lengths, members = layout.starts[first:last], layout.lengths[first:last], layout.rows[first:last]
     blocks = -(-(starts + lengths) // pool.block_size)
-    num_blocks, queries = int(blocks.max()), int(lengths.max())
+    num_blocks, queries = int(blocks.max()), int(lengths[0])
     tables = np.stack((rows.k_table[members, :num_blocks], rows.v_table[members, :num_blocks]), axis=1)
     tables.swapaxes(1, 2)[np.arange(num_blocks) >= blocks[:, None]] = pool.zero_unit
     tables.swapaxes(1, 2)[np.arange(num_blocks) < rows.num_unseen(starts)[:, None]] = pool.zero_unit
-    # A padded query repeats the last one of its chunk: its result is dropped, but must not be NaN.
-    within = np.minimum(np.arange(queries), lengths[:, None] - 1)
-    places = np.arange(queries) < lengths[:, None]
-    ragged = queries > 1 and last - first > 1
-    group_first = layout.firsts[first]
+    group_first = int(layout.firsts[first])
     return _Group(
-        first=int(group_first),
-        last=int(group_first + lengths.sum()),
+        first=group_first,
+        last=group_first + int(lengths.sum()),
         queries=queries,
         num_keys=num_blocks * pool.block_size,
         slices=pool.slice_ids(tables.reshape(-1)),
-        positions=torch.from_numpy(starts[:, None] + within).to(pool.device),
-        pad=_ids(pool, (layout.firsts[first:last] - group_first)[:, None] + within) if ragged else None,
-        unpad=_ids(pool, np.flatnonzero(places)) if ragged else None,
+        positions=torch.from_numpy(starts[:, None] + np.arange(queries)).to(pool.device),
     )
 
 
@@ -227,7 +204,3 @@ def _bias(pool: UnitPool, group: _Group, window: int | None) -> Tensor:
     if window is not None:
         unseen |= keys <= query - window
     return torch.zeros(unseen.shape, dtype=pool.dtype, device=pool.device).masked_fill_(unseen, float("-inf"))
-
-
-def _ids(pool: UnitPool, ids: IntArray) -> Tensor:
-    return torch.from_numpy(ids.reshape(-1)).to(pool.device)

@@ -1,4 +1,4 @@
-"""CPU backend: native kernels if they were built and pass their test, else torch operators on packed weights."""
+"""CPU backend: native kernels if they were built and pass their test, else torch operators."""
 
 import os
 from collections.abc import Callable
@@ -12,6 +12,7 @@ import torch
 from engine import openmp
 from engine.config import EngineConfig
 from engine.execution import memory
+from engine.execution.backend import Backend
 from engine.execution.cpu.device import TorchDevice
 from engine.execution.cpu.native.crew import candidates
 from engine.execution.cpu.native.device import NativeDevice
@@ -19,25 +20,24 @@ from engine.execution.cpu.native.library import load
 from engine.execution.cpu.native.linear import NativeLinear
 from engine.execution.cpu.native.start import start
 from engine.execution.cpu.native.watched import NativeRunner, ThreadWatch, choose_threads
-from engine.execution.cpu.transformers_device import MakeAttention, TransformersDevice
+from engine.execution.cpu.transformers_device import TransformersDevice
 from engine.execution.cpu.weight_file import WeightFile
 from engine.execution.plan import LaunchPlan
 from engine.execution.runner import Runner
 from engine.execution.stages import PipelineRunner
-from engine.limits import NO_PADDING, Limits, Padding
 from engine.machine.activity import processor_share, wait_for_quiet
 from engine.machine.facts import host_engines, memcpy_rate, read_processor
 from engine.models.checkpoint import load_layers
 from engine.models.decoder import Decoder
-from engine.models.linear import MakeLinear, make_linear, make_plain
+from engine.models.linear import MakeLinear, make_linear
 from engine.models.quantized import make_quantized
 from engine.models.spec import ModelShape
 from engine.models.transformers_model import TransformersModel
-from engine.models.weights import Gather, ModelWeights, ResidentLayers, torch_dtype
+from engine.models.weights import ModelWeights, torch_dtype
 
 
-class CpuBackend:
-    """Backend of the CPU."""
+class CpuBackend(Backend):
+    """Backend of the CPU: the library of the linear layers also attends, else torch."""
 
     name = "cpu"
     pipeline_depth = 1
@@ -46,24 +46,6 @@ class CpuBackend:
     multiplies_integers = True
     tests_families = True
     locks_pages = False
-
-    def absence(self) -> None:
-        return None
-
-    def devices(self) -> None:
-        return None
-
-    def config_refusal(self, _config: EngineConfig) -> None:
-        return None
-
-    def drop_refusal(self, _spec: ModelShape, _dtype: str) -> None:
-        return None
-
-    def resident(self, _plan: LaunchPlan) -> Gather:
-        return ResidentLayers
-
-    def refusal(self, _spec: ModelShape, _dtype: str) -> None:
-        return None
 
     def choose_dtype(self, spec: ModelShape, config: EngineConfig) -> tuple[str, str | None]:
         if read_processor().is_fast(spec.dtype) or _runs_natively(config):
@@ -82,14 +64,8 @@ class CpuBackend:
         assert plan.offload is not None
         return WeightFile(_offload_folder(), plan.offload.layer_bytes, len(plan.offload.streamed))
 
-    def swap_bytes(self) -> int:
-        return 0  # the cache itself is in host memory
-
     def float8_refusal(self) -> str | None:
         return "8-bit floats are not supported on a CPU (8-bit integers are: int8)"
-
-    def is_wide(self) -> bool:
-        return False
 
     def copy_rate(self) -> float:
         return memcpy_rate()
@@ -104,16 +80,13 @@ class CpuBackend:
         kernels = "" if plan.kernels == "torch" else f", {plan.kernels}"
         return f"{read_processor().name}, {plan.threads or torch.get_num_threads()} threads{kernels}"
 
-    def padding(self, _plan: LaunchPlan) -> Padding:
-        return NO_PADDING
-
     def prepare(
         self, config: EngineConfig, plan: LaunchPlan, say: Callable[[str], None]
     ) -> tuple[LaunchPlan, MakeLinear]:
         _use_cores(config.threads, plan.ranks)
         if plan.offload is not None and config.hidden_cache:
             say("steps run by torch operators, because projections of hidden state are parts of streamed weights")
-            return plan, make_plain
+            return plan, make_linear
         if config.cpu_kernels == "torch":
             return plan, _by_torch(plan)
         int8 = plan.quantization != "none"
@@ -157,10 +130,6 @@ class CpuBackend:
         say(line)
         runner.watch = ThreadWatch(candidates(most), threads, native.team.resize)
         return runner, replace(plan, threads=threads)
-
-    def module_attention(self, _model: TransformersModel, _limits: Limits) -> tuple[MakeAttention | None, str]:
-        """See Backend: the library of the linear layers attends, else torch."""
-        return None, ""
 
     def make_staged(self, config: EngineConfig, plan: LaunchPlan, runner: Runner[Any]) -> PipelineRunner:
         head = runner.device.decoder.weights.head

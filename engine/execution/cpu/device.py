@@ -5,7 +5,7 @@ samples.
 """
 
 from collections.abc import Callable, Mapping
-from typing import Protocol
+from typing import TYPE_CHECKING, Unpack
 
 import numpy as np
 import torch
@@ -18,35 +18,19 @@ from engine.execution.hidden import ScratchPlan, has_hidden
 from engine.execution.lane import DeviceStream
 from engine.execution.layout import Layout
 from engine.execution.masks import FinishMasks
-from engine.execution.pool import UnitPool
+from engine.execution.pool import PoolOptions, UnitPool
 from engine.execution.pooling import TakeHidden
 from engine.execution.rows import RowTable
-from engine.execution.samples import DeviceSamples
+from engine.execution.sampler import DeviceSamples
 from engine.limits import Limits
+from engine.models.attention import manners_of
 from engine.models.decoder import Attend, Decoder
 from engine.models.heads import HeadProjection
 from engine.models.lora import Adapters, Delta, Site
-from engine.models.manner import Manner
 from engine.models.weights import LayerWeights
 
-
-class Beyond(Protocol):
-    """Runs the layers that a device lacks on other engines, while the device continues."""
-
-    def cut(self, chunks: IntArray, *, whole: bool) -> list[IntArray]:
-        """Begin a step: split its chunks [n, 4] into micro-batches, where one may continue a chunk of an earlier one.
-
-        `whole`: return a single batch.
-        """
-
-    def send(self, chunks: IntArray, hidden: Tensor, wanted: IntArray) -> None:
-        """Send chunks [n, 4] as in `Device.forward` with their hidden state `hidden [parts, T, H]`, chunk by chunk.
-
-        The parts are addends, as the device keeps them. The answer contains the tokens `wanted [R]`.
-        """
-
-    def receive(self) -> list[Tensor]:
-        """Return the hidden state [parts, R, H] after the last layer for each `send` since the last call, in order."""
+if TYPE_CHECKING:
+    from engine.execution.stages import NextStage
 
 
 class PoolDevice:
@@ -74,50 +58,20 @@ class PoolDevice:
 
 
 class TorchDevice(PoolDevice):
-    """A Device for native models.
-
-    Raises ConfigError for scratch if the model cannot use hidden state as a cache.
-
-    Args:
-        decoder: The model.
-        limits: Limits of a step.
-        scratch_blocks: Number of hidden blocks that one step may read or write; 0: none.
-        host_units: Units of the host tier.
-        cell_type: Type of an 8-bit cache.
-        spare_bytes: See UnitPool.
+    """A Device for native models. Raises ConfigError for scratch if the model cannot use hidden state as a cache.
 
     Attributes:
-        layers: Layers that it runs.
         beyond: Runs the following layers on the next engine of a pipeline.
     """
 
-    def __init__(
-        self,
-        decoder: Decoder,
-        limits: Limits,
-        *,
-        scratch_blocks: int = 0,
-        host_units: int = 0,
-        cell_type: torch.dtype | None = None,
-        spare_bytes: int = 0,
-    ) -> None:
+    def __init__(self, decoder: Decoder, limits: Limits, **pool: Unpack[PoolOptions]) -> None:
         spec, weights = decoder.spec, decoder.weights
-        super().__init__(
-            UnitPool.of(
-                spec,
-                limits,
-                weights.embedding,
-                scratch_blocks,
-                host_units,
-                cell_type=cell_type,
-                spare_bytes=spare_bytes,
-            ),
-            RowTable(limits, hidden=scratch_blocks > 0),
-        )
+        hidden = pool.get("scratch_blocks", 0) > 0
+        super().__init__(UnitPool.of(spec, limits, weights.embedding, **pool), RowTable(limits, hidden=hidden))
         self.decoder = decoder
         self.layers = range(spec.num_layers)
-        self.beyond: Beyond | None = None
-        self._heads = HeadProjection(spec, weights, limits.max_model_len, hidden=scratch_blocks > 0)
+        self.beyond: NextStage | None = None
+        self._heads = HeadProjection(spec, weights, limits.max_model_len, hidden=hidden)
         self._cell_bytes = 2 * spec.kv_size * weights.embedding.dtype.itemsize
 
     def restore(self, units: IntArray, starts: IntArray) -> None:
@@ -167,7 +121,7 @@ class TorchDevice(PoolDevice):
         adapt = self.adapters.of_step(self.rows.adapters[layout.token_rows], device) if self.adapters else None
         return layout, self.decoder.run(x, attend, self.layers, adapt)
 
-    def _run_pipeline(self, beyond: Beyond, chunks: IntArray) -> Tensor:
+    def _run_pipeline(self, beyond: "NextStage", chunks: IntArray) -> Tensor:
         """Return the logits [S, vocab] from this device and the stages after it, one micro-batch after the other."""
         for part in beyond.cut(chunks, whole=False):
             layout, x = self._begin(part)
@@ -180,7 +134,7 @@ class TorchDevice(PoolDevice):
         self.layers = layers
 
     def pass_through(self, chunks: IntArray, hidden: Tensor, wanted: IntArray) -> Tensor:
-        """Run the next part of a step that another device began, with the data of `Beyond.send`, chunk i in row i.
+        """Run the next part of a step that another device began, with the data of `NextStage.send`, chunk i in row i.
 
         Returns the wanted hidden states.
         """
@@ -214,7 +168,7 @@ class TorchDevice(PoolDevice):
         paged = PagedAttention(self.pool, self.rows, batch)
         rotary = self._heads.rotary(torch.from_numpy(layout.positions).to(self.pool.device))
         first, spec, streamed = self.layers.start, self.decoder.spec, self.decoder.weights.layers.streamed
-        manners = [Manner(spec.scale, spec.window_of(index), spec.softcap) for index in range(spec.num_layers)]
+        manners = manners_of(spec)
 
         def attend(index: int, layer: LayerWeights, x: Tensor) -> Tensor:
             if hidden is not None:

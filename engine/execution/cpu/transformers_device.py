@@ -22,10 +22,10 @@ from engine.execution.plan import LaunchPlan
 from engine.execution.pool import UnitPool
 from engine.execution.pooling import TakeHidden
 from engine.execution.rows import RowTable
-from engine.execution.samples import DeviceSamples
+from engine.execution.sampler import DeviceSamples
 from engine.execution.states import StateTable
 from engine.limits import Limits
-from engine.models.manner import Manner
+from engine.models.attention import Manner
 from engine.models.transformers_model import Attend, TransformersModel
 
 
@@ -60,7 +60,7 @@ class TransformersDevice(PoolDevice):
         state_slots: int = 0,
         host_state_slots: int = 0,
     ) -> None:
-        super().__init__(UnitPool.of(model.shape, limits, model.like, 0, host_units), RowTable(limits))
+        super().__init__(UnitPool.of(model.shape, limits, model.like, host_units=host_units), RowTable(limits))
         self._model = model
         states = model.states()
         goes_on = all(each.resumes for each in states.values())

@@ -70,7 +70,7 @@ class WeightFile:
         """See Transport; a no-op, because computing has ended."""
 
     def close(self) -> None:
-        """See Transport."""
+        """Free the file; no read may be started afterwards."""
         if self._fd >= 0:
             self._threads.shutdown(wait=True)
             os.close(self._fd)

@@ -12,10 +12,9 @@ from torch import Tensor
 
 from engine.arrays import IntArray
 from engine.execution.cuda.buffers import send
-from engine.execution.cuda.kernels import Kernels
 from engine.models.lora import Adapters, Delta, Site, StepAdapters
 from engine.models.spec import ModelSpec
-from engine.triton_kernels import configs
+from engine.triton_kernels import Kernels, configs
 
 NUM_SLOTS = 63  # plus slot 0 for no adapter, so that parts of the table start at multiples of 16 bytes
 LARGEST_RANK = 192
@@ -55,19 +54,16 @@ class SlottedAdapters(Adapters):
         found = [self._slots.get(number, -1) if number else 0 for number in numbers.tolist()]
         return None if -1 in found else np.array(found, dtype=np.int64)
 
-    def in_slots(self, slots: Tensor, kernels: Kernels) -> "StepSlots":
-        """Return the adapters of steps whose row slots [T] are in the device tensor `slots`."""
-        return StepSlots(self, slots, kernels)
-
-    def add(self, site: Site, x: Tensor, y: Tensor, slots: Tensor, kernels: Kernels) -> None:
-        """Add the contributions of the slots' adapters for x [T, in] to y [T, out]."""
-        kernels.lora_add(x, y, slots, self.table[self._places[site]], self.partial)
+    def table_of(self, site: Site) -> Tensor:
+        """Return addresses and ranks [slots, 3] of the adapters of a site."""
+        return self.table[self._places[site]]
 
 
 class StepSlots(StepAdapters):
     """Adapters of a step by table; they apply to all layers, because the host does not know the rows."""
 
     def __init__(self, adapters: SlottedAdapters, slots: Tensor, kernels: Kernels) -> None:
+        """Use the slots [T] of rows in the device tensor `slots`."""
         super().__init__((), len(slots))
         self._adapters, self._slots, self._kernels = adapters, slots, kernels
 
@@ -75,4 +71,4 @@ class StepSlots(StepAdapters):
         return True
 
     def add(self, site: Site, x: Tensor, y: Tensor) -> None:
-        self._adapters.add(site, x, y, self._slots, self._kernels)
+        self._kernels.lora_add(x, y, self._slots, self._adapters.table_of(site), self._adapters.partial)

@@ -16,11 +16,11 @@ from torch.nn import functional
 from engine.config import EngineConfig, parse_offload
 from engine.errors import ConfigError
 from engine.execution import memory
+from engine.execution.backend import Backend
 from engine.execution.cpu.device import TorchDevice
 from engine.execution.cpu.transformers_device import MakeAttention, TransformersDevice
 from engine.execution.cuda.buffers import HeadSizes
 from engine.execution.cuda.device import CudaDevice
-from engine.execution.cuda.kernels import triton_kernels
 from engine.execution.cuda.mapped_layers import MappedLayers
 from engine.execution.cuda.modules import KernelAttention
 from engine.execution.cuda.pinned_weights import PinnedWeights
@@ -41,8 +41,10 @@ from engine.models.decoder import Decoder
 from engine.models.heads import HeadProjection
 from engine.models.linear import MakeLinear, make_linear
 from engine.models.spec import ModelShape, ModelSpec
-from engine.models.transformers_model import TransformersModel, probe
+from engine.models.transformers_model import TransformersModel
+from engine.models.transformers_shape import probe
 from engine.models.weights import Gather, LayerWeights, ModelWeights, ResidentLayers, torch_dtype
+from engine.triton_kernels import triton_kernels
 
 _GRAPH_BYTES = 16 * 1024**2  # estimate of the driver's memory for a graph of a few hundred kernels
 WIDE_BYTES = 39 * 2**30
@@ -52,7 +54,7 @@ _OLDEST_ARCH = (8, 0)
 _SMALLEST_HEAD, _LARGEST_GROUP = 16, 64  # limits of a tensor core product, and of decode tiles without spills
 
 
-class CudaBackend:
+class CudaBackend(Backend):
     """Backend of CUDA devices."""
 
     name = "cuda"
@@ -138,9 +140,6 @@ class CudaBackend:
 
     def copy_rate(self) -> float:
         return BUS_RATE
-
-    def busy_share(self, _plan: LaunchPlan) -> float:
-        return 1.0
 
     def adapted_steps(self, _plan: LaunchPlan) -> str:
         return "without CUDA graphs in steps with a prompt"

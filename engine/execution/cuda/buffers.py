@@ -20,7 +20,7 @@ from engine.execution.sampling_table import SamplingTable, uniforms
 from engine.limits import Limits
 from engine.models.spec import ModelShape
 from engine.triton_kernels import configs
-from engine.triton_kernels.work import DecodeWork, PrefillWork, WorkBuffer, aligned
+from engine.triton_kernels.work import DecodeWork, PrefillWork, Scratch, WorkBuffer, aligned
 
 _CHANGES = 4096  # table entries in the buffer; the rest is sent separately
 _EDITS = 4096  # biases and forbidden end tokens in the buffer; the rest is sent separately
@@ -38,9 +38,8 @@ class StepInputs:
         sample_tokens: [S], which of the T tokens are sampled.
         sample_rows: [S], their rows.
         decode, prefill: Work lists.
-        partial, partial_lse: Scratch of the decode kernel.
-        prefill_partial, prefill_lse: The same memory as scratch of the subsequent prefill kernel.
-        arrived: Counters of the decode kernel, zeros.
+        decode_scratch: Scratch of the decode kernel.
+        prefill_scratch: The same memory as scratch of the subsequent prefill kernel.
         slots: [T], slots of LoRA adapters, for steps of decodes only.
         stored: [T], rows of tokens stored as hidden state, -1 for others.
     """
@@ -54,11 +53,8 @@ class StepInputs:
     sample_rows: Tensor
     decode: DecodeWork
     prefill: PrefillWork
-    partial: Tensor
-    partial_lse: Tensor
-    arrived: Tensor
-    prefill_partial: Tensor
-    prefill_lse: Tensor
+    decode_scratch: Scratch
+    prefill_scratch: Scratch
     slots: Tensor
     stored: Tensor
 
@@ -171,9 +167,11 @@ class StepBuffers:
         )
         self.max_items = items
         scratch = max(items, self._prefill.partials), heads.num_heads
-        self._partial = torch.zeros((*scratch, heads.value_dim), dtype=torch.float32, device=device)
-        self._partial_lse = torch.zeros(scratch, dtype=torch.float32, device=device)
-        self._arrived = torch.zeros((items, heads.num_kv_heads), dtype=torch.int32, device=device)
+        self._scratch = Scratch(
+            torch.zeros((*scratch, heads.value_dim), dtype=torch.float32, device=device),
+            torch.zeros(scratch, dtype=torch.float32, device=device),
+            torch.zeros((items, heads.num_kv_heads), dtype=torch.int32, device=device),
+        )
         self._views: dict[PaddedShape, StepInputs] = {}
 
     def inputs(self, shape: PaddedShape) -> StepInputs:
@@ -184,13 +182,14 @@ class StepBuffers:
         requests = max(shape.decodes, 1)
         items = self._decode_items(requests)
         tiles = configs.prefill_items(tokens, samples, self._tile_tokens, self._slots)
-        splits = self._prefill.partials
+        decode, prefill = (
+            Scratch(*(part[:count] for part in self._scratch)) for count in (items, self._prefill.partials)
+        )
         views = StepInputs(
             shape, self._ids_[:tokens], self._source_[:tokens], self._positions_[:tokens], self._rows_[:tokens],
             self._sample_tokens_[:samples], self._sample_rows_[:samples], self._decode.head(requests, items),
-            self._prefill.head(samples, tiles, tokens, not shape.exact), self._partial[:items],
-            self._partial_lse[:items], self._arrived[:items], self._partial[:splits], self._partial_lse[:splits],
-            self._slots_of_[:samples], self._stored_[:tokens],
+            self._prefill.head(samples, tiles, tokens, not shape.exact), decode, prefill, self._slots_of_[:samples],
+            self._stored_[:tokens],
         )  # fmt: skip
         if not shape.exact:
             self._views[shape] = views

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from itertools import product
+from typing import TYPE_CHECKING, Unpack
 
 import numpy as np
 import torch
@@ -18,32 +19,32 @@ from torch import Tensor
 
 from engine.api import MAX_LOGPROBS, SamplingParams
 from engine.arrays import IntArray
-from engine.execution.cpu.device import Beyond
-from engine.execution.cuda.adapters import SlottedAdapters
+from engine.execution.cuda.adapters import SlottedAdapters, StepSlots
 from engine.execution.cuda.buffers import HeadSizes, StepBuffers, StepInputs, StepWishes, send
-from engine.execution.cuda.forward import Forward
-from engine.execution.cuda.graphs import Graphs, Way
+from engine.execution.cuda.forward import DeviceTables, Forward
+from engine.execution.cuda.graphs import Graphs
 from engine.execution.cuda.hidden import Projection, StepHidden
-from engine.execution.cuda.kernels import Kernels
 from engine.execution.cuda.sampling import Sampling
 from engine.execution.cuda.shapes import Buckets, PaddedShape
 from engine.execution.cuda.stage import Stage
 from engine.execution.cuda.swap import Swapper
-from engine.execution.cuda.tables import DeviceTables
 from engine.execution.hidden import has_hidden
 from engine.execution.lane import DeviceStream
 from engine.execution.layout import Layout, decodes_first
 from engine.execution.masks import FinishMasks, StepMasks
-from engine.execution.pool import HostMemory, Reserve, UnitPool
+from engine.execution.pool import PoolOptions, UnitPool
 from engine.execution.pooling import TakeHidden
 from engine.execution.rows import RowTable
-from engine.execution.samples import DeviceSamples
+from engine.execution.sampler import DeviceSamples
 from engine.limits import Limits
 from engine.models.lora import Adapters, Delta, Site
 from engine.models.sharding import SummedLinear
 from engine.models.spec import ModelSpec
 from engine.models.weights import ModelWeights
-from engine.triton_kernels import configs
+from engine.triton_kernels import Kernels, configs
+
+if TYPE_CHECKING:
+    from engine.execution.stages import NextStage
 
 log = logging.getLogger("tidemill.engine")
 
@@ -59,16 +60,9 @@ class CudaDevice:
     Raises ConfigError for scratch if the model cannot use hidden state as a cache.
 
     Args:
-        spec: The model.
-        weights: Its weights.
         kernels: Triton kernels or their torch twins.
-        limits: Limits of a step.
         graphs: Capture a graph for every bucket now (CUDA only).
-        scratch_blocks: Number of hidden blocks that one step may read or write; 0: none.
-        host_units: Units of the host tier.
-        cell_type: Type of an 8-bit cache.
         adapted: Whether LoRA adapters may be added.
-        spare_bytes, reserve: See UnitPool.
 
     Attributes:
         beyond: Runs the following layers on the next engine of a pipeline.
@@ -84,21 +78,14 @@ class CudaDevice:
         limits: Limits,
         *,
         graphs: bool,
-        scratch_blocks: int = 0,
-        host_units: int = 0,
-        cell_type: torch.dtype | None = None,
         adapted: bool = False,
-        spare_bytes: int = 0,
-        reserve: Reserve = HostMemory,
+        **pool: Unpack[PoolOptions],
     ) -> None:
         limits = replace(limits, max_num_batched_tokens=max(limits.max_num_batched_tokens, limits.max_num_seqs))
         device = weights.embedding.device
         self.lane = DeviceStream(device)
-        self.rows = RowTable(limits, hidden=scratch_blocks > 0)
-        self.pool = UnitPool.of(
-            spec, limits, weights.embedding, scratch_blocks, host_units, cell_type=cell_type,
-            spare_bytes=spare_bytes, reserve=reserve,
-        )  # fmt: skip
+        self.rows = RowTable(limits, hidden=pool.get("scratch_blocks", 0) > 0)
+        self.pool = UnitPool.of(spec, limits, weights.embedding, **pool)
         assert len(self.pool.slices) < 2**31, "table entries have 32 bits"
         self._tables = DeviceTables(self.rows, self.pool)
         self._forward = Forward(spec, weights, kernels, self._tables, self.pool, limits)
@@ -109,13 +96,12 @@ class CudaDevice:
         self._buckets = Buckets(limits.max_num_seqs, limits.max_num_batched_tokens)
         self._kernels = kernels
         self.decoder = self._forward.decoder
-        self.beyond: Beyond | None = None
+        self.beyond: NextStage | None = None
         self._stage = Stage(self._forward, self.lane, self._fill_and_upload, limits.max_num_batched_tokens)
         self._graphs = Graphs(self._run, self.lane)
         self._divided = any(isinstance(layer.out, SummedLinear) for layer in weights.layers)
         self._slotted = SlottedAdapters(spec, limits.max_num_seqs, device, taken=adapted)
         self.adapters: Adapters = self._slotted
-        self._last: tuple[StepInputs, Way] | None = None
         self._share: Callable[[Tensor], None] | None = None
         self.restore = self._projection.restore
         self.swap_out, self.swap_in = self._swapper.swap_out, self._swapper.swap_in
@@ -148,26 +134,25 @@ class CudaDevice:
         rows, layout = self.rows, decodes_first(chunks)
         inputs = self._fill(layout)
         wishes, numbers = self._sampling.begin(layout), rows.adapters[layout.token_rows]
-        hidden, adapt, way, adapted = None, None, Way.PLAIN, bool(numbers.any())
+        hidden, adapt, by_slots = None, None, False
         if has_hidden(rows, chunks):
             hidden = StepHidden.of(
                 self._projection, self._forward, self._buffers, inputs, rows, layout, self.pool.scratch_blocks
             )
-        if adapted:
+        if numbers.any():
             slots = None
             if hidden is None and take is None and not inputs.shape.prefill:
                 slots = self._slotted.slots_of(numbers)
             if slots is None:
                 adapt = self.adapters.of_step(numbers, self.pool.device, send)
             else:
-                way = Way.ADAPTED
+                by_slots = True
                 self._buffers.fill_slots(inputs.shape, slots)
         self._upload()
         if hidden is None and take is None and adapt is None:
-            self._graphs.run(inputs, way)
+            self._graphs.run(inputs, adapted=by_slots)
         else:
             self._forward(inputs, hidden, None if take is None else partial(take, layout), adapt)
-        self._last = inputs, way
         return self._choose(inputs, layout, wishes, masks)
 
     def _choose(
@@ -198,7 +183,7 @@ class CudaDevice:
         return self._stage.pass_through(self.beyond, chunks, hidden, wanted)
 
     def _run_pipeline(
-        self, beyond: Beyond, chunks: IntArray, masks: FinishMasks | None, take: TakeHidden | None
+        self, beyond: "NextStage", chunks: IntArray, masks: FinishMasks | None, take: TakeHidden | None
     ) -> tuple[Tensor, DeviceSamples]:
         """See `forward`."""
         came, layout = self._stage.lead(beyond, chunks, take), decodes_first(chunks)
@@ -214,18 +199,15 @@ class CudaDevice:
         self._upload()
         return inputs
 
-    def _run(self, inputs: StepInputs, way: Way) -> None:
+    def _run(self, inputs: StepInputs, *, adapted: bool) -> None:
         """Run the part of a step that graphs capture."""
-        if way is Way.ADAPTED:
-            self._forward(inputs, adapt=self._slotted.in_slots(inputs.slots, self._kernels))
-        else:
-            self._forward(inputs)
+        self._forward(inputs, adapt=StepSlots(self._slotted, inputs.slots, self._kernels) if adapted else None)
 
-    def _captured(self) -> list[tuple[PaddedShape, Way]]:
-        """Return the shapes to capture: every bucket, and the decode buckets again for adapters."""
+    def _captured(self) -> list[tuple[PaddedShape, bool]]:
+        """Return the shapes to capture: every bucket, and the decode buckets again with the adapters of slots."""
         every = self._buckets.all_shapes()
         adapted = [shape for shape in every if not shape.prefill] if self._slotted.taken else []
-        return [*((shape, Way.PLAIN) for shape in every), *((shape, Way.ADAPTED) for shape in adapted)]
+        return [*((shape, False) for shape in every), *((shape, True) for shape in adapted)]
 
     def join(self, share: Callable[[Tensor], None]) -> None:
         """See RankDevice."""
@@ -255,12 +237,6 @@ class CudaDevice:
         self._buffers.fill_changes(*changes)
         self._buffers.upload()
         self._buffers.write_tables(self._tables.tables, *changes)
-
-    def repeat_last(self) -> None:
-        """Repeat the forward pass of the last step, to measure device time without the host."""
-        assert self._last is not None, "a step must precede repeat_last()"
-        with torch.inference_mode(), self.lane.use():
-            self._graphs.run(*self._last)
 
     def run_padding(self, num_tokens: int, num_samples: int) -> None:
         """Run `num_tokens` of padding with `num_samples` samples and all sampling features, for the peak of memory.
@@ -302,10 +278,10 @@ class CudaDevice:
                 if self.pool.scratch_blocks:
                     hidden = StepHidden.padding(self._projection, self._forward, inputs)
                 self._run_padding(inputs, 1, params, masked, hidden)
-            for way in {way for _, way in self._captured()} - {Way.PLAIN}:
+            if self._slotted.taken:
                 inputs = self._buffers.fill(self._buckets.fit(1, 1), decodes_first(_NO_CHUNKS), self.rows)
                 self._buffers.upload()
-                self._run(inputs, way)
+                self._run(inputs, adapted=True)
             if self.pool.scratch_blocks:
                 self.restore(np.array([[self.pool.zero_unit, 0, 1]]), np.zeros(1, dtype=np.int64))
             if len(self.pool.host_units):
@@ -322,11 +298,11 @@ class CudaDevice:
         """
         empty, refused = decodes_first(_NO_CHUNKS), None
         with torch.inference_mode(), self.lane.use():
-            for shape, way in self._captured():
+            for shape, adapted in self._captured():
                 inputs = self._buffers.fill(shape, empty, self.rows)
                 self._buffers.upload()
                 try:
-                    refused = self._graphs.capture(inputs, way) or refused
+                    refused = self._graphs.capture(inputs, adapted=adapted) or refused
                 except RuntimeError as error:
                     if self._divided:
                         raise

@@ -7,22 +7,75 @@ step with a gated MLP has nine kernels per layer, and six outside the layers.
 
 from collections.abc import Callable
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from engine.arrays import Int32Array, IntArray
 from engine.execution.cuda.buffers import StepInputs
-from engine.execution.cuda.kernels import Kernels
-from engine.execution.cuda.tables import DeviceTables
 from engine.execution.pool import UnitPool
 from engine.execution.pooling import Head
+from engine.execution.rows import RowTable
 from engine.limits import Limits
 from engine.models import torch_ops
+from engine.models.attention import Manner, PoolView, manners_of
 from engine.models.decoder import Adapt, Branch, Decoder
 from engine.models.float8 import Float8Linear, RoundedRows
 from engine.models.rope import RopeSpec
 from engine.models.rotary import attention_scaling, inverse_frequencies
 from engine.models.spec import ModelSpec
 from engine.models.weights import LayerWeights, ModelWeights, embedding_scale
+from engine.triton_kernels import Kernels
+
+_NO_CHANGES = np.zeros(0, dtype=np.int32)
+
+
+class DeviceTables:
+    """Tables on the device.
+
+    Attributes:
+        tables: [1 to 3, rows, max_blocks] int32, entries of K, of V unless the pool is paired, and of hidden state if
+            there is scratch. An entry is the first slice of a unit, to which kernels add the layer, or negative for
+            scratch.
+        pair: Slices from K to V of a block in a paired pool; else 0.
+        last_tokens: [rows + 1] int32, the last sampled token of each row; padding writes to the additional entry.
+    """
+
+    def __init__(self, rows: RowTable, pool: UnitPool) -> None:
+        _, num_rows, max_blocks = rows.tables.shape
+        shape = (1 if pool.paired else 3 if pool.scratch_blocks else 2, num_rows, max_blocks)
+        self.pair = pool.num_layers if pool.paired else 0
+        self.tables = torch.zeros(shape, dtype=torch.int32, device=pool.device)
+        self.last_tokens = torch.zeros(num_rows + 1, dtype=torch.int32, device=pool.device)
+        self._rows, self._num_layers, self._scratch_base = rows, pool.num_layers, pool.scratch_base
+        rows.track_changes()
+
+    def view(self, cells: Tensor) -> PoolView:
+        """Return the pool with these cells [slices, block_size, kv_heads, head_dim] as kernels take it."""
+        return PoolView(cells, self.tables[0], None if self.pair else self.tables[1], self._scratch_base, self.pair)
+
+    def take_changes(self) -> tuple[Int32Array, Int32Array]:
+        """Return changes since the last call: flat indices [n] into `tables`, and their entries [n]."""
+        blocks, count = self._rows.take_changes(), len(self.tables)
+        if not len(blocks):
+            return _NO_CHANGES, _NO_CHANGES
+        units = self._rows.tables.reshape(3, -1)[:, blocks]
+        assert not self.pair or (units[1] == units[0] + 1).all(), "in a paired pool V must follow its K"
+        entries = self._entries_of(units[:count])
+        places = blocks + np.arange(count)[:, None] * self.tables[0].numel()
+        return places.ravel().astype(np.int32), entries.ravel().astype(np.int32)
+
+    def relaid(self, num_layers: int) -> None:
+        """Rewrite all entries for units of `num_layers` layers. Waits for the device."""
+        self._num_layers = num_layers
+        self._rows.take_changes()
+        entries = self._entries_of(self._rows.tables[: len(self.tables)]).astype(np.int32)
+        self.tables.copy_(torch.from_numpy(entries))
+
+    def _entries_of(self, units: IntArray) -> IntArray:
+        entries: IntArray = np.where(units < 0, units, units * self._num_layers)
+        return entries
+
 
 Observe = Callable[[int, Tensor], None]
 """(layer index, x [T, H]): called with the normalised input of a layer's attention, before it attends."""
@@ -49,16 +102,13 @@ class Forward:
     ) -> None:
         self._spec, self._weights, self._kernels = spec, weights, kernels
         self.tables, self._last_tokens = tables.tables, tables.last_tokens
-        self._kv_tables, self._pair = tables.of_kv, tables.pair
         shape = (-1, pool.block_size, pool.num_kv_heads, pool.head_dim)
-        self._pool = pool.cells.view(shape) if pool.bytes is None else pool.bytes.values
+        self._pool = tables.view(pool.cells.view(shape) if pool.bytes is None else pool.bytes.values)
         self.decoder = Decoder(spec, weights, kernels)
         self.layers = range(spec.num_layers)
         dtype, device = weights.embedding.dtype, weights.embedding.device
         self._embedding_scale = embedding_scale(spec, dtype)
-        self._scratch_base = pool.scratch_base
-        scale = spec.head_dim**-0.5 if spec.scale is None else spec.scale
-        self._scale, self._softcap = scale, spec.softcap or 0.0
+        self._manners = manners_of(spec)
         tables_of = {rope: _cos_sin(rope, limits.max_model_len, device) for rope in (spec.rope, spec.local_rope)}
         self._cos_sin = [tables_of[spec.rope_of(layer)] for layer in range(spec.num_layers)]
         # For hidden state; on a GPU these are views of the weights.
@@ -69,11 +119,6 @@ class Forward:
         )
         self.logits = torch.zeros((limits.max_num_seqs, spec.vocab_size), dtype=dtype, device=device)
         self.sampled = torch.zeros(limits.max_num_seqs, dtype=torch.int32, device=device)
-
-    @property
-    def cells(self) -> Tensor:
-        """The pool as kernels take it."""
-        return self._pool
 
     def __call__(
         self,
@@ -90,10 +135,11 @@ class Forward:
 
     def embed(self, inputs: StepInputs) -> Tensor:
         """Return the hidden state [T, H] before the first layer."""
-        return self._kernels.embed_tokens(
+        hidden: Tensor = self._kernels.embed_tokens(
             inputs.ids, inputs.source, self._last_tokens, inputs.positions, self._weights.embedding,
             self._embedding_scale, self._weights.positions, self._spec.position_offset or 0,
         )  # fmt: skip
+        return hidden
 
     def through(self, inputs: StepInputs, hidden: Tensor) -> Tensor:
         """Run the layers: hidden state [T, H] -> [T, H]."""
@@ -136,52 +182,48 @@ class Forward:
 
         `tables [3, rows, blocks]` as in `DeviceTables`.
         """
+        pool = self._pool
         self._kernels.hidden_write(
-            x, positions, rows, self._pool, tables[2], layer=layer, scratch_base=self._scratch_base
+            x, positions, rows, pool.cells, tables[2], layer=layer, scratch_base=pool.scratch_base
         )
 
     def project(self, layer: int, tables: Tensor, rows: Tensor, positions: Tensor) -> None:
         """Project the stored hidden state of tokens [t] to K and V, written where `tables` points."""
-        spec, base = self._spec, self._scratch_base
+        spec, (cells, *_, base, _) = self._spec, self._pool
         x = self._weights.embedding.new_empty((len(rows), spec.hidden_size))
-        self._kernels.hidden_gather(x, positions, rows, self._pool, tables[2], layer=layer, scratch_base=base)
+        self._kernels.hidden_gather(x, positions, rows, cells, tables[2], layer=layer, scratch_base=base)
         k, v = self._kv[layer](x).view(len(x), 2, spec.num_kv_heads, spec.head_dim).unbind(1)
         norm = self._weights.layers[layer].qk_norm
         self._kernels.rope_cache_write(
-            None, k, v, self._cos_sin[layer], positions, rows, self._pool, tables[0], tables[1], layer=layer,
-            scratch_base=base, k_norm=None if norm is None else norm[spec.num_heads], eps=spec.norm_eps,
+            None, k, v, self._cos_sin[layer], positions, rows, PoolView(cells, tables[0], tables[1], base), layer=layer,
+            k_norm=None if norm is None else norm[spec.num_heads], eps=spec.norm_eps,
         )  # fmt: skip
 
     def _attend(self, index: int, layer: LayerWeights, projected: Tensor, inputs: StepInputs) -> Tensor:
-        spec, shape, here = self._spec, inputs.shape, index - self.layers.start
+        spec, here = self._spec, index - self.layers.start
         num_heads, kv_heads = spec.num_heads, spec.num_kv_heads
         heads = projected.view(len(projected), num_heads + 2 * kv_heads, spec.head_dim)
         q, k, v = heads.tensor_split((num_heads, num_heads + kv_heads), dim=1)
         norms = (None, None) if layer.qk_norm is None else (layer.qk_norm[0], layer.qk_norm[num_heads])
         self._kernels.rope_cache_write(
-            q, k, v, self._cos_sin[index], inputs.positions, inputs.rows, self._pool, *self._kv_tables, layer=here,
-            scratch_base=self._scratch_base, q_norm=norms[0], k_norm=norms[1], eps=spec.norm_eps, pair=self._pair,
+            q, k, v, self._cos_sin[index], inputs.positions, inputs.rows, self._pool, layer=here, q_norm=norms[0],
+            k_norm=norms[1], eps=spec.norm_eps,
         )  # fmt: skip
-        out, count = self._mixed[: len(projected)], shape.decodes
-        if count:
-            self._decode(index, q[:count], inputs, out[:count])
-        if shape.prefill:
-            self._prefill(index, q, inputs, out)
+        out = self._mixed[: len(projected)]
+        attend(self._kernels, self._pool, inputs, q, out, layer=here, manner=self._manners[index])
         return out.view(len(projected), -1)
 
-    def _decode(self, index: int, q: Tensor, inputs: StepInputs, out: Tensor) -> None:
-        self._kernels.decode_attention(
-            q, self._pool, *self._kv_tables, inputs.decode, inputs.partial, inputs.partial_lse, inputs.arrived, out,
-            layer=index - self.layers.start, window=self._spec.window_of(index) or 0, scale=self._scale,
-            scratch_base=self._scratch_base, softcap=self._softcap, pair=self._pair,
-        )  # fmt: skip
 
-    def _prefill(self, index: int, q: Tensor, inputs: StepInputs, out: Tensor) -> None:
-        self._kernels.prefill_attention(
-            q, self._pool, *self._kv_tables, inputs.prefill, inputs.prefill_partial, inputs.prefill_lse, out,
-            layer=index - self.layers.start, window=self._spec.window_of(index) or 0, scale=self._scale,
-            scratch_base=self._scratch_base, softcap=self._softcap, pair=self._pair,
-        )  # fmt: skip
+def attend(
+    kernels: Kernels, pool: PoolView, inputs: StepInputs, q: Tensor, out: Tensor, *, layer: int, manner: Manner
+) -> None:
+    """Attend q [T, heads, head_dim] of the step's tokens to the pool, which has their K and V; out [T, heads, e]."""
+    if count := inputs.shape.decodes:
+        kernels.decode_attention(
+            q[:count], pool, inputs.decode, inputs.decode_scratch, out[:count], layer=layer, manner=manner
+        )
+    if inputs.shape.prefill:
+        kernels.prefill_attention(q, pool, inputs.prefill, inputs.prefill_scratch, out, layer=layer, manner=manner)
 
 
 def _cos_sin(rope: RopeSpec | None, max_model_len: int, device: torch.device) -> Tensor | None:

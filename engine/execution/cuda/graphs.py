@@ -6,7 +6,6 @@ they run one at a time and their results are outside of it.
 """
 
 from collections.abc import Callable
-from enum import Enum
 from typing import Any
 
 import torch
@@ -15,24 +14,20 @@ from engine.execution.cuda.buffers import StepInputs
 from engine.execution.lane import DeviceStream
 
 
-class Way(Enum):
-    """Variant of a step shape, with its own graphs."""
-
-    PLAIN = "plain"
-    ADAPTED = "adapted"  # with the LoRA adapters of its rows' slots
-
-
 class Graphs:
-    """Runs `forward` on the inputs of a step, from a graph if there is one for their shape."""
+    """Runs `forward(inputs, adapted=...)` on the inputs of a step, from a graph if there is one for their shape.
 
-    def __init__(self, forward: Callable[[StepInputs, Way], None], lane: DeviceStream) -> None:
+    `adapted`: with the LoRA adapters of its rows' slots, which needs graphs of their own.
+    """
+
+    def __init__(self, forward: Callable[..., None], lane: DeviceStream) -> None:
         self._forward = forward
         self._lane = lane
-        self._graphs: dict[tuple[int, Way], torch.cuda.CUDAGraph] = {}
+        self._graphs: dict[tuple[int, bool], torch.cuda.CUDAGraph] = {}
         self._inputs: list[StepInputs] = []
         self._pool: Any = None
 
-    def capture(self, inputs: StepInputs, way: Way = Way.PLAIN) -> RuntimeError | None:
+    def capture(self, inputs: StepInputs, *, adapted: bool = False) -> RuntimeError | None:
         """Capture a shape; return the device's error if the capture fails.
 
         The inputs must be on the device, contain only padding, and keep their addresses. The shape runs twice in any
@@ -41,17 +36,17 @@ class Graphs:
         assert self._lane.stream is not None, "graphs need a CUDA device"
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
-        self._forward(inputs, way)
+        self._forward(inputs, adapted=adapted)
         self._lane.stream.synchronize()
         graph = torch.cuda.CUDAGraph()
         try:
             with torch.cuda.graph(graph, pool=self._pool, stream=self._lane.stream):
-                self._forward(inputs, way)
+                self._forward(inputs, adapted=adapted)
         except RuntimeError as error:
-            self._forward(inputs, way)
+            self._forward(inputs, adapted=adapted)
             return error.with_traceback(None)
         graph.replay()  # the first launch uploads the graph, which would delay a step
-        self._graphs[id(inputs), way] = graph
+        self._graphs[id(inputs), adapted] = graph
         self._inputs.append(inputs)  # keeps the id valid, and the tensors that the graph reads
         return None
 
@@ -59,9 +54,9 @@ class Graphs:
     def count(self) -> int:
         return len(self._graphs)
 
-    def run(self, inputs: StepInputs, way: Way = Way.PLAIN) -> None:
-        graph = self._graphs.get((id(inputs), way))
+    def run(self, inputs: StepInputs, *, adapted: bool = False) -> None:
+        graph = self._graphs.get((id(inputs), adapted))
         if graph is None:
-            self._forward(inputs, way)
+            self._forward(inputs, adapted=adapted)
         else:
             graph.replay()

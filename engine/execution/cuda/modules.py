@@ -13,14 +13,14 @@ from torch import Tensor
 
 from engine.arrays import IntArray
 from engine.execution.cuda.buffers import HeadSizes, StepBuffers, StepInputs
-from engine.execution.cuda.kernels import Kernels
+from engine.execution.cuda.forward import DeviceTables, attend
 from engine.execution.cuda.shapes import PaddedShape
-from engine.execution.cuda.tables import DeviceTables
 from engine.execution.layout import Layout, decodes_first
 from engine.execution.pool import UnitPool
 from engine.execution.rows import RowTable
 from engine.limits import Limits
-from engine.models.manner import PLAIN, Manner
+from engine.models.attention import PLAIN, Manner
+from engine.triton_kernels import Kernels
 
 _NO_CHUNKS = np.zeros((0, 4), dtype=np.int64)
 
@@ -69,25 +69,10 @@ class KernelAttention:
 
     def _attend(self, inputs: StepInputs, layer: int, parts: tuple[Tensor, Tensor, Tensor], manner: Manner) -> Tensor:
         q, k, v = (each.contiguous() for each in parts)
-        pool = torch.unflatten(self._cells[..., : k[0].numel()], 2, k.shape[1:])
-        tables, base, pair = self._tables.of_kv, self._pool.scratch_base, self._tables.pair
-        self._kernels.rope_cache_write(
-            None, k, v, None, inputs.positions, inputs.rows, pool, *tables, layer=layer, scratch_base=base, pair=pair
-        )
-        out, count = q.new_empty((*q.shape[:2], v.shape[2])), inputs.shape.decodes
-        scale = q.shape[2] ** -0.5 if manner.scale is None else manner.scale
-        window, cap, sinks = manner.window or 0, manner.softcap or 0.0, self._sinks_of(manner)
-        if count:
-            self._kernels.decode_attention(
-                q[:count], pool, *tables, inputs.decode, inputs.partial, inputs.partial_lse, inputs.arrived,
-                out[:count], layer=layer, scratch_base=base, scale=scale, window=window, softcap=cap, sinks=sinks,
-                pair=pair,
-            )  # fmt: skip
-        if inputs.shape.prefill:
-            self._kernels.prefill_attention(
-                q, pool, *tables, inputs.prefill, inputs.prefill_partial, inputs.prefill_lse, out, layer=layer,
-                scratch_base=base, scale=scale, window=window, softcap=cap, sinks=sinks, pair=pair,
-            )  # fmt: skip
+        pool = self._tables.view(torch.unflatten(self._cells[..., : k[0].numel()], 2, k.shape[1:]))
+        self._kernels.rope_cache_write(None, k, v, None, inputs.positions, inputs.rows, pool, layer=layer)
+        out = q.new_empty((*q.shape[:2], v.shape[2]))
+        attend(self._kernels, pool, inputs, q, out, layer=layer, manner=self._with_floats(manner))
         return out.flatten(1)
 
     def _send(self, heads: HeadSizes, layout: Layout, tokens: int, decodes: int | None = None) -> StepInputs:
@@ -104,11 +89,12 @@ class KernelAttention:
         buffers.write_tables(self._tables.tables, *changes)
         return inputs
 
-    def _sinks_of(self, manner: Manner) -> Tensor | None:
+    def _with_floats(self, manner: Manner) -> Manner:
+        """Return the variant with sinks in float32."""
         if manner.sinks is None:
-            return None
+            return manner
         known = self._sinks.get(id(manner.sinks))
         if known is None:
             known = manner.sinks, manner.sinks.detach().float().contiguous()
             self._sinks[id(manner.sinks)] = known
-        return known[1]
+        return manner._replace(sinks=known[1])

@@ -5,36 +5,26 @@ for the copy. The host waits for neither, so that a step is launched while the p
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 import torch
 from torch import Tensor
 
 from engine.errors import ConfigError
-from engine.execution.lane import DeviceStream, Mark, host_zeros
+from engine.execution.host_memory import host_zeros
+from engine.execution.lane import DeviceStream, Mark
 from engine.execution.offload import BUFFERS
 
 _MEASURED = 16  # layers
 
 
 class PinnedWeights:
-    """A Transport of `count` layers of up to `size` bytes each.
+    """A Transport of `count` layers of up to `size` bytes each. Raises ConfigError if the host lacks memory."""
 
-    Copies run in `transfers`; `steps` returns the lane of the caller. Raises ConfigError if the host lacks memory.
-    """
-
-    def __init__(
-        self,
-        size: int,
-        count: int,
-        device: torch.device,
-        *,
-        transfers: DeviceStream | None = None,
-        steps: Callable[[], DeviceStream] | None = None,
-    ) -> None:
-        self._transfers = transfers or DeviceStream(device)
-        self._steps = steps or partial(DeviceStream.current, device)
+    def __init__(self, size: int, count: int, device: torch.device) -> None:
+        self._transfers = DeviceStream(device)
+        self._steps = partial(DeviceStream.current, device)  # the lane of the caller
         try:
             self._host = [host_zeros(size, device) for _ in range(count)]
             self.buffers = [torch.empty(size, dtype=torch.uint8, device=device) for _ in range(BUFFERS)]
@@ -72,7 +62,3 @@ class PinnedWeights:
             self.begin(place, place % BUFFERS)
         self._transfers.mark().synchronize()
         return (time.perf_counter() - began) / copies
-
-    def close(self) -> None:
-        """See Transport."""
-        self._transfers.mark().synchronize()

@@ -11,12 +11,12 @@ from torch import Tensor
 
 from engine.arrays import Int32Array, IntArray
 from engine.execution.cuda.buffers import StepBuffers, StepWishes, send
-from engine.execution.cuda.kernels import Kernels
 from engine.execution.layout import Layout
 from engine.execution.masks import StepMasks
 from engine.execution.rows import RowTable
-from engine.execution.samples import DeviceSamples, RowLogprobs
+from engine.execution.sampler import DeviceSamples, RowLogprobs
 from engine.scheduling.output import LATE_TOKEN, UNMASKED_TOKEN
+from engine.triton_kernels import Kernels
 
 
 class Sampling:

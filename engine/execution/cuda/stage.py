@@ -5,18 +5,22 @@ Steps have the shapes of their buckets, so that they use the same kernels as the
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from engine.arrays import IntArray
-from engine.execution.cpu.device import Beyond
 from engine.execution.cuda.buffers import StepInputs, send
 from engine.execution.cuda.forward import Forward
-from engine.execution.lane import DeviceStream, Mark, pinned
+from engine.execution.host_memory import pinned
+from engine.execution.lane import DeviceStream, Mark
 from engine.execution.layout import Layout, decodes_first
 from engine.execution.pooling import TakeHidden
+
+if TYPE_CHECKING:
+    from engine.execution.stages import NextStage
 
 
 class Stage:
@@ -34,7 +38,7 @@ class Stage:
         self._out: Tensor | None = None
         self._entered: Mark | None = None
 
-    def lead(self, beyond: Beyond, chunks: IntArray, take: TakeHidden | None) -> Tensor:
+    def lead(self, beyond: "NextStage", chunks: IntArray, take: TakeHidden | None) -> Tensor:
         """Run chunks [n, 4] here and on the following stages; return the sampled hidden state [S, H] on the host.
 
         All micro-batches are launched before the first result is awaited; each is sent on when it has ended.
@@ -54,8 +58,8 @@ class Stage:
         take(layouts[0], decoder.normed(self.enter(came, len(came))), decoder.head)
         return came[torch.from_numpy(layouts[0].sampled_tokens)]
 
-    def pass_through(self, beyond: Beyond | None, chunks: IntArray, hidden: Tensor, wanted: IntArray) -> Tensor:
-        """Run the next part of a step that another device began, with the data of `Beyond.send`, chunk i in row i.
+    def pass_through(self, beyond: "NextStage | None", chunks: IntArray, hidden: Tensor, wanted: IntArray) -> Tensor:
+        """Run the next part of a step that another device began, with the data of `NextStage.send`, chunk i in row i.
 
         Returns the wanted hidden states, on the host.
         """

@@ -19,9 +19,9 @@ from torch import Tensor
 
 from engine.arrays import IntArray
 from engine.execution.cuda.buffers import send
-from engine.execution.cuda.kernels import Kernels
 from engine.execution.lane import DeviceStream, Mark
 from engine.execution.pool import UnitPool
+from engine.triton_kernels import Kernels
 
 STAGING_BYTES = 64 * 1024**2
 """Total size of staging, or four units if that is more. A transfer of a quarter of it hides its launch."""
@@ -39,16 +39,10 @@ def staging_units(host_units: int, bytes_per_unit: int) -> int:
 
 @dataclass(slots=True)
 class _Half:
-    """A half of a staging area.
+    """A half of a staging area: `units` [n, elements], which may be overwritten once `free` is passed."""
 
-    `parts` [n, elements] hold units (and scales, if separate); they may be overwritten once `free` is passed.
-    """
-
-    parts: list[Tensor]
+    units: Tensor
     free: Mark
-
-    def __len__(self) -> int:
-        return len(self.parts[0])
 
 
 class _Written:
@@ -84,10 +78,9 @@ class Swapper:
         self._pool, self._kernels = pool, kernels
         self._lane, self._out, self._back = lane, out, back
         self._written = _Written(len(pool.host_units))
-        self._device, self._host = [pool.units], [pool.host_units]
-        count = staging_units(len(pool.host_units), sum(part[:1].nbytes for part in self._device))
-        staging = zip(*(part.new_zeros((count, part.shape[1])).chunk(_PARTS) for part in self._device), strict=True)
-        halves = [_Half(list(parts), lane.mark()) for parts in staging if len(parts[0])]
+        count = staging_units(len(pool.host_units), pool.units[:1].nbytes)
+        staging = pool.units.new_zeros((count, pool.units.shape[1])).chunk(_PARTS) if count else ()
+        halves = [_Half(units, lane.mark()) for units in staging]
         self._outwards, self._inwards = deque(halves[:_HALVES]), deque(halves[_HALVES:])
 
     def swap_out(self, pairs: IntArray) -> None:
@@ -95,13 +88,10 @@ class Swapper:
         for half, part in _parts(pairs, self._outwards, host=1):
             self._lane.wait(half.free)
             staged = np.stack((part[:, 0], np.arange(len(part))), axis=1)
-            sent = self._send(staged)
-            for units, passing in zip(self._device, half.parts, strict=True):
-                self._kernels.unit_copy(units, passing, sent)
+            self._kernels.unit_copy(self._pool.units, half.units, self._send(staged))
             self._out.wait(self._lane.mark())
             for first, last, unit in _runs(part[:, 1]):
-                for passing, kept in zip(half.parts, self._host, strict=True):
-                    self._out.copy(passing[first:last], kept[unit : unit + last - first])
+                self._out.copy(half.units[first:last], self._pool.host_units[unit : unit + last - first])
             half.free = self._out.mark()
             self._written.put(part[:, 1], half.free)
 
@@ -111,13 +101,10 @@ class Swapper:
             self._back.wait(half.free)
             self._written.awaited_in(self._back, part[:, 0])
             for first, last, unit in _runs(part[:, 0]):
-                for passing, kept in zip(half.parts, self._host, strict=True):
-                    self._back.copy(kept[unit : unit + last - first], passing[first:last])
+                self._back.copy(self._pool.host_units[unit : unit + last - first], half.units[first:last])
             self._lane.wait(self._back.mark())
             staged = np.stack((np.arange(len(part)), part[:, 1]), axis=1)
-            sent = self._send(staged)
-            for units, passing in zip(self._device, half.parts, strict=True):
-                self._kernels.unit_copy(passing, units, sent)
+            self._kernels.unit_copy(half.units, self._pool.units, self._send(staged))
             half.free = self._lane.mark()
 
     def _send(self, pairs: IntArray) -> Tensor:
@@ -128,7 +115,7 @@ def _parts(pairs: IntArray, halves: deque[_Half], host: int) -> Iterator[tuple[_
     """Yield halves and pairs in the order of host units, as many pairs as a half holds."""
     assert halves, "this runner has no host tier"
     pairs = pairs[np.argsort(pairs[:, host], kind="stable")]
-    per_half = min(map(len, halves))
+    per_half = min(len(half.units) for half in halves)
     for first in range(0, len(pairs), per_half):
         halves.rotate(1)
         yield halves[0], pairs[first : first + per_half]

@@ -16,8 +16,7 @@ import torch
 from engine.config import EngineConfig
 from engine.errors import EngineUnavailableError
 from engine.execution.ranks.group import PLANNED, Meeting, RankGroup
-from engine.execution.ranks.messages import FromRank, Join, RankFailed, decode_from_rank, encode
-from engine.execution.ranks.step import RankStep
+from engine.execution.ranks.messages import FromRank, Join, RankFailed, RankStep, decode_from_rank, encode
 from engine.execution.rows import RowTable
 from engine.limits import Limits
 from engine.machine.link import Link, LinkLostError
@@ -80,7 +79,7 @@ class RankLostError(RuntimeError):
 
 
 class Leader:
-    """Implements OtherRanks, and their start stage by stage (Seat).
+    """All ranks but the first, which is the runner's device; a StartingRank until all are created.
 
     `devices`: the CUDA device visible to each rank; empty on a CPU. Raises OSError if a process cannot be started.
     """
@@ -109,11 +108,11 @@ class Leader:
 
     @property
     def pids(self) -> list[int]:
-        """See OtherRanks."""
+        """Process ids of the ranks."""
         return [other.process.pid for other in self._others]
 
     def reached(self, stage: str) -> None:
-        """See Seat."""
+        """See StartingRank."""
         for other in self._others:
             said = other.receive()
             if isinstance(said, RankFailed):
@@ -121,7 +120,7 @@ class Leader:
             assert said.stage == stage, f"rank {other.number} is at {said.stage}, not at {stage}"
 
     def join(self, device: torch.device) -> RankGroup:
-        """See Seat."""
+        """See StartingRank."""
         self.reached(PLANNED)
         return RankGroup(self._meeting.store, self.rank, self._size, device, nccl=device.type == "cuda")
 
@@ -151,14 +150,14 @@ class Leader:
         tell(why)
 
     def watch(self, lost: Callable[[str], None]) -> None:
-        """See OtherRanks."""
+        """Call `lost` with the reason, from another thread, when a rank has ended."""
         with self._lock:
             self._tell, why = lost, self._why
         if why:
             lost(why)
 
     def begin(self, output: SchedulerOutput, rows: RowTable) -> None:
-        """See OtherRanks."""
+        """Make the ranks run a step; `rows` already include it. Raises RankLostError."""
         message = encode(RankStep.of(output, rows))
         self._in_step = True
         for other in self._others:
@@ -168,18 +167,18 @@ class Leader:
                 raise RankLostError(f"{other} has ended") from None
 
     def end(self) -> None:
-        """See OtherRanks."""
+        """Mark that the first rank has launched its part of the step."""
         self._in_step = False
 
     def lost(self) -> str | None:
-        """See OtherRanks."""
+        """Return, after a failed step, why the ranks cannot continue together; None if they can."""
         if not self._in_step and not self._why:
             return None
         self._gone.wait(SAY_SECONDS)  # a failed collective call may precede the message that a rank has ended
         return self._why or "a step failed on the first rank only, so the ranks are out of step"
 
     def close(self) -> None:
-        """See OtherRanks."""
+        """End the ranks. May be called repeatedly and from any thread."""
         with self._lock:
             self._closed = True
         for other in self._others:

@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 from engine.arrays import IntArray
-from engine.execution.cpu.native.binding import shape_over, step_over
 from engine.execution.cpu.native.library import TYPES, Kind, Op, Tape, TapeStep, activation_dtype
 from engine.execution.cpu.native.linear import Native, rows_for, stride_of
+from engine.execution.cpu.native.tape import shape_over, step_over
 from engine.execution.layout import Layout
 from engine.execution.pool import UnitPool
 from engine.execution.rows import RowTable
-from engine.models.manner import PLAIN, Manner
+from engine.models.attention import PLAIN, Manner
 
 FIRST_TOKENS = 512
 """Initial rows of the buffers; they grow when a step needs more."""

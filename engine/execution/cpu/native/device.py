@@ -5,9 +5,9 @@ with adapters if layers are streamed.
 """
 
 from collections.abc import Mapping
+from typing import Unpack
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from engine.arrays import IntArray
@@ -18,8 +18,9 @@ from engine.execution.cpu.native.model import NativeModel
 from engine.execution.hidden import has_hidden
 from engine.execution.layout import Layout
 from engine.execution.masks import FinishMasks
+from engine.execution.pool import PoolOptions
 from engine.execution.pooling import TakeHidden
-from engine.execution.samples import DeviceSamples
+from engine.execution.sampler import DeviceSamples
 from engine.limits import Limits
 from engine.models.decoder import Decoder
 from engine.models.lora import Delta, Site
@@ -28,21 +29,8 @@ from engine.models.lora import Delta, Site
 class NativeDevice(TorchDevice):
     """A `TorchDevice` whose steps run in `native`, the library with its threads."""
 
-    def __init__(
-        self,
-        decoder: Decoder,
-        native: Native,
-        limits: Limits,
-        *,
-        scratch_blocks: int = 0,
-        host_units: int = 0,
-        cell_type: torch.dtype | None = None,
-        spare_bytes: int = 0,
-    ) -> None:
-        super().__init__(
-            decoder, limits, scratch_blocks=scratch_blocks, host_units=host_units, cell_type=cell_type,
-            spare_bytes=spare_bytes,
-        )  # fmt: skip
+    def __init__(self, decoder: Decoder, native: Native, limits: Limits, **pool: Unpack[PoolOptions]) -> None:
+        super().__init__(decoder, limits, **pool)
         length = limits.max_model_len
         self._tape_adapts = False
         self._native = NativeModel(native, decoder.spec, decoder.weights, self.pool, self.rows, length)

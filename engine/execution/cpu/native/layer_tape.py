@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from engine.execution.cpu.native.attention import HeadShape
 from engine.execution.cpu.native.library import Epilogue, Kind, Op
 from engine.execution.cpu.native.linear import NativeLinear, rows_for, stride_of
+from engine.models.attention import Manner
 from engine.models.known_layers import LayerForm, NormForm
-from engine.models.manner import Manner
 
 _TIMES = {"silu": Epilogue.TIMES_SILU, "gelu": Epilogue.TIMES_GELU, "gelu_tanh": Epilogue.TIMES_GELU_TANH}
 _ALONE = {"gelu": Epilogue.GELU, "gelu_tanh": Epilogue.GELU_TANH, "relu": Epilogue.RELU, "relu2": Epilogue.RELU2}

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from engine.execution.cpu.native.attention import ANY_TOKEN, FIRST_TOKENS, HeadShape, NativeAttention
-from engine.execution.cpu.native.binding import shape_over
 from engine.execution.cpu.native.layer_tape import Composer, KnownLayer, LayerKind, Rows
 from engine.execution.cpu.native.library import TYPES, Tape, TapeShape, TapeStep, activation_dtype
 from engine.execution.cpu.native.linear import PANEL, Native, NativeLinear
+from engine.execution.cpu.native.tape import shape_over
 from engine.execution.pool import UnitPool
 from engine.execution.rows import RowTable
 from engine.models.known_layers import LayerForm, NormForm, Rotation, rotation_of

@@ -10,7 +10,7 @@ import enum
 import functools
 import platform
 from collections.abc import Sequence
-from ctypes import POINTER, Structure, c_char_p, c_double, c_float, c_int32, c_int64, c_void_p
+from ctypes import POINTER, Structure, c_char_p, c_float, c_int32, c_int64, c_void_p
 from pathlib import Path
 
 import torch
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from engine.errors import ConfigError
 from engine.execution.cpu.native import LIBRARY, is_built
-from engine.execution.huge_pages import HugePages
+from engine.execution.host_memory import HugePages
 
 _ABI = 12
 _ERROR_BYTES = 256
@@ -54,13 +54,6 @@ class Int8(enum.IntEnum):
 
     WORDS = 1
     BYTES = 2
-
-
-class CacheType(enum.IntEnum):
-    """`tm_int8_cache`."""
-
-    EXACT = 0
-    INT8 = 1
 
 
 class Epilogue(enum.IntEnum):
@@ -163,14 +156,12 @@ class Library:
             "tm_team_delete": (None, (c_void_p,)),
             "tm_team_resize": (None, (c_void_p, c_int32)),
             "tm_team_threads": (c_int32, (c_void_p,)),
-            "tm_team_stop": (None, (c_void_p,)),
             "tm_tape_new": (c_void_p, (POINTER(TapeShape), POINTER(Op), c_int64, *error)),
             "tm_tape_delete": (None, (c_void_p,)),
             "tm_tape_run": (c_int32, (c_void_p, c_void_p, POINTER(TapeStep))),
             "tm_tape_begin": (c_int32, (c_void_p, c_void_p, POINTER(TapeStep))),
             "tm_tape_run_ops": (c_int32, (c_void_p, c_void_p, c_int64, c_int64)),
             "tm_tape_set_weight": (c_int32, (c_void_p, c_int64, c_void_p)),
-            "tm_tape_seconds": (None, (c_void_p, POINTER(c_double))),
             "tm_linear": (c_int32, (c_int32, c_int32, POINTER(Op), c_int64, c_void_p)),
             "tm_packed_bytes": (c_int64, (c_int32, c_int64, c_int64)),
             "tm_pack": (None, weight),
@@ -249,10 +240,6 @@ class Team:
         """Set the number of threads from the next step on."""
         self._calls.tm_team_resize(self.handle, threads)
 
-    def stop(self) -> None:
-        """End the threads; the next step starts them again."""
-        self._calls.tm_team_stop(self.handle)
-
     def __del__(self) -> None:
         if getattr(self, "handle", None):
             self._calls.tm_team_delete(self.handle)
@@ -292,12 +279,6 @@ class Tape:
         """Set the weight address of a linear operation."""
         if self._calls.tm_tape_set_weight(self._handle, op, weight):
             raise StepError("the operation is not a linear layer, or the address is null")
-
-    def seconds(self) -> dict[Kind, float]:
-        """Return the seconds spent in operations of each kind since the last call."""
-        values = (c_double * len(Kind))()
-        self._calls.tm_tape_seconds(self._handle, values)
-        return {kind: values[kind] for kind in Kind}
 
     def __del__(self) -> None:
         if getattr(self, "_handle", None):

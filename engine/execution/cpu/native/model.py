@@ -1,28 +1,29 @@
 """A model that the C++ library runs, bound to a pool of blocks and a table of rows: one call per step."""
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from engine.arrays import IntArray
-from engine.execution.cpu.device import Beyond
-from engine.execution.cpu.native.binding import shape_over, step_over
-from engine.execution.cpu.native.divided import DividedTape
-from engine.execution.cpu.native.library import TYPES, Kind, Tape, TapeShape, TapeStep, activation_dtype
+from engine.execution.cpu.native.library import TYPES, Tape, TapeShape, TapeStep, activation_dtype
 from engine.execution.cpu.native.linear import Native
-from engine.execution.cpu.native.tape import Buffers, Composed, compose
+from engine.execution.cpu.native.tape import Buffers, Composed, DividedTape, compose, shape_over, step_over
 from engine.execution.cpu.native.weights import NativeWeights
 from engine.execution.pool import UnitPool
 from engine.execution.rows import RowTable
-from engine.execution.samples import DeviceSamples
+from engine.execution.sampler import DeviceSamples
 from engine.models import torch_ops
 from engine.models.lora import Site, StepAdapters
 from engine.models.rotary import attention_scaling, inverse_frequencies
 from engine.models.spec import ModelSpec
 from engine.models.weights import ModelWeights, matrices
 from engine.scheduling.output import INVALID_TOKEN
+
+if TYPE_CHECKING:
+    from engine.execution.stages import NextStage
 
 _FIRST_TOKENS = 512  # initial rows of the buffers
 MANY_A_SAMPLE = 4
@@ -94,7 +95,7 @@ class NativeModel:
         chunks: IntArray,
         *,
         logits: bool,
-        beyond: Beyond | None = None,
+        beyond: "NextStage | None" = None,
         whole: bool = False,
         adapters: StepAdapters | None = None,
         follows: bool = False,
@@ -102,8 +103,6 @@ class NativeModel:
         """Run chunks [n, 4] (row, start, length, sample) of rows whose blocks all hold K and V.
 
         Args:
-            chunks: Chunks of the step.
-            logits: Whether logits are wanted.
             beyond: Runs the layers after those kept here.
             whole: Whether `hidden` must be valid for all tokens.
             adapters: Adapters of the tokens, chunk by chunk; not with streamed or distributed layers.
@@ -142,7 +141,7 @@ class NativeModel:
         self._weights = NativeWeights(self.native, self._spec, self._model, layers, self._max_model_len)
         self._make_room(self._max_tokens)
 
-    def pass_through(self, chunks: IntArray, hidden: Tensor, wanted: IntArray, beyond: Beyond | None) -> Tensor:
+    def pass_through(self, chunks: IntArray, hidden: Tensor, wanted: IntArray, beyond: "NextStage | None") -> Tensor:
         """See TorchDevice."""
         chunks, tape, team = self._take(chunks), self._tape, self.native.team
         step = self._step(chunks, None)
@@ -156,7 +155,7 @@ class NativeModel:
         beyond.send(chunks, self._parts(np.arange(hidden.shape[1])), wanted)
         return beyond.receive()[0]
 
-    def _run_pipeline(self, beyond: Beyond, chunks: IntArray, step: TapeStep, whole: bool) -> None:
+    def _run_pipeline(self, beyond: "NextStage", chunks: IntArray, step: TapeStep, whole: bool) -> None:
         """Run a step as micro-batches over all stages; the head reads their rows as if they had run together."""
         tape, team, last = self._tape, self.native.team, self._composed.layers[-1].stop
         for part in beyond.cut(chunks, whole=whole):
@@ -233,12 +232,6 @@ class NativeModel:
     def hidden(self, num_tokens: int) -> Tensor:
         """Return the hidden states [T, H] of the last step before the final norm, for tokens that were not sampled."""
         return torch.stack([part[:num_tokens].float() for part in self._addends()]).sum(dim=0).to(self._dtype)
-
-    def seconds(self) -> dict[Kind, float]:
-        """Return the seconds spent in operations of each kind since the last call."""
-        seconds = self._tape.seconds()
-        lean = {} if self._lean is None else self._lean.seconds()
-        return {kind: value + lean.get(kind, 0.0) for kind, value in seconds.items()}
 
     def _step(self, chunks: IntArray, logits: Tensor | None) -> TapeStep:
         return step_over(

@@ -1,6 +1,7 @@
 """Selection of the level of the C++ library: the highest whose results for a small model agree with torch."""
 
 import logging
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -9,7 +10,6 @@ from torch import Tensor
 
 from engine.errors import ConfigError
 from engine.execution.cpu.attention import mix
-from engine.execution.cpu.dense import dense_logits
 from engine.execution.cpu.native.attention import NativeAttention
 from engine.execution.cpu.native.library import Library, StepError, Team, load
 from engine.execution.cpu.native.linear import Native
@@ -17,11 +17,13 @@ from engine.execution.cpu.native.model import NativeModel
 from engine.execution.pool import UnitPool
 from engine.execution.rows import RowTable
 from engine.limits import Limits
+from engine.models.attention import PLAIN, manners_of
 from engine.models.byte_cells import INTEGERS
-from engine.models.manner import PLAIN
+from engine.models.decoder import Decoder
+from engine.models.heads import HeadProjection
 from engine.models.quantized import make_quantized
 from engine.models.spec import ModelSpec, spec_from_config
-from engine.models.weights import DummyTensors, ModelWeights, build_weights
+from engine.models.weights import DummyTensors, LayerWeights, ModelWeights, build_weights
 
 logger = logging.getLogger(__name__)
 
@@ -182,3 +184,24 @@ def _cache(
     rows.num_blocks[0] = blocks
     rows.k_table[0, :blocks], rows.v_table[0, :blocks] = np.arange(blocks), np.arange(blocks) + blocks
     return pool, rows
+
+
+def dense_logits(
+    spec: ModelSpec, weights: ModelWeights, ids: Tensor, keep: Callable[[Tensor], Tensor] = lambda cells: cells
+) -> Tensor:
+    """Return logits [length, vocab] float32. `keep` applies a cache's rounding to K and to V [length, kv_heads, d]."""
+    length = len(ids)
+    heads, decoder, manners = HeadProjection(spec, weights, length), Decoder(spec, weights), manners_of(spec)
+    positions = torch.arange(length)
+    rotary, past_by = heads.rotary(positions), positions[:, None] - positions
+
+    def attend(index: int, layer: LayerWeights, x: Tensor) -> Tensor:
+        q, k, v = heads.qkv(layer, x, rotary[index])
+        q, k, v = (part.transpose(0, 1).unsqueeze(0) for part in (q, keep(k), keep(v)))
+        hidden = (past_by < 0) | (past_by >= (manners[index].window or length))
+        bias = torch.zeros(past_by.shape, dtype=x.dtype).masked_fill_(hidden, -torch.inf)
+        mixed = mix(q, k, v, bias[None, None], manners[index])
+        return mixed.squeeze(0).transpose(0, 1).reshape(length, -1)
+
+    with torch.inference_mode():
+        return decoder.logits(decoder.run(decoder.embed(ids, positions), attend)).float()

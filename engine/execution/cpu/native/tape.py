@@ -5,12 +5,18 @@ its first linear layer.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+from torch import Tensor
 
-from engine.execution.cpu.native.library import Epilogue, Kind, Op
+from engine.arrays import IntArray
+from engine.execution.cpu.native.library import Epilogue, Kind, Library, Op, Tape, TapeShape, TapeStep, Team
 from engine.execution.cpu.native.linear import NativeInt8, NativeLinear, rows_for, stride_of
 from engine.execution.cpu.native.weights import NativeLayer, NativeNorm, NativeWeights
+from engine.execution.pool import UnitPool
+from engine.execution.rows import RowTable
+from engine.models.sharding import SummedLinear
 from engine.models.spec import ModelSpec
 
 _ACTIVATIONS = {
@@ -211,3 +217,84 @@ def _gather(rows: torch.Tensor, sampled: torch.Tensor, width: int) -> Op:
     op = Op(kind=Kind.GATHER, n=width, in_stride=rows.stride(0), out_stride=sampled.stride(0))
     op.input, op.out = rows.data_ptr(), sampled.data_ptr()
     return op
+
+
+def shape_over(pool: UnitPool, rows: RowTable, max_model_len: int, **model: Any) -> TapeShape:
+    """Return the shape of the cache, completed by properties of the model."""
+    return TapeShape(
+        layers=pool.num_layers,
+        cell=pool.num_kv_heads * pool.head_dim,
+        block_size=pool.block_size,
+        pool_units=pool.num_units,
+        num_rows=rows.num_rows,
+        max_blocks=rows.k_table.shape[1],
+        max_positions=min(max_model_len, rows.tokens.shape[1]),
+        int8_cache=int(pool.bytes is not None),
+        **model,
+    )
+
+
+def step_over(pool: UnitPool, rows: RowTable, chunks: IntArray, **results: Any) -> TapeStep:
+    """Return a step of chunks [n, 4], int64, contiguous, kept alive by the caller; `results`: their addresses."""
+    return TapeStep(
+        num_chunks=len(chunks),
+        token_stride=rows.tokens.shape[1],
+        table_stride=rows.k_table.shape[1],
+        chunks=chunks.ctypes.data,
+        tokens=rows.tokens.ctypes.data,
+        k_table=rows.k_table.ctypes.data,
+        v_table=rows.v_table.ctypes.data,
+        num_blocks=rows.num_blocks.ctypes.data,
+        pool=pool.slices.data_ptr(),
+        **results,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Sum:
+    """A sum over ranks of `rows [n, stride]` before operation `end`; `sampled`: of sampled tokens only."""
+
+    end: int
+    rows: Tensor
+    sampled: bool
+    layer: SummedLinear
+
+
+class DividedTape(Tape):
+    """A tape with sums over ranks between its operations. `sampled`: see `compose`."""
+
+    def __init__(
+        self,
+        library: Library,
+        shape: TapeShape,
+        composed: Composed,
+        weights: NativeWeights,
+        buffers: Buffers,
+        sampled: Buffers | None,
+    ) -> None:
+        super().__init__(library, shape, composed.ops)
+        self._sums: list[_Sum] = []
+        self._after_layers, self._after_all = composed.layers[-1].stop, len(composed.ops)
+        for place, layer in enumerate(weights.layers.values()):
+            _, out, _, down = composed.linear_ops(place)
+            for op, summed in ((out, layer.out_sum), (down, layer.down_sum)):
+                if summed is None:
+                    continue
+                alone = bool(composed.ops[op].sampled)
+                at = sampled if alone and sampled is not None else buffers
+                rows = at.delta if op == out or at.other is None else at.other
+                self._sums.append(_Sum(op + 1, rows, alone, summed))
+
+    def run_part(self, team: Team, step: TapeStep, tokens: int, samples: int, *, head: bool) -> None:
+        """Run this rank's part of a step with `tokens` tokens and `samples` samples, and the `head` if requested.
+
+        Raises StepError, and RuntimeError if a rank has ended.
+        """
+        self.begin(team, step)
+        done = 0
+        for each in self._sums:
+            self.run_ops(team, done, each.end)
+            done = each.end
+            if count := samples if each.sampled else tokens:
+                each.layer.complete(each.rows[:count])
+        self.run_ops(team, done, self._after_all if head else self._after_layers)

@@ -7,7 +7,7 @@ from torch import Tensor
 from engine.execution.cpu.native.linear import Native, NativeInt8, NativeLinear
 from engine.models.linear import Linear
 from engine.models.rotary import attention_scaling, inverse_frequencies
-from engine.models.sharding import SummedLinear, SumRanks
+from engine.models.sharding import SummedLinear
 from engine.models.spec import ModelSpec
 from engine.models.weights import LayerWeights, ModelWeights, Norm, embedding_scale
 
@@ -18,20 +18,6 @@ class NativeNorm:
 
     weight: int
     bias: int | None
-
-
-@dataclass(frozen=True, slots=True)
-class RankSum:
-    """Completes a partial sum over ranks; `bias [H]` is added once."""
-
-    total: SumRanks
-    bias: Tensor | None
-
-    def add(self, rows: Tensor) -> None:
-        """Sum rows [n, stride] over all ranks; the first H elements are products, padding is zero on each rank."""
-        self.total(rows)
-        if self.bias is not None:
-            rows[:, : len(self.bias)] += self.bias
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +36,8 @@ class NativeLayer:
     up: NativeLinear
     down: NativeLinear
     branch_norms: tuple[NativeNorm, NativeNorm] | None
-    out_sum: RankSum | None = None
-    down_sum: RankSum | None = None
+    out_sum: SummedLinear | None = None
+    down_sum: SummedLinear | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,8 +88,8 @@ class NativeWeights:
             up=self._linear(layer.up, gated),
             down=self._linear(layer.down),
             branch_norms=None if after is None else (self._norm(after[0]), self._norm(after[1])),
-            out_sum=_sum_of(layer.out),
-            down_sum=_sum_of(layer.down),
+            out_sum=layer.out if isinstance(layer.out, SummedLinear) else None,
+            down_sum=layer.down if isinstance(layer.down, SummedLinear) else None,
         )
 
     def _linear(self, layer: Linear, gated: bool = False) -> NativeLinear:
@@ -120,7 +106,3 @@ class NativeWeights:
     def _constant(self, values: Tensor) -> int:
         self._constants.append(values.float().contiguous())
         return self._constants[-1].data_ptr()
-
-
-def _sum_of(layer: Linear) -> RankSum | None:
-    return RankSum(layer.total, layer.bias) if isinstance(layer, SummedLinear) else None

@@ -127,7 +127,6 @@ int32_t tm_tape_run(void *tape, void *team, const tm_step *step) {
     return tm_tape_run_ops(tape, team, 0, ((Tape *)tape)->count());
 }
 int32_t tm_tape_set_weight(void *tape, int64_t op, const void *weight) { return ((Tape *)tape)->set_weight(op, weight); }
-void tm_tape_seconds(void *tape, double *seconds) { ((Tape *)tape)->take_seconds(seconds); }
 
 int32_t tm_linear(int32_t level, int32_t type, const tm_op *op, int64_t rows, void *team) {
     const Kernels *kernels = kernels_of(level, type);

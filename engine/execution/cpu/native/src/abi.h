@@ -107,8 +107,6 @@ int32_t tm_tape_run(void *tape, void *team, const struct tm_step *step);  // tm_
 int32_t tm_tape_begin(void *tape, void *team, const struct tm_step *step);
 int32_t tm_tape_run_ops(void *tape, void *team, int64_t first, int64_t last);
 int32_t tm_tape_set_weight(void *tape, int64_t op, const void *weight);
-// Seconds that the operations of each kind took, summed over runs since the last call; [TM_KINDS].
-void tm_tape_seconds(void *tape, double *seconds);
 
 // One linear layer on its own: in and out as in tm_op, `rows` of them. With op->int8 `in` are activations all the same, and
 // `scales` is not used.

@@ -1,7 +1,6 @@
 #include "tape.h"
 
 #include <math.h>
-#include <time.h>
 #include <unistd.h>
 
 namespace tide {
@@ -19,12 +18,6 @@ int64_t cache_bytes() {
         return int64_t(found > 0 ? found : 1 << 20);
     }();
     return bytes;
-}
-
-double now() {
-    timespec t;
-    clock_gettime(CLOCK_MONOTONIC, &t);
-    return double(t.tv_sec) + 1e-9 * double(t.tv_nsec);
 }
 
 // Whether an operation writes what the next one activates, multiplies and overwrites: each chunk in its own places.
@@ -85,9 +78,7 @@ tm_result Tape::run_ops(Team &team, int64_t first, int64_t last) {
     if (first < 0 || last > count() || first > last) return TM_BAD_CHUNK;
     while (int(scratch_.size()) < team.size()) scratch_.emplace_back(size_t(scratch_bytes(shape_)));
     first_ = first, last_ = last;
-    stamp_ = now(), timed_op_ = -1;
     if (first < last) team.run(*this);
-    stamp(-1);
     return TM_DONE;
 }
 
@@ -102,21 +93,9 @@ Job::Leave Tape::enter() {
     return kernels_.leave;
 }
 
-// What has passed since the last operation began belongs to it.
-void Tape::stamp(int64_t op) {
-    const double time = now();
-    if (timed_op_ >= 0) seconds_[ops_[size_t(timed_op_)].kind] += time - stamp_;
-    stamp_ = time, timed_op_ = op;
-}
-
-void Tape::take_seconds(double *seconds) {
-    for (int i = 0; i < TM_KINDS; i++) seconds[i] = seconds_[i], seconds_[i] = 0;
-}
-
 int64_t Tape::begin(int64_t part_op, int threads) {
     const int64_t op = first_ + part_op;
     threads_ = threads;
-    stamp(op);
     if (runs_with_next(op)) return 0;
     return chunks_of(ops_[size_t(op)], threads);
 }

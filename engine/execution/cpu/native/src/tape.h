@@ -36,7 +36,6 @@ public:
     tm_result begin_step(Team &team, const tm_step &step);
     tm_result run_ops(Team &team, int64_t first, int64_t last);
     tm_result set_weight(int64_t op, const void *weight);
-    void take_seconds(double *seconds);
 
     int64_t count() const { return int64_t(ops_.size()); }
     int64_t num_ops() const override { return last_ - first_; }
@@ -53,7 +52,6 @@ private:
     void attend(const tm_op &op, int64_t chunk, int thread);
     int64_t num_pieces(const tm_op &op) const { return int64_t(op.sampled ? plan_.sampled_pieces.size() : plan_.pieces.size()); }
     void take_best();
-    void stamp(int64_t op);
 
     tm_shape shape_;
     std::vector<float> inverse_frequencies_;
@@ -71,9 +69,6 @@ private:
     std::vector<int64_t> chunk_best_id_;
     float *best_ = nullptr;
     int64_t *best_id_ = nullptr;
-    double seconds_[TM_KINDS] = {};
-    int64_t timed_op_ = -1;
-    double stamp_ = 0;
 };
 
 }  // namespace tide

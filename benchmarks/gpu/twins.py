@@ -1,0 +1,316 @@
+"""Twins of the Triton kernels in torch, to test the kernels and to run the CUDA device on a CPU.
+
+The module has the functions of `engine.triton_kernels.kernels` with the same parameters. Twins that read and write a
+paged pool are written for clarity: one request and one token at a time, in float32 (float64 stays float64). They read
+requests and chunks from a work list, never the kernels' items, so that a wrong split shows as a difference.
+"""
+
+import ctypes
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from engine.models.attention import PLAIN, Manner, PoolView
+from engine.models.byte_cells import ByteSlices, dequantize, is_bytes
+from engine.models.float8 import round_rows, scale_rows
+from engine.models.torch_ops import (
+    add_layer_norm,
+    add_rms_norm,
+    gelu_tanh_and_mul,
+    layer_norm,
+    rms_norm,
+    silu_and_mul,
+    softcap,
+)
+from engine.triton_kernels import configs
+from engine.triton_kernels.work import DecodeWork, PrefillWork, Scratch
+
+__all__ = [
+    "accept_tokens", "add_layer_norm", "add_rms_norm", "add_rms_norm_rounded", "count_tokens",
+    "decode_attention", "draw", "embed_tokens", "gelu_tanh_and_mul", "hidden_gather", "hidden_write", "layer_norm",
+    "lora_add", "penalise", "prefill_attention", "rms_norm", "rms_norm_rounded", "rope_cache_write",
+    "silu_and_mul", "silu_and_mul_rounded", "softcap", "token_mask", "unit_copy",
+]  # fmt: skip
+
+
+def rounded(x: Tensor, scale: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Round with `scale`, or with a scale per row if it is None."""
+    return round_rows(x) if scale is None else scale_rows(x, scale)
+
+
+def rms_norm_rounded(x: Tensor, weight: Tensor, eps: float, scale: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return the RMS norm as 8-bit floats: values [T, H] e4m3 and scales [T, 1] float32, per row or `scale` [1]."""
+    return rounded(rms_norm(x, weight, eps), scale)
+
+
+def add_rms_norm_rounded(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    eps: float,
+    scale: Tensor | None,
+    rows: Tensor | None = None,
+    inner: Tensor | None = None,
+) -> tuple[tuple[Tensor, Tensor], Tensor]:
+    """Return the rounded norm of residual + x, and residual + x. `rows`, `inner`: as in `add_rms_norm`."""
+    normed, total = add_rms_norm(x, residual, weight, eps, rows, inner)
+    return rounded(normed, scale), total
+
+
+def silu_and_mul_rounded(x: Tensor, scale: Tensor | None) -> tuple[Tensor, Tensor]:
+    """SwiGLU as 8-bit floats, like `rms_norm_rounded`."""
+    return rounded(silu_and_mul(x), scale)
+
+
+def rope_cache_write(
+    q: Tensor | None,
+    k: Tensor,
+    v: Tensor,
+    cos_sin: Tensor | None,
+    positions: Tensor,
+    rows: Tensor,
+    pool: PoolView,
+    *,
+    layer: int,
+    q_norm: Tensor | None = None,
+    k_norm: Tensor | None = None,
+    eps: float = 1e-6,
+) -> None:
+    """Rotate q in place; write rotated k, and v, to the pool. Shapes as in the kernel's wrapper."""
+    real = rows >= 0
+    positions, rows = positions[real].long(), rows[real].long()
+    angles, cells = None if cos_sin is None else cos_sin[positions], pool.cells
+    k_slots, v_slots = (
+        _token_slots(table, rows, positions, cells, layer, pool.scratch_base) for table in _tables(pool)
+    )
+    _keep(cells, k_slots, _transform(k[real], angles, k_norm, eps))
+    _keep(cells, v_slots, v[real])
+    if q is not None:
+        q[real] = _transform(q[real], angles, q_norm, eps)
+
+
+def _transform(x: Tensor, angles: Tensor | None, weight: Tensor | None, eps: float) -> Tensor:
+    """Normalise and rotate x [n, heads, head_dim]; angles [n, rotary_dim], cosines first."""
+    y = x.to(torch.promote_types(x.dtype, torch.float32))
+    if weight is not None:
+        y = y * (y.square().mean(-1, keepdim=True) + eps).rsqrt() * weight.to(y.dtype)
+    if angles is not None:
+        half = angles.shape[1] // 2
+        cos, sin = angles[:, None, :half], angles[:, None, half:]
+        a, b, rest = y[..., :half], y[..., half : 2 * half], y[..., 2 * half :]
+        y = torch.cat([a * cos - b * sin, b * cos + a * sin, rest], dim=-1)
+    return y.to(x.dtype)
+
+
+def decode_attention(
+    q: Tensor,
+    pool: PoolView,
+    work: DecodeWork,
+    scratch: Scratch,
+    out: Tensor,
+    *,
+    layer: int,
+    manner: Manner = PLAIN,
+) -> None:
+    """Compute out[i] = softmax(scale * q[i] K^T) V. Shapes as in the kernel's wrapper; scratch is unused."""
+    del scratch
+    tables, window = _tables(pool), manner.window
+    for index, (row, length) in enumerate(work.requests.tolist()[: len(q)]):
+        if not length:
+            continue
+        first = max(0, length - window) if window else 0
+        k, v = _gather(pool, [table[row] for table in tables], first, length, layer, out.shape[2])
+        out[index] = _attend(q[index], k, v, manner).to(out.dtype)
+
+
+def prefill_attention(
+    q: Tensor,
+    pool: PoolView,
+    work: PrefillWork,
+    scratch: Scratch,
+    out: Tensor,
+    *,
+    layer: int,
+    manner: Manner = PLAIN,
+) -> None:
+    """Compute causal attention of the tokens of every chunk. Shapes as in the kernel's wrapper; scratch is unused."""
+    del scratch
+    tables, window = _tables(pool), manner.window
+    for row, first, length, position in work.chunks.tolist():
+        oldest, end = max(0, position + 1 - window) if window else 0, position + length
+        k, v = _gather(pool, [table[row] for table in tables], oldest, end, layer, out.shape[2])
+        for token in range(length):
+            end = position + token + 1
+            seen = slice(max(0, end - window) - oldest if window else 0, end - oldest)
+            out[first + token] = _attend(q[first + token], k[seen], v[seen], manner).to(out.dtype)
+
+
+def _gather(
+    pool: PoolView, rows: list[Tensor], first: int, end: int, layer: int, value_dim: int
+) -> tuple[Tensor, Tensor]:
+    """Return K [n, kv_heads, head_dim] and V [n, kv_heads, value_dim] of tokens [first, end), n = end - first, found
+    through `rows`, a row of each block table."""
+    cells = pool.cells
+    positions = torch.arange(first, end, device=cells.device)
+    zeros = torch.zeros_like(positions)
+    slots = torch.stack([_token_slots(row[None], zeros, positions, cells, layer, pool.scratch_base) for row in rows])
+    if is_bytes(cells.dtype):
+        slices, where = ByteSlices.of(cells), (slots // cells.shape[1], slots % cells.shape[1])
+        k, v = dequantize(slices.values[where], slices.scales[where], torch.float32)
+        return k, v
+    return _cells(cells, cells.shape[3])[slots[0]], _cells(cells, value_dim)[slots[1]]
+
+
+def _keep(pool: Tensor, slots: Tensor, x: Tensor) -> None:
+    """Write tokens x [n, kv_heads, head_dim] to slots [n]."""
+    if is_bytes(pool.dtype):
+        ByteSlices.of(pool).write(slots, x)
+    else:
+        _cells(pool, x.shape[2])[slots] = x
+
+
+def _cells(pool: Tensor, width: int) -> Tensor:
+    """Return the pool's cells as tokens [n, kv_heads, width], a view."""
+    num_slices, block_size, kv_heads, _ = pool.shape
+    shape, stride = (num_slices * block_size, kv_heads, width), (pool.stride(1), width, 1)
+    return pool.as_strided(shape, stride, pool.storage_offset())
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, manner: Manner) -> Tensor:
+    """Attend q [heads, head_dim] to k, v [tokens, kv_heads, head_dim]."""
+    wide = torch.promote_types(q.dtype, torch.float32)
+    group = q.shape[0] // k.shape[1]
+    k, v = (value.to(wide).repeat_interleave(group, dim=1) for value in (k, v))
+    scores = torch.einsum("hd,thd->ht", q.to(wide), k) * (q.shape[1] ** -0.5 if manner.scale is None else manner.scale)
+    if manner.softcap:
+        scores = manner.softcap * torch.tanh(scores / manner.softcap)
+    if manner.sinks is not None:
+        scores = torch.cat((scores, manner.sinks.to(wide)[:, None]), dim=-1)
+    return torch.einsum("ht,thd->hd", scores.softmax(dim=-1)[:, : len(k)], v)
+
+
+def hidden_write(
+    x: Tensor, positions: Tensor, rows: Tensor, pool: Tensor, table: Tensor, *, layer: int, scratch_base: int
+) -> None:
+    """Store x[i] in the pool; rows[i] < 0: skip. Shapes as in the kernel's wrapper."""
+    real = rows >= 0
+    slots = _token_slots(table, rows[real], positions[real], pool, layer, scratch_base)
+    pool.view(-1, pool.shape[2] * pool.shape[3])[slots, : x.shape[1]] = x[real]
+
+
+def hidden_gather(
+    out: Tensor, positions: Tensor, rows: Tensor, pool: Tensor, table: Tensor, *, layer: int, scratch_base: int
+) -> None:
+    """Set out[i] to the state stored by `hidden_write`; rows[i] < 0: zeros. Shapes as in the kernel's wrapper."""
+    real = rows >= 0
+    slots = _token_slots(table, rows[real], positions[real], pool, layer, scratch_base)
+    out.zero_()
+    out[real] = pool.view(-1, pool.shape[2] * pool.shape[3])[slots, : out.shape[1]]
+
+
+def unit_copy(source: Tensor, target: Tensor, pairs: Tensor) -> None:
+    """Set target[pairs[i, 1]] = source[pairs[i, 0]]; skip negative sources. Shapes as in the kernel's wrapper."""
+    real = pairs[pairs[:, 0] >= 0].long()
+    target[real[:, 1]] = source[real[:, 0]]
+
+
+def lora_add(x: Tensor, y: Tensor, slots: Tensor, table: Tensor, _partial: Tensor) -> None:
+    """Add b (a x[i]) to y[i]; row slots[i] of the table holds the host addresses of the matrices."""
+    for slot in set(slots.tolist()):
+        at, to, rank = table[slot].tolist()
+        if rank:
+            places = (slots == slot).nonzero().flatten()
+            a, b = _at(at, (rank, x.shape[1]), x.dtype), _at(to, (y.shape[1], rank), x.dtype)
+            y.index_add_(0, places, (x[places] @ a.t()) @ b.t())
+
+
+def _at(address: int, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
+    """Return the tensor at a host address."""
+    size = shape[0] * shape[1] * dtype.itemsize
+    return torch.frombuffer((ctypes.c_char * size).from_address(address), dtype=dtype).view(shape)
+
+
+def embed_tokens(
+    ids: Tensor,
+    source: Tensor,
+    last_tokens: Tensor,
+    positions: Tensor,
+    embedding: Tensor,
+    scale: float | None,
+    learned: Tensor | None,
+    offset: int,
+) -> Tensor:
+    """Return the hidden state of tokens known to the host, or only to the device. Shapes as in the kernel's wrapper."""
+    hidden = functional.embedding(torch.where(ids < 0, last_tokens[source], ids), embedding)
+    if scale is not None:
+        hidden = hidden * scale
+    return hidden if learned is None else hidden + functional.embedding(positions + offset, learned)
+
+
+def accept_tokens(tokens: Tensor, best: Tensor | None, rows: Tensor, sampled: Tensor, last_tokens: Tensor) -> None:
+    """Store sampled tokens, -1 where the best logit is not finite. Shapes as in the kernel's wrapper."""
+    sampled.copy_(tokens if best is None else tokens.masked_fill(~best.isfinite(), -1))
+    last_tokens.index_copy_(0, rows.long(), sampled.clamp(min=0))
+
+
+def token_mask(logits: Tensor, places: Tensor, bits: Tensor) -> None:
+    """Set logits[places[i], t] to -inf where bit t of bits[i] is not set. Shapes as in the kernel's wrapper."""
+    tokens = torch.arange(logits.shape[1], device=logits.device)
+    forbidden = (bits[:, tokens // 32] >> (tokens % 32)) & 1 == 0
+    logits[places.long()] = logits[places.long()].masked_fill(forbidden, -torch.inf)
+
+
+def penalise(logits: Tensor, places: Tensor, rows: Tensor, history: Tensor, penalties: Tensor) -> None:
+    """Penalise logits [samples, vocab] at `places` by their history. Shapes as in the kernel's wrapper."""
+    said, values = history[rows.long()], logits[places.long()]
+    repetition, frequency, presence = penalties.unsqueeze(2).unbind(1)
+    repeated = torch.where(values > 0, values / repetition, values * repetition)
+    times = said >> 1
+    repeated -= torch.where(times > 0, frequency * times + presence, 0.0)
+    logits[places.long()] = torch.where(said > 0, repeated, values)
+
+
+def count_tokens(history: Tensor, rows: Tensor, places: Tensor, tokens: Tensor) -> None:
+    """Count tokens[places] in the history of `rows`, except negative ones. Shapes as in the kernel's wrapper."""
+    token_ids = tokens[places.long()].long()
+    history[rows.long(), token_ids.clamp(min=0)] += 2 * (token_ids >= 0).to(torch.int32)
+
+
+def draw(
+    logits: Tensor, greedy: Tensor, uniform: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor
+) -> Tensor:
+    """Draw tokens [n] where `temperature` > 0, by sorting. Shapes as in the kernel's wrapper."""
+    values, vocab = logits.float(), logits.shape[1]
+    best = values.gather(1, greedy.clamp(min=0).long()[:, None])
+    weights = ((values - best) / temperature[:, None].clamp(min=1e-30)).exp().nan_to_num(0.0).clamp(max=1.0)
+    shares = (weights * configs.SHARE_ONE).long()
+    least = (min_p.double() * configs.SHARE_ONE).long().clamp(min=1)[:, None]
+    shares = shares * (shares >= least)
+    count = (shares > 0).sum(dim=-1, keepdim=True)
+    ordered, order = values.masked_fill(shares == 0, -torch.inf).sort(dim=-1, descending=True)
+    last = torch.where((top_k[:, None] > 0) & (top_k[:, None] < count), top_k[:, None].long(), count) - 1
+    lowest = ordered.gather(1, last.clamp(min=0))
+    shares = shares * (values >= lowest)
+    goal = (top_p.double()[:, None] * shares.sum(dim=-1, keepdim=True)).ceil().long().clamp(min=1)
+    missing = (shares.gather(1, order).cumsum(dim=-1) < goal).sum(dim=-1, keepdim=True).clamp(max=vocab - 1)
+    lowest = torch.where(top_p[:, None] < 1, ordered.gather(1, missing), -torch.inf)
+    cdf = (shares * (values >= lowest)).cumsum(dim=-1)
+    goal = torch.minimum((uniform[:, None] * cdf[:, -1:]).long(), cdf[:, -1:] - 1)
+    drawn = torch.searchsorted(cdf, goal, right=True)[:, 0].to(torch.int32)
+    return torch.where((greedy < 0) | (temperature <= 0), greedy, drawn)
+
+
+def _tables(pool: PoolView) -> tuple[Tensor, Tensor]:
+    """Return the tables of K and V; in a paired pool V begins `pair` slices after its K."""
+    assert (pool.v_table is None) == (pool.pair > 0), "pass either v_table or pair"
+    return pool.k_table, pool.k_table + pool.pair if pool.v_table is None else pool.v_table
+
+
+def _token_slots(table: Tensor, rows: Tensor, positions: Tensor, pool: Tensor, layer: int, scratch_base: int) -> Tensor:
+    """Return indices [n] int64 into `pool.flatten(0, 1)` of tokens at `positions` of the requests in `rows` of `table`;
+    see engine.triton_kernels.addressing for the layout."""
+    block_size = pool.shape[1]
+    entries = table[rows.long(), positions.long() // block_size].long()
+    slices = (entries + layer).where(entries >= 0, scratch_base - 1 - entries)
+    return slices * block_size + positions.long() % block_size
