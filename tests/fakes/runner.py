@@ -27,8 +27,11 @@ _WAYS = {
     CacheAction.SWAP_OUT: ((Tier.DEVICE, Tier.HOST),),
     CacheAction.SWAP_IN: ((Tier.HOST, Tier.DEVICE),),
 }
-_PARTS = {CacheKind.KV: "kv", CacheKind.HIDDEN: "x"}
-"""What the units of a block hold, in the order of the entry."""
+
+
+def address_of(tier: Tier, unit: int) -> int:
+    """The key of a unit's cells; those of the host are negative."""
+    return unit if tier is Tier.DEVICE else ~unit
 
 
 class _Cell(NamedTuple):
@@ -64,7 +67,7 @@ class _Row:
     """By part, what its cells must hold at each position. Kept: a past is compared at every step."""
 
     def extend_to(self, end: int) -> None:
-        _extend_digests(self.digests, self.token_ids[:end])
+        _extend_digests(self.digests, self.token_ids, end)
         for part, cells in self.due.items():
             cells.extend(_Cell(part, at, self.digests[at]) for at in range(len(cells), end))
 
@@ -110,7 +113,7 @@ class FakeRunner:
         self._latency = latency or (lambda _: 0.0)
         self._sleep = sleep
         self._rows: dict[int, _Row] = {}
-        self._units: dict[tuple[Tier, int], list[_Cell | None]] = {}
+        self._units: dict[int, list[_Cell | None]] = {}
 
     def launch(self, output: SchedulerOutput) -> Collect:
         return partial(self._execute, output)
@@ -198,7 +201,7 @@ class FakeRunner:
                 continue
             assert (source.tier, target.tier) in _WAYS[action] and source.kind is target.kind, "no such copy"
             for old, new in zip(source.units, target.units, strict=True):
-                self._units[target.tier, new] = list(self._unit(source.tier, old))
+                self._units[address_of(target.tier, new)] = list(self._unit(source.tier, old))
 
     def _restore(self, source: CacheEntry, target: CacheEntry, start: int) -> None:
         assert (source.kind, target.kind) == (CacheKind.HIDDEN, CacheKind.KV), "hidden state is restored to KV"
@@ -208,11 +211,15 @@ class FakeRunner:
             cell if cell is not None and (cell.part, cell.position) == ("x", start + offset) else None
             for offset, cell in enumerate(self._unit(Tier.DEVICE, source.units[0]))
         ]
-        for part, unit in zip(_PARTS[CacheKind.KV], target.units, strict=True):
-            self._units[Tier.DEVICE, unit] = [cell and cell._replace(part=part) for cell in kept]
+        for part, unit in zip("kv", target.units, strict=True):
+            self._units[unit] = [cell and cell._replace(part=part) for cell in kept]
 
     def _unit(self, tier: Tier, unit: int) -> list[_Cell | None]:
-        return self._units.setdefault((tier, unit), [None] * self.block_size)
+        address = address_of(tier, unit)
+        cells = self._units.get(address)
+        if cells is None:
+            cells = self._units[address] = [None] * self.block_size
+        return cells
 
     def _check_tables(self, chunks: Sequence[Chunk]) -> None:
         """Rows lie on the device, and the hidden blocks of the step fit the scratch."""
@@ -233,7 +240,8 @@ class FakeRunner:
             past, stop = max(chunk.start - first, 0), end - first
             if self.window and first + self.block_size <= chunk.start - self.window + 1:
                 continue
-            for part, unit in zip(_PARTS[entry.kind], entry.units, strict=True):
+            parts = "kv" if entry.kind is CacheKind.KV else "x"
+            for part, unit in zip(parts, entry.units, strict=True):
                 due, cells = row.due[part][first : first + self.block_size], self._unit(Tier.DEVICE, unit)
                 assert cells[:past] == due[:past], f"a position of {first} to {first + past} is not this request's"
                 cells[past:stop] = due[past:stop]
@@ -268,10 +276,10 @@ def solo_tokens(prompt: list[int], sampling: SamplingParams, vocab_size: int) ->
     return outputs
 
 
-def _extend_digests(digests: list[Digest], token_ids: Sequence[int]) -> None:
-    """One more for every token that has none yet: the hash of all tokens up to it."""
+def _extend_digests(digests: list[Digest], token_ids: Sequence[int], end: int | None = None) -> None:
+    """Append the hash of all tokens up to it for every token before `end` that has none yet."""
     parent = digests[-1] if digests else b""
-    for token in token_ids[len(digests) :]:
+    for token in token_ids[len(digests) : end]:
         parent = blake2b(parent + token.to_bytes(8, "little", signed=True), digest_size=8).digest()
         digests.append(parent)
 

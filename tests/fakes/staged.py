@@ -39,9 +39,8 @@ class StagedFake(FakeRunner):
 
     def prepare_restore(self, num_units: int) -> None:
         assert len(self.held) < LAYERS and num_units * len(self.held) <= self.num_units * LAYERS, "no room for layers"
-        for tier, unit in list(self._units):
-            if tier is Tier.DEVICE and unit >= num_units:
-                del self._units[tier, unit]
+        for unit in [unit for unit in self._units if unit >= num_units]:
+            del self._units[unit]
 
     def restore(self, num_units: int) -> None:
         assert num_units == self.num_units
@@ -66,7 +65,7 @@ class StagedFake(FakeRunner):
             assert known == content and there.isdisjoint(layers), "the layers of a unit hold different pasts"
             there.update(layers)
             if there == set(self.held):
-                self._units[Tier.DEVICE, unit] = list(content)
+                self._units[unit] = list(content)
                 del self._coming[unit]
 
     def launch(self, output: SchedulerOutput) -> Collect:
