@@ -175,7 +175,7 @@ async def kill_loop(tmp_path: Path, kills: int, seed: int) -> None:
 
 @pytest.mark.timeout(180)
 async def test_a_few_kills(tmp_path: Path) -> None:
-    await kill_loop(tmp_path, 3, seed=7)
+    await kill_loop(tmp_path, 2, seed=7)
 
 
 @pytest.mark.slow

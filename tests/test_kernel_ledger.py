@@ -30,7 +30,11 @@ def check(variant: Variant, arch: int, binary: Binary) -> None:
         assert binary.is_close(recorded), f"{where}; recorded: {recorded}"
 
 
-@pytest.mark.parametrize("arch", ARCHS)
+FAST = (80, 90, 120)
+"""Architectures that differ in the sizes of tiles; the others take the row of one of these."""
+
+
+@pytest.mark.parametrize("arch", [pytest.param(arch, marks=[] if arch in FAST else pytest.mark.slow) for arch in ARCHS])
 def test_the_ledger_has_every_launch_and_no_other(arch: int) -> None:
     _, ledger = read()
     launched = {variant.digest for variant in record(arch)}

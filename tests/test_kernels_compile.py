@@ -233,18 +233,20 @@ def test_attention(compiler: Compiler, phase: str, arch: int, head_dim: int, gro
 
 
 @pytest.mark.parametrize("phase", ATTENTION)
-@pytest.mark.parametrize("arch", [90, 80])
-def test_attention_within_a_window(compiler: Compiler, phase: str, arch: int) -> None:
-    ATTENTION[phase](compiler, arch, 128, 4, torch.bfloat16, torch.int32, window=4096)
-
-
-@pytest.mark.parametrize("phase", ATTENTION)
-@pytest.mark.parametrize("arch", [90, 80])
-def test_attention_of_gemma_and_gpt_oss(compiler: Compiler, phase: str, arch: int) -> None:
-    """Softcaps in heads of 256; sinks beside a window in heads of 64."""
-    ATTENTION[phase](compiler, arch, 256, 2, torch.bfloat16, torch.int32, softcap=50.0)
-    sinks = meta(64, dtype=torch.float32)
-    ATTENTION[phase](compiler, arch, 64, 8, torch.bfloat16, torch.int32, window=128, sinks=sinks)
+@pytest.mark.parametrize(
+    ("arch", "head_dim", "group", "features"),
+    [
+        (90, 128, 4, {"window": 4096}),
+        (90, 256, 2, {"softcap": 50.0}),
+        (80, 256, 2, {"softcap": 50.0}),
+        (80, 64, 8, {"window": 128, "sinks": meta(64, dtype=torch.float32)}),
+    ],
+    ids=["mistral", "gemma-90", "gemma-80", "gpt-oss"],
+)
+def test_attention_with_features(
+    compiler: Compiler, phase: str, arch: int, head_dim: int, group: int, features: dict[str, Any]
+) -> None:
+    ATTENTION[phase](compiler, arch, head_dim, group, torch.bfloat16, torch.int32, **features)
 
 
 @pytest.mark.slow
@@ -316,12 +318,17 @@ def test_copies_and_activation(compiler: Compiler, arch: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arch", "dtype"),
-    [*((arch, torch.bfloat16) for arch in (80, 86, 89, 90, 100, 103, 120)), (80, torch.float32), (90, torch.float32)],
+    ("arch", "dtype", "sizes"),
+    [
+        (80, torch.bfloat16, [(576, 960)]),
+        (90, torch.bfloat16, [(4096, 6144), (14336, 4096), (576, 960)]),
+        (120, torch.bfloat16, [(14336, 4096)]),
+        (90, torch.float32, [(4096, 6144)]),
+    ],
 )
-def test_adapters(compiler: Compiler, arch: int, dtype: torch.dtype) -> None:
+def test_adapters(compiler: Compiler, arch: int, dtype: torch.dtype, sizes: list[tuple[int, int]]) -> None:
     slots, table = meta(64, dtype=torch.int32), meta(64, 3, dtype=torch.int64)
-    for width, outputs in ((4096, 6144), (14336, 4096), (576, 960)):
+    for width, outputs in sizes:
         splits = -(-width // configs.LORA_SPLIT)
         scratch = meta(splits, 256, 192, dtype=torch.float32)
         rows = meta(64, width, dtype=dtype), meta(64, outputs, dtype=dtype)
@@ -329,9 +336,7 @@ def test_adapters(compiler: Compiler, arch: int, dtype: torch.dtype) -> None:
         assert len(binaries) == 2 and all(each.stack == 0 and each.registers <= 128 for each in binaries)
 
 
-@pytest.mark.parametrize(
-    ("arch", "widths"), [(89, [4096]), (90, [896, 4096, 14336]), (100, [14336]), (103, [896]), (120, [4096])]
-)
+@pytest.mark.parametrize(("arch", "widths"), [(89, [4096]), (90, [896, 14336]), (120, [14336])])
 def test_rounding_to_floats_of_8_bits(compiler: Compiler, arch: int, widths: list[int]) -> None:
     for width in widths:
         (binary,) = compiler.launch(round_rows, "round_rows", arch, meta(64, width))
@@ -351,8 +356,7 @@ def test_rounding_to_floats_of_8_bits(compiler: Compiler, arch: int, widths: lis
             assert len(binaries) == 3 and all(each.stack == 0 for each in binaries)
 
 
-@pytest.mark.parametrize("arch", [90, 80])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize(("arch", "dtype"), [(90, torch.bfloat16), (80, torch.float32)], ids=str)
 def test_sampling(compiler: Compiler, arch: int, dtype: torch.dtype) -> None:
     index, floats = meta(64, dtype=torch.int32), meta(64, dtype=torch.float32)
     wishes = meta(64, dtype=torch.float64), floats, index, floats, floats

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from benchmarks import serving
+from benchmarks import live, serving
 from benchmarks.peers import finders
 from benchmarks.peers.engine import Engine, start_all
 from loadgen.prompts import WordCosts
@@ -65,6 +65,13 @@ class ContinuousBatchingPipeline:
             handle.fresh += handle.left > 0
             handle.left -= handle.left > 0
 """
+
+
+@pytest.fixture(autouse=True)
+def short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Short answers, and short looks at servers that rest."""
+    monkeypatch.setattr(serving, "OUTPUT", 8)
+    monkeypatch.setattr(live, "LOOK_SECONDS", 0.02)
 
 
 @pytest.fixture
@@ -154,7 +161,7 @@ def test_a_worker_takes_turns_with_a_server(tmp_path: Path, capsys: pytest.Captu
         "ours",
         "worker",
     ]
-    assert [len(arm.rounds) for arm in arms] == [2, 2] and len(arms[1].gaps) == 2 * 16 * 63
+    assert [len(arm.rounds) for arm in arms] == [2, 2] and len(arms[1].gaps) == 2 * 16 * 7
     assert all(min(found.columns()) > 0 for found in arms[1].rounds)
     assert any(line.startswith("tidemill / worker") for line in said)
     log = (tmp_path / "worker.log").read_text()
@@ -179,9 +186,9 @@ def test_a_worker_that_ends_loses_its_rounds_and_the_others_go_on(
 ) -> None:
     with ExitStack() as stack:
         arms = [serving.Arm(*pair) for pair in start_all([server(), worker(tmp_path)], tmp_path / "model", stack)]
-        monkeypatch.setattr("loadgen.prompts.ANCHOR", "short")
-        serving.alternate(arms[1:], 1, source=WORDS)
-        monkeypatch.undo()
+        with monkeypatch.context() as patch:
+            patch.setattr("loadgen.prompts.ANCHOR", "short")
+            serving.alternate(arms[1:], 1, source=WORDS)
         serving.alternate(arms, 1, source=WORDS)
         serving.report(arms, None, None, "x")
     said = capsys.readouterr().out

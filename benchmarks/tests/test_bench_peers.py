@@ -23,6 +23,13 @@ WORDS = WordCosts(("time",), (1,), 1)
 VLLM = ("vllm:num_requests_running", "vllm:num_requests_waiting")
 
 
+@pytest.fixture(autouse=True)
+def short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Short answers, and short looks at servers that rest."""
+    monkeypatch.setattr(serving, "OUTPUT", 8)
+    monkeypatch.setattr(live, "LOOK_SECONDS", 0.02)
+
+
 def engine(name: str, **settings: Any) -> Engine:
     return Engine(name, "1.0", lambda _folder, port: [sys.executable, str(PEER), str(port)], **settings)
 
@@ -62,7 +69,7 @@ def test_engines_take_turns_and_get_the_same_words(tmp_path: Path, capsys: pytes
     assert turns == ["ours", "other", "other", "ours", "ours", "other"]
     assert [len(arm.rounds) for arm in arms] == [2, 2], "the first is not kept"
     assert all(min(found.columns()) > 0 for arm in arms for found in arm.rounds)
-    assert len(arms[0].gaps) == 2 * 16 * 63
+    assert len(arms[0].gaps) == 2 * 16 * 7
     assert sorted(str(body["prompt"]) for body in ours) == sorted(str(body["prompt"]) for body in other)
     assert all(body["ignore_eos"] and body["temperature"] == 0 for body in ours)
     assert not any("ignore_eos" in body or "min_tokens" in body for body in other)
@@ -83,7 +90,7 @@ def test_a_round_with_an_answer_too_short_is_said_and_left_out(
     with ExitStack() as stack:
         arms = [serving.Arm(*pair) for pair in start(stack, tmp_path, engine("ours"))]
         serving.alternate(arms, 1, source=WORDS)
-    assert not arms[0].rounds and "asked for 64 tokens, got 63" in capsys.readouterr().out
+    assert not arms[0].rounds and "asked for 8 tokens, got 7" in capsys.readouterr().out
     with pytest.raises(SystemExit, match="no round"):
         serving.report(arms, None, None, "x")
 

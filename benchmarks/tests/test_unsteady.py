@@ -39,8 +39,8 @@ def kept_of(config: Config, seeds: range, *, offline: bool) -> tuple[float, floa
 
 def test_a_rate_in_steps_is_kept_beside_offline_work_as_without_it() -> None:
     """Where a grant shrank only with misses it was 97.9 % beside 412 tokens/s, and 99.6 % alone."""
-    alone, _ = kept_of(STEPPED, range(710, 718), offline=False)
-    beside, offline = kept_of(STEPPED, range(710, 718), offline=True)
+    alone, _ = kept_of(STEPPED, range(710, 714), offline=False)
+    beside, offline = kept_of(STEPPED, range(710, 714), offline=True)
     assert alone > 0.99 and beside >= alone - 0.01
     assert offline > 330.0
 
