@@ -17,6 +17,7 @@ from safetensors.numpy import save_file
 from benchmarks import live, serving
 from benchmarks.peers import finders
 from benchmarks.peers.engine import Engine, start_all
+from loadgen import workers
 from loadgen.prompts import WordCosts
 
 PEER = Path(__file__).with_name("scripted_peer.py")
@@ -69,7 +70,8 @@ class ContinuousBatchingPipeline:
 
 @pytest.fixture(autouse=True)
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Short answers, and short looks at servers that rest."""
+    """Short answers, short looks at servers that rest, and runs that begin at once."""
+    monkeypatch.setattr(workers, "LEAD", 0.02)
     monkeypatch.setattr(serving, "OUTPUT", 8)
     monkeypatch.setattr(live, "LOOK_SECONDS", 0.02)
 

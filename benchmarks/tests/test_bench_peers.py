@@ -16,6 +16,7 @@ from benchmarks.figures import Figures
 from benchmarks.peers import finders
 from benchmarks.peers.engine import Engine, start_all
 from benchmarks.weights import make_tokenizer
+from loadgen import workers
 from loadgen.prompts import WordCosts
 
 PEER = Path(__file__).with_name("scripted_peer.py")
@@ -25,7 +26,8 @@ VLLM = ("vllm:num_requests_running", "vllm:num_requests_waiting")
 
 @pytest.fixture(autouse=True)
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Short answers, and short looks at servers that rest."""
+    """Short answers, short looks at servers that rest, and runs that begin at once."""
+    monkeypatch.setattr(workers, "LEAD", 0.02)
     monkeypatch.setattr(serving, "OUTPUT", 8)
     monkeypatch.setattr(live, "LOOK_SECONDS", 0.02)
 
