@@ -15,9 +15,11 @@ from fake_engine import MODEL, FakeEngine, Served, say, serve
 from engine.text.tokenizer import Tokenizer
 from gateway.batch.feeder import RunLine
 from gateway.batch.limits import BatchLimits
+from gateway.batch.line import LineAnswer, LineOrigin
 from gateway.batch.worker import BatchWorker
 from gateway.store.disk import Disk
 from gateway.store.folder import StateFolder, open_state
+from gateway.store.objects import BatchJob, FileObject, new_batch_id, new_file_id
 
 TERMINAL = {"completed", "failed", "expired", "cancelled"}
 FAST = BatchLimits(retry_seconds=0.01, tick_seconds=0.05)
@@ -61,10 +63,14 @@ async def upload(client: openai.AsyncOpenAI, content: bytes, **fields: Any) -> A
     return await client.files.create(file=("in.jsonl", content), purpose="batch", **fields)
 
 
+async def create(client: openai.AsyncOpenAI, file_id: str, **fields: Any) -> Any:
+    """Create a batch of text completions, unless `fields` say otherwise."""
+    values: Any = {"endpoint": "/v1/completions", "completion_window": "24h", **fields}
+    return await client.batches.create(input_file_id=file_id, **values)
+
+
 async def submit(client: openai.AsyncOpenAI, content: bytes, endpoint: str = "/v1/completions", **fields: Any) -> Any:
-    file = await upload(client, content)
-    values: Any = {"endpoint": endpoint, "completion_window": "24h", **fields}
-    return await client.batches.create(input_file_id=file.id, **values)
+    return await create(client, (await upload(client, content)).id, endpoint=endpoint, **fields)
 
 
 async def until(client: openai.AsyncOpenAI, batch_id: str, *statuses: str) -> Any:
@@ -127,6 +133,45 @@ async def check_ended(
 
 async def open_folder(root: Path, disk: Disk | None = None, on_commit: Any = None) -> StateFolder:
     return await asyncio.to_thread(open_state, root, disk, on_commit)
+
+
+async def answer(endpoint: str, body: dict[str, Any], origin: LineOrigin) -> LineAnswer:
+    """Answer a line without an engine; refuse a bad one."""
+    if "bad" in str(body.get("prompt")):
+        return LineAnswer(400, {"error": {"message": "bad", "type": "t", "param": None, "code": None}})
+    return LineAnswer(200, {"echo": body.get("prompt")})
+
+
+async def add_file(folder: StateFolder, content: bytes, tenant: str = "") -> FileObject:
+    """Store an upload without HTTP."""
+    temp = folder.create_temp()
+    temp.write(content)
+    file = FileObject(new_file_id(), tenant, len(content), 1, "in.jsonl", "batch")
+    await folder.store.announce_files([file.id])
+    await asyncio.to_thread(folder.publish_files, (temp, file.id))
+    await folder.store.add_file(file)
+    return file
+
+
+async def add_batch(folder: StateFolder, content: bytes, now: int = 1_000_000, window: int = 86_400) -> BatchJob:
+    """Store a batch and its input without HTTP; `now` and `window` in seconds."""
+    file = await add_file(folder, content)
+    batch = BatchJob(new_batch_id(), "", "/v1/completions", file.id, "24h", now, now + window)
+    return await folder.store.create_batch(batch)
+
+
+@asynccontextmanager
+async def batch_worker(
+    root: Path, run: Any = answer, limits: BatchLimits = FAST, clock: Callable[[], float] = time.time
+) -> AsyncIterator[BatchWorker]:
+    """A worker on a state folder, without a server, that is still to be started. It stops with the block."""
+    folder = await open_folder(root)
+    worker = BatchWorker(folder, limits, run, clock)
+    try:
+        yield worker
+    finally:
+        await worker.stop()
+        await folder.close()
 
 
 @asynccontextmanager

@@ -5,19 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from batch_tools import (
-    FAST,
-    batch_server,
-    check_ended,
-    eventually,
-    jsonl,
-    line,
-    make_worker,
-    open_folder,
-    submit,
-    until,
-)
-from test_batch_worker import add_batch, answer
+from batch_tools import FAST, add_batch, batch_server, batch_worker, check_ended, eventually, jsonl, line, submit, until
 
 from engine.text.tokenizer import Tokenizer
 from gateway.batch import finish as batch_finish
@@ -154,37 +142,31 @@ async def test_results_that_cannot_be_built_are_kept_until_the_window_closes(
     """A bug that is gone by then has cost nothing."""
     clock = [1000.0]
     faults = fail_builds(monkeypatch, FAST.attempts + 3 if window == "open" else float("inf"))
-    folder = await open_folder(tmp_path)
-    worker = make_worker(folder, BatchLimits(**QUICK), answer, lambda: clock[0])
-    await worker.start()
-    batch = await add_batch(folder, jsonl(LINES), now=1000, window=100)
-    worker.added(batch)
-    await eventually(lambda: faults.calls > FAST.attempts)
-    assert (await folder.store.load_batch(batch.id)).status is BatchStatus.FINALIZING
-    clock[0] = 1100.0 if window == "closed" else clock[0]
-    await eventually(lambda: not worker.states)
-    ended = await folder.store.load_batch(batch.id)
+    async with batch_worker(tmp_path, limits=BatchLimits(**QUICK), clock=lambda: clock[0]) as worker:
+        await worker.start()
+        batch = await add_batch(worker._folder, jsonl(LINES), now=1000, window=100)
+        worker.added(batch)
+        await eventually(lambda: faults.calls > FAST.attempts)
+        assert (await worker._store.load_batch(batch.id)).status is BatchStatus.FINALIZING
+        clock[0] = 1100.0 if window == "closed" else clock[0]
+        await eventually(lambda: not worker.states)
+        ended = await worker._store.load_batch(batch.id)
     if window == "open":
         assert (ended.status, ended.completed, ended.errors) == (BatchStatus.COMPLETED, 3, ())
     else:
         assert (ended.status, ended.total, ended.completed, ended.failed) == (BatchStatus.FAILED, 0, 0, 0)
         assert [error.code for error in ended.errors] == ["internal_error"] and ended.output_file_id is None
-    await worker.stop()
-    await folder.close()
 
 
 async def test_a_window_closes_also_over_a_bug(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [1000.0]
-    folder = await open_folder(tmp_path)
-    worker = make_worker(folder, BatchLimits(**QUICK), answer, lambda: clock[0])
-    monkeypatch.setattr(worker, "_process", Faults(None, float("inf")))
-    await worker.start()
-    batch = await add_batch(folder, jsonl(LINES), now=1000, window=100)
-    worker.added(batch)
-    await eventually(lambda: worker.states.get(batch.id) is BatchStatus.IN_PROGRESS)
-    clock[0] = 1100.0
-    await eventually(lambda: not worker.states)
-    ended = await folder.store.load_batch(batch.id)
-    assert (ended.status, ended.total, ended.failed) == (BatchStatus.EXPIRED, 3, 3)
-    await worker.stop()
-    await folder.close()
+    async with batch_worker(tmp_path, limits=BatchLimits(**QUICK), clock=lambda: clock[0]) as worker:
+        monkeypatch.setattr(worker, "_process", Faults(None, float("inf")))
+        await worker.start()
+        batch = await add_batch(worker._folder, jsonl(LINES), now=1000, window=100)
+        worker.added(batch)
+        await eventually(lambda: worker.states.get(batch.id) is BatchStatus.IN_PROGRESS)
+        clock[0] = 1100.0
+        await eventually(lambda: not worker.states)
+        ended = await worker._store.load_batch(batch.id)
+        assert (ended.status, ended.total, ended.failed) == (BatchStatus.EXPIRED, 3, 3)

@@ -12,7 +12,19 @@ from typing import Any
 
 import openai
 import pytest
-from batch_tools import FAST, batch_server, check_ended, eventually, jsonl, leftovers, line, submit, until, upload
+from batch_tools import (
+    FAST,
+    batch_server,
+    check_ended,
+    create,
+    eventually,
+    jsonl,
+    leftovers,
+    line,
+    submit,
+    until,
+    upload,
+)
 
 from engine.text.tokenizer import Tokenizer
 from gateway.batch import input as batch_input
@@ -68,9 +80,7 @@ async def test_any_commit_of_a_batch_may_be_in_doubt(
         content = jsonl([line(i) if i % 3 else line(i, temperature=9) for i in range(5)])
         file, number = await upload(client, content), 0
         while True:
-            batch = await client.batches.create(
-                input_file_id=file.id, endpoint="/v1/completions", completion_window="24h"
-            )
+            batch = await create(client, file.id)
             doubtful.count, doubtful.faults = 0, frozenset(range(number, number + 3))
             ended = await until(client, batch.id)
             seen, doubtful.faults = doubtful.count, frozenset()
@@ -114,7 +124,7 @@ async def test_a_batch_whose_creation_was_in_doubt_has_an_owner(
         file = await upload(client, jsonl([line(1)]))
         doubtful.faults = frozenset(range(10_000))  # not the next one alone: it may be a tick's
         with pytest.raises(openai.InternalServerError):
-            await client.batches.create(input_file_id=file.id, endpoint="/v1/completions", completion_window="24h")
+            await create(client, file.id)
         doubtful.faults = frozenset()
         (batch,) = (await client.batches.list()).data
         await check_ended(client, await until(client, batch.id), ["id-1"])

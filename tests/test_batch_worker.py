@@ -27,9 +27,13 @@ import httpx
 import openai
 import pytest
 from batch_tools import (
-    FAST,
+    add_batch,
+    add_file,
+    answer,
     batch_server,
+    batch_worker,
     check_ended,
+    create,
     eventually,
     jsonl,
     leftovers,
@@ -53,34 +57,10 @@ from gateway.batch.worker import BatchWorker
 from gateway.generate.threads import at_half_speed
 from gateway.store.disk import Disk
 from gateway.store.folder import StateFolder
-from gateway.store.objects import BatchJob, FileObject, LineRef, new_batch_id, new_file_id
+from gateway.store.objects import BatchJob, LineRef, new_batch_id
 from gateway.store.states import BatchStatus
 
 ONE_BY_ONE = BatchLimits(window_lines=2, retry_seconds=0.01, tick_seconds=0.05)
-
-
-async def answer(endpoint: str, body: dict[str, Any], origin: LineOrigin) -> LineAnswer:
-    """What a line says when there is no engine: a bad one is refused."""
-    if "bad" in str(body.get("prompt")):
-        return LineAnswer(400, {"error": {"message": "bad", "type": "t", "param": None, "code": None}})
-    return LineAnswer(200, {"echo": body.get("prompt")})
-
-
-async def add_file(folder: StateFolder, content: bytes, tenant: str = "") -> FileObject:
-    """An upload without HTTP."""
-    temp = folder.create_temp()
-    temp.write(content)
-    file = FileObject(new_file_id(), tenant, len(content), 1, "in.jsonl", "batch")
-    await folder.store.announce_files([file.id])
-    await asyncio.to_thread(folder.publish_files, (temp, file.id))
-    await folder.store.add_file(file)
-    return file
-
-
-async def add_batch(folder: StateFolder, content: bytes, now: int = 1_000_000, window: int = 86_400) -> BatchJob:
-    file = await add_file(folder, content)
-    batch = BatchJob(new_batch_id(), "", "/v1/completions", file.id, "24h", now, now + window)
-    return await folder.store.create_batch(batch)
 
 
 # ---- power loss
@@ -248,9 +228,7 @@ async def test_a_fault_at_any_operation_pauses_and_goes_on(tokenizer: Tokenizer,
         while True:
             file = await upload(client, content)
             disk.count, disk.faults = 0, {number: code}
-            batch = await client.batches.create(
-                input_file_id=file.id, endpoint="/v1/completions", completion_window="24h"
-            )
+            batch = await create(client, file.id)
             ended = await until(client, batch.id)
             assert ended.status == "completed"
             _, errors = await check_ended(client, ended, [f"id-{i}" for i in range(4)])
@@ -273,19 +251,11 @@ async def test_any_errno_pauses_a_batch_and_runs_no_line_again(
     limits = BatchLimits(retry_seconds=0.0005, tick_seconds=0.05)
     async with batch_server(tokenizer, tmp_path, disk=disk, limits=limits) as (served, client):
         file = await upload(client, jsonl([line(i) for i in range(2)]))
-        for code in (
-            errno.ESTALE,
-            errno.ENXIO,
-            errno.ENOMEM,
-            errno.EACCES,
-            errno.EINVAL,
-            *sorted(errno.errorcode)[::16],
-        ):
+        codes = errno.ESTALE, errno.ENXIO, errno.ENOMEM, errno.EACCES, errno.EINVAL
+        for code in (*codes, *sorted(errno.errorcode)[::16]):
             before = len(served.engine.requests)
             disk.count, disk.faults = 0, dict.fromkeys(range(10), code)
-            batch = await client.batches.create(
-                input_file_id=file.id, endpoint="/v1/completions", completion_window="24h"
-            )
+            batch = await create(client, file.id)
             await check_ended(client, await until(client, batch.id), ["id-0", "id-1"])
             assert disk.count > 10 and len(served.engine.requests) == before + 2, errno.errorcode[code]
     assert not [message for message in caplog.messages if "unexpected" in message]
@@ -402,7 +372,7 @@ async def test_a_full_database_pauses_and_goes_on(tokenizer: Tokenizer, tmp_path
             connection.execute(f"PRAGMA max_page_count = {pages}")
 
         await writer.run(limit)
-        batch = await client.batches.create(input_file_id=file.id, endpoint="/v1/completions", completion_window="24h")
+        batch = await create(client, file.id)
         await eventually(lambda: served.app.state.batches.jobs.paused)
         assert (await client.batches.retrieve(batch.id)).status == "validating"
         await writer.run(lambda c: c.execute("PRAGMA max_page_count = 1000000").fetchone())
@@ -441,23 +411,20 @@ async def test_a_clock_that_jumps_a_day(tmp_path: Path) -> None:
         await gate.wait()
         return LineAnswer(200, {})
 
-    folder = await open_folder(tmp_path)
-    worker = make_worker(folder, FAST, held, lambda: clock[0])
-    await worker.start()
-    batch = await add_batch(folder, jsonl([line(i) for i in range(5)]))
-    worker.added(batch)
-    await eventually(lambda: worker.states.get(batch.id) is BatchStatus.IN_PROGRESS)
-    clock[0] -= 86_400
-    await worker.tick()
-    await asyncio.sleep(0.1)
-    assert (await folder.store.load_batch(batch.id)).status is BatchStatus.IN_PROGRESS
-    clock[0] += 3 * 86_400
-    await eventually(lambda: batch.id not in worker.states)
-    ended = await folder.store.load_batch(batch.id)
-    assert (ended.status, ended.completed, ended.failed) == (BatchStatus.EXPIRED, 0, 0)
-    assert ended.times["expired_at"] == int(clock[0])
-    await worker.stop()
-    await folder.close()
+    async with batch_worker(tmp_path, held, clock=lambda: clock[0]) as worker:
+        await worker.start()
+        batch = await add_batch(worker._folder, jsonl([line(i) for i in range(5)]))
+        worker.added(batch)
+        await eventually(lambda: worker.states.get(batch.id) is BatchStatus.IN_PROGRESS)
+        clock[0] -= 86_400
+        await worker.tick()
+        await asyncio.sleep(0.1)
+        assert (await worker._store.load_batch(batch.id)).status is BatchStatus.IN_PROGRESS
+        clock[0] += 3 * 86_400
+        await eventually(lambda: batch.id not in worker.states)
+        ended = await worker._store.load_batch(batch.id)
+        assert (ended.status, ended.completed, ended.failed) == (BatchStatus.EXPIRED, 0, 0)
+        assert ended.times["expired_at"] == int(clock[0])
 
 
 # ---- many jobs
@@ -476,23 +443,19 @@ async def test_no_job_starves_and_memory_is_bounded(tmp_path: Path) -> None:
         ended.append(body["prompt"].split()[0])
         return LineAnswer(200, {})
 
-    folder = await open_folder(tmp_path)
-    limits = BatchLimits(window_lines=16, retry_seconds=0.01)
-    worker = make_worker(folder, limits, count)
-    urgent = await add_batch(folder, jsonl([line(i, prompt=f"urgent {i}") for i in range(400)]), 10**10, 10)
-    others = [
-        await add_batch(folder, jsonl([line(i, prompt=f"job-{n} {i}") for i in range(4)]), 10**10, 1000)
-        for n in range(10)
-    ]
-    await worker.start()
-    await eventually(lambda: not worker.states)
-    assert {(await folder.store.load_batch(b.id)).status for b in [urgent, *others]} == {BatchStatus.COMPLETED}
+    async with batch_worker(tmp_path, count, BatchLimits(window_lines=16, retry_seconds=0.01)) as worker:
+        jobs = [("urgent", 400, 10), *((f"job-{n}", 4, 1000) for n in range(10))]
+        batches = [
+            await add_batch(worker._folder, jsonl([line(i, prompt=f"{name} {i}") for i in range(size)]), 10**10, window)
+            for name, size, window in jobs
+        ]
+        await worker.start()
+        await eventually(lambda: not worker.states)
+        assert {(await worker._store.load_batch(b.id)).status for b in batches} == {BatchStatus.COMPLETED}
     assert most <= 16
     last_of_others = max(i for i, name in enumerate(ended) if name != "urgent")
     assert ended[last_of_others + 1 :].count("urgent") > 100, "the others did not wait for the urgent one"
     assert ended[: last_of_others + 1].count("urgent") >= 4, "and it had as much of the window as each of them"
-    await worker.stop()
-    await folder.close()
 
 
 async def test_lines_are_fed_in_groups_of_equal_prefixes(tokenizer: Tokenizer, tmp_path: Path) -> None:
@@ -691,28 +654,24 @@ def readers(path: Path) -> list[str]:
 
 async def test_a_stop_ends_a_validation(tmp_path: Path) -> None:
     """Here it reads from a pipe that nobody writes to: the process ends with the server, and the batch begins anew."""
-    folder = await open_folder(tmp_path)
     content = jsonl([line(1)])
-    batch = await add_batch(folder, content, now=1000, window=1000)
-    path = folder.file_path(batch.input_file_id)
-    path.unlink()
-    os.mkfifo(path)
-    held = os.open(path, os.O_RDWR)  # else it could not even be opened
-    worker = make_worker(folder, FAST, answer, lambda: 1000.0)
-    await worker.start()
-    await eventually(lambda: readers(path))
-    await asyncio.wait_for(worker.stop(), 10)
+    async with batch_worker(tmp_path, clock=lambda: 1000.0) as worker:
+        batch = await add_batch(worker._folder, content, now=1000, window=1000)
+        path = worker._folder.file_path(batch.input_file_id)
+        path.unlink()
+        os.mkfifo(path)
+        held = os.open(path, os.O_RDWR)  # else it could not even be opened
+        await worker.start()
+        await eventually(lambda: readers(path))
     await eventually(lambda: not readers(path))
-    assert (await folder.store.load_batch(batch.id)).status is BatchStatus.VALIDATING
     os.close(held)
     path.unlink()
     path.write_bytes(content)
-    again = make_worker(folder, FAST, answer, lambda: 1000.0)
-    await again.start()
-    await eventually(lambda: not again.states)
-    assert (await folder.store.load_batch(batch.id)).status is BatchStatus.COMPLETED
-    await again.stop()
-    await folder.close()
+    async with batch_worker(tmp_path, clock=lambda: 1000.0) as again:
+        assert (await again._store.load_batch(batch.id)).status is BatchStatus.VALIDATING
+        await again.start()
+        await eventually(lambda: not again.states)
+        assert (await again._store.load_batch(batch.id)).status is BatchStatus.COMPLETED
 
 
 # ---- cancelling in every state
@@ -735,18 +694,15 @@ async def test_cancelling_under_validation_gives_every_line_its_row(tokenizer: T
 
 async def test_a_window_that_closes_under_validation(tmp_path: Path) -> None:
     clock = [1000.0]
-    folder = await open_folder(tmp_path)
-    worker = make_worker(folder, FAST, answer, lambda: clock[0])
-    await worker.start()
-    async with worker._finisher._turn:
-        batch = await add_batch(folder, jsonl([line(i) for i in range(5)]), now=1000, window=10)
-        worker.added(batch)
-        clock[0] = 1010.0
-    await eventually(lambda: not worker.states)
-    ended = await folder.store.load_batch(batch.id)
-    assert (ended.status, ended.total, ended.completed, ended.failed) == (BatchStatus.EXPIRED, 5, 0, 0)
-    await worker.stop()
-    await folder.close()
+    async with batch_worker(tmp_path, clock=lambda: clock[0]) as worker:
+        await worker.start()
+        async with worker._finisher._turn:
+            batch = await add_batch(worker._folder, jsonl([line(i) for i in range(5)]), now=1000, window=10)
+            worker.added(batch)
+            clock[0] = 1010.0
+        await eventually(lambda: not worker.states)
+        ended = await worker._store.load_batch(batch.id)
+        assert (ended.status, ended.total, ended.completed, ended.failed) == (BatchStatus.EXPIRED, 5, 0, 0)
 
 
 async def test_cancelling_while_finalizing_comes_too_late(tokenizer: Tokenizer, tmp_path: Path) -> None:
@@ -767,7 +723,7 @@ async def test_many_batches_cost_no_memory_by_the_line(tokenizer: Tokenizer, tmp
         content = jsonl([line(i) for i in range(40)])
         file = await upload(client, content)
         for _ in range(40):
-            await client.batches.create(input_file_id=file.id, endpoint="/v1/completions", completion_window="24h")
+            await create(client, file.id)
         worker = served.app.state.batches.jobs
         await eventually(lambda: len(worker._jobs) == 40)
         await served.engine.wait_for_event("add", 16)
@@ -783,28 +739,25 @@ async def test_a_queued_batch_costs_the_same_whatever_its_length(tmp_path: Path)
         await gate.wait()
         return LineAnswer(200, {})
 
-    async def held_bytes(lines: int, batches: int = 25) -> int:
-        folder = await open_folder(tmp_path / str(lines))
-        worker = make_worker(folder, BatchLimits(window_lines=8), held)
-        await worker.start()
-        file = await add_file(folder, jsonl([line(i) for i in range(lines)]))
-        tracemalloc.start()
-        for _ in range(batches):
-            batch = BatchJob(new_batch_id(), "", "/v1/completions", file.id, "24h", 1, 2**40)
-            worker.added(await folder.store.create_batch(batch))
-        await eventually(lambda: len(worker._jobs) == batches and worker._window.lines == 8)
-        await eventually(lambda: all(job.lengths is not None for job in worker._jobs.values()))
-        gc.collect()
-        size, _ = tracemalloc.get_traced_memory()
-        tracemalloc.stop()
-        assert sum(len(job.running) + len(job.retry) + job.unwritten for job in worker._jobs.values()) == 8
-        await worker.stop()
-        await folder.close()
+    async def held_bytes(lines: int, batches: int = 10) -> int:
+        async with batch_worker(tmp_path / str(lines), held, BatchLimits(window_lines=8)) as worker:
+            await worker.start()
+            file = await add_file(worker._folder, jsonl([line(i) for i in range(lines)]))
+            tracemalloc.start()
+            for _ in range(batches):
+                batch = BatchJob(new_batch_id(), "", "/v1/completions", file.id, "24h", 1, 2**40)
+                worker.added(await worker._store.create_batch(batch))
+            await eventually(lambda: len(worker._jobs) == batches and worker._window.lines == 8)
+            await eventually(lambda: all(job.lengths is not None for job in worker._jobs.values()))
+            gc.collect()
+            size, _ = tracemalloc.get_traced_memory()
+            tracemalloc.stop()
+            assert sum(len(job.running) + len(job.retry) + job.unwritten for job in worker._jobs.values()) == 8
         return size
 
     short, long = await held_bytes(20), await held_bytes(2000)
-    assert long < short + 25 * 2000 * 8, "less than a pointer per line"
-    assert long / 25 < 64 * 1024
+    assert long < short + 10 * 2000 * 8, "less than a pointer per line"
+    assert long / 10 < 64 * 1024
 
 
 # ---- beside model steps

@@ -14,6 +14,7 @@ from batch_tools import (
     batch_server,
     check_ended,
     client_of,
+    create,
     jsonl,
     keys_of,
     leftovers,
@@ -60,9 +61,7 @@ async def test_from_upload_to_results(ready: Ready, tmp_path: Path, endpoint: st
     lines = [line(i, endpoint) for i in range(10)]
     file = await upload(client, jsonl(lines))
     check_types(file)
-    created = await client.batches.create(
-        input_file_id=file.id, endpoint=endpoint, completion_window="24h", metadata={"a": "b"},  # type: ignore[arg-type]
-    )  # fmt: skip
+    created = await create(client, file.id, endpoint=endpoint, metadata={"a": "b"})
     check_types(created)
     assert created.status == "validating" and created.metadata == {"a": "b"} and created.usage is None
     assert created.expires_at == created.created_at + 86400
@@ -197,9 +196,7 @@ async def test_the_results_of_a_batch_are_no_input(ready: Ready) -> None:
     _, client = ready
     first = await until(client, (await submit(client, jsonl([line(1)]))).id)
     with pytest.raises(openai.BadRequestError) as caught:
-        await client.batches.create(
-            input_file_id=first.output_file_id, endpoint="/v1/completions", completion_window="24h"
-        )
+        await create(client, first.output_file_id)
     assert caught.value.param == "input_file_id"
 
 
@@ -207,7 +204,7 @@ async def test_the_results_of_a_batch_are_no_input(ready: Ready) -> None:
 async def test_an_input_that_does_not_exist_is_a_404(ready: Ready, file_id: str) -> None:
     _, client = ready
     with pytest.raises(openai.NotFoundError) as caught:
-        await client.batches.create(input_file_id=file_id, endpoint="/v1/completions", completion_window="24h")
+        await create(client, file_id)
     assert caught.value.param == "input_file_id"  # type: ignore[attr-defined]
 
 
@@ -237,16 +234,13 @@ async def test_an_idempotency_key_makes_one_batch(ready: Ready) -> None:
     _, client = ready
     file = await upload(client, jsonl([line(1)]))
 
-    async def create(key: str, window: str = "24h") -> Any:
-        headers = {"Idempotency-Key": key}
-        return await client.batches.create(
-            input_file_id=file.id, endpoint="/v1/completions", completion_window=window, extra_headers=headers  # type: ignore[arg-type]
-        )  # fmt: skip
+    async def keyed(key: str, **fields: Any) -> Any:
+        return await create(client, file.id, extra_headers={"Idempotency-Key": key}, **fields)
 
-    first = await create("a")
-    assert (await create("a")).id == first.id and (await create("b")).id != first.id
+    first = await keyed("a")
+    assert (await keyed("a")).id == first.id and (await keyed("b")).id != first.id
     with pytest.raises(openai.BadRequestError, match="idempotency"):
-        await create("a", "12h")
+        await keyed("a", completion_window="12h")
     assert len((await client.batches.list()).data) == 2
 
 
@@ -482,9 +476,7 @@ async def test_tenants_do_not_see_each_other(tokenizer: Tokenizer, tmp_path: Pat
                 answers.append(caught.value.response.text)
             assert answers[0] == answers[1]
         with pytest.raises(openai.NotFoundError):
-            await b.batches.create(
-                input_file_id=batch.input_file_id, endpoint="/v1/completions", completion_window="24h"
-            )
+            await create(b, batch.input_file_id)
         with pytest.raises(openai.BadRequestError):
             await b.batches.list(after=batch.id)
         other = await until(b, (await submit(b, jsonl([line(1)]))).id)

@@ -14,18 +14,17 @@ from typing import Any
 import httpx
 import pytest
 from batch_tools import (
+    add_batch,
     batch_server,
+    batch_worker,
     check_ended,
     eventually,
     jsonl,
     line,
-    make_worker,
-    open_folder,
     rows_of,
     submit,
     until,
 )
-from test_batch_worker import add_batch
 
 from engine.errors import (
     ConfigError,
@@ -137,20 +136,28 @@ class Engine:
 
 @asynccontextmanager
 async def running(
-    root: Path, engine: Engine, *sizes: int, limits: BatchLimits = QUICK
+    root: Path, engine: Engine, *sizes: int, limits: BatchLimits = QUICK, fails: Raises = lambda _: None
 ) -> AsyncIterator[tuple[BatchWorker, list[BatchJob]]]:
-    folder = await open_folder(root)
-    worker = make_worker(folder, limits, engine.run)
-    batches, first = [], 0
-    for size in sizes:
-        batches.append(await add_batch(folder, jsonl(line(i) for i in range(first, first + size)), 10**10, 1000))
-        first += size
-    await worker.start()
-    try:
+    """A worker that has been started with batches of these sizes.
+
+    `fails`: the failure, or None, when results of the batch with this number are to be stored."""
+    batches, first = list[BatchJob](), 0
+    async with batch_worker(root, engine.run, limits) as worker:
+        for size in sizes:
+            lines = jsonl(line(i) for i in range(first, first + size))
+            batches.append(await add_batch(worker._folder, lines, 10**10, 1000))
+            first += size
+        add_results = worker._store.add_results
+
+        async def store(batch_id: str, *args: Any) -> Any:
+            error = fails([batch.id for batch in batches].index(batch_id))
+            if error is not None:
+                raise error
+            return await add_results(batch_id, *args)
+
+        worker._store.add_results = store  # type: ignore[method-assign]
+        await worker.start()
         yield worker, batches
-    finally:
-        await worker.stop()
-        await folder.close()
 
 
 async def counts(worker: BatchWorker, batch: BatchJob) -> tuple[BatchStatus, int, int]:
@@ -267,112 +274,59 @@ async def test_a_line_too_large_for_the_room_waits_for_it(tmp_path: Path) -> Non
             raise QueueFullError("x", retry_after=0.01)
         return LineAnswer(200, {})
 
-    folder = await open_folder(tmp_path)
-    large = await add_batch(folder, jsonl([line(0, prompt="x" * 250)]), 10**10, 1000)
-    small = await add_batch(folder, jsonl([line(1, prompt="small")]), 10**10, 1000)
-    worker = make_worker(folder, BatchLimits(retry_seconds=1e-6, window_lines=8, window_bytes=300), run)
-    await worker.start()
-    await eventually(lambda: not fails and begun.is_set() and worker._window.lines == 1)
-    await asyncio.sleep(0.05)
-    release.set()
-    await eventually(lambda: not worker.states)
-    for batch in (small, large):
-        assert await counts(worker, batch) == (BatchStatus.COMPLETED, 1, 0)
-    await worker.stop()
-    await folder.close()
+    limits = BatchLimits(retry_seconds=1e-6, window_lines=8, window_bytes=300)
+    async with batch_worker(tmp_path, run, limits) as worker:
+        prompts = "x" * 250, "small"
+        batches = [await add_batch(worker._folder, jsonl([line(0, prompt=each)]), 10**10, 1000) for each in prompts]
+        await worker.start()
+        await eventually(lambda: not fails and begun.is_set() and worker._window.lines == 1)
+        await asyncio.sleep(0.05)
+        release.set()
+        await eventually(lambda: not worker.states)
+        for batch in batches:
+            assert await counts(worker, batch) == (BatchStatus.COMPLETED, 1, 0)
 
 
-class StoreFaults:
-    """Takes the place of a store's `add_results`: raises `errors`, one at each call, and after them works again."""
-
-    def __init__(self, worker: BatchWorker, errors: list[Exception]) -> None:
-        self.work, self.errors = worker._store.add_results, errors
-
-    async def __call__(self, *args: Any) -> Any:
-        if self.errors:
-            raise self.errors.pop()
-        return await self.work(*args)
-
-
-async def started(root: Path, engine: Engine, limits: BatchLimits, *sizes: int) -> tuple[BatchWorker, list[BatchJob]]:
-    folder = await open_folder(root)
-    worker = make_worker(folder, limits, engine.run)
-    return worker, [
-        await add_batch(folder, jsonl(line(i) for i in range(1000 * n, 1000 * n + size)), 10**10, 1000)
-        for n, size in enumerate(sizes)
-    ]
-
-
-async def test_results_that_cannot_be_stored_are_not_computed_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_results_that_cannot_be_stored_are_not_computed_again(tmp_path: Path) -> None:
     engine, limits = Engine(lambda number: None), replace(QUICK, window_lines=1000)
-    worker, (batch,) = await started(tmp_path, engine, limits, 100)
     errors: list[Exception] = [DatabaseError("malformed"), MemoryError(), KeyError("x"), DatabaseError("malformed")]
-    monkeypatch.setattr(worker._store, "add_results", StoreFaults(worker, errors))
-    await worker.start()
-    await eventually(lambda: not worker.states)
-    assert not errors and await counts(worker, batch) == (BatchStatus.COMPLETED, 100, 0)
-    assert set(engine.runs.values()) == {1} and worker.trouble() is None
-    assert not worker._window.lines and not worker._window.bytes
-    await worker.stop()
-    await worker._folder.close()
+    fails: Raises = lambda _: errors.pop() if errors else None  # noqa: E731
+    async with running(tmp_path, engine, 100, limits=limits, fails=fails) as (worker, (batch,)):
+        await eventually(lambda: not worker.states)
+        assert not errors and await counts(worker, batch) == (BatchStatus.COMPLETED, 100, 0)
+        assert set(engine.runs.values()) == {1} and worker.trouble() is None
+        assert not worker._window.lines and not worker._window.bytes
 
 
-async def test_one_batch_whose_results_cannot_be_stored_leaves_room_to_others(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    engine, limits = Engine(lambda number: None), replace(QUICK, window_lines=16)
-    worker, (bad, good) = await started(tmp_path, engine, limits, 60, 60)
-    add_results, broken = worker._store.add_results, [True]
-
-    async def fails(batch_id: str, *args: Any) -> Any:
-        if batch_id == bad.id and broken[0]:
-            raise DatabaseError("malformed")
-        return await add_results(batch_id, *args)
-
-    monkeypatch.setattr(worker._store, "add_results", fails)
-    await worker.start()
-    await eventually(lambda: good.id not in worker.states)
-    assert await counts(worker, good) == (BatchStatus.COMPLETED, 60, 0)
-    assert sum(engine.runs[number] for number in range(60)) <= limits.window_lines
-    broken[0] = False
-    await eventually(lambda: not worker.states)
-    assert await counts(worker, bad) == (BatchStatus.COMPLETED, 60, 0)
-    assert sum(engine.runs[number] for number in range(60)) <= 60 + limits.window_lines
-    await worker.stop()
-    await worker._folder.close()
+async def test_one_batch_whose_results_cannot_be_stored_leaves_room_to_others(tmp_path: Path) -> None:
+    engine, limits, broken = Engine(lambda number: None), replace(QUICK, window_lines=16), {0}
+    fails: Raises = lambda number: DatabaseError("malformed") if number in broken else None  # noqa: E731
+    async with running(tmp_path, engine, 60, 60, limits=limits, fails=fails) as (worker, (bad, good)):
+        await eventually(lambda: good.id not in worker.states)
+        assert await counts(worker, good) == (BatchStatus.COMPLETED, 60, 0)
+        assert sum(engine.runs[number] for number in range(60)) <= limits.window_lines
+        broken.clear()
+        await eventually(lambda: not worker.states)
+        assert await counts(worker, bad) == (BatchStatus.COMPLETED, 60, 0)
+        assert sum(engine.runs[number] for number in range(60)) <= 60 + limits.window_lines
 
 
 @pytest.mark.parametrize("end", ["stop", "cancel"])
-async def test_results_that_cannot_be_stored_do_not_hold_up_an_end(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: str
-) -> None:
+async def test_results_that_cannot_be_stored_do_not_hold_up_an_end(tmp_path: Path, end: str) -> None:
     engine, limits = Engine(lambda number: None), BatchLimits(retry_seconds=1e6)
-    worker, (batch,) = await started(tmp_path, engine, limits, 10)
-
-    async def fails(*_: Any) -> Any:
-        raise DatabaseError("malformed")
-
-    with monkeypatch.context() as patched:
-        patched.setattr(worker._store, "add_results", fails)
-        await worker.start()
+    fails: Raises = lambda _: DatabaseError("malformed")  # noqa: E731
+    async with running(tmp_path, engine, 10, limits=limits, fails=fails) as (worker, (batch,)):
         await eventually(lambda: worker.trouble() is not None)
-        if end == "stop":
-            await worker.stop()
-        else:
+        if end == "cancel":
             cancelling = await worker._store.cancel_batch("", batch.id, 1)
             assert cancelling is not None
             worker.cancelled(cancelling)
             await eventually(lambda: not worker.states)
-    if end == "stop":
-        worker = make_worker(worker._folder, QUICK, engine.run)
-        await worker.start()
-        await eventually(lambda: not worker.states)
-    status = BatchStatus.COMPLETED if end == "stop" else BatchStatus.CANCELLED
-    assert (await counts(worker, batch))[0] is status
-    await worker.stop()
-    await worker._folder.close()
+    async with batch_worker(tmp_path, engine.run, QUICK) as again:
+        await again.start()
+        await eventually(lambda: not again.states)
+        status = BatchStatus.COMPLETED if end == "stop" else BatchStatus.CANCELLED
+        assert (await counts(again, batch))[0] is status
 
 
 async def test_ready_and_metrics_tell_of_a_bug(

@@ -90,45 +90,37 @@ def test_one_file_of_any_name_is_a_checkpoint(checkpoint: Path) -> None:
     assert torch.equal(first_layer_logits(checkpoint), first_layer_logits(tiny_models.model_folder("llama-gqa2")))
 
 
-def test_tensors_of_the_model_without_its_head_are_found(tmp_path: Path) -> None:
-    """OPT checkpoints exist with and without the outer `model.`."""
-    folder = Path(shutil.copytree(tiny_models.model_folder("opt"), tmp_path / "model"))
-    expected = first_layer_logits(folder)
-
-    def strip(tensors: dict[str, Tensor]) -> None:
-        for name in list(tensors):
-            tensors[name.removeprefix("model.")] = tensors.pop(name)
-
-    rewrite(folder, strip)
-    assert torch.equal(first_layer_logits(folder), expected)
+def strip_model(tensors: dict[str, Tensor]) -> None:
+    for name in list(tensors):
+        tensors[name.removeprefix("model.")] = tensors.pop(name)
 
 
-def test_the_older_name_of_the_neox_head(tmp_path: Path) -> None:
-    folder = Path(shutil.copytree(tiny_models.model_folder("neox"), tmp_path / "model"))
-    expected = first_layer_logits(folder)
-    stored = load_file(folder / "model.safetensors")
-    (head,) = [name for name in stored if name in ("lm_head.weight", "embed_out.weight")]
+def rename_head(tensors: dict[str, Tensor]) -> None:
+    (head,) = [name for name in tensors if name in ("lm_head.weight", "embed_out.weight")]
     other = {"lm_head.weight": "embed_out.weight", "embed_out.weight": "lm_head.weight"}[head]
-    rewrite(folder, lambda tensors: tensors.update({other: tensors.pop(head)}))
-    assert torch.equal(first_layer_logits(folder), expected)
+    tensors[other] = tensors.pop(head)
 
 
-def test_buffers_of_old_exporters_are_ignored(tmp_path: Path) -> None:
-    folder = Path(shutil.copytree(tiny_models.model_folder("neox"), tmp_path / "model"))
+BUFFERS = {
+    "gpt_neox.layers.0.attention.bias": torch.ones(1, 1, 4, 4, dtype=torch.bool),
+    "gpt_neox.layers.0.attention.masked_bias": torch.tensor(-1e9),
+    "gpt_neox.layers.0.attention.rotary_emb.inv_freq": torch.ones(2),
+}
+SAME: dict[str, tuple[str, Callable[[dict[str, Tensor]], None]]] = {
+    "without the outer `model.`": ("opt", strip_model),
+    "another name of the head": ("neox", rename_head),
+    "buffers of old exporters": ("neox", lambda tensors: tensors.update(BUFFERS)),
+    "a tied head": ("llama-mha-tied", lambda tensors: tensors.update({"lm_head.weight": torch.zeros(97, 64)})),
+}
+
+
+@pytest.mark.parametrize(("name", "change"), SAME.values(), ids=SAME)
+def test_forms_of_a_checkpoint_give_the_same_model(
+    name: str, change: Callable[[dict[str, Tensor]], None], tmp_path: Path
+) -> None:
+    folder = Path(shutil.copytree(tiny_models.model_folder(name), tmp_path / "model"))
     expected = first_layer_logits(folder)
-    inert = {
-        "gpt_neox.layers.0.attention.bias": torch.ones(1, 1, 4, 4, dtype=torch.bool),
-        "gpt_neox.layers.0.attention.masked_bias": torch.tensor(-1e9),
-        "gpt_neox.layers.0.attention.rotary_emb.inv_freq": torch.ones(2),
-    }
-    rewrite(folder, lambda tensors: tensors.update(inert))
-    assert torch.equal(first_layer_logits(folder), expected)
-
-
-def test_a_tied_head_stored_twice_is_ignored(tmp_path: Path) -> None:
-    folder = Path(shutil.copytree(tiny_models.model_folder("llama-mha-tied"), tmp_path / "model"))
-    expected = first_layer_logits(folder)
-    rewrite(folder, lambda tensors: tensors.update({"lm_head.weight": torch.zeros(97, 64)}))
+    rewrite(folder, change)
     assert torch.equal(first_layer_logits(folder), expected)
 
 
@@ -193,52 +185,56 @@ def test_end_tokens_of_the_generation_config(checkpoint: Path) -> None:
     assert load_spec(checkpoint).eos_token_ids == {2, 5, 6}
 
 
-def test_missing_tensor(checkpoint: Path) -> None:
-    rewrite(checkpoint, without("model.layers.1.mlp.up_proj.weight"))
-    assert "lacks tensor model.layers.1.mlp.up_proj.weight [88, 64]" in refusal(checkpoint)
+def adding(tensors: dict[str, Tensor]) -> Callable[[Path], None]:
+    """Add tensors to the file, or replace them."""
+    return lambda folder: rewrite(folder, lambda stored: stored.update(tensors))
 
 
-def test_missing_head_of_an_untied_model(checkpoint: Path) -> None:
-    rewrite(checkpoint, without("lm_head.weight"))
-    assert "lacks tensor lm_head.weight" in refusal(checkpoint)
+def cut_file(folder: Path) -> None:
+    content = (folder / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").write_bytes(content[: len(content) // 2])
 
 
-def test_wrong_shape(checkpoint: Path) -> None:
-    rewrite(checkpoint, lambda tensors: tensors.update({"model.layers.0.self_attn.k_proj.weight": torch.zeros(8, 64)}))
-    message = refusal(checkpoint)
-    assert "model.layers.0.self_attn.k_proj.weight is [8, 64], config.json implies [32, 64]" in message
+def store_twice(folder: Path) -> None:
+    (folder / "model.safetensors").rename(folder / "a.safetensors")
+    save_file({"model.norm.weight": torch.ones(64)}, folder / "b.safetensors")
 
 
-def test_tensors_left_over(checkpoint: Path) -> None:
-    rewrite(checkpoint, lambda tensors: tensors.update({f"model.layers.{i}.odd": torch.zeros(1) for i in range(5)}))
-    message = refusal(checkpoint)
-    assert "does not use: model.layers.0.odd, model.layers.1.odd, model.layers.2.odd and 2 more" in message
+BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
+    "missing tensor": (
+        lambda folder: rewrite(folder, without("model.layers.1.mlp.up_proj.weight")),
+        "lacks tensor model.layers.1.mlp.up_proj.weight [88, 64]",
+    ),
+    "missing head": (lambda folder: rewrite(folder, without("lm_head.weight")), "lacks tensor lm_head.weight"),
+    "wrong shape": (
+        adding({"model.layers.0.self_attn.k_proj.weight": torch.zeros(8, 64)}),
+        "model.layers.0.self_attn.k_proj.weight is [8, 64], config.json implies [32, 64]",
+    ),
+    "tensors left over": (
+        adding({f"model.layers.{i}.odd": torch.zeros(1) for i in range(5)}),
+        "does not use: model.layers.0.odd, model.layers.1.odd, model.layers.2.odd and 2 more",
+    ),
+    "a bias that the config does not announce": (
+        adding({"model.layers.0.self_attn.q_proj.bias": torch.zeros(64)}),
+        "does not use: model.layers.0.self_attn.q_proj.bias",
+    ),
+    "quantized": (adding({"model.norm.weight": torch.ones(64, dtype=torch.int8)}), "model.norm.weight is of type int8"),
+    "pickled": (
+        lambda folder: (folder / "model.safetensors").rename(folder / "pytorch_model.bin"),
+        "pickled weights only (pytorch_model.bin)",
+    ),
+    "no weights": (lambda folder: (folder / "model.safetensors").unlink(), "has no *.safetensors file"),
+    "cut off": (cut_file, "is not a readable safetensors file"),
+    "stored twice": (store_twice, "tensor model.norm.weight is in a.safetensors and in b.safetensors"),
+}
 
 
-def test_biases_that_the_config_does_not_announce_are_an_error(checkpoint: Path) -> None:
-    rewrite(checkpoint, lambda tensors: tensors.update({"model.layers.0.self_attn.q_proj.bias": torch.zeros(64)}))
-    assert "does not use: model.layers.0.self_attn.q_proj.bias" in refusal(checkpoint)
-
-
-def test_quantized_tensor(checkpoint: Path) -> None:
-    rewrite(checkpoint, lambda tensors: tensors.update({"model.norm.weight": torch.ones(64, dtype=torch.int8)}))
-    assert "model.norm.weight is of type int8" in refusal(checkpoint)
-
-
-def test_pickled_weights_only(checkpoint: Path) -> None:
-    (checkpoint / "model.safetensors").rename(checkpoint / "pytorch_model.bin")
-    assert "pickled weights only (pytorch_model.bin)" in refusal(checkpoint)
-
-
-def test_no_weights(checkpoint: Path) -> None:
-    (checkpoint / "model.safetensors").unlink()
-    assert "has no *.safetensors file" in refusal(checkpoint)
-
-
-def test_damaged_file(checkpoint: Path) -> None:
-    content = (checkpoint / "model.safetensors").read_bytes()
-    (checkpoint / "model.safetensors").write_bytes(content[: len(content) // 2])
-    assert "is not a readable safetensors file" in refusal(checkpoint)
+@pytest.mark.parametrize(("damage", "message"), BROKEN.values(), ids=BROKEN)
+def test_a_broken_checkpoint_is_one_clear_line(
+    damage: Callable[[Path], object], message: str, checkpoint: Path
+) -> None:
+    damage(checkpoint)
+    assert message in refusal(checkpoint)
 
 
 def test_missing_shard(tmp_path: Path) -> None:
@@ -253,12 +249,6 @@ def test_missing_shard(tmp_path: Path) -> None:
 def test_unreadable_index(checkpoint: Path, text: str) -> None:
     (checkpoint / "model.safetensors.index.json").write_text(text)
     assert "is not a readable safetensors index" in refusal(checkpoint)
-
-
-def test_one_tensor_in_two_files(checkpoint: Path) -> None:
-    (checkpoint / "model.safetensors").rename(checkpoint / "a.safetensors")
-    save_file({"model.norm.weight": torch.ones(64)}, checkpoint / "b.safetensors")
-    assert "tensor model.norm.weight is in a.safetensors and in b.safetensors" in refusal(checkpoint)
 
 
 def test_unknown_type(checkpoint: Path) -> None:
