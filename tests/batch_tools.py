@@ -166,7 +166,7 @@ async def batch_worker(
 ) -> AsyncIterator[BatchWorker]:
     """A worker on a state folder, without a server, that is still to be started. It stops with the block."""
     folder = await open_folder(root)
-    worker = BatchWorker(folder, limits, run, clock)
+    worker = make_worker(folder, limits, run, clock)
     try:
         yield worker
     finally:
