@@ -7,17 +7,22 @@ the logits.
 
 import math
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
+from devices import device_of
 from fakes.runner import FakeRunner
 from integrity import check_pool
+from native_build import native
 
-from benchmarks.gpu import twins
 from engine.api import SamplingParams
+from engine.arrays import IntArray
 from engine.cache.blocks import CacheAction, CacheBlock, CacheEntry, CacheKind, CacheOperation, Tier, extend_hashes
 from engine.cache.pool import BlockPool
 from engine.execution.cpu.device import TorchDevice
+from engine.execution.cpu.native.device import NativeDevice
+from engine.execution.cpu.native.model import NativeModel, Sampled
 from engine.execution.cuda.device import CudaDevice
 from engine.execution.runner import Runner
 from engine.limits import Limits
@@ -41,6 +46,29 @@ class RecordingDecoder(Decoder):
         return self.last
 
 
+class KeepingModel:
+    """A native model that keeps its logits where a driver looks for them."""
+
+    def __init__(self, model: NativeModel, decoder: RecordingDecoder) -> None:
+        self._model, self._decoder = model, decoder
+
+    def run(self, chunks: IntArray, *, logits: bool, **stage: Any) -> Sampled:
+        result = self._model.run(chunks, logits=True, **stage)
+        self._decoder.last = None if result.logits is None else result.logits.clone()
+        return Sampled(result.best, result.best_ids, result.logits if logits else None)
+
+
+def recording_device(backend: str, decoder: RecordingDecoder, limits: Limits, **options: Any) -> Any:
+    """Build a device of the backend; the logits of its steps are found by `HandDriver`."""
+    if backend == "torch":
+        return TorchDevice(decoder, limits, **options)
+    if backend == "cuda":
+        return device_of(backend, decoder.spec, decoder.weights, limits, **options)
+    device = NativeDevice(decoder, native(), limits, **options)
+    device._native = KeepingModel(device._native, decoder)  # type: ignore[assignment]
+    return device
+
+
 @dataclass(slots=True, eq=False)
 class Live:
     """One request; `row` is -1 while it is parked."""
@@ -61,7 +89,7 @@ class Live:
 
 
 class HandDriver:
-    """`kinds`: what new blocks may be; `calm`: nothing is ever parked or converted; `cuda`: the GPUs' runner."""
+    """`kinds`: what new blocks may be; `calm`: nothing is ever parked or converted."""
 
     def __init__(
         self,
@@ -73,7 +101,7 @@ class HandDriver:
         host_units: int = 0,
         scratch_blocks: int = 0,
         calm: bool = False,
-        cuda: bool = False,
+        backend: str = "torch",
     ) -> None:
         self.decoder = decoder
         self.rng = np.random.default_rng(seed)
@@ -81,15 +109,13 @@ class HandDriver:
         self.calm = calm
         self.scratch_blocks = scratch_blocks
         self.pool, self.host = BlockPool(num_units), BlockPool(host_units, Tier.HOST)
-        self.runner: Runner[TorchDevice] | Runner[CudaDevice] | FakeRunner
+        self.runner: Runner[Any] | FakeRunner
         limits = Limits(ROWS, 96, 128, num_units, BLOCK)
         tiers = {"scratch_blocks": scratch_blocks, "host_units": host_units}
         if decoder is None:
             self.runner = FakeRunner(block_size=BLOCK, vocab_size=VOCAB, **tiers)
-        elif cuda:
-            self.runner = Runner(CudaDevice(decoder.spec, decoder.weights, twins, limits, graphs=False, **tiers))
         else:
-            self.runner = Runner(TorchDevice(decoder, limits, **tiers))
+            self.runner = Runner(recording_device(backend, decoder, limits, **tiers))
         self.live: list[Live] = []
         self.free_rows = list(range(ROWS))
         self.released: list[int] = []

@@ -12,16 +12,8 @@ from engine.execution.rows import RowTable
 from engine.limits import Limits
 from engine.scheduling.output import AppendedEntries, Chunk, NewRequest, SchedulerOutput
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 LAYERS = 3
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    """Small tensors: on a busy machine threads would mostly wait for each other."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def table(num_rows: int, max_model_len: int, block_size: int) -> RowTable:

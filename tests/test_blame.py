@@ -142,11 +142,6 @@ def solo(request: EngineRequest) -> list[int]:
     return solo_tokens(list(request.prompt_token_ids), request.sampling, VOCAB)
 
 
-@pytest.fixture(params=[0, 1], ids=["depth0", "depth1"])
-def depth(request: pytest.FixtureRequest) -> int:
-    return int(request.param)
-
-
 @pytest.mark.parametrize("neighbours", [8, 64])
 @pytest.mark.parametrize("at", [0, 5, 9], ids=["at-once", "end-of-prompt", "in-mid-answer"])
 def test_one_poison_ends_nobody_else(depth: int, neighbours: int, at: int) -> None:

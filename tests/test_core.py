@@ -21,11 +21,6 @@ VOCAB = 50
 BLOCK = 4
 
 
-@pytest.fixture(params=[0, 1], ids=["depth0", "depth1"])
-def depth(request: pytest.FixtureRequest) -> int:
-    return int(request.param)
-
-
 def make_driver(
     depth: int, *, runner: FakeRunner | None = None, model: LatencyModel | None = None, **changes: Any
 ) -> Driver:

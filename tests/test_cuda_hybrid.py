@@ -10,55 +10,22 @@ import pytest
 import torch
 from cuda_engine import make_driver
 from driver import make_request
-from hand_driver import BLOCK, CPU, GREEDY, HandDriver
+from hand_driver import BLOCK, CPU, GREEDY
 from test_families import HYBRID_RUNS, check_hybrid, decoder_of
-from test_hybrid_cache import BOTH, CONFIGS, check_equal, hidden, host, kv, one_thread, prompts_of, start
-from test_hybrid_cache import decoder_of as rough_decoder
+from test_hybrid_cache import bare_runner, hidden, host, kv, start
 
 from benchmarks.gpu import twins
-from engine.cache.blocks import CacheAction, CacheKind, CacheOperation
-from engine.errors import ConfigError
+from engine.cache.blocks import CacheAction, CacheOperation
 from engine.execution.cuda import swap
 from engine.execution.cuda.buffers import StepInputs
-from engine.execution.cuda.device import CudaDevice
 from engine.execution.cuda.graphs import Graphs
 from engine.execution.cuda.swap import Swapper
 from engine.execution.lane import DeviceStream, Mark
 from engine.execution.pool import UnitPool
-from engine.execution.runner import Runner
-from engine.limits import Limits
 from engine.models.spec import hidden_state_refusal
 from engine.scheduling.output import Chunk, NewRequest, ReplacedEntry, SchedulerOutput
 
-__all__ = ["one_thread"]
-
-
-@pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("name", CONFIGS)
-def test_every_mix_equals_the_solo_run(name: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Against the CPU runner alone from KV; what is free, and all scratch, holds NaN. Projections in small pieces."""
-    monkeypatch.setattr("engine.execution.cuda.hidden.PIECE", 7)
-    monkeypatch.setattr(swap, "STAGING_BYTES", 1)
-    kinds = (CacheKind.KV,) if name == "gqa" else (BOTH, BOTH, (CacheKind.HIDDEN,))[seed]
-    scratch = 0 if name == "gqa" else 16 + 8 * (seed % 2)
-    driver = HandDriver(
-        rough_decoder(name),
-        seed,
-        kinds=kinds,
-        num_units=40 + 10 * seed,
-        host_units=60,
-        scratch_blocks=scratch,
-        cuda=True,
-    )
-    requests = []
-    for prompt in prompts_of(seed)[:6]:
-        requests.append(driver.add(prompt, 6))
-        driver.step()
-    driver.run()
-    for request in requests:
-        check_equal(name, request)
-    wanted = {"swap_out kv", "swap_in kv"} if name == "gqa" else {"restore hidden", "swap_out hidden", "swap_in hidden"}
-    assert driver.seen >= wanted
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.mark.parametrize(
@@ -89,23 +56,10 @@ def test_tokens_of_the_whole_engine_equal_transformers(
     assert replayed <= computed - from_hidden if scratch else replayed == computed
 
 
-def bare_runner(
-    name: str = "llama2", scratch_blocks: int = 4, host_units: int = 4, max_model_len: int = 32
-) -> Runner[CudaDevice]:
-    decoder = rough_decoder(name)
-    limits = Limits(4, 16, max_model_len, num_units=16, block_size=BLOCK)
-    return Runner(
-        CudaDevice(
-            decoder.spec, decoder.weights, twins, limits, graphs=False, scratch_blocks=scratch_blocks,
-            host_units=host_units,
-        )
-    )  # fmt: skip
-
-
 @functools.cache
 def expected_tokens(name: str = "llama2", count: int = 3) -> list[int]:
     """From KV, in one place."""
-    runner = bare_runner(name)
+    runner = bare_runner("cuda", name)
     tokens = [start(runner, kv(0, 1, 2, 3))]
     for step in range(1, count):
         tokens += runner.launch(SchedulerOutput(step, (Chunk(1, 5 + step, 1, True),)))().token_ids
@@ -114,7 +68,7 @@ def expected_tokens(name: str = "llama2", count: int = 3) -> list[int]:
 
 def test_a_unit_swapped_out_is_given_away_in_the_same_step() -> None:
     """To an operation, and to a chunk; what went out comes back in the next step, for another row."""
-    runner, (block,), (pair,) = bare_runner(), hidden(0), kv(2, 3)
+    runner, (block,), (pair,) = bare_runner("cuda"), hidden(0), kv(2, 3)
     first = start(runner, (block, pair))
     operations = (
         CacheOperation(CacheAction.SWAP_OUT, pair, host(pair, 0, 2)),
@@ -132,26 +86,12 @@ def test_a_unit_swapped_out_is_given_away_in_the_same_step() -> None:
     again = NewRequest(3, "r", (*prompt, first), 6, GREEDY, (*kv(6, 7), *kv(8, 9)))
     got = runner.launch(SchedulerOutput(2, (Chunk(3, 6, 1, True),), (again,), operations=back))().token_ids
     assert [first, *got] == expected_tokens()[:2]
-    alone = bare_runner()
+    alone = bare_runner("cuda")
     assert alone.launch(SchedulerOutput(0, (Chunk(2, 0, 3, True),), (other,)))().token_ids == other_token
 
 
-def test_replaced_blocks_are_read_where_they_lie_now() -> None:
-    runner = bare_runner()
-    tokens = [start(runner, hidden(0, 1))]
-    operations = (CacheOperation(CacheAction.RESTORE, *hidden(1), *kv(8, 9), BLOCK),)
-    replaced = (ReplacedEntry(1, 1, *kv(8, 9)),)
-    tokens += runner.launch(
-        SchedulerOutput(1, (Chunk(1, 6, 1, True),), replaced=replaced, operations=operations)
-    )().token_ids
-    runner.device.pool.units[1] = float("nan")
-    assert runner.device.rows.num_hidden[1] == 1
-    tokens += runner.launch(SchedulerOutput(2, (Chunk(1, 7, 1, True),)))().token_ids
-    assert tokens == expected_tokens()
-
-
 def test_the_last_block_may_reach_beyond_the_longest_context() -> None:
-    runner = bare_runner(max_model_len=7)
+    runner = bare_runner("cuda", max_model_len=7)
     first = start(runner, hidden(0, 1))
     operations = tuple(
         CacheOperation(CacheAction.RESTORE, source, target, start)
@@ -164,11 +104,11 @@ def test_the_last_block_may_reach_beyond_the_longest_context() -> None:
 
 def test_restores_at_one_position_do_not_meet() -> None:
     """Blocks of several requests, restored together, in any order."""
-    runner = bare_runner()
+    runner = bare_runner("cuda")
     start(runner, hidden(0, 1))
     new = NewRequest(2, "b", (3, 1, 4, 1, 5, 9), 6, GREEDY, hidden(2, 3))
     runner.launch(SchedulerOutput(1, (Chunk(2, 0, 6, True),), (new,)))()
-    plain = bare_runner()
+    plain = bare_runner("cuda")
     start(plain, kv(4, 5, 6, 7))
     plain.launch(SchedulerOutput(1, (Chunk(2, 0, 6, True),), (new._replace(entries=kv(8, 9, 10, 11)),)))()
     sources, targets, starts = hidden(3, 0, 1, 2), kv(10, 11, 4, 5, 6, 7, 8, 9), (BLOCK, 0, BLOCK, 0)
@@ -181,20 +121,6 @@ def test_restores_at_one_position_do_not_meet() -> None:
         cells = BLOCK if unit in {4, 5, 8, 9} else 2
         got, expected = (each.device.pool.units[unit].view(3, BLOCK, -1)[:, :cells] for each in (runner, plain))
         torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
-
-
-def test_what_was_not_made_room_for_is_refused() -> None:
-    with pytest.raises(ConfigError, match="exceeds the"):
-        bare_runner("gqa")
-    with pytest.raises(AssertionError, match="2 blocks of hidden state, scratch holds 1"):
-        start(bare_runner(scratch_blocks=1), hidden(0, 1))
-    with pytest.raises(AssertionError, match="has no scratch"):
-        start(bare_runner(scratch_blocks=0), hidden(0, 1))
-    out = CacheOperation(CacheAction.SWAP_OUT, *hidden(0), host(*hidden(0), 0))
-    with pytest.raises(AssertionError, match="has no host tier"):
-        bare_runner(host_units=0).launch(SchedulerOutput(0, (), operations=(out,)))()
-    with pytest.raises(AssertionError, match="on the device"):
-        start(bare_runner(), (*hidden(0), host(*hidden(1), 0)))
 
 
 # --- transfers beside the steps ----------------------------------------------------------------------------------

@@ -13,28 +13,20 @@ import pytest
 import tokenizer_folders
 import torch
 from batch_tools import jsonl, line, open_folder, results_of, submit, until
+from devices import BACKENDS, device_of, linear_of
 from driver import Driver, make_request
 from fake_engine import MODEL, FakeEngine, say, serve
-from native_build import native_library
 from test_tools import client_of
 from tiny_models import model_folder, reference_model
 from transformers import AutoModel
 
-from benchmarks.gpu import twins
 from engine.api import EngineRequest, FinishReason, RequestClass, SamplingParams
 from engine.build import build_engine, plan_launch
 from engine.config import EngineConfig
-from engine.execution.cpu.device import TorchDevice
-from engine.execution.cpu.native.device import NativeDevice
-from engine.execution.cpu.native.library import Level, Team
-from engine.execution.cpu.native.linear import Native
-from engine.execution.cuda.device import CudaDevice
 from engine.execution.runner import Runner
 from engine.forms import EmbeddingSpec, Pooling, read_embedding_spec
 from engine.limits import SchedulerConfig
 from engine.models.checkpoint import load_weights
-from engine.models.decoder import Decoder
-from engine.models.linear import make_linear
 from engine.models.spec import load_spec
 from engine.text.tokenizer import Tokenizer
 
@@ -42,12 +34,6 @@ pytestmark = pytest.mark.timeout(600)  # the first test may have to build the li
 BLOCK = 4
 CASES = ["llama-gqa2", "opt", "neox", "qwen3"]
 EMBED = SamplingParams(max_tokens=1, temperature=0.0)
-
-
-@functools.cache
-def native() -> Native:
-    library = native_library()
-    return Native(library, min(max(library.levels()), Level.AVX512), Team(library, 1))
 
 
 def make_driver(backend: str, case: str, num_blocks: int = 200, tokens: int = 24, **options: Any) -> Driver:
@@ -63,16 +49,8 @@ def make_driver(backend: str, case: str, num_blocks: int = 200, tokens: int = 24
         pipeline_depth=1 if backend == "cuda" else 0,
         **options,
     )
-    make = native().linear if backend == "native" else make_linear
-    weights = load_weights(spec, folder, dtype="float32", device="cpu", make=make)
-    runner: Runner[Any]
-    if backend == "cuda":
-        runner = Runner(CudaDevice(spec, weights, twins, config.limits, graphs=False))
-    elif backend == "native":
-        runner = Runner(NativeDevice(Decoder(spec, weights), native(), config.limits))
-    else:
-        runner = Runner(TorchDevice(Decoder(spec, weights), config.limits))
-    return Driver(runner, config)
+    weights = load_weights(spec, folder, dtype="float32", device="cpu", make=linear_of(backend))
+    return Driver(Runner(device_of(backend, spec, weights, config.limits)), config)
 
 
 def embed(name: str, ids: list[int], pooling: Pooling, kind: RequestClass = RequestClass.ONLINE) -> EngineRequest:
@@ -101,7 +79,7 @@ def texts(count: int, shared: int = 12) -> list[list[int]]:
     return [[*begin, *rng.integers(3, 90, 64).tolist()][:length] for length in lengths]
 
 
-@pytest.mark.parametrize("backend", ["torch", "native", "cuda"])
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("case", CASES)
 def test_vectors_equal_a_reference(backend: str, case: str) -> None:
     """Both poolings, in chunks, beside chats, in a pool that is too small, with prefixes that others have computed."""

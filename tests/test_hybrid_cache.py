@@ -1,10 +1,11 @@
-"""The hybrid cache on the real runner: whatever lies where, every request gives what it gives alone from KV."""
+"""The hybrid cache on the runner of every backend: each request gives what it gives alone from KV by torch."""
 
 import functools
 from typing import Any
 
 import pytest
 import torch
+from devices import BACKENDS, device_of
 from fakes.runner import FakeRunner, solo_tokens
 from hand_driver import BLOCK, CPU, GREEDY, VOCAB, HandDriver, Live, RecordingDecoder
 from test_offload import FakeTransport
@@ -13,7 +14,6 @@ from tiny_models import llama_config
 from engine.api import SamplingParams
 from engine.cache.blocks import CacheAction, CacheEntry, CacheKind, CacheOperation, Tier
 from engine.errors import ConfigError
-from engine.execution.cpu.device import TorchDevice
 from engine.execution.runner import Runner
 from engine.limits import Limits
 from engine.models.linear import make_linear
@@ -22,6 +22,7 @@ from engine.models.streaming import StreamedLayers, aligned
 from engine.models.weights import DummyTensors, Gather, build_weights, matrices
 from engine.scheduling.output import Chunk, ModelRunner, NewRequest, ReplacedEntry, SchedulerOutput
 
+pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.timeout(900)]  # the native library may be built first
 BOTH = (CacheKind.KV, CacheKind.HIDDEN)
 TIE = 1e-3
 MHA = {"num_key_value_heads": 4}
@@ -57,15 +58,6 @@ class RoughTensors(DummyTensors):
         if len(shape) == 1:
             tensor = tensor + 0.3 * torch.empty_like(tensor).normal_(generator=self._generator)
         return tensor
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    """Small tensors: on a busy machine threads would mostly wait for each other."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @functools.cache
@@ -106,10 +98,13 @@ def check_equal(name: str, request: Live) -> None:
             return
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize(("backend", "seed"), [(backend, seed) for backend in BACKENDS for seed in range(3)])
 @pytest.mark.parametrize("name", CONFIGS)
-def test_every_mix_equals_the_solo_run(name: str, seed: int) -> None:
-    """Kinds by block, conversions, swaps and parking at random moments, prefix hits, a pool that is often full."""
+def test_every_mix_equals_the_solo_run(name: str, backend: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kinds by block, conversions, swaps and parking at random moments, prefix hits, a pool that is often full. The
+    runner for CUDA projects and copies in small pieces."""
+    monkeypatch.setattr("engine.execution.cuda.hidden.PIECE", 7)
+    monkeypatch.setattr("engine.execution.cuda.swap.STAGING_BYTES", 1)
     kinds = (CacheKind.KV,) if name == "gqa" else (BOTH, BOTH, (CacheKind.HIDDEN,))[seed % 3]
     driver = HandDriver(
         decoder_of(name),
@@ -118,6 +113,7 @@ def test_every_mix_equals_the_solo_run(name: str, seed: int) -> None:
         num_units=40 + 10 * (seed % 3),
         host_units=60,
         scratch_blocks=0 if name == "gqa" else 16 + 8 * (seed % 2),
+        backend=backend,
     )
     requests = []
     for prompt in prompts_of(seed):
@@ -203,9 +199,15 @@ def host(entry: CacheEntry, *units: int) -> CacheEntry:
     return CacheEntry(entry.kind, Tier.HOST, units)
 
 
-def bare_runner(name: str = "llama2", scratch_blocks: int = 4, host_units: int = 4) -> Runner[TorchDevice]:
-    limits = Limits(4, 16, 32, num_units=16, block_size=BLOCK)
-    return Runner(TorchDevice(decoder_of(name), limits, scratch_blocks=scratch_blocks, host_units=host_units))
+def bare_runner(
+    backend: str = "torch", name: str = "llama2", scratch_blocks: int = 4, host_units: int = 4, max_model_len: int = 32
+) -> Runner[Any]:
+    decoder, limits = decoder_of(name), Limits(4, 16, max_model_len, num_units=16, block_size=BLOCK)
+    tiers = {"scratch_blocks": scratch_blocks, "host_units": host_units}
+    return Runner(device_of(backend, decoder.spec, decoder.weights, limits, **tiers))
+
+
+by_hand = pytest.mark.parametrize("backend", ["torch", "cuda"])
 
 
 PROMPT = (7, 11, 13, 17, 19, 23)
@@ -216,9 +218,10 @@ def start(runner: ModelRunner, entries: tuple[CacheEntry, ...]) -> int:
     return runner.launch(SchedulerOutput(0, (Chunk(1, 0, len(PROMPT), True),), (new,)))().token_ids[0]
 
 
-def test_restored_units_hold_what_kv_would_have_held() -> None:
+@by_hand
+def test_restored_units_hold_what_kv_would_have_held(backend: str) -> None:
     """A full block and one in its middle, at positions that are not the first."""
-    plain, mixed = bare_runner(), bare_runner()
+    plain, mixed = bare_runner(backend), bare_runner(backend)
     assert start(plain, kv(2, 3, 4, 5)) == start(mixed, hidden(0, 1))
     operations = [
         CacheOperation(CacheAction.RESTORE, source, target, BLOCK * index)
@@ -232,8 +235,9 @@ def test_restored_units_hold_what_kv_would_have_held() -> None:
     assert mixed.device.pool.units.isfinite().all()
 
 
-def test_replaced_blocks_are_read_where_they_lie_now() -> None:
-    plain, mixed = bare_runner(), bare_runner()
+@by_hand
+def test_replaced_blocks_are_read_where_they_lie_now(backend: str) -> None:
+    plain, mixed = bare_runner(backend), bare_runner(backend)
     start(plain, kv(2, 3, 4, 5))
     start(mixed, hidden(0, 1))
     operations = (CacheOperation(CacheAction.RESTORE, *hidden(1), *kv(8, 9), BLOCK),)
@@ -243,13 +247,15 @@ def test_replaced_blocks_are_read_where_they_lie_now() -> None:
     expected = plain.launch(SchedulerOutput(1, (Chunk(1, 6, 1, True),)))().token_ids
     assert mixed.launch(output)().token_ids == expected
     mixed.device.pool.units[1] = float("nan")
+    assert mixed.device.rows.num_hidden[1] == 1
     expected = plain.launch(SchedulerOutput(2, (Chunk(1, 7, 1, True),)))().token_ids
     assert mixed.launch(SchedulerOutput(2, (Chunk(1, 7, 1, True),)))().token_ids == expected
 
 
-def test_swaps_are_exact_copies_in_order() -> None:
+@by_hand
+def test_swaps_are_exact_copies_in_order(backend: str) -> None:
     """Out, in to other units, and restored there, all in one step."""
-    runner = bare_runner()
+    runner = bare_runner(backend)
     first = start(runner, (*hidden(0), *kv(2, 3)))
     before = runner.device.pool.units.clone()
     (block,), (pair,) = hidden(0), kv(2, 3)
@@ -270,16 +276,20 @@ def test_swaps_are_exact_copies_in_order() -> None:
     assert got.token_ids == alone.launch(SchedulerOutput(1, (Chunk(1, 6, 1, True),)))().token_ids
 
 
-def test_what_does_not_fit_the_scratch_is_refused() -> None:
-    runner = bare_runner(scratch_blocks=1)
+@by_hand
+def test_what_was_not_made_room_for_is_refused(backend: str) -> None:
+    with pytest.raises(ConfigError, match="exceeds the 32 values"):
+        bare_runner(backend, "gqa")
+    assert bare_runner(backend, "gqa", scratch_blocks=0).device.pool.scratch_blocks == 0
     with pytest.raises(AssertionError, match="2 blocks of hidden state, scratch holds 1"):
-        start(runner, hidden(0, 1))
-
-
-def test_a_row_holds_nothing_on_the_host() -> None:
-    runner = bare_runner()
+        start(bare_runner(backend, scratch_blocks=1), hidden(0, 1))
+    with pytest.raises(AssertionError, match="has no scratch"):
+        start(bare_runner(backend, scratch_blocks=0), hidden(0, 1))
+    out = CacheOperation(CacheAction.SWAP_OUT, *hidden(0), host(*hidden(0), 0))
+    with pytest.raises((AssertionError, IndexError), match=r"has no host tier|out of bounds"):
+        bare_runner(backend, host_units=0).launch(SchedulerOutput(0, (), operations=(out,)))()
     with pytest.raises(AssertionError, match="on the device"):
-        start(runner, (*hidden(0), host(*hidden(1), 0)))
+        start(bare_runner(backend), (*hidden(0), host(*hidden(1), 0)))
 
 
 @pytest.mark.parametrize(
@@ -298,9 +308,10 @@ def test_operations_that_make_no_sense_are_refused(operation: CacheOperation) ->
         bare_runner().launch(SchedulerOutput(0, (), operations=(operation,)))()
 
 
-def test_a_poisoned_request_disturbs_nobody() -> None:
+@by_hand
+def test_a_poisoned_request_disturbs_nobody(backend: str) -> None:
     """NaN in one request's hidden unit reaches neither its neighbours nor the next user of its scratch."""
-    runner = bare_runner()
+    runner = bare_runner(backend)
     start(runner, hidden(0, 1))
     new = NewRequest(2, "r", PROMPT, len(PROMPT), GREEDY, hidden(4, 5))
     other = runner.launch(SchedulerOutput(1, (Chunk(2, 0, 6, True),), (new,)))().token_ids
@@ -400,6 +411,3 @@ def test_hidden_state_is_offered_where_it_takes_half_the_room_or_less(name: str)
 def test_hidden_state_is_refused_with_the_reason() -> None:
     refusal = hidden_state_refusal(decoder_of("gqa").spec)
     assert refusal is not None and "64 values per token and layer exceeds the 32 values of K" in refusal
-    with pytest.raises(ConfigError, match="exceeds the 32 values"):
-        bare_runner("gqa")
-    assert bare_runner("gqa", scratch_blocks=0).device.pool.scratch_blocks == 0

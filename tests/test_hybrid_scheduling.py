@@ -73,11 +73,6 @@ def four_that_grow() -> list[EngineRequest]:
     return [make_request(str(i), [i] * 6, 30) for i in range(4)]
 
 
-@pytest.fixture(params=[0, 1])
-def depth(request: pytest.FixtureRequest) -> int:
-    return int(request.param)
-
-
 def test_what_is_parked_on_the_host_is_not_computed_again(depth: int) -> None:
     computed = {}
     for host in (0, 400):

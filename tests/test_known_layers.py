@@ -9,13 +9,12 @@ from typing import Any
 import pytest
 import tiny_transformers
 import torch
-from native_build import native_library
+from native_build import native
 from test_transformers_model import Case, check_tokens, make_driver
 
 from engine.execution import self_test
 from engine.execution.cpu.native.layers import known_groups
-from engine.execution.cpu.native.library import Level, Team
-from engine.execution.cpu.native.linear import Native, NativeLinear
+from engine.execution.cpu.native.linear import NativeLinear
 from engine.execution.cpu.transformers_device import TransformersDevice
 from engine.models.known_layers import LayerForm, Rotation
 from engine.models.transformers_model import TransformersModel, load_model
@@ -62,12 +61,6 @@ UNKNOWN = {"mixtral": "parts", "deepseek_v3": "parts", "apertus": "MLP"}
 @pytest.fixture(scope="module")
 def case_of(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return functools.cache(lambda name: Case(name, tmp_path_factory.mktemp(name), **CHANGED.get(name, {})))
-
-
-@functools.cache
-def native() -> Native:
-    library = native_library()
-    return Native(library, min(max(library.levels()), Level.AVX512), Team(library, 1))
 
 
 def load(case: Case) -> TransformersModel:

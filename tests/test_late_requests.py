@@ -13,11 +13,6 @@ from engine.scheduling.policies import find_policy
 TTFT = 2.0
 
 
-@pytest.fixture(params=[0, 1])
-def depth(request: pytest.FixtureRequest) -> int:
-    return int(request.param)
-
-
 def late_and_new(depth: int, policy: str, blocks: int = 12, **options: int) -> Driver:
     """A request that missed its objective runs and holds most of the memory; then one comes that needs half of it."""
     driver = make(depth, blocks=blocks, policy=policy, model=MODEL, max_queue_time=UNLIMITED_QUEUE, **options)

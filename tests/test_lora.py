@@ -7,16 +7,17 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import devices
 import numpy as np
 import openai
 import pytest
 import tiny_transformers
 import torch
 from batch_tools import FAST, jsonl, line, open_folder, results_of, submit, until
+from devices import linear_of
 from driver import Driver, make_request
 from fake_engine import Served, serve
 from lora_adapters import Made, adapter_of, make_adapter
-from native_build import native_library
 from safetensors.torch import load_file, save_file
 from tiny_models import FAMILY_CASES, model_folder, reference_model
 
@@ -26,9 +27,6 @@ from engine.build import build_engine, plan_launch
 from engine.config import EngineConfig, NamedFolder
 from engine.errors import ConfigError, ModelLoadError
 from engine.execution.cpu.device import TorchDevice
-from engine.execution.cpu.native.device import NativeDevice
-from engine.execution.cpu.native.library import Level, Team
-from engine.execution.cpu.native.linear import Native
 from engine.execution.cpu.native.model import NativeModel
 from engine.execution.cpu.transformers_device import TransformersDevice
 from engine.execution.cuda import adapters as slotted
@@ -36,8 +34,6 @@ from engine.execution.cuda.device import CudaDevice
 from engine.execution.runner import Device, Runner
 from engine.limits import SchedulerConfig
 from engine.models.checkpoint import load_weights
-from engine.models.decoder import Decoder
-from engine.models.linear import MakeLinear, make_linear
 from engine.models.lora import Adapters, load_adapter, plan_adapter
 from engine.models.spec import load_spec
 from engine.models.transformers_model import load_model
@@ -51,12 +47,6 @@ pytestmark = pytest.mark.timeout(600)  # the first test may have to build the li
 BLOCK = 4
 TIE = 1e-4
 EVERY = ("q", "k", "v", "o", "qkv", "out", "gate", "up", "down", "fc1", "fc2", "query", "dense")
-
-
-@functools.cache
-def native() -> Native:
-    library = native_library()
-    return Native(library, min(max(library.levels()), Level.AVX512), Team(library, 1))
 
 
 def every(name: str) -> bool:
@@ -83,14 +73,9 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Any:
 def device_of(case: str, adapters: tuple[Made, ...], config: SchedulerConfig, backend: str) -> Device:
     folder = model_folder(case)
     spec = load_spec(folder)
-    weights = load_weights(spec, folder, make=native().linear if backend == "native" else make_linear)
-    device: Device
-    if backend == "cuda":
-        device = CudaDevice(spec, weights, twins, config.limits, graphs=False, adapted=True)
-    elif backend == "native":
-        device = NativeDevice(Decoder(spec, weights), native(), config.limits)
-    else:
-        device = TorchDevice(Decoder(spec, weights), config.limits)
+    weights = load_weights(spec, folder, make=linear_of(backend))
+    options = {"adapted": True} if backend == "cuda" else {}
+    device: Device = devices.device_of(backend, spec, weights, config.limits, **options)
     plans = [plan_adapter(NamedFolder(each.folder.name, each.folder), spec) for each in adapters]
     for number, plan in enumerate(plans, 1):
         device.adapt(number, load_adapter(plan, spec, weights.embedding))
@@ -245,10 +230,7 @@ def test_rows_of_modules_by_transformers(name: str, native: bool, tmp_path: Path
     as wholes know nothing of adapters."""
     reference = tiny_transformers.save(name, tmp_path / "model")
     shape = load_shape(tmp_path / "model")
-    make: MakeLinear = make_linear
-    if native:
-        library = native_library()
-        make = Native(library, min(max(library.levels()), Level.AVX512), Team(library, 1)).linear
+    make = linear_of("native" if native else "torch")
     model = load_model(shape, tmp_path / "model", dtype="float32", make=make)
     adapters = [
         make_adapter(tmp_path / "a", reference, lambda last: last.endswith("_proj"), seed=1),

@@ -17,7 +17,7 @@ import torch
 from driver import Driver, outputs_of
 from hypothesis import given
 from hypothesis import strategies as st
-from native_build import native_library
+from native_build import native
 from test_build import DEMO, answer
 from test_runner import BLOCK, CPU, crowd, run_in_waves
 from tiny_models import FAMILY_CASES, llama_config, model_folder
@@ -32,8 +32,6 @@ from engine.execution import offload as offloading
 from engine.execution.cpu import weight_file
 from engine.execution.cpu.device import TorchDevice
 from engine.execution.cpu.native.device import NativeDevice
-from engine.execution.cpu.native.library import Level, Team
-from engine.execution.cpu.native.linear import Native
 from engine.execution.cpu.weight_file import WeightFile
 from engine.execution.cuda import backend as cuda_backend
 from engine.execution.cuda.device import CudaDevice
@@ -267,18 +265,12 @@ def test_folders_that_cannot_serve_are_refused_by_name(tmp_path: Path, monkeypat
 # ---- models
 
 
-@functools.cache
-def native() -> Native:
-    library = native_library()
-    return Native(library, min(max(library.levels()), Level.AVX512), Team(library, 2))
-
-
 MAKERS = ("torch", "torch int8", "native", "native int8")
 
 
 def maker(name: str) -> MakeLinear:
     if name.startswith("native"):
-        return native().int8_linear if name.endswith("int8") else native().linear
+        return native(2).int8_linear if name.endswith("int8") else native(2).linear
     return make_quantized if name.endswith("int8") else make_linear
 
 
@@ -320,7 +312,7 @@ def make_driver(spec: ModelSpec, weights: ModelWeights, kind: str, **limits: int
     )  # fmt: skip
     decoder = Decoder(spec, weights)
     if kind.startswith("native"):
-        return Driver(Runner(NativeDevice(decoder, native(), config.limits)), config)
+        return Driver(Runner(NativeDevice(decoder, native(2), config.limits)), config)
     return Driver(Runner(TorchDevice(decoder, config.limits)), config)
 
 

@@ -12,31 +12,27 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
+import devices
 import numpy as np
 import pytest
 import tiny_models
 import torch
 from cuda_engine import BLOCK
+from devices import BACKENDS, linear_of
 from driver import Driver, make_request, outputs_of, submit_one
-from native_build import native_library
 from test_build import shape
 from test_families import assert_equal_but_for_ties, prompts_of
 from torch import distributed
 
-from benchmarks.gpu import twins
 from engine import build, openmp
 from engine.api import EngineRequest, EngineState, SamplingParams
 from engine.cache.blocks import CacheAction
 from engine.config import EngineConfig
 from engine.errors import ConfigError, EngineUnavailableError, ModelLoadError
 from engine.execution.cpu import backend
-from engine.execution.cpu.device import TorchDevice
 from engine.execution.cpu.native import is_built
 from engine.execution.cpu.native.device import NativeDevice
-from engine.execution.cpu.native.library import Level, Team
-from engine.execution.cpu.native.linear import Native
 from engine.execution.cuda.backend import CudaBackend
-from engine.execution.cuda.device import CudaDevice
 from engine.execution.ranks import leader, messages
 from engine.execution.ranks.group import Follower, RankGroup
 from engine.execution.ranks.leader import Leader
@@ -47,8 +43,6 @@ from engine.forms import Pooling
 from engine.limits import SchedulerConfig
 from engine.machine.facts import Processor
 from engine.models.checkpoint import load_weights
-from engine.models.decoder import Decoder
-from engine.models.linear import make_linear
 from engine.models.sharding import Shard
 from engine.models.spec import load_spec
 from engine.process.client import EngineProcess
@@ -433,31 +427,21 @@ class FollowersHere:
     def lost(self) -> None: ...
 
 
-def native_kernels() -> Native:
-    library = native_library()
-    return Native(library, min(max(library.levels()), Level.AVX512), Team(library, 1))
-
-
 @pytest.mark.timeout(600)  # may have to build the library
 @pytest.mark.parametrize(
-    ("kind", "case", "vocab"),
+    ("backend", "case", "vocab"),
     [
-        (CudaDevice, "llama-gqa2", 97),
-        (CudaDevice, "llama-gqa2", 98),
-        (TorchDevice, "llama-gqa2", 97),
-        (TorchDevice, "llama-gqa2", 98),
-        (NativeDevice, "llama-gqa2", 97),
-        (NativeDevice, "llama-gqa2", 98),
-        (NativeDevice, "opt", 97),  # a bias behind the sums
-        (NativeDevice, "neox", 98),  # two branches of the same rows
-        (NativeDevice, "gemma3", 97),  # a norm behind the sums
+        *((backend, "llama-gqa2", vocab) for backend in BACKENDS for vocab in (97, 98)),
+        ("native", "opt", 97),  # a bias behind the sums
+        ("native", "neox", 98),  # two branches of the same rows
+        ("native", "gemma3", 97),  # a norm behind the sums
     ],
 )
-def test_two_devices_equal_one(kind: type, case: str, vocab: int) -> None:
+def test_two_devices_equal_one(backend: str, case: str, vocab: int) -> None:
     """Of a device that takes steps ahead the second one is told no token that the host does not know."""
     config = SchedulerConfig(
         num_units=68, max_model_len=100, block_size=BLOCK, max_num_seqs=8, max_num_batched_tokens=24,
-        pipeline_depth=kind.pipeline_depth,
+        pipeline_depth=int(backend == "cuda"),
     )  # fmt: skip
     folder = tiny_models.model_folder(case)
     whole, store = replace(load_spec(folder), vocab_size=vocab), distributed.HashStore()
@@ -466,17 +450,9 @@ def test_two_devices_equal_one(kind: type, case: str, vocab: int) -> None:
     def device_of(rank: int, ranks: int) -> Any:
         group = RankGroup(store, rank, ranks, CPU, nccl=False) if ranks > 1 else None
         shard = None if group is None else Shard(rank, ranks, group.total, group.gather)
-        native = native_kernels() if kind is NativeDevice else None
-        make = make_linear if native is None else native.linear
+        make = linear_of(backend)
         weights = load_weights(whole, folder, dtype="float32", load_format=load_format, shard=shard, make=make)
-        spec = whole if shard is None else shard.spec_of(whole)
-        if kind is CudaDevice:
-            device: Any = CudaDevice(spec, weights, twins, config.limits, graphs=False)
-        else:
-            decoder = Decoder(spec, weights)
-            device = (
-                TorchDevice(decoder, config.limits) if native is None else NativeDevice(decoder, native, config.limits)
-            )
+        device = devices.device_of(backend, whole if shard is None else shard.spec_of(whole), weights, config.limits)
         if group is not None:
             device.join(group.share)
         return device

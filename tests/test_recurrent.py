@@ -2,7 +2,6 @@
 
 import functools
 import threading
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -31,6 +30,7 @@ from engine.models.transformers_shape import load_shape
 
 test_modules.__test__ = False  # type: ignore[attr-defined]
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 BLOCK, OUTPUT = 4, 12
 LENGTHS = (1, 33, 8, 40, 17, 47)
 EXACT = ("lfm2", "qwen3_next", "granitemoehybrid", "jamba")
@@ -66,14 +66,6 @@ class Case:
 @pytest.fixture(scope="module")
 def case_of(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return functools.cache(lambda name: Case(name, tmp_path_factory.mktemp(name)))
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def make_driver(

@@ -12,16 +12,8 @@ from engine.execution.sampler import SampleInput, sample
 from engine.execution.sampling_table import SamplingTable, uniforms
 from engine.scheduling.output import INVALID_TOKEN
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 VOCAB = 300
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    """Small tensors: on a busy machine threads would mostly wait for each other."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def run(

@@ -16,9 +16,9 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 import torch
+from devices import device_of, linear_of
 from driver import Driver, make_request
 from fake_cuda_driver import fake_memory
-from native_build import native_library
 from test_runner import crowd
 from tiny_models import llama_config, model_folder
 
@@ -30,10 +30,6 @@ from engine.cache.blocks import CacheEntry, CacheKind, Tier
 from engine.config import EngineConfig
 from engine.errors import ConfigError, ModelLoadError
 from engine.execution.cpu.backend import CpuBackend
-from engine.execution.cpu.device import TorchDevice
-from engine.execution.cpu.native.device import NativeDevice
-from engine.execution.cpu.native.library import Level, Team
-from engine.execution.cpu.native.linear import Native
 from engine.execution.cuda.device import CudaDevice
 from engine.execution.cuda.mapped_layers import MappedLayers
 from engine.execution.plan import LaunchPlan
@@ -45,8 +41,7 @@ from engine.limits import Limits, SchedulerConfig
 from engine.machine.link import Link, LinkLostError
 from engine.models.byte_cells import INTEGERS
 from engine.models.checkpoint import load_layers
-from engine.models.decoder import Decoder
-from engine.models.linear import MakeLinear, make_linear
+from engine.models.linear import make_linear
 from engine.models.spec import ModelSpec, load_spec, spec_from_config
 from engine.models.weights import DummyTensors, Gather, ResidentLayers, build_weights, matrices
 from engine.scheduling.output import Chunk, NewRequest, SchedulerOutput
@@ -57,12 +52,6 @@ LAYERS, UNITS, BLOCK = 4, 48, 4
 KINDS = ("torch", "native", "cuda")
 """The last is the GPU's runner, on the twins of its kernels, over the memory of a driver that breaks no rule."""
 MODEL = LatencyModel(knots=(0,), hinges=(1e-3,), attention=1e-5, decode_context=1e-6, decodes=1e-4)
-
-
-@functools.cache
-def native() -> Native:
-    library = native_library()
-    return Native(library, min(max(library.levels()), Level.AVX512), Team(library, 1))
 
 
 def limits_of(units: int) -> Limits:
@@ -77,13 +66,10 @@ def make(spec: ModelSpec, kind: str, dtype: str = "float32", units: int = UNITS,
     """A runner of random weights, which it loads again by their seed."""
     if kind == "cuda":
         return make_cuda(spec, dtype, units, **pool)
-    linear: MakeLinear = native().linear if kind == "native" else make_linear
+    linear = linear_of(kind)
     weights = build_weights(spec, DummyTensors(3, getattr(torch, dtype), torch.device("cpu")), linear)
-    decoder, spare = Decoder(spec, weights), {"spare_bytes": weights.layers.held_bytes, **pool}
-    limits = limits_of(units)
-    device = (
-        NativeDevice(decoder, native(), limits, **spare) if kind == "native" else TorchDevice(decoder, limits, **spare)
-    )
+    spare = {"spare_bytes": weights.layers.held_bytes, **pool}
+    device = device_of(kind, spec, weights, limits_of(units), **spare)
     load = functools.partial(load_layers, spec, Path(), dtype=dtype, load_format="dummy", seed=3, make=linear)
     return PipelineRunner(Runner(device), load)
 

@@ -16,11 +16,6 @@ TURN = 41
 DEAR_COPIES = LatencyModel(intercept=0.01, prefill_tokens=1e-3, transferred=1.0)
 
 
-@pytest.fixture(params=[0, 1])
-def depth(request: pytest.FixtureRequest) -> int:
-    return int(request.param)
-
-
 def chat(name: str, length: int = TURN, outputs: int = 2) -> EngineRequest:
     return make_request(name, list(range(length)), outputs)
 

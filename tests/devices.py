@@ -1,0 +1,32 @@
+"""Devices of every backend on the CPU: torch's, the native one, and the one for CUDA over its kernels' twins."""
+
+from typing import Any
+
+from native_build import native
+
+from benchmarks.gpu import twins
+from engine.execution.cpu.device import TorchDevice
+from engine.execution.cpu.native.device import NativeDevice
+from engine.execution.cuda.device import CudaDevice
+from engine.limits import Limits
+from engine.models.decoder import Decoder
+from engine.models.linear import MakeLinear, make_linear
+from engine.models.spec import ModelSpec
+from engine.models.weights import ModelWeights
+
+BACKENDS = ("torch", "native", "cuda")
+
+
+def linear_of(backend: str) -> MakeLinear:
+    """Return the maker of the backend's linear layers."""
+    return native().linear if backend == "native" else make_linear
+
+
+def device_of(backend: str, spec: ModelSpec, weights: ModelWeights, limits: Limits, **options: Any) -> Any:
+    """Build the device of a backend; the one for CUDA captures no graphs."""
+    if backend == "cuda":
+        return CudaDevice(spec, weights, twins, limits, graphs=False, **options)
+    decoder = Decoder(spec, weights)
+    if backend == "native":
+        return NativeDevice(decoder, native(), limits, **options)
+    return TorchDevice(decoder, limits, **options)
