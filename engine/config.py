@@ -105,6 +105,7 @@ class EngineConfig:
         "engines become one pipeline, and the memory of the layers that each drops holds requests)",
         OVERLOADS,
     )
+    profile_dir: str = _flag("", "folder of latency profiles (default: tidemill/profiles in the user's cache)")
     profile_seconds: float = _flag(30.0, "maximum seconds to measure step times if no profile fits (0: one step only)")
 
     @property

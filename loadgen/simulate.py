@@ -35,7 +35,7 @@ MIN_EVALUATIONS = 10
 SECONDS = 300.0
 """Default length of the traffic, seconds."""
 PLAN_LINES = 2000
-NOT_SERVING = frozenset({"model", "revision", "device", "dtype", "load_format", "profile_seconds"})
+NOT_SERVING = frozenset({"model", "revision", "device", "dtype", "load_format", "profile_dir", "profile_seconds"})
 """Fields of `EngineConfig` for the model, machine and profile of a real engine, which a simulation does not use."""
 
 

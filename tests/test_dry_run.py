@@ -131,6 +131,7 @@ def test_what_others_hold_is_an_error(capsys: pytest.CaptureFixture[str], tmp_pa
         (("--online-policy", "nonsense"), "unknown online policy 'nonsense'"),
         (("--online-policy", "fcfs:1"), "online policy 'fcfs:1'"),
         (("--slo", "nonsense"), "--slo: SLO 'nonsense'"),
+        (("--profile-dir", "{tmp}/file"), "--profile-dir {tmp}/file cannot be used"),
         (("--lora", "a={tmp}/none"), "--lora a: {tmp}/none has no adapter_config.json"),
         (("--revision", "x"), "--revision needs a model from the hub; name a MODEL"),
         (("--threads", "100000"), "--threads must be at most 1024"),

@@ -72,7 +72,7 @@ def stored_profile(
     """
     plan, _ = backends.find_backend(plan.device).prepare(config, plan, say)
     try:
-        return plan, load_profile(profile_folder(), profile_key(plan), plan.limits.held)
+        return plan, load_profile(profile_folder(config), profile_key(plan), plan.limits.held)
     except ProfileError as error:
         say(f"{error}; a start measures again")
         return plan, None
@@ -98,7 +98,9 @@ def profile_key(plan: LaunchPlan) -> ProfileKey:
     )
 
 
-def profile_folder() -> Path:
+def profile_folder(config: EngineConfig) -> Path:
+    if config.profile_dir:
+        return Path(config.profile_dir).expanduser()
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tidemill" / "profiles"
 
 
@@ -110,7 +112,7 @@ def _join(config: EngineConfig, plan: LaunchPlan, runner: Runner[Any], say: Call
     copy_rate = backend.copy_rate() if plan.host_units else BUS_RATE
     tiers = CacheTiers(scheduler.scratch_blocks, scheduler.host_units, scheduler.unit_bytes, copy_rate)
     profile = load_or_measure(
-        profile_folder(),
+        profile_folder(config),
         runner,
         plan.limits.held,
         plan.spec.vocab_size,
@@ -122,7 +124,7 @@ def _join(config: EngineConfig, plan: LaunchPlan, runner: Runner[Any], say: Call
         partial(runner.can_enforce, INSIDE_STRING),
         partial(backend.busy_share, plan),
     )
-    core, colocation, tuner = make_controller(config, scheduler, profile, slo, profile_folder(), say)
+    core, colocation, tuner = make_controller(config, scheduler, profile, slo, profile_folder(config), say)
     info = _info(plan, scheduler, _sampling(config, plan, say))
     if plan.spec.state_bytes:
         say(_tell_checkpoints(plan, scheduler))

@@ -102,7 +102,7 @@ def build(config: EngineConfig, planned: Plan) -> Engine:
 def find_golden(config: EngineConfig, folder: str) -> Path | None:
     """Return the file of the canary's answers, in the folder of latency profiles; None if a file cannot be read."""
     torch: Any = importlib.import_module("torch")
-    profiles: Path = importlib.import_module("engine.build").profile_folder()
+    profiles: Path = importlib.import_module("engine.build").profile_folder(config)
     with contextlib.suppress(OSError):
         return golden_file(profiles, config, Path(folder), [torch.__version__])
     return None

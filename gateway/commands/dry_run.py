@@ -100,6 +100,7 @@ def _look_ahead(config: EngineConfig, name: str, found: dict[str, FlagValue], te
     """Return lines about the model that would be loaded; store the chosen values in `found`."""
     build = importlib.import_module("engine.build")
     found["model"] = FlagValue("(the packaged demo model)", DEFAULT)
+    found["profile_dir"] = FlagValue(build.profile_folder(config), DEFAULT)
     local = build.local_config(config)
     if local is None:
         pull = f"tidemill pull {name}" + (f" --revision {config.revision}" if config.revision else "")

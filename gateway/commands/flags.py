@@ -40,7 +40,6 @@ REMOVED: dict[str, str] = {
     "--offload-dir": "set XDG_CACHE_HOME: weights stream from tidemill/offload in it",
     "--offline-policy": "leave it out for serve; use it with tidemill simulate",
     "--otlp-traces-endpoint": "set OTEL_EXPORTER_OTLP_TRACES_ENDPOINT or OTEL_EXPORTER_OTLP_ENDPOINT",
-    "--profile-dir": "set XDG_CACHE_HOME: profiles are in tidemill/profiles in it",
     "--reserve": "batch lines that may miss their completion window go before other lines without it",
     "doctor": "use tidemill serve --dry-run",
     "--router": "leave it out: chats are routed by expected load (sal)",

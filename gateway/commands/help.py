@@ -28,7 +28,7 @@ FLAGS = {
         "gpu_memory_utilization num_gpu_blocks_override offload_weights swap_space kv_cache_dtype enable_prefix_caching"
     ),
     "steps": "max_num_seqs max_num_batched_tokens threads cpu_kernels quantization",
-    "latency profile": "profile_seconds",
+    "latency profile": "profile_dir profile_seconds",
     "network and access": "host port api_key api_key_file allowed_host allowed_origin",
     "files, batches and logs": "state_dir request_log log_level",
     "several engines or ranks": "engines ray overload tensor_parallel_size",

@@ -49,6 +49,8 @@ def _check_engine(config: EngineConfig) -> None:
     for adapter in parse_adapters(config.lora):
         if not (adapter.folder / "adapter_config.json").is_file():
             raise ConfigError(f"--lora {adapter.name}: {adapter.folder} has no adapter_config.json")
+    if config.profile_dir:
+        check_folder("--profile-dir", config.profile_dir, written=False)  # read-only is fine for existing profiles
 
 
 def _check_server(config: ServerConfig) -> Path:

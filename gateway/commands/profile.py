@@ -33,7 +33,7 @@ def run(config: EngineConfig, say: Callable[[str], None]) -> int:
     )
     if sys.stdout.isatty():
         print()
-    path = build.profile_folder() / key.filename()
+    path = build.profile_folder(config) / key.filename()
     try:
         profile.save(path)
     except OSError as error:
