@@ -22,7 +22,7 @@ FLAGS = {
     "promises": "slo max_queue_time online_policy",
     "model": (
         "revision model_impl self_test device dtype max_model_len lora chat_template tool_parser served_model_name "
-        "load_format"
+        "load_format generation_config"
     ),
     "memory": (
         "gpu_memory_utilization num_gpu_blocks_override offload_weights swap_space kv_cache_dtype enable_prefix_caching"
