@@ -6,15 +6,13 @@ The caller chooses the directory and passes the creation time.
 import contextlib
 import hashlib
 import json
+import math
 import os
 import re
 import tempfile
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Annotated
-
-import msgspec
-from msgspec import Meta
+from typing import Any
 
 from predictor.costs import NOT_MEASURED, CacheCosts
 from predictor.features import BatchFeatures, FeatureRow
@@ -22,7 +20,6 @@ from predictor.model import LINEAR_TERMS, LatencyModel
 from predictor.reach import Reach
 from predictor.samples import Sample
 
-Count = Annotated[int, Meta(ge=0, lt=2**31)]
 SCHEMA = 8
 """Version of the file format. 2: cache costs; 3: nonzero cache costs; 4: samples of the sweep, for refits; 5: adapters;
 6: contexts of chunks; 7: masks; 8: cache costs per step. Profiles of older schemas are measured again."""
@@ -84,23 +81,23 @@ class Profile:
 
     def save(self, path: Path) -> None:
         """Write the file atomically and create its folder. Raises OSError if the path cannot be written."""
-        model = self.model
-        document = _Document(
-            key=self.key,
-            created_at=self.created_at,
-            held_out_mape=self.held_out_mape,
-            num_samples=self.num_samples,
-            core_share=self.core_share,
-            token_limit=model.token_limit,
-            buckets=model.buckets,
-            decode_buckets=model.decode_buckets,
-            coefficients={name: getattr(model, name) for name in LINEAR_TERMS},
-            cache_costs=self.cache_costs,
-            sweep=[[*features.row(), seconds] for features, seconds in self.sweep],
-            hinges=list(zip(model.knots, model.hinges, strict=True)),
-        )
-        content = json.dumps({"schema": SCHEMA, **msgspec.to_builtins(document)}, indent=1, allow_nan=False)
-        write_atomically(path, content.encode() + b"\n")
+        coefficients = {name: getattr(self.model, name) for name in LINEAR_TERMS}
+        document = {
+            "schema": SCHEMA,
+            "key": {name: part for name, part in asdict(self.key).items() if part or name != "windows"},
+            "created_at": self.created_at,
+            "held_out_mape": self.held_out_mape,
+            "num_samples": self.num_samples,
+            "core_share": self.core_share,
+            "token_limit": self.model.token_limit,
+            "buckets": self.model.buckets,
+            "decode_buckets": self.model.decode_buckets,
+            "coefficients": coefficients,
+            "cache_costs": asdict(self.cache_costs),
+            "sweep": [[*features.row(), seconds] for features, seconds in self.sweep],
+            "hinges": list(zip(self.model.knots, self.model.hinges, strict=True)),
+        }
+        write_atomically(path, json.dumps(document, indent=1, allow_nan=False).encode() + b"\n")
 
     @classmethod
     def load(cls, path: Path, key: ProfileKey) -> "Profile":
@@ -115,7 +112,7 @@ class Profile:
         if schema != SCHEMA:
             raise ProfileError(f"profile {path} has schema {schema!r}; this version reads schema {SCHEMA}")
         try:
-            profile = msgspec.convert(document, _Document).profile()
+            profile = _parse(document)
         except (KeyError, TypeError, ValueError) as error:
             reason = f"missing {error}" if isinstance(error, KeyError) else str(error)
             raise ProfileError(f"profile {path} is damaged ({reason}); delete it to measure again") from None
@@ -126,43 +123,59 @@ class Profile:
         return profile
 
 
-class _Document(msgspec.Struct):
-    """Content of a file, without the schema."""
-
-    key: ProfileKey
-    created_at: str
-    held_out_mape: Annotated[float, Meta(ge=0.0)]
-    num_samples: Count
-    token_limit: Count
-    buckets: tuple[Count, ...]
-    decode_buckets: tuple[Count, ...]
-    coefficients: dict[str, float]
-    cache_costs: CacheCosts
-    sweep: list[list[int | float]]
-    hinges: list[tuple[Count, float]]
-    core_share: float = 1.0
-
-    def profile(self) -> Profile:
-        """Build the profile. Raises KeyError or ValueError for missing or wrong parts."""
-        model = LatencyModel(
-            **{name: self.coefficients[name] for name in LINEAR_TERMS},
-            knots=tuple(knot for knot, _ in self.hinges),
-            hinges=tuple(hinge for _, hinge in self.hinges),
-            token_limit=self.token_limit,
-            buckets=self.buckets,
-            decode_buckets=self.decode_buckets,
-            reach=Reach.parse(self.key.windows),
-        )
-        sweep = tuple(map(_sample, self.sweep))
-        error, samples, costs = self.held_out_mape, self.num_samples, self.cache_costs
-        return Profile(self.key, self.created_at, model, error, samples, costs, sweep, self.core_share)
+def _parse(document: dict[str, Any]) -> Profile:
+    """Build the profile from a parsed document; raises KeyError, TypeError or ValueError for missing or wrong parts."""
+    parts = {"windows": "", **document["key"]}
+    key = ProfileKey(**{field.name: _string(parts[field.name]) for field in fields(ProfileKey)})
+    mape = _number(document["held_out_mape"])
+    if mape < 0:
+        raise ValueError("held_out_mape is negative")
+    model = LatencyModel(
+        **{name: _number(document["coefficients"][name]) for name in LINEAR_TERMS},
+        knots=tuple(_integer(knot) for knot, _ in document["hinges"]),
+        hinges=tuple(_number(hinge) for _, hinge in document["hinges"]),
+        token_limit=_integer(document["token_limit"]),
+        buckets=tuple(_integer(bucket) for bucket in document["buckets"]),
+        decode_buckets=tuple(_integer(bucket) for bucket in document["decode_buckets"]),
+        reach=Reach.parse(key.windows),
+    )
+    found = {field.name: document["cache_costs"][field.name] for field in fields(CacheCosts)}
+    costs = CacheCosts(**{name: None if value is None else _number(value) for name, value in found.items()})
+    sweep = tuple(map(_sample, document["sweep"]))
+    created, samples = _string(document["created_at"]), _integer(document["num_samples"])
+    return Profile(key, created, model, mape, samples, costs, sweep, _number(document.get("core_share", 1.0)))
 
 
-def _sample(row: list[int | float]) -> Sample:
+def _sample(row: list[object]) -> Sample:
     *sums, seconds = row
-    if seconds <= 0.0 or min(sums) < 0:
-        raise ValueError("a step of the sweep took no time or has a negative sum")
-    return Sample(BatchFeatures.from_row(msgspec.convert(sums, FeatureRow)), float(seconds))
+    if _number(seconds) <= 0.0:
+        raise ValueError("a step of the sweep took no time")
+    return Sample(BatchFeatures.from_row(FeatureRow(*map(_sum, sums))), _number(seconds))
+
+
+def _sum(value: object) -> int:
+    """Check a sum of features; attention work and bytes exceed 31 bits."""
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 2**62:
+        raise TypeError(f"expected a whole number, not {value!r:.40}")
+    return value
+
+
+def _string(value: object) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"expected a string, not {value!r:.40}")
+    return value
+
+
+def _integer(value: object) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 2**31:
+        raise TypeError(f"expected a whole number, not {value!r:.40}")
+    return value
+
+
+def _number(value: object) -> float:
+    if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
+        raise TypeError(f"expected a finite number, not {value!r:.40}")
+    return float(value)
 
 
 def write_atomically(path: Path, data: bytes) -> None:
