@@ -39,10 +39,10 @@ PROMPT, OUTPUT = 192, 192
 BLOCK_SIZE = 16
 INT8 = "--kv-cache-dtype=int8"
 ARMS = {
-    "fcfs, KV": ("--online-policy=fcfs"),
-    "apt, KV": ("--online-policy=apt"),
-    "goodput, KV": ("--online-policy=goodput"),
-    "goodput-strict, KV": ("--online-policy=goodput-strict"),
+    "fcfs, KV": ("--online-policy=fcfs",),
+    "apt, KV": ("--online-policy=apt",),
+    "goodput, KV": ("--online-policy=goodput",),
+    "goodput-strict, KV": ("--online-policy=goodput-strict",),
     "goodput-strict, hybrid": ("--online-policy=goodput-strict", "--overload=hidden"),
     "goodput-strict, host": ("--online-policy=goodput-strict", "--swap-space=0.25"),
     "goodput, KV8": ("--online-policy=goodput", INT8),

@@ -375,7 +375,8 @@ async def test_absurd_numbers_of_a_line_are_an_error_row(tokenizer: Tokenizer, t
     async with batch_server(tokenizer, tmp_path, hold_after=0) as (served, client):
         served.engine.snapshot = SLOW
         await served.app.state.context.metrics.take_snapshot()
-        lines = [line(0), *(line(i + 1, max_tokens=number) for i, number in enumerate(WRONG_NUMBERS))]
+        wrong = [number for number in WRONG_NUMBERS if number is True or number != 0]  # 0: the prompt alone
+        lines = [line(0), *(line(i + 1, max_tokens=number) for i, number in enumerate(wrong))]
         created = await submit(client, jsonl(lines))
         await served.engine.wait_for_event("add", 1)
         await client.batches.retrieve(created.id)

@@ -75,7 +75,7 @@ async def test_anthropic_sends_back_what_it_got(tmp_path: Path) -> None:
         with pytest.raises(anthropic.NotFoundError):
             await client.messages.create(**{**fields, "model": "other"})
         with pytest.raises(anthropic.BadRequestError, match="stop_sequences") as caught:
-            await client.messages.create(**fields, stop_sequences=["a"] * 5)
+            await client.messages.create(**fields, stop_sequences=["a"] * 33)
         assert caught.value.request_id
 
 

@@ -161,7 +161,7 @@ def test_layers_that_can_be_dropped_are_the_pools_memory(monkeypatch: pytest.Mon
     )
     config = EngineConfig(
         model=str(tmp_path), device="cpu", dtype="float32", load_format="dummy", max_num_seqs=4, overload="drop",
-        max_num_batched_tokens=64, max_model_len=64, num_gpu_blocks_override=20, seed=5,
+        max_num_batched_tokens=64, max_model_len=64, num_gpu_blocks_override=20,
     )  # fmt: skip
     monkeypatch.setattr(memory, "cuda_cache_bytes", lambda *_: 110_000_000)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)

@@ -28,7 +28,8 @@ from engine.execution.layout import chunk_array, decodes_first
 from engine.execution.masks import FinishMasks, StepMasks
 from engine.execution.pool import UnitPool
 from engine.execution.ranks.group import Follower
-from engine.execution.ranks.messages import RankStep, decode_step, encode
+from engine.execution.ranks.messages import decode_step, encode
+from engine.execution.ranks.step import RankStep
 from engine.execution.rows import RowTable
 from engine.execution.runner import Runner
 from engine.forms import Grammar
@@ -286,10 +287,10 @@ def test_a_rank_without_memory_for_a_step_does_not_start(monkeypatch: pytest.Mon
     """Others wait for it in the middle of one."""
     spec, forward = load_spec(model_folder("llama-gqa2")), Forward.__call__
 
-    def fail(self: Forward, inputs: Any, **others: Any) -> None:
+    def fail(self: Forward, inputs: Any, *args: Any, **others: Any) -> None:
         if len(inputs.positions) > 8:
             raise torch.OutOfMemoryError
-        forward(self, inputs, **others)
+        forward(self, inputs, *args, **others)
 
     monkeypatch.setattr(Forward, "__call__", fail)
     with dry_device() as dry:

@@ -273,7 +273,7 @@ def merge(num_choices: int, num_outputs: int) -> list[Any]:
             while True:
                 yield await queue.get()
 
-        plan: Any = SimpleNamespace(n=1, requests=[SimpleNamespace(final_only=False)] * num_choices)
+        plan: Any = SimpleNamespace(n=1, scoring=(), requests=[SimpleNamespace(final_only=False)] * num_choices)
         choices: Any = [Counted() for _ in queues]
         generation = Generation(plan, SimpleNamespace(), choices, [stream(queue) for queue in queues])  # type: ignore[misc]
         each, deltas = num_outputs // num_choices, generation.deltas()

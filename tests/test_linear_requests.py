@@ -82,19 +82,19 @@ def results(n: int) -> Callable[[], object]:
 @many
 def system_items(n: int) -> Callable[[], object]:
     body = ask_responses([{"role": "system", "content": TEXT}] * n)
-    return lambda: responses.translate(body, "")
+    return lambda: responses.translate(body)
 
 
 @many
 def thought_items(n: int) -> Callable[[], object]:
     body = ask_responses([{"type": "reasoning", "content": [{"type": "text", "text": TEXT}]}] * n)
-    return lambda: responses.translate(body, "")
+    return lambda: responses.translate(body)
 
 
 @many
 def call_items(n: int) -> Callable[[], object]:
     body = ask_responses([{"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}] * n)
-    return lambda: responses.translate(body, "")
+    return lambda: responses.translate(body)
 
 
 @pytest.mark.parametrize("name", sorted(MANY))

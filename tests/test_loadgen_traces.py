@@ -115,7 +115,7 @@ def test_gzipped_files_read_the_same(tmp_path, name, text) -> None:
 
 
 def test_a_format_that_is_asked_for_names_the_column_that_is_not_there() -> None:
-    with pytest.raises(InputError, match="row 1: no TIMESTAMP, only arrived_at, input_tokens, output_tokens"):
+    with pytest.raises(InputError, match="row 1: no ContextTokens, only arrived_at, input_tokens, output_tokens"):
         formats.parse("arrived_at,input_tokens,output_tokens\n0,3,4\n", "csv", "azure")
 
 

@@ -56,7 +56,7 @@ def test_integers_are_the_nearest_and_zero_is_zero() -> None:
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_a_row_that_is_not_finite_spoils_itself_alone(bad: float) -> None:
     x = random(4, 64)
-    layer = QuantizedLinear.of(random(8, 64, seed=1), None)
+    layer = make_quantized(random(8, 64, seed=1))
     expected = layer(x)
     x[2, 5] = bad
     result = layer(x)
@@ -72,7 +72,7 @@ def test_a_weight_that_is_not_finite_is_refused() -> None:
 
 
 def test_a_part_of_the_outputs_is_that_part() -> None:
-    layer, x = QuantizedLinear.of(random(30, 64, seed=1), random(30, seed=2)), random(5, 64)
+    layer, x = make_quantized(random(30, 64, seed=1), random(30, seed=2)), random(5, 64)
     assert torch.equal(layer.outputs_from(11)(x), layer(x)[:, 11:])
     dense, bias = layer.dense_from(0)
     assert bias is not None and float((dense - random(30, 64, seed=1)).abs().max()) < 0.02

@@ -17,7 +17,6 @@ from torch.nn import functional
 from engine.errors import ConfigError
 from engine.execution.cpu.native.library import (
     TYPES,
-    CacheType,
     Epilogue,
     Kind,
     Level,
@@ -513,7 +512,7 @@ def tiny_shape(**changes: object) -> TapeShape:
         ({"value_dim": 0}, "positive"),
         ({"value_dim": 9}, "narrower"),
         ({"cell": 7}, "narrower"),
-        ({"value_dim": 4, "int8_cache": CacheType.INT8}, "8 bits"),
+        ({"value_dim": 4, "int8_cache": 1}, "8 bits"),
         ({"level": 9}, "level"),
     ],
 )

@@ -3,7 +3,6 @@
 
 import functools
 import json
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -106,9 +105,9 @@ async def whole(served: Served, **fields: Any) -> dict[str, Any]:
     return body
 
 
-async def test_echoed_scores_are_those_of_generation(tmp_path: Path) -> None:
+async def test_echoed_scores_are_those_of_generation() -> None:
     """What the model generated has, as a prompt, the log-probabilities that it had as an answer."""
-    async with demo_server(tmp_path) as served:
+    async with demo_server() as served:
         tokenizer: Tokenizer = served.app.state.context.tokenizer
         prompt = tokenizer.encode("The capital of France is")
         first = await whole(served, prompt=prompt, max_tokens=12, logprobs=2, return_token_ids=True, ignore_eos=True)
@@ -131,10 +130,10 @@ async def test_echoed_scores_are_those_of_generation(tmp_path: Path) -> None:
             assert choice["finish_reason"] == "length"
 
 
-async def test_scores_streamed_for_several_choices_and_in_the_background(tmp_path: Path) -> None:
+async def test_scores_streamed_for_several_choices_and_in_the_background() -> None:
     fields: dict[str, Any] = {"prompt": ["The capital", "A dog sleeps"], "n": 2, "max_tokens": 3, "seed": 1}
     fields |= {"echo": True, "logprobs": 1}
-    async with demo_server(tmp_path) as served:
+    async with demo_server() as served:
         body = await whole(served, **fields)
         streamed = await complete(served, **fields, stream=True)
         flex = await whole(served, **fields, service_tier="flex")

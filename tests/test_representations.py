@@ -18,7 +18,7 @@ TABLE = "cache/blocks.py"
 # The policy that offers one, and the data plane: where it lies in block tables, its conversion, what that costs.
 KNOW = {
     "execution/rows.py",
-    "execution/operations.py",
+    "execution/runner.py",
     "profiling/cache_costs.py",
 }
 

@@ -88,7 +88,7 @@ def test_small_savable_requests_go_first_under_goodput_and_old_ones_under_apt() 
     units = [row[2] for row in queue]
 
     def chosen(values: list[float], capacity: int) -> tuple[int, ...]:
-        return choose(Columns.of(values, units, [0] * len(units)), capacity).kv
+        return choose(Columns(np.array(values), np.array(units), np.zeros(len(units), dtype=np.int64)), capacity).kv
 
     assert chosen([goodput_value(p, savable, 1.0) for p, savable, _ in queue], 22) == (1, 2, 3)
     assert chosen([apt_value(p, savable, tail=0.0) for p, savable, _ in queue], 22) == (0,)

@@ -6,9 +6,10 @@ The live fleet forms pipelines of two engines only (`engine.fleet.overload`).
 import heapq
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from engine.fleet.overload import Group
+if TYPE_CHECKING:
+    from engine.fleet.overload import Group  # imports the server's libraries, which a GPU check runs without
 
 
 class DropPlan(NamedTuple):
@@ -19,7 +20,7 @@ class DropPlan(NamedTuple):
     enough: bool  # whether the freed units cover the missing ones; if not, more engines are needed
 
 
-def plan_drop(groups: Sequence[Group], copy_units: int, most: int | None = None) -> DropPlan:
+def plan_drop(groups: "Sequence[Group]", copy_units: int, most: int | None = None) -> DropPlan:
     """Merge the two smallest groups until the missing units of all groups are freed (Figure 6, O(N log N)).
 
     Among groups of equal size, those with the most missing units merge first. Without a short group, return no merge.

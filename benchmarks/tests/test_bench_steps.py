@@ -74,9 +74,10 @@ def test_forms_share_the_arm_alone_only_where_the_server_does_the_same(
 
     @contextmanager
     def serve(slo: str, profiles: Path) -> Iterator[str]:
-        seen.append({path.name for path in profiles.iterdir()})
-        (profiles / "a.json").write_text("profile")
-        (profiles / "a.load.json").write_text("load")
+        folder = profiles / "tidemill" / "profiles"
+        seen.append({path.name for path in folder.iterdir()})
+        (folder / "a.json").write_text("profile")
+        (folder / "a.load.json").write_text("load")
         slo_in_force.append(slo)
         yield "http://x"
 

@@ -321,7 +321,8 @@ async def test_where_it_is_wrong_is_still_told(served: Served) -> None:
             return answer.json()["error"]["code"], answer.json()["error"]["param"]
 
         assert await told(**names) == ("unknown_parameter", "x0")
-        assert await told(messages=[{"role": "user", "content": "x"}, names]) == ("unknown_parameter", "messages[1].x0")
+        nameless = [{"role": "user", "content": "x"}, names]
+        assert await told(messages=nameless) == ("missing_required_parameter", "messages[1].role")
         assert await told(stream_options=names, stream=True) == ("unknown_parameter", "stream_options.x0")
         assert await told(logit_bias=names) == ("invalid_value", "logit_bias")
         assert await told(messages=[{"role": "assistant", "tool_calls": [{}] * 9}]) == (

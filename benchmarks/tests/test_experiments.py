@@ -234,7 +234,7 @@ def test_the_age_guard_bounds_what_larry_lets_wait() -> None:
 
 def test_a_latency_model_is_used_where_time_matters(machine: Machine) -> None:
     def model(scenario: Scenario, setting: Setting) -> object:
-        return make_core(machine, scenario, setting)._state.model
+        return make_core(machine, scenario, setting).state.model
 
     assert model(Scenario(((0.0, 5, 5),)), Setting()) is None
     assert model(Scenario((), OFFLINE), Setting()) is machine.predictor

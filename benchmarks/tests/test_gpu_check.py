@@ -157,4 +157,5 @@ def test_it_needs_nothing_of_the_server() -> None:
     loaded = {name.split(".")[0] for name in ended.stdout.split()}
     assert not loaded & SERVER
     ours = {name for name in ended.stdout.split() if name.split(".")[0] in ("loadgen", "benchmarks")}
-    assert ours == {"benchmarks", "benchmarks.gpu", *modules}, "and nothing of the load generator"
+    plans = {"benchmarks.simulated_fleet", "benchmarks.simulated_fleet.plans"}
+    assert ours == {"benchmarks", "benchmarks.gpu", *modules} | plans, "and nothing of the load generator"
