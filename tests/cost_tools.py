@@ -96,11 +96,12 @@ def exact_fault(make: Make, n: int, most: int | None = None) -> str | None:
     """Return a description if lines or bytes grow too fast over the sizes n, 2n and 4n, else None.
 
     The increments are compared, so constant parts cancel out. A threshold in the code shows once; growth counts only if
-    it goes on at 8n."""
+    it goes on at 8n. `most`: the largest size that is allowed; the sizes end at it."""
+    n = n if most is None else max(1, min(n, most // 8))
     make(n)()  # fills caches
     sizes = [n, 2 * n, 4 * n]
     costs = [cost_of(make(size)) for size in sizes]
-    if any(_grows(counts) for counts in zip(*costs, strict=True)) and (most is None or 8 * n <= most):
+    if any(_grows(counts) for counts in zip(*costs, strict=True)):
         sizes.append(8 * n)
         costs.append(cost_of(make(8 * n)))
     for name, counts in zip(Cost._fields, zip(*costs, strict=True), strict=True):

@@ -24,8 +24,9 @@ pytestmark = pytest.mark.timeout(900)  # the wheel takes a C++ compiler its time
 
 def build(folder: Path, compiler: str, *without: str) -> tuple[Path, str]:
     """Build a wheel from a copy of the sources in `folder`; return it and what the build said."""
-    skipped = shutil.ignore_patterns(".*", "build", "dist", "*.so", "*.egg-info", "tests", "docs", *without)
-    shutil.copytree(ROOT, folder / "tree", ignore=skipped)
+    skipped = shutil.ignore_patterns(".*", "*.so", "*.egg-info", *without)
+    top = {str(ROOT): {"build", "dist", "tests", "docs"}}  # `engine/build` is a package
+    shutil.copytree(ROOT, folder / "tree", ignore=lambda path, names: skipped(path, names) | top.get(path, set()))
     command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(folder), folder / "tree"]
     environment = {**os.environ, "CC": compiler, "CXX": compiler}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
