@@ -27,8 +27,8 @@ MAX_LOGIT_BIAS = 300
 def quick_constructor(kind: Callable[P, T]) -> Callable[P, T]:
     """Return a fast constructor of a NamedTuple, for values that a step creates by the hundred.
 
-    256 outputs by keyword take 0.15 ms instead of 0.33 ms, and 256 chunks 0.07 ms instead of 0.10 ms (Xeon, Python
-    3.11): the call skips the metaclass and needs no dict of keywords.
+    256 outputs by keyword take 0.15 ms instead of 0.33 ms (Xeon, Python 3.11): the call skips the metaclass
+    and needs no dict of keywords.
     """
     names: tuple[str, ...] = kind._fields  # type: ignore[attr-defined]
     defaults: dict[str, object] = kind._field_defaults  # type: ignore[attr-defined]
