@@ -122,6 +122,14 @@ def test_a_removed_word_says_what_to_do_instead(capsys: pytest.CaptureFixture[st
     assert refused(capsys, *given).endswith(f": {told}")
 
 
+def test_a_removed_value_is_answered_with_its_replacement(capsys: pytest.CaptureFixture[str]) -> None:
+    told = "--overload: the value swap was removed: use --swap-space with --overload recompute; see CHANGELOG"
+    assert told in refused(capsys, "serve", "--overload", "swap")
+    assert "--kv-cache-dtype: the value fp8 was removed: use int8" in refused(
+        capsys, "serve", "--kv-cache-dtype", "fp8"
+    )
+
+
 @pytest.mark.parametrize("flag", REMOVED_SETTINGS)
 def test_a_removed_setting_is_refused_in_every_layer(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, flag: str

@@ -1,5 +1,5 @@
 """Bodies as clients send them: decorated or empty objects in messages and tools must give the prompt of plain ones, and
-fields of other servers do what they do there."""
+fields of vLLM and SGLang have the same effect as in those servers."""
 
 from pathlib import Path
 from typing import Any

@@ -138,7 +138,7 @@ class Engine:
 async def running(
     root: Path, engine: Engine, *sizes: int, limits: BatchLimits = QUICK, fails: Raises = lambda _: None
 ) -> AsyncIterator[tuple[BatchWorker, list[BatchJob]]]:
-    """A worker that has been started with batches of these sizes.
+    """Start a worker with batches of the given sizes.
 
     `fails`: the failure, or None, when results of the batch with this number are to be stored."""
     batches, first = list[BatchJob](), 0

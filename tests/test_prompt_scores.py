@@ -1,4 +1,4 @@
-"""Log-probabilities of prompts: equal to transformers', whatever the chunks, the neighbours and the memory; `echo` with
+"""Log-probabilities of prompts equal those of transformers for any chunks, other requests and memory; `echo` with
 `logprobs` of /v1/completions."""
 
 import functools
@@ -106,7 +106,7 @@ async def whole(served: Served, **fields: Any) -> dict[str, Any]:
 
 
 async def test_echoed_scores_are_those_of_generation() -> None:
-    """What the model generated has, as a prompt, the log-probabilities that it had as an answer."""
+    """An answer, sent as a prompt, has the same log-probabilities as when it was generated."""
     async with demo_server() as served:
         tokenizer: Tokenizer = served.app.state.context.tokenizer
         prompt = tokenizer.encode("The capital of France is")

@@ -408,7 +408,7 @@ def test_ranks_share_the_cores_out(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class FollowersHere:
-    """See Leader: the second rank is a thread, which hears what a process would."""
+    """See Leader. The second rank is a thread that gets the messages of a process."""
 
     pids: ClassVar[list[int]] = []
 

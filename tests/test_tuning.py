@@ -42,7 +42,7 @@ USUAL = (Turn("usual", 900.0),)
 
 
 class Job(NamedTuple):
-    """What a child computes."""
+    """A call that a child process executes."""
 
     function: Callable[..., Any]
     arguments: tuple[Any, ...]

@@ -44,7 +44,7 @@ class _FollowerHere:
         self._last: Future[None] | None = None
 
     def begin(self, output: SchedulerOutput, rows: RowTable) -> None:
-        """See Leader. Raises what the step before raised there."""
+        """See Leader. Raises the error of the previous step, if it had one."""
         if self._last is not None:
             self._last.result()
         step = RankStep.of(output, rows)

@@ -5,6 +5,7 @@ from collections import Counter
 
 from hypothesis import given
 from hypothesis import strategies as st
+from test_routing import LOADS
 
 from benchmarks.simulated_fleet.routers import ROUTERS, Chance
 from engine.api import LoadReport
@@ -46,27 +47,6 @@ def test_random_is_even() -> None:
         choose("random", dict.fromkeys(range(4), LoadReport()), RoutedPrompt(1), draw) for _ in range(4000)
     )
     assert all(900 < counts[n] < 1100 for n in range(4))
-
-
-LOADS = st.dictionaries(
-    st.integers(0, 20),
-    st.builds(
-        LoadReport,
-        tokens_per_unit=st.just(8.0),
-        tokens_per_step=st.just(512),
-        queued_tokens=st.integers(0, 10_000),
-        queued_units=st.integers(0, 1000),
-        queued_requests=st.integers(0, 50),
-        running=st.integers(0, 50),
-        available_units=st.integers(0, 1000),
-        num_units=st.sampled_from([0, 1000]),
-        mean_input=st.floats(0.0, 5000.0),
-        mean_output=st.floats(0.0, 5000.0),
-        step_seconds=st.floats(1e-4, 10.0),
-    ),
-    min_size=1,
-    max_size=8,
-)
 
 
 @given(

@@ -117,7 +117,7 @@ class StepDraft:
         self.ledger.charge_masks(num_masked(requests))
         starts = [request.num_computed_tokens for request in requests]
         fields = zip([request.row for request in requests], starts, repeat(1), repeat(True), strict=False)
-        self.chunks.extend(map(tuple.__new__, repeat(Chunk), fields))  # 256 take 0.03 ms instead of 0.10 ms
+        self.chunks.extend(map(tuple.__new__, repeat(Chunk), fields))  # 256 take 0.03 ms instead of 0.05 ms
         self.requests.extend(requests)
         for request, start in zip(requests, starts, strict=True):
             request.num_computed_tokens = start + 1

@@ -49,6 +49,11 @@ REMOVED: dict[str, str] = {
 """Flags and commands that the last release had, with their replacement: a command, `COMMAND --flag`, or `--flag` for a
 setting. A removed setting is refused as a flag, a variable and a key of the file."""
 
+REMOVED_VALUES = {("overload", "swap"): "use --swap-space with --overload recompute"} | {
+    ("kv_cache_dtype", value): "use int8" for value in ("fp8", "parked-int8", "preempted-int8", "running-int8")
+}
+"""Values that settings had in the last release, with their replacement."""
+
 
 def removal(word: str, shown: str = "") -> str | None:
     """Return the error for a row of `REMOVED`, named `shown` in it, or None if there is no such row."""
@@ -106,6 +111,8 @@ class Flag:
 
     def _chosen(self, value: str, source: str) -> str:
         if self.choices and value not in self.choices:
+            if advice := REMOVED_VALUES.get((self.field, value)):
+                raise ConfigError(f"{source}: the value {value} was removed: {advice}; see CHANGELOG")
             raise ConfigError(f"{source} must be one of {', '.join(self.choices)}, not {value!r}")
         return value
 

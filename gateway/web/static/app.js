@@ -11,7 +11,7 @@ import { batchSentence, eventsOf, worth } from "./story.js";
 const RETRY = 2000;
 const BATCHES_EVERY = 2;
 const SHOWN_EVENTS = 12;
-const JUDGED = { chats: 200, seconds: 600 }; // the chats that the server judges its promise by
+const JUDGED = { chats: 200, seconds: 600 }; // as in predictor/judge.py
 const PRICES = "tidemill-prices";
 const byId = (id) => document.getElementById(id);
 
