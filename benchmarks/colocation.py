@@ -13,9 +13,9 @@ import argparse
 import asyncio
 import math
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks import live
-from benchmarks.drawing import document
+from benchmarks.colocation_plot import draw, output_events
 from benchmarks.figures import percentile
 from benchmarks.frame import Table
 from benchmarks.gpu.setup import SHAPES
@@ -35,7 +35,6 @@ from loadgen.metrics import Slo, token_events
 from loadgen.plan import Job, Plan, Windows
 from loadgen.records import JobRecord, Records, RequestRecord
 from loadgen.stats import stream
-from loadgen.svg import Floats, Mark, Series, chart
 from loadgen.workloads import fixed
 
 ONLINE_PROMPT, ONLINE_OUTPUT = 128, 48
@@ -55,31 +54,37 @@ FORMS = ("tbt_p99", "tbt_mean", "5%")
 TOKENS = "tidemill_offline_tokens_total"
 """The server's count of offline tokens (a prompt with its first token, then each token), as clients count them."""
 DRAIN = 30.0
-BIN = 2.0
-"""Seconds of a point in the plot."""
-ONLINE_COLOUR, OFFLINE_COLOUR, MISSED_COLOUR = "#2a8fa3", "#e2a33a", "#d9482f"
-"""As on the page, on light and on dark ground."""
 TIERS = {"online only": None, "offline only": "flex", "naive mix": "default", "tidemill": "flex", "batch job": JOB}
 """The arms: how their offline work comes, None for without."""
 
 TABLE = Table({
     "arm": "14", "online": "7d", "TTFT P50": "9.0f", "P99 ms": "9.0f", "TBT P50": "9.1f", "TBT P99": "9.1f",
-    "attainment": "11.1%", "offline tok/s": ".0f",
+    "attainment": "11.1%", "lines/s": "8.2f", "output tok/s": ".0f", "prompt tok/s": ".0f",
 })  # fmt: skip
 
 
 @dataclass(slots=True)
 class Run:
-    """One arm with one seed: online requests by arrival; `offline` holds (time, tokens) as they were delivered."""
+    """One arm with one seed: online requests by arrival; `offline` holds (time, tokens) as they were delivered.
+
+    `offline` counts a prompt with its first token, `offline_output` only output tokens (empty for a batch job).
+    """
 
     online: list[RequestRecord]
     offline: list[tuple[float, float]]
     seconds: float
+    offline_output: list[tuple[float, float]] = field(default_factory=list)
 
     @property
     def offline_rate(self) -> float:
+        """Return prompt and output tokens/s."""
         window = [tokens for at, tokens in self.offline if WARM_UP <= at <= self.seconds]
         return sum(window) / (self.seconds - WARM_UP)
+
+    @property
+    def offline_lines(self) -> float:
+        """Return offline requests/s, each of OFFLINE_PROMPT and OFFLINE_OUTPUT tokens."""
+        return self.offline_rate / (OFFLINE_PROMPT + OFFLINE_OUTPUT)
 
 
 def slo_of(ttft: float, tbt: float) -> Slo:
@@ -139,7 +144,9 @@ async def run_arm(
         check_job(job)
     online = [record for record in records.requests if record.service_class == "online"]
     online.sort(key=lambda record: record.index)
-    return Run(online, watch.grown(TOKENS) if watch is not None else delivered(records), seconds)
+    if watch is not None:
+        return Run(online, watch.grown(TOKENS), seconds)
+    return Run(online, delivered(records), seconds, output_of(records))
 
 
 def check_job(job: JobRecord) -> None:
@@ -153,18 +160,19 @@ def check_job(job: JobRecord) -> None:
 
 
 def delivered(records: Records) -> list[tuple[float, float]]:
-    """(time, tokens) of offline requests; a prompt counts with its first token."""
+    """Return (time, tokens) of offline requests; a prompt counts with its first token."""
     found: list[tuple[float, float]] = []
     for record in records.requests:
         if record.service_class == "offline":
-            found += events_of(record)
+            times, prompt, answer = token_events(record)
+            found += zip(times.tolist(), (prompt + answer).tolist(), strict=True)
     return found
 
 
-def events_of(record: RequestRecord) -> list[tuple[float, float]]:
-    """(time, tokens) of a request."""
-    times, prompt, answer = token_events(record)
-    return list(zip(times.tolist(), (prompt + answer).tolist(), strict=True))
+def output_of(records: Records) -> list[tuple[float, float]]:
+    """Return (time, output tokens) of offline requests."""
+    offline = [record for record in records.requests if record.service_class == "offline"]
+    return [event for record in offline for event in output_events(record)]
 
 
 def judged(runs: Sequence[Run]) -> list[RequestRecord]:
@@ -178,7 +186,13 @@ def summarise(name: str, runs: list[Run], ttft: float, tbt: float) -> None:
     gaps = [gap for answer in answers for gap in answer.gaps()]
     good = mean(map(slo_of(ttft, tbt).good, answers)) if answers else math.nan
     times = [percentile(values, rank) * 1e3 for values in (ttfts, gaps) for rank in (50, 99)]
-    print(TABLE.line(name, len(answers), *times, good, mean(run.offline_rate for run in runs)), flush=True)
+    lines = mean(run.offline_lines for run in runs)
+    print(TABLE.line(name, len(answers), *times, good, lines, *split_of(lines)), flush=True)
+
+
+def split_of(lines: float) -> tuple[float, float]:
+    """Return the output tokens/s and the prompt tokens/s of offline lines/s."""
+    return lines * OFFLINE_OUTPUT, lines * OFFLINE_PROMPT
 
 
 def paired_bound(ours: list[Run], alone: list[Run], ttft: float, tbt: float) -> tuple[float, float]:
@@ -232,11 +246,15 @@ def compare(serve: Callable[[], AbstractContextManager[str]], args: argparse.Nam
 
 
 def print_harvest(alone: list[Run], mixed: list[Run], rate: float) -> None:
-    """Offline tokens/s beside online work, of what the online work leaves of the machine's offline tokens/s."""
+    """Print the offline tokens/s beside online work as a share of the capacity that the online work leaves.
+
+    All figures count prompt and output tokens.
+    """
     most, got = (mean(run.offline_rate for run in runs) for runs in (alone, mixed))
     online = rate * (ONLINE_PROMPT + ONLINE_OUTPUT)
     left = most - online
-    print(f"left over: {most:.0f} offline only - {online:.0f} online = {left:.0f} tok/s; harvested {got / left:.0%}")
+    print(f"left over: {most:.0f} offline only - {online:.0f} online = {left:.0f} tok/s, prompts counted")
+    print(f"harvested {got / left:.0%}")
 
 
 def arms_of(text: str) -> tuple[str, ...]:
@@ -339,71 +357,9 @@ def main(argv: list[str] | None = None) -> None:
         curve = processes.sine(args.rate, args.rate, args.seconds / 3)
         settings = {"outstanding": args.outstanding, "job_rate": args.job_rate}
         run = run_alone(serve, args.rate, poisson(curve, args.seconds, 1), args.seconds, "flex", 1, **settings)
+        print(TABLE.heading)
         summarise("sine", [run], args.ttft, args.tbt)
-        args.plot.write_text(draw({"tidemill": run}, args.ttft, args.tbt))
-
-
-def draw(runs: Mapping[str, Run], ttft: float, tbt: float) -> str:
-    """One column for each run by its name, on the same scales. Above, tokens per second of both classes on top of each
-    other; below, each chat's TTFT and longest gap against its limit (seconds). A prompt counts when its first token
-    comes."""
-    levels = {name: rates_of_run(run) for name, run in runs.items()}
-    firsts = {
-        name: [(record.scheduled_at, record.ttft) for record in run.online if record.ttft is not None]
-        for name, run in runs.items()
-    }
-    longest = {
-        name: [(record.scheduled_at, max(gaps)) for record in run.online if len(gaps := record.gaps())]
-        for name, run in runs.items()
-    }
-    top = max(float((online + offline).max()) for _, online, offline in levels.values())
-    tops = [max([0.0, *(value for points in all_of.values() for _, value in points)]) for all_of in (firsts, longest)]
-    columns = []
-    for name, run in runs.items():
-        middles, online, offline = levels[name]
-        layers = [
-            Series("batch work", middles, online + offline, solid=True, colour=OFFLINE_COLOUR),
-            Series("chats", middles, online, solid=True, colour=ONLINE_COLOUR),
-        ]
-        title = f"{name}: tokens per second"
-        columns.append(
-            [
-                chart(title, layers, x="seconds", y="tokens/s", span=(0.0, run.seconds), top=top),
-                *against(f"{name}: time to first token of each chat", firsts[name], ttft, run.seconds, tops[0]),
-                *against(
-                    f"{name}: longest gap between two tokens of each chat", longest[name], tbt, run.seconds, tops[1]
-                ),
-            ]
-        )
-    return document(*columns)
-
-
-def rates_of_run(run: Run) -> tuple[Floats, Floats, Floats]:
-    """Middles of the bins, and the tokens per second of both classes in each."""
-    edges = np.arange(0.0, run.seconds + BIN, BIN)
-
-    def rate(events: Sequence[tuple[float, float]]) -> Floats:
-        counts, _ = np.histogram([at for at, _ in events], bins=edges, weights=[tokens for _, tokens in events])
-        return np.asarray(counts / BIN, dtype=np.float64)
-
-    online = rate([event for record in run.online for event in events_of(record)])
-    return edges[:-1] + BIN / 2, online, rate(run.offline)
-
-
-def against(title: str, values: Sequence[tuple[float, float]], limit: float, seconds: float, top: float) -> list[str]:
-    """A chart of (time, seconds) with their limit, those beyond it in another colour; none without values. `top`: the
-    largest value of all charts that are compared."""
-    if not values:
-        return []
-    dots = [
-        Series(name, [at for at, _ in part], [1e3 * value for _, value in part], dots=True, colour=colour)
-        for name, part, colour in (
-            ("kept", [(at, value) for at, value in values if value <= limit], ONLINE_COLOUR),
-            ("missed", [(at, value) for at, value in values if value > limit], MISSED_COLOUR),
-        )
-    ]
-    mark = Mark(1e3 * limit, f"promised {1e3 * limit:g} ms", horizontal=True)
-    return [chart(title, dots, x="seconds", y="ms", marks=[mark], span=(0.0, seconds), top=1e3 * top)]
+        args.plot.write_text(draw(run, args.ttft, args.tbt))
 
 
 if __name__ == "__main__":

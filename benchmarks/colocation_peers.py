@@ -17,14 +17,14 @@ from statistics import mean
 from typing import Any
 
 from benchmarks import colocation
-from benchmarks.colocation import JOB, LEARNING, TABLE, Run, judged, poisson, run_arm, slo_of, summarise
+from benchmarks.colocation import JOB, LEARNING, TABLE, Run, judged, poisson, run_arm, slo_of, split_of, summarise
 from benchmarks.frame import in_turn
 from benchmarks.live import Served, wait_for_rest
 from benchmarks.machine import describe
 from benchmarks.peers import finders
 from benchmarks.peers.engine import Engine, start_all
 from benchmarks.weights import make_checkpoint
-from loadgen.arrivals import constant_rate, sine
+from loadgen.arrivals import constant_rate
 
 REST_LOOKS = 240
 """Two minutes: requests that were given up stay in a step until it has ended."""
@@ -48,13 +48,16 @@ class Arm:
         )
 
     def summary(self, ttft: float, tbt: float) -> dict[str, Any]:
-        """For the file: by seed the chats, how many kept both limits, and the offline tokens a second."""
+        """Return by seed the chats, the chats within both limits, and the offline work per second."""
         good = slo_of(ttft, tbt).good
+        lines = [run.offline_lines for run in self.runs]
         return {
             "version": self.engine.version,
             "online": [len(judged([run])) for run in self.runs],
             "kept": [sum(map(good, judged([run]))) for run in self.runs],
-            "offline_throughput": [run.offline_rate for run in self.runs],
+            "offline_lines": lines,
+            "offline_output_tokens": [split_of(rate)[0] for rate in lines],
+            "offline_prompt_tokens": [split_of(rate)[1] for rate in lines],
         }
 
 
@@ -87,19 +90,7 @@ def compare(arms: list[Arm], args: argparse.Namespace, **settings: Any) -> None:
             ratios = ", ".join(
                 f"{name} {rate / rates[arm.name]:.2f}" for name, rate in rates.items() if name != arm.name
             )
-            print(f"offline tok/s over those of {arm.name}: {ratios}")
-
-
-def plot(arms: list[Arm], args: argparse.Namespace, **settings: Any) -> None:
-    """One run of each arm with the same sine-shaped arrivals, drawn beside one another."""
-    curve = sine(args.rate, args.rate, args.seconds / 3)
-    warm, arrivals = poisson(curve, LEARNING, 0), poisson(curve, args.seconds, 1)
-    print(TABLE.heading)
-    for arm in arms:
-        arm.measure(warm, LEARNING, 0, **settings)
-        arm.runs.append(arm.measure(arrivals, args.seconds, 1, **settings))
-        summarise(arm.name, arm.runs, args.ttft, args.tbt)
-    args.plot.write_text(colocation.draw({arm.name: arm.runs[-1] for arm in arms}, args.ttft, args.tbt))
+            print(f"batch work over that of {arm.name}: {ratios}")
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -110,7 +101,6 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--ttft", type=float, default=1.0, help="TTFT limit in seconds")
     parser.add_argument("--tbt", type=float, default=0.15, help="limit on the P99 of a request's gaps in seconds")
     parser.add_argument("--output", type=Path, metavar="FILE.json", help="where all figures are written")
-    parser.add_argument("--plot", type=Path, metavar="FILE.svg", help="one run of a sine-shaped load each, drawn")
     finders.add_flags(parser, ["vllm"])
     args = parser.parse_args(argv)
     if args.seconds <= colocation.WARM_UP:
@@ -128,10 +118,7 @@ def main(argv: list[str] | None = None) -> None:
         words = make_checkpoint(folder, args.dtype)
         ours = finders.tidemill(args.threads, args.dtype, "--slo", slo)
         arms = [arm for pair in start_all([ours, *finders.found(args)], folder, stack) for arm in arms_of(*pair)]
-        if args.plot is None:
-            compare(arms, args, source=words)
-        else:
-            plot([arm for arm in arms if arm.tier != JOB], args, source=words)
+        compare(arms, args, source=words)
     if args.output is not None:
         whole = {"about": about, "arms": {arm.name: arm.summary(args.ttft, args.tbt) for arm in arms}}
         args.output.write_text(json.dumps(whole, indent=1) + "\n")

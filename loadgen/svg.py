@@ -16,6 +16,8 @@ WIDTH, HEIGHT = 720.0, 260.0
 LEFT, RIGHT, TOP, BOTTOM = 64.0, 16.0, 34.0, 44.0
 COLOURS = ("#2a6fbb", "#c8553d", "#3a8f5c", "#8a5ab5", "#9a7b1f")
 MAX_POINTS = 600
+CHARACTER = 8.2
+"""Width of a character in a legend, of text up to 15 high."""
 
 Floats = NDArray[np.float64]
 
@@ -256,7 +258,7 @@ def _bars(item: Series, across: _Scale, up: _Scale, colour: str) -> list[str]:
 def _legend(names: Sequence[str], colours: Sequence[str]) -> list[str]:
     parts, at = [], WIDTH - RIGHT
     for name, colour in reversed(list(zip(names, colours, strict=True))):
-        at -= 6.4 * len(name)
+        at -= CHARACTER * len(name)
         parts.append(f'<text x="{at:.1f}" y="16">{escape(name)}</text>')
         at -= 16
         parts.append(f'<rect x="{at:.1f}" y="8" width="10" height="10" fill="{colour}"/>')

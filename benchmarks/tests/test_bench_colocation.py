@@ -10,7 +10,8 @@ from batch_tools import FAST, open_folder
 from fake_engine import serve
 
 from benchmarks import colocation
-from benchmarks.colocation import JOB, Run, check_job, delivered, draw, plan_arm, poisson
+from benchmarks.colocation import JOB, Run, check_job, delivered, draw, output_of, plan_arm, poisson
+from benchmarks.colocation_plot import rate
 from engine.build import build_engine, plan_launch
 from engine.config import EngineConfig
 from engine.text.tokenizer import Tokenizer
@@ -74,38 +75,29 @@ def test_a_job_must_outlast_its_arm_and_lose_nothing() -> None:
             check_job(wrong)
 
 
-def test_the_plot_shows_tokens_above_and_every_chat_against_its_limits_below() -> None:
+def test_the_plot_shows_every_chat_against_its_limits_above_and_output_tokens_below() -> None:
     chats = [record(at, (at + 0.5, at + 0.6, at + 1.0)) for at in (1.0, 5.0)]
-    drawn = draw({"tidemill": Run(chats, [(0.5, 100.0), (3.0, 300.0)], 12.0)}, 1.0, 0.1)
-    tree = ElementTree.fromstring(drawn)
+    run = Run(chats, [(0.5, 900.0)], 12.0, offline_output=[(0.5, 90.0), (4.0, 30.0)])
+    drawn = draw(run, 1.0, 0.2)
     name = "{http://www.w3.org/2000/svg}"
-    tokens, first, gaps = tree.findall(f"{name}svg")
-    assert [chart.get("y") for chart in (tokens, first, gaps)] == ["0", "260", "520"]
-    assert {each.text for each in tokens.iter(f"{name}text")} >= {"chats", "batch work", "tokens/s", "seconds"}
-    for chart, words in ((first, ("promised 1000 ms", "kept")), (gaps, ("promised 100 ms", "missed"))):
-        assert len(chart.findall(f".//{name}circle")) == len(chats)
-        assert {each.text for each in chart.iter(f"{name}text")} >= set(words)
+    above, below = ElementTree.fromstring(drawn).findall(f"{name}svg")
+    assert (above.get("y"), below.get("y")) == ("0", "260")
+    (limit,) = above.findall(f"{name}line[@class='mark']")
+    first, gaps = (group.findall(f"{name}circle") for group in above.findall(f"{name}g"))
+    assert len(first) == len(gaps) == len(chats)
+    assert all(float(dot.get("cy", "")) > float(limit.get("y1", "")) for dot in first), "0.5 s of 1 s"
+    assert all(float(dot.get("cy", "")) < float(limit.get("y1", "")) for dot in gaps), "a P99 gap of 0.4 s of 0.2 s"
+    assert {each.text for each in above.iter(f"{name}text")} >= {"limit", "TTFT (limit 1 s)", "TBT (200 ms)"}
+    assert {each.text for each in below.iter(f"{name}text")} >= {"batch work", "chats", "output tokens/s", "seconds"}
     assert "prefers-color-scheme: dark" in drawn
-    assert ElementTree.fromstring(draw({"tidemill": Run([], [(0.5, 100.0)], 12.0)}, 1.0, 0.1)).findall(f"{name}svg")
+    assert len(ElementTree.fromstring(draw(Run([], [], 12.0), 1.0, 0.1)).findall(f"{name}svg")) == 1
 
 
-def test_two_runs_are_drawn_beside_one_another_on_the_same_scales() -> None:
-    slow, fast = ([record(1.0, (1.0 + first, 1.1 + first))] for first in (6.0, 0.2))
-    drawn = draw({"ours": Run(fast, [(0.5, 10.0)], 12.0), "a peer": Run(slow, [(0.5, 900.0)], 12.0)}, 1.0, 0.2)
-    charts = ElementTree.fromstring(drawn).findall("{*}svg")
-    assert [(chart.get("x"), chart.get("y")) for chart in charts] == [
-        (x, y) for x in ["0", "720"] for y in ["0", "260", "520"]
-    ]
-    for ours, peer in zip(charts[:3], charts[3:], strict=True):
-        limits = [[line.get("y1") for line in chart.findall("{*}line[@class='mark']")] for chart in (ours, peer)]
-        assert limits[0] == limits[1]
-
-
-def test_offline_tokens_are_stacked_on_those_of_chats() -> None:
-    run = Run([record(0.0, (1.0,))], [(1.0, 300.0)], 12.0)
-    batch, chats = ElementTree.fromstring(draw({"tidemill": run}, 1.0, 0.1)).findall(".//{*}polyline")
-    height = [min(float(pair.split(",")[1]) for pair in str(line.get("points")).split()) for line in (batch, chats)]
-    assert height[0] < height[1], "the sum lies above the part"
+def test_the_lower_panel_counts_only_output_tokens() -> None:
+    middles, tokens = rate([(0.5, 90.0), (4.0, 30.0)], 10.0)
+    assert middles.tolist() == [1.5, 4.5, 7.5] and tokens.tolist() == [30.0, 10.0, 0.0]
+    records = Records([record(0.0, (6.0, 6.5), "offline"), record(1.0, (1.5,))])
+    assert [item for item in output_of(records) if item[1]] == [(6.0, 1.0), (6.5, 1.0)]
 
 
 def test_a_refused_client_knows_when_to_come_again() -> None:
