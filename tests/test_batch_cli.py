@@ -179,7 +179,9 @@ def test_the_bar_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     progress.end()
     first, second = screen.getvalue().removesuffix("\n").split("\r\x1b[K")[1:]
     assert first == "in_progress [----------] 0/1,000 lines"
-    assert second == "in_progress [#####-----] 500/1,000 lines, 10 failed  2,000 tokens/s  0:10 left"
+    assert (
+        second == "in_progress [#####-----] 500/1,000 lines, 10 failed  50.0 lines/s, 2,000 output tokens/s  0:10 left"
+    )
     now[0] = 20.0
     assert "left" not in progress.text(a_batch(1000, tokens=20_001, status="completed"))
 

@@ -69,7 +69,7 @@ def test_a_recorded_stream(width: int) -> None:
     assert (
         "         TTFT P99 169 ms of 1.00 s, kept by 100 %\n         TBT P99  248 ms of 100 ms, kept by 80 %\n" in text
     )
-    assert lines["online"].endswith(" 159 tokens/s") and lines["offline"].endswith(" 0 tokens/s")
+    assert lines["online"].endswith(" 159 tokens/s in + out") and lines["offline"].endswith(" 0 tokens/s in + out")
     assert "last 1 min, top " in text
     assert lines["TTFT"].endswith(" P50 38 ms P99 169 ms of 1.00 s")
     assert lines["TBT"].endswith(" P50 25 ms P99 248 ms of 100 ms")
@@ -122,8 +122,18 @@ def test_each_of_several_engines_has_a_line() -> None:
         dead = engine(1, 0, state="dead", trouble="it ended\x1b[2J")
         shown.history.add(now | {"time": now["time"] + later, "engines": [engine(0, 400 * later), dead]})
     text = printed(shown, 120)
-    assert "engines  0  3 running, 1 waiting, online 300 + offline 100 tokens/s, cache 25 %\n" in text
+    assert "engines  0  3 running, 1 waiting, online 300 + offline 100 tokens/s in + out, cache 25 %\n" in text
     assert "         1  it ended?[2J" in text
+
+
+def test_offline_answers_have_output_and_prompt_tokens_apart() -> None:
+    shown = picture(batches=None)
+    now = SNAPSHOTS[-1]
+    assert "answers" not in printed(shown, 80)
+    for later in (10, 30):
+        batch = {"answers": 5 * later, "output_tokens": 320 * later, "prompt_tokens": 1280 * later}
+        shown.history.add(now | {"time": now["time"] + later, "batch": batch})
+    assert rows(printed(shown, 80))["answers"] == "answers  5/s offline: 320 output, 1,280 prompt tokens/s"
 
 
 def test_text_from_the_server_is_only_text() -> None:

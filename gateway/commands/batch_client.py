@@ -111,7 +111,7 @@ class BatchProgress:
             self.out.write("\n")
 
     def text(self, batch: dict[str, Any]) -> str:
-        """Return the bar, lines, tokens/s and estimated remaining time, from the rates of the last RATE_SECONDS."""
+        """Return the bar, the lines, the rates of the last RATE_SECONDS and the estimated remaining time."""
         counts = batch.get("request_counts") or {"total": 0, "completed": 0, "failed": 0}
         done, total = counts["completed"] + counts["failed"], counts["total"]
         tokens = (batch.get("usage") or {}).get("output_tokens", 0)
@@ -120,7 +120,7 @@ class BatchProgress:
         bar = "#" * filled + "-" * (self.width - filled)
         text = f"{batch['status']} [{bar}] {progress_text(batch)}"
         if token_rate:
-            text += f"  {token_rate:,.0f} tokens/s"
+            text += f"  {line_rate:,.1f} lines/s, {token_rate:,.0f} output tokens/s"
         if line_rate and done < total and batch["status"] not in TERMINAL:
             text += f"  {duration_text((total - done) / line_rate)} left"
         return text

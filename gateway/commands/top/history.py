@@ -84,7 +84,10 @@ class History:
         return next((width for width in (60.0, 120.0, 300.0, 600.0) if known <= width), WINDOW)
 
     def rates(self, cells: int, span: float) -> tuple[list[float | None], list[float | None]]:
-        """Return online and offline tokens/s in `cells` equal parts of the last `span` seconds; None where unknown."""
+        """Return online and offline tokens/s in `cells` equal parts of the last `span` seconds; None where unknown.
+
+        Prompt and output tokens count when they are computed.
+        """
         total, offline = self._growth("computed_tokens", cells, span), self._growth("offline_tokens", cells, span)
         online = [None if a is None or b is None else max(0.0, a - b) for a, b in zip(total, offline, strict=True)]
         return online, offline
@@ -122,6 +125,19 @@ class History:
         """Return the growth of a counter over the last `seconds`, or None if fewer than two snapshots are in them."""
         recent = list(self._last(seconds))
         return float(recent[-1][name] - recent[0][name]) if len(recent) > 1 else None
+
+    def answer_rates(self, seconds: float) -> tuple[float, float, float] | None:
+        """Return offline answers/s, their output tokens/s and prompt tokens/s over the last `seconds`, if known."""
+        recent = [snapshot for snapshot in self._last(seconds) if "batch" in snapshot]  # an older server omits the key
+        if len(recent) < 2:
+            return None
+        before, after = recent[0], recent[-1]
+        span = after["time"] - before["time"]
+        answers, output, prompts = (
+            (after["batch"][name] - before["batch"][name]) / span
+            for name in ("answers", "output_tokens", "prompt_tokens")
+        )
+        return answers, output, prompts
 
     def last_rates(self) -> tuple[float, float]:
         """Return online and offline tokens/s between the two latest snapshots."""

@@ -31,6 +31,7 @@ from predictor.slo import SLO, SLOError, nearest_rank
 
 LABEL = 9
 NOTE = 34
+ANSWERS = 60.0
 """Width in columns of the labels at the left and of the notes at the right of a spark line."""
 RECENT = 10.0
 """Seconds over which rates are averaged."""
@@ -134,9 +135,12 @@ def _rates(grid: Table, history: History, width: int, glyphs: Glyphs, tall: int)
         lines = spark(lane, top, glyphs, tall)
         for number, line in enumerate(lines):
             last = number == len(lines) - 1
-            note = f" {count(rate)} tokens/s" if last else f" last {duration(span)}, top {count(top)}/s"
+            note = f" {count(rate)} tokens/s in + out" if last else f" last {duration(span)}, top {count(top)}/s"
             shown = note if last or (name == "online" and number == 0) else ""
             grid.add_row(name if last else "", Text(line, style=_COLOURS[name]) + Text(shown))
+    if rates := history.answer_rates(ANSWERS):
+        answers, output, prompts = rates
+        grid.add_row("answers", f"{count(answers)}/s offline: {count(output)} output, {count(prompts)} prompt tokens/s")
 
 
 def _latencies(grid: Table, history: History, now: Snapshot, width: int, glyphs: Glyphs) -> None:
@@ -212,7 +216,7 @@ def _one_of(engine: Mapping[str, Any], history: History) -> str:
     used = units["owned"] / units["total"] if units.get("total") else None
     return (
         f"{engine['engine']}  {count(engine['running'])} running, {count(engine['waiting'])} waiting, "
-        f"online {count(online)} + offline {count(offline)} tokens/s, cache {percent(used, 0)}"
+        f"online {count(online)} + offline {count(offline)} tokens/s in + out, cache {percent(used, 0)}"
         + (f", one pipeline with engine {partner}" if partner is not None else "")
     )
 

@@ -81,7 +81,7 @@ export class RateChart extends Chart {
     if (this.pointer && rates.length) {
       const near = rates.reduce((a, b) => (Math.abs(x(b.time) - this.pointer) < Math.abs(x(a.time) - this.pointer) ? b : a));
       this.svg.append(make("line", { class: "cursor", x1: x(near.time), x2: x(near.time), y1: TOP, y2: height - BOTTOM }));
-      this.tip.textContent = `${count(near[this.name])} tokens/s, ${Math.round(now - near.time)} s ago`;
+      this.tip.textContent = `${count(near[this.name])} prompt and output tokens/s, ${Math.round(now - near.time)} s ago`;
       this.tip.hidden = false;
       this.tip.style.left = `${Math.max(LEFT, Math.min(x(near.time) + 10, this.host.clientWidth - this.tip.clientWidth - 4))}px`;
     }
