@@ -12,6 +12,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import kubernetes_validate
 import pytest
 import yaml
 
@@ -152,6 +153,8 @@ def test_kustomize_renders_the_model_the_image_and_the_limits() -> None:
     command = ["kubectl", "kustomize", str(DOCKER / "deploy" / "kubernetes")]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     rendered = {document["kind"]: document for document in yaml.safe_load_all(done.stdout)}
+    for document in rendered.values():
+        kubernetes_validate.validate(document, "1.34", strict=True)
     pod = rendered["StatefulSet"]["spec"]["template"]["spec"]
     container = pod["containers"][0]
     assert container["image"] == "registry.example.com/tidemill:gpu"
@@ -161,6 +164,14 @@ def test_kustomize_renders_the_model_the_image_and_the_limits() -> None:
     assert probe["periodSeconds"] * probe["failureThreshold"] >= 20 * 60
     assert {mount["mountPath"] for mount in container["volumeMounts"]} >= {"/dev/shm", "/models", "/tmp"}
     assert "memory" in container["resources"]["requests"]
+
+
+@pytest.mark.parametrize("name", ["service", "statefulset"])
+def test_each_manifest_keeps_the_schema_of_kubernetes(name: str) -> None:
+    for document in documents(DOCKER / "deploy" / "kubernetes" / f"{name}.yaml"):
+        kubernetes_validate.validate(document, "1.34", strict=True)
+        with pytest.raises(kubernetes_validate.ValidationError):
+            kubernetes_validate.validate(document | {"specs": {}}, "1.34", strict=True)
 
 
 def test_compose_passes_the_model_the_slo_and_the_token() -> None:
