@@ -14,7 +14,7 @@ define check_python
 @$(PYTHON) -c 'import venv, ensurepip' 2>/dev/null || { echo "Python's venv module is missing: apt-get install python3-venv"; exit 1; }
 endef
 
-.PHONY: install serve serve-cpu test check docs site models native floors bench chaos ray-check gpu-check clean
+.PHONY: install serve serve-cpu test check docs site models native floors wheel bench chaos ray-check gpu-check clean
 
 install: $(STAMP)
 
@@ -70,6 +70,11 @@ models: install
 # The native CPU kernels anew, after a change of their sources; install builds them for the first time.
 native: install
 	$(BIN)/python setup.py --quiet build_ext --inplace
+
+# A wheel for other machines in dist/, with this machine's native kernels.
+wheel:
+	$(check_python)
+	$(PYTHON) -m pip wheel --disable-pip-version-check --no-deps --wheel-dir dist .
 
 # The tests beside the lowest versions of what serving needs that pyproject.toml allows.
 floors:

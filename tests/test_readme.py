@@ -6,6 +6,7 @@ import io
 import json
 import re
 import shlex
+import subprocess
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -80,6 +81,22 @@ async def test_every_curl_and_the_answer_that_it_shows(demo: Served) -> None:
                     call.pop("id")
                 if shown.strip():
                     assert message == json.loads(shown), name
+
+
+def test_every_command_of_the_readme_exists(tmp_path: Path) -> None:
+    """Clone as printed; let make plan each of its commands; other lines belong to tools that other tests run."""
+    found = re.findall(r"^```(\w*)\n(.*?)^```", README.read_text(), re.MULTILINE | re.DOTALL)
+    blocks = [block for language, block in found if not language and "curl" not in block]
+    lines = [re.split(r"\s+#", line)[0] for block in blocks for line in block.splitlines()]
+    assert {"pip install .", "make serve", "make wheel"} <= set(lines)
+    for line in lines:
+        if line.startswith("git clone "):
+            command = line.replace("ADDRESS", f"file://{ROOT} --quiet --depth 1") + " && test -f Makefile"
+            subprocess.run(command, shell=True, cwd=tmp_path, check=True)
+        elif line.startswith("make "):
+            subprocess.run(f"{line} --dry-run", shell=True, cwd=ROOT, check=True, capture_output=True)
+        else:
+            assert line == "pip install ." or line.startswith("tidemill "), line
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
