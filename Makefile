@@ -14,7 +14,7 @@ define check_python
 @$(PYTHON) -c 'import venv, ensurepip' 2>/dev/null || { echo "Python's venv module is missing: apt-get install python3-venv"; exit 1; }
 endef
 
-.PHONY: install serve serve-cpu test check docs site models native floors wheel bench chaos ray-check gpu-check clean
+.PHONY: install serve serve-cpu test clients check docs site models native floors wheel bench chaos ray-check gpu-check clean
 
 install: $(STAMP)
 
@@ -45,6 +45,10 @@ $(VENV)/.serving: pyproject.toml
 
 test: install
 	$(BIN)/python -m pytest -n 2 $(ARGS)
+
+# Real clients in environments of their own (TIDEMILL_CLIENTS=FOLDER; first use installs them), and the page of results.
+clients: install
+	CLIENTS_PAGE=1 $(BIN)/python -m pytest -m clients $(ARGS)
 
 check: install
 	$(BIN)/ruff check .

@@ -1,10 +1,6 @@
 """HTTP as clients really speak it: offers of HTTP/2, HTTP/1.0, HEAD, trailing slashes, marks before the body."""
 
 import json
-import shutil
-import subprocess
-from asyncio import to_thread
-from pathlib import Path
 from typing import Any
 
 import httptools
@@ -80,42 +76,6 @@ async def test_an_offer_with_a_broken_body_is_400(start_server: StartServer) -> 
         raw.send(body)
         assert (await raw.answer())[0] == 400
         await raw.close()
-
-
-@pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed")
-async def test_curl_that_prefers_http_2(start_server: StartServer) -> None:
-    served = await start_server("hello")
-    command = ["curl", "--silent", "--show-error", "--http2", f"{served.url}/v1/chat/completions"]
-    command += ["--header", "content-type: application/json", "--data", CHAT.decode()]
-    answer = await to_thread(subprocess.run, command, capture_output=True, check=True, timeout=60)
-    assert json.loads(answer.stdout)["object"] == "chat.completion"
-
-
-JAVA = """
-import java.net.URI;
-import java.net.http.*;
-
-class Ask {
-    public static void main(String[] words) throws Exception {
-        var client = HttpClient.newHttpClient();
-        for (int i = 0; i < 3; i++) {
-            var request = HttpRequest.newBuilder(URI.create(words[0])).header("content-type", "application/json")
-                .POST(HttpRequest.BodyPublishers.ofString(words[1])).build();
-            System.out.println(client.send(request, HttpResponse.BodyHandlers.ofString()).body());
-        }
-    }
-}
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(shutil.which("javac") is None, reason="no JDK is installed")
-async def test_java_as_it_is(start_server: StartServer, tmp_path: Path) -> None:
-    served = await start_server("hello")
-    (tmp_path / "Ask.java").write_text(JAVA)
-    command = ["java", str(tmp_path / "Ask.java"), f"{served.url}/v1/chat/completions", CHAT.decode()]
-    answer = await to_thread(subprocess.run, command, capture_output=True, check=True, timeout=120)
-    assert [json.loads(line)["object"] for line in answer.stdout.splitlines()] == ["chat.completion"] * 3
 
 
 class Heard:

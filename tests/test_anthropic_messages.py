@@ -1,32 +1,19 @@
-"""Other clients, unchanged, against the real server: Anthropic's SDK, instructor, LangChain, pydantic-ai.
-
-Anthropic's is a test dependency; the others, which pin versions of `openai`, are the extra `clients`: without it their
-tests are left out.
-"""
+"""Anthropic's SDK for single messages: streams, history, typed errors and required tools."""
 
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import anthropic
-import httpx
 import pytest
 from fake_engine import Served
-from pydantic import BaseModel, Field
 from test_messages_api import TOOLS, ask
 from test_responses_api import THINKS
 from test_structured_api import MODEL as DEMO
 from test_structured_api import server as demo_server
-from test_tools import TWO, client_of, scripted
+from test_tools import TWO, scripted
 
 pytestmark = pytest.mark.filterwarnings("default")  # other people's
-
-
-class Report(BaseModel, extra="forbid"):
-    """What is said of a place."""
-
-    kind: Literal["city", "river"]
-    score: int = Field(ge=0, le=9)
 
 
 QUESTION = "What is the weather in Paris?"
@@ -92,12 +79,6 @@ async def demo(tmp_path: Path) -> AsyncIterator[Served]:
         yield served
 
 
-class Weather(BaseModel, extra="forbid"):
-    """The weather of a city now."""
-
-    city: Literal["Paris", "Rome"]
-
-
 async def test_anthropic_and_the_packaged_model(demo: Served) -> None:
     tool: Any = {
         "name": "weather",
@@ -115,44 +96,3 @@ async def test_anthropic_and_the_packaged_model(demo: Served) -> None:
         )
     assert answer.stop_reason == "tool_use" and answer.content[0].type == "tool_use"
     assert answer.content[0].input in ({"city": "Paris"}, {"city": "Rome"})
-
-
-@pytest.mark.parametrize("mode", ["JSON_SCHEMA", "TOOLS"])
-async def test_instructor(demo: Served, mode: str) -> None:
-    instructor = pytest.importorskip("instructor")
-    async with client_of(demo) as base:
-        client = instructor.from_openai(base, mode=instructor.Mode[mode])
-        found = await client.chat.completions.create(
-            model=DEMO, response_model=Report, messages=[{"role": "user", "content": QUESTION}], max_retries=1
-        )
-    assert isinstance(found, Report)
-
-
-@pytest.mark.parametrize("method", ["json_schema", "function_calling"])
-async def test_langchain(demo: Served, method: Any) -> None:
-    langchain = pytest.importorskip("langchain_openai")
-    async with httpx.AsyncClient() as http:
-        model = langchain.ChatOpenAI(
-            model=DEMO, base_url=f"{demo.url}/v1", api_key="none", temperature=0, max_tokens=100, http_async_client=http
-        )
-        assert isinstance(await model.with_structured_output(Report, method=method).ainvoke(QUESTION), Report)
-        bound = model.bind_tools([Weather], tool_choice="required", parallel_tool_calls=False)
-        whole = await bound.ainvoke(QUESTION)
-        streamed = None
-        async for chunk in bound.astream(QUESTION):
-            streamed = chunk if streamed is None else streamed + chunk
-    assert [call["name"] for call in whole.tool_calls] == ["Weather"] and whole.tool_calls[0]["args"]["city"]
-    assert streamed and [call["args"] for call in streamed.tool_calls] == [call["args"] for call in whole.tool_calls]
-
-
-@pytest.mark.parametrize("output", ["tool", "native"])
-async def test_pydantic_ai(demo: Served, output: str) -> None:
-    pydantic_ai = pytest.importorskip("pydantic_ai")
-    from pydantic_ai.models.openai import OpenAIChatModel
-    from pydantic_ai.providers.openai import OpenAIProvider
-
-    async with client_of(demo) as base:
-        model = OpenAIChatModel(DEMO, provider=OpenAIProvider(openai_client=base))
-        kind = Report if output == "tool" else pydantic_ai.NativeOutput(Report)
-        result = await pydantic_ai.Agent(model, output_type=kind).run(QUESTION)
-    assert isinstance(result.output, Report)

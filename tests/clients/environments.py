@@ -1,0 +1,90 @@
+"""Clients of clients.toml: an environment for each, and the run of its program against the servers."""
+
+import asyncio
+import hashlib
+import json
+import os
+import shutil
+import sys
+import tomllib
+import venv
+from dataclasses import dataclass
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+CACHE = Path(os.environ.get("TIDEMILL_CLIENTS") or Path.home() / ".cache" / "tidemill-clients")
+"""The folder of the environments; delete it to install the newest clients."""
+
+
+@dataclass(frozen=True, slots=True)
+class Client:
+    """A table of clients.toml."""
+
+    name: str
+    program: str
+    packages: tuple[str, ...] = ()
+    needs: tuple[str, ...] = ()
+    """Programs that must be on the PATH."""
+    installed: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A line that a program printed: the tested use, and `passed`, `refused: REASON` or `failed: REASON`."""
+
+    what: str
+    result: str
+
+
+def load_clients() -> dict[str, Client]:
+    tables = tomllib.loads((HERE / "clients.toml").read_text())
+    lists = {"packages", "needs"}
+    return {
+        name: Client(name, **{key: tuple(value) if key in lists else value for key, value in table.items()})
+        for name, table in tables.items()
+    }
+
+
+async def interpreter(client: Client) -> Path:
+    """Return the Python of the client's environment, which the first use installs."""
+    if not client.packages:
+        return Path(sys.executable)
+    digest = hashlib.sha256("\n".join((sys.version, *client.packages)).encode()).hexdigest()[:12]
+    folder = CACHE / f"{client.name}-{digest}"
+    python, done = folder / "bin" / "python", folder / "installed"
+    if not done.exists():
+        await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
+        await asyncio.to_thread(venv.create, folder, with_pip=True)
+        await _output(python, "-m", "pip", "install", "--quiet", *client.packages)
+        done.touch()
+    return python
+
+
+async def run_program(client: Client, python: Path, servers: dict[str, str], folder: Path) -> tuple[str, list[Step]]:
+    """Run the client's program; return the versions that it printed and its steps.
+
+    `servers`: environment variables with the addresses. Raises AssertionError when the program ends early.
+    """
+    offline = {"HF_HUB_OFFLINE": "1", "DO_NOT_TRACK": "1", "LITELLM_LOCAL_MODEL_COST_MAP": "True", "HOME": str(folder)}
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("OPENAI_", "ANTHROPIC_"))}
+    program = HERE / "programs" / client.program
+    text = await _output(python, str(program), environment=kept | offline | servers, folder=folder)
+    lines = [json.loads(line) for line in text.splitlines() if line.startswith('{"client step":')]
+    head, *steps = (line["client step"] for line in lines)
+    assert steps and steps[-1] == "end", f"the program ended early:\n{text[-4000:]}"
+    return head, [Step(*step) for step in steps[:-1]]
+
+
+async def _output(*words: str | Path, environment: dict[str, str] | None = None, folder: Path | None = None) -> str:
+    process = await asyncio.create_subprocess_exec(
+        *words, env=environment, cwd=folder, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT
+    )
+    try:
+        output, _ = await process.communicate()
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+    text = output.decode(errors="replace")
+    assert process.returncode == 0, f"{words}: exit {process.returncode}\n{text[-4000:]}"
+    return text

@@ -1,0 +1,50 @@
+"""A server whose model says the words that the client plans for it: calls of tools and answers after them.
+
+A message may hold `<<JSON>>` for each turn of the model: a string is the answer, a list of [name, arguments] are calls.
+The n-th turn of the conversation uses the n-th of them.
+"""
+
+import json
+import re
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import tokenizer_folders
+from fake_engine import FakeEngine, Script, Served, serve
+from test_tools import TEMPLATE
+
+from engine.api import EngineRequest
+from engine.text.tokenizer import Tokenizer
+
+MODEL = "puppet"
+
+
+def turn(prompt: str) -> str:
+    """Return the text of the model's turn that the prompt asks for."""
+    number = prompt.count("<|im_start|>assistant") - 1
+    plans = re.findall(r"<<(.*?)>>", prompt, re.DOTALL)
+    if number >= len(plans):
+        return "Done."
+    plan = json.loads(plans[number])
+    return plan if isinstance(plan, str) else "\n".join(map(_call, plan))
+
+
+def _call(call: list[object]) -> str:
+    name, arguments = call
+    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
+
+
+@asynccontextmanager
+async def puppet_server(folder: Path) -> AsyncIterator[Served]:
+    tokenizer = Tokenizer.load(tokenizer_folders.byte_level(folder, TEMPLATE), probe=False)
+    eos = tokenizer.eos_token_id
+    assert eos is not None
+
+    def script(request: EngineRequest) -> Script:
+        prompt = tokenizer.decode(request.prompt_token_ids, skip_special_tokens=False)
+        return Script([*tokenizer.encode(turn(prompt)), eos], burst=3)
+
+    engine = FakeEngine(script, eos_token_ids=frozenset({eos}), max_model_len=131_072)
+    async with serve(engine, tokenizer, served_model_name=(MODEL,)) as served:
+        yield served

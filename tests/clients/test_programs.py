@@ -1,0 +1,54 @@
+"""Programs of real clients, each unchanged against a live server: `make clients` runs all, CI those of `dev`."""
+
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+from clients.environments import Client, Step, interpreter, load_clients, run_program
+from clients.puppet import puppet_server
+from clients.records import PAGE, record, render
+
+CLIENTS = load_clients()
+
+
+async def run(client: Client, python: Path, demo_url: str, folder: Path) -> tuple[str, list[Step]]:
+    if missing := [word for word in client.needs if shutil.which(word) is None]:
+        pytest.skip(f"not installed: {', '.join(missing)}")
+    async with puppet_server(folder / "puppet") as puppet:
+        servers = {"DEMO_URL": demo_url, "PUPPET_URL": puppet.url}
+        return await run_program(client, python, servers, folder)
+
+
+def failures(steps: list[Step]) -> list[Step]:
+    return [step for step in steps if step.result.startswith("failed")]
+
+
+@pytest.mark.parametrize("client", [client for client in CLIENTS.values() if client.installed], ids=lambda c: c.name)
+async def test_installed_client(client: Client, demo_url: str, tmp_path: Path) -> None:
+    _, steps = await run(client, Path(sys.executable), demo_url, tmp_path)
+    assert steps and failures(steps) == []
+
+
+@pytest.mark.clients
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("client", CLIENTS.values(), ids=lambda client: client.name)
+async def test_client(client: Client, demo_url: str, tmp_path: Path) -> None:
+    version, steps = await run(client, await interpreter(client), demo_url, tmp_path)
+    for step in steps:
+        record(client.name, version, step.what, step.result)
+    assert failures(steps) == []
+
+
+def test_the_page_shows_every_client_without_failures() -> None:
+    page = PAGE.read_text()
+    assert [name for name in CLIENTS if f"\n| {name} | " not in page] == []
+    assert "FAILED" not in page
+
+
+def test_the_page_keeps_rows_of_clients_that_did_not_run() -> None:
+    first = render("", [("a", "1", "chat", "passed"), ("a", "1", "old", "refused: use | b"), ("b", "2", "x", "passed")])
+    second = render(first, [("b", "3", "y", "failed: because")])
+    assert "| a | 1 | chat | 1 of 1 |" in second and "| a | old | use / b |" in second
+    assert "| b | 3 | y | FAILED y: failed: because |" in second and "| b | 2 |" not in second
+    assert render(second, [("b", "2", "x", "passed")]) == first
