@@ -36,7 +36,7 @@ serve-cpu:
 
 $(VENV)/.serving: pyproject.toml
 	$(check_python)
-	@echo "1/3 install torch into $(VENV) (from PyPI: 4 GB with the CUDA libraries)"
+	@echo "1/3 install torch into $(VENV) (from $(if $(TORCH_INDEX),$(TORCH_INDEX),PyPI: 4 GB with the CUDA libraries))"
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) "$(TORCH)"
 	@echo "2/3 install tidemill and build its CPU kernels"

@@ -26,6 +26,15 @@ def test_every_source_file_that_a_page_names_exists(page: Path) -> None:
         assert not [path for path in named if not (ROOT / path).exists()]
 
 
+def test_guides_are_short_and_the_performance_page_has_one_table_for_each_question() -> None:
+    docs = ROOT / "docs"
+    words = {page.name: len(page.read_text().split()) for page in (docs / "guides").glob("*.md")}
+    assert {name: count for name, count in words.items() if count > 800} == {}
+    questions = (docs / "benchmarks" / "performance.md").read_text().split("\n## ")[1:]
+    tables = [len(re.findall(r"^\|[-:| ]+\|$", question, re.MULTILINE)) for question in questions]
+    assert tables == [1] * 7 + [0]
+
+
 def test_every_page_is_reached_from_the_index() -> None:
     docs = ROOT / "docs"
     linked = set(re.findall(r"\]\(([^)#\s]+)\)", (docs / "index.md").read_text()))

@@ -42,7 +42,7 @@ function drawPromise(now) {
   const goal = target ?? 0.99;
   show("attainment", percent(attainment), attainment === null ? "" : attainment >= goal ? "good" : "bad");
   const judged = history.chats.filter(({ time }) => time > now.time - JUDGED.seconds).slice(-JUDGED.chats).length;
-  show("judged", slo ? `of the last ${count(judged)} chats; goal ${percent(goal)}` : "No SLO is set.");
+  show("judged", slo ? `${judged ? `of the last ${count(judged)} chats` : "no chat yet"}; goal ${percent(goal)}` : "No SLO is set.");
   const rows = (each || []).map((standing) => {
     const { name, text, kept, state } = standingText(standing);
     const item = document.createElement("li");
