@@ -22,7 +22,7 @@ def plan(*turns: Any) -> str:
     return " ".join(f"<<{json.dumps(turn)}>>" for turn in turns)
 
 
-def call(name: str, **arguments: Any) -> list[Any]:
+def call(name: str, /, **arguments: Any) -> list[Any]:
     return [name, arguments]
 
 
