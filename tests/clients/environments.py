@@ -69,6 +69,7 @@ async def run_program(client: Client, python: Path, servers: dict[str, str], fol
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("OPENAI_", "ANTHROPIC_"))}
     program = HERE / "programs" / client.program
     text = await _output(python, str(program), environment=kept | offline | servers, folder=folder)
+    print(text)  # tracebacks of failed steps
     lines = [json.loads(line) for line in text.splitlines() if line.startswith('{"client step":')]
     head, *steps = (line["client step"] for line in lines)
     assert steps and steps[-1] == "end", f"the program ended early:\n{text[-4000:]}"
