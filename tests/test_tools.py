@@ -82,6 +82,32 @@ def literal(value: Any, name: str) -> str:
     return json.dumps(value) if quote else repr(value)
 
 
+def write_xml(name: str, calls: list[tuple[str, dict[str, Any]]]) -> str:
+    """Calls in the XML-like formats that keep white space around values."""
+    written = [
+        (each, [(key, value if isinstance(value, str) else json.dumps(value)) for key, value in arguments.items()])
+        for each, arguments in calls
+    ]
+    if name == "minimax_m2":
+        bodies = [
+            f'<invoke name="{each}">\n'
+            + "".join(f'<parameter name="{key}">{value}</parameter>\n' for key, value in pairs)
+            + "</invoke>"
+            for each, pairs in written
+        ]
+        return "<minimax:tool_call>\n" + "\n".join(bodies) + "\n</minimax:tool_call>"
+    line = "\n" if name == "glm45" else ""
+    return line.join(
+        f"<tool_call>{each}{line}"
+        + "".join(f"<arg_key>{key}</arg_key>{line}<arg_value>{value}</arg_value>{line}" for key, value in pairs)
+        + "</tool_call>"
+        for each, pairs in written
+    )
+
+
+XML = ("qwen3_xml", "glm45", "glm47", "minimax_m2")
+
+
 def write(name: str, calls: list[tuple[str, dict[str, Any]]]) -> str:
     """Calls as a model of that format writes them."""
     if name == "hermes":
@@ -97,6 +123,25 @@ def write(name: str, calls: list[tuple[str, dict[str, Any]]]) -> str:
             + "</function>\n</tool_call>"
             for each, arguments in calls
         )
+    if name in ("glm45", "glm47", "minimax_m2"):
+        return write_xml(name, calls)
+    if name in ("deepseek_v3", "deepseek_v31"):
+        parts = [
+            f"function<｜tool▁sep｜>{each}\n```json\n{json.dumps(arguments)}\n```"
+            if name == "deepseek_v3"
+            else f"{each}<｜tool▁sep｜>{json.dumps(arguments)}"
+            for each, arguments in calls
+        ]
+        between = "\n" if name == "deepseek_v3" else ""
+        body = between.join(f"<｜tool▁call▁begin｜>{part}<｜tool▁call▁end｜>" for part in parts)
+        return f"<｜tool▁calls▁begin｜>{body}<｜tool▁calls▁end｜>"
+    if name == "kimi_k2":
+        body = "".join(
+            f"<|tool_call_begin|>functions.{each}:{number}<|tool_call_argument_begin|>{json.dumps(arguments)}"
+            "<|tool_call_end|>"
+            for number, (each, arguments) in enumerate(calls)
+        )
+        return f"<|tool_calls_section_begin|>{body}<|tool_calls_section_end|>"
     listed = json.dumps([{"name": each, "arguments": arguments} for each, arguments in calls])
     if name == "mistral":
         return f"[TOOL_CALLS]{listed}"
@@ -143,7 +188,7 @@ def test_what_a_model_writes_is_read_however_it_was_cut(name: str, calls: Any, d
         calls = calls[:1]
     if name == "pythonic":  # Python's own words are no names of arguments
         calls = [(each, {k: v for k, v in arguments.items() if not keyword.iskeyword(k)}) for each, arguments in calls]
-    if name == "qwen3_xml":  # a text in it cannot hold its own marks
+    if name in XML:  # a text in it cannot hold its own marks
         calls = [
             (each, {k: v for k, v in arguments.items() if not (isinstance(v, str) and "<" in v)})
             for each, arguments in calls
@@ -151,7 +196,7 @@ def test_what_a_model_writes_is_read_however_it_was_cut(name: str, calls: Any, d
         string = {"type": "string"}
         schemas = {each: {k: string for k, v in arguments.items() if isinstance(v, str)} for each, arguments in calls}
     functions = FUNCTIONS
-    if name == "qwen3_xml":
+    if name in XML:
         merged: dict[str, dict[str, Any]] = {each.name: {} for each in FUNCTIONS}
         for each, arguments in calls:
             for key, value in arguments.items():
@@ -257,6 +302,13 @@ def test_nonsense_is_taken_apart_alike_however_it_was_cut(
         ("gemma", "<|tool_call>call:weather{city:}<tool_call|>"),
         ("gemma", '<|tool_call>call:weather{city:<|"|>Rome}<tool_call|>'),
         ("qwen3_xml", "<tool_call><function=weather>"[:-1]),
+        ("qwen3_xml", "<tool_call>\n<function=weather>\n<parameter=city>\nRo"),
+        ("glm45", "<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>Rome</arg_value>\n"),
+        ("glm45", "<tool_call>weather\n<arg_key>city</arg_key></tool_call>"),
+        ("minimax_m2", '<minimax:tool_call>\n<invoke name="weather">\n</invoke>'),
+        ("minimax_m2", '<minimax:tool_call>\n<invoke name="weather">\n</invoke>x</minimax:tool_call>'),
+        ("kimi_k2", "<|tool_calls_section_begin|><|tool_call_begin|>functions.weather:0"),
+        ("deepseek_v31", "<｜tool▁calls▁begin｜>x<｜tool▁call▁begin｜>weather<｜tool▁sep｜>{}<｜tool▁calls▁end｜>"),
     ],
 )
 def test_what_is_no_call_is_text_once(name: str, text: str) -> None:
@@ -281,6 +333,12 @@ def test_formats_are_recognised() -> None:
     assert find_format("{{ '[TOOL_CALLS]' + name + '[ARGS]' }}") is FORMATS["mistral_args"]
     assert find_format("{{ '<|tool|>' + message['tools'] }}") is FORMATS["phi4"]
     assert find_format("{{ '<|tool_call>call:' + name }}") is FORMATS["gemma"]
+    assert find_format("'<｜tool▁call▁begin｜>' + tool['type'] + '<｜tool▁sep｜>'") is FORMATS["deepseek_v3"]
+    assert find_format("'<｜tool▁call▁begin｜>' + tool.name + '<｜tool▁sep｜>'") is FORMATS["deepseek_v31"]
+    assert find_format("<tool_call>{function-name}\n<arg_key>{arg-key-1}</arg_key>") is FORMATS["glm45"]
+    assert find_format("<tool_call>{function-name}<arg_key>{arg-key-1}</arg_key>") is FORMATS["glm47"]
+    assert find_format("<|tool_calls_section_begin|>") is FORMATS["kimi_k2"]
+    assert find_format('<minimax:tool_call>\n<invoke name="tool">') is FORMATS["minimax_m2"]
     assert find_format("{{ messages }}") is None
     assert choose_format("pythonic", TEMPLATE) is FORMATS["pythonic"]
 
@@ -586,6 +644,11 @@ async def test_templates_are_told_of_tools_and_calls_in_their_way(tmp_path: Path
         {"role": "assistant", "content": None, "tool_calls": [call]},
         {"role": "tool", "tool_call_id": "toolu_0123456789", "content": "Sun"},
     ]
+    told = "<|tool_calls_section_begin|>{{ tools and messages[1].tool_calls[0].id }}={{ messages[2].tool_call_id }}"
+    async with scripted(tmp_path / "kimi", "x", told) as served, client_of(served) as client:
+        await client.chat.completions.create(**ask(messages=messages))
+        prompt = served.app.state.context.tokenizer.decode(served.engine.requests[0].prompt_token_ids)
+        assert prompt.endswith("functions.weather:0=functions.weather:0")
     told = "{{ tools | length }}[TOOL_CALLS]{{ messages[1].tool_calls[0].id }}={{ messages[2].tool_call_id }}"
     async with scripted(tmp_path / "mistral", "x", told) as served, client_of(served) as client:
         await client.chat.completions.create(**ask(messages=messages))

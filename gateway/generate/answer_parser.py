@@ -233,7 +233,8 @@ class AnswerParser:
         parsing = self._parsing
         assert parsing.format is not None
         try:
-            calls = [] if closing is None else parsing.format.decode(body, self._functions)
+            incomplete = closing is None or (not closing and parsing.format.must_close)
+            calls = [] if incomplete else parsing.format.decode(body, self._functions)
             if not calls or any(call.name not in self._functions for call in calls):
                 raise ValueError("not offered")
         except ValueError:

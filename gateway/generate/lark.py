@@ -49,6 +49,12 @@ class Lark:
     def terminal(self, body: str) -> str:
         return self.define(self.reserve("T"), body)
 
+    def until(self, terminal: str, end: str) -> str:
+        """Return an expression for the shortest text of a terminal that is followed by `end`."""
+        if any(token in end for token in self._special):
+            return f"{terminal} {self.text(end)}"
+        return self.rule(f"{terminal} {quoted(end)}", "[lazy]")
+
     def json(self, schema: Any) -> str:
         return self.rule(f"%json {orjson.dumps(schema).decode()}")
 

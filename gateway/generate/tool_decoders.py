@@ -5,14 +5,14 @@ ValueError for a text that contains no calls."""
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import msgspec
 import orjson
 
 from gateway.generate.python_calls import read_calls
-from gateway.generate.tool_grammars import Function
+from gateway.generate.tool_grammars import Function, XmlSyntax
 from gateway.generate.tool_schemas import is_text
 
 
@@ -79,42 +79,81 @@ def decode_pythonic(text: str, _functions: Mapping[str, Function]) -> list[Call]
     return [_call(name, arguments) for name, arguments in read_calls(text)]
 
 
-_FUNCTION = re.compile(r"\s*<function=(?P<name>[^>\n]+)>")
-_PARAMETER, _END_PARAMETER, _END_FUNCTION = "<parameter=", "</parameter>", "</function>"
-_END_KEY = re.compile("[>\n]")
+class SplitDecoder:
+    """Decode `begin` head `middle` rest `end` calls. `read` converts head and rest to a name and arguments."""
+
+    def __init__(self, begin: str, middle: str, end: str, read: Callable[[str, str], tuple[str, str]]) -> None:
+        self._begin, self._middle, self._end, self._read = begin, middle, end, read
+
+    def __call__(self, text: str, _functions: Mapping[str, Function]) -> list[Call]:
+        before, *parts = text.split(self._begin)
+        if before.strip():
+            raise ValueError("text before the calls")
+        split = [part.strip().removesuffix(self._end).partition(self._middle) for part in parts]
+        return [_call(*self._read(head, rest.strip())) for head, _, rest in split]
 
 
-def decode_xml(text: str, functions: Mapping[str, Function]) -> list[Call]:
-    """Decode <function=name> with <parameter=key> elements. The function's schema determines the value types."""
-    found = _FUNCTION.match(text)
-    if found is None:
-        raise ValueError("not a call")
-    function = functions.get(found["name"])
-    properties = function.parameters.get("properties") if function else None
-    types = properties if isinstance(properties, dict) else {}
-    values = _read_parameters(text[found.end() :].rstrip().removesuffix(_END_FUNCTION))
-    pairs = [f"{json.dumps(key)}: {_typed(value, types.get(key))}" for key, value in values.items()]
-    return [_call(found["name"], f"{{{', '.join(pairs)}}}")]
+def read_plain(head: str, rest: str) -> tuple[str, str]:
+    return head, rest
 
 
-def _read_parameters(text: str) -> dict[str, str]:
-    """Read the parameters in linear time: every search continues where the last one ended."""
-    values: dict[str, str] = {}
-    at = text.find(_PARAMETER)
-    while at >= 0:
-        begin = at + len(_PARAMETER)
-        key_end = _END_KEY.search(text, begin)
-        if key_end is None:
-            break
-        at = key_end.end()
-        if key_end[0] == ">" and key_end.start() > begin:
-            end = text.find(_END_PARAMETER, at)
+def read_fenced(_head: str, rest: str) -> tuple[str, str]:
+    """Read a name and arguments in a code block."""
+    name, _, arguments = rest.partition("\n```json\n")
+    return name, arguments.removesuffix("```").strip()
+
+
+def read_numbered(head: str, rest: str) -> tuple[str, str]:
+    """Read the name from an id, functions.NAME:NUMBER."""
+    return head.removeprefix("functions.").rpartition(":")[0], rest
+
+
+class XmlDecoder:
+    """Decode XML-like calls. The function's schema determines the types of values.
+
+    Linear time: every search continues where the last one ended."""
+
+    def __init__(self, syntax: XmlSyntax) -> None:
+        self._end, self._close, self._pad = syntax.end, syntax.close, syntax.pad
+        self._call = re.compile(rf'\s*{re.escape(syntax.call)}([^<>"\n]+){re.escape(syntax.named)}')
+        self._next = re.compile("|".join(map(re.escape, filter(None, (syntax.key, syntax.close)))))
+        self._value = re.compile(r"\s*".join(map(re.escape, syntax.value.split("\n"))) + "|\n")
+
+    def __call__(self, text: str, functions: Mapping[str, Function]) -> list[Call]:
+        calls: list[Call] = []
+        at = 0
+        while (found := self._call.match(text, at)) is not None:
+            name = found[1].strip()
+            values, at = self._arguments(text, found.end())
+            function = functions.get(name)
+            properties = function.parameters.get("properties") if function else None
+            types = properties if isinstance(properties, dict) else {}
+            pairs = [f"{json.dumps(key)}: {_typed(value, types.get(key))}" for key, value in values.items()]
+            calls.append(_call(name, f"{{{', '.join(pairs)}}}"))
+        if text[at:].strip():
+            raise ValueError("not a call")
+        return calls
+
+    def _arguments(self, text: str, at: int) -> tuple[dict[str, str], int]:
+        """Read the arguments of a call; return them and the end of the call."""
+        values: dict[str, str] = {}
+        while (mark := self._next.search(text, at)) is not None:
+            begin = mark.end()
+            if mark[0] == self._close:
+                return values, begin
+            named = self._value.search(text, begin)
+            if named is None:
+                raise ValueError("an argument without a value")
+            at = named.end()
+            key = text[begin : named.start()]
+            if named[0] == "\n" or not key:
+                continue
+            end = text.find(self._end, at)
             if end < 0:
-                break
-            values[text[begin : key_end.start()]] = text[at:end].removeprefix("\n").removesuffix("\n")
-            at = end + len(_END_PARAMETER)
-        at = text.find(_PARAMETER, at)
-    return values
+                raise ValueError("an incomplete value")
+            values[key] = text[at:end].removeprefix(self._pad).removesuffix(self._pad)
+            at = end + len(self._end)
+        return values, len(text)
 
 
 def _typed(value: str, schema: Any) -> str:

@@ -9,14 +9,26 @@ from dataclasses import dataclass
 from gateway.generate.lark import Lark
 from gateway.generate.tool_decoders import (
     Call,
+    SplitDecoder,
+    XmlDecoder,
     decode_gemma,
     decode_json,
     decode_mistral,
     decode_phi4,
     decode_pythonic,
-    decode_xml,
+    read_fenced,
+    read_numbered,
+    read_plain,
 )
-from gateway.generate.tool_grammars import ArgumentsCall, CallFormat, Function, JsonCall, LiteralCall, XmlCall
+from gateway.generate.tool_grammars import (
+    ArgumentsCall,
+    CallFormat,
+    Function,
+    JsonCall,
+    LiteralCall,
+    XmlCall,
+    XmlSyntax,
+)
 from gateway.generate.tool_values import GEMMA, PYTHON
 
 THINK, END_THINK = "<think>", "</think>"
@@ -42,7 +54,11 @@ class ToolFormat:
     """The mark is a special token, which decoded text omits by default."""
     id_chars: int | None = None
     """Length of a call id required by the chat template."""
+    numbers_ids: bool = False
+    """The chat template requires the ids functions.NAME:0, functions.NAME:1, ... in a conversation."""
     tag: str = ""
+    must_close: bool = False
+    """A call without its end mark is incomplete, because its syntax alone does not tell its end."""
 
     def grammar(
         self,
@@ -78,10 +94,65 @@ def find_format(template: str) -> ToolFormat | None:
 
 
 _JSON = JsonCall()
+_QWEN = XmlSyntax("<function=", ">", "<parameter=", ">", "</parameter>", "</function>", "</tool_call>", pad="\n")
+_MINIMAX = XmlSyntax(
+    '<invoke name="', '">', '<parameter name="', '">', "</parameter>", "</invoke>", "</minimax:tool_call>"
+)  # fmt: skip
+_GLM = XmlSyntax("", "", "<arg_key>", "</arg_key>\n<arg_value>", "</arg_value>", "", "</tool_call>")
+_GLM_47 = _GLM._replace(value="</arg_key><arg_value>", line="")
+_DEEPSEEK_MARKS = ("<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>")
+_DEEPSEEK, _END_DEEPSEEK = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
+_KIMI_MARKS = ("<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>")
+_KIMI, _END_KIMI = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
 _FORMATS = (
     ToolFormat(
-        "qwen3_xml", "</tool_call>", ("<function=",), decode_xml,
-        CallFormat(XmlCall(), "<tool_call>", "\n", "\n", "\n</tool_call>"),
+        "deepseek_v3", _END_DEEPSEEK, ("<｜tool▁call▁begin｜>' + tool['type']", "<｜tool▁call▁begin｜>function<"),
+        SplitDecoder(*_DEEPSEEK_MARKS, read_fenced),
+        CallFormat(
+            ArgumentsCall(
+                "\n```json\n", "<｜tool▁call▁begin｜>function<｜tool▁sep｜>", "\n```<｜tool▁call▁end｜>"
+            ),
+            _DEEPSEEK, "", "\n", _END_DEEPSEEK, each=False,
+        ),
+        is_special=True,
+    ),
+    ToolFormat(
+        "deepseek_v31", _END_DEEPSEEK, ("<｜tool▁sep｜>",), SplitDecoder(*_DEEPSEEK_MARKS, read_plain),
+        CallFormat(
+            ArgumentsCall("<｜tool▁sep｜>", "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"),
+            _DEEPSEEK, behind=_END_DEEPSEEK, each=False,
+        ),
+        is_special=True,
+    ),
+    ToolFormat(
+        "kimi_k2", _END_KIMI, (_KIMI,), SplitDecoder(*_KIMI_MARKS, read_numbered),
+        CallFormat(
+            ArgumentsCall(
+                "<|tool_call_argument_begin|>", "<|tool_call_begin|>functions.", "<|tool_call_end|>", ":[0-9]{1,4}"
+            ),
+            _KIMI, behind=_END_KIMI, each=False,
+        ),
+        is_special=True, numbers_ids=True,
+    ),
+    ToolFormat(
+        "minimax_m2", "</minimax:tool_call>", ('<invoke name="',), XmlDecoder(_MINIMAX),
+        CallFormat(
+            XmlCall(_MINIMAX._replace(close="</invoke>\n")),
+            "<minimax:tool_call>", "\n", "", "</minimax:tool_call>", each=False,
+        ),
+        is_special=True, must_close=True,
+    ),
+    ToolFormat(
+        "glm47", "</tool_call>", ("{function-name}<arg_key>",), XmlDecoder(_GLM),
+        CallFormat(XmlCall(_GLM_47), "<tool_call>", behind="</tool_call>"), must_close=True,
+    ),
+    ToolFormat(
+        "glm45", "</tool_call>", ("<arg_key>",), XmlDecoder(_GLM),
+        CallFormat(XmlCall(_GLM), "<tool_call>", "", "\n", "</tool_call>"), must_close=True,
+    ),
+    ToolFormat(
+        "qwen3_xml", "</tool_call>", ("<function=",), XmlDecoder(_QWEN),
+        CallFormat(XmlCall(_QWEN), "<tool_call>", "\n", "\n", "\n</tool_call>"), must_close=True,
     ),
     ToolFormat(
         "hermes", "</tool_call>", ("<tool_call>",), decode_json,

@@ -110,12 +110,18 @@ class JsonCall:
 
 @dataclass(frozen=True, slots=True)
 class ArgumentsCall:
-    """The name, a mark, and the arguments as JSON."""
+    """`before` name `number` `mark` arguments `behind`: the arguments are JSON, `number` is a regular expression."""
 
     mark: str
+    before: str = ""
+    behind: str = ""
+    number: str = ""
 
     def write(self, lark: Lark, function: Function) -> str:
-        return f"{lark.text(function.name + self.mark)} {json_rule(lark, {'type': 'object', **function.parameters})}"
+        number = lark.terminal(f"/{self.number}/") if self.number else ""
+        arguments = json_rule(lark, {"type": "object", **function.parameters})
+        name = lark.text(self.before + function.name)
+        return f"{name} {number} {lark.text(self.mark)} {arguments} {lark.text(self.behind)}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,33 +140,54 @@ class LiteralCall:
         return f"{lark.text(self.before + function.name + self.opening)} {pairs} {lark.text(self.closing)}"
 
 
+class XmlSyntax(NamedTuple):
+    """Marks of one XML-like call: `call` name `named` (`key` key `value` text `end`)* `close`."""
+
+    call: str
+    named: str
+    key: str
+    value: str
+    end: str
+    close: str
+    outer: str
+    """Mark behind the call, which a string must not contain."""
+    pad: str = ""
+    """Text on both sides of a value."""
+    line: str = "\n"
+    """Text between the parts."""
+
+
 @dataclass(frozen=True, slots=True)
 class XmlCall:
-    """<function=name> with a <parameter=key> element per argument: strings unquoted, other values as JSON."""
+    """An element per argument: strings unquoted, other values as JSON."""
+
+    syntax: XmlSyntax
 
     def write(self, lark: Lark, function: Function) -> str:
-        schema, values = _object(function), JsonValues(lark, function.parameters)
+        marks, schema, values = self.syntax, _object(function), JsonValues(lark, function.parameters)
         required = required_names(schema)
-        parts, mark = [lark.text(f"<function={function.name}>\n")], ">\n"
+        parts = [lark.text(marks.call + function.name + marks.named + marks.line)]
         for key, value in properties_of(schema):
-            body = f"{quoted('<parameter=' + key + mark)} {self._value(lark, value, values)}"
+            body = f"{lark.text(marks.key + key + marks.value + marks.pad)} {self._value(lark, value, values)}"
             parts.append(f"({body}){'' if key in required else '?'}")
         extra = schema.get("additionalProperties", True)
         if extra is not False and not schema.get("properties"):
-            name, value = lark.terminal(r"/[^>\n]+/"), {"type": "string"} if extra is True else extra
-            parts.append(f"({quoted('<parameter=')} {name} {quoted(mark)} {self._value(lark, value, values)})*")
-        return lark.rule(" ".join([*parts, quoted("</function>")]))
+            name, value = lark.terminal(r"/[^<>\n\"]+/"), {"type": "string"} if extra is True else extra
+            mark = lark.text(marks.value + marks.pad)
+            parts.append(f"({lark.text(marks.key)} {name} {mark} {self._value(lark, value, values)})*")
+        return lark.rule(" ".join([*parts, lark.text(marks.close)]))
 
     def _value(self, lark: Lark, schema: Any, values: JsonValues) -> str:
-        end = "\n</parameter>\n"
+        marks = self.syntax
+        end = marks.pad + marks.end + marks.line
         if not is_text(schema):
-            return f"{values.rule(schema)} {quoted(end)}"
+            return f"{values.rule(schema)} {lark.text(end)}"
         check_keys(schema, KNOWN | {"enum", "const"})
         texts = choices_of(schema)
         if texts is not None:
-            return f"({' | '.join(map(quoted, map(str, texts)))}) {quoted(end)}"
-        text = lark.terminal(any_text(schema) + r" & ~/(?s:.)*<\/(parameter|tool_call)>(?s:.)*/")
-        return lark.rule(f"{text} {quoted(end)}", "[lazy]")
+            return f"({' | '.join(map(quoted, map(str, texts)))}) {lark.text(end)}"
+        forbidden = "|".join(re.escape(mark).replace("/", r"\/") for mark in (marks.end, marks.outer))
+        return lark.until(lark.terminal(f"{any_text(schema)} & ~/(?s:.)*({forbidden})(?s:.)*/"), end)
 
 
 def _object(function: Function) -> Schema:

@@ -123,6 +123,8 @@ def template_messages(body: ChatCompletionRequest, format: ToolFormat | None, te
     """Return the messages for the chat template. Raises InvalidRequestError for invalid arguments of past calls."""
     id_chars = None if format is None else format.id_chars
     messages = [_template_message(message, index, id_chars) for index, message in enumerate(body.messages)]
+    if format is not None and format.numbers_ids:
+        _number_ids(messages)
     tools = offered_tools(body) if _IN_SYSTEM.search(template) else None
     if tools is not None:
         if messages[0]["role"] != "system":
@@ -149,6 +151,19 @@ def _template_message(message: ChatMessage, index: int, id_chars: int | None) ->
     if message.tool_call_id is not None:
         fields["tool_call_id"] = _short(message.tool_call_id, id_chars)
     return fields
+
+
+def _number_ids(messages: list[dict[str, Any]]) -> None:
+    """Replace the ids of calls and results by functions.NAME:NUMBER, numbered through the conversation."""
+    names: dict[str, str] = {}
+    number = 0
+    for message in messages:
+        for call in message.get("tool_calls", ()):
+            numbered = f"functions.{call['function']['name']}:{number}"
+            names[call["id"]], call["id"] = numbered, numbered
+            number += 1
+        if "tool_call_id" in message:
+            message["tool_call_id"] = names.get(message["tool_call_id"], message["tool_call_id"])
 
 
 def _short(call_id: str, size: int | None) -> str:
