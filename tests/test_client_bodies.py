@@ -65,6 +65,10 @@ DECORATED: dict[str, tuple[list[Any], list[Any]]] = {
         [{"role": "system", "content": []}, HI, {**CALLING, "content": []}, {**RESULT, "content": []}],
         [{"role": "system", "content": ""}, HI, {**CALLING, "content": ""}, {**RESULT, "content": ""}],
     ),
+    "a refusal": (
+        [HI, {"role": "assistant", "content": [{"type": "refusal", "refusal": "No."}]}, HI],
+        [HI, {"role": "assistant", "content": "No."}, HI],
+    ),
     "a result of nothing": ([HI, CALLING, {**RESULT, "content": None}], [HI, CALLING, {**RESULT, "content": ""}]),
 }  # fmt: skip
 

@@ -336,6 +336,10 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"tools": TOOLS * 2}, "tools", "same name"),
     ({"tools": [{"type": "web_search"}], "tool_choice": "required"}, "tool_choice", "no function"),
     ({"tools": TOOLS, "tool_choice": {"type": "function", "name": "x"}}, "tool_choice.name", "not in"),
+    ({"tools": TOOLS, "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [
+        {"type": "function", "name": "x"}]}}, "tool_choice.tools", "not in"),
+    ({"tools": [{"type": "mcp"}], "tool_choice": {"type": "allowed_tools", "mode": "required", "tools": [
+        {"type": "mcp"}]}}, "tool_choice", "no function"),
     ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format.schema", "Missing"),
     ({"text": {"verbosity": "huge"}}, "text.verbosity", "Invalid"),
     ({"reasoning": {"effort": "huge"}}, "reasoning.effort", "Invalid"),

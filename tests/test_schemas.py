@@ -256,6 +256,64 @@ def test_formats_that_only_annotate_are_ignored(name: str) -> None:
     assert prepared({"format": name}) == {} and prepared({"properties": {"format": {}}})["properties"] == {"format": {}}
 
 
+IDLE: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({"type": "object", "additionalProperties": {"type": "null"}}, {"propertyNames": {"type": "string"}}),
+    ({"type": "object", "properties": {}}, {"dependentRequired": {}, "dependentSchemas": {}, "propertyNames": True}),
+    ({"type": "object", "additionalProperties": True}, {"unevaluatedProperties": True, "uniqueItems": True}),
+    ({"type": "array", "items": {"type": "null"}}, {"uniqueItems": False, "minContains": 0, "unevaluatedItems": {}}),
+    ({"type": ["string", "null"]}, {"contains": {"const": 1}, "minContains": 2, "propertyNames": {"pattern": "x"}}),
+    ({"type": "boolean"}, {"then": {"const": True}, "else": {"const": False}, "not": False}),
+    ({"type": "boolean"}, {"if": {"const": True}}),
+]
+"""Schemas, and keywords that admit every value of them."""
+
+
+@pytest.mark.parametrize(("schema", "idle"), IDLE)
+def test_keywords_without_effect_are_ignored(schema: dict[str, Any], idle: dict[str, Any]) -> None:
+    assert prepared(closed(v={**schema, **idle})) == prepared(closed(v=schema))
+    for value in drawn(closed(v={**schema, **idle}), 3):
+        jsonschema_rs.validator_for(closed(v=schema)).validate(value)
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "array", "items": {"type": "null"}, "uniqueItems": True},
+        {"type": "object", "propertyNames": {"pattern": "^x"}},
+        {"type": ["string", "object"], "dependentRequired": {"a": ["b"]}},
+        {"type": "boolean", "if": {"const": True}, "then": {"const": False}},
+        {"type": "boolean", "not": {"const": True}},
+        {"uniqueItems": True},
+    ],
+)
+def test_keywords_that_cannot_be_enforced_are_refused(schema: dict[str, Any]) -> None:
+    with pytest.raises(InvalidRequestError, match="not supported here: the keyword"):
+        compiler().compile(grammar(closed(v=schema)))
+
+
+def test_decimals_of_pydantic_are_numbers() -> None:
+    """Up to pydantic 2.13 their schema also admits texts, with a look-around that no grammar has."""
+    text = {"type": "string", "pattern": r"^(?!^[-+.]*$)[+-]?0*\d*\.?\d*$"}
+    for value in drawn(closed(price={"anyOf": [{"type": "number"}, text]}), 10):
+        assert isinstance(value["price"], int | float)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "looks"),
+    [("(?!a)b", True), ("(?<=a)b", True), ("a(?<!x)", True), (r"\(?=", False), ("[(?=]", False), ("(?:a)", False)],
+)
+def test_options_with_a_look_around_are_left_out(pattern: str, looks: bool) -> None:
+    options: list[Any] = [{"type": "string", "pattern": pattern}, {"type": "null"}]
+    assert prepared({"anyOf": options})["anyOf"] == options[looks:]
+    assert prepared({"anyOf": options[:1]})["anyOf"] == options[:1]
+
+
+@pytest.mark.parametrize("pattern", ["[" * 100_000, "[" * 100_000 + "\\", "(?" * 50_000, "\\" * 99_999])
+def test_patterns_are_read_in_linear_time(pattern: str) -> None:
+    options = [{"type": "string", "pattern": pattern}, {"type": "null"}]
+    assert len(prepared({"anyOf": options})["anyOf"]) == 2
+
+
 @pytest.mark.parametrize("name", ["uuid", "uuid4", "date", "ipv4"])
 def test_formats_are_enforced(name: str) -> None:
     schema = {"type": "string", "format": name.removesuffix("4") if name == "uuid4" else name}

@@ -656,6 +656,31 @@ async def test_templates_are_told_of_tools_and_calls_in_their_way(tmp_path: Path
         assert re.fullmatch(r"2\[TOOL_CALLS\](\w{9})=\1", prompt)
 
 
+async def test_allowed_tools_are_the_only_ones(tmp_path: Path) -> None:
+    """`allowed_tools` gives the prompt and the grammar of a request with these tools alone."""
+    only = TOOLS[1]["function"]["name"]
+    for mode in ("auto", "required"):
+        named = {"type": "function", "function": {"name": only}}
+        choice: Any = {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": [named]}}
+        flat: Any = {
+            "type": "allowed_tools",
+            "mode": mode,
+            "tools": [{"type": "function", "name": only}, {"type": "mcp"}],
+        }
+        tools: Any = [{"type": "function", **tool["function"]} for tool in TOOLS]
+        async with scripted(tmp_path / mode, "x") as served, client_of(served) as client:
+            await client.chat.completions.create(**ask(tools=TOOLS[1:], tool_choice=mode))
+            await client.chat.completions.create(**ask(tool_choice=choice))
+            content = ask()["messages"][-1]["content"]
+            answer = await client.responses.create(
+                model=ask()["model"], input=content, tools=tools, tool_choice=flat, max_output_tokens=300
+            )
+            alone, *others = [(each.prompt_token_ids, each.sampling.grammar) for each in served.engine.requests]
+        assert all(ids == alone[0] for ids, _ in others) and (alone[1] is None) == (mode == "auto")
+        assert all((grammar and grammar.text) == (alone[1] and alone[1].text) for _, grammar in others)
+        assert not isinstance(answer.tool_choice, str) and answer.tool_choice.type == "allowed_tools"
+
+
 async def test_malformed_calls_are_text(tmp_path: Path) -> None:
     text = 'So <tool_call>{"name": "weather", "arguments": {'
     async with scripted(tmp_path, text) as served, client_of(served) as client:
@@ -745,6 +770,16 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
         "not in 'tools'",
     ),
     ({"tool_choice": "always"}, "tool_choice", "Invalid"),
+    (
+        {
+            "tool_choice": {
+                "type": "allowed_tools",
+                "allowed_tools": {"mode": "auto", "tools": [{"type": "function", "function": {"name": "other"}}]},
+            }
+        },
+        "tool_choice.allowed_tools.tools",
+        "not in",
+    ),
     ({"tools": [*TOOLS, TOOLS[0]]}, "tools", "same name"),
     ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name", "Invalid"),
     ({"tools": [{"type": "retrieval"}]}, "tools[0].type", "Invalid"),

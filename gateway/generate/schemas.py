@@ -6,11 +6,14 @@ A schema is written to check values; a grammar generates them. `prepared` theref
 - replaces `oneOf` by `anyOf` where no value fits two of its options, which the grammar library only finds out for
   options without `$ref`;
 - removes unknown values of `format` and keywords of OpenAPI, which only annotate: next to them the library does not
-  take references.
+  take references;
+- removes keywords that admit every value where they stand, such as `propertyNames` with type `string`;
+- removes options of `anyOf` with a look-around in their `pattern`, which the library refuses, if another one is left.
 
 All functions take linear time in the size of the schema and do not recurse.
 """
 
+import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -34,6 +37,19 @@ _ABOUT_NAMES = {"properties", "required", "additionalProperties", "patternProper
 _KIND_OF = {
     str: "string", int: "number", float: "number", bool: "boolean", type(None): "null", list: "array", dict: "object",
 }  # fmt: skip
+_ADMITS_ALL: Mapping[str, Sequence[Any]] = {
+    "uniqueItems": (False,), "propertyNames": (True, {}, {"type": "string"}), "not": (False,),
+    "dependentRequired": ({},), "dependentSchemas": ({},), "dependencies": ({},),
+    "unevaluatedItems": (True, {}), "unevaluatedProperties": (True, {}),
+}  # fmt: skip
+"""Values of keywords that admit every value."""
+_NEEDS = {"minContains": "contains", "maxContains": "contains", "then": "if", "else": "if"}
+"""Keywords that have no effect without another one."""
+_OF_KIND = {
+    "array": ("uniqueItems", "contains", "unevaluatedItems"),
+    "object": ("propertyNames", "dependentRequired", "dependentSchemas", "dependencies", "unevaluatedProperties"),
+}
+_REGEX_TOKENS = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*+(?:\]|\\?\Z)|(?P<around>\(\?<?[=!])|.", re.DOTALL)
 KINDS = frozenset(_KIND_OF.values())
 MOST_COMPARED = 50_000
 _MOST_STEPS = 16
@@ -52,9 +68,11 @@ def prepared(schema: Any) -> Any:
         _drop_annotation(each)
         if not is_open:
             _close(each)
+        _drop_idle(each)
     options = _Options(root)
     for each, _ in found:
         options.separate(each)
+        _drop_lookaround(each, root)
         for name in [name for name in each if name in _ANNOTATIONS or name.startswith("x-")]:
             del each[name]
     return root
@@ -189,6 +207,32 @@ def _drop_annotation(schema: dict[str, Any]) -> None:
         del schema["format"]
         if name in _ALIASES:
             schema["format"] = _ALIASES[name]
+
+
+def _drop_idle(schema: dict[str, Any]) -> None:
+    """Remove keywords that admit every value of this schema."""
+    types = schema.get("type")
+    named = _as_list(types) if types is not None else KINDS
+    idle = {name for name, values in _ADMITS_ALL.items() if schema.get(name) in values}
+    idle.update(name for kind, names in _OF_KIND.items() if kind not in named for name in names)
+    idle.update(name for name, other in _NEEDS.items() if other not in schema or other in idle)
+    if schema.keys().isdisjoint({"then", "else"}):
+        idle.add("if")
+    for name in idle & schema.keys():
+        del schema[name]
+
+
+def _drop_lookaround(schema: dict[str, Any], root: Any) -> None:
+    """Remove options of `anyOf` that need a look-around, unless all do. The remaining ones admit fewer values."""
+    options = schema.get("anyOf")
+    if isinstance(options, list):
+        kept = [option for option in options if not _looks_around(resolved(option, root))]
+        schema["anyOf"] = kept or options
+
+
+def _looks_around(schema: Any) -> bool:
+    pattern = schema.get("pattern") if isinstance(schema, Mapping) else None
+    return isinstance(pattern, str) and any(token["around"] for token in _REGEX_TOKENS.finditer(pattern))
 
 
 def _close(schema: dict[str, Any]) -> None:

@@ -8,7 +8,7 @@ fail at the first error, and the number of names is checked before the names. Th
 `gateway.generate.params` lists fields that are ignored or refused.
 """
 
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, Self, TypeVar
 
 import orjson
 from pydantic import (
@@ -37,7 +37,7 @@ MAX_INPUTS = 2048
 MAX_MESSAGES = 4096
 MAX_PARTS = 4096
 MAX_TOOL_CALLS = 128
-MAX_TOOLS = 128
+MAX_TOOLS = 1024
 MAX_STOP_IDS = 64
 MAX_TEMPLATE_OPTIONS = 64
 MAX_ANSWERS = 20_000
@@ -55,6 +55,13 @@ def _content_kind(value: Any) -> str:
 
 def _empty_as_text(value: Any) -> Any:
     return "" if value == [] else value
+
+
+def refusal_as_text(value: Any) -> Any:
+    """Convert a refusal part of an earlier answer to a text part."""
+    if isinstance(value, dict) and value.get("type") == "refusal":
+        return {"type": "text", "text": value.get("refusal")}
+    return value
 
 
 def at_most(entries: int) -> BeforeValidator:
@@ -120,7 +127,11 @@ class ToolCall(ClientObject):
 
 Content = Annotated[
     Annotated[str, Tag("<text>")]
-    | Annotated[list[TextPart], Field(max_length=MAX_PARTS, fail_fast=True), Tag("<parts>")],
+    | Annotated[
+        list[Annotated[TextPart, BeforeValidator(refusal_as_text)]],
+        Field(max_length=MAX_PARTS, fail_fast=True),
+        Tag("<parts>"),
+    ],
     Discriminator(_content_kind),
     BeforeValidator(_empty_as_text),
 ]
@@ -263,13 +274,28 @@ class NamedToolChoice(ClientObject):
     function: FunctionName
 
 
-def _choice_kind(value: Any) -> str:
-    return "<mode>" if isinstance(value, str) else "<named>"
+class AllowedTools(ClientObject):
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[NamedToolChoice], Field(min_length=1, max_length=MAX_TOOLS, fail_fast=True)]
+
+
+class AllowedToolsChoice(ClientObject):
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedTools
+
+
+def choice_kind(value: Any) -> str:
+    """Return the tag of a `tool_choice`."""
+    if isinstance(value, str):
+        return "<mode>"
+    return "<allowed>" if isinstance(value, dict) and value.get("type") == "allowed_tools" else "<named>"
 
 
 ToolChoice = Annotated[
-    Annotated[Literal["none", "auto", "required"], Tag("<mode>")] | Annotated[NamedToolChoice, Tag("<named>")],
-    Discriminator(_choice_kind),
+    Annotated[Literal["none", "auto", "required"], Tag("<mode>")]
+    | Annotated[AllowedToolsChoice, Tag("<allowed>")]
+    | Annotated[NamedToolChoice, Tag("<named>")],
+    Discriminator(choice_kind),
 ]
 
 
@@ -297,6 +323,20 @@ class ChatCompletionRequest(GenerationBody):
     max_completion_tokens: int | None = Field(None, ge=1, le=_INT32)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+
+    @model_validator(mode="after")
+    def _keep_allowed_tools(self) -> Self:
+        """Keep only the tools that `tool_choice` allows. Raises InvalidRequestError for a name without a tool."""
+        if not isinstance(self.tool_choice, AllowedToolsChoice):
+            return self
+        allowed, tools = self.tool_choice.allowed_tools, self.tools or []
+        names = {tool.function.name for tool in allowed.tools}
+        if not names <= {tool.function.name for tool in tools}:
+            message = "'tool_choice' names a function that is not in 'tools'."
+            raise InvalidRequestError(message, param="tool_choice.allowed_tools.tools", code="invalid_value")
+        self.tools = [tool for tool in tools if tool.function.name in names]
+        self.tool_choice = allowed.mode
+        return self
 
 
 def _as_prompts(value: Any, most: int = MAX_PROMPTS) -> Any:

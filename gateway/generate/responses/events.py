@@ -6,13 +6,14 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import orjson
+from pydantic import BaseModel
 
 from engine.text.tokenizer import Tokenizer
 from gateway.generate.choices import OutputDelta
 from gateway.generate.completion_format import chat_logprobs
 from gateway.generate.params import GenerationPlan
 from gateway.generate.responses.translate import functions_of
-from gateway.generate.responses.wire import ResponsesRequest, TextFormat, ToolChoiceFunction
+from gateway.generate.responses.wire import ResponsesRequest, TextFormat
 from gateway.generate.tool_decoders import Call
 from gateway.http.errors import ApiError
 from gateway.http.sse import DONE, named_event
@@ -192,7 +193,7 @@ def _described(plan: GenerationPlan, body: ResponsesRequest) -> dict[str, Any]:
             "format": _without_none(form) if form else {"type": "text"},
             "verbosity": (body.text and body.text.verbosity) or "medium",
         },
-        "tool_choice": choice.model_dump() if isinstance(choice, ToolChoiceFunction) else choice or "auto",
+        "tool_choice": choice.model_dump(exclude_unset=True) if isinstance(choice, BaseModel) else choice or "auto",
         "tools": [dict(tool.__dict__) for tool in functions_of(body)],  # schemas as they are: a dump copies them
         "top_logprobs": body.top_logprobs or 0,
         "top_p": sampling.top_p if body.top_p is None else body.top_p,

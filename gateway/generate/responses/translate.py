@@ -12,7 +12,7 @@ from gateway.generate.responses.wire import (
     ReasoningItem,
     ResponsesRequest,
     TextFormat,
-    ToolChoice,
+    ToolChoiceAllowed,
     ToolChoiceFunction,
 )
 from gateway.generate.translation import Conversation, Translation, text_of, told_in, tool_fields
@@ -26,6 +26,7 @@ NAMES: Mapping[str, str] = {
     "response_format": "text.format",
     "response_format.json_schema.name": "text.format.name",
     "response_format.json_schema.schema": "text.format.schema",
+    "tool_choice.allowed_tools.tools": "tool_choice.tools",
     "tool_choice.function.name": "tool_choice.name",
 }
 
@@ -94,13 +95,18 @@ def _logprobs(body: ResponsesRequest) -> dict[str, Any]:
 
 def _functions(body: ResponsesRequest) -> dict[str, Any]:
     tools = [tool.model_dump(exclude={"type"}) for tool in functions_of(body)]
-    return tool_fields(tools, _choice(body.tool_choice), body.tool_choice not in (None, "none", "auto"))
+    choice: Any = body.tool_choice
+    if isinstance(choice, ToolChoiceAllowed):
+        named = [_named(tool.name) for tool in choice.tools if tool.type == "function"]
+        allowed = {"type": choice.type, "allowed_tools": {"mode": choice.mode, "tools": named}}
+        tools, choice = (tools, allowed) if named else ([], choice.mode)
+    elif isinstance(choice, ToolChoiceFunction):
+        choice = _named(choice.name)
+    return tool_fields(tools, choice, choice not in (None, "none", "auto"))
 
 
-def _choice(choice: ToolChoice | None) -> Any:
-    if isinstance(choice, ToolChoiceFunction):
-        return {"type": "function", "function": {"name": choice.name}}
-    return choice
+def _named(name: str) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name}}
 
 
 def _form(form: TextFormat | None) -> dict[str, Any] | None:

@@ -3,7 +3,7 @@ are refused."""
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Discriminator, Field, Tag
+from pydantic import BeforeValidator, ConfigDict, Discriminator, Field, Tag
 
 from engine.api import MAX_LOGPROBS
 from gateway.generate import params
@@ -17,6 +17,8 @@ from gateway.generate.wire import (
     StrictBody,
     ToolName,
     at_most,
+    choice_kind,
+    refusal_as_text,
 )
 
 MAX_ITEMS = MAX_MESSAGES - 1  # the instructions become a message, too
@@ -58,7 +60,11 @@ def _content_kind(value: Any) -> str:
 
 Content = Annotated[
     Annotated[str, Tag("<text>")]
-    | Annotated[list[InputPart], Field(max_length=MAX_PARTS, fail_fast=True), Tag("<parts>")],
+    | Annotated[
+        list[Annotated[InputPart, BeforeValidator(refusal_as_text)]],
+        Field(max_length=MAX_PARTS, fail_fast=True),
+        Tag("<parts>"),
+    ],
     Discriminator(_content_kind),
 ]
 
@@ -159,13 +165,26 @@ class ToolChoiceFunction(StrictBody):
     name: str
 
 
-def _choice_kind(value: Any) -> str:
-    return "<mode>" if isinstance(value, str) else "<named>"
+class AllowedTool(ClientObject):
+    """A tool of `tools`. Hosted tools may have no name; their own fields are returned."""
+
+    model_config = ConfigDict(extra="allow")
+
+    type: str
+    name: str = ""
+
+
+class ToolChoiceAllowed(StrictBody):
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[AllowedTool], Field(min_length=1, max_length=MAX_TOOLS, fail_fast=True)]
 
 
 ToolChoice = Annotated[
-    Annotated[Literal["none", "auto", "required"], Tag("<mode>")] | Annotated[ToolChoiceFunction, Tag("<named>")],
-    Discriminator(_choice_kind),
+    Annotated[Literal["none", "auto", "required"], Tag("<mode>")]
+    | Annotated[ToolChoiceAllowed, Tag("<allowed>")]
+    | Annotated[ToolChoiceFunction, Tag("<named>")],
+    Discriminator(choice_kind),
 ]
 
 
