@@ -24,9 +24,9 @@ from loadgen import InputError, assemble, flags, workloads
 from loadgen.plan import Windows
 from loadgen.simulation import report
 from loadgen.simulation.device import Simulated, named_device, profiled_device
+from loadgen.simulation.gpu import DEVICES, MODELS
 from loadgen.simulation.planner import Question, answer
 from loadgen.simulation.run import Policies, shares_prefixes, simulate
-from loadgen.simulation.specs import DEVICES, MODELS
 from loadgen.workloads import Workload
 from predictor.budget import BudgetParams
 from predictor.slo import SLO, SLOError

@@ -12,7 +12,7 @@ from gateway.batch import finish as batch_finish
 from gateway.batch.input import InputReport
 from gateway.batch.limits import BatchLimits
 from gateway.batch.output import ResultBuilder
-from gateway.store.states import BatchStatus
+from gateway.store.objects import BatchStatus
 
 LINES = [line(i) for i in range(3)]
 QUICK = {"retry_seconds": 0.001, "tick_seconds": 0.01}

@@ -25,8 +25,7 @@ from gateway.batch.forecast import LEAST_LINES, STEP_JOBS, Forecast, Pace
 from gateway.batch.line import HEAD_ANSWERS, read_head
 from gateway.batch.metrics import MAX_SHOWN, BatchCollector
 from gateway.batch.shares import MAX_WORK, URGENT_SHARE, JobLoad, Shares
-from gateway.store.objects import BatchJob, LineLengths, Usage
-from gateway.store.states import BatchStatus
+from gateway.store.objects import BatchJob, BatchStatus, LineLengths, Usage
 from predictor.model import LatencyModel
 from predictor.online import OnlineModel
 

@@ -12,21 +12,26 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, multip
 from openai.types import Batch
 
 from gateway.store.objects import (
+    TERMINAL,
+    TRANSITIONS,
+    UNFINISHED,
     BatchJob,
+    BatchStatus,
     FileInUse,
     FileObject,
+    IllegalTransition,
     InputError,
     LineRef,
     LineResult,
     NoSuchFile,
     Page,
     Usage,
+    check_transition,
     new_batch_id,
     new_file_id,
 )
+from gateway.store.objects import timestamp_field as field_of
 from gateway.store.sqlite import SqliteStore
-from gateway.store.states import TERMINAL, TRANSITIONS, UNFINISHED, BatchStatus, IllegalTransition, check_transition
-from gateway.store.states import timestamp_field as field_of
 
 S = BatchStatus
 NOW = 1_000_000

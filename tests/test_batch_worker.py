@@ -57,8 +57,7 @@ from gateway.batch.worker import BatchWorker
 from gateway.generate.threads import at_half_speed
 from gateway.store.disk import Disk
 from gateway.store.folder import StateFolder
-from gateway.store.objects import BatchJob, LineRef, new_batch_id
-from gateway.store.states import BatchStatus
+from gateway.store.objects import BatchJob, BatchStatus, LineRef, new_batch_id
 
 ONE_BY_ONE = BatchLimits(window_lines=2, retry_seconds=0.01, tick_seconds=0.05)
 

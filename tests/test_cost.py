@@ -25,8 +25,7 @@ from gateway.generate.endpoint import JsonPost
 from gateway.generate.tool_formats import END_THINK, FORMATS
 from gateway.generate.tool_grammars import Function
 from gateway.generate.wire import parse_json
-from gateway.store.objects import BatchJob, LineLengths, Usage
-from gateway.store.states import BatchStatus
+from gateway.store.objects import BatchJob, BatchStatus, LineLengths, Usage
 
 SMALL_CONTEXT, LARGE_CONTEXT = 512, 1 << 20
 

@@ -24,8 +24,7 @@ from engine.structured.cache import GrammarCache, Refusals
 from engine.structured.compiler import CompiledGrammar, GrammarCompiler
 from engine.structured.proof import OutOfTime, Proof, ProofFault, ProofLimits, Refusal, Verdict
 from engine.structured.prover_client import Prover
-from engine.structured.ready import Grammars
-from engine.structured.slots import Slots
+from engine.structured.ready import Grammars, Slots
 
 FOLDER = Path(engine.models.demo.__file__ or "").parent / "weights"
 VOCAB, EOS = 2560, 2

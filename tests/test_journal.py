@@ -26,8 +26,7 @@ from gateway.batch.line import LineAnswer, LineOrigin
 from gateway.batch.result_rows import RESULT_DAMAGED, intact_parts, is_intact, response_row, unfinished_row
 from gateway.store.disk import Disk
 from gateway.store.folder import StateFolder
-from gateway.store.objects import BatchJob, FileObject, Usage, new_batch_id, new_file_id
-from gateway.store.states import BatchStatus
+from gateway.store.objects import BatchJob, BatchStatus, FileObject, Usage, new_batch_id, new_file_id
 
 LIMITS = BatchLimits(window_lines=4, retry_seconds=0.001, tick_seconds=0.02)
 LINES, ENDED = 16, 9

@@ -45,8 +45,7 @@ from gateway.batch.line import LineAnswer, LineOrigin, LineRunner
 from gateway.batch.worker import BatchWorker
 from gateway.http.errors import ApiError
 from gateway.store.disk import StorageError
-from gateway.store.objects import BatchJob
-from gateway.store.states import BatchStatus
+from gateway.store.objects import BatchJob, BatchStatus
 
 QUICK = BatchLimits(retry_seconds=1e-6, tick_seconds=0.01)
 NO_THREAD = RuntimeError("can't start new thread")

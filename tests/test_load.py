@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 
 from engine.colocation.tuner import STORE_BYTES, LoadStore
-from predictor.budget import BudgetParams
-from predictor.budget_table import (
+from predictor.budget import (
     HIGHEST_CELL,
     LOWEST_CELL,
     MAX_AGE,
     BudgetEntry,
+    BudgetParams,
     BudgetTable,
     Situation,
     cell_of,

@@ -34,8 +34,7 @@ from engine.scheduling.output import Chunk, SchedulerOutput
 from engine.scheduling.selection import seconds_to_token
 from engine.virtual import Arrival, PredictedRunner, VirtualDriver
 from loadgen.simulation.device import profiled_device
-from loadgen.simulation.gpu import SimulatedDevice, SimulatedRunner, fit_device
-from loadgen.simulation.specs import DEVICES, MODELS
+from loadgen.simulation.gpu import DEVICES, MODELS, SimulatedDevice, SimulatedRunner, fit_device
 from predictor.budget import BudgetParams
 from predictor.features import BatchFeatures, FeatureRow
 from predictor.fitting import fit

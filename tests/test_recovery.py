@@ -18,9 +18,8 @@ from engine.text.tokenizer import Tokenizer
 from gateway.batch.limits import BatchLimits
 from gateway.store.disk import Disk
 from gateway.store.folder import StateFolder
-from gateway.store.objects import BatchJob, FileObject, Page, new_batch_id, new_file_id
+from gateway.store.objects import BatchJob, BatchStatus, FileObject, Page, new_batch_id, new_file_id
 from gateway.store.sqlite_files import TOMBSTONE_SECONDS
-from gateway.store.states import BatchStatus
 
 NOW = 1_800_000_000
 SLOW_TICKS = BatchLimits(tick_seconds=3600.0)

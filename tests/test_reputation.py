@@ -12,10 +12,9 @@ from test_process import CONFIG, POISON, collect, engine_process, request, summe
 from engine.api import EngineRequest, SamplingParams
 from engine.errors import EngineStepError
 from engine.forms import Grammar
-from engine.process import reputation
+from engine.process import suspects
 from engine.process.judge import RestartPolicy
-from engine.process.reputation import REMEMBERED_SECONDS, Reputation
-from engine.process.suspects import LONE_DEATHS, SUSPECT_AFTER, Suspicion
+from engine.process.suspects import LONE_DEATHS, REMEMBERED_SECONDS, SUSPECT_AFTER, Reputation, Suspicion
 
 __all__ = ["undisturbed"]
 
@@ -54,7 +53,7 @@ def test_a_grammar_is_known_with_another_prompt_if_its_preparation_was_deadly() 
 
 
 def test_what_is_known_is_bounded_and_ends_and_guilt_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reputation, "MAX_REMEMBERED", 2)
+    monkeypatch.setattr(suspects, "MAX_REMEMBERED", 2)
     known = Reputation()
     known.remember(request("a"), Suspicion(9, 5), 0.0, guilty=True)
     known.remember(request("a"), Suspicion(9, 2), 1.0)

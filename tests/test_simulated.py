@@ -13,8 +13,7 @@ from engine.core import EngineCore
 from engine.limits import SchedulerConfig
 from engine.scheduling.output import Chunk, SchedulerOutput
 from engine.virtual import Arrival, VirtualDriver
-from loadgen.simulation.gpu import SimulatedDevice, SimulatedRunner
-from loadgen.simulation.specs import DEVICES, MODELS
+from loadgen.simulation.gpu import DEVICES, MODELS, SimulatedDevice, SimulatedRunner
 from predictor.features import BatchFeatures
 
 GREEDY = SamplingParams(max_tokens=1, temperature=0.0)

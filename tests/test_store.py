@@ -16,9 +16,11 @@ from gateway.store.disk import StorageError
 from gateway.store.folder import StateFolder, open_state
 from gateway.store.objects import (
     BatchJob,
+    BatchStatus,
     FileInUse,
     FileObject,
     IdempotencyConflict,
+    IllegalTransition,
     InputError,
     LineRef,
     LineResult,
@@ -33,7 +35,6 @@ from gateway.store.opening import default_state_dir
 from gateway.store.schema import VERSION
 from gateway.store.sqlite import SqliteStore
 from gateway.store.sqlite_files import TOMBSTONE_SECONDS
-from gateway.store.states import BatchStatus, IllegalTransition
 from gateway.store.writer import SqliteWriter, open_database
 
 NOW = 1_800_000_000

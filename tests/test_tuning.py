@@ -24,9 +24,8 @@ from engine.colocation.tuner import MIN_COMPARED, MIN_RECORDED, PAUSE_SECONDS, B
 from engine.core import EngineCore
 from engine.limits import SchedulerConfig
 from engine.scheduling.output import Chunk, SchedulerOutput
-from predictor.budget import BudgetParams
+from predictor.budget import BudgetParams, BudgetTable
 from predictor.budget_search import Evaluated, SearchResult
-from predictor.budget_table import BudgetTable
 from predictor.load import BUCKET, Lengths, LoadModel, OnlineArrival
 from predictor.model import LatencyModel
 from predictor.online import OnlineModel

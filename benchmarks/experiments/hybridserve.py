@@ -16,9 +16,8 @@ from benchmarks.experiments.offload import BLOCK, Case, algorithm_1, measure_cos
 from benchmarks.experiments.pipelines import Compact, OffloadDevice, lay_out
 from benchmarks.experiments.table import Result
 from engine.cache.placement import HostSplit, OffloadCosts
-from loadgen.simulation.gpu import NOISE, SimulatedDevice
+from loadgen.simulation.gpu import DEVICES, MODELS, NOISE, SimulatedDevice
 from loadgen.simulation.run import Metrics
-from loadgen.simulation.specs import DEVICES, MODELS
 
 GRID = 40
 """Parts into which `hybrid-best` divides the share of ACT blocks."""

@@ -12,8 +12,7 @@ from benchmarks.experiments.machine import Machine, build_machine
 from benchmarks.experiments.table import Result
 from engine.api import EngineRequest, SamplingParams
 from engine.virtual import Arrival, VirtualRecord, VirtualRun
-from loadgen.simulation.gpu import SimulatedDevice
-from loadgen.simulation.specs import MODELS
+from loadgen.simulation.gpu import MODELS, SimulatedDevice
 from predictor.features import BatchFeatures
 
 CHAT = apt_point.Load("apt-chat", 1.0, 1.0, (1.0,), (1.0,))

@@ -30,9 +30,8 @@ from gateway.generate import chat, wire
 from gateway.generate.answering import INLINE_BYTES, read_json
 from gateway.generate.messages import endpoint as messages
 from gateway.generate.threads import INLINE_PARTS
-from gateway.http import json_size, json_text
-from gateway.http.json_size import LIMITS, JsonSize, count_json
-from gateway.http.json_text import TooMuchJson, load_json
+from gateway.http import json_text
+from gateway.http.json_text import LIMITS, JsonSize, TooMuchJson, count_json, load_json
 
 one_loop = pytest.mark.asyncio(loop_scope="module")
 
@@ -233,7 +232,7 @@ damage = st.none() | st.tuples(st.floats(0, 1), st.sampled_from([b"", *(bytes([c
 
 @pytest.fixture
 def small_windows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(json_size, "WINDOW_BYTES", 8)
+    monkeypatch.setattr(json_text, "WINDOW_BYTES", 8)
     monkeypatch.setattr(json_text, "PIECE_BYTES", 8)
 
 
@@ -241,8 +240,8 @@ def small_windows(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_count_is_what_is_built(value: Any, window: int) -> None:
     raw = orjson.dumps(value)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(json_size, "WINDOW_BYTES", window)
-        found = json_size._Counter(raw, LIMITS).count().size
+        patch.setattr(json_text, "WINDOW_BYTES", window)
+        found = json_text._Counter(raw, LIMITS).count().size
     built = size_of(orjson.loads(raw))
     assert (found.containers, found.strings) == (built.containers, built.strings)
     assert found.commas + found.numbers <= built.commas <= found.commas + found.numbers + found.containers + 1
@@ -258,7 +257,7 @@ def test_what_is_read_in_pieces_is_what_one_reading_gives(
         place = int(damage[0] * len(raw))
         raw[place : place + (not damage[1])] = damage[1]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(json_text, "count_json", lambda raw, limits: json_size._Counter(raw, limits).count())
+        patch.setattr(json_text, "count_json", lambda raw, limits: json_text._Counter(raw, limits).count())
         try:
             expected = orjson.loads(raw)
         except orjson.JSONDecodeError:
@@ -278,21 +277,21 @@ def test_token_ids_are_read_in_pieces(work: Work) -> None:
         "d": [ids, [], [1]],
     }
     assert load_json(orjson.dumps(body)) == body
-    assert max(size.commas for size in work.built) < 2 * json_size.WINDOW_BYTES
+    assert max(size.commas for size in work.built) < 2 * json_text.WINDOW_BYTES
 
 
 @pytest.mark.parametrize("unit", [b'\\"', b"\\\\", b"[{,", b'\\\\\\"[', b"\xc3\xa9,"])
 def test_text_may_hold_anything(unit: bytes) -> None:
     for tail in (b"", b"x", b"xy", b"xyz"):
         raw = b'{"a":"' + tail + unit * (bombs.MAX_BYTES // len(unit)) + b'"}'
-        assert json_size._Counter(raw, LIMITS).count() == ((1, 2, 0, 0), ())
+        assert json_text._Counter(raw, LIMITS).count() == ((1, 2, 0, 0), ())
         assert count_json(raw).size.excess(LIMITS) is None
 
 
 def test_counting_ends_soon_after_a_limit() -> None:
     limits = JsonSize(100, 100, 100, 100)
     for raw in (b"[]," * 10**6, b'"",' * 10**6, b"1," * 10**6, b"1.5," * 10**6):
-        assert max(count_json(raw, limits).size) <= json_size.WINDOW_BYTES
+        assert max(count_json(raw, limits).size) <= json_text.WINDOW_BYTES
         with pytest.raises(TooMuchJson, match="more than 100 "):
             load_json(raw, limits)
 

@@ -17,9 +17,8 @@ from benchmarks.experiments.offload import algorithm_1, split_context
 from benchmarks.experiments.pipelines import Compact, OffloadDevice, Stage, lay_out, run_layers
 from benchmarks.experiments.table import Result
 from engine.cache.placement import HostSplit, OffloadCosts
-from loadgen.simulation.gpu import SimulatedDevice
+from loadgen.simulation.gpu import DEVICES, MODELS, SimulatedDevice
 from loadgen.simulation.run import Metrics
-from loadgen.simulation.specs import DEVICES, MODELS
 
 ARM = {arm.name: arm for arm in ARMS}
 TINY = replace(CONFIG, loads=(Load("opt-13b", 16, 256), Load("opt-30b", 8, None)), output=18)

@@ -1,10 +1,14 @@
-"""Build an Engine from a runner, its latency profile, a scheduler, an SLO keeper and a grammar compiler."""
+"""Build an Engine from a runner, its latency profile, a scheduler, an SLO keeper and a grammar compiler.
+
+The SLO controller is built here too; this is the only module of the engine that reads the calendar time.
+"""
 
 import os
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,8 +19,12 @@ from engine.build.memory import gib, scheduler_config
 from engine.build.plan import plan_launch
 from engine.build.runner import build_runner
 from engine.build.sampling_defaults import read_sampling_defaults
-from engine.colocation.controller import make_controller
+from engine.colocation.keeper import Colocation, initial_budget
+from engine.colocation.refit import ModelRefit
+from engine.colocation.replay import ReplayedServer, normal_noise
+from engine.colocation.tuner import BudgetTuner, LoadStore
 from engine.config import EngineConfig
+from engine.core import EngineCore
 from engine.engine import Engine
 from engine.execution import backend as backends
 from engine.execution.plan import LaunchPlan
@@ -32,6 +40,7 @@ from engine.scheduling.policies import find_policy
 from engine.structured.compiler import GrammarCompiler
 from engine.structured.prover_client import Prover
 from engine.structured.ready import Grammars
+from predictor.online import OnlineModel
 from predictor.profile import Profile, ProfileError, ProfileKey
 from predictor.slo import SLO
 
@@ -193,3 +202,33 @@ def _info(plan: LaunchPlan, scheduler: SchedulerConfig, sampling: SamplingDefaul
         adapters=tuple(each.name for each in plan.adapters),
         shares_prefixes=scheduler.enable_prefix_caching,
     )
+
+
+def make_controller(
+    config: EngineConfig,
+    scheduler: SchedulerConfig,
+    profile: Profile,
+    slo: SLO,
+    folder: Path,
+    say: Callable[[str], None],
+) -> tuple[EngineCore, Colocation, BudgetTuner]:
+    """Return core, keeper and tuner for a profile. `folder` stores profiles, the learned load and the budgets."""
+    model = OnlineModel(profile.model, profile.held_out_mape)
+    scheduler = replace(scheduler, rho=profile.cache_costs.rho(scheduler.compact_tokens))
+    core = EngineCore(scheduler, online_policy=config.online_policy, model=model)
+    budget = initial_budget(slo, profile.model)
+    say(f"SLO {slo}; offline work may extend a step to {budget.latency_budget * 1e3:.0f} ms")
+    noise = normal_noise(profile.held_out_mape)
+    server = ReplayedServer(profile.model, slo, scheduler, config.online_policy, noise)
+    promise = f"{slo}; {config.online_policy}; {_limits(scheduler)}"
+    store = LoadStore(folder, profile.key, promise)
+    calendar = time.time() - time.monotonic()
+    load, table = store.read(time.time(), say)
+    colocation = Colocation(core, model, slo, budget, calendar=calendar, load=load)
+    refit = ModelRefit(colocation, profile, folder / profile.key.filename())
+    return core, colocation, BudgetTuner(colocation, server, table, store, refit=refit)
+
+
+def _limits(scheduler: SchedulerConfig) -> str:
+    """Return the limits of steps and queues as text, without `rho`, which is measured and varies slightly."""
+    return ", ".join(f"{name} {value}" for name, value in asdict(scheduler).items() if name not in ("rho", "seed"))

@@ -6,8 +6,7 @@ from dataclasses import dataclass, field, replace
 
 from engine.api import EngineRequest, FinishReason, Lane, RequestClass, RequestOutput, RequestTimes, Resumption
 from engine.errors import EngineStepError, EngineUnavailableError, ErrorInfo, TidemillError
-from engine.process.reputation import Reputation
-from engine.process.suspects import DeathVerdict, Suspects, Suspicion
+from engine.process.suspects import DeathVerdict, Reputation, Suspects, Suspicion
 from engine.stream import RequestStream
 
 log = logging.getLogger("tidemill.engine")

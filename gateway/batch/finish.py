@@ -16,8 +16,17 @@ from gateway.generate.threads import at_half_speed
 from gateway.http.quotas import TENANT_LIMIT
 from gateway.store.disk import StorageError, UnreadableError, read_errors
 from gateway.store.folder import StateFolder
-from gateway.store.objects import BatchJob, FileObject, InputError, LineQuota, new_file_id
-from gateway.store.states import GIVEN_UP, UNFINISHED_LINE, BatchStatus, IllegalTransition
+from gateway.store.objects import (
+    GIVEN_UP,
+    UNFINISHED_LINE,
+    BatchJob,
+    BatchStatus,
+    FileObject,
+    IllegalTransition,
+    InputError,
+    LineQuota,
+    new_file_id,
+)
 
 log = logging.getLogger("tidemill.gateway")
 

@@ -28,8 +28,7 @@ from gateway.http.anthropic import MESSAGES_PATH, timestamp
 from gateway.http.errors import ApiError, messages_envelope
 from gateway.http.json_text import escape_line_ends
 from gateway.http.sse import run_while_connected
-from gateway.store.objects import BatchJob, FileInUse, Page, UnknownCursor, new_batch_id
-from gateway.store.states import TERMINAL, BatchStatus
+from gateway.store.objects import TERMINAL, BatchJob, BatchStatus, FileInUse, Page, UnknownCursor, new_batch_id
 
 router = APIRouter()
 

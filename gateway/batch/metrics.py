@@ -10,7 +10,7 @@ from prometheus_client.registry import Collector
 from gateway.batch.causes import Cause
 from gateway.batch.tenants import Ownership
 from gateway.batch.worker import BatchWorker
-from gateway.store.states import UNFINISHED
+from gateway.store.objects import UNFINISHED
 from gateway.telemetry.engine_metrics import gauge, gauges, totals
 
 MAX_SHOWN = 100

@@ -26,8 +26,7 @@ from gateway.batch.results import ResultWriter, StorageRetry, in_thread
 from gateway.http.errors import log_unexpected
 from gateway.store.disk import StorageError
 from gateway.store.folder import StateFolder
-from gateway.store.objects import BatchJob, LineLengths
-from gateway.store.states import TERMINAL, BatchStatus, IllegalTransition
+from gateway.store.objects import TERMINAL, BatchJob, BatchStatus, IllegalTransition, LineLengths
 
 EXPIRED_FILES = 1000
 

@@ -13,6 +13,7 @@ import msgspec
 from gateway.store.objects import (
     BatchId,
     BatchJob,
+    BatchStatus,
     Count,
     FileId,
     FileObject,
@@ -23,7 +24,6 @@ from gateway.store.objects import (
     new_batch_id,
     new_file_id,
 )
-from gateway.store.states import BatchStatus
 
 ROW_DAMAGED = "record_damaged"
 

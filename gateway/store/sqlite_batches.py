@@ -7,8 +7,10 @@ from sqlite3 import Connection
 
 from gateway.store.objects import (
     BatchJob,
+    BatchStatus,
     FileObject,
     IdempotencyConflict,
+    IllegalTransition,
     InputError,
     LineLengths,
     LineQuota,
@@ -19,10 +21,11 @@ from gateway.store.objects import (
     Page,
     Usage,
     WrongPurpose,
+    check_transition,
+    timestamp_field,
 )
 from gateway.store.rows import insert_batch, insert_file, read_batch_row, read_line_row, read_record_row
 from gateway.store.sqlite_files import find_file, owned, read_page
-from gateway.store.states import BatchStatus, IllegalTransition, check_transition, timestamp_field
 from gateway.store.writer import Rows, transaction
 
 

@@ -18,8 +18,7 @@ from engine.scheduling.output import Collect, ModelRunner, SchedulerOutput
 from engine.scheduling.policies import find_policy
 from engine.virtual import PredictedRunner
 from loadgen import InputError
-from loadgen.simulation.gpu import SimulatedDevice, SimulatedRunner, fit_device
-from loadgen.simulation.specs import DEVICES, MODELS, ModelShape
+from loadgen.simulation.gpu import DEVICES, MODELS, ModelShape, SimulatedDevice, SimulatedRunner, fit_device
 from predictor.costs import CacheCosts
 from predictor.model import LatencyModel
 from predictor.online import OnlineModel
