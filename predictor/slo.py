@@ -6,6 +6,7 @@ in percent over the online-only run (HyGen §4.2), apply to the aggregates of a 
 seconds internally and have units in the text.
 """
 
+import difflib
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -25,11 +26,15 @@ ALLOWED = (
 )
 
 
-class SLOError(ValueError):
-    """A service-level objective that cannot be parsed; the message names the part and the syntax."""
+_USUAL = ("mean", "p50", "p90", "p99")  # suggestions for an unknown statistic
+_BLANK_SEPARATED = re.compile(r"\S\s+[A-Za-z]+(_\w+)?\s*=")
 
-    def __init__(self, part: str, reason: str) -> None:
-        super().__init__(f"SLO '{part}': {reason} ({ALLOWED})")
+
+class SLOError(ValueError):
+    """A service-level objective that cannot be parsed; the message names the part and an advice, or the syntax."""
+
+    def __init__(self, part: str, reason: str, advice: str = "") -> None:
+        super().__init__(f"SLO '{part}': {reason}" + (f"; {advice}" if advice else f" ({ALLOWED})"))
         self.part = part
 
 
@@ -95,6 +100,8 @@ class SLO:
         general: Objective | None = None
         named: dict[str, Objective] = {}
         for part in (part.strip() for part in text.split(",")):
+            if _BLANK_SEPARATED.search(part):
+                raise SLOError(part, "white space between objectives", "separate objectives with commas")
             name, equals, value = (piece.strip() for piece in part.partition("="))
             if not equals:
                 if general is not None:
@@ -225,23 +232,32 @@ def _bound(limit: float, base: float | None, margin: float) -> float:
     return max(base, base + margin * (limit - base))
 
 
-def _parse_key(key: str) -> tuple[str, int | None]:
+def _parse_key(key: str, part: str = "") -> tuple[str, int | None]:
+    """Return metric and percentile of a key. `part`: the text that an error names; by default the key."""
     metric, _, statistic = key.partition("_")
     if metric not in METRICS:
-        raise SLOError(key, f"unknown metric '{metric}'")
+        raise SLOError(part or key, f"unknown metric '{metric}'", _suggest(metric, METRICS))
     if statistic == "mean":
         return metric, None
     low, high = PERCENTILES
     if re.fullmatch(r"p\d\d", statistic, re.ASCII) is None or not low <= int(statistic[1:]) <= high:
-        raise SLOError(key, f"unknown statistic '{statistic}'")
+        raise SLOError(part or key, f"unknown statistic '{statistic}'", _suggest(statistic, _USUAL))
     return metric, int(statistic[1:])
+
+
+def _suggest(word: str, known: Sequence[str]) -> str:
+    """Return a question that names similar words, or "" without one."""
+    near = difflib.get_close_matches(word, known, 2)
+    return f"did you mean {' or '.join(sorted(near))}?" if near else ""
 
 
 def _parse_value(part: str, value: str) -> tuple[float, str]:
     """Return (positive number in seconds or as a ratio, unit)."""
-    match = re.fullmatch(r"(\d+(?:\.\d*)?|\.\d+)\s*(us|ms|s|%)", value, re.ASCII | re.IGNORECASE)
+    match = re.fullmatch(r"(\d+(?:\.\d*)?|\.\d+)\s*(us|ms|s|%)?", value, re.ASCII | re.IGNORECASE)
     if match is None:
         raise SLOError(part, f"'{value}' is neither a time nor a percentage")
+    if match[2] is None:
+        raise SLOError(part, f"'{value}' has no unit", f"did you mean {part}s or {part}ms?" if part != value else "")
     number, unit = float(match[1]), match[2].lower()
     if not 0.0 < number < math.inf:
         raise SLOError(part, f"'{value}' is not a positive number")
@@ -258,10 +274,7 @@ def _parse_general(part: str) -> Objective:
 
 
 def _parse_objective(part: str, name: str, value: str) -> Objective:
-    try:
-        metric, percentile = _parse_key(name)
-    except SLOError as error:
-        raise SLOError(part, str(error).split(": ", 1)[1].split(" (", 1)[0]) from None
+    metric, percentile = _parse_key(name, part)
     amount, unit = _parse_value(part, value)
     if unit == "%":
         return Objective(metric, percentile, tolerance=amount)

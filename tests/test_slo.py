@@ -50,7 +50,7 @@ def test_parse(text: str, limits: dict[str, float], tolerances: dict[str, float]
         ("ttft_p100=1s", "ttft_p100=1s", "unknown statistic 'p100'"),
         ("ttft_p9=1s", "ttft_p9=1s", "unknown statistic 'p9'"),
         ("ttft_p٩٩=1s", "ttft_p٩٩=1s", "unknown statistic"),
-        ("ttft_p99=1", "ttft_p99=1", "neither a time nor a percentage"),
+        ("ttft_p99=1", "ttft_p99=1", "has no unit"),
         ("ttft_p99=", "ttft_p99=", "neither a time nor a percentage"),
         ("ttft_p99=1m", "ttft_p99=1m", "neither a time nor a percentage"),
         ("ttft_p99=-1s", "ttft_p99=-1s", "neither a time nor a percentage"),
@@ -66,7 +66,26 @@ def test_parse_errors_name_the_part_and_what_is_allowed(text: str, part: str, re
         SLO.parse(text)
     assert isinstance(caught.value, ValueError)
     assert caught.value.part == part and f"'{part}'" in str(caught.value)
-    assert str(caught.value).count(ALLOWED) == 1 and "\n" not in str(caught.value)
+    assert ("; " in str(caught.value)) or str(caught.value).count(ALLOWED) == 1
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("ttft_p99=1", "SLO 'ttft_p99=1': '1' has no unit; did you mean ttft_p99=1s or ttft_p99=1ms?"),
+        (
+            "ttft_p99=1s tbt_p99=100ms",
+            "SLO 'ttft_p99=1s tbt_p99=100ms': white space between objectives; separate objectives with commas",
+        ),
+        ("ttft_p9=1s", "SLO 'ttft_p9=1s': unknown statistic 'p9'; did you mean p90 or p99?"),
+        ("tttf_p99=1s", "SLO 'tttf_p99=1s': unknown metric 'tttf'; did you mean ttft?"),
+    ],
+)
+def test_parse_errors_suggest_the_likely_meaning(text: str, told: str) -> None:
+    with pytest.raises(SLOError) as caught:
+        SLO.parse(text)
+    assert str(caught.value) == told
 
 
 @given(st.text(max_size=30))
