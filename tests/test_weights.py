@@ -224,7 +224,11 @@ BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
         "pickled weights only (pytorch_model.bin)",
     ),
     "no weights": (lambda folder: (folder / "model.safetensors").unlink(), "has no *.safetensors file"),
-    "cut off": (cut_file, "is not a readable safetensors file"),
+    "cut off": (cut_file, "model.safetensors is incomplete: 0."),
+    "GGUF": (
+        lambda folder: (folder / "model.safetensors").rename(folder / "model.gguf"),
+        "GGUF files are not supported; use the model's safetensors repository",
+    ),
     "stored twice": (store_twice, "tensor model.norm.weight is in a.safetensors and in b.safetensors"),
 }
 

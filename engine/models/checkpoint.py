@@ -22,7 +22,7 @@ from engine.models.linear import MakeLinear, make_linear
 from engine.models.packing import Packing
 from engine.models.quantized import RoundedWeight
 from engine.models.sharding import Shard
-from engine.models.spec import ModelSpec
+from engine.models.spec import NO_GGUF, ModelSpec
 from engine.models.unpacking import CACHE_SCALES, bytes_of, dense, is_packed, names_of, weight_of
 from engine.models.weights import (
     DummyTensors,
@@ -260,8 +260,23 @@ class Checkpoint:
         try:
             self._files[name] = safe_open(path, framework="pt", device="cpu")
         except (SafetensorError, OSError) as error:
-            raise ModelLoadError(f"{path} is not a readable safetensors file: {error}") from None
+            raise ModelLoadError(f"{path} {_damage(path)} ({error}); download it again") from None
         return self._files[name]
+
+
+def _damage(path: Path) -> str:
+    """Return how a safetensors file that cannot be opened is damaged. Its header states where the tensors end."""
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            header = json.loads(file.read(length)) if 0 < length <= size - 8 else {}
+        ends = [each["data_offsets"][1] for name, each in header.items() if name != "__metadata__"]
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        ends = []
+    if ends and 8 + length + max(ends) > size:
+        return f"is incomplete: {size / 1e6:.1f} of {(8 + length + max(ends)) / 1e6:.1f} MB"
+    return "is not a readable safetensors file"
 
 
 def stored_bytes(folder: Path) -> int:
@@ -285,4 +300,6 @@ def _weight_files(folder: Path) -> list[str]:
     pickled = sorted(path.name for pattern in _PICKLED for path in folder.glob(pattern))
     if pickled:
         raise ModelLoadError(f"{folder} has pickled weights only ({pickled[0]}); convert them to safetensors")
+    if any(folder.glob("*.gguf")):
+        raise ModelLoadError(f"{folder}: {NO_GGUF}")
     raise ModelLoadError(f"{folder} has no *.safetensors file")

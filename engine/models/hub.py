@@ -14,7 +14,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 from engine.errors import ModelLoadError
-from engine.models.spec import ModelShape, load_spec
+from engine.models.spec import NO_GGUF, ModelShape, load_spec
 
 _WANTED = ["*.safetensors", "*.json", "*.jinja", "merges.txt"]
 # Some repositories hold the weights twice, once in the layout of their author.
@@ -101,13 +101,17 @@ def resolve_model_folder(name: str, revision: str | None = None) -> Path:
         if revision is not None:
             raise ModelLoadError(f"--revision {revision} applies to hub models, but {name} is a folder; omit it")
         return folder
-    _check_id(name)
+    if folder.suffix == ".gguf":
+        raise ModelLoadError(f"{name}: {NO_GGUF}")
+    if not is_hub_id(name):
+        raise ModelLoadError(f"{name!r} is neither a folder nor a Hugging Face id (owner/name)")
     return _download(name, revision, _WANTED)
 
 
 def look_up(name: str, revision: str | None) -> Offer:
     """Look a model up on the hub; offline, in the cache. Raises ModelLoadError, one line."""
-    _check_id(name)
+    if not is_hub_id(name):
+        raise ModelLoadError(f"{name!r} is not a Hugging Face id (owner/name)")
     from huggingface_hub import HfApi, constants, try_to_load_from_cache
     from huggingface_hub.file_download import repo_folder_name
 
@@ -176,11 +180,6 @@ def fetch(offer: Offer) -> Path:
     return _download(offer.name, offer.revision, _WANTED)
 
 
-def _check_id(name: str) -> None:
-    if not is_hub_id(name):
-        raise ModelLoadError(f"{name!r} is neither a folder nor a Hugging Face id (owner/name)")
-
-
 def _endpoint() -> str | None:
     return os.environ.get("HF_ENDPOINT") or None
 
@@ -219,7 +218,11 @@ def _problem(name: str, revision: str | None, error: BaseException) -> ModelLoad
     elif isinstance(error, OSError) and error.errno is not None:
         text = f"{name} could not be stored: {error.strerror}"
     else:
-        text = f"{where} cannot be reached ({_first_line(causes[-1])}); set HF_ENDPOINT to a mirror, or repeat {again}"
+        cause = _first_line(causes[-1])
+        text = (
+            f"no connection to {where} ({cause}); serve a downloaded folder (tidemill serve /path), set HF_ENDPOINT to "
+            f"a mirror, or repeat {again}"
+        )
     return ModelLoadError(text)
 
 

@@ -28,6 +28,7 @@ _ACTIVATIONS = {
     "gelu_pytorch_tanh": "gelu_tanh",
 }
 _GATED = {"silu": "silu", "gelu_tanh": "gelu_tanh_gated"}
+NO_GGUF = "GGUF files are not supported; use the model's safetensors repository"
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
 _FULL_LAYERS = 28  # default number of Qwen layers before those with a window
 _DTYPES = ("bfloat16", "float16", "float32")
@@ -177,6 +178,8 @@ def from_configs(folder: Path, read: Callable[[dict[str, Any], dict[str, Any]], 
     """Return `read(config, generation config)` of a folder. Raises ModelLoadError, one line with the folder."""
     path, generation = folder / "config.json", folder / "generation_config.json"
     if not path.is_file():
+        if any(folder.glob("*.gguf")):
+            raise ModelLoadError(f"{folder}: {NO_GGUF}")
         raise ModelLoadError(f"{folder} has no config.json: not a Hugging Face checkpoint folder")
     try:
         return read(read_json(path), read_json(generation) if generation.is_file() else {})

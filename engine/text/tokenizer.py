@@ -140,7 +140,10 @@ def _load_backend(folder: Path) -> Any:
     from transformers import PreTrainedTokenizerFast
 
     if not (folder / "tokenizer.json").is_file():
-        raise ModelLoadError(f"{folder} has no tokenizer.json; only tokenizers in that format are supported")
+        convert = (
+            f"from transformers import AutoTokenizer as A; A.from_pretrained('{folder}').save_pretrained('{folder}')"
+        )
+        raise ModelLoadError(f'{folder} has no tokenizer.json; make it with: python -c "{convert}"')
     try:
         backend = PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # the library raises various types for broken files
