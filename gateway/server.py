@@ -5,6 +5,7 @@ renews the engine; SIGUSR1 restarts all engines one by one.
 """
 
 import asyncio
+import errno
 import logging
 import os
 import queue
@@ -263,6 +264,9 @@ def bind(host: str, port: int) -> socket.socket:
         listener.listen(2048)
     except OSError as error:
         listener.close()
+        if error.errno == errno.EADDRINUSE:
+            by = processes.listener_on(port)
+            raise ConfigError(f"--port {port} is in use{by and f' by {by}'}; use another port") from None
         raise ConfigError(f"--host {host} --port {port}: {(error.strerror or 'cannot be bound').lower()}") from None
     return listener
 

@@ -113,7 +113,7 @@ def test_what_others_hold_is_an_error(capsys: pytest.CaptureFixture[str], tmp_pa
         other.bind(("127.0.0.1", 0))
         other.listen()
         assert dry_run("--port", str(other.getsockname()[1])) == 2
-    assert "address already in use" in capsys.readouterr().err
+    assert "is in use by " in capsys.readouterr().err
     with open(tmp_path / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         assert dry_run("--state-dir", str(tmp_path)) == 2

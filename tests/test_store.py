@@ -2,6 +2,7 @@
 
 import asyncio
 import hashlib
+import os
 import shutil
 import sqlite3
 import threading
@@ -352,7 +353,7 @@ async def test_one_server_per_folder(tmp_path: Path) -> None:
     first = await asyncio.to_thread(open_state, tmp_path / "state")
     assert (tmp_path / "state").stat().st_mode & 0o777 == 0o700
     before = digests(tmp_path)
-    with pytest.raises(ConfigError, match="in use by another server"):
+    with pytest.raises(ConfigError, match=rf"in use by another server \(pid {os.getpid()}\); use another folder"):
         await asyncio.to_thread(open_state, tmp_path / "state")
     assert digests(tmp_path) == before
     await first.close()

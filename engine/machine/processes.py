@@ -37,6 +37,7 @@ SWITCH_SECONDS = 0.0002
 needs the interpreter after each driver call; parsing a request body would delay the event loop."""
 LOOK_SECONDS = 1.0
 _PR_SET_PDEATHSIG = 1
+_LISTENING = "0A"  # state in /proc/net/tcp
 _thread = threading.local()
 
 
@@ -133,3 +134,21 @@ def collect_due(*, at_rest: bool) -> None:
         gc.collect()
     elif young >= SOON:
         gc.collect(0)
+
+
+def listener_on(port: int) -> str:
+    """Return "NAME (pid N)" of a process that listens on a TCP port, or "" if this user cannot see it."""
+    inodes = set[str]()
+    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
+        with contextlib.suppress(OSError):
+            rows = (line.split() for line in Path(table).read_text(encoding="ascii").splitlines()[1:])
+            inodes |= {row[9] for row in rows if row[3] == _LISTENING and row[1].endswith(f":{port:04X}")}
+    wanted = {f"socket:[{inode}]" for inode in inodes}
+    for link in Path("/proc").glob("[0-9]*/fd/*"):
+        with contextlib.suppress(OSError):
+            if os.readlink(link) in wanted:
+                process = link.parents[1]
+                return (
+                    f"{(process / 'comm').read_text(encoding='utf-8', errors='replace').strip()} (pid {process.name})"
+                )
+    return ""

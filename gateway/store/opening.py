@@ -147,7 +147,9 @@ def _take_lock(path: Path) -> int:
     except OSError as error:
         os.close(descriptor)
         if isinstance(error, BlockingIOError):
-            raise ConfigError(f"--state-dir {path.parent} is in use by another server; use another folder") from None
+            pid = holder(path.parent)
+            by = "another server" if pid is None else f"another server (pid {pid})"
+            raise ConfigError(f"--state-dir {path.parent} is in use by {by}; use another folder") from None
         raise
     with suppress(OSError):  # the process id is informational; the disk may be full
         os.ftruncate(descriptor, 0)
