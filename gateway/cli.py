@@ -29,9 +29,23 @@ _LOADGEN = {"bench": "loadgen.cli", "simulate": "loadgen.simulate"}
 _LOADGEN_FLAGS = {"bench": "loadgen.flags", "simulate": "loadgen.simulate"}
 
 
+BROKEN_PIPE = 128 + signal.SIGPIPE
+"""Exit code if the reader of the output has ended (`tidemill batch list | head`), as for a process ended by SIGPIPE."""
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command and return the exit code: 2 for an invalid configuration, 1 for any other error."""
-    words = list(sys.argv[1:] if argv is None else argv)
+    try:
+        try:
+            return _run(list(sys.argv[1:] if argv is None else argv))
+        finally:
+            sys.stdout.flush()  # a broken pipe must be met here, not in the interpreter's exit
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return BROKEN_PIPE
+
+
+def _run(words: list[str]) -> int:
     try:
         if words and words[0] in _LOADGEN:
             return _loadgen(*words)  # the load generator parses its own flags

@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 import importlib.metadata
+import os
 import re
 import shlex
 import socket
@@ -98,8 +99,21 @@ def test_only_commands_that_exist_are_offered(capsys: pytest.CaptureFixture[str]
     assert sorted(offered) == sorted(commands.choices), "each command, once"
     assert "embed" in refused(capsys, "embed")
     assert "COMMAND" in refused(capsys)
-    assert refused(capsys, "srve").endswith("; did you mean serve?\n")
-    assert refused(capsys, "batch", "sumbit").endswith("; did you mean submit?\n")
+    assert refused(capsys, "srve") == "tidemill: unknown command 'srve'; did you mean serve?\n"
+    assert refused(capsys, "batch", "sumbit") == "tidemill batch: unknown command 'sumbit'; did you mean submit?\n"
+    assert "the model is the first argument; run tidemill serve MODEL" in refused(capsys, "serve", "--model", "/x")
+
+
+@pytest.mark.parametrize(("words", "code"), [("version", cli.BROKEN_PIPE), ("serve --help", 0)])
+def test_a_reader_that_has_ended_causes_no_traceback(words: str, code: int) -> None:
+    ended, pipe = os.pipe()
+    os.close(ended)
+    try:
+        command = [sys.executable, "-m", "gateway", *words.split()]
+        done = subprocess.run(command, stdout=pipe, stderr=subprocess.PIPE, timeout=60, check=False)
+    finally:
+        os.close(pipe)
+    assert (done.returncode, done.stderr) == (code, b"")
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
@@ -270,6 +284,7 @@ def test_booleans_in_the_environment(word: str) -> None:
         (["--max-model-len", "0"], "--max-model-len must be at least 1"),
         (["--num-gpu-blocks-override", "0"], "--num-gpu-blocks-override must be at least 1"),
         (["--gpu-memory-utilization", "nan"], "--gpu-memory-utilization must be in (0, 1]"),
+        (["--gpu-memory-utilization", "90"], "--gpu-memory-utilization must be in (0, 1], not 90.0; did you mean 0.9?"),
         (["--gpu-memory-utilization", "90%"], "--gpu-memory-utilization must be a number"),
         (["--dtype", "int8"], "--dtype must be one of auto, bfloat16, float16, float32, not 'int8'"),
         (["--device", "tpu"], "--device must be one of"),
@@ -365,7 +380,8 @@ def test_a_port_in_use_is_found_before_the_model_is_loaded(
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        assert f"--port {port}: address already in use" in refused(capsys, "serve", "--port", str(port))
+        told = refused(capsys, "serve", "--port", str(port))
+        assert re.search(rf"--port {port} is in use by .+ \(pid {os.getpid()}\); use another port", told)
 
 
 def test_a_model_that_cannot_be_served_is_one_clear_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -95,6 +95,10 @@ class Parser(argparse.ArgumentParser):
         asked = "--" + word.removeprefix("--no-") if word.startswith("--no-") else word
         if text := removal(f"{command} {asked}".strip(), word) or removal(asked, word):
             return text
+        if word == "--model" and any(action.dest == "model" for action in self._actions):
+            return f"--model: the model is the first argument; run {self.prog} MODEL"
+        if message.startswith("argument COMMAND"):
+            message = f"unknown command '{word}'"
         near = difflib.get_close_matches(word, self._words(), 1)
         return message + (f"; did you mean {near[0]}?" if near else f"; {self.prog} --help shows the usage")
 
