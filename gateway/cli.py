@@ -319,6 +319,7 @@ def _load(
 
     engine = _make_engine(engine_config, server_config, folder.root)
     engine.load(planned)
+    say(f"answers end at {tokenizers[0].shown_ends(engine.info.eos_token_ids)}")
     return engine, tokenizers[0]
 
 

@@ -7,14 +7,14 @@ import os
 import secrets
 import time
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, cast
 
 import anyio
 import anyio.to_thread
 from starlette.requests import Request
 
-from engine.api import EngineClient, EngineState
+from engine.api import EngineClient, EngineInfo, EngineState
 from engine.errors import EngineUnavailableError
 from engine.text.thoughts import ThoughtMarks
 from engine.text.tokenizer import Tokenizer
@@ -121,6 +121,13 @@ class GatewayContext:
     """No client waits for the answers, see `generate.threads`."""
     on_new_keys: list[Callable[[], Awaitable[None]]] = field(default_factory=list)
     """Called after the keys were reloaded."""
+
+    @property
+    def info(self) -> EngineInfo:
+        """The engine's info, with the end mark of the chat template among the end tokens."""
+        info = self.client.info
+        ends = self.tokenizer.ends_at(info.eos_token_ids)
+        return info if ends == info.eos_token_ids else replace(info, eos_token_ids=ends)
 
     async def reload_keys(self) -> None:
         """Reload the key file; running requests are not affected. Raises ConfigError, keeping the old keys."""

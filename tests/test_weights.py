@@ -110,7 +110,14 @@ SAME: dict[str, tuple[str, Callable[[dict[str, Tensor]], None]]] = {
     "without the outer `model.`": ("opt", strip_model),
     "another name of the head": ("neox", rename_head),
     "buffers of old exporters": ("neox", lambda tensors: tensors.update(BUFFERS)),
-    "a tied head": ("llama-mha-tied", lambda tensors: tensors.update({"lm_head.weight": torch.zeros(97, 64)})),
+    "a tied head": (
+        "llama-mha-tied",
+        lambda tensors: tensors.update({"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}),
+    ),
+    "a tied head without the embedding": (
+        "llama-mha-tied",
+        lambda tensors: tensors.update({"lm_head.weight": tensors.pop("model.embed_tokens.weight")}),
+    ),
 }
 
 
@@ -190,6 +197,27 @@ def adding(tensors: dict[str, Tensor]) -> Callable[[Path], None]:
     return lambda folder: rewrite(folder, lambda stored: stored.update(tensors))
 
 
+def test_a_head_of_its_own_is_used_although_the_config_says_tied(checkpoint: Path) -> None:
+    untied = first_layer_logits(checkpoint)
+    config = json.loads((checkpoint / "config.json").read_text())
+    (checkpoint / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": True}))
+    spec = load_spec(checkpoint)
+    assert not spec.tie_word_embeddings and "own output head" in spec.notes[0]
+    assert torch.equal(first_layer_logits(checkpoint), untied)
+
+
+def test_a_whole_file_is_used_beside_a_stale_index(checkpoint: Path) -> None:
+    whole = first_layer_logits(checkpoint)
+    index = {"weight_map": {"lm_head.weight": "model-00001-of-00002.safetensors"}}
+    (checkpoint / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert torch.equal(first_layer_logits(checkpoint), whole)
+
+
+def test_a_value_that_is_not_finite_is_named(checkpoint: Path) -> None:
+    rewrite(checkpoint, lambda stored: stored["lm_head.weight"][0, 0].fill_(torch.nan))
+    assert "lm_head.weight (model.safetensors) has NaN or infinity" in refusal(checkpoint)
+
+
 def cut_file(folder: Path) -> None:
     content = (folder / "model.safetensors").read_bytes()
     (folder / "model.safetensors").write_bytes(content[: len(content) // 2])
@@ -212,7 +240,7 @@ BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "tensors left over": (
         adding({f"model.layers.{i}.odd": torch.zeros(1) for i in range(5)}),
-        "does not use: model.layers.0.odd, model.layers.1.odd, model.layers.2.odd and 2 more",
+        "model.layers.1.odd (model.safetensors), model.layers.2.odd (model.safetensors) and 2 more",
     ),
     "a bias that the config does not announce": (
         adding({"model.layers.0.self_attn.q_proj.bias": torch.zeros(64)}),
@@ -251,6 +279,7 @@ def test_missing_shard(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("text", ["{", "{}", '{"weight_map": []}'])
 def test_unreadable_index(checkpoint: Path, text: str) -> None:
+    (checkpoint / "model.safetensors").rename(checkpoint / "model-1.safetensors")
     (checkpoint / "model.safetensors.index.json").write_text(text)
     assert "is not a readable safetensors index" in refusal(checkpoint)
 

@@ -14,12 +14,12 @@ from engine.execution.backend import Backend
 from engine.execution.offload import plan_offload
 from engine.execution.plan import FLOAT8, STORED_FLOATS, STORED_INTEGERS, LaunchPlan
 from engine.limits import BLOCK_SIZE, Limits
-from engine.models.checkpoint import stored_bytes
 from engine.models.hub import OWN, TRANSFORMERS, Choice, cached_folder, choose, is_hub_id, resolve_model_folder
 from engine.models.lora import plan_adapter
 from engine.models.packing import Packing
 from engine.models.sharding import divide
 from engine.models.spec import ModelShape, ModelSpec, resolve_max_model_len
+from engine.models.stored_tensors import stored_bytes
 from engine.models.transformers_shape import TransformersShape
 from engine.models.weights import torch_dtype
 from engine.refusals import unsupported
@@ -85,7 +85,7 @@ def plan_launch(config: EngineConfig) -> LaunchPlan:
         droppable=config.overload == "drop",
         ranks=config.tensor_parallel_size,
         whole=whole,
-        notes=tuple(each for each in (by, note, slow, unrounded, _state_note(spec)) if each),
+        notes=tuple(each for each in (by, *spec.notes, note, slow, unrounded, _state_note(spec)) if each),
     )
     if plan.ranks > 1:
         note = f"{plan.ranks} ranks divide each layer; each rank holds {gib(plan.weight_bytes)} of weights"

@@ -15,6 +15,7 @@ from engine.config import EngineConfig
 from engine.errors import ConfigError, ModelLoadError
 from engine.execution import backend as backends
 from engine.execution.backend import Backend
+from engine.execution.cpu.device import TorchDevice
 from engine.execution.masks import FOREVER, MAX_FORCED, PATIENCE
 from engine.execution.offload import Offload
 from engine.execution.plan import LaunchPlan
@@ -24,9 +25,11 @@ from engine.execution.self_test import LIMITS as TEST_LIMITS
 from engine.execution.self_test import test_family, test_modules
 from engine.limits import Limits
 from engine.models.checkpoint import load_weights
+from engine.models.decoder import Decoder
 from engine.models.hub import OWN
-from engine.models.linear import MakeLinear
+from engine.models.linear import MakeLinear, make_linear
 from engine.models.lora import Delta, Site, load_adapter
+from engine.models.quantized import make_quantized
 from engine.models.sharding import Shard
 from engine.models.spec import ModelSpec
 from engine.models.streaming import StreamedLayers
@@ -137,22 +140,26 @@ def _load(
 def _test_family(config: EngineConfig, plan: LaunchPlan, make: MakeLinear, backend: Backend) -> None:
     """Raise ModelLoadError if our implementation of a model differs from that of transformers.
 
-    The packaged model, random weights, quantized layers and some backends are not tested.
+    The packaged model and random weights are not tested.
     """
-    rounded, invented = "none" not in (config.quantization, plan.quantization), config.load_format == "dummy"
-    tested = config.self_test and config.model and backend.tests_families and plan.implementation == OWN
-    if not tested or rounded or invented:
+    if not (config.self_test and config.model and plan.implementation == OWN) or config.load_format == "dummy":
         return
     quick = replace(config, profile_seconds=0.0)
 
     def device_of(spec: ModelSpec, weights: ModelWeights) -> Device:
+        if not backend.tests_kernels:
+            return TorchDevice(Decoder(spec, weights), TEST_LIMITS)
         small = replace(
             plan, spec=spec, limits=TEST_LIMITS, scratch_blocks=0, host_units=0, offload=None, int8_cache=False
         )
         device: Device = backend.make_runner(quick, small, weights, lambda _line: None)[0].device
         return device
 
-    _refuse(plan, test_family(plan.whole or plan.own, plan.folder, plan.dtype, device_of, make))
+    tested: dict[str, Any] = {}
+    if backend.tests_kernels:
+        rounds = plan.quantization != "none"
+        tested = {"make": make, "stored": plan.stored, "reference_make": make_quantized if rounds else make_linear}
+    _refuse(plan, test_family(plan.whole or plan.own, plan.folder, plan.dtype, device_of, **tested))
 
 
 def _refuse(plan: LaunchPlan, wrong: str) -> None:

@@ -28,7 +28,7 @@ class Backend(Protocol):
         leaves_workers: Threads that have run a model leave workers behind that slow down the workers of the engine's
             thread (`engine.build.join.build_engine`).
         multiplies_integers: Layers can compute on 8-bit integers, also those of a checkpoint.
-        tests_families: At load, a native model is compared with that of transformers.
+        tests_kernels: The self-test runs a native model by the kernels that will serve, else by torch on the CPU.
         locks_pages: The host tier is page-locked and allocated at once.
     """
 
@@ -37,7 +37,7 @@ class Backend(Protocol):
     ahead_seconds: float
     leaves_workers: bool
     multiplies_integers: bool
-    tests_families: bool
+    tests_kernels: bool
     locks_pages: bool
 
     def absence(self) -> str | None:

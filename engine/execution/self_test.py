@@ -2,9 +2,9 @@
 those of eager attention in transformers. A model whose error exceeds the rounding of its type is refused.
 
 Windows are shortened so that they take effect. For transformers modules, the loaded model itself is tested. For native
-families, two layers (one of each kind if some have a window) and a few vocabulary rows are tested with the kernels that
-will run the model. This suffices to check that the config is read as in transformers, at a cost independent of the
-number of layers.
+families, two layers (one of each kind if some have a window) and a few vocabulary rows are tested. This suffices to
+check that the config and the tensors are read as in transformers, at a cost independent of the number of layers.
+Quantized layers are compared with transformers' modules over layers that are rounded in the same way.
 """
 
 import re
@@ -35,6 +35,9 @@ _WINDOW = 7  # limit for windows, shorter than the first chunk
 _LAYERS, _VOCABULARY = 2, 64
 _LAYER = re.compile(r"(?<![^.])layers\.(\d+)\.")
 _LEAST = 1e-4
+_LEAST_ROUNDED = 0.1
+"""Smallest allowed error of layers in 8 bits: an input on the border of two integers may be rounded either way, and a
+weight that is stored in 8 bits is rounded again for the reference."""
 LIMITS = Limits(len(_CHUNKS), 2 * _LONGEST, _LONGEST, 2 * len(_CHUNKS) * UNITS_PER_BLOCK, _BLOCK)
 """Minimum limits of a tested device."""
 
@@ -55,20 +58,30 @@ def test_family(
     dtype: str,
     device_of: Callable[[ModelSpec, ModelWeights], Device],
     make: MakeLinear = make_linear,
+    reference_make: MakeLinear = make_linear,
+    *,
+    stored: bool = False,
 ) -> str:
-    """Test a native family on the device made by `device_of`. Return the error, or an empty string."""
+    """Test a native family on the device made by `device_of`. Return the error, or an empty string.
+
+    Args:
+        make: Makes the linear layers of the tested device.
+        reference_make: Makes those of the transformers model; any other than `make_linear` rounds to 8 bits.
+        stored: Whether layers that are stored in 8 bits compute with these 8 bits.
+    """
     picked = pick_layers(spec)
     windows = tuple(window and min(window, _WINDOW) for window in map(spec.window_of, picked) if spec.windows)
     small = replace(spec, num_layers=len(picked), vocab_size=min(_VOCABULARY, spec.vocab_size), windows=windows)
     kind = torch_dtype(dtype)
     requests = _tokens(small.vocab_size)
-    source = Checkpoint(folder, kind, torch.device("cpu"), spec.packing, vocabulary=spec.vocab_size)
+    source = Checkpoint(folder, kind, torch.device("cpu"), spec.packing, vocabulary=spec.vocab_size, stored=stored)
     with torch.inference_mode(), source as tensors:
         some = PickedLayers(tensors, picked)
-        reference = own_reference(folder, small, picked, some, kind)
+        reference = own_reference(folder, small, picked, some, kind, reference_make)
         expected = [reference(input_ids=torch.from_numpy(ids)[None], use_cache=False).logits[0] for ids in requests]
         device = device_of(small, build_weights(small, some, make))
-        return _compare(_by_chunks(device, requests), expected, kind)
+        rounds = reference_make is not make_linear
+        return _compare(_by_chunks(device, requests), expected, kind, _LEAST_ROUNDED if rounds else _LEAST)
 
 
 def pick_layers(spec: ModelSpec) -> list[int]:
@@ -120,7 +133,7 @@ def _by_chunks(device: Device, requests: list[IntArray]) -> list[Tensor]:
     return list(torch.stack(logits, dim=1))
 
 
-def _compare(ours: list[Tensor], expected: list[Tensor], dtype: torch.dtype) -> str:
+def _compare(ours: list[Tensor], expected: list[Tensor], dtype: torch.dtype, least: float = _LEAST) -> str:
     """Compare logits by error relative to their standard deviation; return the difference, or an empty string.
 
     float32 uses the worst row. 16-bit types use the median row, because a tie of expert scores may select another
@@ -132,7 +145,7 @@ def _compare(ours: list[Tensor], expected: list[Tensor], dtype: torch.dtype) -> 
         errors.append((mine.cpu() - theirs).square().mean(-1).sqrt() / theirs.std(-1).clamp(min=1e-9))
     each = torch.cat(errors)
     error = float(each.max() if dtype == torch.float32 else each.median())
-    allowed = max(_LEAST, 16 * torch.finfo(dtype).eps)
+    allowed = max(least, 16 * torch.finfo(dtype).eps)
     if error <= allowed:
         return ""
     return f"logits differ from those of transformers by {error:.2g} of their spread; rounding allows {allowed:.2g}"

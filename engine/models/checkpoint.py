@@ -1,10 +1,8 @@
 """A folder of safetensors as a tensor source: one tensor in memory at a time, with a check that all tensors are used.
 Quantized weights are unpacked while they are read.
-
-Pickled weights (.bin, .pt) are refused and never opened, because reading them can run code.
 """
 
-import json
+import logging
 import os
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -22,7 +20,8 @@ from engine.models.linear import MakeLinear, make_linear
 from engine.models.packing import Packing
 from engine.models.quantized import RoundedWeight
 from engine.models.sharding import Shard
-from engine.models.spec import NO_GGUF, ModelSpec
+from engine.models.spec import ModelSpec
+from engine.models.stored_tensors import damage_of, weight_files
 from engine.models.unpacking import CACHE_SCALES, bytes_of, dense, is_packed, names_of, weight_of
 from engine.models.weights import (
     DummyTensors,
@@ -36,8 +35,9 @@ from engine.models.weights import (
 )
 
 _INERT = re.compile(r"(^|\.)(rotary_emb\.inv_freq|attention\.bias|attention\.masked_bias)$")
-_PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+_NAMED = 3  # tensors that a message names
 _T = TypeVar("_T")
+log = logging.getLogger("tidemill.engine")
 _FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -145,7 +145,7 @@ class Checkpoint:
         self._unused: set[str] = set()
 
     def __enter__(self) -> Self:
-        for name in _weight_files(self._folder):
+        for name in weight_files(self._folder):
             for tensor in self._open(name).keys():  # noqa: SIM118 - a safetensors handle is not a mapping
                 if tensor in self._where:
                     raise ModelLoadError(f"{self._folder}: tensor {tensor} is in {self._where[tensor]} and in {name}")
@@ -164,12 +164,13 @@ class Checkpoint:
         """Return one tensor, converted. Raises ModelLoadError if it is missing, not floating or of another shape."""
         if self._stored(name):
             weight = self._unpack(name, dense)
-            return weight[self._rows(name, tuple(weight.shape), shape)].to(self._device, self._dtype)
+            return self._converted(name, weight[self._rows(name, tuple(weight.shape), shape)])
         if name not in self._where:
-            raise ModelLoadError(f"{self._folder} lacks tensor {name} {list(shape)}")
+            files = ", ".join(sorted(self._files)[:_NAMED]) + (", ..." if len(self._files) > _NAMED else "")
+            raise ModelLoadError(f"{self._folder} lacks tensor {name} {list(shape)} (files: {files})")
         file = self._files[self._where[name]]
         rows = self._rows(name, tuple(file.get_slice(name).get_shape()), shape)
-        return self._floats(name, rows).to(self._device, self._dtype)
+        return self._converted(name, self._floats(name, rows))
 
     def fetch_bytes(self, name: str, shape: tuple[int, int]) -> RoundedWeight | None:
         """See TensorSource."""
@@ -196,13 +197,21 @@ class Checkpoint:
     def check_all_used(self, *, tied_copies: tuple[str, ...] = ()) -> None:
         """Raise ModelLoadError if a tensor was never fetched, because the model would differ from the trained one.
 
-        Exempt are rotary and mask buffers, `tied_copies` (copies of a tied head), scales of a quantized cache, and
-        zero biases of quantized layers.
+        Rotary and mask buffers, scales of a quantized cache, and zero biases of quantized layers are named in one
+        warning instead. `tied_copies` are copies of a tied head.
         """
-        left = [name for name in sorted(self._unused) if name not in tied_copies and not self._is_inert(name)]
-        if left:
-            more = f" and {len(left) - 3} more" if len(left) > 3 else ""
-            raise ModelLoadError(f"{self._folder} has tensors this model does not use: {', '.join(left[:3])}{more}")
+        unused = sorted(self._unused.difference(tied_copies))
+        inert = [name for name in unused if self._is_inert(name)]
+        if left := [name for name in unused if name not in inert]:
+            shown = self._shown(left)
+            raise ModelLoadError(f"{self._folder} has tensors this model does not use: {shown}")
+        if inert:
+            log.warning("%s: tensors without effect are not used: %s", self._folder, self._shown(inert))
+
+    def _shown(self, names: Sequence[str]) -> str:
+        """Return the first of some stored tensors with their files, and the number of the others."""
+        more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+        return ", ".join(f"{name} ({self._where[name]})" for name in names[:_NAMED]) + more
 
     def _is_inert(self, name: str) -> bool:
         module, _, last = name.rpartition(".")
@@ -228,6 +237,16 @@ class Checkpoint:
             raise ModelLoadError(f"{self._folder}: weight {name} by {self._packing.name}: {error.message}") from None
         self._unused.difference_update(stored.values())
         return found
+
+    def _converted(self, name: str, tensor: Tensor) -> Tensor:
+        """Return a tensor on the device in the requested type. Raises ModelLoadError if a value is not finite."""
+        converted = tensor.to(self._device, self._dtype)
+        if not is_finite(converted):
+            where = self._where.get(name) or self._where[next(iter(self._stored(name).values()))]
+            kind = str(self._dtype).removeprefix("torch.")
+            cause = f"does not fit into {kind}; set --dtype" if is_finite(tensor) else "is damaged; download it again"
+            raise ModelLoadError(f"{self._folder}: tensor {name} ({where}) has NaN or infinity: it {cause}")
+        return converted
 
     def _floats(self, name: str, rows: slice = slice(None)) -> Tensor:
         """Return a tensor, or some of its rows, unconverted."""
@@ -260,46 +279,10 @@ class Checkpoint:
         try:
             self._files[name] = safe_open(path, framework="pt", device="cpu")
         except (SafetensorError, OSError) as error:
-            raise ModelLoadError(f"{path} {_damage(path)} ({error}); download it again") from None
+            raise ModelLoadError(f"{path} {damage_of(path)} ({error}); download it again") from None
         return self._files[name]
 
 
-def _damage(path: Path) -> str:
-    """Return how a safetensors file that cannot be opened is damaged. Its header states where the tensors end."""
-    try:
-        size = path.stat().st_size
-        with path.open("rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            header = json.loads(file.read(length)) if 0 < length <= size - 8 else {}
-        ends = [each["data_offsets"][1] for name, each in header.items() if name != "__metadata__"]
-    except (OSError, ValueError, LookupError, TypeError, AttributeError):
-        ends = []
-    if ends and 8 + length + max(ends) > size:
-        return f"is incomplete: {size / 1e6:.1f} of {(8 + length + max(ends)) / 1e6:.1f} MB"
-    return "is not a readable safetensors file"
-
-
-def stored_bytes(folder: Path) -> int:
-    """Return the size of the checkpoint's files in bytes. Raises ModelLoadError if there are none."""
-    return sum((folder / name).stat().st_size for name in _weight_files(folder) if (folder / name).is_file())
-
-
-def _weight_files(folder: Path) -> list[str]:
-    """Return the files of the checkpoint: those of the index, or the single file, or all safetensors files."""
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        try:
-            return sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-        except (OSError, ValueError, KeyError, TypeError, AttributeError):
-            raise ModelLoadError(f"{index} is not a readable safetensors index") from None
-    if (folder / "model.safetensors").is_file():
-        return ["model.safetensors"]
-    found = sorted(path.name for path in folder.glob("*.safetensors"))
-    if found:
-        return found
-    pickled = sorted(path.name for pattern in _PICKLED for path in folder.glob(pattern))
-    if pickled:
-        raise ModelLoadError(f"{folder} has pickled weights only ({pickled[0]}); convert them to safetensors")
-    if any(folder.glob("*.gguf")):
-        raise ModelLoadError(f"{folder}: {NO_GGUF}")
-    raise ModelLoadError(f"{folder} has no *.safetensors file")
+def is_finite(tensor: Tensor) -> bool:
+    """Return whether all values are finite. A sum is fast, but may overflow; then the values decide."""
+    return bool(tensor.sum(dtype=torch.float32).isfinite()) or bool(tensor.isfinite().all())

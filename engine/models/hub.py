@@ -9,12 +9,14 @@ import importlib
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatch
 from pathlib import Path
 
 from engine.errors import ModelLoadError
-from engine.models.spec import NO_GGUF, ModelShape, load_spec
+from engine.models.end_tokens import with_tokenizer_end
+from engine.models.spec import ModelShape, load_spec
+from engine.models.stored_tensors import NO_GGUF
 
 _WANTED = ["*.safetensors", "*.json", "*.jinja", "merges.txt"]
 # Some repositories hold the weights twice, once in the layout of their author.
@@ -262,6 +264,11 @@ def choose(folder: Path, wish: str) -> Choice:
 
     Raises ModelLoadError, one line.
     """
+    choice = _choose(folder, wish)
+    return replace(choice, shape=with_tokenizer_end(choice.shape, folder))
+
+
+def _choose(folder: Path, wish: str) -> Choice:
     if wish == TRANSFORMERS:
         return Choice(_foreign(folder), TRANSFORMERS, "asked for")
     try:

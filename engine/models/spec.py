@@ -7,14 +7,15 @@ they differ in data only.
 import json
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 from engine.errors import ConfigError, ModelLoadError
-from engine.models.families import Family, family_of, is_set
+from engine.models.families import Family, family_named, family_of, is_set
 from engine.models.packing import Packing, packing_from_config
 from engine.models.rope import RopeSpec, rope_from_config, ropes_of_layer_types
+from engine.models.stored_tensors import NO_GGUF, has_own_head
 
 T = TypeVar("T")
 
@@ -28,7 +29,6 @@ _ACTIVATIONS = {
     "gelu_pytorch_tanh": "gelu_tanh",
 }
 _GATED = {"silu": "silu", "gelu_tanh": "gelu_tanh_gated"}
-NO_GGUF = "GGUF files are not supported; use the model's safetensors repository"
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
 _FULL_LAYERS = 28  # default number of Qwen layers before those with a window
 _DTYPES = ("bfloat16", "float16", "float32")
@@ -45,6 +45,7 @@ class ModelShape:
         packing: Storage format of quantized linear layers.
         windows: Number of tokens visible to a query, itself included, per attention layer; None: all. Empty: no layer
             has a window.
+        notes: Differences between the config and the other files that users should know.
     """
 
     hidden_size: int
@@ -59,6 +60,7 @@ class ModelShape:
     architecture: str
     packing: Packing | None = field(default=None, kw_only=True)
     windows: tuple[int | None, ...] = field(default=(), kw_only=True)
+    notes: tuple[str, ...] = field(default=(), kw_only=True, compare=False)
 
     @property
     def num_parameters(self) -> int:
@@ -170,8 +172,17 @@ def hidden_state_refusal(spec: ModelShape) -> str | None:
 
 
 def load_spec(folder: Path) -> ModelSpec:
-    """Read `config.json` and the end tokens of `generation_config.json`. Raises ModelLoadError, one line."""
-    return from_configs(folder, spec_from_config)
+    """Read `config.json` and the end tokens of the folder. Raises ModelLoadError, one line.
+
+    As in transformers, a stored head that differs from the embedding is used although the config says tied.
+    """
+    spec = from_configs(folder, spec_from_config)
+    names = family_named(spec.family).names
+    embeddings = [f"{prefix}{names.embedding}" for prefix in names.prefixes]
+    if not spec.tie_word_embeddings or not has_own_head(folder, names.head, embeddings):
+        return spec
+    note = "config.json says tie_word_embeddings, but the checkpoint has its own output head, which is used"
+    return replace(spec, tie_word_embeddings=False, notes=(*spec.notes, note))
 
 
 def from_configs(folder: Path, read: Callable[[dict[str, Any], dict[str, Any]], T]) -> T:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from engine.errors import ModelLoadError
 from engine.models.attention import Manner
-from engine.models.checkpoint import Checkpoint
+from engine.models.checkpoint import Checkpoint, is_finite
 from engine.models.families import family_named
 from engine.models.known_layers import Given, LayerForm, RunLayer, layer_of, observe
 from engine.models.known_layers import take_over as take_over_layer
@@ -241,15 +241,21 @@ def load_model(
 
 
 def own_reference(
-    folder: Path, spec: ModelSpec, picked: Sequence[int], tensors: TensorSource, dtype: torch.dtype
+    folder: Path,
+    spec: ModelSpec,
+    picked: Sequence[int],
+    tensors: TensorSource,
+    dtype: torch.dtype,
+    make: MakeLinear = make_linear,
 ) -> Any:
     """Return the eager transformers model of a native family, with as many layers and tokens as `spec`, and its
     windows.
 
-    `picked` are the indices of the layers in the checkpoint. Raises ModelLoadError.
+    `picked` are the indices of the layers in the checkpoint; `make` makes the linear layers. Raises ModelLoadError.
     """
     config = config_of(folder, read_json(folder / "config.json"))
     config.num_hidden_layers, config.vocab_size, config.pad_token_id = spec.num_layers, spec.vocab_size, None
+    config.tie_word_embeddings = spec.tie_word_embeddings
     if getattr(config, "layer_types", None):
         config.layer_types = [config.layer_types[layer] for layer in picked]
     if windows := list(filter(None, spec.windows)):
@@ -265,6 +271,7 @@ def own_reference(
             parameter.copy_(tensors.fetch(stored, tuple(parameter.shape)))
         elif not (spec.tie_word_embeddings and parameter.shape[0] == spec.vocab_size):
             raise ModelLoadError(f"{folder} lacks tensor {name}, which the transformers model needs")
+    _replace_linear(model, make)
     return model
 
 
@@ -285,6 +292,9 @@ def _from_safetensors(folder: Path, config: Any, dtype: torch.dtype, packing: Pa
     for what in ("missing_keys", "mismatched_keys", "unexpected_keys", "error_msgs"):
         if found := report.get(what):
             raise ModelLoadError(f"{folder} has {what.replace('_', ' ')}: {min(map(str, found))}")
+    for name, parameter in model.named_parameters():
+        if not is_finite(parameter.data):
+            raise ModelLoadError(f"{folder}: tensor {name} has NaN or infinity; download the checkpoint again")
     return model
 
 

@@ -214,7 +214,7 @@ class _Builder:
 
     def model(self, gather: Gather) -> ModelWeights:
         spec, names, prefix = self._spec, self._names, self._prefix
-        embedding = self._source.fetch(f"{prefix}{names.embedding}.weight", (spec.vocab_size, spec.hidden_size))
+        embedding = self._source.fetch(self._embedding_name(), (spec.vocab_size, spec.hidden_size))
         positions = None
         if spec.position_offset is not None:
             shape = (spec.max_position_embeddings + spec.position_offset, spec.hidden_size)
@@ -303,19 +303,27 @@ class _Builder:
     def _head(self, embedding: Tensor) -> tuple[Linear, GatherRanks | None]:
         whole, tied = embedding, self._spec.tie_word_embeddings
         if not tied:
-            names = [f"{module}.weight" for module in self._names.head]
-            name = next((name for name in names if self._source.has(name)), names[0])
-            whole = self._source.fetch(name, (self._spec.vocab_size, self._spec.hidden_size))
+            whole = self._source.fetch(self._head_name(), (self._spec.vocab_size, self._spec.hidden_size))
         if self._shard is None:
             return self._make(whole), None
         part, gather = self._shard.head_of(whole)
         return self._make(part if tied or gather is None else part.clone()), gather
 
+    def _head_name(self) -> str:
+        names = [f"{module}.weight" for module in self._names.head]
+        return next(filter(self._source.has, names), names[0])
+
+    def _embedding_name(self) -> str:
+        """Return the name of the embedding; a tied checkpoint may store its only copy as the head."""
+        name = f"{self._prefix}{self._names.embedding}.weight"
+        stored_as_head = self._spec.tie_word_embeddings and not self._source.has(name)
+        return head if stored_as_head and self._source.has(head := self._head_name()) else name
+
     def _first_prefix(self) -> str:
         """Return the prefix used by this checkpoint; some were saved without the outer model."""
-        prefixes = self._names.prefixes
-        has = self._source.has
-        return next((p for p in prefixes if has(f"{p}{self._names.embedding}.weight")), prefixes[0])
+        prefixes, names, has = self._names.prefixes, self._names, self._source.has
+        modules = (names.embedding, names.final_norm)
+        return next((p for p in prefixes if any(has(f"{p}{each}.weight") for each in modules)), prefixes[0])
 
 
 def straighten(spec: ModelSpec, fused: Tensor) -> Tensor:

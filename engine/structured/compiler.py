@@ -159,7 +159,8 @@ class GrammarCompiler:
         try:
             self.load()
         except (OSError, ValueError) as error:
-            message = "This model's tokenizer cannot be used for structured output."
+            reason = str(error).partition("\n")[0][:_MAX_REASON_CHARS] or type(error).__name__
+            message = f"This model's tokenizer cannot be used for structured output: {reason}."
             raise InvalidRequestError(message, param=grammar.param, code="unsupported_parameter") from error
 
     def load(self) -> LLTokenizer:

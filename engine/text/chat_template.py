@@ -59,6 +59,10 @@ class ChatTemplate:
         added = backend.get_added_tokens_decoder()
         self._control = {i: token for i, token in added.items() if _is_control(token, written)}
         self._control_pattern = _pattern(self._control.values())
+        self._written_ids = frozenset(i for i, token in self._control.items() if token.content in written)
+        after = facts.after_answer.lstrip()
+        marks = [(token.content, i) for i, token in self._control.items() if after.startswith(token.content)]
+        self._end_id = max(marks, key=lambda mark: len(mark[0]), default=("", None))[1]
         self._plain: _PlainTextEncoder | None = None
         self._plain_lock = threading.Lock()
         # Normalised tokens are matched after normalisation, so text that only normalises to one must be detected too.
@@ -88,6 +92,13 @@ class ChatTemplate:
         if self._seen_late and self._holds_late_tokens(text, ids):
             return self._plain_text_encoder().encode(text)
         return ids
+
+    def ends_at(self, ids: frozenset[int]) -> frozenset[int]:
+        """Return the end tokens `ids`, with the control token behind an answer if the template writes none of `ids`.
+
+        A template that writes one of them may use the other token inside an answer, such as between two channels.
+        """
+        return ids if self._end_id is None or ids & self._written_ids else ids | {self._end_id}
 
     def _render_text(self, inputs: dict[str, Any], add_generation_prompt: bool) -> str:
         from jinja2 import TemplateError

@@ -16,6 +16,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 CPU_SECONDS = 5
@@ -23,6 +24,7 @@ WALL_SECONDS = 600  # for systems without a CPU time limit; imports alone can ta
 MEMORY_BYTES = 4 * 2**30
 MAX_RENDERED_CHARS = 1_000_000
 PROBE_TEXT = "tidemill-probe"
+MAX_MARK_CHARS = 200
 
 
 class Shape(enum.StrEnum):
@@ -47,6 +49,7 @@ class TemplateFacts:
         reads_parts: Content given as parts appears in the text.
         refused: Shapes that the template refuses, or of which it drops a text.
         rendered: All text that the template wrote.
+        after_answer: Text that the template wrote after the text of an assistant message, shortened.
         error: Why the template cannot be used, or None.
     """
 
@@ -54,6 +57,7 @@ class TemplateFacts:
     reads_parts: bool = False
     refused: Collection[Shape] = ()
     rendered: str = ""
+    after_answer: str = ""
     error: str | None = None
 
 
@@ -94,9 +98,7 @@ def _conversations() -> list[list[dict[str, Any]]]:
 def _shaped(as_parts: bool) -> dict[Shape, list[list[dict[str, Any]]]]:
     """Return conversations of each shape, with a different text or function name in each message."""
 
-    def talk(*roles: str) -> list[dict[str, Any]]:
-        return [_message(role, number, as_parts) for number, role in enumerate(roles)]
-
+    talk = partial(_talk, as_parts=as_parts)
     several, first, second = talk("user", "call", "result", "result"), _call(1), _call(2)
     several[1]["tool_calls"] = [first, second]
     several[2]["tool_call_id"], several[3]["tool_call_id"] = first["id"], second["id"]
@@ -110,6 +112,14 @@ def _shaped(as_parts: bool) -> dict[Shape, list[list[dict[str, Any]]]]:
         Shape.CALL: [talk("user", "call", "result")],
         Shape.CALLS: [several],
     }
+
+
+def _talk(*roles: str, as_parts: bool) -> list[dict[str, Any]]:
+    return [_message(role, number, as_parts) for number, role in enumerate(roles)]
+
+
+def _after_answer(rendered: str) -> str:
+    return rendered.partition(f"{PROBE_TEXT}-1")[2][:MAX_MARK_CHARS]
 
 
 def _message(role: str, number: int, as_parts: bool) -> dict[str, Any]:
@@ -169,7 +179,8 @@ def _probe(render: Callable[[str, list[dict[str, Any]]], str], templates: dict[s
         rendered += [attempt(template, conversation) for conversation in _conversations()]
     takes_parts = PROBE_TEXT in as_parts and "'type'" not in as_parts and '"type"' not in as_parts
     refused: list[Shape] = []
-    for shape, conversations in _shaped(as_parts=takes_parts and PROBE_TEXT not in as_string).items():
+    parts_only = takes_parts and PROBE_TEXT not in as_string
+    for shape, conversations in _shaped(parts_only).items():
         written = [attempt(main, conversation) for conversation in conversations]
         rendered += written
         if not all(map(_shows, written, conversations)):
@@ -183,6 +194,7 @@ def _probe(render: Callable[[str, list[dict[str, Any]]], str], templates: dict[s
         "reads_parts": takes_parts,
         "refused": refused,
         "rendered": "\0".join(rendered),
+        "after_answer": _after_answer(attempt(main, _talk("user", "assistant", as_parts=parts_only))),
     }
 
 

@@ -100,6 +100,15 @@ class Tokenizer:
             raise InvalidRequestError(_NO_TEMPLATE, param="messages", code="chat_template_missing")
         return self._chat.encode(messages, tools=tools, add_generation_prompt=add_generation_prompt, **template_kwargs)
 
+    def ends_at(self, ids: frozenset[int]) -> frozenset[int]:
+        """Return the end tokens of answers: `ids`, with the end mark of the chat template if it is not among them."""
+        return ids if self._chat is None else self._chat.ends_at(ids)
+
+    def shown_ends(self, ids: frozenset[int]) -> str:
+        """Return the end tokens of answers as text, for logs."""
+        names = [f"{self.token_name(end) or 'unknown'} ({end})" for end in sorted(self.ends_at(ids))]
+        return ", ".join(names) or "max_tokens only: the model names no end token"
+
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Return the text of ids alone, equal to the whole output of `IncrementalDetokenizer` without a prompt."""
         detokenizer = IncrementalDetokenizer(self, skip_special_tokens=skip_special_tokens)

@@ -108,7 +108,7 @@ def _look_ahead(config: EngineConfig, name: str, found: dict[str, FlagValue], te
     plan = build.plan_launch(local)
     notes: list[str] = []
     plan, profile = build.stored_profile(local, plan, notes.append)
-    importlib.import_module("engine.text.tokenizer").Tokenizer.load(plan.folder, template)
+    tokenizer = importlib.import_module("engine.text.tokenizer").Tokenizer.load(plan.folder, template)
     _decided(build, config, plan, found)
     if profile is None:
         measured = f"none stored: a start would measure step times for at most {config.profile_seconds:g} s"
@@ -117,6 +117,7 @@ def _look_ahead(config: EngineConfig, name: str, found: dict[str, FlagValue], te
         measured = f"from {profile.created_at}, {error}"
     return [
         *report_launch(plan, name),
+        line("ends", tokenizer.shown_ends(plan.spec.eos_token_ids)),
         line("memory", _memory(plan)),
         line("profile", measured),
         *(line("note", note) for note in notes),

@@ -74,7 +74,7 @@ async def plan_chat(
         budget = budget_of(body, parsing, grammar is not None)
         if grammar is not None and parsing is not None and (budget is not None or not says_anything):
             parsing = _before_a_form(parsing, budget, grammar)
-        plan = chat_plan(body, token_ids, context.client.info, caller, grammar, budget, clip)
+        plan = chat_plan(body, token_ids, context.info, caller, grammar, budget, clip)
         return dataclasses.replace(plan, parsing=parsing, continues=bool(body.continue_final_message))
 
     # always in a thread: the time of a chat template does not follow from the length of the messages

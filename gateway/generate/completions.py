@@ -40,7 +40,7 @@ async def plan_completion(context: GatewayContext, body: CompletionRequest, tena
                 check_texts((prompt,), context.tokenizer, context.client.info, "prompt")
         is_raw = body.add_special_tokens is False
         prompts = [encode_prompt(context.tokenizer, prompt, is_raw) for prompt in body.prompt]
-        return completion_plan(body, prompts, context.client.info, caller, grammar_of(body))
+        return completion_plan(body, prompts, context.info, caller, grammar_of(body))
 
     at_once = sum(lengths) <= READ_INLINE and not is_structured(body) and not is_large(body)
     return plan() if at_once else await run_text_work(context, plan)

@@ -44,7 +44,7 @@ class CpuBackend(Backend):
     ahead_seconds = 0.02
     leaves_workers = True
     multiplies_integers = True
-    tests_families = True
+    tests_kernels = True
     locks_pages = False
 
     def choose_dtype(self, spec: ModelShape, config: EngineConfig) -> tuple[str, str | None]:

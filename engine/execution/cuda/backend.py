@@ -62,7 +62,7 @@ class CudaBackend(Backend):
     ahead_seconds = math.inf
     leaves_workers = False
     multiplies_integers = False
-    tests_families = False
+    tests_kernels = False
     locks_pages = True
 
     def absence(self) -> str | None:

@@ -1,0 +1,125 @@
+"""The safetensors files of a checkpoint folder and their headers; torch-free.
+
+Pickled weights (.bin, .pt) are refused and never opened, because reading them can run code.
+"""
+
+import json
+import mmap
+from collections.abc import Iterable
+from pathlib import Path
+from typing import NamedTuple
+
+from engine.errors import ModelLoadError
+
+INDEX = "model.safetensors.index.json"
+WHOLE = "model.safetensors"
+NO_GGUF = "GGUF files are not supported; use the model's safetensors repository"
+_PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+_LENGTH_BYTES = 8
+_MAX_HEADER = 100_000_000  # the library's own limit in bytes
+_PIECE = 1 << 24
+
+
+class StoredTensor(NamedTuple):
+    """A tensor in a file; its bytes begin at `start` and end before `end`."""
+
+    path: Path
+    kind: str
+    shape: tuple[int, ...]
+    start: int
+    end: int
+
+
+def weight_files(folder: Path) -> list[str]:
+    """Return the files of the checkpoint, as transformers selects them: the whole file, those of the index, or all.
+
+    Raises ModelLoadError if there are none or the index cannot be read.
+    """
+    if (folder / WHOLE).is_file():
+        return [WHOLE]
+    index = folder / INDEX
+    if index.is_file():
+        try:
+            return sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            raise ModelLoadError(f"{index} is not a readable safetensors index") from None
+    found = sorted(path.name for path in folder.glob("*.safetensors"))
+    if found:
+        return found
+    pickled = sorted(path.name for pattern in _PICKLED for path in folder.glob(pattern))
+    if pickled:
+        raise ModelLoadError(f"{folder} has pickled weights only ({pickled[0]}); convert them to safetensors")
+    if any(folder.glob("*.gguf")):
+        raise ModelLoadError(f"{folder}: {NO_GGUF}")
+    raise ModelLoadError(f"{folder} has no *.safetensors file")
+
+
+def stored_bytes(folder: Path) -> int:
+    """Return the size of the checkpoint's files in bytes. Raises ModelLoadError if there are none."""
+    return sum((folder / name).stat().st_size for name in weight_files(folder) if (folder / name).is_file())
+
+
+def has_own_head(folder: Path, heads: Iterable[str], embeddings: Iterable[str]) -> bool:
+    """Return whether the checkpoint stores an output head that differs from its embedding.
+
+    `heads` and `embeddings` are possible names of the modules. A quantized head counts as different. Returns False for
+    a folder without readable weights, whose error is reported when they are loaded.
+    """
+    try:
+        stored = {name: each for file in weight_files(folder) for name, each in read_header(folder / file).items()}
+    except (ModelLoadError, OSError):
+        return False
+    head = next((module for module in heads if any(name.startswith(f"{module}.") for name in stored)), None)
+    embedding = next((each for name in embeddings if (each := stored.get(f"{name}.weight")) is not None), None)
+    if head is None or embedding is None:
+        return False
+    own = stored.get(f"{head}.weight")
+    return own is None or not _is_equal(own, embedding)
+
+
+def read_header(path: Path) -> dict[str, StoredTensor]:
+    """Return the tensors of a file by name. Raises ModelLoadError if the file is damaged, OSError if it is missing."""
+    with path.open("rb") as file:
+        size = int.from_bytes(file.read(_LENGTH_BYTES), "little")
+        if size > _MAX_HEADER:
+            raise ModelLoadError(f"{path} is not a readable safetensors file")
+        header = file.read(size)
+    begin = _LENGTH_BYTES + size
+    try:
+        return {
+            name: StoredTensor(path, each["dtype"], tuple(each["shape"]), *(begin + at for at in each["data_offsets"]))
+            for name, each in json.loads(header).items()
+            if name != "__metadata__"
+        }
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise ModelLoadError(f"{path} is not a readable safetensors file") from None
+
+
+def damage_of(path: Path) -> str:
+    """Return how a safetensors file that cannot be opened is damaged. Its header states where the tensors end."""
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            header = json.loads(file.read(length)) if 0 < length <= size - 8 else {}
+        ends = [each["data_offsets"][1] for name, each in header.items() if name != "__metadata__"]
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        ends = []
+    if ends and 8 + length + max(ends) > size:
+        return f"is incomplete: {size / 1e6:.1f} of {(8 + length + max(ends)) / 1e6:.1f} MB"
+    return "is not a readable safetensors file"
+
+
+def _is_equal(one: StoredTensor, other: StoredTensor) -> bool:
+    """Return whether two tensors have the same type, shape and bytes."""
+    if (one.kind, one.shape) != (other.kind, other.shape):
+        return False
+    with one.path.open("rb") as first, other.path.open("rb") as second:
+        mine = mmap.mmap(first.fileno(), 0, access=mmap.ACCESS_READ)
+        theirs = mmap.mmap(second.fileno(), 0, access=mmap.ACCESS_READ)
+        with mine, theirs:
+            return all(
+                mine[one.start + at : min(one.start + at + _PIECE, one.end)]
+                == theirs[other.start + at : min(other.start + at + _PIECE, other.end)]
+                for at in range(0, one.end - one.start, _PIECE)
+            )
