@@ -234,3 +234,11 @@ def test_strings_are_found_at_any_depth_in_linear_time() -> None:
 
     assert len(nested(5000)()) == 5050
     assert_linear(nested, 100)
+
+
+def test_the_mark_behind_an_answer_ends_it_unless_the_template_writes_another_end() -> None:
+    tokenizer = Tokenizer.load(folders.folder("byte_level"))
+    (start,), (end,) = tokenizer.encode("<|im_start|>"), tokenizer.encode("<|im_end|>")
+    assert tokenizer.ends_at(frozenset({1})) == {1, end}
+    assert tokenizer.ends_at(frozenset({start})) == {start}
+    assert tokenizer.ends_at(frozenset()) == {end}

@@ -4,6 +4,7 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import huggingface_hub
 import pytest
@@ -16,6 +17,7 @@ from torch import Tensor
 from engine.errors import ModelLoadError
 from engine.models.checkpoint import Checkpoint, load_weights
 from engine.models.decoder import Decoder
+from engine.models.end_tokens import with_tokenizer_end
 from engine.models.families import TensorNames, family_named
 from engine.models.hub import resolve_model_folder
 from engine.models.spec import load_spec, spec_from_config
@@ -335,3 +337,30 @@ def test_every_family_has_names_for_what_its_specs_ask_for() -> None:
         names: TensorNames = family_named(spec.family).names
         assert (names.positions is not None) == (spec.position_offset is not None)
     assert spec_from_config(tiny_models.llama_config()).family == "llama"
+
+
+@pytest.mark.parametrize("place", ["added_tokens_decoder", "added_tokens", "vocab", "special_tokens_map"])
+def test_answers_end_at_the_tokenizers_end_token_too(tmp_path: Path, place: str) -> None:
+    written: dict[str, Any] = {"eos_token": {"content": "<end>"}}
+    tokenizer: dict[str, Any] = {"model": {"vocab": {"<end>": 7} if place in ("vocab", "special_tokens_map") else {}}}
+    if place == "added_tokens_decoder":
+        written["added_tokens_decoder"] = {"7": {"content": "<end>"}}
+    if place == "added_tokens":
+        tokenizer["added_tokens"] = [{"content": "<end>", "id": 7}]
+    if place == "special_tokens_map":
+        (tmp_path / "special_tokens_map.json").write_text(json.dumps(written))
+    else:
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(written))
+    (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer))
+    spec = with_tokenizer_end(spec_from_config(tiny_models.llama_config()), tmp_path)
+    assert spec.eos_token_ids == {2, 7} and "<end> (7)" in spec.notes[-1]
+    assert with_tokenizer_end(spec, tmp_path) == spec
+
+
+def test_a_broken_or_foreign_end_token_adds_nothing(tmp_path: Path) -> None:
+    spec = spec_from_config(tiny_models.llama_config())
+    for config in ("{", "[]", '{"eos_token": null}', '{"eos_token": "<end>"}'):
+        (tmp_path / "tokenizer_config.json").write_text(config)
+        assert with_tokenizer_end(spec, tmp_path) is spec
+    (tmp_path / "tokenizer.json").write_text(json.dumps({"model": {"vocab": {"<end>": spec.vocab_size}}}))
+    assert with_tokenizer_end(spec, tmp_path) is spec

@@ -36,8 +36,8 @@ def tokenizer_end(folder: Path) -> tuple[str, int] | None:
     for each in tokenizer.get("added_tokens") or ():
         if _text(each) == text and isinstance(each.get("id"), int):
             return text, int(each["id"])
-    token = _mapping(_mapping(tokenizer.get("model")).get("vocab")).get(text)
-    return (text, token) if isinstance(token, int) else None
+    token_id = _mapping(_mapping(tokenizer.get("model")).get("vocab")).get(text)
+    return (text, token_id) if isinstance(token_id, int) else None
 
 
 def _read(path: Path) -> dict[str, Any]:
