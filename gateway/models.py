@@ -18,6 +18,10 @@ class Model(NamedTuple):
     tier: Tier | None = None
 
 
+MAX_NAMED = 5
+"""Maximum number of models that an error message names."""
+
+
 class ModelNames:
     """`served`: names of the model, the main one first; `adapters`: names in the order of the adapter numbers.
 
@@ -38,6 +42,12 @@ class ModelNames:
     def listed(self) -> Iterator[tuple[str, Model]]:
         """Yield the names for /v1/models, with the model's own names first."""
         yield from self._listed.items()
+
+    def summary(self) -> str:
+        """Return the first names for an error message, and how many others there are."""
+        names = list(self._listed)
+        others = f" and {len(names) - MAX_NAMED} others; see GET /v1/models" if len(names) > MAX_NAMED else ""
+        return ", ".join(names[:MAX_NAMED]) + others
 
     def find(self, name: str) -> Model | None:
         """Return the model of a name, or None if it does not exist."""

@@ -3,6 +3,7 @@
 import asyncio
 import io
 import json
+import re
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -56,9 +57,11 @@ def input_file(tmp_path: Path, lines: list[Any]) -> str:
 async def test_from_submit_to_results(terminal: Terminal, tmp_path: Path) -> None:
     path = input_file(tmp_path, [line(1), line(2), line(3, temperature=9)])
     code, out, err = await terminal.run("submit", path, "--watch", "--metadata", "a=b=c", "--window", "2h")
-    assert code == 0
+    assert code == 1, "a line failed"
     batch_id = out.strip()
-    assert batch_id.startswith("batch_") and "completed: 3/3 lines, 1 failed" in err.splitlines()[-1]
+    assert batch_id.startswith("batch_") and "completed: 3/3 lines, 1 failed" in err.splitlines()[-3]
+    assert f"tidemill batch results {batch_id} --output FILE" in err.splitlines()[-2]
+    assert err.splitlines()[-1].startswith("tidemill: 1 line: ") and err.endswith(")\n")
     code, out, err = await terminal.run("results", batch_id)
     assert code == 0 and {json.loads(row)["custom_id"] for row in out.splitlines()} == {"id-1", "id-2"}
     assert err == "tidemill: lines without an answer: 1; --errors FILE writes their rows\n"
@@ -68,9 +71,11 @@ async def test_from_submit_to_results(terminal: Terminal, tmp_path: Path) -> Non
     assert [json.loads(row)["custom_id"] for row in bad.read_text().splitlines()] == ["id-3"]
     assert not good.with_name("good.jsonl.part").exists()
     code, out, _ = await terminal.run("list")
-    assert code == 0 and out.split()[0] == batch_id and "completed    3/3 lines, 1 failed" in out
-    assert (await terminal.run("watch", batch_id))[0] == 0
-    assert (await terminal.run("cancel", batch_id))[1] == "completed\n"
+    header, row = out.splitlines()
+    assert code == 0 and header.split() == ["batch", "created", "status", "lines"]
+    assert row.split()[0] == batch_id and "completed    3/3 lines, 1 failed" in row
+    assert (await terminal.run("watch", batch_id))[0] == 1, "a line failed"
+    assert (await terminal.run("cancel", batch_id[:14]))[1] == "completed\n", "a unique prefix names a batch"
 
 
 async def test_what_is_submitted(terminal: Terminal, served: Served, tmp_path: Path) -> None:
@@ -87,7 +92,9 @@ async def test_a_list_longer_than_a_page(terminal: Terminal, tmp_path: Path) -> 
     path = input_file(tmp_path, [line(1)])
     ids = [(await terminal.run("submit", path))[1].strip() for _ in range(4)]
     _, out, _ = await terminal.run("list", "--limit", "3")
-    assert [row.split()[0] for row in out.splitlines()] == ids[:0:-1]
+    assert [row.split()[0] for row in out.splitlines()[1:]] == ids[:0:-1]
+    code, _, err = await terminal.run("watch", "batch_")
+    assert code == 1 and err == "tidemill: 4 batches begin with batch_; tidemill batch list shows them\n"
 
 
 async def test_a_batch_that_fails_says_why(terminal: Terminal, tmp_path: Path) -> None:
@@ -114,21 +121,27 @@ async def test_a_batch_that_runs(tokenizer: Tokenizer, tmp_path: Path, capsys: p
 @pytest.mark.parametrize(
     ("arguments", "code", "says"),
     [
-        (("watch", "batch_none"), 1, "The batch does not exist."),
-        (("cancel", "../../x"), 1, "does not exist"),
+        (("watch", "batch_none"), 1, "there is no batch batch_none; tidemill batch list shows them"),
+        (("watch", "batch_" + "0" * 32), 1, "The batch does not exist."),
+        (("cancel", "../../x"), 1, "there is no batch ../../x"),
         (("submit", "missing.jsonl"), 2, "missing.jsonl: No such file or directory"),
         (("submit", "."), 2, ".: Is a directory"),
         (("submit", "IN", "--metadata", "nothing"), 2, "--metadata must look like KEY=VALUE"),
         (("submit", "IN", "--endpoint", "/v1/images"), 1, "'endpoint' must be one of"),
         (("submit", "IN", "--window", "1y"), 1, "'completion_window' must be a duration"),
-        (("submit", "OTHER"), 2, "the first line is not a batch request"),
+        (("submit", "OTHER"), 2, 'the first line is not a batch request; a line looks like {"custom_id": "1"'),
+        (("submit", "EMPTY"), 2, "the file is empty"),
+        (("submit", "TABLE"), 2, "the file looks like CSV"),
+        (("submit", "BINARY"), 2, "the file is binary"),
     ],
 )
 async def test_what_is_refused_is_one_line(
     terminal: Terminal, tmp_path: Path, arguments: tuple[str, ...], code: int, says: str
 ) -> None:
-    (tmp_path / "other").write_text("hello\n")
-    places = {"IN": input_file(tmp_path, [line(1)]), "OTHER": str(tmp_path / "other")}
+    files = {"OTHER": b"hello\n", "EMPTY": b"", "TABLE": b"id,text\n1,hello\n", "BINARY": b"\x00\x01"}
+    for name, content in files.items():
+        (tmp_path / name).write_bytes(content)
+    places = {"IN": input_file(tmp_path, [line(1)])} | {name: str(tmp_path / name) for name in files}
     found, out, err = await terminal.run(*(places.get(word, word) for word in arguments))
     assert (found, out) == (code, "") and says in err and err.startswith("tidemill: ") and err.count("\n") == 1
 
@@ -142,7 +155,9 @@ async def test_an_upload_that_is_refused_early_says_why(
         code, _, err = await Terminal(served, capsys).run("submit", big)
         assert code == 1 and "larger than" in err
         code, _, err = await Terminal(served, capsys).run("submit", big, key="wrong")
-        assert code == 1 and "A valid API key is required." in err
+        assert code == 1 and "The API key is not valid. (--api-key or TIDEMILL_API_KEY)" in err
+        code, _, err = await Terminal(served, capsys).run("list", key="")
+        assert code == 1 and "An API key is required; send it as a bearer token. (--api-key" in err
 
 
 def test_a_server_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
@@ -179,11 +194,11 @@ def test_the_bar_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     progress.end()
     first, second = screen.getvalue().removesuffix("\n").split("\r\x1b[K")[1:]
     assert first == "in_progress [----------] 0/1,000 lines"
-    assert (
-        second == "in_progress [#####-----] 500/1,000 lines, 10 failed  50.0 lines/s, 2,000 output tokens/s  0:10 left"
-    )
+    assert second == "in_progress [#####-----] 500/1,000 lines, 10 failed  50.0 lines/s, 2,000 output tokens/s"
+    estimated = a_batch(490, 10) | {"metadata": {"tidemill.eta": "125"}}
+    assert re.search(r"  done about \d\d:\d\d \(2:05\)$", progress.text(estimated)), "the server's own estimate"
     now[0] = 20.0
-    assert "left" not in progress.text(a_batch(1000, tokens=20_001, status="completed"))
+    assert "done about" not in progress.text(a_batch(1000, tokens=20_001, status="completed"))
 
 
 def test_the_rate_is_that_of_the_last_half_minute() -> None:
@@ -192,7 +207,7 @@ def test_the_rate_is_that_of_the_last_half_minute() -> None:
     for second in range(0, 100, 10):
         now[0] = float(second)
         text = progress.text(a_batch(min(second, 50), tokens=100 * min(second, 50)))
-    assert "tokens/s" not in text and "left" not in text, "nothing has moved for half a minute"
+    assert "tokens/s" not in text, "nothing has moved for half a minute"
 
 
 def test_without_a_terminal_only_changes_are_shown() -> None:

@@ -106,6 +106,25 @@ async def test_a_wrong_key_is_401_before_the_body_is_read(start_server: StartSer
     status, headers, error = await exchange(served, post(b"", *header, length=1000))
     assert (status, error["code"], headers["www-authenticate"]) == (401, "invalid_api_key", "bearer")
     assert "sk-" not in json.dumps(error)
+    sent = bool(WRONG_KEYS[name])
+    assert error["message"].startswith("The API key is not valid" if sent else "An API key is required")
+
+
+async def test_a_base_url_without_the_version_names_the_path(start_server: StartServer) -> None:
+    served = await start_server()
+    async with httpx.AsyncClient(timeout=60, base_url=served.url) as client:
+        for path in ("/chat/completions", "/models"):
+            error = (await client.post(path, json={})).json()["error"]
+            assert error["message"] == f"The resource does not exist; did you mean /v1{path}?", path
+        for path in ("/nothing", "/v1/nothing", "/v1/v1/models"):
+            assert (await client.post(path, json={})).json()["error"]["message"] == "The resource does not exist."
+
+
+async def test_an_unknown_model_is_answered_with_those_that_are_served(start_server: StartServer) -> None:
+    served = await start_server(served_model_name=("one", "two"))
+    async with httpx.AsyncClient(timeout=60, base_url=served.url) as client:
+        answer = await client.post("/v1/completions", json={"model": "gpt-4o", "prompt": "x"})
+    assert answer.status_code == 404 and answer.json()["error"]["message"].endswith("which serves one, two.")
 
 
 async def test_every_route_needs_a_key_but_health_and_ready(start_server: StartServer) -> None:

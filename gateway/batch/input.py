@@ -27,6 +27,8 @@ MAX_CUSTOM_ID_CHARS = 512
 READ_BYTES = 1024 * 1024
 LOW_PRIORITY = 10
 """Niceness of the validation process, so that it yields to model steps and online requests."""
+MAX_SHOWN_CHARS = 100
+"""Maximum characters of a model name in an error message."""
 _ENVELOPE = frozenset({"custom_id", "method", "url", "body"})
 
 
@@ -132,8 +134,8 @@ class InputChecker:
             envelope = load_json(line.content)
         except TooMuchJson as error:
             return InputError("invalid_request", f"The line holds {error}.", line.number)
-        except orjson.JSONDecodeError:
-            return InputError("invalid_json_line", _why_not_json(line.content), line.number)
+        except orjson.JSONDecodeError as error:
+            return InputError("invalid_json_line", _why_not_json(line.content, error), line.number)
         if not isinstance(envelope, dict):
             return InputError("invalid_json_line", "The line is not a JSON object.", line.number)
         found = self._check_envelope(envelope, line.number)
@@ -170,7 +172,9 @@ class InputChecker:
         self._models = self._models or {model}
         if model in self._models:
             return None
-        return InputError("model_mismatch", "All lines of a batch must name the same model.", number, "body.model")
+        first, other = (name[:MAX_SHOWN_CHARS] for name in (*self._models, model))
+        message = f"All lines of a batch must name the same model: lines before name '{first}', this one '{other}'."
+        return InputError("model_mismatch", message, number, "body.model")
 
     def _check_unique(self, custom_id: str, number: int) -> InputError | None:
         digest = blake2b(custom_id.encode(), digest_size=16).digest()
@@ -189,14 +193,14 @@ class InputChecker:
         return InputReport(lines, model=next(iter(self._models), None))
 
 
-def _why_not_json(content: bytes) -> str:
+def _why_not_json(content: bytes, error: orjson.JSONDecodeError) -> str:
     if content.startswith((BOM_UTF16_LE, BOM_UTF16_BE)):
         return "The file is UTF-16; it must be UTF-8."
     try:
         content.decode()
     except UnicodeDecodeError:
         return "The line is not valid UTF-8."
-    return "The line is not valid JSON."
+    return f"The line is not valid JSON: {error.msg} at column {error.colno}."
 
 
 def check_input(file: BinaryIO, endpoint: str, max_lines: int, max_line_bytes: int) -> InputReport:

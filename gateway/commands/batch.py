@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from gateway.commands.batch_client import BatchClient
 
 MAX_FIRST_LINE = 8 * 1024 * 1024
+MAX_CAUSES = 5
+"""Maximum number of causes of failed lines that are printed."""
 
 
 def add_batch(commands: Any, parser_class: type[argparse.ArgumentParser]) -> None:
@@ -53,6 +55,12 @@ def add_batch(commands: Any, parser_class: type[argparse.ArgumentParser]) -> Non
         command.add_argument("batch_id", metavar="BATCH")
     command.add_argument("--output", type=Path, metavar="FILE", help="output file (default: standard output)")
     command.add_argument("--errors", type=Path, metavar="FILE", help="output file for failed lines")
+
+
+_EXAMPLE = (
+    '{"custom_id": "1", "method": "POST", "url": "/v1/chat/completions", "body": {"messages": '
+    '[{"role": "user", "content": "Hello"}]}}'
+)
 
 
 def _positive(text: str) -> int:
@@ -100,21 +108,34 @@ def _first_url(path: Path) -> str:
     try:
         return str(json.loads(line)["url"])
     except (ValueError, LookupError, TypeError):
-        raise ConfigError(f"{path}: the first line is not a batch request; fix it or set --endpoint") from None
+        raise ConfigError(f"{path}: {_why_no_request(line)}; a line looks like {_EXAMPLE}") from None
+
+
+def _why_no_request(line: bytes) -> str:
+    """Say what the first line of a file is if it is not a batch request."""
+    if not line:
+        return "the file is empty"
+    if b"\0" in line:
+        return "the file is binary"
+    if not line.lstrip().startswith((b"{", b"[")) and (b"," in line or b"\t" in line):
+        return "the file looks like CSV"
+    return "the first line is not a batch request"
 
 
 def _list(client: "BatchClient", arguments: argparse.Namespace) -> int:
-    from gateway.commands.batch_client import progress_text
+    from gateway.commands.batch_client import eta_text, progress_text
 
+    print(f"{'batch':<38}  {'created':<19}  {'status':<11}  lines")
     for batch in client.batches(arguments.limit, arguments.tenant):
         created = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(batch["created_at"]))
         owner = f"  {batch['tenant']}" if "tenant" in batch else ""
-        print(f"{batch['id']}  {created}  {batch['status']:<11}  {progress_text(batch)}{owner}")
+        end = f", {eta}" if (eta := eta_text(batch)) else ""
+        print(f"{batch['id']}  {created}  {batch['status']:<11}  {progress_text(batch)}{end}{owner}")
     return 0
 
 
 def _watch(client: "BatchClient", arguments: argparse.Namespace) -> int:
-    return _follow(client, arguments.batch_id)
+    return _follow(client, client.find(arguments.batch_id))
 
 
 def _follow(client: "BatchClient", batch_id: str, seconds: float = 1.0) -> int:
@@ -134,13 +155,26 @@ def _follow(client: "BatchClient", batch_id: str, seconds: float = 1.0) -> int:
     for error in (batch.get("errors") or {}).get("data", [])[:10]:
         place = "" if error["line"] is None else f"line {error['line']}: "
         print(f"{place}{error['message']} ({error['code']})", file=sys.stderr)
-    return 0 if batch["status"] == "completed" else 1
+    if batch.get("output_file_id"):
+        print(f"tidemill: write the results with: tidemill batch results {batch['id']} --output FILE", file=sys.stderr)
+    failed = _tell_causes(client, batch)
+    return 0 if batch["status"] == "completed" and not failed else 1
+
+
+def _tell_causes(client: "BatchClient", batch: dict[str, Any]) -> bool:
+    """Print how many lines failed for each cause, the most frequent first. Return whether a line failed."""
+    if not batch.get("error_file_id"):
+        return False
+    causes = client.causes(batch["error_file_id"])
+    for cause, count in causes.most_common(MAX_CAUSES):
+        print(f"tidemill: {count:,} {'line' if count == 1 else 'lines'}: {cause}", file=sys.stderr)
+    return bool(causes)
 
 
 def _cancel(client: "BatchClient", arguments: argparse.Namespace) -> int:
     from urllib.parse import quote
 
-    batch = client.call("POST", f"/v1/batches/{quote(arguments.batch_id, safe='')}/cancel")
+    batch = client.call("POST", f"/v1/batches/{quote(client.find(arguments.batch_id), safe='')}/cancel")
     print(batch["status"])
     return 0
 
@@ -148,7 +182,7 @@ def _cancel(client: "BatchClient", arguments: argparse.Namespace) -> int:
 def _results(client: "BatchClient", arguments: argparse.Namespace) -> int:
     from gateway.commands.batch_client import TERMINAL, progress_text
 
-    batch = client.batch(arguments.batch_id)
+    batch = client.batch(client.find(arguments.batch_id))
     if batch["status"] not in TERMINAL:
         print(
             f"tidemill: the batch is {batch['status']} ({progress_text(batch)}); results are available after it ends",

@@ -3,8 +3,9 @@
 import json
 import shutil
 import sys
+import tempfile
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +19,9 @@ NOT_OPENAI = "the server is not OpenAI-compatible; check --url"
 PIECE_BYTES = 256 * 1024
 TERMINAL = frozenset({"completed", "failed", "expired", "cancelled"})
 RATE_SECONDS = 30.0
+MAX_SEARCHED = 1000
+"""Number of newest batches among which an id is completed."""
+ID_LENGTH = len("batch_") + 32
 
 
 class BatchClient(ChatClient):
@@ -40,6 +44,28 @@ class BatchClient(ChatClient):
 
     def batch(self, batch_id: str) -> dict[str, Any]:
         return self.call("GET", f"/v1/batches/{quote(batch_id, safe='')}")
+
+    def find(self, prefix: str) -> str:
+        """Return the id of the batch that begins with `prefix`. Raise ChatError if there is no single one."""
+        if len(prefix) >= ID_LENGTH:
+            return prefix
+        found = [batch["id"] for batch in self.batches(MAX_SEARCHED) if str(batch["id"]).startswith(prefix)]
+        if len(found) != 1:
+            how_many = f"{len(found)} batches begin with" if found else "there is no batch"
+            raise ChatError(f"{how_many} {prefix}; tidemill batch list shows them")
+        return str(found[0])
+
+    def causes(self, file_id: str) -> Counter[str]:
+        """Return the number of lines of an error file for each error message and code."""
+        causes: Counter[str] = Counter()
+        with tempfile.TemporaryFile() as file:
+            self.download(file_id, file)
+            file.seek(0)
+            for line in file:
+                row = json.loads(line)
+                error = row.get("error") or ((row.get("response") or {}).get("body") or {}).get("error") or {}
+                causes[f"{error.get('message')} ({error.get('code')})"] += 1
+        return causes
 
     def upload(self, path: Path) -> str:
         """Upload an input file as a stream and return its id. Raise ConfigError if the file cannot be read."""
@@ -77,6 +103,14 @@ def progress_text(batch: dict[str, Any]) -> str:
     done, total = counts["completed"] + counts["failed"], counts["total"]
     failed = f", {counts['failed']:,} failed" if counts["failed"] else ""
     return f"{done:,}/{total:,} lines{failed}" if total else "no lines yet"
+
+
+def eta_text(batch: dict[str, Any]) -> str:
+    """Return when the server expects the batch to end, e.g. "done about 13:36 (2:05)"; empty if it does not know."""
+    eta = str((batch.get("metadata") or {}).get("tidemill.eta", ""))
+    if not eta.isdigit():
+        return ""
+    return f"done about {time.strftime('%H:%M', time.localtime(time.time() + int(eta)))} ({duration_text(int(eta))})"
 
 
 def duration_text(seconds: float) -> str:
@@ -121,8 +155,8 @@ class BatchProgress:
         text = f"{batch['status']} [{bar}] {progress_text(batch)}"
         if token_rate:
             text += f"  {line_rate:,.1f} lines/s, {token_rate:,.0f} output tokens/s"
-        if line_rate and done < total and batch["status"] not in TERMINAL:
-            text += f"  {duration_text((total - done) / line_rate)} left"
+        if done < total and batch["status"] not in TERMINAL and (end := eta_text(batch)):
+            text += f"  {end}"
         return text
 
     def _rates(self, done: int, tokens: int) -> tuple[float, float]:

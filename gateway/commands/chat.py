@@ -111,7 +111,9 @@ class ChatClient:
             if answered:
                 raise ChatError(broken) from None
             reason = re.sub(r"^\[Errno -?\d+\] ", "", str(error)) or type(error).__name__
-            raise ChatError(f"cannot reach {self._options.url}: {reason}; check --url and the server") from None
+            raise ChatError(
+                f"cannot reach {self._options.url}: {reason}; check --url or TIDEMILL_URL, and the server"
+            ) from None
 
 
 def _delta_text(data: str) -> str:
@@ -127,9 +129,10 @@ def _delta_text(data: str) -> str:
 
 def _error_message(response: httpx.Response) -> str:
     try:
-        return str(json.loads(response.read())["error"]["message"])
+        message = str(json.loads(response.read())["error"]["message"])
     except (ValueError, LookupError, TypeError):
         return f"the server responded with status {response.status_code}"
+    return f"{message} (--api-key or TIDEMILL_API_KEY)" if response.status_code == 401 else message
 
 
 def run_chat(options: ChatOptions) -> int:

@@ -208,6 +208,6 @@ def find_model(context: GatewayContext, name: str) -> Model:
     """Return a served model. Raises ApiError 404."""
     model = context.models.find(name)
     if model is None:
-        message = "The model does not exist on this server; see GET /v1/models."
+        message = f"The model does not exist on this server, which serves {context.models.summary()}."
         raise ApiError(404, message, param="model", code="model_not_found")
     return model

@@ -14,6 +14,7 @@ import orjson
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
+from starlette.routing import Match
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from engine.errors import (
@@ -117,10 +118,20 @@ def messages_envelope(error: ApiError, request_id: str | None) -> dict[str, Any]
 def error_response(error: BaseException, scope: Scope) -> Response:
     """Return the error response to the request of `scope`."""
     answer = to_api_error(error)
+    if isinstance(error, HTTPException) and answer.status == 404 and (path := _with_version(scope)):
+        answer = ApiError(404, f"The resource does not exist; did you mean {path}?")
     envelope: dict[str, Any] = answer.envelope
     if speaks_anthropic(scope):
         envelope = messages_envelope(answer, scope.get("state", {}).get("request_id"))
     return Response(orjson.dumps(envelope), answer.status, answer.headers, media_type="application/json")
+
+
+def _with_version(scope: Scope) -> str | None:
+    """Return the path with `/v1` in front if the server has that resource: clients set a base URL without it."""
+    path, app = f"/v1{scope['path']}", scope.get("app")
+    asked = {**scope, "path": path}
+    found = app is not None and any(route.matches(asked)[0] is not Match.NONE for route in app.router.routes)
+    return path if found else None
 
 
 def handle_error(request: Request, error: Exception) -> Response:

@@ -187,8 +187,10 @@ class Authentication:
                     is_operator=key.is_operator,
                 )
             elif scope["path"] not in self._open_paths:
+                sent = any(name in _KEY_HEADERS for name, _ in scope["headers"])
+                message = "The API key is not valid." if sent else "An API key is required; send it as a bearer token."
                 headers = {"www-authenticate": "Bearer"}
-                error = ApiError(401, "A valid API key is required.", code="invalid_api_key", headers=headers)
+                error = ApiError(401, message, code="invalid_api_key", headers=headers)
                 await error_response(error, scope)(scope, receive, send)
                 return
         await self._app(scope, receive, send)
