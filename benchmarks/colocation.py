@@ -5,8 +5,8 @@ priority -, (4) ours: they have `service_tier: "flex"`, (5) the offline side is 
 through /v1/files and /v1/batches. Online requests are judged by their TTFT from the scheduled arrival and the
 nearest-rank P99 of their own gaps, pooled over the seeds and paired by request between arms. Every arm has a server of
 its own; its first seconds do not count.
-`--plot FILE.svg` makes one run with a sine-shaped online load instead and draws it; `--steps` and `--alternate` are
-other benchmarks, those of `benchmarks.steps` and `benchmarks.alternate`.
+`--plot FILE.svg` makes one run with a sine-shaped online load instead and draws it; `--steps`, `--alternate` and
+`--disturb` are other benchmarks, those of `benchmarks.steps`, `benchmarks.alternate` and `benchmarks.disturbance`.
 """
 
 import argparse
@@ -307,10 +307,16 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument(
         "--alternate", type=float, metavar="SECONDS", help="offline work in every second spell of so many"
     )
+    parser.add_argument("--disturb", action="store_true", help="recovery from slow steps, on the virtual clock")
     parser.add_argument("--slo", default="5%", help="of --alternate (default: 5%%)")
     parser.add_argument("--learning", type=float, default=120.0, help="seconds of --alternate that do not count")
     parser.add_argument("--output", type=Path, metavar="FOLDER", help="where --steps writes steps.json and steps.md")
     args = parser.parse_args(argv)
+    if args.disturb:
+        from benchmarks import disturbance
+
+        disturbance.main()
+        return
     if args.alternate is not None:
         from benchmarks import alternate  # it stands on this module
 

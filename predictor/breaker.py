@@ -5,15 +5,21 @@ States:
 - Closed: offline work may use its budget. The breaker opens if requests beside offline work miss the SLO more often
   than chance explains (`predictor.evidence`), or if steps overrun their predictions by more than MAX_OVERRUN.
 - Open: no offline work runs beside online work.
-- Half-open: offline work gets PROBE_SHARE of its budget until enough requests have passed. The breaker then closes.
-  It also closes by timeout if no requests arrive.
+- Half-open: offline work returns, from SMALLEST_SHARE of its budget, doubled every DOUBLING_SECONDS. One clear miss
+  opens the breaker again.
 
-Misses of requests without offline work, and of requests that arrived before the last opening, never count. If requests
-without offline work miss the SLO too, the breaker stays open until they meet it again or stop arriving.
+Misses of requests without offline work, and misses that happened before offline work returned, never count. While
+requests without offline work miss the SLO too, the breaker stays open.
 
-The granted share of the budget follows the evidence. An unproven budget starts at FIRST_SHARE. A good request beside
-offline work raises the share slightly; a miss or near miss halves it. Once evidence has changed it, the share also
-grows while nothing happens. Repeated openings double the open time.
+The granted share of the budget is the smaller of two:
+
+- The lasting share follows the evidence of many requests. An unproven budget starts at FIRST_SHARE. A good request
+  beside offline work raises the share slightly. A bad spell of BAD_SECONDS lowers it slightly, however many requests
+  miss in it, since a disturbance of the machine says little about the budget.
+- The brake halves the whole budget at each miss or near miss, and is released within seconds after the last one.
+
+The share is never below SMALLEST_SHARE unless the breaker is open. Openings that follow each other without good
+requests between them last longer and longer, and lower the lasting share.
 
 The state machine is pure. Times are arguments in seconds and must not decrease.
 """
@@ -39,24 +45,26 @@ MAX_OVERRUN = 0.1
 of 0.8 × the TBT limit."""
 STEPS, MIN_STEPS = 64, 20
 """Number of steps over which the mean overrun is taken, and the number from which it counts."""
-OPEN_SECONDS, LONGEST_OPEN = 10.0, 320.0
+OPEN_SECONDS, LONGEST_OPEN = 2.5, 320.0
 """Time in the open state; each repeated opening doubles it, up to LONGEST_OPEN."""
-PROBE_SECONDS, PROBE_REQUESTS = 10.0, 3
-"""Minimum time in the half-open state, if so many requests have passed; the maximum is ten times as long."""
-PROBE_SHARE = 0.1
-"""Share of the budget while half-open."""
+REPEATED_SECONDS = 600.0
+"""An opening is repeated if it follows the last one within this time, and fewer good requests than half a miss is
+allowed for have passed beside offline work since then."""
 FIRST_SHARE, SMALLEST_SHARE = 0.25, 0.125
-"""Initial share of an unproven budget if the SLO has limits on single requests, and the lower bound of the share after
-repeated openings."""
-QUIET_SECONDS, REGROW_SECONDS = 10.0, 600.0
-"""Time without a judged request before the share grows by itself, and the time in which it grows from 0 to 1. Openings
-within REGROW_SECONDS count as repeated."""
+"""Initial share of an unproven budget if the SLO has limits on single requests, and the smallest share."""
+DOUBLING_SECONDS = 1.0
+"""Time without a miss or near miss in which the brake lets the share double."""
+BAD_SECONDS, BAD_SPELL = 45.0, 0.25
+"""Length of a spell in which misses and near misses count once for the lasting share, in which it does not grow, and
+the number of halvings that a spell costs."""
+QUIET_SECONDS, REGROW_SECONDS = 10.0, 200.0
+"""Time without a judged request before the lasting share grows by itself, and the time in which it doubles."""
 
 SUSPICION = 0.75
-"""Start value of the miss test after the first opening, as a share of its threshold: one clear miss reopens."""
+"""Start value of the miss test after an opening, as a share of its threshold: one clear miss reopens."""
 
-ALONE, MISSES_ALONE = 16, 1
-"""The last ALONE requests without offline work may include at most MISSES_ALONE misses for a probe to be meaningful."""
+ALONE_SECONDS = 5.0
+"""Time for which the breaker stays open after a miss without offline work."""
 
 MOMENTS = 128
 """Number of worst moments that are remembered, about twice the number of concurrent requests."""
@@ -67,6 +75,11 @@ Near misses are more frequent than misses and precede them. A burst causes a doz
 judged, so a reaction to misses alone would come too late."""
 
 
+_MOST = -math.log2(SMALLEST_SHARE)
+RETURN_SECONDS = _MOST * DOUBLING_SECONDS
+"""Time in the half-open state."""
+
+
 class CircuitBreaker:
     """Decide the share of its budget that offline work may use beside online work; O(1) amortised per event.
 
@@ -75,20 +88,20 @@ class CircuitBreaker:
 
     def __init__(self, attainment: float | None) -> None:
         self._attainment = attainment
+        self._allowed = 1.0 - (attainment or 0.0)
         self.num_openings = 0
         self.cause: str | None = None
-        self._state = BreakerState.CLOSED
-        self._since = 0.0
         self.opened_at = -math.inf  # time of the last opening
-        self._open_for = OPEN_SECONDS
-        self._granted = 1.0 if self._attainment is None else FIRST_SHARE
-        self._granted_at = math.inf  # no growth before the first evidence: the clock may have run for days
-        self._probed = 0
-        self._misses = MissTest(1.0 - (self._attainment or 0.0))
+        self._open_for, self._open_until = OPEN_SECONDS, -math.inf
+        self._halvings = 0.0 if attainment is None else -math.log2(FIRST_SHARE)  # of the lasting share, from 1
+        self._heard_at = math.inf  # no growth before the first evidence: the clock may have run for days
+        self._bad_until = -math.inf
+        self._good_in_a_row: float = math.inf
+        self._braked, self._braked_at = 0.0, 0.0
+        self._num_good = 0  # since the last opening
+        self._misses = MissTest(self._allowed)
         self._excesses: dict[str, ExcessTest] = {}
         self._moments: deque[tuple[float, bool]] = deque(maxlen=MOMENTS)
-        self._alone: deque[bool] = deque(maxlen=ALONE)
-        self._alone_at = -math.inf
         self._overruns: deque[float] = deque(maxlen=STEPS)
 
     def record_request(
@@ -115,49 +128,57 @@ class CircuitBreaker:
             moment: Time at which the request was closest to a limit or furthest beyond it.
             used: Largest share of a limit that the request took.
         """
-        self._advance(now)
         counted = True
         if moment is not None and (not good or used > CLOSE):
             counted = self._moments.count((moment, good)) < 2
             self._moments.append((moment, good))
-        if not offline_contributed and arrival >= self.opened_at:
-            self._alone.append(good)
-            self._alone_at = now
-        if self._state is BreakerState.OPEN or not offline_contributed or arrival < self.opened_at:
+        if arrival < self.opened_at:
             return
-        self._probed += 1
+        is_open = self.state(now) is BreakerState.OPEN
+        if is_open and not offline_contributed and not good:
+            self._open_until = self._braked_at = max(self._open_until, now + ALONE_SECONDS)
+        early = not good and moment is not None and moment < self._open_until
+        if is_open or not offline_contributed or early:
+            return
+        self._num_good += good
         if self._attainment is not None and (counted or good):
             if counted:
-                self._grant(now, good, used)
+                self._weigh(now, good and used <= CLOSE)
             self._misses.record(not good)
             if self._misses.alarm:
-                self._open(now, "slo")
+                self._open(now, "slo", moment)
                 return
         self.record_excesses(now, arrival, excesses or {})
 
-    def _grant(self, now: float, good: bool, used: float) -> None:
-        """Update the granted share: raise it after a good request, halve it after a miss or a near miss.
+    def _weigh(self, now: float, good: bool) -> None:
+        """Raise the lasting share after a good request; else brake, and lower the lasting share once per spell.
 
-        The equilibrium lies where misses and near misses together occur 1.4 times as often as misses may. If waiting
-        times are distributed exponentially, half of the allowed misses occur there. If limits are so tight that
-        requests without offline work come close to them, the smallest share remains.
+        The equilibrium lies where spells begin 1.4 times as often as misses may, relative to the requests outside of
+        spells. If waiting times are distributed exponentially, half of the allowed misses occur there. After twice as
+        many good requests in a row as a miss is allowed for, the share grows faster.
         """
-        if self._state is not BreakerState.CLOSED:
-            return
-        granted = self.share(now)
+        halvings, self._heard_at = self._lasting(now), now
         if not good:
-            self._granted = granted / 2.0
-        elif used > CLOSE:
-            self._granted = max(granted / 2.0, min(granted, SMALLEST_SHARE))
-        else:
-            allowed = 1.0 - (self._attainment or 0.0)
-            self._granted = min(1.0, granted + allowed * max(granted, SMALLEST_SHARE))
-        self._granted_at = now
+            self._good_in_a_row = 0.0
+            self._braked, self._braked_at = min(self._braking(now) + 1.0, _MOST), now
+            self._charge(now, BAD_SPELL)
+            return
+        self._good_in_a_row += 1.0
+        if now >= self._bad_until:
+            pace = 1.0 if self._good_in_a_row * self._allowed >= 2.0 else BAD_SPELL
+            halvings -= pace * self._allowed / math.log(2.0)
+        self._halvings = max(halvings, 0.0)
+
+    def _charge(self, now: float, halvings: float) -> None:
+        """Lower the lasting share, at most once per spell."""
+        self._halvings = self._lasting(now)
+        if now >= self._bad_until:
+            self._bad_until = now + BAD_SECONDS
+            self._halvings = min(self._halvings + halvings, _MOST)
 
     def record_excesses(self, now: float, arrival: float, excesses: Mapping[str, float]) -> None:
         """Record excesses of aggregates that became known after the request ended; see `record_request`."""
-        self._advance(now)
-        if self._state is BreakerState.OPEN or arrival < self.opened_at:
+        if self.state(now) is BreakerState.OPEN or arrival < self.opened_at:
             return
         for key, excess in excesses.items():
             test = self._excesses.setdefault(key, ExcessTest())
@@ -170,82 +191,69 @@ class CircuitBreaker:
         """Record a step beside online work that ended at `now`.
 
         `overrun` ≥ 0 is the time beyond the prediction, as a share of the time a step may take. It is clipped to four
-        times the bound so that a single hiccup cannot open the breaker.
+        times the bound so that a single hiccup cannot open the breaker. A step over the bound holds the brake.
         """
-        self._advance(now)
-        if self._state is BreakerState.OPEN:
+        if self.state(now) is BreakerState.OPEN:
             return
+        if overrun > MAX_OVERRUN:
+            self._braked, self._braked_at = self._braking(now), max(now, self._braked_at)
         self._overruns.append(min(max(overrun, 0.0), 4.0 * MAX_OVERRUN))
         if len(self._overruns) >= MIN_STEPS and self.overrun > MAX_OVERRUN:
             self._open(now, "predictor")
 
     def state(self, now: float) -> BreakerState:
         """Return the state at `now`."""
-        self._advance(now)
-        return self._state
+        if now < self._open_until:
+            return BreakerState.OPEN
+        if now < self._open_until + RETURN_SECONDS:
+            return BreakerState.HALF_OPEN
+        self.cause = None
+        return BreakerState.CLOSED
 
     def share(self, now: float) -> float:
         """Return the share (0 to 1) of its budget that offline work may use beside online work."""
-        state = self.state(now)
-        if state is BreakerState.OPEN:
+        if self.state(now) is BreakerState.OPEN:
             return 0.0
-        quiet = max(0.0, now - max(self._since, self._granted_at) - QUIET_SECONDS)
-        grown = min(1.0, self._granted + quiet / REGROW_SECONDS)
-        return grown if state is BreakerState.CLOSED else min(PROBE_SHARE, self._granted)
+        return math.pow(0.5, max(self._lasting(now), self._braking(now)))
+
+    def _lasting(self, now: float) -> float:
+        """Return the halvings of the lasting share."""
+        quiet = max(0.0, now - self._heard_at - QUIET_SECONDS)
+        return max(0.0, self._halvings - quiet / REGROW_SECONDS)
+
+    def _braking(self, now: float) -> float:
+        """Return the halvings by the brake."""
+        return max(0.0, self._braked - max(0.0, now - self._braked_at) / DOUBLING_SECONDS)
 
     def renew(self) -> None:
         """Grant the whole budget: a budget that was verified by replay has come into force."""
-        self._granted = 1.0
+        self._halvings = 0.0
 
     def rescale(self, factor: float) -> None:
         """Scale the granted share for a new, unverified budget; `factor` is old budget ÷ new budget."""
         if self._attainment is not None:
-            self._granted = min(1.0, factor * self._granted)
+            self._halvings = min(max(0.0, self._halvings - math.log2(factor)), _MOST)
 
     @property
     def overrun(self) -> float:
         """Mean overrun of the last steps beside online work; 0 without steps."""
         return math.fsum(self._overruns) / len(self._overruns) if self._overruns else 0.0
 
-    def _advance(self, now: float) -> None:
-        """Make the transitions that depend on time alone."""
-        if self._state is BreakerState.OPEN:
-            end = self._since + self._open_for
-            end = max(end, self._alone_at + (LONGEST_OPEN if self._misses_alone else 0.0))
-            if now >= end:
-                self._enter(BreakerState.HALF_OPEN, end)
-        if self._state is BreakerState.HALF_OPEN:
-            enough = self._probed >= PROBE_REQUESTS
-            end = self._since + (1.0 if enough else 10.0) * PROBE_SECONDS
-            if now >= end:
-                # The last probed requests may have ended after `end`; the closed state must not begin before them.
-                self._enter(BreakerState.CLOSED, now if enough else end)
-                self.cause = None
-
-    @property
-    def _misses_alone(self) -> bool:
-        """Whether requests without offline work miss the SLO as well."""
-        return self._alone.count(False) > MISSES_ALONE
-
-    def _open(self, now: float, cause: str) -> None:
-        repeated = now - self.opened_at < self._open_for + REGROW_SECONDS
+    def _open(self, now: float, cause: str, moment: float | None = None) -> None:
+        """Open, from the `moment` of the last miss on: a late judgement does not prolong it."""
+        proven = cause == "slo" and self._num_good * self._allowed >= 0.5
+        repeated = not proven and now - self.opened_at < self._open_for + REPEATED_SECONDS
         self._open_for = min(2.0 * self._open_for, LONGEST_OPEN) if repeated else OPEN_SECONDS
-        if cause == "slo":  # the share was already halved by each miss
-            self._granted = max(self._granted, SMALLEST_SHARE)
-        elif cause != "predictor":
-            self._granted = max(self.share(now) / 2.0, SMALLEST_SHARE)
-            self._granted_at = now
+        if cause != "predictor":  # then the budget is not to blame
+            self._charge(now, 1.0 if repeated else BAD_SPELL)
+            self._heard_at = min(self._heard_at, now)
         self.num_openings += 1
         self.cause = cause
         self.opened_at = now
-        self._enter(BreakerState.OPEN, now)
-
-    def _enter(self, state: BreakerState, now: float) -> None:
-        """Enter `state` and discard the evidence of the previous state."""
-        self._state = state
-        self._since = now
-        self._probed = 0
-        self._misses.restart(SUSPICION if self.num_openings else 0.0)
+        self._open_until = max(now, (now if moment is None else moment) + self._open_for)
+        self._braked, self._braked_at = _MOST, self._open_until
+        self._num_good = 0
+        self._misses.restart(SUSPICION)
         for test in self._excesses.values():
             test.restart()
         self._overruns.clear()

@@ -7,16 +7,20 @@ Four corrections, each deterministic, O(1) per step and robust against outliers:
 - One scale factor for the device (clock throttling, a busy neighbour), with exponential forgetting over device time
   instead of steps: a step of 2 ms says little about one of 80 ms, and a shared machine changes its speed within a
   second. A single outlier is clipped. AGREEING outliers in a row move the scale at once.
-- A safety margin per regime (power of two of the step's tokens): a high quantile of the residual in seconds. It is
-  added to the time at the current or the usual speed, whichever is slower, because slow phases start without warning.
-  It never decreases with the step's tokens, so that more work never costs less.
+- A safety margin per regime (power of two of the step's tokens): a high quantile of measured ÷ predicted of the
+  regime's last MEMORY seconds. A regime without enough recent steps takes the margin of the nearest one that has them.
+  The bound is at least the usual speed, because slow phases start without warning. The margin in seconds never
+  decreases with the step's tokens, so that more work never costs less.
 - A ring of recent steps per regime, so that a refit sees all regimes although nearly all steps are small.
 """
 
 import math
+from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import cache
+from statistics import NormalDist
 
 from predictor.features import BatchFeatures
 from predictor.model import LatencyModel, largest_chunk
@@ -29,7 +33,7 @@ AGREEING, FAR_OFF = 3, 1.6
 """The scale is reset after AGREEING consecutive steps that are all at least FAR_OFF times too slow (or too fast)."""
 WEIGHTY = 0.5
 """Minimum weight for such a reset: share of the usual predicted time of AGREEING steps."""
-USUAL_HALF_LIFE = 10.0
+USUAL_HALF_LIFE = 5.0
 """Half-life in seconds of device time of the estimate of the device's usual speed."""
 HOST_OUTLIER = 3.0
 """Host times are clipped to this multiple of their mean."""
@@ -38,13 +42,14 @@ FORGETTING = 0.02
 HALF_LIFE, MAX_GAIN = 0.3, 0.5
 """Device time in seconds in which the scale moves half of the way to the measured ratio, and the largest share of that
 way for one step."""
-CLIP = 0.25
-"""Largest relative error of one step that affects a spread."""
 QUANTILE = 0.995
-"""Quantile of the residual that serves as the margin. A request has as many gaps as output tokens, and each gap must
-meet a limit on the request's P99, so the quantile exceeds the promised percentile."""
+"""Quantile of measured ÷ predicted that serves as the bound. A request has as many gaps as output tokens, and each gap
+must meet a limit on the request's P99, so the quantile exceeds the promised percentile."""
+MEMORY, ENOUGH = 10.0, 8
+"""Seconds of step time for which a step counts in a margin, and the number of such steps that a regime needs for a
+margin of its own."""
 LEAST_FIRST_MARGIN, MAX_MARGIN = 0.05, 0.75
-"""Smallest relative margin of a regime before its first step, and the largest margin of all."""
+"""Smallest relative margin before the first steps, and the largest margin of all."""
 MAX_SCALE = 64.0
 """The scale stays within [1/MAX_SCALE, MAX_SCALE]. A profile measured on a busy machine can be 30 times too slow."""
 WINDOW = 512
@@ -53,17 +58,60 @@ RING = 256
 """Number of recent steps kept per regime."""
 
 
-@dataclass(slots=True)
 class RegimeStats:
-    """Statistics of the steps of one regime. Residuals are (measured − `_sure_scale` prediction) ÷ `mean_expected`.
+    """Recent steps of one regime. Ratios are measured ÷ predicted time, without the host time.
 
-    `mean_expected` is in seconds.
+    Attributes:
+        mean_raw: Mean predicted seconds of the regime's steps at scale 1.
     """
 
-    count: int = 0
-    spread: float = 0.0
-    quantile: float = 0.0
-    mean_expected: float = 0.0
+    __slots__ = ("_ordered", "_recent", "count", "mean_raw")
+
+    def __init__(self, mean_raw: float) -> None:
+        self.count = 0
+        self.mean_raw = mean_raw
+        self._recent: deque[tuple[float, float]] = deque()
+        self._ordered: list[float] = []
+
+    def add(self, clock: float, raw: float, ratio: float) -> None:
+        """Add a step that ended at `clock` seconds of step time; the oldest one goes if there are RING."""
+        self.count += 1
+        self.mean_raw += max(FORGETTING, 1.0 / self.count) * (raw - self.mean_raw)
+        self._recent.append((clock, ratio))
+        insort(self._ordered, ratio)
+        if len(self._recent) > RING:
+            self._drop()
+
+    def forget(self, before: float) -> None:
+        """Drop the steps that ended earlier than `before`."""
+        while self._recent and self._recent[0][0] < before:
+            self._drop()
+
+    def bound(self) -> float | None:
+        """Return the ratio that a share QUANTILE of the steps does not exceed; None with fewer than ENOUGH steps.
+
+        The largest ratio is never used, because a single hiccup would set it. If few steps are known, the distance
+        from the median to the second largest is extended as for a normal distribution.
+        """
+        number, ordered = len(self._ordered), self._ordered
+        if number < ENOUGH:
+            return None
+        (rank, factor), median = _rank(number, QUANTILE), ordered[number // 2]
+        return median + factor * (ordered[rank - 1] - median)
+
+    def _drop(self) -> None:
+        _, ratio = self._recent.popleft()
+        del self._ordered[bisect_left(self._ordered, ratio)]
+
+
+@cache
+def _rank(number: int, quantile: float) -> tuple[int, float]:
+    """Return the rank of a quantile among `number` values, from 1 and below `number`, and the factor of its distance
+    from the median if the rank is too low."""
+    rank = min(math.ceil(quantile * number), number - 1)
+    normal = NormalDist()
+    reached = normal.inv_cdf((rank - 0.375) / (number + 0.25))
+    return rank, max(1.0, normal.inv_cdf(quantile) / reached)
 
 
 class HostTime:
@@ -92,6 +140,7 @@ class OnlineModel:
     def __init__(self, model: LatencyModel, mape: float = 0.0) -> None:
         self.num_observed = 0
         self._host = HostTime()
+        self._clock = 0.0  # seconds of step time
         self._errors = [0.0] * WINDOW
         self._error_sum = 0.0
         self._recent = [SampleLog(capacity=RING) for _ in range(NUM_REGIMES)]
@@ -113,10 +162,10 @@ class OnlineModel:
         self._raise_margins()
 
     def _prior(self, regime: int) -> RegimeStats:
-        """Return the statistics of a regime before its first step: the first margin of a smallest prompt."""
+        """Return the statistics of a regime before its first step: the time of a smallest prompt."""
         features = BatchFeatures(self.reach)
         features.add_chunk(0, 1 << max(regime - 1, 0))
-        return RegimeStats(quantile=self._first_margin, mean_expected=self.model.predict(features))
+        return RegimeStats(self.model.predict(features))
 
     @property
     def reach(self) -> Reach:
@@ -133,8 +182,9 @@ class OnlineModel:
         host = min(max(host, 0.0), measured)
         device = measured - host
         raw = self.model.predict(features)
-        expected, sure = raw * self.scale + self._host.mean, raw * self._sure_scale + self._host.mean
-        self._count_error(abs(expected - measured) / measured)
+        host_mean = self._host.mean
+        self._clock += measured
+        self._count_error(abs(raw * self.scale + host_mean - measured) / measured)
         self._host.record(host)
         if device <= 0.0 or raw <= 0.0:
             return
@@ -142,7 +192,7 @@ class OnlineModel:
         self._recent[index].append(features, device)
         self._whole[index].append(features, measured)
         self._follow_device(raw, device)
-        self._learn(self.regimes[index], measured, sure)
+        self.regimes[index].add(self._clock, raw, (measured - host_mean) / raw)
         self._raise_margins()
 
     def _follow_device(self, raw: float, device: float) -> None:
@@ -172,36 +222,24 @@ class OnlineModel:
         odd.clear()
         return agreed
 
-    def _learn(self, stats: RegimeStats, measured: float, expected: float) -> None:
-        """Update the means of a regime, and move its quantile by an increment proportional to the spread."""
-        rate = max(FORGETTING, 1.0 / (stats.count + 1))
-        stats.count += 1
-        stats.mean_expected += rate * (expected - stats.mean_expected)
-        # In seconds instead of a share of this step: a small step that took twice as long says little about large ones.
-        residual = (measured - expected) / stats.mean_expected
-        clipped = min(max(residual, -CLIP), CLIP)
-        # The spread is around zero, not around the mean: a regime that is always late must move its quantile fast.
-        stats.spread += rate * (abs(clipped) - stats.spread)
-        # Stochastic quantile estimate: rise by q above it, fall by 1 − q below it.
-        pace = 2.0 * rate**0.5 * max(stats.spread, 0.001)
-        above = residual > stats.quantile
-        stats.quantile += pace * (QUANTILE if above else QUANTILE - 1.0)
-        stats.quantile = min(max(stats.quantile, 0.0), MAX_MARGIN)
-
     def _raise_margins(self) -> None:
-        """Recompute the margins in seconds at 2^(r−1) tokens, never decreasing with r.
-
-        If the profile is far too slow, priors of regimes without steps are scaled down as well.
-        """
-        highest, trust, margins = 0.0, min(1.0, 2.0 * self._usual_scale), self._margins
+        """Recompute the margins in seconds at 2^(r−1) tokens, never decreasing with r."""
+        level, highest = self._sure_scale, 0.0
+        for stats in self.regimes:
+            stats.forget(self._clock - MEMORY)
+        relative = self._relative_margins(level)
         for regime, stats in enumerate(self.regimes):
-            own = stats.quantile * stats.mean_expected
-            if not stats.count:
-                own *= trust
-            if own > highest:
-                highest = own
-            margins[regime] = highest
-        margins[NUM_REGIMES] = highest
+            highest = max(highest, relative[regime] * (level * stats.mean_raw + self._host.mean))
+            self._margins[regime] = highest
+        self._margins[NUM_REGIMES] = highest
+
+    def _relative_margins(self, level: float) -> list[float]:
+        """Return the margin of each regime as a share of its time at the scale `level`."""
+        known = [(regime, bound) for regime, stats in enumerate(self.regimes) if (bound := stats.bound()) is not None]
+        if not known:
+            return [self._first_margin] * NUM_REGIMES
+        own = {regime: min(max(bound / level - 1.0, 0.0), MAX_MARGIN) for regime, bound in known}
+        return [own[min(own, key=lambda other: (abs(other - regime), -other))] for regime in range(NUM_REGIMES)]
 
     def _count_error(self, error: float) -> None:
         at = self.num_observed % len(self._errors)

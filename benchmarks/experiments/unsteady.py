@@ -129,24 +129,24 @@ def replay(config: Config, machine: float, seed: int, *, offline: bool) -> tuple
     core = EngineCore(limits, online_policy="goodput", offline_policy="fcfs", model=believed)
     keeper = Colocation(core, believed, slo, initial_budget(slo, profile))
     runner = UnsteadyRunner(model, config, seed)
-    lines = (_request(f"f{i}", *config.line, RequestClass.OFFLINE) for i in itertools.count()) if offline else None
-    driver = VirtualDriver(core, runner, _chats(config, seed), lines, backlog=OFFLINE_OPEN, keeper=keeper)
+    lines = (request(f"f{i}", *config.line, RequestClass.OFFLINE) for i in itertools.count()) if offline else None
+    driver = VirtualDriver(core, runner, chats(config, seed), lines, backlog=OFFLINE_OPEN, keeper=keeper)
     runner.clock = lambda: driver.now
     return driver.run(config.window, drain=60.0), keeper
 
 
-def _chats(config: Config, seed: int) -> list[Arrival]:
+def chats(config: Config, seed: int) -> list[Arrival]:
     arrivals: list[Arrival] = []
     generator, rates = random.Random(seed), config.steps or (config.rate,)
     length = config.window / len(rates)
     for index, rate in enumerate(rates):
         at = index * length
         while (at := at + generator.expovariate(rate)) < (index + 1) * length:
-            arrivals.append(Arrival(at, _request(f"n{len(arrivals)}", *config.chat, RequestClass.ONLINE)))
+            arrivals.append(Arrival(at, request(f"n{len(arrivals)}", *config.chat, RequestClass.ONLINE)))
     return arrivals
 
 
-def _request(name: str, prompt: int, output: int, request_class: RequestClass) -> EngineRequest:
+def request(name: str, prompt: int, output: int, request_class: RequestClass) -> EngineRequest:
     tokens = (int(name[1:]) % 1000 + 1,) * prompt
     return EngineRequest(name, tokens, SamplingParams(max_tokens=output), request_class=request_class)
 
