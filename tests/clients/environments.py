@@ -66,7 +66,9 @@ async def run_program(client: Client, python: Path, servers: dict[str, str], fol
     `servers`: environment variables with the addresses. Raises AssertionError when the program ends early.
     """
     offline = {"HF_HUB_OFFLINE": "1", "DO_NOT_TRACK": "1", "LITELLM_LOCAL_MODEL_COST_MAP": "True", "HOME": str(folder)}
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(("OPENAI_", "ANTHROPIC_"))}
+    # programs import `steps` from their own folder, which PYTHONSAFEPATH of an earlier test hides
+    dropped = ("OPENAI_", "ANTHROPIC_", "PYTHONSAFEPATH")
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(dropped)}
     program = HERE / "programs" / client.program
     text = await _output(python, str(program), environment=kept | offline | servers, folder=folder)
     print(text)  # tracebacks of failed steps
