@@ -218,6 +218,15 @@ def _() -> None:
             raise AssertionError(f"no {kind.__name__}")
 
 
+@step("chat: tool_choice allowed_tools")
+def _() -> None:
+    named: Any = {"type": "function", "function": {"name": "get_weather"}}
+    only: Any = {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [named]}}
+    longer: Any = GREEDY | {"max_tokens": 200}
+    message = demo.chat.completions.create(**longer, tools=[TOOL], tool_choice=only).choices[0].message
+    assert message.tool_calls and message.tool_calls[0].function.name == "get_weather", message
+
+
 @refused("responses: previous_response_id", "previous_response_id")
 def _() -> None:
     demo.responses.create(model=DEMO, input=ASK, previous_response_id="resp_1")
@@ -226,13 +235,6 @@ def _() -> None:
 @refused("chat: functions (use tools)", "functions")
 def _() -> None:
     demo.chat.completions.create(**GREEDY, functions=[{"name": "f", "parameters": {}}])
-
-
-@refused("chat: tool_choice allowed_tools", "tool_choice.type")
-def _() -> None:
-    named: Any = {"type": "function", "function": {"name": "get_weather"}}
-    only: Any = {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [named]}}
-    demo.chat.completions.create(**GREEDY, tools=[TOOL], tool_choice=only)
 
 
 @refused("files: purpose user_data", "purpose")
