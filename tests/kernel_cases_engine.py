@@ -25,7 +25,7 @@ from engine.api import SamplingParams
 from engine.cache.blocks import CacheAction, CacheEntry, CacheKind, CacheOperation, Tier
 from engine.config import NamedFolder
 from engine.execution.ranks.group import Follower, RankGroup
-from engine.execution.ranks.messages import RankStep
+from engine.execution.ranks.step import RankStep
 from engine.limits import SchedulerConfig
 from engine.models.checkpoint import load_weights
 from engine.models.decoder import Decoder

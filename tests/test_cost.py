@@ -59,6 +59,10 @@ def test_bodies(gateway: Gateway, post: JsonPost[Any], site: Site, growth: Growt
 
 
 UNREACHED = {
+    "ChatCompletionRequest.tool_choice.allowed_tools.tools",
+    "ChatCompletionRequest.tool_choice.allowed_tools.tools[].function.name",
+    "TokenizeChatRequest.tool_choice.allowed_tools.tools",
+    "TokenizeChatRequest.tool_choice.allowed_tools.tools[].function.name",
     "ChatCompletionRequest.tool_choice.function.name",
     "TokenizeChatRequest.tool_choice.function.name",
     "ResponsesRequest.tools[].type",
@@ -66,7 +70,7 @@ UNREACHED = {
     "MessagesRequest.tools[].type",
     "CountRequest.tools[].type",
 }
-"""Valid only as the name of a tool of the request, or as a type of tool that a server of Anthropic or OpenAI runs."""
+"""Valid only as names of tools of the request, or as a type of tool that a server of Anthropic or OpenAI runs."""
 
 
 def test_every_place_is_reached(gateway: Gateway) -> None:

@@ -28,7 +28,8 @@ from engine.execution.layout import chunk_array, decodes_first
 from engine.execution.masks import FinishMasks, StepMasks
 from engine.execution.pool import UnitPool
 from engine.execution.ranks.group import Follower
-from engine.execution.ranks.messages import RankStep, decode_step, encode
+from engine.execution.ranks.messages import decode_step, encode
+from engine.execution.ranks.step import RankStep
 from engine.execution.rows import RowTable
 from engine.execution.runner import Runner
 from engine.forms import Grammar

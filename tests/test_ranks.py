@@ -36,7 +36,7 @@ from engine.execution.cuda.backend import CudaBackend
 from engine.execution.ranks import leader, messages
 from engine.execution.ranks.group import Follower, RankGroup
 from engine.execution.ranks.leader import Leader
-from engine.execution.ranks.messages import RankStep
+from engine.execution.ranks.step import RankStep
 from engine.execution.rows import RowTable
 from engine.execution.runner import Runner
 from engine.forms import Pooling

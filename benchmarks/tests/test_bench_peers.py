@@ -143,7 +143,7 @@ def test_the_peer_with_priorities_gets_its_lower_class(
     assert low and high and {body["max_tokens"] for body in high} == {colocation.ONLINE_OUTPUT}
     assert {(body["priority"], body["max_tokens"]) for body in low} == {(10, colocation.OFFLINE_OUTPUT)}
     found = arm.summary(args.ttft, args.tbt)
-    assert found["kept"] == found["online"] and min(found["offline_throughput"]) > 0 and len(arm.runs) == 2
+    assert found["kept"] == found["online"] and min(found["offline_lines"]) > 0 and len(arm.runs) == 2
     assert "vLLM, priority" in capsys.readouterr().out
 
 

@@ -3,48 +3,12 @@
 The first rank sends the load request, then the steps.
 """
 
-from dataclasses import dataclass, replace
-
 import msgspec
-import numpy as np
 
-from engine.api import SamplingParams
 from engine.config import EngineConfig
 from engine.errors import ErrorInfo
-from engine.execution.layout import chunk_array, token_places
-from engine.execution.rows import RowTable
+from engine.execution.ranks.step import RankStep
 from engine.limits import Limits
-from engine.scheduling.output import SchedulerOutput
-from predictor.features import BatchFeatures
-
-_NO_WISHES = SamplingParams(1, temperature=0.0)
-
-
-@dataclass(frozen=True, slots=True)
-class RankStep:
-    """Changes of rows and cache, chunks, and tokens, without sampling parameters and features.
-
-    Attributes:
-        output: The step, with neutral sampling parameters.
-        token_ids: int32 tokens in the order of the chunks; negative if only devices know the token.
-        whole: Hidden states of all tokens are wanted.
-    """
-
-    output: SchedulerOutput
-    token_ids: bytes
-    whole: bool
-
-    @classmethod
-    def of(cls, output: SchedulerOutput, rows: RowTable) -> "RankStep":
-        """Create the message from a step that `rows` already include."""
-        plain = tuple(
-            each._replace(request_id="", token_ids=(), sampling=_NO_WISHES, pooling=None)
-            for each in output.new_requests
-        )
-        output = replace(output, new_requests=plain, features=BatchFeatures())
-        chunks = chunk_array(output.chunks)
-        tokens = rows.tokens[token_places(chunks)].astype(np.int32).tobytes()
-        return cls(output, tokens, whole=bool(rows.pools[chunks[:, 0]].any()))
 
 
 class RankMessage(msgspec.Struct, frozen=True, array_like=True, tag=True, gc=False):
