@@ -65,13 +65,14 @@ class RegimeStats:
         mean_raw: Mean predicted seconds of the regime's steps at scale 1.
     """
 
-    __slots__ = ("_ordered", "_recent", "count", "mean_raw")
+    __slots__ = ("_bound", "_ordered", "_recent", "count", "mean_raw")
 
     def __init__(self, mean_raw: float) -> None:
         self.count = 0
         self.mean_raw = mean_raw
         self._recent: deque[tuple[float, float]] = deque()
         self._ordered: list[float] = []
+        self._bound: float | None = None  # None: to be computed
 
     def add(self, clock: float, raw: float, ratio: float) -> None:
         """Add a step that ended at `clock` seconds of step time; the oldest one goes if there are RING."""
@@ -79,6 +80,7 @@ class RegimeStats:
         self.mean_raw += max(FORGETTING, 1.0 / self.count) * (raw - self.mean_raw)
         self._recent.append((clock, ratio))
         insort(self._ordered, ratio)
+        self._bound = None
         if len(self._recent) > RING:
             self._drop()
 
@@ -96,12 +98,21 @@ class RegimeStats:
         number, ordered = len(self._ordered), self._ordered
         if number < ENOUGH:
             return None
-        (rank, factor), median = _rank(number, QUANTILE), ordered[number // 2]
-        return median + factor * (ordered[rank - 1] - median)
+        if self._bound is None:
+            (rank, factor), median = _rank(number, QUANTILE), ordered[number // 2]
+            self._bound = median + factor * (ordered[rank - 1] - median)
+        return self._bound
 
     def _drop(self) -> None:
         _, ratio = self._recent.popleft()
         del self._ordered[bisect_left(self._ordered, ratio)]
+        self._bound = None
+
+
+@cache
+def _nearest(known: tuple[int, ...]) -> tuple[int, ...]:
+    """Return for each regime the nearest one of `known`, the larger one of two."""
+    return tuple(min(known, key=lambda other: (abs(other - regime), -other)) for regime in range(NUM_REGIMES))
 
 
 @cache
@@ -224,22 +235,24 @@ class OnlineModel:
 
     def _raise_margins(self) -> None:
         """Recompute the margins in seconds at 2^(r−1) tokens, never decreasing with r."""
-        level, highest = self._sure_scale, 0.0
+        level, host, highest, oldest = self._sure_scale, self._host.mean, 0.0, self._clock - MEMORY
         for stats in self.regimes:
-            stats.forget(self._clock - MEMORY)
-        relative = self._relative_margins(level)
-        for regime, stats in enumerate(self.regimes):
-            highest = max(highest, relative[regime] * (level * stats.mean_raw + self._host.mean))
+            stats.forget(oldest)
+        for regime, (stats, relative) in enumerate(zip(self.regimes, self._relative_margins(level), strict=True)):
+            highest = max(highest, relative * (level * stats.mean_raw + host))
             self._margins[regime] = highest
         self._margins[NUM_REGIMES] = highest
 
     def _relative_margins(self, level: float) -> list[float]:
         """Return the margin of each regime as a share of its time at the scale `level`."""
-        known = [(regime, bound) for regime, stats in enumerate(self.regimes) if (bound := stats.bound()) is not None]
-        if not known:
+        own = {
+            regime: min(max(bound / level - 1.0, 0.0), MAX_MARGIN)
+            for regime, stats in enumerate(self.regimes)
+            if (bound := stats.bound()) is not None
+        }
+        if not own:
             return [self._first_margin] * NUM_REGIMES
-        own = {regime: min(max(bound / level - 1.0, 0.0), MAX_MARGIN) for regime, bound in known}
-        return [own[min(own, key=lambda other: (abs(other - regime), -other))] for regime in range(NUM_REGIMES)]
+        return [own[regime] for regime in _nearest(tuple(own))]
 
     def _count_error(self, error: float) -> None:
         at = self.num_observed % len(self._errors)

@@ -265,7 +265,7 @@ IDLE: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"type": "boolean"}, {"then": {"const": True}, "else": {"const": False}, "not": False}),
     ({"type": "boolean"}, {"if": {"const": True}}),
 ]
-"""Schemas, and keywords that admit every value of them."""
+"""Schemas with keywords that admit every value."""
 
 
 @pytest.mark.parametrize(("schema", "idle"), IDLE)

@@ -96,7 +96,7 @@ class ChatTemplate:
     def ends_at(self, ids: frozenset[int]) -> frozenset[int]:
         """Return the end tokens `ids`, with the control token behind an answer if the template writes none of `ids`.
 
-        A template that writes one of them may use the other token inside an answer, such as between two channels.
+        A template that writes an end token may use the other token inside an answer, such as between two channels.
         """
         return ids if self._end_id is None or ids & self._written_ids else ids | {self._end_id}
 

@@ -21,6 +21,10 @@ if TYPE_CHECKING:
 MAX_FIRST_LINE = 8 * 1024 * 1024
 MAX_CAUSES = 5
 """Maximum number of causes of failed lines that are printed."""
+_EXAMPLE = (
+    '{"custom_id": "1", "method": "POST", "url": "/v1/chat/completions", "body": {"messages": '
+    '[{"role": "user", "content": "Hello"}]}}'
+)
 
 
 def add_batch(commands: Any, parser_class: type[argparse.ArgumentParser]) -> None:
@@ -55,12 +59,6 @@ def add_batch(commands: Any, parser_class: type[argparse.ArgumentParser]) -> Non
         command.add_argument("batch_id", metavar="BATCH")
     command.add_argument("--output", type=Path, metavar="FILE", help="output file (default: standard output)")
     command.add_argument("--errors", type=Path, metavar="FILE", help="output file for failed lines")
-
-
-_EXAMPLE = (
-    '{"custom_id": "1", "method": "POST", "url": "/v1/chat/completions", "body": {"messages": '
-    '[{"role": "user", "content": "Hello"}]}}'
-)
 
 
 def _positive(text: str) -> int:
@@ -112,7 +110,7 @@ def _first_url(path: Path) -> str:
 
 
 def _why_no_request(line: bytes) -> str:
-    """Say what the first line of a file is if it is not a batch request."""
+    """Describe the first line of a file that is not a batch request."""
     if not line:
         return "the file is empty"
     if b"\0" in line:
@@ -125,8 +123,9 @@ def _why_no_request(line: bytes) -> str:
 def _list(client: "BatchClient", arguments: argparse.Namespace) -> int:
     from gateway.commands.batch_client import eta_text, progress_text
 
+    batches = list(client.batches(arguments.limit, arguments.tenant))
     print(f"{'batch':<38}  {'created':<19}  {'status':<11}  lines")
-    for batch in client.batches(arguments.limit, arguments.tenant):
+    for batch in batches:
         created = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(batch["created_at"]))
         owner = f"  {batch['tenant']}" if "tenant" in batch else ""
         end = f", {eta}" if (eta := eta_text(batch)) else ""

@@ -1,7 +1,7 @@
 """A server whose model says the words that the client plans for it: calls of tools and answers after them.
 
 A message may hold `<<JSON>>` for each turn of the model: a string is the answer, a list of [name, arguments] are calls.
-The n-th turn of the conversation uses the n-th of them.
+The n-th turn of the conversation uses the n-th answer.
 """
 
 import json

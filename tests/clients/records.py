@@ -1,4 +1,4 @@
-"""docs/reference/clients.md: the results of the clients that ran, merged into the rows of those that did not."""
+"""docs/reference/clients.md: the results of the clients that ran, merged with the rows of the other clients."""
 
 import re
 from pathlib import Path

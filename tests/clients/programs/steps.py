@@ -34,7 +34,7 @@ def begin(*distributions: str, version: str = "") -> None:
 
 
 def step(what: str) -> Callable[[Callable[[], Any]], None]:
-    """Run the decorated function, which raises when the client does not get what it asked for."""
+    """Run the decorated function, which raises when the answer is not the expected one."""
 
     def run(function: Callable[[], Any]) -> None:
         try:
