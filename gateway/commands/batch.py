@@ -124,7 +124,8 @@ def _list(client: "BatchClient", arguments: argparse.Namespace) -> int:
     from gateway.commands.batch_client import eta_text, progress_text
 
     batches = list(client.batches(arguments.limit, arguments.tenant))
-    print(f"{'batch':<38}  {'created':<19}  {'status':<11}  lines")
+    if batches:
+        print(f"{'batch':<38}  {'created':<19}  {'status':<11}  lines")
     for batch in batches:
         created = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(batch["created_at"]))
         owner = f"  {batch['tenant']}" if "tenant" in batch else ""
