@@ -4,6 +4,7 @@ import asyncio
 import io
 import json
 import re
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from fixtures import StartServer
 
 from engine.text.tokenizer import Tokenizer
 from gateway import cli
-from gateway.commands.batch_client import BatchProgress, duration_text, progress_text
+from gateway.commands.batch_client import BatchProgress, duration_text, eta_text, progress_text
 
 
 @pytest.fixture(autouse=True)
@@ -195,8 +196,11 @@ def test_the_bar_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     first, second = screen.getvalue().removesuffix("\n").split("\r\x1b[K")[1:]
     assert first == "in_progress [----------] 0/1,000 lines"
     assert second == "in_progress [#####-----] 500/1,000 lines, 10 failed  50.0 lines/s, 2,000 output tokens/s"
-    estimated = a_batch(490, 10) | {"metadata": {"tidemill.eta": "125"}}
-    assert re.search(r"  done about \d\d:\d\d \(2:05\)$", progress.text(estimated)), "the server's own estimate"
+    estimated = a_batch(490, 10) | {"metadata": {"tidemill.eta": str(round(time.time()) + 125)}}
+    assert re.search(r"  done about \d\d:\d\d \(2:0\d\)$", progress.text(estimated)), (
+        "Unix seconds, as the server sends them"
+    )
+    assert eta_text({"metadata": {"tidemill.eta": "7325"}}, now=100.0).endswith("(2:00:25)")
     now[0] = 20.0
     assert "done about" not in progress.text(a_batch(1000, tokens=20_001, status="completed"))
 

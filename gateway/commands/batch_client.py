@@ -105,12 +105,13 @@ def progress_text(batch: dict[str, Any]) -> str:
     return f"{done:,}/{total:,} lines{failed}" if total else "no lines yet"
 
 
-def eta_text(batch: dict[str, Any]) -> str:
+def eta_text(batch: dict[str, Any], now: float | None = None) -> str:
     """Return when the server expects the batch to end, e.g. "done about 13:36 (2:05)"; empty if it does not know."""
     eta = str((batch.get("metadata") or {}).get("tidemill.eta", ""))
     if not eta.isdigit():
         return ""
-    return f"done about {time.strftime('%H:%M', time.localtime(time.time() + int(eta)))} ({duration_text(int(eta))})"
+    left = int(eta) - (time.time() if now is None else now)
+    return f"done about {time.strftime('%H:%M', time.localtime(int(eta)))} ({duration_text(left)})"
 
 
 def duration_text(seconds: float) -> str:
