@@ -3,7 +3,6 @@
 import asyncio
 import hashlib
 import hmac
-import os
 import secrets
 import time
 from collections.abc import Awaitable, Callable
@@ -16,6 +15,7 @@ from starlette.requests import Request
 
 from engine.api import EngineClient, EngineInfo, EngineState
 from engine.errors import EngineUnavailableError
+from engine.machine.facts import read_processor
 from engine.text.thoughts import ThoughtMarks
 from engine.text.tokenizer import Tokenizer
 from gateway.config import ServerConfig
@@ -110,7 +110,7 @@ class GatewayContext:
     salt_secret: bytes = field(default_factory=lambda: secrets.token_bytes(32), repr=False)
     """Key from which the tenants' cache salts are derived."""
     text_threads: anyio.CapacityLimiter = field(
-        default_factory=lambda: anyio.CapacityLimiter(max(2, (os.cpu_count() or 2) // 2))
+        default_factory=lambda: anyio.CapacityLimiter(max(2, read_processor().threads // 2))
     )
     """Bounds concurrent tokenization, so that long prompts cannot occupy all cores."""
     parse_thread: anyio.CapacityLimiter = field(default_factory=lambda: anyio.CapacityLimiter(1))

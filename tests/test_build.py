@@ -284,14 +284,6 @@ def test_two_threads_of_a_core_are_one_core(monkeypatch: pytest.MonkeyPatch) -> 
     assert read_processor("").cores == 1 and not read_processor("").is_fast("bfloat16")
 
 
-def test_a_container_quota_limits_the_cores(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2}, raising=False)
-    for content, cores in (("150000 100000", 1), ("max 100000", 2), ("50000 100000", 1), ("400000 100000", 2)):
-        (tmp_path / "cpu.max").write_text(content)
-        monkeypatch.setattr("engine.machine.facts._CPU_QUOTA", tmp_path / "cpu.max")
-        assert read_processor(CPUINFO).cores == cores
-
-
 def test_a_model_is_loaded_in_a_thread_that_is_gone_when_the_engine_is_there(tmp_path: Path) -> None:
     """Else its OpenMP workers slow the engine's own down (see `build_engine`)."""
     threads: list[threading.Thread] = []

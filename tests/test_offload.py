@@ -27,7 +27,6 @@ from engine.api import EngineRequest, SamplingParams
 from engine.build import build_engine, build_runner, plan_launch, profile_key, scheduler_config
 from engine.config import EngineConfig
 from engine.errors import ConfigError, WeightReadError
-from engine.execution import memory
 from engine.execution import offload as offloading
 from engine.execution.cpu import weight_file
 from engine.execution.cpu.device import TorchDevice
@@ -39,7 +38,6 @@ from engine.execution.cuda.pinned_weights import PinnedWeights
 from engine.execution.offload import FEWEST_STREAMED, Offload, plan_offload, spread
 from engine.execution.runner import Runner
 from engine.limits import Limits, SchedulerConfig
-from engine.machine import facts
 from engine.models.checkpoint import load_weights
 from engine.models.decoder import Decoder
 from engine.models.linear import MakeLinear, PlainLinear, make_linear
@@ -623,16 +621,3 @@ async def test_a_file_that_ends_early_fails_steps_and_the_log_says_why(
     finally:
         await engine.stop()
     assert "the weight file ends after" in caplog.text
-
-
-def test_files_in_the_page_cache_do_not_count_as_memory_that_is_taken(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(facts, "_CGROUP", tmp_path)
-    monkeypatch.setattr(facts, "_machine_memory", lambda: 10**12)
-    assert memory.available_memory() == 10**12
-    (tmp_path / "memory.max").write_text("8000\n")
-    (tmp_path / "memory.current").write_text("7000\n")
-    assert memory.available_memory() == 1000
-    (tmp_path / "memory.stat").write_text("anon 2000\ninactive_file 4500\nactive_file 500\n")
-    assert memory.available_memory() == 5500

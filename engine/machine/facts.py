@@ -1,4 +1,4 @@
-"""Facts about the machine: cores, features, copy rate, free memory. Reads /proc and the container's limits; torch-free.
+"""Facts about the machine: cores, features, copy rate, free memory. Reads /proc and `cgroups`; torch-free.
 
 Where the system gives no information (other than Linux), defaults are conservative.
 """
@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from engine.errors import ConfigError
+from engine.machine import cgroups
 
 BUS_RATE = 64e9
 """Upper bound in bytes/s of copies between a device and the host (PCIe 5.0 x16, one direction)."""
@@ -22,9 +23,7 @@ HOST_ENGINES = "TIDEMILL_HOST_ENGINES"
 
 _CPUINFO = Path("/proc/cpuinfo")
 _DEVICES = Path("/dev")
-_CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")
 _MEMINFO = Path("/proc/meminfo")
-_CGROUP = Path("/sys/fs/cgroup")
 _FALLBACK = 2 * 1024**3  # if unknown
 # Features that make half-precision matrix products faster than float32 ones, by their x86 and ARM names.
 _FAST = {
@@ -67,7 +66,7 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Processor:
-    """Processor. `cores`: physical cores usable by this process; `features`: in the kernel's names."""
+    """Physical and logical cores (`threads`) that this process may use; `features` in the kernel's names."""
 
     name: str
     cores: int
@@ -84,15 +83,15 @@ class Processor:
 
 
 def read_processor(cpuinfo: str | None = None) -> Processor:
-    """Return the processor as usable by this process (affinity and container limits included)."""
-    allowed = _allowed()
+    """Return the processor as usable by this process (affinity and CPU quota included)."""
+    threads = len(_allowed())
+    threads = min(threads, _quota() or threads)
     mine = _usable(_read_cpuinfo() if cpuinfo is None else cpuinfo)
     places = {_core_of(entry) for entry in mine}
     first = mine[0] if mine else {}
     features = frozenset((first.get("flags") or first.get("Features") or "").split())
     name = first.get("model name") or platform.processor() or platform.machine()
-    cores = min(len(places) or len(allowed), _quota() or len(allowed))
-    return Processor(name, max(cores, 1), len(allowed), features)
+    return Processor(name, max(1, min(len(places) or threads, threads)), threads, features)
 
 
 def memcpy_rate(size: int = 1 << 25, repeats: int = 5) -> float:
@@ -112,19 +111,16 @@ def _fields(block: str) -> dict[str, str]:
 
 
 def _quota() -> int | None:
-    """Return the number of whole processors of the container's quota; None without one."""
-    try:
-        quota, period = _CPU_QUOTA.read_text().split()
-        return max(1, int(quota) // int(period))
-    except (OSError, ValueError):
-        return None
+    """Return the number of whole processors of this process's CPU quota; None without one."""
+    quota = cgroups.processors()
+    return None if quota is None else max(1, int(quota))
 
 
 def share_out(engines: int, device: str = "auto", cpuinfo: str | None = None, ranks: int = 1) -> list[Place]:
     """Return the placement of each engine: a CUDA device per rank, or an equal part of the cores.
 
     `device` is as in `EngineConfig`. Threads of a core stay together. If there are more engines than cores, or the
-    container's quota is below the allowed processors, all engines share them. Raises ConfigError.
+    CPU quota is below the allowed processors, all engines share them. Raises ConfigError.
     """
     devices = [] if device == "cpu" else cuda_devices()
     if devices or device == "cuda":
@@ -186,32 +182,7 @@ def _cores(cpuinfo: str) -> list[list[int]]:
 
 
 def available_memory() -> int:
-    """Return the bytes available to this process: those of the machine, or of its container if fewer."""
-    candidates = [amount for amount in (_machine_memory(), _cgroup_memory()) if amount is not None]
-    return min(candidates, default=_FALLBACK)
-
-
-def _machine_memory() -> int | None:
-    kib = _entry(_MEMINFO, "MemAvailable:")
-    return None if kib is None else 1024 * kib
-
-
-def _entry(path: Path, name: str) -> int | None:
-    """Return the number behind `name` at the begin of a line; None if there is none."""
-    try:
-        return next(int(line.split()[1]) for line in path.read_text().splitlines() if line.startswith(name))
-    except (OSError, StopIteration, ValueError, IndexError):
-        return None
-
-
-def _cgroup_memory() -> int | None:
-    """Return the memory left by the container's limit; None without a limit (cgroup v2 only).
-
-    Inactive files in the page cache count as used there but can be reclaimed. They are added back, so that a checkpoint
-    that was read before does not reduce the result.
-    """
-    try:
-        limit, used = (int((_CGROUP / name).read_text()) for name in ("memory.max", "memory.current"))
-    except (OSError, ValueError):
-        return None
-    return limit - max(0, used - (_entry(_CGROUP / "memory.stat", "inactive_file ") or 0))
+    """Return the bytes available to this process: those of the machine, or of its control groups if fewer."""
+    kib = cgroups.entry(_MEMINFO, "MemAvailable:")
+    machine = None if kib is None else 1024 * kib
+    return min((amount for amount in (machine, cgroups.free_memory()) if amount is not None), default=_FALLBACK)
