@@ -41,7 +41,8 @@ from engine.fleet.routing import RoutedPrompt, sal_load
 from engine.limits import SchedulerConfig
 from engine.machine.facts import HOST_ENGINES, Place, share_out
 from engine.process.link import SentRequests
-from engine.process.totals import info_of_all, total
+from engine.process.totals import Figures, info_of_all, total
+from gateway.telemetry.engine_metrics import EngineCollector
 from predictor.budget import Standing
 
 
@@ -185,7 +186,7 @@ def view(number: int, stats: EngineStats) -> EngineView:
 
 def colocation_of(**changes: Any) -> ColocationStats:
     base: dict[str, Any] = {f.name: 0.0 for f in fields(ColocationStats)}
-    base |= {"slo": "x", "policy": "p", "rule": "r", "budget_origin": "", "held": "", "breaker": "closed"}
+    base |= {"slo": "ttft_p99=1s", "policy": "p", "rule": "r", "budget_origin": "", "held": "", "breaker": "closed"}
     base |= {"breaker_cause": None, "objectives": (), "good_requests": 0, "bad_requests": 0}
     return ColocationStats(**base | changes)
 
@@ -200,6 +201,37 @@ def test_every_figure_of_all_engines() -> None:
     assert [each.engine for each in both.engines] == [0, 1] and both.colocation is None and both.token_costs is None
     priced = [stats_of(token_costs=TokenCosts(0.3, 2.0)), stats_of(token_costs=TokenCosts(0.6, 2.0)), EngineStats()]
     assert total([view(i, s) for i, s in enumerate(priced)]).token_costs == pytest.approx((0.2, 1.0))
+
+
+def test_every_counter_of_the_metrics_continues_in_the_next_process() -> None:
+    def all_set(count: int) -> EngineStats:
+        """Return statistics in which every number is `count`."""
+        names = ("late", "swap_out", "swap_in", "restore")
+        numbers = {f.name: count for f in fields(EngineStats) if f.type in ("int", "float", int, float)}
+        counts: dict[str, Any] = {name: dict.fromkeys(names, count) for name in ("cache_units", "preemptions")}
+        both = {f.name: count for f in fields(ColocationStats) if f.type in ("int", "float", int, float)}
+        numbers["prefix_hit_tokens"] = 2 * count  # of which `count` are of the host
+        return stats_of(**numbers, **counts, colocation=colocation_of(**both))
+
+    def counters() -> dict[tuple[str, str], float]:
+        families = [each for each in EngineCollector(lambda: figures.total(0)).collect() if each.type == "counter"]
+        return {(s.name, str(s.labels)): s.value for family in families for s in family.samples}
+
+    figures = Figures()
+    figures.last = all_set(5)
+    before = counters()
+    of_supervisor = ("tidemill_engine_restarts_total", "tidemill_resumed_requests_total")
+    counted = {key for key, value in before.items() if value}
+    assert {name for name, _ in counted} == {name for name, _ in before} - set(of_supervisor)
+    figures.process_ended()
+    assert counters() == before
+    figures.process_ended()
+    figures.last = replace(all_set(0), running={RequestClass.ONLINE: 1})
+    assert counters() == before and figures.total(0).running
+    figures.last = all_set(3)
+    assert counters() == {key: value * 8 / 5 for key, value in before.items()}
+    gauges = figures.total(0).colocation
+    assert gauges is not None and (gauges.latency_budget, gauges.good_requests) == (3, 8)
 
 
 def test_the_slo_is_kept_as_the_worst_engine_keeps_it() -> None:

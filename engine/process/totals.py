@@ -18,9 +18,8 @@ GAUGES = _NOT_ADDED | frozenset(
     | {"state_slots_total", "state_slots_used"}
 )
 COUNTERS = tuple(field.name for field in fields(EngineStats) if field.name not in GAUGES)
-_COLOCATION_SUMS = (
-    "good_requests", "bad_requests", "online_rate", "breaker_openings", "offline_tokens", "model_refits",
-    "model_refits_refused",
+COLOCATION_COUNTERS = (
+    "good_requests", "bad_requests", "breaker_openings", "offline_tokens", "model_refits", "model_refits_refused"
 )  # fmt: skip
 _COLOCATION_MEANS = ("latency_budget", "interference_weight", "decode_value", "predictor_mape", "offline_share")
 _BREAKER = ("closed", "half_open", "open")
@@ -39,16 +38,29 @@ class Figures:
 
     def process_ended(self) -> None:
         """Add the counters of the ended process to the total; those of the next process begin at zero."""
-        self._before = replace(EngineStats(), **self._summed())
-        empty = EngineStats()
-        self.last = replace(self.last, **{name: getattr(empty, name) for name in COUNTERS})
+        self._before = _continued(self._before, self.last)
+        colocation, zeros = self.last.colocation, dict[str, Any](dict.fromkeys(COLOCATION_COUNTERS, 0))
+        self.last = replace(
+            self.last,
+            **{name: getattr(EngineStats(), name) for name in COUNTERS},
+            colocation=colocation and replace(colocation, **zeros),
+        )
 
     def total(self, resumed: int) -> EngineStats:
         """Return the sum over all processes. `resumed`: number of requests that another process continued."""
-        return replace(self.last, **self._summed(), restarts=dict(self.restarts), resumed_requests=resumed)
+        stats = _continued(self._before, self.last)
+        return replace(stats, restarts=dict(self.restarts), resumed_requests=resumed)
 
-    def _summed(self) -> dict[str, Any]:
-        return {name: _added([getattr(self._before, name), getattr(self.last, name)]) for name in COUNTERS}
+
+def _continued(before: EngineStats, last: EngineStats) -> EngineStats:
+    """Return the statistics of a process with the counters of the processes before it added."""
+    counters = {name: _added([getattr(before, name), getattr(last, name)]) for name in COUNTERS}
+    colocation = last.colocation or before.colocation
+    if before.colocation is not None and last.colocation is not None:
+        both = (before.colocation, last.colocation)
+        sums = {name: sum(map(attrgetter(name), both)) for name in COLOCATION_COUNTERS}
+        colocation = replace(last.colocation, **sums)
+    return replace(last, **counters, colocation=colocation)
 
 
 def total(views: Sequence[EngineView]) -> EngineStats:
@@ -100,7 +112,8 @@ def _together(stats: Sequence[ColocationStats]) -> ColocationStats:
     """
     weights = [each.good_requests + each.bad_requests for each in stats]
     worst = max(stats, key=lambda each: _BREAKER.index(each.breaker) if each.breaker in _BREAKER else -1)
-    figures: dict[str, Any] = {name: sum(map(attrgetter(name), stats)) for name in _COLOCATION_SUMS}
+    summed = (*COLOCATION_COUNTERS, "online_rate")
+    figures: dict[str, Any] = {name: sum(map(attrgetter(name), stats)) for name in summed}
     figures |= {name: _mean(map(attrgetter(name), stats)) for name in _COLOCATION_MEANS}
     return replace(
         stats[0],
