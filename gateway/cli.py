@@ -10,14 +10,15 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import redirect_stderr, redirect_stdout, suppress
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TextIO, cast
 
 from engine import __version__, openmp
 from engine.api import EngineInfo
 from engine.config import EngineConfig, parse_adapters
 from engine.errors import ConfigError, TidemillError
+from engine.machine.output import TextOutput, dropping_stdout, open_streams, say
 from gateway.commands.batch import add_batch
 from gateway.commands.flags import flags_of, given_where, resolve_configs
 from gateway.commands.help import SHELLS, Parser, RootParser, add_by_task, completion_script
@@ -35,14 +36,23 @@ BROKEN_PIPE = 128 + signal.SIGPIPE
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command and return the exit code: 2 for an invalid configuration, 1 for any other error."""
-    try:
+    open_streams()
+    out, errors = TextOutput(sys.stdout, drops=False), TextOutput(sys.stderr, drops=True)
+    with redirect_stdout(cast(TextIO, out)), redirect_stderr(cast(TextIO, errors)):
         try:
-            return _run(list(sys.argv[1:] if argv is None else argv))
+            try:
+                return _run(list(sys.argv[1:] if argv is None else argv))
+            finally:
+                out.finish()
+        except OSError as error:
+            if isinstance(error, BrokenPipeError):
+                return BROKEN_PIPE
+            if error is not out.error:
+                raise
+            print(f"tidemill: standard output cannot be written: {error.strerror}", file=sys.stderr)
+            return 1
         finally:
-            sys.stdout.flush()  # a broken pipe must be met here, not in the interpreter's exit
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return BROKEN_PIPE
+            errors.finish()
 
 
 def _run(words: list[str]) -> int:
@@ -181,6 +191,7 @@ def _add_fleet(commands: Any) -> None:
     command.set_defaults(run=_fleet)
 
 
+@dropping_stdout()
 def _fleet(arguments: argparse.Namespace) -> int:
     say(importlib.import_module("gateway.commands.engines").restart(arguments.state_dir))
     return 0
@@ -238,10 +249,12 @@ def _server_of(arguments: argparse.Namespace) -> Any:
     return ChatOptions(url=url, api_key=arguments.api_key or keys[0].strip() or None)
 
 
+@dropping_stdout()
 def _pull(arguments: argparse.Namespace) -> int:
     return int(importlib.import_module("gateway.commands.pull").run(arguments.model, arguments.revision, say))
 
 
+@dropping_stdout()
 def _serve(arguments: argparse.Namespace) -> int:
     engine_config, server_config = resolve_configs(arguments, [EngineConfig, ServerConfig])
     served = server_config.served_model_name or (model_name(engine_config),)
@@ -346,11 +359,6 @@ def _open_state(config: ServerConfig) -> Any:
     """Open and lock the state folder before the model loads, so that a second server on it fails at once."""
     path = importlib.import_module("gateway.store.opening").state_path(config.state_dir, os.environ)
     return importlib.import_module("gateway.store.folder").open_state(path)
-
-
-def say(line: str) -> None:
-    """Print a status line."""
-    print(f"tidemill: {line}", flush=True)
 
 
 def _profile(arguments: argparse.Namespace) -> int:

@@ -25,6 +25,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from engine.machine.output import drop_failed_lines
+
 SOON, YOUNG = 700, 2_000
 """Numbers of new objects (created minus freed) after which `collect_due`, or the interpreter at any point, collects the
 young generation."""
@@ -95,7 +97,8 @@ def end_with(parent: int) -> None:
 
 
 def serve_socket(sock: socket.socket, lost: Callable[[], None]) -> None:
-    """Set up a child process that only the other side of `sock` ends: it ignores the signals that ask for an end.
+    """Set up a child process that only the other side of `sock` ends: it ignores the signals that ask for an end, and
+    failures of its standard streams.
 
     `lost` is called in a thread when the other side has closed the socket, even while this process computes. This also
     covers kernels without `die_with_parent`, and a parent that ended before that call.
@@ -104,6 +107,7 @@ def serve_socket(sock: socket.socket, lost: Callable[[], None]) -> None:
     sock.set_inheritable(False)
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
+    drop_failed_lines()
     faulthandler.enable()  # includes SIGABRT, with which the gateway requests the stacks of a silent process
 
     def watch() -> None:

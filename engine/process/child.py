@@ -31,6 +31,7 @@ from engine.engine import Engine
 from engine.errors import EngineStepError, EngineUnavailableError, ErrorInfo, TidemillError
 from engine.flight import recorder as flight
 from engine.flight.recorder import FlightRecorder
+from engine.machine.output import say
 from engine.machine.processes import serve_socket, settle
 from engine.process import frames
 from engine.process.causes import START, SYSTEM, is_of_system, start_error
@@ -69,7 +70,7 @@ def prepare(launch: frames.Launch) -> frames.Planned:
     elif openmp.must_measure(config, os.environ):  # before torch is imported, while the machine is idle
         return frames.Planned("", ())
     else:
-        openmp.announce(config, _say)
+        openmp.announce(config, say)
     importing = threading.Thread(target=_import_quietly)
     importing.start()
     importing.join()
@@ -91,11 +92,11 @@ def _planned(plan: Any) -> frames.Planned:
 
 def build(config: EngineConfig, planned: Plan) -> Engine:
     """Build the engine that `tidemill serve` runs. Raise ConfigError."""
-    openmp.announce(config, _say)
+    openmp.announce(config, say)
     module: Any = importlib.import_module("engine.build")  # imports torch
     plan = module.plan_launch(config)
     planned(_planned(plan))
-    built: Engine = module.build_engine(config, plan, _say)
+    built: Engine = module.build_engine(config, plan, say)
     return built
 
 
@@ -106,10 +107,6 @@ def find_golden(config: EngineConfig, folder: str) -> Path | None:
     with contextlib.suppress(OSError):
         return golden_file(profiles, config, Path(folder), [torch.__version__])
     return None
-
-
-def _say(line: str) -> None:
-    print(f"tidemill: {line}", flush=True)
 
 
 def main(arguments: list[str]) -> None:

@@ -203,7 +203,12 @@ def _results(client: "BatchClient", arguments: argparse.Namespace) -> int:
 def _write(client: "BatchClient", file_id: str, path: Path | None) -> None:
     """Download a file to `path`, or to standard output. `path` appears only after a complete download."""
     if path is None:
-        client.download(file_id, sys.stdout.buffer)
+        try:
+            client.download(file_id, sys.stdout.buffer)
+        except OSError as error:
+            if isinstance(error, BrokenPipeError):
+                raise
+            raise ConfigError(f"standard output: {error.strerror}") from None
         sys.stdout.flush()
         return
     part = path.with_name(path.name + ".part")
