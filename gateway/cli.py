@@ -18,6 +18,7 @@ from engine import __version__, openmp
 from engine.api import EngineInfo
 from engine.config import EngineConfig, parse_adapters
 from engine.errors import ConfigError, TidemillError
+from engine.machine.folders import adopt
 from engine.machine.output import TextOutput, dropping_stdout, open_streams, say
 from gateway.commands.batch import add_batch
 from gateway.commands.flags import flags_of, given_where, resolve_configs
@@ -259,6 +260,7 @@ def _serve(arguments: argparse.Namespace) -> int:
     engine_config, server_config = resolve_configs(arguments, [EngineConfig, ServerConfig])
     served = server_config.served_model_name or (model_name(engine_config),)
     ModelNames(served, [each.name for each in parse_adapters(engine_config.lora)])  # raises if a name is taken
+    cache = adopt(importlib.import_module("gateway.store.opening").state_path(server_config.state_dir), os.environ)
     if arguments.dry_run:
         given = given_where(arguments, [EngineConfig, ServerConfig])
         dry_run = importlib.import_module("gateway.commands.dry_run")
@@ -272,6 +274,9 @@ def _serve(arguments: argparse.Namespace) -> int:
         server_config = dataclasses.replace(server_config, served_model_name=(model_name(engine_config),))
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # `fleet restart` would end a starting server
     folder = _open_state(server_config)
+    if cache is not None:
+        with suppress(OSError):  # the disk may be full
+            cache.mkdir(mode=0o700, exist_ok=True)
     try:
         return _serve_with(folder, engine_config, server_config, server, start)
     finally:
@@ -357,7 +362,7 @@ def _make_engine(engine_config: EngineConfig, server_config: ServerConfig, root:
 
 def _open_state(config: ServerConfig) -> Any:
     """Open and lock the state folder before the model loads, so that a second server on it fails at once."""
-    path = importlib.import_module("gateway.store.opening").state_path(config.state_dir, os.environ)
+    path = importlib.import_module("gateway.store.opening").state_path(config.state_dir)
     return importlib.import_module("gateway.store.folder").open_state(path)
 
 

@@ -16,6 +16,9 @@ import kubernetes_validate
 import pytest
 import yaml
 
+from gateway.config import ServerConfig
+from gateway.server import CLOSE_SECONDS, LAST_SECONDS
+
 ROOT = Path(__file__).resolve().parent.parent
 DOCKER = ROOT / "docker"
 
@@ -146,6 +149,19 @@ def test_the_manifests_agree_on_names_and_ports() -> None:
     volumes = {volume["name"] for volume in workload["spec"]["template"]["spec"]["volumes"]}
     assert {mount["name"] for mount in container["volumeMounts"]} == claims | volumes
     assert all((folder / name).exists() for name in listed["resources"])
+
+
+def test_the_pod_lives_through_its_drain() -> None:
+    """preStop, the drain, the forced exit after it, and the close of connections, in this order."""
+    (workload,) = documents(DOCKER / "deploy" / "kubernetes" / "statefulset.yaml")
+    pod = workload["spec"]["template"]["spec"]
+    command, seconds = pod["containers"][0]["lifecycle"]["preStop"]["exec"]["command"]
+    ends = ServerConfig().shutdown_timeout + LAST_SECONDS + CLOSE_SECONDS
+    assert command == "sleep" and 5 <= int(seconds) <= pod["terminationGracePeriodSeconds"] - ends
+    (compose,) = documents(DOCKER / "compose.yaml")
+    assert int(compose["services"]["tidemill"]["stop_grace_period"].removesuffix("s")) >= ends
+    unit = (DOCKER / "deploy" / "tidemill.service").read_text()
+    assert int(re.findall(r"TimeoutStopSec=(\d+)", unit)[0]) >= ends
 
 
 @pytest.mark.skipif(shutil.which("kubectl") is None, reason="needs kubectl")

@@ -1,5 +1,6 @@
 """Keys: the file, its rights, tenants and tiers, and what a server makes of them."""
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from fake_engine import MODEL
 from engine.api import ColocationStats, EngineStats, RequestClass
 from engine.errors import ConfigError
 from engine.text.tokenizer import Tokenizer
+from gateway.commands import preflight
 from gateway.config import ServerConfig
 from gateway.http.keys import KeyRing, key_of, load_keys
 
@@ -106,11 +108,44 @@ def test_only_digests_are_kept() -> None:
     assert "secret" not in repr(key_of("secret"))
 
 
-@pytest.mark.parametrize("mode", [0o640, 0o604, 0o660, 0o777])
-def test_a_file_that_others_can_read_is_refused(tmp_path: Path, mode: int) -> None:
-    path = key_file(tmp_path, f"{digest('a')} acme", mode=mode)
-    with pytest.raises(ConfigError, match="readable by other users"):
-        load_keys([], path)
+@pytest.mark.parametrize(
+    ("mode", "own_group", "answer"),
+    [
+        (0o600, True, ""),
+        (0o400, True, ""),
+        (0o440, True, ""),  # a Secret with fsGroup
+        (0o660, True, ""),  # another volume with fsGroup
+        (0o444, True, "any user can read"),  # a Secret, Compose
+        (0o644, False, "any user can read"),
+        (0o640, False, ""),
+        (0o660, False, "other users can write it; run chmod go-w"),
+        (0o602, True, "other users can write it"),
+        (0o666, True, "other users can write it"),
+    ],
+)
+def test_the_mode_of_a_key_file(
+    tmp_path: Path,
+    mode: int,
+    own_group: bool,
+    answer: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """As the kubelet mounts a Secret: a link into `..data`, which is a link to a folder."""
+    (tmp_path / "..2026").mkdir()
+    (tmp_path / "..data").symlink_to("..2026")
+    key_file(tmp_path / "..data", f"{digest('a')} acme", mode=mode)
+    (tmp_path / "tenants").symlink_to("..data/keys")
+    group = (tmp_path / "tenants").stat().st_gid
+    monkeypatch.setattr(os, "getegid", lambda: group + 1)
+    monkeypatch.setattr(os, "getgroups", lambda: [group] if own_group else [])
+    try:
+        preflight._check_keys(ServerConfig(api_key_file=str(tmp_path / "tenants")))
+    except ConfigError as error:
+        assert answer in error.message and answer
+    else:
+        out = capsys.readouterr().out
+        assert (answer in out) if answer else not out
 
 
 @pytest.mark.parametrize(

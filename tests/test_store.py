@@ -32,7 +32,6 @@ from gateway.store.objects import (
     new_batch_id,
     new_file_id,
 )
-from gateway.store.opening import default_state_dir
 from gateway.store.schema import VERSION
 from gateway.store.sqlite import SqliteStore
 from gateway.store.sqlite_files import TOMBSTONE_SECONDS
@@ -402,9 +401,3 @@ async def test_no_path_is_made_of_anything_but_an_id(tmp_path: Path, name: str) 
         folder.file_path(name)
     with pytest.raises(AssertionError):
         folder.journal_path(name.replace("file-", "batch_"))
-
-
-def test_where_state_is_kept_by_default(tmp_path: Path) -> None:
-    assert default_state_dir({"XDG_STATE_HOME": "/x"}) == Path("/x/tidemill")
-    assert default_state_dir({"XDG_STATE_HOME": "relative"}) == Path.home() / ".local/state/tidemill"
-    assert default_state_dir({}) == Path.home() / ".local/state/tidemill"

@@ -3,7 +3,6 @@
 The SLO controller is built here too; this is the only module of the engine that reads the calendar time.
 """
 
-import os
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -33,6 +32,7 @@ from engine.execution.stages import PipelineRunner
 from engine.forms import EmbeddingSpec, read_embedding_spec
 from engine.limits import UNITS_PER_BLOCK, SchedulerConfig
 from engine.machine.facts import BUS_RATE
+from engine.machine.folders import expand, user_folder
 from engine.models.hub import OWN, TRANSFORMERS
 from engine.profiling.cache_costs import CacheTiers
 from engine.profiling.calibration import INSIDE_STRING, load_or_measure, load_profile
@@ -109,8 +109,8 @@ def profile_key(plan: LaunchPlan) -> ProfileKey:
 
 def profile_folder(config: EngineConfig) -> Path:
     if config.profile_dir:
-        return Path(config.profile_dir).expanduser()
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tidemill" / "profiles"
+        return expand(config.profile_dir, "--profile-dir")
+    return user_folder("cache", "--profile-dir") / "profiles"
 
 
 def _join(config: EngineConfig, plan: LaunchPlan, runner: Runner[Any], say: Callable[[str], None]) -> Engine:

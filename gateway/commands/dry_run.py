@@ -92,7 +92,7 @@ def _server_findings(config: ServerConfig, name: str) -> dict[str, FlagValue]:
     folder = importlib.import_module("gateway.store.opening")
     return {
         "served_model_name": FlagValue((name,), "the model"),
-        "state_dir": FlagValue(folder.state_path(config.state_dir, os.environ), DEFAULT),
+        "state_dir": FlagValue(folder.state_path(config.state_dir), DEFAULT),
     }
 
 

@@ -15,7 +15,7 @@ RESTART = signal.SIGUSR1
 
 def restart(state_dir: str | None) -> str:
     """Signal the server that holds the state folder and return a message. Raise ConfigError if there is no server."""
-    root = state_path(state_dir, os.environ)
+    root = state_path(state_dir)
     pid = holder(root)
     if pid is None:
         raise ConfigError(f"no server of this version uses --state-dir {root}; set the --state-dir of the server")

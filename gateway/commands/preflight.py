@@ -11,6 +11,7 @@ from pathlib import Path
 
 from engine.config import EngineConfig, parse_adapters
 from engine.errors import ConfigError
+from engine.machine.output import say
 from engine.refusals import check_combinations
 from gateway.config import ServerConfig
 
@@ -59,13 +60,21 @@ def _check_server(config: ServerConfig) -> Path:
         raise ConfigError("--ray needs the extra 'ray': pip install 'tidemill[ray]'")
     importlib.import_module("gateway.server").bind(config.host, config.port).close()
     opening = importlib.import_module("gateway.store.opening")
-    state: Path = opening.state_path(config.state_dir, os.environ)
+    state: Path = opening.state_path(config.state_dir)
     check_folder("--state-dir", state, faults_pass=True)
     opening.check_free(state)
-    importlib.import_module("gateway.http.keys").load_keys(config.api_key, config.api_key_file)
+    _check_keys(config)
     if config.chat_template is not None:
         importlib.import_module("engine.text.tokenizer").read_template(config.chat_template)
     if config.request_log is not None:
         importlib.import_module("gateway.telemetry.request_log").check_path(config.request_log)
     importlib.import_module("gateway.telemetry.tracing").find_endpoint(os.environ)
     return state
+
+
+def _check_keys(config: ServerConfig) -> None:
+    """Check the keys; warn of a key file that any user can read."""
+    keys = importlib.import_module("gateway.http.keys")
+    keys.load_keys(config.api_key, config.api_key_file)
+    if config.api_key_file is not None and keys.is_readable_by_others(config.api_key_file):
+        say(f"--api-key-file {config.api_key_file}: any user can read its tenants and digests; mode 0640 hides them")

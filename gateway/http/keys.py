@@ -122,6 +122,20 @@ def load_keys(api_keys: Iterable[str], file: str | None) -> KeyRing:
     return KeyRing(found + keys, quotas)
 
 
+def is_readable_by_others(file: str) -> bool:
+    """Return whether any user may read the tenants, limits and digests. A digest does not reveal a random key."""
+    return bool(Path(file).expanduser().stat().st_mode & stat.S_IROTH)
+
+
+def _others_may_write(found: os.stat_result) -> bool:
+    """Return whether users may add keys that are neither the owner nor in a group of this process.
+
+    Kubernetes gives files of a volume to the group of the pod: mode 0440 in Secrets, 0660 in other volumes.
+    """
+    is_own_group = found.st_gid in {os.getegid(), *os.getgroups()}
+    return bool(found.st_mode & (stat.S_IWOTH if is_own_group else stat.S_IWOTH | stat.S_IWGRP))
+
+
 def key_of(text: str) -> Key:
     """Return the key of an --api-key value."""
     digest = hashlib.sha256(text.encode("utf-8", "surrogateescape")).digest()
@@ -135,8 +149,8 @@ def _read_file(path: Path) -> tuple[list[Key], dict[str, Quota]]:
             found = os.fstat(descriptor)
             if not stat.S_ISREG(found.st_mode):
                 raise ConfigError(f"--api-key-file {path}: not a file")
-            if found.st_mode & 0o077:
-                raise ConfigError(f"--api-key-file {path}: readable by other users; run chmod 600")
+            if _others_may_write(found):
+                raise ConfigError(f"--api-key-file {path}: other users can write it; run chmod go-w")
             raw = file.read(MAX_FILE_BYTES + 1)
     except OSError as error:
         raise ConfigError(f"--api-key-file {path}: {error.strerror}") from None

@@ -4,11 +4,11 @@ import errno
 import fcntl
 import os
 import sqlite3
-from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
 from engine.errors import ConfigError
+from engine.machine.folders import expand, user_folder
 from gateway.store.disk import Disk, StorageError
 from gateway.store.recovery import LOST_AND_FOUND, LostAndFound
 from gateway.store.writer import open_database
@@ -28,14 +28,9 @@ MISTAKES = frozenset(
 """Errors of a wrong path, where a retry cannot help. All other errors may be temporary."""
 
 
-def default_state_dir(environment: Mapping[str, str]) -> Path:
-    base = environment.get("XDG_STATE_HOME", "")
-    return (Path(base) if os.path.isabs(base) else Path.home() / ".local" / "state") / "tidemill"
-
-
-def state_path(given: str | None, environment: Mapping[str, str]) -> Path:
-    """Return the given state folder, or the default."""
-    return Path(given).expanduser() if given else default_state_dir(environment)
+def state_path(given: str | None) -> Path:
+    """Return the given state folder, or the default. Raise ConfigError for a user without a home folder."""
+    return expand(given, "--state-dir") if given else user_folder("state", "--state-dir")
 
 
 def check_free(root: Path) -> None:

@@ -4,7 +4,6 @@ import os
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,6 +26,7 @@ from engine.execution.runner import Runner
 from engine.execution.stages import PipelineRunner
 from engine.machine.activity import processor_share, wait_for_quiet
 from engine.machine.facts import host_engines, memcpy_rate, read_processor
+from engine.machine.folders import user_folder
 from engine.models.checkpoint import load_layers
 from engine.models.decoder import Decoder
 from engine.models.linear import MakeLinear, make_linear
@@ -62,7 +62,8 @@ class CpuBackend(Backend):
 
     def transport(self, plan: LaunchPlan) -> WeightFile:
         assert plan.offload is not None
-        return WeightFile(_offload_folder(), plan.offload.layer_bytes, len(plan.offload.streamed))
+        folder = user_folder("cache", "XDG_CACHE_HOME") / "offload"
+        return WeightFile(folder, plan.offload.layer_bytes, len(plan.offload.streamed))
 
     def float8_refusal(self) -> str | None:
         return "8-bit floats are not supported on a CPU (8-bit integers are: int8)"
@@ -161,10 +162,6 @@ def _runs_natively(config: EngineConfig) -> bool:
     if config.cpu_kernels != "auto":
         return False
     return not config.hidden_cache and not isinstance(load(), str)
-
-
-def _offload_folder() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tidemill" / "offload"
 
 
 def _use_cores(threads: int | None, ranks: int) -> None:

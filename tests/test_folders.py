@@ -1,0 +1,86 @@
+"""Where a user without a home folder, a read-only root or a missing temporary folder keeps caches and state."""
+
+import os
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from engine.build import profile_folder
+from engine.config import EngineConfig
+from engine.errors import ConfigError
+from engine.machine.folders import adopt, user_folder
+from gateway.store.opening import state_path
+
+
+def without_home(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Be a process with any uid: no HOME, no entry in /etc/passwd."""
+    for name in ("HOME", "XDG_CACHE_HOME", "XDG_STATE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+
+    def unknown(uid: int) -> None:
+        raise KeyError(uid)
+
+    monkeypatch.setattr("pwd.getpwuid", unknown)
+
+
+def test_the_default_folders(monkeypatch: pytest.MonkeyPatch) -> None:
+    without_home(monkeypatch)
+    monkeypatch.setenv("HOME", "/home/a")
+    monkeypatch.setenv("XDG_CACHE_HOME", "relative")  # invalid by the specification
+    assert user_folder("cache", "x") == Path("/home/a/.cache/tidemill")
+    assert state_path(None) == Path("/home/a/.local/state/tidemill") and state_path("~/s") == Path("/home/a/s")
+    for variable, kind in (("XDG_CACHE_HOME", "cache"), ("XDG_STATE_HOME", "state")):
+        monkeypatch.setenv(variable, "/x")
+        assert user_folder(kind, "x") == Path("/x/tidemill")
+
+
+def test_without_a_home_folder_the_error_names_the_flag(monkeypatch: pytest.MonkeyPatch) -> None:
+    without_home(monkeypatch)
+    for home in (None, "relative"):
+        if home is not None:
+            monkeypatch.setenv("HOME", home)
+        with pytest.raises(ConfigError, match="set --state-dir to a folder"):
+            state_path(None)
+        with pytest.raises(ConfigError, match="set --profile-dir to a folder"):
+            profile_folder(EngineConfig())
+    monkeypatch.delenv("HOME")
+    with pytest.raises(ConfigError, match="--state-dir ~/s: this user has no home folder"):
+        state_path("~/s")
+    assert state_path("/s") == Path("/s") and profile_folder(EngineConfig(profile_dir="/p")) == Path("/p")
+
+
+@pytest.mark.parametrize(
+    ("home", "writable", "has_temporary", "cache_home", "adopted"),
+    [
+        ("/home/a", True, True, None, {}),
+        ("/home/a", True, True, "/c", {}),
+        ("/", False, True, None, {"HOME": "/s/cache", "XDG_CACHE_HOME": "/s/cache"}),
+        (None, True, True, None, {"HOME": "/s/cache", "XDG_CACHE_HOME": "/s/cache"}),
+        (None, True, True, "/c", {"HOME": "/s/cache", "XDG_CACHE_HOME": "/c"}),
+        ("/home/a", True, False, None, {"TMPDIR": "/s/cache"}),
+        ("/", False, False, None, {"HOME": "/s/cache", "XDG_CACHE_HOME": "/s/cache", "TMPDIR": "/s/cache"}),
+    ],
+)
+def test_the_state_folder_takes_what_has_no_other_place(
+    monkeypatch: pytest.MonkeyPatch,
+    home: str | None,
+    writable: bool,
+    has_temporary: bool,
+    cache_home: str | None,
+    adopted: dict[str, str],
+) -> None:
+    without_home(monkeypatch)
+    if home is not None:
+        monkeypatch.setenv("HOME", home)
+    monkeypatch.setattr(os, "access", lambda *_: writable)
+    monkeypatch.setattr(tempfile, "tempdir", "/t" if has_temporary else None)
+
+    def none() -> str:
+        raise FileNotFoundError("No usable temporary directory found")
+
+    monkeypatch.setattr(tempfile, "_get_default_tempdir", none)
+    environment = {} if cache_home is None else {"XDG_CACHE_HOME": cache_home}
+    expected = environment | adopted
+    assert adopt(Path("/s"), environment) == (Path("/s/cache") if adopted else None)
+    assert environment == expected and tempfile.gettempdir() == ("/t" if has_temporary else "/s/cache")
