@@ -17,6 +17,8 @@ from predictor.slo import SLO, SLOError
 
 USUAL_STEP, WIDE_STEP = (64, 512), (256, 2048)
 """Default maximum (requests, tokens) of a step."""
+WIDE_BYTES = 39 * 2**30
+"""Memory from which a GPU takes wide steps; cards sold with 40 GB have slightly less."""
 MAX_THREADS = 1024  # rejects a typing error that would exhaust the threads of the machine
 OVERLOADS = ("recompute", "hidden", "drop")
 _ADAPTER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,127}")

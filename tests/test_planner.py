@@ -17,7 +17,7 @@ from gateway.config import ServerConfig
 from loadgen import InputError, simulate, traces, workloads
 from loadgen.plan import Job
 from loadgen.simulation import report
-from loadgen.simulation.device import Simulated, named_device, profiled_device, shape_of
+from loadgen.simulation.device import Simulated, named_device, profiled_device, read_profile, shape_of
 from loadgen.simulation.planner import Answer, Question, answer, measured, parts
 from loadgen.simulation.run import Ran
 from loadgen.traces import Trace
@@ -257,9 +257,9 @@ def test_a_measured_machine_has_what_it_was_measured_with(profile: Path, tmp_pat
 
 def test_larger_steps_are_suggested_where_the_slo_does_not_bind(profile: Path) -> None:
     found = ask(profile, "ttft_p99=60s,tbt_p99=10s")
-    assert found.kept and "--max-num-batched-tokens 2048" in report.show(found, "MODEL", ())
+    assert found.kept and "larger ones may give more (--max-num-batched-tokens 2048" in report.show(found, "MODEL", ())
     tight = report.show(ask(profile, "tbt_p99=60ms"), "MODEL", ())
-    assert "--max-num-batched-tokens" not in tight and "requests are few to judge this SLO by, 1000 would do" in tight
+    assert "larger ones may give more" not in tight and "requests are few to judge this SLO by, 1000 would do" in tight
 
 
 def run(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
@@ -315,6 +315,29 @@ def test_a_half_without_requests_is_refused(profile: Path) -> None:
     made = replace(traffic(), online=Trace(times, np.array([10, 10]), np.array([2, 2]), span=SECONDS))
     with pytest.raises(InputError, match="has no online request"):
         ask(profile, "tbt_p99=120ms", made)
+
+
+@pytest.mark.parametrize(
+    ("device", "given", "steps"),
+    [("h100", {}, (256, 2048)), ("rtx-4090", {}, (64, 512)), ("h100", {"max_num_seqs": 32}, (32, 2048))],
+)
+def test_a_machine_by_name_takes_the_steps_of_a_real_start(
+    device: str, given: dict[str, int], steps: tuple[int, int]
+) -> None:
+    config = EngineConfig(**given)
+    made = named_device("qwen2.5-0.5b", device, config)
+    assert (made.config.max_num_seqs, made.config.max_num_batched_tokens) == steps
+    few = replace(traffic(seconds=1.0), jobs=())
+    question = Question(made, few, config, SLO.parse("5%"), 1.0, budget=BudgetParams("hygen", 0.0))
+    assert "--max-num-seqs {} --max-num-batched-tokens {}".format(*steps) in report.show(answer(question), "MODEL", ())
+
+
+def test_a_profile_of_wide_steps_is_simulated_with_wide_steps(profile: Path, tmp_path: Path) -> None:
+    measured = read_profile(profile)
+    wide = tmp_path / "wide.json"
+    replace(measured, model=replace(measured.model, token_limit=2048)).save(wide)
+    found = [profiled_device(path, EngineConfig()).config.max_num_batched_tokens for path in (profile, wide)]
+    assert found == [512, 2048]
 
 
 def test_a_machine_by_name_starts_with_a_sweep_of_its_own() -> None:

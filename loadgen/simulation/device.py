@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from engine.config import EngineConfig, scheduler_settings, step_limits
+from engine.config import USUAL_STEP, WIDE_BYTES, EngineConfig, scheduler_settings, step_limits
 from engine.errors import ConfigError
 from engine.limits import BLOCK_SIZE, UNITS_PER_BLOCK, SchedulerConfig
 from engine.models.spec import load_spec
@@ -95,7 +95,8 @@ def named_device(model: str, device: str, config: EngineConfig, host_seconds: fl
     shape = shape_of(model)
     if device not in DEVICES:
         raise InputError(f"unknown device {device!r}: use {', '.join(sorted(DEVICES))}")
-    _, tokens = step_limits(config)
+    seqs, tokens = step_limits(config, wide=DEVICES[device].memory_bytes >= WIDE_BYTES)
+    config = replace(config, max_num_seqs=seqs, max_num_batched_tokens=tokens)
     simulated = SimulatedDevice(shape, DEVICES[device], config.gpu_memory_utilization, max_num_batched_tokens=tokens)
     try:
         units = simulated.num_units(BLOCK_SIZE)
@@ -149,6 +150,8 @@ def profiled_device(path: Path, config: EngineConfig, host_seconds: float = 0.0,
     ConfigError for flags that the profile does not cover.
     """
     profile = read_profile(path)
+    seqs, tokens = step_limits(config, wide=profile.model.token_limit > USUAL_STEP[1])
+    config = replace(config, max_num_seqs=seqs, max_num_batched_tokens=tokens)
     costs, moved = profile.cache_costs, profile.model.transferred
     unit_bytes = 0
     if config.swap_space:

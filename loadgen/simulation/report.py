@@ -30,9 +30,11 @@ def show(answer: Answer, model: str, notes: Sequence[str]) -> str:
 
 
 def serve_command(answer: Answer, model: str) -> str:
-    """Return the command of a server with this SLO, policies and limits; the server finds the budget itself."""
-    usual = EngineConfig()
-    rest = command_line(replace(answer.question.config, slo=usual.slo))
+    """Return the command of a server with this SLO, policies and step limits; the server finds the budget itself."""
+    asked, simulated = answer.question.config, answer.question.machine.config
+    seqs = asked.max_num_seqs or simulated.max_num_seqs
+    tokens = asked.max_num_batched_tokens or simulated.max_num_batched_tokens
+    rest = command_line(replace(asked, slo=EngineConfig().slo, max_num_seqs=seqs, max_num_batched_tokens=tokens))
     return shlex.join(["tidemill", "serve", model, "--slo", str(answer.question.slo), *rest])
 
 

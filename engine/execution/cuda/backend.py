@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from engine.config import EngineConfig, parse_offload
+from engine.config import WIDE_BYTES, EngineConfig, parse_offload
 from engine.errors import ConfigError
 from engine.execution import memory
 from engine.execution.backend import Backend
@@ -47,8 +47,6 @@ from engine.models.weights import Gather, LayerWeights, ModelWeights, ResidentLa
 from engine.triton_kernels import triton_kernels
 
 _GRAPH_BYTES = 16 * 1024**2  # estimate of the driver's memory for a graph of a few hundred kernels
-WIDE_BYTES = 39 * 2**30
-"""Memory from which a GPU counts as large; cards sold with 40 GB have slightly less."""
 _STEP_BYTES = 2**30  # estimate of a step's memory besides weights and cache
 _OLDEST_ARCH = (8, 0)
 _SMALLEST_HEAD, _LARGEST_GROUP = 16, 64  # limits of a tensor core product, and of decode tiles without spills
