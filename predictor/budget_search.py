@@ -11,7 +11,7 @@ parameters at most once.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from predictor.budget import BudgetParams
@@ -24,6 +24,7 @@ MAX_EVALUATIONS = 60
 MARGIN = 0.8
 RESOLUTION = 1.005
 MAX_CONFIRMATIONS = 5
+FEWEST_REPLAYS = 5
 DELTAS = (1.0, 2.0, 4.0, 8.0)
 DEFAULT_DELTA = 4.0
 LAMBDAS = (0.25, 1.0, 4.0, 16.0)
@@ -90,6 +91,8 @@ def search_budget(
     confirm: Sequence[Callable[[BudgetParams], Metrics]] = (),
     margin: float = MARGIN,
     max_evaluations: int = MAX_EVALUATIONS,
+    start: BudgetParams | None = None,
+    is_over: Callable[[], bool] = lambda: False,
 ) -> SearchResult:
     """Find the parameters of `policy` with the highest offline throughput that keep the SLO.
 
@@ -103,6 +106,8 @@ def search_budget(
         confirm: Replays of further windows, in which the whole tolerance may be used.
         margin: Share of the tolerance that may be used in the searched window.
         max_evaluations: Maximum number of replays.
+        start: Budget to try first, such as the one in force.
+        is_over: Whether the search must end; it makes at least FEWEST_REPLAYS.
 
     Raises:
         ValueError: For an invalid range, an unknown policy or too few evaluations.
@@ -114,8 +119,10 @@ def search_budget(
     reserve = (MAX_CONFIRMATIONS + 1) * len(confirm)
     if max_evaluations - reserve < 4:
         raise ValueError(f"max_evaluations must leave at least 4 for the search, not {max_evaluations - reserve}")
-    search = _Search(evaluate, slo, margin, (low, high), max_evaluations - reserve)
+    search = _Search(evaluate, slo, margin, (low, high), max_evaluations - reserve, is_over)
     search.baseline = search.take(BudgetParams(policy, 0.0))
+    if start is not None and start.policy == policy:
+        search.take(replace(start, latency_budget=min(max(start.latency_budget, low), high)))
     flat_share = 1.0 if policy == "hygen" else 0.4
     flat = search.flat(policy, max(3, round(flat_share * search.left)))
     if policy == "tidemill":
@@ -157,6 +164,7 @@ class _Search:
         margin: float,
         latency_range: tuple[float, float],
         max_evaluations: int,
+        is_over: Callable[[], bool],
     ) -> None:
         self.done: dict[BudgetParams, Evaluated] = {}
         self.baseline: Evaluated | None = None
@@ -165,10 +173,13 @@ class _Search:
         self._margin = margin
         self._low, self._high = latency_range
         self._max_evaluations = max_evaluations
+        self._is_over = is_over
 
     @property
     def left(self) -> int:
         """Number of replays left."""
+        if len(self.done) >= FEWEST_REPLAYS and self._is_over():
+            return 0
         return self._max_evaluations - len(self.done)
 
     def best(self) -> Evaluated:
@@ -178,7 +189,7 @@ class _Search:
     def take(self, params: BudgetParams) -> Evaluated:
         """Replay `params`, or return the result of an earlier replay."""
         if params not in self.done:
-            assert self.left > 0, "out of evaluations"
+            assert len(self.done) < self._max_evaluations, "out of evaluations"
             metrics = dict(self._evaluate(params))
             base = self.baseline.metrics if self.baseline is not None else metrics
             self.done[params] = Evaluated(params, metrics, self._slo.violations(metrics, base, self._margin))
@@ -186,34 +197,36 @@ class _Search:
 
     def flat(self, policy: str, evaluations: int) -> Evaluated:
         """Return the best flat budget: try a geometric grid, then halve the gaps beside the best points."""
-        stop = self.left - evaluations
+        stop = max(self.left - evaluations, 0)
         size = max(3, round(0.5 * evaluations))
         ratio = self._high / self._low
         grid = [self._low * ratio ** (i / (size - 1)) for i in range(size - 1)] + [self._high]
-        points = [self.take(BudgetParams(policy, budget)) for budget in grid]
-        while self.left > stop:
+        budgets = [*grid[2::4], *grid[0::4], *grid[1::2]]  # coarse to fine: the time may end
+        points: list[Evaluated] = []
+        while budgets and self.left > stop:
+            points += self.take_all((BudgetParams(policy, budget) for budget in budgets), stop)
             budgets = _next_budgets(points)
-            if not budgets:
-                break
-            points += [self.take(BudgetParams(policy, budget)) for budget in budgets[: self.left - stop]]
         return max(points, key=Evaluated.rank)
+
+    def take_all(self, candidates: Iterable[BudgetParams], stop: int) -> list[Evaluated]:
+        """Replay candidates until `stop` replays are left."""
+        return [self.take(params) for params in candidates if self.left > stop]
 
     def weighted(self, rule: str, flat_budget: float, evaluations: int) -> None:
         """Search (L, λ, δ) under one rule by pattern search from the best of a few start points."""
-        stop = self.left - evaluations
+        stop = max(self.left - evaluations, 0)
         uses_lambda = rule == "tbt_mean"
         starts = [
             BudgetParams("tidemill", budget, lam, DEFAULT_DELTA if uses_lambda else 1.0, rule)
             for budget in dict.fromkeys((flat_budget, self._high, math.sqrt(flat_budget * self._high)))
             for lam in (LAMBDAS if uses_lambda else (math.inf,))
         ]
-        tried = [self.take(params) for params in starts[: max(self.left - stop, 0)]]
+        tried = self.take_all(starts, stop)
         if not tried:
             return
         here, factor = max(tried, key=Evaluated.rank), 2.0
         while factor > RESOLUTION and self.left > stop:
-            around = [params for params in self._neighbours(here.params, factor) if params not in self.done]
-            found = [self.take(params) for params in around[: self.left - stop]]
+            found = self.take_all([p for p in self._neighbours(here.params, factor) if p not in self.done], stop)
             ahead = max([here, *found], key=Evaluated.rank)
             if ahead is here:
                 factor = math.sqrt(factor)

@@ -1,6 +1,8 @@
 """The tuner: the load decides which budget is in force, and what is searched, compared and kept."""
 
 import asyncio
+import contextlib
+import math
 import os
 import pickle
 import subprocess
@@ -8,6 +10,7 @@ import sys
 import time
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,11 +19,20 @@ from driver import make_request
 from windows import poisson_window
 
 from engine.api import FinishReason, RequestClass, RequestOutput, RequestTimes
+from engine.colocation import search_child
 from engine.colocation.baseline import replay_alone
 from engine.colocation.keeper import Colocation, initial_budget
 from engine.colocation.replay import ReplayedServer, Workload, find_budget
-from engine.colocation.search_child import NICENESS, ChildError, Turn, run_child, step_aside
-from engine.colocation.tuner import MIN_COMPARED, MIN_RECORDED, PAUSE_SECONDS, BudgetTuner, LoadStore
+from engine.colocation.search_child import NICENESS, TURNS, ChildError, Turn, run_child, step_aside
+from engine.colocation.tuner import (
+    CONFIRM_STEPS,
+    MIN_COMPARED,
+    MIN_RECORDED,
+    PAUSE_SECONDS,
+    SEARCH_STEPS,
+    BudgetTuner,
+    LoadStore,
+)
 from engine.core import EngineCore
 from engine.limits import SchedulerConfig
 from engine.scheduling.output import Chunk, SchedulerOutput
@@ -138,7 +150,9 @@ async def test_the_load_that_comes_is_searched_and_then_the_next_higher_one() ->
     assert len(bench.jobs) == 2, "all is known now"
     assert bench.budget == pytest.approx(0.02 / (1 + first), rel=1e-6)
     window, others, _server = bench.jobs[0].arguments
-    assert [len(each.arrivals) for each in (window, *others)] == [300, 1000]
+    steps = [each.seconds / bench.tuner._pace() for each in (window, *others)]
+    assert [step <= most for step, most in zip(steps, (SEARCH_STEPS, CONFIRM_STEPS), strict=True)] == [True, True]
+    assert len(window.arrivals) >= 40 and len(others[0].arrivals) >= 120
     assert window.offline_lengths == ((80, 12, 0),), "the job that waits"
     await bench.tuner.stop()
 
@@ -367,7 +381,7 @@ async def test_a_tolerance_is_compared_beside_the_searches() -> None:
 async def test_jobs_run_in_a_process_of_their_own() -> None:
     first, second = (poisson_window(2.0, 100, 20, 4.0, seed) for seed in (1, 2))
     server = ReplayedServer(MODEL, SLO.parse("ttft_p99=500ms,tbt_p99=60ms"), CONFIG)
-    result = await run_child(find_budget, first, [second], server, turns=USUAL)
+    result = await run_child(find_budget, first, [second], server, turns=USUAL, keeps_notes=True)
     assert result.params.latency_budget > 0
     counted = [True] * len(first.arrivals)
     aggregates, own = await run_child(replay_alone, first, server, counted, turns=USUAL)
@@ -376,22 +390,70 @@ async def test_jobs_run_in_a_process_of_their_own() -> None:
         await run_child(int, "no number", turns=(Turn("idle", 0.0), *USUAL))
 
 
-async def test_a_child_that_gets_no_time_is_given_up() -> None:
+async def test_a_child_that_gets_no_time_is_continued_until_it_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last attempt has no limit on the clock; it starts from the notes of those before it."""
     with pytest.raises(ChildError, match="no core had time for it within 0 s"):
-        await run_child(int, turns=(Turn("idle", 0.0), Turn("nice", 0.0)))
+        await run_child(int, turns=(Turn("idle", 0.0), Turn("low", 0.0)))
+    assert [turn.priority for turn in TURNS] == ["idle", "low"] and math.isinf(TURNS[-1].seconds)
+
+    async def attempt(job: tuple[Any, Any, list[str]], priority: str) -> list[str]:
+        job[2].append(priority)
+        if priority == "idle":
+            await asyncio.Event().wait()
+        return job[2]
+
+    monkeypatch.setattr(search_child, "_run", attempt)
+    turns = Turn("idle", 0.0), Turn("low")
+    assert await run_child(find_budget, turns=turns, keeps_notes=True) == ["idle", "low"]
+
+
+class CpuClock:
+    """A CPU clock on which each replay takes `seconds`; it fails after `replays`, as a killed process does."""
+
+    def __init__(self, seconds: float, replays: int = 1000) -> None:
+        self._seconds, self._replays, self._looks = seconds, replays, 0
+
+    def __call__(self) -> float:
+        self._looks += 1
+        if self._looks > 2 * self._replays:
+            raise KeyboardInterrupt
+        return self._seconds * (self._looks // 2)
+
+
+@pytest.mark.parametrize(("seconds", "searched"), [(1.0, 20), (3.0, 7), (1000.0, 5)])
+def test_a_search_ends_after_its_cpu_time_and_an_interrupted_one_goes_on(seconds: float, searched: int) -> None:
+    first, second = (poisson_window(2.0, 100, 20, 4.0, seed) for seed in (1, 2))
+    server = ReplayedServer(MODEL, SLO.parse("ttft_p99=500ms,tbt_p99=60ms"), CONFIG)
+    search = partial(find_budget, first, [second], server, 40, BudgetParams("tidemill", 0.03), 20.0)
+    notes: list[Any] = []
+    whole = search(clock=CpuClock(seconds))
+    for replays in (2, 4, 1000):
+        with contextlib.suppress(KeyboardInterrupt):
+            found = search(notes=notes, clock=CpuClock(seconds, replays))
+    assert found == whole and len(notes) == whole.num_evaluations, "no replay is made twice"
+    assert len(whole.surface) == searched and whole.confirmed and whole.params.latency_budget > 0.0
+
+
+def test_a_window_is_short_in_steps_and_leaves_out_hours_without_chats() -> None:
+    recorded = [OnlineArrival(10.0 * index, Lengths(100, 20)) for index in range(100)]
+    usual = Workload.recorded(recorded, (), 0.1, 50, 1)
+    short = Workload.recorded(recorded, (), 0.1, 50, 1, longest=30.0, idle=2.0)
+    assert usual.seconds == pytest.approx(500.0) and len(usual.arrivals) == 50
+    assert short.seconds == pytest.approx(30.0) and len(short.arrivals) == 15
 
 
 @pytest.mark.skipif(not hasattr(os, "SCHED_IDLE"), reason="Linux")
-@pytest.mark.parametrize("priority", ["idle", "nice", "usual"])
+@pytest.mark.parametrize("priority", ["idle", "low", "usual"])
 def test_priorities_are_those_of_the_name(priority: str) -> None:
     """In a thread: there a thread has its own, and it cannot take back what it gave away."""
 
-    def found() -> tuple[bool, bool]:
+    def found() -> tuple[bool, int]:
         step_aside(priority)
-        return os.sched_getscheduler(0) == os.SCHED_IDLE, os.getpriority(os.PRIO_PROCESS, 0) == NICENESS
+        return os.sched_getscheduler(0) == os.SCHED_IDLE, os.getpriority(os.PRIO_PROCESS, 0)
 
     with ThreadPoolExecutor(1) as executor:
-        assert executor.submit(found).result() == (priority == "idle", priority != "usual")
+        niceness = NICENESS.get(priority, os.getpriority(os.PRIO_PROCESS, 0))
+        assert executor.submit(found).result() == (priority == "idle", niceness)
 
 
 async def test_a_child_is_killed_with_who_waits_for_it() -> None:

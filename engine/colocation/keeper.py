@@ -202,6 +202,11 @@ class Colocation:
         return ended if len(ended) >= MIN_OFFLINE else ended + offline_lengths(self._core.state, MAX_QUEUED)
 
     @property
+    def budget(self) -> BudgetParams:
+        """Return the budget in force."""
+        return self._budget
+
+    @property
     def num_openings(self) -> int:
         """Return how often the breaker has opened."""
         return self._breaker.num_openings

@@ -19,8 +19,8 @@ from predictor.refit import FEWEST, Refit, refit
 
 log = logging.getLogger("tidemill.colocation")
 
-FIRST_SECONDS, EVERY_SECONDS = 120.0, 1800.0
-"""Seconds from the start to the first fit, and between fits."""
+LOOK_SECONDS, EVERY_SECONDS = 60.0, 1800.0
+"""Seconds between two looks for new steps, and after a fit."""
 NEW_STEPS = 500
 """Minimum number of new steps since the last fit."""
 
@@ -51,11 +51,11 @@ class ModelRefit:
             await asyncio.wait([self._task])
 
     async def _run(self) -> None:
-        await asyncio.sleep(FIRST_SECONDS)
         while True:
+            await asyncio.sleep(LOOK_SECONDS)
             if self._colocation.model.num_observed - self._fitted_at >= NEW_STEPS:
                 await self.refit()
-            await asyncio.sleep(EVERY_SECONDS)
+                await asyncio.sleep(EVERY_SECONDS)
 
     async def refit(self) -> bool:
         """Fit once. Return whether the fit replaced the model."""

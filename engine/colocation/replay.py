@@ -6,10 +6,12 @@ deterministic for equal arguments.
 
 import math
 import random
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, count, islice
 from statistics import NormalDist
+from typing import NamedTuple
 
 from engine.api import EngineRequest, RequestClass, SamplingParams
 from engine.colocation.waits import ArrivalWaits
@@ -42,14 +44,33 @@ class Workload:
 
     @classmethod
     def recorded(
-        cls, arrivals: Sequence[OnlineArrival], offline: Sequence[Lengths], rate: float, count: int, seed: int
+        cls,
+        arrivals: Sequence[OnlineArrival],
+        offline: Sequence[Lengths],
+        rate: float,
+        count: int,
+        seed: int,
+        *,
+        longest: float = math.inf,
+        idle: float = math.inf,
     ) -> "Workload":
         """Return a window of `count` arrivals resampled from the recorded ones, at `rate` requests per second.
 
         Raises ValueError if too few arrivals were recorded.
+
+        Args:
+            longest: Maximum seconds of the window.
+            idle: Maximum seconds between two arrivals; longer ones would only replay offline work without chats.
         """
-        window = resample(arrivals, rate, count, seed)
-        return cls(window, window[-1].at, tuple(offline) or USUAL_OFFLINE)
+        window: list[OnlineArrival] = []
+        at = previous = 0.0
+        for arrival in resample(arrivals, rate, count, seed):
+            at += min(arrival.at - previous, idle)
+            previous = arrival.at
+            if at > longest and window:
+                break
+            window.append(arrival._replace(at=at))
+        return cls(tuple(window), window[-1].at, tuple(offline) or USUAL_OFFLINE)
 
     def online(self, max_model_len: int) -> Iterator[Arrival]:
         """Yield the online requests, cut to the context length. Prompts share only their cached part."""
@@ -169,18 +190,59 @@ def step_range(model: LatencyPredictor, config: SchedulerConfig) -> tuple[float,
     return low, max(2.0 * model.predict(largest), 2.0 * low)
 
 
-def find_budget(
-    first: Workload, others: Sequence[Workload], server: ReplayedServer, max_evaluations: int = 24
-) -> SearchResult:
-    """Search on the first window and confirm on the others. `max_evaluations`: for a single other window."""
+class Replayed(NamedTuple):
+    """A completed replay of a search. `window`: 0 for the searched one; `seconds`: its CPU time."""
 
-    def evaluate_on(workload: Workload) -> Callable[[BudgetParams], dict[str, float]]:
-        return lambda budget: replay(workload, server, budget)
+    window: int
+    budget: BudgetParams
+    metrics: dict[str, float]
+    seconds: float
+
+
+def find_budget(
+    first: Workload,
+    others: Sequence[Workload],
+    server: ReplayedServer,
+    max_evaluations: int = 24,
+    start: BudgetParams | None = None,
+    cpu_seconds: float = math.inf,
+    *,
+    notes: list[Replayed] | None = None,
+    clock: Callable[[], float] = time.process_time,
+) -> SearchResult:
+    """Search on the first window and confirm on the others.
+
+    Args:
+        max_evaluations: Maximum number of replays for a single other window.
+        start: Budget to try first.
+        cpu_seconds: CPU time after which the search makes no further replay but those that confirm.
+        notes: Replays of a search that was interrupted; every new replay is appended.
+        clock: CPU time of this process.
+    """
+    notes = [] if notes is None else notes
+    known = {(each.window, each.budget): each for each in notes}
+    spent = 0.0
+
+    def evaluate_on(window: int, workload: Workload) -> Callable[[BudgetParams], dict[str, float]]:
+        def evaluate(budget: BudgetParams) -> dict[str, float]:
+            nonlocal spent
+            found = known.get((window, budget))
+            if found is None:
+                began = clock()
+                metrics = replay(workload, server, budget)
+                found = known[window, budget] = Replayed(window, budget, metrics, clock() - began)
+                notes.append(found)
+            spent += found.seconds
+            return found.metrics
+
+        return evaluate
 
     return search_budget(
-        evaluate_on(first),
+        evaluate_on(0, first),
         server.slo,
         step_range(server.model, server.config),
-        confirm=[evaluate_on(other) for other in others],
+        confirm=[evaluate_on(index, other) for index, other in enumerate(others, 1)],
         max_evaluations=max_evaluations + (MAX_CONFIRMATIONS + 1) * max(0, len(others) - 1),
+        start=start,
+        is_over=lambda: spent >= cpu_seconds,
     )

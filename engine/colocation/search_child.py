@@ -1,61 +1,79 @@
 """Runs long computations in a low-priority child process, so that they take no time from steps.
 
-`python -m engine.colocation.search_child PRIORITY PARENT` reads a pickled function with its arguments from standard
-input, and writes the pickled result to standard output. It exits with its parent process PARENT.
+`python -m engine.colocation.search_child PRIORITY PARENT` reads a pickled function with its arguments and notes from
+standard input. It writes frames to standard output: the length in 8 bytes, then a pickled (is result, value). It exits
+with its parent process PARENT.
 
-A child first runs at idle priority. On a machine without idle cores it would never finish, and the initial budget would
-stay forever. After `IDLE_SECONDS` it is therefore restarted at the lowest normal priority (about 1.5 % of a busy core),
-and after `NICE_SECONDS` more it is given up. The wait for a killed child is bounded, because exiting takes CPU time,
-too.
+A child first runs at idle priority. If it is not done after `IDLE_SECONDS`, because the machine has no idle core,
+another child continues from the notes of the first at a low regular priority, about a tenth of a busy core, until it is
+done. Only CPU time bounds it: the kernel ends a child after `CPU_SECONDS`. The wait for a killed child is bounded,
+because exiting takes CPU time, too.
 """
 
 import asyncio
+import math
 import os
 import pickle
+import resource
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any, NamedTuple, TypeVar, cast
+from functools import partial
+from typing import Any, BinaryIO, NamedTuple, TypeVar
 
 from engine.machine.processes import end_with, python_module
 
 T = TypeVar("T")
-IDLE_SECONDS, NICE_SECONDS = 300.0, 1800.0
+IDLE_SECONDS = 60.0
+CPU_SECONDS = 300
 DEATH_SECONDS = 1.0
-NICENESS = 19
+NICENESS = {"idle": 19, "low": 10}
+_HEADER = 8
 
 
 class ChildError(Exception):
-    """The child could not be started, failed or got no CPU time; one line with the reason."""
+    """The child could not be started, failed or used too much CPU time; one line with the reason."""
 
 
 class Turn(NamedTuple):
     """One attempt.
 
-    `priority`: `idle`, `nice` or `usual` (see `step_aside`); `seconds` until it is killed.
+    `priority`: `idle`, `low` or `usual` (see `step_aside`); `seconds` until the next one continues.
     """
 
     priority: str
-    seconds: float
+    seconds: float = math.inf
 
 
-TURNS = (Turn("idle", IDLE_SECONDS), Turn("nice", NICE_SECONDS))
+TURNS = (Turn("idle", IDLE_SECONDS), Turn("low"))
 
 
-async def run_child(function: Callable[..., T], *arguments: Any, turns: Sequence[Turn] = TURNS) -> T:
-    """Return `function(*arguments)` from the first attempt that completes. The function must be one of a module.
+async def run_child(
+    function: Callable[..., T],
+    *arguments: Any,
+    turns: Sequence[Turn] = TURNS,
+    keeps_notes: bool = False,
+    **options: Any,
+) -> T:
+    """Return `function(*arguments, **options)` from the first attempt that completes.
 
     Raises ChildError. Cancelling kills the child.
+
+    Args:
+        function: Function of a module.
+        keeps_notes: The function has an argument `notes`, a list. Values that an attempt appends to it are in the list
+            of the next attempt.
     """
-    job = pickle.dumps((function, arguments))
+    notes: list[Any] | None = [] if keeps_notes else None
     for priority, seconds in turns:
         with suppress(TimeoutError):
-            async with asyncio.timeout(seconds):
-                return cast(T, pickle.loads(await _run(job, priority)))
+            async with asyncio.timeout(None if math.isinf(seconds) else seconds):
+                return await _run((partial(function, **options), arguments, notes), priority)
     raise ChildError(f"no core had time for it within {sum(turn.seconds for turn in turns):.0f} s")
 
 
-async def _run(job: bytes, priority: str) -> bytes:
+async def _run(job: tuple[Callable[..., T], Sequence[Any], list[Any] | None], priority: str) -> T:
     try:
         process = await asyncio.create_subprocess_exec(
             *python_module("engine.colocation.search_child", priority, str(os.getpid())),
@@ -65,27 +83,60 @@ async def _run(job: bytes, priority: str) -> bytes:
         )
     except OSError as error:
         raise ChildError(error.strerror or str(error)) from None
+    assert process.stdin is not None and process.stdout is not None and process.stderr is not None
+    errors = asyncio.create_task(process.stderr.read())
     try:
-        answer, errors = await process.communicate(job)
+        process.stdin.write(pickle.dumps(job))
+        process.stdin.close()
+        with suppress(asyncio.IncompleteReadError):
+            while True:
+                is_result, value = await _frame(process.stdout)
+                if is_result:
+                    return value  # type: ignore[no-any-return]
+                assert job[2] is not None
+                job[2].append(value)
+        raise ChildError(_reason(await process.wait(), (await errors).decode(errors="replace")))
     finally:
+        errors.cancel()
         if process.returncode is None:
             process.kill()
             with suppress(TimeoutError):
                 await asyncio.wait_for(process.wait(), DEATH_SECONDS)
-    if process.returncode:
-        last = errors.decode(errors="replace").strip().splitlines()[-1:] or ["no message"]
-        raise ChildError(last[0][:200])
-    return answer
+
+
+async def _frame(stream: asyncio.StreamReader) -> tuple[bool, Any]:
+    length = int.from_bytes(await stream.readexactly(_HEADER), "big")
+    return pickle.loads(await stream.readexactly(length))  # type: ignore[no-any-return]
+
+
+def _reason(code: int, errors: str) -> str:
+    if code == -signal.SIGXCPU:
+        return f"it used {CPU_SECONDS} s of CPU time"
+    return (errors.strip().splitlines()[-1:] or ["no message"])[0][:200]
+
+
+class _Notes(list[Any]):
+    """Notes that are sent to the parent process as they are made."""
+
+    def append(self, value: Any) -> None:
+        super().append(value)
+        _send(sys.stdout.buffer, (False, value))
+
+
+def _send(stream: BinaryIO, frame: tuple[bool, Any]) -> None:
+    content = pickle.dumps(frame)
+    stream.write(len(content).to_bytes(_HEADER, "big") + content)
+    stream.flush()
 
 
 def step_aside(priority: str) -> None:
     """Lower the priority of this process.
 
-    `idle`: run only on idle cores. `nice`: the smallest regular share; a niceness alone still takes CPU time, and a
-    step waits for each of its threads. Any other value: keep the priority.
+    `idle`: run only on idle cores. `low`: a small regular share; a step waits for each of its threads, so that niceness
+    alone takes time from steps. Any other value: keep the priority.
     """
-    if priority in ("idle", "nice"):
-        os.setpriority(os.PRIO_PROCESS, 0, NICENESS)
+    if priority in NICENESS:
+        os.setpriority(os.PRIO_PROCESS, 0, NICENESS[priority])
     if priority == "idle" and hasattr(os, "SCHED_IDLE"):
         os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
 
@@ -94,8 +145,10 @@ def main() -> None:
     priority, parent = sys.argv[1:]
     end_with(int(parent))
     step_aside(priority)
-    function, arguments = pickle.load(sys.stdin.buffer)
-    sys.stdout.buffer.write(pickle.dumps(function(*arguments)))
+    resource.setrlimit(resource.RLIMIT_CPU, (CPU_SECONDS, CPU_SECONDS + 1))
+    function, arguments, notes = pickle.load(sys.stdin.buffer)
+    more = {} if notes is None else {"notes": _Notes(notes)}
+    _send(sys.stdout.buffer, (True, function(*arguments, **more)))
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from engine.colocation.baseline import replay_alone, workload_of
 from engine.colocation.keeper import Colocation
 from engine.colocation.refit import ModelRefit
 from engine.colocation.replay import ReplayedServer, Workload, find_budget
-from engine.colocation.search_child import IDLE_SECONDS, NICE_SECONDS, ChildError, Turn, run_child
+from engine.colocation.search_child import ChildError, run_child
 from predictor.budget import BudgetEntry, BudgetParams, BudgetTable, Situation, cell_of, lowest_rate, upper_rate
 from predictor.budget_search import SearchResult
 from predictor.features import BatchFeatures
@@ -31,7 +31,15 @@ log = logging.getLogger("tidemill.colocation")
 MIN_RECORDED = 32
 """Minimum number of known online requests before a search can resample arrivals."""
 SEARCH_ARRIVALS = 300
-"""Maximum arrivals in the search window; the confirmation window has as many as the SLO needs."""
+"""Maximum arrivals in the search window; a confirmation window has at most as many as the SLO needs."""
+SEARCH_STEPS, CONFIRM_STEPS = 6000, 18000
+"""Maximum usual steps that a window lasts: a replay takes about 0.2 ms of CPU for each."""
+IDLE_STEPS = 200
+"""Usual steps after the usual time of an answer after which the next request of a window arrives at the latest."""
+CPU_SECONDS = 20.0
+"""CPU time of a search without its confirmation."""
+LONG_SECONDS = 300.0
+"""Seconds after which a search may be cancelled for another one that the load needs."""
 MIN_STEPS = 100
 OFFLINE_SECONDS = 3600.0
 """No search starts if there was no offline work for this long."""
@@ -42,8 +50,7 @@ CHECK_SECONDS = 3600.0
 PAUSE_SECONDS = 600.0
 """Pause after a failed search, and before a repeated search for the same load because the breaker opened."""
 BASELINE_SECONDS = 30.0
-BASELINE_TURNS = (Turn("idle", BASELINE_SECONDS), Turn("nice", NICE_SECONDS))
-"""A baseline gets `nice` priority after BASELINE_SECONDS, since only baselines show whether a tolerance is kept."""
+"""Minimum seconds between two baselines."""
 MIN_COMPARED = 8
 STORE_SCHEMA = 1
 STORE_BYTES = 4 * 2**20
@@ -149,7 +156,7 @@ class BudgetTuner:
     def _is_long(self, cell: int | None, now: float) -> bool:
         """Return whether the search for `cell` has used its time, so that another one may replace it."""
         last = None if cell is None else self._searched.get(cell)
-        return last is not None and now - last.at >= IDLE_SECONDS
+        return last is not None and now - last.at >= LONG_SECONDS
 
     def follow_load(self, now: float) -> None:
         """Use the budget known for the current load."""
@@ -225,17 +232,19 @@ class BudgetTuner:
         keeper, situation, rate = self._colocation, self._situation(), upper_rate(cell)
         assert situation is not None
         arrivals, offline = tuple(keeper.load.arrivals), keeper.offline_work()
-        needed = self._server.slo.arrivals_needed
+        needed, pace = self._server.slo.arrivals_needed, situation.pace
+        idle = (situation.shape.output + IDLE_STEPS) * pace
         self._searched[cell] = _Searched(self._clock(), keeper.num_openings)
         try:
-            windows = [(rate, min(needed, SEARCH_ARRIVALS)), (rate, needed)]
+            windows = [(rate, min(needed, SEARCH_ARRIVALS), SEARCH_STEPS), (rate, needed, CONFIRM_STEPS)]
             if self._is_relative:  # a limit kept at the cell's upper rate holds in the whole cell, a tolerance may not
-                windows.append((lowest_rate(cell), min(needed, SEARCH_ARRIVALS)))
+                windows.append((lowest_rate(cell), min(needed, SEARCH_ARRIVALS), SEARCH_STEPS))
             first, *others = (
-                Workload.recorded(arrivals, offline, each, count, seed)
-                for seed, (each, count) in enumerate(windows, start=1)
+                Workload.recorded(arrivals, offline, each, count, seed, longest=steps * pace, idle=idle)
+                for seed, (each, count, steps) in enumerate(windows, start=1)
             )
-            found: SearchResult = await self._child(find_budget, first, others, self._live_server())
+            limits: dict[str, Any] = {"start": keeper.budget, "cpu_seconds": CPU_SECONDS, "keeps_notes": True}
+            found: SearchResult = await self._child(find_budget, first, others, self._live_server(), **limits)
         except (ChildError, ValueError) as error:
             self._failed_at = self._clock()
             log.warning("the budget search for %.3g requests/s failed (%s)", rate, error)
@@ -265,9 +274,7 @@ class BudgetTuner:
             self._compared_at = self._clock()
             window, counted = self._colocation.window(self._clock())
             try:
-                aggregates, own = await self._child(
-                    replay_alone, workload_of(window), self._live_server(), counted, turns=BASELINE_TURNS
-                )
+                aggregates, own = await self._child(replay_alone, workload_of(window), self._live_server(), counted)
                 self._colocation.set_baseline(aggregates, own, self._clock())
             except (ChildError, ValueError) as error:
                 log.warning("the online-only run of the last requests failed (%s)", error)
