@@ -142,6 +142,9 @@ class LatencyPredictor(Protocol):
     def reach(self) -> Reach:
         """Windows with which features count contexts; features passed to the model must use the same."""
 
+    def likely(self) -> "LatencyPredictor":
+        """Return the predictor without margins, at the fastest speed that is plausible for the next seconds."""
+
     def predict(self, features: BatchFeatures) -> float:
         """Return the time of the whole step; of the empty step, the fixed cost of any step."""
 

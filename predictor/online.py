@@ -18,6 +18,7 @@ import math
 from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Iterator
+from copy import copy
 from dataclasses import replace
 from functools import cache
 from statistics import NormalDist
@@ -52,6 +53,8 @@ LEAST_FIRST_MARGIN, MAX_MARGIN = 0.05, 0.75
 """Smallest relative margin before the first steps, and the largest margin of all."""
 MAX_SCALE = 64.0
 """The scale stays within [1/MAX_SCALE, MAX_SCALE]. A profile measured on a busy machine can be 30 times too slow."""
+UNSURE, SURE_SECONDS = 4.0, 3.0
+"""A profile measured on a busy machine may be UNSURE times too slow; the speed is known after SURE_SECONDS of steps."""
 WINDOW = 512
 """Number of steps of the windowed error."""
 RING = 256
@@ -290,6 +293,16 @@ class OnlineModel:
     def usual_seconds(self) -> float:
         """Mean expected time of a step."""
         return self._usual_scale * self._mean_raw + self._host.mean
+
+    def likely(self) -> "OnlineModel":
+        """Return a view without margins at the faster of current and usual speed, valid until the next step.
+
+        In the first SURE_SECONDS the machine may be up to UNSURE times as fast as its profile says.
+        """
+        view, unsure = copy(self), UNSURE ** max(0.0, 1.0 - self._clock / SURE_SECONDS)
+        view.scale = view._usual_scale = min(self.scale, self._usual_scale) / unsure
+        view._margins = [0.0] * len(self._margins)
+        return view
 
     def as_fixed(self) -> LatencyModel:
         """Return the usual expectation as a model that does not learn."""

@@ -79,7 +79,7 @@ def test_an_engine_reports_what_waits_what_runs_and_what_chats_could_get() -> No
     report = driver.core.load(driver.now)
     assert (report.queued_tokens, report.queued_units, report.queued_requests, report.running) == (0, 0, 0, 0)
     assert report.offline_tokens > 0 and not report.offline_waits and report.time >= before.time
-    assert 0 < report.mean_output < 4 and report.mean_input > 0
+    assert 0 < report.mean_output <= 4 and report.mean_input > 0
 
 
 def test_what_lines_hold_is_there_for_chats() -> None:

@@ -2,6 +2,7 @@
 
 import contextlib
 import math
+import random
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -27,7 +28,9 @@ from engine.scheduling.objective import StepObjective
 from engine.scheduling.planner import offline_allowance
 from engine.virtual import Arrival, PredictedRunner, VirtualDriver, VirtualRecord
 from predictor.budget import BudgetParams
+from predictor.features import LatencyPredictor
 from predictor.model import LatencyModel
+from predictor.online import OnlineModel
 
 # 8 ms a step, a knee at 128 tokens, 20 to 220 us a token: 12,000 tokens take 2.3 s in steps of 512.
 MODEL = LatencyModel(
@@ -46,7 +49,7 @@ OBJECTIVE = StepObjective(1.0, 0.1, budget=BudgetParams("tidemill", 0.08))
 
 
 def make_core(
-    policy: str, model: LatencyModel = MODEL, objective: StepObjective = OBJECTIVE, **changes: Any
+    policy: str, model: LatencyPredictor = MODEL, objective: StepObjective = OBJECTIVE, **changes: Any
 ) -> EngineCore:
     settings: dict[str, Any] = {"num_units": 2 * 4000, "max_model_len": 16384}
     return EngineCore(
@@ -211,6 +214,38 @@ def test_a_burst_of_16_prompts_waits_on_a_laptop_instead_of_being_refused() -> N
     assert core.stats().refused_requests == 0
 
 
+@pytest.mark.parametrize("policy", ["fcfs", *URGENT_POLICIES])
+@pytest.mark.parametrize("rate", [1.0, 3.0])
+def test_accepted_requests_start_within_the_maximum_wait_when_memory_is_short(policy: str, rate: float) -> None:
+    """A burst of 60 on a pool of 2,048 tokens while further chats arrive: waits, and gaps of preempted answers."""
+    generator = random.Random(1)
+    model = replace(MODEL, intercept=0.015, decodes=1e-3)
+    times = [10.0] * 60 + [index / rate for index in range(round(60 * rate))]
+    arrivals = [
+        Arrival(at, chat(f"{index}", generator.randint(40, 200), index, output=generator.randint(60, 150)))
+        for index, at in enumerate(sorted(times))
+    ]
+    core = make_core(policy, model=model, num_units=2 * 128, max_model_len=1024, max_queue_time="10s")
+    served = [record for record in replay(core, arrivals, model).values() if not record.rejected]
+    assert len(served) > 0.6 * len(arrivals) and all(record.ended is not None for record in served)
+    assert max(record.ttft or math.inf for record in served) < 1.25 * 10.0
+    assert max(max(record.gaps) for record in served) < 1.25 * 10.0
+
+
+@pytest.mark.parametrize("slower", [1.0, 3.0, 10.0])
+@pytest.mark.parametrize("first", [1900, 0])
+def test_a_short_burst_on_a_fresh_server_is_served_whatever_its_profile_says(slower: float, first: int) -> None:
+    """A profile measured beside other work is several times too slow, and has a large error."""
+    true = LAPTOP.scaled(0.5)
+    believed = OnlineModel(true.scaled(slower), 0.4)
+    lengths = [first] * (first > 0) + [60] * (31 if first else 16)
+    burst = [Arrival(0.01 * index, chat(f"{index}", length, index, 64)) for index, length in enumerate(lengths)]
+    core = make_core("goodput", model=believed, max_queue_time="10x")
+    run = VirtualDriver(core, PredictedRunner(true, (0.7, 1.0, 1.5), believed.observe), burst).run(1000.0)
+    assert not any(record.rejected for record in run.online)
+    assert max(record.ttft or math.inf for record in run.online) < 10.0
+
+
 def test_what_the_prefix_cache_holds_is_no_work() -> None:
     """Eight turns of long chats whose pasts are cached are a few tokens each, and one that comes then is taken."""
 
@@ -271,9 +306,11 @@ def test_an_urgent_arrival_waits_only_for_those_before_it() -> None:
     core = make_core("goodput", max_queue_time="5s")
     for index in range(3):
         core.add_request(chat(f"long{index}", 12_000, index), 0.0)
-    core.add_request(chat("short", 60, 50), 1.5)
+    clock = Clock(core)
+    clock.run_until(partial(clock.is_past, 1.5))
+    core.add_request(chat("short", 60, 50), clock.now)
     with pytest.raises(QueueFullError):
-        core.add_request(chat("long3", 12_000, 51), 1.5)
+        core.add_request(chat("long3", 12_000, 51), clock.now)
 
 
 @pytest.mark.parametrize("policy", [*URGENT_POLICIES, "fcfs"])

@@ -5,6 +5,7 @@ same start-up sweep as on a real one (HyGen §4.2). The scheduler never sees the
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -86,6 +87,10 @@ class _Predictor:
     """Base of predictors without margin, adapters and masks; marginal times are differences of predictions."""
 
     reach: Reach
+
+    def likely(self) -> Self:
+        """Return this predictor, which has no margin."""
+        return self
 
     def predict(self, features: BatchFeatures) -> float:
         """Return the seconds of the step."""

@@ -12,9 +12,6 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import replace
 from itertools import chain, takewhile
-from typing import NamedTuple
-
-import numpy as np
 
 from engine.api import EngineRequest, Lane, RequestClass, RequestTimes, SamplingParams
 from engine.errors import ContextLengthError, InvalidRequestError, QueueFullError
@@ -27,6 +24,7 @@ from engine.scheduling.laxity import (
     prefill_pace,
     uses_laxity,
 )
+from engine.scheduling.overdue import QueueWork, answer_tokens, binds, memory_wait, prompt_seconds, slack
 from engine.scheduling.state import SchedulerState
 from engine.scheduling.tenants import order_tenants
 
@@ -84,9 +82,12 @@ class Admission:
         if request.request_class is not RequestClass.ONLINE or request.spec.probe:
             return
         state = self._state
-        state.mean_prompt += FORGETTING * (request.num_prompt_tokens - state.mean_prompt)
+        state.num_prompts += 1
+        state.mean_prompt += max(FORGETTING, 1.0 / state.num_prompts) * (request.num_prompt_tokens - state.mean_prompt)
         if request.spec.pooling is None:
-            state.mean_output += FORGETTING * (request.num_output_tokens - state.mean_output)
+            state.num_answers += 1
+            weight = max(FORGETTING, 1.0 / state.num_answers)
+            state.mean_output += weight * (request.num_output_tokens - state.mean_output)
 
     def _check_online(self, request: Request, now: float) -> None:
         try:
@@ -148,65 +149,49 @@ def next_start(state: SchedulerState) -> float:
     )
     if has_room or not running:
         return prompts + pace.step
-    return max(prompts, state.mean_output * pace.step / len(running)) + pace.step
+    return max(prompts, answer_tokens(state) * pace.step / len(running)) + pace.step
 
 
 def expected_wait(state: SchedulerState, request: Request, now: float) -> float:
-    """Return the seconds until a request that arrives now could start.
+    """Return the seconds until a request that arrives now could start, at the likely speed of the machine.
 
-    The mean length of recent online answers gives an estimate of the release of rows and memory.
+    A request that overtakes others waits behind all of them if one would otherwise exceed the maximum wait.
     """
-    pace = _pace_of_crowd(state)
+    pace = _pace_of_crowd(state, likely=True)
     if pace is None:
         return 0.0
+    last = _wait_behind_all(state, request, pace)
+    if binds(state):
+        own = memory_wait(state, pace, request.num_blocks(state.config.block_size), 1)
+        if slack(state, QueueWork.of(state, pace), pace, now).min() < pace.seconds_for(request) + own:
+            return last
     ahead = _ahead(state, request, pace, now)
     waiting = [other for other in ahead if other.row < 0]
-    blocks = sum(other.num_blocks(state.config.block_size) for other in waiting)
-    crowd = _Crowd(sum(pace.seconds_for(other) for other in ahead), len(waiting), blocks)
-    return _wait_behind(state, request, crowd, pace)
+    blocks = sum(other.num_blocks(state.config.block_size) for other in (*waiting, request))
+    return _wait(state, pace, sum([pace.seconds_for(other) for other in ahead]), blocks, len(waiting) + 1)
 
 
 def longest_wait(state: SchedulerState, request: Request) -> float:
     """Return an upper bound of `expected_wait` without computing the prompt order."""
     pace = _pace_of_crowd(state)
-    if pace is None:
-        return 0.0
-    waiting, block_size = state.waiting_online, state.config.block_size
-    columns = waiting.columns
-    asked = columns.began | (columns.missing > pace.chunk)
-    others = [*state.running_prompts(), *[waiting[index] for index in np.flatnonzero(asked).tolist()]]
-    work = float(columns.missing[~asked].sum()) * pace.per_token + sum(pace.seconds_for(other) for other in others)
-    blocks = int(np.minimum(columns.lengths // block_size + 1, state.config.most_blocks)[~columns.began].sum())
-    blocks += sum(waiting[index].num_blocks(block_size) for index in np.flatnonzero(columns.began).tolist())
-    return _wait_behind(state, request, _Crowd(work, len(waiting), blocks), pace)
+    return 0.0 if pace is None else _wait_behind_all(state, request, pace)
 
 
-class _Crowd(NamedTuple):
-    """The requests ahead of an arrival: seconds of work, number of waiting requests and the blocks that these need."""
-
-    work: float
-    num_waiting: int
-    blocks: int
+def _wait_behind_all(state: SchedulerState, request: Request, pace: PrefillPace) -> float:
+    work = QueueWork.of(state, pace)
+    blocks = int(work.blocks.sum()) + request.num_blocks(state.config.block_size)
+    return _wait(state, pace, float(work.seconds.sum()) + prompt_seconds(state, pace), blocks, len(work.since) + 1)
 
 
-def _pace_of_crowd(state: SchedulerState) -> PrefillPace | None:
+def _wait(state: SchedulerState, pace: PrefillPace, seconds: float, blocks: int, requests: int) -> float:
+    """Return the seconds until the last of `requests`, which need `blocks`, starts behind `seconds` of prompts."""
+    prompts = pace.step + seconds if seconds else 0.0
+    return prompts + float(memory_wait(state, pace, blocks, requests))
+
+
+def _pace_of_crowd(state: SchedulerState, *, likely: bool = False) -> PrefillPace | None:
     """Return the prefill pace, or None if no online request is present or there is no latency model."""
-    return prefill_pace(state) if state.running[RequestClass.ONLINE] or state.waiting_online else None
-
-
-def _wait_behind(state: SchedulerState, request: Request, crowd: _Crowd, pace: PrefillPace) -> float:
-    """Return the seconds until `request` starts behind `crowd`.
-
-    Rows and units are freed evenly over the time of one answer.
-    """
-    config, running = state.config, state.running[RequestClass.ONLINE]
-    blocks = crowd.blocks + sum(other.num_blocks(config.block_size) for other in (*running, request))
-    units = UNITS_PER_BLOCK * blocks - state.pool.num_units
-    rows = len(running) + crowd.num_waiting + 1
-    lack = max((rows - config.max_num_seqs) / config.max_num_seqs, 0.0)
-    lack = max(lack, units / state.pool.num_units)
-    step = pace.per_token * pace.chunk if crowd.work else pace.step
-    return max(pace.step + crowd.work if crowd.work else 0.0, lack * state.mean_output * step)
+    return prefill_pace(state, likely=likely) if state.running[RequestClass.ONLINE] or state.waiting_online else None
 
 
 def _ahead(state: SchedulerState, request: Request, pace: PrefillPace, now: float) -> list[Request]:

@@ -84,14 +84,16 @@ class PrefillPace:
         return replace(self, per_token=factor * self.per_token, stretch=factor * self.stretch)
 
 
-def prefill_pace(state: SchedulerState, tbt_share: float = 1.0) -> PrefillPace | None:
+def prefill_pace(state: SchedulerState, tbt_share: float = 1.0, *, likely: bool = False) -> PrefillPace | None:
     """Return the prefill pace beside the running decodes, never below the floor chunk, or None without a model.
 
-    `tbt_share`: share of the TBT limit that a step may take.
+    `tbt_share`: share of the TBT limit that a step may take. `likely`: without the safety margins of step times.
     """
     model, config = state.model, state.config
     if model is None:
         return None
+    if likely:
+        model = model.likely()
     beside = BatchFeatures(model.reach)
     decodes = [r for r in state.running[RequestClass.ONLINE] if r.times.first_token is not None]
     beside.add_decodes(len(decodes), model.reach.contexts([len(r.token_ids) for r in decodes]))

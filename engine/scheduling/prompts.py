@@ -66,12 +66,12 @@ class PromptFill:
         self._allocation = draft.allocation
         self._reserve = _Reserve()
 
-    def add(self, starts: list[Start] | None, first: Request | None = None) -> None:
+    def add(self, starts: list[Start] | None, first: Sequence[Request] = ()) -> None:
         """Add the prompts.
 
         Args:
             starts: The requests that may start if a knapsack chose them; None: queue order.
-            first: A request that starts before any other, even if it was not chosen.
+            first: Requests that start before any other, in order, even if they were not chosen.
         """
         prompts = self._state.running_prompts()
         if not prompts and not self._state.waiting_online:
@@ -80,11 +80,13 @@ class PromptFill:
         if math.isfinite(self.time_limit) and self._has_time():
             self.time_limit *= EASY_SHARE
         context = _queue_context(self._state, self._draft.now)
-        if first is not None:
-            if not self._start_first(first) and self._state.pool.num_deferred_units:
-                starts = []  # its memory is still deferred: no other request may take it
-            elif starts is not None:
-                starts = [start for start in starts if start.request is not first]
+        for request in first:
+            if not self._start_first(request):
+                if self._state.pool.num_deferred_units:
+                    starts = []  # its memory is still deferred: no other request may take it
+                break
+        if starts:
+            starts = [start for start in starts if start.request not in first]
         chosen = None if starts is None else {start.request: start for start in starts}
         order = self._order(prompts, starts, context)
         head = order.behind[0] if order.urgent and order.behind else None

@@ -35,6 +35,7 @@ class SchedulerState:
         aside: Requests hidden from ordinary steps, waiting or running, by arrival; see `engine.scheduling.recovery`.
         unwritten: Running requests whose rows the runner does not have yet (see `engine.scheduling.moving`).
         mean_prompt, mean_output: Moving averages of the tokens of online requests that ended.
+        num_prompts, num_answers: Number of requests in these averages.
         num_contested: Steps without time for both the urgent prompts and those behind them; the two groups alternate.
     """
 
@@ -68,6 +69,7 @@ class SchedulerState:
         self.released_rows: list[int] = []
         self.num_contested = 0
         self.mean_prompt = self.mean_output = 0.0
+        self.num_prompts = self.num_answers = 0
         self.queue_time = QueueTime.parse(config.max_queue_time)
         self.counters = Counters()
 

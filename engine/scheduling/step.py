@@ -17,6 +17,7 @@ from engine.request import due
 from engine.scheduling.draft import StepDraft
 from engine.scheduling.in_flight import InFlight
 from engine.scheduling.offline_fill import OfflineFill
+from engine.scheduling.overdue import binds, overdue
 from engine.scheduling.planner import OfflinePlan
 from engine.scheduling.prompts import PromptFill
 from engine.scheduling.tenants import choose_starts, let_in
@@ -36,10 +37,11 @@ class StepBuilder:
     def build(self, plan: OfflinePlan | None) -> InFlight | None:
         """Return the step, or None if no request can run now. Without a plan the step is online-only."""
         self._state.cache.balance()
-        first = let_in(self._draft)
-        starts = choose_starts(self._state, self._draft.now)
+        admitted = let_in(self._draft)
+        late = overdue(self._state, self._draft.pace, self._draft.now) if binds(self._state) else []
+        starts = [] if late else choose_starts(self._state, self._draft.now)
         num_decodes = self._add_online_decodes()
-        self._prompts.add(starts, first)
+        self._prompts.add(starts, late if admitted is None else [admitted])
         if starts is None:
             self._prompts.restore_compact()
         if plan is not None:

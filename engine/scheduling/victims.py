@@ -17,6 +17,7 @@ from engine.cache.cache import Claim
 from engine.cache.placement import READ_STEPS
 from engine.limits import UNITS_PER_BLOCK
 from engine.request import Request
+from engine.scheduling.overdue import owes
 from engine.scheduling.selection import Pressure, Start
 from engine.scheduling.state import SchedulerState
 
@@ -127,7 +128,7 @@ def online_order(state: SchedulerState, now: float) -> list[Request]:
     """
     running = list(state.running[RequestClass.ONLINE])
     if state.online_policy.select is not None and math.isfinite(state.objective.ttft):
-        late = [is_late(state, request, now) for request in running]
+        late = [is_late(state, request, now) and not owes(state, request, now) for request in running]
         if any(late):
             return [*compress(running, map(not_, late)), *compress(running, late)]
     return running
@@ -142,7 +143,7 @@ def evictable(state: SchedulerState, now: float) -> list[Request]:
         return []
     limit = state.config.max_offline_preemptions
     running = reversed(state.running[RequestClass.ONLINE])
-    return [r for r in running if r.num_preemptions < limit and is_late(state, r, now)]
+    return [r for r in running if r.num_preemptions < limit and is_late(state, r, now) and not owes(state, r, now)]
 
 
 def evict_late(state: SchedulerState, starts: Sequence[Start], now: float) -> None:
