@@ -111,7 +111,7 @@ class Opening:
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
         os.close(os.open(database, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
         for name in _PRIVATE:
-            with suppress(FileNotFoundError):
+            with suppress(FileNotFoundError, PermissionError):  # a volume may come from a server of another user
                 if (self._root / name).stat().st_mode & 0o077:
                     (self._root / name).chmod(0o600)
 
