@@ -59,6 +59,22 @@ def test_a_new_connection_has_no_place_where_each_has_a_request(caplog: pytest.L
     assert len(caplog.records) == 1, "one line a minute"
 
 
+def test_a_refused_connection_gives_way_to_a_new_one_that_may_be_a_health_check() -> None:
+    limit, busy = ConnectionLimit(1), Peer()
+    limit.enter(busy)
+    limit.begin(busy)
+    late = [Peer() for _ in range(STANDING + 2)]
+    for peer in late[:STANDING]:
+        limit.enter(peer)
+    limit.refuse(late[3])
+    limit.refuse(late[1])
+    for peer in late[STANDING:]:
+        assert not limit.enter(peer) and limit.may_stand
+    assert [index for index, peer in enumerate(late) if peer.gave_way] == [1, 3]
+    limit.enter(Peer())
+    assert not limit.may_stand and not limit._refused
+
+
 @pytest.mark.parametrize("descriptors", [64, 160, 256, 1024, 65536])
 def test_descriptors_are_left_for_everything_else(descriptors: int) -> None:
     places = connections_within(descriptors)
@@ -118,9 +134,15 @@ async def test_where_each_connection_has_a_request_only_health_is_served(start_s
         status, headers, _ = await asking.answer()
         assert status == 200 and headers["connection"] == "close"
         await asking.close()
+    many = await open_idle(served, 3 * STANDING)
+    for raw in many:
+        raw.send(post(STREAM))
+    assert {(await raw.answer())[0] for raw in many} == {503}
+    async with httpx.AsyncClient(base_url=served.url) as client:
+        assert (await client.get("/health")).status_code == 200, "while the refused clients linger"
     await streams[0].close()
     assert await _until_served(served), "a place is free again"
-    for raw in [*streams, late]:
+    for raw in [*streams, late, *many]:
         await raw.close()
 
 

@@ -85,8 +85,11 @@ class GuardedProtocol(HttpToolsProtocol):
             transport.close()
 
     def give_way(self) -> None:
-        """See Holder. Only called while the connection waits for a request."""
-        self.transport.abort()
+        """See Holder. The response to a refused request may still be in the write buffer."""
+        if self._refused:
+            self.transport.close()
+        else:
+            self.transport.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.places.leave(self)
@@ -222,6 +225,7 @@ class GuardedProtocol(HttpToolsProtocol):
     def _refuse(self, error: ApiError) -> None:
         """Respond without the application, and accept no further requests on this connection."""
         self._refused = True
+        self.places.refuse(self)
         self._cancel_read()
         unfinished = [cycle for cycle in self._cycles if not cycle.response_complete]
         if any(cycle.response_started for cycle in unfinished) or len(unfinished) > 1:

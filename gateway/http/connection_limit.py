@@ -1,7 +1,8 @@
 """Limit on concurrent connections, which keeps file descriptors free for engine processes and files.
 
 A new connection beyond the limit closes the connection that has been idle for longest. If all connections have a
-request in progress, the new one is only served health checks; other requests get a 503.
+request in progress, the new one is only served health checks; other requests get a 503. A refused connection lingers
+until the client has read that, or until another one needs its place.
 """
 
 import logging
@@ -45,7 +46,7 @@ class Holder(Protocol):
     """A connection that is counted by `ConnectionLimit`."""
 
     def give_way(self) -> None:
-        """Close this idle connection in favour of a new one."""
+        """Close this idle or refused connection in favour of a new one."""
 
 
 class ConnectionLimit:
@@ -56,6 +57,7 @@ class ConnectionLimit:
         self._clock = clock
         self._inside: set[Holder] = set()
         self._standing: set[Holder] = set()
+        self._refused: dict[Holder, None] = {}  # part of `_standing`, in the order of refusal
         self._waiting: dict[Holder, None] = {}  # ordered by idle time, longest first
         self._log_at = -LOG_SECONDS
 
@@ -65,10 +67,11 @@ class ConnectionLimit:
             self._log()
             oldest = next(iter(self._waiting), None)
             if oldest is None:
+                if len(self._standing) >= STANDING:
+                    self._close(next(iter(self._refused), None))
                 self._standing.add(holder)
                 return False
-            self.leave(oldest)
-            oldest.give_way()
+            self._close(oldest)
         self._inside.add(holder)
         self._waiting[holder] = None
         return True
@@ -88,8 +91,19 @@ class ConnectionLimit:
             self._waiting.pop(holder, None)
             self._waiting[holder] = None
 
+    def refuse(self, holder: Holder) -> None:
+        """Mark a connection beyond the limit as refused: its response was sent."""
+        if holder in self._standing:
+            self._refused[holder] = None
+
+    def _close(self, holder: Holder | None) -> None:
+        if holder is not None:
+            self.leave(holder)
+            holder.give_way()
+
     def leave(self, holder: Holder) -> None:
         """Forget a closed connection."""
+        self._refused.pop(holder, None)
         self._inside.discard(holder)
         self._standing.discard(holder)
         self._waiting.pop(holder, None)
