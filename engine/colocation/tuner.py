@@ -32,10 +32,10 @@ MIN_RECORDED = 32
 """Minimum number of known online requests before a search can resample arrivals."""
 SEARCH_ARRIVALS = 300
 """Maximum arrivals in the search window; a confirmation window has at most as many as the SLO needs."""
-SEARCH_STEPS, CONFIRM_STEPS = 6000, 18000
+SEARCH_STEPS, CONFIRM_STEPS = 2500, 7500
 """Maximum usual steps that a window lasts: a replay takes about 0.2 ms of CPU for each."""
-IDLE_STEPS = 200
-"""Usual steps after the usual time of an answer after which the next request of a window arrives at the latest."""
+IDLE_SECONDS = 2.0
+"""Maximum seconds without a chat in a window: a replay of hours of offline work alone shows nothing."""
 CPU_SECONDS = 20.0
 """CPU time of a search without its confirmation."""
 LONG_SECONDS = 300.0
@@ -233,7 +233,7 @@ class BudgetTuner:
         assert situation is not None
         arrivals, offline = tuple(keeper.load.arrivals), keeper.offline_work()
         needed, pace = self._server.slo.arrivals_needed, situation.pace
-        idle = (situation.shape.output + IDLE_STEPS) * pace
+        idle = situation.shape.output * pace + IDLE_SECONDS
         self._searched[cell] = _Searched(self._clock(), keeper.num_openings)
         try:
             windows = [(rate, min(needed, SEARCH_ARRIVALS), SEARCH_STEPS), (rate, needed, CONFIRM_STEPS)]
