@@ -27,7 +27,8 @@ MAX_CONFIRMATIONS = 5
 FEWEST_REPLAYS = 5
 DELTAS = (1.0, 2.0, 4.0, 8.0)
 DEFAULT_DELTA = 4.0
-LAMBDAS = (0.25, 1.0, 4.0, 16.0)
+LAMBDA_STEP, LAMBDA_RESOLUTION = 4.0, 1.1
+MIN_LAMBDA, MAX_LAMBDA = 1e-4, 1e4
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,15 +214,17 @@ class _Search:
         return [self.take(params) for params in candidates if self.left > stop]
 
     def weighted(self, rule: str, flat_budget: float, evaluations: int) -> None:
-        """Search (L, λ, δ) under one rule by pattern search from the best of a few start points."""
+        """Search (L, λ, δ) under one rule by pattern search from the best of a few start points.
+
+        With λ, the largest L comes first: λ has no effect under an L that is as small as a flat budget must be.
+        """
         stop = max(self.left - evaluations, 0)
-        uses_lambda = rule == "tbt_mean"
-        starts = [
-            BudgetParams("tidemill", budget, lam, DEFAULT_DELTA if uses_lambda else 1.0, rule)
-            for budget in dict.fromkeys((flat_budget, self._high, math.sqrt(flat_budget * self._high)))
-            for lam in (LAMBDAS if uses_lambda else (math.inf,))
-        ]
-        tried = self.take_all(starts, stop)
+        if rule == "tbt_mean":
+            priced = BudgetParams("tidemill", self._high, 1.0, DEFAULT_DELTA, rule)
+            tried = self._edge(priced, stop + evaluations // 3)
+        else:
+            budgets = dict.fromkeys((flat_budget, self._high, math.sqrt(flat_budget * self._high)))
+            tried = self.take_all((BudgetParams("tidemill", budget, math.inf, 1.0, rule) for budget in budgets), stop)
         if not tried:
             return
         here, factor = max(tried, key=Evaluated.rank), 2.0
@@ -231,6 +234,21 @@ class _Search:
             if ahead is here:
                 factor = math.sqrt(factor)
             here = ahead
+
+    def _edge(self, params: BudgetParams, stop: int) -> list[Evaluated]:
+        """Replay `params` with λ ever closer to the largest feasible one, since interference grows with λ."""
+        found, feasible, infeasible, lam = [], 0.0, math.inf, params.lam
+        while self.left > stop and infeasible > LAMBDA_RESOLUTION * feasible and MIN_LAMBDA < lam < MAX_LAMBDA:
+            found.append(self.take(replace(params, lam=lam)))
+            if found[-1].feasible:
+                feasible = lam
+            else:
+                infeasible = lam
+            if not feasible:
+                lam = infeasible / LAMBDA_STEP
+            else:
+                lam = math.sqrt(feasible * infeasible) if infeasible < math.inf else feasible * LAMBDA_STEP
+        return found
 
     def _neighbours(self, params: BudgetParams, factor: float) -> list[BudgetParams]:
         """Return the parameters one step away along each axis, clamped to the range."""

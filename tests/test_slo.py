@@ -270,6 +270,19 @@ def test_the_weighted_rule_beats_the_flat_budget_on_the_mean() -> None:
     assert ours.best.throughput >= 0.95 * 1.1 * 3600.0 * math.sqrt(0.008 / 0.004) ** 0.7
 
 
+@pytest.mark.parametrize("edge", [0.006, 0.13, 5.0])
+def test_a_live_search_finds_the_largest_price_that_keeps_the_mean(edge: float) -> None:
+    """18 replays; under the L of a flat budget no λ has an effect, and any λ above `edge` breaks the tolerance."""
+
+    def replay(params: BudgetParams) -> dict[str, float]:
+        flat = 0.4 * min(params.lam, params.latency_budget / 0.05)
+        excess = flat if math.isinf(params.lam) else 0.04 * min(params.lam / edge, params.latency_budget / 0.02)
+        return {"tbt_mean": 0.01 * (1.0 + excess), "offline_throughput": 1e5 * excess * (1 if flat == excess else 9)}
+
+    found = search_budget(replay, SLO.parse("tbt_mean=5%"), RANGE, max_evaluations=18).best
+    assert found.feasible and found.params.rule == "tbt_mean" and edge / 2 < found.params.lam <= edge
+
+
 def test_ours_is_never_worse_than_flat_where_the_rule_does_not_help() -> None:
     flat, _ = search("tbt_p99=20%")
     ours, _ = search("tbt_p99=20%", "tidemill")
