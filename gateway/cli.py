@@ -20,7 +20,7 @@ from engine.config import EngineConfig, parse_adapters
 from engine.errors import ConfigError, TidemillError
 from engine.machine.folders import adopt
 from engine.machine.output import TextOutput, dropping_stdout, open_streams, say
-from gateway.commands.batch import add_batch
+from gateway.commands.batch import add_batch, add_server, positive, server_of
 from gateway.commands.flags import flags_of, given_where, resolve_configs
 from gateway.commands.help import SHELLS, Parser, RootParser, add_by_task, completion_script
 from gateway.config import ServerConfig
@@ -129,11 +129,11 @@ def _add_serve(commands: Any) -> None:
 
 def _add_chat(commands: Any) -> None:
     command = commands.add_parser("chat", help="chat with a running server", allow_abbrev=False)
-    _add_server(command)
+    add_server(command)
     command.add_argument("--model", help="name of the model (default: the server's first)")
     command.add_argument("--system", metavar="TEXT", help="system message")
     command.add_argument(
-        "--max-tokens", type=_positive, metavar="N", help="longest answer, tokens (default: the server's)"
+        "--max-tokens", type=positive, metavar="N", help="longest answer, tokens (default: the server's)"
     )
     command.add_argument(
         "--temperature", type=float, metavar="T", help="sampling temperature, 0 is greedy (default: the server's)"
@@ -148,21 +148,8 @@ def _add_top(commands: Any) -> None:
         description="Show a server's figures every second until Ctrl-C, or once if the output is not a terminal.",
         allow_abbrev=False,
     )
-    _add_server(command)
+    add_server(command)
     command.set_defaults(run=_top)
-
-
-def _add_server(command: argparse.ArgumentParser) -> None:
-    """Add the flags for the server's URL and API key."""
-    command.add_argument("--url", help="URL of the server (default: $TIDEMILL_URL or http://127.0.0.1:8000)")
-    command.add_argument("--api-key", metavar="KEY", help="API key (default: $TIDEMILL_API_KEY)")
-
-
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, not {value}")
-    return value
 
 
 def _add_pull(commands: Any) -> None:
@@ -228,7 +215,7 @@ def _chat(arguments: argparse.Namespace) -> int:
     from gateway.commands.chat import run_chat
 
     options = dataclasses.replace(
-        _server_of(arguments),
+        server_of(arguments),
         model=arguments.model,
         system=arguments.system,
         max_tokens=arguments.max_tokens,
@@ -238,16 +225,7 @@ def _chat(arguments: argparse.Namespace) -> int:
 
 
 def _top(arguments: argparse.Namespace) -> int:
-    return int(importlib.import_module("gateway.commands.top.follow").run_top(_server_of(arguments)))
-
-
-def _server_of(arguments: argparse.Namespace) -> Any:
-    """Return the options set by the flags of `_add_server`."""
-    from gateway.commands.chat import ChatOptions
-
-    keys = os.environ.get("TIDEMILL_API_KEY", "").split(",")
-    url = arguments.url or os.environ.get("TIDEMILL_URL") or "http://127.0.0.1:8000"
-    return ChatOptions(url=url, api_key=arguments.api_key or keys[0].strip() or None)
+    return int(importlib.import_module("gateway.commands.top.follow").run_top(server_of(arguments)))
 
 
 @dropping_stdout()

@@ -50,37 +50,24 @@ def test_without_a_home_folder_the_error_names_the_flag(monkeypatch: pytest.Monk
     assert state_path("/s") == Path("/s") and profile_folder(EngineConfig(profile_dir="/p")) == Path("/p")
 
 
-@pytest.mark.parametrize(
-    ("home", "writable", "has_temporary", "cache_home", "adopted"),
-    [
-        ("/home/a", True, True, None, {}),
-        ("/home/a", True, True, "/c", {}),
-        ("/", False, True, None, {"HOME": "/s/cache", "XDG_CACHE_HOME": "/s/cache"}),
-        (None, True, True, None, {"HOME": "/s/cache", "XDG_CACHE_HOME": "/s/cache"}),
-        (None, True, True, "/c", {"HOME": "/s/cache", "XDG_CACHE_HOME": "/c"}),
-        ("/home/a", True, False, None, {"TMPDIR": "/s/cache"}),
-        ("/", False, False, None, {"HOME": "/s/cache", "XDG_CACHE_HOME": "/s/cache", "TMPDIR": "/s/cache"}),
-    ],
-)
+@pytest.mark.parametrize("has_temporary", [True, False])
+@pytest.mark.parametrize("cache_home", [None, "/c"])
+@pytest.mark.parametrize(("home", "writable"), [("/home/a", True), ("/", False), (None, True)])
 def test_the_state_folder_takes_what_has_no_other_place(
-    monkeypatch: pytest.MonkeyPatch,
-    home: str | None,
-    writable: bool,
-    has_temporary: bool,
-    cache_home: str | None,
-    adopted: dict[str, str],
+    monkeypatch: pytest.MonkeyPatch, home: str | None, writable: bool, cache_home: str | None, has_temporary: bool
 ) -> None:
     without_home(monkeypatch)
     if home is not None:
         monkeypatch.setenv("HOME", home)
     monkeypatch.setattr(os, "access", lambda *_: writable)
     monkeypatch.setattr(tempfile, "tempdir", "/t" if has_temporary else None)
-
-    def none() -> str:
-        raise FileNotFoundError("No usable temporary directory found")
-
-    monkeypatch.setattr(tempfile, "_get_default_tempdir", none)
+    monkeypatch.setattr(tempfile, "_candidate_tempdir_list", list)
     environment = {} if cache_home is None else {"XDG_CACHE_HOME": cache_home}
-    expected = environment | adopted
-    assert adopt(Path("/s"), environment) == (Path("/s/cache") if adopted else None)
+    expected = dict(environment)
+    if home != "/home/a":
+        expected |= {"HOME": "/s/cache", "XDG_CACHE_HOME": cache_home or "/s/cache"}
+    if not has_temporary:
+        expected |= {"TMPDIR": "/s/cache"}
+    adopts = len(expected) > len(environment)
+    assert adopt(Path("/s"), environment) == (Path("/s/cache") if adopts else None)
     assert environment == expected and tempfile.gettempdir() == ("/t" if has_temporary else "/s/cache")

@@ -13,10 +13,11 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-from engine.errors import ConfigError
+from engine.errors import ConfigError, TidemillError
 
 if TYPE_CHECKING:
     from gateway.commands.batch_client import BatchClient
+    from gateway.commands.chat import ChatOptions
 
 MAX_FIRST_LINE = 8 * 1024 * 1024
 MAX_CAUSES = 5
@@ -34,8 +35,7 @@ def add_batch(commands: Any, parser_class: type[argparse.ArgumentParser]) -> Non
 
     def add(name: str, run: "Callable[[BatchClient, argparse.Namespace], int]", text: str) -> argparse.ArgumentParser:
         command: argparse.ArgumentParser = actions.add_parser(name, help=text, allow_abbrev=False)
-        command.add_argument("--url", help="URL of the server (default: $TIDEMILL_URL or http://127.0.0.1:8000)")
-        command.add_argument("--api-key", metavar="KEY", help="API key (default: $TIDEMILL_API_KEY)")
+        add_server(command)
         command.set_defaults(run=lambda arguments: run(_client(arguments), arguments))
         return command
 
@@ -48,7 +48,7 @@ def add_batch(commands: Any, parser_class: type[argparse.ArgumentParser]) -> Non
     )
     submit.add_argument("--watch", action="store_true", help="show the progress until the batch ends")
     listing = add("list", _list, "list batches, newest first")
-    listing.add_argument("--limit", type=_positive, default=20, metavar="N", help="number of batches (default: 20)")
+    listing.add_argument("--limit", type=positive, default=20, metavar="N", help="number of batches (default: 20)")
     listing.add_argument("--tenant", metavar="NAME", help="tenant whose batches are listed; * for all (operators only)")
     for name, run, text in (
         ("watch", _watch, "show the progress of a batch until it ends"),
@@ -61,7 +61,23 @@ def add_batch(commands: Any, parser_class: type[argparse.ArgumentParser]) -> Non
     command.add_argument("--errors", type=Path, metavar="FILE", help="output file for failed lines")
 
 
-def _positive(text: str) -> int:
+def add_server(command: argparse.ArgumentParser) -> None:
+    """Add the flags for the server's URL and API key."""
+    command.add_argument("--url", help="URL of the server (default: $TIDEMILL_URL or http://127.0.0.1:8000)")
+    command.add_argument("--api-key", metavar="KEY", help="API key (default: $TIDEMILL_API_KEY)")
+
+
+def server_of(arguments: argparse.Namespace) -> "ChatOptions":
+    """Return the options set by the flags of `add_server`."""
+    from gateway.commands.chat import ChatOptions
+
+    keys = os.environ.get("TIDEMILL_API_KEY", "").split(",")
+    url = arguments.url or os.environ.get("TIDEMILL_URL") or "http://127.0.0.1:8000"
+    return ChatOptions(url=url, api_key=arguments.api_key or keys[0].strip() or None)
+
+
+def positive(text: str) -> int:
+    """Parse the value of a flag that is at least 1."""
     value = int(text)
     if value < 1:
         raise argparse.ArgumentTypeError(f"must be at least 1, not {value}")
@@ -70,11 +86,8 @@ def _positive(text: str) -> int:
 
 def _client(arguments: argparse.Namespace) -> "BatchClient":
     from gateway.commands.batch_client import BatchClient
-    from gateway.commands.chat import ChatOptions
 
-    keys = os.environ.get("TIDEMILL_API_KEY", "").split(",")
-    url = arguments.url or os.environ.get("TIDEMILL_URL") or "http://127.0.0.1:8000"
-    return BatchClient(ChatOptions(url=url, api_key=arguments.api_key or keys[0].strip() or None))
+    return BatchClient(server_of(arguments))
 
 
 def _submit(client: "BatchClient", arguments: argparse.Namespace) -> int:
@@ -90,7 +103,11 @@ def _submit(client: "BatchClient", arguments: argparse.Namespace) -> int:
         body["metadata"] = metadata
     body["input_file_id"] = client.upload(arguments.file)
     batch = client.call("POST", "/v1/batches", body)
-    print(batch["id"], flush=True)
+    try:
+        print(batch["id"], flush=True)
+    except OSError:
+        print(f"tidemill: the batch was created as {batch['id']}", file=sys.stderr)
+        raise
     if warning := (batch.get("metadata") or {}).get("tidemill.warning"):
         print(f"tidemill: {warning}", file=sys.stderr)
     return _follow(client, batch["id"]) if arguments.watch else 0
@@ -208,7 +225,7 @@ def _write(client: "BatchClient", file_id: str, path: Path | None) -> None:
         except OSError as error:
             if isinstance(error, BrokenPipeError):
                 raise
-            raise ConfigError(f"standard output: {error.strerror}") from None
+            raise TidemillError(f"standard output cannot be written: {error.strerror}") from None
         sys.stdout.flush()
         return
     part = path.with_name(path.name + ".part")
