@@ -10,12 +10,13 @@ from engine.build import profile_folder
 from engine.config import EngineConfig
 from engine.errors import ConfigError
 from engine.machine.folders import adopt, user_folder
+from gateway.commands import pull
 from gateway.store.opening import state_path
 
 
 def without_home(monkeypatch: pytest.MonkeyPatch) -> None:
     """Be a process with any uid: no HOME, no entry in /etc/passwd."""
-    for name in ("HOME", "XDG_CACHE_HOME", "XDG_STATE_HOME"):
+    for name in ("HOME", "HF_HOME", "HF_HUB_CACHE", "XDG_CACHE_HOME", "XDG_STATE_HOME"):
         monkeypatch.delenv(name, raising=False)
 
     def unknown(uid: int) -> None:
@@ -44,6 +45,8 @@ def test_without_a_home_folder_the_error_names_the_flag(monkeypatch: pytest.Monk
             state_path(None)
         with pytest.raises(ConfigError, match="set --profile-dir to a folder"):
             profile_folder(EngineConfig())
+        with pytest.raises(ConfigError, match="set HF_HOME to a folder"):
+            pull.run("owner/name", None, print)
     monkeypatch.delenv("HOME")
     with pytest.raises(ConfigError, match="--state-dir ~/s: this user has no home folder"):
         state_path("~/s")

@@ -5,6 +5,7 @@ interrupted pull keeps complete files and downloads the unfinished one again.
 """
 
 import importlib
+import os
 import shutil
 import sys
 import threading
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.errors import ConfigError
+from engine.machine.folders import user_folder
 from gateway.commands.report import line, size
 
 TERMINAL_SECONDS, LOG_SECONDS = 0.5, 10.0
@@ -23,6 +25,8 @@ TERMINAL_SECONDS, LOG_SECONDS = 0.5, 10.0
 
 def run(name: str, revision: str | None, say: Callable[[str], None]) -> int:
     """Download a model and return the exit code. Raise ConfigError or ModelLoadError on failure."""
+    if not {"HF_HOME", "HF_HUB_CACHE"} & os.environ.keys():
+        user_folder("cache", "HF_HOME")  # raises without a home folder, where the hub's library writes to `~` itself
     hub = importlib.import_module("engine.models.hub")
     with hub.without_bars():
         return _pull(hub, name, revision, say)
