@@ -38,17 +38,13 @@ from loadgen.workloads import fixed
 PROMPT, OUTPUT = 192, 192
 BLOCK_SIZE = 16
 INT8 = "--kv-cache-dtype=int8"
+HOST = "--swap-space=0.25"
+STORES = {"KV": (), "host": (HOST,), "KV8": (INT8,), "KV8 host": (HOST, INT8)}
 ARMS = {
-    "fcfs, KV": ("--online-policy=fcfs",),
-    "apt, KV": ("--online-policy=apt",),
-    "goodput, KV": ("--online-policy=goodput",),
-    "goodput-strict, KV": ("--online-policy=goodput-strict",),
-    "goodput-strict, hybrid": ("--online-policy=goodput-strict", "--overload=hidden"),
-    "goodput-strict, host": ("--online-policy=goodput-strict", "--swap-space=0.25"),
-    "goodput, KV8": ("--online-policy=goodput", INT8),
-    "goodput-strict, KV8": ("--online-policy=goodput-strict", INT8),
-    "goodput-strict, KV8 host": ("--online-policy=goodput-strict", "--swap-space=0.25", INT8),
-}
+    f"{policy}, {store}": (f"--online-policy={policy}", *flags)
+    for policy in ("fcfs", "apt", "goodput", "goodput-strict")
+    for store, flags in STORES.items()
+} | {"goodput-strict, hybrid": ("--online-policy=goodput-strict", "--overload=hidden")}
 """The arms: flags of their servers."""
 GQA_HEADS = 2
 """KV heads of the model `gqa`, of four heads."""
