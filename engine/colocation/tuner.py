@@ -2,8 +2,8 @@
 
 The online rate selects a cell of the table of searched budgets. If the cell has no answer or an old one, a search
 starts. The next higher rate and the rate expected by the calendar are searched ahead. Until a search has ended, or if
-it fails, the initial budget is used. The load is also followed during a search, and a long search is cancelled if the
-current load needs another one. The tuner wakes when requests end; it does not poll.
+it fails, the initial budget is used. The load is also followed during a search. A search is never abandoned for another
+one, since under a changing load on a busy machine none would end. The tuner wakes when requests end; it does not poll.
 """
 
 import asyncio
@@ -38,8 +38,6 @@ IDLE_SECONDS = 2.0
 """Maximum seconds without a chat in a window: a replay of hours of offline work alone shows nothing."""
 CPU_SECONDS = 20.0
 """CPU time of a search without its confirmation."""
-LONG_SECONDS = 300.0
-"""Seconds after which a search may be cancelled for another one that the load needs."""
 MIN_STEPS = 100
 OFFLINE_SECONDS = 3600.0
 """No search starts if there was no offline work for this long."""
@@ -129,7 +127,6 @@ class BudgetTuner:
 
     async def _tune(self) -> None:
         search: asyncio.Task[None] | None = None
-        cell: int | None = None
         try:
             while True:
                 self._changed.clear()
@@ -138,11 +135,8 @@ class BudgetTuner:
                     await self._keep()
                 now = self._clock()
                 self.follow_load(now)
-                wanted = self._wanted(now)
-                if search is not None and wanted not in (None, cell) and self._is_long(cell, now):
-                    search.cancel()  # its callback wakes this loop
-                elif search is None and wanted is not None:
-                    cell, search = wanted, asyncio.create_task(self._search(wanted), name="tidemill-search")
+                if search is None and (wanted := self._wanted(now)) is not None:
+                    search = asyncio.create_task(self._search(wanted), name="tidemill-search")
                     search.add_done_callback(lambda _: self._changed.set())
                 try:
                     await asyncio.wait_for(self._changed.wait(), CHECK_SECONDS)
@@ -152,11 +146,6 @@ class BudgetTuner:
             if search is not None:
                 search.cancel()
                 await asyncio.wait([search])
-
-    def _is_long(self, cell: int | None, now: float) -> bool:
-        """Return whether the search for `cell` has used its time, so that another one may replace it."""
-        last = None if cell is None else self._searched.get(cell)
-        return last is not None and now - last.at >= LONG_SECONDS
 
     def follow_load(self, now: float) -> None:
         """Use the budget known for the current load."""
