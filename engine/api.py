@@ -300,6 +300,8 @@ class EngineStats:
 
     running: dict[RequestClass, int] = field(default_factory=dict)
     waiting: dict[RequestClass, int] = field(default_factory=dict)
+    running_adapters: dict[int, int] = field(default_factory=dict)  # online requests by number of the LoRA adapter
+    waiting_adapters: dict[int, int] = field(default_factory=dict)
     units_total: int = 0
     units_free: int = 0
     units_cached: int = 0  # hold prefixes that no request uses now

@@ -53,8 +53,24 @@ checkpoint in float32 with `--model-impl transformers` on a CPU.
   have the larger one.
 - **Recurrent state**: prefixes are reused at [checkpoints](../concepts/cache.md#recurrent-layers).
 - **Self-test**: before serving, 36 random tokens of two requests are compared with transformers' eager attention; a
-  difference beyond rounding refuses the start. Native families test two layers. `--no-self-test` skips it. The demo
-  model, `--load-format dummy`, `--quantization int8` and native families on a GPU are not tested.
+  difference beyond rounding refuses the start. Of native families two layers are tested: on a CPU with the kernels and
+  the quantization that serve, on a GPU unquantized by torch on the CPU, which tests how config and tensors are read.
+  `--no-self-test` skips it. The demo model and `--load-format dummy` are not tested.
+
+## Context
+
+- **no scaling, `llama3`**: `max_position_embeddings`.
+- **`yarn`, `linear`**: `factor` times the original context (`original_max_position_embeddings`, or else
+  `max_position_embeddings`), at least `max_position_embeddings`.
+- **`longrope`**: native as `yarn`; above the original context all requests use the long factors, where transformers
+  uses the short ones for short sequences. `--max-model-len` of the original context uses the short ones. With
+  transformers' modules, the original context.
+- **`dynamic`**: `max_position_embeddings`. The angles of longer sequences depend on their length; those of cached keys
+  cannot.
+
+`--max-model-len` sets less. Logits are those of transformers below and above the original context. `rope_scaling`
+(`type` or `rope_type`) and `rope_parameters` are read; if config.json has both, `rope_scaling` counts, as in
+transformers. The number of positions of Gemma 3 is the scaled one.
 """
 
 

@@ -294,6 +294,10 @@ def test_booleans_in_the_environment(word: str) -> None:
         (["--port"], "--port"),
         (["a", "b"], "b"),
         (["--config", "missing.yaml"], "--config missing.yaml: No such file"),
+        (["models/caf\udce9"], "MODEL: models/caf\\xe9 is not UTF-8; rename it, or link to it"),
+        (["--state-dir", "\udcff"], "--state-dir: \\xff is not UTF-8"),
+        (["--api-key-file", "\udcffkeys"], "--api-key-file: \\xffkeys is not UTF-8"),
+        (["--lora", "sql=\udcff"], "--lora: sql=\\xff is not UTF-8"),
         (["/no/such/folder", "--port", "0"], "'/no/such/folder' is neither a folder nor a Hugging Face id"),
     ],
 )

@@ -17,6 +17,7 @@ from batch_tools import FAST, jsonl, line, open_folder, results_of, submit, unti
 from devices import linear_of
 from driver import Driver, make_request
 from fake_engine import Served, serve
+from fakes.runner import FakeRunner
 from lora_adapters import Made, adapter_of, make_adapter
 from safetensors.torch import load_file, save_file
 from tiny_models import FAMILY_CASES, model_folder, reference_model
@@ -215,6 +216,21 @@ def test_a_prefix_is_shared_under_one_adapter_only(made: Any) -> None:
         driver.run()
         hits.append(driver.finals[f"r{index}"].num_cached_tokens)
     assert hits == [0, 0, 0, 16, 16, 16]
+
+
+def test_statistics_count_online_requests_by_adapter() -> None:
+    config = SchedulerConfig(
+        num_units=80, max_model_len=20, block_size=BLOCK, max_num_seqs=2, max_num_batched_tokens=24
+    )
+    driver = Driver(FakeRunner(block_size=BLOCK, vocab_size=97), config)
+    for index, (adapter, request_class) in enumerate(((2, "online"), (0, "online"), (2, "online"), (1, "offline"))):
+        request = make_request(f"r{index}", [5, 6], 3, request_class=RequestClass(request_class))
+        driver.add(dataclasses.replace(request, adapter=adapter))
+    driver.step()
+    stats = driver.core.stats()
+    assert (stats.running_adapters, stats.waiting_adapters) == ({2: 1}, {2: 1})
+    driver.run()
+    assert not driver.core.stats().running_adapters and not driver.core.stats().waiting_adapters
 
 
 def test_roots_of_prefixes() -> None:

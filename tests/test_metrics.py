@@ -1,7 +1,9 @@
 """/metrics: what is observed as answers go out, what is read from the engine, and the vLLM names."""
 
 import math
+import time
 from collections.abc import Iterable
+from dataclasses import replace
 
 import httpx
 import openai
@@ -76,8 +78,11 @@ async def test_ends_are_counted_by_reason(start_server: StartServer) -> None:
 
 async def test_figures_of_the_engine(start_server: StartServer) -> None:
     served = await start_server()
+    assert not [name for name, _ in await scrape(served) if name == "vllm:lora_requests_info"]
+    served.engine.info = replace(served.engine.info, adapters=("sql", "poet", "tales"))
     served.engine.snapshot = EngineStats(
         running={RequestClass.ONLINE: 2, RequestClass.OFFLINE: 7},
+        running_adapters={3: 1, 1: 4},
         waiting={RequestClass.ONLINE: 1, RequestClass.OFFLINE: 90},
         units_total=100,
         units_free=10,
@@ -113,6 +118,8 @@ async def test_figures_of_the_engine(start_server: StartServer) -> None:
     assert value(samples, "vllm:num_requests_waiting", model_name=MODEL) == 1
     labels = {"model_name": MODEL, "block_size": "16", "num_gpu_blocks": "50"}
     assert value(samples, "vllm:cache_config_info", **labels) == 1
+    lora = {"max_lora": "3", "running_lora_adapters": "sql,tales", "waiting_lora_adapters": ""}
+    assert abs(time.time() - value(samples, "vllm:lora_requests_info", **lora)) < 3600
     stats = served.engine.snapshot
     assert stats is not None and stats.units_total
     usage = value(samples, "vllm:kv_cache_usage_perc", model_name=MODEL)

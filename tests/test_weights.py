@@ -238,7 +238,7 @@ BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
     "missing head": (lambda folder: rewrite(folder, without("lm_head.weight")), "lacks tensor lm_head.weight"),
     "wrong shape": (
         adding({"model.layers.0.self_attn.k_proj.weight": torch.zeros(8, 64)}),
-        "model.layers.0.self_attn.k_proj.weight is [8, 64], config.json implies [32, 64]",
+        "model.layers.0.self_attn.k_proj.weight (model.safetensors) is [8, 64], config.json implies [32, 64]",
     ),
     "tensors left over": (
         adding({f"model.layers.{i}.odd": torch.zeros(1) for i in range(5)}),

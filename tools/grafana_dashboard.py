@@ -233,7 +233,7 @@ ENGINE = (
 
 def registry_families() -> list[tuple[str, str, tuple[str, ...], str]]:
     """(name, type, labels, help) of everything that /metrics can show, by name."""
-    client = SimpleNamespace(info=SimpleNamespace(block_size=0, cache_tokens=0))
+    client = SimpleNamespace(info=SimpleNamespace(block_size=0, cache_tokens=0, adapters=("name",)))
     metrics = GatewayMetrics(cast(EngineClient, client), "model")
     one = EngineView(0, EngineState.READY, None, 0, 0, 0.0, EngineStats(running={RequestClass.ONLINE: 0}))
     pipelines = PipelineStats((), 0, 0, 0, False)

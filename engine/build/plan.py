@@ -1,6 +1,7 @@
 """Plan a launch: decide everything that does not need the loaded weights."""
 
 import math
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -65,6 +66,7 @@ def plan_launch(config: EngineConfig) -> LaunchPlan:
             quantization, unrounded = "none", f"--quantization fp8: {why}; weights stay in {dtype}"
         else:
             dtype = "bfloat16"
+    max_model_len = resolve_max_model_len(spec, config.max_model_len)
     plan = LaunchPlan(
         folder=folder,
         spec=spec,
@@ -72,7 +74,7 @@ def plan_launch(config: EngineConfig) -> LaunchPlan:
         dtype=dtype,
         limits=Limits(
             *step_limits(config, wide=backend.is_wide()),
-            resolve_max_model_len(spec, config.max_model_len),
+            max_model_len,
             num_units=0,
             block_size=BLOCK_SIZE,
             reach=Reach.of((whole or spec).windows),
@@ -85,7 +87,7 @@ def plan_launch(config: EngineConfig) -> LaunchPlan:
         droppable=config.overload == "drop",
         ranks=config.tensor_parallel_size,
         whole=whole,
-        notes=tuple(each for each in (by, *spec.notes, note, slow, unrounded, _state_note(spec)) if each),
+        notes=tuple(filter(None, (by, *spec.notes, note, slow, unrounded, *_notes(spec, max_model_len)))),
     )
     if plan.ranks > 1:
         note = f"{plan.ranks} ranks divide each layer; each rank holds {gib(plan.weight_bytes)} of weights"
@@ -149,14 +151,18 @@ def _divided(config: EngineConfig, choice: Choice, backend: Backend) -> tuple[Mo
     return spec, divide(spec, ranks)
 
 
-def _state_note(spec: ModelShape) -> str | None:
-    """Return a note on the memory of recurrent layers; None without such layers."""
-    if not spec.state_bytes:
-        return None
-    return (
-        f"recurrent layers keep up to {spec.state_bytes / 2**20:.3g} MiB of each running request, and as much of each "
-        "prefix that others may start behind"
-    )
+def _notes(spec: ModelShape, max_model_len: int) -> Iterator[str]:
+    """Yield notes on the memory of recurrent layers and on rotary embeddings that depend on the longest context."""
+    if spec.state_bytes:
+        size = f"{spec.state_bytes / 2**20:.3g} MiB"
+        yield f"recurrent layers keep up to {size} of each running request, and as much of each prefix in the cache"
+    rope = spec.rope if isinstance(spec, ModelSpec) else None
+    if rope is not None and rope.kind == "longrope" and max_model_len > rope.original_max_position:
+        short = rope.original_max_position
+        yield (
+            f"longrope: all requests use the long factors; transformers uses the short ones up to {short} tokens, as "
+            f"--max-model-len {short} does"
+        )
 
 
 def _quantization(config: EngineConfig, choice: Choice, backend: Backend) -> str:

@@ -242,7 +242,7 @@ class Checkpoint:
         """Return a tensor on the device in the requested type. Raises ModelLoadError if a value is not finite."""
         converted = tensor.to(self._device, self._dtype)
         if not is_finite(converted):
-            where = self._where.get(name) or self._where[next(iter(self._stored(name).values()))]
+            where = self._file_of(name)
             kind = str(self._dtype).removeprefix("torch.")
             cause = f"does not fit into {kind}; set --dtype" if is_finite(tensor) else "is damaged; download it again"
             raise ModelLoadError(f"{self._folder}: tensor {name} ({where}) has NaN or infinity: it {cause}")
@@ -264,7 +264,11 @@ class Checkpoint:
             return slice(None)
         if found[0] == self._vocabulary and found[1:] == shape[1:]:
             return slice((found[0] - shape[0]) // 2, (found[0] + shape[0]) // 2)
-        raise ModelLoadError(f"{self._folder}: tensor {name} is {list(found)}, config.json implies {list(shape)}")
+        stored = f"tensor {name} ({self._file_of(name)}) is {list(found)}"
+        raise ModelLoadError(f"{self._folder}: {stored}, config.json implies {list(shape)}")
+
+    def _file_of(self, name: str) -> str:
+        return self._where.get(name) or self._where[next(iter(self._stored(name).values()))]
 
     def forget(self) -> None:
         """Drop the unmapped pages of the files from the page cache; call it after the context has ended."""
@@ -274,8 +278,6 @@ class Checkpoint:
 
     def _open(self, name: str) -> Any:
         path = self._folder / name
-        if not path.is_file():
-            raise ModelLoadError(f"{self._folder} lacks {name}, which model.safetensors.index.json names")
         try:
             self._files[name] = safe_open(path, framework="pt", device="cpu")
         except (SafetensorError, OSError) as error:

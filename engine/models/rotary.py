@@ -30,8 +30,10 @@ def inverse_frequencies(rope: RopeSpec, max_model_len: int) -> Tensor:
 
 def attention_scaling(rope: RopeSpec) -> float:
     """Return the factor of cos and sin."""
-    if rope.attention_factor is not None or rope.kind not in ("yarn", "longrope"):
-        return rope.attention_factor or 1.0
+    if rope.kind not in ("yarn", "longrope"):
+        return 1.0
+    if rope.attention_factor is not None:
+        return rope.attention_factor
     if rope.factor <= 1.0:
         return 1.0
     if rope.kind == "longrope":

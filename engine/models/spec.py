@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from engine.errors import ConfigError, ModelLoadError
 from engine.models.families import Family, family_named, family_of, is_set
 from engine.models.packing import Packing, packing_from_config
-from engine.models.rope import RopeSpec, rope_from_config, ropes_of_layer_types
+from engine.models.rope import RopeSpec, ropes_from_config
 from engine.models.stored_tensors import NO_GGUF, has_own_head
 
 T = TypeVar("T")
@@ -43,8 +43,11 @@ class ModelShape:
         vocab_size: Width of the logits.
         architecture: Class named in the config.
         packing: Storage format of quantized linear layers.
+        max_position_embeddings: Number of positions, after the rotary embedding was scaled.
         windows: Number of tokens visible to a query, itself included, per attention layer; None: all. Empty: no layer
             has a window.
+        longest: Longest context that is computed exactly, if shorter than all positions.
+        limited_by: Property of the model that causes `longest`.
         notes: Differences between the config and the other files that users should know.
     """
 
@@ -60,6 +63,8 @@ class ModelShape:
     architecture: str
     packing: Packing | None = field(default=None, kw_only=True)
     windows: tuple[int | None, ...] = field(default=(), kw_only=True)
+    longest: int | None = field(default=None, kw_only=True)
+    limited_by: str = field(default="", kw_only=True)
     notes: tuple[str, ...] = field(default=(), kw_only=True, compare=False)
 
     @property
@@ -77,11 +82,6 @@ class ModelShape:
         return self.hidden_size / (2 * self.kv_size)
 
     @property
-    def limited_by(self) -> str:
-        """Reason why exact contexts end before the last position; empty if they do not."""
-        return ""
-
-    @property
     def state_bytes(self) -> int:
         """Upper bound of the recurrent state of a request in bytes; it is lost with the request's row."""
         return 0
@@ -89,7 +89,7 @@ class ModelShape:
     @property
     def max_context(self) -> int:
         """Longest context that is computed exactly."""
-        return self.max_position_embeddings
+        return min(self.max_position_embeddings, self.longest or self.max_position_embeddings)
 
     def kv_bytes_per_token(self, element_size: int) -> int:
         """Return the bytes of keys and values of one token over all layers."""
@@ -204,7 +204,7 @@ def resolve_max_model_len(spec: ModelShape, requested: int | None) -> int:
         return requested or spec.max_context
     limit = f"the model's {spec.max_position_embeddings} positions"
     if spec.max_context < spec.max_position_embeddings:
-        limit = f"the model's {spec.limited_by} (longer contexts are not supported)"
+        limit = f"the model's {spec.limited_by}; longer contexts would not be exact"
     raise ConfigError(f"--max-model-len {requested} exceeds {limit}")
 
 
@@ -222,7 +222,7 @@ def spec_from_config(config: Mapping[str, Any], generation: Mapping[str, Any] | 
     ffn = _size(config, family.intermediate_key)
     if packing is not None:
         packing.check((hidden, heads * head_dim, ffn), (kv_heads * head_dim,))
-    rope, local_rope = _ropes(config, family, head_dim, max_position)
+    ropes = ropes_from_config(config, family.name, head_dim, max_position, family.local_rope) if family.rope else None
     softcaps = family.softcaps or (None, None)
     return ModelSpec(
         family=family.name,
@@ -234,7 +234,10 @@ def spec_from_config(config: Mapping[str, Any], generation: Mapping[str, Any] | 
         head_dim=head_dim,
         intermediate_size=ffn,
         vocab_size=_size(config, "vocab_size"),
-        max_position_embeddings=max_position,
+        max_position_embeddings=ropes.positions if ropes else max_position,
+        longest=ropes.longest if ropes else None,
+        limited_by=ropes.limited_by if ropes else "",
+        notes=ropes.notes if ropes else (),
         norm=family.norm,
         norm_eps=_eps(config, family),
         activation=_activation(config, family),
@@ -243,8 +246,8 @@ def spec_from_config(config: Mapping[str, Any], generation: Mapping[str, Any] | 
         out_bias=is_set(family.out_bias, config),
         mlp_bias=is_set(family.mlp_bias, config),
         qk_norm=family.qk_norm,
-        rope=rope,
-        local_rope=local_rope,
+        rope=ropes.rope if ropes else None,
+        local_rope=ropes.local if ropes else None,
         scale=_scale(config, family),
         softcap=_softcap(config, "attn_logit_softcapping", softcaps[0]) if family.softcaps else None,
         logit_softcap=_softcap(config, "final_logit_softcapping", softcaps[1]) if family.softcaps else None,
@@ -307,21 +310,6 @@ def _activation(config: Mapping[str, Any], family: Family) -> str:
     if known is None or (known == "silu" and not family.gated_mlp):
         raise ModelLoadError(f"activation {name!r} is not supported in {family.architecture}")
     return known
-
-
-def _ropes(
-    config: Mapping[str, Any], family: Family, head_dim: int, max_position: int
-) -> tuple[RopeSpec | None, RopeSpec | None]:
-    """Return the rotary embedding of all layers, or of those without a window, and of the others if it differs."""
-    if not family.rope:
-        return None, None
-    if not family.local_rope:
-        return rope_from_config(config, family.name, head_dim, max_position), None
-    full, local = ropes_of_layer_types(config)
-    return (
-        rope_from_config(full, family.name, head_dim, max_position),
-        rope_from_config(local, family.name, head_dim, max_position),
-    )
 
 
 def _scale(config: Mapping[str, Any], family: Family) -> float | None:

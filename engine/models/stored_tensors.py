@@ -33,16 +33,20 @@ class StoredTensor(NamedTuple):
 def weight_files(folder: Path) -> list[str]:
     """Return the files of the checkpoint, as transformers selects them: the whole file, those of the index, or all.
 
-    Raises ModelLoadError if there are none or the index cannot be read.
+    Raises ModelLoadError if there are none, the index cannot be read, or a file that it names is missing.
     """
     if (folder / WHOLE).is_file():
         return [WHOLE]
     index = folder / INDEX
     if index.is_file():
         try:
-            return sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+            named = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+            lost = next((name for name in named if not (folder / name).is_file()), None)
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             raise ModelLoadError(f"{index} is not a readable safetensors index") from None
+        if lost is not None:
+            raise ModelLoadError(f"{folder} lacks {lost}, which {INDEX} names")
+        return named
     found = sorted(path.name for path in folder.glob("*.safetensors"))
     if found:
         return found
@@ -54,9 +58,16 @@ def weight_files(folder: Path) -> list[str]:
     raise ModelLoadError(f"{folder} has no *.safetensors file")
 
 
+def files_of(folder: Path, tensor: str) -> str:
+    """Return the files of the checkpoint that store a tensor, or else all, as text of at most three names."""
+    files = weight_files(folder)
+    found = [name for name in files if tensor in read_header(folder / name)] or files
+    return ", ".join(found[:3]) + (", ..." if len(found) > 3 else "")
+
+
 def stored_bytes(folder: Path) -> int:
-    """Return the size of the checkpoint's files in bytes. Raises ModelLoadError if there are none."""
-    return sum((folder / name).stat().st_size for name in weight_files(folder) if (folder / name).is_file())
+    """Return the size of the checkpoint's files in bytes. Raises ModelLoadError; see `weight_files`."""
+    return sum((folder / name).stat().st_size for name in weight_files(folder))
 
 
 def has_own_head(folder: Path, heads: Iterable[str], embeddings: Iterable[str]) -> bool:

@@ -4,7 +4,7 @@ Layers with a state are called request by request (`engine.models.recurrent`).
 """
 
 import importlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,6 +25,7 @@ from engine.models.norm_reader import UnknownError
 from engine.models.packing import Packing
 from engine.models.recurrent import Call, LayerState, Recur, RecurrentState, begin, resumes, take_over
 from engine.models.spec import ModelSpec, read_json
+from engine.models.stored_tensors import files_of, weight_files
 from engine.models.transformers_calls import (
     ATTENTION,
     Adds,
@@ -267,10 +268,8 @@ def own_reference(
         # Some checkpoints were saved without the outer model.
         spellings = (name, name.partition(".")[2], *(heads if name == "lm_head.weight" else ()))
         stored = next((each for each in spellings if tensors.has(each)), None)
-        if stored is not None:
-            parameter.copy_(tensors.fetch(stored, tuple(parameter.shape)))
-        elif not (spec.tie_word_embeddings and parameter.shape[0] == spec.vocab_size):
-            raise ModelLoadError(f"{folder} lacks tensor {name}, which the transformers model needs")
+        if stored or not (spec.tie_word_embeddings and parameter.shape[0] == spec.vocab_size):
+            parameter.copy_(tensors.fetch(stored or name, tuple(parameter.shape)))
     _replace_linear(model, make)
     return model
 
@@ -278,6 +277,7 @@ def own_reference(
 def _from_safetensors(folder: Path, config: Any, dtype: torch.dtype, packing: Packing | None) -> Any:
     kind, tensors = causal_lm(), None
     place: Path | None = folder
+    weight_files(folder)  # reports missing files
     if packing is not None:
         with Checkpoint(folder, dtype, torch.device("cpu"), packing) as checkpoint, torch.no_grad():
             tensors = checkpoint.dense_tensors()
@@ -285,17 +285,30 @@ def _from_safetensors(folder: Path, config: Any, dtype: torch.dtype, packing: Pa
     try:
         model, report = kind.from_pretrained(
             place, state_dict=tensors, config=config, dtype=dtype, attn_implementation=ATTENTION, use_safetensors=True,
-            trust_remote_code=False, local_files_only=True, output_loading_info=True,
+            trust_remote_code=False, local_files_only=True, output_loading_info=True, ignore_mismatched_sizes=True,
         )  # fmt: skip
     except Exception as error:  # third-party code
         raise ModelLoadError(f"{folder}: {first_line(error)}") from None
-    for what in ("missing_keys", "mismatched_keys", "unexpected_keys", "error_msgs"):
-        if found := report.get(what):
-            raise ModelLoadError(f"{folder} has {what.replace('_', ' ')}: {min(map(str, found))}")
-    for name, parameter in model.named_parameters():
-        if not is_finite(parameter.data):
-            raise ModelLoadError(f"{folder}: tensor {name} has NaN or infinity; download the checkpoint again")
+    if wrong := _fault_of(folder, model, report):
+        raise ModelLoadError(f"{folder}: {wrong}")
     return model
+
+
+def _fault_of(folder: Path, model: Any, report: Mapping[str, Any]) -> str:
+    """Return the first difference between the stored tensors and those of the loaded model, or an empty string."""
+    if found := sorted(report.get("missing_keys") or ()):
+        return f"it lacks tensor {found[0]} ({files_of(folder, found[0])})"
+    if found := sorted(report.get("mismatched_keys") or ()):
+        name, stored, implied = found[0]
+        return f"tensor {name} ({files_of(folder, name)}) is {list(stored)}, config.json implies {list(implied)}"
+    if found := sorted(report.get("unexpected_keys") or ()):
+        return f"it has tensors this model does not use: {found[0]} ({files_of(folder, found[0])})"
+    if found := report.get("error_msgs"):
+        return str(found[0])
+    damaged = (name for name, parameter in model.named_parameters() if not is_finite(parameter.data))
+    for name in damaged:
+        return f"tensor {name} ({files_of(folder, name)}) has NaN or infinity: it is damaged, or does not fit the type"
+    return ""
 
 
 def _replace_linear(model: nn.Module, make: MakeLinear) -> None:

@@ -4,6 +4,7 @@ Cache requirements come from the tensors of that pass instead of the config. Mod
 refused with ModelLoadError. Code from a checkpoint is never run.
 """
 
+import copy
 import importlib
 import inspect
 import re
@@ -19,6 +20,7 @@ from engine.errors import ModelLoadError
 from engine.models.attention import Manner
 from engine.models.packing import packing_from_config
 from engine.models.recurrent import STATES, Call, Part, Recur, RecurrentState, candidates, take_over
+from engine.models.rope import scaled_positions, switch_of_angles
 from engine.models.spec import ModelShape, dtype_name, eos_tokens, from_configs
 from engine.models.transformers_calls import ATTENTION, Attention, causal_lm, first_line, nothing, quiet, run_model
 
@@ -38,30 +40,18 @@ class TransformersShape(ModelShape):
 
     Attributes:
         layers: Names of the attention modules in order.
-        longest: Longest context that is computed exactly, if shorter than all positions.
-        limit: Reason of `longest`.
         recurrent: Names of the modules with a state.
         state_size: Elements of the states of a request in all recurrent layers.
     """
 
     parameters: int
     layers: tuple[str, ...]
-    longest: int | None = None
-    limit: str = ""
     recurrent: tuple[str, ...] = ()
     state_size: int = 0
 
     @property
     def num_parameters(self) -> int:
         return self.parameters
-
-    @property
-    def limited_by(self) -> str:
-        return self.limit
-
-    @property
-    def max_context(self) -> int:
-        return min(self.max_position_embeddings, self.longest or self.max_position_embeddings)
 
     @property
     def state_bytes(self) -> int:
@@ -126,7 +116,7 @@ def _check_kind(config: Any, raw: Mapping[str, Any], transformers: Any) -> None:
 def _shape(config: Any, raw: Mapping[str, Any], ends: frozenset[int]) -> TransformersShape:
     with torch.device("meta"), quiet():
         try:
-            model = causal_lm().from_config(config, attn_implementation=ATTENTION, trust_remote_code=False)
+            model = causal_lm().from_config(_probed(config), attn_implementation=ATTENTION, trust_remote_code=False)
         except Exception as error:  # third-party code
             if isinstance(error, KeyError) and error.args == (ATTENTION,):
                 raise ModelLoadError(f"{config.model_type} does not support custom attention") from None
@@ -152,19 +142,30 @@ def _shape(config: Any, raw: Mapping[str, Any], ends: frozenset[int]) -> Transfo
         num_kv_heads=kv_heads,
         head_dim=width,
         vocab_size=vocab_size,
-        max_position_embeddings=positions,
+        max_position_embeddings=_scaled(config, positions),
         eos_token_ids=eos_tokens({"eos_token_id": config.eos_token_id}) | ends,
         dtype=dtype_name(raw),
         architecture=type(model).__name__,
         parameters=sum(parameter.numel() for parameter in model.parameters()),
         layers=tuple(names[id(each.module)] for each in seen),
         longest=limit,
-        limit=reason,
+        limited_by=reason,
         packing=packing_from_config(raw),
         windows=tuple(windows) if any(windows) else (),
         recurrent=recurrent,
         state_size=sum(state[0].numel() for parts in states.values() for state in parts.values()),
     )
+
+
+def _probed(config: Any) -> Any:
+    """Return the config of a model whose shape is read without data: rotary embeddings of the type "dynamic" compare
+    positions, and up to their `_context_limit` they are those of the default type."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    if rope.get("rope_type") != "dynamic":
+        return config
+    probed = copy.deepcopy(config)
+    probed.rope_parameters["rope_type"] = "default"
+    return probed
 
 
 def _context_limit(config: Any, seen: list[Seen], harmless: set[str]) -> tuple[int | None, str]:
@@ -175,8 +176,10 @@ def _context_limit(config: Any, seen: list[Seen], harmless: set[str]) -> tuple[i
     for rope in (ropes, *(each for each in ropes.values() if isinstance(each, Mapping))):
         kind = rope.get("rope_type")
         if kind in _SWITCHING_ROPES:
-            original = rope.get("original_max_position_embeddings") or config.max_position_embeddings
-            limits.append((int(original), f"{kind} rotary embedding, whose angles change after {original} tokens"))
+            original = int(config.max_position_embeddings)
+            if kind != "dynamic":
+                original = int(rope.get("original_max_position_embeddings") or original)
+            limits.append((original, switch_of_angles(kind, original)))
     windows = {each.manner.window for each in seen}
     types = getattr(config, "layer_types", None) or ()
     hidden = any(
@@ -190,6 +193,13 @@ def _context_limit(config: Any, seen: list[Seen], harmless: set[str]) -> tuple[i
             continue
         limits.append((value, f"{key} of {value} tokens"))
     return min(limits, default=(None, ""))
+
+
+def _scaled(config: Any, positions: int) -> int:
+    """Return the number of positions with the scaling that all layers share."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    original = rope.get("original_max_position_embeddings") or positions
+    return scaled_positions(str(rope.get("rope_type")), rope.get("factor"), original, positions)
 
 
 def probe(model: Any) -> tuple[list[Seen], int]:

@@ -13,7 +13,17 @@ from predictor.budget import Standing
 
 _NOT_ADDED = frozenset({"colocation", "token_costs", "engines", "pipelines"})
 GAUGES = _NOT_ADDED | frozenset(
-    {"running", "waiting", "units_total", "units_free", "units_cached", "units_owned", "host_units_total"}
+    {
+        "running",
+        "waiting",
+        "running_adapters",
+        "waiting_adapters",
+        "units_total",
+        "units_free",
+        "units_cached",
+        "units_owned",
+        "host_units_total",
+    }
     | {"host_units_used", "host_units_cached", "hidden_blocks", "restarts", "resumed_requests"}
     | {"state_slots_total", "state_slots_used"}
 )

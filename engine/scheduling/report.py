@@ -27,6 +27,8 @@ def report_stats(state: SchedulerState) -> EngineStats:
     return EngineStats(
         running={c: len(state.running[c]) + aside[c, True] for c in RequestClass},
         waiting={c: waiting[c] + aside[c, False] for c in RequestClass},
+        running_adapters=_adapters(state.running[RequestClass.ONLINE]),
+        waiting_adapters=_adapters(state.waiting_online),
         units_total=pool.num_units,
         units_free=pool.num_free_units,
         units_cached=pool.num_cached_units,
@@ -41,6 +43,11 @@ def report_stats(state: SchedulerState) -> EngineStats:
         token_costs=None if state.model is None else usual_costs(state.model, state.config),
         **asdict(state.counters),
     )
+
+
+def _adapters(requests: Iterable[Request]) -> dict[int, int]:
+    """Return the number of requests of each LoRA adapter."""
+    return dict(Counter(request.spec.adapter for request in requests if request.spec.adapter))
 
 
 def report_load(state: SchedulerState, now: float) -> LoadReport:

@@ -4,6 +4,7 @@ Each application has its own registry. The `vllm:*` aliases cover online work on
 for vLLM are not affected by batch work. Labels have a bounded set of values and contain no ids.
 """
 
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -149,6 +150,7 @@ class VllmAliases(Collector):
             online = counts.get(RequestClass.ONLINE, 0)
             yield self._one(GaugeMetricFamily, f"num_requests_{name}", f"Online requests {name}.", online)
         yield from self._cache(stats)
+        yield self._adapters(stats)
         for source, name in self._aliases:
             for family in source.collect():
                 yield self._renamed(family, name)
@@ -167,6 +169,16 @@ class VllmAliases(Collector):
             ("hits", "Prompt tokens found in the prefix cache.", stats.prefix_hit_tokens),
         ):
             yield self._one(CounterMetricFamily, f"prefix_cache_{name}", text, tokens)
+
+    def _adapters(self, stats: EngineStats) -> Metric:
+        """Return vLLM's metric for routing by adapter; its value is the time, by which readers find the newest."""
+        labels = ["max_lora", "running_lora_adapters", "waiting_lora_adapters"]
+        family = GaugeMetricFamily("vllm:lora_requests_info", "LoRA adapters of online requests.", labels=labels)
+        if names := self._client.info.adapters:
+            counts = (stats.running_adapters, stats.waiting_adapters)
+            lists = [",".join(names[number - 1] for number in sorted(each)) for each in counts]
+            family.add_metric([str(len(names)), *lists], time.time())
+        return family
 
     def _one(
         self, kind: type[GaugeMetricFamily] | type[CounterMetricFamily], name: str, text: str, value: float
