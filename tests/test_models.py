@@ -110,13 +110,6 @@ def test_chunked_prefill_and_decode_match_transformers(name: str) -> None:
     assert worst_error(found, reference_logits(name, tokens_for())) < 1e-4
 
 
-def test_longrope_beyond_the_original_context_uses_the_long_factors() -> None:
-    name, tokens = "phi3-longrope-partial", tokens_for(150)
-    expected = reference_logits(name, tokens)
-    assert worst_error(logits_of(decoder_of(name), tokens, [150], 256), expected) < 1e-4
-    assert worst_error(logits_of(decoder_of(name), tokens, [150], 64), expected) > 1e-2
-
-
 @pytest.mark.parametrize("name", tiny_models.FAMILY_CASES)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_running_layers_in_ranges_changes_nothing(name: str, dtype: str) -> None:

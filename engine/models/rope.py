@@ -101,10 +101,10 @@ def ropes_of_layer_types(config: Mapping[str, Any]) -> tuple[dict[str, Any], dic
         raise ModelLoadError("rope_parameters must be given by layer type for this model")
     thetas = (config.get("rope_theta") or _GLOBAL_THETA, config.get("rope_local_base_freq") or _LOCAL_THETA)
     scaling = config.get("rope_scaling") or {}  # applies only to layers that see the whole context
-    kinds = (("full_attention", scaling), ("sliding_attention", {}))
+    each = [{**(given.get(kind) or {})} for kind in ("full_attention", "sliding_attention")]
     full, local = (
-        {**config, "rope_parameters": {**(given.get(kind) or {}), **more}, "rope_theta": theta, "rope_scaling": None}
-        for (kind, more), theta in zip(kinds, thetas, strict=True)
+        {**config, "rope_parameters": {**own, **more}, "rope_theta": theta, "rope_scaling": None}
+        for own, more, theta in zip(each, (scaling, {}), thetas, strict=True)
     )
     return full, local
 

@@ -303,8 +303,8 @@ def _fault_of(folder: Path, model: Any, report: Mapping[str, Any]) -> str:
         return f"tensor {name} ({files_of(folder, name)}) is {list(stored)}, config.json implies {list(implied)}"
     if found := sorted(report.get("unexpected_keys") or ()):
         return f"it has tensors this model does not use: {found[0]} ({files_of(folder, found[0])})"
-    if found := report.get("error_msgs"):
-        return str(found[0])
+    for error in report.get("error_msgs") or ():
+        return str(error)
     damaged = (name for name, parameter in model.named_parameters() if not is_finite(parameter.data))
     for name in damaged:
         return f"tensor {name} ({files_of(folder, name)}) has NaN or infinity: it is damaged, or does not fit the type"
