@@ -273,7 +273,7 @@ def test_what_a_launch_says_and_leaves_out(case_of: Any) -> None:
     case = case_of("qwen3_next")
     config = EngineConfig(model=str(case.folder), device="cpu", num_gpu_blocks_override=40, profile_seconds=0.0)
     runner, plan = build_runner(config, plan_launch(config))
-    assert any("prefix that others may start behind" in note for note in plan.notes)
+    assert any("each prefix in the cache" in note for note in plan.notes)
     scheduler = scheduler_config(config, plan)
     assert scheduler.enable_prefix_caching and scheduler.state_slots == plan.state_slots
     assert plan.state_slots == 2 * plan.limits.max_num_seqs + 40 * 16 // 512
