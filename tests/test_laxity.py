@@ -214,7 +214,7 @@ def test_a_burst_of_16_prompts_waits_on_a_laptop_instead_of_being_refused() -> N
     assert core.stats().refused_requests == 0
 
 
-@pytest.mark.parametrize("policy", ["fcfs", *URGENT_POLICIES])
+@pytest.mark.parametrize("policy", ["fcfs", "larry", "random", *URGENT_POLICIES])
 @pytest.mark.parametrize("rate", [1.0, 3.0])
 def test_accepted_requests_start_within_the_maximum_wait_when_memory_is_short(policy: str, rate: float) -> None:
     """A burst of 60 on a pool of 2,048 tokens while further chats arrive: waits, and gaps of preempted answers."""

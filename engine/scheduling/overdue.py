@@ -16,6 +16,7 @@ from engine.limits import UNITS_PER_BLOCK
 from engine.request import Request
 from engine.scheduling.knapsack import Floats, Ints
 from engine.scheduling.laxity import PrefillPace
+from engine.scheduling.policies import fcfs
 from engine.scheduling.state import SchedulerState
 from predictor.features import BatchFeatures
 from predictor.load import DEFAULT_OUTPUT
@@ -84,7 +85,7 @@ def owes(state: SchedulerState, request: Request, now: float) -> bool:
 def binds(state: SchedulerState) -> bool:
     """Return whether the policy may let a younger request overtake a waiting one that has a maximum wait."""
     policy = state.online_policy
-    overtakes = policy.select is not None or policy.by_laxity
+    overtakes = policy.select is not None or policy.by_laxity or policy.order is not fcfs
     limited = math.isfinite(longest_queue_time(state))
     return overtakes and limited and bool(state.waiting_online) and not state.online_share.is_contested
 
