@@ -118,6 +118,19 @@ async def test_a_base_url_without_the_version_names_the_path(start_server: Start
             assert error["message"] == f"The resource does not exist; did you mean /v1{path}?", path
         for path in ("/nothing", "/v1/nothing", "/v1/v1/models"):
             assert (await client.post(path, json={})).json()["error"]["message"] == "The resource does not exist."
+        for path, offer in (
+            ("/v1/moderations", "/v1/chat/completions"),
+            ("/v1/images/generations", "text only"),
+            ("/v1/audio/speech", "text only"),
+            ("/v1/fine_tuning/jobs", "--lora"),
+            ("/v1/assistants", "POST /v1/responses"),
+            ("/v1/vector_stores/vs_1/files", "/v1/embeddings"),
+            ("/v1/responses/resp_1/cancel", "stores no responses"),
+        ):
+            answer = await client.post(path, json={})
+            assert answer.status_code == 404 and offer in answer.json()["error"]["message"], path
+        for path in ("/v1/responses/resp_1", "/v1/chat/completions/chatcmpl-1"):
+            assert "The server stores no" in (await client.get(path)).json()["error"]["message"], path
 
 
 async def test_an_unknown_model_is_answered_with_those_that_are_served(start_server: StartServer) -> None:

@@ -42,6 +42,27 @@ _DEFAULTS: dict[int, tuple[str, str]] = {
     503: ("The server cannot accept this request at the moment; try again later.", "service_unavailable"),
 }
 
+_TEXT_ONLY = "The server generates text only; use POST /v1/responses or /v1/chat/completions."
+_STATELESS = "The server stores no responses; send the whole conversation as 'input' of POST /v1/responses."
+_INSTEAD = {
+    "/v1/assistants": "The server has no assistants; send the whole conversation as 'input' of POST /v1/responses.",
+    "/v1/audio": _TEXT_ONLY,
+    "/v1/chat/completions/": "The server stores no completions; keep the answer of POST /v1/chat/completions.",
+    "/v1/containers": "The server runs no code; offer a function in 'tools' and run its calls in the client.",
+    "/v1/conversations": _STATELESS,
+    "/v1/evals": "The server has no evaluations; run the requests as a batch and grade them in the client.",
+    "/v1/fine_tuning": "The server does not train models; start it with --lora to serve trained adapters.",
+    "/v1/images": _TEXT_ONLY,
+    "/v1/moderations": "The server has no moderation model; ask the served model with POST /v1/chat/completions.",
+    "/v1/realtime": _TEXT_ONLY,
+    "/v1/responses/": _STATELESS,
+    "/v1/threads": "The server has no threads; send the whole conversation as 'input' of POST /v1/responses.",
+    "/v1/uploads": "The server takes files in one request; use POST /v1/files.",
+    "/v1/vector_stores": "The server has no vector stores; use POST /v1/embeddings and an index of your own.",
+    "/v1/videos": _TEXT_ONLY,
+}
+"""Reasons why resources of OpenAI's API do not exist, by the beginning of the path."""
+
 _MESSAGES_KINDS = {
     401: "authentication_error", 403: "permission_error", 404: "not_found_error", 413: "request_too_large",
     429: "rate_limit_error", 503: "overloaded_error",
@@ -118,20 +139,23 @@ def messages_envelope(error: ApiError, request_id: str | None) -> dict[str, Any]
 def error_response(error: BaseException, scope: Scope) -> Response:
     """Return the error response to the request of `scope`."""
     answer = to_api_error(error)
-    if isinstance(error, HTTPException) and answer.status == 404 and (path := _with_version(scope)):
-        answer = ApiError(404, f"The resource does not exist; did you mean {path}?")
+    if isinstance(error, HTTPException) and answer.status == 404 and (reason := _why_missing(scope)):
+        answer = ApiError(404, reason)
     envelope: dict[str, Any] = answer.envelope
     if speaks_anthropic(scope):
         envelope = messages_envelope(answer, scope.get("state", {}).get("request_id"))
     return Response(orjson.dumps(envelope), answer.status, answer.headers, media_type="application/json")
 
 
-def _with_version(scope: Scope) -> str | None:
-    """Return the path with `/v1` in front if the server has that resource: clients set a base URL without it."""
+def _why_missing(scope: Scope) -> str | None:
+    """Return why a path has no resource, if the reason is known: a resource of OpenAI's API that the server does not
+    have, or a client's base URL without `/v1`."""
+    if reason := next((_INSTEAD[start] for start in _INSTEAD if scope["path"].startswith(start)), None):
+        return reason
     path, app = f"/v1{scope['path']}", scope.get("app")
     asked = {**scope, "path": path}
     found = app is not None and any(route.matches(asked)[0] is not Match.NONE for route in app.router.routes)
-    return path if found else None
+    return f"The resource does not exist; did you mean {path}?" if found else None
 
 
 def handle_error(request: Request, error: Exception) -> Response:
