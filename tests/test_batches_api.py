@@ -63,7 +63,8 @@ async def test_from_upload_to_results(ready: Ready, tmp_path: Path, endpoint: st
     check_types(file)
     created = await create(client, file.id, endpoint=endpoint, metadata={"a": "b"})
     check_types(created)
-    assert created.status == "validating" and created.metadata == {"a": "b"} and created.usage is None
+    assert created.status == "validating" and created.metadata == {"a": "b"}
+    assert "model" not in created.to_dict() and created.usage is not None and created.usage.total_tokens == 0
     assert created.expires_at == created.created_at + 86400
     batch = await until(client, created.id)
     check_types(batch)

@@ -186,14 +186,15 @@ class BatchJob:
         return self.total - self.completed - self.failed
 
     def as_json(self, notes: Mapping[str, str] | None = None) -> dict[str, Any]:
-        """Return the API object; `notes` are added to its metadata. Fields without a value are null, as at OpenAI."""
+        """Return the API object; `notes` are added to its metadata. As at OpenAI, an unknown model is absent, and other
+        fields without a value are null."""
         names = ("in_progress", "finalizing", "completed", "failed", "expired", "cancelling", "cancelled")
         errors = {"object": "list", "data": [error._asdict() for error in self.errors]} if self.errors else None
         return {
             "id": self.id,
             "object": "batch",
             "endpoint": self.endpoint,
-            "model": self.model,
+            **({} if self.model is None else {"model": self.model}),
             "errors": errors,
             "input_file_id": self.input_file_id,
             "completion_window": self.completion_window,
@@ -204,7 +205,7 @@ class BatchJob:
             "expires_at": self.expires_at,
             **{f"{name}_at": self.times.get(f"{name}_at") for name in names},
             "request_counts": {"total": self.total, "completed": self.completed, "failed": self.failed},
-            "usage": self.usage.as_json() if self.total else None,
+            "usage": self.usage.as_json(),
             "metadata": {**(self.metadata or {}), **notes} if notes else self.metadata,
         }
 
