@@ -76,7 +76,7 @@ def create_app(
         keys,
         Admissions(keys.quota),
         request_log,
-        choose_format(config.tool_parser, tokenizer.chat_template_text, tokenizer.call_template),
+        choose_format(config.tool_parser, tokenizer),
         find_marks(tokenizer),
     )
 

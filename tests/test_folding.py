@@ -1,17 +1,20 @@
 """Conversations in shapes that a template refuses: folded where it does, unchanged where it takes them."""
 
+import json
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 import tokenizer_folders
+import tokenizers
 from fake_engine import MODEL, FakeEngine, say, serve
 from work_counter import assert_linear
 
 from engine.text.folding import fold
 from engine.text.template_probe import Shape, probe_templates
 from engine.text.tokenizer import Tokenizer
+from gateway.generate.tool_formats import find_format
 
 TURN = "<|im_start|>{{ message.role }}\n{{ message.content }}{{ message.reasoning_content }}"
 CALLS = "{% for call in message.tool_calls or [] %}({{ call.function.name }}){% endfor %}"
@@ -34,6 +37,21 @@ ONE_CALL = (
     "{{ raise_exception('one call') }}{% endif %}" + TURN + CALLS + "<|im_end|>\n{% endfor %}"
 )
 IGNORES_CALLS = tokenizer_folders.CHATML
+# As DeepSeek's: arguments are text; V3 writes calls only beside content None, V3.1 fails without content.
+TEXT_CALLS = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] + '\n' }}"
+    "{% if message['tool_calls'] is defined and message['tool_calls'] is not none %}"
+    "{% if message['content'] is not none %}{{ message['content'] + '' }}{% endif %}"
+    "{% for tool in message['tool_calls'] %}"
+    "{{ '<｜tool▁call▁begin｜>'+ tool['function']['name'] + '<｜tool▁sep｜>' + tool['function']['arguments'] }}"
+    "{% endfor %}{% else %}{{ message['content'] + '' }}{% endif %}<|im_end|>\n{% endfor %}"
+)
+BARE_CALLS = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] + '\n' }}"
+    "{% if message['role'] == 'assistant' and message['content'] is none %}{% for tool in message['tool_calls'] %}"
+    "{{ '(' + tool['function']['name'] + ')' + tool['function']['arguments'] }}{% endfor %}"
+    "{% elif message['content'] is not none %}{{ message['content'] + '' }}{% endif %}<|im_end|>\n{% endfor %}"
+)
 DROPS_SYSTEM = "{% for message in messages if message.role != 'system' %}" + TURN + "<|im_end|>\n{% endfor %}"
 
 
@@ -66,6 +84,8 @@ REFUSED: list[tuple[str, set[Shape]]] = [
     (ONE_CALL, {Shape.CALLS}),
     (IGNORES_CALLS, set()),
     (DROPS_SYSTEM, LATE | {Shape.SYSTEM}),
+    (TEXT_CALLS, set()),
+    (BARE_CALLS, {Shape.TEXT_WITH_CALL}),
     ("{% for m in messages %}{% for part in m.content %}{{ part['text'] }}{% endfor %}{% endfor %}", set()),
 ]
 
@@ -101,6 +121,9 @@ CASES: list[tuple[str, set[Shape], list[Any], list[Any]]] = [
      [user("q"), {**calling("f", "g"), "content": "look"}, result("g", "2"), result("f", "1"), result("h", "3")],
      [user("q"), {**calling("f"), "content": "look"}, result("f", "1"), calling("g"), result("g", "2"),
       result("h", "3")]),
+    ("a text before calls", {Shape.TEXT_WITH_CALL},
+     [user("q"), {**calling("f"), "content": "x", "reasoning_content": "t"}, result("f", "1")],
+     [user("q"), said("x", reasoning_content="t"), calling("f"), result("f", "1")]),
     ("fields of a message stay", LATE,
      [{**system("a"), "tools": "[]"}, system("b"), {**user("q"), "name": "n"}],
      [{**system("a\n\nb"), "tools": "[]"}, {**user("q"), "name": "n"}]),
@@ -123,7 +146,9 @@ HISTORY = [
 WORDS = ["s1", "s2", "u1", "u2", "r1", "r2", "u3", "a1", "a2", "s3", "u4", "s4"]
 
 
-@pytest.mark.parametrize("template", [OPEN, LEADS, ALTERNATES, ONE_CALL, IGNORES_CALLS, DROPS_SYSTEM])
+@pytest.mark.parametrize(
+    "template", [OPEN, LEADS, ALTERNATES, ONE_CALL, IGNORES_CALLS, DROPS_SYSTEM, TEXT_CALLS, BARE_CALLS]
+)
 def test_every_template_takes_every_conversation(tmp_path: Path, template: str) -> None:
     """All texts reach the prompt once, in their order."""
     tokenizer = Tokenizer.load(tokenizer_folders.byte_level(tmp_path, template))
@@ -133,6 +158,40 @@ def test_every_template_takes_every_conversation(tmp_path: Path, template: str) 
     if template == OPEN:
         plain = Tokenizer.load(tmp_path, probe=False)
         assert plain.encode_chat(HISTORY) == tokenizer.encode_chat(HISTORY)
+
+
+@pytest.mark.parametrize("template", [TEXT_CALLS, BARE_CALLS])
+def test_calls_with_arguments_as_text(tmp_path: Path, template: str) -> None:
+    """In the client's spelling, with and without text in their message."""
+    tokenizer = Tokenizer.load(tokenizer_folders.byte_level(tmp_path, template))
+    spelled = '{"city":  "Rome", "n": 1e999}'
+    calls = [{"id": "c", "type": "function", "function": {"name": "weather", "arguments": spelled}}]
+    for content, texts in (("Let me look.", ["Let me look."]), ("", []), (None, [])):
+        calling = {"role": "assistant", "content": content, "tool_calls": calls}
+        history = [user("u"), calling, {"role": "tool", "tool_call_id": "c", "content": "Sun"}]
+        written = tokenizer.decode(tokenizer.encode_chat(history))
+        places = [written.index(word) for word in [*texts, "weather", spelled, "Sun"]]
+        assert places == sorted(places) and "None" not in written
+
+
+def test_a_tools_section_is_added_where_the_template_has_none(tmp_path: Path) -> None:
+    """Its marks are control tokens; the same marks in a description are not."""
+    marks = ["<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>"]
+    tokenizer_folders.byte_level(tmp_path, TEXT_CALLS)
+    backend = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    backend.add_special_tokens(marks)
+    backend.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = Tokenizer.load(tmp_path)
+    parameters = {"type": "object", "properties": {"city": {"type": "string"}}}
+    function = {"name": "weather", "description": "Not <｜tool▁sep｜>", "parameters": parameters}
+    for messages in ([system("Be brief."), user("u")], [user("u")]):
+        ids = tokenizer.encode_chat(messages, tools=[{"type": "function", "function": function}])
+        written = tokenizer.decode(ids, skip_special_tokens=False)
+        words = [*(message["content"] for message in messages[:-1]), "### weather", json.dumps(parameters), marks[0]]
+        places = [written.index(word) for word in [*words, "<|im_start|>user"]]
+        assert places == sorted(places) and [ids.count(tokenizer.special_tokens[mark]) for mark in marks] == [1, 1, 1]
+        assert "## Tools" not in tokenizer.decode(tokenizer.encode_chat(messages))
+    assert "tools" in tokenizer.chat_template_text and find_format(tokenizer.chat_template_text) is not None
 
 
 def test_folding_is_linear() -> None:

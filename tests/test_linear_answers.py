@@ -19,6 +19,7 @@ from gateway.generate.answer_parser import MAX_BLANKS, MAX_CALL_CHARS, ParsedTex
 from gateway.generate.answering import INLINE_ANSWER_PARTS, collect
 from gateway.generate.choices import Generation, OutputDelta, Used
 from gateway.generate.completion_format import CompletionLogprobs, chat_logprobs
+from gateway.generate.marks import Marks
 from gateway.generate.python_calls import MAX_DEPTH, read_calls
 from gateway.generate.tool_decoders import Call
 from gateway.generate.tool_formats import END_THINK, FORMATS, THINK
@@ -73,7 +74,7 @@ def test_every_format_is_linear(name: str, size: int, monkeypatch: pytest.Monkey
 def test_marks_are_looked_for_once_in_every_character(name: str, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A search ends at the mark that it finds; the next one begins there."""
     searched = 0
-    find, begin = answer_parser._Marks.find, answer_parser._Marks.begin
+    find, begin = Marks.find, Marks.begin
 
     def counted_find(self: Any, text: str, start: int, stop: int) -> Any:
         nonlocal searched
@@ -86,8 +87,8 @@ def test_marks_are_looked_for_once_in_every_character(name: str, size: int, monk
         searched += self.longest
         return begin(self, text, start)
 
-    monkeypatch.setattr(answer_parser._Marks, "find", counted_find)
-    monkeypatch.setattr(answer_parser._Marks, "begin", counted_begin)
+    monkeypatch.setattr(Marks, "find", counted_find)
+    monkeypatch.setattr(Marks, "begin", counted_begin)
     for repeated in hostile(name).values():
         searched, text = 0, repeated * (6000 // len(repeated))
         pieces = pieces_of(text, size)

@@ -20,7 +20,7 @@ from gateway.generate.structured import grammar_of
 from gateway.generate.threads import INLINE_CHARS, INLINE_PARTS, is_large
 from gateway.generate.tool_formats import FORMATS
 from gateway.generate.tool_grammars import Function
-from gateway.generate.tools import tool_grammar
+from gateway.generate.tools import answer_grammar
 from gateway.generate.translation import rename
 from gateway.generate.wire import ChatCompletionRequest, CompletionRequest, EmbeddingRequest
 
@@ -278,7 +278,7 @@ def test_too_long_a_grammar_is_a_clear_400(name: str) -> None:
     parameters = {"type": "object", "properties": {"p": {"enum": ["x" * 100] * 3000}}}
     tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
     with pytest.raises(InvalidRequestError, match="256 KiB") as caught:
-        tool_grammar(chat(tools=tools, tool_choice="required"), FORMATS[name], {})
+        answer_grammar(chat(tools=tools, tool_choice="required"), FORMATS[name], {})
     assert caught.value.param == "tools" and caught.value.message.startswith("'tools' cannot be enforced")
 
 
@@ -312,6 +312,6 @@ def test_a_tool_without_a_schema_is_refused_or_written(name: str, schema: Any) -
     parameters = {"type": "object", "properties": {"p": schema}}
     tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
     try:
-        tool_grammar(chat(tools=tools, tool_choice="required"), FORMATS[name], {}, False)
+        answer_grammar(chat(tools=tools, tool_choice="required"), FORMATS[name], {}, False)
     except InvalidRequestError as error:
         assert error.param == "tools" and len(error.message) < 300

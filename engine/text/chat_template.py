@@ -6,6 +6,7 @@ Conversations without such text use transformers' normal path. Rendering should 
 """
 
 import json
+import math
 import re
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -20,6 +21,7 @@ from engine.text.template_probe import TemplateFacts
 
 MAX_PROMPT_CHARS = 16 * 2**20
 _MAX_MESSAGE_CHARS = 200
+_MAX_DIGITS = 4000  # of an integer in past calls; Python converts at most 4,300
 
 # Unicode noncharacters, which do not occur in text for interchange.
 _STAND_IN, _BREAK, _MARK = "\ufdd0", "\ufdd1", "\ufdd2"
@@ -138,7 +140,8 @@ class ChatTemplate:
             return self._plain
 
     def _fit(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        """Convert a message to the form that templates read: content as string or parts, tool arguments as objects."""
+        """Convert a message to the form that the template reads: content as string or parts, arguments of calls as
+        objects or text, and the content of a message with calls and no text as an empty string or None."""
         fitted = dict(message)
         content = fitted.get("content")
         if isinstance(content, (list, tuple)):
@@ -146,7 +149,9 @@ class ChatTemplate:
         elif isinstance(content, str) and self._facts.reads_parts and not self._facts.reads_strings:
             fitted["content"] = [{"type": "text", "text": content}]
         if fitted.get("tool_calls"):
-            fitted["tool_calls"] = [_with_parsed_arguments(call) for call in fitted["tool_calls"]]
+            convert = _with_text if self._facts.text_arguments else _with_parsed_arguments
+            fitted["tool_calls"] = [convert(call) for call in fitted["tool_calls"]]
+            fitted["content"] = fitted.get("content") or (None if self._facts.bare_calls else "")
         return fitted
 
     def _fit_parts(self, texts: list[str]) -> str | list[dict[str, str]]:
@@ -278,13 +283,30 @@ def _map_strings(value: Any, change: Callable[[str], str]) -> Any:
     return value
 
 
+def _with_text(call: Any) -> Any:
+    """Return a call with its arguments as text, in the client's spelling if they are text already."""
+    function = call["function"]
+    if isinstance(function["arguments"], str):
+        return call
+    return {**call, "function": {**function, "arguments": json.dumps(function["arguments"], ensure_ascii=False)}}
+
+
 def _with_parsed_arguments(call: Any) -> Any:
-    """Parse the arguments of a call, which OpenAI sends as a JSON string and templates expect as an object."""
+    """Parse the arguments of a call, which OpenAI sends as a JSON string and most templates expect as an object. A
+    number that Python cannot represent becomes a string of its digits."""
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
         return call
     try:
-        arguments = json.loads(function["arguments"])
+        arguments = json.loads(function["arguments"], parse_int=_integer, parse_float=_real)
     except (ValueError, RecursionError):
         return call
     return {**call, "function": {**function, "arguments": arguments}} if isinstance(arguments, dict) else call
+
+
+def _integer(digits: str) -> int | str:
+    return int(digits) if len(digits) <= _MAX_DIGITS else digits
+
+
+def _real(digits: str) -> float | str:
+    return value if math.isfinite(value := float(digits)) else digits

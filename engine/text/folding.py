@@ -20,12 +20,16 @@ def fold(messages: Sequence[Mapping[str, Any]], refused: Collection[Shape]) -> S
 
     A system message that the template does not take at its place becomes a user message there, which keeps the prefix
     of the prompt for the cache. Messages that may not follow each other are joined. A message with several calls
-    becomes one message per call, each followed by its result.
+    becomes one message per call, each followed by its result. A text before calls becomes a message of its own.
     """
     if not refused:
         return messages
     turns: list[_Turn] = []
-    for message in _one_call_each(messages) if Shape.CALLS in refused else messages:
+    if Shape.CALLS in refused:
+        messages = list(_one_call_each(messages))
+    if Shape.TEXT_WITH_CALL in refused and Shape.ANSWERS not in refused:
+        messages = [part for message in messages for part in _text_and_calls(message)]
+    for message in messages:
         role = message["role"]
         if role == "system" and _place(turns) in refused:
             role = "user"
@@ -78,6 +82,14 @@ def _place(turns: Sequence[_Turn]) -> Shape | None:
     if not turns:
         return Shape.SYSTEM
     return None if turns[-1].role == "system" else Shape.LATE_SYSTEM
+
+
+def _text_and_calls(message: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    if not (message.get("tool_calls") and message.get("content")):
+        yield message
+        return
+    yield {name: value for name, value in message.items() if name != "tool_calls"}
+    yield {"role": message["role"], "content": "", "tool_calls": message["tool_calls"]}
 
 
 def _one_call_each(messages: Sequence[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:

@@ -2,7 +2,8 @@
 
 A template is a program from a checkpoint. The sandbox isolates it from the machine; this probe detects templates that
 do not end or produce huge output. It runs as a script, so that the child imports nothing of tidemill. The probe also
-finds out whether the template reads a message's content as a string or as parts, and which conversations it refuses.
+finds out whether the template reads a message's content as a string or as parts, how it reads calls, and which
+conversations it refuses.
 The parent calls `probe_templates`.
 """
 
@@ -17,7 +18,7 @@ import sys
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 CPU_SECONDS = 5
 WALL_SECONDS = 600  # for systems without a CPU time limit; imports alone can take minutes on a busy machine
@@ -38,6 +39,7 @@ class Shape(enum.StrEnum):
     TEXT_AFTER_RESULT = "a user message after a tool result"
     CALL = "a tool call and its result"
     CALLS = "several tool calls in a message"
+    TEXT_WITH_CALL = "a text and a tool call in a message"
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +50,8 @@ class TemplateFacts:
         reads_strings: Content given as a string appears in the text.
         reads_parts: Content given as parts appears in the text.
         refused: Shapes that the template refuses, or of which it drops a text.
+        text_arguments: The template reads the arguments of a call as JSON text instead of an object.
+        bare_calls: The template writes calls only if the content of their message is None.
         rendered: All text that the template wrote.
         after_answer: Text that the template wrote after the text of an assistant message, shortened.
         error: Why the template cannot be used, or None.
@@ -56,6 +60,8 @@ class TemplateFacts:
     reads_strings: bool = True
     reads_parts: bool = False
     refused: Collection[Shape] = ()
+    text_arguments: bool = False
+    bare_calls: bool = False
     rendered: str = ""
     after_answer: str = ""
     error: str | None = None
@@ -77,15 +83,22 @@ def probe_templates(templates: Mapping[str, str], special_tokens: Mapping[str, s
     return TemplateFacts(**facts | {"refused": frozenset(map(Shape, facts.get("refused", ())))})
 
 
+class _Style(NamedTuple):
+    """The form of messages that the template reads."""
+
+    as_parts: bool = False
+    text_arguments: bool = False
+    bare_calls: bool = False
+
+
 def _user(content: Any) -> dict[str, Any]:
     return {"role": "user", "content": content}
 
 
-def _conversations() -> list[list[dict[str, Any]]]:
+def _conversations(style: _Style) -> list[list[dict[str, Any]]]:
     """Return a conversation for every role, so that tokens that a template builds from roles are seen."""
     user, answer = _user(PROBE_TEXT), {"role": "assistant", "content": PROBE_TEXT}
-    call = {"id": "call00000", "type": "function", "function": {"name": "probe", "arguments": {"a": 1}}}
-    calling = {"role": "assistant", "content": "", "tool_calls": [call]}
+    calling = _message("call", 0, style)
     result = {"role": "tool", "name": "probe", "tool_call_id": "call00000", "content": PROBE_TEXT}
     return [
         [{"role": "system", "content": PROBE_TEXT}, user],
@@ -95,13 +108,15 @@ def _conversations() -> list[list[dict[str, Any]]]:
     ]
 
 
-def _shaped(as_parts: bool) -> dict[Shape, list[list[dict[str, Any]]]]:
+def _shaped(style: _Style) -> dict[Shape, list[list[dict[str, Any]]]]:
     """Return conversations of each shape, with a different text or function name in each message."""
 
-    talk = partial(_talk, as_parts=as_parts)
-    several, first, second = talk("user", "call", "result", "result"), _call(1), _call(2)
+    talk = partial(_talk, style=style)
+    several, first, second = talk("user", "call", "result", "result"), _call(1, style), _call(2, style)
     several[1]["tool_calls"] = [first, second]
     several[2]["tool_call_id"], several[3]["tool_call_id"] = first["id"], second["id"]
+    spoken = talk("user", "call", "result")
+    spoken[1]["content"] = _message("assistant", 1, style)["content"]
     return {
         Shape.SYSTEM: [talk("system", "user")],
         Shape.SYSTEMS: [talk("system", "system", "user")],
@@ -111,29 +126,31 @@ def _shaped(as_parts: bool) -> dict[Shape, list[list[dict[str, Any]]]]:
         Shape.TEXT_AFTER_RESULT: [talk("user", "call", "result", "user")],
         Shape.CALL: [talk("user", "call", "result")],
         Shape.CALLS: [several],
+        Shape.TEXT_WITH_CALL: [spoken],
     }
 
 
-def _talk(*roles: str, as_parts: bool) -> list[dict[str, Any]]:
-    return [_message(role, number, as_parts) for number, role in enumerate(roles)]
+def _talk(*roles: str, style: _Style) -> list[dict[str, Any]]:
+    return [_message(role, number, style) for number, role in enumerate(roles)]
 
 
 def _after_answer(rendered: str) -> str:
     return rendered.partition(f"{PROBE_TEXT}-1")[2][:MAX_MARK_CHARS]
 
 
-def _message(role: str, number: int, as_parts: bool) -> dict[str, Any]:
+def _message(role: str, number: int, style: _Style) -> dict[str, Any]:
     text = f"{PROBE_TEXT}-{number}"
-    content: Any = [{"type": "text", "text": text}] if as_parts else text
+    content: Any = [{"type": "text", "text": text}] if style.as_parts else text
     if role == "call":
-        return {"role": "assistant", "content": "", "tool_calls": [_call(number)]}
+        return {"role": "assistant", "content": None if style.bare_calls else "", "tool_calls": [_call(number, style)]}
     if role == "result":
-        return {"role": "tool", "name": "probe", "tool_call_id": _call(number - 1)["id"], "content": content}
+        return {"role": "tool", "name": "probe", "tool_call_id": _call(number - 1, style)["id"], "content": content}
     return {"role": role, "content": content}
 
 
-def _call(number: int) -> dict[str, Any]:
-    function = {"name": f"probe-{number}", "arguments": {"a": 1}}
+def _call(number: int, style: _Style) -> dict[str, Any]:
+    arguments = {"a": 1}
+    function = {"name": f"lookup-{number}", "arguments": json.dumps(arguments) if style.text_arguments else arguments}
     return {"id": f"call{number:05}", "type": "function", "function": function}
 
 
@@ -174,28 +191,43 @@ def _probe(render: Callable[[str, list[dict[str, Any]]], str], templates: dict[s
     main = templates.get("default") or next(iter(templates.values()))
     as_string = attempt(main, [_user(PROBE_TEXT)])
     as_parts = attempt(main, [_user([{"type": "text", "text": PROBE_TEXT}])])
+    takes_parts = PROBE_TEXT in as_parts and "'type'" not in as_parts and '"type"' not in as_parts
+    style = _find_style(partial(attempt, main), takes_parts and PROBE_TEXT not in as_string)
     rendered = [as_string]
     for template in templates.values():
-        rendered += [attempt(template, conversation) for conversation in _conversations()]
-    takes_parts = PROBE_TEXT in as_parts and "'type'" not in as_parts and '"type"' not in as_parts
+        rendered += [attempt(template, conversation) for conversation in _conversations(style)]
     refused: list[Shape] = []
-    parts_only = takes_parts and PROBE_TEXT not in as_string
-    for shape, conversations in _shaped(parts_only).items():
+    for shape, conversations in _shaped(style).items():
         written = [attempt(main, conversation) for conversation in conversations]
         rendered += written
         if not all(map(_shows, written, conversations)):
             refused.append(shape)
     if Shape.CALL in refused:  # other shapes of calls do not help
-        refused = [shape for shape in refused if shape not in (Shape.CALL, Shape.CALLS, Shape.TEXT_AFTER_RESULT)]
+        of_calls = (Shape.CALL, Shape.CALLS, Shape.TEXT_WITH_CALL, Shape.TEXT_AFTER_RESULT)
+        refused = [shape for shape in refused if shape not in of_calls]
     if sum(map(len, rendered)) + len(as_parts) > MAX_RENDERED_CHARS:
         return {"error": "its output exceeds a million characters for a few words"}
     return {
         "reads_strings": PROBE_TEXT in as_string,
         "reads_parts": takes_parts,
         "refused": refused,
+        "text_arguments": style.text_arguments,
+        "bare_calls": style.bare_calls,
         "rendered": "\0".join(rendered),
-        "after_answer": _after_answer(attempt(main, _talk("user", "assistant", as_parts=parts_only))),
+        "after_answer": _after_answer(attempt(main, _talk("user", "assistant", style=style))),
     }
+
+
+def _find_style(attempt: Callable[[list[dict[str, Any]]], str], as_parts: bool) -> _Style:
+    """Return the first style in which the template writes a call and its result, without a dict in Python's syntax."""
+    for bare_calls in (False, True):
+        for text_arguments in (False, True):
+            style = _Style(as_parts, text_arguments, bare_calls)
+            conversation = _talk("user", "call", "result", style=style)
+            written = attempt(conversation)
+            if _shows(written, conversation) and "{'a'" not in written:
+                return style
+    return _Style(as_parts)
 
 
 def _main() -> None:

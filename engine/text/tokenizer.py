@@ -15,9 +15,13 @@ from engine.errors import ConfigError, InvalidRequestError, ModelLoadError
 from engine.text.chat_template import ChatTemplate, encode_text
 from engine.text.detokenizer import ByteRule, IncrementalDetokenizer, read_byte_rule
 from engine.text.template_probe import TemplateFacts, probe_templates
+from engine.text.tool_sections import complete
 
 __all__ = ["IncrementalDetokenizer", "Tokenizer"]
 
+CHANNEL_TOKENS = frozenset({"<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|return|>", "<|call|>"})
+"""Special tokens of tokenizers for the harmony format, in which every answer consists of messages in channels."""
+_CHANNEL_ENDS = ("<|return|>", "<|call|>")
 _NO_TEMPLATE = "This model has no chat template; use /v1/completions, or start the server with --chat-template."
 
 
@@ -34,6 +38,7 @@ class Tokenizer:
         }
         """Special tokens by text; they are hidden in the text of answers."""
         self._special_ids = frozenset(self.special_tokens.values())
+        self.has_channels = self.special_tokens.keys() >= CHANNEL_TOKENS
         self._byte_rule = read_byte_rule(_decoder_layout(self._tokenizer))
         self._bytes: dict[int, bytes | None] = {}
         self._max_token_chars = _max_token_chars(self._tokenizer)
@@ -57,6 +62,7 @@ class Tokenizer:
         sources = _template_sources(backend)
         if not sources:
             return cls(backend, None)
+        backend.chat_template = sources
         facts = probe_templates(sources, backend.special_tokens_map) if probe else TemplateFacts()
         if facts.error is not None:
             raise ModelLoadError(f"the chat template cannot be used: {facts.error}")
@@ -101,7 +107,9 @@ class Tokenizer:
         return self._chat.encode(messages, tools=tools, add_generation_prompt=add_generation_prompt, **template_kwargs)
 
     def ends_at(self, ids: frozenset[int]) -> frozenset[int]:
-        """Return the end tokens of answers: `ids`, with the end mark of the chat template if it is not among them."""
+        """Return the end tokens of answers: `ids`, with the end marks of the chat template or of the harmony format."""
+        if self.has_channels:
+            return ids | {self.special_tokens[end] for end in _CHANNEL_ENDS}
         return ids if self._chat is None else self._chat.ends_at(ids)
 
     def shown_ends(self, ids: frozenset[int]) -> str:
@@ -186,12 +194,21 @@ def _template_sources(backend: Any) -> dict[str, str]:
     template = backend.chat_template
     if not template:
         return {}
-    return dict(template) if isinstance(template, Mapping) else {"default": str(template)}
+    named = template if isinstance(template, Mapping) else {"default": str(template)}
+    return {name: complete(source) for name, source in named.items()}
 
 
 def _chat_template(backend: Any, sources: Mapping[str, str], facts: TemplateFacts) -> ChatTemplate:
     def render(messages: list[dict[str, Any]], **kwargs: Any) -> str:
-        return str(backend.apply_chat_template(messages, tokenize=False, **kwargs))
+        if not facts.bare_calls:
+            return str(backend.apply_chat_template(messages, tokenize=False, **kwargs))
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        # `apply_chat_template` would drop a content of None, which the template reads
+        template = sources.get("default") or next(iter(sources.values()))
+        values = {**backend.special_tokens_map, **kwargs}
+        texts, _ = render_jinja_template(conversations=[messages], chat_template=template, **values)
+        return str(texts[0])
 
     return ChatTemplate(render, backend.backend_tokenizer, sources, facts)
 

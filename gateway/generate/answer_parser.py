@@ -5,12 +5,13 @@ partial mark, MAX_BLANKS characters of white space, MAX_CALL_CHARS characters of
 depend on how the text is split into pieces. Text that looks like a call but is invalid is emitted unchanged.
 """
 
-import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum, auto
 
 from engine.text.thoughts import ThoughtMarks, ThoughtTracker
+from gateway.generate.channels import ChannelParser
+from gateway.generate.marks import Marks, ParsedText
 from gateway.generate.tool_decoders import Call
 from gateway.generate.tool_formats import END_THINK, THINK, ToolFormat
 from gateway.generate.tool_grammars import Function
@@ -19,19 +20,6 @@ MAX_BLANKS = 256
 """Maximum white space in characters that is dropped next to reasoning and calls; the excess is emitted as text."""
 MAX_CALL_CHARS = 2**19
 """Maximum length of a call; longer text between the marks is emitted as text."""
-
-
-@dataclass(slots=True)
-class ParsedText:
-    """Parsed output of one `push`."""
-
-    text: str = ""
-    reasoning: str = ""
-    calls: list[Call] = field(default_factory=list)
-
-    @property
-    def is_empty(self) -> bool:
-        return not (self.text or self.reasoning or self.calls)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,13 +39,22 @@ class Parsing:
     """Tokens that delimit reasoning."""
     once: bool = False
     """Reasoning is only allowed at the beginning of the answer."""
+    opening: str = ""
+    """For a format with channels: the message that the prompt begins."""
 
-    def parser(self) -> "AnswerParser":
+    def parser(self) -> "AnswerParser | ChannelParser":
+        if self.has_channels:
+            functions = {each.name: each for each in self.functions}
+            return ChannelParser(functions, self.parallel, self.opening, MAX_CALL_CHARS)
         return AnswerParser(self)
 
     def tracker(self) -> ThoughtTracker | None:
         """Return a counter of reasoning tokens, or None if the model has no reasoning."""
         return None if self.marks is None else ThoughtTracker(self.marks, self.is_thinking, self.once)
+
+    @property
+    def has_channels(self) -> bool:
+        return self.format is not None and self.format.has_channels
 
     @property
     def shows_special_tokens(self) -> bool:
@@ -71,28 +68,6 @@ class _Region(Enum):
     SAID = auto()
     THOUGHT = auto()
     CALL = auto()
-
-
-class _Marks:
-    """The marks that end a region."""
-
-    def __init__(self, *marks: str) -> None:
-        self._marks = [mark for mark in marks if mark]
-        self._pattern = re.compile("|".join(map(re.escape, self._marks))) if self._marks else None
-        self.longest = max(map(len, self._marks), default=0)
-
-    def find(self, text: str, start: int, stop: int) -> re.Match[str] | None:
-        return None if self._pattern is None else self._pattern.search(text, start, stop)
-
-    def begin(self, text: str, start: int) -> int:
-        """Return the position of a partial mark at the end of the text, or the length of the text."""
-        first = len(text)
-        for mark in self._marks:
-            at = text.find(mark[0], max(start, len(text) - len(mark) + 1))
-            while at >= 0 and not mark.startswith(text[at:]):
-                at = text.find(mark[0], at + 1)
-            first = first if at < 0 else min(first, at)
-        return first
 
 
 class _Edges:
@@ -121,9 +96,9 @@ class AnswerParser:
         self._call_mark = "" if form is None else form.calls.mark
         thinks_later = parsing.reasons and not parsing.once
         self._ends = {
-            _Region.SAID: _Marks(THINK if thinks_later else "", self._call_mark),
-            _Region.THOUGHT: _Marks(END_THINK),
-            _Region.CALL: _Marks("" if form is None else form.closes),
+            _Region.SAID: Marks(THINK if thinks_later else "", self._call_mark),
+            _Region.THOUGHT: Marks(END_THINK),
+            _Region.CALL: Marks("" if form is None else form.closes),
         }
         self._region = _Region.START if parsing.reasons and parsing.once else _Region.SAID
         if parsing.is_thinking:

@@ -19,18 +19,17 @@ from gateway.generate.completion_format import CompletionStream, chat_logprobs
 from gateway.generate.endpoint import ModelEndpoint
 from gateway.generate.params import UNHONOURED, Caller, GenerationPlan, chat_plan, check_chat, check_texts
 from gateway.generate.prompt_options import apply_effort, check_prompt_end, template_options
-from gateway.generate.structured import exact_grammar, form_of
+from gateway.generate.structured import form_of
 from gateway.generate.thinking import budget_of, check_budget, check_thought_before
 from gateway.generate.threads import run_by_size, run_text_work
 from gateway.generate.tool_decoders import Call
 from gateway.generate.tools import (
+    answer_grammar,
     check_tools,
     must_call,
     offered_tools,
-    offers_tools,
     parsing_of,
     template_messages,
-    tool_grammar,
 )
 from gateway.generate.translation import Translation, told_in
 from gateway.generate.wire import ChatCompletionRequest
@@ -55,7 +54,7 @@ async def plan_chat(
     `clip`: see `chat_plan`."""
     adapter = choose_model(context, body).adapter
     form, marks = context.tool_format, context.thought_marks
-    apply_effort(body, context.tokenizer.chat_template_text)
+    apply_effort(body, context.tokenizer.chat_template_text, marks is not None)
     check_budget(body, marks)
     messages, texts = await run_by_size(context, body, lambda: _read(context, body))
     await check_room(context, body, sum(map(len, texts)), tenant)
@@ -66,10 +65,7 @@ async def plan_chat(
         prompt_end = context.tokenizer.decode(token_ids[-PROMPT_END:], skip_special_tokens=False)
         parsing = parsing_of(body, form, marks, prompt_end)
         answer = form_of(body)
-        if offers_tools(body):
-            grammar = tool_grammar(body, form, context.tokenizer.special_tokens, answer)
-        else:
-            grammar = exact_grammar(answer)
+        grammar = answer_grammar(body, form, context.tokenizer.special_tokens, answer)
         says_anything = answer is None and not must_call(body)
         budget = budget_of(body, parsing, grammar is not None)
         if grammar is not None and parsing is not None and (budget is not None or not says_anything):
@@ -107,7 +103,9 @@ def _encode(
 
 def _before_a_form(parsing: Parsing, budget: ThinkingBudget | None, grammar: Grammar) -> Parsing | None:
     """Combine a grammar with reasoning: without a budget the grammar applies from the first token and there is no
-    reasoning; with a budget it applies after reasoning at the beginning."""
+    reasoning; with a budget it applies after reasoning at the beginning. A grammar of channels includes reasoning."""
+    if parsing.has_channels:
+        return parsing
     if budget is None:
         return None if parsing.format is None else parsing
     check_thought_before(budget, grammar.param)

@@ -12,7 +12,8 @@ from engine.api import EngineClient, FinishReason, OutputStream, RequestOutput, 
 from engine.errors import EngineStepError, EngineUnavailableError, TidemillError
 from engine.text.stopping import OutputTextStream
 from engine.text.tokenizer import Tokenizer
-from gateway.generate.answer_parser import ParsedText, Parsing
+from gateway.generate.answer_parser import Parsing
+from gateway.generate.marks import ParsedText
 from gateway.generate.params import GenerationPlan
 from gateway.generate.tool_decoders import Call
 from gateway.generate.translation import told_in

@@ -8,7 +8,7 @@ from gateway.generate.wire import ChatCompletionRequest
 
 SWITCHES = ("enable_thinking", "thinking")
 """Names under which chat templates read whether the model reasons first."""
-_NEXT_EFFORTS = {"minimal": "low", "xhigh": "high", "max": "high"}
+_NEXT_EFFORTS = {"none": "low", "minimal": "low", "xhigh": "high", "max": "high"}
 _RESERVED = frozenset(
     {
         "messages", "conversation", "tools", "chat_template", "add_generation_prompt", "continue_final_message",
@@ -40,9 +40,9 @@ def template_options(body: ChatCompletionRequest, template: str) -> dict[str, An
         param = f"chat_template_kwargs.{reserved[0]}"
         message = f"'{param}' is no variable of a chat template."
         raise InvalidRequestError(message, param=param, code="invalid_value")
-    effort = body.reasoning_effort
-    if effort == "none":
-        options |= dict.fromkeys(_switches(template)[:1], False)
+    effort, switches = body.reasoning_effort, _switches(template)
+    if effort == "none" and switches:
+        options[switches[0]] = False
     elif effort is not None and "reasoning_effort" in template:
         is_known = f"'{effort}'" in template or f'"{effort}"' in template
         options["reasoning_effort"] = effort if is_known else _NEXT_EFFORTS.get(effort, effort)
@@ -50,9 +50,9 @@ def template_options(body: ChatCompletionRequest, template: str) -> dict[str, An
     return options | ({"continue_final_message": True} if body.continue_final_message else {})
 
 
-def apply_effort(body: ChatCompletionRequest, template: str) -> None:
-    """Replace the effort `none` by a thinking budget of 0 if the template reasons and has no switch."""
-    if body.reasoning_effort == "none" and END_THINK in template and not _switches(template):
+def apply_effort(body: ChatCompletionRequest, template: str, reasons: bool) -> None:
+    """Replace the effort `none` by a thinking budget of 0 if the model reasons and its template has no switch."""
+    if body.reasoning_effort == "none" and reasons and not _switches(template):
         body.thinking_token_budget = 0
 
 

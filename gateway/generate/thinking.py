@@ -4,6 +4,7 @@ from engine.errors import InvalidRequestError
 from engine.text.thoughts import ThinkingBudget, ThoughtMarks
 from engine.text.tokenizer import Tokenizer
 from gateway.generate.answer_parser import Parsing
+from gateway.generate.channels import ANALYSIS, END
 from gateway.generate.tool_formats import END_THINK, THINK
 from gateway.generate.wire import ChatCompletionRequest
 
@@ -12,10 +13,11 @@ UNLIMITED = 2**31 - 1
 
 
 def find_marks(tokenizer: Tokenizer) -> ThoughtMarks | None:
-    """Return the tokens that delimit reasoning, or None if the chat template has no reasoning."""
-    if END_THINK not in tokenizer.chat_template_text:
+    """Return the tokens that delimit reasoning, or None if the model has no reasoning."""
+    if not (tokenizer.has_channels or END_THINK in tokenizer.chat_template_text):
         return None
-    return ThoughtMarks(*(tuple(tokenizer.encode(mark, add_special_tokens=False)) for mark in (THINK, END_THINK)))
+    marks = (ANALYSIS, END) if tokenizer.has_channels else (THINK, END_THINK)
+    return ThoughtMarks(*(tuple(tokenizer.encode(mark, add_special_tokens=False)) for mark in marks))
 
 
 def check_budget(body: ChatCompletionRequest, marks: ThoughtMarks | None) -> None:
@@ -27,8 +29,9 @@ def check_budget(body: ChatCompletionRequest, marks: ThoughtMarks | None) -> Non
 
 def budget_of(body: ChatCompletionRequest, parsing: Parsing | None, has_grammar: bool) -> ThinkingBudget | None:
     """Return the budget of the request, or None without a budget or reasoning. If the prompt opens reasoning, an answer
-    with a grammar gets an unlimited budget, so that the grammar applies after the reasoning."""
-    if parsing is None or parsing.marks is None:
+    with a grammar gets an unlimited budget, so that the grammar applies after the reasoning. A grammar of channels
+    includes the reasoning and its budget."""
+    if parsing is None or parsing.marks is None or (has_grammar and parsing.has_channels):
         return None
     tokens = body.thinking_token_budget
     if tokens is None and has_grammar and parsing.is_thinking:

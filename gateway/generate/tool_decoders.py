@@ -46,14 +46,15 @@ def _read(decoder: msgspec.json.Decoder[Any], text: str) -> Any:
         raise ValueError("not JSON of this form") from error
 
 
-def _call(name: str, arguments: str) -> Call:
+def checked_call(name: str, arguments: str) -> Call:
+    """Return a call. Raises ValueError if the arguments are not a JSON object."""
     _read(_OBJECT, arguments)
     return Call(name, arguments)
 
 
 def _from_json(call: _JsonCall) -> Call:
     arguments = bytes(call.arguments or call.parameters).decode() or "{}"
-    return _call(call.name, _read(_TEXT, arguments) if arguments.startswith('"') else arguments)
+    return checked_call(call.name, _read(_TEXT, arguments) if arguments.startswith('"') else arguments)
 
 
 def decode_json(text: str, _functions: Mapping[str, Function]) -> list[Call]:
@@ -67,7 +68,7 @@ def decode_mistral(text: str, functions: Mapping[str, Function]) -> list[Call]:
     if "[ARGS]" not in text:
         return decode_json(text, functions)
     parts = [part.partition("[ARGS]") for part in text.split("[TOOL_CALLS]") if part.strip()]
-    return [_call(name.strip().partition("[CALL_ID]")[0], arguments.strip()) for name, _, arguments in parts]
+    return [checked_call(name.strip().partition("[CALL_ID]")[0], arguments.strip()) for name, _, arguments in parts]
 
 
 def decode_phi4(text: str, functions: Mapping[str, Function]) -> list[Call]:
@@ -76,7 +77,7 @@ def decode_phi4(text: str, functions: Mapping[str, Function]) -> list[Call]:
 
 def decode_pythonic(text: str, _functions: Mapping[str, Function]) -> list[Call]:
     """Decode [name(key=value, ...), ...]."""
-    return [_call(name, arguments) for name, arguments in read_calls(text)]
+    return [checked_call(name, arguments) for name, arguments in read_calls(text)]
 
 
 class SplitDecoder:
@@ -90,7 +91,7 @@ class SplitDecoder:
         if before.strip():
             raise ValueError("text before the calls")
         split = [part.strip().removesuffix(self._end).partition(self._middle) for part in parts]
-        return [_call(*self._read(head, rest.strip())) for head, _, rest in split]
+        return [checked_call(*self._read(head, rest.strip())) for head, _, rest in split]
 
 
 def read_plain(head: str, rest: str) -> tuple[str, str]:
@@ -129,7 +130,7 @@ class XmlDecoder:
             properties = function.parameters.get("properties") if function else None
             types = properties if isinstance(properties, dict) else {}
             pairs = [f"{json.dumps(key)}: {_typed(value, types.get(key))}" for key, value in values.items()]
-            calls.append(_call(name, f"{{{', '.join(pairs)}}}"))
+            calls.append(checked_call(name, f"{{{', '.join(pairs)}}}"))
         if text[at:].strip():
             raise ValueError("not a call")
         return calls
@@ -183,4 +184,4 @@ def decode_gemma(text: str, _functions: Mapping[str, Function]) -> list[Call]:
         orjson.dumps(part).decode() if number % 2 else _GEMMA_KEY.sub(r'\1"\2":', part)
         for number, part in enumerate(parts)
     ]
-    return [_call(found["name"], "".join(written))]
+    return [checked_call(found["name"], "".join(written))]

@@ -6,6 +6,7 @@ To support a new family, add an entry to FORMATS.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from gateway.generate.channels import ANALYSIS, CALLING, END, channel_rule, decode_channel
 from gateway.generate.lark import Lark
 from gateway.generate.tool_decoders import (
     Call,
@@ -59,6 +60,8 @@ class ToolFormat:
     tag: str = ""
     must_close: bool = False
     """A call without its end mark is incomplete, because its syntax alone does not tell its end."""
+    has_channels: bool = False
+    """Every answer, with or without tools, consists of messages in channels, see `channels`."""
 
     def grammar(
         self,
@@ -67,6 +70,7 @@ class ToolFormat:
         parallel: bool,
         required: bool,
         form: Callable[[Lark], str] | None = None,
+        budget: int | None = None,
     ) -> str:
         """Return the grammar of an answer in Lark syntax.
 
@@ -75,9 +79,13 @@ class ToolFormat:
             parallel: allow several calls.
             required: allow calls only, instead of text with optional calls.
             form: writes the rule of an answer without calls; None: any text, which calls may follow.
+            budget: maximum number of reasoning tokens; only a format with channels enforces it here.
 
         Raises ValueError for a schema that the format cannot enforce."""
         lark = Lark(special)
+        if self.has_channels:
+            call = self.calls.required(lark, functions, parallel) if functions else ""
+            return lark.whole(channel_rule(lark, call, form, required, budget))
         if required or form is not None:
             calls = self.calls.required(lark, functions, parallel)
             return lark.whole(calls if required or form is None else f"({calls}) | {form(lark)}")
@@ -105,6 +113,11 @@ _DEEPSEEK, _END_DEEPSEEK = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁e
 _KIMI_MARKS = ("<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>")
 _KIMI, _END_KIMI = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
 _FORMATS = (
+    ToolFormat(
+        "harmony", END, (ANALYSIS,), decode_channel,
+        CallFormat(ArgumentsCall(" <|constrain|>json<|message|>"), CALLING, only=True),
+        is_special=True, has_channels=True,
+    ),
     ToolFormat(
         "deepseek_v3", _END_DEEPSEEK, ("<｜tool▁call▁begin｜>' + tool['type']", "<｜tool▁call▁begin｜>function<"),
         SplitDecoder(*_DEEPSEEK_MARKS, read_fenced),

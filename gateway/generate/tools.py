@@ -2,8 +2,6 @@
 
 The model's `ToolFormat` defines the syntax of calls."""
 
-import json
-import math
 import re
 from collections.abc import Callable, Mapping
 from hashlib import blake2b
@@ -13,10 +11,15 @@ import orjson
 
 from engine.errors import InvalidRequestError
 from engine.forms import Grammar
+from engine.text.folding import text_of
 from engine.text.thoughts import ThoughtMarks
+from engine.text.tokenizer import Tokenizer
 from gateway.generate.answer_parser import Parsing
-from gateway.generate.lark import Lark
+from gateway.generate.channels import FINAL, START
+from gateway.generate.lark import Lark, quoted
 from gateway.generate.schemas import prepared
+from gateway.generate.structured import exact_grammar
+from gateway.generate.tool_decoders import checked_call
 from gateway.generate.tool_formats import FORMATS, THINK, ToolFormat, find_format
 from gateway.generate.tool_grammars import Function
 from gateway.generate.tool_values import form_rule
@@ -25,16 +28,19 @@ from gateway.generate.wire import ChatCompletionRequest, ChatMessage, NamedToolC
 FLAG = "--tool-parser"
 _IN_SYSTEM = re.compile(r"""message(\[['"]tools['"]\]|\.tools\b)""")
 """Matches chat templates that read the tools from a field of the system message."""
+_SLASH = re.compile(r"\\.|[/\n]", re.DOTALL)
+"""Matches the parts of a regular expression that need care between slashes."""
 
 NO_ARGUMENTS = {"type": "object", "properties": {}}
-_MAX_DIGITS = 4000
-"""Maximum length of an integer in past calls; Python converts at most 4,300 digits."""
 
 
-def choose_format(name: str, template: str, own: str = "") -> ToolFormat | None:
-    """Return the tool call format `name`; for "auto" detect it from the checkpoint's own parser description (`own`,
-    with regular expressions), else from the chat template."""
-    return find_format(own.replace("\\", "")) or find_format(template) if name == "auto" else FORMATS[name]
+def choose_format(name: str, tokenizer: Tokenizer) -> ToolFormat | None:
+    """Return the tool call format `name`; for "auto" detect it from the special tokens, else from the checkpoint's own
+    parser description, which has regular expressions, else from the chat template."""
+    if name == "auto" and tokenizer.has_channels:
+        return FORMATS["harmony"]
+    texts = (tokenizer.call_template.replace("\\", ""), tokenizer.chat_template_text)
+    return next(filter(None, map(find_format, texts)), None) if name == "auto" else FORMATS[name]
 
 
 def offers_tools(body: ChatCompletionRequest) -> bool:
@@ -56,7 +62,8 @@ def check_tools(body: ChatCompletionRequest, format: ToolFormat | None, template
     if not offers_tools(body):
         return
     if "tools" not in template:
-        raise _unsupported("This model's chat template does not support tools.", "tools")
+        message = "This model's chat template does not support tools; use a --chat-template that does."
+        raise _unsupported(message, "tools")
     if format is None:
         message = f"The tool call format of this model is unknown; start the server with {FLAG}."
         raise _unsupported(message, "tools")
@@ -73,56 +80,80 @@ def parsing_of(
     """Return the parser settings, or None if answers are plain text. `marks`: tokens that delimit reasoning, if the
     model has it; `prompt_end`: end of the prompt as text."""
     offers, reasons = offers_tools(body), marks is not None
-    if not offers and not reasons:
+    has_channels = format is not None and format.has_channels
+    if not (offers or reasons or has_channels):
         return None
     return Parsing(
-        format if offers else None,
-        _functions(body) if offers else (),
+        format if offers or has_channels else None,
+        _functions(body),
         reasons,
-        reasons and prompt_end.rstrip().endswith(THINK),
+        reasons and not has_channels and prompt_end.rstrip().endswith(THINK),
         body.parallel_tool_calls is not False,
         marks,
+        opening=FINAL if body.continue_final_message else prompt_end.rpartition(START)[2],
     )
 
 
-def tool_grammar(
+def answer_grammar(
     body: ChatCompletionRequest, format: ToolFormat | None, special: Mapping[str, int], form: Grammar | None = None
 ) -> Grammar | None:
-    """Return the grammar for required calls, `strict` functions, or calls beside a `form` of the answer; None if none
-    applies.
+    """Return the grammar for required calls, `strict` functions, or a `form` of the answer, beside which calls are
+    allowed; None if none applies.
 
     `special`: ids of special tokens by text. Raises InvalidRequestError."""
     functions = _functions(body)
     required = must_call(body)
-    if not (required or form is not None or any(each.strict for each in functions)):
-        return None
-    assert format is not None
+    enforces_calls = required or any(each.strict for each in functions)
+    has_channels = format is not None and format.has_channels
+    if format is None or not (enforces_calls or (form is not None and (functions or has_channels))):
+        return exact_grammar(form)
+    if has_channels and body.continue_final_message:  # the prompt has begun the text
+        if enforces_calls:
+            raise _invalid("'continue_final_message' cannot be used with required or strict calls.", "tools")
+        return exact_grammar(form)
     if isinstance(body.tool_choice, NamedToolChoice):
         functions = [each for each in functions if each.name == body.tool_choice.function.name]
+    param = form.param if form is not None and not enforces_calls else "tools"
     try:
         enforced = [_enforced(each) if required or each.strict else each._replace(parameters={}) for each in functions]
-        write = None if form is None else _form_writer(form)
-        text = format.grammar(enforced, special, body.parallel_tool_calls is not False, required, write)
+        write = None if form is None else _form_writer(form, bool(functions))
+        parallel, budget = body.parallel_tool_calls is not False, body.thinking_token_budget
+        text = format.grammar(enforced, special, parallel, required, write, budget)
     except (orjson.JSONEncodeError, RecursionError) as error:
         raise _invalid("The parameters of a tool are nested too deeply.", "tools") from error
     except ValueError as error:
-        raise _invalid(f"'tools' cannot be enforced in the format {format.name}: {error}", "tools") from error
+        raise _invalid(f"'{param}' cannot be enforced in the format {format.name}: {error}", param) from error
     except (AttributeError, TypeError) as error:
         raise _invalid("The parameters of a tool are not a valid JSON schema.", "tools") from error
     return Grammar("lark", text, param="tools" if form is None else form.param)
 
 
-def _form_writer(form: Grammar) -> Callable[[Lark], str]:
-    """Return a function that writes the rule of a form. Raises InvalidRequestError if it is not JSON."""
-    if form.kind != "json":
+def _form_writer(form: Grammar, offers: bool) -> Callable[[Lark], str]:
+    """Return a function that writes the rule of a form. Raises InvalidRequestError if it is not JSON and tools are
+    offered, or if it is a grammar."""
+    if form.kind == "json":
+        return lambda lark: form_rule(lark, orjson.loads(form.text), form.whitespace)
+    if offers:
         raise _invalid(f"'{form.param}' cannot be used together with 'tools'; only JSON can.", form.param)
-    return lambda lark: form_rule(lark, orjson.loads(form.text), form.whitespace)
+    if form.kind == "choice":
+        return lambda lark: lark.terminal(" | ".join(map(quoted, orjson.loads(form.text))))
+    if form.kind == "regex":
+        return lambda lark: lark.terminal(f"/{_SLASH.sub(_escaped, form.text)}/")
+    message = f"'{form.param}' cannot be used with this model, which answers in channels; use JSON, a regex or choices."
+    raise _unsupported(message, form.param)
+
+
+def _escaped(match: re.Match[str]) -> str:
+    return {"/": r"\/", "\n": r"\n"}.get(match[0], match[0])
 
 
 def template_messages(body: ChatCompletionRequest, format: ToolFormat | None, template: str) -> list[dict[str, Any]]:
     """Return the messages for the chat template. Raises InvalidRequestError for invalid arguments of past calls."""
     id_chars = None if format is None else format.id_chars
     messages = [_template_message(message, index, id_chars) for index, message in enumerate(body.messages)]
+    if format is not None and format.has_channels:
+        for message in messages:
+            _name_thoughts(message)
     if format is not None and format.numbers_ids:
         _number_ids(messages)
     tools = offered_tools(body) if _IN_SYSTEM.search(template) else None
@@ -134,12 +165,12 @@ def template_messages(body: ChatCompletionRequest, format: ToolFormat | None, te
 
 
 def _template_message(message: ChatMessage, index: int, id_chars: int | None) -> dict[str, Any]:
-    """Convert a message: role `developer` to `system`, arguments of past calls to objects, past reasoning to one name,
-    and call ids to the length that the template requires. A message without content and calls gets an empty text."""
+    """Convert a message: role `developer` to `system`, past reasoning to one name, and call ids to the length that the
+    template requires. Check the arguments of past calls. A message without content gets an empty text."""
     fields = message.model_dump(exclude_none=True, exclude={"refusal", "reasoning"})
     if not message.tool_calls:
         fields.pop("tool_calls", None)
-        fields.setdefault("content", "")
+    fields.setdefault("content", "")
     if message.reasoning:
         fields["reasoning_content"] = message.reasoning
     if message.role == "developer":
@@ -151,6 +182,16 @@ def _template_message(message: ChatMessage, index: int, id_chars: int | None) ->
     if message.tool_call_id is not None:
         fields["tool_call_id"] = _short(message.tool_call_id, id_chars)
     return fields
+
+
+def _name_thoughts(message: dict[str, Any]) -> None:
+    """Rename the reasoning as gpt-oss's template reads it. The template takes no text beside it in a message with calls
+    and writes a lone text as reasoning, so both become one text."""
+    thoughts = message.pop("reasoning_content", None)
+    if thoughts and message.get("tool_calls") and message.get("content"):
+        thoughts = f"{thoughts}\n\n{text_of(message.pop('content'))}"
+    if thoughts:
+        message["thinking"] = thoughts
 
 
 def _number_ids(messages: list[dict[str, Any]]) -> None:
@@ -171,33 +212,19 @@ def _short(call_id: str, size: int | None) -> str:
     return call_id if size is None else blake2b(call_id.encode(), digest_size=size).hexdigest()[:size]
 
 
-def _arguments(text: str, param: str) -> Mapping[str, Any]:
-    """Parse the arguments of a past call; a number that Python cannot represent becomes a string of its digits."""
+def _arguments(text: str, param: str) -> str:
+    """Return the arguments of a past call. Raises InvalidRequestError if they are not a JSON object."""
     try:
-        value = json.loads(text or "{}", parse_int=_integer, parse_float=_real, parse_constant=_no_number)
-    except (ValueError, RecursionError):
-        value = None
-    if not isinstance(value, dict):
-        raise _invalid(f"'{param}' must be a JSON object as text.", param)
-    return value
-
-
-def _integer(digits: str) -> int | str:
-    return int(digits) if len(digits) <= _MAX_DIGITS else digits
-
-
-def _real(digits: str) -> float | str:
-    return value if math.isfinite(value := float(digits)) else digits
-
-
-def _no_number(name: str) -> None:
-    raise ValueError(f"{name} is not JSON")
+        return checked_call("", text or "{}").arguments
+    except ValueError as error:
+        raise _invalid(f"'{param}' must be a JSON object as text.", param) from error
 
 
 def _functions(body: ChatCompletionRequest) -> list[Function]:
+    """Return the functions that are offered to the model."""
     return [
         Function(tool.function.name, tool.function.parameters or {}, bool(tool.function.strict))
-        for tool in body.tools or ()
+        for tool in (body.tools or () if offers_tools(body) else ())
     ]
 
 

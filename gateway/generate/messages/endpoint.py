@@ -10,16 +10,20 @@ from gateway.generate.chat import plan_translated, prompt_ids
 from gateway.generate.endpoint import JsonPost, ModelEndpoint
 from gateway.generate.messages.events import MessageFormat
 from gateway.generate.messages.translate import translate
-from gateway.generate.messages.wire import UNHONOURED, CountRequest, MessagesRequest
+from gateway.generate.messages.wire import UNHONOURED, CountRequest, MessagesRequest, PromptBody
 from gateway.generate.params import GenerationPlan
 from gateway.generate.threads import run_by_size
-from gateway.generate.translation import told_in
+from gateway.generate.translation import Translation, told_in
 
 
 async def _plan(context: GatewayContext, body: MessagesRequest, tenant: str) -> GenerationPlan:
-    template = context.tokenizer.chat_template_text
-    translation = await run_by_size(context, body, lambda: translate(body, template))
+    translation = await _translation(context, body)
     return await plan_translated(context, translation, tenant, "msg_", clip=True)
+
+
+async def _translation(context: GatewayContext, body: PromptBody) -> Translation:
+    template, reasons = context.tokenizer.chat_template_text, context.thought_marks is not None
+    return await run_by_size(context, body, lambda: translate(body, template, reasons))
 
 
 MESSAGES = ModelEndpoint(
@@ -33,8 +37,7 @@ async def count_tokens(request: Request) -> Response:
     """Count the prompt tokens of a message. Nothing is queued."""
     context = context_of(request)
     context.lifecycle.check_accepting()
-    body, template = await read_body(request, COUNT_TOKENS.parse), context.tokenizer.chat_template_text
-    translation = await run_by_size(context, body, lambda: translate(body, template))
+    translation = await _translation(context, await read_body(request, COUNT_TOKENS.parse))
     with told_in(translation.names):
         number = len(await prompt_ids(context, translation.chat))
     return Response(orjson.dumps({"input_tokens": number}), media_type="application/json")

@@ -19,7 +19,6 @@ from gateway.generate.messages.wire import (
     ToolChoice,
 )
 from gateway.generate.prompt_options import SWITCHES
-from gateway.generate.tool_formats import END_THINK
 from gateway.generate.translation import Conversation, Translation, text_of, told_in, tool_fields
 from gateway.generate.wire import ChatCompletionRequest, validate
 
@@ -37,8 +36,9 @@ _BILLING = re.compile(r"\Ax-anthropic-billing-header:[^\n]*\n?")
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 
-def translate(body: PromptBody, template: str) -> Translation:
-    """Translate a body for a model with this chat template. Raises InvalidRequestError for an invalid chat request."""
+def translate(body: PromptBody, template: str, reasons: bool = False) -> Translation:
+    """Translate a body for a model with this chat template, which may have reasoning. Raises InvalidRequestError for an
+    invalid chat request."""
     names = dict(NAMES)
     fields: dict[str, Any] = {
         "model": body.model,
@@ -46,7 +46,7 @@ def translate(body: PromptBody, template: str) -> Translation:
         "stream": body.stream,
         "messages": _conversation(body, names).messages(),
         **_functions(body),
-        **_thinking(body, template),
+        **_thinking(body, template, reasons),
     }
     if body.output_config and body.output_config.format:
         form = {"name": "answer", "schema": body.output_config.format.schema_}
@@ -144,11 +144,11 @@ def _choice(choice: ToolChoice) -> Any:
     return {"type": "function", "function": {"name": choice.name}}
 
 
-def _thinking(body: PromptBody, template: str) -> dict[str, Any]:
+def _thinking(body: PromptBody, template: str, reasons: bool) -> dict[str, Any]:
     """Return the fields for reasoning. By default the model decides; models without reasoning get no options."""
     thinking = body.thinking
     effort = body.output_config.effort if body.output_config else None
-    if thinking is None or thinking.type == "adaptive" or END_THINK not in template:
+    if thinking is None or thinking.type == "adaptive" or not reasons:
         return {"reasoning_effort": effort}
     if thinking.type == "disabled":
         return {"reasoning_effort": "none"}
