@@ -84,7 +84,7 @@ def test_integers_beyond_doubles_are_written_exactly(number: int) -> None:
 def test_calls_have_the_exact_integer(name: str) -> None:
     for one in ({"enum": [2**60 + 1]}, {"type": "integer", "minimum": 2**60 + 1, "maximum": 2**60 + 1}):
         function = Function("f", prepared(closed(x=one)))
-        text = draw(Grammar("lark", FORMATS[name].grammar([function], {}, False, True)), 0)
+        text = draw(Grammar("lark", FORMATS[name].grammar([function], {}, False, True, budget=0)), 0)
         assert text is not None
         (call,) = take_apart(Parsing(FORMATS[name], [function]), [text]).calls
         assert json.loads(call.arguments) == {"x": 2**60 + 1}
