@@ -4,6 +4,7 @@ Command-line flags are generated from the fields of `EngineConfig`: `metadata["h
 `metadata["choices"]` its choices.
 """
 
+import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -116,6 +117,12 @@ class EngineConfig:
         return self.overload == "hidden"
 
     def __post_init__(self) -> None:
+        for name, path in (
+            ("MODEL", self.model),
+            ("--profile-dir", self.profile_dir),
+            *(("--lora", p) for p in self.lora),
+        ):
+            _check_utf8(name, path or "")
         require_positive(self, "max_num_seqs", "max_num_batched_tokens")
         require_positive(self, "max_model_len", "num_gpu_blocks_override", "threads", "tensor_parallel_size")
         if (self.threads or 0) > MAX_THREADS:
@@ -133,6 +140,14 @@ class EngineConfig:
         if not 0.0 <= self.profile_seconds <= 600.0:
             raise ConfigError(f"--profile-seconds must be between 0 and 600, not {self.profile_seconds}")
         check_combinations(self)
+
+
+def _check_utf8(name: str, path: str) -> None:
+    """Raise ConfigError for a path that the engine process and the libraries of models cannot take."""
+    encoded = os.fsencode(path)
+    if encoded != path.encode(errors="replace"):
+        shown = encoded.decode(errors="backslashreplace")
+        raise ConfigError(f"{name} {shown} is not UTF-8; rename it, or link to it under a name in UTF-8")
 
 
 def step_limits(config: EngineConfig, *, wide: bool = False) -> tuple[int, int]:

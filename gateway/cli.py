@@ -363,7 +363,7 @@ def model_name(config: EngineConfig) -> str:
     if not config.model:
         return DEMO_NAME
     folder = Path(config.model).expanduser()
-    return folder.resolve().name if folder.is_dir() else config.model
+    return os.fsencode(folder.resolve().name).decode(errors="replace") if folder.is_dir() else config.model
 
 
 def summary(config: ServerConfig, info: EngineInfo) -> str:

@@ -294,10 +294,9 @@ def test_booleans_in_the_environment(word: str) -> None:
         (["--port"], "--port"),
         (["a", "b"], "b"),
         (["--config", "missing.yaml"], "--config missing.yaml: No such file"),
-        (["models/caf\udce9"], "MODEL: models/caf\\xe9 is not UTF-8; rename it, or link to it"),
-        (["--state-dir", "\udcff"], "--state-dir: \\xff is not UTF-8"),
-        (["--api-key-file", "\udcffkeys"], "--api-key-file: \\xffkeys is not UTF-8"),
-        (["--lora", "sql=\udcff"], "--lora: sql=\\xff is not UTF-8"),
+        (["models/caf\udce9"], "MODEL models/caf\\xe9 is not UTF-8; rename it, or link to it"),
+        (["--profile-dir", "\udcff"], "--profile-dir \\xff is not UTF-8"),
+        (["--lora", "sql=\udcff"], "--lora sql=\\xff is not UTF-8"),
         (["/no/such/folder", "--port", "0"], "'/no/such/folder' is neither a folder nor a Hugging Face id"),
     ],
 )
@@ -429,11 +428,14 @@ def test_serve_joins_the_parts_and_says_what_runs(
     assert ids and max(ids) < seen["client"].info.vocab_size
 
 
-def test_the_name_in_the_api_is_never_a_path(tmp_path: Path) -> None:
+def test_the_name_in_the_api_is_never_a_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "llama").mkdir()
     assert cli.model_name(EngineConfig(model=str(tmp_path / "llama") + "/")) == "llama"
     assert cli.model_name(EngineConfig(model="owner/name")) == "owner/name"
     assert cli.model_name(EngineConfig()) == "tidemill-demo"
+    (tmp_path / "caf\udce9").mkdir()
+    monkeypatch.chdir(tmp_path / "caf\udce9")
+    assert cli.model_name(EngineConfig(model=".")) == "caf\ufffd"
 
 
 @pytest.mark.parametrize(

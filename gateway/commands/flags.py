@@ -83,9 +83,6 @@ class Flag:
 
     def parse(self, text: str, source: str) -> Any:
         """Return the value of a word. Raise ConfigError, one line that begins with `source`, if it is invalid."""
-        if not _is_utf8(text):
-            shown = os.fsencode(text).decode("utf-8", "backslashreplace")
-            raise ConfigError(f"{source}: {shown} is not UTF-8; rename it, or link to it under a name in UTF-8")
         word = text.strip()
         if self.kind is bool and word.lower() in _TRUE + _FALSE:
             return word.lower() in _TRUE
@@ -121,11 +118,6 @@ class Flag:
 
     def _refuse(self, value: Any, source: str) -> typing.NoReturn:
         raise ConfigError(f"{source} must be {_NOUNS[self.kind]}, not {value!r}")
-
-
-def _is_utf8(text: str) -> bool:
-    """Return whether the bytes of a word of the command line or of a variable are UTF-8."""
-    return not any("\udc80" <= each <= "\udcff" for each in text)
 
 
 class FlagValue(NamedTuple):
@@ -252,8 +244,7 @@ def find_given(
     values: dict[str, FlagValue] = {}
     for key, flag in by_key.items():
         if flag.field in arguments:
-            source = "MODEL" if key == "model" else f"--{key}"
-            values[flag.field] = FlagValue(_from_words(flag, arguments[flag.field], source, flag.parse), "flag")
+            values[flag.field] = FlagValue(_from_words(flag, arguments[flag.field], f"--{key}", flag.parse), "flag")
         elif environment.get(flag.variable):
             text = environment[flag.variable]
             words = [word.strip() for word in text.split(",")] if flag.many else text
