@@ -29,7 +29,7 @@ _MAX_REGEX_CHARS = 200
 _LIMITS = LLParserLimits(
     initial_lexer_fuel=10_000_000,  # regular expressions of real schemas exceed the library's default of a million
     step_lexer_fuel=200_000,
-    step_max_items=50_000,
+    step_max_items=5_000,  # real schemas need up to 2,500; the time of a step grows with the square
     max_lexer_states=50_000,  # at most 30 MB, shared by all matchers of a grammar
     verbose_errors=False,
 )
