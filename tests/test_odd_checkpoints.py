@@ -156,8 +156,6 @@ ODD: dict[str, Odd] = {
     "without `model.`": Odd(renamed(lambda name: name.removeprefix("model."))),
     "under `language_model.`": Odd(renamed(lambda name: f"language_model.{name}"), ("lacks tensor", WHOLE)),
     "three types": Odd(tensors(mix_types)),
-    "float16": Odd(tensors(lambda stored: stored.update({k: v.half() for k, v in stored.items()}))),
-    "bfloat16": Odd(tensors(lambda stored: stored.update({k: v.bfloat16() for k, v in stored.items()}))),
     "a missing tensor": Odd(tensors(lambda stored: stored.pop(UP)), (f"lacks tensor {UP}", WHOLE)),
     "an extra tensor": Odd(
         tensors(lambda stored: stored.update({"model.layers.1.mlp.gate.scale": torch.ones(3)})),
@@ -170,6 +168,10 @@ ODD: dict[str, Odd] = {
         tensors(lambda stored: stored.update({UP: torch.zeros(87, 64)})),
         (f"tensor {UP} ({WHOLE}) is [87, 64], config.json implies [88, 64]",),
     ),
+    "a head of another vocabulary": Odd(
+        tensors(lambda stored: stored.update({HEAD: torch.zeros(90, 64)})),
+        (f"tensor {HEAD} ({WHOLE}) is [90, 64], config.json implies [97, 64]",),
+    ),
     "NaN": Odd(
         tensors(lambda stored: stored[UP][3, 5].fill_(torch.nan)),
         (f"{UP} ({WHOLE}) has NaN or infinity", "it is damaged"),
@@ -179,9 +181,6 @@ ODD: dict[str, Odd] = {
         both(nothing_ends, ends_in_tokenizer),
         note="answers also end at e (",
         ends=frozenset({68}),
-    ),
-    "own parameters of layers in float64": Odd(
-        tensors(lambda stored: stored.update({"model.norm.weight": stored["model.norm.weight"].double()}))
     ),
 }
 

@@ -57,13 +57,6 @@ def rewrite(folder: Path, change: Callable[[dict[str, Tensor]], None]) -> None:
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
-def without(name: str) -> Callable[[dict[str, Tensor]], None]:
-    def change(tensors: dict[str, Tensor]) -> None:
-        del tensors[name]
-
-    return change
-
-
 def refusal(folder: Path, **options: str) -> str:
     with pytest.raises(ModelLoadError) as caught:
         load_weights(load_spec(folder), folder, **options)
@@ -202,10 +195,6 @@ def store_twice(folder: Path) -> None:
 
 
 BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
-    "missing tensor": (
-        lambda folder: rewrite(folder, without("model.layers.1.mlp.up_proj.weight")),
-        "lacks tensor model.layers.1.mlp.up_proj.weight [88, 64]",
-    ),
     "tensors left over": (
         adding({f"model.layers.{i}.odd": torch.zeros(1) for i in range(5)}),
         "model.layers.1.odd (model.safetensors), model.layers.2.odd (model.safetensors) and 2 more",

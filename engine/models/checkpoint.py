@@ -35,6 +35,7 @@ from engine.models.weights import (
 )
 
 _INERT = re.compile(r"(^|\.)(rotary_emb\.inv_freq|attention\.bias|attention\.masked_bias)$")
+_BY_TOKEN = re.compile(r"(embed_tokens|embed_in|embed_out|lm_head)\.weight$")  # one row for each token
 _NAMED = 3  # tensors that a message names
 _T = TypeVar("_T")
 log = logging.getLogger("tidemill.engine")
@@ -167,7 +168,7 @@ class Checkpoint:
             return self._converted(name, weight[self._rows(name, tuple(weight.shape), shape)])
         if name not in self._where:
             files = ", ".join(sorted(self._files)[:_NAMED]) + (", ..." if len(self._files) > _NAMED else "")
-            raise ModelLoadError(f"{self._folder} lacks tensor {name} {list(shape)} (files: {files})")
+            raise ModelLoadError(f"{self._folder} lacks tensor {name} (files: {files})")
         file = self._files[self._where[name]]
         rows = self._rows(name, tuple(file.get_slice(name).get_shape()), shape)
         return self._converted(name, self._floats(name, rows))
@@ -265,7 +266,8 @@ class Checkpoint:
         if found[0] == self._vocabulary and found[1:] == shape[1:]:
             return slice((found[0] - shape[0]) // 2, (found[0] + shape[0]) // 2)
         stored = f"tensor {name} ({self._file_of(name)}) is {list(found)}"
-        raise ModelLoadError(f"{self._folder}: {stored}, config.json implies {list(shape)}")
+        whole = [self._vocabulary or shape[0], *shape[1:]] if _BY_TOKEN.search(name) else list(shape)
+        raise ModelLoadError(f"{self._folder}: {stored}, config.json implies {whole}")
 
     def _file_of(self, name: str) -> str:
         return self._where.get(name) or self._where[next(iter(self._stored(name).values()))]
