@@ -88,10 +88,6 @@ def renamed(change: Callable[[str], str]) -> Change:
     return tensors(lambda stored: [stored.update({change(name): stored.pop(name)}) for name in list(stored)])
 
 
-def both(*changes: Change) -> Change:
-    return lambda folder: [change(folder) for change in changes]
-
-
 def written(name: str, value: Any) -> Change:
     return lambda folder: (folder / name).write_text(json.dumps(value))
 
@@ -106,13 +102,10 @@ def pickle(folder: Path) -> None:
     (folder / WHOLE).unlink()
 
 
-def nothing_ends(folder: Path) -> None:
+def ends_in_tokenizer(folder: Path) -> None:
     values = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**values, "eos_token_id": None}))
     (folder / "generation_config.json").unlink()
-
-
-def ends_in_tokenizer(folder: Path) -> None:
     tokenizer_folders.byte_level(folder, eos_token="e")
 
 
@@ -178,7 +171,7 @@ ODD: dict[str, Odd] = {
     ),
     "several end tokens": Odd(written("generation_config.json", {"eos_token_id": [5, 9]}), ends=frozenset({2, 5, 9})),
     "an end token in the tokenizer only": Odd(
-        both(nothing_ends, ends_in_tokenizer),
+        ends_in_tokenizer,
         note="answers also end at e (",
         ends=frozenset({68}),
     ),
@@ -337,6 +330,12 @@ def _wrong_products(monkeypatch: pytest.MonkeyPatch) -> None:
         return plan, lambda weight, *more, **options: make(weight * 1.2, *more, **options)
 
     monkeypatch.setattr(CpuBackend, "prepare", prepared)
+
+
+def test_values_that_overflow_the_type_are_named(tmp_path: Path) -> None:
+    folder = changed(tmp_path / "model", Odd(tensors(lambda stored: stored[UP].mul_(3e4))))
+    with pytest.raises(ConfigError, match="logits are NaN or infinite in float16; set --dtype"):
+        served(folder, 5, dtype="float16")
 
 
 @pytest.mark.parametrize("quantization", ["none", "int8"])

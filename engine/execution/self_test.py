@@ -7,6 +7,7 @@ check that the config and the tensors are read as in transformers, at a cost ind
 Quantized layers are compared with transformers' modules over layers that are rounded in the same way.
 """
 
+import math
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -148,4 +149,6 @@ def _compare(ours: list[Tensor], expected: list[Tensor], dtype: torch.dtype, lea
     allowed = max(least, 16 * torch.finfo(dtype).eps)
     if error <= allowed:
         return ""
+    if not math.isfinite(error):
+        return f"logits are NaN or infinite in {str(dtype).removeprefix('torch.')}; set --dtype"
     return f"logits differ from those of transformers by {error:.2g} of their spread; rounding allows {allowed:.2g}"
