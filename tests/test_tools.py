@@ -238,6 +238,30 @@ def test_arguments_keep_every_digit_of_the_model(name: str, number: str) -> None
     assert [digits_of(call.arguments) for call in whole.calls] == [{"x": number, "y": number, "z": [number]}]
 
 
+TYPED = [
+    ('{"a":1}', {"anyOf": [{"type": "string"}, {"type": "null"}]}, '{"a":1}'),
+    ("null", {"anyOf": [{"type": "string"}, {"type": "null"}]}, None),
+    ("123", {"type": ["string", "null"]}, "123"),
+    ("7", {"$ref": "#/$defs/T"}, "7"),
+    ("7", {"oneOf": [{"$ref": "#/$defs/T"}, {"type": "integer"}]}, 7),
+    ('"a b"', {"type": ["string", "null"]}, "a b"),
+    ("True", {"type": "boolean"}, True),
+    ("None", {"type": ["integer", "null"]}, None),
+    ("{'a': True}", {"type": "object"}, {"a": True}),
+    ("True", {}, "True"),
+    ("1", {}, 1),
+]
+
+
+@pytest.mark.parametrize(("written", "schema", "value"), TYPED, ids=range(len(TYPED)))
+def test_values_without_quotes_have_the_types_of_the_schema(written: str, schema: Any, value: Any) -> None:
+    parameters = {"properties": {"v": schema}, "$defs": {"T": {"type": "string"}}}
+    for end in ("\n</parameter>", ""):
+        text = f"<tool_call>\n<function=f>\n<parameter=v>\n{written}{end}\n</function>\n</tool_call>"
+        whole = take_apart(Parsing(FORMATS["qwen3_xml"], [Function("f", parameters)]), [text])
+        assert [json.loads(call.arguments) for call in whole.calls] == [{"v": value}], end
+
+
 MARKS = [
     "<tool_call>",
     "</tool_call>",

@@ -13,7 +13,7 @@ import orjson
 
 from gateway.generate.python_calls import read_calls
 from gateway.generate.tool_grammars import Function, XmlSyntax
-from gateway.generate.tool_schemas import is_text
+from gateway.generate.tool_schemas import is_text, kinds_of
 
 
 class Call(NamedTuple):
@@ -122,21 +122,23 @@ class XmlDecoder:
 
     def __call__(self, text: str, functions: Mapping[str, Function]) -> list[Call]:
         calls: list[Call] = []
-        at = 0
+        at, last = 0, text.rfind(self._end)
         while (found := self._call.match(text, at)) is not None:
             name = found[1].strip()
-            values, at = self._arguments(text, found.end())
+            values, at = self._arguments(text, found.end(), last)
             function = functions.get(name)
-            properties = function.parameters.get("properties") if function else None
+            parameters = function.parameters if function else {}
+            properties = parameters.get("properties")
             types = properties if isinstance(properties, dict) else {}
-            pairs = [f"{json.dumps(key)}: {_typed(value, types.get(key))}" for key, value in values.items()]
+            pairs = [f"{json.dumps(key)}: {_typed(value, types.get(key), parameters)}" for key, value in values.items()]
             calls.append(checked_call(name, f"{{{', '.join(pairs)}}}"))
         if text[at:].strip():
             raise ValueError("not a call")
         return calls
 
-    def _arguments(self, text: str, at: int) -> tuple[dict[str, str], int]:
-        """Read the arguments of a call; return them and the end of the call."""
+    def _arguments(self, text: str, at: int, last: int) -> tuple[dict[str, str], int]:
+        """Read the arguments of a call; return them and the end of the call. After `last`, the position of the last end
+        mark, a value ends with its call."""
         values: dict[str, str] = {}
         while (mark := self._next.search(text, at)) is not None:
             begin = mark.end()
@@ -149,24 +151,47 @@ class XmlDecoder:
             key = text[begin : named.start()]
             if named[0] == "\n" or not key:
                 continue
-            end = text.find(self._end, at)
+            ending = self._end if at <= last else self._close
+            end = text.find(ending, at) if ending else -1
             if end < 0:
                 raise ValueError("an incomplete value")
             values[key] = text[at:end].removeprefix(self._pad).removesuffix(self._pad)
-            at = end + len(self._end)
+            at = end + (len(ending) if at <= last else 0)
         return values, len(text)
 
 
-def _typed(value: str, schema: Any) -> str:
-    """Return a value as JSON: as a string if its schema is a string or the value is invalid JSON."""
-    if not is_text(schema):
-        try:
-            _read(_VALUE, value)
-        except ValueError:
-            pass
-        else:
-            return value
-    return orjson.dumps(value).decode()
+def _typed(value: str, schema: Any, root: Mapping[str, Any]) -> str:
+    """Return a value as JSON: JSON or a Python literal of a type that the schema admits, else a string."""
+    if is_text(schema):
+        return orjson.dumps(value).decode()
+    kinds = kinds_of(schema, root)
+    found = value if _is_json(value) else _python_literal(value) if kinds else None
+    if found is None or ("string" in kinds and not _is_of(found.strip(), kinds)):
+        return orjson.dumps(value).decode()
+    return found
+
+
+def _is_json(text: str) -> bool:
+    try:
+        _read(_VALUE, text)
+    except ValueError:
+        return False
+    return True
+
+
+def _python_literal(text: str) -> str | None:
+    try:
+        ((_, arguments),) = read_calls(f"[f(v={text})]")
+        values = _read(_OBJECT, arguments)
+    except ValueError:
+        return None
+    return bytes(values["v"]).decode() if values.keys() == {"v"} else None
+
+
+def _is_of(text: str, kinds: frozenset[str]) -> bool:
+    """Return whether a JSON value is of one of the types."""
+    names = {'"': "string", "{": "object", "[": "array", "t": "boolean", "f": "boolean", "n": "null"}
+    return not kinds.isdisjoint({names[text[0]]} if text[0] in names else {"integer", "number"})
 
 
 _GEMMA_QUOTES = ('<|"|>', "<escape>")
