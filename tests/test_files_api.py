@@ -50,6 +50,22 @@ async def post(served: Served, body: bytes, kind: str = f"multipart/form-data; b
         return await client.post(f"{served.url}/v1/files", content=body, headers={"content-type": kind})
 
 
+@pytest.mark.parametrize(
+    ("parameters", "name"),
+    [
+        ("filename*=UTF-8''na%C3%AFve%20%E6%97%A5.jsonl", "naïve 日.jsonl"),
+        ("filename=\"na_ve.jsonl\"; filename*=utf-8''na%C3%AFve.jsonl", "naïve.jsonl"),
+        ("filename*=iso-8859-1''na%EFve.jsonl", "naïve.jsonl"),
+        ("filename*=UTF-8''%FF.jsonl", "\ufffd.jsonl"),
+        ('filename="naïve; name.jsonl"', "naïve; name.jsonl"),
+    ],
+)
+async def test_file_names_of_each_form_survive(ready: Ready, parameters: str, name: str) -> None:
+    head = f'--{BOUNDARY}\r\nContent-Disposition: form-data; name="file"; {parameters}\r\n\r\n'
+    stored = await post(ready[0], PURPOSE + head.encode() + b"{}\n\r\n" + END)
+    assert (stored.status_code, stored.json().get("filename")) == (200, name)
+
+
 # ---- the life of a file
 
 

@@ -3,8 +3,10 @@
 `feed` blocks on the disk: call it in a worker thread.
 """
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from email.message import Message
 from typing import TYPE_CHECKING, NoReturn
 
 from python_multipart.exceptions import FormParserError
@@ -20,11 +22,23 @@ MAX_FIELD_BYTES = 1024
 MAX_PARTS = 16
 MAX_OVERHEAD = 64 * 1024  # bytes of the body in addition to the file's content
 MAX_FILENAME_CHARS = 255
+_EXTENDED = re.compile(r";\s*(filename\*=[^;]*)", re.IGNORECASE)
 FIELDS = frozenset({"purpose", "expires_after[anchor]", "expires_after[seconds]"})
 
 
 def _refuse(message: str, param: str | None = None, code: str = "invalid_value") -> NoReturn:
     raise ApiError(400, message, param=param, code=code)
+
+
+def _extended_filename(header: str) -> bytes | None:
+    """Return the `filename*` parameter (RFC 5987) in UTF-8, or None. urllib3 1 sends non-ASCII names in this form."""
+    found = _EXTENDED.search(header)
+    if found is None:
+        return None
+    message = Message()
+    message["content-disposition"] = f"form-data; {found[1]}"
+    name = message.get_filename()
+    return None if name is None else name.encode("utf-8", "replace")
 
 
 @dataclass(slots=True)
@@ -115,7 +129,7 @@ class UploadParser:
         if kind != b"form-data" or not name:
             _refuse("A part of the multipart body has no name.", code="invalid_multipart")
         if name == "file":
-            self._begin_file(options.get(b"filename"))
+            self._begin_file(_extended_filename(header) or options.get(b"filename"))
             return
         if name not in FIELDS:
             _refuse(f"Unknown parameter: '{name[:64]}'.", name[:64], "unknown_parameter")
