@@ -4,7 +4,6 @@ import asyncio
 import io
 import json
 import re
-import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,8 @@ from fixtures import StartServer
 
 from engine.text.tokenizer import Tokenizer
 from gateway import cli
-from gateway.commands.batch_client import BatchProgress, duration_text, eta_text, progress_text
+from gateway.commands import batch_client
+from gateway.commands.batch_client import BatchProgress, duration_text, progress_text
 
 
 @pytest.fixture(autouse=True)
@@ -72,9 +72,9 @@ async def test_from_submit_to_results(terminal: Terminal, tmp_path: Path) -> Non
     assert [json.loads(row)["custom_id"] for row in bad.read_text().splitlines()] == ["id-3"]
     assert not good.with_name("good.jsonl.part").exists()
     code, out, _ = await terminal.run("list")
-    header, row = out.splitlines()
-    assert code == 0 and header.split() == ["batch", "created", "status", "lines"]
-    assert row.split()[0] == batch_id and "completed    3/3 lines, 1 failed" in row
+    header, row = (each.rstrip() for each in out.splitlines())
+    assert code == 0 and header.split() == ["batch", "created", "status", "file", "lines"]
+    assert row.split()[0] == batch_id and row.endswith("completed    in _put_.jsonl  3/3 lines, 1 failed")
     assert (await terminal.run("watch", batch_id))[0] == 1, "a line failed"
     assert (await terminal.run("cancel", batch_id[:14]))[1] == "completed\n", "a unique prefix names a batch"
 
@@ -196,11 +196,12 @@ def test_the_bar_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     first, second = screen.getvalue().removesuffix("\n").split("\r\x1b[K")[1:]
     assert first == "in_progress [----------] 0/1,000 lines"
     assert second == "in_progress [#####-----] 500/1,000 lines, 10 failed  50.0 lines/s, 2,000 output tokens/s"
-    estimated = a_batch(490, 10) | {"metadata": {"tidemill.eta": str(round(time.time()) + 125)}}
-    assert re.search(r"  done about \d\d:\d\d \(2:0\d\)$", progress.text(estimated)), (
-        "Unix seconds, as the server sends them"
-    )
-    assert eta_text({"metadata": {"tidemill.eta": "7325"}}, now=100.0).endswith("(2:00:25)")
+    monkeypatch.setattr(batch_client.time, "time", lambda: 1_000_000.0)
+    notes = {"tidemill.eta": "1000125", "tidemill.at_risk": "false"}
+    estimated = a_batch(490, 10) | {"metadata": notes}
+    assert re.search(r"  done about \d\d:\d\d \(2:05\)$", progress.text(estimated)), "the server's own estimate"
+    late = estimated | {"metadata": notes | {"tidemill.at_risk": "true"}}
+    assert progress.text(late).endswith(" (2:05), may miss its window")
     now[0] = 20.0
     assert "done about" not in progress.text(a_batch(1000, tokens=20_001, status="completed"))
 

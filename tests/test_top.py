@@ -73,7 +73,7 @@ def test_a_recorded_stream(width: int) -> None:
     assert "last 1 min, top " in text
     assert lines["TTFT"].endswith(" P50 38 ms P99 169 ms of 1.00 s")
     assert lines["TBT"].endswith(" P50 25 ms P99 248 ms of 100 ms")
-    assert lines["steps"] == "steps    8.8 ms measured, 20 ms predicted, error 73.6 %"
+    assert lines["steps"] == "steps    8.8 ms measured, 20 ms planned with a safety margin"
     assert lines["budget"] == "budget   80 ms, leftover used -, breaker closed"
     assert lines["requests"] == "requests online 0 running, 0 waiting; offline 0 running, 0 waiting"
     assert lines["cache"] == "cache    █░░░░░░░░░░░░░░░░░░░ in use 0 %, prefixes 3 %"
@@ -97,7 +97,7 @@ def test_the_middle_of_the_stream() -> None:
         RECORDED["batches"][0]
         | {
             "status": "in_progress",
-            "in_progress_at": now["time"] - 30,
+            "metadata": {"tidemill.eta": str(round(now["time"]) + 90)},
             "request_counts": {"total": 400, "completed": 97, "failed": 3},
         }
     ]
@@ -236,7 +236,10 @@ def test_objectives_and_limits() -> None:
     assert standing({"objective": "tbt_mean=5%", "value": 0.05, "bound": None, "attainment": None})[:2] == (
         "TBT mean", "50 ms",
     )  # fmt: skip
-    assert time_left({"status": "in_progress", "in_progress_at": 10, "request_counts": None}, 20.0) is None
+    estimated = {"status": "in_progress", "metadata": {"tidemill.eta": "145"}}
+    assert time_left(estimated, 20.0) == 125.0 and time_left(estimated, 150.0) == 0.0
+    assert time_left(estimated | {"metadata": None}, 20.0) is None
+    assert time_left(estimated | {"status": "finalizing"}, 20.0) is None
 
 
 # ---- following

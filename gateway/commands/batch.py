@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 MAX_FIRST_LINE = 8 * 1024 * 1024
 MAX_CAUSES = 5
 """Maximum number of causes of failed lines that are printed."""
+FILE_COLUMNS = 30
 _EXAMPLE = (
     '{"custom_id": "1", "method": "POST", "url": "/v1/chat/completions", "body": {"messages": '
     '[{"role": "user", "content": "Hello"}]}}'
@@ -139,15 +140,20 @@ def _why_no_request(line: bytes) -> str:
 
 def _list(client: "BatchClient", arguments: argparse.Namespace) -> int:
     from gateway.commands.batch_client import eta_text, progress_text
+    from gateway.commands.top.figures import shortened
 
     batches = list(client.batches(arguments.limit, arguments.tenant))
+    ids = {batch["input_file_id"] for batch in batches}
+    names = {file_id: shortened(client.file_name(file_id), FILE_COLUMNS) or "(deleted)" for file_id in ids}
+    width = max([len("file"), *map(len, names.values())])
     if batches:
-        print(f"{'batch':<38}  {'created':<19}  {'status':<11}  lines")
+        print(f"{'batch':<38}  {'created':<19}  {'status':<11}  {'file':<{width}}  lines")
     for batch in batches:
+        name = names[batch["input_file_id"]]
         created = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(batch["created_at"]))
         owner = f"  {batch['tenant']}" if "tenant" in batch else ""
         end = f", {eta}" if (eta := eta_text(batch)) else ""
-        print(f"{batch['id']}  {created}  {batch['status']:<11}  {progress_text(batch)}{end}{owner}")
+        print(f"{batch['id']}  {created}  {batch['status']:<11}  {name:<{width}}  {progress_text(batch)}{end}{owner}")
     return 0
 
 

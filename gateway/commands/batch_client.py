@@ -6,16 +6,17 @@ import sys
 import tempfile
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO, TextIO
 from urllib.parse import quote
 
 from engine.errors import ConfigError
-from gateway.commands.chat import ChatClient, ChatError
+from gateway.commands.chat import ChatClient, ChatError, RefusedError
 
 NOT_OPENAI = "the server is not OpenAI-compatible; check --url"
+NOT_FOUND = 404
 PIECE_BYTES = 256 * 1024
 TERMINAL = frozenset({"completed", "failed", "expired", "cancelled"})
 RATE_SECONDS = 30.0
@@ -54,6 +55,15 @@ class BatchClient(ChatClient):
             how_many = f"{len(found)} batches begin with" if found else "there is no batch"
             raise ChatError(f"{how_many} {prefix}; tidemill batch list shows them")
         return str(found[0])
+
+    def file_name(self, file_id: str) -> str:
+        """Return the name of a file, or "" if the file is deleted."""
+        try:
+            return str(self.call("GET", f"/v1/files/{quote(file_id, safe='')}").get("filename") or "")
+        except RefusedError as error:
+            if error.status != NOT_FOUND:
+                raise
+            return ""
 
     def causes(self, file_id: str) -> Counter[str]:
         """Return the number of lines of an error file for each error message and code."""
@@ -105,13 +115,20 @@ def progress_text(batch: dict[str, Any]) -> str:
     return f"{done:,}/{total:,} lines{failed}" if total else "no lines yet"
 
 
-def eta_text(batch: dict[str, Any], now: float | None = None) -> str:
-    """Return when the server expects the batch to end, e.g. "done about 13:36 (2:05)"; empty if it does not know."""
+def expected_end(batch: Mapping[str, Any]) -> int | None:
+    """Return the time in Unix seconds at which the server expects the batch to end; None if it does not know."""
     eta = str((batch.get("metadata") or {}).get("tidemill.eta", ""))
-    if not eta.isdigit():
+    return int(eta) if eta.isascii() and eta.isdigit() else None
+
+
+def eta_text(batch: Mapping[str, Any], now: float | None = None) -> str:
+    """Return when the server expects the batch to end, e.g. "done about 13:36 (2:05)"; empty if it does not know."""
+    end = expected_end(batch)
+    if end is None:
         return ""
-    left = int(eta) - (time.time() if now is None else now)
-    return f"done about {time.strftime('%H:%M', time.localtime(int(eta)))} ({duration_text(left)})"
+    left = end - (time.time() if now is None else now)
+    late = ", may miss its window" if batch["metadata"].get("tidemill.at_risk") == "true" else ""
+    return f"done about {time.strftime('%H:%M', time.localtime(end))} ({duration_text(left)}){late}"
 
 
 def duration_text(seconds: float) -> str:

@@ -12,6 +12,7 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
 from rich.text import Text
 
+from gateway.commands.batch_client import expected_end
 from gateway.commands.top.figures import (
     NOTHING,
     UNICODE,
@@ -183,8 +184,7 @@ def _engine(grid: Table, history: History, now: Snapshot, glyphs: Glyphs) -> Non
         (history.change(name, RECENT) or 0.0) / steps if steps else None
         for name in ("step_seconds", "predicted_seconds")
     )
-    error = f", error {percent(now['mape'])}" if now["mape"] is not None else ""
-    grid.add_row("steps", Text(f"{seconds(measured)} measured, {seconds(predicted)} predicted{error}"))
+    grid.add_row("steps", Text(f"{seconds(measured)} measured, {seconds(predicted)} planned with a safety margin"))
     leftover, used = history.change("leftover_seconds", RECENT), history.change("leftover_used_seconds", RECENT)
     share = percent(used / leftover, 0) if leftover and used is not None else NOTHING
     breaker = now["breaker"]
@@ -270,10 +270,6 @@ def _batch(batch: Mapping[str, Any], room: int, glyphs: Glyphs, now: float) -> t
 
 
 def time_left(batch: Mapping[str, Any], now: float) -> float | None:
-    """Estimate the remaining seconds of a batch from its average rate; None if it is not running or has no progress."""
-    counts = batch.get("request_counts") or {}
-    total, done = counts.get("total") or 0, (counts.get("completed") or 0) + (counts.get("failed") or 0)
-    began = batch.get("in_progress_at")
-    if batch["status"] != "in_progress" or not done or not total or not began or now <= began:
-        return None
-    return float((now - began) / done * (total - done))
+    """Return the seconds until the end of a batch that the server expects; None if it does not know."""
+    end = expected_end(batch) if batch["status"] == "in_progress" else None
+    return None if end is None else max(0.0, end - now)
