@@ -171,7 +171,7 @@ test("batch work in a sentence", () => {
   assert.equal(say({ running: { online: 3, offline: 0 } }), "No batch work.");
   assert.equal(say({ breaker: "open", breaker_cause: "slo" }), "Paused beside chats: chats missed their limits (97 % of the last chats within them).");
   assert.equal(say({ held: "no offline budget keeps the SLO (search)" }), "Paused beside chats: no offline budget keeps the SLO (search).");
-  assert.equal(say({ offline_share: 0.12 }), "Running beside chats with 12 % of its room, after missed limits.");
+  assert.equal(say({ offline_share: 0.12 }), "Running beside chats with 12 % of its room, which grows with each chat within its limits.");
 });
 
 test("events are the changes between snapshots", () => {
@@ -179,10 +179,12 @@ test("events are the changes between snapshots", () => {
   const found = eventsOf(states.map((state, time) => ({ ...SNAPSHOT, ...state, time })));
   assert.deepEqual(found.map(({ time, text }) => [time, text.slice(0, 34)]), [
     [1, "Batch work paused beside chats: th"], [2, "2 chats refused: their wait would "], [3, "Batch work resumed beside chats wi"],
-    [4, "The server is not ready: engine st"], [4, "Batch work has its whole room besi"], [4, "Batch work resumed beside chats; i"], [5, "The server is ready."],
+    [4, "The server is not ready: engine st"], [4, "Batch work resumed beside chats; i"], [5, "The server is ready."],
   ]);
-  const shares = [1, 0.5, 0.2, 0.6, 1].map((offline_share, time) => ({ ...SNAPSHOT, offline_share, time }));
-  assert.deepEqual(eventsOf(shares).map(({ time, state }) => [time, state]), [[1, "warn"], [4, "good"]]);
+  const changes = (...shares) => eventsOf(shares.map((offline_share, time) => ({ ...SNAPSHOT, offline_share, time }))).map(({ time, text }) => [time, text.match(/\d+ %|all/g).join()]);
+  assert.deepEqual(changes(1, 0.5, 0.2, 0.6, 1), [[1, "100 %,50 %"], [4, "all"]]);
+  assert.deepEqual(changes(0.25, 0.26, 0.13, 0.2, 0.26, 0.5, 0.25), [[2, "26 %,13 %"], [4, "26 %"], [6, "50 %,25 %"]], "a server that has just started");
+  assert.deepEqual(changes(0.25, 0.3, 0.6, 1, 0.9, 1), [], "growth and small changes");
 });
 
 test("worth of tokens", () => {

@@ -3,6 +3,8 @@
 import { percent, seconds } from "./format.js";
 
 const FULL = 0.995; // share of the room from which on it is called whole
+const FELL = 0.7; // part of its highest share at which batch work counts as reduced
+const RETURNED = 0.95; // part of it at which batch work counts as restored
 const CAUSES = { slo: "chats missed their limits", predictor: "steps took longer than predicted" };
 
 function cause(snapshot) {
@@ -17,22 +19,39 @@ export function batchSentence(snapshot) {
   if (snapshot.breaker === "open") return { text: `Paused beside chats: ${cause(snapshot)}.`, state: "bad" };
   if (snapshot.held) return { text: `Paused beside chats: ${snapshot.held}.`, state: "bad" };
   const share = snapshot.offline_share;
-  if (typeof share === "number" && share < FULL) return { text: `Running beside chats with ${percent(share, 0)} of its room, after missed limits.`, state: "warn" };
+  if (typeof share === "number" && share < FULL) return { text: `Running beside chats with ${percent(share, 0)} of its room, which grows with each chat within its limits.`, state: "warn" };
   const budget = snapshot.latency_budget === null ? "" : `: steps may take ${seconds(snapshot.latency_budget)}`;
   return { text: `Running beside chats${budget}.`, state: "good" };
+}
+
+/** Falls and returns of the share of the room that batch work has beside chats: a function of snapshots in order. */
+function shareWatch() {
+  let highest = 0;
+  let reduced = false;
+  return ({ breaker, held, offline_share: share }, add) => {
+    if (breaker !== "closed" || held || typeof share !== "number") return;
+    if (!reduced && share < FELL * highest) {
+      reduced = true;
+      add(`Batch work beside chats reduced from ${percent(highest, 0)} to ${percent(share, 0)} of its room: a chat missed its limits or came near them.`, "warn");
+    } else if (reduced && share >= RETURNED * highest) {
+      reduced = false;
+      add(`Batch work has ${share < FULL ? percent(share, 0) : "all"} of its room beside chats again.`, "good");
+    }
+    highest = Math.max(highest, share);
+  };
 }
 
 /** Changes between snapshots in order: [{time, text, state}]. */
 export function eventsOf(snapshots) {
   const found = [];
+  const watch = shareWatch();
+  if (snapshots.length) watch(snapshots[0]);
   for (let at = 1; at < snapshots.length; at += 1) {
     const [before, after] = [snapshots[at - 1], snapshots[at]];
     const add = (text, state) => found.push({ time: after.time, text, state });
     if (before.ready && !after.ready) add(`The server is not ready: ${after.reason}.`, "bad");
     if (!before.ready && after.ready) add("The server is ready.", "good");
-    const [full, less] = [before, after].map(({ offline_share: share }) => !(share < FULL));
-    if (full && !less && after.breaker === "closed") add(`Batch work beside chats reduced to ${percent(after.offline_share, 0)} of its room: a chat missed its limits.`, "warn");
-    if (!full && less) add("Batch work has its whole room beside chats again.", "good");
+    watch(after, add);
     if (before.breaker !== after.breaker) {
       if (after.breaker === "open") add(`Batch work paused beside chats: ${cause(after)}.`, "bad");
       if (after.breaker === "half_open") add(`Batch work resumed beside chats with ${percent(after.offline_share, 0)} of its room.`, "warn");
