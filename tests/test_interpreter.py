@@ -15,6 +15,14 @@ def run(script: str) -> str:
     return done.stdout.strip()
 
 
+def test_an_exit_reports_no_leaks_of_triton() -> None:
+    """The frozen objects include the functions of extension modules, which look for leaks when they are unloaded."""
+    pytest.importorskip("triton")
+    script = "import triton\nfrom engine.machine import processes\nprocesses.settle()"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 COMMON = """
     import gc
     from engine.machine import processes

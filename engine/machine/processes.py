@@ -8,6 +8,7 @@ in minutes, and delays a token by 5 to 25 ms wherever it happens to start (seen 
 objects are collected while requests run (about a millisecond), and all objects when the engine is idle.
 """
 
+import atexit
 import contextlib
 import ctypes
 import faulthandler
@@ -125,6 +126,7 @@ def settle() -> None:
     Existing objects are excluded from collections: modules and a model are some 300,000 objects, which take 150 ms to
     collect. Later objects of older generations are collected by `collect_due` only.
     """
+    atexit.register(gc.unfreeze)  # else nanobind, which Triton uses, reports every frozen function as a leak
     gc.collect()
     gc.freeze()
     gc.set_threshold(YOUNG, NEVER, NEVER)
