@@ -125,19 +125,19 @@ def test_the_cache_takes_its_share_of_what_the_weights_leave(tmp_path: Path, mon
 @pytest.mark.skipif(not is_built(), reason="no native kernels here")
 @pytest.mark.parametrize(("threads", "watched"), [(None, True), (2, False), (1, False)])
 def test_threads_are_chosen_by_measuring_unless_they_are_said(
-    threads: int | None, watched: bool, monkeypatch: pytest.MonkeyPatch
+    threads: int | None, watched: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     before = torch.get_num_threads()
     monkeypatch.setenv("OMP_NUM_THREADS", "2")
     try:
         torch.set_num_threads(2)
-        lines: list[str] = []
         config = replace(DEMO, profile_seconds=1.0, threads=threads)
-        runner, plan = build_runner(config, plan_launch(config), lines.append)
+        with caplog.at_level("DEBUG", "tidemill.engine"):
+            runner, plan = build_runner(config, plan_launch(config))
     finally:
         torch.set_num_threads(before)
     assert isinstance(runner, NativeRunner) and (runner.watch is not None) == watched
-    assert any("of 2 threads" in line for line in lines) == watched
+    assert any("of 2 threads" in line for line in caplog.messages) == watched
     assert plan.threads == threads or (threads is None and plan.threads in (1, 2))
     assert f"{plan.threads} threads" in profile_key(plan).device
 

@@ -226,7 +226,7 @@ def test_what_the_kernels_refuse_torch_runs(monkeypatch: pytest.MonkeyPatch, tmp
     weights = load_weights(plan.spec, tmp_path, dtype="float32", load_format="dummy")
     room_for_cache = backend.CudaBackend().cache_bytes(plan, weights)
     assert (len(steps), room_for_cache) == (1, 110_000_000)
-    runner, _plan = backend.CudaBackend().make_runner(EngineConfig(), plan, weights, print)
+    runner, _plan = backend.CudaBackend().make_runner(EngineConfig(), plan, weights)
     assert isinstance(runner, Runner) and isinstance(runner.device, TorchDevice)
 
 

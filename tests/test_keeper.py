@@ -13,7 +13,7 @@ from windows import poisson_window
 
 from engine.api import FinishReason, RequestClass, RequestOutput, RequestTimes
 from engine.colocation.baseline import replay_alone, workload_of
-from engine.colocation.keeper import BUDGET_SHARE, MIN_OFFLINE, Colocation, initial_budget
+from engine.colocation.keeper import BUDGET_SHARE, MIN_OFFLINE, Colocation, initial_budget, slo_warning
 from engine.colocation.replay import ReplayedServer, Workload, find_budget, metrics_of, normal_noise, replay
 from engine.colocation.waits import SHORTEST_AWAITED, ArrivalWaits
 from engine.core import EngineCore
@@ -213,6 +213,26 @@ def test_initial_budget_is_a_share_of_what_the_tbt_limit_leaves() -> None:
     assert 0.03 < out_of_reach < 0.04, "no step keeps it"
     tight = initial_budget(SLO.parse("tbt_p99=9ms"), MODEL).latency_budget
     assert smallest < tight < 0.009, "an online step keeps it, and a little more"
+
+
+@pytest.mark.parametrize(
+    ("slo", "lost", "advice"),
+    [
+        ("ttft_p99=1s,tbt_p99=100ms", None, None),
+        ("5%", None, None),
+        ("tbt_p99=9ms", None, None),
+        ("ttft_p99=1s,tbt_p99=1ms", "tbt_p99=1ms cannot", "--slo tbt_p99=50ms"),
+        ("ttft_p95=5ms,tpot_mean=2ms", "ttft_p95=5ms, tpot_mean=2ms cannot", "--slo ttft_p95=50ms,tpot_mean=50ms"),
+    ],
+)
+def test_a_limit_below_the_smallest_step_is_named(slo: str, lost: str | None, advice: str | None) -> None:
+    warning = slo_warning(SLO.parse(slo), MODEL)
+    if lost is None or advice is None:
+        assert warning is None
+        return
+    assert warning is not None and f"warning: {lost} be met: " in warning and warning.endswith(advice)
+    assert "takes 8 ms" in warning
+    assert slo_warning(SLO.parse(advice.removeprefix("--slo ")), MODEL) is None
 
 
 @pytest.mark.parametrize("online", [0, 2])

@@ -488,7 +488,7 @@ def test_no_graphs_are_made_of_steps_that_stream(monkeypatch: pytest.MonkeyPatch
     for options, graphs in (({}, 1), ({"gather": gather}, 0)):
         weights = load_weights(spec, folder, dtype="float32", **options)
         captured.clear()
-        cuda_backend.CudaBackend().make_runner(EngineConfig(), launch, weights, print)
+        cuda_backend.CudaBackend().make_runner(EngineConfig(), launch, weights)
         assert len(captured) == graphs
 
 
@@ -560,7 +560,6 @@ async def test_a_launch_streams_what_does_not_fit_and_says_so(tmp_path: Path, ke
     slow = replace(config, slo="tbt_p99=1us,ttft_p99=1000s")
     build_runner(slow, plan_launch(slow), lines.append)
     assert any(f"{plan.offload}, " in line and "a step takes at least" in line for line in lines)
-    assert any(line.startswith("tbt_p99=1us cannot be met") for line in lines)
     prompt = (5, 6, 7)
     resident = await answer(replace(DEMO, cpu_kernels=kernels), prompt, 30)
     assert await answer(config, prompt, 30) == resident

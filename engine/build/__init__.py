@@ -8,6 +8,7 @@ from engine.build.join import build_engine, profile_folder, profile_key, stored_
 from engine.build.memory import READ_TOGETHER, host_bytes, scheduler_config
 from engine.build.plan import local_config, plan_launch, resolve_model
 from engine.build.runner import build_follower, build_runner
+from engine.colocation.keeper import slo_warning
 
 __all__ = [
     "READ_TOGETHER",
@@ -21,5 +22,6 @@ __all__ = [
     "profile_key",
     "resolve_model",
     "scheduler_config",
+    "slo_warning",
     "stored_profile",
 ]

@@ -3,6 +3,7 @@
 The SLO controller is built here too; this is the only module of the engine that reads the calendar time.
 """
 
+import logging
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -18,7 +19,7 @@ from engine.build.memory import gib, scheduler_config
 from engine.build.plan import plan_launch
 from engine.build.runner import build_runner
 from engine.build.sampling_defaults import read_sampling_defaults
-from engine.colocation.keeper import Colocation, initial_budget
+from engine.colocation.keeper import Colocation, initial_budget, slo_warning
 from engine.colocation.refit import ModelRefit
 from engine.colocation.replay import ReplayedServer, normal_noise
 from engine.colocation.tuner import BudgetTuner, LoadStore
@@ -43,6 +44,8 @@ from engine.structured.ready import Grammars
 from predictor.online import OnlineModel
 from predictor.profile import Profile, ProfileError, ProfileKey
 from predictor.slo import SLO
+
+log = logging.getLogger("tidemill.engine")
 
 
 def build_engine(
@@ -136,12 +139,12 @@ def _join(config: EngineConfig, plan: LaunchPlan, runner: Runner[Any], say: Call
     core, colocation, tuner = make_controller(config, scheduler, profile, slo, profile_folder(config), say)
     info = _info(plan, scheduler, _sampling(config, plan, say))
     if plan.spec.state_bytes:
-        say(_tell_checkpoints(plan, scheduler))
+        log.debug(_tell_checkpoints(plan, scheduler))
     steps = backend.make_staged(config, plan, runner) if plan.droppable else runner
     if isinstance(steps, PipelineRunner):
         sizes = DroppableLayers(steps.num_layers, steps.layer_bytes, steps.unit_layer_bytes, plan.limits.num_units)
         info = replace(info, droppable=sizes)
-    say(str(info.embedding))
+    log.debug("%s", info.embedding)
     return Engine(
         core,
         steps,
@@ -217,7 +220,9 @@ def make_controller(
     scheduler = replace(scheduler, rho=profile.cache_costs.rho(scheduler.compact_tokens))
     core = EngineCore(scheduler, online_policy=config.online_policy, model=model)
     budget = initial_budget(slo, profile.model)
-    say(f"SLO {slo}; offline work may extend a step to {budget.latency_budget * 1e3:.0f} ms")
+    if warning := slo_warning(slo, profile.model):
+        say(warning)
+    log.debug("SLO %s; offline work may extend a step to %.1f ms", slo, budget.latency_budget * 1e3)
     noise = normal_noise(profile.held_out_mape)
     server = ReplayedServer(profile.model, slo, scheduler, config.online_policy, noise)
     promise = f"{slo}; {config.online_policy}; {_limits(scheduler)}"

@@ -37,7 +37,6 @@ from engine.models.transformers_model import TransformersModel, load_model
 from engine.models.transformers_shape import TransformersShape
 from engine.models.weights import Gather, ModelWeights
 from engine.structured.compiler import GrammarCompiler
-from predictor.slo import SLO
 
 
 def build_runner(
@@ -79,6 +78,7 @@ def _make_runner(
 ) -> tuple[Runner[Any], LaunchPlan]:
     backend = backends.find_backend(plan.device)
     plan, make = backend.prepare(config, plan, say)
+    say(f"loading {gib(plan.weight_bytes)} of weights")
     _test_family(config, plan, make, backend)
     group = None if seat is None else seat.join(torch.device(plan.device))
     if group is not None:
@@ -90,14 +90,14 @@ def _make_runner(
     shard = None if seat is None or group is None else Shard(seat.rank, plan.ranks, group.total, group.gather)
     weights = _load(config, plan, make, gather, shard, backend)
     if plan.offload is not None and transport is not None:
-        plan = replace(plan, stream_seconds=_tell_floor(config, plan.offload, transport.seconds(), say))
+        plan = replace(plan, stream_seconds=_tell_floor(plan.offload, transport.seconds(), say))
     adapted = _load_adapters(plan, weights)
     if seat is not None:
         seat.reached(LOADED)
     plan = with_cache(plan, config, backend.cache_bytes(plan, weights), group)
     if plan.host_units and config.swap_space is None:
         say(f"{gib(host_bytes(plan))} of host memory extend the cache; set --swap-space to change this")
-    runner, plan = backend.make_runner(config, plan, weights, say)
+    runner, plan = backend.make_runner(config, plan, weights)
     if group is not None:
         runner.device.join(group.share)
     for number, deltas in enumerate(adapted, 1):
@@ -152,7 +152,7 @@ def _test_family(config: EngineConfig, plan: LaunchPlan, make: MakeLinear, backe
         small = replace(
             plan, spec=spec, limits=TEST_LIMITS, scratch_blocks=0, host_units=0, offload=None, int8_cache=False
         )
-        device: Device = backend.make_runner(quick, small, weights, lambda _line: None)[0].device
+        device: Device = backend.make_runner(quick, small, weights)[0].device
         return device
 
     tested: dict[str, Any] = {}
@@ -167,14 +167,11 @@ def _refuse(plan: LaunchPlan, wrong: str) -> None:
         raise ModelLoadError(f"{plan.folder}: self-test: {wrong}; --no-self-test serves it all the same")
 
 
-def _tell_floor(config: EngineConfig, offload: Offload, seconds: float, say: Callable[[str], None]) -> float:
-    """Report the minimum step time with streamed weights and the objectives that it makes unreachable.
+def _tell_floor(offload: Offload, seconds: float, say: Callable[[str], None]) -> float:
+    """Report the minimum step time with streamed weights.
 
     `seconds`: transfer time of one layer. Return the transfer time of a step in seconds.
     """
     floor, rate = len(offload.streamed) * seconds, offload.layer_bytes / seconds
     say(f"{offload}, {rate / 1e9:.2g} GB/s: a step takes at least {floor * 1e3:.0f} ms")
-    lost = [str(each) for each in SLO.parse(config.slo).objectives if each.limit is not None and each.limit < floor]
-    if lost:
-        say(f"{', '.join(lost)} cannot be met: one step takes longer; batch work is not affected")
     return floor

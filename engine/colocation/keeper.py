@@ -8,7 +8,7 @@ core's objective and offline share.
 import logging
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from engine.api import ColocationStats, FinishReason, RequestClass, RequestOutput
 from engine.colocation.baseline import RecentRequests
@@ -34,6 +34,8 @@ BUDGET_SHARE = 0.8
 Predictions have a margin of their own. 0.8 of the limit itself would exclude offline work if online steps take that
 long (3 ms of 3.2).
 """
+ROOM = 3.0
+"""Suggested limit, as a multiple of the smallest step."""
 MIN_OFFLINE = 32
 """Minimum number of ended offline requests before only their lengths are used."""
 MAX_QUEUED = 1024
@@ -52,6 +54,25 @@ def initial_budget(slo: SLO, model: LatencyModel) -> BudgetParams:
     limits = [smallest + BUDGET_SHARE * (limit - smallest) for limit in stated if limit >= smallest]
     limits += [smallest * (1.0 + o.tolerance) for o in slo.objectives if o.tolerance is not None and o.metric != "ttft"]
     return BudgetParams("tidemill", min(limits, default=LOST_BUDGET_STEPS * smallest))
+
+
+def slo_warning(slo: SLO, model: LatencyModel) -> str | None:
+    """Return a warning about limits that are shorter than the smallest step; None without such a limit."""
+    smallest = smallest_step(model)
+    lost = [each for each in slo.objectives if each.limit is not None and each.limit < smallest]
+    if not lost:
+        return None
+    advice = ",".join(str(replace(each, limit=_round_up(ROOM * smallest))) for each in lost)
+    return (
+        f"warning: {', '.join(map(str, lost))} cannot be met: a step with a single chat takes {smallest * 1e3:.2g} ms "
+        f"on this machine; use for example --slo {advice}"
+    )
+
+
+def _round_up(seconds: float) -> float:
+    """Return the next 1, 2 or 5 times a power of ten."""
+    power = 10.0 ** math.floor(math.log10(seconds))
+    return next(power * digit for digit in (1, 2, 5, 10) if power * digit >= seconds)
 
 
 @dataclass(slots=True)

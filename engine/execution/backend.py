@@ -116,7 +116,6 @@ class Backend(Protocol):
         config: EngineConfig,
         plan: LaunchPlan,
         weights: ModelWeights | TransformersModel,
-        say: Callable[[str], None],
     ) -> tuple[Runner[Any], LaunchPlan]:
         """Return the runner of the plan, and the plan with measured values. Raises ConfigError."""
 

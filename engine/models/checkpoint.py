@@ -5,7 +5,8 @@ Quantized weights are unpacked while they are read.
 import logging
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -36,6 +37,7 @@ from engine.models.weights import (
 
 _INERT = re.compile(r"(^|\.)(rotary_emb\.inv_freq|attention\.bias|attention\.masked_bias)$")
 _BY_TOKEN = re.compile(r"(embed_tokens|embed_in|embed_out|lm_head)\.weight$")  # one row for each token
+PROGRESS_SECONDS = 5.0
 _NAMED = 3  # tensors that a message names
 _T = TypeVar("_T")
 log = logging.getLogger("tidemill.engine")
@@ -144,6 +146,7 @@ class Checkpoint:
         self._files: dict[str, Any] = {}
         self._where: dict[str, str] = {}
         self._unused: set[str] = set()
+        self._next_report = 0.0
 
     def __enter__(self) -> Self:
         for name in weight_files(self._folder):
@@ -152,6 +155,7 @@ class Checkpoint:
                     raise ModelLoadError(f"{self._folder}: tensor {tensor} is in {self._where[tensor]} and in {name}")
                 self._where[tensor] = name
         self._unused = set(self._where)
+        self._next_report = time.monotonic() + PROGRESS_SECONDS
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
@@ -236,7 +240,7 @@ class Checkpoint:
             found = how(self._packing, parts)
         except ModelLoadError as error:
             raise ModelLoadError(f"{self._folder}: weight {name} by {self._packing.name}: {error.message}") from None
-        self._unused.difference_update(stored.values())
+        self._mark_used(stored.values())
         return found
 
     def _converted(self, name: str, tensor: Tensor) -> Tensor:
@@ -256,8 +260,16 @@ class Checkpoint:
         if tensor.dtype not in _FLOATS:
             kind = str(tensor.dtype).removeprefix("torch.")
             raise ModelLoadError(f"{self._folder}: tensor {name} is of type {kind}, and config.json does not say how")
-        self._unused.discard(name)
+        self._mark_used((name,))
         return tensor
+
+    def _mark_used(self, names: Iterable[str]) -> None:
+        """Mark tensors as loaded; log the progress every PROGRESS_SECONDS."""
+        self._unused.difference_update(names)
+        if (now := time.monotonic()) >= self._next_report:
+            self._next_report = now + PROGRESS_SECONDS
+            total = len(self._where)
+            log.info("%d of %d tensors of the weights are loaded", total - len(self._unused), total)
 
     def _rows(self, name: str, found: tuple[int, ...], shape: tuple[int, ...]) -> slice:
         """Return the rows of a tensor that make one of this shape."""

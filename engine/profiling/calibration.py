@@ -4,6 +4,7 @@ HyGen §4.2: a sweep over step shapes on the real runner within a time limit, th
 and units are assigned here, without the core, so the runner must be idle. The module does not import torch.
 """
 
+import logging
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -23,6 +24,8 @@ from predictor.fitting import fit
 from predictor.model import LatencyModel
 from predictor.profile import Profile, ProfileError, ProfileKey
 from predictor.samples import Sample, split_samples
+
+log = logging.getLogger("tidemill.engine")
 
 HELD_OUT = 0.2
 POOR = 0.3
@@ -187,7 +190,7 @@ def load_or_measure(
         say(f"other work took {taken:.0%} of the cores when the latency profile was measured; measuring again")
         profile = None
     if profile is not None:
-        say(f"latency profile of {profile.created_at} ({profile.num_samples} steps, error {profile.held_out_mape:.1%})")
+        log.debug("latency profile of %s, %d steps", profile.created_at, profile.num_samples)
         if profile.cache_costs.covers(hidden=tiers.scratch_blocks > 0, host=tiers.host_units > 0):
             return profile
         costs = measure_cache_costs(runner, limits, tiers).over(profile.cache_costs)
@@ -201,7 +204,7 @@ def load_or_measure(
     before = core_share()
     profile = measure_profile(runner, limits, vocab_size, key, seconds, tiers=tiers, adapters=adapters, masks=masks())
     profile = replace(profile, core_share=min(before, core_share()))
-    say(f"latency profile: {profile.num_samples} steps, held-out error {profile.held_out_mape:.1%}")
+    say(f"measured {profile.num_samples} steps, held-out error {profile.held_out_mape:.1%}")
     if profile.core_share < QUIET_SHARE:
         say(f"other work takes {1.0 - profile.core_share:.0%} of the cores; a start on a quiet machine measures again")
     _keep(profile, folder, say)

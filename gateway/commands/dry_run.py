@@ -16,6 +16,7 @@ from gateway.commands.flags import Flag, FlagValue, flags_of
 from gateway.commands.preflight import check_start
 from gateway.commands.report import line, report_launch, report_machine, size
 from gateway.config import ServerConfig
+from predictor.slo import SLO
 
 DEFAULT = "default"
 
@@ -110,6 +111,7 @@ def _look_ahead(config: EngineConfig, name: str, found: dict[str, FlagValue], te
     plan, profile = build.stored_profile(local, plan, notes.append)
     tokenizer = importlib.import_module("engine.text.tokenizer").Tokenizer.load(plan.folder, template)
     _decided(build, config, plan, found)
+    warning = profile and build.slo_warning(SLO.parse(config.slo), profile.model)
     if profile is None:
         measured = f"none stored: a start would measure step times for at most {config.profile_seconds:g} s"
     else:
@@ -121,6 +123,7 @@ def _look_ahead(config: EngineConfig, name: str, found: dict[str, FlagValue], te
         line("memory", _memory(plan)),
         line("profile", measured),
         *(line("note", note) for note in notes),
+        *([] if warning is None else [line("slo", warning)]),
     ]
 
 

@@ -1,5 +1,6 @@
 """CPU backend: native kernels if they were built and pass their test, else torch operators."""
 
+import logging
 import os
 from collections.abc import Callable
 from dataclasses import replace
@@ -34,6 +35,8 @@ from engine.models.quantized import make_quantized
 from engine.models.spec import ModelShape
 from engine.models.transformers_model import TransformersModel
 from engine.models.weights import ModelWeights, torch_dtype
+
+log = logging.getLogger("tidemill.engine")
 
 
 class CpuBackend(Backend):
@@ -97,7 +100,7 @@ class CpuBackend(Backend):
         if isinstance(native, str):
             say(f"steps run by torch operators: {native}{openmp.after_all(config, os.environ)}")
             return plan, _by_torch(plan)
-        say(f"steps run by native kernels ({native.level.name})")
+        log.debug("steps run by native kernels (%s)", native.level.name)
         make = native.int8_linear if plan.quantization == "int8" else native.linear
         return replace(plan, kernels=f"native {native.level.name}"), make
 
@@ -106,13 +109,12 @@ class CpuBackend(Backend):
         config: EngineConfig,
         plan: LaunchPlan,
         weights: ModelWeights | TransformersModel,
-        say: Callable[[str], None],
     ) -> tuple[Runner[Any], LaunchPlan]:
         if isinstance(weights, TransformersModel):
             foreign = TransformersDevice.of(weights, plan)
             if plan.kernels != "torch":
                 num_layers = plan.spec.num_layers
-                say(f"the native kernels run {foreign.known_layers} of {num_layers} attention layers as a whole")
+                log.debug("native kernels run %d of %d attention layers as a whole", foreign.known_layers, num_layers)
             return Runner(foreign), replace(plan, threads=torch.get_num_threads(), state_slots=foreign.state_slots)
         decoder, hidden, host = Decoder(plan.own, weights), plan.scratch_blocks, plan.host_units
         spare = weights.layers.held_bytes if plan.droppable else 0
@@ -128,7 +130,7 @@ class CpuBackend(Backend):
             return runner, replace(plan, threads=most)
         wait_for_quiet(most)  # the gateway's process starts at the same time and computes for about a second
         threads, line = choose_threads(runner, plan.limits, plan.spec.vocab_size, most, native.team.resize)
-        say(line)
+        log.debug(line)
         runner.watch = ThreadWatch(candidates(most), threads, native.team.resize)
         return runner, replace(plan, threads=threads)
 

@@ -1,6 +1,7 @@
 """Backend for NVIDIA GPUs: Triton kernels and CUDA graphs, or torch operators for models that the kernels refuse."""
 
 import importlib
+import logging
 import math
 import os
 import shutil
@@ -45,6 +46,8 @@ from engine.models.transformers_model import TransformersModel
 from engine.models.transformers_shape import probe
 from engine.models.weights import Gather, LayerWeights, ModelWeights, ResidentLayers, torch_dtype
 from engine.triton_kernels import triton_kernels
+
+log = logging.getLogger("tidemill.engine")
 
 _GRAPH_BYTES = 16 * 1024**2  # estimate of the driver's memory for a graph of a few hundred kernels
 _STEP_BYTES = 2**30  # estimate of a step's memory besides weights and cache
@@ -164,7 +167,6 @@ class CudaBackend(Backend):
         _config: EngineConfig,
         plan: LaunchPlan,
         weights: ModelWeights | TransformersModel,
-        say: Callable[[str], None],
     ) -> tuple[Runner[Any], LaunchPlan]:
         # Torch's remaining work on the host is small. With a thread per core, each operation would wait for all
         # threads, which then spin beside the event loop and the gateway.
@@ -172,7 +174,7 @@ class CudaBackend(Backend):
         hidden, host = plan.scratch_blocks, plan.host_units
         if isinstance(weights, TransformersModel):
             attention, how = self.module_attention(weights, plan.limits)
-            say(f"attention of transformers modules by {how}, without CUDA graphs")
+            log.debug("attention of transformers modules by %s, without CUDA graphs", how)
             foreign = TransformersDevice.of(weights, plan, attention)
             return Runner(foreign), replace(plan, state_slots=foreign.state_slots)
         if self.refusal(plan.spec, plan.dtype) is None:
