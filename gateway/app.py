@@ -157,6 +157,7 @@ def _add_batches(app: FastAPI, context: GatewayContext, folder: StateFolder, lim
         costs=lambda: context.metrics.stats.token_costs,
         online_tokens=lambda: context.metrics.stats.online_tokens,
         set_lane=context.client.set_lane,
+        models=context.models,
     )
     ownership = Ownership(folder.store, keys)
     context.lifecycle.background += [ownership, worker]

@@ -290,6 +290,20 @@ async def test_bad_input_fails_the_batch_and_names_the_line(
         assert cancelled.status == "failed" and cancelled.cancelling_at is None
 
 
+async def test_unknown_models_are_refused_once_each_and_the_known_ones_named(ready: Ready) -> None:
+    _, client = ready
+    models = ["gpt-4o-mini", "gpt-4o-mini", MODEL, "alias:nonsense", 7]
+    batch = await until(client, (await submit(client, jsonl([line(i, model=m) for i, m in enumerate(models)]))).id)
+    assert batch.status == "failed"
+    assert [(e.code, e.line, e.param) for e in batch.errors.data] == [
+        ("model_not_found", 1, "body.model"), ("model_not_found", 4, "body.model"),
+    ]  # fmt: skip
+    message = batch.errors.data[0].message
+    assert "no model 'gpt-4o-mini'" in message and f"It has: {MODEL}, alias." in message
+    flex = await until(client, (await submit(client, jsonl([line(1, model=f"{MODEL}:flex")]))).id)
+    assert flex.status == "completed" and not flex.request_counts.failed
+
+
 async def test_forms_of_files_that_are_accepted(ready: Ready) -> None:
     _, client = ready
     good = jsonl([line(1), line(2)])

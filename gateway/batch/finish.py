@@ -13,7 +13,9 @@ from gateway.batch.limits import BatchLimits
 from gateway.batch.output import ResultBuilder
 from gateway.batch.results import StorageRetry, in_thread, to_end
 from gateway.generate.threads import at_half_speed
+from gateway.http.anthropic import MESSAGES_PATH
 from gateway.http.quotas import TENANT_LIMIT
+from gateway.models import ModelNames
 from gateway.store.disk import StorageError, UnreadableError, read_errors
 from gateway.store.folder import StateFolder
 from gateway.store.objects import (
@@ -43,7 +45,8 @@ class _CheckTimeout(Exception):
 
 
 class Finisher:
-    """`max_lines`: maximum number of lines in a tenant's unfinished batches (None: no limit)."""
+    """`max_lines`: maximum number of lines in a tenant's unfinished batches (None: no limit); `models`: names that a
+    new batch may use (None: any)."""
 
     def __init__(
         self,
@@ -52,6 +55,7 @@ class Finisher:
         retry: StorageRetry,
         now: Callable[[], int],
         max_lines: Callable[[str], int | None],
+        models: ModelNames | None = None,
     ) -> None:
         self._folder = folder
         self._store = folder.store
@@ -59,6 +63,7 @@ class Finisher:
         self._retry = retry
         self._now = now
         self._max_lines = max_lines
+        self._models = models
         self._turn = asyncio.Semaphore(1)
         self._checks: dict[str, asyncio.Timeout] = {}
         self._hurried: set[str] = set()
@@ -162,7 +167,8 @@ class Finisher:
                 await asyncio.sleep(self._limits.back_off(faults))
 
     async def _validate(self, batch: BatchJob, lenient: bool) -> None:
-        report = await self._retry.run(lambda: self._read_input(batch, lenient))
+        models = None if batch.endpoint == MESSAGES_PATH else self._models  # there each message has its own error
+        report = await self._retry.run(lambda: self._read_input(batch, lenient, models))
         if report.errors:
             end = BatchStatus.CANCELLED if batch.status is BatchStatus.CANCELLING else BatchStatus.FAILED
             await self._retry.run(lambda: self._store.move_batch(batch.id, end, self._now(), report.errors))
@@ -183,23 +189,23 @@ class Finisher:
             refusal = InputError(TENANT_LIMIT, message)
             await self._store.move_batch(batch.id, BatchStatus.FAILED, self._now(), [refusal])
 
-    async def _read_input(self, batch: BatchJob, lenient: bool) -> InputReport:
+    async def _read_input(self, batch: BatchJob, lenient: bool, models: ModelNames | None = None) -> InputReport:
         try:
             with read_errors(self._folder.file_path(batch.input_file_id)):
-                return await self._check(batch)
+                return await self._check(batch, models)
         except UnreadableError as error:
             if error.gone or lenient:
                 return InputReport(errors=[InputError(*INPUT_LOST)])
             raise
 
-    async def _check(self, batch: BatchJob) -> InputReport:
+    async def _check(self, batch: BatchJob, models: ModelNames | None) -> InputReport:
         """Check the input. Raises _CheckTimeout after the time limit: an OSError would blame the file."""
         path, limits = self._folder.file_path(batch.input_file_id), self._limits
         cancelling = batch.status is BatchStatus.CANCELLING or batch.id in self._hurried
         try:
             async with asyncio.timeout(limits.cancel_seconds if cancelling else limits.check_seconds) as check:
                 self._checks[batch.id] = check
-                return await check_apart(str(path), batch.endpoint, limits.lines, limits.line_bytes)
+                return await check_apart(str(path), batch.endpoint, limits.lines, limits.line_bytes, models)
         except TimeoutError as error:
             if check.expired():
                 raise _CheckTimeout from error

@@ -19,6 +19,7 @@ from anyio import to_process
 
 from engine.machine.processes import die_with_parent
 from gateway.http.json_text import TooMuchJson, load_json
+from gateway.models import ModelNames
 from gateway.store.objects import InputError, LineRef
 
 PREFIX_BYTES = 512
@@ -103,14 +104,22 @@ def _line(number: int, start: int, end: int, pending: bytearray, max_bytes: int)
 
 
 class InputChecker:
-    """Check an input file line by line. `max_lines` and `max_line_bytes` are the limits of a batch."""
+    """Check an input file line by line.
 
-    def __init__(self, endpoint: str, max_lines: int, max_line_bytes: int) -> None:
+    Args:
+        max_lines: Maximum number of lines of a batch.
+        max_line_bytes: Maximum length of a line.
+        names: Names that the lines may use; None: any.
+    """
+
+    def __init__(self, endpoint: str, max_lines: int, max_line_bytes: int, names: ModelNames | None = None) -> None:
         self._endpoint = endpoint
         self._max_lines = max_lines
         self._max_line_bytes = max_line_bytes
         self._seen: set[bytes] = set()  # digests: ids may be long, and memory is bounded
+        self._names = names
         self._models: set[str] = set()
+        self._unknown: set[str] = set()  # names that an error has reported
         self._keys: list[tuple[bytes, int, int, int]] = []
         self._num_lines = 0
         self.errors: list[InputError] = []
@@ -169,12 +178,26 @@ class InputChecker:
         """Return an error if the line names another model. An invalid `model` is reported with the body, later."""
         if not isinstance(model, str):
             return None
+        if self._names is not None and self._names.find(model) is None:
+            return self._refuse_model(model, number)
         self._models = self._models or {model}
         if model in self._models:
             return None
         first, other = (name[:MAX_SHOWN_CHARS] for name in (*self._models, model))
         message = f"All lines of a batch must name the same model: lines before name '{first}', this one '{other}'."
         return InputError("model_mismatch", message, number, "body.model")
+
+    def _refuse_model(self, model: str, number: int) -> InputError | None:
+        """Return an error for the first line that names an unknown model."""
+        if model in self._unknown:
+            return None
+        self._unknown.add(model)
+        assert self._names is not None
+        message = (
+            f"This server has no model '{model[:MAX_SHOWN_CHARS]}'. It has: {self._names.summary()}. Change 'model' in "
+            "the lines, or start the server with --served-model-name."
+        )
+        return InputError("model_not_found", message, number, "body.model")
 
     def _check_unique(self, custom_id: str, number: int) -> InputError | None:
         digest = blake2b(custom_id.encode(), digest_size=16).digest()
@@ -203,28 +226,32 @@ def _why_not_json(content: bytes, error: orjson.JSONDecodeError) -> str:
     return f"The line is not valid JSON: {error.msg} at column {error.colno}."
 
 
-def check_input(file: BinaryIO, endpoint: str, max_lines: int, max_line_bytes: int) -> InputReport:
-    """Validate an input file."""
-    checker = InputChecker(endpoint, max_lines, max_line_bytes)
+def check_input(
+    file: BinaryIO, endpoint: str, max_lines: int, max_line_bytes: int, names: ModelNames | None = None
+) -> InputReport:
+    """Validate an input file; see `InputChecker`."""
+    checker = InputChecker(endpoint, max_lines, max_line_bytes, names)
     for line in read_lines(file, max_line_bytes):
         if not checker.check(line):
             break
     return checker.report()
 
 
-async def check_apart(path: str, endpoint: str, max_lines: int, max_line_bytes: int) -> InputReport:
+async def check_apart(
+    path: str, endpoint: str, max_lines: int, max_line_bytes: int, names: ModelNames | None = None
+) -> InputReport:
     """Run `check_input` in a child process, which a cancellation kills. Raises OSError if the file cannot be read, and
     anyio's errors if the process cannot start."""
     os.environ.setdefault("PYTHONSAFEPATH", "1")  # keep the child from importing from the working directory
-    return await to_process.run_sync(_check_file, path, endpoint, max_lines, max_line_bytes, cancellable=True)
+    return await to_process.run_sync(_check_file, path, endpoint, max_lines, max_line_bytes, names, cancellable=True)
 
 
-def _check_file(path: str, endpoint: str, max_lines: int, max_line_bytes: int) -> InputReport:
+def _check_file(path: str, endpoint: str, max_lines: int, max_line_bytes: int, names: ModelNames | None) -> InputReport:
     die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the server handles Ctrl-C
     os.setpriority(os.PRIO_PROCESS, 0, LOW_PRIORITY)
     with open(path, "rb") as file:
-        return check_input(file, endpoint, max_lines, max_line_bytes)
+        return check_input(file, endpoint, max_lines, max_line_bytes, names)
 
 
 def prefix_key(body: Mapping[str, Any]) -> bytes:

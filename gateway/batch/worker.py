@@ -24,6 +24,7 @@ from gateway.batch.limits import BatchLimits
 from gateway.batch.line import read_head
 from gateway.batch.results import ResultWriter, StorageRetry, in_thread
 from gateway.http.errors import log_unexpected
+from gateway.models import ModelNames
 from gateway.store.disk import StorageError
 from gateway.store.folder import StateFolder
 from gateway.store.objects import TERMINAL, BatchJob, BatchStatus, IllegalTransition, LineLengths
@@ -40,6 +41,7 @@ class BatchWorker:
         costs: current token costs of the engine (None: no latency model).
         online_tokens: prompt tokens computed and output tokens of online requests since the start.
         set_lane: moves the lines of a batch that are in the engine to another lane.
+        models: names that a new batch may use (None: any).
     """
 
     def __init__(
@@ -52,6 +54,7 @@ class BatchWorker:
         costs: Callable[[], TokenCosts | None],
         online_tokens: Callable[[], tuple[float, float]],
         set_lane: Callable[[str, Lane], None],
+        models: ModelNames | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._folder = folder
@@ -70,13 +73,14 @@ class BatchWorker:
         self.feeder = LineFeeder(
             folder, limits, run_line, self._jobs, self._retry, self._results, self._window, self._wake, self._line_ended
         )
-        self._finisher = Finisher(folder, limits, self._retry, self._now, max_lines)
+        self._finisher = Finisher(folder, limits, self._retry, self._now, max_lines, models)
         self.forecast = Forecast(costs, online_tokens)
         self._lanes = LaneUpdater(self.forecast, self._jobs, clock, set_lane, self.feeder.offer)
         self._drives: dict[str, asyncio.Task[None]] = {}
         self._services: list[asyncio.Task[None]] = []
         self.states: dict[str, BatchStatus] = {}
         self.lines_ended: Counter[bool] = Counter()
+        self.lines_resumed = 0
 
     # Life
 
