@@ -103,7 +103,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _config_flags(command: argparse.ArgumentParser, *types: type) -> None:
+def _config_flags(command: Parser, *types: type) -> None:
     """Add the model as a positional argument and the other settings as flags, grouped by task."""
     command.usage = f"{command.prog} [MODEL] [flags]"
     model, *others = (flag for config in types for flag in flags_of(config))

@@ -174,11 +174,18 @@ def test_flags_stand_under_what_they_are_for(capsys: pytest.CaptureFixture[str])
     named = {field for fields in command_help.FLAGS.values() for field in fields.split()}
     assert named <= {flag.field for flag in flags}, "a group names a flag that is no more"
     assert {flag.field for flag in flags} - named == {"model"}, "a flag of no group would stand under more"
-    with pytest.raises(SystemExit):
-        cli.main(["serve", "--help"])
-    shown = capsys.readouterr().out
-    assert shown.index("promises:") < shown.index("--slo SLO") < shown.index("memory:") < shown.index("--swap-space")
-    assert "examples:\n  tidemill serve --slo" in shown
+    shown = {}
+    for word in ("--help", "--help-all"):
+        with pytest.raises(SystemExit):
+            cli.main(["serve", word])
+        shown[word] = text = capsys.readouterr().out
+        assert text.index("promises:") < text.index("--slo SLO") < text.index("memory:") < text.index("--swap-space")
+        assert "examples:\n  tidemill serve --slo" in text
+    named = {word: set(re.findall(r"^  --(?:\[no-\])?([a-z-]+)", text, re.MULTILINE)) for word, text in shown.items()}
+    extra = {"config", "dry-run", "help-all"}
+    assert named["--help-all"] == {flag.key for flag in flags if flag.field != "model"} | extra
+    assert named["--help"] == {field.replace("_", "-") for field in command_help.SHORT.split()} | extra
+    assert shown["--help"].count("\n") < 70
 
 
 def test_examples_are_commands_that_parse() -> None:

@@ -7,7 +7,7 @@ import argparse
 import difflib
 import importlib
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 from gateway.commands.flags import Flag, add_flags, removal
@@ -35,6 +35,11 @@ FLAGS = {
     "life and death": "shutdown_timeout",
 }
 """Flags of `serve` by group, in the order of the help."""
+SHORT = (
+    "slo device served_model_name max_model_len gpu_memory_utilization swap_space kv_cache_dtype quantization host "
+    "port api_key api_key_file state_dir engines tensor_parallel_size"
+)
+"""Flags that --help shows; --help-all shows every flag."""
 EXAMPLES = {
     "tidemill": """\
 tidemill serve                                        the packaged demo model, at http://127.0.0.1:8000
@@ -68,14 +73,39 @@ SHELLS = ("bash", "zsh", "fish")
 _UNKNOWN = re.compile(r"unrecognized arguments: (--[^\s=]+)|argument \S+: invalid choice: '([^']+)'")
 
 
+class HelpAll(argparse.Action):
+    """Flag that prints the help with every flag."""
+
+    def __call__(self, parser: Any, *_: Any) -> NoReturn:
+        parser.hidden = frozenset()
+        parser.print_help()
+        parser.exit()
+
+
 class Parser(argparse.ArgumentParser):
-    """Argument parser that reports an error in one line, without the usage, and shows examples as they are."""
+    """Argument parser that reports an error in one line, without the usage, and shows examples as they are.
+
+    `hidden`: names of flags that the help omits.
+    """
+
+    hidden: frozenset[str] = frozenset()
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options, formatter_class=argparse.RawDescriptionHelpFormatter)
         examples = EXAMPLES.get(str(self.prog).rpartition(" ")[2])
         if examples is not None:
             self.epilog = "examples:\n" + "\n".join(f"  {line}" for line in examples.splitlines())
+
+    def format_help(self) -> str:
+        """Return the help without the hidden flags."""
+        hidden = [(action, action.help) for action in self._actions if action.dest in self.hidden]
+        try:
+            for action, _ in hidden:
+                action.help = argparse.SUPPRESS
+            return super().format_help()
+        finally:
+            for action, text in hidden:
+                action.help = text
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Fail on unknown arguments here, so that the error names the subcommand and suggests its flags."""
@@ -124,8 +154,11 @@ class RootParser(Parser):
         return "\n".join(lines).rstrip() + "\n"
 
 
-def add_by_task(command: argparse.ArgumentParser, flags: Iterable[Flag]) -> None:
-    """Add the flags to a parser in groups."""
+def add_by_task(command: Parser, flags: Sequence[Flag]) -> None:
+    """Add the flags to a parser in groups; its help shows those of SHORT, unless --help-all is given."""
+    command.hidden = frozenset(flag.field for flag in flags) - frozenset(SHORT.split())
+    help_all = f"show all {len(flags)} settings and exit"
+    command.add_argument("--help-all", action=HelpAll, nargs=0, default=argparse.SUPPRESS, help=help_all)
     for title, members in by_task(flags):
         add_flags(command.add_argument_group(title), members)  # type: ignore[arg-type]  # a group takes them as well
 
