@@ -165,6 +165,7 @@ def _add_batches(app: FastAPI, context: GatewayContext, folder: StateFolder, lim
     context.lifecycle.ask_storage = worker.storage_fault
     context.lifecycle.batch_trouble = worker.trouble
     context.lifecycle.ask_notice = lambda: folder.notice
+    context.lifecycle.unfinished = lambda: (len(worker.states), worker.lines_resumed)
     context.metrics.registry.register(BatchCollector(worker, ownership))
     app.state.batches = BatchState(folder, limits, worker)
     for resource in (files, batches, message_batches):

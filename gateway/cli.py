@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any, NoReturn, TextIO, cast
 
 from engine import __version__, openmp
-from engine.api import EngineInfo
 from engine.config import EngineConfig, parse_adapters
 from engine.errors import ConfigError, TidemillError
 from engine.machine.folders import adopt
@@ -247,6 +246,7 @@ def _serve(arguments: argparse.Namespace) -> int:
     importlib.import_module("gateway.http.connection_limit").raise_descriptor_limit()  # the engine inherits it
     preflight = importlib.import_module("gateway.commands.preflight")
     preflight.check_start(engine_config, server_config)  # loading takes minutes
+    say(f"version {__version__}, starting {served[0]} ...")
     server = importlib.import_module("gateway.server")
     if not server_config.served_model_name:
         server_config = dataclasses.replace(server_config, served_model_name=(model_name(engine_config),))
@@ -290,7 +290,6 @@ def _serve_with(
         limits = importlib.import_module("gateway.batch.limits").BatchLimits(window_lines=window)
         app = importlib.import_module("gateway.app").create_app(engine, tokenizer, server_config, folder, limits)
         start.go_on()
-        print(summary(server_config, engine.info), flush=True)
         return int(server.run(app, server_config))
     finally:
         engine.discard()
@@ -315,7 +314,6 @@ def _load(
 
     engine = _make_engine(engine_config, server_config, folder.root)
     engine.load(planned)
-    say(f"answers end at {tokenizers[0].shown_ends(engine.info.eos_token_ids)}")
     return engine, tokenizers[0]
 
 
@@ -364,12 +362,3 @@ def model_name(config: EngineConfig) -> str:
         return DEMO_NAME
     folder = Path(config.model).expanduser()
     return os.fsencode(folder.resolve().name).decode(errors="replace") if folder.is_dir() else config.model
-
-
-def summary(config: ServerConfig, info: EngineInfo) -> str:
-    """Return the line that is printed when the server starts."""
-    host = f"[{config.host}]" if ":" in config.host and not config.host.startswith("[") else config.host
-    address = f"http://{host}:{config.port}" if config.port else f"http://{host} (free port)"
-    model = f"{config.served_model_name[0]} ({info.architecture}, {info.num_parameters:,} parameters)"
-    room = f"cache {info.cache_tokens:,} tokens, context {info.max_model_len:,} tokens"
-    return f"tidemill {__version__}: {model}, {info.dtype} on {info.device}, {room}, {address}"

@@ -54,6 +54,8 @@ class Lifecycle:
     """Return why batch lines do not run, or None."""
     ask_notice: Callable[[], str | None] = lambda: None
     """Return findings in the state folder at the last start, or None."""
+    unfinished: Callable[[], tuple[int, int]] = lambda: (0, 0)
+    """Return the number of unfinished batches, and of their lines that were left at the start."""
     _disk_thread: anyio.CapacityLimiter = field(default_factory=lambda: anyio.CapacityLimiter(1))
 
     async def start(self) -> None:

@@ -22,6 +22,7 @@ from fastapi import FastAPI
 
 from engine.errors import ConfigError, TidemillError
 from engine.machine import processes
+from gateway.banner import draining_text, listening_text, status, stopped_text
 from gateway.config import ServerConfig
 from gateway.context import GatewayContext
 from gateway.http.connection import ProtocolLimits, with_limits
@@ -86,6 +87,7 @@ class GatewayServer(uvicorn.Server):
         self._engine_watch: asyncio.Task[None] | None = None
         self._tidying: asyncio.Task[None] | None = None
         self._has_terminal = has_terminal()
+        self._unfinished: tuple[int, int] | None = None
         self._num_signals = 0
         self.exit_code = 0
 
@@ -100,7 +102,7 @@ class GatewayServer(uvicorn.Server):
             self._loop.add_signal_handler(signal.SIGHUP, self._hang_up)
             self._loop.add_signal_handler(signal.SIGUSR1, self._restart_engines)
         for listener in sockets or []:
-            log.info("listening on http://%s:%d", *_host_and_port(listener))
+            status.info(listening_text(self._context, _url(listener)))
         notify("READY=1")
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:  # noqa: ARG002
@@ -121,7 +123,9 @@ class GatewayServer(uvicorn.Server):
             task.cancel()
         if tasks:
             await asyncio.wait(tasks)
+        batches, _lines = self._unfinished or self._lifecycle.unfinished()
         await super().shutdown(sockets)
+        status.info(stopped_text(batches))
 
     async def _tidy(self) -> None:
         while True:
@@ -189,7 +193,8 @@ class GatewayServer(uvicorn.Server):
             log.info("SIGHUP: %s", keys.ring)
 
     def _begin_drain(self) -> None:
-        log.info("draining for at most %.0f s; a second signal exits at once", self._drain_seconds)
+        self._unfinished = self._lifecycle.unfinished()
+        status.info(draining_text(self._context.admissions.num_running, self._drain_seconds))
         notify("STOPPING=1")
         self._drain_task = asyncio.ensure_future(self._drain())
 
@@ -289,12 +294,16 @@ def has_terminal() -> bool:
     return True
 
 
-def _host_and_port(listener: socket.socket) -> tuple[str, int]:
-    name = listener.getsockname()
-    return (f"[{name[0]}]" if ":" in name[0] else name[0]), name[1]
+def _url(listener: socket.socket) -> str:
+    host, port = listener.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 def _set_up_logging(level: str) -> None:
     logging.basicConfig(level=level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    plain = logging.StreamHandler()
+    plain.setFormatter(logging.Formatter("%(message)s"))
+    status.handlers, status.propagate = [plain], False
+    status.setLevel(logging.INFO)
     if level != "debug":
         logging.getLogger("uvicorn").setLevel(logging.ERROR)  # its warnings concern invalid client requests

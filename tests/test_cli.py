@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 
 from engine import __version__
-from engine.api import EngineInfo
 from engine.config import EngineConfig
 from engine.refusals import is_loopback
 from gateway import cli
@@ -421,11 +420,8 @@ def test_serve_joins_the_parts_and_says_what_runs(
     argv = ["serve", "--port", "0", "--device", "cpu", "--dtype", "float32", "--num-gpu-blocks-override", "20"]
     assert cli.main(argv) == 0
     out = capfd.readouterr().out
-    assert "context limited to the 320 tokens" in out
-    assert re.search(
-        r"^tidemill \S+: tidemill-demo \(LlamaForCausalLM, [\d,]+ parameters\), float32 on cpu, ", out, re.MULTILINE
-    )
-    assert "cache 320 tokens, context 320 tokens, http://127.0.0.1 (free port)" in out
+    assert out.splitlines()[0] == f"tidemill: version {__version__}, starting tidemill-demo ..."
+    assert "context limited to the 320 tokens" in out and "GiB of weights" in out
     assert seen["address"] == ("127.0.0.1", 0)
     assert seen["app"] == "app" and seen["config"] is seen["run_config"]
     assert seen["folder"].root.name == "tidemill" and seen["limits"].window_lines == 4 * 64
@@ -443,13 +439,3 @@ def test_the_name_in_the_api_is_never_a_path(tmp_path: Path, monkeypatch: pytest
     (tmp_path / "caf\udce9").mkdir()
     monkeypatch.chdir(tmp_path / "caf\udce9")
     assert cli.model_name(EngineConfig(model=".")) == "caf\ufffd"
-
-
-@pytest.mark.parametrize(
-    ("host", "port", "address"),
-    [("127.0.0.1", 80, "http://127.0.0.1:80"), ("::1", 80, "http://[::1]:80"), ("[::1]", 80, "http://[::1]:80")],
-)
-def test_the_address_in_the_summary(host: str, port: int, address: str) -> None:
-    info = EngineInfo(64, 10, frozenset(), "A", "float32", "cpu", 1000)
-    config = ServerConfig(host=host, port=port, served_model_name=("m",))
-    assert cli.summary(config, info).endswith(address)

@@ -100,7 +100,9 @@ class BatchWorker:
 
     async def _resume(self) -> None:
         await self._folder.recover()
-        for batch in await self._store.unfinished_batches():
+        batches = await self._store.unfinished_batches()
+        self.lines_resumed = sum(batch.remaining for batch in batches)
+        for batch in batches:
             self.added(batch)
 
     async def _resume_later(self) -> None:

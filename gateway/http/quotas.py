@@ -152,6 +152,11 @@ class Admissions:
         for tenant in list(self._tenants):
             self._grant(tenant)
 
+    @property
+    def num_running(self) -> int:
+        """Number of admitted requests of all tenants."""
+        return sum(tenant.num_requests for tenant in self._tenants.values())
+
     def num_waiting(self, tenant: str) -> int:
         """Return the number of a tenant's HTTP requests that wait for a place."""
         return len(self._tenants[tenant].waiting) if tenant in self._tenants else 0
