@@ -41,13 +41,14 @@ def configs(*argv: str, environment: dict[str, str] | None = None) -> tuple[Engi
 
 
 def refused(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
-    """Run a command that must be refused: exit code 2 and one line on stderr, which is returned."""
+    """Run a command that must be refused: exit code 2 and one line on stderr, which is returned. Standard output has
+    the line of a start or nothing."""
     try:
         code = cli.main(argv)
     except SystemExit as stop:
         code = int(str(stop.code))
     out, err = capsys.readouterr()
-    assert (code, out) == (2, "")
+    assert code == 2 and re.fullmatch(r"(tidemill: version \S+, starting .* \.\.\.\n)?", out)
     assert err.count("\n") == 1 and err.startswith("tidemill"), err
     return err
 
@@ -184,7 +185,7 @@ def test_flags_stand_under_what_they_are_for(capsys: pytest.CaptureFixture[str])
     extra = {"config", "dry-run", "help-all"}
     assert named["--help-all"] == {flag.key for flag in flags if flag.field != "model"} | extra
     assert named["--help"] == {field.replace("_", "-") for field in command_help.SHORT.split()} | extra
-    assert shown["--help"].count("\n") < 70
+    assert shown["--help"].count("\n") < 80
 
 
 def test_examples_are_commands_that_parse() -> None:

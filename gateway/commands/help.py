@@ -76,7 +76,7 @@ _UNKNOWN = re.compile(r"unrecognized arguments: (--[^\s=]+)|argument \S+: invali
 class HelpAll(argparse.Action):
     """Flag that prints the help with every flag."""
 
-    def __call__(self, parser: Any, *_: Any) -> NoReturn:
+    def __call__(self, parser: Any, *_: Any) -> None:
         parser.hidden = frozenset()
         parser.print_help()
         parser.exit()
