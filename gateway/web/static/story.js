@@ -3,7 +3,7 @@
 import { percent, seconds } from "./format.js";
 
 const FULL = 0.995; // share of the room from which on it is called whole
-const FELL = 0.7; // part of its highest share at which batch work counts as reduced
+const FELL = 0.9; // part of its highest share at which batch work counts as reduced
 const RETURNED = 0.95; // part of it at which batch work counts as restored
 const CAUSES = { slo: "chats missed their limits", predictor: "steps took longer than predicted" };
 
