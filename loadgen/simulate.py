@@ -94,7 +94,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
 
 
-def _say(text: str) -> None:
+def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
@@ -111,7 +111,7 @@ class Asked:
 
 
 def _replay(arguments: argparse.Namespace) -> int:
-    asked = _asked(arguments)
+    asked = ask(arguments)
     if asked.slo is not None:
         return _plan(arguments, asked, asked.slo)
     if arguments.json:
@@ -119,7 +119,8 @@ def _replay(arguments: argparse.Namespace) -> int:
     return _single(arguments, asked)
 
 
-def _asked(arguments: argparse.Namespace) -> Asked:
+def ask(arguments: argparse.Namespace) -> Asked:
+    """Read the traffic and the machine. Raise InputError or ConfigError for an invalid flag or file."""
     said = given(_without_machine(arguments), (EngineConfig, ServerConfig))
     serving = {flag.field for flag in flags_of(EngineConfig)} - NOT_SERVING
     chosen = {name: value for name, value in said.items() if name in serving}
@@ -164,8 +165,8 @@ def _traffic(arguments: argparse.Namespace, seconds: float, *, planned: bool) ->
     return replace(made, jobs=() if arguments.no_offline else jobs)
 
 
-def _plan(arguments: argparse.Namespace, asked: Asked, slo: SLO) -> int:
-    """Print the capacity of the machine on this traffic under the SLO."""
+def question_of(arguments: argparse.Namespace, asked: Asked, slo: SLO) -> Question:
+    """Return the planner's question for one SLO. Raise InputError for an invalid flag."""
     made = asked.traffic
     seconds = asked.seconds if made.horizon is None else min(asked.seconds, made.horizon)
     if arguments.evaluations < MIN_EVALUATIONS:
@@ -173,14 +174,18 @@ def _plan(arguments: argparse.Namespace, asked: Asked, slo: SLO) -> int:
     budget = None
     if arguments.latency_budget is not None:
         budget = BudgetParams(arguments.fill_policy, arguments.latency_budget / 1e3)
-    question = Question(
+    return Question(
         asked.device, made, asked.config, slo, seconds, arguments.evaluations, budget, arguments.seed,
         arguments.fill_policy, arguments.offline_policy,
     )  # fmt: skip
+
+
+def _plan(arguments: argparse.Namespace, asked: Asked, slo: SLO) -> int:
+    """Print the capacity of the machine on this traffic under the SLO."""
     began = time.monotonic()
-    found = answer(question, _say)
-    _say(f"{time.monotonic() - began:.0f} s")
-    notes = (*made.notes, *asked.device.notes)
+    found = answer(question_of(arguments, asked, slo), say)
+    say(f"{time.monotonic() - began:.0f} s")
+    notes = (*asked.traffic.notes, *asked.device.notes)
     document = report.document(found, asked.named, notes)
     if arguments.json:
         print(orjson.dumps(document, option=orjson.OPT_INDENT_2).decode())

@@ -288,6 +288,29 @@ def test_one_command_answers(profile: Path, tmp_path: Path, capsys: pytest.Captu
     assert found["budget"]["latency_budget"] > 0 and found["traffic"]["name"] == "trace"
 
 
+def test_what_the_leftover_is_worth(profile: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "lines.csv").write_text("input_tokens,output_tokens\n" + "300,20\n" * 30)
+    words = ["--slo", "tbt_p99=200ms", "--slo", "tbt_p99=60ms", "--profile", str(profile), "--workload", "random"]
+    words += ["--offline-trace", str(tmp_path / "lines.csv"), "--request-rate", "1", "--duration", "20"]
+    words += ["--random-input-len", "60", "--random-output-len", "10"]
+    words += ["--evaluations", "10", "--price-in", "1", "--price-out", "10", "--gpu-hour", "2"]
+    assert cli.main(["worth", *words, "--json", "--out", str(tmp_path / "worth.json")]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found == json.loads((tmp_path / "worth.json").read_bytes()) and len(found["rows"]) == 2
+    wide, narrow = found["rows"]
+    assert wide["slo"] == "tbt_p99=200ms" and wide["lines"] > narrow["lines"] > 0
+    assert wide["value"] == pytest.approx((wide["prompt_tokens"] + 10 * wide["output_tokens"]) / 1e6)
+    assert wide["prompt_tokens"] / wide["output_tokens"] > 5
+    for wrong, said in (
+        (["--price-in", "1"], "belong together"),
+        (["--gpu-hour", "1"], "needs --price-in"),
+        (["--price-in", "-1", "--price-out", "1"], "must not be negative"),
+        (["--slo", "soon"], "SLO 'soon'"),
+        (["--no-offline", *words], "without offline lines"),
+    ):
+        assert cli.main(["worth", *wrong]) == 2 and said in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [

@@ -1,4 +1,4 @@
-"""`tidemill batch submit|list|watch|cancel|results`: manage batch jobs of a running server from a terminal.
+"""`tidemill batch run|submit|list|watch|cancel|results`: manage batch jobs of a running server from a terminal.
 
 Exit codes: 0 success; 1 the server refused the request or the batch did not complete; 2 invalid command line.
 """
@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from engine.errors import ConfigError, TidemillError
+from gateway.commands.batch_run import add_run, run
 
 if TYPE_CHECKING:
     from gateway.commands.batch_client import BatchClient
@@ -30,16 +31,20 @@ _EXAMPLE = (
 
 
 def add_batch(commands: Any, parser_class: type[argparse.ArgumentParser]) -> None:
-    """Add `batch` and its five subcommands to the parser of `tidemill`."""
+    """Add `batch` and its subcommands to the parser of `tidemill`."""
     parser = commands.add_parser("batch", help="manage batch jobs of a running server", allow_abbrev=False)
     actions = parser.add_subparsers(title="commands", metavar="COMMAND", required=True, parser_class=parser_class)
 
-    def add(name: str, run: "Callable[[BatchClient, argparse.Namespace], int]", text: str) -> argparse.ArgumentParser:
+    def add(
+        name: str, action: "Callable[[BatchClient, argparse.Namespace], int]", text: str
+    ) -> argparse.ArgumentParser:
         command: argparse.ArgumentParser = actions.add_parser(name, help=text, allow_abbrev=False)
         add_server(command)
-        command.set_defaults(run=lambda arguments: run(_client(arguments), arguments))
+        command.set_defaults(run=lambda arguments: action(_client(arguments), arguments))
         return command
 
+    table = add("run", lambda _client, arguments: run(arguments), "run a prompt over the rows of a table")
+    add_run(table)
     submit = add("submit", _submit, "upload a JSONL file, start a batch and print its id")
     submit.add_argument("file", type=Path, metavar="FILE")
     submit.add_argument("--endpoint", help="endpoint of every line (default: url of the first line)")
@@ -51,12 +56,12 @@ def add_batch(commands: Any, parser_class: type[argparse.ArgumentParser]) -> Non
     listing = add("list", _list, "list batches, newest first")
     listing.add_argument("--limit", type=positive, default=20, metavar="N", help="number of batches (default: 20)")
     listing.add_argument("--tenant", metavar="NAME", help="tenant whose batches are listed; * for all (operators only)")
-    for name, run, text in (
+    for name, action, text in (
         ("watch", _watch, "show the progress of a batch until it ends"),
         ("cancel", _cancel, "cancel a batch; results of finished lines remain available"),
         ("results", _results, "write the result lines of a batch that has ended"),
     ):
-        command = add(name, run, text)
+        command = add(name, action, text)
         command.add_argument("batch_id", metavar="BATCH")
     command.add_argument("--output", type=Path, metavar="FILE", help="output file (default: standard output)")
     command.add_argument("--errors", type=Path, metavar="FILE", help="output file for failed lines")

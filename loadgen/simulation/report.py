@@ -176,7 +176,7 @@ def _table(answer: Answer) -> str:
     rows.append(("refused (429)", str(alone.refused), str(beside.refused), "", ""))
     if not both:
         rows = [(title, first, "", promised, mark) for title, first, _, promised, mark in rows]
-    return _aligned(rows)
+    return aligned(rows)
 
 
 def _offline(answer: Answer) -> str:
@@ -192,7 +192,7 @@ def _offline(answer: Answer) -> str:
     )
     for title, first, second in figures:
         rows.append((title, f"{_hourly(alone, first):,.0f}", f"{_hourly(beside, second):,.0f}"))
-    lines = [_aligned(rows)]
+    lines = [aligned(rows)]
     for number, job in enumerate(answer.question.traffic.jobs, 1):
         found = _job(job.lines, job.completion_window, beside)
         hours = found["hours"]
@@ -236,7 +236,7 @@ def _ms(seconds: float) -> str:
     return f"{seconds * 1e3:.1f} ms" if seconds < 1.0 else f"{seconds * 1e3:,.0f} ms"
 
 
-def _aligned(rows: Sequence[tuple[str, ...]]) -> str:
+def aligned(rows: Sequence[tuple[str, ...]]) -> str:
     """Align the first column to the left and numbers to the right; keep the last column as it is."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     lines = []

@@ -1,0 +1,337 @@
+"""`tidemill batch run` and `tidemill.Batch`: rows in, rows with answers out, every row once."""
+
+import asyncio
+import csv
+import json
+import threading
+from collections.abc import AsyncIterator
+from functools import partial
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+from batch_tools import FAST, batch_server, client_of, jsonl, line
+from fake_engine import MODEL, Served
+from obstore.store import MemoryStore
+
+import tidemill.batch as runs
+from engine.errors import ConfigError
+from engine.text.tokenizer import Tokenizer
+from gateway import cli
+from gateway.commands.chat import ChatError, RefusedError
+from tidemill import Batch, BatchResult, tables
+from tidemill.journal import Journal
+from tidemill.recipe import Recipe, is_final
+
+ROWS = [{"id": 1, "text": 'one, "quoted"'}, {"id": 2, "text": "two\nlines\u2028"}, {"id": 3, "text": "drei ü"}]
+ANSWER = '{"label": "good", "score": 3}'
+SCHEMA = {
+    "type": "object",
+    "properties": {"label": {"type": "string"}, "score": {"type": "integer"}},
+    "required": ["label", "score"],
+    "additionalProperties": False,
+}
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runs, "POLL_SECONDS", 0.01)
+    for name in ("TIDEMILL_URL", "TIDEMILL_API_KEY"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+async def served(tokenizer: Tokenizer, tmp_path: Path) -> AsyncIterator[Served]:
+    async with batch_server(tokenizer, tmp_path / "state", ANSWER) as (served, _):
+        yield served
+
+
+def silent(_batch: dict[str, Any]) -> None:
+    pass
+
+
+async def run(served: Served, source: Any, output: Any = None, **options: Any) -> BatchResult:
+    return await Batch(source, output, url=served.url, **{"follow": silent, **options}).run_async()
+
+
+def write(path: Path, rows: list[dict[str, Any]]) -> Path:
+    if path.suffix == ".parquet":
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    elif path.suffix in (".csv", ".tsv"):
+        with path.open("w", newline="") as file:
+            writer = csv.DictWriter(file, list(rows[0]), delimiter="," if path.suffix == ".csv" else "\t")
+            writer.writeheader()
+            writer.writerows(rows)
+    else:
+        path.write_bytes(jsonl(rows))
+    return path
+
+
+async def num_batches(served: Served) -> int:
+    async with client_of(served) as client:
+        return len([batch async for batch in client.batches.list()])
+
+
+@pytest.mark.parametrize("source", ["in.jsonl", "in.csv", "in.tsv", "in.parquet"])
+async def test_every_format(served: Served, tmp_path: Path, source: str) -> None:
+    path = write(tmp_path / source, ROWS)
+    text = {"jsonl": 1, "parquet": 1}.get(path.suffix[1:], "1")
+    for output in ("out.jsonl", "out.csv", "out.tsv", "out.parquet"):
+        result = await run(served, path, tmp_path / output, prompt="Rate {id}: {text}", schema=SCHEMA, max_tokens=60)
+        rows = list(result)
+        assert (result.total, result.failed, result.causes) == (3, 0, {})
+        assert [row["text"] for row in rows] == [row["text"] for row in ROWS]
+        typed = output in ("out.jsonl", "out.parquet")
+        assert rows[0]["id"] == (text if typed else "1") and rows[0]["score"] == (3 if typed else "3")
+        assert {(row["label"], row["status"], row["error"] or None) for row in rows} == {("good", "ok", None)}
+    if source == "in.parquet":
+        assert pyarrow.parquet.read_schema(tmp_path / "out.parquet").field("id").type == pyarrow.int64()
+
+
+async def test_what_is_sent(served: Served) -> None:
+    options: Any = {"system": "Be brief.", "max_tokens": 5, "body": {"temperature": 0.5}}
+    result = await run(served, [{"a b": "x", "n": [1]}], prompt="{{{a b}}} {n}", **options)
+    assert [row["status"] for row in result] == ["cut off"] and result.output is None
+    async with client_of(served) as client:
+        batch = (await client.batches.list()).data[0]
+        sent = json.loads((await client.files.content(batch.input_file_id)).text)
+    assert sent["url"] == "/v1/chat/completions" and sent["body"] == {
+        "model": MODEL,
+        "messages": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "{x} [1]"}],
+        "max_tokens": 5,
+        "temperature": 0.5,
+    }
+
+
+async def test_ready_made_lines(served: Served, tmp_path: Path) -> None:
+    path = tmp_path / "in.jsonl"
+    path.write_bytes(jsonl([line(1), line(2, temperature=9), line(2), line(3, "/v1/chat/completions")]))
+    result = await run(served, path, tmp_path / "out.csv", max_tokens=60)
+    rows = list(result)
+    assert [row["custom_id"] for row in rows] == ["id-1", "id-2", "id-2", "id-3"], (
+        "ids may repeat, endpoints may differ"
+    )
+    assert [row["answer"] for row in rows] == [ANSWER, "", ANSWER, ANSWER] and result.failed == 1
+    assert "temperature" in rows[1]["error"] and list(result.causes.values()) == [1]
+    assert await num_batches(served) == 2
+
+
+async def test_a_second_run_sends_what_has_no_result(
+    served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runs, "MAX_LINES", 2)
+    monkeypatch.setattr(runs, "MAX_OPEN", 2)
+    source, output = write(tmp_path / "in.csv", ROWS + ROWS), tmp_path / "out.csv"
+    ask = partial(run, served, source, output, max_tokens=60)
+
+    def leave(_batch: dict[str, Any]) -> None:
+        raise ChatError("the terminal was closed")
+
+    with pytest.raises(ChatError, match="closed"):
+        await ask(prompt="{text}", follow=leave)
+    assert not output.exists() and await num_batches(served) == 2
+    assert (await ask(prompt="{text}")).failed == 0 and await num_batches(served) == 3
+    assert (await ask(prompt="{text}")).total == 6 and await num_batches(served) == 3, "nothing is missing"
+    write(source, [*ROWS, ROWS[1] | {"text": "new"}])
+    assert len(list(await ask(prompt="{text}"))) == 4 and await num_batches(served) == 4, "one row is new"
+    await ask(prompt="Rate {text}")
+    assert await num_batches(served) == 6, "another prompt is another request"
+
+
+async def test_a_batch_whose_creation_was_not_answered_is_found(served: Served, tmp_path: Path) -> None:
+    output = tmp_path / "out.jsonl"
+    await run(served, ROWS, output, prompt="{text}", max_tokens=60)
+    events = tmp_path / "out.jsonl.tidemill" / "batches.jsonl"
+    first = events.read_bytes().splitlines(keepends=True)[0]
+    (tmp_path / "out.jsonl.tidemill" / "results.jsonl").unlink()
+    events.write_bytes(first + b'{"part": "of a killed')
+    assert (await run(served, ROWS, output, prompt="{text}", max_tokens=60)).failed == 0
+    assert await num_batches(served) == 1, "no line ran twice"
+    events.write_bytes(first.replace(b'"part": "', b'"part": "x'))
+    (tmp_path / "out.jsonl.tidemill" / "results.jsonl").unlink()
+    assert (await run(served, ROWS, output, prompt="{text}", max_tokens=60)).failed == 0
+    assert await num_batches(served) == 2, "there was no such batch"
+
+
+async def test_a_run_waits_for_a_server_that_restarts(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    output = tmp_path / "out.jsonl"
+    held = batch_server(tokenizer, tmp_path / "state", ANSWER, hold_after=0, limits=FAST)
+    async with held as (first, _):
+        begun = asyncio.Event()
+        loop = asyncio.get_running_loop()
+        follow = lambda _batch: loop.call_soon_threadsafe(begun.set)  # noqa: E731
+        task = asyncio.create_task(run(first, ROWS, output, prompt="{text}", max_tokens=60, follow=follow))
+        await begun.wait()
+        port = first.port
+    async with batch_server(tokenizer, tmp_path / "state", ANSWER, port=port):
+        assert (await task).failed == 0
+
+
+async def test_a_cancelled_run_leaves_its_batches(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    held = batch_server(tokenizer, tmp_path / "state", ANSWER, hold_after=0, limits=FAST)
+    async with held as (served, client):
+        task = asyncio.create_task(run(served, ROWS, tmp_path / "out.csv", prompt="{text}"))
+        await served.engine.wait_for_event("add")
+        with pytest.raises(ConfigError, match="another process writes this output"):
+            await run(served, ROWS, tmp_path / "out.csv", prompt="{text}")
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert (await client.batches.list()).data[0].status != "cancelled"
+
+
+def test_what_is_tried_again() -> None:
+    def of(status: int | None) -> bool:
+        return is_final({"response": status and {"status_code": status, "body": {}}, "error": None})
+
+    assert [of(status) for status in (200, 400, 404, 429, 503, None)] == [True, True, True, False, False, False]
+
+
+def test_a_full_server_gets_the_next_part_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of three parts the second is refused with 429 until the first has ended."""
+    monkeypatch.setattr(runs, "MAX_LINES", 1)
+    calls: list[str] = []
+
+    class Full:
+        def upload(self, path: Path) -> str:
+            calls.append("upload")
+            return path.read_text()
+
+        def call(self, method: str, path: str, body: Any = None) -> dict[str, Any]:
+            if calls[-1] == "upload" and calls.count("create") == 1 and "refuse" not in calls:
+                calls.append("refuse")
+                raise RefusedError("the tenant has no room", 429)
+            calls.append("create")
+            return {"id": body["input_file_id"]}
+
+        def batch(self, batch_id: str) -> dict[str, Any]:
+            counts = {"total": 1, "completed": 1, "failed": 0}
+            return {"id": batch_id, "status": "completed", "request_counts": counts, "output_file_id": batch_id}
+
+        def download(self, file_id: str, target: Any) -> None:
+            body = {"choices": [{"message": {"content": "yes"}, "finish_reason": "stop"}]}
+            row = {"custom_id": json.loads(file_id)["custom_id"], "response": {"status_code": 200, "body": body}}
+            target.write(json.dumps(row).encode())
+
+    monkeypatch.setattr(runs, "BatchClient", lambda _options: Full())
+    result = Batch(ROWS, prompt="{text}", model="m", follow=silent).run()
+    assert [row["answer"] for row in result] == ["yes"] * 3
+    assert calls == ["upload", "create", "upload", "refuse", "create", "upload", "create"]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "arguments", "words"),
+    [
+        ("in.txt", "x", ["--prompt", "{a}"], "must end in one of .jsonl"),
+        ("in.csv", "", ["--prompt", "{a}"], "the table has no rows"),
+        ("in.csv", "a,b\n1\n", ["--prompt", "{a}"], "line 2 has 1 cells, the first line 2"),
+        ("in.csv", "a,a\n1,2\n", ["--prompt", "{a}"], "two columns have the same name"),
+        ("in.csv", b"a\n\xff\n", ["--prompt", "{a}"], "not UTF-8"),
+        ("in.csv", "a\n1\n", ["--prompt", "{b}"], "row 1: the prompt names the column 'b'; the row has 'a'"),
+        ("in.csv", "a\n1\n", ["--prompt", "{a"], "braces"),
+        ("in.csv", "a\n1\n", ["--prompt", "{a!r}"], "braces hold the name of a column"),
+        ("in.csv", "a\n1\n", [], "the row is not a request"),
+        ("in.csv", "a\n1\n", ["--system", "x"], "needs a prompt"),
+        ("in.csv", "answer\n1\n", ["--prompt", "{answer}"], "already has a column 'answer'"),
+        ("in.csv", "a\n1\n", ["--prompt", "{a}", "--schema", "none.json"], "none.json: No such file"),
+        ("in.csv", "a\n1\n", ["--prompt", "{a}", "--body", "[1]"], "--body is not a JSON object"),
+        ("in.jsonl", "{}\nx\n", ["--prompt", "x"], "line 2 is not JSON"),
+        ("in.jsonl", "[]\n", ["--prompt", "x"], "line 1 is not a JSON object"),
+        ("in.parquet", "x", ["--prompt", "x"], "in.parquet: "),
+        ("in.csv", "a\n1\n", ["--prompt", "{a}", "--output", "none/out.csv"], "the folder does not exist"),
+        ("in.csv", "a\n1\n", ["--prompt", "{a}", "--output", "ftp://x/out.csv"], "the scheme is unknown"),
+        ("in.csv", "a\n1\n", ["--prompt", "{a}", "--output", "https://x/out.csv"], "the output must be a path"),
+        ("none.csv", None, ["--prompt", "{a}"], "none.csv: No such file"),
+    ],
+)
+def test_refused_before_anything_is_sent(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, content: Any, arguments: list[str], words: str
+) -> None:
+    path = tmp_path / name
+    if content is not None:
+        path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    output = [] if "--output" in arguments else ["-o", str(tmp_path / "out.csv")]
+    code = cli.main(["batch", "run", str(path), "--url", "http://127.0.0.1:9", *output, *arguments])
+    assert code == 2 and words in capsys.readouterr().err
+
+
+async def test_the_command(served: Served, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source, output = write(tmp_path / "in.csv", ROWS), tmp_path / "out.csv"
+    argv = ["batch", "run", str(source), "-o", str(output), "--url", served.url, "--prompt", "{text}"]
+    assert await asyncio.to_thread(cli.main, [*argv, "--max-tokens", "60"]) == 0
+    captured = capsys.readouterr()
+    assert captured.out == f"{output}: 3 rows\n" and "completed: 3/3 lines" in captured.err
+    assert await asyncio.to_thread(cli.main, [*argv, "--model", "gpt-4o-mini"]) == 1
+    captured = capsys.readouterr()
+    assert "fake-model" in captured.err, "the error names the models of the server"
+
+
+def test_values_of_several_types_become_text_in_parquet(tmp_path: Path) -> None:
+    rows = [{"a": 1, "b": [1], "c": None}, {"a": "x", "b": None, "c": None}, {"a": 10**30, "b": [2.5], "c": None}]
+    source, target = write(tmp_path / "in.jsonl", rows), tmp_path / "out.parquet"
+    tables.write_rows(target, lambda: tables.read_rows(source), dict.fromkeys("abc", ""), source)
+    assert [row["a"] for row in tables.read_rows(target)] == ["1", "x", str(10**30)]
+    assert [row["b"] for row in tables.read_rows(target)] == [[1.0], None, [2.5]]
+
+
+def test_the_form_of_an_answer_that_is_not_an_object() -> None:
+    def result(content: str, reason: str) -> Any:
+        body = {"choices": [{"message": {"content": content}, "finish_reason": reason}]}
+        return Recipe("x", schema=SCHEMA).result({"response": {"status_code": 200, "body": body}})
+
+    assert result('{"label": "goo', "length")["error"] == "the answer was cut off at the token limit"
+    assert result("[1]", "stop")["status"] == "failed"
+
+
+async def test_object_stores_and_the_web(served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = MemoryStore()
+    monkeypatch.setattr("obstore.store.from_url", lambda url: {"s3://bucket": store}[url])
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    content = write(tmp_path / "in.csv", ROWS).read_bytes()
+    store.put("folder/in.csv", content)
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200 if self.path == "/in.csv?x=1" else 404)
+            self.end_headers()
+            self.wfile.write(content)
+
+        def log_message(self, *_words: Any) -> None:
+            pass
+
+    web = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=web.serve_forever, daemon=True).start()
+    address = f"http://127.0.0.1:{web.server_port}"
+    try:
+        for source in ("s3://bucket/folder/in.csv", f"{address}/in.csv?x=1"):
+            await run(served, source, "s3://bucket/out.csv", prompt="{text}", max_tokens=60)
+            assert store.get("out.csv").bytes().to_bytes().count(b"good") == 3
+            store.delete("out.csv")
+        assert await num_batches(served) == 1, "the rows of both sources are the same"
+        for missing in ("s3://bucket/none.csv", f"{address}/none.csv"):
+            with pytest.raises(ConfigError, match=r"none\.csv"):
+                await run(served, missing, prompt="{text}")
+    finally:
+        web.shutdown()
+        web.server_close()
+
+
+def test_a_journal_of_a_killed_process(tmp_path: Path) -> None:
+    journal = Journal(tmp_path)
+    (tmp_path / "more").write_bytes(b'{"custom_id": "4-a", "n": 1}\n{"custom_id": "0-b"}')
+    journal.add_results(tmp_path / "more")
+    journal.close()
+    with (tmp_path / "results.jsonl").open("ab") as file:
+        file.write(b'{"custom_id": "1-c"')
+    journal = Journal(tmp_path)
+    assert journal.result(4, "4-a") == {"custom_id": "4-a", "n": 1} and journal.result(0, "0-b")
+    assert (
+        journal.result(4, "4-other") is None and journal.result(1, "1-c") is None and journal.result(9, "9-x") is None
+    )
+    (tmp_path / "more").write_bytes(b'{"custom_id": "1-c"}\n')
+    journal.add_results(tmp_path / "more")
+    assert journal.result(1, "1-c") is not None
+    journal.close()

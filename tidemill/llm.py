@@ -1,0 +1,151 @@
+"""Offline inference in this process: the server's engine, scheduler and API without a socket."""
+
+import asyncio
+import dataclasses
+import threading
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from engine.config import EngineConfig
+from engine.errors import ConfigError, TidemillError
+from engine.process.client import EngineProcess
+from engine.process.launcher import ProcessOptions
+from engine.text.tokenizer import Tokenizer
+from gateway.app import create_app
+from gateway.config import ServerConfig
+from tidemill.recipe import CHAT, ERROR, FAILED, STATUS, Recipe
+from tidemill.tables import Row
+
+MODEL = "model"
+MAX_REQUESTS = 512
+"""Maximum number of requests that wait in the engine; the others wait here."""
+Message = Mapping[str, Any]
+
+
+class AnswerError(TidemillError):
+    """A request was refused or failed; the message gives the reason."""
+
+
+class LLM:
+    """A model in this process, for offline work.
+
+    model: folder or Hugging Face id; empty: the packaged demo model. settings: as of `tidemill serve`, e.g.
+    `max_model_len=4096`. The engine runs in a process of its own and starts at once. Requests run in the offline queue
+    of the same scheduler as the server's. Close it, or use it as a context manager. Raises ConfigError.
+    """
+
+    def __init__(self, model: str = "", **settings: Any) -> None:
+        known = {field.name for field in dataclasses.fields(EngineConfig)}
+        if unknown := sorted(settings.keys() - known):
+            raise ConfigError(f"{unknown[0]} is not a setting of the engine; docs/reference/config.md lists them")
+        self._loop = asyncio.new_event_loop()
+        self._stack = AsyncExitStack()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="tidemill-llm", daemon=True)
+        self._thread.start()
+        try:
+            self._http = self._call(self._start(EngineConfig(model=model, **settings)))
+        except BaseException:
+            self._end_loop()
+            raise
+
+    def __enter__(self) -> "LLM":
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the engine. Further calls do nothing."""
+        if self._thread.is_alive():
+            self._call(self._stack.aclose())
+            self._end_loop()
+
+    def generate(self, prompts: Sequence[str], **body: Any) -> list[str]:
+        """Return the continuation of each prompt. `body`: fields of /v1/completions, e.g. `max_tokens=100`.
+
+        Raises AnswerError for the first prompt that has no answer.
+        """
+        bodies = [{"prompt": prompt, **body} for prompt in prompts]
+        return [str(_body_of(line)["choices"][0]["text"]) for line in self._ask("/v1/completions", bodies)]
+
+    def chat(self, conversations: Sequence[str | Sequence[Message]], **body: Any) -> list[str]:
+        """Return the answer to each conversation, which is a list of messages or the text of a user's message.
+
+        `body`: fields of /v1/chat/completions. Raises AnswerError for the first conversation that has no answer.
+        """
+        bodies = [{"messages": _messages(each), **body} for each in conversations]
+        return [str(_body_of(line)["choices"][0]["message"]["content"] or "") for line in self._ask(CHAT, bodies)]
+
+    def map(
+        self,
+        rows: Iterable[Row],
+        prompt: str,
+        *,
+        system: str | None = None,
+        schema: Any = None,
+        max_tokens: int | None = None,
+        **body: Any,
+    ) -> list[Row]:
+        """Return the rows with the columns of the answers, as `Batch` writes them; failed rows have an `error`."""
+        schema = schema.model_json_schema() if hasattr(schema, "model_json_schema") else schema
+        recipe = Recipe(prompt, system, schema, None, max_tokens, body)
+        kept = list(rows)
+        lines = self._ask(CHAT, [recipe.request(row).body for row in kept])
+        return [{**row, **recipe.result(line)} for row, line in zip(kept, lines, strict=True)]
+
+    def _ask(self, path: str, bodies: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """Return a line for each body as in a batch's output file."""
+        return self._call(self._ask_all(path, bodies))
+
+    async def _ask_all(self, path: str, bodies: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        places = asyncio.Semaphore(MAX_REQUESTS)
+
+        async def ask(body: Mapping[str, Any]) -> dict[str, Any]:
+            async with places:
+                response = await self._http.post(path, json={"model": MODEL, "service_tier": "flex", **body})
+            return {"response": {"status_code": response.status_code, "body": response.json()}}
+
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(ask(body)) for body in bodies]
+        return [task.result() for task in tasks]
+
+    async def _start(self, config: EngineConfig) -> httpx.AsyncClient:
+        engine = EngineProcess(config, ProcessOptions())
+        self._stack.callback(engine.discard)
+        tokenizers: list[Tokenizer] = []
+        await asyncio.to_thread(engine.load, lambda plan: tokenizers.append(Tokenizer.load(Path(plan.folder), None)))
+        app = create_app(engine, tokenizers[0], ServerConfig(served_model_name=(MODEL,), shutdown_timeout=0.0))
+        await self._stack.enter_async_context(app.router.lifespan_context(app))
+        transport = httpx.ASGITransport(app)
+        client = httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1", timeout=None)
+        return await self._stack.enter_async_context(client)
+
+    def _call(self, work: Any) -> Any:
+        """Run a coroutine in the loop's thread and return its result; an interruption cancels it."""
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return future.result()
+        except KeyboardInterrupt:
+            future.cancel()
+            raise
+
+    def _end_loop(self) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+
+def _messages(conversation: str | Sequence[Message]) -> list[Message]:
+    return [{"role": "user", "content": conversation}] if isinstance(conversation, str) else list(conversation)
+
+
+def _body_of(line: Mapping[str, Any]) -> Mapping[str, Any]:
+    row = Recipe().result(line)
+    if row[STATUS] == FAILED:
+        raise AnswerError(str(row[ERROR]))
+    body: Mapping[str, Any] = line["response"]["body"]
+    return body

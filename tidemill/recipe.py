@@ -1,0 +1,175 @@
+"""How the rows of a table become requests, and how results become columns."""
+
+import hashlib
+import json
+import string
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from engine.errors import ConfigError
+from tidemill.tables import Row
+
+CHAT = "/v1/chat/completions"
+STATUS, ERROR = "status", "error"
+OK, CUT, FAILED = "ok", "cut off", "failed"
+"""Values of the column `status`; "cut off" means that the answer reached the token limit."""
+_PASSING = frozenset({408, 409, 425, 429})
+"""Statuses after which the same request may succeed."""
+
+
+class Request(NamedTuple):
+    """A request for one row: the endpoint and the JSON body."""
+
+    url: str
+    body: dict[str, Any]
+
+    def custom_id(self, index: int) -> str:
+        """Return the id of this request for the row `index`; another request for the same row gets another id."""
+        text = json.dumps([self.url, self.body], sort_keys=True)
+        return f"{index}-{hashlib.blake2b(text.encode(), digest_size=8).hexdigest()}"
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """Make requests from rows and columns from results.
+
+    prompt: text of the user message; `{column}` is replaced by the row's value, `{{` and `}}` are braces. None: every
+    row is a request already, as in OpenAI's batch files. `model` replaces the model of such rows.
+    schema: JSON Schema of the answer; each of its properties becomes a column.
+    body: further fields of the request body.
+    answer: name of the column of the answer if there is no schema.
+
+    Raises ConfigError if the prompt or the schema is invalid.
+    """
+
+    prompt: str | None = None
+    system: str | None = None
+    schema: Mapping[str, Any] | None = None
+    model: str | None = None
+    max_tokens: int | None = None
+    body: Mapping[str, Any] = field(default_factory=dict)
+    answer: str = "answer"
+    _parts: tuple[tuple[str, str | None], ...] = field(init=False, default=())
+
+    def __post_init__(self) -> None:
+        if self.prompt is not None:
+            object.__setattr__(self, "_parts", _parse(self.prompt))
+        elif self.system is not None or self.schema is not None:
+            raise ConfigError("a system message or a schema needs a prompt; ready-made requests hold their own")
+        if self.schema is not None and not isinstance(self.schema.get("properties"), Mapping):
+            raise ConfigError('the schema must be an object with properties, {"type": "object", "properties": {...}}')
+
+    def columns(self) -> dict[str, str]:
+        """Return the added columns and their JSON Schema types; "json" for values of several types."""
+        if self.schema is None:
+            kinds = {self.answer: "json"}
+        else:
+            kinds = {name: _type_of(each) for name, each in self.schema["properties"].items()}
+        return {**kinds, STATUS: "string", ERROR: "string"}
+
+    def kept(self, row: Row) -> Row:
+        """Return the columns of an input row that the output repeats."""
+        return {"custom_id": row.get("custom_id")} if self.prompt is None else row
+
+    def request(self, row: Row) -> Request:
+        """Return the request for a row. Raise ConfigError if the row lacks a column or is no request."""
+        limits = {} if self.max_tokens is None else {"max_tokens": self.max_tokens}
+        model = {} if self.model is None else {"model": self.model}
+        if self.prompt is None:
+            url, body = row.get("url"), row.get("body")
+            if not isinstance(url, str) or not isinstance(body, dict):
+                raise ConfigError(
+                    "the row is not a request with `url` and `body`; give a prompt, e.g. 'Classify: {text}'"
+                )
+            return Request(url, {**body, **limits, **self.body, **model})
+        system = [] if self.system is None else [{"role": "system", "content": self.system}]
+        messages = [*system, {"role": "user", "content": self._text(row)}]
+        form: dict[str, Any] = {}
+        if self.schema is not None:
+            named = {"name": "row", "schema": self.schema, "strict": True}
+            form = {"response_format": {"type": "json_schema", "json_schema": named}}
+        return Request(CHAT, {**model, "messages": messages, **form, **limits, **self.body})
+
+    def _text(self, row: Row) -> str:
+        pieces = []
+        for literal, name in self._parts:
+            pieces.append(literal)
+            if name is None:
+                continue
+            if name not in row:
+                raise ConfigError(f"the prompt names the column {name!r}; the row has {_listed(row)}")
+            value = row[name]
+            pieces.append(value if isinstance(value, str) else "" if value is None else json.dumps(value, default=str))
+        return "".join(pieces)
+
+    def result(self, line: Mapping[str, Any] | None) -> Row:
+        """Return the added columns for a line of an output or error file; None: there is no result yet."""
+        empty = dict.fromkeys(self.columns())
+        if line is None:
+            return {**empty, STATUS: FAILED, ERROR: "no result; run the command again"}
+        problem = failure(line)
+        if problem is not None:
+            return {**empty, STATUS: FAILED, ERROR: problem}
+        answer, cut = _answer(line["response"]["body"])
+        if self.schema is None:
+            return {**empty, self.answer: answer, STATUS: CUT if cut else OK}
+        try:
+            values = json.loads(answer)
+            return {**empty, **{name: values.get(name) for name in self.schema["properties"]}, STATUS: OK}
+        except (ValueError, TypeError, AttributeError):
+            reason = "the answer was cut off at the token limit" if cut else f"the answer is not an object: {answer}"
+            return {**empty, STATUS: FAILED, ERROR: reason}
+
+
+def failure(line: Mapping[str, Any]) -> str | None:
+    """Return why a line of an output or error file holds no answer, or None if it holds one."""
+    response = line.get("response") or {}
+    if response.get("status_code") == 200:
+        return None
+    error = line.get("error") or (response.get("body") or {}).get("error") or {}
+    return f"{error.get('message')} ({error.get('code') or response.get('status_code')})"
+
+
+def is_final(line: Mapping[str, Any]) -> bool:
+    """Return whether the same request would get the same result again: an answer, or a refusal of the request."""
+    status = (line.get("response") or {}).get("status_code") or 500
+    return status == 200 or (400 <= status < 500 and status not in _PASSING)
+
+
+def _parse(prompt: str) -> tuple[tuple[str, str | None], ...]:
+    try:
+        parts = [(literal, name) for literal, name, _, _ in string.Formatter().parse(prompt)]
+        plain = [(literal, name) for literal, name, form, change in string.Formatter().parse(prompt) if form or change]
+    except ValueError as error:
+        raise ConfigError(f"the prompt: {error}; write {{{{ and }}}} for braces") from None
+    if plain or any(name == "" for _, name in parts):
+        raise ConfigError("the prompt: braces hold the name of a column, e.g. {text}; write {{ and }} for braces")
+    return tuple(parts)
+
+
+def _type_of(schema: Any) -> str:
+    kind = schema.get("type") if isinstance(schema, Mapping) else None
+    return kind if isinstance(kind, str) else "json"
+
+
+def _answer(body: Mapping[str, Any]) -> tuple[Any, bool]:
+    """Return the answer of a response body and whether it was cut off at the token limit."""
+    if "choices" in body:
+        choice = body["choices"][0]
+        message = choice.get("message")
+        text = choice.get("text") if message is None else message.get("content") or message.get("refusal")
+        calls = None if message is None else message.get("tool_calls")
+        return calls if text is None and calls else text, choice.get("finish_reason") == "length"
+    if isinstance(body.get("data"), Sequence) and body["data"] and "embedding" in body["data"][0]:
+        return body["data"][0]["embedding"], False
+    if isinstance(body.get("output"), Sequence):
+        parts = [part for item in body["output"] for part in item.get("content") or ()]
+        return "".join(part.get("text", "") for part in parts), body.get("status") == "incomplete"
+    if isinstance(body.get("content"), Sequence):
+        return "".join(part.get("text", "") for part in body["content"]), body.get("stop_reason") == "max_tokens"
+    return body, False
+
+
+def _listed(row: Row) -> str:
+    return ", ".join(map(repr, row)) or "no columns"
