@@ -99,7 +99,8 @@ class LLM:
 
     def _ask(self, path: str, bodies: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """Return a line for each body as in a batch's output file."""
-        return self._call(self._ask_all(path, bodies))
+        lines: list[dict[str, Any]] = self._call(self._ask_all(path, bodies))
+        return lines
 
     async def _ask_all(self, path: str, bodies: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         places = asyncio.Semaphore(MAX_REQUESTS)

@@ -236,7 +236,7 @@ def _ms(seconds: float) -> str:
     return f"{seconds * 1e3:.1f} ms" if seconds < 1.0 else f"{seconds * 1e3:,.0f} ms"
 
 
-def aligned(rows: Sequence[tuple[str, ...]]) -> str:
+def aligned(rows: Sequence[Sequence[str]]) -> str:
     """Align the first column to the left and numbers to the right; keep the last column as it is."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     lines = []
