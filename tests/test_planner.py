@@ -196,7 +196,7 @@ def test_the_serve_command_makes_the_configuration_that_was_asked_about(profile:
 
 
 def parsed(*words: str) -> simulate.Asked:
-    return simulate._asked(simulate.parser().parse_args(["--workload", "tiny", *words]))
+    return simulate.ask(simulate.parser().parse_args(["--workload", "tiny", *words]))
 
 
 def test_the_serving_flags_are_those_of_serve() -> None:

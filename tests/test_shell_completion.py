@@ -12,7 +12,7 @@ from gateway.commands.help import SHELLS, actions
 
 CASES: list[tuple[list[str], set[str]]] = [
     (["tidemill", "ser"], {"serve"}),
-    (["tidemill", "batch", ""], {"submit", "list", "watch", "cancel", "results"}),
+    (["tidemill", "batch", ""], {"run", "submit", "list", "watch", "cancel", "results"}),
     (["tidemill", "batch", "submit", "--w"], {"--window", "--watch"}),
     (["tidemill", "serve", "--devi"], {"--device"}),
     (["tidemill", "serve", "--device", ""], {"auto", "cpu", "cuda"}),

@@ -15,7 +15,7 @@ from gateway.commands.flags import Flag, add_flags, removal
 COMMANDS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("serve", ("serve", "pull", "profile", "replay", "fleet")),
     ("use a server", ("chat", "batch", "top")),
-    ("measure", ("bench", "simulate")),
+    ("measure", ("bench", "simulate", "worth")),
     ("more", ("completions", "version")),
 )
 FLAGS = {
