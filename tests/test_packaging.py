@@ -56,7 +56,7 @@ def test_each_dependency_has_a_floor_that_is_no_newer_than_what_is_here() -> Non
 def test_wheel_holds_the_packages_and_the_demo_model(wheel: Path) -> None:
     names = zipfile.ZipFile(wheel).namelist()
     tops = {name.split("/")[0] for name in names if not name.split("/")[0].endswith(".dist-info")}
-    assert tops == {"gateway", "engine", "predictor", "loadgen"}
+    assert tops == {"gateway", "engine", "predictor", "loadgen", "tidemill"}
     assert not [name for name in names if "fake" in name], "test doubles stay in tests/"
     assert not [name for name in names if "training" in name], "the wheel does not train"
     assert "engine/models/demo/weights/model.safetensors" in names
