@@ -18,6 +18,7 @@ from gateway.generate.messages.endpoint import COUNT_TOKENS, MESSAGES, count_tok
 from gateway.generate.params import Unhonoured
 from gateway.generate.responses.endpoint import INPUT_TOKENS, RESPONSES, input_tokens
 from gateway.generate.tokenize import DETOKENIZE, TOKENIZE, TOKENIZE_CHAT, detokenize, tokenize
+from gateway.http.anthropic import MESSAGES_PATH
 
 ENDPOINTS: Mapping[str, ModelEndpoint[Any]] = {
     endpoint.path: endpoint for endpoint in (CHAT, COMPLETIONS, EMBEDDINGS, RESPONSES, MESSAGES)
@@ -33,6 +34,26 @@ POSTS: tuple[JsonPost[Any], ...] = (*ENDPOINTS.values(), *(post for post, _ in C
 """Endpoints whose bodies appear in the OpenAPI document."""
 
 
+def _object(**properties: Any) -> dict[str, Any]:
+    return {"type": "object", "properties": properties, "required": list(properties), "additionalProperties": False}
+
+
+_TEXT, _NULLABLE = {"type": "string"}, {"type": ["string", "null"]}
+_MESSAGES_ERROR = _object(type=_TEXT, message=_TEXT)
+_MESSAGES_ERROR["properties"]["details"] = _object(error_code=_TEXT)
+_ERRORS = {
+    "ErrorResponse": _object(error=_object(message=_TEXT, type=_TEXT, param=_NULLABLE, code=_NULLABLE)),
+    "MessagesErrorResponse": _object(type={"const": "error"}, error=_MESSAGES_ERROR, request_id=_NULLABLE),
+}
+
+_CONTENT_TYPES = {
+    "/metrics": "text/plain",
+    "/v1/files/{file_id}/content": "application/octet-stream",
+    "/v1/messages/batches/{message_batch_id}/results": "application/x-jsonl",
+}
+"""Content types of the responses that are not JSON."""
+
+
 def routes() -> APIRouter:
     router = APIRouter()
     for endpoint in ENDPOINTS.values():
@@ -43,7 +64,10 @@ def routes() -> APIRouter:
 
 
 def describe(document: dict[str, Any]) -> None:
-    """Add the bodies to the OpenAPI document. FastAPI does not know them, because endpoints parse them with orjson."""
+    """Add bodies, content types and errors to the OpenAPI document.
+
+    FastAPI does not know them, because endpoints parse bodies with orjson and return responses of their own.
+    """
     bodies = [(post.body, "validation") for post in POSTS]
     _, schemas = models_json_schema(bodies, ref_template="#/components/schemas/{model}")  # type: ignore[arg-type]
     document.setdefault("components", {}).setdefault("schemas", {}).update(schemas["$defs"])
@@ -55,6 +79,24 @@ def describe(document: dict[str, Any]) -> None:
         if (known := operation.get("requestBody")) is not None:
             schema = {"anyOf": [known["content"]["application/json"]["schema"], schema]}
         operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": schema}}}
+        if post.path in ENDPOINTS and "stream" in post.body.model_fields:
+            operation["responses"]["200"]["content"]["text/event-stream"] = {"schema": _TEXT}
+    _describe_responses(document)
+
+
+def _describe_responses(document: dict[str, Any]) -> None:
+    for path, operations in document["paths"].items():
+        error = "MessagesErrorResponse" if path.startswith(MESSAGES_PATH) else "ErrorResponse"
+        content = {"application/json": {"schema": {"$ref": f"#/components/schemas/{error}"}}}
+        for operation in operations.values():
+            if (kind := _CONTENT_TYPES.get(path)) is not None:
+                operation["responses"]["200"]["content"] = {kind: {"schema": _TEXT}}
+            operation["responses"].pop("422", None)  # FastAPI's default; invalid requests are answered with 400
+            operation["responses"]["default"] = {"description": "Error", "content": content}
+    schemas = document["components"]["schemas"]
+    schemas.update(_ERRORS)
+    for name in ("HTTPValidationError", "ValidationError"):
+        schemas.pop(name, None)
 
 
 def _properties(fields: Unhonoured) -> dict[str, Any]:
