@@ -1,15 +1,17 @@
-// Weights come from memory while sums are made only if they are asked for early enough: while a block of a panel is taken,
-// pass by pass, what lies behind it is asked for, evenly. For kernels that take a panel in blocks.
+// Prefetch of the next block of a panel while the current block is multiplied, for kernels that process a panel in blocks.
+// Requests are spread over the block: more lines at once than the core has fill buffers (10 to 16) would delay its loads.
 
-constexpr int64_t STRIDE = 16;  // inputs between two requests
+// Inputs between two requests, for weights of type T. With 16 lanes: 8 lines if there is one pass over the block; with 8 lanes
+// shorter loops cost more than the spread gains.
+template <class T> constexpr int64_t STRIDE = Vec::W == 16 ? 16 / int64_t(sizeof(T)) : 16;
 
 struct Asks {
-    const char *next;
+    const char *next, *end;
     int64_t lines;  // of a request
 
-    // `input`: bytes of the weights of one input; `passes` over the block.
-    Asks(const void *next, int64_t input, int64_t passes) : next((const char *)next), lines(divide_up(STRIDE * input / 64, passes)) {}
+    // `bytes` of the next block; `requests` during the current one.
+    Asks(const void *next, int64_t bytes, int64_t requests) : next((const char *)next), end(this->next + bytes), lines(divide_up(bytes, 64 * requests)) {}
     void operator()() {
-        for (int64_t i = 0; i < lines; i++, next += 64) _mm_prefetch(next, _MM_HINT_T1);
+        for (int64_t i = 0; i < lines && next < end; i++, next += 64) _mm_prefetch(next, _MM_HINT_T1);
     }
 };

@@ -52,11 +52,12 @@ template <class T, int R> void tile(const float *a, int64_t lda, const T *w, int
     constexpr int V = vectors<T>(R);
     for (int64_t part = 0; part < PANEL; part += V * Vec::W) {
         Sums<R, V> sums(c + part, first);
-        for (int64_t i = 0; i < k; i += STRIDE) {
+        for (int64_t i = 0; i < k; i += STRIDE<T>) {
             asks();
             if constexpr (IN_PAIRS<T>) {
                 const bf16 *at = w + i / 32 * (2 * OTHER) + i % 32 * 16;
-                for (int64_t j = 0; j < STRIDE; j += 2) {
+#pragma GCC unroll 8
+                for (int64_t j = 0; j < STRIDE<T>; j += 2) {
                     Vec even[V], odd[V];
                     for (int n = 0; n < V; n++) load_pairs(at + j * 16, part + n * Vec::W, even[n], odd[n]);
                     sums.add(a + i + j, lda, even);
@@ -64,10 +65,10 @@ template <class T, int R> void tile(const float *a, int64_t lda, const T *w, int
                 }
             } else {
 #pragma GCC unroll 8
-                for (int64_t j = i; j < i + STRIDE; j++) {
+                for (int64_t j = 0; j < STRIDE<T>; j++) {  // a constant count, or the loop is not unrolled
                     Vec x[V];
-                    for (int n = 0; n < V; n++) x[n] = load(w + j * PANEL + part + n * Vec::W);
-                    sums.add(a + j, lda, x);
+                    for (int n = 0; n < V; n++) x[n] = load(w + (i + j) * PANEL + part + n * Vec::W);
+                    sums.add(a + i + j, lda, x);
                 }
             }
         }
@@ -113,7 +114,8 @@ template <class T> struct Linear {
         // For one row a panel that lies in order is a stream, which the processor fetches ahead by itself; asking beside it
         // costs a tenth. (Measured where a vector has 8 lanes.)
         const bool stream = Vec::W == 8 && !IN_PAIRS<T> && rows == 1;
-        Asks asks(block + k * PANEL, stream ? 0 : PANEL * int64_t(sizeof(T)), tiles * parts);
+        const int64_t bytes = stream ? 0 : k * PANEL * int64_t(sizeof(T));
+        Asks asks(block + k * PANEL, bytes, tiles * parts * (k / STRIDE<S>));
         for (int64_t i = 0; i < tiles; i++) {
             const int64_t begin = i * rows / tiles, size = (i + 1) * rows / tiles - begin;
             for_rows<S>(size)(a + begin * lda, lda, w, k, c + begin * PANEL, first, asks);

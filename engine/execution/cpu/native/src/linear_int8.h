@@ -182,9 +182,9 @@ template <class W, int R> void int_tile(const Input *x, int64_t stride, const W 
         IntSums<TWICE ? R : 0> more;
         sums.clear();
         more.clear();
-        for (int64_t i = 0; i < k; i += STRIDE) {
+        for (int64_t i = 0; i < k; i += STRIDE<int8_t>) {
             asks();
-            for (int64_t j = i; j < i + STRIDE; j += TWICE ? 8 : 4) {
+            for (int64_t j = i; j < i + STRIDE<int8_t>; j += TWICE ? 8 : 4) {
                 sums.add(x + j, stride, part_of_four(w + j * PANEL + 4 * part));
                 if (TWICE) more.add(x + j + 4, stride, part_of_four(w + (j + 4) * PANEL + 4 * part));
             }
@@ -215,7 +215,7 @@ template <class W> inline IntTile<W> int_tile_for(int64_t rows) {
 // Sums of `rows` rows by tiles of nearly equal size. `block`: the weights as they are stored, in front of the next.
 template <class W> inline void take_block(const Input *x, int64_t stride, int64_t rows, const W *w, int64_t k, int32_t *sums, bool first, const int8_t *block) {
     const int64_t tiles = divide_up(rows, INT_ROWS);
-    Asks asks(block + k * PANEL, PANEL, tiles * (PANEL / INT_PART));
+    Asks asks(block + k * PANEL, k * PANEL, tiles * (PANEL / INT_PART) * (k / STRIDE<int8_t>));
     for (int64_t i = 0; i < tiles; i++) {
         const int64_t begin = i * rows / tiles, size = (i + 1) * rows / tiles - begin;
         int_tile_for<W>(size)(x + begin * stride, stride, w, k, sums + begin * PANEL, first, asks);
