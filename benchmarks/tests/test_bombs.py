@@ -106,8 +106,8 @@ def work(monkeypatch: pytest.MonkeyPatch) -> Work:
     monkeypatch.setattr(chat, "_read", read_beside)
     translate = messages.translate
 
-    def translate_beside(body: Any, template: str) -> Any:
-        translated = translate(body, template)
+    def translate_beside(*arguments: Any) -> Any:
+        translated = translate(*arguments)
         if threading.current_thread() is threading.main_thread():
             work.inline_items.append(len(translated.chat.messages))
         return translated
