@@ -255,7 +255,8 @@ class _Run:
                 yield waiting.whole()
                 waiting = None
             if waiting is None:
-                waiting = _Waiting(self.folder / f"{uuid.uuid4().hex}.jsonl", request.url)
+                name = f"{self.source.stem[:80]}-{uuid.uuid4().hex[:12]}.jsonl"  # as the page and `batch list` show it
+                waiting = _Waiting(self.folder / name, request.url)
             waiting.add(text)
         if waiting is not None:
             yield waiting.whole()
