@@ -101,12 +101,12 @@ def test_every_command_of_the_readme_exists(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_every_tidemill_command_is_one(page: Path) -> None:
-    """Those of bench and simulate have parsers of their own."""
+    """Those of bench, simulate and worth have parsers of their own."""
     text = page.read_text()
     inline = re.findall(r"`tidemill ([^`]+)`", text.replace("\n", " "))
     fenced = [m[1] for m in re.finditer(r"^(?:\$ |.*&& )?tidemill (.*)$", text, re.MULTILINE)]
     parser = cli._parser()
     for command in [*inline, *fenced]:
-        if not command.startswith(("bench", "simulate")) and "..." not in command and " " in command:
+        if not command.startswith(("bench", "simulate", "worth")) and "..." not in command and " " in command:
             words = shlex.split(re.split(r"\s+#| \||&& ", command)[0])
             assert parser.parse_args(words).run, command
