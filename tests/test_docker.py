@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -70,7 +71,8 @@ def test_the_image_copies_what_exists_and_holds_no_key() -> None:
     text = (DOCKER / "Dockerfile").read_text()
     copies = re.findall(r"^COPY (?!--from)(?:--\S+ )*(.*) \S+$", text, re.MULTILINE)
     sources = [word for words in copies for word in words.split()]
-    assert {"pyproject.toml", "gateway", "engine", "predictor", "loadgen"} <= set(sources)
+    packages = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]["find"]["include"]
+    assert {"pyproject.toml", *(name.removesuffix("*") for name in packages)} <= set(sources)
     # without these two and a compiler the wheel is built all the same, only without the native kernels
     assert {"setup.py", "MANIFEST.in"} <= set(sources)
     wheel_stage = text.partition("AS base")[0]

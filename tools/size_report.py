@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 FILE_LIMIT, FUNCTION_LIMIT = 350, 40
-PRODUCT = ("gateway", "engine", "predictor", "loadgen")
+PRODUCT = ("gateway", "engine", "predictor", "loadgen", "tidemill")
 
 
 def main() -> int:
