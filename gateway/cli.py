@@ -94,7 +94,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_fleet(commands)
     commands.add_parser("bench", help="measure a server: run, sweep, compare, trace", add_help=False)
     commands.add_parser("simulate", help="replay workloads and experiments on a virtual clock", add_help=False)
-    commands.add_parser("worth", help="estimate what a GPU's leftover is worth beside its chats", add_help=False)
+    commands.add_parser("worth", help="estimate the value of the batch work beside a GPU's chats", add_help=False)
     command = commands.add_parser("completions", help="print a shell completion script", allow_abbrev=False)
     command.add_argument("shell", choices=SHELLS)
     command.set_defaults(run=_completions)

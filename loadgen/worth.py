@@ -1,4 +1,4 @@
-"""`tidemill worth`: estimate what a machine's leftover beside its chats is worth, for one or several SLOs.
+"""`tidemill worth`: estimate the value of the batch work that a machine does beside its chats under one or more SLOs.
 
 It runs the planner of `tidemill simulate` once for each SLO, on the same traffic.
 """

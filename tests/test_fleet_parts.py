@@ -210,7 +210,7 @@ def test_every_counter_of_the_metrics_continues_in_the_next_process() -> None:
         numbers = {f.name: count for f in fields(EngineStats) if f.type in ("int", "float", int, float)}
         counts: dict[str, Any] = {name: dict.fromkeys(names, count) for name in ("cache_units", "preemptions")}
         both = {f.name: count for f in fields(ColocationStats) if f.type in ("int", "float", int, float)}
-        numbers["prefix_hit_tokens"] = 2 * count  # of which `count` are of the host
+        numbers["prefix_hit_tokens"] = 2 * count  # the host tier holds half
         return stats_of(**numbers, **counts, colocation=colocation_of(**both))
 
     def counters() -> dict[tuple[str, str], float]:

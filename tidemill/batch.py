@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from engine.errors import ConfigError
-from gateway.commands.batch_client import TERMINAL, BatchClient, BatchProgress
-from gateway.commands.chat import ChatError, ChatOptions, RefusedError
+from gateway.commands.batch_client import TERMINAL, BatchClient, BatchProgress, expected_end
+from gateway.commands.chat import ChatError, RefusedError, server_options
 from tidemill import remote, tables
 from tidemill.journal import Journal, Part
 from tidemill.recipe import ERROR, FAILED, STATUS, Recipe, Request, is_final
@@ -103,9 +103,7 @@ class Batch:
     def _run(self, stop: threading.Event) -> BatchResult:
         schema = self.schema.model_json_schema() if hasattr(self.schema, "model_json_schema") else self.schema
         recipe = Recipe(self.prompt, self.system, schema, self.model, self.max_tokens, self.body, self.answer)
-        url = self.url or os.environ.get("TIDEMILL_URL") or "http://127.0.0.1:8000"
-        keys = os.environ.get("TIDEMILL_API_KEY", "").split(",")
-        client = BatchClient(ChatOptions(url, self.api_key or keys[0].strip() or None))
+        client = BatchClient(server_options(self.url, self.api_key))
         output = None if self.output is None else os.fspath(self.output)
         with ExitStack() as stack:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tidemill-")))
@@ -290,11 +288,11 @@ class _Run:
             body = {"input_file_id": waiting.file_id, "endpoint": waiting.url, "completion_window": self.window}
             return found or self.client.call("POST", "/v1/batches", {**body, "metadata": {PART: name}})
 
-        others = bool(self.journal.parts)  # when one of them ends, the server has room
+        others = bool(self.journal.parts)  # the end of an open batch makes room on the server
         try:
             if waiting.file_id is None:
                 waiting.file_id = self._try(partial(self.client.upload, waiting.path), full=others)
-            self.journal.intend(name, waiting.lines)
+            self.journal.intend(name)
             batch = self._try(create, full=others)
         except RefusedError as error:
             self.journal.ended(name)
@@ -360,13 +358,12 @@ class _Run:
         }
         counts["total"] = self._total
         counts["completed"] += self._before
-        etas = [str((state.get("metadata") or {}).get("tidemill.eta", "")) for state in states]
-        seconds = [int(eta) for eta in etas if eta.isdigit()]
+        ends = [end for state in states if (end := expected_end(state)) is not None]
         return {
             "status": "in_progress" if self.journal.parts else "completed",
             "request_counts": counts,
             "usage": {"output_tokens": sum((s.get("usage") or {}).get("output_tokens") or 0 for s in states)},
-            "metadata": {"tidemill.eta": str(max(seconds))} if seconds else {},
+            "metadata": {"tidemill.eta": str(max(ends))} if ends else {},
         }
 
     def _try(self, action: Callable[[], T], *, full: bool = False) -> T:

@@ -24,7 +24,6 @@ class Part:
     """A batch of this run. `batch` is None until the server's answer to its creation is known."""
 
     name: str
-    lines: int
     batch: str | None = None
 
 
@@ -56,9 +55,9 @@ class Journal:
         self._batches.close()
         self._results.close()
 
-    def intend(self, name: str, lines: int) -> None:
+    def intend(self, name: str) -> None:
         """Record that a batch is about to be created with `name` in its metadata."""
-        self._record({"part": name, "lines": lines})
+        self._record({"part": name})
 
     def created(self, name: str, batch: str) -> None:
         self._record({"part": name, "batch": batch})
@@ -99,12 +98,10 @@ class Journal:
 
     def _apply(self, event: Mapping[str, Any]) -> None:
         name = event["part"]
-        if "lines" in event:
-            self.parts[name] = Part(name, event["lines"])
-        elif "batch" in event:
-            self.parts[name].batch = event["batch"]
-        else:
+        if "ended" in event:
             self.parts.pop(name, None)
+        else:
+            self.parts[name] = Part(name, event.get("batch"))
 
     def _note(self, offset: int, line: Mapping[str, Any]) -> None:
         index = int(str(line["custom_id"]).partition("-")[0])

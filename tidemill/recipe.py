@@ -139,13 +139,12 @@ def is_final(line: Mapping[str, Any]) -> bool:
 
 def _parse(prompt: str) -> tuple[tuple[str, str | None], ...]:
     try:
-        parts = [(literal, name) for literal, name, _, _ in string.Formatter().parse(prompt)]
-        plain = [(literal, name) for literal, name, form, change in string.Formatter().parse(prompt) if form or change]
+        parts = list(string.Formatter().parse(prompt))
     except ValueError as error:
         raise ConfigError(f"the prompt: {error}; write {{{{ and }}}} for braces") from None
-    if plain or any(name == "" for _, name in parts):
+    if any(name == "" or form or change for _, name, form, change in parts):
         raise ConfigError("the prompt: braces hold the name of a column, e.g. {text}; write {{ and }} for braces")
-    return tuple(parts)
+    return tuple((literal, name) for literal, name, _, _ in parts)
 
 
 def _type_of(schema: Any) -> str:

@@ -183,7 +183,8 @@ def _sampling(config: EngineConfig, plan: LaunchPlan, say: Callable[[str], None]
     if config.generation_config == "none":
         return SamplingDefaults()
     defaults, line = read_sampling_defaults(plan.folder)
-    say(line)
+    if line:
+        say(line)
     return defaults
 
 

@@ -10,7 +10,10 @@ FILE = "generation_config.json"
 
 
 def read_sampling_defaults(folder: Path) -> tuple[SamplingDefaults, str]:
-    """Return the defaults in `generation_config.json`, and a line for the log. Values out of range are ignored."""
+    """Return the defaults in `generation_config.json`, and a line for the log, empty if it gives none.
+
+    Values out of range are ignored.
+    """
     try:
         values = read_json(folder / FILE) if (folder / FILE).is_file() else {}
     except ModelLoadError as error:
@@ -18,7 +21,7 @@ def read_sampling_defaults(folder: Path) -> tuple[SamplingDefaults, str]:
     given = {name: values[name] for name in SamplingDefaults._fields if values.get(name) is not None}
     used = {name: value for name, value in given.items() if _is_valid(name, value)}
     if not given:
-        return SamplingDefaults(), f"sampling defaults: none in {FILE}"
+        return SamplingDefaults(), ""
     told = ", ".join(f"{name} {value}" for name, value in used.items()) or "none"
     ignored = ", ".join(f"{name} {given[name]!r}" for name in given.keys() - used)
     told += f"; ignored: {ignored}" if ignored else ""

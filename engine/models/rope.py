@@ -128,7 +128,7 @@ def _notes(config: Mapping[str, Any], rope: RopeSpec, max_position: int, positio
     scaled, lost = config.get("rope_scaling") or {}, config.get("rope_parameters") or {}
     if scaled and not (scaled.get("rope_theta") or config.get("rope_theta")) and lost.get("rope_theta"):
         notes.append(
-            "config.json has rope_scaling and rope_parameters, of which the first counts, as in transformers: "
+            "config.json has rope_scaling and rope_parameters, and rope_scaling counts, as in transformers: "
             f"rope_theta {lost['rope_theta']} is not used; move rope_scaling into rope_parameters"
         )
     return tuple(notes)

@@ -59,8 +59,8 @@ class QueueWork(NamedTuple):
 
 
 def overdue(state: SchedulerState, pace: PrefillPace | None, now: float) -> list[Request]:
-    """Return the waiting requests that must start before any other, in order; usually none."""
-    if pace is None or not binds(state):
+    """Return the waiting requests that must start before any other, in order; usually none. Ask `binds` first."""
+    if pace is None:
         return []
     work = QueueWork.of(state, pace)
     order, patience = np.argsort(work.since, kind="stable"), PATIENCE * longest_queue_time(state)

@@ -14,15 +14,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from engine.errors import ConfigError, TidemillError
-from gateway.commands.batch_run import add_run, run
+from gateway.commands.batch_run import add_run, print_causes, run
 
 if TYPE_CHECKING:
     from gateway.commands.batch_client import BatchClient
     from gateway.commands.chat import ChatOptions
 
 MAX_FIRST_LINE = 8 * 1024 * 1024
-MAX_CAUSES = 5
-"""Maximum number of causes of failed lines that are printed."""
 FILE_COLUMNS = 30
 _EXAMPLE = (
     '{"custom_id": "1", "method": "POST", "url": "/v1/chat/completions", "body": {"messages": '
@@ -35,16 +33,18 @@ def add_batch(commands: Any, parser_class: type[argparse.ArgumentParser]) -> Non
     parser = commands.add_parser("batch", help="manage batch jobs of a running server", allow_abbrev=False)
     actions = parser.add_subparsers(title="commands", metavar="COMMAND", required=True, parser_class=parser_class)
 
+    def add_plain(name: str, action: Callable[[argparse.Namespace], int], text: str) -> argparse.ArgumentParser:
+        command: argparse.ArgumentParser = actions.add_parser(name, help=text, allow_abbrev=False)
+        add_server(command)
+        command.set_defaults(run=action)
+        return command
+
     def add(
         name: str, action: "Callable[[BatchClient, argparse.Namespace], int]", text: str
     ) -> argparse.ArgumentParser:
-        command: argparse.ArgumentParser = actions.add_parser(name, help=text, allow_abbrev=False)
-        add_server(command)
-        command.set_defaults(run=lambda arguments: action(_client(arguments), arguments))
-        return command
+        return add_plain(name, lambda arguments: action(_client(arguments), arguments), text)
 
-    table = add("run", lambda _client, arguments: run(arguments), "run a prompt over the rows of a table")
-    add_run(table)
+    add_run(add_plain("run", run, "run a prompt over the rows of a table"))
     submit = add("submit", _submit, "upload a JSONL file, start a batch and print its id")
     submit.add_argument("file", type=Path, metavar="FILE")
     submit.add_argument("--endpoint", help="endpoint of every line (default: url of the first line)")
@@ -75,11 +75,9 @@ def add_server(command: argparse.ArgumentParser) -> None:
 
 def server_of(arguments: argparse.Namespace) -> "ChatOptions":
     """Return the options set by the flags of `add_server`."""
-    from gateway.commands.chat import ChatOptions
+    from gateway.commands.chat import server_options
 
-    keys = os.environ.get("TIDEMILL_API_KEY", "").split(",")
-    url = arguments.url or os.environ.get("TIDEMILL_URL") or "http://127.0.0.1:8000"
-    return ChatOptions(url=url, api_key=arguments.api_key or keys[0].strip() or None)
+    return server_options(arguments.url, arguments.api_key)
 
 
 def positive(text: str) -> int:
@@ -194,8 +192,7 @@ def _tell_causes(client: "BatchClient", batch: dict[str, Any]) -> bool:
     if not batch.get("error_file_id"):
         return False
     causes = client.causes(batch["error_file_id"])
-    for cause, count in causes.most_common(MAX_CAUSES):
-        print(f"tidemill: {count:,} {'line' if count == 1 else 'lines'}: {cause}", file=sys.stderr)
+    print_causes(dict(causes.most_common()), "line")
     return bool(causes)
 
 

@@ -4,6 +4,8 @@ import argparse
 import importlib
 import json
 import sys
+from collections.abc import Mapping
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -57,11 +59,16 @@ def run(arguments: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         print("tidemill: the batches continue on the server; the same command collects the answers", file=sys.stderr)
         raise
-    for cause, count in list(result.causes.items())[:MAX_CAUSES]:
-        print(f"tidemill: {count:,} {'row' if count == 1 else 'rows'}: {cause}", file=sys.stderr)
+    print_causes(result.causes, "row")
     failed = f", {result.failed:,} without an answer" if result.failed else ""
     print(f"{result.output}: {result.total:,} rows{failed}")
     return 1 if result.failed else 0
+
+
+def print_causes(causes: Mapping[str, int], noun: str) -> None:
+    """Print how many rows or lines failed for each reason, in the order given. `noun`: "row" or "line"."""
+    for cause, count in islice(causes.items(), MAX_CAUSES):
+        print(f"tidemill: {count:,} {noun if count == 1 else f'{noun}s'}: {cause}", file=sys.stderr)
 
 
 def _object(read: Any, name: str) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """`tidemill chat`: chat with a running server in the terminal; answers are streamed."""
 
 import json
+import os
 import re
 import sys
 from collections.abc import Generator, Iterator
@@ -38,6 +39,13 @@ class ChatOptions:
     system: str | None = None
     max_tokens: int | None = None
     temperature: float | None = None
+
+
+def server_options(url: str | None, api_key: str | None) -> ChatOptions:
+    """Return the options for a server; None: $TIDEMILL_URL or the default address, and $TIDEMILL_API_KEY."""
+    keys = os.environ.get("TIDEMILL_API_KEY", "").split(",")
+    address = url or os.environ.get("TIDEMILL_URL") or "http://127.0.0.1:8000"
+    return ChatOptions(address, api_key or keys[0].strip() or None)
 
 
 class ChatClient:
