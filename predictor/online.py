@@ -87,10 +87,12 @@ class RegimeStats:
         if len(self._recent) > RING:
             self._drop()
 
-    def forget(self, before: float) -> None:
-        """Drop the steps that ended earlier than `before`."""
-        while self._recent and self._recent[0][0] < before:
+    def forget(self, before: float) -> bool:
+        """Drop the steps that ended earlier than `before`; return whether any step is left."""
+        recent = self._recent
+        while recent and recent[0][0] < before:
             self._drop()
+        return bool(recent)
 
     def bound(self) -> float | None:
         """Return the ratio that a share QUANTILE of the steps does not exceed; None with fewer than ENOUGH steps.
@@ -114,8 +116,8 @@ class RegimeStats:
 
 @cache
 def _nearest(known: tuple[int, ...]) -> tuple[int, ...]:
-    """Return for each regime the nearest one of `known`, the larger one of two."""
-    return tuple(min(known, key=lambda other: (abs(other - regime), -other)) for regime in range(NUM_REGIMES))
+    """Return for each regime the nearest one of `known`, the larger one of two; nothing if `known` is empty."""
+    return known and tuple(min(known, key=lambda other: (abs(other - regime), -other)) for regime in range(NUM_REGIMES))
 
 
 @cache
@@ -172,6 +174,7 @@ class OnlineModel:
         self._odd: deque[tuple[float, float]] = deque(maxlen=AGREEING)
         self._mean_raw, self._num_scaled = 0.0, 0
         self.regimes = [self._prior(regime) for regime in range(NUM_REGIMES)]
+        self._filled: list[int] = []  # the regimes with recent steps, ascending
         self._margins = [0.0] * (NUM_REGIMES + 1)
         self._raise_margins()
 
@@ -207,6 +210,8 @@ class OnlineModel:
         self._whole[index].append(features, measured)
         self._follow_device(raw, device)
         self.regimes[index].add(self._clock, raw, (measured - host_mean) / raw)
+        if index not in self._filled:
+            insort(self._filled, index)
         self._raise_margins()
 
     def _follow_device(self, raw: float, device: float) -> None:
@@ -238,24 +243,27 @@ class OnlineModel:
 
     def _raise_margins(self) -> None:
         """Recompute the margins in seconds at 2^(r−1) tokens, never decreasing with r."""
-        level, host, highest, oldest = self._sure_scale, self._host.mean, 0.0, self._clock - MEMORY
-        for stats in self.regimes:
-            stats.forget(oldest)
-        for regime, (stats, relative) in enumerate(zip(self.regimes, self._relative_margins(level), strict=True)):
-            highest = max(highest, relative * (level * stats.mean_raw + host))
-            self._margins[regime] = highest
-        self._margins[NUM_REGIMES] = highest
+        level, host, highest = self._sure_scale, self._host.mean, 0.0
+        own, margins = self._own_margins(level), self._margins
+        nearest = _nearest(tuple(own))
+        for regime, stats in enumerate(self.regimes):
+            relative = own[nearest[regime]] if own else self._first_margin
+            margin = relative * (level * stats.mean_raw + host)
+            if margin > highest:
+                highest = margin
+            margins[regime] = highest
+        margins[NUM_REGIMES] = highest
 
-    def _relative_margins(self, level: float) -> list[float]:
-        """Return the margin of each regime as a share of its time at the scale `level`."""
-        own = {
-            regime: min(max(bound / level - 1.0, 0.0), MAX_MARGIN)
-            for regime, stats in enumerate(self.regimes)
-            if (bound := stats.bound()) is not None
-        }
-        if not own:
-            return [self._first_margin] * NUM_REGIMES
-        return [own[regime] for regime in _nearest(tuple(own))]
+    def _own_margins(self, level: float) -> dict[int, float]:
+        """Return for each regime with enough recent steps its margin as a share of its time at the scale `level`."""
+        own, oldest = {}, self._clock - MEMORY
+        for regime in tuple(self._filled):
+            stats = self.regimes[regime]
+            if not stats.forget(oldest):
+                self._filled.remove(regime)
+            elif (bound := stats.bound()) is not None:
+                own[regime] = min(max(bound / level - 1.0, 0.0), MAX_MARGIN)
+        return own
 
     def _count_error(self, error: float) -> None:
         at = self.num_observed % len(self._errors)
