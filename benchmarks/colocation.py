@@ -106,11 +106,15 @@ def plan_arm(
     *,
     outstanding: int | None = None,
     job_rate: float | None = None,
+    prompt: int = ONLINE_PROMPT,
     **settings: Any,
 ) -> Plan:
-    """Online arrivals (perhaps none) beside `outstanding` offline clients of a tier, one batch job (`JOB`) with lines
-    for `job_rate` tokens/s, or none. `settings` are further ones of the plan."""
-    online = fixed(1, ONLINE_PROMPT, ONLINE_OUTPUT).at(np.array(arrivals)) if arrivals else None
+    """Return a plan of online arrivals (perhaps none) with `prompt` tokens each, beside offline work.
+
+    The offline work is `outstanding` clients of a tier, one batch job (`JOB`) with lines for `job_rate` tokens/s, or
+    none. `settings` are further settings of the plan.
+    """
+    online = fixed(1, prompt, ONLINE_OUTPUT).at(np.array(arrivals)) if arrivals else None
     lines = math.ceil(seconds * (job_rate or JOB_TOKENS_PER_SECOND) / (OFFLINE_PROMPT + OFFLINE_OUTPUT))
     job = Job(fixed(lines if tier == JOB else 10 * lines, OFFLINE_PROMPT, OFFLINE_OUTPUT))
     return plan_for(

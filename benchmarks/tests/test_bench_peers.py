@@ -4,6 +4,7 @@ import argparse
 import json
 import sys
 import urllib.request
+from collections.abc import Iterator
 from contextlib import ExitStack
 from itertools import chain, count
 from pathlib import Path
@@ -126,30 +127,59 @@ def test_a_missing_peer_is_one_line_and_one_that_does_not_start_is_left_out(
         start(stack, tmp_path, broken)
 
 
-def test_the_peer_with_priorities_gets_its_lower_class(
+def test_each_server_runs_alone_and_the_peer_gets_its_lower_class(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(live, "QUIET_SECONDS", 0.01)
     monkeypatch.setattr(colocation, "WARM_UP", 0.0)
     monkeypatch.setattr(colocation_peers, "LEARNING", 0.5)
     monkeypatch.setattr(colocation, "OUTSTANDING", 2)
-    args = argparse.Namespace(rate=8.0, seconds=1.0, seeds=2, ttft=100.0, tbt=100.0)
-    with ExitStack() as stack:
-        (pair,) = start(stack, tmp_path, engine("vLLM", offline={"priority": 10}, open=VLLM))
-        (arm,) = colocation_peers.arms_of(*pair)
-        colocation_peers.compare([arm], args, source=WORDS)
-        sent = bodies(pair[1])
-    low, high = ([body for body in sent if ("priority" in body) == low] for low in (True, False))
+    args = argparse.Namespace(rate=8.0, seconds=1.0, seeds=2, ttft=100.0, tbt=100.0, loads=("steady", "long"))
+    running: list[str] = []
+    seen: list[dict[str, Any]] = []
+    peer = engine("vLLM 64/8", offline={"priority": 10}, open=VLLM)
+    broken = Engine("vLLM 4/4", "1", lambda _folder, _port: [sys.executable, "-c", "exit(3)"], offline={"priority": 1})
+    arms = [arm for each in (peer, broken) for arm in colocation_peers.arms_of(each)]
+
+    def start_one(engines: list[Engine], *rest: Any, required: bool) -> Iterator[tuple[Engine, live.Served]]:
+        for found, served in start_all(engines, *rest, required=required):
+            running.append(found.name)
+            yield found, served
+            seen.extend(bodies(served))
+
+    monkeypatch.setattr(colocation_peers, "start_all", start_one)
+    colocation_peers.compare(arms, tmp_path / "model", args, source=WORDS)
+    assert running == ["vLLM 64/8"] * 2
+    low, high = ([body for body in seen if ("priority" in body) == low] for low in (True, False))
     assert low and high and {body["max_tokens"] for body in high} == {colocation.ONLINE_OUTPUT}
     assert {(body["priority"], body["max_tokens"]) for body in low} == {(10, colocation.OFFLINE_OUTPUT)}
-    found = arm.summary(args.ttft, args.tbt)
-    assert found["kept"] == found["online"] and min(found["offline_lines"]) > 0 and len(arm.runs) == 2
-    assert "vLLM, priority" in capsys.readouterr().out
+    for load in args.loads:
+        found = arms[0].summary(load, args.ttft, args.tbt)
+        assert found["kept"] == found["online"] and min(found["offline_lines"]) > 0 and len(found["kept"]) == 2
+    colocation_peers.report(arms, args.loads, args.ttft, args.tbt)
+    said = capsys.readouterr().out
+    assert "vLLM 4/4 is left out" in said and "long: best point of the peers: vLLM 64/8, 100.0% kept" in said
 
 
-def test_this_server_runs_with_flex_requests_and_with_a_job() -> None:
-    arms = colocation_peers.arms_of(engine("tidemill"), live.Served("http://x", 0))
-    assert [arm.tier for arm in arms] == ["flex", colocation.JOB]
+def test_the_best_point_of_a_peer_has_the_most_output_of_those_that_keep_the_chats() -> None:
+    def of(kept: int, output: float) -> dict[str, Any]:
+        return {"online": [100], "kept": [kept], "offline_output_tokens": [output]}
+
+    found = {"tidemill, flex": of(100, 200), "vLLM 2048/64": of(10, 250), "vLLM 128/16": of(96, 100)}
+    best, ours = colocation_peers.verdict(found | {"vLLM 64/4": of(99, 40)}, "steady")
+    assert "vLLM 128/16, 96.0% kept, 100 output" in best and "100.0% kept, 2.00 times" in ours
+    assert list(colocation_peers.verdict({"vLLM 2048/64": of(10, 250)}, "sine")) == [
+        "sine: no point of a peer keeps 95% of the chats"
+    ]
+
+
+def test_a_sweep_has_every_pair_of_tokens_and_rows_that_a_step_can_hold() -> None:
+    args = colocation_peers.parse(["--sweep", "--vllm", "/v", "--tokens", "8,64", "--rows", "4,16"])
+    points = colocation_peers.points_of(args)
+    assert [point.name for point in points] == ["vLLM 8/4", "vLLM 64/4", "vLLM 64/16"]
+    assert "--max-num-batched-tokens 64" in " ".join(points[2].command(Path("/m"), 1))
+    ours = colocation_peers.arms_of(engine("tidemill"))
+    assert [arm.tier for arm in ours] == ["flex", colocation.JOB]
 
 
 def test_every_word_of_the_vocabulary_is_one_token_and_every_id_is_text(tmp_path: Path) -> None:
