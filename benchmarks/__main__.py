@@ -30,6 +30,7 @@ BENCHES = {
     "planning": "benchmarks.planning",
     "recurrent": "benchmarks.recurrent",
     "sim-vs-live": "benchmarks.sim_vs_live",
+    "results": "benchmarks.result_tables",
     "experiments": "benchmarks.experiments.main",
     "simulator-speed": "benchmarks.simulator_speed",
 }

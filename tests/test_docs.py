@@ -4,9 +4,12 @@ import re
 import shutil
 import subprocess
 import sys
+from datetime import date
 from pathlib import Path
 
 import pytest
+
+from benchmarks import result_tables
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -33,6 +36,17 @@ def test_guides_are_short_and_the_performance_page_has_one_table_for_each_questi
     questions = (docs / "benchmarks" / "performance.md").read_text().split("\n## ")[1:]
     tables = [len(re.findall(r"^\|[-:| ]+\|$", question, re.MULTILINE)) for question in questions]
     assert tables == [1] * 7 + [0]
+
+
+def test_the_tables_of_the_performance_page_are_those_of_the_result_files() -> None:
+    page = result_tables.PAGE.read_text()
+    assert result_tables.fill(page) == page, "run `python -m benchmarks results`"
+    names = [name for _, name in result_tables.TABLE.findall(page)]
+    assert sorted(names) == sorted(path.stem for path in result_tables.FOLDER.glob("*.json")) and len(names) <= 7
+    for result in map(result_tables.read, names):
+        for row in result["rows"]:
+            assert len(row["cells"]) == len(result["columns"]) and row["command"] and row["machine"]
+            assert date.fromisoformat(row["date"]) and re.fullmatch(r"([0-9a-f]{8})?", row["commit"])
 
 
 def test_every_page_is_reached_from_the_index() -> None:

@@ -1,0 +1,60 @@
+"""Write the tables of docs/benchmarks/performance.md from the result files `benchmarks/results/NAME.json`.
+
+A result file holds `columns` (title, align) and `rows`. A row holds its cells and where they come from: the command
+(an argument of `python -m benchmarks`, or a whole command), the commit (empty if not recorded), machine and date. The
+page marks the place of a table with `<!-- results: NAME -->`. `--check` writes nothing and exits 1 if the page differs.
+"""
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "benchmarks" / "performance.md"
+FOLDER = Path(__file__).with_name("results")
+TABLE = re.compile(r"(?m)^(<!-- results: ([\w-]+) -->\n)(?:Measured by .*\n\n)?(?:\|.*\n)*")
+"""A mark, and the table that follows it with its source."""
+RULES = {"left": "---", "right": "---:"}
+
+
+def read(name: str) -> dict[str, Any]:
+    """Return a result file. Raises OSError if there is none."""
+    found: dict[str, Any] = json.loads((FOLDER / f"{name}.json").read_text())
+    return found
+
+
+def render(result: dict[str, Any]) -> str:
+    """Return a result as a Markdown table, with the source of its rows above it; in a column if the sources differ."""
+    columns, rows = result["columns"], result["rows"]
+    sources = [", ".join(filter(None, (f"`{row['command']}`", row["commit"], row["date"]))) for row in rows]
+    machines = "; ".join(dict.fromkeys(row["machine"] for row in rows))
+    above = f"Measured by {sources[0]} on {machines}.\n\n"
+    cells = [row["cells"] for row in rows]
+    if len(set(sources)) > 1:
+        columns, above = [*columns, {"title": "command, date", "align": "left"}], ""
+        cells = [[*row, source] for row, source in zip(cells, sources, strict=True)]
+    heading, *body = [f"| {' | '.join(line)} |\n" for line in ([column["title"] for column in columns], *cells)]
+    rule = f"|{'|'.join(RULES[column['align']] for column in columns)}|\n"
+    return "".join([above, heading, rule, *body])
+
+
+def fill(page: str) -> str:
+    """Return the page with every marked table written anew."""
+    return TABLE.sub(lambda mark: mark[1] + render(read(mark[2])), page)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks results", description=__doc__)
+    parser.add_argument("--check", action="store_true", help="exit 1 if the page is not up to date")
+    options = parser.parse_args(argv)
+    page = PAGE.read_text()
+    if options.check and fill(page) != page:
+        sys.exit("docs/benchmarks/performance.md is not up to date; run `python -m benchmarks results`")
+    PAGE.write_text(fill(page))
+
+
+if __name__ == "__main__":
+    main()
