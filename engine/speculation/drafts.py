@@ -153,7 +153,10 @@ class Drafts:
             self._behind[request.context] = None
 
     def propose(self, request_id: str, most: int) -> Proposal:
-        """Return the draft with the most expected tokens, at most `most`; it may be empty."""
+        """Return the draft with the most expected tokens, at most `most`; it may be empty.
+
+        A draft ends where the two newest occurrences go on differently: there a value stands, not a repeated text.
+        """
         request = self._requests[request_id]
         length, context = request.length, request.context
         if length < request.next_look or most <= 0:
@@ -169,7 +172,12 @@ class Drafts:
         best, value = NOTHING, 0.0
         for index in indices:
             position, match = index.find(tail, hashes, levels)
-            if position and (tokens := index.continuation(position, most)):
+            if not position:
+                continue
+            tokens = index.continuation(position, most)
+            if older := index.find_older(position, match):
+                tokens = _common(tokens, index.continuation(older, most))
+            if tokens:
                 source = DraftSource("context" if index is context else request.origin, match)
                 expected = request.acceptance.expected(source, len(tokens))
                 if expected > value:
@@ -239,3 +247,9 @@ class Drafts:
                 self._owners.popitem(last=False)
         self._owners.move_to_end(owner)
         return acceptance
+
+
+def _common(tokens: tuple[int, ...], others: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the tokens up to the first difference."""
+    count = next((i for i, (a, b) in enumerate(zip(tokens, others, strict=False)) if a != b), len(tokens))
+    return tokens[:count]

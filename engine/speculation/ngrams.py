@@ -117,6 +117,16 @@ class NGrams:
                     break
         return 0, 0
 
+    def find_older(self, position: int, length: int) -> int:
+        """Return the next older position behind the same n-gram; 0 without one."""
+        tokens, chain = self.tokens, self._chains[GRAMS.index(length)]
+        gram = tokens[position - length : position]
+        for _ in range(HOPS):
+            position = chain[position]
+            if not position or tokens[position - length : position] == gram:
+                return position
+        return 0
+
     def continuation(self, position: int, most: int) -> tuple[int, ...]:
         """Return up to `most` tokens from `position` on, up to NO_TOKEN. At the end of the sequence they repeat."""
         found = self.tokens[position : position + most]
