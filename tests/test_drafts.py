@@ -181,6 +181,22 @@ def test_a_chat_whose_drafts_fail_stops_proposing_and_starts_again() -> None:
     assert steps < 200 + 60
 
 
+def test_a_source_that_failed_gets_another_chance_while_its_drafts_are_not_tried() -> None:
+    proposer, source = Drafts(), DraftSource("context", 8)
+    begin(proposer, "r", [1, 2, 3] * 20)
+    first = proposer.survival("r", source)[0]
+    for _ in range(50):
+        proposer.judged("r", drafts.Proposal((1, 2), source), 0)
+    low = proposer.survival("r", source)[0]
+    assert low < first / 4
+    for _ in range(1000):
+        proposer.extend("r", [1, 2, 3])
+        proposer.catch_up()
+        for _ in range(2):  # a step may ask twice
+            proposer.propose("r", 3)
+    assert first / 2 < proposer.survival("r", source)[0] < first
+
+
 def kept_bytes(work: Callable[[], object]) -> int:
     tracemalloc.start()
     kept = work()

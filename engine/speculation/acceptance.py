@@ -8,7 +8,9 @@ MEMORY = 64
 """Number of recent outcomes that a rate remembers; older ones fade exponentially."""
 TRUST = 4.0
 """Outcomes that a prior counts for."""
-PRIORS = {8: 0.75, 4: 0.5, 2: 0.25}
+DRIFT = 1.0 / 1024
+"""Share of the way back to the prior for each draft that is not tried: a source that failed gets another chance."""
+PRIORS = {8: 0.8, 4: 0.65, 2: 0.5}
 """Acceptance of a token before any outcome, by the length of the match. It lets a new job try."""
 
 
@@ -22,9 +24,10 @@ class DraftSource(NamedTuple):
 class _Rates:
     """P(position i is accepted if the positions before it are), i from 0 on."""
 
-    __slots__ = ("_outcomes", "_rates", "_sums", "_survival")
+    __slots__ = ("_outcomes", "_prior", "_rates", "_sums", "_survival")
 
     def __init__(self, prior: float) -> None:
+        self._prior = prior
         self._rates = [prior]
         self._outcomes = [0]
         self._survival: tuple[float, ...] = ()
@@ -41,6 +44,11 @@ class _Rates:
                 outcomes[position] = count = count + 1
             rates[position] += ((position < accepted) - rates[position]) / (TRUST + count)
         self._survival = ()
+
+    def relax(self) -> None:
+        if self._rates[0] < self._prior:
+            self._rates[0] += (self._prior - self._rates[0]) * DRIFT
+            self._survival = ()
 
     @property
     def survival(self) -> tuple[float, ...]:
@@ -88,3 +96,7 @@ class Acceptance:
     def learn(self, source: DraftSource, proposed: int, accepted: int) -> None:
         """Record that the first `accepted` of `proposed` tokens were accepted."""
         self._of(source).learn(proposed, accepted)
+
+    def relax(self, source: DraftSource) -> None:
+        """Record that a draft was not tried, because the source seemed too bad."""
+        self._of(source).relax()

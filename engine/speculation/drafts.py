@@ -99,6 +99,8 @@ class _Request:
         failures: By level, the number of drafts in a row of which no token was accepted.
         misses: Number of look-ups in a row that found nothing.
         next_look: Length from which on the next look-up is worth it.
+        untried: Source of the last proposal, until it is judged.
+        proposed_at: Length at that proposal.
     """
 
     context: NGrams
@@ -111,6 +113,8 @@ class _Request:
     failures: list[int] = field(default_factory=lambda: [0] * len(GRAMS))
     misses: int = 0
     next_look: int = 0
+    untried: DraftSource | None = None
+    proposed_at: int = 0
 
 
 class Drafts:
@@ -182,6 +186,9 @@ class Drafts:
                 expected = request.acceptance.expected(source, len(tokens))
                 if expected > value:
                     best, value = Proposal(tokens, source), expected
+        if request.untried is not None and length > request.proposed_at:
+            request.acceptance.relax(request.untried)
+        request.untried, request.proposed_at = best.source if best.tokens else None, length
         request.misses = 0 if best.tokens else min(request.misses + 1, MAX_MISS_REST)
         request.next_look = length + request.misses
         return best
@@ -196,6 +203,7 @@ class Drafts:
         After a proposal without an accepted token, matches of its length give no drafts for 2, 4, ... 64 tokens.
         """
         request = self._requests[request_id]
+        request.untried = None
         request.acceptance.learn(proposal.source, len(proposal.tokens), accepted)
         level = GRAMS.index(proposal.source.match)
         if accepted:
