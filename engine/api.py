@@ -373,6 +373,7 @@ class EngineInfo:
     droppable: DroppableLayers | None = None  # None if layers cannot be dropped
     shares_prefixes: bool = True  # between requests
     scores_prompts: bool = True  # `Pooling.SCORES` is supported
+    fallbacks: tuple[str, ...] = ()  # kernels that failed their check at start, one line each
     sampling: SamplingDefaults = field(default_factory=SamplingDefaults)  # for fields that a request does not set
 
     @property

@@ -51,8 +51,11 @@ class EngineConfig:
         "type of K and V in the cache; int8: 8 bits and a scale per head, about twice the tokens in the same memory",
         ("auto", "int8"),
     )
-    cpu_kernels: str = _flag(
-        "auto", "kernels on a CPU; auto: native kernels if they pass their test", ("auto", "torch")
+    kernels: str = _flag(
+        "auto",
+        "operations of a step; auto: our kernels if they pass their test; no-graphs: and no CUDA graphs on a GPU; torch: "
+        "torch operators",
+        ("auto", "no-graphs", "torch"),
     )
     quantization: str = _flag(
         "none",

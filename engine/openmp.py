@@ -61,7 +61,7 @@ def expects_native(config: EngineConfig) -> bool:
 
     They may still fail their test after torch is loaded. Steps from hidden state always use torch.
     """
-    if config.device == "cuda" or config.cpu_kernels != "auto":
+    if config.device == "cuda" or config.kernels == "torch":
         return False
     return not config.hidden_cache and is_built()
 

@@ -47,6 +47,8 @@ async def ready(request: Request) -> Response:
     answer: dict[str, Any] = {"status": "degraded" if found else "ok", **found}
     if (notice := context.lifecycle.ask_notice()) is not None:
         answer["storage_notice"] = notice
+    if fallbacks := context.client.info.fallbacks:
+        answer["kernels"] = fallbacks
     if not sees_all(request):
         return Response(orjson.dumps(answer), media_type="application/json")
     if stats.engines:

@@ -3,13 +3,12 @@
 import torch
 from driver import Driver
 
-from benchmarks.gpu import twins
 from engine.execution.cuda.device import CudaDevice
 from engine.execution.runner import Runner
 from engine.limits import SchedulerConfig
 from engine.models.spec import ModelSpec
 from engine.models.weights import ModelWeights
-from engine.triton_kernels import Kernels
+from engine.triton_kernels import Kernels, twins
 
 BLOCK = 4
 

@@ -4,7 +4,6 @@ from typing import Any
 
 from native_build import native
 
-from benchmarks.gpu import twins
 from engine.execution.cpu.device import TorchDevice
 from engine.execution.cpu.native.device import NativeDevice
 from engine.execution.cuda.device import CudaDevice
@@ -13,6 +12,7 @@ from engine.models.decoder import Decoder
 from engine.models.linear import MakeLinear, make_linear
 from engine.models.spec import ModelSpec
 from engine.models.weights import ModelWeights
+from engine.triton_kernels import twins
 
 BACKENDS = ("torch", "native", "cuda")
 

@@ -9,9 +9,9 @@ import torch
 from kernel_pool import DEVICE, DTYPES, NAN, PagedCache, assert_same, fused_heads, index, paged_cache, typed
 from torch import Tensor
 
-from benchmarks.gpu import twins as twin
 from engine.models.attention import Manner
 from engine.triton_kernels import configs
+from engine.triton_kernels import twins as twin
 from engine.triton_kernels.configs import LaunchConfig, device_arch, prefill_config
 from engine.triton_kernels.decode_attention import decode_attention
 from engine.triton_kernels.prefill_attention import prefill_attention

@@ -4,7 +4,7 @@ import pytest
 import torch
 from kernel_pool import DEVICE, DTYPES, NAN, PagedCache, assert_same, fused_heads, index, paged_cache, random
 
-from benchmarks.gpu import twins as twin
+from engine.triton_kernels import twins as twin
 from engine.triton_kernels.hidden_state import hidden_gather, hidden_write, unit_copy
 from engine.triton_kernels.rope_cache_write import rope_cache_write
 

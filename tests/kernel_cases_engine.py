@@ -22,18 +22,22 @@ from tiny_models import model_folder, reference_model
 from torch import Tensor, distributed
 
 from engine.api import SamplingParams
+from engine.arrays import IntArray
 from engine.cache.blocks import CacheAction, CacheEntry, CacheKind, CacheOperation, Tier
 from engine.config import NamedFolder
+from engine.execution.cuda.device import CudaDevice
+from engine.execution.cuda.kernel_check import KernelFaults, check_kernels
 from engine.execution.ranks.group import Follower, RankGroup
 from engine.execution.ranks.step import RankStep
-from engine.limits import SchedulerConfig
+from engine.limits import Limits, SchedulerConfig
 from engine.models.checkpoint import load_weights
 from engine.models.decoder import Decoder
 from engine.models.lora import load_adapter, plan_adapter
 from engine.models.sharding import Shard
-from engine.models.spec import load_spec
+from engine.models.spec import ModelSpec, load_spec
 from engine.scheduling.output import Chunk, NewRequest, ReplacedEntry, SchedulerOutput
-from engine.triton_kernels import triton_kernels
+from engine.triton_kernels import Kernels, triton_kernels
+from engine.triton_kernels.work import DecodeWork
 
 T = TypeVar("T")
 
@@ -65,6 +69,28 @@ def check_engine(
         check_greedy(reference, request, driver.outputs[request.request_id])
     stats = driver.core.stats()
     return {"preemptions": sum(stats.preemptions.values()), "hits": stats.prefix_hit_tokens}
+
+
+def test_the_check_at_start_finds_no_fault_and_names_a_wrong_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = load_spec(folder := model_folder("qwen3"))
+    weights, kernels = load_weights(spec, folder, device=DEVICE), triton_kernels()
+    splits = []
+
+    def make(small: ModelSpec, few: Limits, given: Kernels, graphs: bool) -> CudaDevice:
+        return CudaDevice(small, weights, given, few, graphs=graphs)
+
+    def fill(work: DecodeWork, *args: IntArray, original: Callable[..., None] = DecodeWork.fill) -> None:
+        original(work, *args)
+        splits.append(int(work.ranges[:, 1].max()))
+
+    monkeypatch.setattr(DecodeWork, "fill", fill)
+    limits = Limits(3, 24, 1064, 0, 16)
+    assert check_kernels(spec, limits, kernels, make, graphs=not INTERPRETED) == KernelFaults()
+    assert max(splits) > 1
+    right = kernels.silu_and_mul
+    monkeypatch.setattr(kernels, "silu_and_mul", lambda x: right(x) * 1.1)
+    short = replace(limits, max_model_len=64)
+    assert list(check_kernels(spec, short, kernels, make, graphs=False).kernels) == ["silu_and_mul"]
 
 
 def test_llama_with_preemptions_and_prefix_hits() -> None:

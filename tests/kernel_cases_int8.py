@@ -12,9 +12,9 @@ from kernel_cases_attention import DECODE_TILE, PREFILL_TILE, prefill_scratch
 from kernel_cases_cache import LENGTHS, TOKENS
 from kernel_pool import DEVICE, NAN, PagedCache, fused_heads, index, paged_cache, random
 
-from benchmarks.gpu import twins as twin
 from engine.models.attention import Manner
 from engine.models.byte_cells import INTEGERS, ByteSlices, slice_elements
+from engine.triton_kernels import twins as twin
 from engine.triton_kernels.decode_attention import decode_attention
 from engine.triton_kernels.prefill_attention import prefill_attention
 from engine.triton_kernels.rope_cache_write import rope_cache_write

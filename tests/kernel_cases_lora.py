@@ -6,8 +6,8 @@ import pytest
 import torch
 from kernel_pool import DEVICE, DTYPES, assert_same, random
 
-from benchmarks.gpu import twins as twin
 from engine.models.lora import Delta
+from engine.triton_kernels import twins as twin
 from engine.triton_kernels.configs import LORA_SPLIT
 from engine.triton_kernels.lora import lora_add
 

@@ -8,8 +8,8 @@ import torch
 from kernel_pool import DEVICE, DTYPES, NAN, assert_same, index, random
 from torch import Tensor
 
-from benchmarks.gpu import twins as twin
 from engine.models import float8
+from engine.triton_kernels import twins as twin
 from engine.triton_kernels.draw import draw
 from engine.triton_kernels.layer_norm import add_layer_norm, layer_norm
 from engine.triton_kernels.penalties import count_tokens, penalise, token_mask

@@ -147,7 +147,7 @@ def test_threads_are_chosen_by_measuring_unless_they_are_said(
 
 @pytest.mark.parametrize("kernels", ["auto", "torch"])
 async def test_a_model_on_integers_answers_and_says_what_it_is(kernels: str) -> None:
-    config = replace(DEMO, quantization="int8", cpu_kernels=kernels)
+    config = replace(DEMO, quantization="int8", kernels=kernels)
     plan = plan_launch(config)
     assert plan.precision == "float32, int8 layers"
     assert profile_key(plan) != profile_key(plan_launch(DEMO))
@@ -206,7 +206,7 @@ def test_half_precision_only_where_the_processor_is_fast_in_it(
 
 @pytest.mark.parametrize(
     ("changes", "chosen"),
-    [({}, "bfloat16"), ({"cpu_kernels": "torch"}, "float32"), ({"overload": "hidden"}, "float32")],
+    [({}, "bfloat16"), ({"kernels": "torch"}, "float32"), ({"overload": "hidden"}, "float32")],
 )
 def test_native_kernels_run_half_precision_on_any_processor(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], chosen: str

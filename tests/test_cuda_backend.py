@@ -12,7 +12,6 @@ from fake_cuda_driver import fake_memory
 from test_runner import reference_logits
 from tiny_models import llama_config, model_folder, write_config
 
-from benchmarks.gpu import twins
 from engine import build
 from engine.api import SamplingParams
 from engine.cache.blocks import CacheEntry, CacheKind, Tier
@@ -33,6 +32,7 @@ from engine.models.checkpoint import load_weights
 from engine.models.decoder import Decoder
 from engine.models.spec import load_spec
 from engine.scheduling.output import Chunk, NewRequest, SchedulerOutput
+from engine.triton_kernels import twins
 
 
 def test_what_the_kernels_cannot_run_is_refused() -> None:

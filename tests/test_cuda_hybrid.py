@@ -14,7 +14,6 @@ from hand_driver import BLOCK, CPU, GREEDY
 from test_families import HYBRID_RUNS, check_hybrid, decoder_of
 from test_hybrid_cache import bare_runner, hidden, host, kv, start
 
-from benchmarks.gpu import twins
 from engine.cache.blocks import CacheAction, CacheOperation
 from engine.execution.cuda import swap
 from engine.execution.cuda.buffers import StepInputs
@@ -24,6 +23,7 @@ from engine.execution.lane import DeviceStream, Mark
 from engine.execution.pool import UnitPool
 from engine.models.spec import hidden_state_refusal
 from engine.scheduling.output import Chunk, NewRequest, ReplacedEntry, SchedulerOutput
+from engine.triton_kernels import twins
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

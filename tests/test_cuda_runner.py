@@ -14,7 +14,6 @@ from tiny_models import FAMILY_CASES, model_folder
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from benchmarks.gpu import twins
 from engine.api import EngineInfo, FinishReason, SamplingParams
 from engine.cache.blocks import CacheEntry, CacheKind, Tier
 from engine.core import EngineCore
@@ -40,7 +39,7 @@ from engine.models.decoder import Decoder
 from engine.models.spec import load_spec
 from engine.models.weights import build_weights
 from engine.scheduling.output import Collect, NewRequest, SchedulerOutput
-from engine.triton_kernels import Kernels
+from engine.triton_kernels import Kernels, twins
 
 
 def driver_of(decoder: Decoder, depth: int = 1, **options: int) -> CudaDriver:

@@ -14,7 +14,6 @@ from test_dry_device import counts_of
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from benchmarks.gpu import twins
 from benchmarks.gpu.setup import SHAPES
 from benchmarks.quantization import logits_of
 from engine.build import plan_launch, profile_key
@@ -31,7 +30,7 @@ from engine.models.linear import Linear, MakeLinear, PlainLinear, make_linear
 from engine.models.quantized import RoundedWeight
 from engine.models.spec import load_spec, spec_from_config
 from engine.models.weights import DummyTensors, LayerWeights, ModelWeights, ResidentLayers, build_weights, matrices
-from engine.triton_kernels import triton_kernels
+from engine.triton_kernels import triton_kernels, twins
 from tests import tiny_models
 
 

@@ -12,7 +12,6 @@ from test_attention import Reference
 from test_native_model import LENGTH, load, team_of
 from tiny_models import model_folder
 
-from benchmarks.gpu import twins
 from engine.api import SamplingParams
 from engine.build import plan_launch, scheduler_config
 from engine.cache.blocks import CacheEntry, CacheKind, Tier
@@ -28,6 +27,7 @@ from engine.limits import Limits
 from engine.models.byte_cells import INTEGERS, STEPS, dequantize, quantize, slice_elements
 from engine.models.decoder import Decoder
 from engine.scheduling.output import NewRequest, SchedulerOutput
+from engine.triton_kernels import twins
 
 pytestmark = pytest.mark.timeout(900)  # the first test may have to build the library
 
@@ -149,7 +149,7 @@ def test_a_cuda_device_keeps_and_reads_the_same() -> None:
 
 
 def plan(**flags: object):  # type: ignore[no-untyped-def]
-    config = EngineConfig(device="cpu", cpu_kernels="torch", **flags)  # type: ignore[arg-type]
+    config = EngineConfig(device="cpu", kernels="torch", **flags)  # type: ignore[arg-type]
     return plan_launch(config), config
 
 

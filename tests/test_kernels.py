@@ -16,8 +16,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.gpu import twins
-from engine.triton_kernels import configs, triton_kernels
+from engine.triton_kernels import configs, triton_kernels, twins
 from engine.triton_kernels.work import DecodeWork, PrefillWork
 
 CASES = [("attention",), ("engine",), ("cache", "int8", "rows", "lora")]

@@ -22,7 +22,6 @@ from lora_adapters import Made, adapter_of, make_adapter
 from safetensors.torch import load_file, save_file
 from tiny_models import FAMILY_CASES, model_folder, reference_model
 
-from benchmarks.gpu import twins
 from engine.api import EngineRequest, RequestClass
 from engine.build import build_engine, plan_launch
 from engine.config import EngineConfig, NamedFolder
@@ -41,6 +40,7 @@ from engine.models.transformers_model import load_model
 from engine.models.transformers_shape import load_shape
 from engine.process.launcher import Source
 from engine.text.tokenizer import Tokenizer
+from engine.triton_kernels import twins
 from gateway import cli
 from gateway.models import ModelNames
 

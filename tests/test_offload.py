@@ -22,7 +22,6 @@ from test_build import DEMO, answer
 from test_runner import BLOCK, CPU, crowd, run_in_waves
 from tiny_models import FAMILY_CASES, llama_config, model_folder
 
-from benchmarks.gpu import twins
 from engine.api import EngineRequest, SamplingParams
 from engine.build import build_engine, build_runner, plan_launch, profile_key, scheduler_config
 from engine.config import EngineConfig
@@ -46,6 +45,7 @@ from engine.models.spec import ModelSpec, load_spec, spec_from_config
 from engine.models.streaming import StreamedLayers
 from engine.models.weights import DummyTensors, LayerWeights, ModelWeights, Norm, build_weights, matrices
 from engine.profiling.sweep import StepShape, run_sweep
+from engine.triton_kernels import twins
 from predictor.fitting import fit
 
 pytestmark = pytest.mark.timeout(900)  # the first test may have to build the library
@@ -548,7 +548,7 @@ def offloading_config(**changes: object) -> EngineConfig:
 
 @pytest.mark.parametrize("kernels", ["auto", "torch"])
 async def test_a_launch_streams_what_does_not_fit_and_says_so(tmp_path: Path, kernels: str) -> None:
-    config = offloading_config(cpu_kernels=kernels)
+    config = offloading_config(kernels=kernels)
     plan = plan_launch(config)
     assert plan.offload is not None and plan.offload.held_bytes <= plan.offload.budget_bytes
     (note,) = [note for note in plan.notes if "pass through" in note]
@@ -561,7 +561,7 @@ async def test_a_launch_streams_what_does_not_fit_and_says_so(tmp_path: Path, ke
     build_runner(slow, plan_launch(slow), lines.append)
     assert any(f"{plan.offload}, " in line and "a step takes at least" in line for line in lines)
     prompt = (5, 6, 7)
-    resident = await answer(replace(DEMO, cpu_kernels=kernels), prompt, 30)
+    resident = await answer(replace(DEMO, kernels=kernels), prompt, 30)
     assert await answer(config, prompt, 30) == resident
 
 
@@ -581,7 +581,7 @@ async def test_hidden_state_is_offered_while_weights_stream(tmp_path: Path) -> N
     weights = cast(TorchDevice, runner.device).decoder.weights
     assert held(weights) <= plan.offload.held_bytes <= plan.offload.budget_bytes
     prompt = (5, 6, 7)
-    assert await answer(config, prompt, 30) == await answer(replace(DEMO, cpu_kernels="torch"), prompt, 30)
+    assert await answer(config, prompt, 30) == await answer(replace(DEMO, kernels="torch"), prompt, 30)
 
 
 def test_explicit_limits_of_a_step_stay(tmp_path: Path) -> None:

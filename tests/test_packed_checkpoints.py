@@ -34,7 +34,7 @@ INTEGERS = ("w8a8", "w8a8 by tensors")
 
 
 def config_of(folder: Path, **changes: Any) -> EngineConfig:
-    options: dict[str, Any] = {"dtype": "float32", "cpu_kernels": "torch"}
+    options: dict[str, Any] = {"dtype": "float32", "kernels": "torch"}
     return EngineConfig(
         model=str(folder), device="cpu", num_gpu_blocks_override=40, max_model_len=64,
         profile_seconds=0.0, threads=1, **(options | changes),
@@ -186,7 +186,7 @@ def test_a_start_computes_with_them_natively(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr("engine.execution.cpu.native.start.load", native_library)
     answers = {}
     for kernels in ("auto", "torch"):
-        answers[kernels], plan = generated(config_of(tmp_path, cpu_kernels=kernels))
+        answers[kernels], plan = generated(config_of(tmp_path, kernels=kernels))
         assert (plan.quantization, plan.precision) == ("w8a8", "float32, w8a8 layers")
         assert plan.kernels.startswith("native" if kernels == "auto" else "torch")
     assert answers["auto"] == answers["torch"]

@@ -59,7 +59,7 @@ PROMPT, WISHES = tuple(range(3, 20)), SamplingParams(60, temperature=0.8, seed=7
 def config_of(case: str = "llama-gqa2", ranks: int = 2, **changes: Any) -> EngineConfig:
     """A pool that is too small for all requests at once."""
     common: dict[str, Any] = {
-        "device": "cpu", "dtype": "float32", "cpu_kernels": "torch", "threads": 1,
+        "device": "cpu", "dtype": "float32", "kernels": "torch", "threads": 1,
         "num_gpu_blocks_override": 34, "max_num_seqs": 8, "max_num_batched_tokens": 24, "max_model_len": 100,
         "profile_seconds": 0.0, "self_test": False,
     }  # fmt: skip
@@ -125,7 +125,7 @@ def assert_vectors_equal(found: Driver, alone: Driver) -> None:
 )
 def test_two_processes_equal_one(kernels: str, case: str, options: dict[str, Any]) -> None:
     """The vocabulary of the packaged model is even, so that its head is divided, too."""
-    prompts, options = prompts_of(97), options | {"cpu_kernels": kernels}
+    prompts, options = prompts_of(97), options | {"kernels": kernels}
     with driver_of(config_of(case, 1, **options)) as one:
         alone = generate(one, prompts)
     with driver_of(config_of(case, **options)) as driver:
@@ -307,9 +307,9 @@ class ForeignLeader(Leader):
 @NATIVE
 def test_ranks_that_run_by_different_kernels_do_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
     """What they add would be of other types and strides."""
-    monkeypatch.setattr(ForeignLeader, "others", {"cpu_kernels": "torch"})
+    monkeypatch.setattr(ForeignLeader, "others", {"kernels": "torch"})
     monkeypatch.setattr(leader, "Leader", ForeignLeader)
-    config = config_of(cpu_kernels="auto")
+    config = config_of(kernels="auto")
     with pytest.raises(ConfigError, match="ranks use different kernels"):
         build.build_runner(config, build.plan_launch(config))
 
@@ -322,7 +322,7 @@ def test_ranks_keep_the_threads_that_they_have(monkeypatch: pytest.MonkeyPatch) 
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
-        config = config_of(cpu_kernels="auto", threads=None, profile_seconds=1.0)
+        config = config_of(kernels="auto", threads=None, profile_seconds=1.0)
         runner, plan = build.build_runner(config, build.plan_launch(config))
     finally:
         torch.set_num_threads(before)

@@ -93,7 +93,7 @@ def test_a_request_longer_than_the_cache_is_served(kernels: str, cache: str, mon
         model=str(folder),
         device="cpu",
         dtype="float32",
-        cpu_kernels=kernels,
+        kernels=kernels,
         kv_cache_dtype=cache,
         num_gpu_blocks_override=30,
         max_num_batched_tokens=16,

@@ -22,7 +22,6 @@ from fake_cuda_driver import fake_memory
 from test_runner import crowd
 from tiny_models import llama_config, model_folder
 
-from benchmarks.gpu import twins
 from benchmarks.simulated_fleet.plans import pipeline_units, split_layers
 from engine.api import EngineRequest, SamplingParams
 from engine.build import build_runner, plan_launch
@@ -45,6 +44,7 @@ from engine.models.linear import make_linear
 from engine.models.spec import ModelSpec, load_spec, spec_from_config
 from engine.models.weights import DummyTensors, Gather, ResidentLayers, build_weights, matrices
 from engine.scheduling.output import Chunk, NewRequest, SchedulerOutput
+from engine.triton_kernels import twins
 from predictor.model import LatencyModel
 
 pytestmark = pytest.mark.timeout(900)  # the first test by native kernels may have to build the library
@@ -96,7 +96,7 @@ def make_cuda(spec: ModelSpec, dtype: str, units: int, **pool: Any) -> PipelineR
 @functools.cache
 def demo_plan() -> tuple[EngineConfig, LaunchPlan]:
     config = EngineConfig(
-        device="cpu", dtype="float32", cpu_kernels="torch", threads=1, profile_seconds=0.0,
+        device="cpu", dtype="float32", kernels="torch", threads=1, profile_seconds=0.0,
         num_gpu_blocks_override=UNITS // 2, max_model_len=80, max_num_seqs=12, max_num_batched_tokens=32,
     )  # fmt: skip
     plan = plan_launch(config)

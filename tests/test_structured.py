@@ -17,7 +17,6 @@ from driver import Driver, make_request
 from native_build import native_library
 
 import engine.models.demo
-from benchmarks.gpu import twins
 from benchmarks.structured_beside import HOSTILE
 from engine.api import FinishReason, RequestClass
 from engine.errors import InvalidRequestError
@@ -39,6 +38,7 @@ from engine.models.weights import ModelWeights
 from engine.profiling.calibration import INSIDE_STRING, measure_profile
 from engine.structured.compiler import CompiledGrammar, GrammarCompiler
 from engine.text.tokenizer import Tokenizer
+from engine.triton_kernels import twins
 from predictor.profile import ProfileKey
 
 FOLDER = Path(engine.models.demo.__file__ or "").parent / "weights"

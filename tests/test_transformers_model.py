@@ -12,7 +12,6 @@ import torch
 from driver import Driver, make_request
 from native_build import native
 
-from benchmarks.gpu import twins
 from engine.api import RequestClass
 from engine.build import build_runner, plan_launch
 from engine.config import EngineConfig
@@ -28,7 +27,7 @@ from engine.limits import SchedulerConfig
 from engine.models.hub import choose
 from engine.models.transformers_model import TransformersModel, load_model
 from engine.models.transformers_shape import load_shape
-from engine.triton_kernels import Kernels
+from engine.triton_kernels import Kernels, twins
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 BLOCK = 4

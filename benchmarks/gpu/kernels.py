@@ -7,13 +7,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from benchmarks.gpu import twins
 from benchmarks.gpu.limits import measure_limits
 from benchmarks.gpu.setup import Setup
 from benchmarks.gpu.table import Row
 from engine.limits import UNITS_PER_BLOCK
 from engine.models.attention import PoolView
-from engine.triton_kernels import Kernels, configs
+from engine.triton_kernels import Kernels, configs, twins
 from engine.triton_kernels.work import DecodeWork, PrefillWork, Scratch
 
 _BLOCK, _LAYERS = 16, 2

@@ -8,10 +8,9 @@ from dataclasses import dataclass
 
 import torch
 
-from benchmarks.gpu import twins
 from engine.models.spec import ModelSpec, spec_from_config
 from engine.models.weights import DummyTensors, ModelWeights, build_weights
-from engine.triton_kernels import Kernels, triton_kernels
+from engine.triton_kernels import Kernels, triton_kernels, twins
 
 _LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu", "rms_norm_eps": 1e-5}
 _QWEN2 = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "hidden_act": "silu", "rms_norm_eps": 1e-6}

@@ -16,7 +16,7 @@ from typing import Any
 from engine import __version__
 from engine.api import DroppableLayers, EngineInfo, SamplingDefaults
 from engine.build.memory import gib, scheduler_config
-from engine.build.plan import plan_launch
+from engine.build.plan import plan_launch, profile_folder
 from engine.build.runner import build_runner
 from engine.build.sampling_defaults import read_sampling_defaults
 from engine.colocation.keeper import Colocation, initial_budget, slo_warning
@@ -33,7 +33,6 @@ from engine.execution.stages import PipelineRunner
 from engine.forms import EmbeddingSpec, read_embedding_spec
 from engine.limits import UNITS_PER_BLOCK, SchedulerConfig
 from engine.machine.facts import BUS_RATE
-from engine.machine.folders import expand, user_folder
 from engine.models.hub import OWN, TRANSFORMERS
 from engine.profiling.cache_costs import CacheTiers
 from engine.profiling.calibration import INSIDE_STRING, load_or_measure, load_profile
@@ -108,12 +107,6 @@ def profile_key(plan: LaunchPlan) -> ProfileKey:
         str(plan.limits.padding),
         str(plan.limits.reach),
     )
-
-
-def profile_folder(config: EngineConfig) -> Path:
-    if config.profile_dir:
-        return expand(config.profile_dir, "--profile-dir")
-    return user_folder("cache", "--profile-dir") / "profiles"
 
 
 def _join(config: EngineConfig, plan: LaunchPlan, runner: Runner[Any], say: Callable[[str], None]) -> Engine:
@@ -204,6 +197,7 @@ def _info(plan: LaunchPlan, scheduler: SchedulerConfig, sampling: SamplingDefaul
         sampling=sampling,
         scores_prompts=plan.implementation == OWN and plan.ranks == 1,
         adapters=tuple(each.name for each in plan.adapters),
+        fallbacks=plan.faults,
         shares_prefixes=scheduler.enable_prefix_caching,
     )
 

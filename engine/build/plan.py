@@ -15,6 +15,7 @@ from engine.execution.backend import Backend
 from engine.execution.offload import plan_offload
 from engine.execution.plan import FLOAT8, STORED_FLOATS, STORED_INTEGERS, LaunchPlan
 from engine.limits import BLOCK_SIZE, Limits
+from engine.machine.folders import expand, user_folder
 from engine.models.hub import OWN, TRANSFORMERS, Choice, cached_folder, choose, is_hub_id, resolve_model_folder
 from engine.models.lora import plan_adapter
 from engine.models.packing import Packing
@@ -43,8 +44,14 @@ def local_config(config: EngineConfig) -> EngineConfig | None:
     return None if folder is None else replace(config, model=str(folder), revision=None)
 
 
-def plan_launch(config: EngineConfig) -> LaunchPlan:
-    """Decide how a configuration runs on this machine. Raise ConfigError if it cannot run."""
+def profile_folder(config: EngineConfig) -> Path:
+    if config.profile_dir:
+        return expand(config.profile_dir, "--profile-dir")
+    return user_folder("cache", "--profile-dir") / "profiles"
+
+
+def plan_launch(config: EngineConfig, *, beside: bool = False) -> LaunchPlan:
+    """Decide how a configuration runs on this machine. Raise ConfigError if it cannot run. `beside`: see LaunchPlan."""
     folder = resolve_model(config)
     choice = choose(folder, config.model_impl)
     spec = choice.shape
@@ -56,7 +63,8 @@ def plan_launch(config: EngineConfig) -> LaunchPlan:
     whole, spec = _divided(config, choice, backend)
     _check_model(config, choice, backend, dtype)
     by = f"transformers' modules run {spec.architecture}: {choice.why}" if foreign else None
-    refusal = backend.refusal(spec, dtype)
+    by_kernels = config.kernels != "torch"
+    refusal = backend.refusal(spec, dtype) if by_kernels else None
     slow = f"slow attention by torch's own operators: {refusal}" if refusal else None
     quantization, unrounded = _quantization(config, choice, backend), None
     if quantization == STORED_FLOATS:
@@ -86,6 +94,9 @@ def plan_launch(config: EngineConfig) -> LaunchPlan:
         memory_utilization=config.gpu_memory_utilization,
         droppable=config.overload == "drop",
         ranks=config.tensor_parallel_size,
+        by_kernels=by_kernels,
+        graphs=config.kernels == "auto",
+        beside=beside,
         whole=whole,
         notes=tuple(filter(None, (by, *spec.notes, note, slow, unrounded, *_notes(spec, max_model_len)))),
     )

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from engine.build.memory import gib, host_bytes, with_cache
-from engine.build.plan import plan_launch
+from engine.build.plan import plan_launch, profile_folder
 from engine.config import EngineConfig
 from engine.errors import ConfigError, ModelLoadError
 from engine.execution import backend as backends
@@ -94,6 +94,7 @@ def _make_runner(
     adapted = _load_adapters(plan, weights)
     if seat is not None:
         seat.reached(LOADED)
+    plan = backend.check_kernels(config, plan, weights, profile_folder(config), say)
     plan = with_cache(plan, config, backend.cache_bytes(plan, weights), group)
     if plan.host_units and config.swap_space is None:
         say(f"{gib(host_bytes(plan))} of host memory extend the cache; set --swap-space to change this")
@@ -112,7 +113,7 @@ def _compare_kernels(plan: LaunchPlan, group: RankGroup) -> None:
     """Raise ConfigError if ranks use different kernels, because the summed tensors would differ in type and stride."""
     own = zlib.crc32(plan.kernels.encode())
     if group.least((own, -own)) != [own, -own]:
-        raise ConfigError(f"ranks use different kernels (the first rank: {plan.kernels}); set --cpu-kernels torch")
+        raise ConfigError(f"ranks use different kernels (the first rank: {plan.kernels}); set --kernels torch")
 
 
 def _load_adapters(plan: LaunchPlan, weights: ModelWeights | TransformersModel) -> list[dict[Site, Delta]]:
@@ -133,7 +134,7 @@ def _load(
         return load_weights(whole, plan.folder, **common, gather=gather, stored=plan.stored, shard=shard)
     model = load_model(plan.spec, plan.folder, **common)
     if config.self_test:
-        _refuse(plan, test_modules(model, backend.module_attention(model, TEST_LIMITS)[0]))
+        _refuse(plan, test_modules(model, backend.module_attention(model, TEST_LIMITS, by_kernels=plan.by_kernels)[0]))
     return model
 
 

@@ -2,6 +2,7 @@
 """Backends: kinds of devices and the runners of models on them. A new one is a folder and a row in `find_backend`."""
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, Protocol
 
 from engine.config import EngineConfig
@@ -111,6 +112,17 @@ class Backend(Protocol):
     ) -> tuple[LaunchPlan, MakeLinear]:
         """Set up the process before weights are loaded; return the updated plan and the maker of linear layers."""
 
+    def check_kernels(
+        self,
+        config: EngineConfig,
+        plan: LaunchPlan,
+        weights: ModelWeights | TransformersModel,
+        folder: Path,
+        say: Callable[[str], None],
+    ) -> LaunchPlan:
+        """Return the plan with replacements for kernels that fail on this device. `folder` stores results."""
+        return plan
+
     def make_runner(
         self,
         config: EngineConfig,
@@ -119,7 +131,9 @@ class Backend(Protocol):
     ) -> tuple[Runner[Any], LaunchPlan]:
         """Return the runner of the plan, and the plan with measured values. Raises ConfigError."""
 
-    def module_attention(self, model: TransformersModel, limits: Limits) -> tuple[MakeAttention | None, str]:
+    def module_attention(
+        self, model: TransformersModel, limits: Limits, *, by_kernels: bool = True
+    ) -> tuple[MakeAttention | None, str]:
         """Return the attention for transformers modules (None: their own, or torch), and a name for it."""
         return None, ""
 

@@ -5,6 +5,7 @@ gets the share `gpu_memory_utilization` of the device minus weights and the peak
 additional memory from the same budget. The host tier has its own size in bytes.
 """
 
+import gc
 from collections.abc import Callable
 
 import torch
@@ -118,10 +119,12 @@ def cpu_cache_bytes(available: int | None = None) -> int:
 
 def cuda_cache_bytes(device: torch.device, utilization: float, profile: Callable[[], object]) -> int:
     """Return the bytes for the cache on a CUDA device that holds the weights. `profile` runs the largest step once."""
+    gc.collect()  # a device for a check or a rehearsal is a cycle of references
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(device)
     profile()
     torch.cuda.synchronize(device)
+    gc.collect()
     peak = torch.cuda.max_memory_allocated(device)
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)

@@ -39,6 +39,11 @@ class LaunchPlan:
         implementation: "own" or "transformers".
         int8_cache: Whether K and V are stored in 8 bits.
         droppable: Whether layers can be released temporarily for more units (`engine.execution.stages`).
+        by_kernels: Whether our GPU kernels may run the model.
+        twins: Operations that run by torch twins of their kernels.
+        graphs: Whether steps may run from CUDA graphs.
+        faults: Why, one line per fault of the check of kernels.
+        beside: Another engine holds the device's memory and releases it before this one starts.
         whole: The model if `spec` is a part of it; None with one rank.
     """
 
@@ -66,6 +71,11 @@ class LaunchPlan:
     adapters: tuple[AdapterPlan, ...] = ()
     adapter_bytes: int = 0
     ranks: int = 1
+    by_kernels: bool = True
+    twins: tuple[str, ...] = ()
+    graphs: bool = True
+    faults: tuple[str, ...] = ()
+    beside: bool = False
     whole: ModelSpec | None = None
 
     @property

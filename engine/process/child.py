@@ -76,7 +76,7 @@ def prepare(launch: frames.Launch) -> frames.Planned:
     importing.join()
     if launch.spare:
         return frames.Planned("", ())
-    return _planned(importlib.import_module("engine.build").plan_launch(config))
+    return _planned(importlib.import_module("engine.build").plan_launch(config, beside=True))
 
 
 def _import_quietly() -> None:

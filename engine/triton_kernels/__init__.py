@@ -1,10 +1,10 @@
-"""Triton kernels, one operation per file, each with a torch twin of the same signature in `benchmarks.gpu.twins`."""
+"""Triton kernels, one operation per file, each with a torch twin of the same signature in `twins`."""
 
 from importlib import import_module
 from types import ModuleType
 
 Kernels = ModuleType
-"""`engine.triton_kernels.kernels`, or a module of twins: the functions that a backend calls by name."""
+"""`engine.triton_kernels.kernels`, the twins, or a mix: the functions that a backend calls by name."""
 
 
 def triton_kernels() -> Kernels:

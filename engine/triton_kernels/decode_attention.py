@@ -3,7 +3,7 @@
 
 The query heads that share a KV head are packed into one tile, so that K and V are read once per group. A program takes
 one split of one context from the work list. The program that finishes last in a group of splits merges the partial
-results of the group; the order of the sum does not depend on the program. Twin: benchmarks.gpu.twins.
+results of the group; the order of the sum does not depend on the program. Twin: engine.triton_kernels.twins.
 """
 
 import torch

@@ -5,7 +5,7 @@ One program draws one row, in integers: the share of a token is its weight relat
 2^-40, so that sums of shares are exact in any order. The same seed gives the same token in any batch, and a token with
 share zero is never drawn. Top-k and top-p find the lowest admitted logit by bisection instead of a sort. Each pass over
 the row, which stays in the L2 cache, sums the logits at or above a pivot and moves the bounds to existing logits.
-Equal logits therefore stay together, and the result equals that of sorting. Twin: benchmarks.gpu.twins.
+Equal logits therefore stay together, and the result equals that of sorting. Twin: engine.triton_kernels.twins.
 """
 
 import torch

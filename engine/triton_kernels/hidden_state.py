@@ -5,7 +5,7 @@ copies of whole units, in the pool or between the pool and a staging buffer.
 The state of a token takes the first `hidden_size` elements of its row in the slice (kv_heads * head_dim elements, never
 fewer where hidden state is offered). cuBLAS projects the gathered state to K and V, and
 engine.triton_kernels.rope_cache_write stores the result. A unit is contiguous over all layers, so a batch of swaps
-needs one launch to the staging buffer and one transfer. Twin: benchmarks.gpu.twins.
+needs one launch to the staging buffer and one transfer. Twin: engine.triton_kernels.twins.
 """
 
 import torch

@@ -3,7 +3,7 @@
 
 The adapter of a row and the address and rank of its matrices are read from device memory, so that one captured graph
 serves all adapters. The kernels suit few rows, as in decode: every program reads the matrices for one row. Twin:
-benchmarks.gpu.twins.
+engine.triton_kernels.twins.
 """
 
 import torch

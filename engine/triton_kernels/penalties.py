@@ -1,6 +1,6 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
 """Edits of logits: tokens that a grammar forbids, and repetition, frequency and presence penalties. Twin:
-benchmarks.gpu.twins.
+engine.triton_kernels.twins.
 
 `history [rows, vocab]` int32 has a row per request. A value is twice the count of the token in the answer, plus 1 if
 the token occurs in the prompt.

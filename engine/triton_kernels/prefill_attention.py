@@ -5,7 +5,7 @@ Chunks can have any length, also one token, so that a mixed step needs no other 
 head of the group) pairs: with grouped heads a short chunk still fills a tile, and the causal edge is short. Tiles of
 cached tokens visible to every row run without a mask; only the last tiles need one. A short chunk after a long context
 has too few tiles to fill the device, so each tile is split over its cached tokens. A second kernel merges the splits by
-token and head; a merge by the last split would take longer over all rows of a tile. Twin: benchmarks.gpu.twins.
+token and head; a merge by the last split would take longer over all rows of a tile. Twin: engine.triton_kernels.twins.
 """
 
 import triton

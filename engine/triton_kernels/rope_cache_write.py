@@ -3,7 +3,7 @@
 
 One pass over the projections of a step: Q is changed in place; rotated K and unchanged V are written to the slices in
 their block tables. Without `q`, the kernel is the second half of a restore from hidden state. Half-split ("neox")
-layout; the rotary dimensions may be fewer than those of a head, or none. Twin: benchmarks.gpu.twins.
+layout; the rotary dimensions may be fewer than those of a head, or none. Twin: engine.triton_kernels.twins.
 """
 
 import torch

@@ -1,6 +1,6 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
 """Start and end of a step: token ids to hidden state; soft-capped logits; and sampled tokens to the buffers from which
-the next step reads them. Twin: benchmarks.gpu.twins."""
+the next step reads them. Twin: engine.triton_kernels.twins."""
 
 import torch
 import triton

@@ -143,7 +143,7 @@ def _decided(build: Any, config: EngineConfig, plan: Any, found: dict[str, FlagV
     if plan.device == "cpu":
         origin = "OMP_NUM_THREADS" if "OMP_NUM_THREADS" in os.environ else "at most one per core; a start measures"
         found["threads"] = FlagValue(openmp.num_threads(config, os.environ), origin)
-        found["cpu_kernels"] = FlagValue(
+        found["kernels"] = FlagValue(
             plan.kernels, "measured: the native kernels pass their test" if "native" in plan.kernels else "torch"
         )
 

@@ -24,6 +24,7 @@ REMOVED: dict[str, str] = {
     "--allowed-lora-dir": "name the adapters at start with --lora",
     "--chunked-prefill": "leave it out: prompts always run in chunks",
     "--block-size": "leave it out: a cache block is 16 tokens",
+    "--cpu-kernels": "use --kernels",
     "--disk-dir": "use --swap-space for the cache of chats",
     "--disk-space": "use --swap-space for the cache of chats",
     "--engine-process": "leave it out: the engine always runs in a process of its own",

@@ -91,7 +91,7 @@ class CpuBackend(Backend):
         if plan.offload is not None and config.hidden_cache:
             say("steps run by torch operators, because projections of hidden state are parts of streamed weights")
             return plan, make_linear
-        if config.cpu_kernels == "torch":
+        if config.kernels == "torch":
             return plan, _by_torch(plan)
         int8 = plan.quantization != "none"
         native = start(
@@ -161,7 +161,7 @@ def _runs_natively(config: EngineConfig) -> bool:
     They read half the bytes and compute in float32, so that half precision is the faster type on any processor. Steps
     from hidden state use torch, which is slow in half precision.
     """
-    if config.cpu_kernels != "auto":
+    if config.kernels == "torch":
         return False
     return not config.hidden_cache and not isinstance(load(), str)
 

@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache, partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,10 +23,11 @@ from engine.execution.cpu.device import TorchDevice
 from engine.execution.cpu.transformers_device import MakeAttention, TransformersDevice
 from engine.execution.cuda.buffers import HeadSizes
 from engine.execution.cuda.device import CudaDevice
+from engine.execution.cuda.kernel_check import check_kernels, remembered, with_twins
 from engine.execution.cuda.mapped_layers import MappedLayers
 from engine.execution.cuda.modules import KernelAttention
 from engine.execution.cuda.pinned_weights import PinnedWeights
-from engine.execution.cuda.shapes import GRAPH_TOKENS, Buckets, decode_buckets, mixed_buckets
+from engine.execution.cuda.shapes import Buckets, decode_buckets, graph_bytes, mixed_buckets
 from engine.execution.cuda.swap import staging_units
 from engine.execution.cuda.virtual_memory import Memory
 from engine.execution.cuda.virtual_memory import refusal as mapping_refusal
@@ -45,11 +47,10 @@ from engine.models.spec import ModelShape, ModelSpec
 from engine.models.transformers_model import TransformersModel
 from engine.models.transformers_shape import probe
 from engine.models.weights import Gather, LayerWeights, ModelWeights, ResidentLayers, torch_dtype
-from engine.triton_kernels import triton_kernels
+from engine.triton_kernels import Kernels, triton_kernels
 
 log = logging.getLogger("tidemill.engine")
 
-_GRAPH_BYTES = 16 * 1024**2  # estimate of the driver's memory for a graph of a few hundred kernels
 _STEP_BYTES = 2**30  # estimate of a step's memory besides weights and cache
 _OLDEST_ARCH = (8, 0)
 _SMALLEST_HEAD, _LARGEST_GROUP = 16, 64  # limits of a tensor core product, and of decode tiles without spills
@@ -75,6 +76,8 @@ class CudaBackend(Backend):
     def config_refusal(self, config: EngineConfig) -> str | None:
         if config.quantization == "int8":
             return "--quantization int8 is not supported on a GPU; set --device cpu, or --quantization fp8"
+        if config.kernels == "torch" and config.overload == "drop":
+            return "--kernels torch cannot be combined with --overload drop on a GPU; remove one of them"
         if config.hidden_cache and parse_offload(config.offload_weights) is not None:
             return "--offload-weights cannot be combined with --overload hidden on a GPU; remove one of them"
         return None
@@ -92,6 +95,10 @@ class CudaBackend(Backend):
         refusal = kernel_refusal(HeadSizes.of(spec), torch_dtype(dtype), torch.cuda.get_device_capability())
         return refusal or launch_refusal()
 
+    def _refusal_of(self, plan: LaunchPlan) -> str | None:
+        """Return why torch operators run the model of this plan; None if kernels do."""
+        return self.refusal(plan.spec, plan.dtype) if plan.by_kernels else "--kernels torch"
+
     def float8_refusal(self) -> str | None:
         found = torch.cuda.get_device_capability()
         return None if found >= float8.OLDEST_ARCH else f"compute capability {found[0]}.{found[1]} is older than 8.9"
@@ -103,8 +110,7 @@ class CudaBackend(Backend):
 
     def cache_bytes(self, plan: LaunchPlan, weights: ModelWeights | TransformersModel | None) -> int:
         if weights is None:
-            free, total = torch.cuda.mem_get_info()
-            return int(total * plan.memory_utilization) - (total - free) - plan.held_bytes - _STEP_BYTES
+            return _room(plan) - plan.held_bytes
         if isinstance(weights, TransformersModel):
             model, limits = weights, plan.limits
             return memory.cuda_cache_bytes(
@@ -112,15 +118,13 @@ class CudaBackend(Backend):
                 plan.memory_utilization,
                 lambda: model.rehearse(limits.max_num_batched_tokens, limits.max_num_seqs),
             )
-        if self.refusal(plan.spec, plan.dtype) is None:
+        if self._refusal_of(plan) is None:
             return _room_beside_graphs(plan, weights)
         device, decoder = weights.embedding.device, Decoder(plan.own, weights)
         return memory.cuda_cache_bytes(device, plan.memory_utilization, lambda: _largest_step(decoder, plan))
 
     def weight_room(self, plan: LaunchPlan) -> int:
-        free, total = torch.cuda.mem_get_info()
-        room = int(total * plan.memory_utilization) - (total - free) - _STEP_BYTES
-        return int(room * memory.WEIGHT_SHARE)
+        return int(_room(plan) * memory.WEIGHT_SHARE)
 
     def transport(self, plan: LaunchPlan) -> PinnedWeights:
         assert plan.offload is not None
@@ -145,11 +149,12 @@ class CudaBackend(Backend):
     def adapted_steps(self, _plan: LaunchPlan) -> str:
         return "without CUDA graphs in steps with a prompt"
 
-    def fingerprint(self, _plan: LaunchPlan) -> str:
-        return torch.cuda.get_device_name()
+    def fingerprint(self, plan: LaunchPlan) -> str:
+        how = ("" if plan.graphs else ", without graphs") + "".join(f", torch's {name}" for name in plan.twins)
+        return torch.cuda.get_device_name() + (how if plan.by_kernels else ", torch operators")
 
     def padding(self, plan: LaunchPlan) -> Padding:
-        if not isinstance(plan.spec, ModelSpec) or self.refusal(plan.spec, plan.dtype) is not None:
+        if not isinstance(plan.spec, ModelSpec) or self._refusal_of(plan) is not None:
             return NO_PADDING  # transformers modules and torch operators run every step unpadded
         limits = plan.limits
         decode, mixed = decode_buckets(limits.max_num_seqs), mixed_buckets(limits.max_num_batched_tokens)
@@ -160,7 +165,35 @@ class CudaBackend(Backend):
     ) -> tuple[LaunchPlan, MakeLinear]:
         if plan.quantization == "none":
             return plan, make_linear
-        return plan, float8_layers(keeps_floats=plan.quantization == STORED_FLOATS)
+        return plan, float8_layers(keeps_floats=plan.quantization == STORED_FLOATS, by_kernels=plan.by_kernels)
+
+    def check_kernels(
+        self,
+        config: EngineConfig,
+        plan: LaunchPlan,
+        weights: ModelWeights | TransformersModel,
+        folder: Path,
+        say: Callable[[str], None],
+    ) -> LaunchPlan:
+        """See Backend. Ranks are not checked, because each would find its own faults."""
+        skips = plan.ranks > 1 or not config.self_test or isinstance(weights, TransformersModel)
+        if skips or self._refusal_of(plan) is not None:
+            return plan
+        assert isinstance(weights, ModelWeights)
+        graphs = plan.graphs and not weights.layers.streamed
+        host, scratch = min(plan.host_units, 2), min(plan.scratch_blocks, 2)
+
+        def make(spec: ModelSpec, limits: Limits, kernels: Kernels, graphs: bool) -> CudaDevice:
+            small = replace(plan, spec=spec, limits=limits)
+            return _device(small, weights, graphs=graphs, kernels=kernels, host_units=host, scratch_blocks=scratch)
+
+        faults = remembered(
+            folder, (plan.own, plan.precision, plan.limits, graphs, host, scratch, bool(plan.adapters)),
+            lambda: check_kernels(plan.own, plan.limits, triton_kernels(), make, graphs=graphs),
+        )  # fmt: skip
+        for line in faults.lines:
+            say(line)
+        return replace(plan, twins=tuple(faults.kernels), graphs=plan.graphs and not faults.graphs, faults=faults.lines)
 
     def make_runner(
         self,
@@ -173,12 +206,12 @@ class CudaBackend(Backend):
         torch.set_num_threads(1)
         hidden, host = plan.scratch_blocks, plan.host_units
         if isinstance(weights, TransformersModel):
-            attention, how = self.module_attention(weights, plan.limits)
+            attention, how = self.module_attention(weights, plan.limits, by_kernels=plan.by_kernels)
             log.debug("attention of transformers modules by %s, without CUDA graphs", how)
             foreign = TransformersDevice.of(weights, plan, attention)
             return Runner(foreign), replace(plan, state_slots=foreign.state_slots)
-        if self.refusal(plan.spec, plan.dtype) is None:
-            graphs = not weights.layers.streamed  # a graph would have to include the copies of weights
+        if self._refusal_of(plan) is None:
+            graphs = plan.graphs and not weights.layers.streamed  # a graph would have to include the copies of weights
             pool: dict[str, Any] = {"scratch_blocks": hidden, "host_units": host}
             if isinstance(layers := weights.layers, MappedLayers):
                 pool |= {"spare_bytes": layers.spare_bytes, "reserve": layers.reserve}
@@ -187,8 +220,12 @@ class CudaBackend(Backend):
         device = TorchDevice(decoder, plan.limits, scratch_blocks=hidden, host_units=host, cell_type=plan.cell_type)
         return Runner(device), plan
 
-    def module_attention(self, model: TransformersModel, limits: Limits) -> tuple[MakeAttention | None, str]:
+    def module_attention(
+        self, model: TransformersModel, limits: Limits, *, by_kernels: bool = True
+    ) -> tuple[MakeAttention | None, str]:
         """See Backend."""
+        if not by_kernels:
+            return None, "torch operators"
         seen, _ = probe(model.module)
         calls = [(HeadSizes(each.heads, each.kv_heads, *each.widths), each.manner) for each in seen]
         dtype, capability = model.like.dtype, torch.cuda.get_device_capability()
@@ -229,13 +266,13 @@ def kernel_refusal(heads: HeadSizes, dtype: torch.dtype, capability: tuple[int, 
     return None
 
 
-def float8_layers(*, keeps_floats: bool = False) -> MakeLinear:
+def float8_layers(*, keeps_floats: bool = False, by_kernels: bool = True) -> MakeLinear:
     """Return a maker of 8-bit float layers, with kernels for the rounding of inputs if Triton works.
 
     `keeps_floats`: only for weights that are stored in 8-bit floats.
     """
     rounding = float8.BY_TORCH
-    if launch_refusal() is None:
+    if by_kernels and launch_refusal() is None:
         kernels = importlib.import_module("engine.triton_kernels.round_rows")
         rounding = float8.Rounding(kernels.round_rows, kernels.scale_rows)
     return partial(float8.make_float8, rounding=rounding, keeps_floats=keeps_floats)
@@ -258,15 +295,18 @@ def launch_refusal() -> str | None:
     return None
 
 
-def graph_bytes(num_shapes: int, step_bytes: int, max_tokens: int) -> int:
-    """Return the memory of the graphs: `step_bytes` of the largest step, scaled to the largest graph, shared by all."""
-    largest = min(max_tokens, GRAPH_TOKENS)
-    return num_shapes * _GRAPH_BYTES + -(-step_bytes * largest // max_tokens)
+def _room(plan: LaunchPlan) -> int:
+    """Return the device memory for weights and cache before either is loaded."""
+    free, total = torch.cuda.mem_get_info()
+    return int(total * plan.memory_utilization) - (0 if plan.beside else total - free) - _STEP_BYTES
 
 
-def _device(plan: LaunchPlan, weights: ModelWeights, *, graphs: bool, **pool: Any) -> CudaDevice:
+def _device(
+    plan: LaunchPlan, weights: ModelWeights, *, graphs: bool, kernels: Kernels | None = None, **pool: Any
+) -> CudaDevice:
+    kernels = kernels or with_twins(triton_kernels(), plan.twins)
     return CudaDevice(
-        plan.own, weights, triton_kernels(), plan.limits, graphs=graphs, cell_type=plan.cell_type,
+        plan.own, weights, kernels, plan.limits, graphs=graphs, cell_type=plan.cell_type,
         adapted=bool(plan.adapters), **pool,
     )  # fmt: skip
 
@@ -292,8 +332,8 @@ def _room_beside_graphs(plan: LaunchPlan, weights: ModelWeights) -> int:
     stored = plan.cell_type or weights.embedding.dtype
     unit = memory.unit_bytes(plan.spec, limits.block_size, stored)
     staging = staging_units(plan.host_units, unit) * unit
-    if weights.layers.streamed:
-        return room - staging  # steps with streamed weights run without graphs
+    if weights.layers.streamed or not plan.graphs:
+        return room - staging  # eager steps
     return room - staging - graph_bytes(num_shapes, step_bytes, limits.max_num_batched_tokens)
 
 

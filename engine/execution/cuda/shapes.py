@@ -9,6 +9,9 @@ from dataclasses import dataclass
 GRAPH_TOKENS = 2048
 """Maximum number of tokens of a step with a graph; kernels of larger steps are long enough to hide their launches."""
 
+_GRAPH_BYTES = 16 * 1024**2
+"""Estimate of the driver's memory for a graph of a few hundred kernels."""
+
 
 @dataclass(frozen=True, slots=True, order=True)
 class PaddedShape:
@@ -41,6 +44,12 @@ def mixed_buckets(max_num_batched_tokens: int) -> list[int]:
     sizes = [16, 32, *range(64, 641, 64), *range(768, 1025, 128), *range(1280, GRAPH_TOKENS + 1, 256)]
     limit = min(max_num_batched_tokens, GRAPH_TOKENS)
     return [size for size in sizes if size < limit] + [limit]
+
+
+def graph_bytes(num_shapes: int, step_bytes: int, max_tokens: int) -> int:
+    """Return the memory of the graphs: `step_bytes` of the largest step, scaled to the largest graph, shared by all."""
+    largest = min(max_tokens, GRAPH_TOKENS)
+    return num_shapes * _GRAPH_BYTES + -(-step_bytes * largest // max_tokens)
 
 
 class Buckets:

@@ -1,11 +1,12 @@
-"""Twins of the Triton kernels in torch, to test the kernels and to run the CUDA device on a CPU.
+"""Twins of the Triton kernels in torch, which check the kernels and replace those that fail on a card.
 
-The module has the functions of `engine.triton_kernels.kernels` with the same parameters. Twins that read and write a
-paged pool are written for clarity: one request and one token at a time, in float32 (float64 stays float64). They read
-requests and chunks from a work list, never the kernels' items, so that a wrong split shows as a difference.
+The module has the functions of `engine.triton_kernels.kernels` with the same parameters. Attention takes one request at
+a time, in float32 (float64 stays float64). It reads requests and chunks from a work list, never the kernels' items, so
+that a wrong split shows as a difference. The twins in WAITING wait for the device, which a CUDA graph cannot.
 """
 
 import ctypes
+from types import SimpleNamespace
 
 import torch
 from torch import Tensor
@@ -32,6 +33,10 @@ __all__ = [
     "lora_add", "penalise", "prefill_attention", "rms_norm", "rms_norm_rounded", "rope_cache_write",
     "silu_and_mul", "silu_and_mul_rounded", "softcap", "token_mask", "unit_copy",
 ]  # fmt: skip
+
+WAITING = frozenset(("decode_attention", "lora_add", "prefill_attention", "rope_cache_write"))
+_QUERIES = 64
+"""Queries that attend at once, which limits the memory of their scores."""
 
 
 def rounded(x: Tensor, scale: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -121,7 +126,7 @@ def decode_attention(
             continue
         first = max(0, length - window) if window else 0
         k, v = _gather(pool, [table[row] for table in tables], first, length, layer, out.shape[2])
-        out[index] = _attend(q[index], k, v, manner).to(out.dtype)
+        out[index] = _attend(q[index, None], k, v, manner)[0].to(out.dtype)
 
 
 def prefill_attention(
@@ -140,10 +145,12 @@ def prefill_attention(
     for row, first, length, position in work.chunks.tolist():
         oldest, end = max(0, position + 1 - window) if window else 0, position + length
         k, v = _gather(pool, [table[row] for table in tables], oldest, end, layer, out.shape[2])
-        for token in range(length):
-            end = position + token + 1
-            seen = slice(max(0, end - window) - oldest if window else 0, end - oldest)
-            out[first + token] = _attend(q[first + token], k[seen], v[seen], manner).to(out.dtype)
+        keys = torch.arange(oldest, end, device=q.device)
+        for begin in range(0, length, _QUERIES):
+            some = slice(first + begin, first + min(begin + _QUERIES, length))
+            at = torch.arange(position + begin, position + begin + len(q[some]), device=q.device)[:, None]
+            seen = (keys <= at) & (keys > at - window) if window else keys <= at
+            out[some] = _attend(q[some], k, v, manner, seen).to(out.dtype)
 
 
 def _gather(
@@ -177,17 +184,20 @@ def _cells(pool: Tensor, width: int) -> Tensor:
     return pool.as_strided(shape, stride, pool.storage_offset())
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, manner: Manner) -> Tensor:
-    """Attend q [heads, head_dim] to k, v [tokens, kv_heads, head_dim]."""
+def _attend(q: Tensor, k: Tensor, v: Tensor, manner: Manner, seen: Tensor | None = None) -> Tensor:
+    """Attend q [n, heads, head_dim] to k, v [tokens, kv_heads, head_dim], of which `seen [n, tokens]` are visible."""
     wide = torch.promote_types(q.dtype, torch.float32)
-    group = q.shape[0] // k.shape[1]
+    group = q.shape[1] // k.shape[1]
     k, v = (value.to(wide).repeat_interleave(group, dim=1) for value in (k, v))
-    scores = torch.einsum("hd,thd->ht", q.to(wide), k) * (q.shape[1] ** -0.5 if manner.scale is None else manner.scale)
+    scale = q.shape[2] ** -0.5 if manner.scale is None else manner.scale
+    scores = torch.einsum("nhd,thd->nht", q.to(wide), k) * scale
     if manner.softcap:
         scores = manner.softcap * torch.tanh(scores / manner.softcap)
+    if seen is not None:
+        scores = scores.masked_fill(~seen[:, None], -torch.inf)
     if manner.sinks is not None:
-        scores = torch.cat((scores, manner.sinks.to(wide)[:, None]), dim=-1)
-    return torch.einsum("ht,thd->hd", scores.softmax(dim=-1)[:, : len(k)], v)
+        scores = torch.cat((scores, manner.sinks.to(wide)[:, None].expand(len(q), -1, 1)), dim=-1)
+    return torch.einsum("nht,thd->nhd", scores.softmax(dim=-1)[..., : len(k)], v)
 
 
 def hidden_write(
@@ -216,19 +226,22 @@ def unit_copy(source: Tensor, target: Tensor, pairs: Tensor) -> None:
 
 
 def lora_add(x: Tensor, y: Tensor, slots: Tensor, table: Tensor, _partial: Tensor) -> None:
-    """Add b (a x[i]) to y[i]; row slots[i] of the table holds the host addresses of the matrices."""
+    """Add b (a x[i]) to y[i]; row slots[i] of the table holds the addresses of the matrices."""
     for slot in set(slots.tolist()):
         at, to, rank = table[slot].tolist()
         if rank:
             places = (slots == slot).nonzero().flatten()
-            a, b = _at(at, (rank, x.shape[1]), x.dtype), _at(to, (y.shape[1], rank), x.dtype)
+            a, b = _at(at, (rank, x.shape[1]), x), _at(to, (y.shape[1], rank), x)
             y.index_add_(0, places, (x[places] @ a.t()) @ b.t())
 
 
-def _at(address: int, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
-    """Return the tensor at a host address."""
-    size = shape[0] * shape[1] * dtype.itemsize
-    return torch.frombuffer((ctypes.c_char * size).from_address(address), dtype=dtype).view(shape)
+def _at(address: int, shape: tuple[int, int], like: Tensor) -> Tensor:
+    """Return the tensor at an address, with the type and on the device of `like`."""
+    if like.is_cuda:
+        memory = {"data": (address, False), "shape": shape, "typestr": f"<i{like.itemsize}", "version": 3}
+        return torch.as_tensor(SimpleNamespace(__cuda_array_interface__=memory), device=like.device).view(like.dtype)
+    size = shape[0] * shape[1] * like.itemsize
+    return torch.frombuffer((ctypes.c_char * size).from_address(address), dtype=like.dtype).view(shape)
 
 
 def embed_tokens(
