@@ -18,8 +18,8 @@ from predictor.slo import SLO, SLOError
 
 USUAL_STEP, WIDE_STEP = (64, 512), (256, 2048)
 """Default maximum (requests, tokens) of a step."""
-WIDE_BYTES = 39 * 2**30
-"""Memory from which a GPU takes wide steps; cards sold with 40 GB have slightly less."""
+WIDE_CONTEXT = 256
+"""Tokens per request of a wide step for which a GPU must have memory beside the weights."""
 MAX_THREADS = 1024  # rejects a typing error that would exhaust the threads of the machine
 OVERLOADS = ("recompute", "hidden", "drop")
 _ADAPTER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,127}")
@@ -53,8 +53,8 @@ class EngineConfig:
     )
     kernels: str = _flag(
         "auto",
-        "operations of a step; auto: our kernels if they pass their test; no-graphs: and no CUDA graphs on a GPU; torch: "
-        "torch operators",
+        "operations of a step; auto: our kernels if they pass their test; no-graphs: on a GPU without CUDA graphs; "
+        "torch: torch operators",
         ("auto", "no-graphs", "torch"),
     )
     quantization: str = _flag(
@@ -80,10 +80,10 @@ class EngineConfig:
     num_gpu_blocks_override: int | None = _flag(None, "size of the cache in blocks of KV, also on a CPU")
     gpu_memory_utilization: float = _flag(0.9, "share of the device's memory for weights and cache")
     max_num_seqs: int | None = _flag(
-        None, "maximum requests in a step (default: 64; 256 on a GPU of 40 GB, or if weights stream)"
+        None, "maximum requests in a step (default: 64; 256 on a GPU with room for them, or if weights stream)"
     )
     max_num_batched_tokens: int | None = _flag(
-        None, "maximum tokens in a step (default: 512; 2048 on a GPU of 40 GB, or if weights stream)"
+        None, "maximum tokens in a step (default: 512; 2048 on a GPU with room for 256 requests, or if weights stream)"
     )
     max_queue_time: str = _flag(
         DEFAULT_QUEUE,
@@ -165,6 +165,11 @@ def step_limits(config: EngineConfig, *, wide: bool = False) -> tuple[int, int]:
     if config.max_num_batched_tokens is not None:
         return min(seqs, config.max_num_batched_tokens), config.max_num_batched_tokens
     return seqs, tokens
+
+
+def is_wide(room: int, max_model_len: int) -> bool:
+    """Return whether `room` tokens of cache suffice for the requests of a wide step."""
+    return room >= WIDE_STEP[0] * min(WIDE_CONTEXT, max_model_len)
 
 
 def scheduler_settings(config: EngineConfig, **resolved: Any) -> SchedulerConfig:

@@ -13,8 +13,9 @@ from driver import outputs_of
 
 from engine.api import EngineRequest, FinishReason, SamplingParams
 from engine.build import build_engine, build_runner, plan_launch, profile_key, resolve_model
-from engine.config import EngineConfig, scheduler_settings, step_limits
+from engine.config import USUAL_STEP, WIDE_STEP, EngineConfig, scheduler_settings, step_limits
 from engine.errors import ConfigError, ModelLoadError
+from engine.execution import backend as backends
 from engine.execution import memory
 from engine.execution.cpu.native import is_built
 from engine.execution.cpu.native.watched import NativeRunner
@@ -328,9 +329,12 @@ def test_what_is_said_of_a_step_is_kept(said: dict[str, int], usual: tuple[int, 
 
 def test_a_large_gpu_takes_wide_steps_and_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     backend = CudaBackend()
-    for gigabytes, is_wide in ((24e9, False), (42.3e9, True), (85e9, True)):
-        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda total=gigabytes: (int(total) // 2, int(total)))
-        assert backend.is_wide() is is_wide
+    monkeypatch.setattr(backends, "find_backend", lambda _name: backend)
+    monkeypatch.setattr(backend, "refusal", lambda *_: None)
+    for gib, is_wide in ((1.2, False), (3.0, True), (80.0, True)):  # at 0.9, beside 1 GiB for a step
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda total=gib: (int(total * 2**30),) * 2)
+        limits = plan_launch(replace(DEMO, dtype="float32", swap_space=0.0)).limits
+        assert (limits.max_num_seqs, limits.max_num_batched_tokens) == (WIDE_STEP if is_wide else USUAL_STEP)
     for free, host in ((8 * 2**30, 2 * 2**30), (512 * 2**30, 16 * 2**30), (0, 0)):
         monkeypatch.setattr(memory, "available_memory", lambda free=free: free)
         assert backend.swap_bytes() == host

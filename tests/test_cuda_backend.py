@@ -3,7 +3,10 @@
 import dataclasses
 import importlib
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -123,7 +126,7 @@ def test_the_cache_gets_what_step_and_graphs_leave(monkeypatch: pytest.MonkeyPat
     """The seam in engine.build, with the memory of a device made up: 3000 bytes for the largest step."""
     write_config(tmp_path, llama_config())
     config = EngineConfig(
-        model=str(tmp_path), device="cpu", dtype="float32", load_format="dummy", max_num_seqs=4,
+        model=str(tmp_path), device="cpu", dtype="float32", load_format="dummy", max_num_seqs=4, self_test=False,
         max_num_batched_tokens=64, max_model_len=64,
     )  # fmt: skip
     plan = plan_on_cpu(config)
@@ -161,7 +164,7 @@ def test_layers_that_can_be_dropped_are_the_pools_memory(monkeypatch: pytest.Mon
     )
     config = EngineConfig(
         model=str(tmp_path), device="cpu", dtype="float32", load_format="dummy", max_num_seqs=4, overload="drop",
-        max_num_batched_tokens=64, max_model_len=64, num_gpu_blocks_override=20,
+        self_test=False, max_num_batched_tokens=64, max_model_len=64, num_gpu_blocks_override=20,
     )  # fmt: skip
     monkeypatch.setattr(memory, "cuda_cache_bytes", lambda *_: 110_000_000)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
@@ -205,11 +208,53 @@ def test_why_a_gpu_cannot_drop_layers_is_said_before_weights_are_read(
 
 
 @pytest.mark.usefixtures("on_a_gpu")
+def test_a_kernel_that_fails_at_start_is_named_and_replaced(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The line is told, shown by /ready, and in the key of the latency profile; `torch` and `no-graphs` are obeyed."""
+    write_config(tmp_path, llama_config())
+    config = EngineConfig(
+        model=str(tmp_path), device="cpu", dtype="float32", load_format="dummy", max_num_seqs=4, max_model_len=64,
+        max_num_batched_tokens=64, num_gpu_blocks_override=20, profile_dir=str(tmp_path / "profiles"), swap_space=0.0,
+    )  # fmt: skip
+    wrong: Any = ModuleType("wrong")
+    vars(wrong).update({name: getattr(twins, name) for name in twins.__all__})
+    wrong.silu_and_mul = lambda x: 2 * twins.silu_and_mul(x)
+    monkeypatch.setattr(backend, "triton_kernels", lambda: wrong)
+    monkeypatch.setattr(memory, "cuda_cache_bytes", lambda *_: 110_000_000)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a card")
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (10**10, 10**10))
+    said: list[str] = []
+    config = replace(config, kernels="no-graphs")
+    runner, plan = build.build_runner(config, plan_on_cpu(config), said.append)
+    assert plan.twins == ("silu_and_mul",) and plan.faults == tuple(line for line in said if "the kernel" in line)
+    assert "torch's silu_and_mul" in backend.CudaBackend().fingerprint(plan)
+    new = NewRequest(0, "a", (1, 2, 3), 3, SamplingParams(max_tokens=2, temperature=0.0), _kv(0))
+    output = runner.launch(SchedulerOutput(0, (Chunk(0, 0, 3, True),), (new,)))()
+    assert output.token_ids == [int(reference_logits(runner.device.decoder, [1, 2, 3]).argmax())]
+    plan = replace(build.plan_launch(replace(config, kernels="torch")), device="cpu")
+    runner, plan = build.build_runner(replace(config, kernels="torch"), plan)
+    assert isinstance(runner.device, TorchDevice) and not plan.faults
+
+
+@pytest.mark.usefixtures("on_a_gpu")
+def test_a_plan_beside_the_engine_that_it_replaces_counts_its_memory(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The running engine has all but 7 of 80 GiB, and the host tier."""
+    write_config(tmp_path, llama_config())
+    config = EngineConfig(model=str(tmp_path), device="cpu", dtype="float32", load_format="dummy", swap_space=8.0)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (7 * 2**30, 80 * 2**30))
+    monkeypatch.setattr(memory, "available_memory", lambda: 2**30)
+    with pytest.raises(ConfigError):
+        build.plan_launch(config)
+    assert build.plan_launch(config, beside=True).cache_bytes > 60 * 2**30
+
+
+@pytest.mark.usefixtures("on_a_gpu")
 def test_what_the_kernels_refuse_torch_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """An old GPU: the largest step is measured without kernels, and the note says why it is slow."""
     write_config(tmp_path, llama_config())
     config = EngineConfig(
-        model=str(tmp_path), device="cpu", dtype="float32", load_format="dummy", max_num_seqs=4,
+        model=str(tmp_path), device="cpu", dtype="float32", load_format="dummy", max_num_seqs=4, self_test=False,
         max_num_batched_tokens=64, max_model_len=64,
     )  # fmt: skip
     steps = []
@@ -235,7 +280,7 @@ def test_scratch_and_host_tier_are_made_and_accounted_for(monkeypatch: pytest.Mo
     """A model with as many KV heads as heads, under a policy that may run from hidden state."""
     write_config(tmp_path, llama_config(num_key_value_heads=4))
     config = EngineConfig(
-        model=str(tmp_path), device="cpu", dtype="float32", load_format="dummy", max_num_seqs=4,
+        model=str(tmp_path), device="cpu", dtype="float32", load_format="dummy", max_num_seqs=4, self_test=False,
         max_num_batched_tokens=64, max_model_len=64, swap_space=0.01, online_policy="apt", overload="hidden",
     )  # fmt: skip
     plan = plan_on_cpu(config)
@@ -278,3 +323,18 @@ def test_every_step_up_to_the_largest_graph_is_padded_to_one(seqs: int, tokens: 
         for decodes in {0, total // 2, min(total, seqs)}:
             shape = buckets.fit(total, min(decodes, seqs))
             assert (shape in captured) is (total <= GRAPH_TOKENS) and shape.tokens >= total
+
+
+def test_a_gpu_without_a_working_driver_is_not_ignored(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """`auto` would load a model for a GPU into host memory. A build of torch for CPUs is a choice."""
+    (driver := tmp_path / "version").write_text("NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.183.01  Sun May\n")
+    monkeypatch.setattr("engine.machine.facts._DRIVER", driver)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    assert find_backend("auto").name == "cpu"
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    with pytest.raises(ConfigError, match=r"1 with driver 535\.183\.01, .* CUDA 13\.0; .* set --device cpu"):
+        find_backend("auto")
+    assert find_backend("cpu").name == "cpu"
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert find_backend("auto").name == "cpu"

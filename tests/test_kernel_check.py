@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 from tiny_models import model_folder
 
 from engine.execution.cuda.device import CudaDevice
-from engine.execution.cuda.kernel_check import KernelFaults, check_kernels
+from engine.execution.cuda.kernel_check import KernelFaults, check_kernels, remembered
 from engine.limits import Limits
 from engine.models.checkpoint import load_weights
 from engine.models.spec import ModelSpec, load_spec
@@ -81,9 +82,8 @@ def test_a_wrong_or_raising_kernel_is_named(name: str, fault: Callable[..., Any]
 
 def last_split_lost(right: Callable[..., Any], q: Any, pool: Any, work: Any, *args: Any, **options: Any) -> None:
     """Attend to all but the last 30 tokens."""
-    lengths = work.requests[:, 1]
-    before = lengths.copy() if not isinstance(lengths, torch.Tensor) else lengths.clone()
-    work.requests[:, 1] = (before - 30).clip(min=0) if not isinstance(before, torch.Tensor) else (before - 30).clamp(0)
+    before = work.requests[:, 1].clone()
+    work.requests[:, 1] = (before - 30).clamp(min=0)
     right(q, pool, work, *args, **options)
     work.requests[:, 1] = before
 

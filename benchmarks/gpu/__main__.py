@@ -12,12 +12,15 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from importlib.metadata import version
 from pathlib import Path
 
 import torch
 
 from benchmarks.gpu.setup import Setup, cuda_setup, tiny_setup
 from benchmarks.gpu.table import Row, failure, render, row_from_json
+from engine import __version__
+from engine.machine.facts import cuda_driver
 
 TOTAL_SECONDS = 570.0
 SECTIONS: dict[str, tuple[str, str, float]] = {
@@ -37,7 +40,7 @@ SECTIONS: dict[str, tuple[str, str, float]] = {
 }
 """name -> (module, function, limit in seconds)"""
 
-_MARK = "gpu-check-row "
+_MARK, _EQUAL = "gpu-check-row ", ": error"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -88,8 +91,21 @@ def describe(setup: Setup) -> dict[str, str]:
     """What the figures were measured on."""
     cuda = setup.device.type == "cuda"
     machine = torch.cuda.get_device_name(setup.device) if cuda else platform.processor() or platform.machine()
+    driver, triton = cuda_driver() or "unknown", version("triton") if cuda else "interpreted"
     date = time.strftime("%Y-%m-%d", time.gmtime())
-    return {"device": machine, "torch": torch.__version__, "python": platform.python_version(), "date": date}
+    versions = {"driver": driver, "torch": torch.__version__, "triton": triton, "tidemill": __version__}
+    return {"device": machine, **versions, "python": platform.python_version(), "date": date}
+
+
+def summary(about: dict[str, str], rows: Sequence[Row]) -> str:
+    """Return one line to paste: card and versions, kernels that pass or fail, and throughputs."""
+    kernels = [row for row in rows if row.metric.endswith(_EQUAL)]
+    failed = [row.metric.removesuffix(_EQUAL) for row in kernels if not row.met]
+    sections = [row.metric for row in rows if row.measured is None]
+    rates = [f"{row.metric} {row.measured:.3g} {row.unit}" for row in rows if row.measured and "tok/s" in row.unit]
+    parts = [f"{len(kernels) - len(failed)} of {len(kernels)} kernels pass"]
+    parts += [f"{what}: {', '.join(names)}" for what, names in (("FAIL", failed), ("no result", sections)) if names]
+    return "; ".join((f"gpu-check: {', '.join(f'{key} {value}' for key, value in about.items())}", *parts, *rates))
 
 
 def _run_all(setup: Setup, names: Sequence[str], target: Path) -> int:
@@ -105,6 +121,7 @@ def _run_all(setup: Setup, names: Sequence[str], target: Path) -> int:
         print(f"{name}: {len(found)} rows after {time.monotonic() - began:.0f} s", file=sys.stderr)
         rows.extend(found)
     print(render(rows))
+    print(summary(about, rows))
     target.write_text(json.dumps({**about, "rows": [json.loads(row.to_json()) for row in rows]}, indent=1) + "\n")
     return 1 if any(row.met is False for row in rows) else 0
 

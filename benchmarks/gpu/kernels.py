@@ -265,7 +265,7 @@ def _row_errors(setup: Setup, kernels: Kernels) -> Iterator[tuple[str, float]]:
     twins.token_mask(expected, places, bits)
     kernels.token_mask(logits, places, bits)
     yield "token mask", _error(*(torch.nan_to_num(each, neginf=-100.0) for each in (logits, expected)))
-    yield "draws: tokens that differ from those of sorting", _draw_errors(setup, kernels)
+    yield "draws that differ from those of sorting", _draw_errors(setup, kernels)
     yield "SwiGLU", _error(kernels.silu_and_mul(x), twins.silu_and_mul(x.double()))
 
 

@@ -159,3 +159,18 @@ def test_it_needs_nothing_of_the_server() -> None:
     ours = {name for name in ended.stdout.split() if name.split(".")[0] in ("loadgen", "benchmarks")}
     plans = {"benchmarks.simulated_fleet", "benchmarks.simulated_fleet.plans"}
     assert ours == {"benchmarks", "benchmarks.gpu", *modules} | plans, "and nothing of the load generator"
+
+
+def test_the_summary_is_one_line_to_paste() -> None:
+    rows = [
+        Row("decode attention, heads 32/8 of 128: error", "", 1e-3, 3e-2, lower=True),
+        Row("SwiGLU: error", "", 1.0, 3e-2, lower=True),
+        Row("offline 1000/1000, 8B", "k tok/s", 9.12),
+        failure("swap", "did not end"),
+    ]
+    line = check.summary({"device": "a card", "driver": "580.1"}, rows)
+    assert line == (
+        "gpu-check: device a card, driver 580.1; 1 of 2 kernels pass; FAIL: SwiGLU; no result: swap; "
+        "offline 1000/1000, 8B 9.12 k tok/s"
+    )
+    assert {"device", "driver", "torch", "triton", "tidemill"} <= check.describe(tiny_setup()).keys()

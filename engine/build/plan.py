@@ -7,14 +7,14 @@ from pathlib import Path
 
 import engine.models.demo
 from engine.build.memory import gib, with_cache
-from engine.config import EngineConfig, parse_adapters, parse_offload, step_limits
+from engine.config import EngineConfig, is_wide, parse_adapters, parse_offload, step_limits
 from engine.errors import ConfigError
 from engine.execution import backend as backends
 from engine.execution import memory
 from engine.execution.backend import Backend
 from engine.execution.offload import plan_offload
 from engine.execution.plan import FLOAT8, STORED_FLOATS, STORED_INTEGERS, LaunchPlan
-from engine.limits import BLOCK_SIZE, Limits
+from engine.limits import BLOCK_SIZE, UNITS_PER_BLOCK, Limits
 from engine.machine.folders import expand, user_folder
 from engine.models.hub import OWN, TRANSFORMERS, Choice, cached_folder, choose, is_hub_id, resolve_model_folder
 from engine.models.lora import plan_adapter
@@ -75,19 +75,23 @@ def plan_launch(config: EngineConfig, *, beside: bool = False) -> LaunchPlan:
         else:
             dtype = "bfloat16"
     max_model_len = resolve_max_model_len(spec, config.max_model_len)
+    weights = memory.weight_bytes(spec, torch_dtype(dtype), quantization, config.tensor_parallel_size)
+    block = UNITS_PER_BLOCK * memory.unit_bytes(spec, BLOCK_SIZE, torch_dtype(dtype))
+    room = backend.room(config.gpu_memory_utilization, beside=beside) - weights
+    wide = is_wide(room // block * BLOCK_SIZE, max_model_len)
     plan = LaunchPlan(
         folder=folder,
         spec=spec,
         device=backend.name,
         dtype=dtype,
         limits=Limits(
-            *step_limits(config, wide=backend.is_wide()),
+            *step_limits(config, wide=wide),
             max_model_len,
             num_units=0,
             block_size=BLOCK_SIZE,
             reach=Reach.of((whole or spec).windows),
         ),
-        weight_bytes=memory.weight_bytes(spec, torch_dtype(dtype), quantization, config.tensor_parallel_size),
+        weight_bytes=weights,
         quantization=quantization,
         implementation=choice.implementation,
         int8_cache=config.kv_cache_dtype == "int8",

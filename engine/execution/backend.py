@@ -45,6 +45,10 @@ class Backend(Protocol):
         """Return why this machine has no such device; None if it has one."""
         return None
 
+    def unused_devices(self) -> str | None:
+        """Return the devices that this machine has although they cannot be used here; None without any."""
+        return None
+
     def devices(self) -> Sequence[str] | None:
         """Return the devices, one for each rank; None if all ranks share one."""
         return None
@@ -86,9 +90,10 @@ class Backend(Protocol):
     def float8_refusal(self) -> str | None:
         """Return why layers cannot compute on 8-bit floats here; None if they can."""
 
-    def is_wide(self) -> bool:
-        """Return whether the device is large enough for high defaults of requests and tokens per step."""
-        return False
+    def room(self, memory_utilization: float, *, beside: bool = False) -> int:
+        """Return the device memory for weights and cache, which allows more requests and tokens per step by default;
+        0 if it does not. `beside`: see LaunchPlan."""
+        return 0
 
     def copy_rate(self) -> float:
         """Return an upper bound of the copy rate between device and host in bytes/s."""
@@ -151,6 +156,8 @@ def find_backend(name: str) -> Backend:
         absence = backend.absence()
         if name in (backend.name, "auto") and absence is None:
             return backend
+        if name == "auto" and absence is not None and (unused := backend.unused_devices()):
+            raise ConfigError(f"{absence}, but {unused}; update the driver, or set --device cpu")
         if name == backend.name:
             raise ConfigError(f"--device {name}: {absence}")
     raise ConfigError(f"--device {name}: no such backend")

@@ -9,14 +9,19 @@ import gc
 from collections.abc import Callable
 
 import torch
+from torch import Tensor
+from torch.nn import functional
 
 from engine.errors import ConfigError
 from engine.execution.plan import STORED
 from engine.limits import CHECKPOINT_TOKENS, UNITS_PER_BLOCK, Limits
 from engine.machine.facts import available_memory as available_memory
 from engine.models.byte_cells import slice_elements
+from engine.models.decoder import Decoder
+from engine.models.heads import HeadProjection
 from engine.models.sharding import head_ranks
 from engine.models.spec import ModelShape, ModelSpec
+from engine.models.weights import LayerWeights
 
 CPU_SHARE = 0.25
 CPU_LIMIT = 4 * 1024**3
@@ -131,6 +136,24 @@ def cuda_cache_bytes(device: torch.device, utilization: float, profile: Callable
     # CUDA context, libraries and other processes use memory outside torch's allocator.
     outside = total - free - torch.cuda.memory_reserved(device)
     return int(total * utilization) - peak - outside
+
+
+def run_largest_step(decoder: Decoder, limits: Limits) -> None:
+    """Allocate the memory of the largest step: a full prefill, and logits with sampling for every sequence."""
+    heads = HeadProjection(decoder.spec, decoder.weights, limits.max_model_len)
+
+    def attend(index: int, layer: LayerWeights, x: Tensor) -> Tensor:
+        q, k, v = (part.transpose(0, 1).unsqueeze(0) for part in heads.qkv(layer, x, rotary[index]))
+        mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return mixed.squeeze(0).transpose(0, 1).reshape(len(x), -1)
+
+    with torch.inference_mode():
+        size, device = limits.max_num_batched_tokens, decoder.weights.embedding.device
+        ids = torch.zeros(size, dtype=torch.int64, device=device)
+        rotary = heads.rotary(ids)
+        hidden = decoder.run(decoder.embed(ids, ids), attend)
+        logits = decoder.logits(hidden[: limits.max_num_seqs]).float()
+        torch.log_softmax(logits, dim=-1).sort(dim=-1)
 
 
 def num_units(cache_bytes: int, bytes_per_unit: int, block_size: int, max_model_len: int, other_bytes: int = 0) -> int:

@@ -5,6 +5,7 @@ Where the system gives no information (other than Linux), defaults are conservat
 
 import os
 import platform
+import re
 import time
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ HOST_ENGINES = "TIDEMILL_HOST_ENGINES"
 
 _CPUINFO = Path("/proc/cpuinfo")
 _DEVICES = Path("/dev")
+_DRIVER = Path("/proc/driver/nvidia/version")
 _MEMINFO = Path("/proc/meminfo")
 _FALLBACK = 2 * 1024**3  # if unknown
 # Features that make half-precision matrix products faster than float32 ones, by their x86 and ARM names.
@@ -151,6 +153,12 @@ def cuda_devices() -> list[str]:
     if named is not None:
         return [name.strip() for name in named.split(",") if name.strip() not in ("", "-1")]
     return [str(index) for index, _ in enumerate(_DEVICES.glob("nvidia[0-9]*"))]
+
+
+def cuda_driver() -> str | None:
+    """Return the version of NVIDIA's driver; None without one."""
+    found = re.search(r"\d+\.\d+(\.\d+)?", _DRIVER.read_text()) if _DRIVER.exists() else None
+    return found and found[0]
 
 
 def _read_cpuinfo() -> str:

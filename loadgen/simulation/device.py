@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from engine.config import USUAL_STEP, WIDE_BYTES, EngineConfig, scheduler_settings, step_limits
+from engine.config import USUAL_STEP, EngineConfig, is_wide, scheduler_settings, step_limits
 from engine.errors import ConfigError
 from engine.limits import BLOCK_SIZE, UNITS_PER_BLOCK, SchedulerConfig
 from engine.models.spec import load_spec
@@ -95,13 +95,17 @@ def named_device(model: str, device: str, config: EngineConfig, host_seconds: fl
     shape = shape_of(model)
     if device not in DEVICES:
         raise InputError(f"unknown device {device!r}: use {', '.join(sorted(DEVICES))}")
-    seqs, tokens = step_limits(config, wide=DEVICES[device].memory_bytes >= WIDE_BYTES)
-    config = replace(config, max_num_seqs=seqs, max_num_batched_tokens=tokens)
+    seqs, tokens = step_limits(config)
     simulated = SimulatedDevice(shape, DEVICES[device], config.gpu_memory_utilization, max_num_batched_tokens=tokens)
     try:
         units = simulated.num_units(BLOCK_SIZE)
+        if is_wide(units // UNITS_PER_BLOCK * BLOCK_SIZE, shape.max_model_len):
+            seqs, tokens = step_limits(config, wide=True)
+            simulated = replace(simulated, max_num_batched_tokens=tokens)
+            units = simulated.num_units(BLOCK_SIZE)
     except ValueError as error:
         raise InputError(str(error)) from None
+    config = replace(config, max_num_seqs=seqs, max_num_batched_tokens=tokens)
     room = _room(config, units, shape.max_model_len, BLOCK_SIZE * shape.kv_bytes_per_token // UNITS_PER_BLOCK, seed)
     costs = simulated.cache_costs()
     if config.hidden_cache:

@@ -12,10 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.nn import functional
 
-from engine.config import WIDE_BYTES, EngineConfig, parse_offload
+from engine.config import EngineConfig, parse_offload
 from engine.errors import ConfigError
 from engine.execution import memory
 from engine.execution.backend import Backend
@@ -37,16 +35,15 @@ from engine.execution.rows import RowTable
 from engine.execution.runner import Runner
 from engine.execution.stages import PipelineRunner
 from engine.limits import NO_PADDING, UNITS_PER_BLOCK, Limits, Padding
-from engine.machine.facts import BUS_RATE, cuda_devices, host_engines
+from engine.machine.facts import BUS_RATE, cuda_devices, cuda_driver, host_engines
 from engine.models import float8
 from engine.models.checkpoint import load_layers
 from engine.models.decoder import Decoder
-from engine.models.heads import HeadProjection
 from engine.models.linear import MakeLinear, make_linear
 from engine.models.spec import ModelShape, ModelSpec
 from engine.models.transformers_model import TransformersModel
 from engine.models.transformers_shape import probe
-from engine.models.weights import Gather, LayerWeights, ModelWeights, ResidentLayers, torch_dtype
+from engine.models.weights import Gather, ModelWeights, ResidentLayers, torch_dtype
 from engine.triton_kernels import Kernels, triton_kernels
 
 log = logging.getLogger("tidemill.engine")
@@ -69,6 +66,13 @@ class CudaBackend(Backend):
 
     def absence(self) -> str | None:
         return None if torch.cuda.is_available() else "torch finds no CUDA device here"
+
+    def unused_devices(self) -> str | None:
+        """See Backend. A build of torch for CPUs is a choice for the CPU."""
+        count, driver = len(cuda_devices()), cuda_driver()
+        if torch.version.cuda is None or not count or driver is None:
+            return None
+        return f"this machine has {count} with driver {driver}, and torch is built for CUDA {torch.version.cuda}"
 
     def devices(self) -> list[str]:
         return cuda_devices()
@@ -110,7 +114,7 @@ class CudaBackend(Backend):
 
     def cache_bytes(self, plan: LaunchPlan, weights: ModelWeights | TransformersModel | None) -> int:
         if weights is None:
-            return _room(plan) - plan.held_bytes
+            return self.room(plan.memory_utilization, beside=plan.beside) - plan.held_bytes
         if isinstance(weights, TransformersModel):
             model, limits = weights, plan.limits
             return memory.cuda_cache_bytes(
@@ -121,10 +125,12 @@ class CudaBackend(Backend):
         if self._refusal_of(plan) is None:
             return _room_beside_graphs(plan, weights)
         device, decoder = weights.embedding.device, Decoder(plan.own, weights)
-        return memory.cuda_cache_bytes(device, plan.memory_utilization, lambda: _largest_step(decoder, plan))
+        return memory.cuda_cache_bytes(
+            device, plan.memory_utilization, lambda: memory.run_largest_step(decoder, plan.limits)
+        )
 
     def weight_room(self, plan: LaunchPlan) -> int:
-        return int(_room(plan) * memory.WEIGHT_SHARE)
+        return int(self.room(plan.memory_utilization, beside=plan.beside) * memory.WEIGHT_SHARE)
 
     def transport(self, plan: LaunchPlan) -> PinnedWeights:
         assert plan.offload is not None
@@ -139,9 +145,9 @@ class CudaBackend(Backend):
     def swap_bytes(self) -> int:
         return memory.swap_bytes(memory.available_memory() // host_engines())
 
-    def is_wide(self) -> bool:
-        _, total = torch.cuda.mem_get_info()
-        return total >= WIDE_BYTES
+    def room(self, memory_utilization: float, *, beside: bool = False) -> int:
+        free, total = torch.cuda.mem_get_info()
+        return int(total * memory_utilization) - (0 if beside else total - free) - _STEP_BYTES
 
     def copy_rate(self) -> float:
         return BUS_RATE
@@ -295,12 +301,6 @@ def launch_refusal() -> str | None:
     return None
 
 
-def _room(plan: LaunchPlan) -> int:
-    """Return the device memory for weights and cache before either is loaded."""
-    free, total = torch.cuda.mem_get_info()
-    return int(total * plan.memory_utilization) - (0 if plan.beside else total - free) - _STEP_BYTES
-
-
 def _device(
     plan: LaunchPlan, weights: ModelWeights, *, graphs: bool, kernels: Kernels | None = None, **pool: Any
 ) -> CudaDevice:
@@ -335,21 +335,3 @@ def _room_beside_graphs(plan: LaunchPlan, weights: ModelWeights) -> int:
     if weights.layers.streamed or not plan.graphs:
         return room - staging  # eager steps
     return room - staging - graph_bytes(num_shapes, step_bytes, limits.max_num_batched_tokens)
-
-
-def _largest_step(decoder: Decoder, plan: LaunchPlan) -> None:
-    """Allocate the memory of the largest step: a full prefill, and logits with sampling for every sequence."""
-    heads = HeadProjection(decoder.spec, decoder.weights, plan.limits.max_model_len)
-
-    def attend(index: int, layer: LayerWeights, x: Tensor) -> Tensor:
-        q, k, v = (part.transpose(0, 1).unsqueeze(0) for part in heads.qkv(layer, x, rotary[index]))
-        mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-        return mixed.squeeze(0).transpose(0, 1).reshape(len(x), -1)
-
-    with torch.inference_mode():
-        size, device = plan.limits.max_num_batched_tokens, decoder.weights.embedding.device
-        ids = torch.zeros(size, dtype=torch.int64, device=device)
-        rotary = heads.rotary(ids)
-        hidden = decoder.run(decoder.embed(ids, ids), attend)
-        logits = decoder.logits(hidden[: plan.limits.max_num_seqs]).float()
-        torch.log_softmax(logits, dim=-1).sort(dim=-1)

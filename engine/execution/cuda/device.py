@@ -214,14 +214,19 @@ class CudaDevice:
         self._share = share
 
     def follow(self, chunks: IntArray, *, whole: bool) -> None:
-        """See RankDevice; all tokens run in any case. The greedy tokens of the graph are replaced by the samples of the
-        first rank."""
-        del whole
+        """See RankDevice. The greedy tokens of the graph are replaced by the samples of the first rank.
+
+        NCCL requires that a collective call is captured on all ranks or on none. For `whole`, the first rank runs
+        without a graph.
+        """
         assert self._share is not None, "join() must precede follow()"
         layout = decodes_first(chunks)
         inputs = self._fill(layout)
         self._upload()
-        self._graphs.run(inputs)
+        if whole:
+            self._run(inputs, adapted=False)
+        else:
+            self._graphs.run(inputs)
         if count := len(layout.sampled):
             tokens = self._forward.sampled[:count]
             self._share(tokens)
@@ -294,7 +299,7 @@ class CudaDevice:
     def _capture(self) -> None:
         """Capture a graph for every bucket. Steps without a graph are slower.
 
-        Ranks that divide layers must all run every bucket, so a rank that cannot raises the error.
+        Raises RuntimeError if one of several ranks cannot, because all need the same graphs.
         """
         empty, refused = decodes_first(_NO_CHUNKS), None
         with torch.inference_mode(), self.lane.use():
@@ -304,11 +309,11 @@ class CudaDevice:
                 try:
                     refused = self._graphs.capture(inputs, adapted=adapted) or refused
                 except RuntimeError as error:
-                    if self._divided:
-                        raise
                     refused = error.with_traceback(None)  # the traceback would keep allocated tensors alive
+                if refused and self._divided:
+                    raise RuntimeError(f"a rank cannot capture a CUDA graph; set --kernels no-graphs: {refused}")
                 # After a lack of memory, smaller graphs may still fit.
-                if refused and not isinstance(refused, torch.OutOfMemoryError) and not self._divided:
+                if refused and not isinstance(refused, torch.OutOfMemoryError):
                     break
             self.lane.mark().synchronize()
         if refused:

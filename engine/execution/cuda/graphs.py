@@ -28,10 +28,10 @@ class Graphs:
         self._pool: Any = None
 
     def capture(self, inputs: StepInputs, *, adapted: bool = False) -> RuntimeError | None:
-        """Capture a shape; return the device's error if the capture fails.
+        """Capture a shape; return the device's error if the capture fails. Raises errors of the run before it.
 
-        The inputs must be on the device, contain only padding, and keep their addresses. The shape runs twice in any
-        case, so that all ranks make the same collective calls. Raises errors of the runs themselves.
+        The inputs must be on the device, contain only padding, and keep their addresses. CUDA calls of other threads
+        do not end the capture.
         """
         assert self._lane.stream is not None, "graphs need a CUDA device"
         if self._pool is None:
@@ -40,10 +40,10 @@ class Graphs:
         self._lane.stream.synchronize()
         graph = torch.cuda.CUDAGraph()
         try:
-            with torch.cuda.graph(graph, pool=self._pool, stream=self._lane.stream):
+            how = "thread_local"
+            with torch.cuda.graph(graph, pool=self._pool, stream=self._lane.stream, capture_error_mode=how):
                 self._forward(inputs, adapted=adapted)
         except RuntimeError as error:
-            self._forward(inputs, adapted=adapted)
             return error.with_traceback(None)
         graph.replay()  # the first launch uploads the graph, which would delay a step
         self._graphs[id(inputs), adapted] = graph

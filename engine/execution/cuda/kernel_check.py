@@ -97,8 +97,8 @@ def check_kernels(spec: ModelSpec, limits: Limits, kernels: Kernels, make: MakeD
         device = make(small, few, usable, True)
         missing = device.num_shapes - device.num_graphs
         error = max(_error(*pair) for pair in zip(probe(device, small, few), expected, strict=True))
-    except RuntimeError as error:
-        return KernelFaults(trial.faults, f"a capture raised {_first_line(error)}")
+    except RuntimeError as raised:
+        return KernelFaults(trial.faults, f"a capture raised {_first_line(raised)}")
     if missing:
         return KernelFaults(trial.faults, f"{missing} captures failed")
     differs = error > TOLERANCE[expected[0].dtype]
@@ -106,7 +106,7 @@ def check_kernels(spec: ModelSpec, limits: Limits, kernels: Kernels, make: MakeD
 
 
 def remembered(folder: Path, key: Sequence[object], check: Callable[[], KernelFaults]) -> KernelFaults:
-    """Return the result of `check`, stored in the folder by the key, the card, and the versions of libraries and code."""
+    """Return the result of `check`, stored in the folder by key, card, and versions of libraries and code."""
     versions = torch.__version__, importlib.import_module("triton").__version__, __version__
     card = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
     code = [path.read_bytes() for path in sorted(Path(twins.__file__).parent.glob("*.py"))]
@@ -158,8 +158,8 @@ class KernelTrial:
             _synchronize(name, args)
         except ConfigError:
             raise
-        except Exception as error:  # of Triton, its compiler, or the driver
-            self.faults[name] = f"raised {_first_line(error)}"
+        except Exception as raised:  # of Triton, its compiler, or the driver
+            self.faults[name] = f"raised {_first_line(raised)}"
         else:
             pairs = [*zip(returned, expected, strict=True)]
             for region, old, new in zip(regions, before, written, strict=True):
