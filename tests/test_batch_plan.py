@@ -22,10 +22,11 @@ from engine.limits import SchedulerConfig
 from engine.scheduling.ledger import token_costs
 from engine.text.tokenizer import Tokenizer
 from gateway.batch.forecast import LEAST_LINES, STEP_JOBS, Forecast, Pace
+from gateway.batch.lengths import LineLengths
 from gateway.batch.line import HEAD_ANSWERS, read_head
 from gateway.batch.metrics import MAX_SHOWN, BatchCollector
 from gateway.batch.shares import MAX_WORK, URGENT_SHARE, JobLoad, Shares
-from gateway.store.objects import BatchJob, BatchStatus, LineLengths, Usage
+from gateway.store.objects import BatchJob, BatchStatus, Usage
 from predictor.model import LatencyModel
 from predictor.online import OnlineModel
 
@@ -393,6 +394,7 @@ async def test_a_job_with_time_is_a_plain_one(tokenizer: Tokenizer, tmp_path: Pa
         await served.engine.wait_for_event("add", 20)
         assert {request.lane for request in served.engine.requests} == {Lane.BATCH}
         running = await client.batches.retrieve(created.id)
+        assert running.metadata.pop("tidemill.remaining_tokens").isdigit()
         assert running.metadata == {"tidemill.at_risk": "false"}, "no pace, no eta"
         served.engine.release()
         assert (await until(client, created.id)).metadata is None

@@ -221,7 +221,7 @@ class BatchMachine(RuleBasedStateMachine):
             assert (found.status, found.times, found.total) == (known["status"], known["times"], known["total"])
             assert (found.completed, found.failed) == counts
             assert found.completed + found.failed <= found.total
-            pending = {ref.rank for ref in self.run(self.store.pending_lines(batch_id, -1, 99))}
+            pending = {ref.rank for ref in self.run(self.store.lines_at(batch_id, range(99)))}
             assert pending == {rank for rank, value in known["lines"].items() if value is None}
         unfinished = {b.id for b in self.run(self.store.unfinished_batches())}
         assert unfinished == {b for b, known in self.model.items() if known["status"] in UNFINISHED}

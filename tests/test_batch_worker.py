@@ -724,10 +724,10 @@ async def test_many_batches_cost_no_memory_by_the_line(tokenizer: Tokenizer, tmp
         for _ in range(40):
             await create(client, file.id)
         worker = served.app.state.batches.jobs
-        await eventually(lambda: len(worker._jobs) == 40)
+        await eventually(lambda: len(worker.jobs) == 40)
         await served.engine.wait_for_event("add", 16)
-        held = sum(len(job.running) + len(job.retry) + job.unwritten for job in worker._jobs.values())
-        assert held == served.engine.num_open == worker._window.lines == 16
+        held = sum(len(job.running) + len(job.retry) + job.unwritten for job in worker.jobs.values())
+        assert held == served.engine.num_open == worker.window.lines == 16
 
 
 async def test_a_queued_batch_costs_the_same_whatever_its_length(tmp_path: Path) -> None:
@@ -746,12 +746,12 @@ async def test_a_queued_batch_costs_the_same_whatever_its_length(tmp_path: Path)
             for _ in range(batches):
                 batch = BatchJob(new_batch_id(), "", "/v1/completions", file.id, "24h", 1, 2**40)
                 worker.added(await worker._store.create_batch(batch))
-            await eventually(lambda: len(worker._jobs) == batches and worker._window.lines == 8)
-            await eventually(lambda: all(job.lengths is not None for job in worker._jobs.values()))
+            await eventually(lambda: len(worker.jobs) == batches and worker.window.lines == 8)
+            await eventually(lambda: all(job.lengths is not None for job in worker.jobs.values()))
             gc.collect()
             size, _ = tracemalloc.get_traced_memory()
             tracemalloc.stop()
-            assert sum(len(job.running) + len(job.retry) + job.unwritten for job in worker._jobs.values()) == 8
+            assert sum(len(job.running) + len(job.retry) + job.unwritten for job in worker.jobs.values()) == 8
         return size
 
     short, long = await held_bytes(20), await held_bytes(2000)

@@ -165,7 +165,7 @@ async def counts(worker: BatchWorker, batch: BatchJob) -> tuple[BatchStatus, int
 
 
 def pauses(worker: BatchWorker, batch: BatchJob) -> int:
-    return worker._jobs[batch.id].trials.pauses if batch.id in worker._jobs else 0
+    return worker.jobs[batch.id].trials.pauses if batch.id in worker.jobs else 0
 
 
 SYSTEM_FAULTS = [
@@ -240,7 +240,7 @@ async def test_only_a_line_that_fails_beside_others_is_a_row(tmp_path: Path, siz
         await eventually(lambda: not worker.states)
         assert await counts(worker, batch) == (BatchStatus.COMPLETED, size - len(bad), len(bad))
         assert all(engine.runs[number] >= QUICK.attempts for number in bad), "several attempts"
-        assert not worker.feeder.num_paused and not worker._window.lines and not worker._window.bytes
+        assert not worker.feeder.num_paused and not worker.window.lines and not worker.window.bytes
 
 
 async def test_a_batch_that_fails_does_not_hold_up_another(tmp_path: Path) -> None:
@@ -268,7 +268,7 @@ async def test_a_line_too_large_for_the_room_waits_for_it(tmp_path: Path) -> Non
             begun.set()
             await release.wait()
         elif fails:
-            await eventually(lambda: len(worker._jobs) == 2)
+            await eventually(lambda: len(worker.jobs) == 2)
             fails.clear()
             raise QueueFullError("x", retry_after=0.01)
         return LineAnswer(200, {})
@@ -278,7 +278,7 @@ async def test_a_line_too_large_for_the_room_waits_for_it(tmp_path: Path) -> Non
         prompts = "x" * 250, "small"
         batches = [await add_batch(worker._folder, jsonl([line(0, prompt=each)]), 10**10, 1000) for each in prompts]
         await worker.start()
-        await eventually(lambda: not fails and begun.is_set() and worker._window.lines == 1)
+        await eventually(lambda: not fails and begun.is_set() and worker.window.lines == 1)
         await asyncio.sleep(0.05)
         release.set()
         await eventually(lambda: not worker.states)
@@ -294,7 +294,7 @@ async def test_results_that_cannot_be_stored_are_not_computed_again(tmp_path: Pa
         await eventually(lambda: not worker.states)
         assert not errors and await counts(worker, batch) == (BatchStatus.COMPLETED, 100, 0)
         assert set(engine.runs.values()) == {1} and worker.trouble() is None
-        assert not worker._window.lines and not worker._window.bytes
+        assert not worker.window.lines and not worker.window.bytes
 
 
 async def test_one_batch_whose_results_cannot_be_stored_leaves_room_to_others(tmp_path: Path) -> None:

@@ -137,13 +137,13 @@ async def test_a_batch_through_its_life(store: SqliteStore) -> None:
     await store.add_lines(batch.id, [LineRef(2, 2, 10, 10)], first=False)
     started = await store.start_batch(batch.id, 3, "m", NOW + 1)
     assert (started.status, started.times, started.model) == (BatchStatus.IN_PROGRESS, {"in_progress_at": NOW + 1}, "m")
-    lines = await store.pending_lines(batch.id, -1, 2)
+    lines = await store.lines_at(batch.id, range(2))
     assert lines == [LineRef(0, 3, 20, 10), LineRef(1, 1, 0, 10)]
     counted = await store.add_results(batch.id, [LineResult(1, True, 0, 7)], Usage(4, 1, 2, 1))
     assert (counted.completed, counted.failed, counted.remaining) == (1, 0, 2)
     again = await store.add_results(batch.id, [LineResult(1, False, 7, 5), LineResult(2, False, 7, 5)], Usage())
     assert (again.completed, again.failed) == (1, 1), "a row once readable never changes"
-    assert [line.rank for line in await store.pending_lines(batch.id, -1, 9)] == [0]
+    assert [line.rank for line in await store.lines_at(batch.id, range(9))] == [0]
     records = await store.line_records(batch.id, -1, 9)
     assert [(r.ref.rank, r.succeeded, r.start, r.length) for r in records] == [
         (0, None, 0, 0), (1, True, 0, 7), (2, False, 7, 5),
@@ -242,10 +242,10 @@ async def test_a_full_database_refuses_and_recovers(tmp_path: Path) -> None:
     write, read = store.add_lines(batch.id, lines, first=True), store.get_batch("t", batch.id)
     refused, found = await asyncio.gather(write, read, return_exceptions=True)
     assert isinstance(refused, StorageError) and found == batch, "a neighbour that only reads is answered"
-    assert await store.pending_lines(batch.id, -1, 10) == []
+    assert await store.lines_at(batch.id, range(10)) == []
     await store._writer.run(lambda c: c.execute("PRAGMA max_page_count = 100000"))
     await store.add_lines(batch.id, lines, first=True)
-    assert len(await store.pending_lines(batch.id, -1, 9999)) == 5000
+    assert len(await store.lines_at(batch.id, range(9999))) == 5000
     await store.close()
 
 

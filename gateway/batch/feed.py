@@ -10,7 +10,8 @@ from typing import NamedTuple
 
 from engine.api import Lane
 from gateway.batch.failures import Trials
-from gateway.store.objects import BatchJob, LineLengths, LineRef, Usage
+from gateway.batch.lengths import AnswerLengths, LineLengths
+from gateway.store.objects import BatchJob, LineRef, Usage
 
 
 class FinishedLine(NamedTuple):
@@ -27,12 +28,17 @@ class Job:
     """A batch in progress."""
 
     batch: BatchJob
-    cursor: int = -1
-    """Highest rank taken from the store."""
+    next_run: int = 0
+    """Index of the next run of lines to feed (`gateway.batch.line_order`)."""
     exhausted: bool = False
-    """No pending line lies beyond `cursor`."""
+    """No run is left beyond `ahead`."""
     retry: deque[LineRef] = field(default_factory=deque)
     """Lines to feed again."""
+    ahead: list[int] = field(default_factory=list)
+    """Ranks of the next lines in feeding order."""
+    ordered: int = 0
+    """Finished lines when `ahead` was last ordered by expected length; 0: never."""
+    answers: AnswerLengths = field(default_factory=lambda: AnswerLengths(0))
     running: "set[asyncio.Task[None]]" = field(default_factory=set)
     """Lines in the engine."""
     unwritten: int = 0
@@ -74,7 +80,7 @@ class Job:
     def hungry(self) -> bool:
         """Whether the job has lines to feed."""
         return not (self.settled.is_set() or self.resting or self.write_faults) and (
-            bool(self.retry) or not self.exhausted
+            bool(self.retry or self.ahead) or not self.exhausted
         )
 
 

@@ -8,7 +8,6 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
-from itertools import islice
 from typing import Any
 
 from gateway.batch.causes import Cause, cause_of, kind_of, retry_after
@@ -17,6 +16,7 @@ from gateway.batch.feed import FeedOrder, FinishedLine, Job, Window
 from gateway.batch.finish import INPUT_LOST
 from gateway.batch.limits import BatchLimits
 from gateway.batch.line import LineAnswer, LineOrigin
+from gateway.batch.line_order import LineOrder
 from gateway.batch.output import read_envelopes
 from gateway.batch.result_rows import response_row, unfinished_row
 from gateway.batch.results import ResultWriter, StorageRetry, in_thread
@@ -31,8 +31,6 @@ RunLine = Callable[[str, dict[str, Any], LineOrigin], Awaitable[LineAnswer]]
 Envelope = dict[str, Any]
 CONTROL = -1
 """Rank of a control: a line with a result row that runs again to test whether lines can succeed."""
-PROBE_LINES = 8
-"""Lines in a turn of a batch that pauses for a common cause: half have failed before, half have not run yet."""
 
 
 class LineFeeder:
@@ -62,6 +60,7 @@ class LineFeeder:
         self._wake = wake
         self._ended = ended
         self._order = FeedOrder(limits.window_lines)
+        self._lines = LineOrder(folder.store, window, limits.tail_lines)
         self._failures = LineFailures()
         self._paused = False
         self._system_pauses = 0
@@ -114,9 +113,9 @@ class LineFeeder:
         """Feed the next lines of a job; return False if there was no room for its next line."""
         refs: list[LineRef] = []
         try:
-            refs = await self._retry.run(lambda: self._next_lines(job))
+            refs = await self._retry.run(lambda: self._lines.take(job, self._order.quantum))
             if not refs:
-                return job.exhausted and not job.retry
+                return job.exhausted and not (job.retry or job.ahead)
             self._window.take(refs)
             envelopes = await self._retry.run(lambda: self._read(job, refs))
         except BaseException as error:
@@ -147,23 +146,6 @@ class LineFeeder:
             log_unexpected(error)
         job.trials.turn_faults += 1
         self._rest(job, job.trials.turn_faults)
-
-    async def _next_lines(self, job: Job) -> list[LineRef]:
-        """Take the next lines of a job that fit into the window."""
-        probes = job.trials.pauses > 0
-        most = PROBE_LINES if probes else self._order.quantum
-        old = list(islice(job.retry, most // 2 if probes else most))
-        asks = not job.exhausted and (probes or not old)
-        new = await self._store.pending_lines(job.batch.id, job.cursor, most - len(old)) if asks else []
-        extra = [job.trials.control] if probes and job.exhausted and job.trials.control is not None else []
-        refs = self._window.fitting([*old, *new, *extra])
-        for _ in range(min(len(refs), len(old))):
-            job.retry.popleft()
-        if asks:
-            taken = refs[len(old) :]
-            job.exhausted = len(taken) == len(new) < most - len(old)
-            job.cursor = taken[-1].rank if taken else job.cursor
-        return refs
 
     async def _read(self, job: Job, refs: list[LineRef]) -> list[Envelope | None]:
         """Return the lines' envelopes. Raise UnreadableError for the first `read_attempts` failures; after that return
@@ -224,6 +206,7 @@ class LineFeeder:
         if line.ref.rank == CONTROL:
             self._window.release([line.ref])
         else:
+            job.answers.add(line.ref, line.usage.output_tokens)
             self._results.put(job, line)
             self._ended(line)
 

@@ -14,8 +14,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from engine.api import TokenCosts
+from gateway.batch.lengths import LineLengths
 from gateway.batch.shares import JobLoad, Shares
-from gateway.store.objects import BatchJob, LineLengths, Usage
+from gateway.store.objects import BatchJob, Usage
 
 HALF_LIFE = 600.0
 """Half-life of measurements in seconds."""
@@ -136,7 +137,10 @@ class Outlook:
 
     def notes(self, batch: BatchJob) -> dict[str, str]:
         """Return the metadata entries for the batch object."""
-        notes = {"tidemill.at_risk": "true" if self.at_risk else "false"}
+        notes = {
+            "tidemill.at_risk": "true" if self.at_risk else "false",
+            "tidemill.remaining_tokens": str(round(self.tokens)),
+        }
         if self.eta is not None:
             notes["tidemill.eta"] = str(round(self.eta))
         if self.misses:
@@ -256,14 +260,20 @@ class Forecast:
 
     def _tokens_left(self, batch: BatchJob, lengths: LineLengths) -> tuple[float, float]:
         """Estimate the prompt tokens to compute and the output tokens that a job has left."""
-        pending = lengths.pending_line * batch.remaining
+        learned, line = lengths.learned, lengths.pending_line
+        if learned is not None and 0 < learned.ended < learned.num_lines:
+            line = (lengths.total_bytes - learned.bytes) / (learned.num_lines - learned.ended)
+        pending = line * batch.remaining
         finished_bytes = lengths.total_bytes - pending
         per_byte, per_line = self.pace.tokens_per_byte, self._output_per_line(lengths.answers)
         if batch.completed > 0 and finished_bytes > 0:
             own = min(1.0, batch.completed / LEAST_LINES)
             computed = batch.usage.input_tokens - batch.usage.cached_tokens
             per_byte += own * (computed / finished_bytes - per_byte)
-            per_line += own * (batch.usage.output_tokens / batch.completed - per_line)
+            mean = batch.usage.output_tokens / batch.completed
+            if learned is not None and learned.is_known:
+                mean = learned.left(line)
+            per_line += own * (mean - per_line)
         return pending * per_byte, batch.remaining * per_line
 
     def _is_at_risk(self, batch: BatchJob, seconds: float, now: float) -> bool:

@@ -10,6 +10,7 @@ import os
 import zlib
 from typing import NamedTuple
 
+from gateway.batch.lengths import AnswerLengths
 from gateway.batch.result_rows import is_json
 from gateway.store.disk import UnreadableError, read_errors
 from gateway.store.folder import StateFolder
@@ -51,7 +52,7 @@ def _checksum(batch_id: str, content: bytes) -> bytes:
 
 
 class JournalReader:
-    """Read and verify the rows of one journal. The caller must close it.
+    """Read and verify the rows of one journal, and add their lines to `answers`. The caller must close it.
 
     Attributes:
         damaged: ranks of the lines whose row is missing or changed. With `lenient` this includes unreadable sectors.
@@ -59,11 +60,12 @@ class JournalReader:
         usage: total usage of the intact rows; None if a row of an earlier version is included.
     """
 
-    def __init__(self, folder: StateFolder, batch_id: str, lenient: bool) -> None:
+    def __init__(self, folder: StateFolder, batch_id: str, lenient: bool, answers: AnswerLengths | None = None) -> None:
         self._disk = folder.disk
         self._path = folder.journal_path(batch_id)
         self._batch_id = batch_id
         self._lenient = lenient
+        self._answers = answers
         self._descriptor = -1
         self.end = 0
         self.damaged: list[int] = []
@@ -83,6 +85,8 @@ class JournalReader:
         self.counts[record.succeeded] += 1
         usage = found.usage or (None if record.succeeded else Usage())
         self.usage = None if self.usage is None or usage is None else self.usage.plus(usage)
+        if self._answers is not None and usage is not None:
+            self._answers.add(record.ref, usage.output_tokens)
         return found.row
 
     def _read(self, record: LineRecord) -> JournalRow | None:

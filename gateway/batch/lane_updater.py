@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable, Mapping
 from engine.api import Lane
 from gateway.batch.feed import Job
 from gateway.batch.forecast import Forecast
+from gateway.batch.lengths import LineLengths
 from gateway.http.errors import log_unexpected
-from gateway.store.objects import LineLengths
 
 JUDGE_SECONDS = 2.0
 """Minimum time between two updates of all jobs."""
@@ -42,7 +42,7 @@ class LaneUpdater:
             await self._changed.wait()
             self._changed.clear()
             try:
-                await self._update()
+                await self.update()
             except Exception as error:
                 log_unexpected(error)
             await asyncio.sleep(JUDGE_SECONDS)
@@ -58,7 +58,8 @@ class LaneUpdater:
         self._apply(job)
         self._changed.set()
 
-    async def _update(self) -> None:
+    async def update(self) -> None:
+        """Update the forecast of all jobs, and apply it."""
         jobs = [job for job in self._jobs.values() if job.lengths is not None and not job.settled.is_set()]
         known = [(job.batch, job.lengths) for job in jobs if job.lengths is not None]
         await _in_slices(self._forecast.steps(known, self._clock()))

@@ -14,6 +14,7 @@ from engine.api import EngineRequest, Lane, RequestClass
 from engine.errors import InvalidRequestError
 from engine.turns import Turns
 from gateway.batch.causes import Cause, cause_of
+from gateway.batch.lengths import LineLengths
 from gateway.context import GatewayContext
 from gateway.endpoints import ENDPOINTS
 from gateway.generate.answering import collect
@@ -23,7 +24,7 @@ from gateway.generate.params import GenerationPlan
 from gateway.generate.threads import run_text_work
 from gateway.http.errors import to_api_error
 from gateway.http.json_text import load_json
-from gateway.store.objects import LineLengths, Usage
+from gateway.store.objects import Usage
 
 INLINE_LINE = 8 * 1024
 """Maximum bytes of a line that is validated on the event loop (0.1 ms): a thread hop would cost more."""

@@ -10,7 +10,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from dataclasses import replace
 from functools import partial
 
 from engine.api import Lane, TokenCosts
@@ -20,6 +19,7 @@ from gateway.batch.feeder import LineFeeder, RunLine
 from gateway.batch.finish import Finisher
 from gateway.batch.forecast import Forecast
 from gateway.batch.lane_updater import LaneUpdater
+from gateway.batch.lengths import AnswerLengths, LineLengths
 from gateway.batch.limits import BatchLimits
 from gateway.batch.line import read_head
 from gateway.batch.results import ResultWriter, StorageRetry, in_thread
@@ -27,7 +27,7 @@ from gateway.http.errors import log_unexpected
 from gateway.models import ModelNames
 from gateway.store.disk import StorageError
 from gateway.store.folder import StateFolder
-from gateway.store.objects import TERMINAL, BatchJob, BatchStatus, IllegalTransition, LineLengths
+from gateway.store.objects import TERMINAL, BatchJob, BatchStatus, IllegalTransition
 
 EXPIRED_FILES = 1000
 
@@ -64,18 +64,19 @@ class BatchWorker:
         self._wake = asyncio.Event()
         self._look_at_clock = asyncio.Event()
         self._next_expiry = math.inf
-        self._window = Window(limits.window_lines, limits.window_bytes)
+        self.window = Window(limits.window_lines, limits.window_bytes)
         self._retry = StorageRetry(limits.retry_seconds, self._wake.set, folder.disk.health)
         self._results = ResultWriter(
-            folder, self._retry, self._window, lambda job: self.feeder.offer(job), limits.back_off
+            folder, self._retry, self.window, lambda job: self.feeder.offer(job), limits.back_off
         )
-        self._jobs: dict[str, Job] = {}
+        self.jobs: dict[str, Job] = {}
+        """Batches in progress by id."""
         self.feeder = LineFeeder(
-            folder, limits, run_line, self._jobs, self._retry, self._results, self._window, self._wake, self._line_ended
+            folder, limits, run_line, self.jobs, self._retry, self._results, self.window, self._wake, self._line_ended
         )
         self._finisher = Finisher(folder, limits, self._retry, self._now, max_lines, models)
         self.forecast = Forecast(costs, online_tokens)
-        self._lanes = LaneUpdater(self.forecast, self._jobs, clock, set_lane, self.feeder.offer)
+        self.lanes = LaneUpdater(self.forecast, self.jobs, clock, set_lane, self.feeder.offer)
         self._drives: dict[str, asyncio.Task[None]] = {}
         self._services: list[asyncio.Task[None]] = []
         self.states: dict[str, BatchStatus] = {}
@@ -90,7 +91,7 @@ class BatchWorker:
             "feed": self.feeder.run(),
             "results": self._results.run(),
             "ticks": self._tick_for_ever(),
-            "forecast": self._lanes.run(),
+            "forecast": self.lanes.run(),
         }
         try:
             await self._resume()
@@ -130,8 +131,8 @@ class BatchWorker:
         """Stop work on a batch that is being cancelled."""
         if batch.status is BatchStatus.CANCELLING:
             self._finisher.hurry(batch.id)
-            if batch.id in self._jobs:
-                self._jobs[batch.id].settled.set()
+            if batch.id in self.jobs:
+                self.jobs[batch.id].settled.set()
 
     @property
     def paused(self) -> bool:
@@ -215,21 +216,22 @@ class BatchWorker:
 
     async def _process(self, batch: BatchJob) -> None:
         """Feed lines until all lines have ended, or the batch has."""
-        job = Job(batch, journal_end=await self._finisher.check_results(batch))
-        self._jobs[batch.id] = job
+        answers = AnswerLengths(batch.total)
+        job = Job(batch, journal_end=await self._finisher.check_results(batch, answers), answers=answers)
+        self.jobs[batch.id] = job
         try:
             job.batch = await self._retry.run(lambda: self._store.load_batch(batch.id))
             if job.batch.status is not BatchStatus.IN_PROGRESS or not job.batch.remaining:
                 job.settled.set()
             lengths = await self._retry.run(lambda: self._store.line_lengths(batch.id))
             head = await self._head(batch)
-            self._lanes.begin(job, lengths if head is None else replace(lengths, answers=head.answers))
+            self.lanes.begin(job, LineLengths(*lengths, () if head is None else head.answers, answers))
             self.feeder.offer(job)
             if job.batch.expires_at < self._next_expiry:
                 self._look_at_clock.set()
             await job.settled.wait()
         finally:
-            del self._jobs[batch.id]
+            del self.jobs[batch.id]
             await _cancel(job.running)
             self.feeder.forget(job)
             await self._results.close(job)
@@ -259,7 +261,7 @@ class BatchWorker:
     def _expire_jobs(self) -> None:
         """Settle the jobs whose completion window has closed, and find the next deadline."""
         now, next_expiry = self._now(), math.inf
-        for job in self._jobs.values():
+        for job in self.jobs.values():
             if now >= job.batch.expires_at:
                 job.settled.set()
             elif not job.settled.is_set():
@@ -269,8 +271,8 @@ class BatchWorker:
     async def tick(self) -> None:
         """Start batches without a task, and remove expired files."""
         now = self._now()
-        self._lanes.changed()
-        for job in list(self._jobs.values()):
+        self.lanes.changed()
+        for job in list(self.jobs.values()):
             self.feeder.offer(job)
         with suppress(StorageError):
             await self._folder.check_recovery()
@@ -282,7 +284,7 @@ class BatchWorker:
     def _line_ended(self, line: FinishedLine) -> None:
         self.lines_ended[line.succeeded] += 1
         self.forecast.line_ended(line.ref.length, line.usage)
-        self._lanes.changed()
+        self.lanes.changed()
 
     def notes(self, batch: BatchJob) -> dict[str, str]:
         """Return metadata entries with the forecast of a batch."""

@@ -117,18 +117,30 @@ def progress_text(batch: dict[str, Any]) -> str:
 
 def expected_end(batch: Mapping[str, Any]) -> int | None:
     """Return the time in Unix seconds at which the server expects the batch to end; None if it does not know."""
-    eta = str((batch.get("metadata") or {}).get("tidemill.eta", ""))
-    return int(eta) if eta.isascii() and eta.isdigit() else None
+    return _note(batch, "tidemill.eta")
+
+
+def token_counts(batch: Mapping[str, Any]) -> tuple[int, int | None]:
+    """Return the prompt and output tokens of the finished lines, and those that the server expects of the others."""
+    return (batch.get("usage") or {}).get("total_tokens") or 0, _note(batch, "tidemill.remaining_tokens")
+
+
+def _note(batch: Mapping[str, Any], name: str) -> int | None:
+    text = str((batch.get("metadata") or {}).get(name, ""))
+    return int(text) if text.isascii() and text.isdigit() else None
 
 
 def eta_text(batch: Mapping[str, Any], now: float | None = None) -> str:
-    """Return when the server expects the batch to end, e.g. "done about 13:36 (2:05)"; empty if it does not know."""
+    """Return when the server expects the batch to end and the tokens until then, e.g. "done about 13:36 (2:05),
+    81,000 tokens left"; empty if it does not know."""
     end = expected_end(batch)
     if end is None:
         return ""
     left = end - (time.time() if now is None else now)
     late = ", may miss its window" if batch["metadata"].get("tidemill.at_risk") == "true" else ""
-    return f"done about {time.strftime('%H:%M', time.localtime(end))} ({duration_text(left)}){late}"
+    tokens = token_counts(batch)[1]
+    more = "" if tokens is None else f", {tokens:,} tokens left"
+    return f"done about {time.strftime('%H:%M', time.localtime(end))} ({duration_text(left)}){more}{late}"
 
 
 def duration_text(seconds: float) -> str:

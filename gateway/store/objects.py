@@ -288,15 +288,3 @@ class WrongPurpose(Exception):
 
 class IdempotencyConflict(Exception):
     """An idempotency key was reused with a different body."""
-
-
-@dataclass(frozen=True, slots=True)
-class LineLengths:
-    """Sizes of a batch's lines."""
-
-    total_bytes: int
-    """Bytes of all lines."""
-    pending_line: float
-    """Mean bytes of a line without a result."""
-    answers: tuple[float, ...] = ()
-    """Maximum output tokens of a sample of the lines; infinity for a line without a limit."""

@@ -12,7 +12,6 @@ from gateway.store.objects import (
     IdempotencyConflict,
     IllegalTransition,
     InputError,
-    LineLengths,
     LineQuota,
     LineRecord,
     LineRef,
@@ -160,11 +159,12 @@ class SqliteBatches(Rows):
         return _load(connection, batch_id)
 
     @transaction
-    def pending_lines(self, connection: Connection, batch_id: str, after_rank: int, limit: int) -> list[LineRef]:
-        """Return lines without a result, ordered by rank."""
-        query = "SELECT * FROM lines WHERE batch = ? AND rank > ? AND succeeded IS NULL ORDER BY rank LIMIT ?"
-        rows = connection.execute(query, (_seq(connection, batch_id), after_rank, limit))
-        return [read_line_row(row) for row in rows]
+    def lines_at(self, connection: Connection, batch_id: str, ranks: Sequence[int]) -> list[LineRef]:
+        """Return the lines of the given ranks that have no result, in the order of `ranks`."""
+        batch = _seq(connection, batch_id)
+        query = "SELECT * FROM lines WHERE batch = ? AND rank = ? AND succeeded IS NULL"
+        rows = (connection.execute(query, (batch, rank)).fetchone() for rank in ranks)
+        return [read_line_row(row) for row in rows if row is not None]
 
     @transaction
     def count_lines(self, connection: Connection, batch_id: str) -> tuple[int, int, int]:
@@ -172,13 +172,14 @@ class SqliteBatches(Rows):
         return _count(connection, _seq(connection, batch_id))
 
     @transaction
-    def line_lengths(self, connection: Connection, batch_id: str) -> LineLengths:
+    def line_lengths(self, connection: Connection, batch_id: str) -> tuple[int, float]:
+        """Return the bytes of all lines of a batch and the mean bytes of a line without a result."""
         query = (
             "SELECT COALESCE(SUM(length), 0) AS total, AVG(CASE WHEN succeeded IS NULL THEN length END) AS pending "
             "FROM lines WHERE batch = ?"
         )
         row = connection.execute(query, (_seq(connection, batch_id),)).fetchone()
-        return LineLengths(row["total"], row["pending"] or 0.0)
+        return row["total"], row["pending"] or 0.0
 
     @transaction
     def add_results(

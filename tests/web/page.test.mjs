@@ -136,7 +136,7 @@ test("spans of a line", () => {
 test("the end of a batch is the server's forecast, as a clock time and a span", () => {
   const now = 1_700_000_000;
   const batch = { status: "in_progress", metadata: { "tidemill.eta": String(now + 120), "tidemill.at_risk": "true" } };
-  assert.deepEqual(outlook(batch), { eta: now + 120, atRisk: true, warning: "" });
+  assert.deepEqual(outlook(batch), { eta: now + 120, atRisk: true, warning: "", tokens: 0 });
   assert.equal(endText(batch, now), `done about ${clock(now + 120, now)} (2 min 0 s); at risk`);
   assert.equal(endText({ status: "in_progress", metadata: null }, now), "");
   assert.equal(endText({ status: "completed", completed_at: now - 60 }, now), `ended ${clock(now - 60, now)}`);

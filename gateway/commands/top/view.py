@@ -12,7 +12,7 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
 from rich.text import Text
 
-from gateway.commands.batch_client import expected_end
+from gateway.commands.batch_client import expected_end, token_counts
 from gateway.commands.top.figures import (
     NOTHING,
     UNICODE,
@@ -247,10 +247,20 @@ def _batches(batches: Sequence[Mapping[str, Any]], rows: int, width: int, glyphs
     for batch in batches[:rows]:
         table.add_row(*_batch(batch, room, glyphs, now))
     yield table
+    if foot := _batches_foot(batches, rows):
+        yield Text(foot, style="dim")
+
+
+def _batches_foot(batches: Sequence[Mapping[str, Any]], rows: int) -> str:
+    """Return the number of batches that are not shown, and the tokens of those that run."""
     if not batches:
-        yield Text("no batch yet", style="dim")
-    elif len(batches) > rows:
-        yield Text(f"and {len(batches) - rows} more", style="dim")
+        return "no batch yet"
+    parts = [f"and {len(batches) - rows} more"] if len(batches) > rows else []
+    running = [token_counts(batch) for batch in batches if batch["status"] == "in_progress"]
+    if any(left is not None for _, left in running):
+        done, more = sum(tokens for tokens, _ in running), sum(left or 0 for _, left in running)
+        parts.append(f"running: {count(done)} tokens done, about {count(more)} left")
+    return "; ".join(parts)
 
 
 def _batch(batch: Mapping[str, Any], room: int, glyphs: Glyphs, now: float) -> tuple[Text, ...]:

@@ -25,11 +25,16 @@ function button(text, label, act) {
   return element;
 }
 
-/** What the server expects of an unfinished batch: {eta, atRisk, warning}; eta in Unix seconds or null. */
+/** What the server expects of an unfinished batch: {eta, atRisk, warning, tokens}; eta in Unix seconds or null. */
 export function outlook({ metadata }) {
   const notes = metadata || {};
   const eta = Number(notes["tidemill.eta"]);
-  return { eta: eta > 0 ? eta : null, atRisk: notes["tidemill.at_risk"] === "true", warning: notes["tidemill.warning"] || "" };
+  return {
+    eta: eta > 0 ? eta : null,
+    atRisk: notes["tidemill.at_risk"] === "true",
+    warning: notes["tidemill.warning"] || "",
+    tokens: Number(notes["tidemill.remaining_tokens"]) || 0,
+  };
 }
 
 /** Counts of lines: {total, done, failed, unfinished}. */
@@ -125,10 +130,11 @@ export class Batches {
     const { total, done, failed, unfinished } = outcome(batch);
     cell(row, this.meter(batch, total, done, failed), "wide");
     cell(row, failed ? count(failed) : "", "lost");
-    const { atRisk, warning } = outlook(batch);
+    const { atRisk, warning, tokens } = outlook(batch);
     const end = cell(row, endText(batch, now), "end");
     end.dataset.state = atRisk ? "bad" : "";
-    end.title = warning;
+    const used = `${count((batch.usage || { total_tokens: 0 }).total_tokens)} tokens done`;
+    end.title = warning || (RUNNING.has(batch.status) ? `${used}, about ${count(tokens)} left` : used);
     cell(row, this.actions(batch, row, unfinished));
     return row;
   }
