@@ -32,6 +32,7 @@ BENCHES = {
     "sim-vs-live": "benchmarks.sim_vs_live",
     "results": "benchmarks.result_tables",
     "experiments": "benchmarks.experiments.main",
+    "lengths": "benchmarks.lengths",
     "simulator-speed": "benchmarks.simulator_speed",
 }
 

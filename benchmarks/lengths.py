@@ -1,0 +1,254 @@
+"""Batches on the virtual clock: the error of the ETA, and the makespan by learned order against the order of prefixes.
+
+    python -m benchmarks lengths [--lines 4000] [--shape steady sine none] [--seed 1]
+
+The batch worker of the server (store, feeder, forecast) runs on the virtual clock over the engine's core, whose steps
+take the time of a latency model with noise. Lines are of three kinds with long common prefixes: a third is classified
+in a few tokens, a third is summarized, where the answer grows with the text, and a third (`--essays`) is an essay of
+600 tokens on average. Answer lengths are drawn per line; nothing but the finished lines tells the server of them.
+"""
+
+import argparse
+import asyncio
+import json
+import math
+import random
+import tempfile
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from benchmarks.experiments.machine import Machine, MachineSpec, build_machine
+from engine.api import EngineRequest, RequestClass, RequestOutput, SamplingParams
+from engine.colocation.keeper import Colocation, initial_budget
+from engine.core import EngineCore
+from engine.scheduling.planner import OfflinePlan, whole
+from engine.virtual import Arrival, VirtualDriver
+from gateway.batch.limits import BatchLimits
+from gateway.batch.line import LineAnswer, LineOrigin
+from gateway.batch.worker import BatchWorker
+from gateway.store.folder import StateFolder, open_state
+from gateway.store.objects import TERMINAL, BatchJob, FileObject, Usage, new_batch_id, new_file_id
+from predictor.online import OnlineModel
+from predictor.slo import SLO
+
+SHAPES = ("steady", "sine", "none")
+MACHINE = MachineSpec("llama-3-8b", "a100-80gb", prefix_caching=True)
+OBJECTIVES = "ttft_p99=1s,tbt_p99=0.1s"
+RATE, PERIOD = 6.0, 120.0
+"""Chats per second on average, and the seconds of one sine wave, which runs from nothing to twice the rate."""
+CHAT = (512, 128)
+EPOCH = 1_000_000_000.0
+"""Unix time at which the virtual clock starts."""
+LOOK_SECONDS = 2.0
+WINDOW = 30 * 86_400
+FIRST_PROGRESS, LAST_PROGRESS = 0.2, 0.95
+KINDS = ("Classify the text as good or bad. ", "Summarize the text in full sentences. ", "Write an essay on this. ")
+
+
+def input_lines(count: int, essays: float, seed: int) -> tuple[bytes, dict[str, int]]:
+    """Return an input file in random order of kinds, and the answer's length of each line."""
+    draw, lines, lengths = random.Random(seed), list[bytes](), dict[str, int]()
+    for number in range(count):
+        kind = 2 if draw.random() < essays else draw.randrange(2)
+        words = draw.randint(20, 300)
+        mean = (4.0, 0.4 * words, 600.0)[kind]
+        prompt = KINDS[kind] * 8 + " ".join(f"{draw.randrange(10**6):06d}" for _ in range(words // 2))
+        lengths[str(number)] = max(1, min(1500, round(draw.gauss(mean, 0.35 * mean))))
+        body = {"prompt": prompt, "max_tokens": 1500, "user": str(number)}
+        line = {"custom_id": str(number), "method": "POST", "url": "/v1/completions", "body": body}
+        lines.append(json.dumps(line).encode())
+    return b"\n".join(lines) + b"\n", lengths
+
+
+def chats(shape: str, seconds: float, seed: int) -> Iterator[Arrival]:
+    """Yield chats by arrival: Poisson at a constant rate, or at one that follows a sine."""
+    draw, at, number = random.Random(seed), 0.0, 0
+    while shape != "none" and at < seconds:
+        at += draw.expovariate(2.0 * RATE)
+        share = 0.5 if shape == "steady" else 0.5 - 0.5 * math.cos(2.0 * math.pi * at / PERIOD)
+        if draw.random() < share:
+            number += 1
+            tokens = (number % 1000 + 1,) * CHAT[0]
+            yield Arrival(at, EngineRequest(f"chat-{number}", tokens, SamplingParams(max_tokens=CHAT[1])))
+
+
+class VirtualServer(VirtualDriver):
+    """The core on the virtual clock, with lines of the batch worker as offline requests."""
+
+    def __init__(self, machine: Machine, arrivals: Iterable[Arrival], answers: dict[str, int], seed: int) -> None:
+        believed, slo = OnlineModel(machine.predictor, machine.mape), SLO.parse(OBJECTIVES)
+        self.core = EngineCore(machine.config, online_policy="goodput", model=believed)
+        keeper = Colocation(self.core, believed, slo, initial_budget(slo, machine.predictor))
+        super().__init__(self.core, machine.runner(seed), arrivals, keeper=keeper)
+        self._answers = answers
+        self._numbers = 0
+        self.open: dict[str, asyncio.Future[RequestOutput]] = {}
+
+    async def run_line(self, _: str, body: dict[str, Any], origin: LineOrigin) -> LineAnswer:
+        """Run a line of the batch worker."""
+        self._numbers += 1
+        name, text = f"line-{self._numbers}", body["prompt"].encode()
+        tokens = tuple(int.from_bytes(text[i : i + 4]) % 50_000 for i in range(0, len(text), 4))
+        sampling = SamplingParams(max_tokens=self._answers[body["user"]])
+        request = EngineRequest(
+            name,
+            tokens,
+            sampling,
+            RequestClass.OFFLINE,
+            b"",
+            origin.deadline,
+            True,
+            origin.tenant,
+            origin.job,
+            origin.lane,
+        )
+        self.open[name] = asyncio.get_running_loop().create_future()
+        self._add_offline(request, self.now)
+        output = await self.open[name]
+        usage = Usage(output.num_prompt_tokens, output.num_cached_tokens, output.num_output_tokens)
+        return LineAnswer(200, {}, usage)
+
+    def _take(self, output: RequestOutput) -> None:
+        super()._take(output)
+        if output.finish_reason is not None and output.request_id in self.open:
+            self.open.pop(output.request_id).set_result(output)
+
+    def step(self) -> bool:
+        """Run one step, or advance the clock to the next arrival; return False if there is nothing to do."""
+        plan: OfflinePlan | None = whole(self.core.plan_offline(self.now)) if self.core.has_offline else None
+        output = self.core.schedule(self.now, plan)
+        if output is not None:
+            self._execute(output)
+            return True
+        arrival = self._arrivals[0].at if self._arrivals else math.inf
+        later = min(arrival, self.core.retry_at or math.inf)
+        if math.isinf(later):
+            return False
+        self._now = max(self._now, later)
+        self._arrive()
+        return True
+
+
+@dataclass(slots=True)
+class BatchRun:
+    """One batch: (progress, seconds, ETA in seconds) at each look, the end of the last line, and its usage."""
+
+    looks: list[tuple[float, float, float | None]] = field(default_factory=list)
+    end: float = 0.0
+    usage: Usage = field(default_factory=Usage)
+
+    def errors(self) -> list[tuple[float, float]]:
+        """Return (progress, error of the ETA over the time that is left) from FIRST_PROGRESS to LAST_PROGRESS."""
+        found = [(done, at, eta) for done, at, eta in self.looks if FIRST_PROGRESS <= done <= LAST_PROGRESS]
+        return [(done, math.inf if eta is None else (eta - self.end) / (self.end - at)) for done, at, eta in found]
+
+
+async def _settle(worker: BatchWorker, server: VirtualServer) -> None:
+    """Wait until the worker has stored all results and fed all lines for which there is room."""
+    while True:
+        jobs, window = list(worker.jobs.values()), worker.window
+        fed = window.is_full or not any(job.hungry for job in jobs)
+        if not any(job.unwritten for job in jobs) and fed and window.lines == len(server.open):
+            return
+        await asyncio.sleep(0)
+
+
+async def run_batch(machine: Machine, root: Path, shape: str, args: argparse.Namespace, tail_lines: int) -> BatchRun:
+    seed, (content, answers) = args.seed, input_lines(args.lines, args.essays, args.seed)
+    folder = await asyncio.to_thread(open_state, root)
+    server = VirtualServer(machine, chats(shape, 1e6, seed), answers, seed)
+    worker = BatchWorker(
+        folder,
+        BatchLimits(tail_lines=tail_lines),
+        server.run_line,
+        max_lines=lambda _: None,
+        costs=lambda: server.core.stats().token_costs,
+        online_tokens=lambda: server.core.stats().online_tokens,
+        set_lane=server.core.set_lane,
+        clock=lambda: EPOCH + server.now,
+    )
+    await worker.start()
+    batch = await _add(folder, content)
+    worker.added(batch)
+    while not worker.jobs:  # noqa: ASYNC110 - another process validates
+        await asyncio.sleep(0.01)
+    run, next_look = BatchRun(), 0.0
+    while worker.jobs:
+        await _settle(worker, server)
+        if worker.jobs and server.now >= next_look:
+            next_look = server.now + LOOK_SECONDS
+            await worker.lanes.update()
+            await _look(worker, batch.id, run, server.now)
+        if server.open:
+            server.step()
+            run.end = server.now
+        await asyncio.sleep(0)
+    while (ended := await folder.store.load_batch(batch.id)).status not in TERMINAL:  # noqa: ASYNC110
+        await asyncio.sleep(0.01)
+    run.usage = ended.usage
+    await worker.stop()
+    await folder.close()
+    return run
+
+
+async def _look(worker: BatchWorker, batch_id: str, run: BatchRun, now: float) -> None:
+    outlook = worker.forecast.outlooks.get(batch_id)
+    for job in worker.jobs.values():
+        done = 1.0 - job.batch.remaining / job.batch.total
+        eta = None if outlook is None or outlook.eta is None else outlook.eta - EPOCH
+        run.looks.append((done, now, eta))
+
+
+async def _add(folder: StateFolder, content: bytes) -> BatchJob:
+    temp = folder.create_temp()
+    temp.write(content)
+    file = FileObject(new_file_id(), "t", len(content), int(EPOCH), "in.jsonl", "batch")
+    await folder.store.announce_files([file.id])
+    await asyncio.to_thread(folder.publish_files, (temp, file.id))
+    await folder.store.add_file(file)
+    now = int(EPOCH)
+    batch = BatchJob(new_batch_id(), "t", "/v1/completions", file.id, "30d", now, now + WINDOW)
+    return await folder.store.create_batch(batch)
+
+
+def _worst(errors: Sequence[tuple[float, float]]) -> str:
+    done, error = max(errors, key=lambda item: abs(item[1]), default=(0.0, math.nan))
+    within = sum(abs(e) <= 0.15 for _, e in errors) / max(1, len(errors))
+    return f"worst ETA {error:+.1%} at {done:.0%} done, within 15 %: {within:.0%} of {len(errors)} looks"
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks lengths", description=__doc__)
+    parser.add_argument("--lines", type=int, default=4000)
+    parser.add_argument("--shape", nargs="+", choices=SHAPES, default=list(SHAPES))
+    parser.add_argument("--essays", type=float, default=1 / 3, help="share of lines with long answers")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--looks", action="store_true", help="print each look")
+    args = parser.parse_args(argv)
+    machine = build_machine(MACHINE, args.seed)
+    for shape in args.shape:
+        ends = []
+        for name, tail_lines in (("by rank", 0), ("learned order", BatchLimits().tail_lines)):
+            begin = time.perf_counter()
+            with tempfile.TemporaryDirectory() as root:
+                run = asyncio.run(run_batch(machine, Path(root) / "state", shape, args, tail_lines))
+            ends.append(run.end)
+            cached = run.usage.cached_tokens / run.usage.input_tokens
+            print(
+                f"{shape}, {name}: makespan {run.end:.0f} s, {_worst(run.errors())}; {cached:.1%} of prompt tokens "
+                f"cached ({time.perf_counter() - begin:.0f} s to run)",
+                flush=True,
+            )
+            for done, at, eta in run.looks if args.looks else ():
+                left = run.end - at
+                print(
+                    f"  {done:6.1%} {at:8.0f} s  {'-' if eta is None or not left else f'{(eta - run.end) / left:+.1%}'}"
+                )
+        print(f"{shape}: learned order takes {ends[1] / ends[0] - 1.0:+.1%}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
