@@ -27,7 +27,8 @@ from engine.colocation.waits import objective_of
 from engine.scheduling.objective import UNLIMITED
 from loadgen.arrivals import RateCurve
 from loadgen.records import RequestRecord
-from predictor.slo import SLO, aggregate, nearest_rank
+from predictor.judge import aggregate
+from predictor.slo import SLO, nearest_rank
 
 FEW = 100
 """Requests below which their P99 is the largest value."""

@@ -6,7 +6,7 @@ this process or in another. The module does not import torch.
 
 import enum
 import math
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import NamedTuple, ParamSpec, Protocol, TypeVar
@@ -15,6 +15,7 @@ from engine.errors import ErrorInfo, InvalidRequestError
 from engine.forms import EmbeddingSpec, Grammar, Pooling
 from engine.text.thoughts import ThinkingBudget
 from predictor.budget import Standing
+from predictor.promise import Promise
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -164,6 +165,7 @@ class EngineRequest:
     pooling: Pooling | None = None  # return an embedding or scores of the prompt; of `sampling` only `logprobs` counts
     adapter: int = 0  # number of a LoRA adapter, from 1 in the order of `EngineInfo.adapters`; 0: none
     probe: bool = False  # a test request of the engine itself; excluded from statistics except `probe_tokens`
+    promise: Promise | None = None  # latency promised to this online request; None: that of the default class
 
     @property
     def prefix_root(self) -> bytes:
@@ -213,6 +215,14 @@ class TokenCosts(NamedTuple):
         return self.prefill * prompt_tokens + self.decode * output_tokens
 
 
+class ClassStanding(NamedTuple):
+    """How the promise of one service class was kept."""
+
+    name: str
+    promise: str  # objectives in the syntax of the SLO
+    attainment: float  # share of good requests among the last judged ones; NaN: none
+
+
 @dataclass(frozen=True, slots=True)
 class ColocationStats:
     """SLO attainment and the offline budget. Times are in seconds."""
@@ -239,6 +249,10 @@ class ColocationStats:
     overrun: float = 0.0  # mean time of steps beside the prediction and its margin, as a share of the step limit
     model_refits: int = 0  # new fits of the latency model that replaced it
     model_refits_refused: int = 0  # new fits that were not better
+    classes: tuple[ClassStanding, ...] = ()  # the class `default` first
+    class_good: Mapping[str, int] = field(default_factory=dict)  # requests by class that met their promise
+    class_bad: Mapping[str, int] = field(default_factory=dict)
+    class_refused: Mapping[str, int] = field(default_factory=dict)  # with 429
 
 
 class LoadReport(NamedTuple):
@@ -375,6 +389,7 @@ class EngineInfo:
     scores_prompts: bool = True  # `Pooling.SCORES` is supported
     fallbacks: tuple[str, ...] = ()  # kernels that failed their check at start, one line each
     sampling: SamplingDefaults = field(default_factory=SamplingDefaults)  # for fields that a request does not set
+    slo: str = ""  # objectives of online requests by class, in the syntax of --slo
 
     @property
     def batch_lines(self) -> int:

@@ -1,7 +1,7 @@
 """The settings of the engine. This module does not import torch.
 
 Command-line flags are generated from the fields of `EngineConfig`: `metadata["help"]` is the help text of the flag and
-`metadata["choices"]` its choices.
+`metadata["choices"]` its choices; `metadata["joint"]` joins the values of a repeated flag to one text.
 """
 
 import os
@@ -25,8 +25,8 @@ OVERLOADS = ("recompute", "hidden", "drop")
 _ADAPTER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,127}")
 
 
-def _flag(default: Any, help_text: str, choices: tuple[str, ...] = ()) -> Any:
-    return field(default=default, metadata={"help": help_text, "choices": choices})
+def _flag(default: Any, help_text: str, choices: tuple[str, ...] = (), joint: str = "") -> Any:
+    return field(default=default, metadata={"help": help_text, "choices": choices, "joint": joint})
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +90,12 @@ class EngineConfig:
         "maximum wait before an online request is refused with 429: 5s, 1x (the TTFT objective), or none",
     )
     enable_prefix_caching: bool = _flag(True, "share equal prompt prefixes between requests of one tenant")
-    slo: str = _flag("ttft_p99=1s,tbt_p99=100ms", "objectives of online requests; also 'tbt_mean=50ms' or '5%'")
+    slo: str = _flag(
+        "ttft_p99=1s,tbt_p99=100ms",
+        "objectives of online requests; also 'tbt_mean=50ms' or '5%'; repeat with NAME: for a class of requests, as in "
+        "premium:ttft_p99=300ms,tbt_p99=50ms or agent:e2e_p99=20s",
+        joint=";",
+    )
     online_policy: str = _flag(
         "goodput",
         "order of online requests if memory is short: goodput[:TAIL], goodput-strict, apt[:TAIL], larry[:ALPHA], "

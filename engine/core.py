@@ -8,6 +8,7 @@ deferred until the step in flight completes. `update` publishes blocks to the pr
 confirmed. Sources: HyGen §4.1; reliability E1-E8.
 """
 
+import math
 from collections.abc import Generator
 
 from engine.api import (
@@ -30,6 +31,7 @@ from engine.scheduling.in_flight import ReachedPoint
 from engine.scheduling.moving import Moves
 from engine.scheduling.objective import StepObjective
 from engine.scheduling.output import ModelRunnerOutput, SchedulerOutput
+from engine.scheduling.overdue import answer_tokens
 from engine.scheduling.pacing import OfflineRest, may_run_ahead
 from engine.scheduling.planner import OfflinePlan, plan_offline
 from engine.scheduling.policies import find_policy
@@ -39,6 +41,9 @@ from engine.scheduling.results import Results
 from engine.scheduling.state import SchedulerState
 from engine.scheduling.trial import build_next
 from predictor.features import LatencyPredictor
+
+SURE = 2.0
+"""Expected length of an answer with a deadline, in mean lengths of recent answers."""
 
 
 class EngineCore:
@@ -105,6 +110,7 @@ class EngineCore:
         arrival = now if spec.arrived is None else spec.arrived
         request = Request(spec, RequestTimes(arrival) if resumed is None else resumed.times, next(self.state.arrivals))
         request.most_blocks = self.config.most_blocks
+        request.expected_output = math.ceil(SURE * answer_tokens(self.state))
         if resumed is None:
             self._admission.check(request, now)
         else:

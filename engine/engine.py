@@ -54,6 +54,7 @@ from engine.scheduling.moving import MovedRequest
 from engine.scheduling.output import ModelRunner, ModelRunnerOutput, SchedulerOutput
 from engine.scheduling.recovery import RETRY_AFTER
 from engine.stream import RequestStream
+from predictor.promise import Promise
 
 if TYPE_CHECKING:  # the engine runs without the grammar compiler, the flight recorder and torch
     from engine.execution.ranks.leader import Leader
@@ -233,11 +234,13 @@ class Engine:
             raise EngineUnavailableError(f"The engine is not ready: {self.trouble}.", retry_after=RETRY_AFTER)
 
     @contextmanager
-    def _noting_refusal(self, request_class: RequestClass, prompt_tokens: int) -> Iterator[None]:
+    def _noting_refusal(
+        self, request_class: RequestClass, prompt_tokens: int, promise: Promise | None = None
+    ) -> Iterator[None]:
         try:
             yield
         except RetryableError:
-            self._tell_keeper(Colocation.on_refused, request_class, prompt_tokens, self._clock())
+            self._tell_keeper(Colocation.on_refused, request_class, prompt_tokens, self._clock(), promise)
             raise
 
     async def submit(self, requests: Sequence[EngineRequest]) -> list[RequestStream]:
@@ -335,10 +338,12 @@ class Engine:
                 code="model_not_found",
             )
         self._watchdog.on_work()
-        with self._noting_refusal(request.request_class, len(request.prompt_token_ids)):
+        with self._noting_refusal(request.request_class, len(request.prompt_token_ids), request.promise):
             self.core.add_request(request, self._clock())
         if request.resumed is None and not request.probe:
             self._tell_keeper(Colocation.on_arrival, request.request_class, self._clock())
+        if request.promise is not None:
+            self._tell_keeper(Colocation.on_promise, request, self._clock())
         self._wake_up()
 
     def abort(self, request_id: str, reason: FinishReason = FinishReason.ABORT) -> None:

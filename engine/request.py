@@ -54,6 +54,7 @@ class Request:
         max_total_tokens: Maximum length of prompt and output together.
         masked_from: First token position at which a mask may restrict sampling.
         most_blocks: Maximum number of blocks held at once (see `SchedulerConfig.most_blocks`).
+        expected_output: Expected tokens of the answer, for a promise with a deadline.
     """
 
     spec: EngineRequest
@@ -81,6 +82,7 @@ class Request:
     max_total_tokens: int = field(init=False)
     masked_from: int = field(init=False)
     most_blocks: int = sys.maxsize
+    expected_output: int = sys.maxsize
 
     def __post_init__(self) -> None:
         self.token_ids = list(self.spec.prompt_token_ids)
@@ -113,6 +115,12 @@ class Request:
     def num_output_tokens(self) -> int:
         """Return the number of confirmed output tokens."""
         return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def num_remaining_tokens(self) -> int:
+        """Return the output tokens still expected, at least 1."""
+        most = min(self.expected_output + self.num_prompt_tokens, self.max_total_tokens)
+        return max(1, most - len(self.token_ids) - self.num_placeholders)
 
     @property
     def num_expected_tokens(self) -> int:

@@ -18,6 +18,7 @@ from engine.errors import RetryableError
 from engine.scheduling.output import Collect, ModelRunner, ModelRunnerOutput, SchedulerOutput
 from engine.scheduling.planner import OfflinePlan, whole
 from predictor.features import BatchFeatures, LatencyPredictor
+from predictor.promise import Promise
 
 PLACEHOLDER_TOKEN = 0
 
@@ -113,7 +114,12 @@ class Keeper(Protocol):
     def on_arrival(self, request_class: RequestClass, now: float) -> None:
         """Record a queued request."""
 
-    def on_refused(self, request_class: RequestClass, prompt_tokens: int, now: float) -> None:
+    def on_promise(self, request: EngineRequest, now: float) -> None:
+        """Record a queued request that has a promise of its own."""
+
+    def on_refused(
+        self, request_class: RequestClass, prompt_tokens: int, now: float, promise: Promise | None = None
+    ) -> None:
         """Record a refused request."""
 
     def on_step(self, output: SchedulerOutput, measured: float, outputs: list[RequestOutput], now: float) -> None:
@@ -208,11 +214,14 @@ class VirtualDriver:
             except RetryableError as error:
                 record.rejected, record.retry_after = True, error.retry_after
                 if self._keeper is not None:
-                    self._keeper.on_refused(RequestClass.ONLINE, len(arrival.request.prompt_token_ids), self._now)
+                    spec = arrival.request
+                    self._keeper.on_refused(spec.request_class, len(spec.prompt_token_ids), self._now, spec.promise)
             else:
                 self._records[arrival.request.request_id] = record
                 if self._keeper is not None:
                     self._keeper.on_arrival(RequestClass.ONLINE, self._now)
+                    if arrival.request.promise is not None:
+                        self._keeper.on_promise(arrival.request, self._now)
 
     def _refill(self) -> None:
         while self._offline is not None and self._num_offline < self._backlog:

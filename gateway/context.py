@@ -20,11 +20,12 @@ from engine.text.thoughts import ThoughtMarks
 from engine.text.tokenizer import Tokenizer
 from gateway.config import ServerConfig
 from gateway.generate.tool_formats import ToolFormat
-from gateway.http.keys import DEFAULT_TENANT, KeyStore, Tier
+from gateway.http.keys import DEFAULT_TENANT, Key, KeyStore, Tier
 from gateway.http.quotas import Admissions
 from gateway.models import ModelNames
 from gateway.telemetry.metrics import GatewayMetrics
 from gateway.telemetry.request_log import RequestLog
+from predictor.promise import Promise
 
 DISK_SECONDS = 1.0
 """Timeout of a disk check."""
@@ -121,6 +122,8 @@ class GatewayContext:
     """Limits large bodies to one piece per round of the event loop."""
     is_offline: bool = False
     """No client waits for the answers, see `generate.threads`."""
+    promise: Promise | None = None
+    """Promise to the request that is planned; None: that of the default class."""
     on_new_keys: list[Callable[[], Awaitable[None]]] = field(default_factory=list)
     """Called after the keys were reloaded."""
 
@@ -152,6 +155,11 @@ def context_of(request: Request) -> GatewayContext:
 def tenant_of(request: Request) -> str:
     """Return the tenant of the request's key, or the default tenant if no keys are configured."""
     return str(_state(request).get("tenant", DEFAULT_TENANT))
+
+
+def key_of(request: Request) -> Key | None:
+    """Return the request's key, or None if no keys are configured."""
+    return cast(Key | None, _state(request).get("key"))
 
 
 def tier_of(request: Request) -> Tier:

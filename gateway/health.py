@@ -79,6 +79,17 @@ def _promise(stats: EngineStats, colocation: ColocationStats) -> dict[str, Any]:
             for standing in colocation.objectives
         },
     }
+    if len(colocation.classes) > 1:
+        shown["classes"] = {
+            each.name: {
+                "promise": each.promise,
+                "attainment": each.attainment,
+                "good": colocation.class_good[each.name],
+                "bad": colocation.class_bad[each.name],
+                "refused": colocation.class_refused[each.name],
+            }
+            for each in colocation.classes
+        }
     if colocation.held:
         shown["held"] = colocation.held
     elif colocation.breaker_cause:

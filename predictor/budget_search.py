@@ -142,7 +142,7 @@ def search_budget(
 def protecting_rules(slo: SLO) -> tuple[str, ...]:
     """Return the rules that can help with the metrics of `slo`, without duplicates; `flat` is always searched too."""
     rules = []
-    for objective in slo.objectives:
+    for objective in (o for _, own in slo.by_class for o in own.objectives if o.metric != "e2e"):
         metric = "tbt" if objective.metric == "tpot" else objective.metric
         statistic = "mean" if objective.percentile is None or objective.metric == "tpot" else "p99"
         rules.append(f"{metric}_{statistic}")
@@ -151,7 +151,7 @@ def protecting_rules(slo: SLO) -> tuple[str, ...]:
 
 def _keeps_limits(slo: SLO, online_only: Metrics) -> bool:
     """Return whether the online-only run keeps the absolute limits."""
-    absolute = SLO(tuple(objective for objective in slo.objectives if objective.limit is not None))
+    absolute = replace(slo, objectives=tuple(objective for objective in slo.objectives if objective.limit is not None))
     return not absolute.violations(online_only)
 
 

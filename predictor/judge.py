@@ -15,7 +15,8 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from predictor.budget import Standing
-from predictor.slo import SLO, Objective, aggregate, nearest_rank
+from predictor.promise import DEFAULT_CLASS, Promise, attainment_key, service_of
+from predictor.slo import SLO, TOLERANCE_KEYS, Objective, nearest_rank, parse_key
 
 WINDOW = 200
 """Maximum number of requests in the window."""
@@ -26,12 +27,16 @@ SLACK = 0.01
 
 
 class Served(NamedTuple):
-    """One online request as measured at the client. `ttft` is None if no token arrived; `failed` marks an error."""
+    """One online request as measured at the client. `ttft` is None if no token arrived; `failed` marks an error.
+
+    `promise`: as in `EngineRequest`.
+    """
 
     arrival: float
     ttft: float | None
     gaps: Sequence[float]
     failed: bool = False
+    promise: Promise | None = None
 
 
 class Verdict(NamedTuple):
@@ -60,20 +65,64 @@ class _Judged:
     over: dict[str, float] = field(default_factory=dict)
 
 
-class Judge:
-    """Sliding window of judged requests. `good` and `bad` count all requests since the start."""
+def aggregate(
+    requests: Sequence[tuple[float, Sequence[float]]], keys: Sequence[str] = TOLERANCE_KEYS
+) -> dict[str, float]:
+    """Aggregate (ttft, gaps) of the requests of a window by key, in seconds; gaps are pooled.
 
-    def __init__(self, slo: SLO) -> None:
+    A metric without a value (no requests, no gaps) is 0. Raises SLOError for an unknown key.
+    """
+    pools: dict[str, list[float]] = {
+        "ttft": [ttft for ttft, _ in requests],
+        "tbt": [gap for _, gaps in requests for gap in gaps],
+        "tpot": [math.fsum(gaps) / len(gaps) for _, gaps in requests if gaps],
+        "e2e": [ttft + math.fsum(gaps) for ttft, gaps in requests],
+    }
+    ordered = {metric: sorted(pool) for metric, pool in pools.items()}
+    found = {}
+    for key in keys:
+        metric, percentile = parse_key(key)
+        pool = ordered[metric]
+        if not pool:
+            found[key] = 0.0
+        elif percentile is None:
+            found[key] = math.fsum(pool) / len(pool)
+        else:
+            found[key] = nearest_rank(pool, percentile)
+    return found
+
+
+def attainments(slo: SLO, requests: Sequence[tuple[Promise | None, bool]]) -> dict[str, float]:
+    """Return the attainment of every class by key, 1 without requests.
+
+    `requests`: the promise to each request, and whether the request was good.
+    """
+    found = {}
+    for name, _ in slo.by_class:
+        own = [good for promise, good in requests if service_of(promise) == name]
+        found[attainment_key(name)] = sum(own) / len(own) if own else 1.0
+    return found
+
+
+class Judge:
+    """Sliding window of judged requests of the class `name`. `good`, `bad` and `refused` count since the start.
+
+    A request with a promise of its own is judged by it: its values count in proportion to the limits of its class.
+    """
+
+    def __init__(self, slo: SLO, name: str = DEFAULT_CLASS) -> None:
         self.slo = slo
-        self.good = self.bad = 0
+        self._prefix = "" if name == DEFAULT_CLASS else f"{name}:"
+        self.good = self.bad = self.refused = 0
         self._window: deque[_Judged] = deque()
+        self._surplus = 0.0
         self._over = dict.fromkeys((o.key for o in slo.objectives if not o.per_request), 0.0)
         self._baseline: Mapping[str, float] = {}
         self._standings: tuple[Standing, ...] | None = None
 
     def judge(self, now: float, served: Served) -> Verdict:
         """Add a request that ended at `now` and judge it."""
-        values = {o.key: o.value(served.ttft, served.gaps) for o in self.slo.objectives if o.per_request}
+        values = self.slo.values(served.ttft, served.gaps, served.promise)
         judged = _Judged(now, served, values, {})
         self._window.append(judged)
         self._weigh(judged)
@@ -82,9 +131,11 @@ class Judge:
             kept = self._keeps(objective, judged)
             if kept is not None:
                 judged.kept[objective.key] = kept
+        promise = served.promise
         limits_kept = not served.failed and all(judged.kept[o.key] for o in self.slo.objectives if o.per_request)
+        limits_kept = limits_kept and (promise is None or promise.kept(served.ttft, served.gaps))
         if served.failed or judged.kept or not self.slo.objectives:
-            judged.good = not served.failed and all(judged.kept.values())
+            judged.good = not served.failed and all(judged.kept.values()) and (promise is None or limits_kept)
             self.good += judged.good
             self.bad += not judged.good
         self._standings = None
@@ -121,10 +172,27 @@ class Judge:
                 judged.over[objective.key] = excess(objective, judged.served, bound)
                 self._over[objective.key] += judged.over[objective.key]
 
+    def excuses(self, strictest: float | None) -> bool:
+        """Return whether the class allows a miss that the class with the target `strictest`, the breaker's, does not.
+
+        A class that allows n times as many misses has one of n counted.
+        """
+        target = self.slo.attainment_target
+        if strictest is None or target is None or target >= strictest:
+            return False
+        self._surplus += (1.0 - strictest) / (1.0 - target)
+        counts = self._surplus >= 1.0
+        self._surplus -= counts
+        return not counts
+
     def attainment(self, now: float) -> float:
         """Return the share of good requests in the window; NaN without judged requests."""
+        return _share(self.verdicts(now))
+
+    def verdicts(self, now: float) -> list[bool]:
+        """Return whether each judged request in the window was good."""
         self._forget(now)
-        return _share([judged.good for judged in self._window if judged.good is not None])
+        return [judged.good for judged in self._window if judged.good is not None]
 
     def standings(self, now: float) -> tuple[Standing, ...]:
         """Return every objective evaluated over the window, in the order of the SLO."""
@@ -135,8 +203,8 @@ class Judge:
 
     def breaks_a_limit(self, served: Served) -> bool:
         """Return whether the unfinished request already exceeds a limit on single requests."""
-        limited = (o for o in self.slo.objectives if o.per_request)
-        return any(o.value(served.ttft, served.gaps) > (o.limit or 0.0) for o in limited)
+        values = self.slo.values(served.ttft, served.gaps, served.promise)
+        return any(values[o.key] > (o.limit or 0.0) for o in self.slo.objectives if o.per_request)
 
     def _standing(self, objective: Objective) -> Standing:
         key = objective.key
@@ -145,10 +213,10 @@ class Judge:
             assert objective.percentile is not None and objective.limit is not None
             values = [judged.values[key] for judged in self._window]
             value = nearest_rank(values, objective.percentile) if values else math.nan
-            return Standing(str(objective), value, objective.limit, attainment)
+            return Standing(f"{self._prefix}{objective}", value, objective.limit, attainment)
         spans = [(s.ttft, s.gaps) for s in (judged.served for judged in self._window) if s.ttft is not None]
         value = aggregate(spans, [key])[key] if spans else math.nan
-        return Standing(str(objective), value, self._bound(objective), attainment)
+        return Standing(f"{self._prefix}{objective}", value, self._bound(objective), attainment)
 
     def _bound(self, objective: Objective) -> float:
         """Return the upper bound of the objective; NaN while its baseline is unknown."""
@@ -165,6 +233,11 @@ class Judge:
             self._standings = None
         if not window:
             self._over = dict.fromkeys(self._over, 0.0)  # discard accumulated rounding errors
+
+
+def attainment_of(judges: Sequence[Judge], now: float) -> float:
+    """Return the share of good requests of all classes; NaN without judged requests."""
+    return _share([good for judge in judges for good in judge.verdicts(now)])
 
 
 def _share(kept: Sequence[bool]) -> float:

@@ -17,8 +17,11 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from operator import attrgetter
 from statistics import fmean
 from typing import Any, NamedTuple
+
+from predictor.promise import Promise
 
 BLOCK = 16
 """Consecutive arrivals that stay together in a window, about the size of one burst of chat requests."""
@@ -51,10 +54,11 @@ class Lengths(NamedTuple):
 
 
 class OnlineArrival(NamedTuple):
-    """An online request and its arrival time in seconds."""
+    """An online request and its arrival time in seconds. `promise`: as in `EngineRequest`."""
 
     at: float
     lengths: Lengths
+    promise: Promise | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,11 +165,11 @@ class LoadModel:
 
     def to_document(self) -> dict[str, Any]:
         """Return the model as JSON values of bounded size."""
-        ordered = sorted(self.arrivals)
+        ordered = sorted(self.arrivals, key=attrgetter("at"))
         gaps = unit_gaps([arrival.at for arrival in ordered])
         return {
             "week": [None if math.isnan(rate) else round(rate, 6) for rate in self.week],
-            "arrivals": [[round(gap, 4), *a.lengths] for gap, a in zip(gaps, ordered, strict=True)],
+            "arrivals": [[round(gap, 4), *a.lengths, *_row(a.promise)] for gap, a in zip(gaps, ordered, strict=True)],
             "offline": [list(lengths) for lengths in self.offline],
         }
 
@@ -177,11 +181,13 @@ class LoadModel:
         if len(week) != NUM_BUCKETS:
             raise ValueError(f"a week must have {NUM_BUCKETS} rates, not {len(week)}")
         model.week = week
-        rows = [(_finite(gap), _lengths(lengths)) for gap, *lengths in document["arrivals"][-REMEMBERED:]]
-        at = start - math.fsum(gap for gap, _ in rows)
-        for gap, lengths in rows:
+        rows = [
+            (_finite(gap), _lengths(rest[:3]), _promise(rest[3:])) for gap, *rest in document["arrivals"][-REMEMBERED:]
+        ]
+        at = start - math.fsum(gap for gap, *_ in rows)
+        for gap, lengths, promise in rows:
             at += gap
-            model.arrivals.append(OnlineArrival(at, lengths))
+            model.arrivals.append(OnlineArrival(at, lengths, promise))
         model.offline.extend(_lengths(lengths) for lengths in document["offline"][-REMEMBERED:])
         return model
 
@@ -199,6 +205,18 @@ def _finite(value: object) -> float:
 def _lengths(values: Iterable[object]) -> Lengths:
     prompt, output, cached = (int(_finite(value)) for value in values)
     return Lengths(prompt, output, cached)
+
+
+def _row(promise: Promise | None) -> list[Any]:
+    """Return a promise as JSON values, null for no limit; an empty list for the promise of the default class."""
+    return [] if promise is None else [None if value == math.inf else value for value in promise]
+
+
+def _promise(row: Sequence[Any]) -> Promise | None:
+    if not row:
+        return None
+    service, *limits = row
+    return Promise(str(service), *[math.inf if value is None else _finite(value) for value in limits])
 
 
 NEIGHBOURS = 24
@@ -221,7 +239,7 @@ def resample(recorded: Iterable[OnlineArrival], rate: float, count: int, seed: i
     A request of unknown output length gets the output length of a random other one. Raises ValueError for fewer than
     two recorded arrivals or a rate of 0.
     """
-    ordered = sorted(recorded)
+    ordered = sorted(recorded, key=attrgetter("at"))
     if len(ordered) < 2 or rate <= 0.0:
         raise ValueError("a window needs a positive rate and at least two recorded arrivals")
     gaps = unit_gaps([arrival.at for arrival in ordered])
@@ -237,5 +255,5 @@ def resample(recorded: Iterable[OnlineArrival], rate: float, count: int, seed: i
             lengths = ordered[index].lengths
             if not lengths.output:
                 lengths = lengths._replace(output=generator.choice(outputs))
-            found.append(OnlineArrival(at, lengths))
+            found.append(OnlineArrival(at, lengths, ordered[index].promise))
     return tuple(found[:count])

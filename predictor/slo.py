@@ -4,15 +4,21 @@
 nearest-rank percentile of the request's own gaps; a request without gaps is good. `X_mean=limit`, and every tolerance
 in percent over the online-only run (HyGen §4.2), apply to the aggregates of a window, with gaps pooled. Times are
 seconds internally and have units in the text.
+
+`ttft_p99=1s;agent:e2e_p99=20s` has a named class: its objectives apply to the requests of that class alone, and limit
+single requests.
 """
 
 import difflib
+import functools
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-METRICS = ("ttft", "tbt", "tpot")
+from predictor.promise import DEFAULT_CLASS, Promise, attainment_key
+
+METRICS = ("ttft", "tbt", "tpot", "e2e")
 PERCENTILES = (50, 99)
 UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
 TOLERANCE_KEYS = ("ttft_mean", "ttft_p99", "tbt_mean", "tbt_p99")
@@ -21,12 +27,13 @@ BEYOND_PERCENTILE = 10
 FEWEST_ARRIVALS = 200
 
 ALLOWED = (
-    "an objective is {ttft,tbt,tpot}_{mean,p50..p99}=VALUE with VALUE in us, ms, s or %, or a percentage alone; "
+    "an objective is {ttft,tbt,tpot,e2e}_{mean,p50..p99}=VALUE with VALUE in us, ms, s or %, or a percentage alone; "
     "for example 'ttft_p99=1s,tbt_p99=100ms' or '5%'"
 )
 
 
 _USUAL = ("mean", "p50", "p90", "p99")  # suggestions for an unknown statistic
+CLASS_NAME = re.compile(r"[a-z][a-z0-9_-]{0,31}")
 _BLANK_SEPARATED = re.compile(r"\S\s+[A-Za-z]+(_\w+)?\s*=")
 
 
@@ -65,9 +72,11 @@ class Objective:
         return self.limit is not None and self.percentile is not None
 
     def values(self, ttft: float, gaps: Sequence[float]) -> Sequence[float]:
-        """Return the values of the metric for one request: its TTFT, its gaps, or its mean gap; times in seconds."""
+        """Return the values of the metric for one request in seconds: its TTFT, duration, gaps, or mean gap."""
         if self.metric == "ttft":
             return (ttft,)
+        if self.metric == "e2e":
+            return (ttft + math.fsum(gaps),)
         if self.metric == "tpot":
             return (math.fsum(gaps) / len(gaps),) if gaps else ()
         return gaps
@@ -90,13 +99,37 @@ class Objective:
 
 @dataclass(frozen=True, slots=True)
 class SLO:
-    """A conjunction of objectives. An empty SLO always holds."""
+    """A conjunction of objectives for each class of requests. An empty SLO always holds.
+
+    Attributes:
+        objectives: Those of the class `default`.
+        classes: The SLOs of the other classes by name, without classes of their own.
+    """
 
     objectives: tuple[Objective, ...] = ()
+    classes: tuple[tuple[str, "SLO"], ...] = ()
 
     @classmethod
     def parse(cls, text: str) -> "SLO":
         """Parse `text`; raises SLOError. Objectives for single metrics override a bare percentage."""
+        found: dict[str, SLO] = {}
+        for part in text.split(";"):
+            name, colon, rest = part.strip().rpartition(":")
+            name = name.strip() if colon else DEFAULT_CLASS
+            if CLASS_NAME.fullmatch(name) is None:
+                raise SLOError(part, f"'{name}' is no name of a class", "use lower-case letters, digits, '-' and '_'")
+            if name in found:
+                raise SLOError(part, f"a second SLO for the class '{name}'; remove one")
+            found[name] = cls._parse_class(rest)
+            if name != DEFAULT_CLASS and not all(o.per_request for o in found[name].objectives):
+                raise SLOError(part, "a named class needs limits on single requests", "for example ttft_p99=300ms")
+        if DEFAULT_CLASS not in found:
+            raise SLOError(text, "no objectives for requests without a class", "add, for example, ttft_p99=1s")
+        objectives = found.pop(DEFAULT_CLASS).objectives
+        return cls(objectives, tuple(found.items()))
+
+    @classmethod
+    def _parse_class(cls, text: str) -> "SLO":
         general: Objective | None = None
         named: dict[str, Objective] = {}
         for part in (part.strip() for part in text.split(",")):
@@ -114,13 +147,34 @@ class SLO:
             named[objective.key] = objective
         if general is not None:
             for key in TOLERANCE_KEYS:
-                metric, statistic = _parse_key(key)
+                metric, statistic = parse_key(key)
                 named.setdefault(key, Objective(metric, statistic, tolerance=general.tolerance))
         return cls(tuple(named.values()))
 
     def __str__(self) -> str:
         """Text that parses to the same SLO."""
-        return ",".join(map(str, self.objectives))
+        own = ",".join(map(str, self.objectives))
+        return ";".join([own, *(f"{name}:{slo}" for name, slo in self.classes)])
+
+    @property
+    def by_class(self) -> Iterator[tuple[str, "SLO"]]:
+        """Yield every class with its SLO, the class `default` first."""
+        yield DEFAULT_CLASS, SLO(self.objectives)
+        yield from self.classes
+
+    def of(self, promise: Promise | None) -> "SLO":
+        """Return the SLO of a request's class; `self` is that of requests without a promise of their own."""
+        return self if promise is None else dict(self.classes).get(promise.service, self)
+
+    def promise(self, service: str = DEFAULT_CLASS) -> Promise:
+        """Return the absolute limits of a class."""
+        slo = dict(self.classes).get(service, self)
+        ttft, tbt, tpot, e2e = (slo.limit_of(metric) or math.inf for metric in METRICS)
+        return Promise(service, ttft, min(tbt, tpot), e2e)
+
+    def tightest(self, metric: str) -> float:
+        """Return the strictest absolute limit on a metric in any class, in seconds; infinite without one."""
+        return min(slo.limit_of(metric) or math.inf for _, slo in self.by_class)
 
     def tolerances(self) -> dict[str, float]:
         """Return the tolerances by key, as ratios over the online-only run."""
@@ -131,6 +185,11 @@ class SLO:
         """Share of requests that must be good, from the strictest percentile; None without limits per request."""
         targets = [o.percentile / 100 for o in self.objectives if o.per_request and o.percentile is not None]
         return max(targets, default=None)
+
+    @property
+    def strictest_target(self) -> float | None:
+        """Return the highest attainment target of any class."""
+        return max((target for _, slo in self.by_class if (target := slo.attainment_target) is not None), default=None)
 
     @property
     def arrivals_needed(self) -> int:
@@ -147,12 +206,25 @@ class SLO:
         """Whether an absolute limit applies to every gap (`tbt_pNN`), not only to the mean gap."""
         return any(o.metric == "tbt" and o.per_request for o in self.objectives)
 
-    def good(self, ttft: float | None, gaps: Sequence[float]) -> bool:
-        """Return whether a request that ended without an error met every limit per request.
+    def values(self, ttft: float | None, gaps: Sequence[float], promise: Promise | None = None) -> dict[str, float]:
+        """Return the values of a request that the limits per request of its class bound, by key.
+
+        Values of a request with a promise of its own are in proportion to the limits of its class.
+        """
+        own = self.of(promise)
+        usual, limited = own.promise(), [o for o in own.objectives if o.per_request]
+        scale = {o.metric: usual.limit(o.metric) / promise.limit(o.metric) for o in limited} if promise else {}
+        return {o.key: o.value(ttft, gaps) * scale.get(o.metric, 1.0) for o in limited}
+
+    def good(self, ttft: float | None, gaps: Sequence[float], promise: Promise | None = None) -> bool:
+        """Return whether a request that ended without an error met every limit per request, and its own promise.
 
         `ttft` is in seconds; None: no token arrived, which violates any limit. `gaps` are the seconds between tokens.
         """
-        return all(o.value(ttft, gaps) <= (o.limit or 0.0) for o in self.objectives if o.per_request)
+        values = self.values(ttft, gaps, promise)
+        limits = {o.key: o.limit or 0.0 for o in self.of(promise).objectives}
+        kept = all(value <= limits[key] for key, value in values.items())
+        return kept and (promise is None or promise.kept(ttft, gaps))
 
     def violations(
         self, window: Mapping[str, float], baseline: Mapping[str, float] | None = None, margin: float = 1.0
@@ -160,7 +232,8 @@ class SLO:
         """Return the violated constraints of a window as key → (value − bound) ÷ bound. Empty: all hold.
 
         Args:
-            window: Aggregates in seconds by key; `slo_attainment` as a share if there are limits per request.
+            window: Aggregates in seconds by key; `slo_attainment` as a share if there are limits per request; that
+                of a named class is `NAME:slo_attainment`.
             baseline: The same for the online-only run of the workload.
             margin: Share of the room between baseline and limit that may be used.
 
@@ -170,7 +243,7 @@ class SLO:
         """
         found = {}
         for key, bound in self.bounds(baseline, margin).items():
-            value = 1.0 - window["slo_attainment"] if key == "slo_attainment" else window[key]
+            value = 1.0 - window[key] if key.endswith("slo_attainment") else window[key]
             if not value <= bound + 1e-12:
                 found[key] = (value - bound) / max(bound, 1e-9)
         return found
@@ -189,41 +262,23 @@ class SLO:
             elif objective.limit is not None and not objective.per_request:
                 base = None if baseline is None else baseline[objective.key]
                 bounds[objective.key] = _bound(objective.limit, base, margin)
-        if (target := self.attainment_target) is not None:
-            base = None if baseline is None else 1.0 - baseline["slo_attainment"]
-            bounds["slo_attainment"] = _bound(1.0 - target, base, margin)
+        for name, slo in self.by_class:
+            if (target := slo.attainment_target) is not None:
+                key = attainment_key(name)
+                base = None if baseline is None else 1.0 - baseline[key]
+                bounds[key] = _bound(1.0 - target, base, margin)
         return bounds
+
+
+@functools.lru_cache(maxsize=8)
+def parse_slo(text: str) -> SLO:
+    """Return `SLO.parse(text)`, parsed once; "" is an SLO without objectives."""
+    return SLO.parse(text) if text else SLO()
 
 
 def nearest_rank(values: Sequence[float], percentile: float) -> float:
     """Return the smallest value that at least `percentile` % of `values` (any order, not empty) do not exceed."""
     return sorted(values)[max(math.ceil(percentile * len(values) / 100), 1) - 1]
-
-
-def aggregate(
-    requests: Sequence[tuple[float, Sequence[float]]], keys: Sequence[str] = TOLERANCE_KEYS
-) -> dict[str, float]:
-    """Aggregate (ttft, gaps) of the requests of a window by key, in seconds; gaps are pooled.
-
-    A metric without a value (no requests, no gaps) is 0. Raises SLOError for an unknown key.
-    """
-    pools: dict[str, list[float]] = {
-        "ttft": [ttft for ttft, _ in requests],
-        "tbt": [gap for _, gaps in requests for gap in gaps],
-        "tpot": [math.fsum(gaps) / len(gaps) for _, gaps in requests if gaps],
-    }
-    ordered = {metric: sorted(pool) for metric, pool in pools.items()}
-    found = {}
-    for key in keys:
-        metric, percentile = _parse_key(key)
-        pool = ordered[metric]
-        if not pool:
-            found[key] = 0.0
-        elif percentile is None:
-            found[key] = math.fsum(pool) / len(pool)
-        else:
-            found[key] = nearest_rank(pool, percentile)
-    return found
 
 
 def _bound(limit: float, base: float | None, margin: float) -> float:
@@ -232,7 +287,7 @@ def _bound(limit: float, base: float | None, margin: float) -> float:
     return max(base, base + margin * (limit - base))
 
 
-def _parse_key(key: str, part: str = "") -> tuple[str, int | None]:
+def parse_key(key: str, part: str = "") -> tuple[str, int | None]:
     """Return metric and percentile of a key. `part`: the text that an error names; by default the key."""
     metric, _, statistic = key.partition("_")
     if metric not in METRICS:
@@ -264,6 +319,14 @@ def _parse_value(part: str, value: str) -> tuple[float, str]:
     return (number / 100 if unit == "%" else number * UNITS[unit]), unit
 
 
+def parse_seconds(text: str) -> float:
+    """Return a time such as `500ms` in seconds. Raises SLOError."""
+    seconds, unit = _parse_value(text, text)
+    if unit == "%":
+        raise SLOError(text, "a percentage is no time")
+    return seconds
+
+
 def _parse_general(part: str) -> Objective:
     if not part:
         raise SLOError(part, "the objective is empty")
@@ -274,8 +337,12 @@ def _parse_general(part: str) -> Objective:
 
 
 def _parse_objective(part: str, name: str, value: str) -> Objective:
-    metric, percentile = _parse_key(name, part)
+    metric, percentile = parse_key(name, part)
     amount, unit = _parse_value(part, value)
     if unit == "%":
-        return Objective(metric, percentile, tolerance=amount)
-    return Objective(metric, percentile, limit=amount)
+        objective = Objective(metric, percentile, tolerance=amount)
+    else:
+        objective = Objective(metric, percentile, limit=amount)
+    if metric == "e2e" and not objective.per_request:
+        raise SLOError(part, "e2e limits single requests", "for example e2e_p99=20s")
+    return objective

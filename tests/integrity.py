@@ -36,6 +36,8 @@ def check_core(core: EngineCore) -> None:
     assert len(state.requests) == len(queued), "a request is in no queue"
     online = [r.request_id for r in queued if r.request_class is RequestClass.ONLINE]
     _check_accounts(state.online_share, online)
+    promised = {r for r in queued if r.request_class is RequestClass.ONLINE and r.spec.promise is not None}
+    assert state.promised.keys() == promised, "a promise is lost, or outlives its request"
     check_cache(state.cache, queued)
 
 

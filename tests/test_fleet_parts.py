@@ -13,6 +13,7 @@ from driver import Driver
 from fakes.runner import FakeRunner
 
 from engine.api import (
+    ClassStanding,
     ColocationStats,
     EngineInfo,
     EngineRequest,
@@ -187,7 +188,8 @@ def view(number: int, stats: EngineStats) -> EngineView:
 def colocation_of(**changes: Any) -> ColocationStats:
     base: dict[str, Any] = {f.name: 0.0 for f in fields(ColocationStats)}
     base |= {"slo": "ttft_p99=1s", "policy": "p", "rule": "r", "budget_origin": "", "held": "", "breaker": "closed"}
-    base |= {"breaker_cause": None, "objectives": (), "good_requests": 0, "bad_requests": 0}
+    base |= {"breaker_cause": None, "objectives": (), "good_requests": 0, "bad_requests": 0, "classes": ()}
+    base |= {name: {} for name in ("class_good", "class_bad", "class_refused")}
     return ColocationStats(**base | changes)
 
 
@@ -210,6 +212,7 @@ def test_every_counter_of_the_metrics_continues_in_the_next_process() -> None:
         numbers = {f.name: count for f in fields(EngineStats) if f.type in ("int", "float", int, float)}
         counts: dict[str, Any] = {name: dict.fromkeys(names, count) for name in ("cache_units", "preemptions")}
         both = {f.name: count for f in fields(ColocationStats) if f.type in ("int", "float", int, float)}
+        both |= {name: {"default": count} for name in ("class_good", "class_bad", "class_refused")}
         numbers["prefix_hit_tokens"] = 2 * count  # the host tier holds half
         return stats_of(**numbers, **counts, colocation=colocation_of(**both))
 
@@ -243,10 +246,15 @@ def test_the_slo_is_kept_as_the_worst_engine_keeps_it() -> None:
         colocation_of(objectives=(unknown,), attainment=math.nan, latency_budget=0.2, breaker="half_open"),
     ]
     engines[1] = replace(engines[1], breaker_cause="ttft", latency_budget=math.nan)
+    engines = [
+        replace(each, classes=(ClassStanding("agent", "", share),), class_bad={"agent": 3})
+        for each, share in zip(engines, (1.0, 0.5, 0.5), strict=True)
+    ]
     found = total([view(i, stats_of(colocation=c)) for i, c in enumerate(engines)]).colocation
     assert found is not None
     assert found.objectives == (far,) and (found.breaker, found.breaker_cause, found.held) == ("open", "ttft", "why")
     assert found.attainment == pytest.approx(0.98) and (found.good_requests, found.bad_requests) == (98, 2)
+    assert found.class_bad == {"agent": 9} and found.classes[0].attainment == pytest.approx(2 / 3)
     assert found.latency_budget == pytest.approx(0.15) and found.overrun == 0.1
 
 

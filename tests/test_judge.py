@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from predictor.judge import MAX_AGE, SLACK, WINDOW, Judge, Served, excess, excess_over
-from predictor.slo import SLO, aggregate
+from predictor.judge import MAX_AGE, SLACK, WINDOW, Judge, Served, aggregate, excess, excess_over
+from predictor.slo import SLO
 
 FAR = Served(0.0, 999.0, [9.0] * 50)
 FINE = Served(0.0, 0.1, [0.01] * 50)

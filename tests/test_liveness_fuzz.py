@@ -18,6 +18,7 @@ from engine.limits import UNLIMITED_QUEUE, SchedulerConfig, most_blocks
 from engine.scheduling.objective import StepObjective
 from predictor.budget import BudgetParams
 from predictor.model import LatencyModel
+from predictor.promise import Promise
 
 VOCAB, BLOCK, NUM_BLOCKS = 30, 4, 14
 POOL_TOKENS = NUM_BLOCKS * BLOCK
@@ -36,6 +37,14 @@ objectives = st.builds(
     tbt=st.sampled_from([0.001, 0.05]),
     budget=st.sampled_from([BudgetParams("hygen", 0.001), BudgetParams("hygen", 0.05), BudgetParams("tidemill", 0.02)]),
     wait=st.sampled_from([math.inf, math.inf, 0.0001, 0.02]),
+)
+
+PROMISES = (
+    None,
+    Promise("premium", 0.001, 0.05),
+    None,
+    Promise("agent", e2e=1e3),
+    Promise("default", 9.0, 0.001, 1e3),
 )
 
 
@@ -108,6 +117,8 @@ class LivenessMachine(CoreRules):
         tail = [2 + len(self.requests) % 20] * (length * self.longest // POOL_TOKENS)
         prompt = [*prefix, *tail][: self.longest - output]
         request = make_request(name, prompt, output, request_class=request_class, lane=lane, tenant=tenant)
+        if request_class is RequestClass.ONLINE:
+            request = dataclasses.replace(request, promise=PROMISES[len(self.requests) % len(PROMISES)])
         request = dataclasses.replace(request, pooling=pooling)
         self.requests[name] = request
         self.driver.add(request)

@@ -33,6 +33,7 @@ from predictor.load import (
     unit_gaps,
 )
 from predictor.profile import ProfileKey
+from predictor.promise import Promise
 
 SHAPE = LoadShape(100.0, 0.0, 50.0, 500.0, 60.0)
 HERE = Situation(SHAPE, 0.02)
@@ -279,6 +280,9 @@ def test_what_was_learned_outlives_the_server(tmp_path: Path) -> None:
     load, table = LoadModel(0.0), BudgetTable()
     times = poisson(0.5, 0.0, 6 * BUCKET)
     served(load, times)
+    promises = [None, Promise("premium", 0.3, 0.05), Promise("agent", e2e=20.0)]
+    for index, arrival in enumerate(list(load.arrivals)):
+        load.arrivals[index] = arrival._replace(promise=promises[index % 3])
     load.remember_offline(Lengths(512, 64))
     load.advance(7 * BUCKET)
     table.put(0, entry(0.05))
@@ -291,11 +295,13 @@ def test_what_was_learned_outlives_the_server(tmp_path: Path) -> None:
     assert again.forecast(2 * BUCKET + WEEK) == pytest.approx(0.5, rel=0.4)
     assert list(again.offline) == [Lengths(512, 64)] and again.shape() == load.shape()
     assert len(again.arrivals) == len(load.arrivals) and max(a.at for a in again.arrivals) <= start + 1e-6
+    assert [a.promise for a in again.arrivals] == [a.promise for a in load.arrivals]
     assert again.rate(start) == 0.0, "they came to another server"
     window = resample(again.arrivals, 0.5, 1000, seed=1)
     assert len(window) / window[-1].at == pytest.approx(0.5, rel=0.2)
     other, none = LoadStore(tmp_path, KEY, "another promise").read(start, refuse)
     assert other.week == pytest.approx(again.week, nan_ok=True) and not none.entries
+    assert {a.promise for a in other.arrivals} == {None} and len(other.arrivals) == len(again.arrivals)
 
 
 def test_it_is_bounded(tmp_path: Path) -> None:

@@ -232,10 +232,13 @@ def test_figures_as_people_read_them(made: str, text: str) -> None:
 
 def test_objectives_and_limits() -> None:
     assert limit_of("ttft_p99=1s,ttft_mean=300ms,tbt_p99=5%", "ttft") == 0.3
+    assert limit_of("ttft_p99=1s;agent:e2e_p99=20s", "ttft") == 1.0
     assert limit_of("5%", "ttft") is None and limit_of(None, "ttft") is None and limit_of("new_p99=1s", "ttft") is None
     assert standing({"objective": "tbt_mean=5%", "value": 0.05, "bound": None, "attainment": None})[:2] == (
         "TBT mean", "50 ms",
     )  # fmt: skip
+    premium = {"objective": "premium:tbt_p99=50ms", "value": 0.04, "bound": 0.05, "attainment": 0.995}
+    assert standing(premium)[:2] == ("premium TBT P99", "40 ms of 50 ms, kept by 99.5 %")
     estimated = {"status": "in_progress", "metadata": {"tidemill.eta": "145"}}
     assert time_left(estimated, 20.0) == 125.0 and time_left(estimated, 150.0) == 0.0
     assert time_left(estimated | {"metadata": None}, 20.0) is None

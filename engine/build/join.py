@@ -130,7 +130,7 @@ def _join(config: EngineConfig, plan: LaunchPlan, runner: Runner[Any], say: Call
         partial(backend.busy_share, plan),
     )
     core, colocation, tuner = make_controller(config, scheduler, profile, slo, profile_folder(config), say)
-    info = _info(plan, scheduler, _sampling(config, plan, say))
+    info = replace(_info(plan, scheduler, _sampling(config, plan, say)), slo=str(slo))
     if plan.spec.state_bytes:
         log.debug(_tell_checkpoints(plan, scheduler))
     steps = backend.make_staged(config, plan, runner) if plan.droppable else runner

@@ -10,9 +10,10 @@ from dataclasses import dataclass
 
 from engine.colocation.replay import ReplayedServer, Workload, run_workload
 from predictor.budget import BudgetParams
-from predictor.judge import MAX_AGE, WINDOW, Served, excess_over
-from predictor.load import DEFAULT_OUTPUT, Lengths, OnlineArrival
-from predictor.slo import SLO, aggregate
+from predictor.judge import MAX_AGE, WINDOW, Served, aggregate, excess_over
+from predictor.load import DEFAULT_OUTPUT, OnlineArrival
+from predictor.promise import DEFAULT_CLASS, service_of
+from predictor.slo import SLO
 
 LEAD_IN = 32
 """Requests replayed before the window, so that it does not start on an empty server. They are not compared."""
@@ -46,7 +47,7 @@ class RecentRequests:
     @property
     def num_new(self) -> int:
         """Return the number of requests that ran beside offline work and were not compared with a baseline yet."""
-        return sum(r.beside_offline and not r.compared and r.served is not None for r in self._ended)
+        return sum(r.beside_offline and not r.compared and _is_compared(r.served) for r in self._ended)
 
     def window(self, running: Iterable[OnlineArrival], now: float) -> tuple[list[OnlineArrival], list[bool]]:
         """Return the requests to replay, by arrival, and whether each one is compared. `compare` uses the same window.
@@ -57,7 +58,7 @@ class RecentRequests:
         window = [*ended, *(_Recent(arrival, None, False) for arrival in running)]
         self._window = sorted(window, key=lambda recent: recent.arrival.at)
         lead_in = LEAD_IN if len(ended) > 2 * LEAD_IN else 0
-        counted = [index >= lead_in and r.served is not None for index, r in enumerate(self._window)]
+        counted = [index >= lead_in and _is_compared(r.served) for index, r in enumerate(self._window)]
         return [recent.arrival for recent in self._window], counted
 
     def compare(
@@ -73,6 +74,11 @@ class RecentRequests:
             yield recent.arrival.at, {key: value for key, value in excesses.items() if value is not None}
 
 
+def _is_compared(served: Served | None) -> bool:
+    """Return whether a tolerance applies to a request: it was served, and is not of a named class."""
+    return served is not None and service_of(served.promise) == DEFAULT_CLASS
+
+
 def workload_of(arrivals: Sequence[OnlineArrival]) -> Workload:
     """Return the workload of `arrivals` at their own times.
 
@@ -80,7 +86,7 @@ def workload_of(arrivals: Sequence[OnlineArrival]) -> Workload:
     """
     begin = arrivals[0].at
     rows = [
-        OnlineArrival(a.at - begin, Lengths(a.lengths.prompt, a.lengths.output or DEFAULT_OUTPUT, a.lengths.cached))
+        a._replace(at=a.at - begin, lengths=a.lengths._replace(output=a.lengths.output or DEFAULT_OUTPUT))
         for a in arrivals
     ]
     return Workload(tuple(rows), rows[-1].at)

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
-from engine.api import ColocationStats, FinishReason, RequestClass, RequestOutput
+from engine.api import ClassStanding, ColocationStats, EngineRequest, FinishReason, RequestClass, RequestOutput
 from engine.colocation.baseline import RecentRequests
 from engine.colocation.replay import offline_lengths
 from engine.colocation.waits import ArrivalWaits
@@ -20,10 +20,11 @@ from engine.scheduling.planner import LOST_BUDGET_STEPS
 from predictor.breaker import BreakerState, CircuitBreaker
 from predictor.budget import BudgetParams
 from predictor.features import smallest_step
-from predictor.judge import Judge, Served
+from predictor.judge import Judge, Served, attainment_of
 from predictor.load import Lengths, LoadModel, OnlineArrival
 from predictor.model import LatencyModel
 from predictor.online import OnlineModel
+from predictor.promise import DEFAULT_CLASS, Promise, service_of
 from predictor.slo import SLO
 
 log = logging.getLogger("tidemill.colocation")
@@ -83,9 +84,11 @@ class _Live:
         arrival: Its arrival, with the tokens so far.
         moment: Time of its worst wait, relative to its limit.
         worst: That wait as a share of the limit.
+        promise: The promise to it; None: that of the class `default`.
     """
 
     arrival: OnlineArrival
+    promise: Promise | None = None
     gaps: list[float] = field(default_factory=list)
     last_token: float | None = None
     beside_offline: bool = False
@@ -122,10 +125,10 @@ class Colocation:
         self.on_change: Callable[[float], None] = lambda _now: None
         self._core = core
         self.initial = self._budget = budget
-        self._breaker = CircuitBreaker(slo.attainment_target)
-        self._judge = Judge(slo)
-        self._limits = tuple(slo.limit_of(metric) or math.inf for metric in ("ttft", "tbt"))
-        self._step_limit = min(*self._limits, slo.limit_of("tpot") or math.inf)
+        self._breaker = CircuitBreaker(slo.strictest_target)
+        self._judges = {name: Judge(own, name) for name, own in slo.by_class}
+        self._promise = slo.promise()
+        self._step_limit = min(map(slo.tightest, ("ttft", "tbt", "tpot")))
         self._live: dict[str, _Live] = {}
         self._offline_tokens = 0
         self._offline_seen = -math.inf
@@ -171,11 +174,19 @@ class Colocation:
         else:
             self._offline_seen = now
 
-    def on_refused(self, request_class: RequestClass, prompt_tokens: int, now: float) -> None:
+    def on_promise(self, request: EngineRequest, now: float) -> None:
+        """Record a queued request that has a promise of its own."""
+        arrival = OnlineArrival(now, Lengths(len(request.prompt_token_ids), 0), request.promise)
+        self._live[request.request_id] = _Live(arrival, request.promise)
+
+    def on_refused(
+        self, request_class: RequestClass, prompt_tokens: int, now: float, promise: Promise | None = None
+    ) -> None:
         """Record a refused request (429), which is part of the load, too. `prompt_tokens` may be an estimate."""
         if request_class is RequestClass.ONLINE:
             self.load.arrive(now + self.calendar)
-            self._remember(OnlineArrival(now, Lengths(prompt_tokens, 0)), None, False)
+            self._judge_of(promise).refused += 1
+            self._remember(OnlineArrival(now, Lengths(prompt_tokens, 0), promise), None, False)
             self._follow_breaker(now)
 
     def on_step(
@@ -241,7 +252,7 @@ class Colocation:
 
         `aggregates`: by metric key. `own`: (TTFT, mean gap) of each request, or None.
         """
-        self._judge.set_baseline(aggregates)
+        self._judges[DEFAULT_CLASS].set_baseline(aggregates)
         self._set_objective()
         for arrival, excesses in self.recent.compare(self.slo, aggregates, own):
             self._breaker.record_excesses(now, arrival, excesses)
@@ -251,10 +262,10 @@ class Colocation:
         """Return a snapshot for /metrics and /ready."""
         return ColocationStats(
             slo=str(self.slo),
-            attainment=self._judge.attainment(now),
-            good_requests=self._judge.good,
-            bad_requests=self._judge.bad,
-            objectives=self._judge.standings(now),
+            attainment=attainment_of(list(self._judges.values()), now),
+            good_requests=sum(judge.good for judge in self._judges.values()),
+            bad_requests=sum(judge.bad for judge in self._judges.values()),
+            objectives=tuple(standing for judge in self._judges.values() for standing in judge.standings(now)),
             online_rate=self.load.rate(now + self.calendar),
             policy=self._budget.policy,
             rule=self._budget.rule,
@@ -272,6 +283,12 @@ class Colocation:
             overrun=self._breaker.overrun,
             model_refits=self._refits[True],
             model_refits_refused=self._refits[False],
+            classes=tuple(
+                ClassStanding(name, str(judge.slo), judge.attainment(now)) for name, judge in self._judges.items()
+            ),
+            class_good={name: judge.good for name, judge in self._judges.items()},
+            class_bad={name: judge.bad for name, judge in self._judges.items()},
+            class_refused={name: judge.refused for name, judge in self._judges.items()},
         )
 
     def _on_output(self, output: RequestOutput, now: float) -> None:
@@ -295,14 +312,15 @@ class Colocation:
     def _on_online(self, output: RequestOutput, now: float) -> None:
         arrival = OnlineArrival(output.times.arrival, _lengths(output))
         live = self._live.setdefault(output.request_id, _Live(arrival))
-        live.arrival = arrival
+        live.arrival = arrival._replace(promise=live.promise)
+        promise = live.promise or self._promise
         live.beside_offline = live.beside_offline or output.beside_offline
         if output.token_ids:
             if live.last_token is None:
-                live.wait(now - output.times.arrival, self._limits[0], now)
+                live.wait(now - output.times.arrival, promise.ttft, now)
             else:
                 live.gaps.append(now - live.last_token)
-                live.wait(live.gaps[-1], self._limits[1], now)
+                live.wait(live.gaps[-1], promise.tbt, now)
             live.last_token = now
         if output.finish_reason is not None:
             del self._live[output.request_id]
@@ -313,23 +331,28 @@ class Colocation:
 
         A request aborted by its client counts only if a limit was already broken.
         """
-        times = output.times
+        times, promise = output.times, live.promise
+        judge = self._judge_of(promise)
         served: Served | None
         if output.finish_reason is FinishReason.ABORT:
             waited = now - times.arrival if times.first_token is None else times.first_token - times.arrival
             gaps = live.gaps if live.last_token is None else [*live.gaps, now - live.last_token]
-            served = Served(times.arrival, waited, gaps)
-            served = served if self._judge.breaks_a_limit(served) else None
+            served = Served(times.arrival, waited, gaps, promise=promise)
+            served = served if judge.breaks_a_limit(served) else None
         else:
             ttft = None if times.first_token is None else times.first_token - times.arrival
-            served = Served(times.arrival, ttft, live.gaps, output.finish_reason is FinishReason.ERROR)
+            served = Served(times.arrival, ttft, live.gaps, output.finish_reason is FinishReason.ERROR, promise)
         self._remember(live.arrival, served, live.beside_offline)
         if served is not None:
-            verdict = self._judge.judge(now, served)
+            verdict = judge.judge(now, served)
             beside = live.beside_offline
             moment = live.moment if live.last_token is not None else now
-            kept, excesses, used = verdict.limits_kept, verdict.excesses, verdict.used
+            kept = verdict.limits_kept or judge.excuses(self.slo.strictest_target)
+            excesses, used = verdict.excesses, verdict.used
             self._breaker.record_request(now, times.arrival, kept, beside, excesses, moment, used)
+
+    def _judge_of(self, promise: Promise | None) -> Judge:
+        return self._judges[service_of(promise)]
 
     def _remember(self, arrival: OnlineArrival, served: Served | None, beside_offline: bool) -> None:
         self.recent.add(arrival, served, beside_offline)

@@ -8,7 +8,7 @@ import math
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain, count, islice
 from statistics import NormalDist
 from typing import NamedTuple
@@ -22,10 +22,11 @@ from engine.virtual import Arrival, PredictedRunner, VirtualDriver, VirtualRecor
 from predictor.budget import BudgetParams
 from predictor.budget_search import MAX_CONFIRMATIONS, SearchResult, search_budget
 from predictor.features import BatchFeatures, LatencyPredictor
+from predictor.judge import aggregate, attainments
 from predictor.load import Lengths, OnlineArrival, resample
 from predictor.model import LatencyModel
 from predictor.online import OnlineModel
-from predictor.slo import SLO, aggregate
+from predictor.slo import SLO
 
 WARM_UP_SHARE = 0.1
 USUAL_OFFLINE = tuple(Lengths(prompt, prompt // 8) for prompt in range(256, 769, 64))
@@ -74,8 +75,9 @@ class Workload:
 
     def online(self, max_model_len: int) -> Iterator[Arrival]:
         """Yield the online requests, cut to the context length. Prompts share only their cached part."""
-        for index, (at, lengths) in enumerate(self.arrivals):
-            yield Arrival(at, _request(f"online-{index}", index + 1, lengths, RequestClass.ONLINE, max_model_len))
+        for index, (at, lengths, promise) in enumerate(self.arrivals):
+            request = _request(f"online-{index}", index + 1, lengths, RequestClass.ONLINE, max_model_len)
+            yield Arrival(at, request if promise is None else replace(request, promise=promise))
 
     def offline(self, max_model_len: int, seed: int) -> Iterator[EngineRequest]:
         """Yield offline requests without end, with lengths drawn from `offline_lengths`."""
@@ -129,7 +131,7 @@ def run_workload(
     """
     model, noise, config = server.model, server.noise, server.config
     online = OnlineModel(model, _mean_error(noise))
-    prompts = [lengths.to_compute for _, lengths in workload.arrivals]
+    prompts = [arrival.lengths.to_compute for arrival in workload.arrivals]
     waits = ArrivalWaits.of(server.slo, model, prompts, len(prompts) / workload.seconds if prompts else 0.0)
     core = EngineCore(
         config,
@@ -158,11 +160,17 @@ def metrics_of(run: VirtualRun, slo: SLO, seconds: float) -> dict[str, float]:
     A refused request counts as missing its SLO.
     """
     records = [r for r in run.online if r.arrival.at >= WARM_UP_SHARE * seconds]
-    found = aggregate([span_of(r, slo, run.end) for r in records], [objective.key for objective in slo.objectives])
-    good = sum(r.ended is not None and slo.good(r.ttft, r.gaps) for r in records)
-    found["slo_attainment"] = good / len(records) if records else 1.0
+    usual = [r for r in records if slo.of(r.arrival.request.promise) is slo]
+    found = aggregate([span_of(r, slo, run.end) for r in usual], [objective.key for objective in slo.objectives])
+    judged = [(r.arrival.request.promise, r.ended is not None and is_good(r, slo)) for r in records]
+    found |= attainments(slo, judged)
     found["offline_throughput"] = run.offline_tokens / seconds if seconds > 0 else 0.0
     return found
+
+
+def is_good(record: VirtualRecord, slo: SLO) -> bool:
+    """Return whether an ended request met its promise."""
+    return slo.good(record.ttft, record.gaps, record.arrival.request.promise)
 
 
 def span_of(record: VirtualRecord, slo: SLO, end: float) -> tuple[float, list[float]]:

@@ -10,6 +10,7 @@ import asyncio
 import json
 import logging
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -294,7 +295,7 @@ class LoadStore:
     def read(self, start: float, say: Callable[[str], None]) -> tuple[LoadModel, BudgetTable]:
         """Return the load and the budgets known at `start` (calendar seconds); both are empty without a readable file.
 
-        Budgets for another SLO or configuration are dropped.
+        Budgets and promises for another SLO or configuration are dropped.
         """
         try:
             if not self.path.exists():
@@ -306,7 +307,10 @@ class LoadStore:
                 raise ValueError(f"schema {document['schema']!r:.20}")
             load = LoadModel.from_document(document["load"], start)
             same = document["promise"] == self._promise
-            return load, BudgetTable.from_document(document["budgets"]) if same else BudgetTable()
+            if same:
+                return load, BudgetTable.from_document(document["budgets"])
+            load.arrivals = deque((a._replace(promise=None) for a in load.arrivals), load.arrivals.maxlen)
+            return load, BudgetTable()
         except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError) as error:
             reason = " ".join(str(error).split())[:100] or type(error).__name__
             say(f"the recorded load in {self.path} cannot be used ({reason}); recording starts again")

@@ -62,7 +62,7 @@ class ArrivalWaits:
         alone = model.predict(features)
         limits, mean = [], math.inf
         awaited = min(max(AWAITED_GAPS / rate, SHORTEST_AWAITED), MAX_AGE) if rate > 0.0 else MAX_AGE
-        for objective in slo.objectives:
+        for objective in (objective for _, own in slo.by_class for objective in own.objectives):
             if objective.metric == "ttft" and objective.limit is not None:
                 limits.append((objective.limit - alone) * (2.0 if objective.percentile is None else 0.5))
             elif objective.metric == "ttft" and objective.tolerance is not None:

@@ -8,7 +8,7 @@ from itertools import repeat
 from operator import attrgetter
 from typing import Any
 
-from engine.api import ColocationStats, EngineInfo, EngineStats, EngineView, TokenCosts
+from engine.api import ClassStanding, ColocationStats, EngineInfo, EngineStats, EngineView, TokenCosts
 from predictor.budget import Standing
 
 _NOT_ADDED = frozenset({"colocation", "token_costs", "engines", "pipelines"})
@@ -29,7 +29,8 @@ GAUGES = _NOT_ADDED | frozenset(
 )
 COUNTERS = tuple(field.name for field in fields(EngineStats) if field.name not in GAUGES)
 COLOCATION_COUNTERS = (
-    "good_requests", "bad_requests", "breaker_openings", "offline_tokens", "model_refits", "model_refits_refused"
+    "good_requests", "bad_requests", "breaker_openings", "offline_tokens", "model_refits", "model_refits_refused",
+    "class_good", "class_bad", "class_refused",
 )  # fmt: skip
 _COLOCATION_MEANS = ("latency_budget", "interference_weight", "decode_value", "predictor_mape", "offline_share")
 _BREAKER = ("closed", "half_open", "open")
@@ -49,7 +50,8 @@ class Figures:
     def process_ended(self) -> None:
         """Add the counters of the ended process to the total; those of the next process begin at zero."""
         self._before = _continued(self._before, self.last)
-        colocation, zeros = self.last.colocation, dict[str, Any](dict.fromkeys(COLOCATION_COUNTERS, 0))
+        colocation = self.last.colocation
+        zeros: dict[str, Any] = {name: type(getattr(colocation, name))() for name in COLOCATION_COUNTERS if colocation}
         self.last = replace(
             self.last,
             **{name: getattr(EngineStats(), name) for name in COUNTERS},
@@ -68,7 +70,7 @@ def _continued(before: EngineStats, last: EngineStats) -> EngineStats:
     colocation = last.colocation or before.colocation
     if before.colocation is not None and last.colocation is not None:
         both = (before.colocation, last.colocation)
-        sums = {name: sum(map(attrgetter(name), both)) for name in COLOCATION_COUNTERS}
+        sums = {name: _added(list(map(attrgetter(name), both))) for name in COLOCATION_COUNTERS}
         colocation = replace(last.colocation, **sums)
     return replace(last, **counters, colocation=colocation)
 
@@ -123,18 +125,26 @@ def _together(stats: Sequence[ColocationStats]) -> ColocationStats:
     weights = [each.good_requests + each.bad_requests for each in stats]
     worst = max(stats, key=lambda each: _BREAKER.index(each.breaker) if each.breaker in _BREAKER else -1)
     summed = (*COLOCATION_COUNTERS, "online_rate")
-    figures: dict[str, Any] = {name: sum(map(attrgetter(name), stats)) for name in summed}
+    figures: dict[str, Any] = {name: _added(list(map(attrgetter(name), stats))) for name in summed}
     figures |= {name: _mean(map(attrgetter(name), stats)) for name in _COLOCATION_MEANS}
     return replace(
         stats[0],
         **figures,
         attainment=_mean([each.attainment for each in stats], weights),
         objectives=tuple(_objectives(stats)),
+        classes=tuple(_class_together(stats, index) for index in range(len(stats[0].classes))),
         breaker=worst.breaker,
         breaker_cause=worst.breaker_cause,
         held=next((each.held for each in stats if each.held), ""),
         overrun=max(each.overrun for each in stats),
     )
+
+
+def _class_together(stats: Sequence[ColocationStats], index: int) -> ClassStanding:
+    name = stats[0].classes[index].name
+    weights = [each.class_good.get(name, 0) + each.class_bad.get(name, 0) for each in stats]
+    shares = [each.classes[index].attainment for each in stats]
+    return stats[0].classes[index]._replace(attainment=_mean(shares, weights))
 
 
 def _objectives(stats: Sequence[ColocationStats]) -> Iterable[Standing]:

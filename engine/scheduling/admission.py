@@ -24,7 +24,15 @@ from engine.scheduling.laxity import (
     prefill_pace,
     uses_laxity,
 )
-from engine.scheduling.overdue import QueueWork, answer_tokens, binds, memory_wait, prompt_seconds, slack
+from engine.scheduling.overdue import (
+    QueueWork,
+    answer_tokens,
+    binds,
+    longest_queue_time,
+    memory_wait,
+    prompt_seconds,
+    slack,
+)
 from engine.scheduling.state import SchedulerState
 from engine.scheduling.tenants import order_tenants
 
@@ -107,7 +115,7 @@ class Admission:
 
 
 def check_room(state: SchedulerState, request: Request, now: float) -> None:
-    """Refuse an online request if the queue is full or the expected wait exceeds `max_queue_time`.
+    """Refuse an online request if the queue is full or the expected wait exceeds `max_queue_time` or its deadline.
 
     The expected wait is the work ahead of the request, without its own prompt, so an idle server refuses no request.
 
@@ -117,7 +125,7 @@ def check_room(state: SchedulerState, request: Request, now: float) -> None:
     waiting = len(state.waiting_online)
     if waiting >= state.config.max_num_waiting and not _has_part(state, request.spec.tenant):
         raise QueueFullError(f"{waiting} requests are waiting already.", retry_after=next_start(state))
-    limit = state.queue_time.longest(state.objective.ttft)
+    limit = longest_queue_time(state, request)
     if math.isinf(limit) or longest_wait(state, request) <= limit:
         return
     wait = expected_wait(state, request, now)
@@ -206,8 +214,10 @@ def _ahead(state: SchedulerState, request: Request, pace: PrefillPace, now: floa
         return [*running, *_before(order.urgent, request)]
     both = [*waiting.with_others(running), request]
 
+    promised = bool(state.promised) or request.spec.promise is not None
+
     def by_urgency(requests: list[Request], pace: PrefillPace | None) -> PromptOrder:
-        return order_prompts(requests, state.objective, pace, now)
+        return order_prompts(requests, state.objective, pace, now, promised=promised)
 
     order = order_tenants(both, share, pace, by_urgency) if share.is_contested else by_urgency(both, pace)
     return _before(chain(order.urgent, order.behind), request)

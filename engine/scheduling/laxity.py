@@ -1,7 +1,7 @@
 """The order in which prompts get step time: as many as possible get their first token by their deadline.
 
 The Moore-Hodgson rule (Moore 1968) minimises the number of late jobs on one machine: take jobs by deadline, and
-whenever one would be late, leave out the longest job so far. All TTFT objectives are equal, so deadline order is
+whenever one would be late, leave out the longest job so far. Without promises to single requests deadline order is
 arrival order, and laxity (deadline − now − predicted remaining work) only decides which prompts are left out. These,
 and prompts that are already late, follow the others by arrival; the first of them gets a floor chunk (see
 `engine.scheduling.prompts`). Units are seconds and tokens; memory is not considered.
@@ -100,8 +100,8 @@ def prefill_pace(state: SchedulerState, tbt_share: float = 1.0, *, likely: bool 
     step = model.predict(beside)
     tokens = max(1, config.max_num_batched_tokens - len(decodes))
     chunk = tokens
-    if decodes and math.isfinite(state.objective.tbt):
-        limit = tbt_share * state.objective.tbt
+    if decodes and math.isfinite(gap := state.gap_limit):
+        limit = tbt_share * gap
         chunk = model.max_prefill(beside, max(0.0, limit - step), tokens, 0)
         chunk = max(chunk, min(tokens, floor_chunk(model, beside, limit, config)))
     per_token = (step + model.marginal(beside, 0, chunk)) / chunk
@@ -123,11 +123,13 @@ def floor_chunk(
 def prompt_slack(state: SchedulerState, find_pace: Callable[[], PrefillPace | None], now: float) -> float:
     """Return the seconds, ≥ 0, that the online prompts can be delayed before one is late.
 
-    Prompts are computed one after the other in deadline order, which is arrival order.
+    Prompts are computed one after the other in deadline order.
     """
     ttft, waiting = state.objective.ttft, state.waiting_online
-    if math.isinf(ttft) or state.model is None:
+    if state.model is None or (math.isinf(ttft) and not state.promised):
         return math.inf
+    if state.promised:
+        return _promised_slack(state, find_pace(), now)
     oldest = next((request.times for request in waiting if request.times.first_token is None), None)
     if oldest is not None and oldest.arrival + ttft <= now:
         return 0.0
@@ -158,6 +160,18 @@ def prompt_slack(state: SchedulerState, find_pace: Callable[[], PrefillPace | No
     for index in np.flatnonzero((waiting.columns.missing > pace.chunk) & ~waiting.columns.began).tolist():
         work[index] = pace.seconds_for(waiting[index])
     return max(0.0, slack(work))
+
+
+def _promised_slack(state: SchedulerState, pace: PrefillPace | None, now: float) -> float:
+    """Return the slack if the deadlines of requests differ."""
+    assert pace is not None, "there is a model"
+    prompts = [r for r in (*state.running_prompts(), *state.waiting_online) if r.times.first_token is None]
+    due = {request: state.objective.first_due(request, pace.step) for request in prompts}
+    slack, end = math.inf, now + pace.step
+    for request in sorted(prompts, key=lambda request: due[request]):
+        end += pace.seconds_for(request)
+        slack = min(slack, due[request] - end)
+    return max(0.0, slack)
 
 
 def _slack_of(requests: Iterable[Request], pace: PrefillPace, ttft: float, now: float) -> float:
@@ -197,34 +211,40 @@ class PromptOrder(NamedTuple):
 
 
 def order_prompts(
-    requests: list[Request], objective: StepObjective, pace: PrefillPace | None, now: float
+    requests: list[Request], objective: StepObjective, pace: PrefillPace | None, now: float, *, promised: bool = False
 ) -> PromptOrder:
     """Order `requests`, ascending by arrival, by urgency.
 
     A preempted request whose first token was in time goes first. Without a pace, only requests that are already late
     come behind.
     """
-    ttft = objective.ttft
+    step, ttft = 0.0 if pace is None else pace.step, objective.ttft
     cut = bisect_left(requests, now - ttft, key=_by_arrival)
     late, live = requests[:cut], requests[cut:]
+    if promised:
+        live = sorted(requests, key=lambda request: objective.first_due(request, step))
+        cut = bisect_left(live, now, key=lambda request: objective.first_due(request, step))
+        late, live = sorted(live[:cut], key=by_age), live[cut:]
     answering = [request for request in requests if request.times.first_token is not None]
     urgent: list[Request] = []
     if answering:
         late, live = ([r for r in group if r.times.first_token is None] for group in (late, live))
         for request in answering:
-            assert request.times.first_token is not None
-            (late if request.times.first_token - request.times.arrival > ttft else urgent).append(request)
+            (late if objective.is_late(request, now) else urgent).append(request)
         late.sort(key=by_age)
     if pace is None:
         return PromptOrder(urgent + live, late)
     begin = pace.step + sum(pace.seconds_for(request) for request in urgent)
-    jobs = [(request.times.arrival + ttft - now, pace.seconds_for(request)) for request in live]
+    if promised:
+        jobs = [(objective.first_due(request, step) - now, pace.seconds_for(request)) for request in live]
+    else:
+        jobs = [(request.times.arrival + ttft - now, pace.seconds_for(request)) for request in live]
     missed: list[Request] = []
     for request, taken in zip(live, on_time(jobs, begin), strict=True):
         (urgent if taken else missed).append(request)
-    return PromptOrder(urgent, sorted([*late, *missed], key=by_age) if answering else late + missed)
+    return PromptOrder(urgent, sorted([*late, *missed], key=by_age) if answering or promised else late + missed)
 
 
 def uses_laxity(state: SchedulerState) -> bool:
-    """Return whether prompts are ordered by urgency: the policy asks for it and there is a TTFT objective."""
-    return state.online_policy.by_laxity and math.isfinite(state.objective.ttft)
+    """Return whether prompts are ordered by urgency: the policy asks for it and a first token has a deadline."""
+    return state.online_policy.by_laxity and (math.isfinite(state.objective.ttft) or bool(state.promised))

@@ -49,6 +49,28 @@ class StepObjective:
         """
         return min(max(0.0, seconds * (seconds / (2.0 * self.wait) - 1.0)), LONGEST_REST) if self.wait > 0.0 else 0.0
 
+    def first_due(self, request: Request, step: float) -> float:
+        """Return the time at which the first token of a request is due; `step`: seconds per token of its answer."""
+        promise, arrival = request.spec.promise, request.times.arrival
+        if promise is None:
+            return arrival + self.ttft
+        rest = 0.0 if math.isinf(promise.e2e) else step * (request.num_remaining_tokens - 1)
+        return promise.first_due(arrival, rest)
+
+    def is_late(self, request: Request, now: float) -> bool:
+        """Return whether the first token came late or can only come late, or a promise to the request is broken."""
+        promise, times = request.spec.promise, request.times
+        waited = (now if times.first_token is None else times.first_token) - times.arrival
+        return waited > self.ttft if promise is None else waited > promise.ttft or now - times.arrival > promise.e2e
+
+    def next_due(self, request: Request, now: float) -> float:
+        """Return the deadline of the next token of a request that has a promise of its own."""
+        promise, times = request.spec.promise, request.times
+        assert promise is not None
+        if times.last_token is None:
+            return self.first_due(request, 0.0)
+        return promise.next_due(times.arrival, times.last_token, request.num_remaining_tokens, now)
+
     def token_deadlines(self, requests: Sequence[Request]) -> list[float]:
         """Return the deadline of each request's next token; for the first token the TTFT limit."""
         if self.gap_limited:

@@ -1,6 +1,7 @@
 """Keeps the maximum wait (`--max-queue-time`) of accepted requests under policies that let younger requests overtake.
 
-A request is due the maximum wait after its arrival, or after its last token if it was preempted. A policy is free while
+A request is due the maximum wait after its arrival, or after its last token if it was preempted; a promise to the
+request may shorten or lengthen that wait. A policy is free while
 every waiting request would start in time behind those that are due earlier. When one that has waited PATIENCE of the
 maximum would not, it and all that are due earlier start next, in this order, and no other request starts. Tenants that
 compete are not bound by this: fair sharing decides between them.
@@ -34,11 +35,13 @@ class QueueWork(NamedTuple):
 
     Attributes:
         since: Time of the last token, or of the arrival.
+        limits: Maximum wait in seconds.
         seconds: Seconds for its missing tokens.
         blocks: Cache blocks that it needs to start.
     """
 
     since: Floats
+    limits: Floats
     seconds: Floats
     blocks: Ints
 
@@ -47,6 +50,9 @@ class QueueWork(NamedTuple):
         waiting, size = state.waiting_online, state.config.block_size
         columns = waiting.columns
         since = columns.arrivals.copy()
+        limits: Floats = np.full(len(since), longest_queue_time(state))
+        for index, request in enumerate(waiting) if state.promised else ():
+            limits[index] = longest_queue_time(state, request)
         seconds: Floats = columns.missing * np.float64(pace.per_token)
         blocks = np.minimum(columns.lengths // size + 1, state.config.most_blocks)
         for index in np.flatnonzero(columns.began | (columns.missing > pace.chunk)).tolist():
@@ -55,7 +61,7 @@ class QueueWork(NamedTuple):
             blocks[index] = request.num_blocks(size)
             if request.times.last_token is not None:
                 since[index] = request.times.last_token
-        return cls(since, seconds, blocks)
+        return cls(since, limits, seconds, blocks)
 
 
 def overdue(state: SchedulerState, pace: PrefillPace | None, now: float) -> list[Request]:
@@ -63,30 +69,34 @@ def overdue(state: SchedulerState, pace: PrefillPace | None, now: float) -> list
     if pace is None:
         return []
     work = QueueWork.of(state, pace)
-    order, patience = np.argsort(work.since, kind="stable"), PATIENCE * longest_queue_time(state)
-    if now - work.since[order[0]] < patience:
+    waited_long = now - work.since >= PATIENCE * work.limits
+    if not waited_long.any():
         return []
-    late = np.flatnonzero((slack(state, work, pace, now) <= 0.0)[order] & (now - work.since[order] >= patience))
+    order = np.argsort(work.since + work.limits, kind="stable")
+    late = np.flatnonzero((waited_long & (slack(state, work, pace, now) <= 0.0))[order])
     return [state.waiting_online[index] for index in order[: late[-1] + 1].tolist()] if len(late) else []
 
 
-def longest_queue_time(state: SchedulerState) -> float:
-    """Return the maximum wait of an online request in seconds."""
-    return state.queue_time.longest(state.objective.ttft)
+def longest_queue_time(state: SchedulerState, request: Request | None = None) -> float:
+    """Return the maximum wait of an online request in seconds; without `request` that of the default class."""
+    promise = None if request is None else request.spec.promise
+    if promise is None:
+        return state.queue_time.longest(state.objective.ttft)
+    return min(state.queue_time.longest(promise.ttft), promise.e2e)
 
 
 def owes(state: SchedulerState, request: Request, now: float) -> bool:
     """Return whether a running request without a token since it started has waited so long that it keeps its memory."""
     times = request.times
     waited = now - (times.arrival if times.last_token is None else times.last_token)
-    return waited >= PATIENCE * longest_queue_time(state)
+    return waited >= PATIENCE * longest_queue_time(state, request)
 
 
 def binds(state: SchedulerState) -> bool:
     """Return whether the policy may let a younger request overtake a waiting one that has a maximum wait."""
     policy = state.online_policy
     overtakes = policy.select is not None or policy.by_laxity or policy.order is not fcfs
-    limited = math.isfinite(longest_queue_time(state))
+    limited = math.isfinite(longest_queue_time(state)) or bool(state.promised)
     return overtakes and limited and bool(state.waiting_online) and not state.online_share.is_contested
 
 
@@ -95,11 +105,12 @@ def slack(state: SchedulerState, work: QueueWork, pace: PrefillPace, now: float)
 
     Requests start in the order in which they are due.
     """
-    order = np.argsort(work.since, kind="stable")
+    due = work.since + work.limits
+    order = np.argsort(due, kind="stable")
     seconds = work.seconds[order].cumsum() - work.seconds[order] + prompt_seconds(state, pace)
     memory = memory_wait(state, pace, work.blocks[order].cumsum(), np.arange(1, len(order) + 1))
     found: Floats = np.empty(len(order))
-    found[order] = work.since[order] + longest_queue_time(state) - now - (pace.step + seconds + memory)
+    found[order] = due[order] - now - (pace.step + seconds + memory)
     return found
 
 

@@ -83,8 +83,10 @@ def offline_allowance(
             limit = limit if smallest <= objective.tbt else max(limit, LOST_BUDGET_STEPS * smallest)
     elif rule == "tbt_p99" and ledger.seconds > limit > 0.0:
         limit = 2.0 * ledger.seconds
-    if num_online_decodes and not math.isinf(objective.tbt):
-        within = objective.tbt if objective.tbt >= ledger.seconds else math.inf  # missed even without offline work
+    if num_online_decodes and (state.promised or not math.isinf(objective.tbt)):
+        gap = state.gap_limit
+        gap *= EASY_SHARE if gap < objective.tbt else 1.0  # L leaves room below the limit of the default class alone
+        within = gap if gap >= ledger.seconds else math.inf  # missed even without offline work
         limit = min(limit, within, _tightest_slack(state, ledger.seconds, now))
     if online and state.offline_share < 1.0:
         # Scale last: scaling an L that exceeds the other limits would have no effect.
@@ -102,7 +104,7 @@ def offline_allowance(
 def _tightest_slack(state: SchedulerState, reachable_from: float, now: float) -> float:
     """Return the seconds to the earliest token deadline that a step of `reachable_from` seconds can still meet."""
     decoding = [r for r in state.running[RequestClass.ONLINE] if r.times.first_token is not None]
-    slacks = (deadline - now for deadline in state.objective.token_deadlines(decoding))
+    slacks = (deadline - now for deadline in state.token_deadlines(decoding, now))
     return min((slack for slack in slacks if slack >= reachable_from), default=math.inf)
 
 
@@ -252,7 +254,7 @@ def _expected_online(state: SchedulerState) -> StepLedger:
     ledger.charge_decodes([request.num_computed_tokens + 1 for request in decodes])
     ledger.charge_masks(num_masked(decodes))
     next_prompt = [request for request in state.waiting_online[:1] if _may_start(state, request)]
-    limit = state.objective.tbt * EASY_SHARE if decodes else math.inf
+    limit = state.gap_limit * EASY_SHARE if decodes else math.inf
     for request in (*prompts, *next_prompt):
         if ledger.open:
             length = _prompt_length(state, ledger, request, ledger.tokens_left, limit)

@@ -144,7 +144,7 @@ class PromptFill:
         rank = {} if starts is None else {start.request: index for index, start in enumerate(starts)}
 
         def by_urgency(requests: list[Request], pace: PrefillPace | None) -> PromptOrder:
-            order = order_prompts(requests, state.objective, pace, self._draft.now)
+            order = order_prompts(requests, state.objective, pace, self._draft.now, promised=bool(state.promised))
             if starts is None:
                 return order
             return PromptOrder(order.urgent, sorted(order.behind, key=lambda request: rank.get(request, -1)))

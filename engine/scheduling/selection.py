@@ -44,6 +44,7 @@ class Pressure:
         rho: Seconds that the tokens of one KV unit, run from hidden state, add to all steps together.
         ttft: Limit in seconds; infinite if none is set.
         tbt: Limit in seconds; infinite if none is set.
+        promised: Some requests have a promise of their own.
     """
 
     now: float
@@ -54,6 +55,7 @@ class Pressure:
     rho: float = 0.0
     ttft: float = math.inf
     tbt: float = math.inf
+    promised: bool = False
     model: LatencyPredictor | None = None
     max_chunk: int = 512
     most_blocks: int = sys.maxsize
@@ -126,6 +128,10 @@ def _transposed(waiting: Sequence[Request], pressure: Pressure) -> _Queue:
     began = np.flatnonzero(columns.began).tolist()
     slack, hopeful = pressure.ttft - pending, pending <= pressure.ttft
     queue = _Queue(waiting, pending, slack, hopeful, kv, compact, columns.missing.copy(), began)
+    for index, request in enumerate(waiting) if pressure.promised else ():
+        if request.spec.promise is not None:
+            slack[index] = request.spec.promise.start - pending[index]
+            hopeful[index] = slack[index] >= 0.0
     for index in began:
         _correct(queue, index, waiting[index], pressure)
     return queue
@@ -137,6 +143,8 @@ def _correct(queue: _Queue, index: int, request: Request, pressure: Pressure) ->
     queue.pending[index] = pending = pending_time(pressure.now, times.arrival, times.last_token)
     queue.hopeful[index] = hope = _has_hope(request, pressure)
     limit = pressure.ttft if times.last_token is None else pressure.tbt
+    if (promise := request.spec.promise) is not None:
+        limit = promise.start if times.last_token is None else promise.tbt
     queue.slack[index] = limit - pending if hope else -math.inf
     queue.missing[index] = max(1, length - cache_map.num_parked_tokens)
     blocks = min(length // pressure.block_size + 1, pressure.most_blocks)
@@ -150,7 +158,9 @@ def _correct(queue: _Queue, index: int, request: Request, pressure: Pressure) ->
 
 
 def _has_hope(request: Request, pressure: Pressure) -> bool:
-    times = request.times
+    times, promise = request.times, request.spec.promise
+    if promise is not None:
+        return not promise.is_missed(pressure.now, times.arrival, times.first_token, times.last_token)
     missed = has_missed(
         pressure.now, times.arrival, times.first_token, times.last_token, ttft=pressure.ttft, tbt=pressure.tbt
     )

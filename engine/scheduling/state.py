@@ -4,7 +4,7 @@ A `StepDraft` holds the state of a single step (HyGen §4.1, Algorithm 1). This 
 """
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import count
 
 from engine.api import RequestClass
@@ -29,6 +29,7 @@ class SchedulerState:
 
     Attributes:
         requests: Every unfinished request by id, including the canary while it runs.
+        promised: Unfinished online requests with a promise of their own, by arrival.
         in_flight: Steps that were scheduled and not updated yet, oldest first.
         arrivals: Source of arrival numbers.
         offline_share: Factor on the offline budget beside online work, 0 to 1 (set by the circuit breaker).
@@ -52,6 +53,7 @@ class SchedulerState:
         self.model = model
         self.objective = objective
         self.requests: dict[str, Request] = {}
+        self.promised: dict[Request, None] = {}
         self.in_flight: deque[InFlight] = deque()
         self.arrivals = count()
         self.next_step_id = 0
@@ -94,6 +96,23 @@ class SchedulerState:
         """Return the units available for `request` to start as one of `num_offline` offline requests."""
         return self.cache.units_for(request, num_offline) - self.growth_reserve
 
+    def token_deadlines(self, requests: Sequence[Request], now: float) -> list[float]:
+        """Return the deadline of each request's next token."""
+        found = self.objective.token_deadlines(requests)
+        if self.promised:
+            for index, request in enumerate(requests):
+                if request.spec.promise is not None:
+                    found[index] = self.objective.next_due(request, now)
+        return found
+
+    @property
+    def gap_limit(self) -> float:
+        """Return the tightest limit on a token gap among the objective and the running requests, in seconds."""
+        if not self.promised:
+            return self.objective.tbt
+        gaps = [request.spec.promise.tbt for request in self.promised if request.row >= 0 and request.spec.promise]
+        return min([self.objective.tbt, *gaps])
+
     def running_prompts(self) -> list[Request]:
         """Return the running online requests with a prompt in progress, by arrival."""
         return due(self.running[RequestClass.ONLINE])[1]
@@ -109,6 +128,8 @@ class SchedulerState:
         """Queue a new request. A request resumed from another engine is queued like a preempted one."""
         if request.request_class is RequestClass.ONLINE:
             self.online_share.enter(request)
+            if request.spec.promise is not None:
+                self.promised[request] = None
         elif request.status is RequestStatus.PREEMPTED:
             self.waiting_offline.adopt(request)
         self.add_waiting(request)
@@ -200,4 +221,5 @@ class SchedulerState:
         if request.request_class is RequestClass.OFFLINE:
             self.waiting_offline.end(request)
         else:
+            self.promised.pop(request, None)
             self.online_share.end(request)

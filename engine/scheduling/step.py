@@ -67,8 +67,8 @@ class StepBuilder:
         draft, ledger, objective = self._draft, self._draft.ledger, self._state.objective
         decodes, prompts = due(online_order(self._state, draft.now))
         decodes = draft.allocation.grow_decodes(decodes)
-        timed = ledger.model is not None and not math.isinf(objective.tbt)
-        slacks = [deadline - draft.now for deadline in objective.token_deadlines(decodes)] if timed else []
+        timed = ledger.model is not None and (not math.isinf(objective.tbt) or bool(self._state.promised))
+        slacks = [due_at - draft.now for due_at in self._state.token_deadlines(decodes, draft.now)] if timed else []
         contexts = [request.num_computed_tokens + 1 for request in decodes]
         draft.add_decodes(decodes)
         ledger.charge_decodes(contexts)
@@ -76,7 +76,7 @@ class StepBuilder:
             if request.row < 0 or not request.is_answering or not ledger.open:
                 continue
             if draft.advance(request, min(request.num_pending_tokens, ledger.tokens_left)) and timed:
-                slacks += [deadline - draft.now for deadline in objective.token_deadlines([request])]
+                slacks += [due_at - draft.now for due_at in self._state.token_deadlines([request], draft.now)]
         if slacks:
             self._tightest = min(slacks)
             # A decode that would be late even in a decode-only step cannot be saved by starving the prompts.

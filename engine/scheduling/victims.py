@@ -116,18 +116,20 @@ def freed_units(request: Request, spared: Collection[CacheBlock] = frozenset()) 
 
 
 def is_late(state: SchedulerState, request: Request, now: float) -> bool:
-    """Return whether the first token came after the TTFT objective, or can only come after it."""
-    times = request.times
-    return (now if times.first_token is None else times.first_token) - times.arrival > state.objective.ttft
+    """Return whether the first token came after its deadline, or can only come after it."""
+    return state.objective.is_late(request, now)
 
 
 def online_order(state: SchedulerState, now: float) -> list[Request]:
-    """Return the running online requests by arrival; under a knapsack policy the late ones come last.
+    """Return the running online requests by arrival; under a knapsack policy those without a limit on gaps and then the
+    late ones come last.
 
     Memory is taken from the end of this order, and late requests are worth less to the knapsack.
     """
     running = list(state.running[RequestClass.ONLINE])
-    if state.online_policy.select is not None and math.isfinite(state.objective.ttft):
+    if state.online_policy.select is not None and (math.isfinite(state.objective.ttft) or state.promised):
+        if state.promised:
+            running.sort(key=lambda request: request.spec.promise is not None and math.isinf(request.spec.promise.tbt))
         late = [is_late(state, request, now) and not owes(state, request, now) for request in running]
         if any(late):
             return [*compress(running, map(not_, late)), *compress(running, late)]
@@ -199,6 +201,7 @@ def pressure_of(state: SchedulerState, now: float) -> Pressure | None:
         rho=_rho(state) * READ_STEPS * block_size / UNITS_PER_BLOCK,
         ttft=state.objective.ttft,
         tbt=state.objective.tbt,
+        promised=bool(state.promised),
         model=state.model,
         max_chunk=state.config.max_num_batched_tokens,
         most_blocks=state.config.most_blocks,

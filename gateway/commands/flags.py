@@ -73,6 +73,7 @@ class Flag:
     help: str
     choices: tuple[str, ...]  # empty: any value
     secret: bool = False  # reports hide the value
+    joint: str = ""  # text between the values of a repeated flag, which are one text; empty: the last value counts
 
     @property
     def key(self) -> str:
@@ -98,8 +99,9 @@ class Flag:
         """Check the type of a YAML value and return it as the field's type. Raise ConfigError if it is invalid."""
         if value is None and self.optional:
             return None
-        if self.many and isinstance(value, list):
-            return tuple(self._check_one(item, source) for item in value)
+        if (self.many or self.joint) and isinstance(value, list):
+            values = tuple(self._check_one(item, source) for item in value)
+            return values if self.many else self.joint.join(values)
         single = self._check_one(value, source)
         return (single,) if self.many else single
 
@@ -143,7 +145,8 @@ def _flag_of(field: "dataclasses.Field[Any]", hint: Any) -> Flag:
     assert kind in _NOUNS, f"{field.name}: no flag for {hint}"
     metadata = field.metadata
     secret = not field.repr
-    return Flag(field.name, kind, many, optional, field.default, metadata["help"], metadata["choices"], secret)
+    text, choices, joint = metadata["help"], metadata["choices"], metadata.get("joint", "")
+    return Flag(field.name, kind, many, optional, field.default, text, choices, secret, joint)
 
 
 def add_flags(parser: argparse.ArgumentParser, flags: Iterable[Flag]) -> None:
@@ -155,7 +158,8 @@ def add_flags(parser: argparse.ArgumentParser, flags: Iterable[Flag]) -> None:
             parser.add_argument(f"--{flag.key}", action=argparse.BooleanOptionalAction, **common)
             continue
         metavar = "{" + ",".join(flag.choices) + "}" if flag.choices else flag.key.rpartition("-")[2].upper()
-        parser.add_argument(f"--{flag.key}", action="append" if flag.many else "store", metavar=metavar, **common)
+        action = "append" if flag.many or flag.joint else "store"
+        parser.add_argument(f"--{flag.key}", action=action, metavar=metavar, **common)
 
 
 def _shown(default: Any) -> str:
@@ -270,4 +274,6 @@ def _refuse_removed(environment: Mapping[str, str], file: Mapping[str, Any], fil
 def _from_words(flag: Flag, words: Any, source: str, parse: Callable[[str, str], Any]) -> Any:
     if flag.many:
         return tuple(parse(word, source) for word in words)
+    if flag.joint and isinstance(words, list):
+        return flag.joint.join(words)
     return words if isinstance(words, bool) else parse(words, source)

@@ -7,6 +7,7 @@ import errno
 import importlib
 import importlib.util
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 from engine.config import EngineConfig, parse_adapters
@@ -14,13 +15,14 @@ from engine.errors import ConfigError
 from engine.machine.output import say
 from engine.refusals import check_combinations
 from gateway.config import ServerConfig
+from predictor.slo import SLO
 
 
 def check_start(engine_config: EngineConfig, server_config: ServerConfig) -> None:
     """Check both configs without changing anything. Raise ConfigError, one line that names the flag."""
     check_combinations(engine_config, server_config)
     _check_engine(engine_config)
-    _check_server(server_config)
+    _check_server(server_config, [name for name, _ in SLO.parse(engine_config.slo).by_class])
 
 
 def check_folder(flag: str, path: str | os.PathLike[str], *, written: bool = True, faults_pass: bool = False) -> Path:
@@ -54,8 +56,11 @@ def _check_engine(config: EngineConfig) -> None:
         check_folder("--profile-dir", config.profile_dir, written=False)  # read-only is fine for existing profiles
 
 
-def _check_server(config: ServerConfig) -> Path:
-    """Check address, state folder, API keys, chat template, request log and tracing; return the state folder."""
+def _check_server(config: ServerConfig, classes: Sequence[str]) -> Path:
+    """Check address, state folder, API keys, chat template, request log and tracing; return the state folder.
+
+    `classes`: the service classes of --slo.
+    """
     if config.ray and importlib.util.find_spec("ray") is None:
         raise ConfigError("--ray needs the extra 'ray': pip install 'tidemill[ray]'")
     importlib.import_module("gateway.server").bind(config.host, config.port).close()
@@ -63,7 +68,7 @@ def _check_server(config: ServerConfig) -> Path:
     state: Path = opening.state_path(config.state_dir)
     check_folder("--state-dir", state, faults_pass=True)
     opening.check_free(state)
-    _check_keys(config)
+    _check_keys(config, classes)
     if config.chat_template is not None:
         importlib.import_module("engine.text.tokenizer").read_template(config.chat_template)
     if config.request_log is not None:
@@ -72,9 +77,10 @@ def _check_server(config: ServerConfig) -> Path:
     return state
 
 
-def _check_keys(config: ServerConfig) -> None:
-    """Check the keys; warn of a key file that any user can read."""
+def _check_keys(config: ServerConfig, classes: Sequence[str]) -> None:
+    """Check the keys and their classes; warn of a key file that any user can read."""
     keys = importlib.import_module("gateway.http.keys")
-    keys.load_keys(config.api_key, config.api_key_file)
+    for unknown in sorted(keys.load_keys(config.api_key, config.api_key_file).classes.difference(classes)):
+        raise ConfigError(f"--api-key-file: unknown service class '{unknown}'; --slo has {', '.join(classes)}")
     if config.api_key_file is not None and keys.is_readable_by_others(config.api_key_file):
         say(f"--api-key-file {config.api_key_file}: any user can read its tenants and digests; mode 0640 hides them")

@@ -107,8 +107,8 @@ async def check_room(context: GatewayContext, body: ModelBody, num_chars: int, t
     """Raise QueueFullError or EngineUnavailableError if the engine would refuse a prompt of about `num_chars`.
 
     Called before the prompt is tokenized. Short prompts are not checked: tokenizing them is faster than asking the
-    engine process, which checks again on submission."""
-    if num_chars <= READ_INLINE:
+    engine process, which checks again on submission. Neither are requests with a promise of their own."""
+    if num_chars <= READ_INLINE or context.promise is not None:
         return
     offline = context.is_offline or body.service_tier == "flex"
     tokens = num_chars // CHARS_PER_TOKEN

@@ -1,16 +1,21 @@
 """Description of an endpoint that runs the model. `gateway.endpoints` lists all endpoints."""
 
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Generic
 
 from starlette.requests import Request
 from starlette.responses import Response
 
-from gateway.context import GatewayContext, context_of, tenant_of
+from gateway.context import GatewayContext, context_of, key_of, tenant_of
 from gateway.generate.answering import BodyT, WholeFormat, begin, read_body, respond
 from gateway.generate.params import GenerationPlan, Unhonoured
+from gateway.generate.promises import promise_of
 from gateway.generate.wire import parse_json, validate
+from predictor.slo import parse_slo
+
+PROMISE_HEADER = "x-tidemill-promise"
+"""Response header with the class and limits of a request, unless they are the default ones."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +52,14 @@ class ModelEndpoint(JsonPost[BodyT]):
         context.lifecycle.check_accepting()
         context.admissions.check(tenant)
         body = await read_body(request, self.parse)
-        plan = await self.plan(context, body, tenant)
+        promise = None
+        if body.service_tier != "flex":
+            promise = promise_of(request.headers, body, key_of(request), parse_slo(context.client.info.slo))
+        if promise is not None:
+            context = replace(context, promise=promise)
+        plan = (await self.plan(context, body, tenant)).promised(promise, body.service_tier)
         generation = await begin(request, plan)
-        return await respond(request, generation, self.format(context, body, plan, request.state.request_id))
+        response = await respond(request, generation, self.format(context, body, plan, request.state.request_id))
+        if promise is not None:
+            response.headers[PROMISE_HEADER] = str(promise)
+        return response

@@ -15,7 +15,9 @@ from engine.forms import Grammar, Pooling
 from engine.text.thoughts import ThinkingBudget
 from engine.text.tokenizer import Tokenizer
 from gateway.generate.answer_parser import Parsing
+from gateway.generate.promises import PREMIUM, PREMIUM_TIERS
 from gateway.generate.wire import MAX_PROMPTS, ChatCompletionRequest, CompletionRequest, GenerationBody, StreamOptions
+from predictor.promise import Promise
 
 COMPLETION_MAX_TOKENS = 16
 LEAST_TOP_P = 1e-6
@@ -139,10 +141,24 @@ class GenerationPlan:
         requests = (*self.requests, *self.scoring)
         return sum(len(request.prompt_token_ids) + request.sampling.max_tokens for request in requests)
 
+    tier: str = "default"
+    """Service tier of an online request in the response."""
+
     @property
     def service_tier(self) -> str:
         """The service tier in the response."""
-        return "flex" if self.request_class is RequestClass.OFFLINE else "default"
+        return "flex" if self.request_class is RequestClass.OFFLINE else self.tier
+
+    def promised(self, promise: Promise | None, tier: str | None) -> "GenerationPlan":
+        """Return the plan with a promise to its requests. `tier`: service tier that the request asked for."""
+        if promise is None:
+            return self
+        granted = tier if tier in PREMIUM_TIERS and promise.service == PREMIUM else self.tier
+        requests, scoring = (
+            tuple(dataclasses.replace(request, promise=promise) for request in group)
+            for group in (self.requests, self.scoring)
+        )
+        return dataclasses.replace(self, requests=requests, scoring=scoring, tier=granted)
 
 
 @dataclass(frozen=True, slots=True)

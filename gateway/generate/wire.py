@@ -200,11 +200,24 @@ class StructuredOutputs(StrictBody):
     whitespace_pattern: str | None = None
 
 
+Milliseconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+
+
+class PromiseFields(StrictBody):
+    """Class and latency limits of an online request, as by headers; see `gateway.generate.promises`."""
+
+    class_: Annotated[str, Field(max_length=64)] | None = Field(None, alias="class")
+    ttft_ms: Milliseconds | None = None
+    tpot_ms: Milliseconds | None = None
+    e2e_ms: Milliseconds | None = None
+
+
 class ModelBody(StrictBody):
     """Base of all requests to a model. None means that a field was not given; an empty `model` is the served model."""
 
     model: str = ""
     service_tier: Literal["auto", "default", "flex", "priority", "scale"] | None = None
+    tidemill: PromiseFields | None = None
 
 
 class RequestBody(ModelBody):

@@ -1,9 +1,11 @@
 """API keys with their tenant, default service tier and roles, and the limits of tenants. Only digests are stored.
 
 A key file has one line per key: the SHA-256 of the key in hex, the tenant, and optionally a default tier (default or
-flex), roles and limits (`requests=8 queued=64 tokens=100000 lines=200000 bytes=50G`, see `gateway.http.quotas`); `#`
-starts a comment. The role `metrics` gives access to the metrics of all tenants; `operator` also to their files and
-batches. Several keys may belong to one tenant, whose limits are given on one of the lines.
+flex), roles, limits (`requests=8 queued=64 tokens=100000 lines=200000 bytes=50G`, see `gateway.http.quotas`) and a
+promise (`class=premium,default ttft=500ms tbt=80ms e2e=20s`); `#` starts a comment. The role `metrics` gives access to
+the metrics of all tenants; `operator` also to their files and batches. Several keys may belong to one tenant, whose
+limits are given on one of the lines. The classes are the service classes that requests may name, the first one that of
+the others; `ttft`, `tbt` and `e2e` are the tightest limits that requests may state.
 `printf %s "$KEY" | sha256sum` prints the digest.
 
 The values of --api-key, and requests to a server without keys, belong to the tenant `default`.
@@ -22,6 +24,7 @@ from typing import Literal
 
 from engine.errors import ConfigError
 from gateway.http.quotas import UNLIMITED, Quota, parse_quota
+from predictor.slo import CLASS_NAME, SLOError, parse_seconds
 
 Tier = Literal["default", "flex"]
 TIERS: tuple[Tier, ...] = ("default", "flex")
@@ -32,6 +35,7 @@ DEFAULT_TENANT = "default"
 """The tenant of every --api-key value, and of all requests to a server without keys."""
 MAX_FILE_BYTES = 1024 * 1024
 _DIGEST = re.compile("[0-9a-fA-F]{64}")
+_BOUNDS = ("ttft", "tbt", "e2e")
 _TENANT = re.compile("[A-Za-z0-9._-]{1,64}")
 
 
@@ -47,6 +51,10 @@ class Key:
     """May read metrics of all tenants."""
     is_operator: bool = False
     """May read, cancel and delete files and batches of all tenants."""
+    classes: tuple[str, ...] = ()
+    """Service classes that its requests may have; empty: the default class."""
+    bounds: tuple[tuple[str, float], ...] = ()
+    """Tightest limits that its requests may state, in seconds, instead of those of the class."""
 
 
 class KeyRing:
@@ -77,6 +85,11 @@ class KeyRing:
     def tenants(self) -> frozenset[str]:
         """All tenants with a key; the default tenant if no key is required."""
         return frozenset(key.tenant for key in self._keys) if self._keys else frozenset({DEFAULT_TENANT})
+
+    @property
+    def classes(self) -> frozenset[str]:
+        """All service classes that keys name."""
+        return frozenset(name for key in self._keys for name in key.classes)
 
     @property
     def has_operator(self) -> bool:
@@ -198,4 +211,22 @@ def _parse_line(words: list[str]) -> tuple[Key, Quota]:
         tiers_and_roles = f"a tier ({', '.join(TIERS)}), roles ({', '.join(sorted(_ROLES))})"
         raise ValueError(f"expected a SHA-256 in hex and a tenant, optionally {tiers_and_roles}, then limits")
     tier = _FILE_TIERS[tiers[0]] if tiers else "default"
-    return Key(bytes.fromhex(digest), tenant, tier, bool(roles), "operator" in roles), parse_quota(limits)
+    own = [word for word in limits if word.partition("=")[0] in ("class", *_BOUNDS)]
+    classes, bounds = _parse_promise(own)
+    key = Key(bytes.fromhex(digest), tenant, tier, bool(roles), "operator" in roles, classes, bounds)
+    return key, parse_quota(word for word in limits if word not in own)
+
+
+def _parse_promise(words: list[str]) -> tuple[tuple[str, ...], tuple[tuple[str, float], ...]]:
+    """Return the classes and bounds of a key. Raises ValueError like `_parse_line`."""
+    values = dict(word.split("=", 1) for word in words)
+    if len(values) < len(words):
+        raise ValueError("a class or bound is given twice; remove one")
+    names = values.pop("class", None)
+    classes = () if names is None else tuple(names.split(","))
+    if not all(CLASS_NAME.fullmatch(name) for name in classes):
+        raise ValueError("'class' must be names of service classes, separated by commas")
+    try:
+        return classes, tuple((name, parse_seconds(value)) for name, value in values.items())
+    except SLOError:
+        raise ValueError(f"{', '.join(_BOUNDS)} must be a time such as 500ms or 20s") from None

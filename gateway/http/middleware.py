@@ -182,6 +182,7 @@ class Authentication:
             if key is not None:
                 scope.setdefault("state", {}).update(
                     tenant=key.tenant,
+                    key=key,
                     service_tier=key.service_tier,
                     sees_all=ring.sees_all(key),
                     is_operator=key.is_operator,

@@ -129,6 +129,11 @@ def _colocation(stats: ColocationStats) -> Iterator[Metric]:
     yield gauge("slo_attainment_target", "Share of requests that are to meet the SLO.", goal)
     judged = {"true": stats.good_requests, "false": stats.bad_requests}
     yield totals("slo_requests", "Online requests by whether they met the SLO.", "good", judged)
+    text = "Share of recently judged requests of a service class that met their promise."
+    yield gauges("slo_class_attainment", text, "slo_class", {each.name: each.attainment for each in stats.classes})
+    for kind, text in {"good": "met their promise", "bad": "missed their promise", "refused": "got a 429"}.items():
+        counts = getattr(stats, f"class_{kind}")
+        yield totals(f"slo_class_{kind}_requests", f"Requests of a service class that {text}.", "slo_class", counts)
     yield gauge("latency_budget_seconds", "Latency budget of steps with offline work (L).", stats.latency_budget)
     yield gauge("interference_weight", "Interference weight of offline work (lambda).", stats.interference_weight)
     yield gauge("offline_share", "Share of the budget that offline work may use.", stats.offline_share)

@@ -4,12 +4,11 @@ Only objectives that limit single requests (`ttft_p99=1s`) are judged, as in `pr
 concern many requests.
 """
 
-import functools
 from dataclasses import dataclass, field
 
 from engine.api import FinishReason, RequestClass, TokenCosts
 from gateway.telemetry.account import Account
-from predictor.slo import SLO, Objective
+from predictor.slo import Objective, parse_slo
 
 ENGINE_FAULT = "engine_fault"
 QUEUE = "queue"
@@ -36,20 +35,19 @@ def judge(account: Account, slo_text: str, costs: TokenCosts | None) -> SLOVerdi
     """Judge an ended choice. `costs`: seconds per token, or None without a latency model."""
     if account.request.request_class is not RequestClass.ONLINE:
         return SLOVerdict()
-    limits = _limits(slo_text)
+    slo, promise = parse_slo(slo_text), account.request.promise
+    limits = [o for o in slo.of(promise).objectives if o.per_request]
     left = account.finish is FinishReason.ABORT
     served = _served(account, left)
-    missed = {str(o): _cause(o, account, costs) for o in limits if o.value(*served) > (o.limit or 0.0)}
+    values = slo.values(*served, promise)
+    missed = {str(o): _cause(o, account, costs) for o in limits if values[o.key] > (o.limit or 0.0)}
+    if promise is not None and not missed and not left and not promise.kept(*served):
+        missed = {str(promise): STEP_TIME}
     if account.finish is FinishReason.ERROR:
         return SLOVerdict(False, ENGINE_FAULT, {} if account.ttft is None else missed)
     if missed:
         return SLOVerdict(False, next(iter(missed.values())), missed)
-    return SLOVerdict(True if limits and not left else None)
-
-
-@functools.lru_cache(maxsize=8)
-def _limits(slo_text: str) -> tuple[Objective, ...]:
-    return tuple(o for o in SLO.parse(slo_text).objectives if o.per_request) if slo_text else ()
+    return SLOVerdict(True if (limits or promise) and not left else None)
 
 
 def _served(account: Account, left: bool) -> tuple[float | None, list[float]]:
@@ -61,7 +59,12 @@ def _served(account: Account, left: bool) -> tuple[float | None, list[float]]:
 
 
 def _cause(objective: Objective, account: Account, costs: TokenCosts | None) -> str:
-    return _late_start(account, costs) if objective.metric == "ttft" else _long_gap(account, objective.limit or 0.0)
+    limit = objective.limit or 0.0
+    if account.request.promise is not None:
+        limit = min(limit, account.request.promise.limit(objective.metric))
+    if objective.metric == "ttft" or (objective.metric == "e2e" and (account.ttft is None or account.ttft > limit / 2)):
+        return _late_start(account, costs)
+    return _long_gap(account, limit if objective.metric != "e2e" else 0.0)
 
 
 def _late_start(account: Account, costs: TokenCosts | None) -> str:

@@ -73,6 +73,7 @@ test("an objective as the server judges it", () => {
   const tolerance = { objective: "tbt_mean=5%", value: 0.05, bound: null, attainment: null };
   assert.deepEqual(standingText(tolerance), { name: "TBT mean", text: seconds(0.05), kept: "", state: "" });
   assert.equal(standingText({ ...tolerance, value: null }).text, "–");
+  assert.equal(standingText({ ...tolerance, objective: "premium:tbt_p99=50ms" }).name, "premium TBT P99");
 });
 
 test("objectives of every form", () => {
@@ -81,7 +82,7 @@ test("objectives of every form", () => {
     { metric: "tbt", statistic: "mean", limit: 0.05 },
   ]);
   assert.deepEqual(objectives("ttft_p99=5%,tbt_p99=5%"), []);
-  assert.equal(limitOf("tbt_p99=100ms,tbt_mean=50ms", "tbt"), 0.05);
+  assert.equal(limitOf("tbt_p99=100ms,tbt_mean=50ms;premium:tbt_p99=10ms", "tbt"), 0.05);
   assert.equal(limitOf(null, "tbt"), null);
 });
 

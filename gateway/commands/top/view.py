@@ -114,13 +114,14 @@ def _promise(grid: Table, now: Snapshot) -> None:
     grid.add_row("promise", text.append(f"; {count(now['refused'])} refused" if now["refused"] else "", style=""))
     for each in now["objectives"]:
         name, figures, colour = standing(each)
-        grid.add_row("", Text(f"{name:<9}") + Text(figures, style=colour))
+        grid.add_row("", Text(f"{name} ".ljust(9)) + Text(figures, style=colour))
 
 
 def standing(each: Mapping[str, Any]) -> tuple[str, str, str]:
     """Return the name, text and colour of an objective, as the server measured it over the last chats."""
-    metric, _, statistic = plain(each["objective"]).partition("=")[0].partition("_")
-    name = f"{metric.upper()} {statistic if statistic == 'mean' else statistic.upper()}"
+    service, _, key = plain(each["objective"]).partition("=")[0].rpartition(":")
+    metric, _, statistic = key.partition("_")
+    name = f"{service} {metric.upper()} {statistic if statistic == 'mean' else statistic.upper()}".lstrip()
     value, bound = each["value"], each["bound"]
     if value is None or bound is None:
         return name, seconds(value), ""

@@ -30,10 +30,10 @@ export function percent(value, digits = 1) {
   return `${text.endsWith(".0") ? text.slice(0, -2) : text} %`;
 }
 
-/** Limits of an SLO such as "ttft_p99=1s,tbt_p99=100ms": [{metric, statistic, limit}], limits in seconds. */
+/** Limits of the default class of an SLO such as "ttft_p99=1s,tbt_p99=100ms": [{metric, statistic, limit}], in seconds. */
 export function objectives(slo) {
   const found = [];
-  for (const part of (slo || "").split(",")) {
+  for (const part of (slo || "").split(";")[0].split(",")) {
     const match = /^\s*(ttft|tbt|tpot)_(p\d+(?:\.\d+)?|mean)\s*=\s*([\d.]+)\s*(ms|s|m)\s*$/.exec(part);
     if (match) found.push({ metric: match[1], statistic: match[2], limit: Number(match[3]) * { ms: 0.001, s: 1, m: 60 }[match[4]] });
   }
@@ -50,8 +50,9 @@ export function clock(time, now = Date.now() / 1000) {
 
 /** State of one objective over recent chats, as reported by the server: {name, text, kept, state}. */
 export function standingText({ objective, value, bound, attainment }) {
-  const [metric, statistic] = objective.split("=")[0].split("_");
-  const name = `${metric.toUpperCase()} ${statistic === "mean" ? "mean" : statistic.toUpperCase()}`;
+  const [service, key] = `:${objective.split("=")[0]}`.split(":").slice(-2);
+  const [metric, statistic] = key.split("_");
+  const name = `${service ? `${service} ` : ""}${metric.toUpperCase()} ${statistic === "mean" ? "mean" : statistic.toUpperCase()}`;
   if (value === null) return { name, text: "–", kept: "", state: "" };
   if (bound === null) return { name, text: seconds(value), kept: "", state: "" };
   const kept = attainment === null ? "" : `met by ${percent(attainment)} of the chats`;
