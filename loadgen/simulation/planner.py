@@ -5,12 +5,12 @@ reported on the second, because a server also decides by past traffic. Every rep
 server on the real arrivals and offline lengths; all online requests of a window run to completion.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from engine.api import RequestClass
-from engine.colocation.replay import MIN_DRAIN, WARM_UP_SHARE, span_of, step_range
+from engine.colocation.replay import MIN_DRAIN, WARM_UP_SHARE, is_good, span_of, step_range
 from engine.colocation.waits import ArrivalWaits
 from engine.config import EngineConfig
 from engine.scheduling.objective import UNLIMITED
@@ -22,7 +22,9 @@ from loadgen.simulation.run import Policies, Ran, run_workload
 from loadgen.workloads import Workload
 from predictor.budget import BudgetParams
 from predictor.budget_search import SearchResult, search_budget
-from predictor.slo import SLO, Objective, aggregate
+from predictor.judge import aggregate
+from predictor.promise import DEFAULT_CLASS, attainment_key, service_of
+from predictor.slo import SLO, Objective
 
 MAX_WARM_UP = 30.0
 Say = Callable[[str], None]
@@ -58,15 +60,16 @@ class Question:
 class Arm:
     """Result of one replay.
 
-    Online: the requests that arrived in the measure window, including `refused` (429) and `unfinished`; how many met
-    every per-request limit (`good`); the aggregates of the SLO in seconds; and for each per-request limit the share of
-    requests that met it. Offline: prompt tokens, output tokens and lines of the window.
+    Online: the requests that arrived in the measure window, including `refused` (429) and `unfinished`; `judged`: by
+    service class how many met their promise, of how many; for the default class the aggregates of the SLO in seconds,
+    and for each per-request limit the share of requests that met it. Offline: prompt tokens, output tokens and lines of
+    the window.
     """
 
     requests: int
     refused: int
     unfinished: int
-    good: int
+    judged: Mapping[str, tuple[int, int]]
     values: Mapping[str, float]
     shares: Mapping[str, float]
     seconds: float
@@ -75,16 +78,26 @@ class Arm:
     offline_lines: int
     prefix_hits: float
 
+    def attainment(self, service: str = DEFAULT_CLASS) -> float:
+        """Return the share of good requests of a class; 1 without requests."""
+        good, requests = self.judged[service]
+        return good / requests if requests else 1.0
+
     @property
-    def attainment(self) -> float:
-        """Share of good requests; 1 without requests."""
-        return self.good / self.requests if self.requests else 1.0
+    def attainments(self) -> dict[str, float]:
+        """The attainment of every class by key."""
+        return {attainment_key(name): self.attainment(name) for name in self.judged}
+
+    def keeps_targets(self, slo: SLO) -> bool:
+        """Return whether every class has the attainment that `slo` asks for."""
+        targets = [(name, own.attainment_target) for name, own in slo.by_class]
+        return all(target is None or self.attainment(name) >= target - 1e-12 for name, target in targets)
 
     @property
     def metrics(self) -> dict[str, float]:
         """Metrics by which the search compares replays."""
         rate = self.offline_tokens / self.seconds
-        return {**self.values, "slo_attainment": self.attainment, "offline_throughput": rate}
+        return {**self.values, **self.attainments, "offline_throughput": rate}
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,8 +131,7 @@ class Answer:
     @property
     def kept(self) -> bool:
         """Whether the SLO holds with offline work: each objective, and the per-request limits together."""
-        target = self.question.slo.attainment_target
-        return all(v.kept for v in self.verdicts) and (target is None or self.beside.attainment >= target - 1e-12)
+        return all(v.kept for v in self.verdicts) and self.beside.keeps_targets(self.question.slo)
 
 
 def answer(question: Question, say: Say = lambda _line: None) -> Answer:
@@ -166,7 +178,7 @@ def parts(question: Question) -> tuple[Workload, Workload]:
 
 
 def verdicts(slo: SLO, alone: Arm | None, beside: Arm) -> tuple[Verdict, ...]:
-    """Evaluate every objective; empty without online requests."""
+    """Evaluate every objective of the default class; empty without online requests."""
     if alone is None:
         return ()
     found = []
@@ -201,8 +213,8 @@ class _Replays:
         arm = self.with_offline(budget) if budget.latency_budget > 0.0 else self.online_only()
         metrics = arm.metrics
         tried = f"L {budget.latency_budget * 1e3:.1f} ms, {budget.rule}" if budget.latency_budget else "online only"
-        rate, count = metrics["offline_throughput"], arm.requests
-        self._say(f"  {tried:24} {rate:9,.0f} offline tokens/s, {arm.attainment:.2%} of {count} requests good")
+        rate, count, good = metrics["offline_throughput"], arm.requests, min(arm.attainments.values())
+        self._say(f"  {tried:24} {rate:9,.0f} offline tokens/s, {good:.2%} of {count} requests good")
         return metrics
 
     def online_only(self) -> Arm:
@@ -236,6 +248,7 @@ class _Replays:
             question.seed,
             Policies(config.online_policy, question.offline_policy),
             drain=True,
+            promises=[None, *(question.slo.promise(name) for name, _ in question.slo.classes)],
         )
         return measured(ran, question.slo)
 
@@ -247,21 +260,31 @@ def measured(ran: Ran, slo: SLO) -> Arm:
     chosen = [r for r in run.online if _is_online(r) and begin <= r.arrival.at <= end]
     served = [r for r in chosen if not r.rejected]
     ended = [r for r in served if r.ended is not None]
+    usual = [r for r in chosen if r.arrival.request.promise is None]
     limited = [o for o in slo.objectives if o.per_request]
-    shares = {o.key: sum(SLO((o,)).good(r.ttft, r.gaps) for r in ended) / max(len(chosen), 1) for o in limited}
+    kept = {o.key: sum(SLO((o,)).good(r.ttft, r.gaps) for r in usual if r.ended is not None) for o in limited}
     return Arm(
         requests=len(chosen),
         refused=len(chosen) - len(served),
         unfinished=len(served) - len(ended),
-        good=sum(slo.good(r.ttft, r.gaps) for r in ended),
-        values=aggregate([span_of(r, slo, run.end) for r in chosen], [o.key for o in slo.objectives]),
-        shares=shares,
+        judged=_judged(chosen, slo),
+        values=aggregate([span_of(r, slo, run.end) for r in usual], [o.key for o in slo.objectives]),
+        shares={key: count / max(len(usual), 1) for key, count in kept.items()},
         seconds=end - begin,
         offline_tokens=run.offline_tokens,
         offline_output_tokens=run.offline_output_tokens,
         offline_lines=run.offline_ended,
         prefix_hits=ran.prefix_hits,
     )
+
+
+def _judged(records: Sequence[VirtualRecord], slo: SLO) -> dict[str, tuple[int, int]]:
+    """Return the good requests and all requests of every class."""
+    found = {}
+    for name, _ in slo.by_class:
+        own = [r for r in records if service_of(r.arrival.request.promise) == name]
+        found[name] = sum(r.ended is not None and is_good(r, slo) for r in own), len(own)
+    return found
 
 
 def _is_online(record: VirtualRecord) -> bool:

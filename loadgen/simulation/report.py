@@ -13,6 +13,7 @@ from loadgen.simulation.planner import Answer, Arm, Verdict
 from loadgen.stats import wilson
 from loadgen.traces import Trace
 from predictor.features import BatchFeatures
+from predictor.promise import DEFAULT_CLASS
 from predictor.slo import Objective
 
 HOUR = 3600.0
@@ -86,9 +87,7 @@ def _headline(answer: Answer) -> str:
 def _alone_keeps(answer: Answer) -> bool:
     slo, alone = answer.question.slo, answer.alone
     assert alone is not None
-    target = slo.attainment_target
-    means = all(v.alone <= v.bound for v in answer.verdicts if v.share is None)
-    return means and (target is None or alone.attainment >= target - 1e-12)
+    return all(v.alone <= v.bound for v in answer.verdicts if v.share is None) and alone.keeps_targets(slo)
 
 
 def _setting(answer: Answer) -> str:
@@ -166,12 +165,15 @@ def _table(answer: Answer) -> str:
         if verdict.share is not None:
             share = alone.shares[verdict.objective.key]
             rows.append(("  kept by", f"{share:.2%}", f"{verdict.share:.2%}", f"{verdict.wanted:.0%}", mark))
-    target = answer.question.slo.attainment_target
-    if target is not None:
-        mark = "" if beside.attainment >= target - 1e-12 else "MISSED"
-        low, high = wilson(beside.good, beside.requests)
+    for name, slo in answer.question.slo.by_class:
+        if (target := slo.attainment_target) is None:
+            continue
+        share = beside.attainment(name)
+        mark = "" if share >= target - 1e-12 else "MISSED"
+        low, high = wilson(*beside.judged[name])
         interval = f"{mark} 95 % interval {low:.2%} to {high:.2%}".strip()
-        rows.append(("good requests", f"{alone.attainment:.2%}", f"{beside.attainment:.2%}", f"{target:.0%}", interval))
+        title = "good requests" if name == DEFAULT_CLASS else f"good {name}"
+        rows.append((title, f"{alone.attainment(name):.2%}", f"{share:.2%}", f"{target:.0%}", interval))
     rows.append(("requests", str(alone.requests), str(beside.requests), "", ""))
     rows.append(("refused (429)", str(alone.refused), str(beside.refused), "", ""))
     if not both:
@@ -278,13 +280,14 @@ def _objective(verdict: Verdict) -> dict[str, Any]:
 def _arm(arm: Arm | None) -> dict[str, Any] | None:
     if arm is None:
         return None
-    low, high = wilson(arm.good, arm.requests)
+    good, judged = arm.judged[DEFAULT_CLASS]
+    low, high = wilson(good, judged)
     return {
         "requests": arm.requests,
         "refused": arm.refused,
         "unfinished": arm.unfinished,
-        "good": arm.good,
-        "slo_attainment": arm.attainment,
+        "good": good,
+        **arm.attainments,
         "slo_attainment_interval": [low, high],
         **arm.values,
         "seconds": arm.seconds,

@@ -6,7 +6,7 @@ Deterministic for equal arguments.
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,6 +22,7 @@ from loadgen.simulation.gpu import SIMULATED_TOKEN
 from loadgen.stats import nearest_rank
 from loadgen.traces import Content, Trace
 from loadgen.workloads import Workload
+from predictor.promise import Promise
 
 Floats = NDArray[np.float64]
 Metrics = dict[str, float]
@@ -73,8 +74,11 @@ def run_workload(
     policies: Policies,
     *,
     drain: bool = False,
+    promises: Sequence[Promise | None] = (None,),
 ) -> Ran:
     """Run a workload until the horizon, or with `drain` until every online request has ended or its time is up.
+
+    The online requests have the `promises` in turn.
 
     Where the machine caches prefixes, prompts are the token ids that the load generator would send, else all tokens are
     alike. Jobs whose lines share prefixes end with their last line; others start over until the horizon.
@@ -88,7 +92,11 @@ def run_workload(
         config, online_policy=policies.online, offline_policy=offline_policy, model=model, objective=objective
     )
     limit, end = config.max_model_len, math.inf if windows.horizon is None else windows.horizon
-    arrivals = [] if made.online is None else list(requests(made.online, "n", maker, limit, RequestClass.ONLINE))
+    found = [] if made.online is None else requests(made.online, "n", maker, limit, RequestClass.ONLINE)
+    arrivals = [
+        each if promise is None else Arrival(each.at, replace(each.request, promise=promise))
+        for each, promise in zip(found, itertools.cycle(promises), strict=False)
+    ]
     jobs = [job.lines for job in made.jobs if len(job.lines)]
     endless = not shared and math.isfinite(end)
     offline = (arrival.request for arrival in _lines(jobs, maker, limit, endless=endless)) if jobs else None
