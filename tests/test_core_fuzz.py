@@ -1,5 +1,7 @@
 """The core against the solo run: random arrivals, aborts, failures, retries and shared prefixes on a full pool."""
 
+from dataclasses import replace
+
 import hypothesis.strategies as st
 import pytest
 from core_rules import CoreRules
@@ -11,6 +13,7 @@ from hypothesis.stateful import initialize, invariant, rule
 from engine.api import EngineRequest, FinishReason, RequestClass
 from engine.limits import UNLIMITED_QUEUE, SchedulerConfig
 from predictor.model import LatencyModel
+from predictor.promise import Promise
 
 VOCAB = 40
 BLOCK = 4
@@ -23,16 +26,18 @@ request_shape = st.tuples(
     st.sampled_from([RequestClass.ONLINE, RequestClass.ONLINE, RequestClass.OFFLINE]),
     st.sampled_from([b"", b"tenant"]),
     st.frozensets(st.integers(0, VOCAB - 1), max_size=3),
+    st.sampled_from([None, None, Promise("premium", 0.02, 0.005), Promise("agent", e2e=0.1), Promise("default", 9.0)]),
 )
 # (steps to wait before it arrives, shape, steps after which it is aborted or 0, retried after the abort)
 arrival = st.tuples(st.integers(0, 4), request_shape, st.sampled_from([0, 0, 0, 1, 2, 3]), st.booleans())
 
 
 def build(request_id: str, shape: tuple) -> EngineRequest:  # type: ignore[type-arg]
-    prefix, tail, max_tokens, request_class, salt, stops = shape
-    return make_request(
+    prefix, tail, max_tokens, request_class, salt, stops, promise = shape
+    request = make_request(
         request_id, [*prefix, *tail], max_tokens, request_class=request_class, salt=salt, stop_token_ids=stops
     )
+    return replace(request, promise=promise if request_class is RequestClass.ONLINE else None)
 
 
 # host units, blocks that may be run from hidden state, online policy, whether recomputing costs about as much as a

@@ -288,6 +288,18 @@ def test_one_command_answers(profile: Path, tmp_path: Path, capsys: pytest.Captu
     assert found["budget"]["latency_budget"] > 0 and found["traffic"]["name"] == "trace"
 
 
+def test_requests_take_the_service_classes_in_turn(profile: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--profile", str(profile), "--workload", "random", "--request-rate", "2", "--random-input-len", "60"]
+    words += ["--random-output-len", "10", "--slo", "ttft_p99=500ms", "--slo"]
+    code, text, _ = run(capsys, *words, "premium:ttft_p99=300ms,tbt_p99=100ms")
+    assert code == 0 and "keeps the SLO" in text and "good premium" in text
+    assert "--slo 'ttft_p99=500ms;premium:ttft_p99=300ms,tbt_p99=100ms'" in text
+    code, text, _ = run(capsys, *words, "premium:ttft_p99=1ms", "--json")
+    found = json.loads(text)
+    assert not found["kept"] and found["online_only"]["premium:slo_attainment"] == 0.0
+    assert found["online_only"]["slo_attainment"] == 1.0 and 0 < 2 * found["online_only"]["good"] < 40
+
+
 def test_what_the_leftover_is_worth(profile: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "lines.csv").write_text("input_tokens,output_tokens\n" + "300,20\n" * 30)
     words = ["--slo", "tbt_p99=200ms", "--slo", "tbt_p99=60ms", "--profile", str(profile), "--workload", "random"]
