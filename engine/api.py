@@ -419,6 +419,10 @@ class OutputStream(Protocol):
 
     async def aclose(self) -> None: ...
 
+    def send_directly(self, send: Callable[[RequestOutput], bool]) -> None:
+        """Pass each output of an online stream, but the last, to `send` while the reader waits for it. An output for
+        which `send` returns False goes to the reader."""
+
 
 class EngineClient(Protocol):
     """Client of an engine or a fleet. Every accepted request ends in exactly one terminal `RequestOutput`."""

@@ -33,6 +33,8 @@ class RequestStream:
         self._together, self._not_before = together, 0.0
         self._outputs: deque[RequestOutput] = deque()
         self._readable = asyncio.Event()
+        self._is_awaited = False
+        self._direct: Callable[[RequestOutput], bool] | None = None
         self._ended = False
 
     @classmethod
@@ -51,7 +53,11 @@ class RequestStream:
             if self._ended:
                 raise StopAsyncIteration
             self._readable.clear()
-            await self._readable.wait()
+            self._is_awaited = True
+            try:
+                await self._readable.wait()
+            finally:
+                self._is_awaited = False
         if self._together:
             await self._rest()
         if self._turns is not None:
@@ -75,6 +81,11 @@ class RequestStream:
             merged.add(output)
         return merged.whole(outputs[-1])
 
+    def send_directly(self, send: Callable[[RequestOutput], bool]) -> None:
+        """See OutputStream. Merged outputs always go to the reader."""
+        if self._merged is None and not self._together:
+            self._direct = send
+
     def rebind(self, abort: Callable[[], None]) -> None:
         """Set another `abort`, after another engine has taken over the request."""
         self._abort = abort
@@ -90,10 +101,15 @@ class RequestStream:
             if output.finish_reason is None:
                 return True
             output = self._merged.whole(output)
+        elif self._direct is not None and self._may_pass(output) and self._direct(output):
+            return True
         self._outputs.append(output)
         self._ended = output.finish_reason is not None
         self._readable.set()
         return self._ended or len(self._outputs) < STREAM_LIMIT
+
+    def _may_pass(self, output: RequestOutput) -> bool:
+        return self._is_awaited and not self._outputs and output.finish_reason is None
 
 
 class _Merged:

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from engine.api import (
@@ -26,6 +27,7 @@ from engine.api import (
 )
 from engine.engine import Engine
 from engine.errors import EngineStepError, EngineUnavailableError, ErrorInfo, TidemillError
+from engine.stream import RequestStream
 from engine.text.tokenizer import Tokenizer
 from gateway.app import create_app
 from gateway.config import ServerConfig
@@ -48,26 +50,6 @@ class Script:
     fail_after: int | None = None
     error: TidemillError = field(default_factory=lambda: EngineStepError("The model step failed under this request."))
     logprobs: Callable[[int, int], TokenLogprobs] | None = None
-
-
-class FakeStream:
-    def __init__(self, engine: "FakeEngine", request_id: str) -> None:
-        self._engine, self._request_id = engine, request_id
-        self.outputs: asyncio.Queue[RequestOutput] = asyncio.Queue()
-        self._ended = False
-
-    def __aiter__(self) -> "FakeStream":
-        return self
-
-    async def __anext__(self) -> RequestOutput:
-        if self._ended:
-            raise StopAsyncIteration
-        output = await self.outputs.get()
-        self._ended = output.finish_reason is not None
-        return output
-
-    async def aclose(self) -> None:
-        self._engine.abort(self._request_id)
 
 
 class FakeEngine:
@@ -103,7 +85,7 @@ class FakeEngine:
         self._waiting: list[tuple[Callable[[], bool], asyncio.Future[None]]] = []
         self._released = asyncio.Event()
         self._death = asyncio.Event()
-        self._streams: dict[str, tuple[FakeStream, EngineRequest, RequestTimes, list[int]]] = {}
+        self._streams: dict[str, tuple[RequestStream, EngineRequest, RequestTimes, list[int]]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._now = 0.0
 
@@ -133,8 +115,8 @@ class FakeEngine:
         if self.room_error is not None:
             raise self.room_error
 
-    async def submit(self, requests: Sequence[EngineRequest]) -> list[FakeStream]:
-        streams: list[FakeStream] = []
+    async def submit(self, requests: Sequence[EngineRequest]) -> list[RequestStream]:
+        streams: list[RequestStream] = []
         try:
             for request in requests:
                 streams.append(self.add(request))  # noqa: PERF401 - those before the one that is refused count
@@ -144,12 +126,12 @@ class FakeEngine:
             raise
         return streams
 
-    def add(self, request: EngineRequest) -> FakeStream:
+    def add(self, request: EngineRequest) -> RequestStream:
         if self.add_errors:
             raise self.add_errors.pop(0)
         if self.draining or self.dead:
             raise EngineUnavailableError("The engine is not taking requests.", retry_after=3.5)
-        stream = FakeStream(self, request.request_id)
+        stream = RequestStream(partial(self.abort, request.request_id), final_only=False)
         times = RequestTimes(arrival=self._tick())
         self._streams[request.request_id] = (stream, request, times, [])
         self.requests.append(request)
@@ -273,7 +255,7 @@ class FakeEngine:
             stop_id,
             None if error is None else ErrorInfo.of(error),
         )
-        stream.outputs.put_nowait(output)
+        stream.push(output)
 
     def _tick(self) -> float:
         self._now += 0.01

@@ -13,7 +13,9 @@ from fixtures import StartServer
 
 from engine.api import EngineRequest, FinishReason, Lane, RequestClass, TokenLogprobs
 from engine.errors import EngineUnavailableError, QueueFullError
+from engine.stream import RequestStream
 from engine.text.tokenizer import Tokenizer
+from gateway.generate.choices import ChoiceState
 
 HI: Any = [{"role": "user", "content": "hi"}]
 
@@ -469,3 +471,28 @@ async def test_a_client_that_leaves_a_stream_by_the_official_client(start_server
         await stream.close()  # type: ignore[attr-defined]
         await served.engine.wait_for_event("abort")
     assert served.engine.num_open == 0
+
+
+async def test_plain_tokens_are_written_directly_as_the_reader_would(
+    start_server: StartServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only the first outputs, before the reader waits, and the last go through it; stop strings need it for each."""
+    served = await start_server("hello world, hello world, hello again 🙂")
+    through_reader: list[int] = []
+    advance = ChoiceState.advance
+    monkeypatch.setattr(
+        ChoiceState, "advance", lambda self, output: through_reader.append(1) or advance(self, output)
+    )  # fmt: skip
+
+    async def texts(**fields: Any) -> list[tuple[Any, ...]]:
+        through_reader.clear()
+        chunks = await chunks_of(served, stream_options={"include_usage": True}, **fields)
+        usage = [chunk.usage and chunk.usage.completion_tokens for chunk in chunks]
+        deltas = [[(each.delta.role, each.delta.content, each.finish_reason) for each in c.choices] for c in chunks]
+        return [(deltas, usage)]
+
+    direct = await texts()
+    assert len(through_reader) <= 2
+    assert await texts(stop=["☃"]) == direct and len(through_reader) > 8
+    monkeypatch.setattr(RequestStream, "send_directly", lambda *_: None)
+    assert await texts() == direct and len(through_reader) > 8

@@ -1,5 +1,6 @@
 """/v1/completions, /v1/models and the rest of the surface on a real server around a scripted engine."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -172,7 +173,9 @@ async def test_doubled_slashes_are_one(served: Served) -> None:
 
 async def test_health_and_readiness(served: Served) -> None:
     assert (await get(served, "/health")).status_code == 200
-    assert (await get(served, "/ready")).status_code == 200
+    assert (await get(served, "/ready")).json() == {"status": "ok"}
+    served.engine.info = replace(served.engine.info, fallbacks=("a kernel differs",))
+    assert (await get(served, "/ready")).json() == {"status": "ok", "kernels": ["a kernel differs"]}
     assert set((await get(served, "/version")).json()) == {"version"}
     served.app.state.context.lifecycle.draining = True
     assert (await get(served, "/health")).status_code == 200

@@ -3,6 +3,7 @@
 import asyncio
 import json
 from collections.abc import AsyncGenerator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -72,3 +73,25 @@ async def test_lines_of_a_stream_survive_readers_that_cut_at_unicode_line_ends()
     found = [line for line in b"".join(bodies).decode().splitlines() if line.startswith("data: ")]
     assert [json.loads(line.removeprefix("data: "))["text"] for line in found] == [text, text]
     assert len(b"".join(bodies).decode().splitlines()) == 5
+
+
+async def test_direct_events_of_one_round_leave_in_one_chunk_while_the_client_reads() -> None:
+    written: list[bytes] = []
+    cycle: Any = SimpleNamespace(
+        response_started=True, response_complete=False, disconnected=False, chunked_encoding=True,
+        flow=SimpleNamespace(write_paused=False), transport=SimpleNamespace(write=written.append),
+    )  # fmt: skip
+    writer = sse.EventWriter(cycle, asyncio.get_running_loop())
+    for events in ((sse.event(1), sse.event("\u2028")), (sse.event(3),)):
+        for each in events:
+            writer.write(each)
+        assert writer.is_free
+        await asyncio.sleep(0)
+    body = sse.event(1) + b'data: "\\u2028"\n\n'
+    assert written == [b"%x\r\n%b\r\n" % (len(body), body), b"9\r\ndata: 3\n\n\r\n"] and writer.num_written == 3
+    writer.write(sse.event(4))
+    cycle.disconnected = True
+    await asyncio.sleep(0)
+    assert len(written) == 2 and not writer.is_free
+    cycle.disconnected, cycle.flow.write_paused = False, True
+    assert not writer.is_free

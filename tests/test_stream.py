@@ -98,3 +98,38 @@ async def test_turns_are_of_a_round_and_nothing_runs_when_nobody_asks() -> None:
     for _ in range(4):
         await asyncio.sleep(0)
     assert not turns._counting
+
+
+async def test_outputs_pass_directly_while_the_reader_waits() -> None:
+    """The order stays: not while others are queued, not the last, and not an output that is refused."""
+    stream, direct, accepts = stream_of(RequestClass.ONLINE), [], True
+
+    def send(each: RequestOutput) -> bool:
+        if accepts:
+            direct.append(each.token_ids)
+        return accepts
+
+    stream.send_directly(send)
+    stream.push(output(1))
+    assert not direct, "the reader does not wait yet"
+    assert (await anext(stream)).token_ids == (1,)
+    read = asyncio.ensure_future(anext(stream))
+    await asyncio.sleep(0)
+    stream.push(output(2))
+    await asyncio.sleep(0)
+    assert direct == [(2,)] and not read.done()
+    accepts = False
+    stream.push(output(3))
+    accepts = True
+    stream.push(output(4))
+    assert (await read).token_ids == (3,) and (await anext(stream)).token_ids == (4,) and direct == [(2,)]
+    read = asyncio.ensure_future(anext(stream))
+    await asyncio.sleep(0)
+    stream.push(output(5, finish_reason=FinishReason.LENGTH))
+    assert (await read).token_ids == (5,) and direct == [(2,)]
+    offline = stream_of(RequestClass.OFFLINE)
+    offline.send_directly(send)
+    read = asyncio.ensure_future(anext(offline))
+    await asyncio.sleep(0)
+    offline.push(output(6))
+    assert (await read).token_ids == (6,)

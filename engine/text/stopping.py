@@ -117,6 +117,11 @@ class OutputTextStream:
                 return self._cut(texts, stop)
         return self._finish(texts) if final else self._delta(texts)
 
+    def push_plain(self, token_ids: Sequence[int]) -> str | None:
+        """Like `push` without stop strings and counts. Return None if the tokens end inside their first character."""
+        text = self._detokenizer.push(token_ids)
+        return None if not text and self._detokenizer.holds_text else text
+
     def _record(self, begin: int) -> None:
         """Record the begin of the last token; a completed character ends all of its tokens."""
         self._unfinished.append(begin)

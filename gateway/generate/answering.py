@@ -4,9 +4,9 @@ An `AnswerFormat` defines the JSON of an endpoint's chunks and responses.
 """
 
 import asyncio
-import functools
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
+from functools import partial
 from typing import Any, Protocol, TypeVar, cast
 
 import anyio.to_thread
@@ -131,7 +131,7 @@ async def begin(request: Request, plan: GenerationPlan) -> Generation:
     except BaseException:
         admissions.leave(place)
         raise
-    generation.on_end = functools.partial(admissions.leave, place)
+    generation.on_end = partial(admissions.leave, place)
     return generation
 
 
@@ -139,7 +139,7 @@ async def _wait_for(request: Request, place: AdmissionSlot, admissions: Admissio
     async def granted() -> None:
         await place.granted.wait()
 
-    if not await run_while_connected(request.receive, granted, functools.partial(admissions.leave, place)):
+    if not await run_while_connected(request.receive, granted, partial(admissions.leave, place)):
         raise ClientDisconnect
 
 
@@ -147,7 +147,9 @@ async def respond(request: Request, generation: Generation, shape: WholeFormat) 
     """Return the response for a generation, which is aborted if the client disconnects. `shape` must be an AnswerFormat
     for a stream."""
     if generation.plan.stream:
-        return EventStream(stream_events(generation, cast(AnswerFormat, shape)), generation.abort)
+        answer_format = cast(AnswerFormat, shape)
+        events = stream_events(generation, answer_format)
+        return EventStream(events, generation.abort, partial(generation.write_directly, answer_format.chunk))
     answer: list[dict[str, Any]] = []
 
     async def work() -> None:
@@ -177,9 +179,7 @@ async def collect(generation: Generation, shape: WholeFormat) -> dict[str, Any]:
 async def stream_events(generation: Generation, shape: AnswerFormat) -> AsyncGenerator[bytes, None]:
     """Yield the events of a stream. An error ends the stream with the events of `failure`."""
     options = generation.plan.stream_options
-    usage: Callable[[], dict[str, Any] | None] = (
-        generation.usage if options.in_every_chunk else functools.partial(_nothing)
-    )
+    usage: Callable[[], dict[str, Any] | None] = generation.usage if options.in_every_chunk else partial(_nothing)
     try:
         if opening := shape.opening():
             yield opening

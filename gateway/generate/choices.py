@@ -18,6 +18,7 @@ from gateway.generate.params import GenerationPlan
 from gateway.generate.tool_decoders import Call
 from gateway.generate.translation import told_in
 from gateway.http.errors import to_api_error
+from gateway.http.sse import EventWriter
 from gateway.telemetry.account import CLIENT_LEFT, Account
 from gateway.telemetry.metrics import ClassMetrics, GatewayMetrics
 
@@ -126,6 +127,18 @@ class ChoiceState:
         return delta
 
     @property
+    def is_plain(self) -> bool:
+        """Whether each output is shown by its text alone: without stop strings, parser, and details of tokens."""
+        return self._parser is None and not (self._has_stops or self._keeps_tokens or self._shows_each_token)
+
+    def advance_plain(self, output: RequestOutput) -> str | None:
+        """Process an output other than the last of a plain choice; return its text, or None if nothing is shown yet."""
+        text = self._text.push_plain(output.token_ids)
+        self._observe(output)
+        self.account.num_tokens += len(output.token_ids)
+        return text
+
+    @property
     def used(self) -> "Used":
         """Token counts so far."""
         return Used(self.account.num_tokens, self.account.num_cached_tokens, self.num_thoughts or 0)
@@ -220,6 +233,21 @@ class Generation:
         with told_in(plan.names):
             streams = await client.submit([*plan.scoring, *plan.requests[:MAX_QUEUED]])
             return cls(plan, client, choices, streams)
+
+    def write_directly(self, chunk: Callable[[OutputDelta, None], bytes], writer: EventWriter) -> None:
+        """Write the events of a single plain choice as its outputs arrive, while the iterator of `deltas` waits."""
+        (choice, *others), (stream, *_) = self.choices, self._streams
+        if others or self._scoring or not choice.is_plain:
+            return
+
+        def send(output: RequestOutput) -> bool:
+            if not writer.is_free:
+                return False
+            if (text := choice.advance_plain(output)) is not None:
+                writer.write(chunk(OutputDelta(0, text), None))
+            return True
+
+        stream.send_directly(send)
 
     async def deltas(self) -> AsyncGenerator[OutputDelta, None]:
         """Yield the deltas of all choices until all have finished, after the scores of their prompts. Raises the error
@@ -320,14 +348,15 @@ class Generation:
     def usage(self) -> dict[str, Any]:
         """Return OpenAI's `usage`. Constant time, because a stream may include it in every chunk. Each prompt counts
         once for all its choices."""
+        used = self.choices[0].used if len(self.choices) == 1 else self._used
         usage = {
             "prompt_tokens": self._num_prompt_tokens,
-            "completion_tokens": self._used.tokens,
-            "total_tokens": self._num_prompt_tokens + self._used.tokens,
-            "prompt_tokens_details": {"cached_tokens": self._used.cached},
+            "completion_tokens": used.tokens,
+            "total_tokens": self._num_prompt_tokens + used.tokens,
+            "prompt_tokens_details": {"cached_tokens": used.cached},
         }
         if self._thinks:
-            usage["completion_tokens_details"] = {"reasoning_tokens": self._used.thoughts}
+            usage["completion_tokens_details"] = {"reasoning_tokens": used.thoughts}
         return usage
 
 

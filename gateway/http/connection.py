@@ -20,6 +20,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 from gateway.http.connection_limit import ALWAYS_SERVED, ConnectionLimit
 from gateway.http.errors import ApiError
 from gateway.http.request_parser import RequestParser
+from gateway.http.sse import DIRECT, EventWriter
 
 _WRITE_BUFFER = 32 * 1024
 _MAX_PIPELINED = 8
@@ -158,6 +159,8 @@ class GuardedProtocol(HttpToolsProtocol):
         self.cycle.keep_alive = self.cycle.keep_alive and self._has_place
         if self.scope["http_version"] == "1.0":
             self.cycle.send = _ended_by_closing(self.cycle)  # type: ignore[method-assign, assignment]
+        if self.scope["method"] != "HEAD":
+            self.scope["extensions"] = {DIRECT: {"writer": EventWriter(self.cycle, self.loop)}}
         self._cycles = [cycle for cycle in self._cycles if not cycle.response_complete]
         self._cycles.append(self.cycle)
         if len(self.pipeline) > _MAX_PIPELINED:
