@@ -249,6 +249,10 @@ class ColocationStats:
     overrun: float = 0.0  # mean time of steps beside the prediction and its margin, as a share of the step limit
     model_refits: int = 0  # new fits of the latency model that replaced it
     model_refits_refused: int = 0  # new fits that were not better
+    refit_errors: Mapping[str, float] = field(default_factory=dict)  # mean relative error `before` and `after`
+    learned: Mapping[str, float] = field(default_factory=dict)  # searches and baselines, see `LEARNED` of the keeper
+    margins: Mapping[int, float] = field(default_factory=dict)  # safety margin of a step by its tokens
+    share_limit: str = "none"  # what bounds `offline_share`: none, evidence, brake or breaker
     classes: tuple[ClassStanding, ...] = ()  # the class `default` first
     class_good: Mapping[str, int] = field(default_factory=dict)  # requests by class that met their promise
     class_bad: Mapping[str, int] = field(default_factory=dict)
@@ -331,6 +335,10 @@ class EngineStats:
     prefix_hit_tokens: int = 0
     prefix_host_hit_tokens: int = 0  # part of `prefix_hit_tokens` from the host tier
     preemptions: dict[str, int] = field(default_factory=dict)  # by cause
+    plans: dict[str, int] = field(default_factory=dict)  # of offline work: made, continued, late
+    knapsack: dict[str, int] = field(default_factory=dict)  # decisions: waiting requests by form, or passed over
+    lanes_waiting: dict[str, int] = field(default_factory=dict)  # offline requests by lane
+    lanes_started: dict[str, int] = field(default_factory=dict)
     steps: int = 0
     failed_steps: int = 0
     stalls: int = 0

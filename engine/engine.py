@@ -377,10 +377,8 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """Return the current statistics."""
-        stats = self.core.stats()
-        if self.colocation is None:
-            return stats
-        return replace(stats, colocation=self.colocation.stats(self._clock()))
+        colocation = None if self.colocation is None else self.colocation.stats(self._clock())
+        return replace(self.core.stats(), plans=dict(self._planner.counts), colocation=colocation)
 
     def load(self) -> LoadReport:
         """Return the current load."""

@@ -216,6 +216,13 @@ class CircuitBreaker:
             return 0.0
         return math.pow(0.5, max(self._lasting(now), self._braking(now)))
 
+    def limit(self, now: float) -> str:
+        """Return what bounds the share: `breaker`, `brake`, `evidence`, or `none`."""
+        if self.state(now) is BreakerState.OPEN:
+            return "breaker"
+        lasting, braking = self._lasting(now), self._braking(now)
+        return "none" if lasting == braking == 0.0 else "brake" if braking > lasting else "evidence"
+
     def _lasting(self, now: float) -> float:
         """Return the halvings of the lasting share."""
         quiet = max(0.0, now - self._heard_at - QUIET_SECONDS)

@@ -278,6 +278,10 @@ class OnlineModel:
         """Mean of |expected − measured| ÷ measured over the last window of steps; 0 before the first."""
         return self._error_sum / max(1, min(self.num_observed, len(self._errors)))
 
+    def margins(self) -> dict[int, float]:
+        """Return the margins in seconds of steps of 1, 2, 4, ... tokens."""
+        return {2 ** (regime - 1): margin for regime, margin in enumerate(self._margins) if regime}
+
     def margin(self, tokens: int) -> float:
         """Return the margin in seconds for a step of `tokens` tokens; linear between powers of two."""
         if tokens <= 0:

@@ -165,6 +165,18 @@ def test_misses_that_offline_work_had_no_part_in_never_open_it() -> None:
     assert breaker.state(11.0) is CLOSED
 
 
+def test_the_bound_of_the_share_is_named() -> None:
+    breaker = CircuitBreaker(ATTAINMENT)
+    assert breaker.limit(0.0) == "evidence", "the budget is unproven"
+    breaker.renew()
+    assert breaker.limit(0.0) == "none" and breaker.share(0.0) == 1.0
+    breaker.record_request(1.0, 0.5, False, True, {})
+    assert breaker.limit(1.0) == "brake" and 0.0 < breaker.share(1.0) < 1.0
+    for index in range(FEWEST_SAMPLES):
+        breaker.record_request(2.0 + index, 1.5 + index, False, True, {})
+    assert breaker.limit(2.0 + FEWEST_SAMPLES) == "breaker"
+
+
 def test_an_aggregate_over_its_bound_opens_it_and_is_named() -> None:
     breaker = CircuitBreaker(None)
     for index in range(FEWEST_SAMPLES):

@@ -25,6 +25,7 @@ from engine.api import (
     SamplingParams,
     TokenCosts,
 )
+from engine.colocation.keeper import LEARNED
 from engine.errors import ConfigError
 from engine.fleet.client import FleetClient
 from engine.fleet.member import (
@@ -189,7 +190,8 @@ def colocation_of(**changes: Any) -> ColocationStats:
     base: dict[str, Any] = {f.name: 0.0 for f in fields(ColocationStats)}
     base |= {"slo": "ttft_p99=1s", "policy": "p", "rule": "r", "budget_origin": "", "held": "", "breaker": "closed"}
     base |= {"breaker_cause": None, "objectives": (), "good_requests": 0, "bad_requests": 0, "classes": ()}
-    base |= {name: {} for name in ("class_good", "class_bad", "class_refused")}
+    base |= {"share_limit": "none"}
+    base |= {name: {} for name in ("learned", "margins", "refit_errors", "class_good", "class_bad", "class_refused")}
     return ColocationStats(**base | changes)
 
 
@@ -211,7 +213,11 @@ def test_every_counter_of_the_metrics_continues_in_the_next_process() -> None:
         names = ("late", "swap_out", "swap_in", "restore")
         numbers = {f.name: count for f in fields(EngineStats) if f.type in ("int", "float", int, float)}
         counts: dict[str, Any] = {name: dict.fromkeys(names, count) for name in ("cache_units", "preemptions")}
+        counts["plans"] = dict.fromkeys(("made", "continued", "late"), count)
+        counts["knapsack"] = dict.fromkeys(("kv", "compact", "passed_over"), count)
+        counts["lanes_started"] = dict.fromkeys(("flex", "at_risk", "batch"), count)
         both = {f.name: count for f in fields(ColocationStats) if f.type in ("int", "float", int, float)}
+        both["learned"] = dict.fromkeys(LEARNED, count)
         both |= {name: {"default": count} for name in ("class_good", "class_bad", "class_refused")}
         numbers["prefix_hit_tokens"] = 2 * count  # the host tier holds half
         return stats_of(**numbers, **counts, colocation=colocation_of(**both))

@@ -218,6 +218,7 @@ def test_what_a_step_pays_anyway_keeps_nobody_from_hidden_state(depth: int) -> N
     for _ in range(4):
         driver.step()
     assert driver.core.stats().hidden_blocks > 0
+    assert driver.core.stats().knapsack["compact"] >= 5 and driver.core.stats().knapsack["passed_over"] > 0
     core, before = driver.core, len(driver.steps)
     core.state.config = replace(core.state.config, rho=10.0)
     later = [make_request(f"later-{i}", [20 + i] * 14, 10) for i in range(4)]

@@ -92,6 +92,8 @@ def test_a_flex_request_is_next_beside_a_batch(policy: str, groups: int) -> None
         feed.take()
     feed.add(spec("flex", lane=Lane.FLEX, prompt=(9,) * 9))
     assert feed.take().request_id == "flex"
+    assert feed.queue.num_started == {Lane.FLEX: 1, Lane.AT_RISK: 0, Lane.BATCH: 10}
+    assert feed.queue.num_waiting[Lane.FLEX] == 0 < feed.queue.num_waiting[Lane.BATCH]
 
 
 @pytest.mark.parametrize("policy", OFFLINE_POLICIES)

@@ -1,7 +1,9 @@
 """Offline decodes that are planned and added at once: the same steps as one by one."""
 
+import asyncio
 import random
 from collections import Counter, defaultdict
+from collections.abc import Generator
 
 import pytest
 from integrity import check_core
@@ -9,9 +11,10 @@ from integrity import check_core
 from engine.api import EngineRequest, RequestClass, SamplingParams
 from engine.core import EngineCore
 from engine.limits import SchedulerConfig
+from engine.loop.planner import Planner
 from engine.scheduling.objective import OfflineAllowance, StepObjective
 from engine.scheduling.output import ModelRunnerOutput
-from engine.scheduling.planner import whole
+from engine.scheduling.planner import OfflinePlan, PlannedChunk, whole
 from engine.scheduling.results import TOLD_TOGETHER
 from predictor.budget import BudgetParams
 from predictor.model import LatencyModel
@@ -114,3 +117,25 @@ def test_what_was_not_told_moves_with_its_request() -> None:
             given = core.update(output, ModelRunnerOutput(output.step_id, [step], None, 0.01), float(step))
             told += [token for each in given for token in each.token_ids]
     assert told == [*range(7), *range(13)] and given[0].finish_reason is not None
+
+
+async def test_plans_are_counted_as_made_continued_or_late() -> None:
+    gate, ready, plan = asyncio.Event(), asyncio.Event(), OfflinePlan((PlannedChunk("line", 4, False),))
+
+    def plan_offline(_now: float) -> Generator[None, None, OfflinePlan]:
+        while not gate.is_set():
+            yield
+        return plan
+
+    clock = iter(range(10**6))
+    planner = Planner(plan_offline, lambda: float(next(clock)), ready.set)
+    planner.start()
+    planner.want()
+    await asyncio.sleep(0)
+    assert planner.take() is None and planner.counts == {"made": 0, "continued": 0, "late": 1}
+    gate.set()
+    await ready.wait()
+    assert planner.take() is plan and planner.take() is None
+    assert planner.take(go_on=True) == plan.continued
+    assert planner.counts == {"made": 1, "continued": 1, "late": 1}
+    await planner.stop()

@@ -129,6 +129,10 @@ async def test_the_server_adopts_a_better_fit_and_keeps_it_with_the_profile(tmp_
     later = measured(random.Random(9), 200, 2.0, noise=0.0)
     assert error_of(keeper.model.model, later) < 0.02
     assert (keeper.stats(0.0).model_refits, keeper.stats(0.0).model_refits_refused) == (1, 0)
+    errors = keeper.stats(0.0).refit_errors
+    assert errors["after"] < 0.03 < errors["before"]
+    margins = keeper.stats(0.0).margins
+    assert margins[1] > 0.0 and list(margins.values()) == sorted(margins.values())
     kept = Profile.load(path, KEY)
     assert kept == fitter.profile and kept.model == keeper.model.model and kept.sweep == tuple(SWEEP)
     assert kept.held_out_mape < 0.03

@@ -188,6 +188,9 @@ async def test_a_load_above_all_that_was_searched_gets_less_than_any_of_them() -
     await bench.serve(300, 5.0)
     assert bench.budget < 0.0123 / 5 < initial, "so much less as the rate is higher"
     assert "less of it" in bench.keeper.stats(bench.now).budget_origin
+    learned = bench.keeper.stats(bench.now).learned
+    assert learned["searches_made"] >= 1 <= learned["searches_failed"]
+    assert learned["searches_made"] + learned["searches_failed"] == len(bench.jobs)
     await bench.serve(300, 0.1)
     assert bench.budget == 0.0123
     await bench.tuner.stop()
@@ -367,6 +370,7 @@ async def test_a_tolerance_is_compared_beside_the_searches() -> None:
     jobs = [job for job in bench.jobs if job.function is replay_alone]
     assert 1 <= len(jobs) <= 2, "at most every half a minute"
     stats = bench.keeper.stats(bench.now)
+    assert stats.learned["baselines_made"] == len(jobs)
     assert stats.breaker_openings >= 1 and stats.objectives[0].bound == pytest.approx(0.00525)
     await bench.tuner.stop()
 

@@ -29,6 +29,9 @@ from predictor.slo import SLO
 
 log = logging.getLogger("tidemill.colocation")
 
+LEARNED = ("searches_made", "searches_failed", "search_seconds", "baselines_made", "baselines_failed")
+"""Counters of budget searches and baselines, which the tuner increments."""
+
 BUDGET_SHARE = 0.8
 """Initial share of the time that a TBT limit leaves above the smallest step, until a search has found a better one.
 
@@ -136,6 +139,8 @@ class Colocation:
         self._now = 0.0
         self._held = ""
         self._refits = {True: 0, False: 0}
+        self._refit_errors: dict[str, float] = {}
+        self.learned: dict[str, float] = dict.fromkeys(LEARNED, 0)
         self.set_budget(budget, "as long as no search has ended")
 
     def set_budget(self, budget: BudgetParams, origin: str, *, replayed: bool = False) -> None:
@@ -215,9 +220,10 @@ class Colocation:
             self._on_output(request_output, now)
         self._follow_breaker(now)
 
-    def note_refit(self, better: bool) -> None:
+    def note_refit(self, better: bool, before: float, after: float) -> None:
         """Count a refit of the latency model; `better`: the fit replaced the model."""
         self._refits[better] += 1
+        self._refit_errors = {"before": before, "after": after}
 
     def on_end(self, output: RequestOutput, now: float) -> None:
         """Record a request that ended outside a step (aborted, or not started)."""
@@ -283,6 +289,10 @@ class Colocation:
             overrun=self._breaker.overrun,
             model_refits=self._refits[True],
             model_refits_refused=self._refits[False],
+            refit_errors=dict(self._refit_errors),
+            learned=dict(self.learned),
+            margins=self.model.margins(),
+            share_limit=self._breaker.limit(now),
             classes=tuple(
                 ClassStanding(name, str(judge.slo), judge.attainment(now)) for name, judge in self._judges.items()
             ),

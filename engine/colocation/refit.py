@@ -71,7 +71,7 @@ class ModelRefit:
             return False
         if found is None:
             return False
-        keeper.note_refit(found.better)
+        keeper.note_refit(found.better, found.error_before, found.error)
         errors = 100 * found.error, 100 * found.error_before
         if not found.better:
             log.info("a new fit of the latency model is refused: error %.1f %%, now %.1f %%", *errors)

@@ -237,8 +237,12 @@ class BudgetTuner:
             found: SearchResult = await self._child(find_budget, first, others, self._live_server(), **limits)
         except (ChildError, ValueError) as error:
             self._failed_at = self._clock()
+            keeper.learned["searches_failed"] += 1
             log.warning("the budget search for %.3g requests/s failed (%s)", rate, error)
             return
+        finally:
+            keeper.learned["search_seconds"] += self._clock() - self._searched[cell].at
+        keeper.learned["searches_made"] += 1
         params = found.params
         if params.latency_budget > 0.0:
             log.info("offline budget for %.3g online requests/s: %s", rate, params)
@@ -266,7 +270,9 @@ class BudgetTuner:
             try:
                 aggregates, own = await self._child(replay_alone, workload_of(window), self._live_server(), counted)
                 self._colocation.set_baseline(aggregates, own, self._clock())
+                self._colocation.learned["baselines_made"] += 1
             except (ChildError, ValueError) as error:
+                self._colocation.learned["baselines_failed"] += 1
                 log.warning("the online-only run of the last requests failed (%s)", error)
 
     async def _keep(self) -> None:

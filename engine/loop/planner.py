@@ -22,6 +22,8 @@ class Planner:
     """Computes the next step's offline fill in slices while the current step runs.
 
     The planner changes only its own plan. If it fails, the error is logged and it retries after `RETRY_SECONDS`.
+    `counts`: plans with requests that were `made`, or `continued` because no newer one was ready, and steps for which
+    no plan was ready (`late`).
     """
 
     def __init__(self, plan_offline: PlanOffline, clock: Callable[[], float], ready: Callable[[], None]) -> None:
@@ -32,6 +34,8 @@ class Planner:
         self._plan: OfflinePlan | None = None
         self._last: OfflinePlan | None = None
         self._task: asyncio.Task[None] | None = None
+        self._is_planning = False
+        self.counts = {"made": 0, "continued": 0, "late": 0}
 
     def start(self) -> None:
         self._task = asyncio.create_task(self._run(), name="tidemill-planner")
@@ -46,6 +50,7 @@ class Planner:
         if self._task is not None:
             self._task.cancel()
             self._plan = self._last = None
+            self._is_planning = False
             self.start()
             self.want()
 
@@ -63,19 +68,25 @@ class Planner:
             self._last = plan
         elif go_on and self._last is not None:
             plan = self._last = self._last.continued
+            self.counts["continued"] += bool(plan.chunks)
+        elif self._is_planning:
+            self.counts["late"] += 1
         return plan
 
     async def _run(self) -> None:
         while True:
             await self._wanted.wait()
             self._wanted.clear()
+            self._is_planning = True
             try:
                 self._plan = await self._make()
+                self.counts["made"] += bool(self._plan.chunks)
             except Exception:  # online requests run without a plan
                 log.exception("the offline planner failed")
                 await asyncio.sleep(RETRY_SECONDS)
                 self._wanted.set()
             else:
+                self._is_planning = False
                 self._ready()
 
     async def _make(self) -> OfflinePlan:

@@ -25,12 +25,12 @@ GAUGES = _NOT_ADDED | frozenset(
         "host_units_total",
     }
     | {"host_units_used", "host_units_cached", "hidden_blocks", "restarts", "resumed_requests"}
-    | {"state_slots_total", "state_slots_used"}
+    | {"state_slots_total", "state_slots_used", "lanes_waiting"}
 )
 COUNTERS = tuple(field.name for field in fields(EngineStats) if field.name not in GAUGES)
 COLOCATION_COUNTERS = (
     "good_requests", "bad_requests", "breaker_openings", "offline_tokens", "model_refits", "model_refits_refused",
-    "class_good", "class_bad", "class_refused",
+    "class_good", "class_bad", "class_refused", "learned",
 )  # fmt: skip
 _COLOCATION_MEANS = ("latency_budget", "interference_weight", "decode_value", "predictor_mape", "offline_share")
 _BREAKER = ("closed", "half_open", "open")

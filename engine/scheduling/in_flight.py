@@ -58,6 +58,7 @@ class Counters:
     probe_tokens: int = 0
     predicted_seconds: float = 0.0
     preemptions: dict[str, int] = field(default_factory=dict)
+    knapsack: dict[str, int] = field(default_factory=lambda: {"kv": 0, "compact": 0, "passed_over": 0})
     prefix_queried_tokens: int = 0
     prefix_hit_tokens: int = 0
     prefix_host_hit_tokens: int = 0

@@ -102,12 +102,18 @@ class OfflineQueue:
         self._seed = seed
         self._costs = costs or TokenCosts()
         self._lanes = {lane: _LaneQueue() for lane in Lane}
+        self.num_started = dict.fromkeys(Lane, 0)
         self._floors = LaneFloors()
         self._charged: dict[str, float] = {}
         self._mean_output = 0.0
 
     def __len__(self) -> int:
         return sum(map(len, self._lanes.values()))
+
+    @property
+    def num_waiting(self) -> dict[Lane, int]:
+        """The waiting requests of each lane."""
+        return {lane: len(queue) for lane, queue in self._lanes.items()}
 
     def is_full(self, lane: Lane, tenant: str, limit: int) -> bool:
         """Return whether a tenant must not add to a lane limited to `limit` waiting requests.
@@ -166,6 +172,7 @@ class OfflineQueue:
                 lane.share.charge(spec.tenant, cost)
                 tenant.share.charge(key, cost)
         if taken:
+            self.num_started[spec.lane] += 1
             self._floors.charge(spec.lane, cost, [name for name, queue in self._lanes.items() if len(queue)])
 
     def move(self, request: Request, lane: Lane, *, waits: bool) -> None:

@@ -40,6 +40,8 @@ def report_stats(state: SchedulerState) -> EngineStats:
         state_slots_total=sum(each.num_units for each in slots),
         state_slots_used=sum(each.num_units - each.num_free_units for each in slots),
         cache_units=dict(cache.tiers.moved_units),
+        lanes_waiting={lane.name.lower(): count for lane, count in state.waiting_offline.num_waiting.items()},
+        lanes_started={lane.name.lower(): count for lane, count in state.waiting_offline.num_started.items()},
         token_costs=None if state.model is None else usual_costs(state.model, state.config),
         **asdict(state.counters),
     )

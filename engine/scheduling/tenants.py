@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
 
 from engine.api import RequestClass
+from engine.cache.blocks import COMPACT
 from engine.limits import UNITS_PER_BLOCK
 from engine.request import Request
 from engine.scheduling.draft import StepDraft
@@ -75,6 +76,10 @@ def choose_starts(state: SchedulerState, now: float) -> list[Start] | None:
     if policy.select is None or not state.waiting_online or (pressure := pressure_of(state, now)) is None:
         return None
     starts = select_by_tenant(state, policy.select, pressure)
+    decided = state.counters.knapsack
+    for start in starts:
+        decided["compact" if start.kind is COMPACT else "kv"] += 1
+    decided["passed_over"] += len(state.waiting_online) - len(starts)
     if policy.late_last:
         evict_late(state, starts, now)
     return starts

@@ -11,11 +11,12 @@ from typing import Any
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from engine.api import ColocationStats, EngineState, EngineStats, EngineView, PipelineStats, RequestClass
+from engine.api import ColocationStats, EngineState, EngineStats, EngineView, Lane, PipelineStats, RequestClass
 from engine.process.causes import CAUSES
 from predictor.slo import SLO
 
 PREEMPTION_CAUSES = ("late", "memory", "online", "stall", "step_failure", "tenant")
+LANES = tuple(lane.name.lower() for lane in Lane)
 
 
 def gauge(name: str, text: str, value: float | None) -> Metric:
@@ -107,6 +108,13 @@ def _work(stats: EngineStats) -> Iterator[Metric]:
     text = "Predicted time in steps with online work left for offline work."
     yield total("leftover_seconds", text, stats.leftover_seconds)
     yield total("leftover_used_seconds", "Leftover time used by offline work.", stats.leftover_used_seconds)
+    text = "Plans of offline work by outcome; late: a step found none ready."
+    yield totals("offline_plans", text, "outcome", _by_cause(("made", "continued", "late"), stats.plans))
+    text = "Decisions of the online policy's knapsack on waiting requests, by form."
+    yield totals("knapsack_decisions", text, "form", _by_cause(("kv", "compact", "passed_over"), stats.knapsack))
+    text = "Waiting offline requests by lane."
+    yield gauges("offline_lane_waiting", text, "lane", _by_cause(LANES, stats.lanes_waiting))
+    yield totals("offline_lane_starts", "Offline requests started.", "lane", _by_cause(LANES, stats.lanes_started))
 
 
 def _by_cause(known: Iterable[str], counts: Mapping[str, int]) -> dict[str, float]:
@@ -144,6 +152,19 @@ def _colocation(stats: ColocationStats) -> Iterator[Metric]:
     yield gauge("predictor_overrun", text, stats.overrun)
     refits = {"adopted": stats.model_refits, "refused": stats.model_refits_refused}
     yield totals("model_refits", "New fits of the latency model.", "outcome", refits)
+    text = "Mean relative error of the latency model before and after the last refit."
+    yield gauges("model_refit_error", text, "model", stats.refit_errors)
+    for name, text in {"searches": "Budget searches", "baselines": "Online-only replays for a tolerance"}.items():
+        counts = {outcome: stats.learned.get(f"{name}_{outcome}", 0) for outcome in ("made", "failed")}
+        yield totals(f"budget_{name}", f"{text} by outcome.", "outcome", counts)
+    yield total("budget_search_seconds", "Time in budget searches.", stats.learned.get("search_seconds", 0.0))
+    margins = {str(tokens): margin for tokens, margin in stats.margins.items()}
+    yield gauges("step_margin_seconds", "Safety margin of predicted step times, by tokens.", "tokens", margins)
+    yield gauge("decode_value", "Value of an offline decode against a prompt token (delta).", stats.decode_value)
+    text = "1 for the rule of the offline fill in force."
+    yield gauges("offline_rule", text, "rule", {stats.rule: 1.0})
+    text = "1 for what bounds the offline share."
+    yield gauges("offline_share_limit", text, "limit", {stats.share_limit: 1.0})
     yield total("offline_tokens", "Prompt and output tokens of offline requests.", stats.offline_tokens)
     yield total("breaker_openings", "Openings of the circuit breaker.", stats.breaker_openings)
     states = {state: float(state == stats.breaker) for state in ("closed", "open", "half_open")}
