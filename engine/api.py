@@ -347,6 +347,8 @@ class EngineStats:
     prefill_tokens: int = 0  # of both classes
     decode_tokens: int = 0  # of both classes
     forced_tokens: int = 0  # answer tokens set by grammars and thinking budgets, without sampling
+    drafted_tokens: int = 0  # guessed tokens that were verified (speculation)
+    accepted_tokens: int = 0  # of those, the right ones
     offline_computed_tokens: int = 0  # offline part of `prefill_tokens` and `decode_tokens`
     probe_tokens: int = 0  # of probes; in no other counter
     predicted_seconds: float = 0.0

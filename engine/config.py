@@ -63,6 +63,12 @@ class EngineConfig:
         "floats, on a GPU of compute capability 8.9 or newer",
         ("none", "int8", "fp8"),
     )
+    speculation: str = _flag(
+        "off",
+        "verify guesses of an answer's next tokens, from its context and from earlier answers, in steps that have time "
+        "for them; answers stay the same",
+        ("auto", "off"),
+    )
     threads: int | None = _flag(None, "processor threads of a step on a CPU (default: measured, at most one per core)")
     load_format: str = _flag("auto", "dummy: random weights for benchmarks", ("auto", "safetensors", "dummy"))
     self_test: bool = _flag(

@@ -38,6 +38,7 @@ from engine.scheduling.policies import find_policy
 from engine.scheduling.recovery import FaultRecovery
 from engine.scheduling.report import report_load, report_stats
 from engine.scheduling.results import Results
+from engine.scheduling.speculation import Speculation
 from engine.scheduling.state import SchedulerState
 from engine.scheduling.trial import build_next
 from predictor.features import LatencyPredictor
@@ -192,6 +193,15 @@ class EngineCore:
                 outputs = list(self._failures.passed(flight, outputs, now))
         self.state.cache.complete_step(output.step_id)
         return outputs
+
+    def enable_speculation(self) -> None:
+        """Draft tokens from now on where they are worth their time."""
+        self.state.speculation = Speculation()
+
+    def catch_up(self) -> None:
+        """Do a part of the work that can wait: index tokens for drafts. Call it while a step runs."""
+        if self.state.speculation is not None:
+            self.state.speculation.catch_up()
 
     def is_undone(self, output: SchedulerOutput) -> bool:
         """Return whether a step in flight was built on a failed step, so that its result or error must be ignored."""

@@ -464,6 +464,7 @@ class Engine:
                 self._step_started = self._clock()
                 self._watch_step(output)
             self._in_flight.append((output, self._start(output)))
+            core.catch_up()
             if core.has_offline:
                 self._planner.want()
 

@@ -40,6 +40,7 @@ class Request:
         num_confirmed_tokens: Tokens computed by completed steps. A failed step rewinds the request to this count.
         num_placeholders: Sampled tokens still in flight.
         cache_map: Blocks that the request holds.
+        num_guessed: Drafted tokens in flight; `num_computed_tokens` includes them.
         row: Row in the model runner; -1 while the request is not running.
         epoch: Increases at each rewind; results of an older epoch are ignored.
         last_step: Newest step that contains the request.
@@ -65,6 +66,7 @@ class Request:
     num_computed_tokens: int = 0
     num_confirmed_tokens: int = 0
     num_placeholders: int = 0
+    num_guessed: int = 0
     cache_map: CacheMap = field(default_factory=CacheMap)
     row: int = -1
     epoch: int = 0
@@ -146,8 +148,11 @@ class Request:
 
     @property
     def num_pending_tokens(self) -> int:
-        """Return the known tokens to compute next, tokens in flight included: 1 is a decode, 0 the end."""
-        pending = len(self.token_ids) + self.num_placeholders - self.num_computed_tokens
+        """Return the known tokens to compute next, tokens in flight included: 1 is a decode, 0 the end.
+
+        0 also while drafted tokens are in flight, because the next position is unknown.
+        """
+        pending = max(0, len(self.token_ids) + self.num_placeholders - self.num_computed_tokens)
         return pending if pending != 1 or self.num_computed_tokens + 1 < self.max_total_tokens else 0
 
     @property

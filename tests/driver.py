@@ -120,7 +120,8 @@ class Driver:
         Liveness: every request that was accepted could run alone on this pool, so with none in flight one must run,
         now or at a time that the core names (`retry_at`).
         """
-        if len(self.in_flight) > self.core.config.pipeline_depth:
+        waits = self.core.state.speculation is not None and not self.core.may_run_ahead
+        if waits or len(self.in_flight) > self.core.config.pipeline_depth:
             return False
         output = self.core.schedule(self.now, whole(self.core.plan_offline(self.now)))
         self._check_integrity()

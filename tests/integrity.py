@@ -27,7 +27,8 @@ def check_core(core: EngineCore) -> None:
         if request.status is RequestStatus.RUNNING:
             capacity = len(request.cache_map.blocks) * state.config.block_size
             assert request.num_confirmed_tokens <= request.num_computed_tokens <= capacity
-            assert request.num_computed_tokens <= request.num_expected_tokens
+            assert request.num_computed_tokens - request.num_guessed <= request.num_expected_tokens
+            assert not request.num_guessed or any(request in step.requests for step in state.in_flight)
             rows.append(request.row)
         else:
             assert request.status in {RequestStatus.WAITING, RequestStatus.PREEMPTED}

@@ -7,6 +7,7 @@ import pytest
 from core_rules import CoreRules
 from driver import Driver, make_request
 from fakes.runner import FakeRunner, solo_tokens
+from fakes.speculation import Oracle
 from hypothesis import HealthCheck, given, settings
 from hypothesis.stateful import initialize, invariant, rule
 
@@ -38,6 +39,10 @@ def build(request_id: str, shape: tuple) -> EngineRequest:  # type: ignore[type-
         request_id, [*prefix, *tail], max_tokens, request_class=request_class, salt=salt, stop_token_ids=stops
     )
     return replace(request, promise=promise if request_class is RequestClass.ONLINE else None)
+
+
+def alone(request: EngineRequest) -> list[int]:
+    return solo_tokens(list(request.prompt_token_ids), request.sampling, VOCAB)
 
 
 # host units, blocks that may be run from hidden state, online policy, whether recomputing costs about as much as a
@@ -74,6 +79,7 @@ def make_fuzz_driver(
     prefix_caching: bool,
     tiers: Tiers = ALONE,
     states: States = NO_STATES,
+    drafts: int = 0,
 ) -> Driver:
     host_units, scratch_blocks, policy, costed = ALONE if any(states) else tiers
     state_slots, host_state_slots, state_units = states
@@ -99,7 +105,9 @@ def make_fuzz_driver(
         block_size=BLOCK, vocab_size=VOCAB, scratch_blocks=scratch_blocks, host_units=host_units,
         state_slots=state_slots, host_state_slots=host_state_slots,
     )  # fmt: skip
-    return Driver(runner, config, online_policy=policy, model=LIKE_COPIES if costed else None)
+    driver = Driver(runner, config, online_policy=policy, model=LIKE_COPIES if costed else None)
+    driver.core.state.speculation = Oracle(alone, drafts) if drafts else None
+    return driver
 
 
 @pytest.mark.parametrize("depth", [0, 1])
@@ -112,6 +120,7 @@ def make_fuzz_driver(
     prefix_caching=st.booleans(),
     tiers=tiers,
     states=states,
+    drafts=st.integers(0, 9),
 )
 def test_every_output_equals_the_solo_run(
     depth: int,
@@ -122,9 +131,10 @@ def test_every_output_equals_the_solo_run(
     prefix_caching: bool,
     tiers: Tiers,
     states: States,
+    drafts: int,
 ) -> None:
     states = states if prefix_caching else NO_STATES
-    driver = make_fuzz_driver(depth, num_blocks, seqs, chunk, prefix_caching, tiers, states)
+    driver = make_fuzz_driver(depth, num_blocks, seqs, chunk, prefix_caching, tiers, states, drafts)
     requests: dict[str, EngineRequest] = {}
     aborts: list[tuple[int, str, tuple | None]] = []  # type: ignore[type-arg]
     step = 0
@@ -153,7 +163,7 @@ def test_every_output_equals_the_solo_run(
         advance()
     driver.run()
     for request_id, request in requests.items():
-        expected = solo_tokens(list(request.prompt_token_ids), request.sampling, VOCAB)
+        expected = alone(request)
         if driver.finals[request_id].finish_reason is FinishReason.ABORT:
             assert driver.outputs[request_id] == expected[: len(driver.outputs[request_id])]
         else:
@@ -165,9 +175,12 @@ class CoreMachine(CoreRules):
 
     vocab = VOCAB
 
-    @initialize(depth=st.integers(0, 1), seqs=st.integers(1, 4), chunk=st.integers(4, 20), tiers=tiers, states=states)
-    def start(self, depth: int, seqs: int, chunk: int, tiers: Tiers, states: States) -> None:
-        self.driver = make_fuzz_driver(depth, 14, seqs, chunk, True, tiers, states)
+    @initialize(
+        depth=st.integers(0, 1), seqs=st.integers(1, 4), chunk=st.integers(4, 20), tiers=tiers, states=states,
+        drafts=st.integers(0, 9),
+    )  # fmt: skip
+    def start(self, depth: int, seqs: int, chunk: int, tiers: Tiers, states: States, drafts: int) -> None:
+        self.driver = make_fuzz_driver(depth, 14, seqs, chunk, True, tiers, states, drafts)
         self.requests: dict[str, EngineRequest] = {}
 
     @rule(shape=request_shape)

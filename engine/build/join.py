@@ -130,6 +130,8 @@ def _join(config: EngineConfig, plan: LaunchPlan, runner: Runner[Any], say: Call
         partial(backend.busy_share, plan),
     )
     core, colocation, tuner = make_controller(config, scheduler, profile, slo, profile_folder(config), say)
+    if config.speculation == "auto" and can_verify(plan):
+        core.enable_speculation()
     info = replace(_info(plan, scheduler, _sampling(config, plan, say)), slo=str(slo))
     if plan.spec.state_bytes:
         log.debug(_tell_checkpoints(plan, scheduler))
@@ -200,6 +202,11 @@ def _info(plan: LaunchPlan, scheduler: SchedulerConfig, sampling: SamplingDefaul
         fallbacks=plan.faults,
         shares_prefixes=scheduler.enable_prefix_caching,
     )
+
+
+def can_verify(plan: LaunchPlan) -> bool:
+    """Return whether steps can verify drafts: nothing but the cache depends on the tokens, on one device."""
+    return not plan.spec.state_bytes and not plan.droppable and plan.ranks == 1
 
 
 def make_controller(

@@ -79,7 +79,7 @@ class RowTable:
         self._state_moves = StateMoves()
 
     def apply(self, output: SchedulerOutput) -> None:
-        """Release rows, write new requests, extend block tables, and replace entries, in this order."""
+        """Release rows, write new requests, extend tables, replace entries, and write drafts, in this order."""
         for row in output.released_rows:
             self._empty(row)
         for new in output.new_requests:
@@ -90,6 +90,8 @@ class RowTable:
             assert block < self.num_blocks[row], "a replaced block must exist in the row"
             self._put(row, block, entry)
             self.note(row, np.array([block]))
+        for draft in output.drafts:
+            self.tokens[draft.row, draft.start : draft.start + len(draft.token_ids)] = draft.token_ids
         loaded = tuple((new.row, new.state) for new in output.new_requests if new.state >= 0)
         self._state_moves = StateMoves(output.parked_states, loaded, output.saved_states)
 

@@ -148,6 +148,7 @@ class Runner(Generic[DeviceT]):
         self._results = deque(pinned(size, torch.int32, device.pool.device) for _ in range(depth + 2))
         self._unsettled: deque[_Samples] = deque()
         self._last_end = 0.0
+        self._drafted = False
         self.masks: RowMasks | None = None
         self.grammars: GrammarCompiler | None = None
         self.ranks: Leader | None = None
@@ -175,7 +176,9 @@ class Runner(Generic[DeviceT]):
         """Start one step; if the device takes no steps ahead, return when it has ended."""
         began, device = time.perf_counter(), self.device
         with torch.inference_mode(), device.lane.use():
-            self._settle(all_but=device.pipeline_depth)
+            # Samples behind a wrong draft must not be stored after those of later steps.
+            self._settle(all_but=0 if self._drafted else device.pipeline_depth)
+            self._drafted = bool(output.drafts)
             self._rows.apply(output)
             if self.ranks is not None:
                 self.ranks.begin(output, self._rows)

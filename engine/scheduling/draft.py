@@ -16,7 +16,7 @@ from engine.scheduling.allocation import Allocation
 from engine.scheduling.in_flight import InFlight
 from engine.scheduling.laxity import PrefillPace, prefill_pace
 from engine.scheduling.ledger import StepLedger, num_masked
-from engine.scheduling.output import Chunk, NewRequest, SavedState, SchedulerOutput
+from engine.scheduling.output import Chunk, Draft, NewRequest, SavedState, SchedulerOutput
 from engine.scheduling.state import SchedulerState
 from predictor.features import CacheWork
 
@@ -35,6 +35,8 @@ class StepDraft:
         self.ledger = StepLedger(config.max_num_batched_tokens, config.max_num_seqs, state.model)
         self.chunks: list[Chunk] = []
         self.requests: list[Request] = []
+        self._drafts: list[Draft] = []
+        self._guesses: dict[int, int] = {}
         self._new_requests: list[NewRequest] = []
         self._saved_states: list[SavedState] = []
         oldest = state.in_flight[0].output.step_id if state.in_flight else step_id
@@ -72,11 +74,12 @@ class StepDraft:
             operations=operations,
             saved_states=tuple(self._saved_states),
             parked_states=parked_states,
+            drafts=tuple(self._drafts),
             features=self.ledger.features,
             predicted_latency=self.ledger.seconds if self.ledger.model is not None else None,
             spare=spare,
         )
-        return InFlight(output, self.requests, [request.epoch for request in self.requests])
+        return InFlight(output, self.requests, [request.epoch for request in self.requests], self._guesses)
 
     def add_chunk(self, request: Request, length: int) -> None:
         """Add `length` tokens of a request; the caller charges these tokens."""
@@ -122,6 +125,28 @@ class StepDraft:
         for request, start in zip(requests, starts, strict=True):
             request.num_computed_tokens = start + 1
             request.num_placeholders += 1
+
+    def add_guesses(self, request: Request, token_ids: Sequence[int]) -> int:
+        """Verify drafted tokens behind the decode of a request in this step, as many as its blocks have room for.
+
+        Charge them and return their number.
+        """
+        start, row, count = request.num_computed_tokens, request.row, len(token_ids)
+        room = len(request.cache_map.blocks) * self.state.config.block_size - start
+        if count > room:
+            plenty = self.state.pool.num_free_units > 2 * self.state.growth_reserve
+            count = self.allocation.grow_alone(request, count) if plenty else room
+        if not count:
+            return 0
+        self.ledger.charge_more_decodes(count, self.ledger.read(range(start + 1, start + count + 1)))
+        first = len(self.chunks)
+        self.chunks += [Chunk(row, start + place, 1, True) for place in range(count)]
+        self.requests += [request] * count
+        self._guesses.update(enumerate(token_ids[:count], first))
+        self._drafts.append(Draft(row, start, tuple(token_ids[:count])))
+        request.num_computed_tokens += count
+        request.num_guessed = count
+        return count
 
     def charge_and_add(self, request: Request, length: int) -> None:
         """Charge and add `length` tokens of a request."""

@@ -22,24 +22,31 @@ class InFlight:
     Attributes:
         requests: Its requests in the order of its chunks.
         epochs: Epochs of the requests when the step was scheduled; a rewound request has a newer one.
+        guesses: By index of a chunk that a draft added, the drafted token that the chunk computes.
         known: Requests whose token from this step became known, and was emitted, while the step ran (forced tokens).
     """
 
     output: SchedulerOutput
     requests: list[Request]
     epochs: list[int]
+    guesses: dict[int, int] = field(default_factory=dict)
     known: set[Request] = field(default_factory=set)
 
     def live(self) -> list[Request]:
         """Return the step's requests that have neither ended nor been rewound since."""
         pairs = zip(self.requests, self.epochs, strict=True)
-        return [r for r, epoch in pairs if r.status is not RequestStatus.FINISHED and r.epoch == epoch]
+        live = [r for r, epoch in pairs if r.status is not RequestStatus.FINISHED and r.epoch == epoch]
+        return list(dict.fromkeys(live)) if self.guesses else live
 
     def reached(self) -> list[ReachedPoint]:
         """Return the live requests with the number of their tokens computed after the step."""
-        pairs = zip(self.output.chunks, self.requests, strict=True)
         live = set(self.live())
-        return [ReachedPoint(request, chunk.start + chunk.length) for chunk, request in pairs if request in live]
+        chunks = enumerate(zip(self.output.chunks, self.requests, strict=True))
+        return [
+            ReachedPoint(request, chunk.start + chunk.length)
+            for number, (chunk, request) in chunks
+            if request in live and number not in self.guesses
+        ]
 
 
 @dataclass(slots=True)
@@ -53,6 +60,8 @@ class Counters:
     step_seconds: float = 0.0
     prefill_tokens: int = 0
     decode_tokens: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
     forced_tokens: int = 0
     offline_computed_tokens: int = 0
     probe_tokens: int = 0

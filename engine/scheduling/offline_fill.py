@@ -34,6 +34,10 @@ class OfflineFill:
             add = self._continue if planned.running else self._start
             if not add(request, allowance):
                 break
+        if state.speculation is not None:
+            started = zip(self._draft.chunks[num_online:], self._draft.requests[num_online:], strict=True)
+            decodes = [request for chunk, request in started if chunk.length == 1 and chunk.sample]
+            state.speculation.add(self._draft, decodes, allowance.limit)
         self._mark_beside_offline(num_online)
         if state.has_online and not math.isinf(allowance.limit):
             state.counters.leftover_seconds += max(0.0, allowance.limit - before)

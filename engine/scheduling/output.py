@@ -8,8 +8,13 @@ the other. The runner owns the per-row state (tokens, block tables, sampling sta
 3. Extend block tables with the `appended` entries.
 4. Overwrite block-table entries with the `replaced` ones.
 5. Run `operations`, which copy and convert the content of units, in order.
-6. Run the chunks. For every chunk with `sample`, sample the token at position `start + length` and write it into the
+6. Write the drafted tokens of `drafts` to the rows.
+7. Run the chunks. For every chunk with `sample`, sample the token at position `start + length` and write it into the
    row's tokens, so that a later chunk may use it before the core has received it.
+
+A draft is verified by one chunk of length 1 per token, behind the row's decode in the same step. A drafted token is
+right if the chunk before it samples it. Samples behind a wrong token are ignored; later chunks overwrite their cache.
+No step is scheduled ahead of a step with drafts.
 
 Recurrent states: before step 1, `parked_states` are copied from device slots to host slots (both numbered from 0).
 While a chunk runs, its `saved_states` are copied; a saved state may lie inside a chunk. In a new request's `state`,
@@ -83,6 +88,14 @@ class ReplacedEntry(NamedTuple):
     entry: CacheEntry
 
 
+class Draft(NamedTuple):
+    """Guessed tokens of `row` from position `start` on, which this step verifies."""
+
+    row: int
+    start: int
+    token_ids: tuple[int, ...]
+
+
 class SavedState(NamedTuple):
     """Copy the recurrent state after the first `num_tokens` tokens of `row` to `slot`.
 
@@ -116,6 +129,7 @@ class SchedulerOutput:
     operations: tuple[CacheOperation, ...] = ()
     saved_states: tuple[SavedState, ...] = ()
     parked_states: tuple[tuple[int, int], ...] = ()
+    drafts: tuple[Draft, ...] = ()
     features: BatchFeatures = field(default_factory=BatchFeatures)
     spare: float = 0.0
 

@@ -55,15 +55,25 @@ def may_run_ahead(state: SchedulerState) -> bool:
 
     A GPU must not wait for the host. On a CPU both use the same cores, so scheduling ahead pays only with few rows. An
     arrival then waits for one step more, so only short steps of decodes qualify, and only if no other request exists.
-    Grammars and thinking budgets need the last token, so their requests cannot be scheduled ahead.
+    Grammars and thinking budgets need the last token, so their requests cannot be scheduled ahead. A step with drafts
+    has no step behind it, because the number of its tokens is unknown; and drafts need the last token.
     """
-    longest = state.config.ahead_seconds
-    if longest == math.inf or not state.in_flight:
+    if not state.in_flight:
         return True
-    running = state.running[RequestClass.ONLINE]
+    if state.speculation is not None and (any(step.guesses for step in state.in_flight) or _awaits_drafts(state)):
+        return False
+    longest, running = state.config.ahead_seconds, state.running[RequestClass.ONLINE]
+    if longest == math.inf:
+        return True
     return (
         len(running) <= MOST_ROWS
         and len(running) == len(state.requests)
         and all(request.num_pending_tokens == 1 and request.spec.sampling.masked_from == NEVER for request in running)
         and all((step.output.predicted_latency or math.inf) <= longest for step in state.in_flight)
     )
+
+
+def _awaits_drafts(state: SchedulerState) -> bool:
+    """Return whether a step that waits for the tokens in flight is likely to have drafts."""
+    assert state.speculation is not None
+    return state.speculation.is_promising([request for group in state.running.values() for request in group])

@@ -3,6 +3,9 @@
 A request that ended or was rewound while the step ran gets nothing. `engine.scheduling.failures` handles failed steps.
 """
 
+from collections import Counter
+from collections.abc import Sequence
+
 from engine.api import FinishReason, RequestClass, RequestOutput, RequestTimes, TokenLogprobs, quick_constructor
 from engine.errors import ErrorInfo, InvalidRequestError, TidemillError
 from engine.request import Request, RequestStatus
@@ -45,6 +48,8 @@ class Results:
         """End a request and return its last output."""
         self._state.end(request)
         request.move_to(RequestStatus.FINISHED)
+        if self._state.speculation is not None:
+            self._state.speculation.end(request, completed=reason in (FinishReason.STOP, FinishReason.LENGTH))
         if request.aside:
             self._recovery.forget(request)
         else:
@@ -82,7 +87,7 @@ class Results:
         if flight.known:
             pairs = zip(flight.requests, tokens, strict=True)
             tokens = [NO_TOKEN if request in flight.known else token for request, token in pairs]
-        if result.logprobs or result.forced or result.pooled:
+        if result.logprobs or result.forced or result.pooled or flight.guesses:
             return self._confirm_others(flight, tokens, result, now)
         running, block_size, publish = RequestStatus.RUNNING, self._state.config.block_size, self._state.cache.publish
         outputs: list[RequestOutput] = []
@@ -115,19 +120,54 @@ class Results:
     def _confirm_others(
         self, flight: InFlight, tokens: list[int], result: ModelRunnerOutput, now: float
     ) -> list[RequestOutput]:
-        """Apply a result with logprobs, forced tokens or vectors. `tokens`: one per chunk."""
-        sampled = iter(range(len(tokens)))
+        """Apply a result with logprobs, forced tokens, vectors or drafts. `tokens`: one per chunk."""
+        sampled, guesses = iter(range(len(tokens))), flight.guesses
         outputs: list[RequestOutput] = []
+        accepted: list[Request] = []
         chunks = zip(flight.output.chunks, flight.requests, flight.epochs, tokens, strict=True)
         for number, (chunk, request, epoch, token) in enumerate(chunks):
             index = next(sampled) if chunk.sample else -1
             logprobs = result.logprobs[index] if chunk.sample and result.logprobs else None
+            if number in guesses:
+                if not self._takes(request, epoch, chunk, guesses[number]):
+                    continue
+                accepted.append(request)
+            elif request.num_guessed and request.epoch == epoch:
+                self._state.drop_guesses(request)
             output = self._confirm_chunk(request, epoch, chunk, token, now, logprobs)
             if output is not None:
                 outputs.append(self._append_forced(request, output, result.forced.get(index, ()), now))
             elif number in result.pooled and request.epoch == epoch and request.status is not RequestStatus.FINISHED:
                 outputs.append(self._finish_pooled(request, result.pooled[number], now))
-        return outputs
+        return self._judge(flight, outputs, accepted) if guesses else outputs
+
+    def _takes(self, request: Request, epoch: int, chunk: Chunk, guess: int) -> bool:
+        """Return whether a drafted token is right: the chunk before it gave this token, and the answer goes on."""
+        known = request.token_ids
+        if request.status is RequestStatus.FINISHED or request.epoch != epoch:
+            return False
+        if len(known) != chunk.start + 1 or known[-1] != guess:
+            return False
+        request.num_placeholders += 1
+        if request.status is RequestStatus.RUNNING:
+            request.num_computed_tokens += 1
+        return True
+
+    def _judge(
+        self, flight: InFlight, outputs: list[RequestOutput], accepted: Sequence[Request]
+    ) -> list[RequestOutput]:
+        """Record the drafted tokens that were right, one element of `accepted` for each. Join outputs by request."""
+        drafted, right = Counter(flight.requests[number] for number in flight.guesses), Counter(accepted)
+        self._counters.drafted_tokens += len(flight.guesses)
+        self._counters.accepted_tokens += len(accepted)
+        for request in drafted:
+            if self._state.speculation is not None:
+                self._state.speculation.judge(request, right[request])
+        found: dict[str, RequestOutput] = {}
+        for output in outputs:
+            before = found.get(output.request_id)
+            found[output.request_id] = output if before is None else _joined(before, output)
+        return list(found.values())
 
     def _confirm_chunk(
         self, request: Request, epoch: int, chunk: Chunk, token: int, now: float, logprobs: TokenLogprobs | None = None
@@ -247,3 +287,9 @@ class Results:
         message = "The grammar became too complex while the answer grew."
         error = InvalidRequestError(message, param=grammar.param if grammar else None, code="invalid_value")
         return self.finish(request, FinishReason.ERROR, now, error=error)
+
+
+def _joined(first: RequestOutput, second: RequestOutput) -> RequestOutput:
+    """Return one output for two outputs of a request in a step."""
+    logprobs = None if second.logprobs is None else (*(first.logprobs or ()), *second.logprobs)
+    return second._replace(token_ids=(*first.token_ids, *second.token_ids), logprobs=logprobs)

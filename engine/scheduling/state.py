@@ -6,6 +6,7 @@ A `StepDraft` holds the state of a single step (HyGen §4.1, Algorithm 1). This 
 from collections import deque
 from collections.abc import Iterable, Sequence
 from itertools import count
+from typing import TYPE_CHECKING
 
 from engine.api import RequestClass
 from engine.cache.cache import Cache
@@ -19,6 +20,9 @@ from engine.scheduling.online_share import OnlineShare
 from engine.scheduling.policies import OnlinePolicy
 from engine.scheduling.waiting import WaitingQueue, insert_by_age, remove_by_age
 from predictor.features import LatencyPredictor
+
+if TYPE_CHECKING:  # it stands on the draft of a step, which stands on this module
+    from engine.scheduling.speculation import Speculation
 
 MAX_BACK_OFF = 64.0
 """Longest time, in seconds, that a preempted offline request must wait before it starts beside online work."""
@@ -37,6 +41,7 @@ class SchedulerState:
         unwritten: Running requests whose rows the runner does not have yet (see `engine.scheduling.moving`).
         mean_prompt, mean_output: Moving averages of the tokens of online requests that ended.
         num_prompts, num_answers: Number of requests in these averages.
+        speculation: Source of drafted tokens; None: no drafts.
         num_contested: Steps without time for both the urgent prompts and those behind them; the two groups alternate.
     """
 
@@ -74,6 +79,7 @@ class SchedulerState:
         self.num_prompts = self.num_answers = 0
         self.queue_time = QueueTime.parse(config.max_queue_time)
         self.counters = Counters()
+        self.speculation: Speculation | None = None
 
     def make_offline_queue(self) -> OfflineQueue:
         costs = token_costs(self.model, self.config)
@@ -205,11 +211,17 @@ class SchedulerState:
             self.aside.remove(request)
         else:
             remove_by_age(self.running[request.request_class], request)
+        self.drop_guesses(request)
         self.cache.vacate(request)
         self.unwritten.pop(request, None)
         self.free_rows.append(request.row)
         self.released_rows.append(request.row)
         request.row = -1
+
+    def drop_guesses(self, request: Request) -> None:
+        """Stop counting the drafted tokens in flight of a request as computed."""
+        request.num_computed_tokens -= request.num_guessed
+        request.num_guessed = 0
 
     def end(self, request: Request) -> None:
         """Remove an ended request from its queue or row, with its blocks, and from its tenant's account."""

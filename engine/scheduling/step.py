@@ -4,7 +4,8 @@ The ledger is spent in this order:
 
 1. Running online decodes, mandatory unless memory is short.
 2. Online prefills (see `engine.scheduling.prompts`), sized by the slack of the decodes beside them.
-3. Offline work, as far as it still fits (see `engine.scheduling.offline_fill`).
+3. Drafts behind the online decodes, if no prompt waits (see `engine.scheduling.speculation`).
+4. Offline work, as far as it still fits (see `engine.scheduling.offline_fill`), and drafts behind its decodes.
 
 Only a shortage of *memory* (units or rows) preempts. A request that does not fit into a step is skipped and keeps its
 cache.
@@ -13,7 +14,7 @@ cache.
 import math
 
 from engine.api import RequestClass
-from engine.request import due
+from engine.request import Request, due
 from engine.scheduling.draft import StepDraft
 from engine.scheduling.in_flight import InFlight
 from engine.scheduling.offline_fill import OfflineFill
@@ -33,6 +34,7 @@ class StepBuilder:
         self._prompts = PromptFill(draft)
         self._offline = OfflineFill(draft)
         self._tightest = math.inf
+        self._decodes: list[Request] = []
 
     def build(self, plan: OfflinePlan | None) -> InFlight | None:
         """Return the step, or None if no request can run now. Without a plan the step is online-only."""
@@ -44,6 +46,9 @@ class StepBuilder:
         self._prompts.add(starts, late if admitted is None else [admitted])
         if starts is None:
             self._prompts.restore_compact()
+        if self._state.speculation is not None and not (self._prompts.has_added or self._state.waiting_online):
+            limit = min(self._tightest, self._state.objective.budget.latency_budget)
+            self._state.speculation.add(self._draft, self._decodes, limit)
         if plan is not None:
             self._offline.add(plan, num_decodes, beside_prompt=self._prompts.has_added)
         return self._draft.finish(self._spare())
@@ -71,6 +76,7 @@ class StepBuilder:
         slacks = [due_at - draft.now for due_at in self._state.token_deadlines(decodes, draft.now)] if timed else []
         contexts = [request.num_computed_tokens + 1 for request in decodes]
         draft.add_decodes(decodes)
+        self._decodes = decodes
         ledger.charge_decodes(contexts)
         for request in prompts:
             if request.row < 0 or not request.is_answering or not ledger.open:

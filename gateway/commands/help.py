@@ -27,7 +27,7 @@ FLAGS = {
     "memory": (
         "gpu_memory_utilization num_gpu_blocks_override offload_weights swap_space kv_cache_dtype enable_prefix_caching"
     ),
-    "steps": "max_num_seqs max_num_batched_tokens threads kernels quantization",
+    "steps": "max_num_seqs max_num_batched_tokens threads kernels quantization speculation",
     "latency profile": "profile_dir profile_seconds",
     "network and access": "host port api_key api_key_file allowed_host allowed_origin",
     "files, batches and logs": "state_dir request_log log_level",

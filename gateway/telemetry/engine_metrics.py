@@ -98,6 +98,8 @@ def _work(stats: EngineStats) -> Iterator[Metric]:
     yield total("prefill_tokens", "Prompt tokens computed.", stats.prefill_tokens)
     yield total("decode_tokens", "Output tokens computed.", stats.decode_tokens)
     yield total("forced_tokens", "Output tokens determined by a grammar alone.", stats.forced_tokens)
+    yield total("drafted_tokens", "Guessed tokens that a step verified.", stats.drafted_tokens)
+    yield total("accepted_tokens", "Guessed tokens that were right.", stats.accepted_tokens)
     text = "Prompt and output tokens computed for offline work."
     yield total("offline_computed_tokens", text, stats.offline_computed_tokens)
     yield total("probe_tokens", "Tokens computed for the engine's self-tests.", stats.probe_tokens)

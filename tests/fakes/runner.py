@@ -13,11 +13,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from hashlib import blake2b
+from itertools import takewhile
 from typing import NamedTuple
 
 from engine.api import SamplingParams
 from engine.cache.blocks import CacheAction, CacheEntry, CacheKind, CacheOperation, Tier
-from engine.scheduling.output import INVALID_TOKEN, Chunk, Collect, ModelRunnerOutput, SchedulerOutput
+from engine.scheduling.output import INVALID_TOKEN, Chunk, Collect, Draft, ModelRunnerOutput, SchedulerOutput
 from predictor.features import BatchFeatures
 from predictor.reach import EVERYTHING, Reach
 
@@ -65,6 +66,11 @@ class _Row:
     digests: list[Digest] = field(default_factory=list)
     due: dict[str, list[_Cell]] = field(default_factory=lambda: {"k": [], "v": [], "x": []})
     """By part, what its cells must hold at each position. Kept: a past is compared at every step."""
+
+    def cut(self, end: int) -> None:
+        """Forget all tokens from `end` on."""
+        for each in (self.token_ids, self.digests, *self.due.values()):
+            del each[end:]
 
     def extend_to(self, end: int) -> None:
         _extend_digests(self.digests, self.token_ids, end)
@@ -145,8 +151,17 @@ class FakeRunner:
             raise RuntimeError(f"step {output.step_id} was told to fail after its operations")
         self._check_tables(output.chunks)
         self._save_states(output)
-        assert len({chunk.row for chunk in output.chunks}) == len(output.chunks), "one chunk per request in a step"
-        sampled = [self._run(chunk) for chunk in output.chunks]
+        drafted = {draft.row: draft for draft in output.drafts}
+        plain = [chunk.row for chunk in output.chunks if chunk.row not in drafted]
+        assert len(set(plain)) == len(plain), "one chunk per request in a step"
+        assert len(plain) + sum(1 + len(draft.token_ids) for draft in output.drafts) == len(output.chunks)
+        for row, start, token_ids in output.drafts:
+            assert len(self._rows[row].token_ids) == start and token_ids, "a draft follows the known tokens"
+            self._rows[row].token_ids.extend(token_ids)
+        sampled = [self._run(chunk, drafted.get(chunk.row)) for chunk in output.chunks]
+        by_row = [(chunk.row, token) for chunk, token in zip(output.chunks, sampled, strict=True)]
+        for draft in output.drafts:
+            self._keep_right(draft, [token for row, token in by_row if row == draft.row])
         tokens = [token for token in sampled if token is not None]
         ends = {number: self._rows[chunk.row] for number, chunk in enumerate(output.chunks) if self._is_end(chunk)}
         pooled = {number: b"\0\0\0\0" for number, row in ends.items() if row.pooled}
@@ -230,7 +245,14 @@ class FakeRunner:
             hidden.update(entry for entry in used if entry.kind is CacheKind.HIDDEN)
         assert len(hidden) <= self.scratch_blocks, "more hidden blocks than scratch"
 
-    def _run(self, chunk: Chunk) -> int | None:
+    def _keep_right(self, draft: Draft, samples: Sequence[int | None]) -> None:
+        """Keep the samples of a draft up to the first that differs from the next drafted token."""
+        pairs = zip(draft.token_ids, samples, strict=False)
+        right = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+        self._rows[draft.row].cut(draft.start)
+        self._rows[draft.row].token_ids.extend(token for token in samples[: right + 1] if token is not None)
+
+    def _run(self, chunk: Chunk, draft: Draft | None = None) -> int | None:
         row = self._rows[chunk.row]
         end = chunk.start + chunk.length
         assert chunk.length > 0 and end <= len(row.token_ids), "a chunk beyond the known tokens"
@@ -245,15 +267,17 @@ class FakeRunner:
                 due, cells = row.due[part][first : first + self.block_size], self._unit(Tier.DEVICE, unit)
                 assert cells[:past] == due[:past], f"a position of {first} to {first + past} is not this request's"
                 cells[past:stop] = due[past:stop]
-        reaches = end == len(row.token_ids) and not row.pooled
+        known = row.token_ids[:end]
+        reaches = draft is not None or (end == len(row.token_ids) and not row.pooled)
         assert chunk.sample == reaches, "a chunk samples iff it reaches the last known token"
         if not chunk.sample:
             return None
-        if self._invalid(row.token_ids):
+        if draft is None and self._invalid(known):
             row.token_ids.append(0)
             return INVALID_TOKEN
-        token = self.choose(row.digests[-1], row.token_ids[row.num_prompt_tokens :], row.sampling)
-        row.token_ids.append(token)
+        token = self.choose(row.digests[end - 1], known[row.num_prompt_tokens :], row.sampling)
+        if draft is None:
+            row.token_ids.append(token)
         return token
 
     def choose(self, digest: Digest, outputs: Sequence[int], sampling: SamplingParams) -> int:

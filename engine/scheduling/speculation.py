@@ -1,0 +1,124 @@
+"""Adds drafted tokens to a step where they are worth their time.
+
+A drafted token takes the time of one more decode and saves a decode later if it is right. A step of N decodes that
+takes T seconds gives N / T tokens/s. A drafted token that adds m seconds and is right with probability p raises this
+rate if p / m > N / T. The latency model gives m and T; `engine.speculation` learns p. So drafts run where a step costs
+nearly as much with them as without: with few rows. Drafts never preempt, and never use time that a deadline needs.
+
+Requests whose sampling depends on the tokens before it (grammars, thinking budgets, penalties) get no drafts.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from engine.api import NEVER
+from engine.request import Request
+from engine.scheduling.draft import StepDraft
+from engine.speculation.acceptance import MAX_DRAFT
+from engine.speculation.drafts import Drafts, Proposal
+
+MAX_ROWS = 64
+"""Maximum number of decodes in a step with drafts: a proposal takes about 10 µs of the host's time."""
+SYSTEM_TOKENS = 32
+"""First tokens of a prompt that tell system prompts apart."""
+NEVER_DRAFTED = -1
+
+
+class _Candidate(NamedTuple):
+    expected: float
+    request: Request
+    proposal: Proposal
+
+
+class Speculation:
+    """Propose, price and judge drafts for the running requests of one engine."""
+
+    def __init__(self) -> None:
+        self._drafts = Drafts()
+        self._fed: dict[str, int] = {}
+        self._proposed: dict[str, Proposal] = {}
+
+    def add(self, draft: StepDraft, decodes: Sequence[Request], limit: float) -> None:
+        """Add drafts behind `decodes`, which are in the step, while the step is predicted to end within `limit` s."""
+        ledger = draft.ledger
+        if ledger.model is None or not 0 < len(decodes) <= MAX_ROWS or ledger.seconds >= limit:
+            return
+        rate = sum(bool(chunk.sample) for chunk in draft.chunks) / ledger.seconds
+        context = decodes[0].num_computed_tokens + 1
+        least = rate * ledger.model.marginal_decodes(ledger.features, 1, ledger.read([context]))
+        for expected, request, proposal in sorted(self._candidates(decodes, least), key=lambda each: -each.expected):
+            count = min(len(proposal.tokens), ledger.tokens_left, ledger.sequences_left)
+            contexts = range(request.num_computed_tokens + 1, request.num_computed_tokens + count + 1)
+            seconds = ledger.model.marginal_decodes(ledger.features, count, ledger.read(contexts)) if count else 0.0
+            if not count or expected <= rate * seconds or ledger.seconds + seconds > limit:
+                continue
+            if count := draft.add_guesses(request, proposal.tokens[:count]):
+                self._proposed[request.request_id] = proposal.first(count)
+
+    def is_promising(self, decodes: Sequence[Request]) -> bool:
+        """Return whether the next step should wait for the tokens in flight because drafts may follow them."""
+        if len(decodes) > MAX_ROWS:
+            return False
+        return any(self._feed(request) and self._propose(request, 2).tokens for request in decodes)
+
+    def judge(self, request: Request, accepted: int) -> None:
+        """Learn how many tokens of the request's draft in flight were right."""
+        proposal = self._proposed.pop(request.request_id, None)
+        if proposal is not None and request.request_id in self._fed:
+            self._drafts.judged(request.request_id, proposal, accepted)
+
+    def end(self, request: Request, *, completed: bool) -> None:
+        """Forget a request that ended. The answer of a completed one feeds later drafts."""
+        self._proposed.pop(request.request_id, None)
+        if self._fed.pop(request.request_id, NEVER_DRAFTED) != NEVER_DRAFTED:
+            self._drafts.finish(request.request_id, completed)
+
+    def catch_up(self) -> bool:
+        """Index a part of the new tokens; call it while a step runs. Return whether more are left."""
+        return self._drafts.catch_up()
+
+    def _candidates(self, decodes: Sequence[Request], least: float) -> list[_Candidate]:
+        """Return the drafts of which each token is right with a probability above `least`."""
+        found: list[_Candidate] = []
+        if least >= 1.0:
+            return found
+        for request in decodes:
+            is_known = request.num_computed_tokens == len(request.token_ids) and not request.num_guessed
+            if not is_known or request.cache_map.num_compact or not self._feed(request):
+                continue
+            proposal = self._propose(request, MAX_DRAFT)
+            if not proposal.tokens:
+                continue
+            survival = self._drafts.survival(request.request_id, proposal.source)[: len(proposal.tokens)]
+            count = sum(share > least for share in survival)
+            if count:
+                found.append(_Candidate(math.fsum(survival[:count]), request, proposal.first(count)))
+        return found
+
+    def _propose(self, request: Request, most: int) -> Proposal:
+        room = request.max_total_tokens - len(request.token_ids) - 1
+        return self._drafts.propose(request.request_id, min(most, room))
+
+    def _feed(self, request: Request) -> bool:
+        """Pass on the tokens of the request that are new. Return whether it may have drafts."""
+        request_id, length = request.request_id, len(request.token_ids)
+        fed = self._fed.get(request_id)
+        if fed is None:
+            fed = length if _is_eligible(request) else NEVER_DRAFTED
+            self._fed[request_id] = fed
+            if fed != NEVER_DRAFTED:
+                spec = request.spec
+                system = (spec.prefix_root, spec.prompt_token_ids[:SYSTEM_TOKENS])
+                self._drafts.start(request_id, tuple(request.token_ids), spec.job, spec.tenant, system)
+        elif 0 <= fed < length:
+            self._drafts.extend(request_id, request.token_ids[fed:])
+            self._fed[request_id] = length
+        return fed != NEVER_DRAFTED
+
+
+def _is_eligible(request: Request) -> bool:
+    sampling = request.spec.sampling
+    penalised = sampling.presence_penalty or sampling.frequency_penalty or sampling.repetition_penalty != 1
+    plain = sampling.masked_from == NEVER and not penalised
+    return plain and request.spec.pooling is None and not request.spec.probe
