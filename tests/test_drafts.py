@@ -8,10 +8,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from engine.api import EngineRequest, SamplingParams
+from engine.core import EngineCore
+from engine.limits import SchedulerConfig
+from engine.scheduling.objective import StepObjective
+from engine.scheduling.output import ModelRunnerOutput
 from engine.speculation import drafts, ngrams
 from engine.speculation.acceptance import MAX_DRAFT, Acceptance, DraftSource
 from engine.speculation.drafts import Drafts
 from engine.speculation.ngrams import GRAMS, NGrams, hash_tail
+from predictor.model import LatencyModel
 
 TEXT = st.lists(st.integers(0, 3), min_size=1, max_size=150)
 LINE = list(range(100, 140))
@@ -195,6 +201,25 @@ def test_a_source_that_failed_gets_another_chance_while_its_drafts_are_not_tried
         for _ in range(2):  # a step may ask twice
             proposer.propose("r", 3)
     assert first / 2 < proposer.survival("r", source)[0] < first
+
+
+@pytest.mark.parametrize("tbt", [1.0, 0.1, 0.06])
+def test_a_draft_that_does_not_fit_into_the_step_is_shortened(tbt: float) -> None:
+    """Steps that copy a text keep their limit and take a fraction of the steps of one token each."""
+    config = SchedulerConfig(num_units=2000, max_model_len=2048, max_num_seqs=64, max_num_batched_tokens=512)
+    core = EngineCore(config, model=LatencyModel(intercept=0.025, decodes=0.004), objective=StepObjective(1.0, tbt))
+    core.enable_speculation()
+    text = [*noise(4, 300), *noise(4, 301)[100:]]
+    core.add_request(EngineRequest("r", tuple(text[:300]), SamplingParams(max_tokens=200)), 0.0)
+    steps, now = 0, 0.0
+    while (output := core.schedule(now)) is not None:
+        core.catch_up()
+        assert output.predicted_latency is not None and output.predicted_latency <= tbt
+        now += output.predicted_latency
+        tokens = [text[chunk.start + chunk.length] for chunk in output.chunks]
+        core.update(output, ModelRunnerOutput(output.step_id, tokens, None, output.predicted_latency), now)
+        steps += 1
+    assert not core.has_requests and steps < 200 / 4
 
 
 def kept_bytes(work: Callable[[], object]) -> int:

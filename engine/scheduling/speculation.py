@@ -15,6 +15,7 @@ from typing import NamedTuple
 from engine.api import NEVER
 from engine.request import Request
 from engine.scheduling.draft import StepDraft
+from engine.scheduling.ledger import StepLedger
 from engine.speculation.acceptance import MAX_DRAFT
 from engine.speculation.drafts import Drafts, Proposal
 
@@ -49,11 +50,12 @@ class Speculation:
         least = rate * ledger.model.marginal_decodes(ledger.features, 1, ledger.read([context]))
         for expected, request, proposal in sorted(self._candidates(decodes, least), key=lambda each: -each.expected):
             count = min(len(proposal.tokens), ledger.tokens_left, ledger.sequences_left)
-            contexts = range(request.num_computed_tokens + 1, request.num_computed_tokens + count + 1)
-            seconds = ledger.model.marginal_decodes(ledger.features, count, ledger.read(contexts)) if count else 0.0
-            if not count or expected <= rate * seconds or ledger.seconds + seconds > limit:
+            seconds = _seconds(ledger, request, count)
+            if expected <= rate * seconds:
                 continue
-            if count := draft.add_guesses(request, proposal.tokens[:count]):
+            while count and ledger.seconds + _seconds(ledger, request, count) > limit:
+                count -= 1
+            if count and (count := draft.add_guesses(request, proposal.tokens[:count])):
                 self._proposed[request.request_id] = proposal.first(count)
 
     def is_promising(self, decodes: Sequence[Request]) -> bool:
@@ -115,6 +117,13 @@ class Speculation:
             self._drafts.extend(request_id, request.token_ids[fed:])
             self._fed[request_id] = length
         return fed != NEVER_DRAFTED
+
+
+def _seconds(ledger: StepLedger, request: Request, count: int) -> float:
+    """Return the time that `count` drafted tokens add to a step."""
+    assert ledger.model is not None
+    contexts = range(request.num_computed_tokens + 1, request.num_computed_tokens + count + 1)
+    return ledger.model.marginal_decodes(ledger.features, count, ledger.read(contexts))
 
 
 def _is_eligible(request: Request) -> bool:
