@@ -33,6 +33,7 @@ BENCHES = {
     "results": "benchmarks.result_tables",
     "experiments": "benchmarks.experiments.main",
     "lengths": "benchmarks.lengths",
+    "speculation": "benchmarks.speculation",
     "simulator-speed": "benchmarks.simulator_speed",
 }
 

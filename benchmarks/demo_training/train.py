@@ -16,6 +16,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from tokenizers import Tokenizer
@@ -24,6 +25,7 @@ from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTra
 
 from benchmarks.demo_training.copying import set_up_copying
 from benchmarks.demo_training.corpus import Corpus, HeldOut
+from benchmarks.demo_training.formal import Message
 from benchmarks.demo_training.tokenizer import CONTEXT, DialogueEncoder, build_tokenizer, save_tokenizer
 from engine.machine.facts import read_processor
 
@@ -77,7 +79,13 @@ class Batch:
     weights: Tensor
 
 
-def examples(corpus: Corpus, encoder: DialogueEncoder, seed: int) -> Iterator[tuple[list[int], list[bool]]]:
+class Dialogues(Protocol):
+    """A source of dialogues without end."""
+
+    def dialogues(self) -> Iterator[list[Message]]: ...
+
+
+def examples(corpus: Dialogues, encoder: DialogueEncoder, seed: int) -> Iterator[tuple[list[int], list[bool]]]:
     """Encoded dialogues, with a drill now and then: random tokens said twice, which keeps the copying circuit alive."""
     drill, vocab_size = random.Random(seed), len(encoder.tokenizer)
     for messages in corpus.dialogues():
@@ -87,7 +95,7 @@ def examples(corpus: Corpus, encoder: DialogueEncoder, seed: int) -> Iterator[tu
             yield run + run, [False] * (len(run) + 1) + [True] * (len(run) - 1)
 
 
-def packed(corpus: Corpus, encoder: DialogueEncoder, settings: Settings) -> Iterator[Batch]:
+def packed(corpus: Dialogues, encoder: DialogueEncoder, settings: Settings) -> Iterator[Batch]:
     """Batches without end, each of rows of one length: attention over short rows costs far less."""
     pools: dict[int, list[list[tuple[list[int], list[bool]]]]] = {length: [] for length in settings.row_lengths}
     for ids, learn in examples(corpus, encoder, settings.seed):
