@@ -634,6 +634,18 @@ def test_prefix_keys_group_equal_beginnings() -> None:
     assert all(len(prefix_key(body)) <= 512 for body in odd)
 
 
+def test_lines_are_sorted_on_the_disk_as_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import io
+
+    content = jsonl(line(i, prompt=f"{7 * i % 100:03}") for i in range(100))
+    expected = check_input(io.BytesIO(content), "/v1/completions", 100, 1000).lines.rows(0, 100)
+    for size in (100, 99, 33):
+        monkeypatch.setattr("gateway.batch.input.SPILL_LINES", size)
+        found = check_input(io.BytesIO(content), "/v1/completions", 100, 1000, folder=str(tmp_path))
+        assert found.lines.rows(0, 100) == expected and not list(tmp_path.iterdir())
+    assert [ref.number for ref in expected[:2]] == [1, 44]
+
+
 def test_places_of_lines_are_packed() -> None:
     places = LinePlaces([(1, 0, 10), (3, 20, 2**40)])
     assert len(places) == 2 and len(LinePlaces()) == 0 and LinePlaces().rows(0, 5) == []

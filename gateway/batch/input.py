@@ -1,18 +1,24 @@
-"""Validate an input file in one pass with bounded memory: find its lines and the order to feed them, or its errors.
+"""Validate an input file in one pass: find its lines and the order to feed them, or its errors. Memory is bounded but
+for 100 bytes per line for digests of ids and 24 bytes per line for the result.
 
 Only the envelopes are validated: an invalid `body` becomes an error row later and does not fail the batch. The work is
 CPU-bound Python, so it runs in a process of its own (`check_apart`): a thread would delay model steps through the GIL.
 """
 
+import marshal
 import os
 import signal
 from array import array
 from codecs import BOM_UTF16_BE, BOM_UTF16_LE
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from hashlib import blake2b
+from heapq import merge
 from itertools import chain
-from typing import Any, BinaryIO, NamedTuple
+from pathlib import Path
+from tempfile import TemporaryFile
+from typing import IO, Any, BinaryIO, NamedTuple
 
 import orjson
 from anyio import to_process
@@ -26,10 +32,13 @@ PREFIX_BYTES = 512
 MAX_ERRORS = 100
 MAX_CUSTOM_ID_CHARS = 512
 READ_BYTES = 1024 * 1024
+SPILL_LINES = 50_000
+"""Lines whose prefix keys are sorted in memory."""
 LOW_PRIORITY = 10
 """Niceness of the validation process, so that it yields to model steps and online requests."""
 MAX_SHOWN_CHARS = 100
 """Maximum characters of a model name in an error message."""
+_LineKey = tuple[bytes, int, int, int]
 _ENVELOPE = frozenset({"custom_id", "method", "url", "body"})
 
 
@@ -45,7 +54,7 @@ class RawLine(NamedTuple):
 class LinePlaces:
     """Number, offset and length of each line in feeding order, packed into 24 bytes for transfer between processes."""
 
-    def __init__(self, places: Iterable[tuple[int, int, int]] = ()) -> None:
+    def __init__(self, places: Iterable[Sequence[int]] = ()) -> None:
         self._numbers = array("q", chain.from_iterable(places))
 
     def __len__(self) -> int:
@@ -103,6 +112,41 @@ def _line(number: int, start: int, end: int, pending: bytearray, max_bytes: int)
         yield RawLine(number, start, len(content), content)
 
 
+class LineKeys:
+    """Prefix keys of lines with number, offset and length. SPILL_LINES are in memory, others in sorted unnamed files in
+    `folder` (None: the system's folder for temporary files). The caller must close it. Raises OSError."""
+
+    def __init__(self, folder: str | None = None) -> None:
+        self._folder = folder
+        self._keys: list[_LineKey] = []
+        self._files: list[IO[bytes]] = []
+
+    def add(self, key: _LineKey) -> None:
+        self._keys.append(key)
+        if len(self._keys) == SPILL_LINES:
+            file = TemporaryFile(dir=self._folder)  # noqa: SIM115
+            self._keys.sort()
+            for each in self._keys:
+                marshal.dump(each, file)
+            file.seek(0)
+            self._files.append(file)
+            self._keys = []
+
+    def sorted(self) -> Iterator[_LineKey]:
+        self._keys.sort()
+        return merge(self._keys, *map(_read_keys, self._files))
+
+    def close(self) -> None:
+        for file in self._files:
+            file.close()
+
+
+def _read_keys(file: IO[bytes]) -> Iterator[_LineKey]:
+    with suppress(EOFError):
+        while True:
+            yield marshal.load(file)
+
+
 class InputChecker:
     """Check an input file line by line.
 
@@ -110,9 +154,17 @@ class InputChecker:
         max_lines: Maximum number of lines of a batch.
         max_line_bytes: Maximum length of a line.
         names: Names that the lines may use; None: any.
+        folder: Folder for temporary files, see `LineKeys`.
     """
 
-    def __init__(self, endpoint: str, max_lines: int, max_line_bytes: int, names: ModelNames | None = None) -> None:
+    def __init__(
+        self,
+        endpoint: str,
+        max_lines: int,
+        max_line_bytes: int,
+        names: ModelNames | None = None,
+        folder: str | None = None,
+    ) -> None:
         self._endpoint = endpoint
         self._max_lines = max_lines
         self._max_line_bytes = max_line_bytes
@@ -120,7 +172,7 @@ class InputChecker:
         self._names = names
         self._models: set[str] = set()
         self._unknown: set[str] = set()  # names that an error has reported
-        self._keys: list[tuple[bytes, int, int, int]] = []
+        self.keys = LineKeys(folder)
         self._num_lines = 0
         self.errors: list[InputError] = []
 
@@ -150,7 +202,7 @@ class InputChecker:
         found = self._check_envelope(envelope, line.number)
         if found is None:
             key = prefix_key(envelope["body"])
-            self._keys.append((key, line.number, line.start, line.length))
+            self.keys.add((key, line.number, line.start, line.length))
         return found
 
     def _check_envelope(self, envelope: dict[str, Any], number: int) -> InputError | None:
@@ -211,8 +263,7 @@ class InputChecker:
             self.errors = [InputError("empty_file", "The input file has no lines.")]
         if self.errors:
             return InputReport(errors=self.errors)
-        self._keys.sort()
-        lines = LinePlaces((number, start, length) for _, number, start, length in self._keys)
+        lines = LinePlaces(places for _, *places in self.keys.sorted())
         return InputReport(lines, model=next(iter(self._models), None))
 
 
@@ -227,14 +278,22 @@ def _why_not_json(content: bytes, error: orjson.JSONDecodeError) -> str:
 
 
 def check_input(
-    file: BinaryIO, endpoint: str, max_lines: int, max_line_bytes: int, names: ModelNames | None = None
+    file: BinaryIO,
+    endpoint: str,
+    max_lines: int,
+    max_line_bytes: int,
+    names: ModelNames | None = None,
+    folder: str | None = None,
 ) -> InputReport:
     """Validate an input file; see `InputChecker`."""
-    checker = InputChecker(endpoint, max_lines, max_line_bytes, names)
-    for line in read_lines(file, max_line_bytes):
-        if not checker.check(line):
-            break
-    return checker.report()
+    checker = InputChecker(endpoint, max_lines, max_line_bytes, names, folder)
+    try:
+        for line in read_lines(file, max_line_bytes):
+            if not checker.check(line):
+                break
+        return checker.report()
+    finally:
+        checker.keys.close()
 
 
 async def check_apart(
@@ -251,7 +310,7 @@ def _check_file(path: str, endpoint: str, max_lines: int, max_line_bytes: int, n
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the server handles Ctrl-C
     os.setpriority(os.PRIO_PROCESS, 0, LOW_PRIORITY)
     with open(path, "rb") as file:
-        return check_input(file, endpoint, max_lines, max_line_bytes, names)
+        return check_input(file, endpoint, max_lines, max_line_bytes, names, str(Path(path).parent.parent / "tmp"))
 
 
 def prefix_key(body: Mapping[str, Any]) -> bytes:

@@ -23,8 +23,8 @@ MAX_DOUBLINGS = 30
 class BatchLimits:
     """Limits of files and batches. Sizes in bytes, times in seconds."""
 
-    file_bytes: int = 200 * 1024 * 1024
-    lines: int = 50_000
+    file_bytes: int = 8 * 1024 * 1024 * 1024
+    lines: int = 1_000_000
     """Maximum lines per batch."""
     line_bytes: int = 4 * 1024 * 1024
     window_lines: int = 256
