@@ -15,7 +15,7 @@ from engine.api import EngineClient
 from engine.errors import TidemillError
 from engine.text.tokenizer import Tokenizer
 from gateway import endpoints, health
-from gateway.batch import files, message_batches
+from gateway.batch import files, message_batches, parts
 from gateway.batch import routes as batches
 from gateway.batch.limits import BatchLimits, BatchState
 from gateway.batch.line import LineRunner
@@ -127,7 +127,10 @@ def _add_middleware(app: FastAPI, context: GatewayContext, max_file_bytes: int) 
     config = context.config
     # the middleware added last is the outermost
     held_bytes = MAX_HELD_BODIES * MAX_BODY_BYTES
-    streamed = {"/v1/files": max_file_bytes + MAX_OVERHEAD}
+    streamed = {
+        "/v1/files": max_file_bytes + MAX_OVERHEAD,
+        "/v1/uploads/*/parts": parts.MAX_PART_BYTES + MAX_OVERHEAD,
+    }
     app.add_middleware(BodyLimit, max_body_bytes=MAX_BODY_BYTES, max_held_bytes=held_bytes, streamed=streamed)
     app.add_middleware(Authentication, keys=context.keys, open_paths=OPEN_PATHS)
     app.add_middleware(ErrorBoundary)
@@ -168,7 +171,7 @@ def _add_batches(app: FastAPI, context: GatewayContext, folder: StateFolder, lim
     context.lifecycle.unfinished = lambda: (len(worker.states), worker.lines_resumed)
     context.metrics.registry.register(BatchCollector(worker, ownership))
     app.state.batches = BatchState(folder, limits, worker)
-    for resource in (files, batches, message_batches):
+    for resource in (files, parts, batches, message_batches):
         app.include_router(resource.router)
 
 

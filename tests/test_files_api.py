@@ -270,7 +270,7 @@ async def test_a_client_that_leaves_half_way_leaves_nothing(ready: Ready, tmp_pa
 async def test_keys_are_asked_for_before_the_body(tokenizer: Tokenizer, tmp_path: Path) -> None:
     """The answer comes while the body is still to be sent."""
     async with batch_server(tokenizer, tmp_path, api_key=("key",)) as (served, _):
-        for key, length, status in (("wrong", 1000, 401), ("key", 900_000_000, 413)):
+        for key, length, status in (("wrong", 1000, 401), ("key", 9_000_000_000, 413)):
             reader, writer = await asyncio.open_connection("127.0.0.1", served.port)
             head = f"POST /v1/files HTTP/1.1\r\nhost: localhost\r\nauthorization: Bearer {key}\r\n"
             writer.write(f"{head}content-type: {'multipart/form-data; boundary=xyz'}\r\n".encode())

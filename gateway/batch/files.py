@@ -3,11 +3,12 @@
 import logging
 import os
 from collections.abc import AsyncIterator
-from typing import Any
+from typing import Any, Literal
 
 import anyio
 from anyio import to_thread
 from fastapi import APIRouter
+from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -18,6 +19,7 @@ from gateway.batch.result_rows import Part, intact_parts
 from gateway.batch.tenants import listed_tenant, reached_tenant, shown
 from gateway.batch.uploads import MAX_OVERHEAD, Upload, UploadParser
 from gateway.context import context_of, tenant_of
+from gateway.generate.wire import StrictBody
 from gateway.http.errors import ApiError
 from gateway.http.quotas import limit_reached
 from gateway.http.sse import run_while_connected
@@ -48,25 +50,32 @@ _UPLOAD_SCHEMA: dict[str, Any] = {
 _UPLOAD = {"requestBody": {"required": True, "content": {"multipart/form-data": {"schema": _UPLOAD_SCHEMA}}}}
 
 
+class FileExpiry(StrictBody):
+    """`expires_after` of a file."""
+
+    anchor: Literal["created_at"]
+    seconds: int = Field(ge=MIN_EXPIRY, le=MAX_EXPIRY)
+
+
 @router.post("/v1/files", openapi_extra=_UPLOAD)
 async def create_file(request: Request) -> Response:
     context_of(request).lifecycle.check_accepting()
     state, tenant = state_of(request), tenant_of(request)
     quota = context_of(request).keys.quota(tenant).bytes
     async with state.uploads.place(tenant):
-        max_bytes = await _room(request, quota)
+        max_bytes = await room(request, quota)
         temp = await to_thread.run_sync(state.folder.create_temp)
         try:
-            upload = await _receive(request, temp, max_bytes)
+            upload = await receive(request, temp, max_bytes)
             file = _file_object(upload, temp.size, tenant, state.now())
-            await _store(state, temp, file, quota)
+            await store_file(state, temp, file, quota)
         except ApiError as error:
             if error.status == 413 and quota is not None and max_bytes < state.limits.file_bytes:
-                raise _quota_reached(quota, quota - max_bytes) from None
+                raise quota_reached(quota, quota - max_bytes) from None
             raise
         except StorageQuota as error:
             assert quota is not None
-            raise _quota_reached(quota, error.used) from None
+            raise quota_reached(quota, error.used) from None
         finally:
             with anyio.CancelScope(shield=True):
                 await to_thread.run_sync(temp.discard)
@@ -83,10 +92,10 @@ async def store_content(request: Request, content: bytes, filename: str) -> File
             await to_thread.run_sync(_write, state, temp, content)
             now = state.now()
             file = FileObject(new_file_id(), tenant, temp.size, now, filename, "batch", now + DEFAULT_EXPIRY)
-            await _store(state, temp, file, quota)
+            await store_file(state, temp, file, quota)
         except StorageQuota as error:
             assert quota is not None
-            raise _quota_reached(quota, error.used) from None
+            raise quota_reached(quota, error.used) from None
         finally:
             with anyio.CancelScope(shield=True):
                 await to_thread.run_sync(temp.discard)
@@ -98,7 +107,7 @@ def _write(state: BatchState, temp: DiskFile, content: bytes) -> None:
         temp.write(content)
 
 
-async def _room(request: Request, quota: int | None) -> int:
+async def room(request: Request, quota: int | None) -> int:
     """Return the maximum size of the upload in bytes. Raise ApiError 413 if it exceeds the tenant's remaining quota.
 
     Not 507, which clients retry as a server error.
@@ -110,17 +119,17 @@ async def _room(request: Request, quota: int | None) -> int:
     announced = request.headers.get("content-length", "0")
     least = int(announced[:20]) - MAX_OVERHEAD if announced.isdigit() else 0
     if max(1, least) > quota - used:
-        raise _quota_reached(quota, used)
+        raise quota_reached(quota, used)
     return min(state.limits.file_bytes, quota - used)
 
 
-def _quota_reached(quota: int, used: int) -> ApiError:
+def quota_reached(quota: int, used: int) -> ApiError:
     return limit_reached("bytes", quota, f"{used} bytes are stored; delete files that are not needed", status=413)
 
 
-async def _receive(request: Request, temp: DiskFile, max_bytes: int) -> Upload:
+async def receive(request: Request, temp: DiskFile, max_bytes: int, name: str = "file") -> Upload:
     """Parse the body into the file, in pieces large enough for a thread hop. Raises ApiError, StorageError."""
-    parser = UploadParser(request.headers.get("content-type", ""), temp, max_bytes)
+    parser = UploadParser(request.headers.get("content-type", ""), temp, max_bytes, name)
     pieces = bytearray()
     async for chunk in request.stream():
         pieces += chunk
@@ -160,7 +169,7 @@ def _expiry(fields: dict[str, str]) -> int:
     return int(seconds)
 
 
-async def _store(state: BatchState, temp: DiskFile, file: FileObject, quota: int | None) -> None:
+async def store_file(state: BatchState, temp: DiskFile, file: FileObject, quota: int | None) -> None:
     """Announce the id, then store body and row: the next start removes the leftovers of a crash in between.
 
     Raises StorageQuota and StorageError.

@@ -2,14 +2,14 @@
 
 import hashlib
 import re
-from typing import Annotated, Literal
+from typing import Annotated
 
 from fastapi import APIRouter
 from pydantic import Field, StringConstraints
 from starlette.requests import Request
 from starlette.responses import Response
 
-from gateway.batch.files import MAX_EXPIRY, MIN_EXPIRY, no_such_file
+from gateway.batch.files import FileExpiry, no_such_file
 from gateway.batch.limits import state_of
 from gateway.batch.listing import describe_page, json_response, list_response, read_page, unknown_cursor
 from gateway.batch.tenants import listed_tenant, reached_tenant, shown
@@ -51,11 +51,6 @@ Metadata = Annotated[
 ]
 
 
-class OutputExpiry(StrictBody):
-    anchor: Literal["created_at"]
-    seconds: int = Field(ge=MIN_EXPIRY, le=MAX_EXPIRY)
-
-
 class BatchRequest(StrictBody):
     """POST /v1/batches."""
 
@@ -63,11 +58,11 @@ class BatchRequest(StrictBody):
     endpoint: str = Field(json_schema_extra={"enum": list(ENDPOINTS)})
     completion_window: str = Field(json_schema_extra={"pattern": f"^{_WINDOW.pattern}$"})
     metadata: Metadata | None = None
-    output_expires_after: OutputExpiry | None = None
+    output_expires_after: FileExpiry | None = None
 
 
 _SCHEMA = BatchRequest.model_json_schema()
-_SCHEMA["properties"]["output_expires_after"]["anyOf"][0] = _SCHEMA.pop("$defs")["OutputExpiry"]
+_SCHEMA["properties"]["output_expires_after"]["anyOf"][0] = _SCHEMA.pop("$defs")["FileExpiry"]
 _CREATE = {"requestBody": {"required": True, "content": {"application/json": {"schema": _SCHEMA}}}}
 
 

@@ -50,9 +50,12 @@ class Upload:
 
 
 class UploadParser:
-    """Parse a body: call `feed` for each piece, then `finish`. Raises ApiError 400, 413 or 415, or StorageError."""
+    """Parse a body: call `feed` for each piece, then `finish`. Raises ApiError 400, 413 or 415, or StorageError.
 
-    def __init__(self, content_type: str, file: DiskFile, max_file_bytes: int) -> None:
+    `name`: parameter with the content.
+    """
+
+    def __init__(self, content_type: str, file: DiskFile, max_file_bytes: int, name: str = "file") -> None:
         kind, options = parse_options_header(content_type)
         boundary = options.get(b"boundary", b"")
         if kind != b"multipart/form-data":
@@ -61,6 +64,7 @@ class UploadParser:
             _refuse("The upload has no multipart boundary.", code="invalid_multipart")
         self.upload = Upload({})
         self._file = file
+        self._name = name
         self._max_file_bytes = max_file_bytes
         self._num_bytes = 0
         self._num_parts = 0
@@ -91,7 +95,7 @@ class UploadParser:
         if not self._ended:
             _refuse("The multipart body ended early.", code="invalid_multipart")
         if self.upload.filename is None:
-            _refuse("Missing required parameter: 'file'.", "file", "missing_required_parameter")
+            _refuse(f"Missing required parameter: '{self._name}'.", self._name, "missing_required_parameter")
         return self.upload
 
     def _callbacks(self) -> "MultipartCallbacks":
@@ -128,7 +132,7 @@ class UploadParser:
         name = options.get(b"name", b"").decode("utf-8", "replace")
         if kind != b"form-data" or not name:
             _refuse("A part of the multipart body has no name.", code="invalid_multipart")
-        if name == "file":
+        if name == self._name:
             self._begin_file(_extended_filename(header) or options.get(b"filename"))
             return
         if name not in FIELDS:
@@ -139,7 +143,7 @@ class UploadParser:
 
     def _begin_file(self, raw_name: bytes | None) -> None:
         if raw_name is None:
-            _refuse("'file' must be a file with a file name.", "file")
+            _refuse(f"'{self._name}' must be a file with a file name.", self._name)
         if self.upload.filename is not None:
             _refuse("Exactly one file can be uploaded at a time.", "file")
         name = raw_name.decode("utf-8", "replace")

@@ -57,7 +57,6 @@ _INSTEAD = {
     "/v1/realtime": _TEXT_ONLY,
     "/v1/responses/": _STATELESS,
     "/v1/threads": "The server has no threads; send the whole conversation as 'input' of POST /v1/responses.",
-    "/v1/uploads": "The server takes files in one request; use POST /v1/files.",
     "/v1/vector_stores": "The server has no vector stores; use POST /v1/embeddings and an index of your own.",
     "/v1/videos": _TEXT_ONLY,
 }

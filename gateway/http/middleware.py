@@ -7,6 +7,7 @@ import ipaddress
 import re
 import uuid
 from collections.abc import Collection, Iterable, Mapping
+from fnmatch import fnmatchcase
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -210,7 +211,8 @@ class BodyLimit:
     Args:
         max_body_bytes: maximum size of a body, by content-length or as received (413).
         max_held_bytes: maximum size of all bodies in memory (503).
-        streamed: maximum size by path of bodies that are not held in memory; their endpoints count the bytes.
+        streamed: maximum size of bodies that are not held in memory, by path or a pattern of paths; their endpoints
+            count the bytes.
     """
 
     def __init__(
@@ -226,11 +228,12 @@ class BodyLimit:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        most = self._streamed.get(scope["path"], self._max_body_bytes)
+        streamed = next((most for path, most in self._streamed.items() if fnmatchcase(scope["path"], path)), None)
+        most = self._max_body_bytes if streamed is None else streamed
         if _announced_length(scope) > most:
             await error_response(_too_large(most), scope)(scope, receive, send)
             return
-        if scope["path"] in self._streamed:  # the endpoint counts the received bytes
+        if streamed is not None:  # the endpoint counts the received bytes
             await self._app(scope, receive, send)
             return
         size = 0

@@ -73,5 +73,20 @@ UPDATE files SET tenant = 'default' WHERE tenant = ''
 
 _ANNOUNCED = "CREATE TABLE announced (id TEXT NOT NULL PRIMARY KEY, run TEXT NOT NULL) STRICT, WITHOUT ROWID"
 
-MIGRATIONS = (_FIRST, _REASONING, _DEFAULT_TENANT, _ANNOUNCED)
+_UPLOADS = """
+CREATE TABLE uploads (
+    id TEXT NOT NULL PRIMARY KEY,
+    tenant TEXT NOT NULL,
+    bytes INTEGER NOT NULL,
+    created_at INTEGER NOT NULL,
+    expires_at INTEGER NOT NULL,
+    filename TEXT NOT NULL,
+    file_seconds INTEGER NOT NULL,
+    status TEXT NOT NULL,
+    file_id TEXT
+) STRICT, WITHOUT ROWID;
+CREATE INDEX files_by_upload ON files (filename) WHERE purpose = 'upload_part' AND deleted_at IS NULL
+"""
+
+MIGRATIONS = (_FIRST, _REASONING, _DEFAULT_TENANT, _ANNOUNCED, _UPLOADS)
 VERSION = len(MIGRATIONS)

@@ -17,7 +17,7 @@ from gateway.store.objects import TERMINAL, UNFINISHED, Holdings
 from gateway.store.rows import read_batch_row, repair_batch
 from gateway.store.schema import VERSION
 from gateway.store.sqlite_batches import SqliteBatches
-from gateway.store.sqlite_files import SqliteFiles
+from gateway.store.sqlite_files import SqliteFiles, SqliteUploads
 from gateway.store.writer import Rows, SqliteWriter, Work, open_database, transaction
 
 
@@ -128,7 +128,7 @@ class SqliteTenants(Rows):
         return [Holdings(**row) for row in connection.execute(_HOLDINGS, {"now": now})]
 
 
-class SqliteStore(SqliteFiles, SqliteBatches, SqliteTenants, SqliteRecovery):
+class SqliteStore(SqliteFiles, SqliteUploads, SqliteBatches, SqliteTenants, SqliteRecovery):
     """Raises ConfigError if the database cannot be used."""
 
     def __init__(
