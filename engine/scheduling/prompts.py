@@ -31,7 +31,7 @@ from engine.scheduling.policies import QueueContext
 from engine.scheduling.selection import Start
 from engine.scheduling.state import SchedulerState
 from engine.scheduling.tenants import order_tenants
-from engine.scheduling.victims import is_late, spares
+from engine.scheduling.victims import spares
 from engine.scheduling.waiting import WaitingQueue, by_age
 from predictor.features import CacheWork
 
@@ -204,7 +204,7 @@ class PromptFill:
         policy = self._state.online_policy
         if not may_start:
             return False
-        if is_late(self._state, request, self._draft.now) and not spares(self._state, request):
+        if self._state.objective.is_late(request, self._draft.now) and not spares(self._state, request):
             return True  # late requests leave room for those that can still meet the SLO
         if policy.admits(request, context) and self._admit(request, CacheKind.KV):
             return True

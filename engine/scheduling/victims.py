@@ -115,11 +115,6 @@ def freed_units(request: Request, spared: Collection[CacheBlock] = frozenset()) 
     return count_units(b for b in request.cache_map.blocks if b.ref_count == 1 and b not in spared)
 
 
-def is_late(state: SchedulerState, request: Request, now: float) -> bool:
-    """Return whether the first token came after its deadline, or can only come after it."""
-    return state.objective.is_late(request, now)
-
-
 def online_order(state: SchedulerState, now: float) -> list[Request]:
     """Return the running online requests by arrival; under a knapsack policy those without a limit on gaps and then the
     late ones come last.
@@ -130,7 +125,8 @@ def online_order(state: SchedulerState, now: float) -> list[Request]:
     if state.online_policy.select is not None and (math.isfinite(state.objective.ttft) or state.promised):
         if state.promised:
             running.sort(key=lambda request: request.spec.promise is not None and math.isinf(request.spec.promise.tbt))
-        late = [is_late(state, request, now) and not owes(state, request, now) for request in running]
+        objective = state.objective
+        late = [objective.is_late(request, now) and not owes(state, request, now) for request in running]
         if any(late):
             return [*compress(running, map(not_, late)), *compress(running, late)]
     return running
@@ -145,7 +141,8 @@ def evictable(state: SchedulerState, now: float) -> list[Request]:
         return []
     limit = state.config.max_offline_preemptions
     running = reversed(state.running[RequestClass.ONLINE])
-    return [r for r in running if r.num_preemptions < limit and is_late(state, r, now) and not owes(state, r, now)]
+    late = [r for r in running if r.num_preemptions < limit and state.objective.is_late(r, now)]
+    return [request for request in late if not owes(state, request, now)]
 
 
 def evict_late(state: SchedulerState, starts: Sequence[Start], now: float) -> None:
