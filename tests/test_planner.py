@@ -91,7 +91,7 @@ def test_answers_repeat_themselves(profile: Path) -> None:
 
 def test_an_slo_out_of_reach_is_said_and_so_is_why(profile: Path) -> None:
     found = ask(profile, "tbt_p99=15ms")  # a step alone takes 30 ms
-    assert not found.kept and found.alone is not None and found.alone.good == 0
+    assert not found.kept and found.alone is not None and found.alone.attainment() == 0.0
     assert "not even without offline work" in report.show(found, "MODEL", ())
     assert "MISSED" in report.show(found, "MODEL", ())
 
@@ -160,7 +160,7 @@ def test_refused_and_unfinished_requests_are_no_good_ones() -> None:
     ]
     run = VirtualRun(records, offline_tokens=1000, offline_output_tokens=100, offline_ended=7, end=10.0)
     arm = measured(Ran(run, (1.0, 6.0), 0.0), SLO.parse("ttft_p99=500ms,tbt_p99=200ms,ttft_mean=2s"))
-    assert (arm.requests, arm.refused, arm.unfinished, arm.good) == (5, 1, 2, 1)
+    assert (arm.requests, arm.refused, arm.unfinished, arm.judged) == (5, 1, 2, {"default": (1, 5)})
     assert arm.shares == {"ttft_p99": 0.2, "tbt_p99": 0.4}
     assert arm.seconds == 5.0 and arm.metrics["offline_throughput"] == 200.0
     assert arm.values["ttft_p99"] == pytest.approx(5.0), "it has waited until the end"
@@ -175,7 +175,7 @@ def test_every_request_of_a_window_is_served_to_its_end(profile: Path) -> None:
     assert made.online is not None
     shifted = traces.build(made.online.arrived_at + 0.49, made.online.input_tokens, made.online.output_tokens)
     found = ask(profile, "ttft_p99=1s,tbt_p99=300ms", replace(made, online=replace(shifted, span=SECONDS)))
-    assert found.alone is not None and found.alone.unfinished == 0 and found.alone.attainment == 1.0
+    assert found.alone is not None and found.alone.unfinished == 0 and found.alone.attainment() == 1.0
 
 
 def test_the_serve_command_makes_the_configuration_that_was_asked_about(profile: Path) -> None:
