@@ -1,6 +1,7 @@
 """What crosses the boundary between gateway and engine: values that do not change and that another process can read."""
 
 import math
+import pickle
 from typing import Any
 
 import msgspec
@@ -22,6 +23,7 @@ from engine.api import (
     TokenCosts,
     TokenLogprobs,
 )
+from engine.cache.blocks import CacheKind
 from engine.core import EngineCore
 from engine.errors import (
     ConfigError,
@@ -91,6 +93,10 @@ VALUES: list[Any] = [
 @pytest.mark.parametrize("value", VALUES, ids=lambda value: type(value).__name__)
 def test_a_value_is_the_same_behind_the_boundary(value: Any) -> None:
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(value), type=type(value)) == value
+
+
+def test_a_kind_of_block_is_itself_behind_the_boundary() -> None:
+    assert all(pickle.loads(pickle.dumps(kind)) is kind is CacheKind(kind.value) for kind in CacheKind)
 
 
 @pytest.mark.parametrize("value", VALUES, ids=lambda value: type(value).__name__)

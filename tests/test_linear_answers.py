@@ -1,17 +1,17 @@
-"""Taking an answer apart is linear in its length, whatever a client makes the model write, and holds little back."""
+"""An answer is taken apart with little held back; `test_cost_answers` measures that the work grows linearly."""
 
 import asyncio
 import functools
 import json
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from types import SimpleNamespace
 from typing import Any
 
 import orjson
 import pytest
 from test_tools import FUNCTIONS, take_apart
-from work_counter import assert_linear, count_work
+from work_counter import count_work
 
 from engine.api import FinishReason, TokenLogprobs
 from gateway.generate import answer_parser
@@ -19,82 +19,15 @@ from gateway.generate.answer_parser import MAX_BLANKS, MAX_CALL_CHARS, ParsedTex
 from gateway.generate.answering import INLINE_ANSWER_PARTS, collect
 from gateway.generate.choices import Generation, OutputDelta, Used
 from gateway.generate.completion_format import CompletionLogprobs, chat_logprobs
-from gateway.generate.marks import Marks
 from gateway.generate.python_calls import MAX_DEPTH, read_calls
 from gateway.generate.tool_decoders import Call
-from gateway.generate.tool_formats import END_THINK, FORMATS, THINK
+from gateway.generate.tool_formats import FORMATS
 
 CALL = '<tool_call>{"name": "weather", "arguments": {}}</tool_call>'
-BODIES = (
-    "[", "{", '"', "9", "'", "\\'", "a=", ",a", "f(", "{a", "</", "<parameter=", "<parameter=a>", "</function> ",
-    '<|"|>', "[ARGS]", "'''\\",
-)  # fmt: skip
-BEGINNINGS = {"qwen3_xml": "<function=weather>", "pythonic": "[weather(a=", "gemma": "call:weather{"}
-
-
-def hostile(name: str) -> dict[str, str]:
-    """Texts that are repeated, by name."""
-    calls, closes = FORMATS[name].calls, FORMATS[name].closes
-    mark = calls.mark or calls.leads
-    texts = {"blanks": "\n", "marks": mark, "halves": mark[:-1] or "(", "blanks and marks": f"  {mark}{closes}"}
-    texts |= {"thoughts": THINK + END_THINK, "half thoughts": THINK[:-1], "thoughts and calls": THINK + mark}
-    return texts
 
 
 def pieces_of(text: str, size: int) -> list[str]:
     return [text[at : at + size] for at in range(0, len(text), size)] if size else [text]
-
-
-def push_all(parsing: Parsing, pieces: list[str]) -> None:
-    parser = parsing.parser()
-    for number, piece in enumerate(pieces, 1):
-        parser.push(piece, final=number == len(pieces))
-
-
-@pytest.mark.parametrize("size", [0, 1])
-@pytest.mark.parametrize("name", sorted(FORMATS))
-def test_every_format_is_linear(name: str, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(answer_parser, "MAX_BLANKS", 8)  # held again with every piece, up to the bound
-    parsing = Parsing(FORMATS[name], FUNCTIONS, reasons=True)
-    calls = FORMATS[name].calls
-    first = (calls.mark or calls.leads) + BEGINNINGS.get(name, "").removeprefix(calls.leads)
-    cases = [("", text) for text in hostile(name).values()]
-    cases = [*cases[::2], (first, "[")] if size else [*cases, *((first, body) for body in BODIES)]
-
-    def prepare(begin: str, repeated: str, n: int) -> Callable[[], object]:
-        pieces = pieces_of(begin + repeated * (n // len(repeated)) + "x", size)
-        return functools.partial(push_all, parsing, pieces)
-
-    for begin, repeated in cases:
-        assert_linear(functools.partial(prepare, begin, repeated), 300 if size else 800)
-
-
-@pytest.mark.parametrize("size", [0, 1, 50])
-@pytest.mark.parametrize("name", sorted(FORMATS))
-def test_marks_are_looked_for_once_in_every_character(name: str, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A search ends at the mark that it finds; the next one begins there."""
-    searched = 0
-    find, begin = Marks.find, Marks.begin
-
-    def counted_find(self: Any, text: str, start: int, stop: int) -> Any:
-        nonlocal searched
-        found = find(self, text, start, stop)
-        searched += (stop if found is None else found.end()) - start
-        return found
-
-    def counted_begin(self: Any, text: str, start: int) -> int:
-        nonlocal searched
-        searched += self.longest
-        return begin(self, text, start)
-
-    monkeypatch.setattr(Marks, "find", counted_find)
-    monkeypatch.setattr(Marks, "begin", counted_begin)
-    for repeated in hostile(name).values():
-        searched, text = 0, repeated * (6000 // len(repeated))
-        pieces = pieces_of(text, size)
-        take_apart(Parsing(FORMATS[name], FUNCTIONS, reasons=True), pieces)
-        longest = 2 * 24  # the longest mark, looked for at the end of every piece and held back into the next one
-        assert searched <= 2 * len(text) + longest * (len(pieces) + 2 * text.count(repeated)), repeated
 
 
 @pytest.mark.parametrize("name", sorted(FORMATS))

@@ -42,12 +42,6 @@ def test_gamma_has_its_rate_cv_and_distribution(cv: float) -> None:
     assert scipy_stats.kstest(drawn, "gamma", args=(1 / cv**2, 0, cv**2)).pvalue > 0.01
 
 
-def test_a_ks_test_would_notice_the_wrong_process() -> None:
-    times = schedule(constant_rate(2.0), "gamma", random(), count=20_000, cv=2.0)
-    gaps = np.diff(times, prepend=0.0)
-    assert scipy_stats.kstest(gaps, "expon", args=(0, 0.5)).pvalue < 1e-6
-
-
 def test_steps_give_each_step_its_rate_and_repeat() -> None:
     curve = parse_curve("steps:90@15,90@1")
     times = schedule(curve, "poisson", random(), duration=1800.0)

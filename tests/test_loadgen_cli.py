@@ -1,6 +1,5 @@
 """`tidemill bench` from end to end against a scripted server: folders, reports, exit codes."""
 
-import asyncio
 import csv
 import gzip
 import json
@@ -11,16 +10,10 @@ import numpy as np
 import pytest
 from loadgen_server import Script, serving_in_thread
 
-from benchmarks.apart import run_here
 from loadgen import InputError, checks, cli, compare, flags, folder, report, svg, sweep
 from loadgen.cli import main
-from loadgen.client import Target
-from loadgen.plan import Job, Plan, Windows
-from loadgen.prompts import TokenIds
 from loadgen.records import RequestRecord
-from loadgen.runner import Run
 from loadgen.svg import Mark, Series
-from loadgen.workloads import fixed
 
 SVG = "{http://www.w3.org/2000/svg}svg"
 KEYS = [
@@ -238,26 +231,6 @@ def test_several_worker_processes_share_one_schedule(tmp_path, calm) -> None:
     assert sorted(record.index for record in found) == list(range(20)) and all(record.ok for record in found)
 
 
-def test_flex_requests_beside_online_ones_have_a_process_of_their_own_and_end_with_those(monkeypatch, calm) -> None:
-    monkeypatch.setattr(Run, "_flex", None)  # in this process
-    script = Script(delay=0.02)
-    with serving_in_thread(script) as url:
-        online = fixed(1, 8, 3).at(np.array([0.0, 0.3, 0.6]))
-        jobs = (Job(fixed(4_000, 8, 3)),)
-        work = Plan(
-            Target(url, model="m"), online, jobs=jobs, offline_mode="flex", offline_concurrency=3, source=TokenIds(),
-            windows=Windows(horizon=0.6, drain=5.0),
-        )  # fmt: skip
-        epochs: list[float] = []
-        records = asyncio.run(run_here(work, epochs.append))
-    by_class = {name: [r for r in records.requests if r.service_class == name] for name in ("online", "offline")}
-    assert [record.index for record in by_class["online"]] == [0, 1, 2] and all(r.ok for r in by_class["online"])
-    done = [record for record in by_class["offline"] if record.ok]
-    assert 10 < len(done) < 400 and len(by_class["offline"]) - len(done) <= 3, "stopped when the chats had ended"
-    assert not records.interrupted and len(epochs) == 1
-    assert {body.get("service_tier") for body in script.bodies} == {None, "flex"}
-
-
 def test_trace_command_converts(tmp_path, capsys) -> None:
     source = tmp_path / "azure.csv"
     source.write_text(
@@ -411,19 +384,6 @@ def test_a_report_of_a_run_in_which_nothing_happened() -> None:
         "seeds": {"seed": 0, "salt": 0}, "workload": {"name": "w", "notes": []},
     }  # fmt: skip
     ElementTree.fromstring(report.run_page(summary, [], timeline(records)))
-
-
-def test_a_chart_of_steps_has_stairs_bars_and_shade() -> None:
-    item = Series("a", [0, 1, 2], [3, 5, 5], points=True, steps=True, fill=True, low=[1, 2, 3], high=[4, 6, 7])
-    root = ElementTree.fromstring(svg.chart("t", [item], x="s", y="n", window=(0.5, 1.5), top=20.0))
-    space = SVG.removesuffix("svg")
-    stairs = next(iter(root.iter(f"{space}polyline"))).attrib["points"].split()
-    assert len(stairs) == 5 and [p.split(",")[1] for p in stairs[:2]] == [stairs[0].split(",")[1]] * 2
-    assert len(list(root.iter(f"{space}polygon"))) == 1 and len(list(root.iter(f"{space}circle"))) == 3
-    assert [r.attrib.get("class") for r in root.iter(f"{space}rect")].count("shade") == 2
-    bars = [line for line in root.iter(f"{space}line") if "stroke" in line.attrib]
-    assert len(bars) == 9
-    assert {t.text for t in root.iter(f"{space}text")} >= {"0", "5", "20"}
 
 
 def test_logarithmic_ticks_are_round_and_few() -> None:

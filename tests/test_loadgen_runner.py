@@ -19,7 +19,6 @@ from loadgen.prompts import TokenIds
 from loadgen.records import Records, RequestRecord
 from loadgen.runner import Run
 from loadgen.sse import StreamEvents
-from loadgen.stats import nearest_rank
 from loadgen.traces import Trace
 from loadgen.workloads import fixed
 
@@ -110,23 +109,6 @@ async def test_a_limit_on_concurrency_does_not_hide_the_wait() -> None:
     assert by_index[1].sent_at == 8.0 and by_index[1].ttft == pytest.approx(7.25)
     assert by_index[1].ttft_sent == pytest.approx(0.25), "what a closed-loop tool would have reported"
     assert by_index[1].lag == 0.0, "the wait for a slot is no fault of the client"
-
-
-async def test_a_stall_of_two_seconds_shows_in_the_p99() -> None:
-    """10 requests a second for a minute; the server stops once for 2 s. Who waits for slots sees one slow request."""
-    clock = FakeClock()
-    server = OneAtATime(clock, stall=2.0, service=0.01, stalled=300)
-    times = [0.1 * n for n in range(600)]
-    found = (await clock.drive(Run(plan(trace_at(times)), clock, None, server).execute())).requests
-    ttft = [record.ttft or 0.0 for record in found]
-    assert nearest_rank(ttft, 50) == pytest.approx(0.01)
-    assert nearest_rank(ttft, 99) == pytest.approx(2.0 - 6 * 0.09), "the seventh of 20 that were due in the stall"
-    clock = FakeClock()
-    server = OneAtATime(clock, stall=2.0, service=0.01, stalled=300)
-    records = await clock.drive(Run(plan(trace_at(times), max_concurrency=1), clock, None, server).execute())
-    omitted = [record.ttft_sent or 0.0 for record in records.requests]
-    assert nearest_rank(omitted, 99) == pytest.approx(0.01) and max(omitted) == pytest.approx(2.0)
-    assert nearest_rank([record.ttft or 0.0 for record in records.requests], 99) > 1.4
 
 
 async def test_closed_loop_schedules_a_request_when_a_slot_is_free() -> None:
