@@ -117,13 +117,6 @@ def test_a_mean_over_its_bound_is_found(draw: Callable[[random.Random], float], 
     assert all(excess_alarms(draw, within, seed) for seed in range(10))
 
 
-def test_few_values_are_no_evidence() -> None:
-    test = ExcessTest()
-    for _ in range(FEWEST_SAMPLES - 1):
-        test.record(100.0)
-    assert not test.alarm
-
-
 # The breaker
 
 
@@ -157,12 +150,6 @@ def test_a_healthy_stream_never_opens_it(seed: int) -> None:
         breaker.record_request(now, now - 0.5, generator.random() >= 0.005, True, excesses)
         breaker.record_step(now, generator.gauss(-0.3, 0.2))
     assert breaker.num_openings == 0 and breaker.share(8000.0) == 1.0
-
-
-def test_misses_that_offline_work_had_no_part_in_never_open_it() -> None:
-    breaker = CircuitBreaker(ATTAINMENT)
-    run_requests(breaker, 0.0, "o" * 100 + "." * 10)
-    assert breaker.state(11.0) is CLOSED
 
 
 def test_the_bound_of_the_share_is_named() -> None:
@@ -352,12 +339,6 @@ def test_while_requests_alone_miss_the_slo_nothing_is_tried_beside_them() -> Non
     for _ in range(3):  # the load falls: those alone keep it again
         breaker.record_request(last + 1.0, last + 0.9, True, False)
     assert breaker.state(last + ALONE_SECONDS) is HALF_OPEN
-
-
-def test_time_passes_all_transitions_at_once() -> None:
-    breaker = CircuitBreaker(ATTAINMENT)
-    run_requests(breaker, 0.0, "x" * 8)
-    assert breaker.state(1000.0) is CLOSED
 
 
 def test_a_wrong_predictor_opens_it_at_any_pace_but_a_hiccup_does_not() -> None:

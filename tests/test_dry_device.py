@@ -490,18 +490,6 @@ def test_what_would_wait_is_seen(mutant: str, monkeypatch: pytest.MonkeyPatch) -
             counts_of(dry, runner, "penalties")
 
 
-def test_a_capture_that_would_wait_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    original = Forward.accept
-
-    def mutated(self: Forward, inputs: object, tokens: torch.Tensor, *best: torch.Tensor) -> None:
-        tokens.cpu()
-        original(self, inputs, tokens, *best)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(Forward, "accept", mutated)
-    with dry_device(), pytest.raises(WouldWaitError):
-        make_runner(load_spec(model_folder("llama-gqa2")))
-
-
 def test_nothing_is_compiled_for_a_chunk_behind_a_long_past(monkeypatch: pytest.MonkeyPatch) -> None:
     """In a step of no bucket the splits of its past are merged, in one without such a past nothing is launched."""
     monkeypatch.setattr(shapes, "GRAPH_TOKENS", 4)
@@ -536,11 +524,6 @@ def module_layers() -> list[tuple[HeadSizes, Manner]]:
     ]
 
 
-def module_pool(layers: int) -> UnitPool:
-    sizes = {"num_layers": layers, "block_size": BLOCK, "num_kv_heads": 4, "head_dim": 192}
-    return UnitPool(60, **sizes, dtype=torch.bfloat16, device=META)
-
-
 @pytest.mark.parametrize("arch", [80, 90])
 def test_modules_wait_for_nothing_and_compile_nothing_once_their_heads_are_known(arch: int) -> None:
     with dry_device(arch) as dry, torch.inference_mode():
@@ -573,13 +556,3 @@ def test_modules_wait_for_nothing_and_compile_nothing_once_their_heads_are_known
             assert not dry.counts["blocking"] and dry.counts["uploads"] == len({heads for heads, _ in layers})
             launches.append(dry.counts["kernels"] / len(layers))
         assert launches == [2, 2, 2, 3, 2]  # prompts; decodes; both
-
-
-def test_heads_that_nobody_named_would_compile() -> None:
-    with dry_device() as dry, torch.inference_mode():
-        limits, ((heads, manner), *others) = Limits(4, 32, 64, num_units=60, block_size=BLOCK), module_layers()
-        attention = KernelAttention(triton_kernels(), module_pool(1), RowTable(limits), limits)
-        attention.warm_up(heads, manner)
-        dry.sealed = True
-        with pytest.raises(WouldCompileError):
-            attention.warm_up(*others[0])

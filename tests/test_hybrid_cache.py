@@ -17,7 +17,7 @@ from engine.errors import ConfigError
 from engine.execution.runner import Runner
 from engine.limits import Limits
 from engine.models.linear import make_linear
-from engine.models.spec import hidden_state_refusal, spec_from_config
+from engine.models.spec import spec_from_config
 from engine.models.streaming import StreamedLayers, aligned
 from engine.models.weights import DummyTensors, Gather, build_weights, matrices
 from engine.scheduling.output import Chunk, ModelRunner, NewRequest, ReplacedEntry, SchedulerOutput
@@ -355,10 +355,6 @@ OUT = CacheOperation(CacheAction.SWAP_OUT, *kv(2, 3), host(*kv(2, 3), 0, 1))
 BACK = CacheOperation(CacheAction.SWAP_IN, host(*kv(2, 3), 0, 1), *kv(9, 8))
 
 
-def test_the_fake_runner_accepts_what_is_right() -> None:
-    fake_after(RESTORE, OUT, BACK, table=kv(6, 7, 9, 8))
-
-
 @pytest.mark.parametrize(
     ("operations", "table", "message"),
     [
@@ -380,34 +376,3 @@ def test_the_fake_runner_finds_what_is_wrong(
 ) -> None:
     with pytest.raises(AssertionError, match=message):
         fake_after(*operations, table=table)
-
-
-def test_the_fake_runner_counts_scratch_by_distinct_blocks() -> None:
-    runner = FakeRunner(block_size=BLOCK, vocab_size=VOCAB, scratch_blocks=1)
-    with pytest.raises(AssertionError, match="more hidden blocks than scratch"):
-        start(runner, hidden(0, 1))
-
-
-def test_the_fake_runner_fails_between_operations_and_chunks() -> None:
-    runner = FakeRunner(
-        block_size=BLOCK, vocab_size=VOCAB, scratch_blocks=2, host_units=2, fail_after_operations=frozenset({1})
-    )
-    start(runner, (*hidden(0), *kv(2, 3)))
-    with pytest.raises(RuntimeError, match="after its operations"):
-        runner.launch(SchedulerOutput(1, (), operations=(OUT,)))()
-    runner.launch(SchedulerOutput(2, (), operations=(BACK,)))()
-
-
-# --- what is offered ---------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", HYBRID)
-def test_hidden_state_is_offered_where_it_takes_half_the_room_or_less(name: str) -> None:
-    spec = decoder_of(name).spec
-    assert spec.hidden_ratio <= 0.5
-    assert hidden_state_refusal(spec) is None
-
-
-def test_hidden_state_is_refused_with_the_reason() -> None:
-    refusal = hidden_state_refusal(decoder_of("gqa").spec)
-    assert refusal is not None and "64 values per token and layer exceeds the 32 values of K" in refusal

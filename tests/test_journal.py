@@ -294,10 +294,6 @@ def journal(root: Path, base: Base) -> Path:
     return root / "journals" / base.batch.id
 
 
-def test_an_undamaged_journal_costs_nothing(base: Base) -> None:
-    asyncio.run(check_damage(base, lambda root, base: None, 0))
-
-
 @pytest.mark.parametrize("number", range(ENDED + 1))
 @pytest.mark.parametrize("extra", [-1, 0, 1])
 def test_a_journal_that_is_cut_at_every_row(base: Base, number: int, extra: int) -> None:

@@ -113,16 +113,6 @@ def test_means_are_judged_and_open_the_breaker(slo: str) -> None:
     assert standing.attainment == 0.0 and standing.value > standing.bound
 
 
-def test_a_kept_mean_opens_nothing() -> None:
-    generator = random.Random(1)
-    core, keeper = make_keeper(SLO.parse("tbt_mean=50ms,ttft_mean=1s"))
-    now = 0.0
-    for index in range(500):
-        live(keeper, str(index), generator.expovariate(1.2), [generator.expovariate(22.0) for _ in range(20)], now)
-        now += 0.5
-    assert keeper.stats(now).breaker_openings == 0 and core.state.offline_share == 1.0
-
-
 @pytest.mark.parametrize("rate", [0.1, 0.3, 2.0])
 def test_misses_beside_offline_work_open_the_breaker_at_any_rate_and_time_closes_it(rate: float) -> None:
     core, keeper = make_keeper()

@@ -8,7 +8,6 @@ from batch_tools import FAST, check_ended, client_of, jsonl, line, open_folder, 
 from fake_engine import serve
 from integrity import check_core
 
-from benchmarks.live import num_open, read_metric
 from engine.build import build_engine, plan_launch
 from engine.config import EngineConfig
 from engine.text.tokenizer import Tokenizer
@@ -60,11 +59,3 @@ async def test_the_second_turn_of_a_chat_hits_its_prefix_after_a_batch_job(tmp_p
         await check_ended(client, ended, [f"id-{i}" for i in range(200)])
         assert ended.usage.output_tokens == 200 * 8
     await asyncio.to_thread(check_core, engine.core)
-
-
-def test_the_benchmark_reads_metrics_and_writes_lines() -> None:
-    page = 'x 1.0\ntidemill_requests_running{class="online"} 2.0\ntidemill_requests_running{class="offline"} 1.0\n'
-    page += 'tidemill_requests_waiting{class="online"} 4.0\ntidemill_offline_tokens_total 7.0\n'
-    assert num_open(page) == 7.0 and read_metric(page, "tidemill_offline_tokens_total") == 7.0
-    assert read_metric(page, 'tidemill_requests_running{class="offline"}') == 1.0
-    assert read_metric(page, "tidemill_requests", missing=0.0) == 0.0

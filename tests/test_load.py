@@ -1,6 +1,5 @@
 """What a server learns of its load, and the table of budgets that goes with it."""
 
-import json
 import math
 import random
 from itertools import pairwise
@@ -259,14 +258,6 @@ def test_entries_age() -> None:
     assert table.look_up(0, HERE) is not None, "an old answer is better than none"
 
 
-def test_the_table_survives_as_text() -> None:
-    table = BudgetTable()
-    table.put(0, entry(0.05))
-    table.put(-3, BudgetEntry(BudgetParams("tidemill", 0.03, 2.5, 4.0, "tbt_mean"), HERE, 77.0))
-    again = BudgetTable.from_document(json.loads(json.dumps(table.to_document(), allow_nan=False)))
-    assert again.entries == table.entries
-
-
 # On disk
 
 KEY = ProfileKey("model", "device", "float32", "1")
@@ -286,6 +277,7 @@ def test_what_was_learned_outlives_the_server(tmp_path: Path) -> None:
     load.remember_offline(Lengths(512, 64))
     load.advance(7 * BUCKET)
     table.put(0, entry(0.05))
+    table.put(-3, BudgetEntry(BudgetParams("tidemill", 0.03, 2.5, 4.0, "tbt_mean"), HERE, 77.0))
     store = LoadStore(tmp_path, KEY, "a promise")
     store.write(store.encode(load, table))
     start = WEEK + 1000.0

@@ -140,14 +140,6 @@ def test_half_precision_is_as_close_to_float32_as_transformers_is(name: str, dty
     assert mean_error(found, expected) < 1.2 * theirs < 0.05
 
 
-def test_logits_of_some_rows_only() -> None:
-    decoder = decoder_of("llama-gqa2")
-    with torch.inference_mode():
-        hidden = torch.randn(5, 64, generator=torch.Generator().manual_seed(3))
-        rows = torch.tensor([4, 1])
-        assert torch.allclose(decoder.logits(hidden)[rows], decoder.logits(hidden[rows]), atol=1e-6)
-
-
 def test_tied_head_shares_the_embedding_unless_packed() -> None:
     decoder = decoder_of("llama-mha-tied")
     hidden = torch.randn(2, 64)
@@ -179,12 +171,6 @@ def test_old_and_new_spelling_of_rope_are_the_same() -> None:
     assert old == new == older
     assert old.rope is not None
     assert (old.rope.theta, old.rope.kind, old.rope.factor) == (5e5, "linear", 2.0)
-
-
-def test_derived_sizes() -> None:
-    spec = spec_from_config(tiny_models.llama_config())
-    assert spec.hidden_ratio == 64 / (2 * 2 * 16)
-    assert spec.kv_bytes_per_token(2) == 2 * 3 * 2 * 16 * 2
 
 
 def test_end_tokens_come_from_both_files() -> None:
@@ -339,15 +325,6 @@ def test_gemma_variants_that_are_refused(changes: dict[str, object], message: st
         spec_from_config(tiny_models.llama_config(**named, **changes))
 
 
-@pytest.mark.parametrize("name", ["llama3-rope", "qwen2-yarn", "phi3-longrope-partial", "llama-linear-rope"])
-def test_frequencies_are_those_of_transformers(name: str) -> None:
-    spec = load_spec(tiny_models.model_folder(name))
-    assert spec.rope is not None
-    model = tiny_models.reference_model(name).model
-    expected = model.rotary_emb.original_inv_freq
-    assert torch.allclose(inverse_frequencies(spec.rope, 64), expected, rtol=1e-6, atol=0.0)
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("shape", [(1, 8), (5, 64), (33, 576), (3, 4, 16), (0, 64)], ids=str)
 def test_rms_norm(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
@@ -373,45 +350,3 @@ def test_rms_norm_of_zeros_tiny_and_non_finite_rows() -> None:
     assert torch.allclose(found[1], torch.full((64,), 0.7071), rtol=1e-2)
     assert found[2].isnan().all()
     assert torch.allclose(found[3], torch.ones(64), rtol=1e-2)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_norms_with_residual_are_the_sum_then_the_norm(dtype: torch.dtype) -> None:
-    x, residual, weight, bias = (torch.randn(5, 64).to(dtype) for _ in range(4))
-    weight, bias = weight[0], bias[0]
-    normed, total = torch_ops.add_rms_norm(x, residual, weight, 1e-5)
-    assert torch.equal(total, x + residual)
-    assert torch.equal(normed, torch_ops.rms_norm(total, weight, 1e-5))
-    normed, total = torch_ops.add_layer_norm(x, residual, weight, bias, 1e-5)
-    assert torch.equal(total, x + residual)
-    assert torch.equal(normed, torch_ops.layer_norm(total, weight, bias, 1e-5))
-    assert torch.equal(normed, functional.layer_norm(total, (64,), weight, bias, 1e-5))
-
-
-@pytest.mark.parametrize("rotary_dim", [16, 8, 2])
-@pytest.mark.parametrize(("dtype", "allowed"), [(torch.float32, 1e-5), (torch.bfloat16, 5e-2)], ids=str)
-def test_rotation_turns_pairs_of_halves(rotary_dim: int, dtype: torch.dtype, allowed: float) -> None:
-    heads = torch.randn(6, 5, 16, generator=torch.Generator().manual_seed(0)).to(dtype)
-    x = heads[:, 1:4]  # strided, as a slice of a fused projection is
-    inv_freq = 1.0 / 100.0 ** (torch.arange(0, rotary_dim, 2).float() / rotary_dim)
-    positions = torch.tensor([0, 1, 7, 7, 100, 3])
-    cos, sin = torch_ops.rotary_tables(positions, inv_freq, 1.5)
-    found = torch_ops.apply_rotary(x, torch_ops.prepare_rotary(cos, sin, dtype))
-    half = rotary_dim // 2
-    pairs = torch.complex(x[..., :half].double(), x[..., half:rotary_dim].double())
-    turned = pairs * torch.polar(torch.tensor(1.5).double(), positions[:, None].double() * inv_freq)[:, None]
-    expected = torch.cat((turned.real, turned.imag, x[..., rotary_dim:].double()), -1)
-    assert found.dtype == dtype
-    assert (found.double() - expected).abs().max() < allowed
-    assert torch.equal(found[..., rotary_dim:], x[..., rotary_dim:])
-
-
-def test_activations() -> None:
-    x = torch.randn(7, 32, generator=torch.Generator().manual_seed(0))
-    kept = x.clone()
-    assert torch.allclose(torch_ops.silu_and_mul(x), x[:, :16] * torch.sigmoid(x[:, :16]) * x[:, 16:], atol=1e-6)
-    assert torch.allclose(torch_ops.ACTIVATIONS["gelu"](x), x * 0.5 * (1 + torch.erf(x / 2**0.5)), atol=1e-6)
-    inner = (2 / torch.pi) ** 0.5 * (x + 0.044715 * x**3)
-    assert torch.allclose(torch_ops.ACTIVATIONS["gelu_tanh"](x), x * 0.5 * (1 + torch.tanh(inner)), atol=1e-6)
-    assert torch.equal(torch_ops.ACTIVATIONS["relu"](x), x.clamp(min=0))
-    assert torch.equal(x, kept)

@@ -36,7 +36,7 @@ from engine.execution.cuda.device import CudaDevice
 from engine.execution.cuda.pinned_weights import PinnedWeights
 from engine.execution.offload import FEWEST_STREAMED, Offload, plan_offload, spread
 from engine.execution.runner import Runner
-from engine.limits import Limits, SchedulerConfig
+from engine.limits import SchedulerConfig
 from engine.models.checkpoint import load_weights
 from engine.models.decoder import Decoder
 from engine.models.linear import MakeLinear, PlainLinear, make_linear
@@ -44,9 +44,7 @@ from engine.models.quantized import make_quantized
 from engine.models.spec import ModelSpec, load_spec, spec_from_config
 from engine.models.streaming import StreamedLayers
 from engine.models.weights import DummyTensors, LayerWeights, ModelWeights, Norm, build_weights, matrices
-from engine.profiling.sweep import StepShape, run_sweep
 from engine.triton_kernels import twins
-from predictor.fitting import fit
 
 pytestmark = pytest.mark.timeout(900)  # the first test may have to build the library
 
@@ -185,11 +183,6 @@ def test_any_order_and_any_failure_gives_a_layer_itself_or_an_error(order: list[
         else:
             with layers.use(index) as layer:
                 assert values_of(layer) == {float(index)}
-
-
-def test_held_bytes_are_those_of_layers_that_stay_and_of_buffers() -> None:
-    layers, _ = streamed_layers(5, (1, 2, 4))
-    assert layers.held_bytes == 2 * (4 * 3 * 5 * 4) + 2 * 256
 
 
 # ---- the file
@@ -499,35 +492,6 @@ def test_a_host_without_room_for_what_streams_is_told(monkeypatch: pytest.Monkey
     monkeypatch.setattr("engine.execution.memory.available_memory", lambda: 1000)
     with pytest.raises(ConfigError, match="GiB of host memory"):
         cuda_backend.CudaBackend().transport(launch)
-
-
-# ---- the latency model
-
-
-def test_sweep_and_fit_see_the_floor_of_a_stream() -> None:
-    """A step takes the longer of stream and compute; compute alone is an intercept and a few microseconds a token."""
-    floor = 0.3
-
-    def measure(shape: StepShape) -> float:
-        context = shape.num_decodes * shape.decode_context
-        return max(floor, 0.004 + 6e-4 * shape.num_tokens + 2e-7 * context)
-
-    limits = Limits(256, 2048, 1024, 2 * 4000, 16)
-    now = 0.0
-
-    def timed(shape: StepShape) -> float:
-        nonlocal now
-        taken = measure(shape)
-        now += taken
-        return taken
-
-    samples = run_sweep(timed, limits, 30.0, lambda: now)
-    model = fit(samples, token_limit=2048)
-    for rows in (1, 8, 64, 256):
-        shape = StepShape(rows, 100)
-        assert model.predict(shape.features()) == pytest.approx(measure(shape), rel=0.1), rows
-    assert model.intercept == pytest.approx(floor, rel=0.1)
-    assert now < 33.0 and len(samples) >= 20
 
 
 # ---- the whole launch

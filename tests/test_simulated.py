@@ -1,13 +1,10 @@
-"""The simulated device: published step times, roofline limits, memory, determinism, and the oracle's view of it."""
+"""The simulated device: published step times, roofline limits, memory and determinism."""
 
-import subprocess
-import sys
 from dataclasses import replace
 
 import pytest
 from driver import make_request
 
-from benchmarks.experiments.machine import TrueLatency
 from engine.api import EngineRequest, SamplingParams
 from engine.core import EngineCore
 from engine.limits import SchedulerConfig
@@ -86,10 +83,6 @@ def test_cache_fills_what_weights_leave() -> None:
         SimulatedDevice.named("opt-13b", "rtx-4090").num_units(16)
 
 
-def test_transfers_take_the_bus() -> None:
-    assert SimulatedDevice.named("llama-2-7b", "a100-40gb").transfer_seconds(25 * 10**9) == 1.0
-
-
 def step(*chunks: Chunk) -> SchedulerOutput:
     return SchedulerOutput(0, chunks)
 
@@ -112,28 +105,6 @@ def test_a_token_for_every_sample() -> None:
     assert len(result.token_ids) == 2
 
 
-def test_the_oracle_knows_decodes_and_one_chunk_exactly() -> None:
-    simulated = SimulatedDevice.named("llama-3-8b", "a100-40gb")
-    oracle, runner = TrueLatency(simulated), SimulatedRunner(simulated, noise=0.0)
-    chunks = [Chunk(row, 99 + row, 1, True) for row in range(5)] + [Chunk(9, 640, 100, True)]
-    features = BatchFeatures()
-    for chunk in chunks:
-        features.add_chunk(chunk.start, chunk.length)
-    assert oracle.predict(features) == pytest.approx(runner.launch(step(*chunks))().latency, rel=1e-9)
-
-
-def test_the_oracle_sizes_chunks_by_its_own_marginals() -> None:
-    oracle = TrueLatency(SimulatedDevice.named("llama-2-7b", "a100-40gb"))
-    features = BatchFeatures()
-    features.add_decodes(8, 8 * 500)
-    length = oracle.max_prefill(features, 0.02, 2048, 256)
-    assert 0 < length < 2048
-    assert oracle.marginal(features, 256, length) <= 0.02 < oracle.marginal(features, 256, length + 1)
-    both = features.copy()
-    both.add_decodes(2, 300)
-    assert oracle.marginal_decodes(features, 2, 300) == pytest.approx(oracle.predict(both) - oracle.predict(features))
-
-
 def test_requests_end_at_their_true_length_which_the_scheduler_does_not_see() -> None:
     simulated = SimulatedDevice.named("qwen2.5-0.5b", "a100-40gb")
     core = EngineCore(SchedulerConfig(num_units=1000, max_model_len=512))
@@ -143,11 +114,6 @@ def test_requests_end_at_their_true_length_which_the_scheduler_does_not_see() ->
     assert [len(record.token_times) for record in run.online] == [7, 11]
     assert all(record.ended is not None for record in run.online)
     assert not core.has_requests
-
-
-def test_it_needs_no_torch() -> None:
-    code = "import sys, loadgen.simulation.gpu; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 def test_restoring_hidden_state_costs_what_the_design_measured() -> None:

@@ -110,13 +110,6 @@ def test_properties() -> None:
 # Judging
 
 
-def test_nearest_rank() -> None:
-    assert nearest_rank([3.0], 99) == 3.0
-    assert nearest_rank(list(range(1, 101)), 99) == 99
-    assert nearest_rank(list(range(1, 102)), 99) == 100
-    assert nearest_rank([4, 1, 3, 2], 50) == 2
-
-
 @given(st.lists(st.integers(0, 20), min_size=1), st.integers(1, 99))
 @settings(deadline=None)
 def test_nearest_rank_is_the_smallest_that_covers(values: list[int], percentile: int) -> None:

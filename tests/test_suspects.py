@@ -251,14 +251,6 @@ def test_the_guilty_end_and_nobody_else(
     assert max((world.lone_deaths[name] for name in world.bad), default=0) <= bound
 
 
-def test_kills_from_outside_end_nobody_where_steps_are_slow() -> None:
-    """A kill a second, and steps of a third: a trial is hit as often as not."""
-    for seed in range(60):
-        world = World(seed, 30, 0, rate=1.0, step=0.3, start=0.5, at=0)
-        world.run(1e6)
-        assert all(world.ended[name] for name in world.names), seed
-
-
 def test_what_a_process_sees_itself_needs_no_comparison() -> None:
     """A step that hung takes long, and no kill from outside looks like that."""
     suspects = Suspects()

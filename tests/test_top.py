@@ -317,13 +317,6 @@ async def top(url: str, key: str | None = None) -> str:
     return out.getvalue()
 
 
-async def test_one_print_of_a_server(start_server: StartServer) -> None:
-    served = await start_server("hi")
-    await served.app.state.recorder.record()
-    text = await top(served.url)
-    assert f"{MODEL}  {served.url}  ready" in text and "no objective is set" in text and "batch" not in text
-
-
 async def test_a_print_knows_the_chat_before_it(start_server: StartServer) -> None:
     """With no page open the last snapshot is up to ten seconds old: the print was of a server without chats."""
     served = await start_server("hello world")

@@ -157,26 +157,6 @@ async def test_the_load_that_comes_is_searched_and_then_the_next_higher_one() ->
     await bench.tuner.stop()
 
 
-async def test_a_change_of_load_is_a_look_up() -> None:
-    bench = Bench(lambda job: found(0.02 / (1 + rates_of([job])[0])))
-    bench.tuner.start()
-    bench.queue_a_job()
-    await bench.serve(60, 1.0)
-    at_one, searched = bench.budget, len(bench.jobs)
-    release = asyncio.Event()
-
-    async def late(job: Job) -> Any:
-        await release.wait()
-        return found(0.001)
-
-    bench.answer = late
-    await bench.serve(120, 1.4)
-    assert bench.budget < at_one, "in force before any further search has ended"
-    assert len(bench.jobs) <= searched + 1
-    release.set()
-    await bench.tuner.stop()
-
-
 async def test_a_load_above_all_that_was_searched_gets_less_than_any_of_them() -> None:
     bench = Bench(lambda job: found(0.0123))
     bench.tuner.start()
@@ -259,17 +239,6 @@ async def test_without_offline_work_nothing_is_searched() -> None:
     bench.tuner.start()
     await bench.serve(100, 1.0)
     assert not bench.jobs
-    await bench.tuner.stop()
-
-
-async def test_none_at_all_is_obeyed_and_said() -> None:
-    bench = Bench(lambda job: found(0.0))
-    bench.tuner.start()
-    bench.queue_a_job()
-    await bench.serve(60, 1.0)
-    stats = bench.keeper.stats(bench.now)
-    assert stats.held == "no offline budget keeps the SLO (searched for 1 requests/s)"
-    assert bench.core.state.offline_share == stats.offline_share == 0.0
     await bench.tuner.stop()
 
 
@@ -455,16 +424,6 @@ def test_priorities_are_those_of_the_name(priority: str) -> None:
     with ThreadPoolExecutor(1) as executor:
         niceness = NICENESS.get(priority, os.getpriority(os.PRIO_PROCESS, 0))
         assert executor.submit(found).result() == (priority == "idle", niceness)
-
-
-async def test_a_child_is_killed_with_who_waits_for_it() -> None:
-    window = Workload(tuple(OnlineArrival(i / 10, Lengths(200, 100)) for i in range(20_000)), 2000.0)
-    server = ReplayedServer(MODEL, SLO.parse("tbt_p99=60ms"), CONFIG)
-    task = asyncio.create_task(run_child(find_budget, window, [window], server))
-    await asyncio.sleep(0.05)
-    task.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await task
 
 
 WAITS = """

@@ -15,10 +15,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from engine.errors import ModelLoadError
-from engine.models.checkpoint import Checkpoint, load_weights
+from engine.models.checkpoint import load_weights
 from engine.models.decoder import Decoder
 from engine.models.end_tokens import with_tokenizer_end
-from engine.models.families import TensorNames, family_named
 from engine.models.hub import resolve_model_folder
 from engine.models.spec import load_spec, spec_from_config
 from engine.models.weights import ModelWeights
@@ -65,13 +64,6 @@ def refusal(folder: Path, **options: str) -> str:
 
 
 # Good checkpoints -----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", ["llama-gqa2", "neox", "opt"])
-def test_shards_give_the_same_model(name: str) -> None:
-    folder = tiny_models.model_folder(name, shard_size="40KB")
-    assert len(list(folder.glob("*.safetensors"))) > 2
-    assert torch.equal(first_layer_logits(folder), first_layer_logits(tiny_models.model_folder(name)))
 
 
 def test_files_that_the_index_does_not_name_are_left_alone(tmp_path: Path) -> None:
@@ -151,13 +143,6 @@ def test_dummy_weights_follow_the_seed() -> None:
     assert not torch.equal(dummy("neox").embedding, dummy("neox", seed=1).embedding)
 
 
-def test_dummy_weights_need_a_config_only(tmp_path: Path) -> None:
-    folder = tiny_models.write_config(tmp_path / "model", tiny_models.llama_config())
-    weights = load_weights(load_spec(folder), folder, load_format="dummy")
-    assert len(weights.layers) == 3
-    assert weights.head.out_features == 97
-
-
 # Broken checkpoints ---------------------------------------------------------------------------------------------------
 
 
@@ -172,11 +157,6 @@ def test_unreadable_config(tmp_path: Path, text: str) -> None:
     with pytest.raises(ModelLoadError, match=r"config\.json") as caught:
         load_spec(tmp_path)
     assert "\n" not in caught.value.message
-
-
-def test_end_tokens_of_the_generation_config(checkpoint: Path) -> None:
-    (checkpoint / "generation_config.json").write_text(json.dumps({"eos_token_id": [5, 6]}))
-    assert load_spec(checkpoint).eos_token_ids == {2, 5, 6}
 
 
 def adding(tensors: dict[str, Tensor]) -> Callable[[Path], None]:
@@ -241,17 +221,7 @@ def test_the_folder_is_named(checkpoint: Path) -> None:
     assert str(checkpoint) in caught.value.message
 
 
-def test_files_are_released(checkpoint: Path) -> None:
-    with Checkpoint(checkpoint, torch.float32, CPU) as source:
-        assert source.has("model.norm.weight")
-    assert not source._files
-
-
 # Where a model is -----------------------------------------------------------------------------------------------------
-
-
-def test_a_folder_is_itself(tmp_path: Path) -> None:
-    assert resolve_model_folder(str(tmp_path)) == tmp_path
 
 
 @pytest.mark.parametrize("name", ["/no/such", "./here", "no-such", "a/b/c", "owner/", "~/models/none"])
@@ -272,14 +242,6 @@ def test_a_hub_id_is_fetched_without_pickles(tmp_path: Path, monkeypatch: pytest
     assert resolve_model_folder("owner/model") == tmp_path
     assert asked["name"] == "owner/model"
     assert not any("bin" in pattern or "py" in pattern for pattern in asked["allow_patterns"])
-
-
-def test_every_family_has_names_for_what_its_specs_ask_for() -> None:
-    for name in tiny_models.CASES:
-        spec = load_spec(tiny_models.model_folder(name))
-        names: TensorNames = family_named(spec.family).names
-        assert (names.positions is not None) == (spec.position_offset is not None)
-    assert spec_from_config(tiny_models.llama_config()).family == "llama"
 
 
 @pytest.mark.parametrize("place", ["added_tokens_decoder", "added_tokens", "vocab", "special_tokens_map"])
