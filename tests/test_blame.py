@@ -154,19 +154,6 @@ def test_one_poison_ends_nobody_else(depth: int, neighbours: int, at: int) -> No
     assert len(runner.failures) <= math.ceil(math.log2(neighbours + 1)) + LONE_FAILURES
 
 
-def test_a_step_that_fails_once_costs_nobody_anything(depth: int) -> None:
-    driver, _ = make_driver(lambda step, _work: step == 2, depth)
-    requests = [
-        make_request("chat", range(6), 10),
-        make_request("job", range(6), 10, request_class=RequestClass.OFFLINE),
-    ]
-    driver.add(*requests)
-    driver.run()
-    check(driver, requests)
-    assert driver.core.stats().failed_steps == 1
-    assert CANARY_ID not in driver.finals
-
-
 def test_whoever_was_not_in_the_step_goes_on_while_suspects_are_tried() -> None:
     """Every other step is theirs; the suspects' prompts take many."""
     driver, runner = make_driver(poison({"bad"}, 40), max_num_batched_tokens=80, max_num_seqs=4)

@@ -144,14 +144,6 @@ def test_a_damaged_profile_is_said_and_measured_again(tmp_path: Path) -> None:
     assert load_profile(tmp_path, KEY, LIMITS) is not None
 
 
-def test_a_profile_of_another_model_is_refused(tmp_path: Path) -> None:
-    other = ProfileKey("other", "device", "float32", "1")
-    profile = measure_profile(TimedRunner(), LIMITS, 50, other, seconds=0.5)
-    profile.save(tmp_path / KEY.filename())
-    with pytest.raises(ProfileError, match="made for model 'other', not 'model'"):
-        load_profile(tmp_path, KEY, LIMITS)
-
-
 def test_a_folder_that_cannot_be_written_is_said(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     said: list[str] = []

@@ -10,9 +10,9 @@ import pytest
 import torch
 from cuda_engine import make_driver
 from driver import make_request
-from hand_driver import BLOCK, CPU, GREEDY
+from hand_driver import BLOCK, CPU
 from test_families import HYBRID_RUNS, check_hybrid, decoder_of
-from test_hybrid_cache import bare_runner, hidden, host, kv, start
+from test_hybrid_cache import bare_runner, hidden, kv, start
 
 from engine.cache.blocks import CacheAction, CacheOperation
 from engine.execution.cuda import swap
@@ -22,7 +22,7 @@ from engine.execution.cuda.swap import Swapper
 from engine.execution.lane import DeviceStream, Mark
 from engine.execution.pool import UnitPool
 from engine.models.spec import hidden_state_refusal
-from engine.scheduling.output import Chunk, NewRequest, ReplacedEntry, SchedulerOutput
+from engine.scheduling.output import Chunk, ReplacedEntry, SchedulerOutput
 from engine.triton_kernels import twins
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -66,30 +66,6 @@ def expected_tokens(name: str = "llama2", count: int = 3) -> list[int]:
     return tokens
 
 
-def test_a_unit_swapped_out_is_given_away_in_the_same_step() -> None:
-    """To an operation, and to a chunk; what went out comes back in the next step, for another row."""
-    runner, (block,), (pair,) = bare_runner("cuda"), hidden(0), kv(2, 3)
-    first = start(runner, (block, pair))
-    operations = (
-        CacheOperation(CacheAction.SWAP_OUT, pair, host(pair, 0, 2)),
-        CacheOperation(CacheAction.SWAP_OUT, block, host(block, 3)),
-        CacheOperation(CacheAction.SWAP_IN, host(block, 3), *hidden(2)),
-    )
-    other = NewRequest(2, "other", (5, 6, 7), 3, GREEDY, kv(0, 3))
-    output = SchedulerOutput(1, (Chunk(2, 0, 3, True),), (other,), (), (1,), operations=operations)
-    other_token = runner.launch(output)().token_ids
-    back = (
-        CacheOperation(CacheAction.SWAP_IN, host(pair, 0, 2), *kv(8, 9)),
-        CacheOperation(CacheAction.RESTORE, *hidden(2), *kv(6, 7), 0),
-    )
-    prompt = (7, 11, 13, 17, 19, 23)
-    again = NewRequest(3, "r", (*prompt, first), 6, GREEDY, (*kv(6, 7), *kv(8, 9)))
-    got = runner.launch(SchedulerOutput(2, (Chunk(3, 6, 1, True),), (again,), operations=back))().token_ids
-    assert [first, *got] == expected_tokens()[:2]
-    alone = bare_runner("cuda")
-    assert alone.launch(SchedulerOutput(0, (Chunk(2, 0, 3, True),), (other,)))().token_ids == other_token
-
-
 def test_the_last_block_may_reach_beyond_the_longest_context() -> None:
     runner = bare_runner("cuda", max_model_len=7)
     first = start(runner, hidden(0, 1))
@@ -100,27 +76,6 @@ def test_the_last_block_may_reach_beyond_the_longest_context() -> None:
     replaced = tuple(ReplacedEntry(1, block, entry) for block, entry in enumerate(kv(2, 3, 4, 5)))
     output = SchedulerOutput(1, (Chunk(1, 6, 1, True),), replaced=replaced, operations=operations)
     assert [first, *runner.launch(output)().token_ids] == expected_tokens()[:2]
-
-
-def test_restores_at_one_position_do_not_meet() -> None:
-    """Blocks of several requests, restored together, in any order."""
-    runner = bare_runner("cuda")
-    start(runner, hidden(0, 1))
-    new = NewRequest(2, "b", (3, 1, 4, 1, 5, 9), 6, GREEDY, hidden(2, 3))
-    runner.launch(SchedulerOutput(1, (Chunk(2, 0, 6, True),), (new,)))()
-    plain = bare_runner("cuda")
-    start(plain, kv(4, 5, 6, 7))
-    plain.launch(SchedulerOutput(1, (Chunk(2, 0, 6, True),), (new._replace(entries=kv(8, 9, 10, 11)),)))()
-    sources, targets, starts = hidden(3, 0, 1, 2), kv(10, 11, 4, 5, 6, 7, 8, 9), (BLOCK, 0, BLOCK, 0)
-    operations = tuple(
-        CacheOperation(CacheAction.RESTORE, source, target, position)
-        for source, target, position in zip(sources, targets, starts, strict=True)
-    )
-    runner.launch(SchedulerOutput(2, (), operations=operations))()
-    for unit in range(4, 12):
-        cells = BLOCK if unit in {4, 5, 8, 9} else 2
-        got, expected = (each.device.pool.units[unit].view(3, BLOCK, -1)[:, :cells] for each in (runner, plain))
-        torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
 
 
 # --- transfers beside the steps ----------------------------------------------------------------------------------
@@ -265,28 +220,6 @@ def test_what_comes_back_does_not_stand_behind_what_goes() -> None:
     swapper.swap_out(np.array([[0, 0], [1, 1]]))
     swapper.swap_in(np.array([[7, 5]]))
     assert out.done == 0 and len(out.queue) > 0 and (pool.units[5] == 3.0).all()
-
-
-def test_both_ways_meet_at_a_host_unit_in_their_order() -> None:
-    out, back = LaterLane(), LaterLane()
-    pool, swapper = swapper_of(out, back)
-    pool.units[0], pool.units[1] = 1.0, 2.0
-    swapper.swap_out(np.array([[0, 4]]))
-    swapper.swap_in(np.array([[4, 6]]))  # the lane of the steps needs it, and so it is read
-    assert (pool.units[6] == 1.0).all(), "what was written is read, not what was there before"
-    lazy = LaterLane()
-    pool, swapper = swapper_of(out, lazy)
-    lane = LaterLane()
-    swapper._lane, swapper._kernels = lane, LaterKernels(lane)
-    pool.host_units[4], pool.units[1] = 5.0, 9.0
-    swapper.swap_in(np.array([[4, 6]]))
-    swapper.swap_out(np.array([[1, 4]]))
-    while any(each.is_ready for each in (lane, out)):
-        next(each for each in (lane, out) if each.is_ready).advance()
-    assert (pool.host_units[4] == 5.0).all(), "nobody has read it yet"
-    while any(each.is_ready for each in (lazy, lane, out)):
-        next(each for each in (lazy, lane, out) if each.is_ready).advance()
-    assert (pool.units[6] == 5.0).all() and (pool.host_units[4] == 9.0).all()
 
 
 def test_staging_is_bounded_and_there_only_with_a_host_tier() -> None:

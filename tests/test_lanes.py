@@ -223,15 +223,6 @@ def test_two_tenants_with_unequal_backlogs_get_equal_service(
         assert abs(service["heavy"] - service["light"]) <= dearest * (2 * concurrency + 1)
 
 
-def test_one_tenants_many_jobs_take_no_more_than_another_tenants_one() -> None:
-    feed = Feed()
-    for job in range(10):
-        feed.job_of(f"many{job}", 30, tenant="many")
-    feed.job_of("one", 100, tenant="one")
-    taken = Counter(feed.take().spec.tenant for _ in range(100))
-    assert abs(taken["many"] - taken["one"]) <= 1
-
-
 def test_jobs_of_a_tenant_share_and_each_keeps_its_prefix_order() -> None:
     feed = Feed(utility=0.99)
     feed.job_of("a", 60, groups=4)

@@ -145,23 +145,6 @@ def test_rows_answer_as_models_with_merged_weights(
         check(models[request.adapter], request, driver.outputs[request.request_id])
 
 
-@pytest.mark.parametrize("backend", ["torch", "native", "cuda"])
-def test_one_step_of_three_equals_three_solo_runs(backend: str, made: Any) -> None:
-    case, prompt = "llama-gqa2", list(range(5, 24))
-    three = [dataclasses.replace(make_request(f"r{n}", prompt, 12), adapter=n) for n in range(3)]
-    together = make_driver(case, made(case), backend)
-    together.add(*three)
-    together.run()
-    assert any({chunk.row for chunk in step.chunks} == {0, 1, 2} for step in together.steps)
-    answers = [together.outputs[request.request_id] for request in three]
-    assert len(set(map(tuple, answers))) == 3, "the adapters make no difference"
-    for request, answer in zip(three, answers, strict=True):
-        solo = make_driver(case, made(case), backend)
-        solo.add(request)
-        solo.run()
-        assert solo.outputs[request.request_id] == answer
-
-
 def test_steps_without_an_adapter_run_as_they_did(made: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """No delta is looked up, and the native tape runs whole."""
     driver = make_driver("llama-gqa2", made("llama-gqa2"), "native")
@@ -231,13 +214,6 @@ def test_statistics_count_online_requests_by_adapter() -> None:
     assert (stats.running_adapters, stats.waiting_adapters) == ({2: 1}, {2: 1})
     driver.run()
     assert not driver.core.stats().running_adapters and not driver.core.stats().waiting_adapters
-
-
-def test_roots_of_prefixes() -> None:
-    request = make_request("r", [1, 2], salt=b"tenant")
-    roots = {dataclasses.replace(request, adapter=n).prefix_root for n in range(3)}
-    other = dataclasses.replace(request, adapter=1, cache_salt=b"other").prefix_root
-    assert request.prefix_root == b"tenant" and len(roots | {other}) == 4
 
 
 @pytest.mark.parametrize(("name", "native"), [("gemma2", False), ("deepseek_v3", False), ("gemma2", True)])

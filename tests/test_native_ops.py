@@ -211,19 +211,6 @@ def test_logits_are_capped(level: Level, dtype: torch.dtype, softcap: float) -> 
     assert best[0] == logits.max() and best_id[0] == logits[0].argmax()
 
 
-@pytest.mark.parametrize("level", Level)
-def test_nan_stays_in_its_row(level: Level) -> None:
-    native = native_of(level, torch.bfloat16)
-    layer = NativeLinear(native, random(50, 64, dtype=torch.bfloat16), None)
-    x = random(20, 64, seed=1, dtype=torch.bfloat16)
-    expected = layer(x)
-    x[7, 3] = math.nan
-    result = layer(x)
-    assert bool(result[7].isnan().all())
-    kept = torch.arange(20) != 7
-    assert torch.equal(result[kept], expected[kept])
-
-
 # ---- attention
 
 
@@ -322,23 +309,14 @@ def test_attention_mixes(level: Level, dtype: torch.dtype, chunks: list[tuple[in
 
 
 @pytest.mark.parametrize(("level", "dtype"), LEVELS)
-@pytest.mark.parametrize("window", [1, 30, 100, 600])
-def test_attention_sees_a_window(level: Level, dtype: torch.dtype, window: int) -> None:
-    """Parts of a split context that lie before it, and tiles whose later queries see nothing of the first keys."""
-    chunks = [(90, 1), (0, 50), (5, 4), (1500, 1), (1100, 3), (200, 150), (37, 130)]
-    actual, expected = run_attention(native_of(level, dtype), dtype, chunks, 6, 2, 64, 16, window)
-    close(actual, expected, dtype, steps=4, scale=0.5)
-
-
-@pytest.mark.parametrize(("level", "dtype"), LEVELS)
-@pytest.mark.parametrize("window", [0, 60])
+@pytest.mark.parametrize("window", [0, 1, 60, 600])
 @pytest.mark.parametrize("softcap", [0.0, 0.7])
 @pytest.mark.parametrize("sinks", [False, True], ids=["no sinks", "sinks"])
 def test_attention_caps_scores_and_has_sinks(
     level: Level, dtype: torch.dtype, window: int, softcap: float, sinks: bool
 ) -> None:
-    """Whole contexts and parts of them, decodes and tiles: a sink counts once, whether it is below every score or
-    above them all (so far that the exponential of the difference is none)."""
+    """Whole contexts, parts of them, and parts that lie before a window; decodes and tiles. A sink counts once, whether
+    it is below every score or above them all (so far that the exponential of the difference is none)."""
     native, chunks = native_of(level, dtype), [(90, 1), (0, 50), (5, 4), (1500, 1), (1100, 3), (200, 150), (0, 1)]
     learned = torch.tensor([-9.0, 0.0, 0.5, 2.0, 6.0, 120.0]) if sinks else None
     actual, expected = run_attention(native, dtype, chunks, 6, 2, 64, 16, window, softcap, learned)

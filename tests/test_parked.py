@@ -192,22 +192,6 @@ def test_copies_of_a_forgotten_past_are_called_off() -> None:
         shelf.check()
 
 
-@pytest.mark.parametrize("depth", [0, 1])
-def test_running_requests_lose_block_by_block(depth: int) -> None:
-    """With a host, less moves than the victims held, and nothing is computed twice."""
-    driver = make(depth, host=400)
-    requests = [make_request(str(i), [i] * 6, 30) for i in range(4)]
-    driver.add(*requests)
-    preempted = 0
-    while driver.step():
-        waiting = driver.core.state.waiting_online
-        preempted = max(preempted, sum(len(r.cache_map.blocks) for r in waiting))
-        assert all(len(r.cache_map.blocks) in {0, -(-r.cache_map.num_parked_tokens // BLOCK)} for r in waiting)
-    check_solo(driver, *requests)
-    assert preempted > 0
-    assert sum(step.features.num_tokens for step in driver.steps) == sum(6 + 30 - 1 for _ in range(4))
-
-
 def test_every_mix_happens_and_changes_no_token() -> None:
     """Random loads on pools that are too small: parked pasts are seen in all mixes of places and representations."""
     seen: set[str] = set()

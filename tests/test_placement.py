@@ -113,16 +113,6 @@ def test_more_units_never_cost_less_without_a_host(pasts: list[PastRun], costs: 
 H200 = RestoreCosts(recompute=42e-6, restore=8.4e-6, copy=128e-6)
 
 
-def test_host_before_recompute() -> None:
-    assert release_units([past(4)], 8, 100, H200) == [(0, BlockPlace.HOST, 4)]
-    assert release_units([past(4)], 8, 4, H200) == [(0, BlockPlace.DROP, 2), (0, BlockPlace.HOST, 2)]
-    assert release_units([past(4), past(4, HIDDEN)], 9, 3, H200) == [
-        (0, BlockPlace.DROP, 3),
-        (0, BlockPlace.HOST, 1),
-        (1, BlockPlace.HOST, 1),
-    ]
-
-
 def test_equal_costs_drop_before_they_copy() -> None:
     free = RestoreCosts(recompute=1.0, restore=0.0, copy=BLOCK / 2)
     assert release_units([past(3)], 6, 100, free) == [(0, BlockPlace.DROP, 3)]

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import jsonschema_rs
-import numpy as np
 import pytest
 from driver import Driver, make_request
 from native_build import native_library
@@ -175,46 +174,6 @@ def test_what_cannot_be_enforced_is_refused_and_named(grammar: Grammar, word: st
     assert "\n" not in caught.value.message
 
 
-@functools.cache
-def _nested(depth: int) -> str:
-    return '{"properties":{"a":' * depth + "{}" + "}}" * depth
-
-
-@pytest.mark.parametrize(
-    "grammar",
-    [
-        Grammar("json", _nested(50)),
-        Grammar("json", _nested(200)),
-        Grammar("json", json.dumps({"enum": [f"value {i}" for i in range(20_000)]})[: 256 * 1024]),
-        Grammar("json", json.dumps({"enum": [f"v{i}" for i in range(20_000)]})),
-        Grammar("choice", json.dumps([f"v{i}" for i in range(20_000)])),
-        Grammar("json", json.dumps({"properties": {f"p{i}": {"type": "string"} for i in range(1000)}})),
-        Grammar("regex", "(a?){50}a{50}"),
-        Grammar("regex", "(.*a.{30}){3}"),
-        Grammar("regex", "((((a+)+)+)+)+$"),
-        Grammar("json", json.dumps({"type": "string", "maxLength": 10**6})),
-        Grammar("json", json.dumps({"items": {"$ref": "#"}, "type": "array"})),
-        Grammar("grammar", 'start: a a a a\na: "x"* | a a'),
-    ],
-    ids=range(12),
-)
-def test_hostile_grammars_are_refused_or_give_masks(grammar: Grammar) -> None:
-    """Each ends, in an error that a client may see or in a grammar that can be followed."""
-    try:
-        matcher = compiler().compile(grammar).matcher()
-    except InvalidRequestError as error:
-        assert error.param == "response_format" and len(error.message) < 600
-        return
-    bits = np.zeros(compiler().mask_words, np.int32)
-    for _ in range(30):
-        matcher.write_mask(bits)
-        if matcher.failed:
-            return
-        allowed = np.flatnonzero(np.unpackbits(bits.view(np.uint8), bitorder="little"))
-        assert allowed.size
-        matcher.advance([int(allowed[-1])])
-
-
 def test_json_is_compact_unless_asked_otherwise() -> None:
     schema = {"type": "array", "items": {"type": "integer"}}
     ids = tokenizer().encode("[1, 2]", add_special_tokens=False)
@@ -325,21 +284,6 @@ def test_forced_tokens_behind_a_step_in_flight_outlast_late_masks_and_failures(
     assert drivers[0].outputs == drivers[1].outputs
     stats = drivers[1].core.stats()
     assert stats.forced_tokens > 0 and (stats.failed_steps > 0) is fails
-
-
-@pytest.mark.parametrize("backend", ["native", "cuda", "torch ahead"])
-def test_penalties_count_forced_tokens(backend: str) -> None:
-    """As torch's path counts them, which looks at the tokens themselves."""
-    answers = []
-    for each in ("torch", backend):
-        driver = make_driver(each)
-        for number, (before, penalty) in enumerate([("abcabcbbcacba", 2.0), ("aabbccabcccbba", -2.0)] * 3):
-            options = {"frequency_penalty": penalty, "temperature": 0.0, "repetition_penalty": 1.0 + number / 5}
-            driver.add(ask(str(number), Grammar("regex", f"[abc]{{3}}{before}[abc]{{20}}"), 60, **options))
-        driver.run()
-        answers.append(driver.outputs)
-        assert driver.core.stats().forced_tokens > 0
-    assert answers[0] == answers[1]
 
 
 @pytest.mark.parametrize("backend", ["torch", "cuda", "torch ahead"])

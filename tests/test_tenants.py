@@ -388,14 +388,6 @@ async def test_a_tenant_may_name_itself_in_a_list(served: tuple[Served, Clients]
     assert await names(clients["other"], tenant="other") == {finished, running} == await names(clients["other"])
 
 
-@pytest.mark.parametrize(("key", "status"), [("acme", 403), ("named", 403), ("figures", 200), ("boss", 200)])
-async def test_an_operator_sees_the_figures_of_all_tenants(
-    served: tuple[Served, Clients], key: str, status: int
-) -> None:
-    for path in ("/metrics", "/dashboard/history"):
-        assert (await get(served[1][key], path)).status_code == status
-
-
 async def test_keys_of_the_command_line_are_no_operators_beside_a_key_file(
     tokenizer: Tokenizer, tmp_path: Path
 ) -> None:

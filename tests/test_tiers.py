@@ -70,15 +70,6 @@ def test_the_host_keeps_what_it_gave_back(depth: int) -> None:
     assert driver.core.stats().prefix_host_hit_tokens == hits + TURN - 1, "then the device has it again"
 
 
-def test_a_batch_that_fills_the_pool_costs_a_chat_a_copy(depth: int) -> None:
-    driver = make(depth, blocks=24, host=400)
-    history = make_request("first", [number % VOCAB for number in range(3, 72)], 2)
-    serve(driver, history)
-    serve(driver, *batch("a", 1), *batch("b", 2))
-    computed = serve(driver, make_request("second", list(history.prompt_token_ids), 2))
-    assert computed == 0 and driver.core.stats().prefix_host_hit_tokens > 0
-
-
 @pytest.mark.parametrize("chats", [2, 3])
 def test_chats_that_come_back_together_find_what_makes_room_for_each_other(depth: int, chats: int) -> None:
     """The first one's history takes the place of the others' on the device, which is copied out in the same step: they
