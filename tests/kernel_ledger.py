@@ -11,7 +11,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -195,8 +195,21 @@ def _variant(
     )  # fmt: skip
 
 
-def compile_variant(variant: Variant, arch: int) -> Binary:
-    """Compile the variant and count its machine code."""
+class Code(NamedTuple):
+    """Machine code of a kernel: registers and bytes of stack of a thread, bytes of shared memory, disassembly."""
+
+    registers: int
+    stack: int
+    shared: int
+    sass: str
+
+    def instructions(self, name: str) -> list[str]:
+        """Return all instructions of that name with their modifiers, e.g. LDG.E.128."""
+        return re.findall(rf"\b{name}(?:\.[\w.]+)?\b", self.sass)
+
+
+def compile_code(variant: Variant, arch: int) -> Code:
+    """Compile the variant for an architecture."""
     kernel = getattr(import_module(variant.module), variant.kernel)
     attributes = {path: [["tt.divisibility", 16]] for path in variant.divisible}
     source = ASTSource(
@@ -210,10 +223,25 @@ def compile_variant(variant: Variant, arch: int) -> Binary:
         usage, sass = (_tool("cuobjdump", flag, cubin.name) for flag in ("-res-usage", "-sass"))
     registers = re.search(r"REG:(\d+) STACK:(\d+)", usage)
     assert registers, usage
-    code = re.findall(r"/\*([0-9a-f]{4,})\*/\s+([^;]+);", sass)
-    jumps = [(int(at, 16), re.search(r"\bBRA\S*\s+(?:\S+,\s+)?`?\(?0x([0-9a-f]+)", text)) for at, text in code]
+    return Code(int(registers[1]), int(registers[2]), compiled.metadata.shared, sass)
+
+
+def compile_variant(variant: Variant, arch: int) -> Binary:
+    """Compile the variant and count its machine code."""
+    code = compile_code(variant, arch)
+    lines = re.findall(r"/\*([0-9a-f]{4,})\*/\s+([^;]+);", code.sass)
+    jumps = [(int(at, 16), re.search(r"\bBRA\S*\s+(?:\S+,\s+)?`?\(?0x([0-9a-f]+)", text)) for at, text in lines]
     loops = [(at - int(jump[1], 16)) // 16 + 1 for at, jump in jumps if jump and int(jump[1], 16) < at]
-    return Binary(int(registers[1]), int(registers[2]), compiled.metadata.shared, len(code), max(loops, default=0))
+    return Binary(code.registers, code.stack, code.shared, len(lines), max(loops, default=0))
+
+
+def launched(arch: int, function: Callable[..., object], *args: Any, **kwargs: Any) -> list[Code]:
+    """Call a wrapper with meta tensors; return the machine code of its launches."""
+    with dry_device(arch) as dry:
+        function(*args, **kwargs)
+        asked = [_variant(kernel, *rest) for kernel, *rest in dry.variants]
+    assert asked, "nothing was launched"
+    return [compile_code(variant, arch) for variant in asked]
 
 
 def _tool(name: str, *arguments: str) -> str:

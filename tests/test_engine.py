@@ -85,14 +85,6 @@ async def until(condition: Callable[[], bool]) -> None:
         await asyncio.sleep(0)
 
 
-async def test_many_requests_at_once(engine: Engine) -> None:
-    requests = [make_request(str(i), range(i, i + 20 + i), 5 + i % 7) for i in range(40)]
-    results = await asyncio.gather(*[collect(engine, r) for r in requests])
-    assert [tokens for tokens, _ in results] == [solo(r) for r in requests]
-    assert engine.stats().units_owned == 0
-    assert engine.state is EngineState.READY
-
-
 async def test_final_only_gives_one_output(engine: Engine) -> None:
     plain = make_request("a", range(9), 12)
     request = EngineRequest("b", plain.prompt_token_ids, plain.sampling, final_only=True)

@@ -189,20 +189,6 @@ async def test_a_moved_request_can_be_aborted_and_moves_only_once(tmp_path: Path
         await until(lambda: not fleet._members[1].engine.holds("moved"))
 
 
-async def test_engines_killed_in_turn_lose_nothing(tmp_path: Path, undisturbed: dict[str, tuple[Any, ...]]) -> None:
-    async with fleet_of(tmp_path, "", "", policy=lambda: RestartPolicy(max_deaths=99, max_delay=0.05)) as fleet:
-        asked = asyncio.create_task(answers(fleet))
-        for turn in range(4):
-            await asyncio.sleep(0)
-            number = turn % 2
-            await until(lambda number=number: fleet._members[number].engine.is_up)  # type: ignore[misc]
-            await asyncio.to_thread(kill, tmp_path, number)
-            await until(lambda number=number: not fleet._members[number].engine.is_up)  # type: ignore[misc]
-        assert await asked == undisturbed
-        await until(lambda: all(member.engine.is_up for member in fleet._members))  # the last death is counted by then
-        assert sum((await fleet.stats()).restarts.values()) == 4
-
-
 async def test_without_any_engine_requests_wait_and_lines_longer(tmp_path: Path) -> None:
     now = 0.0
     async with fleet_of(
@@ -315,17 +301,6 @@ async def test_the_command_tells_the_server_that_holds_the_folder(tmp_path: Path
         asyncio.get_running_loop().remove_signal_handler(RESTART)
     with pytest.raises(ConfigError, match="no server"):
         restart(str(tmp_path))
-
-
-async def test_stop_drains_all_engines(tmp_path: Path) -> None:
-    async with fleet_of(tmp_path, "", "") as fleet:
-        short = [await submit_one(fleet, request(f"short{index}", max_tokens=3)) for index in range(4)]
-        stopping = asyncio.create_task(fleet.stop(30.0))
-        for stream in short:
-            assert [output async for output in stream][-1].finish_reason is FinishReason.LENGTH
-        await stopping
-        with pytest.raises(EngineUnavailableError):
-            await submit_one(fleet, request("late"))
 
 
 async def test_a_fleet_starts_whole_or_not_at_all(tmp_path: Path) -> None:

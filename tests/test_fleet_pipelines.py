@@ -2,7 +2,6 @@
 whichever of them is killed at whichever step. The checking fake runner in real processes."""
 
 import asyncio
-import random
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -188,60 +187,3 @@ async def ends_whole(fleet: FleetClient, overload: Overload, units: int = 400) -
     assert stats.pipelines is not None and stats.pipelines.failures == 1
     assert [view.stats.units_total for view in stats.engines] == [units] * 2
     assert sum(stats.restarts.values()) == 1, "only the one that was killed"
-
-
-async def go_on(fleet: FleetClient, asked: list[EngineRequest], dice: random.Random, stop: asyncio.Event) -> int:
-    """Each of them again and again, with some given up by their clients; how many ended."""
-    ended = 0
-    while not stop.is_set():
-        one = dice.choice(asked)
-        one = replace(one, request_id=f"{one.request_id}-{dice.random()}")
-        stream = (await fleet.submit([one]))[0]
-        outputs, leaves = [], dice.random() < 0.2
-        async for output in stream:
-            outputs.append(output)
-            if leaves and len(outputs) == 3:
-                await stream.aclose()
-        tokens = [token for output in outputs for token in output.token_ids]
-        due = solo_tokens_of[one.prompt_token_ids]
-        assert tokens == due[: len(tokens)] and (leaves or tokens == due)
-        ended += 1
-    return ended
-
-
-solo_tokens_of: dict[tuple[int, ...], list[int]] = {}
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize("seed", range(3))
-async def test_drops_restores_and_deaths_in_any_order(seed: int, tmp_path: Path) -> None:
-    """Deaths come at any moment of a change, or of none; every answer is that of one engine, given once."""
-    dice = random.Random(seed)
-    asked = [request(f"q{index}", prompt=10 + 7 * index, max_tokens=100, temperature=0.0) for index in range(8)]
-    async with fleet_of(tmp_path, "", "", drop=True, policy=undying) as fleet:
-        overload = overload_of(fleet)
-        for each in asked:
-            outputs = await collect(fleet, each)  # type: ignore[arg-type]
-            solo_tokens_of[each.prompt_token_ids] = [token for output in outputs for token in output.token_ids]
-        stop = asyncio.Event()
-        clients = [asyncio.create_task(go_on(fleet, asked, dice, stop)) for _ in range(6)]
-        for _ in range(24):
-            await until(lambda: all(member.is_well for member in fleet._members))
-            name = dice.choice([*MERGE, *SPLIT]) if dice.random() < 0.4 else ""
-            dying = killing_before(name, dice.randrange(2), tmp_path)
-            settled = [pair for pair in overload.pipelines.pairs if pair.settled]
-            if settled and dice.random() < 0.2:
-                await asyncio.to_thread(kill, tmp_path, dice.randrange(2))
-                await until(lambda: not overload.pipelines.pairs)
-            elif settled:
-                with dying:
-                    await overload.pipelines.split(settled[0])
-            else:
-                with dying:
-                    await overload.merge(*dice.sample(fleet._members, 2))
-        stop.set()
-        assert sum(await asyncio.gather(*clients)) > 24
-        if overload.pipelines.pairs:
-            await overload.pipelines.split(overload.pipelines.pairs[0])
-        await until_idle(fleet)  # type: ignore[arg-type]

@@ -1,15 +1,10 @@
 """Every configuration compiles for its architecture, without a GPU, and the machine code looks as it was meant to.
 
-A wrapper runs on meta tensors with its kernels replaced by recorders, so that exactly what it would launch is compiled.
 Checked in the machine code: no spills, registers, shared memory, matrix instructions, 16-byte loads. Nothing runs.
 """
 
 import re
-import subprocess
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from pathlib import Path
-from types import ModuleType
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -17,141 +12,44 @@ import torch
 
 triton = pytest.importorskip("triton")
 
-from triton.backends.compiler import GPUTarget  # noqa: E402
-from triton.compiler import ASTSource  # noqa: E402
+from dry_device import META  # noqa: E402
+from kernel_ledger import Code, launched  # noqa: E402
 
 from engine.models.attention import Manner, PoolView  # noqa: E402
-from engine.triton_kernels import (  # noqa: E402
-    configs,
-    decode_attention,
-    draw,
-    hidden_state,
-    layer_norm,
-    lora,
-    penalties,
-    prefill_attention,
-    rms_norm,
-    rope_cache_write,
-    round_rows,
-    silu_and_mul,
-)
+from engine.triton_kernels import configs  # noqa: E402
+from engine.triton_kernels.decode_attention import decode_attention  # noqa: E402
+from engine.triton_kernels.draw import draw  # noqa: E402
+from engine.triton_kernels.hidden_state import hidden_gather, hidden_write, unit_copy  # noqa: E402
+from engine.triton_kernels.layer_norm import add_layer_norm  # noqa: E402
+from engine.triton_kernels.lora import lora_add  # noqa: E402
+from engine.triton_kernels.penalties import count_tokens, penalise, token_mask  # noqa: E402
+from engine.triton_kernels.prefill_attention import prefill_attention  # noqa: E402
+from engine.triton_kernels.rms_norm import add_rms_norm, add_rms_norm_rounded, rms_norm_rounded  # noqa: E402
+from engine.triton_kernels.rope_cache_write import rope_cache_write  # noqa: E402
+from engine.triton_kernels.round_rows import round_rows, scale_rows  # noqa: E402
+from engine.triton_kernels.silu_and_mul import gelu_tanh_and_mul, silu_and_mul, silu_and_mul_rounded  # noqa: E402
 from engine.triton_kernels.work import DecodeWork, PrefillWork, Scratch  # noqa: E402
 
-META = torch.device("meta")
-TYPES = {
-    torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32", torch.float64: "*fp64",
-    torch.int32: "*i32", torch.int64: "*i64", torch.float8_e4m3fn: "*fp8e4nv",
-}  # fmt: skip
-OPTIONS = {"num_warps", "num_stages", "enable_fp_fusion"}
 SHARED_MEMORY = {90: 227 * 1024, 80: 99 * 1024}
-TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
-
-
-@dataclass
-class Binary:
-    """What came out of the compiler for one launch."""
-
-    name: str
-    registers: int
-    stack: int
-    shared: int
-    sass: str
-
-    def instructions(self, name: str) -> list[str]:
-        """All instructions of that name with their modifiers, e.g. LDG.E.128."""
-        return re.findall(rf"\b{name}(?:\.[\w.]+)?\b", self.sass)
-
-
-class Recorder:
-    """Stands for a kernel; keeps what it is launched with."""
-
-    def __init__(self, kernel: Any, launches: list[tuple[Any, tuple[Any, ...], dict[str, Any]]]) -> None:
-        self.kernel, self.launches = kernel, launches
-
-    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
-        assert all(0 < size < 2**16 for size in grid[1:]) and grid[0] > 0, "beyond what a grid may be"
-        return lambda *args, **kwargs: self.launches.append((self.kernel, args, kwargs))
-
-
-class Compiler:
-    """`launch(module, function, ...)` calls a wrapper; `binaries` are what its launches compile to."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
-        self.patch, self.folder = monkeypatch, folder
-
-    def launch(self, module: ModuleType, function: str, arch: int, *args: Any, **kwargs: Any) -> list[Binary]:
-        launches: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = []
-        with self.patch.context() as patch:
-            patch.setattr(configs, "device_arch", lambda device: arch)
-            for name, value in vars(module).copy().items():
-                if name.endswith("_kernel"):
-                    patch.setattr(module, name, Recorder(value, launches))
-            getattr(module, function)(*args, **kwargs)
-        assert launches, "nothing was launched"
-        return [self.compile(*launch, arch) for launch in launches]
-
-    def compile(self, kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any], arch: int) -> Binary:
-        options = {name: value for name, value in kwargs.items() if name in OPTIONS}
-        source = specialize(kernel, args, {name: value for name, value in kwargs.items() if name not in OPTIONS})
-        compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
-        cubin = self.folder / "kernel.cubin"
-        cubin.write_bytes(compiled.asm["cubin"])
-        usage = self.tool("cuobjdump", "-res-usage", str(cubin))
-        found = re.search(r"REG:(\d+) STACK:(\d+)", usage)
-        assert found, usage
-        sass = self.tool("cuobjdump", "-sass", str(cubin))
-        return Binary(kernel.__name__, int(found[1]), int(found[2]), compiled.metadata.shared, sass)
-
-    @staticmethod
-    def tool(name: str, *args: str) -> str:
-        return subprocess.run([TOOLS / name, *args], capture_output=True, text=True, check=True).stdout
-
-
-def specialize(kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What Triton makes of a call: types, constants, and which arguments are multiples of 16."""
-    values = {**dict(zip(kernel.arg_names, args, strict=False)), **kwargs}
-    assert len(values) == len(args) + len(kwargs) == len(kernel.params), "arguments and parameters differ"
-    signature: dict[str, str] = {}
-    constants: dict[tuple[int], Any] = {}
-    attributes: dict[tuple[int], list[list[Any]]] = {}
-    for number, parameter in enumerate(kernel.params):
-        value, free = values[parameter.name], parameter.do_not_specialize
-        if parameter.is_constexpr or (isinstance(value, int) and value == 1 and not free):
-            signature[parameter.name], constants[number,] = "constexpr", value
-            continue
-        if isinstance(value, torch.Tensor):
-            signature[parameter.name], aligned = TYPES[value.dtype], True
-        else:
-            signature[parameter.name] = "fp32" if isinstance(value, float) else "i32" if value < 2**31 else "i64"
-            aligned = isinstance(value, int) and value % 16 == 0 and not free
-        if aligned:
-            attributes[number,] = [["tt.divisibility", 16]]
-    return ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
-
-
-@pytest.fixture
-def compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Compiler]:
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
-    yield Compiler(monkeypatch, tmp_path)
 
 
 def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
     return torch.empty(shape, dtype=dtype, device=META)
 
 
-def check(binary: Binary, arch: int) -> None:
+def check(binary: Code, arch: int) -> None:
     assert binary.stack == 0 and not binary.instructions("STL") and not binary.instructions("LDL"), "spills"
     assert 16 <= binary.registers <= 255
     assert binary.shared <= SHARED_MEMORY[arch]
 
 
-def check_wide_copies(binary: Binary) -> None:
+def check_wide_copies(binary: Code) -> None:
     """K and V go to shared memory asynchronously, 16 bytes at a time."""
     copies = binary.instructions("LDGSTS")
     assert copies and all(copy.endswith(".128") for copy in copies)
 
 
-def check_counting(binary: Binary) -> None:
+def check_counting(binary: Code) -> None:
     """What a program has left in scratch is seen by whoever sees that it has arrived, by all of its threads: a barrier,
     a fence, the addition, and a first-level cache that knows nothing of before."""
     order = re.findall(r"\b(BAR\.SYNC|MEMBAR\.\w+(?:\.\w+)*|ATOMG?\.E\.ADD|CCTL\.IVALL)\b", binary.sass)
@@ -177,15 +75,13 @@ def scratch_of(items: int, q: torch.Tensor) -> Scratch:
 
 
 def compile_decode(
-    compiler: Compiler, arch: int, head_dim: int, group: int, dtype: torch.dtype, table: torch.dtype, **features: Any
+    arch: int, head_dim: int, group: int, dtype: torch.dtype, table: torch.dtype, **features: Any
 ) -> None:
     q, pool = attention_inputs(head_dim, group, dtype, table)
     tile = configs.decode_config(arch, head_dim, group, dtype)
     work = DecodeWork(32, 98, tile.block_n, META)
     given = q, pool, work, scratch_of(98, q), q
-    (split,) = compiler.launch(
-        decode_attention, "decode_attention", arch, *given, layer=5, manner=Manner(0.1, **features)
-    )  # fmt: skip
+    (split,) = launched(arch, decode_attention, *given, layer=5, manner=Manner(0.1, **features))
     check(split, arch)
     check_wide_copies(split)
     check_counting(split)
@@ -200,7 +96,7 @@ def compile_decode(
 
 
 def compile_prefill(
-    compiler: Compiler, arch: int, head_dim: int, group: int, dtype: torch.dtype, table: torch.dtype, **features: Any
+    arch: int, head_dim: int, group: int, dtype: torch.dtype, table: torch.dtype, **features: Any
 ) -> None:
     q, pool = attention_inputs(head_dim, group, dtype, table)
     tile = configs.prefill_config(arch, head_dim, dtype)
@@ -209,9 +105,7 @@ def compile_prefill(
         8, 100 + slots, 512, fixed=True
     )
     given = q, pool, work, scratch_of(work.partials, q), q
-    binary, merge = compiler.launch(
-        prefill_attention, "prefill_attention", arch, *given, layer=5, manner=Manner(0.1, **features)
-    )
+    binary, merge = launched(arch, prefill_attention, *given, layer=5, manner=Manner(0.1, **features))
     for each in (binary, merge):
         check(each, arch)
     check_wide_copies(binary)
@@ -228,8 +122,8 @@ USUAL = [(90, 128, 4), (90, 64, 7), (90, 256, 2), (90, 80, 1), (80, 128, 4), (80
 
 @pytest.mark.parametrize("phase", ATTENTION)
 @pytest.mark.parametrize(("arch", "head_dim", "group"), USUAL)
-def test_attention(compiler: Compiler, phase: str, arch: int, head_dim: int, group: int) -> None:
-    ATTENTION[phase](compiler, arch, head_dim, group, torch.bfloat16, torch.int32)
+def test_attention(phase: str, arch: int, head_dim: int, group: int) -> None:
+    ATTENTION[phase](arch, head_dim, group, torch.bfloat16, torch.int32)
 
 
 @pytest.mark.parametrize("phase", ATTENTION)
@@ -243,10 +137,8 @@ def test_attention(compiler: Compiler, phase: str, arch: int, head_dim: int, gro
     ],
     ids=["mistral", "gemma-90", "gemma-80", "gpt-oss"],
 )
-def test_attention_with_features(
-    compiler: Compiler, phase: str, arch: int, head_dim: int, group: int, features: dict[str, Any]
-) -> None:
-    ATTENTION[phase](compiler, arch, head_dim, group, torch.bfloat16, torch.int32, **features)
+def test_attention_with_features(phase: str, arch: int, head_dim: int, group: int, features: dict[str, Any]) -> None:
+    ATTENTION[phase](arch, head_dim, group, torch.bfloat16, torch.int32, **features)
 
 
 @pytest.mark.slow
@@ -254,11 +146,17 @@ def test_attention_with_features(
 @pytest.mark.parametrize("arch", [90, 80])
 @pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-def test_attention_of_every_shape(compiler: Compiler, phase: str, arch: int, head_dim: int, dtype: torch.dtype) -> None:
+def test_attention_of_every_shape(phase: str, arch: int, head_dim: int, dtype: torch.dtype) -> None:
     groups = range(1, 9) if dtype == torch.bfloat16 else [7]
     for group in groups:
-        ATTENTION[phase](compiler, arch, head_dim, group, dtype, torch.int32)
-    ATTENTION[phase](compiler, arch, head_dim, 4, dtype, torch.int64)
+        ATTENTION[phase](arch, head_dim, group, dtype, torch.int32)
+    ATTENTION[phase](arch, head_dim, 4, dtype, torch.int64)
+
+
+def check_wide_access(binary: Code) -> None:
+    """Reads and writes of the bulk of the data take 16 bytes a thread."""
+    assert any(load.endswith(".128") for load in binary.instructions("LDG")), binary.instructions("LDG")
+    assert any(store.endswith(".128") for store in binary.instructions("STG")), binary.instructions("STG")
 
 
 @pytest.mark.parametrize("arch", [90, 80])
@@ -266,55 +164,48 @@ def test_attention_of_every_shape(compiler: Compiler, phase: str, arch: int, hea
     ("head_dim", "rotary", "heads", "norm"),
     [(128, 128, 32, False), (128, 128, 16, True), (80, 20, 32, False), (64, 0, 12, False)],
 )
-def test_rope_and_cache_write(
-    compiler: Compiler, arch: int, head_dim: int, rotary: int, heads: int, norm: bool
-) -> None:
+def test_rope_and_cache_write(arch: int, head_dim: int, rotary: int, heads: int, norm: bool) -> None:
     tokens = meta(512, (heads + 16) * head_dim).unflatten(1, (heads + 16, head_dim))
     q, k, v = tokens.split([heads, 8, 8], dim=1)
     index, table = meta(512, dtype=torch.int32), meta(64, 512, dtype=torch.int32)
     weight = meta(head_dim) if norm else None
     cos_sin = meta(4096, rotary, dtype=torch.float32) if rotary else None
-    (binary,) = compiler.launch(
-        rope_cache_write, "rope_cache_write", arch, q, k, v, cos_sin, index, index,
-        PoolView(meta(999, 16, 8, head_dim), table, table, 900), layer=5, q_norm=weight, k_norm=weight,
-    )  # fmt: skip
+    pool = PoolView(meta(999, 16, 8, head_dim), table, table, 900)
+    args = q, k, v, cos_sin, index, index, pool
+    (binary,) = launched(arch, rope_cache_write, *args, layer=5, q_norm=weight, k_norm=weight)
     check(binary, arch)
     assert binary.registers <= 96
     check_wide_access(binary)
 
 
-def check_wide_access(binary: Binary) -> None:
-    """Reads and writes of the bulk of the data take 16 bytes a thread."""
-    assert any(load.endswith(".128") for load in binary.instructions("LDG")), binary.instructions("LDG")
-    assert any(store.endswith(".128") for store in binary.instructions("STG")), binary.instructions("STG")
+def wide_launches(width: int) -> list[tuple[Callable[..., object], tuple[Any, ...], dict[str, Any]]]:
+    """Norms, activations and copies of rows of this width."""
+    x, weight, index = meta(512, width), meta(width), meta(512, dtype=torch.int32)
+    cache = x, index, index, meta(999, 16, width // 128, 128), meta(64, 512, dtype=torch.int32)
+    place = {"layer": 5, "scratch_base": 900}
+    norms: list[tuple[Callable[..., object], tuple[Any, ...], dict[str, Any]]] = [
+        (add_rms_norm, (x, x, weight, 1e-5), {}),
+        (add_layer_norm, (x, x, weight, weight, 1e-5), {}),
+    ]
+    if width != 4096:
+        return norms
+    return [
+        *norms,
+        (silu_and_mul, (x,), {}),
+        (gelu_tanh_and_mul, (x,), {}),
+        (hidden_write, cache, place),
+        (hidden_gather, cache, place),
+        (unit_copy, (x, x, meta(9, 2, dtype=torch.int64)), {}),
+    ]
 
 
 @pytest.mark.parametrize("arch", [90, 80])
 @pytest.mark.parametrize("width", [576, 4096, 8192])
-def test_norms(compiler: Compiler, arch: int, width: int) -> None:
-    x, weight = meta(512, width), meta(width)
-    binaries = compiler.launch(rms_norm, "add_rms_norm", arch, x, x, weight, 1e-5)
-    binaries += compiler.launch(layer_norm, "add_layer_norm", arch, x, x, weight, weight, 1e-5)
-    for binary in binaries:
-        check(binary, arch)
-        check_wide_access(binary)
-
-
-@pytest.mark.parametrize("arch", [90, 80])
-def test_copies_and_activation(compiler: Compiler, arch: int) -> None:
-    x, index, table = meta(512, 4096), meta(512, dtype=torch.int32), meta(64, 512, dtype=torch.int32)
-    cache = x, index, index, meta(999, 16, 32, 128), table
-    binaries = compiler.launch(silu_and_mul, "silu_and_mul", arch, x)
-    binaries += compiler.launch(silu_and_mul, "gelu_tanh_and_mul", arch, x)
-    binaries += compiler.launch(hidden_state, "hidden_write", arch, *cache, layer=5, scratch_base=900)
-    binaries += compiler.launch(hidden_state, "hidden_gather", arch, *cache, layer=5, scratch_base=900)
-    binaries += compiler.launch(hidden_state, "unit_copy", arch, x, x, meta(9, 2, dtype=torch.int64))
-    for binary in binaries:
-        check(binary, arch)
-        check_wide_access(binary)
-    bits = meta(8, 4000, dtype=torch.int32)
-    for binary in compiler.launch(penalties, "token_mask", arch, meta(64, 128000), meta(8, dtype=torch.int32), bits):
-        check(binary, arch)
+def test_norms_activations_and_copies(arch: int, width: int) -> None:
+    for function, args, options in wide_launches(width):
+        for binary in launched(arch, function, *args, **options):
+            check(binary, arch)
+            check_wide_access(binary)
 
 
 @pytest.mark.parametrize(
@@ -326,47 +217,43 @@ def test_copies_and_activation(compiler: Compiler, arch: int) -> None:
         (90, torch.float32, [(4096, 6144)]),
     ],
 )
-def test_adapters(compiler: Compiler, arch: int, dtype: torch.dtype, sizes: list[tuple[int, int]]) -> None:
+def test_adapters(arch: int, dtype: torch.dtype, sizes: list[tuple[int, int]]) -> None:
     slots, table = meta(64, dtype=torch.int32), meta(64, 3, dtype=torch.int64)
     for width, outputs in sizes:
-        splits = -(-width // configs.LORA_SPLIT)
-        scratch = meta(splits, 256, 192, dtype=torch.float32)
+        scratch = meta(-(-width // configs.LORA_SPLIT), 256, 192, dtype=torch.float32)
         rows = meta(64, width, dtype=dtype), meta(64, outputs, dtype=dtype)
-        binaries = compiler.launch(lora, "lora_add", arch, *rows, slots, table, scratch)
+        binaries = launched(arch, lora_add, *rows, slots, table, scratch)
         assert len(binaries) == 2 and all(each.stack == 0 and each.registers <= 128 for each in binaries)
 
 
-@pytest.mark.parametrize(("arch", "widths"), [(89, [4096]), (90, [896, 14336]), (120, [14336])])
-def test_rounding_to_floats_of_8_bits(compiler: Compiler, arch: int, widths: list[int]) -> None:
-    for width in widths:
-        (binary,) = compiler.launch(round_rows, "round_rows", arch, meta(64, width))
-        assert binary.stack == 0 and binary.registers <= 64
-        assert any(
-            load.endswith(".128") for load in binary.instructions("LDG")
-        )  # eight values, which come out as bytes
-        assert any(store.endswith(".64") for store in binary.instructions("STG"))
-        one = meta(1, dtype=torch.float32)
-        (binary,) = compiler.launch(round_rows, "scale_rows", arch, meta(64, width), one)
-        assert binary.stack == 0 and binary.registers <= 64
-        for scale in (one, None):
-            binaries = compiler.launch(silu_and_mul, "silu_and_mul_rounded", arch, meta(64, 2 * width), scale)
-            rows, weight = (meta(64, width), meta(64, width)), meta(width)
-            binaries += compiler.launch(rms_norm, "add_rms_norm_rounded", arch, *rows, weight, 1e-5, scale)
-            binaries += compiler.launch(rms_norm, "rms_norm_rounded", arch, rows[0], weight, 1e-5, scale)
-            assert len(binaries) == 3 and all(each.stack == 0 for each in binaries)
+@pytest.mark.parametrize(("arch", "width"), [(89, 4096), (90, 896), (90, 14336), (120, 14336)])
+def test_rounding_to_floats_of_8_bits(arch: int, width: int) -> None:
+    rows, one, weight = meta(64, width), meta(1, dtype=torch.float32), meta(width)
+    (rounded,), (scaled,) = launched(arch, round_rows, rows), launched(arch, scale_rows, rows, one)
+    assert max(rounded.stack, scaled.stack) == 0 and max(rounded.registers, scaled.registers) <= 64
+    assert any(load.endswith(".128") for load in rounded.instructions("LDG"))  # eight values, which become bytes
+    assert any(store.endswith(".64") for store in rounded.instructions("STG"))
+    for scale in (one, None):
+        binaries = launched(arch, silu_and_mul_rounded, meta(64, 2 * width), scale)
+        binaries += launched(arch, add_rms_norm_rounded, rows, rows, weight, 1e-5, scale)
+        binaries += launched(arch, rms_norm_rounded, rows, weight, 1e-5, scale)
+        assert len(binaries) == 3 and all(each.stack == 0 for each in binaries)
 
 
 @pytest.mark.parametrize(("arch", "dtype"), [(90, torch.bfloat16), (80, torch.float32)], ids=str)
-def test_sampling(compiler: Compiler, arch: int, dtype: torch.dtype) -> None:
+def test_sampling(arch: int, dtype: torch.dtype) -> None:
     index, floats = meta(64, dtype=torch.int32), meta(64, dtype=torch.float32)
     wishes = meta(64, dtype=torch.float64), floats, index, floats, floats
-    binaries = compiler.launch(draw, "draw", arch, meta(64, 128256, dtype=dtype), index, *wishes)
     history, penalty = meta(64, 128256, dtype=torch.int32), meta(64, 3, dtype=torch.float32)
     logits = meta(64, 128256, dtype=torch.float32)
-    binaries += compiler.launch(penalties, "penalise", arch, logits, index, index, history, penalty)
+    binaries = launched(arch, draw, meta(64, 128256, dtype=dtype), index, *wishes)
+    binaries += launched(arch, penalise, logits, index, index, history, penalty)
+    binaries += launched(
+        arch, token_mask, meta(64, 128000), meta(8, dtype=torch.int32), meta(8, 4000, dtype=torch.int32)
+    )
     for binary in binaries:
         check(binary, arch)
-    (counted,) = compiler.launch(penalties, "count_tokens", arch, history, index, index, index)
+    (counted,) = launched(arch, count_tokens, history, index, index, index)
     assert counted.stack == 0 and counted.registers <= 16
 
 

@@ -82,45 +82,6 @@ def test_what_may_be_a_key_is_not_repeated() -> None:
 # ---- places in the engine
 
 
-def refused(admissions: Admissions, tenant: str, requests: int = 1, tokens: int = 1) -> tuple[int, str]:
-    with pytest.raises(ApiError) as caught:
-        admissions.enter(tenant, requests, tokens)
-    assert caught.value.code == TENANT_LIMIT
-    return caught.value.status, caught.value.message
-
-
-def test_places_are_granted_in_turn_and_refusals_name_the_limit() -> None:
-    admissions = Admissions({"a": Quota(requests=2, queued=1), "b": Quota(requests=1)}.__getitem__)
-    first, second, third = (admissions.enter("a", 1, 10) for _ in range(3))
-    assert first.granted.is_set() and second.granted.is_set() and not third.granted.is_set()
-    assert refused(admissions, "a") == (
-        429, "The limit 'queued=1' of this key's tenant is reached: 1 requests are waiting.",
-    )  # fmt: skip
-    other = admissions.enter("b", 1, 10)
-    assert other.granted.is_set(), "another tenant has places of its own"
-    assert "'requests=1'" in refused(admissions, "b")[1], "without queued= nobody waits"
-    admissions.leave(first)
-    admissions.leave(first)
-    assert third.granted.is_set()
-    assert refused(admissions, "a", requests=3)[0] == 400, "that can never fit"
-    for place in (second, third, other):
-        admissions.leave(place)
-    assert not admissions._tenants
-
-
-def test_tokens_in_flight() -> None:
-    admissions = Admissions(lambda _: Quota(tokens=100))
-    place = admissions.enter("a", 1, 80)
-    assert (
-        "'tokens=100'" in refused(admissions, "a", tokens=21)[1] and "80 tokens" in refused(admissions, "a", 1, 99)[1]
-    )
-    small = admissions.enter("a", 1, 20)
-    assert small.granted.is_set()
-    assert refused(admissions, "a", tokens=101)[0] == 400
-    admissions.leave(place)
-    assert admissions.enter("a", 1, 80).granted.is_set()
-
-
 class AdmissionsMachine(RuleBasedStateMachine):
     """Two tenants come, leave and are given other quotas in any order."""
 

@@ -148,19 +148,6 @@ def test_layers_that_cannot_go_on_have_no_checkpoints(case_of: Any) -> None:
     assert TransformersDevice(case_of("jamba").model, limits, state_slots=9).state_slots == 0
 
 
-def test_a_row_forgets_who_was_aborted(case_of: Any) -> None:
-    case = case_of("qwen3_next")
-    driver = make_driver(case.model, num_blocks=40, rows=2)
-    driver.add(*[make_request(f"gone {i}", case.prompts[i], OUTPUT) for i in (3, 5)])
-    for _ in range(2):
-        driver.step()
-    for index in (3, 5):
-        driver.abort(f"gone {index}", FinishReason.ABORT)
-    driver.add(*[make_request(str(i), case.prompts[i], OUTPUT) for i in (0, 4)])
-    driver.run()
-    assert [driver.outputs[str(index)] for index in (0, 4)] == [case.answers[0], case.answers[4]]
-
-
 @pytest.mark.parametrize("depth", [0, 1])
 def test_a_step_that_failed_half_way_is_not_counted_twice(case_of: Any, depth: int, monkeypatch: Any) -> None:
     """The first layers have moved their states on when a later one fails; with a step ahead, that one has, too."""

@@ -13,7 +13,7 @@ from driver import Driver, make_request
 from native_build import native
 
 from engine.api import RequestClass
-from engine.build import build_runner, plan_launch
+from engine.build import plan_launch
 from engine.config import EngineConfig
 from engine.errors import ConfigError, ModelLoadError
 from engine.execution import self_test
@@ -172,27 +172,6 @@ def test_shapes_are_read_from_tensors(case_of: Any) -> None:
     assert case_of("gpt2").shape.num_kv_heads == 4
     model = case_of("gemma2").reference
     assert case_of("gemma2").shape.num_parameters == sum(p.numel() for p in model.parameters())
-
-
-@pytest.mark.parametrize("name", ["llama-gqa2", "qwen3", "opt"])
-def test_our_families_by_transformers(name: str) -> None:
-    """The same checkpoint by either implementation, from the flag to the tokens."""
-    folder = tiny_models.model_folder(name)
-    outputs = []
-    for implementation in ("own", "transformers"):
-        config = EngineConfig(
-            model=str(folder), model_impl=implementation, device="cpu", max_model_len=64, num_gpu_blocks_override=40,
-            profile_seconds=0.0, threads=1,
-        )  # fmt: skip
-        plan = plan_launch(config)
-        assert plan.implementation == implementation
-        runner, plan = build_runner(config, plan)
-        scheduler = SchedulerConfig(num_units=plan.limits.num_units, max_model_len=64)
-        driver = Driver(runner, scheduler)
-        driver.add(*[make_request(str(i), p[:50], OUTPUT) for i, p in enumerate(prompts_of(plan.spec.vocab_size))])
-        driver.run()
-        outputs.append(driver.outputs)
-    assert outputs[0] == outputs[1]
 
 
 def test_auto_takes_ours_where_it_can(case_of: Any) -> None:
