@@ -354,7 +354,7 @@ def test_a_half_without_requests_is_refused(profile: Path) -> None:
 
 @pytest.mark.parametrize(
     ("device", "given", "steps"),
-    [("h100", {}, (256, 2048)), ("rtx-4090", {}, (64, 512)), ("h100", {"max_num_seqs": 32}, (32, 2048))],
+    [("h100", {}, (256, 2048)), ("rtx-4090", {}, (256, 2048)), ("h100", {"max_num_seqs": 32}, (32, 2048))],
 )
 def test_a_machine_by_name_takes_the_steps_of_a_real_start(
     device: str, given: dict[str, int], steps: tuple[int, int]
