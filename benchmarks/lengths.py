@@ -40,6 +40,8 @@ OBJECTIVES = "ttft_p99=1s,tbt_p99=0.1s"
 RATE, PERIOD = 6.0, 120.0
 """Chats per second on average, and the seconds of one sine wave, which runs from nothing to twice the rate."""
 CHAT = (512, 128)
+CHAT_SECONDS = 2000.0
+"""Time after which no more chats arrive."""
 EPOCH = 1_000_000_000.0
 """Unix time at which the virtual clock starts."""
 LOOK_SECONDS = 2.0
@@ -159,7 +161,7 @@ async def _settle(worker: BatchWorker, server: VirtualServer) -> None:
 async def run_batch(machine: Machine, root: Path, shape: str, args: argparse.Namespace, tail_lines: int) -> BatchRun:
     seed, (content, answers) = args.seed, input_lines(args.lines, args.essays, args.seed)
     folder = await asyncio.to_thread(open_state, root)
-    server = VirtualServer(machine, chats(shape, 1e6, seed), answers, seed)
+    server = VirtualServer(machine, chats(shape, CHAT_SECONDS, seed), answers, seed)
     worker = BatchWorker(
         folder,
         BatchLimits(tail_lines=tail_lines),
