@@ -198,6 +198,7 @@ async def test_every_error_is_an_envelope(served: Served, path: str, method: str
     assert answer.status_code == status
     assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
     assert answer.headers["x-request-id"].startswith("req-") and "passwd" not in answer.text
+    assert (f"{method} is not possible here; use " in answer.text) is (status == 405)
 
 
 async def test_the_openapi_document_knows_the_bodies(served: Served) -> None:

@@ -343,6 +343,26 @@ def test_what_is_no_call_is_text_once(name: str, text: str) -> None:
     assert take_apart(Parsing(FORMATS[name], FUNCTIONS), [text]) == ParsedText(text)
 
 
+@pytest.mark.parametrize(
+    ("name", "text", "called", "said"),
+    [
+        ("qwen3_xml", "Hm.\n\n<function=f>\n<parameter=v>\n*\n</parameter>\n</function>\n</tool_call>", ["*"], "Hm."),
+        ("qwen3_xml", "Use <function=x> or <function=f>.", [], "Use <function=x> or <function=f>."),
+        ("llama3_json", '{"name": "f", "parameters": {"v": 1}}; {"name": "f", "parameters": {"v": 2}}\n', [1, 2], ""),
+        ("llama3_json", '{"name": "f", "parameters": {"v": 1}}\n{"name": "f", "parameters": {}}', [1, None], ""),
+        ("llama3_json", '{"name": "f", "parameters": {}}; then', [], '{"name": "f", "parameters": {}}; then'),
+    ],
+)  # fmt: skip
+def test_calls_without_marks_or_with_semicolons(name: str, text: str, called: list[Any], said: str) -> None:
+    parsing = Parsing(
+        FORMATS[name], [Function("f", {"type": "object", "properties": {"v": {"type": ["string", "integer"]}}})]
+    )
+    for pieces in ([text], list(text)):
+        whole = take_apart(parsing, pieces)
+        assert [json.loads(call.arguments).get("v") for call in whole.calls] == called
+        assert whole.text == said
+
+
 def test_thoughts_are_kept_apart() -> None:
     parsing = Parsing(FORMATS["hermes"], FUNCTIONS, reasons=True)
     call = '<tool_call>{"name": "weather", "arguments": {}}</tool_call>'

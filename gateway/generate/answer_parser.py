@@ -93,10 +93,10 @@ class AnswerParser:
         form = parsing.format
         self._parsing = parsing
         self._functions: Mapping[str, Function] = {each.name: each for each in parsing.functions}
-        self._call_mark = "" if form is None else form.calls.mark
+        self._call_mark, self._bare = ("", "") if form is None else (form.calls.mark, form.bare)
         thinks_later = parsing.reasons and not parsing.once
         self._ends = {
-            _Region.SAID: Marks(THINK if thinks_later else "", self._call_mark),
+            _Region.SAID: Marks(THINK if thinks_later else "", self._call_mark, self._bare),
             _Region.THOUGHT: Marks(END_THINK),
             _Region.CALL: Marks("" if form is None else form.closes),
         }
@@ -194,6 +194,9 @@ class AnswerParser:
             self._said, self._thought = _Edges(leading=True), _Edges(leading=True)
         elif mark == self._call_mark:
             self._begin_call(mark)
+        elif mark == self._bare:
+            self._begin_call("")
+            self._add(mark, 0, len(mark))
         else:
             self._let_out()
             self._region = _Region.THOUGHT

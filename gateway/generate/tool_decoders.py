@@ -36,6 +36,8 @@ _CALLS = msgspec.json.Decoder(list[_JsonCall])
 _OBJECT = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _TEXT = msgspec.json.Decoder(str)
 _VALUE = msgspec.json.Decoder(msgspec.Raw)
+_SCANNER = json.JSONDecoder(parse_int=str, parse_float=str)
+_SEPARATOR = re.compile(r"\s*;?\s*")
 
 
 def _read(decoder: msgspec.json.Decoder[Any], text: str) -> Any:
@@ -61,6 +63,20 @@ def decode_json(text: str, _functions: Mapping[str, Function]) -> list[Call]:
     """Decode {"name": ..., "arguments": {...}}, or a list of them."""
     calls = _read(_CALLS, text) if text.lstrip().startswith("[") else [_read(_CALL, text)]
     return [_from_json(call) for call in calls]
+
+
+def decode_llama(text: str, _functions: Mapping[str, Function]) -> list[Call]:
+    """Decode JSON calls with semicolons or white space between them."""
+    calls, at = [], 0
+    while at < len(text):
+        try:
+            _, end = _SCANNER.raw_decode(text, at)
+        except RecursionError as error:
+            raise ValueError("too deep") from error
+        calls.append(_from_json(_read(_CALL, text[at:end])))
+        between = _SEPARATOR.match(text, end)
+        at = between.end() if between else end
+    return calls
 
 
 def decode_mistral(text: str, functions: Mapping[str, Function]) -> list[Call]:

@@ -14,6 +14,7 @@ from gateway.generate.tool_decoders import (
     XmlDecoder,
     decode_gemma,
     decode_json,
+    decode_llama,
     decode_mistral,
     decode_phi4,
     decode_pythonic,
@@ -58,6 +59,8 @@ class ToolFormat:
     numbers_ids: bool = False
     """The chat template requires the ids functions.NAME:0, functions.NAME:1, ... in a conversation."""
     tag: str = ""
+    bare: str = ""
+    """Text behind the mark that also begins calls without their mark, which some models forget."""
     must_close: bool = False
     """A call without its end mark is incomplete, because its syntax alone does not tell its end."""
     has_channels: bool = False
@@ -165,7 +168,8 @@ _FORMATS = (
     ),
     ToolFormat(
         "qwen3_xml", "</tool_call>", ("<function=",), XmlDecoder(_QWEN),
-        CallFormat(XmlCall(_QWEN), "<tool_call>", "\n", "\n", "\n</tool_call>"), must_close=True,
+        CallFormat(XmlCall(_QWEN), "<tool_call>", "\n", "\n", "\n</tool_call>"),
+        bare="<function=", must_close=True,
     ),
     ToolFormat(
         "hermes", "</tool_call>", ("<tool_call>",), decode_json,
@@ -200,7 +204,7 @@ _FORMATS = (
         CallFormat(LiteralCall(PYTHON, "", "(", ")", "="), "", "[", ", ", "]", each=False, leads="["),
     ),
     ToolFormat(
-        "llama3_json", "", ("<|python_tag|>", '"parameters": dictionary'), decode_json,
+        "llama3_json", "", ("<|python_tag|>", '"parameters": dictionary'), decode_llama,
         CallFormat(JsonCall("parameters"), only=True, leads="{"), tag="<|python_tag|>",
     ),
 )  # fmt: skip

@@ -138,8 +138,11 @@ def messages_envelope(error: ApiError, request_id: str | None) -> dict[str, Any]
 def error_response(error: BaseException, scope: Scope) -> Response:
     """Return the error response to the request of `scope`."""
     answer = to_api_error(error)
-    if isinstance(error, HTTPException) and answer.status == 404 and (reason := _why_missing(scope)):
-        answer = ApiError(404, reason)
+    if isinstance(error, HTTPException) and answer.status in (404, 405):
+        reason = _why_missing(scope) if answer.status == 404 else None
+        if allowed := answer.headers.get("allow"):
+            reason = f"{scope['method']} is not possible here; use {allowed}."
+        answer = ApiError(answer.status, reason, headers=answer.headers)
     envelope: dict[str, Any] = answer.envelope
     if speaks_anthropic(scope):
         envelope = messages_envelope(answer, scope.get("state", {}).get("request_id"))

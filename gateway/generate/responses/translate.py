@@ -46,6 +46,7 @@ def translate(body: ResponsesRequest) -> Translation:
         "response_format": _form(body.text.format if body.text else None),
         "reasoning_effort": body.reasoning.effort if body.reasoning else None,
         "thinking_token_budget": body.thinking_token_budget,
+        "ignore_eos": body.ignore_eos,
         "parallel_tool_calls": body.parallel_tool_calls,
         **_functions(body),
     }

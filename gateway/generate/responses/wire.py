@@ -249,5 +249,6 @@ class ResponsesRequest(RequestBody):
     parallel_tool_calls: bool | None = None
     reasoning: ReasoningOptions | None = None
     thinking_token_budget: int | None = Field(None, ge=0, le=_INT32)
+    ignore_eos: bool | None = None
     include: Annotated[list[Included], Field(max_length=16, fail_fast=True)] | None = None
     stream_options: ResponseStreamOptions | None = None
