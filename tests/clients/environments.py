@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
+PROGRAMS = HERE / "programs"
 CACHE = Path(os.environ.get("TIDEMILL_CLIENTS") or Path.home() / ".cache" / "tidemill-clients")
 """The folder of the environments; delete it to install the newest clients."""
 
@@ -23,6 +24,7 @@ class Client:
     name: str
     program: str
     packages: tuple[str, ...] = ()
+    npm: tuple[str, ...] = ()
     needs: tuple[str, ...] = ()
     """Programs that must be on the PATH."""
     installed: bool = False
@@ -38,30 +40,43 @@ class Step:
 
 def load_clients() -> dict[str, Client]:
     tables = tomllib.loads((HERE / "clients.toml").read_text())
-    lists = {"packages", "needs"}
+    lists = {"packages", "npm", "needs"}
     return {
         name: Client(name, **{key: tuple(value) if key in lists else value for key, value in table.items()})
         for name, table in tables.items()
     }
 
 
-async def interpreter(client: Client) -> Path:
-    """Return the Python of the client's environment, which the first use installs."""
-    if not client.packages:
-        return Path(sys.executable)
-    digest = hashlib.sha256("\n".join((sys.version, *client.packages)).encode()).hexdigest()[:12]
+def installed_command(client: Client) -> list[str | Path]:
+    """Return the command that runs the client's program in the environment of the tests."""
+    return [sys.executable, PROGRAMS / client.program]
+
+
+async def command(client: Client) -> list[str | Path]:
+    """Return the command that runs the client's program in its own environment, which the first use installs."""
+    packages = client.npm or client.packages
+    if not packages:
+        return installed_command(client)
+    digest = hashlib.sha256("\n".join((sys.version, *packages)).encode()).hexdigest()[:12]
     folder = CACHE / f"{client.name}-{digest}"
     python, done = folder / "bin" / "python", folder / "installed"
     if not done.exists():
         await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
-        await asyncio.to_thread(venv.create, folder, with_pip=True)
-        await _output(python, "-m", "pip", "install", "--quiet", *client.packages)
+        if client.npm:
+            await _output("npm", "install", "--no-audit", "--no-fund", "--prefix", folder, *packages)
+        else:
+            await asyncio.to_thread(venv.create, folder, with_pip=True)
+            await _output(python, "-m", "pip", "install", "--quiet", *packages)
         done.touch()
-    return python
+    if not client.npm:
+        return [python, PROGRAMS / client.program]
+    for program in PROGRAMS.glob("*.mjs"):  # Node looks for packages beside the program
+        shutil.copy(program, folder)
+    return ["node", folder / client.program]
 
 
-async def run_program(client: Client, python: Path, servers: dict[str, str], folder: Path) -> tuple[str, list[Step]]:
-    """Run the client's program; return the versions that it printed and its steps.
+async def run_program(words: list[str | Path], servers: dict[str, str], folder: Path) -> tuple[str, list[Step]]:
+    """Run a client's program in `folder`; return the versions that it printed and its steps.
 
     `servers`: environment variables with the addresses. Raises AssertionError when the program ends early.
     """
@@ -69,8 +84,7 @@ async def run_program(client: Client, python: Path, servers: dict[str, str], fol
     # programs import `steps` from their own folder, which PYTHONSAFEPATH of an earlier test hides
     dropped = ("OPENAI_", "ANTHROPIC_", "PYTHONSAFEPATH")
     kept = {name: value for name, value in os.environ.items() if not name.startswith(dropped)}
-    program = HERE / "programs" / client.program
-    text = await _output(python, str(program), environment=kept | offline | servers, folder=folder)
+    text = await _output(*words, environment=kept | offline | servers, folder=folder)
     print(text)  # tracebacks of failed steps
     lines = [json.loads(line) for line in text.splitlines() if line.startswith('{"client step":')]
     head, *steps = (line["client step"] for line in lines)

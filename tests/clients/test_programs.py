@@ -1,23 +1,22 @@
 """Programs of real clients, each unchanged against a live server: `make clients` runs all, CI those of `dev`."""
 
 import shutil
-import sys
 from pathlib import Path
 
 import pytest
-from clients.environments import Client, Step, interpreter, load_clients, run_program
+from clients.environments import Client, Step, command, installed_command, load_clients, run_program
 from clients.puppet import puppet_server
 from clients.records import PAGE, record, render
 
 CLIENTS = load_clients()
 
 
-async def run(client: Client, python: Path, demo_url: str, folder: Path) -> tuple[str, list[Step]]:
+async def run(client: Client, demo_url: str, folder: Path, installed: bool = False) -> tuple[str, list[Step]]:
     if missing := [word for word in client.needs if shutil.which(word) is None]:
         pytest.skip(f"not installed: {', '.join(missing)}")
+    words = installed_command(client) if installed else await command(client)
     async with puppet_server(folder / "puppet") as puppet:
-        servers = {"DEMO_URL": demo_url, "PUPPET_URL": puppet.url}
-        return await run_program(client, python, servers, folder)
+        return await run_program(words, {"DEMO_URL": demo_url, "PUPPET_URL": puppet.url}, folder)
 
 
 def failures(steps: list[Step]) -> list[Step]:
@@ -26,7 +25,7 @@ def failures(steps: list[Step]) -> list[Step]:
 
 @pytest.mark.parametrize("client", [client for client in CLIENTS.values() if client.installed], ids=lambda c: c.name)
 async def test_installed_client(client: Client, demo_url: str, tmp_path: Path) -> None:
-    _, steps = await run(client, Path(sys.executable), demo_url, tmp_path)
+    _, steps = await run(client, demo_url, tmp_path, installed=True)
     assert steps and failures(steps) == []
 
 
@@ -34,7 +33,7 @@ async def test_installed_client(client: Client, demo_url: str, tmp_path: Path) -
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("client", CLIENTS.values(), ids=lambda client: client.name)
 async def test_client(client: Client, demo_url: str, tmp_path: Path) -> None:
-    version, steps = await run(client, await interpreter(client), demo_url, tmp_path)
+    version, steps = await run(client, demo_url, tmp_path)
     for step in steps:
         record(client.name, version, step.what, step.result)
     assert failures(steps) == []
