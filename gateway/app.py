@@ -20,8 +20,10 @@ from gateway.batch import routes as batches
 from gateway.batch.limits import BatchLimits, BatchState
 from gateway.batch.line import LineRunner
 from gateway.batch.metrics import BatchCollector
+from gateway.batch.notices import CommandRunner, Notifier, Sender
 from gateway.batch.tenants import Ownership
 from gateway.batch.uploads import MAX_OVERHEAD
+from gateway.batch.webhooks import WebhookRules, WebhookSender, read_rules
 from gateway.batch.worker import BatchWorker
 from gateway.config import ServerConfig
 from gateway.context import GatewayContext, Lifecycle
@@ -33,6 +35,7 @@ from gateway.http.middleware import Authentication, BodyLimit, HostGuard, HostNa
 from gateway.http.quotas import Admissions
 from gateway.models import ModelNames
 from gateway.store.folder import StateFolder
+from gateway.store.objects import Channel
 from gateway.telemetry.loop_lag import LoopLag
 from gateway.telemetry.metrics import GatewayMetrics
 from gateway.telemetry.request_log import RequestLog
@@ -163,16 +166,28 @@ def _add_batches(app: FastAPI, context: GatewayContext, folder: StateFolder, lim
         models=context.models,
     )
     ownership = Ownership(folder.store, keys)
-    context.lifecycle.background += [ownership, worker]
+    rules = read_rules(os.environ)
+    notifier = Notifier(folder.store, _senders(context.config, rules))
+    worker.on_end = notifier.wake
+    context.lifecycle.background += [ownership, worker, notifier]
     context.on_new_keys.append(ownership.report)
     context.lifecycle.ask_storage = worker.storage_fault
     context.lifecycle.batch_trouble = worker.trouble
     context.lifecycle.ask_notice = lambda: folder.notice
     context.lifecycle.unfinished = lambda: (len(worker.states), worker.lines_resumed)
     context.metrics.registry.register(BatchCollector(worker, ownership))
-    app.state.batches = BatchState(folder, limits, worker)
+    app.state.batches = BatchState(folder, limits, worker, rules)
     for resource in (files, parts, batches, message_batches):
         app.include_router(resource.router)
+
+
+def _senders(config: ServerConfig, rules: WebhookRules | None) -> dict[Channel, Sender]:
+    senders: dict[Channel, Sender] = {}
+    if rules is not None:
+        senders[Channel.WEBHOOK] = WebhookSender(rules)
+    if config.batch_end_words:
+        senders[Channel.COMMAND] = CommandRunner(config.batch_end_words)
+    return senders
 
 
 def _describe_bodies(app: FastAPI) -> None:

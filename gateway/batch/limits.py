@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, cast
 
 from starlette.requests import Request
 
+from gateway.batch.webhooks import WebhookRules
 from gateway.http.quotas import UploadPlaces
 from gateway.store.folder import StateFolder
 
@@ -57,6 +58,8 @@ class BatchState:
     folder: StateFolder
     limits: BatchLimits
     jobs: "BatchWorker"
+    webhooks: WebhookRules | None = None
+    """None: webhooks are refused."""
     clock: Callable[[], float] = time.time
     uploads: UploadPlaces = field(default_factory=lambda: UploadPlaces(UPLOADS_EACH, UPLOADS_IN_ALL))
 

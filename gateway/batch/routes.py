@@ -10,9 +10,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from gateway.batch.files import FileExpiry, no_such_file
-from gateway.batch.limits import state_of
+from gateway.batch.limits import BatchState, state_of
 from gateway.batch.listing import describe_page, json_response, list_response, read_page, unknown_cursor
 from gateway.batch.tenants import listed_tenant, reached_tenant, shown
+from gateway.batch.webhooks import SECRETS
 from gateway.context import context_of, tenant_of
 from gateway.endpoints import ENDPOINTS
 from gateway.generate.answering import read_json
@@ -22,6 +23,7 @@ from gateway.http.quotas import limit_reached
 from gateway.store.objects import (
     BATCH_ID,
     FILE_ID,
+    WEBHOOK_KEY,
     BatchJob,
     IdempotencyConflict,
     LineQuota,
@@ -81,9 +83,7 @@ async def create_batch(request: Request) -> Response:
     context_of(request).lifecycle.check_accepting()
     state = state_of(request)
     body = await read_json(request, lambda raw: validate(BatchRequest, parse_json(raw)))
-    if any(key.startswith(OUR_METADATA) for key in body.metadata or {}):
-        message = f"Metadata keys that begin with '{OUR_METADATA}' are reserved; choose another key."
-        raise ApiError(400, message, param="metadata", code="invalid_value")
+    _check_metadata(state, body.metadata or {})
     if body.endpoint not in ENDPOINTS:
         message = f"'endpoint' must be one of {', '.join(ENDPOINTS)}."
         raise ApiError(400, message, param="endpoint", code="invalid_value")
@@ -105,6 +105,23 @@ async def create_batch(request: Request) -> Response:
     file = await state.folder.store.get_file(created.tenant, created.input_file_id, now)
     notes = await state.jobs.first_notes(created, 0 if file is None else file.bytes)
     return json_response(created.as_json(notes))
+
+
+def _check_metadata(state: BatchState, metadata: dict[str, str]) -> None:
+    """Raise ApiError 400 for a reserved key and for a webhook that the server does not call."""
+    message = None
+    for key, value in metadata.items():
+        if key == WEBHOOK_KEY and state.webhooks is None:
+            message = f"The server has no {SECRETS} and calls no webhooks; leave out '{WEBHOOK_KEY}'."
+        elif key == WEBHOOK_KEY and state.webhooks is not None:
+            try:
+                state.webhooks.check(value)
+            except ValueError as error:
+                message = f"The URL of '{WEBHOOK_KEY}' cannot be used: {error}."
+        elif key.startswith(OUR_METADATA):
+            message = f"Metadata keys that begin with '{OUR_METADATA}' are reserved; choose another key."
+    if message is not None:
+        raise ApiError(400, message, param="metadata", code="invalid_value")
 
 
 async def add_batch(request: Request, batch: BatchJob, idempotency: tuple[str, str] | None = None) -> BatchJob:

@@ -82,6 +82,7 @@ class BatchWorker:
         self.states: dict[str, BatchStatus] = {}
         self.lines_ended: Counter[bool] = Counter()
         self.lines_resumed = 0
+        self.on_end: Callable[[], None] = lambda: None
 
     # Life
 
@@ -178,6 +179,7 @@ class BatchWorker:
         finally:
             self._drives.pop(batch_id, None)
             self.states.pop(batch_id, None)
+            self.on_end()
 
     async def _give_up_in_time(self, batch_id: str, status: BatchStatus, faults: int) -> bool:
         """End a batch after `attempts` bugs, so that it does not keep its input file forever. A batch with results ends

@@ -11,9 +11,11 @@ from typing import Any
 import msgspec
 
 from gateway.store.objects import (
+    WEBHOOK_KEY,
     BatchId,
     BatchJob,
     BatchStatus,
+    Channel,
     Count,
     FileId,
     FileObject,
@@ -123,6 +125,19 @@ def insert_batch(connection: sqlite3.Connection, batch: BatchJob, idempotency: t
     }
     columns, marks = ", ".join(values), ", ".join("?" * len(values))
     connection.execute(f"INSERT INTO batches ({columns}) VALUES ({marks})", tuple(values.values()))
+
+
+def insert_notices(connection: sqlite3.Connection, batch: BatchJob, status: BatchStatus, now: int) -> None:
+    """Add the reports of a batch's end that is part of the same transaction."""
+    targets = {Channel.COMMAND: "", Channel.WEBHOOK: (batch.metadata or {}).get(WEBHOOK_KEY)}
+    connection.executemany(
+        "INSERT INTO notices (batch, channel, tenant, status, url, ended_at, due_at) VALUES (?, ?, ?, ?, ?, ?, ?)",
+        (
+            (batch.id, channel.value, batch.tenant, status.value, url, now, now)
+            for channel, url in targets.items()
+            if url is not None
+        ),
+    )
 
 
 def read_line_row(row: sqlite3.Row) -> LineRef:

@@ -88,5 +88,20 @@ CREATE TABLE uploads (
 CREATE INDEX files_by_upload ON files (filename) WHERE purpose = 'upload_part' AND deleted_at IS NULL
 """
 
-MIGRATIONS = (_FIRST, _REASONING, _DEFAULT_TENANT, _ANNOUNCED, _UPLOADS)
+_NOTICES = """
+CREATE TABLE notices (
+    batch TEXT NOT NULL,
+    channel TEXT NOT NULL,
+    tenant TEXT NOT NULL,
+    status TEXT NOT NULL,
+    url TEXT NOT NULL,
+    ended_at INTEGER NOT NULL,
+    attempts INTEGER NOT NULL DEFAULT 0,
+    due_at INTEGER NOT NULL,
+    PRIMARY KEY (batch, channel)
+) STRICT, WITHOUT ROWID;
+CREATE INDEX notices_by_time ON notices (channel, due_at)
+"""
+
+MIGRATIONS = (_FIRST, _REASONING, _DEFAULT_TENANT, _ANNOUNCED, _UPLOADS, _NOTICES)
 VERSION = len(MIGRATIONS)

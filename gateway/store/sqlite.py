@@ -13,7 +13,7 @@ from sqlite3 import Connection
 from typing import Any
 
 from gateway.store.disk import StorageHealth
-from gateway.store.objects import TERMINAL, UNFINISHED, Holdings
+from gateway.store.objects import TERMINAL, UNFINISHED, Channel, Holdings, Notice
 from gateway.store.rows import read_batch_row, repair_batch
 from gateway.store.schema import VERSION
 from gateway.store.sqlite_batches import SqliteBatches
@@ -128,7 +128,35 @@ class SqliteTenants(Rows):
         return [Holdings(**row) for row in connection.execute(_HOLDINGS, {"now": now})]
 
 
-class SqliteStore(SqliteFiles, SqliteUploads, SqliteBatches, SqliteTenants, SqliteRecovery):
+class SqliteNotices(Rows):
+    """Mixin of `SqliteStore` for reports of batch ends, which the end of a batch adds."""
+
+    @transaction
+    def due_notices(self, connection: Connection, channel: Channel, now: int, limit: int) -> list[Notice]:
+        """Return the reports that are due, the oldest first."""
+        query = "SELECT * FROM notices WHERE channel = ? AND due_at <= ? ORDER BY due_at LIMIT ?"
+        rows = connection.execute(query, (channel.value, now, limit))
+        return [Notice(**{**dict(row), "channel": channel}) for row in rows]
+
+    @transaction
+    def next_notice(self, connection: Connection, now: int) -> int | None:
+        """Return when the next report that is not due yet becomes due."""
+        row = connection.execute("SELECT MIN(due_at) AS next FROM notices WHERE due_at > ?", (now,)).fetchone()
+        return None if row["next"] is None else int(row["next"])
+
+    @transaction
+    def postpone_notice(self, connection: Connection, notice: Notice, due_at: int) -> None:
+        """Count a failed attempt."""
+        query = "UPDATE notices SET attempts = attempts + 1, due_at = ? WHERE batch = ? AND channel = ?"
+        connection.execute(query, (due_at, notice.batch, notice.channel.value))
+
+    @transaction
+    def forget_notice(self, connection: Connection, notice: Notice) -> None:
+        query = "DELETE FROM notices WHERE batch = ? AND channel = ?"
+        connection.execute(query, (notice.batch, notice.channel.value))
+
+
+class SqliteStore(SqliteFiles, SqliteUploads, SqliteBatches, SqliteTenants, SqliteNotices, SqliteRecovery):
     """Raises ConfigError if the database cannot be used."""
 
     def __init__(

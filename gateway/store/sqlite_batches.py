@@ -6,6 +6,7 @@ from contextlib import suppress
 from sqlite3 import Connection
 
 from gateway.store.objects import (
+    TERMINAL,
     BatchJob,
     BatchStatus,
     FileObject,
@@ -23,7 +24,7 @@ from gateway.store.objects import (
     check_transition,
     timestamp_field,
 )
-from gateway.store.rows import insert_batch, insert_file, read_batch_row, read_line_row, read_record_row
+from gateway.store.rows import insert_batch, insert_file, insert_notices, read_batch_row, read_line_row, read_record_row
 from gateway.store.sqlite_files import find_file, owned, read_page
 from gateway.store.writer import Rows, transaction
 
@@ -320,3 +321,5 @@ def _move(connection: Connection, batch_id: str, status: BatchStatus, now: int) 
     connection.execute(
         "UPDATE batches SET status = ?, times = ? WHERE id = ?", (status.value, json.dumps(times), batch_id)
     )
+    if status in TERMINAL:
+        insert_notices(connection, batch, status, now)
