@@ -48,6 +48,7 @@ _ERRORS = {
 
 _CONTENT_TYPES = {
     "/metrics": "text/plain",
+    "/v1/batches/{batch_id}/events": "text/event-stream",
     "/v1/files/{file_id}/content": "application/octet-stream",
     "/v1/messages/batches/{message_batch_id}/results": "application/x-jsonl",
 }

@@ -1,7 +1,10 @@
-"""/v1/batches: create, list, retrieve and cancel. The batch worker processes the batches."""
+"""/v1/batches: create, list, retrieve, follow and cancel. The batch worker processes the batches."""
 
+import asyncio
 import hashlib
 import re
+from collections.abc import AsyncGenerator
+from contextlib import suppress
 from typing import Annotated
 
 from fastapi import APIRouter
@@ -20,9 +23,12 @@ from gateway.generate.answering import read_json
 from gateway.generate.wire import StrictBody, at_most, parse_json, validate
 from gateway.http.errors import ApiError
 from gateway.http.quotas import limit_reached
+from gateway.http.sse import EventStream, event
+from gateway.store.disk import StorageError
 from gateway.store.objects import (
     BATCH_ID,
     FILE_ID,
+    TERMINAL,
     WEBHOOK_KEY,
     BatchJob,
     IdempotencyConflict,
@@ -39,6 +45,8 @@ DEFAULT_LISTED, MAX_LISTED = 20, 100
 MAX_WINDOW_SECONDS = 30 * 86_400
 MAX_KEY_CHARS = 255
 LINES_RETRY_SECONDS = 60
+LOOK_SECONDS = 0.5
+"""Seconds between two looks at a batch that a client follows."""
 OUR_METADATA = "tidemill."
 MAX_METADATA = 16
 _WINDOW = re.compile("([1-9][0-9]{0,6})([smhd])")
@@ -169,6 +177,26 @@ async def list_batches(request: Request) -> Response:
 async def retrieve_batch(request: Request, batch_id: str) -> Response:
     batch = await find_batch(request, batch_id)
     return json_response(shown(request, batch, batch.as_json(state_of(request).jobs.notes(batch))))
+
+
+@router.get("/v1/batches/{batch_id}/events")
+async def follow_batch(request: Request, batch_id: str) -> Response:
+    """Stream the batch object: at once, after each change, and in its final state, which ends the stream."""
+    return EventStream(_changes(request, await find_batch(request, batch_id)), lambda: None)
+
+
+async def _changes(request: Request, batch: BatchJob | None) -> AsyncGenerator[bytes, None]:
+    state, lifecycle, sent = state_of(request), context_of(request).lifecycle, b""
+    while batch is not None:
+        changed = event(shown(request, batch, batch.as_json(state.jobs.notes(batch))))
+        if changed != sent:
+            sent = changed
+            yield changed
+        if batch.status in TERMINAL or lifecycle.stopped:
+            return
+        await asyncio.sleep(LOOK_SECONDS)
+        with suppress(StorageError):
+            batch = await state.folder.store.get_batch(reached_tenant(request), batch.id)
 
 
 async def find_batch(request: Request, batch_id: str) -> BatchJob:
