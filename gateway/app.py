@@ -4,6 +4,7 @@ import logging
 import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 from fastapi import FastAPI
@@ -15,7 +16,7 @@ from engine.api import EngineClient
 from engine.errors import TidemillError
 from engine.text.tokenizer import Tokenizer
 from gateway import endpoints, health
-from gateway.batch import files, message_batches, parts
+from gateway.batch import files, message_batches, parts, usage
 from gateway.batch import routes as batches
 from gateway.batch.limits import BatchLimits, BatchState
 from gateway.batch.line import LineRunner
@@ -177,7 +178,8 @@ def _add_batches(app: FastAPI, context: GatewayContext, folder: StateFolder, lim
     context.lifecycle.unfinished = lambda: (len(worker.states), worker.lines_resumed)
     context.metrics.registry.register(BatchCollector(worker, ownership))
     app.state.batches = BatchState(folder, limits, worker, rules)
-    for resource in (files, parts, batches, message_batches):
+    context.metrics.on_end.append(partial(usage.count_request, app.state.batches.usage))
+    for resource in (files, parts, batches, message_batches, usage):
         app.include_router(resource.router)
 
 

@@ -58,7 +58,7 @@ OPERATIONS = [
     ("GET", "/v1/files/{file_id}/content"), ("POST", "/v1/uploads"), ("POST", "/v1/uploads/{upload_id}/parts"),
     ("POST", "/v1/uploads/{upload_id}/complete"), ("POST", "/v1/uploads/{upload_id}/cancel"),
     ("POST", "/v1/batches"), ("GET", "/v1/batches"), ("GET", "/v1/batches/{batch_id}"),
-    ("POST", "/v1/batches/{batch_id}/cancel"),
+    ("POST", "/v1/batches/{batch_id}/cancel"), ("GET", "/v1/batches/{batch_id}/events"), ("GET", "/v1/usage"),
     ("POST", "/v1/messages/batches"), ("GET", "/v1/messages/batches"),
     ("GET", "/v1/messages/batches/{message_batch_id}"), ("DELETE", "/v1/messages/batches/{message_batch_id}"),
     ("POST", "/v1/messages/batches/{message_batch_id}/cancel"),

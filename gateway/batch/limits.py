@@ -10,6 +10,7 @@ from starlette.requests import Request
 from gateway.batch.webhooks import WebhookRules
 from gateway.http.quotas import UploadPlaces
 from gateway.store.folder import StateFolder
+from gateway.store.objects import Usage
 
 if TYPE_CHECKING:
     from gateway.batch.worker import BatchWorker
@@ -60,6 +61,8 @@ class BatchState:
     jobs: "BatchWorker"
     webhooks: WebhookRules | None = None
     """None: webhooks are refused."""
+    usage: dict[str, Usage] = field(default_factory=dict)
+    """Tokens of the requests, other than batch lines, that ended since the start, by tenant."""
     clock: Callable[[], float] = time.time
     uploads: UploadPlaces = field(default_factory=lambda: UploadPlaces(UPLOADS_EACH, UPLOADS_IN_ALL))
 

@@ -13,7 +13,8 @@ from gateway.store.objects import Page
 MAX_CURSOR_CHARS = 128
 
 
-def _refuse(param: str, rule: str) -> NoReturn:
+def refuse(param: str, rule: str) -> NoReturn:
+    """Raise ApiError 400 for an invalid query parameter."""
     raise ApiError(400, f"'{param}' must be {rule}.", param=param, code="invalid_value")
 
 
@@ -22,19 +23,19 @@ def read_page(request: Request, *, default: int, most: int, orders: bool = False
     query = request.query_params
     limit = query.get("limit", str(default))
     if not (limit.isascii() and limit.isdigit() and len(limit) <= 6 and 1 <= int(limit) <= most):
-        _refuse("limit", f"a whole number between 1 and {most}")
+        refuse("limit", f"a whole number between 1 and {most}")
     after = query.get("after") or None
     if after is not None and len(after) > MAX_CURSOR_CHARS:
         unknown_cursor()
     order = query.get("order", "desc") if orders else "desc"
     if order not in ("asc", "desc"):
-        _refuse("order", "'asc' or 'desc'")
+        refuse("order", "'asc' or 'desc'")
     return Page(int(limit), after, order == "asc")
 
 
 def unknown_cursor(param: str = "after") -> NoReturn:
     """Raise ApiError 400 for an `after` that does not exist or belongs to another tenant."""
-    _refuse(param, "the id of an object of this list")
+    refuse(param, "the id of an object of this list")
 
 
 def list_response(objects: Sequence[dict[str, Any]], has_more: bool) -> Response:

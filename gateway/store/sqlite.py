@@ -13,11 +13,11 @@ from sqlite3 import Connection
 from typing import Any
 
 from gateway.store.disk import StorageHealth
-from gateway.store.objects import TERMINAL, UNFINISHED, Channel, Holdings, Notice
+from gateway.store.objects import TERMINAL, UNFINISHED, Channel, Holdings, Notice, Usage
 from gateway.store.rows import read_batch_row, repair_batch
 from gateway.store.schema import VERSION
 from gateway.store.sqlite_batches import SqliteBatches
-from gateway.store.sqlite_files import SqliteFiles, SqliteUploads
+from gateway.store.sqlite_files import SqliteFiles, SqliteUploads, owned
 from gateway.store.writer import Rows, SqliteWriter, Work, open_database, transaction
 
 
@@ -126,6 +126,14 @@ class SqliteTenants(Rows):
     def holdings(self, connection: Connection, now: int) -> list[Holdings]:
         """Return the number of unfinished batches and stored files per tenant, ordered by name."""
         return [Holdings(**row) for row in connection.execute(_HOLDINGS, {"now": now})]
+
+    @transaction
+    def usage(self, connection: Connection, tenant: str | None) -> list[tuple[str, Usage]]:
+        """Return the token usage of all batches by tenant."""
+        sums = ", ".join(f"SUM({name}) AS {name}" for name in Usage._fields)
+        query = f"SELECT tenant, {sums} FROM batches WHERE {owned(tenant)} GROUP BY tenant"
+        rows = connection.execute(query, {"tenant": tenant})
+        return [(str(row["tenant"]), Usage(*(row[name] for name in Usage._fields))) for row in rows]
 
 
 class SqliteNotices(Rows):

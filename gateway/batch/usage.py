@@ -1,0 +1,109 @@
+"""GET /v1/usage: tokens, predicted engine seconds and value by tenant, and of each batch."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from engine.api import TokenCosts
+from gateway.batch.limits import state_of
+from gateway.batch.listing import describe_page, json_response, read_page, refuse, unknown_cursor
+from gateway.batch.tenants import listed_tenant, shown
+from gateway.context import context_of
+from gateway.store.objects import UnknownCursor, Usage
+from gateway.telemetry.account import Account
+
+router = APIRouter()
+
+MAX_LISTED = 100
+PRICES = ("price_in", "price_out")
+_DESCRIPTION = describe_page(MAX_LISTED)
+_DESCRIPTION["parameters"] += [
+    {"name": name, "in": "query", "schema": {"type": "number", "minimum": 0, "description": text}}
+    for name, text in zip(
+        PRICES, ("Price of a million prompt tokens.", "Price of a million output tokens."), strict=True
+    )
+]
+
+
+def count_request(by_tenant: dict[str, Usage], account: Account) -> None:
+    """Add the tokens of a request that ended to its tenant's. Batch lines are not added: the store counts them."""
+    request = account.request
+    if not request.job:
+        used = Usage(account.num_prompt_tokens, account.num_cached_tokens, account.num_tokens)
+        by_tenant[request.tenant] = by_tenant.get(request.tenant, Usage()).plus(used)
+
+
+@dataclass(frozen=True, slots=True)
+class Bill:
+    """Figures of token usage. `costs`: engine seconds per token, if known; `prices`: of a million tokens, if given."""
+
+    costs: TokenCosts | None
+    prices: tuple[float, float] | None
+
+    def of(self, usage: Usage) -> dict[str, Any]:
+        computed = usage.input_tokens - usage.cached_tokens
+        seconds = None if self.costs is None else round(self.costs.of(computed, usage.output_tokens), 6)
+        value = None
+        if self.prices is not None:
+            price_in, price_out = self.prices
+            value = round((usage.input_tokens * price_in + usage.output_tokens * price_out) / 1e6, 9)
+        return {
+            "input_tokens": usage.input_tokens,
+            "cached_tokens": usage.cached_tokens,
+            "output_tokens": usage.output_tokens,
+            "engine_seconds": seconds,
+            "value": value,
+        }
+
+
+@router.get("/v1/usage", openapi_extra=_DESCRIPTION)
+async def read_usage(request: Request) -> Response:
+    """Return the usage of the key's tenant, or of the query's `tenant`; batches are listed as in /v1/batches."""
+    tenant, page = listed_tenant(request), read_page(request, default=20, most=MAX_LISTED)
+    context, state = context_of(request), state_of(request)
+    stats = context.metrics.stats
+    costs = stats.token_costs
+    if costs is not None and stats.engines:  # these costs are of all engines side by side
+        costs = TokenCosts(*(len(stats.engines) * cost for cost in costs))
+    bill = Bill(costs, _prices(request))
+    try:
+        batches, more = await state.folder.store.list_batches(tenant, page)
+    except UnknownCursor:
+        unknown_cursor()
+    in_batches = dict(await state.folder.store.usage(tenant))
+    requests = state.usage
+    names = sorted({*in_batches, *requests}) if tenant is None else [tenant]
+    rows = [
+        {
+            "tenant": name,
+            "requests": bill.of(requests.get(name, Usage())),
+            "batches": bill.of(in_batches.get(name, Usage())),
+        }
+        for name in names
+    ]
+    listed: Sequence[dict[str, Any]] = [
+        shown(request, batch, {"id": batch.id, "status": batch.status.value, **bill.of(batch.usage)})
+        for batch in batches
+    ]
+    content = {"object": "usage", "since": context.created, "tenants": rows, "batches": listed, "has_more": more}
+    return json_response(content)
+
+
+def _prices(request: Request) -> tuple[float, float] | None:
+    """Return the prices of the query; None if there is none. Raises ApiError 400."""
+    if not any(request.query_params.get(name) for name in PRICES):
+        return None
+    values = []
+    for name in PRICES:
+        try:
+            value = float(request.query_params.get(name) or 0.0)
+        except ValueError:
+            value = -1.0
+        if not 0.0 <= value <= 1e9:
+            refuse(name, "a number between 0 and 1e9")
+        values.append(value)
+    return values[0], values[1]
