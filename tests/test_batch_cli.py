@@ -10,13 +10,14 @@ from typing import Any
 
 import pytest
 from batch_tools import FAST, BatchLimits, batch_server, jsonl, line
-from fake_engine import Served
+from fake_engine import MODEL, Served
 from fixtures import StartServer
 
 from engine.text.tokenizer import Tokenizer
 from gateway import cli
 from gateway.commands import batch_client
 from gateway.commands.batch_client import BatchProgress, duration_text, progress_text
+from gateway.store.objects import Page
 
 
 @pytest.fixture(autouse=True)
@@ -87,6 +88,29 @@ async def test_what_is_submitted(terminal: Terminal, served: Served, tmp_path: P
     assert (batch.endpoint, batch.completion_window, batch.metadata) == ("/v1/chat/completions", "90m", {"team": "a"})
     file = await served.app.state.batches.folder.store.get_file(tenant, batch.input_file_id, 0)
     assert file.filename == "in _put_.jsonl"
+
+
+@pytest.mark.parametrize(
+    ("flags", "models"),
+    [
+        ([], ["gpt-4o-mini", MODEL]),
+        (["--model", "alias"], ["alias", "alias"]),
+        (["--map-model", "gpt-4o-mini=alias", "--map-model", "x=y"], ["alias", MODEL]),
+    ],
+)
+async def test_the_models_of_ready_made_lines(
+    terminal: Terminal, served: Served, tmp_path: Path, flags: list[str], models: list[str]
+) -> None:
+    """`submit` and `run` send the same models; lines that are no requests are left to the server."""
+    path = Path(input_file(tmp_path, [line(1, model="gpt-4o-mini"), line(2)]))
+    await terminal.run("run", str(path), "-o", str(tmp_path / "out.jsonl"), *flags)
+    path.write_bytes(path.read_bytes() + b"not JSON\n")
+    await terminal.run("submit", str(path), *flags)
+    store = served.app.state.batches.folder
+    batches, _ = await store.store.list_batches(None, Page(9))
+    sent = [store.file_path(batch.input_file_id).read_bytes().splitlines() for batch in batches]
+    assert [[json.loads(row)["body"]["model"] for row in rows[:2]] for rows in sent] == [models, models]
+    assert sorted(map(len, sent)) == [2, 3] and b"not JSON" in {rows[-1] for rows in sent}
 
 
 async def test_a_list_longer_than_a_page(terminal: Terminal, tmp_path: Path) -> None:

@@ -238,6 +238,8 @@ def test_a_full_server_gets_the_next_part_later(tmp_path: Path, monkeypatch: pyt
         ("in.csv", "answer\n1\n", ["--prompt", "{answer}"], "already has a column 'answer'"),
         ("in.csv", "a\n1\n", ["--prompt", "{a}", "--schema", "none.json"], "none.json: No such file"),
         ("in.csv", "a\n1\n", ["--prompt", "{a}", "--body", "[1]"], "--body is not a JSON object"),
+        ("in.csv", "a\n1\n", ["--prompt", "{a}", "--map-model", "a=b"], "needs ready-made requests"),
+        ("in.csv", "a\n1\n", ["--map-model", "a"], "--map-model must look like KEY=VALUE"),
         ("in.jsonl", "{}\nx\n", ["--prompt", "x"], "line 2 is not JSON"),
         ("in.jsonl", "[]\n", ["--prompt", "x"], "line 1 is not a JSON object"),
         ("in.parquet", "x", ["--prompt", "x"], "in.parquet: "),

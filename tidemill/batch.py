@@ -63,7 +63,7 @@ class Batch:
     source: rows as dicts, a DataFrame, or a JSONL, CSV, TSV or Parquet file as a path or an `https://`, `s3://`,
         `gs://` or `az://` URL. Without a prompt, rows are lines of OpenAI's batch files.
     output: path or URL; None returns the rows in the result and keeps nothing for a later run.
-    prompt, system, schema, max_tokens, body: see `Recipe`; `schema` may be a class of pydantic.
+    prompt, system, schema, map_model, max_tokens, body: see `Recipe`; `schema` may be a class of pydantic.
     model: default: the model of the server. url, api_key: default: $TIDEMILL_URL and $TIDEMILL_API_KEY.
     window: completion window of the batches, e.g. "24h".
     follow: called with a batch object that sums up all batches, about once a second; None shows a progress bar.
@@ -77,6 +77,7 @@ class Batch:
     system: str | None = None
     schema: Any = None
     model: str | None = None
+    map_model: Mapping[str, str] = field(default_factory=dict)
     max_tokens: int | None = None
     body: Mapping[str, Any] = field(default_factory=dict)
     answer: str = "answer"
@@ -102,7 +103,9 @@ class Batch:
 
     def _run(self, stop: threading.Event) -> BatchResult:
         schema = self.schema.model_json_schema() if hasattr(self.schema, "model_json_schema") else self.schema
-        recipe = Recipe(self.prompt, self.system, schema, self.model, self.max_tokens, self.body, self.answer)
+        recipe = Recipe(
+            self.prompt, self.system, schema, self.model, self.max_tokens, self.body, self.answer, self.map_model
+        )
         client = BatchClient(server_options(self.url, self.api_key))
         output = None if self.output is None else os.fspath(self.output)
         with ExitStack() as stack:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from engine.errors import ConfigError
+from gateway.commands.batch_client import with_model
 from tidemill.tables import Row
 
 CHAT = "/v1/chat/completions"
@@ -35,7 +36,8 @@ class Recipe:
     """Make requests from rows and columns from results.
 
     prompt: text of the user message; `{column}` is replaced by the row's value, `{{` and `}}` are braces. None: every
-    row is a request already, as in OpenAI's batch files. `model` replaces the model of such rows.
+    row is a request already, as in OpenAI's batch files. `model` replaces the model of such rows, and `map_model`
+    has replacements by name.
     schema: JSON Schema of the answer; each of its properties becomes a column.
     body: further fields of the request body.
     answer: name of the column of the answer if there is no schema.
@@ -50,11 +52,14 @@ class Recipe:
     max_tokens: int | None = None
     body: Mapping[str, Any] = field(default_factory=dict)
     answer: str = "answer"
+    map_model: Mapping[str, str] = field(default_factory=dict)
     _parts: tuple[tuple[str, str | None], ...] = field(init=False, default=())
 
     def __post_init__(self) -> None:
         if self.prompt is not None:
             object.__setattr__(self, "_parts", _parse(self.prompt))
+            if self.map_model:
+                raise ConfigError("a map of models needs ready-made requests; with a prompt, name the model")
         elif self.system is not None or self.schema is not None:
             raise ConfigError("a system message or a schema needs a prompt; ready-made requests hold their own")
         if self.schema is not None and not isinstance(self.schema.get("properties"), Mapping):
@@ -82,7 +87,7 @@ class Recipe:
                 raise ConfigError(
                     "the row is not a request with `url` and `body`; give a prompt, e.g. 'Classify: {text}'"
                 )
-            return Request(url, {**body, **limits, **self.body, **model})
+            return Request(url, with_model({**body, **limits, **self.body}, self.model, self.map_model))
         system = [] if self.system is None else [{"role": "system", "content": self.system}]
         messages = [*system, {"role": "user", "content": self._text(row)}]
         form: dict[str, Any] = {}

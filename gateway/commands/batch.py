@@ -8,9 +8,10 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from engine.errors import ConfigError, TidemillError
@@ -44,7 +45,9 @@ def add_batch(commands: Any, parser_class: type[argparse.ArgumentParser]) -> Non
     ) -> argparse.ArgumentParser:
         return add_plain(name, lambda arguments: action(_client(arguments), arguments), text)
 
-    add_run(add_plain("run", run, "run a prompt over the rows of a table"))
+    command = add_plain("run", run, "run a prompt over the rows of a table")
+    add_run(command)
+    add_models(command)
     submit = add("submit", _submit, "upload a JSONL file, start a batch and print its id")
     submit.add_argument("file", type=Path, metavar="FILE")
     submit.add_argument("--endpoint", help="endpoint of every line (default: url of the first line)")
@@ -52,6 +55,7 @@ def add_batch(commands: Any, parser_class: type[argparse.ArgumentParser]) -> Non
     submit.add_argument(
         "--metadata", action="append", default=[], metavar="KEY=VALUE", help="metadata of the batch; repeatable"
     )
+    add_models(submit)
     submit.add_argument("--watch", action="store_true", help="show the progress until the batch ends")
     listing = add("list", _list, "list batches, newest first")
     listing.add_argument("--limit", type=positive, default=20, metavar="N", help="number of batches (default: 20)")
@@ -65,6 +69,25 @@ def add_batch(commands: Any, parser_class: type[argparse.ArgumentParser]) -> Non
         command.add_argument("batch_id", metavar="BATCH")
     command.add_argument("--output", type=Path, metavar="FILE", help="output file (default: standard output)")
     command.add_argument("--errors", type=Path, metavar="FILE", help="output file for failed lines")
+
+
+def add_models(command: argparse.ArgumentParser) -> None:
+    """Add the flags that replace the models of ready-made lines."""
+    command.add_argument("--model", help="model of every line (default: as in the line, else the server's)")
+    command.add_argument(
+        "--map-model", action="append", default=[], metavar="OLD=NEW", help="replacement of a model; repeatable"
+    )
+
+
+def pairs_of(words: Sequence[str], flag: str) -> dict[str, str]:
+    """Parse the values of a repeatable flag. Raise ConfigError for one that is not KEY=VALUE."""
+    pairs = {}
+    for word in words:
+        key, separator, value = word.partition("=")
+        if not separator or not key:
+            raise ConfigError(f"{flag} must look like KEY=VALUE, not {word!r}")
+        pairs[key] = value
+    return pairs
 
 
 def add_server(command: argparse.ArgumentParser) -> None:
@@ -95,17 +118,18 @@ def _client(arguments: argparse.Namespace) -> "BatchClient":
 
 
 def _submit(client: "BatchClient", arguments: argparse.Namespace) -> int:
-    metadata = {}
-    for pair in arguments.metadata:
-        key, separator, value = pair.partition("=")
-        if not separator or not key:
-            raise ConfigError(f"--metadata must look like KEY=VALUE, not {pair!r}")
-        metadata[key] = value
+    metadata = pairs_of(arguments.metadata, "--metadata")
+    models = pairs_of(arguments.map_model, "--map-model")
     endpoint = arguments.endpoint or _first_url(arguments.file)
     body: dict[str, Any] = {"endpoint": endpoint, "completion_window": arguments.window}
     if metadata:
         body["metadata"] = metadata
-    body["input_file_id"] = client.upload(arguments.file)
+    with ExitStack() as stack:
+        path = arguments.file
+        if arguments.model or models:
+            folder = Path(stack.enter_context(TemporaryDirectory(prefix="tidemill-")))
+            path = _with_models(path, folder, arguments.model, models)
+        body["input_file_id"] = client.upload(path)
     batch = client.call("POST", "/v1/batches", body)
     try:
         print(batch["id"], flush=True)
@@ -115,6 +139,23 @@ def _submit(client: "BatchClient", arguments: argparse.Namespace) -> int:
     if warning := (batch.get("metadata") or {}).get("tidemill.warning"):
         print(f"tidemill: {warning}", file=sys.stderr)
     return _follow(client, batch["id"]) if arguments.watch else 0
+
+
+def _with_models(path: Path, folder: Path, model: str | None, models: Mapping[str, str]) -> Path:
+    """Copy a file of lines to `folder` with other models. The server reports lines that are not requests."""
+    from gateway.commands.batch_client import with_model
+
+    copy = folder / path.name
+    try:
+        with path.open("rb") as lines, copy.open("wb") as file:
+            for line in lines:
+                with suppress(ValueError, TypeError, LookupError):
+                    row = json.loads(line)
+                    line = json.dumps({**row, "body": with_model(row["body"], model, models)}).encode() + b"\n"
+                file.write(line)
+    except OSError as error:
+        raise ConfigError(f"{error.filename or path}: {error.strerror}") from None
+    return copy
 
 
 def _first_url(path: Path) -> str:

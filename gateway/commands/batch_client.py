@@ -107,6 +107,12 @@ class BatchClient(ChatClient):
             query["after"] = page["last_id"]
 
 
+def with_model(body: Mapping[str, Any], model: str | None, models: Mapping[str, str]) -> dict[str, Any]:
+    """Return a request body for `model`, or else for the model that `models` has for the body's model."""
+    new = model or models.get(str(body.get("model")))
+    return {**body, "model": new} if new else dict(body)
+
+
 def progress_text(batch: dict[str, Any]) -> str:
     """Return finished, total and failed lines, e.g. "3/10 lines, 1 failed"."""
     counts = batch.get("request_counts") or {"total": 0, "completed": 0, "failed": 0}

@@ -29,7 +29,6 @@ def add_run(command: argparse.ArgumentParser) -> None:
     command.add_argument("--prompt", metavar="TEXT", help="user message; {column} is replaced by the row's value")
     command.add_argument("--system", metavar="TEXT", help="system message")
     command.add_argument("--schema", type=Path, metavar="FILE", help="JSON Schema of the answer; a column per property")
-    command.add_argument("--model", help="name of the model (default: the server's)")
     command.add_argument("--max-tokens", type=int, metavar="N", help="longest answer, tokens (default: the server's)")
     command.add_argument("--body", metavar="JSON", help="further fields of the request, e.g. '{\"temperature\": 0}'")
     command.add_argument("--answer", default="answer", metavar="COLUMN", help="column of the answer (default: answer)")
@@ -47,6 +46,7 @@ def run(arguments: argparse.Namespace) -> int:
         if arguments.schema is None
         else _object(arguments.schema.read_text, f"--schema {arguments.schema}"),
         model=arguments.model,
+        map_model=importlib.import_module("gateway.commands.batch").pairs_of(arguments.map_model, "--map-model"),
         max_tokens=arguments.max_tokens,
         body={} if arguments.body is None else _object(lambda: arguments.body, "--body"),
         answer=arguments.answer,
