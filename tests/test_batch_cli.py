@@ -102,15 +102,14 @@ async def test_the_models_of_ready_made_lines(
     terminal: Terminal, served: Served, tmp_path: Path, flags: list[str], models: list[str]
 ) -> None:
     """`submit` and `run` send the same models; lines that are no requests are left to the server."""
-    path = Path(input_file(tmp_path, [line(1, model="gpt-4o-mini"), line(2)]))
-    await terminal.run("run", str(path), "-o", str(tmp_path / "out.jsonl"), *flags)
-    path.write_bytes(path.read_bytes() + b"not JSON\n")
-    await terminal.run("submit", str(path), *flags)
-    store = served.app.state.batches.folder
-    batches, _ = await store.store.list_batches(None, Page(9))
-    sent = [store.file_path(batch.input_file_id).read_bytes().splitlines() for batch in batches]
+    lines = [line(1, model="gpt-4o-mini"), line(2)]
+    await terminal.run("run", input_file(tmp_path, lines), "-o", str(tmp_path / "out.jsonl"), *flags)
+    await terminal.run("submit", input_file(tmp_path, [*lines, "no request"]), *flags)
+    folder = served.app.state.batches.folder
+    batches, _ = await folder.store.list_batches(None, Page(9))
+    sent = [folder.file_path(batch.input_file_id).read_bytes().splitlines() for batch in batches]
     assert [[json.loads(row)["body"]["model"] for row in rows[:2]] for rows in sent] == [models, models]
-    assert sorted(map(len, sent)) == [2, 3] and b"not JSON" in {rows[-1] for rows in sent}
+    assert sent[0][2:] == [b'"no request"'] and not sent[1][2:]
 
 
 async def test_a_list_longer_than_a_page(terminal: Terminal, tmp_path: Path) -> None:

@@ -10,9 +10,11 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+import fastapi
 import pyarrow
 import pyarrow.parquet
 import pytest
+import uvicorn
 from batch_tools import FAST, batch_server, client_of, jsonl, line
 from fake_engine import MODEL, Served
 from obstore.store import MemoryStore
@@ -22,6 +24,7 @@ from engine.errors import ConfigError
 from engine.text.tokenizer import Tokenizer
 from gateway import cli
 from gateway.commands.chat import ChatError, RefusedError
+from gateway.server import bind
 from tidemill import Batch, BatchResult, tables
 from tidemill.journal import Journal
 from tidemill.recipe import Recipe, is_final
@@ -286,6 +289,103 @@ def test_the_form_of_an_answer_that_is_not_an_object() -> None:
 
     assert result('{"label": "goo', "length")["error"] == "the answer was cut off at the token limit"
     assert result("[1]", "stop")["status"] == "failed"
+
+
+# ---- another server
+
+
+class OtherServer:
+    """An OpenAI-compatible server with two models, without any field of its own. A text with "bad" is refused."""
+
+    def __init__(self) -> None:
+        self.files: dict[str, bytes] = {}
+        self.batches: list[dict[str, Any]] = []
+        self.app = fastapi.FastAPI()
+        for method, path, handler in (
+            ("GET", "/v1/models", self.models),
+            ("POST", "/v1/files", self.upload),
+            ("GET", "/v1/files/{file_id}/content", lambda file_id: fastapi.Response(self.files[file_id])),
+            ("POST", "/v1/batches", self.create),
+            ("GET", "/v1/batches", lambda: {"data": self.batches[::-1], "has_more": False}),
+            ("GET", "/v1/batches/{batch_id}", self.retrieve),
+        ):
+            self.app.add_api_route(path, handler, methods=[method], response_model=None)
+
+    def models(self) -> dict[str, Any]:
+        return {"object": "list", "data": [{"id": name, "object": "model", "owned_by": "x"} for name in ("m1", "m2")]}
+
+    def store(self, content: bytes) -> str:
+        self.files[f"file-{len(self.files)}"] = content
+        return f"file-{len(self.files) - 1}"
+
+    async def upload(self, request: fastapi.Request) -> dict[str, Any]:
+        form = await request.form()
+        assert form["purpose"] == "batch"
+        return {"id": self.store(await form["file"].read()), "object": "file"}  # type: ignore[union-attr]
+
+    async def create(self, request: fastapi.Request) -> dict[str, Any]:
+        body = await request.json()
+        batch = {"id": f"batch-{len(self.batches)}", "object": "batch", "status": "validating", **body}
+        self.batches.append({**batch, "request_counts": None, "output_file_id": None, "error_file_id": None})
+        return self.batches[-1]
+
+    def retrieve(self, batch_id: str) -> dict[str, Any]:
+        """Return a batch after its next state."""
+        batch = next(each for each in self.batches if each["id"] == batch_id)
+        states = ["validating", "in_progress", "finalizing", "completed"]
+        batch["status"] = states[min(states.index(batch["status"]) + 1, 3)]
+        if batch["status"] == "completed" and batch["output_file_id"] is None:
+            rows = [self.answer(json.loads(text)) for text in self.files[batch["input_file_id"]].splitlines()]
+            good = [row for row in rows if row["response"]["status_code"] == 200]
+            bad = [row for row in rows if row not in good]
+            batch["output_file_id"] = self.store(jsonl(good[::-1])[:-1])  # in any order, without a last line end
+            batch["error_file_id"] = self.store(jsonl(bad)) if bad else None
+            batch["request_counts"] = {"total": len(rows), "completed": len(good), "failed": len(bad)}
+        return batch
+
+    def answer(self, line: dict[str, Any]) -> dict[str, Any]:
+        assert line["body"]["model"] in ("m1", "m2")
+        text = line["body"]["messages"][-1]["content"]
+        choice = {"index": 0, "message": {"role": "assistant", "content": text.upper()}, "finish_reason": "stop"}
+        body = {"error": {"message": "refused", "code": None}} if "bad" in text else {"choices": [choice]}
+        response = {"status_code": 400 if "bad" in text else 200, "request_id": "x", "body": body}
+        return {"id": "x", "custom_id": line["custom_id"], "response": response, "error": None}
+
+
+@pytest.fixture
+async def other() -> AsyncIterator[tuple[OtherServer, str]]:
+    other = OtherServer()
+    listener = bind("127.0.0.1", 0)
+    server = uvicorn.Server(uvicorn.Config(other.app, log_config=None, lifespan="off"))
+    task = asyncio.ensure_future(server._serve([listener]))
+    yield other, f"http://127.0.0.1:{listener.getsockname()[1]}"
+    server.should_exit = True
+    await task
+
+
+async def test_another_server(other: tuple[OtherServer, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run in three parts, left after the first, and continued: every row has its own answer, and ran once."""
+    monkeypatch.setattr(runs, "MAX_LINES", 2)
+    monkeypatch.setattr(runs, "MAX_OPEN", 1)
+    server, url = other
+    rows = [{"id": number, "text": text} for number, text in enumerate(["one", "bad", "three", "four", "fünf\u2028"])]
+    source, output = write(tmp_path / "in.csv", rows), tmp_path / "out.csv"
+    ask = lambda **options: Batch(source, output, url=url, prompt="{text}", **options).run_async()  # noqa: E731
+    with pytest.raises(ConfigError, match="the server has 2 models; name one: m1, m2"):
+        await ask(follow=silent)
+
+    def leave(_batch: dict[str, Any]) -> None:
+        if len(server.batches) == 2:
+            raise ChatError("the terminal was closed")
+
+    with pytest.raises(ChatError, match="closed"):
+        await ask(model="m2", follow=leave)
+    for _ in range(2):
+        result = await ask(model="m2", follow=silent)
+        assert (result.total, result.causes) == (5, {"refused (400)": 1})
+        assert [row["answer"] for row in result] == ["ONE", "", "THREE", "FOUR", "FÜNF\u2028"]
+        assert [each["status"] for each in server.batches] == ["completed"] * 3
+        assert sum(len(server.files[each["input_file_id"]].splitlines()) for each in server.batches) == 5
 
 
 async def test_object_stores_and_the_web(served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

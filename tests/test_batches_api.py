@@ -1,6 +1,7 @@
 """/v1/batches with the official client, end to end around a scripted engine."""
 
 import asyncio
+import itertools
 import json
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -566,3 +567,37 @@ async def test_result_files_survive_splitlines(tokenizer: Tokenizer, tmp_path: P
         output, errors = await results_of(client, batch)
     assert set(output) == set(texts) and set(errors) == {f"bad {text}" for text in texts}
     assert {row["response"]["body"]["choices"][0]["text"] for row in output.values()} != {""}
+
+
+# ---- changes
+
+
+async def changes_of(served: Served, batch_id: str) -> list[dict[str, Any]]:
+    """The batch objects of the stream of a batch, which must end by itself."""
+    async with (
+        httpx.AsyncClient(timeout=60) as http,
+        http.stream("GET", f"{served.url}/v1/batches/{batch_id}/events") as answer,
+    ):
+        assert answer.headers["content-type"] == "text/event-stream"
+        return [json.loads(text.removeprefix("data: ")) async for text in answer.aiter_lines() if text]
+
+
+async def test_a_stream_has_each_change_and_ends_with_the_batch(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    async with batch_server(tokenizer, tmp_path / "state", "done", hold_after=0) as (served, client):
+        batch = await until(client, (await submit(client, jsonl([line(1)]))).id, "in_progress")
+        stream = asyncio.create_task(changes_of(served, batch.id))
+        await asyncio.sleep(0)
+        await client.batches.cancel(batch.id)
+        found = await stream
+        assert found[-1]["status"] == "cancelled" and {each["id"] for each in found} == {batch.id}
+        assert all(before != after for before, after in itertools.pairwise(found))
+        assert await changes_of(served, batch.id) == found[-1:], "of a batch that has ended: its final state"
+
+
+async def test_a_stream_ends_when_the_server_stops(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    async with batch_server(tokenizer, tmp_path / "state", "done", hold_after=0) as (served, client):
+        batch = await until(client, (await submit(client, jsonl([line(1)]))).id, "in_progress")
+        stream = asyncio.create_task(changes_of(served, batch.id))
+        await served.engine.wait_for_event("add")
+        await served.app.state.context.lifecycle.stop()
+        assert (await stream)[-1]["status"] == "in_progress"

@@ -16,10 +16,12 @@ import pytest
 from batch_tools import batch_server, client_of, digest, jsonl, keys_of, line, results_of, submit, until
 from fake_engine import MODEL, Script, Served
 
-from engine.api import EngineRequest
+from engine.api import EngineRequest, TokenCosts
 from engine.text.tokenizer import Tokenizer
 from gateway import cli
+from gateway.batch.usage import Bill
 from gateway.store.folder import open_state
+from gateway.store.objects import Usage
 from gateway.store.schema import MIGRATIONS
 from gateway.web import routes as web
 
@@ -228,6 +230,8 @@ ROUTES = {
     ("DELETE", "/v1/files/{file_id}"): OPERATOR,
     ("GET", "/v1/batches"): OPERATOR,
     ("GET", "/v1/batches/{batch_id}"): OPERATOR,
+    ("GET", "/v1/batches/{batch_id}/events"): OPERATOR,
+    ("GET", "/v1/usage"): OPERATOR,
     ("POST", "/v1/batches/{batch_id}/cancel"): OPERATOR,
     ("GET", "/v1/messages/batches"): OPERATOR,
     ("GET", "/v1/messages/batches/{message_batch_id}"): OPERATOR,
@@ -423,3 +427,40 @@ async def test_the_command_line_lists_and_cancels_for_an_operator(
     assert (await run("boss", "cancel", running))[:2] == (0, "cancelling\n")
     code, out, err = await run("other", "list", "--tenant", "acme")
     assert code == 1 and not out and "operator" in err
+
+
+# ---- usage
+
+
+async def test_usage_by_tenant_and_batch_with_prices(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    keys = keys_of(tmp_path, "a alpha", "b beta operator")
+    async with started(tokenizer, tmp_path, keys, "a", "b") as (_, clients):
+        a, b = clients["a"], clients["b"]
+        chat = await a.chat.completions.create(model=MODEL, messages=[{"role": "user", "content": "hi"}])
+        batch = await until(a, (await submit(a, jsonl([line(1), line(2)]))).id)
+        assert chat.usage is not None and batch.usage is not None
+        own = (await get(a, "/v1/usage", params={"price_in": 2, "price_out": 4})).json()
+        (row,) = own["tenants"]
+        (listed,) = own["batches"]
+        assert row["tenant"] == "alpha" and row["batches"] == {k: listed[k] for k in row["batches"]}
+        assert (listed["id"], listed["status"], "tenant" in listed) == (batch.id, "completed", False)
+        for part, usage in ((row["requests"], chat.usage), (row["batches"], batch.usage)):
+            tokens = usage.model_dump()
+            prompt = tokens.get("prompt_tokens", tokens.get("input_tokens"))
+            output = tokens.get("completion_tokens", tokens.get("output_tokens"))
+            assert (part["input_tokens"], part["output_tokens"]) == (prompt, output)
+            assert part["value"] == pytest.approx((2 * prompt + 4 * output) / 1e6)
+        every = (await get(b, "/v1/usage", params={"tenant": "*"})).json()
+        assert [each["tenant"] for each in every["tenants"] + every["batches"]] == ["alpha", "alpha"]
+        (row,) = (await get(b, "/v1/usage")).json()["tenants"]
+        assert row["tenant"] == "beta" and not row["requests"]["input_tokens"] and row["requests"]["value"] is None
+        for params, status in (({"tenant": "beta"}, 403), ({"price_in": "x"}, 400), ({"price_out": -1}, 400)):
+            assert (await get(a, "/v1/usage", params=params)).status_code == status
+
+
+def test_engine_seconds_and_value_of_tokens() -> None:
+    """Cached prompt tokens take no time, but they are paid."""
+    bill = Bill(TokenCosts(0.001, 0.01), (1.0, 3.0)).of(Usage(1000, 400, 50))
+    assert (bill["engine_seconds"], bill["value"]) == (pytest.approx(1.1), pytest.approx(0.00115))
+    unknown = Bill(None, None).of(Usage(1, 0, 1))
+    assert unknown["engine_seconds"] is None and unknown["value"] is None
