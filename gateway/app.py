@@ -2,7 +2,7 @@
 
 import logging
 import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -21,7 +21,7 @@ from gateway.batch import routes as batches
 from gateway.batch.limits import BatchLimits, BatchState
 from gateway.batch.line import LineRunner
 from gateway.batch.metrics import BatchCollector
-from gateway.batch.notices import CommandRunner, Notifier, Sender
+from gateway.batch.notices import CommandRunner, Notifier, Sender, read_command
 from gateway.batch.tenants import Ownership
 from gateway.batch.uploads import MAX_OVERHEAD
 from gateway.batch.webhooks import WebhookRules, WebhookSender, read_rules
@@ -168,7 +168,7 @@ def _add_batches(app: FastAPI, context: GatewayContext, folder: StateFolder, lim
     )
     ownership = Ownership(folder.store, keys)
     rules = read_rules(os.environ)
-    notifier = Notifier(folder.store, _senders(context.config, rules))
+    notifier = Notifier(folder.store, _senders(rules, read_command(os.environ)))
     worker.on_end = notifier.wake
     context.lifecycle.background += [ownership, worker, notifier]
     context.on_new_keys.append(ownership.report)
@@ -183,12 +183,12 @@ def _add_batches(app: FastAPI, context: GatewayContext, folder: StateFolder, lim
         app.include_router(resource.router)
 
 
-def _senders(config: ServerConfig, rules: WebhookRules | None) -> dict[Channel, Sender]:
+def _senders(rules: WebhookRules | None, command: Sequence[str]) -> dict[Channel, Sender]:
     senders: dict[Channel, Sender] = {}
     if rules is not None:
         senders[Channel.WEBHOOK] = WebhookSender(rules)
-    if config.batch_end_words:
-        senders[Channel.COMMAND] = CommandRunner(config.batch_end_words)
+    if command:
+        senders[Channel.COMMAND] = CommandRunner(command)
     return senders
 
 

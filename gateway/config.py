@@ -2,7 +2,6 @@
 a field contains the help and the choices of its flag."""
 
 import re
-import shlex
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -62,10 +61,6 @@ class ServerConfig:
     request_log: str | None = _flag(
         None, "file for a JSON line per ended request, without its text; SIGHUP reopens it (logrotate)"
     )
-    on_batch_end: str = _flag(
-        "",
-        "command to run, without a shell, when a batch has ended; the batch's id and state are its last arguments",
-    )
     log_level: str = _flag("info", "minimum level of log lines", LOG_LEVELS)
 
     def __post_init__(self) -> None:
@@ -93,19 +88,6 @@ class ServerConfig:
                 raise ConfigError(
                     f"--allowed-origin must be SCHEME://HOST[:PORT] without a path, null or *, not {origin!r}"
                 )
-        _words_of(self.on_batch_end)
         if any(not name.strip() for name in self.served_model_name):
             raise ConfigError("--served-model-name must not be empty")
         check_combinations(self)
-
-    @property
-    def batch_end_words(self) -> tuple[str, ...]:
-        """The command of `on_batch_end` and its arguments."""
-        return _words_of(self.on_batch_end)
-
-
-def _words_of(command: str) -> tuple[str, ...]:
-    try:
-        return tuple(shlex.split(command))
-    except ValueError as error:
-        raise ConfigError(f"--on-batch-end {command!r}: {error}; close the quotation") from None

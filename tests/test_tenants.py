@@ -315,6 +315,8 @@ async def test_an_operator_reaches_the_objects_of_all_tenants(served: tuple[Serv
     await ask(boss, "DELETE", "/v1/files/{file_id}", held, 400)
     await ask(boss, "POST", "/v1/batches/{batch_id}/cancel", running)
     assert (await until(acme, running)).status == "cancelled"
+    await ask(boss, "GET", "/v1/batches/{batch_id}/events", running)
+    await ask(boss, "GET", "/v1/usage", "")
     await ask(boss, "DELETE", "/v1/files/{file_id}", batch.output_file_id)
     await ask(acme, "GET", "/v1/files/{file_id}", batch.output_file_id, 404)
     await reach_message_batches(ask, acme, boss)

@@ -1,4 +1,4 @@
-"""Webhooks and --on-batch-end: which addresses are called, signatures, attempts, restarts, and the whole way."""
+"""Webhooks and TIDEMILL_ON_BATCH_END: which addresses are called, signatures, attempts, restarts, and the whole way."""
 
 import asyncio
 import base64
@@ -19,7 +19,7 @@ from batch_tools import batch_server, eventually, jsonl, line, submit, until
 from engine.config import EngineConfig
 from engine.errors import ConfigError
 from engine.text.tokenizer import Tokenizer
-from gateway.batch.notices import MAX_ATTEMPTS, MAX_PAUSE, CommandRunner, Notifier
+from gateway.batch.notices import COMMAND, MAX_ATTEMPTS, MAX_PAUSE, CommandRunner, Notifier
 from gateway.batch.webhooks import HOSTS, SECRETS, Failure, WebhookSender, read_rules
 from gateway.commands.preflight import check_start
 from gateway.config import ServerConfig
@@ -284,9 +284,10 @@ async def test_the_command(
 
 
 @pytest.mark.parametrize("command", ["no-such-program-here", "'open"])
-def test_a_command_that_cannot_run_is_refused_at_the_start(command: str) -> None:
-    with pytest.raises(ConfigError, match="--on-batch-end"):
-        check_start(EngineConfig(), ServerConfig(port=0, on_batch_end=command))
+def test_a_command_that_cannot_run_is_refused_at_the_start(monkeypatch: pytest.MonkeyPatch, command: str) -> None:
+    monkeypatch.setenv(COMMAND, command)
+    with pytest.raises(ConfigError, match=COMMAND):
+        check_start(EngineConfig(), ServerConfig(port=0))
 
 
 # ---- the whole way
@@ -299,7 +300,8 @@ async def test_a_batch_calls_its_webhook_and_the_command(
     monkeypatch.setenv(HOSTS, "127.0.0.0/8")
     marker = tmp_path / "ended"
     command = f"{sys.executable} -c 'import sys; open(sys.argv[1], \"w\").write(sys.argv[3])' {marker}"
-    async with batch_server(tokenizer, tmp_path / "state", on_batch_end=command) as (_, client):
+    monkeypatch.setenv(COMMAND, command)
+    async with batch_server(tokenizer, tmp_path / "state") as (_, client):
         for metadata in ({WEBHOOK_KEY: "https://10.0.0.1/x"}, {"tidemill.other": "x"}):
             with pytest.raises(openai.BadRequestError):
                 await submit(client, jsonl([line(1)]), metadata=metadata)

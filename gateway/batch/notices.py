@@ -1,4 +1,4 @@
-"""Report the end of each batch: run the command of --on-batch-end, and call the batch's webhook.
+"""Report the end of each batch: run the command of TIDEMILL_ON_BATCH_END, and call the batch's webhook.
 
 A report is stored in the transaction that ends the batch and removed after its last attempt, so that a crash loses
 none. A crash during an attempt repeats it.
@@ -7,6 +7,8 @@ none. A crash during an attempt repeats it.
 import asyncio
 import logging
 import os
+import shlex
+import shutil
 import signal
 import tempfile
 import time
@@ -14,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Protocol
 
+from engine.errors import ConfigError
 from gateway.batch.webhooks import SECRETS, Failure
 from gateway.http.errors import log_unexpected
 from gateway.store.disk import StorageError
@@ -22,6 +25,8 @@ from gateway.store.sqlite import SqliteStore
 
 log = logging.getLogger("tidemill.gateway")
 
+COMMAND = "TIDEMILL_ON_BATCH_END"
+"""Environment variable: the command to run when a batch has ended."""
 MAX_ATTEMPTS = 12
 FIRST_PAUSE, PAUSE_FACTOR, MAX_PAUSE = 5, 4, 6 * 3600
 """Pauses between attempts in seconds: all attempts of a report take about 32 hours."""
@@ -32,6 +37,18 @@ LONGEST_SLEEP = 60.0
 COMMAND_SECONDS = 600.0
 MAX_OUTPUT = 16 * 1024
 """Maximum bytes of a command's output in the log: its end."""
+
+
+def read_command(environment: Mapping[str, str]) -> tuple[str, ...]:
+    """Return the words of the command, or () without one. Raise ConfigError if it cannot be run."""
+    text = environment.get(COMMAND, "")
+    try:
+        words = tuple(shlex.split(text))
+    except ValueError as error:
+        raise ConfigError(f"{COMMAND} {text!r}: {error}; close the quotation") from None
+    if words and shutil.which(words[0]) is None:
+        raise ConfigError(f"{COMMAND}: there is no program {words[0]}; give its path")
+    return words
 
 
 def pause_after(attempts: int) -> int:
@@ -135,8 +152,11 @@ class Notifier:
 
 
 class CommandRunner:
-    """Run the command of --on-batch-end without a shell. Its last arguments are the batch's id and state, which are in
-    TIDEMILL_BATCH_ID and TIDEMILL_BATCH_STATUS as well, and the tenant in TIDEMILL_BATCH_TENANT."""
+    """Run the command of TIDEMILL_ON_BATCH_END without a shell.
+
+    Its last arguments are the batch's id and state, which are in TIDEMILL_BATCH_ID and TIDEMILL_BATCH_STATUS as well.
+    TIDEMILL_BATCH_TENANT has the tenant.
+    """
 
     def __init__(self, words: Sequence[str], seconds: float = COMMAND_SECONDS) -> None:
         self._words = tuple(words)
@@ -166,7 +186,7 @@ class CommandRunner:
             failure = await self._wait(process)
             output.seek(max(0, output.seek(0, os.SEEK_END) - MAX_OUTPUT))
             if text := output.read().decode("utf-8", "replace").strip():
-                log.info("batch %s: --on-batch-end printed: %s", notice.batch, text)
+                log.info("batch %s: the command printed: %s", notice.batch, text)
         return failure
 
     async def _wait(self, process: asyncio.subprocess.Process) -> Failure | None:

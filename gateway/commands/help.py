@@ -30,7 +30,7 @@ FLAGS = {
     "steps": "max_num_seqs max_num_batched_tokens threads kernels quantization speculation",
     "latency profile": "profile_dir profile_seconds",
     "network and access": "host port api_key api_key_file allowed_host allowed_origin",
-    "files, batches and logs": "state_dir on_batch_end request_log log_level",
+    "files, batches and logs": "state_dir request_log log_level",
     "several engines or ranks": "engines ray overload tensor_parallel_size",
     "life and death": "shutdown_timeout",
 }

@@ -7,7 +7,6 @@ import errno
 import importlib
 import importlib.util
 import os
-import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -76,8 +75,7 @@ def _check_server(config: ServerConfig, classes: Sequence[str]) -> Path:
         importlib.import_module("gateway.telemetry.request_log").check_path(config.request_log)
     importlib.import_module("gateway.telemetry.tracing").find_endpoint(os.environ)
     importlib.import_module("gateway.batch.webhooks").read_rules(os.environ)
-    if config.batch_end_words and shutil.which(config.batch_end_words[0]) is None:
-        raise ConfigError(f"--on-batch-end {config.batch_end_words[0]}: there is no such program; give its path")
+    importlib.import_module("gateway.batch.notices").read_command(os.environ)
     return state
 
 

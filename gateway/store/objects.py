@@ -313,7 +313,7 @@ class Channel(StrEnum):
     """Ways to report the end of a batch."""
 
     COMMAND = "command"
-    """The command of --on-batch-end."""
+    """The command of TIDEMILL_ON_BATCH_END."""
     WEBHOOK = "webhook"
     """The URL in the batch's metadata under WEBHOOK_KEY."""
 
