@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import fastapi
+import httpx
 import pyarrow
 import pyarrow.parquet
 import pytest
@@ -25,7 +26,7 @@ from engine.text.tokenizer import Tokenizer
 from gateway import cli
 from gateway.commands.chat import ChatError, RefusedError
 from gateway.server import bind
-from tidemill import Batch, BatchResult, tables
+from tidemill import Batch, BatchResult, remote, tables
 from tidemill.journal import Journal
 from tidemill.recipe import Recipe, is_final
 
@@ -319,9 +320,9 @@ class OtherServer:
         return f"file-{len(self.files) - 1}"
 
     async def upload(self, request: fastapi.Request) -> dict[str, Any]:
-        form = await request.form()
-        assert form["purpose"] == "batch"
-        return {"id": self.store(await form["file"].read()), "object": "file"}  # type: ignore[union-attr]
+        async with request.form() as form:
+            assert form["purpose"] == "batch"
+            return {"id": self.store(await form["file"].read()), "object": "file"}  # type: ignore[union-attr]
 
     async def create(self, request: fastapi.Request) -> dict[str, Any]:
         body = await request.json()
@@ -419,6 +420,33 @@ async def test_object_stores_and_the_web(served: Served, tmp_path: Path, monkeyp
     finally:
         web.shutdown()
         web.server_close()
+
+
+@pytest.mark.clients
+async def test_a_bucket_of_s3(served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Input and output in a bucket of moto's server; needs `pip install 'moto[server]'`."""
+    moto = pytest.importorskip("moto.server").ThreadedMotoServer(port=0, verbose=False)
+    moto.start()
+    try:
+        host, port = moto.get_host_and_port()
+        address = f"http://{'127.0.0.1' if host == '0.0.0.0' else host}:{port}"
+        settings = {"ENDPOINT_URL": address, "ALLOW_HTTP": "true", "REGION": "us-east-1"}
+        for name, value in {**settings, "ACCESS_KEY_ID": "x", "SECRET_ACCESS_KEY": "x"}.items():
+            monkeypatch.setenv(f"AWS_{name}", value)
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+        async with httpx.AsyncClient(trust_env=False) as client:
+            assert (await client.put(f"{address}/bucket")).status_code == 200
+        remote.put(write(tmp_path / "in.parquet", ROWS), "s3://bucket/in.parquet")
+        for _ in range(2):
+            await run(served, "s3://bucket/in.parquet", "s3://bucket/out.parquet", prompt="{text}", max_tokens=60)
+            remote.fetch("s3://bucket/out.parquet", tmp_path / "out.parquet")
+            rows = list(tables.read_rows(tmp_path / "out.parquet"))
+            assert [(row["id"], row["answer"]) for row in rows] == [(row["id"], ANSWER) for row in ROWS]
+        assert await num_batches(served) == 1, "the second run had nothing to send"
+        with pytest.raises(ConfigError, match="none"):
+            await run(served, "s3://bucket/none.csv", prompt="{text}")
+    finally:
+        moto.stop()
 
 
 def test_a_journal_of_a_killed_process(tmp_path: Path) -> None:

@@ -371,7 +371,7 @@ async def test_other_keys_see_no_difference_between_a_missing_object_and_another
         return found.status_code, re.sub("req-[0-9a-f]{32}", "REQUEST", found.text), asked
 
     asked = {(method, route) for (method, route), kind in ROUTES.items() if kind is OPERATOR and "{" in route}
-    assert len(asked) == 9
+    assert len(asked) == 10
     for method, route in asked:
         real, missing = (finished, MISSING_BATCH) if "batch_id" in route else (file, MISSING_FILE)
         found = [
