@@ -140,7 +140,7 @@ def test_the_mode_of_a_key_file(
     monkeypatch.setattr(os, "getegid", lambda: group + 1)
     monkeypatch.setattr(os, "getgroups", lambda: [group] if own_group else [])
     try:
-        preflight._check_keys(ServerConfig(api_key_file=str(tmp_path / "tenants")))
+        preflight._check_keys(ServerConfig(api_key_file=str(tmp_path / "tenants")), ["default"])
     except ConfigError as error:
         assert answer in error.message and answer
     else:
