@@ -104,24 +104,6 @@ def test_prompts_run_in_chunks_beside_decodes(depth: int) -> None:
     assert all(s.features.num_tokens <= 16 for s in driver.steps)
 
 
-def test_requests_share_every_step(depth: int) -> None:
-    driver = make_driver(depth)
-    requests = [make_request(str(i), [i, 7, 9], 8) for i in range(5)]
-    driver.add(*requests)
-    driver.run()
-    check_solo(driver, *requests)
-    assert max(len(s.chunks) for s in driver.steps) == 5
-
-
-def test_no_more_requests_than_rows(depth: int) -> None:
-    driver = make_driver(depth, max_num_seqs=2)
-    requests = [make_request(str(i), [i] * 6, 5) for i in range(7)]
-    driver.add(*requests)
-    driver.run()
-    check_solo(driver, *requests)
-    assert max(len(s.chunks) for s in driver.steps) == 2
-
-
 def test_stop_token_ends_and_min_tokens_delays_it(depth: int) -> None:
     prompt = [3, 1, 4]
     free = solo_tokens(prompt, make_request("x", prompt, 12).sampling, VOCAB)
@@ -324,16 +306,6 @@ def test_a_request_that_fills_the_pool_exactly(depth: int) -> None:
     driver.add(*requests)
     driver.run()
     check_solo(driver, *requests)
-
-
-def test_steps_are_deterministic(depth: int) -> None:
-    def run() -> list[Any]:
-        driver = make_driver(depth, num_units=2 * 12)
-        driver.add(*[make_request(str(i), [i % 3] * (5 + i), 12) for i in range(6)])
-        driver.run()
-        return driver.steps
-
-    assert run() == run()
 
 
 def test_illegal_transition_is_refused() -> None:

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from recording_disk import IO_ERROR, NO_SPACE, FaultyDisk, Log, RecordingDisk, write_image
+from recording_disk import IO_ERROR, NO_SPACE, FaultyDisk, Log, RecordingDisk
 
 from gateway.store.disk import QUIET_SECONDS, Disk, DiskFile, StorageError, StorageHealth, UnreadableError, read_errors
 
@@ -32,14 +32,6 @@ def test_a_file_is_written_synced_renamed_and_its_folder_synced_in_this_order(tm
     assert [(kind, name) for kind, name, _ in log.entries] == [
         ("create", "tmp/t"), ("write", "tmp/t"), ("sync", "tmp/t"), ("rename", "tmp/t"), ("sync_folder", "files"),
     ]  # fmt: skip
-
-
-def recording(log: Log) -> RecordingDisk:
-    """A recording disk on a folder that is itself durable; that is two entries."""
-    disk = RecordingDisk(log)
-    disk.sync_folder(log.root)
-    disk.sync_folder(log.root.parent)
-    return disk
 
 
 def test_only_the_owner_can_read(tmp_path: Path) -> None:
@@ -149,37 +141,3 @@ def test_a_journal_is_written_in_place(tmp_path: Path) -> None:
     journal.sync()
     journal.close()
     assert (tmp_path / "j").read_bytes() == b"helLO!"
-
-
-@pytest.mark.parametrize(
-    ("end", "reading", "files"),
-    [
-        (2, "eager", {"tmp/t": b"content"}),
-        (2, "torn", {"tmp/t": b""}),
-        (2, "cautious", {}),
-        (4, "torn", {"files/f": b"content"}),
-        (4, "cautious", {}),
-        (5, "cautious", {"files/f": b"content"}),
-    ],
-)
-def test_crash_images_hold_what_was_made_durable(
-    tmp_path: Path, end: int, reading: str, files: dict[str, bytes]
-) -> None:
-    log = Log(tmp_path / "state")
-    log.root.mkdir()
-    publish(recording(log), log.root)
-    write_image(log, 2 + end, reading, tmp_path / "image")
-    image = tmp_path / "image"
-    found = {str(p.relative_to(image)): p.read_bytes() for p in image.rglob("*") if p.is_file()}
-    assert found == files
-
-
-def test_a_forgotten_fsync_shows_in_an_image(tmp_path: Path) -> None:
-    log = Log(tmp_path / "state")
-    log.root.mkdir()
-    publish(recording(log), log.root)
-    assert [log.entries[i][0] for i in log.barriers()][2:] == ["sync", "rename", "sync_folder"]
-    write_image(log.without(4), 6, "cautious", tmp_path / "no-sync")
-    assert (tmp_path / "no-sync" / "files" / "f").read_bytes() == b""
-    write_image(log.without(6), 6, "cautious", tmp_path / "no-folder")
-    assert not (tmp_path / "no-folder" / "files" / "f").exists()

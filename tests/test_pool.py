@@ -18,15 +18,6 @@ from engine.limits import SchedulerConfig
 HELD = [kind for kind in CacheKind if kind.form.units]  # what a block can be allocated for
 
 
-def test_allocation_takes_two_units_and_stops_when_empty() -> None:
-    pool = BlockPool(5)
-    blocks = [pool.allocate(CacheKind.KV, online=True) for _ in range(3)]
-    assert blocks[0] is not None and blocks[1] is not None and blocks[2] is None
-    units = [u for b in blocks if b for u in b.entry.units]
-    assert len(set(units)) == 4
-    assert pool.num_available_units == 1
-
-
 @pytest.mark.parametrize("kind", HELD)
 @pytest.mark.parametrize("count", [0, 1, 5])
 def test_many_free_blocks_at_once_are_those_that_one_by_one_would_give(kind: CacheKind, count: int) -> None:
@@ -55,18 +46,6 @@ def test_a_chunk_takes_its_free_blocks_at_once() -> None:
     with mock.patch.object(BlockPool, "allocate", side_effect=AssertionError("one by one")):
         driver.run()
     assert len(driver.outputs["long"]) == 20
-
-
-def test_release_while_a_step_is_in_flight_defers_reuse() -> None:
-    pool = BlockPool(2)
-    block = pool.allocate(CacheKind.KV, online=True)
-    assert block is not None
-    pool.release(block, last_step=7)
-    assert pool.allocate(CacheKind.KV, online=True) is None
-    pool.complete_step(6)
-    assert pool.allocate(CacheKind.KV, online=True) is None
-    pool.complete_step(7)
-    assert pool.allocate(CacheKind.KV, online=True) is not None
 
 
 def test_published_blocks_survive_release_until_evicted() -> None:
@@ -106,31 +85,6 @@ def test_hashes_are_chained_salted_and_extended() -> None:
     other_head: list[bytes] = []
     extend_hashes(other_head, [99, *tokens[1:]], 4, b"a")
     assert other_head[1] != hashes[1], "equal tokens after another head are another prefix"
-
-
-def test_hidden_blocks_take_one_unit_and_any_unit() -> None:
-    pool = BlockPool(3)
-    pair = pool.allocate(CacheKind.KV, online=True)
-    hidden = pool.allocate(CacheKind.HIDDEN, online=True)
-    assert pair is not None and hidden is not None
-    assert len(hidden.entry.units) == 1 and hidden.entry.kind is CacheKind.HIDDEN
-    assert pool.allocate(CacheKind.HIDDEN, online=True) is None
-    pool.release(pair, last_step=-1)
-    halves = [pool.allocate(CacheKind.HIDDEN, online=True) for _ in range(2)]
-    assert {u for block in halves if block for u in block.entry.units} == set(pair.entry.units)
-
-
-def test_a_pool_serves_either_tier() -> None:
-    pool = BlockPool(3, Tier.HOST)
-    block = pool.allocate(CacheKind.KV, online=False)
-    assert block is not None and block.entry.tier is Tier.HOST and not block.on_device
-    assert pool.allocate(CacheKind.KV, online=False) is None, "nothing is evicted for it"
-    pool.publish(block, b"h")
-    assert pool.find(b"h") is block
-    pool.release(block, -1)
-    assert pool.num_idle_units([block]) == 2 and BlockPool(3).num_idle_units([block]) == 0
-    assert pool.next_evicted is block
-    check_pool(pool, [])
 
 
 def take_kv(pool: BlockPool) -> CacheBlock:

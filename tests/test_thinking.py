@@ -14,7 +14,6 @@ from test_tools import TEMPLATE, TOOLS, client_of, scripted
 from test_tools import ask as ask_http
 
 from engine.api import EngineRequest, FinishReason, RequestClass, RequestTimes, Resumption
-from engine.execution.masks import MAX_FORCED
 from engine.forms import Grammar
 from engine.process import frames
 from engine.text.thoughts import ThinkingBudget, ThoughtMarks, ThoughtTracker
@@ -115,18 +114,6 @@ def test_a_spent_budget_closes_the_thought_and_nothing_else_changes(backend: str
         assert ids[:budget_tokens] == free.outputs[f"r{number}"][:budget_tokens]
     assert sum(held.core.stats().preemptions.values()) > 0
     assert (held.core.stats().forced_tokens > 0) is (len(marks().closing) > 1)
-
-
-def test_budgets_run_ahead_and_one_by_one_alike() -> None:
-    answers = []
-    for most in (0, MAX_FORCED):
-        driver = make_driver("torch", max_forced=most)
-        for number in range(6):
-            budget = ThinkingBudget(4 * number, marks(), begun=True)
-            driver.add(ask(f"r{number}", None, 40, seed=number, thinking=budget, frequency_penalty=number % 2))
-        driver.run()
-        answers.append((driver.outputs, {name: final.finish_reason for name, final in driver.finals.items()}))
-    assert answers[0] == answers[1]
 
 
 def test_the_next_engine_goes_on_with_the_same_budget() -> None:
