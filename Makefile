@@ -55,6 +55,7 @@ check: install
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
+	$(BIN)/python tools/size_report.py
 	$(BIN)/python tools/reference.py --check
 	$(BIN)/python tools/grafana_dashboard.py --check
 
