@@ -59,6 +59,7 @@ def test_bodies(gateway: Gateway, post: JsonPost[Any], site: Site, growth: Growt
     check(functools.partial(make, pad=growth.pad), 0, growth.cpu)
 
 
+CLASSED = ("ChatCompletionRequest", "CompletionRequest", "EmbeddingRequest", "MessagesRequest")
 UNREACHED = {
     "ChatCompletionRequest.tool_choice.allowed_tools.tools",
     "ChatCompletionRequest.tool_choice.allowed_tools.tools[].function.name",
@@ -70,8 +71,9 @@ UNREACHED = {
     "ResponsesRequest.tool_choice.name",
     "MessagesRequest.tools[].type",
     "CountRequest.tools[].type",
+    *(f"{request}.tidemill.class" for request in CLASSED),
 }
-"""Valid only as names of tools of the request, or as a type of tool that a server of Anthropic or OpenAI runs."""
+"""Valid only as names of tools of the request or of classes, or as a type of tool that another server runs."""
 
 
 def test_every_place_is_reached(gateway: Gateway) -> None:

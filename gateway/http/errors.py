@@ -115,7 +115,7 @@ def to_api_error(error: BaseException) -> ApiError:
             # The request would fail again: keep OpenAI's clients from retrying.
             return ApiError(500, error.message, code="engine_error", headers={"x-should-retry": "false"})
         case HTTPException(status_code=status) if status in _DEFAULTS:
-            return ApiError(status, headers=error.headers)
+            return ApiError(status, headers={name.lower(): value for name, value in (error.headers or {}).items()})
         case TidemillError():
             return ApiError(500, error.message)
         case _:
