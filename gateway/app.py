@@ -176,7 +176,7 @@ def _add_batches(app: FastAPI, context: GatewayContext, folder: StateFolder, lim
     context.lifecycle.batch_trouble = worker.trouble
     context.lifecycle.ask_notice = lambda: folder.notice
     context.lifecycle.unfinished = lambda: (len(worker.states), worker.lines_resumed)
-    context.metrics.registry.register(BatchCollector(worker, ownership))
+    context.metrics.registry.register(BatchCollector(worker, ownership, notifier))
     app.state.batches = BatchState(folder, limits, worker, rules)
     context.metrics.on_end.append(partial(usage.count_request, app.state.batches.usage))
     for resource in (files, parts, batches, message_batches, usage):

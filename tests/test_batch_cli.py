@@ -9,14 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from batch_tools import FAST, BatchLimits, batch_server, jsonl, line
+from batch_tools import FAST, BatchLimits, batch_server, eventually, jsonl, line
 from fake_engine import MODEL, Served
 from fixtures import StartServer
 
 from engine.text.tokenizer import Tokenizer
 from gateway import cli
 from gateway.commands import batch_client
-from gateway.commands.batch_client import BatchProgress, duration_text, progress_text
+from gateway.commands.batch_client import BatchClient, BatchProgress, duration_text, progress_text
+from gateway.commands.chat import ChatOptions
 from gateway.store.objects import Page
 
 
@@ -24,6 +25,7 @@ from gateway.store.objects import Page
 def _no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("TIDEMILL_URL", "TIDEMILL_API_KEY"):
         monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(batch_client, "POLL_SECONDS", -1.0)  # a sleep between polls would raise: the server streams
 
 
 @pytest.fixture
@@ -138,8 +140,15 @@ async def test_a_batch_that_runs(tokenizer: Tokenizer, tmp_path: Path, capsys: p
             1,
             "",
         ) and err == "tidemill: the batch is in_progress (0/1 lines); results are available after it ends\n"
+        watched: list[str] = []
+        changes = BatchClient(ChatOptions(served.url)).changes(out.strip())
+        watching = asyncio.create_task(
+            asyncio.to_thread(lambda: watched.extend(str(batch["status"]) for batch in changes))
+        )
+        await eventually(lambda: "in_progress" in watched)
         assert (await terminal.run("cancel", out.strip()))[1] in ("cancelling\n", "cancelled\n")
-        assert (await terminal.run("watch", out.strip()))[0] == 1
+        await watching
+        assert watched[-1] == "cancelled" and (await terminal.run("watch", out.strip()))[0] == 1
 
 
 @pytest.mark.parametrize(

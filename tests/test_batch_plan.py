@@ -44,20 +44,6 @@ def finish_times(loads: Sequence[JobLoad], rate: float) -> dict[str, float]:
     return {load.batch_id: shares.seconds(load, rate) for load in loads}
 
 
-@given(loads_strategy, st.floats(0.01, 100.0))
-def test_all_work_is_done_when_the_work_is_done(jobs: list[tuple[str, float, bool]], rate: float) -> None:
-    loads = [JobLoad(str(i), tenant, work, risk) for i, (tenant, work, risk) in enumerate(jobs)]
-    ends = finish_times(loads, rate)
-    total = sum(load.work for load in loads)
-    assert ends.keys() == {load.batch_id for load in loads}
-    assert max(ends.values()) == pytest.approx(total / rate, rel=1e-6, abs=1e-6)
-    assert all(ends[load.batch_id] >= load.work / rate - 1e-6 for load in loads)
-    helped = [load.batch_id for load in loads if load.at_risk]
-    alike = finish_times([replace(load, at_risk=False) for load in loads], rate)
-    if len({load.tenant for load in loads}) == 1 and len(helped) == 1 and len(loads) < 8:
-        assert ends[helped[0]] <= alike[helped[0]] + 1e-6, "alone at risk, it is not late for it"
-
-
 any_work = st.one_of(
     st.floats(allow_nan=True, allow_infinity=True),
     st.sampled_from([math.nan, math.inf, -math.inf, -1e308, 1e308, 1.7e308, -1e30, 5e-324, -5e-324, 0.0, -0.0]),
@@ -143,13 +129,6 @@ def test_the_outlook_of_a_job_beyond_all_time_has_no_end() -> None:
     assert outlook.misses and outlook.eta is None and "tidemill.warning" in outlook.notes(a_batch("x", 10**6, 1))
 
 
-def test_tenants_share_and_so_do_the_jobs_of_one() -> None:
-    loads = [JobLoad("a1", "a", 10.0), JobLoad("a2", "a", 10.0), JobLoad("b", "b", 20.0)]
-    assert finish_times(loads, 1.0) == pytest.approx({"a1": 40.0, "a2": 40.0, "b": 40.0})
-    urgent = finish_times([*loads, JobLoad("c", "c", 7.0, at_risk=True)], 1.0)
-    assert urgent["c"] == pytest.approx(7.0 / URGENT_SHARE)
-
-
 def test_the_pace_counts_time_with_work_and_survives_a_clock_that_jumps() -> None:
     pace = Pace()
     assert pace.rate is None and pace.output_per_line == 64.0
@@ -215,8 +194,8 @@ def test_each_job_says_when_it_will_end_and_the_first_hundred_are_shown() -> Non
         storage_fault=lambda: None,
         feeder=SimpleNamespace(retries=Counter(), num_paused=0),
     )
-    ownership: Any = SimpleNamespace(unreachable=[])
-    samples = [sample for metric in BatchCollector(worker, ownership).collect() for sample in metric.samples]
+    other: Any = SimpleNamespace(unreachable=[], attempts=Counter())
+    samples = [sample for metric in BatchCollector(worker, other, other).collect() for sample in metric.samples]
     shown = {s.labels["batch"]: s.value for s in samples if s.name == "tidemill_batch_job_eta_timestamp_seconds"}
     etas = {batch: outlook.eta or 0.0 for batch, outlook in forecast.outlooks.items()}
     assert len(shown) == MAX_SHOWN and all(value == etas[batch] for batch, value in shown.items())

@@ -20,11 +20,14 @@ from batch_tools import FAST, batch_server, client_of, jsonl, line
 from fake_engine import MODEL, Served
 from obstore.store import MemoryStore
 
-import tidemill.batch as runs
+import tidemill.batch
+import tidemill.run as runs
 from engine.errors import ConfigError
 from engine.text.tokenizer import Tokenizer
 from gateway import cli
-from gateway.commands.chat import ChatError, RefusedError
+from gateway.commands import batch_client
+from gateway.commands.batch_client import BatchClient
+from gateway.commands.chat import ChatError, ChatOptions, RefusedError
 from gateway.server import bind
 from tidemill import Batch, BatchResult, remote, tables
 from tidemill.journal import Journal
@@ -220,7 +223,7 @@ def test_a_full_server_gets_the_next_part_later(tmp_path: Path, monkeypatch: pyt
             row = {"custom_id": json.loads(file_id)["custom_id"], "response": {"status_code": 200, "body": body}}
             target.write(json.dumps(row).encode())
 
-    monkeypatch.setattr(runs, "BatchClient", lambda _options: Full())
+    monkeypatch.setattr(tidemill.batch, "BatchClient", lambda _options: Full())
     result = Batch(ROWS, prompt="{text}", model="m", follow=silent).run()
     assert [row["answer"] for row in result] == ["yes"] * 3
     assert calls == ["upload", "create", "upload", "refuse", "create", "upload", "create"]
@@ -365,7 +368,8 @@ async def other() -> AsyncIterator[tuple[OtherServer, str]]:
 
 
 async def test_another_server(other: tuple[OtherServer, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A run in three parts, left after the first, and continued: every row has its own answer, and ran once."""
+    """A run in three parts, left after the first, and continued: every row has its own answer, and ran once. A batch
+    is watched by polls, because there is no event stream."""
     monkeypatch.setattr(runs, "MAX_LINES", 2)
     monkeypatch.setattr(runs, "MAX_OPEN", 1)
     server, url = other
@@ -387,6 +391,10 @@ async def test_another_server(other: tuple[OtherServer, str], tmp_path: Path, mo
         assert [row["answer"] for row in result] == ["ONE", "", "THREE", "FOUR", "FÜNF\u2028"]
         assert [each["status"] for each in server.batches] == ["completed"] * 3
         assert sum(len(server.files[each["input_file_id"]].splitlines()) for each in server.batches) == 5
+    server.batches[-1]["status"] = "validating"
+    monkeypatch.setattr(batch_client, "POLL_SECONDS", 0.0)
+    states = await asyncio.to_thread(lambda: list(BatchClient(ChatOptions(url)).changes("batch-2")))
+    assert len(states) == 3 and states[-1]["status"] == "completed"
 
 
 async def test_object_stores_and_the_web(served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -494,16 +494,6 @@ def test_a_job_with_nothing_to_feed_has_no_turn() -> None:
     assert picked(order, job) is None
 
 
-def test_a_job_that_became_hungry_again_is_offered_again() -> None:
-    order, job = FeedOrder(64), a_job(1)
-    order.offer(job)
-    job.resting = True
-    assert order.pick() is None
-    job.resting = False
-    assert picked(order, job) is job
-    assert order.pick() is job, "it holds no line, and has more"
-
-
 def fill(order: FeedOrder, jobs: list[Job], turns: int, lines: int = 16) -> None:
     """Give turns; all of their lines stay in the window."""
     for offered in jobs:

@@ -18,14 +18,10 @@ from gateway.store.folder import StateFolder, open_state
 from gateway.store.objects import (
     BatchJob,
     BatchStatus,
-    FileInUse,
     FileObject,
-    IdempotencyConflict,
     IllegalTransition,
-    InputError,
     LineRef,
     LineResult,
-    NoSuchFile,
     Page,
     UnknownCursor,
     Usage,
@@ -93,19 +89,6 @@ async def test_a_list_goes_on_after_a_file_that_was_deleted_meanwhile(store: Sql
         await store.list_files("t", Page(10, files[1].id, True), None, NOW)
 
 
-async def test_another_tenants_file_is_a_missing_one(store: SqliteStore) -> None:
-    file = a_file()
-    await store.add_file(file)
-    assert await store.get_file("t", file.id, NOW) == file
-    assert await store.get_file("u", file.id, NOW) is None
-    assert not await store.delete_file("u", file.id, NOW)
-    assert await store.list_files("u", Page(10), None, NOW) == ([], False)
-    with pytest.raises(UnknownCursor):
-        await store.list_files("u", Page(10, file.id), None, NOW)
-    with pytest.raises(NoSuchFile):
-        await store.create_batch(BatchJob(new_batch_id(), "u", "/v1/completions", file.id, "24h", NOW, NOW + 1))
-
-
 async def test_expired_files_are_missing_at_once_and_their_bodies_go_later(store: SqliteStore) -> None:
     file = a_file(expires_at=NOW + 10)
     await store.add_file(file)
@@ -116,14 +99,6 @@ async def test_expired_files_are_missing_at_once_and_their_bodies_go_later(store
     assert await store.expire_files(NOW + 9, 10) == []
     assert await store.expire_files(NOW + 10, 10) == [file.id]
     assert await store.known_files([file.id]) == set()
-
-
-async def test_the_input_of_a_running_batch_stays(store: SqliteStore) -> None:
-    batch = await a_batch(store)
-    with pytest.raises(FileInUse):
-        await store.delete_file("t", batch.input_file_id, NOW)
-    await store.move_batch(batch.id, BatchStatus.FAILED, NOW)
-    assert await store.delete_file("t", batch.input_file_id, NOW)
 
 
 # ---- batches
@@ -173,28 +148,6 @@ async def test_a_batch_cancelled_under_validation_stays_so(store: SqliteStore) -
     first = await store.cancel_batch("t", batch.id, NOW + 1)
     assert first is not None and await store.cancel_batch("t", batch.id, NOW + 9) == first
     assert (await store.start_batch(batch.id, 2, None, NOW)).status is BatchStatus.CANCELLING
-
-
-async def test_errors_and_pages_of_batches(store: SqliteStore) -> None:
-    batches = [await a_batch(store) for _ in range(5)]
-    errors = (InputError("duplicate_custom_id", "Twice.", 3, "custom_id"),)
-    failed = await store.move_batch(batches[0].id, BatchStatus.FAILED, NOW, errors)
-    assert failed.errors == errors
-    first, more = await store.list_batches("t", Page(3))
-    rest, none = await store.list_batches("t", Page(3, first[-1].id))
-    assert [b.id for b in first + rest] == [b.id for b in batches[::-1]] and more and not none
-    assert await store.list_batches("u", Page(3)) == ([], False)
-
-
-async def test_an_idempotency_key_gives_the_same_batch(store: SqliteStore) -> None:
-    file = a_file()
-    await store.add_file(file)
-    jobs = [BatchJob(new_batch_id(), "t", "/v1/completions", file.id, "24h", NOW, NOW + 1) for _ in range(3)]
-    assert await store.create_batch(jobs[0], ("key", "digest")) == jobs[0]
-    assert await store.create_batch(jobs[1], ("key", "digest")) == jobs[0]
-    with pytest.raises(IdempotencyConflict):
-        await store.create_batch(jobs[2], ("key", "another"))
-    assert (await store.create_batch(jobs[2], ("key 2", "another"))) == jobs[2]
 
 
 # ---- the writer

@@ -7,6 +7,7 @@ import logging
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -187,17 +188,18 @@ async def end_batch(store: SqliteStore, url: str, batch_id: str = BATCH) -> None
     await store.move_batch(batch_id, BatchStatus.FAILED, 100)
 
 
-async def attempts(path: Path, make_sender: Callable[[float], Any], url: str) -> list[int]:
-    """Start a notifier anew for each attempt of a webhook, when it is due, until none is. Return the times."""
+async def attempts(path: Path, make_sender: Callable[[float], Any], url: str) -> tuple[list[int], list[str]]:
+    """Start a notifier anew for each attempt of a webhook, when it is due, until none is. Return times and outcomes."""
     store = SqliteStore(path / "s.db")
     await end_batch(store, url)
     await store.close()
     times: list[int] = []
+    outcomes: list[str] = []
     while True:
         store = SqliteStore(path / "s.db")
         if (due := await store.next_notice(0)) is None:
             await store.close()
-            return times
+            return times, outcomes
         times.append(due)
         sender = make_sender(due)
         notifier = Notifier(store, {Channel.WEBHOOK: sender}, lambda: due)
@@ -206,12 +208,14 @@ async def attempts(path: Path, make_sender: Callable[[float], Any], url: str) ->
             await asyncio.sleep(0.005)
         await notifier.stop()
         await store.close()
+        outcomes += [outcome for _, outcome in notifier.attempts.elements()]
 
 
 async def test_attempts_go_on_after_restarts_until_one_succeeds(tmp_path: Path, receiver: Receiver) -> None:
     receiver.statuses = [500, 302, 429]
     make_sender = lambda now: WebhookSender(rules(), clock=lambda: now)  # noqa: E731
-    assert await attempts(tmp_path, make_sender, f"{receiver.url}/x") == [100, 105, 125, 205], "302 is a failure"
+    times, outcomes = await attempts(tmp_path, make_sender, f"{receiver.url}/x")
+    assert times == [100, 105, 125, 205] and outcomes == ["retried"] * 3 + ["delivered"], "302 is a failure"
     sent = [headers for headers, _ in receiver.seen]
     assert {headers["webhook-id"] for headers in sent} == {"evt_" + "0" * 32}
     assert [headers["webhook-timestamp"] for headers in sent] == ["100", "105", "125", "205"]
@@ -227,8 +231,8 @@ async def test_attempts_end(tmp_path: Path, caplog: pytest.LogCaptureFixture, fi
         async def close(self) -> None:
             pass
 
-    times = await attempts(tmp_path, lambda _now: Failing(), "https://example.com/secret-token")
-    assert len(times) == calls and times[-1] - times[0] <= MAX_ATTEMPTS * MAX_PAUSE
+    times, outcomes = await attempts(tmp_path, lambda _now: Failing(), "https://example.com/secret-token")
+    assert outcomes == ["retried"] * (calls - 1) + ["failed"] and times[-1] - times[0] <= MAX_ATTEMPTS * MAX_PAUSE
     assert "there is no further attempt" in caplog.text and "secret-token" not in caplog.text
 
 
@@ -301,7 +305,7 @@ async def test_a_batch_calls_its_webhook_and_the_command(
     marker = tmp_path / "ended"
     command = f"{sys.executable} -c 'import sys; open(sys.argv[1], \"w\").write(sys.argv[3])' {marker}"
     monkeypatch.setenv(COMMAND, command)
-    async with batch_server(tokenizer, tmp_path / "state") as (_, client):
+    async with batch_server(tokenizer, tmp_path / "state") as (served, client):
         for metadata in ({WEBHOOK_KEY: "https://10.0.0.1/x"}, {"tidemill.other": "x"}):
             with pytest.raises(openai.BadRequestError):
                 await submit(client, jsonl([line(1)]), metadata=metadata)
@@ -314,6 +318,10 @@ async def test_a_batch_calls_its_webhook_and_the_command(
         with pytest.raises(openai.InvalidWebhookSignatureError):
             client.webhooks.unwrap(body.replace(b"completed", b"failed"), headers, secret=SECRET)
         assert json.loads(body)["object"] == "event" and len(receiver.seen) == 1
+        value = served.app.state.context.metrics.registry.get_sample_value
+        for channel in ("command", "webhook"):
+            labels = {"channel": channel, "outcome": "delivered"}
+            await eventually(partial(lambda labels: value("tidemill_batch_reports_total", labels) == 1.0, labels))
 
 
 async def test_without_a_secret_a_webhook_is_refused(tokenizer: Tokenizer, tmp_path: Path) -> None:

@@ -29,6 +29,7 @@ from engine.api import (  # noqa: E402
 )
 from gateway.batch.forecast import Forecast  # noqa: E402
 from gateway.batch.metrics import BatchCollector  # noqa: E402
+from gateway.batch.notices import Notifier  # noqa: E402
 from gateway.batch.tenants import Ownership  # noqa: E402
 from gateway.batch.worker import BatchWorker  # noqa: E402
 from gateway.telemetry.metrics import GatewayMetrics  # noqa: E402
@@ -242,8 +243,10 @@ def registry_families() -> list[tuple[str, str, tuple[str, ...], str]]:
     feeder = SimpleNamespace(retries=Counter(), num_paused=0)
     ended: Counter[bool] = Counter()
     worker = SimpleNamespace(states={}, lines_ended=ended, storage_fault=lambda: None, forecast=forecast, feeder=feeder)
-    ownership = SimpleNamespace(unreachable=[])
-    metrics.registry.register(BatchCollector(cast(BatchWorker, worker), cast(Ownership, ownership)))
+    ownership, notifier = SimpleNamespace(unreachable=[]), SimpleNamespace(attempts=Counter())
+    metrics.registry.register(
+        BatchCollector(cast(BatchWorker, worker), cast(Ownership, ownership), cast(Notifier, notifier))
+    )
     found = []
     for family in metrics.registry.collect():
         labels = {label: None for sample in family.samples for label in sample.labels if label != "le"}

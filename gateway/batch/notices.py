@@ -12,6 +12,7 @@ import shutil
 import signal
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Protocol
@@ -32,6 +33,8 @@ FIRST_PAUSE, PAUSE_FACTOR, MAX_PAUSE = 5, 4, 6 * 3600
 """Pauses between attempts in seconds: all attempts of a report take about 32 hours."""
 MAX_RUNNING = {Channel.COMMAND: 1, Channel.WEBHOOK: 8}
 """Maximum number of attempts at the same time."""
+OUTCOMES = ("delivered", "retried", "failed")
+"""Outcomes of an attempt; after "failed" there is no further one."""
 LONGEST_SLEEP = 60.0
 """Maximum seconds between two looks at the store, because the wall clock may jump."""
 COMMAND_SECONDS = 600.0
@@ -76,6 +79,8 @@ class Notifier:
         self._wake = asyncio.Event()
         self._running: dict[tuple[str, Channel], asyncio.Task[None]] = {}
         self._task: asyncio.Task[None] | None = None
+        self.attempts: Counter[tuple[Channel, str]] = Counter()
+        """Attempts by channel and outcome, one of OUTCOMES."""
 
     async def start(self) -> None:
         self._task = asyncio.create_task(self._run(), name="tidemill-notices")
@@ -139,10 +144,13 @@ class Notifier:
         """Remove a report that was sent or that failed for the last time; otherwise plan the next attempt."""
         attempts = notice.attempts + 1
         if failure is None:
+            self.attempts[notice.channel, "delivered"] += 1
             await self._store.forget_notice(notice)
             return
+        is_last = failure.is_final or attempts >= MAX_ATTEMPTS
+        self.attempts[notice.channel, "failed" if is_last else "retried"] += 1
         text = f"batch {notice.batch}: attempt {attempts} of the {notice.channel} failed: {failure.reason}"
-        if failure.is_final or attempts >= MAX_ATTEMPTS:
+        if is_last:
             await self._store.forget_notice(notice)
             log.error("%s; there is no further attempt", text)
             return

@@ -205,18 +205,14 @@ def _watch(client: "BatchClient", arguments: argparse.Namespace) -> int:
     return _follow(client, client.find(arguments.batch_id))
 
 
-def _follow(client: "BatchClient", batch_id: str, seconds: float = 1.0) -> int:
+def _follow(client: "BatchClient", batch_id: str) -> int:
     """Show the progress until the batch ends and return the exit code. Ctrl-C does not affect the batch."""
-    from gateway.commands.batch_client import TERMINAL, BatchProgress
+    from gateway.commands.batch_client import BatchProgress
 
-    progress = BatchProgress()
+    progress, batch = BatchProgress(), dict[str, Any]()
     try:
-        while True:
-            batch = client.batch(batch_id)
+        for batch in client.changes(batch_id):
             progress.show(batch)
-            if batch["status"] in TERMINAL:
-                break
-            time.sleep(seconds)
     finally:
         progress.end()
     for error in (batch.get("errors") or {}).get("data", [])[:10]:

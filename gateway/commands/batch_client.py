@@ -20,6 +20,8 @@ NOT_FOUND = 404
 PIECE_BYTES = 256 * 1024
 TERMINAL = frozenset({"completed", "failed", "expired", "cancelled"})
 RATE_SECONDS = 30.0
+POLL_SECONDS = 1.0
+"""Time between two looks at a batch of a server without an event stream."""
 MAX_SEARCHED = 1000
 """Number of newest batches among which an id is completed."""
 ID_LENGTH = len("batch_") + 32
@@ -45,6 +47,37 @@ class BatchClient(ChatClient):
 
     def batch(self, batch_id: str) -> dict[str, Any]:
         return self.call("GET", f"/v1/batches/{quote(batch_id, safe='')}")
+
+    def changes(self, batch_id: str) -> Iterator[dict[str, Any]]:
+        """Yield the batch object at once and after its changes, the last time in its final state.
+
+        Changes come from the server's event stream. Without a stream, or after it breaks, the server is polled.
+        """
+        streams = True
+        while True:
+            yield (batch := self.batch(batch_id))
+            if streams and batch["status"] not in TERMINAL:
+                try:
+                    for batch in self._events(batch_id):
+                        yield batch
+                except RefusedError:
+                    streams = False  # OpenAI's API has none
+                except ChatError:
+                    pass  # the next look tells whether the server is there
+            if batch["status"] in TERMINAL:
+                return
+            time.sleep(POLL_SECONDS)
+
+    def _events(self, batch_id: str) -> Iterator[dict[str, Any]]:
+        with self._open("GET", f"/v1/batches/{quote(batch_id, safe='')}/events", NOT_OPENAI) as response:
+            if not response.headers.get("content-type", "").startswith("text/event-stream"):
+                raise RefusedError(NOT_OPENAI, response.status_code)
+            for line in response.iter_lines():
+                if line.startswith("data:"):
+                    try:
+                        yield json.loads(line.removeprefix("data:"))
+                    except ValueError:
+                        raise ChatError(NOT_OPENAI) from None
 
     def find(self, prefix: str) -> str:
         """Return the id of the batch that begins with `prefix`. Raise ChatError if there is no single one."""
