@@ -135,9 +135,14 @@ def upload(page: Any, path: Path) -> None:
 def test_a_batch_from_upload_to_download(page: Any, tmp_path: Path) -> None:
     source = tmp_path / "fifty.jsonl"
     source.write_text(rows(50))
+    page.execute_script(
+        "const e = document.getElementById('price-out'); e.value = 5; e.dispatchEvent(new Event('input'))"
+    )
     upload(page, source)
     until(lambda: "50 of 50" in text(page, "batch-rows") and "completed" in text(page, "batch-rows"))
     assert "fifty.jsonl" in text(page, "batch-rows") and "ended" in text(page, "batch-rows")
+    bill = r"[\d,]+ \+ [\d,]+ tokens, [\d.]+ m?s of the engine, worth 0\.\d+"
+    assert re.search(bill, text(page, "batch-rows"))
     assert re.search(
         r"50 answers: [\d,]+ output, [\d,]+ prompt tokens",
         until(lambda: "50 answers" in text(page, "batch-done") and text(page, "batch-done")),

@@ -144,7 +144,7 @@ class Notifier:
         """Remove a report that was sent or that failed for the last time; otherwise plan the next attempt."""
         attempts = notice.attempts + 1
         if failure is None:
-            self.attempts[notice.channel, "delivered"] += 1
+            self.attempts[notice.channel, "delivered"] += notice.channel in self._senders
             await self._store.forget_notice(notice)
             return
         is_last = failure.is_final or attempts >= MAX_ATTEMPTS

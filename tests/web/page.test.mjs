@@ -7,7 +7,7 @@ globalThis.sessionStorage = { getItem: () => null, setItem: () => {} };
 const files = new URL("../../gateway/web/static/", import.meta.url);
 const { EventSplitter } = await import(new URL("api.js", files));
 const { areaPath, latencyScale } = await import(new URL("charts.js", files));
-const { endText, endpointOf, outcome, outlook, totals } = await import(new URL("batches.js", files));
+const { billText, endText, endpointOf, outcome, outlook, totals } = await import(new URL("batches.js", files));
 const { clock, count, duration, limitOf, objectives, percent, scale, seconds, standingText } = await import(new URL("format.js", files));
 const { blocks, spans } = await import(new URL("markdown.js", files));
 const { History, WINDOW, percentile } = await import(new URL("series.js", files));
@@ -186,6 +186,13 @@ test("events are the changes between snapshots", () => {
   assert.deepEqual(changes(1, 0.5, 0.2, 0.6, 1), [[1, "100 %,50 %"], [4, "all"]]);
   assert.deepEqual(changes(0.25, 0.26, 0.13, 0.2, 0.26, 0.5, 0.25), [[2, "26 %,13 %"], [4, "26 %"], [6, "50 %,25 %"]], "a server that has just started");
   assert.deepEqual(changes(0.25, 0.3, 0.6, 1, 0.9, 1), [], "growth and small changes");
+});
+
+test("the bill of a batch has what the server knows", () => {
+  const bill = { input_tokens: 12_345, cached_tokens: 5, output_tokens: 678, engine_seconds: 2.5, value: 0.01234 };
+  assert.equal(billText(bill), "12,345 + 678 tokens, 2.50 s of the engine, worth 0.0123");
+  assert.equal(billText({ ...bill, engine_seconds: null, value: null }), "12,345 + 678 tokens");
+  assert.equal(billText({ ...bill, input_tokens: 0, output_tokens: 0 }), "", "nothing has run");
 });
 
 test("worth of tokens", () => {

@@ -4,7 +4,7 @@ import { call, events, getJson, hasKey, setKey } from "./api.js";
 import { Batches, totals } from "./batches.js";
 import { DotChart, RateChart } from "./charts.js";
 import { Chat } from "./chat.js";
-import { clock, count, duration, limitOf, percent, seconds, standingText } from "./format.js";
+import { clock, count, duration, limitOf, money, percent, seconds, standingText } from "./format.js";
 import { History, percentile } from "./series.js";
 import { batchSentence, eventsOf, worth } from "./story.js";
 
@@ -24,7 +24,7 @@ const ttft = new DotChart(byId("ttft"), "ttft", "Time to first token of each cha
 const tbt = new DotChart(byId("tbt"), "gap", "Time between tokens of each chat, P99, and its limit");
 const batches = new Batches({
   rows: byId("batch-rows"), file: byId("file"), drop: byId("drop"), problem: byId("batch-error"),
-  onlyRunning: byId("only-running"), window: byId("window"), changed: drawBatchTotals,
+  onlyRunning: byId("only-running"), window: byId("window"), changed: drawBatchTotals, prices,
 });
 const chat = new Chat({
   turns: byId("turns"), form: byId("ask"), prompt: byId("prompt"), send: byId("send"), tier: byId("tier"), models: byId("models"),
@@ -77,7 +77,7 @@ function drawWork(now) {
   show("batch-done", answers ? `${count(answers)} answers: ${count(output)} output, ${count(prompt)} prompt tokens` : "–");
   const price = prices();
   const value = worth(prompt, output, price.in, price.out);
-  show("batch-worth", value === null ? "–" : value.toLocaleString("en-US", { minimumFractionDigits: 2, maximumFractionDigits: value < 1 ? 4 : 2 }));
+  show("batch-worth", value === null ? "–" : money(value));
 }
 
 function drawBatchTotals(all) {

@@ -1,7 +1,7 @@
 // Table of batches (upload, progress, cancel, download), which uses the public API.
 
 import { call, getJson, postJson } from "./api.js";
-import { clock, count, duration } from "./format.js";
+import { clock, count, duration, money, seconds } from "./format.js";
 
 const SHOWN = 50;
 const ASK_ABOVE = 10; // lines that a cancel would stop without a second click
@@ -52,6 +52,15 @@ export function endText(batch, now) {
   return eta === null ? late.slice(2) : `done about ${clock(eta, now)} (${duration(eta - now)})${late}`;
 }
 
+/** Figures of /v1/usage for a batch: "1,234 + 567 tokens, 3.21 s of the engine, worth 0.0123". */
+export function billText({ input_tokens: prompt, output_tokens: output, engine_seconds: engine, value }) {
+  if (!prompt && !output) return "";
+  const parts = [`${count(prompt)} + ${count(output)} tokens`];
+  if (engine !== null) parts.push(`${seconds(engine)} of the engine`);
+  if (value !== null) parts.push(`worth ${money(value)}`);
+  return parts.join(", ");
+}
+
 /** Figures of all batches together: {left, eta, atRisk}; eta in Unix seconds or null. */
 export function totals(batches) {
   const running = batches.filter(({ status }) => RUNNING.has(status));
@@ -65,7 +74,8 @@ export function totals(batches) {
 
 export class Batches {
   constructor(elements) {
-    Object.assign(this, elements); // rows, file, drop, problem, onlyRunning, window, changed
+    Object.assign(this, elements); // rows, file, drop, problem, onlyRunning, window, changed, prices
+    this.bills = new Map(); // batch id: figures of /v1/usage
     this.names = new Map(); // file id: name
     this.asking = null; // id of the batch whose cancel waits for a second click
     this.onlyRunning.addEventListener("change", () => this.refresh());
@@ -84,7 +94,7 @@ export class Batches {
   async refresh() {
     try {
       const batches = (await getJson(`/v1/batches?limit=${SHOWN}`)).data;
-      await this.learnNames(batches);
+      await Promise.all([this.learnNames(batches), this.learnBills()]);
       this.changed(batches);
       this.draw(this.onlyRunning.checked ? batches.filter(({ status }) => RUNNING.has(status)) : batches);
     } catch (error) {
@@ -100,9 +110,17 @@ export class Batches {
     }));
   }
 
+  async learnBills() {
+    const { in: price_in, out: price_out } = this.prices();
+    const query = new URLSearchParams({ limit: SHOWN, ...(price_in > 0 || price_out > 0 ? { price_in, price_out } : {}) });
+    const { batches } = await getJson(`/v1/usage?${query}`).catch(() => ({ batches: [] })); // of a passing fault
+    this.bills = new Map(batches.map((bill) => [bill.id, billText(bill)]));
+  }
+
   draw(batches) {
     const now = Date.now() / 1000;
-    const state = JSON.stringify([this.asking, batches.map((b) => [b.id, b.status, b.request_counts, endText(b, now)])]);
+    const seen = (b) => [b.id, b.status, b.request_counts, endText(b, now), this.bills.get(b.id)];
+    const state = JSON.stringify([this.asking, batches.map(seen)]);
     if (state === this.shown) return; // keep the focus if the table is unchanged
     this.shown = state;
     const focused = document.activeElement && document.activeElement.dataset ? document.activeElement.dataset.key : null;
@@ -110,7 +128,7 @@ export class Batches {
     if (!batches.length) {
       const row = document.createElement("tr");
       row.className = "none";
-      cell(row, "No batch.").colSpan = 6;
+      cell(row, "No batch.").colSpan = 7;
       this.rows.append(row);
     }
     if (focused) {
@@ -133,8 +151,8 @@ export class Batches {
     const { atRisk, warning, tokens } = outlook(batch);
     const end = cell(row, endText(batch, now), "end");
     end.dataset.state = atRisk ? "bad" : "";
-    const used = `${count((batch.usage || { total_tokens: 0 }).total_tokens)} tokens done`;
-    end.title = warning || (RUNNING.has(batch.status) ? `${used}, about ${count(tokens)} left` : used);
+    end.title = warning || (RUNNING.has(batch.status) ? `about ${count(tokens)} tokens left` : "");
+    cell(row, this.bills.get(batch.id) || "", "bill");
     cell(row, this.actions(batch, row, unfinished));
     return row;
   }

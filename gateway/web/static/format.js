@@ -24,6 +24,10 @@ export function count(value) {
   return Math.round(value).toLocaleString("en-US");
 }
 
+export function money(value) {
+  return value.toLocaleString("en-US", { minimumFractionDigits: 2, maximumFractionDigits: value < 1 ? 4 : 2 });
+}
+
 export function percent(value, digits = 1) {
   if (value === null || value === undefined || !Number.isFinite(value)) return "–";
   const text = (100 * value).toFixed(digits);
