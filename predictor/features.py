@@ -148,6 +148,12 @@ class LatencyPredictor(Protocol):
     def predict(self, features: BatchFeatures) -> float:
         """Return the time of the whole step; of the empty step, the fixed cost of any step."""
 
+    def usual(self, features: BatchFeatures) -> float:
+        """Return the usual time of the whole step, without a margin."""
+
+    def usual_decodes(self, features: BatchFeatures, count: int, context_sum: int) -> float:
+        """Return the time that `marginal_decodes` bounds, without a margin."""
+
     def marginal(self, features: BatchFeatures, start: int, length: int) -> float:
         """Return the time that the chunk (start, length) adds to the step."""
 

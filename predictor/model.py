@@ -158,6 +158,12 @@ class LatencyModel:
         hinge = self._hinge(tokens + count, prompts) - self._hinge(tokens, prompts)
         return hinge + self.decodes * count + self.decode_context * context_sum
 
+    def usual(self, features: BatchFeatures) -> float:
+        return self.predict(features)
+
+    def usual_decodes(self, features: BatchFeatures, count: int, context_sum: int) -> float:
+        return self.marginal_decodes(features, count, context_sum)
+
     def cache_work(
         self,
         compact_tokens: int = 0,

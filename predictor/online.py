@@ -344,6 +344,9 @@ class OnlineModel:
         extra = self.margin(tokens + count) - self.margin(tokens)
         return self._sure_scale * self.model.marginal_decodes(features, count, context_sum) + extra
 
+    def usual_decodes(self, features: BatchFeatures, count: int, context_sum: int) -> float:
+        return self._usual_scale * self.model.marginal_decodes(features, count, context_sum)
+
     def max_prefill(self, features: BatchFeatures, seconds: float, max_tokens: int, start: int) -> int:
         return largest_chunk(lambda length: self.marginal(features, start, length), seconds, max_tokens)
 

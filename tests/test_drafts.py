@@ -17,7 +17,9 @@ from engine.speculation import drafts, ngrams
 from engine.speculation.acceptance import MAX_DRAFT, Acceptance, DraftSource
 from engine.speculation.drafts import Drafts
 from engine.speculation.ngrams import GRAMS, NGrams, hash_tail
+from predictor.features import BatchFeatures
 from predictor.model import LatencyModel
+from predictor.online import OnlineModel
 
 TEXT = st.lists(st.integers(0, 3), min_size=1, max_size=150)
 LINE = list(range(100, 140))
@@ -203,11 +205,23 @@ def test_a_source_that_failed_gets_another_chance_while_its_drafts_are_not_tried
     assert first / 2 < proposer.survival("r", source)[0] < first
 
 
-@pytest.mark.parametrize("tbt", [1.0, 0.1, 0.06])
-def test_a_draft_that_does_not_fit_into_the_step_is_shortened(tbt: float) -> None:
-    """Steps that copy a text keep their limit and take a fraction of the steps of one token each."""
+def unsteady(model: LatencyModel) -> OnlineModel:
+    """Return a model whose steps of two tokens had a late one among ten, so that their margin is large."""
+    online = OnlineModel(model)
+    for step in range(200):
+        features = BatchFeatures()
+        features.add_decodes(1 + step % 2, 0)
+        late = 0.2 if step % 20 == 1 else 0.0
+        online.observe(features, model.predict(features) + late)
+    return online
+
+
+@pytest.mark.parametrize(("is_unsteady", "tbt"), [(False, 1.0), (False, 0.1), (False, 0.06), (True, 1.0)])
+def test_a_draft_that_does_not_fit_into_the_step_is_shortened(is_unsteady: bool, tbt: float) -> None:
+    """Steps that copy a text keep their limit, with the margin, and take a fraction of the steps of one token each."""
     config = SchedulerConfig(num_units=2000, max_model_len=2048, max_num_seqs=64, max_num_batched_tokens=512)
-    core = EngineCore(config, model=LatencyModel(intercept=0.025, decodes=0.004), objective=StepObjective(1.0, tbt))
+    model = LatencyModel(intercept=0.025, decodes=0.004)
+    core = EngineCore(config, model=unsteady(model) if is_unsteady else model, objective=StepObjective(1.0, tbt))
     core.enable_speculation()
     text = [*noise(4, 300), *noise(4, 301)[100:]]
     core.add_request(EngineRequest("r", tuple(text[:300]), SamplingParams(max_tokens=200)), 0.0)

@@ -127,6 +127,14 @@ class _Predictor:
         more.add_decodes(count, context_sum)
         return self.predict(more) - self.predict(features)
 
+    def usual(self, features: BatchFeatures) -> float:
+        """Return the seconds of the step."""
+        return self.predict(features)
+
+    def usual_decodes(self, features: BatchFeatures, count: int, context_sum: int) -> float:
+        """Return the seconds that `count` decodes add to the step."""
+        return self.marginal_decodes(features, count, context_sum)
+
     def max_prefill(self, features: BatchFeatures, seconds: float, max_tokens: int, start: int) -> int:
         """Return the largest chunk ≤ `max_tokens` from `start` that adds at most `seconds`; 0 if none fits."""
         return largest_chunk(lambda length: self.marginal(features, start, length), seconds, max_tokens)

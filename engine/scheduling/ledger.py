@@ -117,7 +117,7 @@ def token_costs(model: LatencyPredictor | None, config: SchedulerConfig) -> Toke
 
 def usual_costs(model: LatencyPredictor, config: SchedulerConfig) -> TokenCosts:
     """Return the token costs without the latency margin, for forecasts."""
-    return _costs(getattr(model, "usual", model.predict), model.reach, config)
+    return _costs(model.usual, model.reach, config)
 
 
 def _costs(seconds: Callable[[BatchFeatures], float], reach: Reach, config: SchedulerConfig) -> TokenCosts:

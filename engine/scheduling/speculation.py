@@ -2,14 +2,15 @@
 
 A drafted token takes the time of one more decode and saves a decode later if it is right. A step of N decodes that
 takes T seconds gives N / T tokens/s. A drafted token that adds m seconds and is right with probability p raises this
-rate if p / m > N / T. The latency model gives m and T; `engine.speculation` learns p. So drafts run where a step costs
-nearly as much with them as without: with few rows. Drafts never preempt, and never use time that a deadline needs.
+rate if p / m > N / T. The latency model gives the usual m and T; `engine.speculation` learns p. So drafts run where a
+step costs nearly as much with them as without: with few rows. Drafts never preempt, and never use time that a deadline
+needs, by the prediction with its margin.
 
 Requests whose sampling depends on the tokens before it (grammars, thinking budgets, penalties) get no drafts.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from engine.api import NEVER
@@ -18,12 +19,16 @@ from engine.scheduling.draft import StepDraft
 from engine.scheduling.ledger import StepLedger
 from engine.speculation.acceptance import MAX_DRAFT
 from engine.speculation.drafts import Drafts, Proposal
+from predictor.features import BatchFeatures
 
 MAX_ROWS = 64
 """Maximum number of decodes in a step with drafts: a proposal takes about 10 µs of the host's time."""
 SYSTEM_TOKENS = 32
 """First tokens of a prompt that tell system prompts apart."""
 NEVER_DRAFTED = -1
+
+_DecodeTime = Callable[[BatchFeatures, int, int], float]
+"""`usual_decodes` or `marginal_decodes` of the latency model."""
 
 
 class _Candidate(NamedTuple):
@@ -45,15 +50,14 @@ class Speculation:
         ledger = draft.ledger
         if ledger.model is None or not 0 < len(decodes) <= MAX_ROWS or ledger.seconds >= limit:
             return
-        rate = sum(bool(chunk.sample) for chunk in draft.chunks) / ledger.seconds
-        context = decodes[0].num_computed_tokens + 1
-        least = rate * ledger.model.marginal_decodes(ledger.features, 1, ledger.read([context]))
+        rate = sum(bool(chunk.sample) for chunk in draft.chunks) / ledger.model.usual(ledger.features)
+        usual, sure = ledger.model.usual_decodes, ledger.model.marginal_decodes
+        least = rate * _seconds(usual, ledger, decodes[0], 1)
         for expected, request, proposal in sorted(self._candidates(decodes, least), key=lambda each: -each.expected):
             count = min(len(proposal.tokens), ledger.tokens_left, ledger.sequences_left)
-            seconds = _seconds(ledger, request, count)
-            if expected <= rate * seconds:
+            if expected <= rate * _seconds(usual, ledger, request, count):
                 continue
-            while count and ledger.seconds + _seconds(ledger, request, count) > limit:
+            while count and ledger.seconds + _seconds(sure, ledger, request, count) > limit:
                 count -= 1
             if count and (count := draft.add_guesses(request, proposal.tokens[:count])):
                 self._proposed[request.request_id] = proposal.first(count)
@@ -119,11 +123,10 @@ class Speculation:
         return fed != NEVER_DRAFTED
 
 
-def _seconds(ledger: StepLedger, request: Request, count: int) -> float:
-    """Return the time that `count` drafted tokens add to a step."""
-    assert ledger.model is not None
+def _seconds(time: _DecodeTime, ledger: StepLedger, request: Request, count: int) -> float:
+    """Return the time that `count` drafted tokens add to a step, by `time`."""
     contexts = range(request.num_computed_tokens + 1, request.num_computed_tokens + count + 1)
-    return ledger.model.marginal_decodes(ledger.features, count, ledger.read(contexts))
+    return time(ledger.features, count, ledger.read(contexts))
 
 
 def _is_eligible(request: Request) -> bool:
