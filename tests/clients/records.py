@@ -10,8 +10,12 @@ INTRO = """<!-- written by make clients -->
 Each client ran unchanged against a live server: the packaged model, or a scripted model where the model must call a
 tool. `make clients` runs them all and writes this page. Configuration: [Connect clients](../guides/clients.md).
 """
-USES, REFUSED = "## Served", "## Refused with a reason"
-_HEADS = {USES: ("client", "version", "what was run", "result"), REFUSED: ("client", "request", "answer")}
+USES, REFUSED, SUITES = "## Served", "## Refused with a reason", "## Test suites of other projects"
+_HEADS = {
+    USES: ("client", "version", "what was run", "result"),
+    REFUSED: ("client", "request", "answer"),
+    SUITES: ("suite", "version", "run", "passed", "the rest"),  # rows written by hand
+}
 
 _records: list[tuple[str, str, str, str]] = []
 
@@ -30,7 +34,7 @@ def write_page() -> None:
 def render(old: str, records: list[tuple[str, str, str, str]]) -> str:
     """Return the page: the rows of `records`, and those of `old` for every other client."""
     ran = {client for client, *_ in records}
-    tables: dict[str, list[tuple[str, ...]]] = {USES: [], REFUSED: []}
+    tables: dict[str, list[tuple[str, ...]]] = {title: [] for title in _HEADS}
     for title, rows in tables.items():
         section = old.partition(title)[2].partition("\n## ")[0]
         for line in re.findall(r"^\| (.*) \|$", section, re.MULTILINE)[1:]:

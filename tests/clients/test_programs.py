@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from clients.environments import Client, Step, command, installed_command, load_clients, run_program
 from clients.puppet import puppet_server
-from clients.records import PAGE, record, render
+from clients.records import PAGE, SUITES, record, render
 
 CLIENTS = load_clients()
 
@@ -46,8 +46,10 @@ def test_the_page_shows_every_client_without_failures() -> None:
 
 
 def test_the_page_keeps_rows_of_clients_that_did_not_run() -> None:
-    first = render("", [("a", "1", "chat", "passed"), ("a", "1", "old", "refused: use | b"), ("b", "2", "x", "passed")])
+    suite = "| them | 1.0 | 110 | 85 | images |"
+    ran = [("a", "1", "chat", "passed"), ("a", "1", "old", "refused: use | b"), ("b", "2", "x", "passed")]
+    first = render(f"{SUITES}\n\n| suite |\n|---|\n{suite}\n", ran)
     second = render(first, [("b", "3", "y", "failed: because")])
-    assert "| a | 1 | chat | 1 of 1 |" in second and "| a | old | use / b |" in second
+    assert suite in second and "| a | 1 | chat | 1 of 1 |" in second and "| a | old | use / b |" in second
     assert "| b | 3 | y | FAILED y: failed: because |" in second and "| b | 2 |" not in second
     assert render(second, [("b", "2", "x", "passed")]) == first

@@ -52,11 +52,10 @@ CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "What is the ca
 TEXT: dict[str, Any] = {"prompt": "The capital of France is", "max_tokens": 8}
 ITEM: dict[str, Any] = {"input": "What is the capital of France?", "max_output_tokens": 40}
 FLAT_TOOL = {"type": "function", **FUNCTION}
-CHAT_TOOL = {"type": "function", "function": FUNCTION}
 SERVED = [
     *(("/chat/completions", {**CHAT, **more}) for more in (
-        {}, {"n": 3}, {"logprobs": True, "top_logprobs": 3}, {"tools": [CHAT_TOOL], "tool_choice": "required"},
-        {"response_format": {"type": "json_schema", "json_schema": FORM}},
+        {}, {"tools": [{"type": "function", "function": FUNCTION}], "tool_choice": "required"}, {"n": 3},
+        {"logprobs": True, "top_logprobs": 3}, {"response_format": {"type": "json_schema", "json_schema": FORM}},
         {"service_tier": "flex", "stop": ["a"], "seed": 7, "stream_options": None},
     )),
     *(("/completions", {**TEXT, **more}) for more in (
@@ -70,16 +69,7 @@ SERVED = [
     )),
     ("/responses/input_tokens", {"input": "hi", "tools": [FLAT_TOOL]}),
     ("/embeddings", {"input": ["a", "b"], "encoding_format": "float"}),
-    ("/embeddings", {"input": [5, 6], "dimensions": 8}),
 ]  # fmt: skip
-REFUSED = [
-    ("/chat/completions", {**CHAT, "model": "unknown"}, 404),
-    ("/chat/completions", {}, 400),
-    ("/chat/completions", {**CHAT, "temperature": 3}, 400),
-    ("/responses", {**ITEM, "previous_response_id": "resp_1"}, 400),
-    ("/embeddings", {}, 400),
-    ("/batches", {"input_file_id": "file-x", "endpoint": "/v1/chat/completions", "completion_window": "24h"}, 404),
-]
 
 
 def as_json_schema(node: Any) -> Any:
@@ -196,13 +186,6 @@ def test_answers(published: Published, client: httpx.Client, path: str, body: di
     published.check_answer("post", path, answer)
 
 
-@pytest.mark.parametrize(("path", "body", "status"), REFUSED)
-def test_refusals(published: Published, client: httpx.Client, path: str, body: dict[str, Any], status: int) -> None:
-    answer = client.post(path, json={"model": MODEL, **body} if path != "/batches" else body)
-    assert answer.status_code == status, answer.text
-    published.check_answer("post", path, answer)
-
-
 def test_files_and_batches(published: Published, client: httpx.Client) -> None:
     bodies = [{"model": MODEL, **CHAT, **more} for more in ({}, {"n": 2}, {"temperature": 9})]
     line = {"method": "POST", "url": "/v1/chat/completions"}
@@ -218,9 +201,9 @@ def test_files_and_batches(published: Published, client: httpx.Client) -> None:
     for name in ("output_file_id", "error_file_id"):
         published.check_answer("get", "/files/{file_id}", client.get(f"/files/{batch[name]}"))
     rows = client.get(f"/files/{batch['output_file_id']}/content").text.splitlines()
+    assert len(rows) == 2
     for row in rows:
         published.check("CreateChatCompletionResponse", json.loads(row)["response"]["body"])
-    assert len(rows) == 2
     for path in ("/files", "/batches", "/models"):
         published.check_answer("get", path, client.get(path))
     published.check_answer("delete", "/files/{file_id}", client.delete(f"/files/{file['id']}"))
