@@ -31,8 +31,8 @@ PENALTY = 2e-3
 
 LAW = LatencyModel(intercept=0.008, decode_context=4e-7, attention=2e-9, knots=(128,), hinges=(5e-5,))
 """A step time with a knee."""
-LOADS = {"without an SLO": None, "every prompt late": 1.0, "every prompt in time": 1e6}
-"""TTFT objectives of the steps that have room: who is late is not looked at further."""
+LOADS = {"without an SLO": None, "every prompt late": 1.0, "every prompt in time": 1e6, "in time, speculation": 1e6}
+"""TTFT objectives of the steps that have room, in seconds. The last load differs from the one before by speculation."""
 
 
 def make_core(ttft: float | None) -> EngineCore:
@@ -239,6 +239,8 @@ def main(_argv: list[str] | None = None) -> None:
     print(f"control plane: {RUNNING} running, {WAITING} waiting, {STEPS} steps; {describe()}")
     for load, ttft in LOADS.items():
         core = make_core(ttft)
+        if "speculation" in load:
+            core.enable_speculation()
         for now in range(60):
             step(core, float(now))
         timed = [step(core, 100.0 + i) for i in range(STEPS)]

