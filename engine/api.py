@@ -113,6 +113,11 @@ class SamplingParams:
             return 0
         return NEVER if self.thinking is None else self.thinking.tokens  # the budget lasts until then
 
+    @property
+    def has_penalties(self) -> bool:
+        """Return whether the logit of a token depends on its earlier occurrences."""
+        return self.presence_penalty != 0 or self.frequency_penalty != 0 or self.repetition_penalty != 1
+
 
 class SamplingDefaults(NamedTuple):
     """Sampling parameters that a model's checkpoint recommends; None: the usual default."""

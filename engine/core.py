@@ -194,9 +194,9 @@ class EngineCore:
         self.state.cache.complete_step(output.step_id)
         return outputs
 
-    def enable_speculation(self) -> None:
-        """Draft tokens from now on where they are worth their time."""
-        self.state.speculation = Speculation()
+    def enable_speculation(self, *, penalties: bool = False) -> None:
+        """Draft tokens from now on where they are worth their time. `penalties`: also for requests with penalties."""
+        self.state.speculation = Speculation(penalties=penalties)
 
     def catch_up(self) -> None:
         """Do a part of the work that can wait: index tokens for drafts. Call it while a step runs."""

@@ -13,6 +13,7 @@ from typing import Any
 import jsonschema_rs
 import pytest
 from driver import Driver, make_request
+from fakes.speculation import Oracle
 from native_build import native_library
 
 import engine.models.demo
@@ -230,10 +231,16 @@ def test_backends_draw_what_torch_draws(backend: str) -> None:
 @pytest.mark.parametrize("backend", ["torch", "native", "cuda", "torch ahead"])
 def test_forced_tokens_save_steps_and_change_nothing(backend: str) -> None:
     """Seeds, a short answer that ends in the middle of a run, penalties, a pool that is too small: token for token what
-    comes one by one, in fewer steps."""
-    answers, steps, forced = [], [], []
-    for most in (0, MAX_FORCED):
+    comes one by one, in fewer steps; also with drafts that are often wrong."""
+    answers: list[Any] = []
+    steps, forced = [], []
+    for most, drafts in ((0, False), (MAX_FORCED, False), (MAX_FORCED, True)):
         driver = make_driver(backend, num_blocks=60, max_forced=most)
+        if drafts:
+            oracle = Oracle(
+                lambda spec: answers[0][0][spec.request_id], seed=1, penalties=backend in ("torch", "native")
+            )
+            driver.core.state.speculation = oracle
         for number, (name, schema) in enumerate([*SCHEMAS.items()] * 2):
             limit = (60, 7)[number % 2]
             kind = [RequestClass.ONLINE, RequestClass.OFFLINE][number % 3 == 0]
@@ -245,8 +252,8 @@ def test_forced_tokens_save_steps_and_change_nothing(backend: str) -> None:
         answers.append((driver.outputs, {name: final.finish_reason for name, final in driver.finals.items()}))
         steps.append(sum(len(step.chunks) for step in driver.steps))
         forced.append(driver.core.stats().forced_tokens)
-    assert answers[0] == answers[1]
-    assert forced[0] == 0 < forced[1]
+    assert answers[0] == answers[1] == answers[2]
+    assert forced[0] == 0 < forced[1] and driver.core.stats().drafted_tokens > sum(oracle.judged) > 50
     assert steps[0] - steps[1] >= forced[1] / 2, "each would have been a chunk of its own"
 
 
@@ -254,7 +261,8 @@ def test_forced_tokens_save_steps_and_change_nothing(backend: str) -> None:
 def test_forced_tokens_behind_a_step_in_flight_outlast_late_masks_and_failures(
     fails: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every third mask is late, and steps fail with the one behind them: token for token the same answers."""
+    """Every third mask is late, and steps fail with the one behind them; half of the steps may have drafts. Token for
+    token the same answers."""
     run, masks = masks_module._RowMatcher.run, itertools.count()
 
     def hesitate(*work: Any) -> None:
@@ -264,6 +272,7 @@ def test_forced_tokens_behind_a_step_in_flight_outlast_late_masks_and_failures(
 
     monkeypatch.setattr(masks_module._RowMatcher, "run", hesitate)
     drivers = make_driver("cuda", max_forced=0), make_driver("cuda", num_blocks=60, patience=1e-3)
+    drivers[1].core.state.speculation = Oracle(lambda spec: drivers[0].outputs[spec.request_id], seed=2)
     device, calls = drivers[1].runner.device, 0  # type: ignore[attr-defined]
     forward = device.forward
 
@@ -283,7 +292,7 @@ def test_forced_tokens_behind_a_step_in_flight_outlast_late_masks_and_failures(
         driver.run()
     assert drivers[0].outputs == drivers[1].outputs
     stats = drivers[1].core.stats()
-    assert stats.forced_tokens > 0 and (stats.failed_steps > 0) is fails
+    assert stats.forced_tokens > 0 and stats.accepted_tokens > 0 and (stats.failed_steps > 0) is fails
 
 
 @pytest.mark.parametrize("backend", ["torch", "cuda", "torch ahead"])

@@ -131,7 +131,7 @@ def _join(config: EngineConfig, plan: LaunchPlan, runner: Runner[Any], say: Call
     )
     core, colocation, tuner = make_controller(config, scheduler, profile, slo, profile_folder(config), say)
     if config.speculation == "auto" and can_verify(plan):
-        core.enable_speculation()
+        core.enable_speculation(penalties=plan.device == "cpu")
     info = replace(_info(plan, scheduler, _sampling(config, plan, say)), slo=str(slo))
     if plan.spec.state_bytes:
         log.debug(_tell_checkpoints(plan, scheduler))

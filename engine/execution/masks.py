@@ -9,6 +9,9 @@ they do not delay the masks of others.
 If the grammar leaves no choice for several tokens, the mask allows only the first of them and the following tokens are
 known with it ("forced"). The same applies to the end of a thought whose budget is spent. If an answer has a budget and
 a grammar, the grammar applies after the thought.
+
+Behind a draft, a row has a mask for each position. A copy of the matcher follows the drafted tokens as far as the
+grammar allows them: the samples behind a token that it forbids are discarded.
 """
 
 import enum
@@ -16,6 +19,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from copy import copy
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import takewhile
@@ -86,6 +90,8 @@ class _RowMatcher:
         self.generation = generation
         self.params = params
         self.bits = np.zeros(words, dtype=np.int32)
+        self.behind: list[tuple[_State, Int32Array]] = []  # states and masks behind the drafted tokens
+        self.is_stale = False  # `work` was begun for an earlier step, which may have had another draft
         self.work: Future[None] | None = None
         self.end = -1  # position for which `work` computes the mask
         self.seconds = 0.0  # duration of the last mask
@@ -97,17 +103,19 @@ class _RowMatcher:
         once = params.grammar is not None
         self._thoughts = None if budget is None else ThoughtTracker(budget.marks, budget.begun, once)
 
-    def take(self) -> "_State":
-        """Return the state of the mask; a late mask continues to be computed."""
+    def take(self, count: int) -> "list[tuple[_State, Int32Array]]":
+        """Return states and masks of `count` positions of a step; late masks continue to be computed."""
         assert self.work is not None
+        late = [(_State.LATE, self.bits)] * count
         if not self.work.done():
-            return _State.LATE
+            return late
         work, self.work = self.work, None
         work.result()
-        return self._state
+        return [(self._state, self.bits), *(late[1:] if self.is_stale else self.behind)]
 
-    def run(self, compiler: "GrammarCompiler", token_ids: IntArray, room: int) -> None:
-        """Compute the mask after `token_ids`, the answer so far, and the forced tokens, at most `room` in total."""
+    def run(self, compiler: "GrammarCompiler", token_ids: IntArray, room: int, drafted: Sequence[int] = ()) -> None:
+        """Compute the mask after `token_ids`, the answer so far, and the forced tokens, at most `room` in total; and
+        the masks after each of the tokens that are drafted behind them."""
         began = time.perf_counter()
         said = token_ids[self._num_seen :].tolist()
         self._num_seen = len(token_ids)
@@ -118,6 +126,7 @@ class _RowMatcher:
             self._state = self._limit_thought(room)
         else:
             self._state = self._limit(compiler, self.params.grammar, said, room)
+        self._follow_draft(drafted)
         self.seconds = time.perf_counter() - began
 
     def _limit_thought(self, room: int) -> _State:
@@ -163,6 +172,29 @@ class _RowMatcher:
             matcher.write_mask(self.bits)
         if self._is_short:
             self._forbid(stops)
+
+    def _follow_draft(self, drafted: Sequence[int]) -> None:
+        """Set `behind`, with FREE for the positions that cannot be reached."""
+        self.behind = [(_State.FREE, self.bits)] * len(drafted)
+        if not drafted or self._matcher is None or self._state is not _State.READY:
+            return
+        state = copy(self)
+        state._matcher = self._matcher.copy()
+        for place, token_id in enumerate(drafted):
+            if token_id in self.params.stop_token_ids or not state._allows(token_id):
+                return
+            state._matcher.advance([token_id])
+            state._num_seen += 1
+            state.bits = np.zeros_like(self.bits)
+            state._follow_grammar(state._matcher, room=1)
+            # A matcher that fails behind a draft fails again when the token is known.
+            found = _State.READY if state._matcher.failed is None else _State.LATE
+            self.behind[place] = found, state.bits
+            if found is _State.LATE:
+                return
+
+    def _allows(self, token_id: int) -> bool:
+        return bool(self.bits.view(np.uint32)[token_id // 32] >> np.uint32(token_id % 32) & np.uint32(1))
 
     @property
     def _is_short(self) -> bool:
@@ -212,27 +244,33 @@ class RowMasks:
         self._slow = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tidemill-slow-masks")
 
     def start(self, where: IntArray, ends: IntArray, alone: bool) -> FinishMasks:
-        """Begin the masks of a step that samples position `ends [S]` of rows `where [S]`; earlier tokens must be known.
+        """Begin the masks of a step that samples position `ends [S]` of rows `where [S]`; earlier tokens must be known,
+        or drafted behind another sample of the row.
 
         `alone`: no other step is running.
         """
         places = np.flatnonzero(masked(self._rows, where, ends))
-        matchers = [self._begin(int(where[place]), int(ends[place])) for place in places.tolist()]
-        return partial(self._finish, places, matchers, alone and len(places) == len(where))
+        by_row: dict[int, list[int]] = {}
+        for place in places.tolist():
+            by_row.setdefault(int(where[place]), []).append(place)
+        matchers = [self._begin(row, ends[own]) for row, own in by_row.items()]
+        return partial(self._finish, list(by_row.values()), matchers, alone and len(places) == len(where))
 
-    def _begin(self, row: int, end: int) -> _RowMatcher | None:
-        """Begin the mask of a row; None if the row got no token in a step on which this one depends."""
-        rows, matcher = self._rows, self._matchers.get(row)
+    def _begin(self, row: int, ends: IntArray) -> _RowMatcher | None:
+        """Begin the masks of a row; None if the row got no token in a step on which this one depends."""
+        rows, matcher, end = self._rows, self._matchers.get(row), int(ends[0])
         if matcher is None or matcher.generation != rows.generation[row]:
             params = rows.sampling.params[row]
             assert params is not None
             matcher = _RowMatcher(int(rows.generation[row]), params, self._compiler.mask_words)
             self._matchers[row] = matcher
-        if matcher.work is not None:
+        matcher.is_stale = matcher.work is not None
+        if matcher.is_stale:
             return matcher if matcher.end == end else None
         # UNKNOWN tokens occur only in steps behind a failed one, whose results are discarded.
         answer = np.maximum(rows.tokens[row, rows.num_prompt[row] : end], 0)
-        run = partial(matcher.run, self._compiler, answer, self._room(row, end, matcher.params))
+        drafted = rows.tokens[row, end : ends[-1]].tolist()
+        run = partial(matcher.run, self._compiler, answer, self._room(row, end, matcher.params), drafted)
         matcher.end, matcher.work = end, self._start(matcher, run)
         return matcher
 
@@ -254,19 +292,30 @@ class RowMasks:
         longest = min(self._rows.tokens.shape[1] - 1, int(self._rows.num_prompt[row]) + params.max_tokens)
         return min(longest - end, 1 + self._max_forced)
 
-    def _finish(self, places: IntArray, matchers: list[_RowMatcher | None], alone: bool) -> StepMasks:
+    def _finish(self, places: list[list[int]], matchers: list[_RowMatcher | None], alone: bool) -> StepMasks:
+        """Wait for the masks. `places`: samples of each matcher's row, in the order of their positions."""
         work = [matcher.work for matcher in matchers if matcher is not None and matcher.work is not None]
         done, _ = wait(work, timeout=self._patience)
         if work and not done and alone:
             wait(work, timeout=self._lone_patience, return_when=FIRST_COMPLETED)
-        states = np.array([_State.LATE if matcher is None else matcher.take() for matcher in matchers], dtype=np.int64)
-        ready = [matcher for matcher, state in zip(matchers, states, strict=True) if matcher and state == _State.READY]
-        bits = [matcher.bits for matcher in ready]
-        forced = zip(places[states == _State.READY].tolist(), (matcher.forced for matcher in ready), strict=True)
+        found: dict[_State, list[int]] = {state: [] for state in _State}
+        bits: list[Int32Array] = []
+        forced: dict[int, tuple[int, ...]] = {}
+        for own, matcher in zip(places, matchers, strict=True):
+            if matcher is None:
+                found[_State.LATE] += own
+                continue
+            taken = matcher.take(len(own))
+            for place, (state, mask) in zip(own, taken, strict=True):
+                found[state].append(place)
+                if state is _State.READY:
+                    bits.append(mask)
+            if taken[0][0] is _State.READY and matcher.forced:
+                forced[own[0]] = matcher.forced
         return StepMasks(
-            places[states == _State.READY],
+            np.array(found[_State.READY], dtype=np.int64),
             np.stack(bits) if bits else np.zeros((0, self._compiler.mask_words), dtype=np.int32),
-            places[states == _State.LATE],
-            places[states == _State.FAILED],
-            {place: run for place, run in forced if run},
+            np.array(found[_State.LATE], dtype=np.int64),
+            np.array(found[_State.FAILED], dtype=np.int64),
+            forced,
         )

@@ -19,7 +19,7 @@ from torch.nn import functional
 from engine.api import MAX_LOGPROBS, SamplingParams, TokenLogprobs
 from engine.arrays import FloatArray, Int32Array, IntArray
 from engine.execution.masks import StepMasks
-from engine.execution.sampling_table import SamplingTable, has_minimum, has_penalties, uniforms
+from engine.execution.sampling_table import SamplingTable, has_minimum, uniforms
 from engine.scheduling.output import INVALID_TOKEN, LATE_TOKEN, UNMASKED_TOKEN
 
 _Lowest = Callable[[Tensor, Tensor], Tensor]
@@ -159,7 +159,7 @@ def _edit(logits: Tensor, places: IntArray, table: SamplingTable, batch: SampleI
             row.index_add_(0, _tensor(ids, row), torch.tensor(biases, device=row.device))
         if has_minimum(params) and len(token_ids) - num_prompt < params.min_tokens and params.stop_token_ids:
             row.index_fill_(0, _tensor(sorted(params.stop_token_ids), row), float("-inf"))
-        if has_penalties(params):
+        if params.has_penalties:
             _penalise(row, params, token_ids, num_prompt)
 
 

@@ -51,9 +51,9 @@ class SamplingTable:
         self.num_logprobs[row] = -1 if params.logprobs is None else params.logprobs
         self.greedy[row] = params.temperature < GREEDY_BELOW
         self.masked_from[row] = params.masked_from
-        self.penalised[row] = has_penalties(params)
+        self.penalised[row] = params.has_penalties
         self.penalties[row] = params.repetition_penalty, params.frequency_penalty, params.presence_penalty
-        self.edits[row] = bool(params.logit_bias) or has_minimum(params) or has_penalties(params)
+        self.edits[row] = bool(params.logit_bias) or has_minimum(params) or params.has_penalties
 
     def plain(self, rows: IntArray) -> bool:
         """Return whether all rows are greedy without edits or log-probabilities."""
@@ -74,11 +74,6 @@ class SamplingTable:
 def has_minimum(params: SamplingParams) -> bool:
     """Return whether stop tokens are forbidden up to a minimum length; with a grammar, the masks handle that."""
     return params.min_tokens > 0 and params.grammar is None
-
-
-def has_penalties(params: SamplingParams) -> bool:
-    """Return whether the logit of a token depends on its earlier occurrences."""
-    return params.presence_penalty != 0 or params.frequency_penalty != 0 or params.repetition_penalty != 1
 
 
 def uniforms(seeds: IntArray, positions: IntArray) -> FloatArray:

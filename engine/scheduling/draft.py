@@ -139,6 +139,8 @@ class StepDraft:
         if not count:
             return 0
         self.ledger.charge_more_decodes(count, self.ledger.read(range(start + 1, start + count + 1)))
+        if start + 1 >= request.masked_from:
+            self.ledger.charge_masks(count)
         first = len(self.chunks)
         self.chunks += [Chunk(row, start + place, 1, True) for place in range(count)]
         self.requests += [request] * count

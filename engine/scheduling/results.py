@@ -124,19 +124,22 @@ class Results:
         sampled, guesses = iter(range(len(tokens))), flight.guesses
         outputs: list[RequestOutput] = []
         accepted: list[Request] = []
+        extended: set[Request] = set()  # by forced tokens, which a later step computes from the first one on
         chunks = zip(flight.output.chunks, flight.requests, flight.epochs, tokens, strict=True)
         for number, (chunk, request, epoch, token) in enumerate(chunks):
             index = next(sampled) if chunk.sample else -1
             logprobs = result.logprobs[index] if chunk.sample and result.logprobs else None
             if number in guesses:
-                if not self._takes(request, epoch, chunk, guesses[number]):
+                if request in extended or not self._takes(request, epoch, chunk, guesses[number]):
                     continue
                 accepted.append(request)
             elif request.num_guessed and request.epoch == epoch:
                 self._state.drop_guesses(request)
             output = self._confirm_chunk(request, epoch, chunk, token, now, logprobs)
             if output is not None:
-                outputs.append(self._append_forced(request, output, result.forced.get(index, ()), now))
+                if run := result.forced.get(index, ()):
+                    extended.add(request)
+                outputs.append(self._append_forced(request, output, run, now))
             elif number in result.pooled and request.epoch == epoch and request.status is not RequestStatus.FINISHED:
                 outputs.append(self._finish_pooled(request, result.pooled[number], now))
         return self._judge(flight, outputs, accepted) if guesses else outputs

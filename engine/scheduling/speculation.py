@@ -6,14 +6,14 @@ rate if p / m > N / T. The latency model gives the usual m and T; `engine.specul
 step costs nearly as much with them as without: with few rows. Drafts never preempt, and never use time that a deadline
 needs, by the prediction with its margin.
 
-Requests whose sampling depends on the tokens before it (grammars, thinking budgets, penalties) get no drafts.
+Requests with a thinking budget get no drafts, and requests with penalties only where the host samples: the histories
+on a device count every sample once.
 """
 
 import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from engine.api import NEVER
 from engine.request import Request
 from engine.scheduling.draft import StepDraft
 from engine.scheduling.ledger import StepLedger
@@ -38,9 +38,14 @@ class _Candidate(NamedTuple):
 
 
 class Speculation:
-    """Propose, price and judge drafts for the running requests of one engine."""
+    """Propose, price and judge drafts for the running requests of one engine.
 
-    def __init__(self) -> None:
+    Args:
+        penalties: Whether requests with penalties may have drafts.
+    """
+
+    def __init__(self, *, penalties: bool = False) -> None:
+        self._penalties = penalties
         self._drafts = Drafts()
         self._fed: dict[str, int] = {}
         self._proposed: dict[str, Proposal] = {}
@@ -111,7 +116,7 @@ class Speculation:
         request_id, length = request.request_id, len(request.token_ids)
         fed = self._fed.get(request_id)
         if fed is None:
-            fed = length if _is_eligible(request) else NEVER_DRAFTED
+            fed = length if self._is_eligible(request) else NEVER_DRAFTED
             self._fed[request_id] = fed
             if fed != NEVER_DRAFTED:
                 spec = request.spec
@@ -122,15 +127,14 @@ class Speculation:
             self._fed[request_id] = length
         return fed != NEVER_DRAFTED
 
+    def _is_eligible(self, request: Request) -> bool:
+        spec = request.spec
+        may_sample = spec.sampling.thinking is None and (self._penalties or not spec.sampling.has_penalties)
+        return may_sample and spec.pooling is None and not spec.probe
+
 
 def _seconds(time: _DecodeTime, ledger: StepLedger, request: Request, count: int) -> float:
     """Return the time that `count` drafted tokens add to a step, by `time`."""
     contexts = range(request.num_computed_tokens + 1, request.num_computed_tokens + count + 1)
-    return time(ledger.features, count, ledger.read(contexts))
-
-
-def _is_eligible(request: Request) -> bool:
-    sampling = request.spec.sampling
-    penalised = sampling.presence_penalty or sampling.frequency_penalty or sampling.repetition_penalty != 1
-    plain = sampling.masked_from == NEVER and not penalised
-    return plain and request.spec.pooling is None and not request.spec.probe
+    masks = ledger.mask_seconds(count) if request.num_computed_tokens + 1 >= request.masked_from else 0.0
+    return time(ledger.features, count, ledger.read(contexts)) + masks

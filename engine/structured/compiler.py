@@ -7,6 +7,7 @@ the engine process only after `engine.structured.prover` has compiled it within 
 import re
 import threading
 from collections.abc import Sequence
+from copy import copy
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -68,6 +69,12 @@ class Matcher:
         self._grammar = grammar
         self._ended = False
         self.failed: str | None = None
+
+    def copy(self) -> "Matcher":
+        """Return a matcher at the same place, which may go on differently."""
+        other = copy(self)
+        other._matcher = self._matcher.deep_copy()
+        return other
 
     @property
     def complete(self) -> bool:

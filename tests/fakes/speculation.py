@@ -17,8 +17,10 @@ class Oracle(Speculation):
     `answer` returns the output tokens of a request that runs alone.
     """
 
-    def __init__(self, answer: Callable[[EngineRequest], Sequence[int]], seed: int, most: int = 5) -> None:
-        super().__init__()
+    def __init__(
+        self, answer: Callable[[EngineRequest], Sequence[int]], seed: int, most: int = 5, *, penalties: bool = False
+    ) -> None:
+        super().__init__(penalties=penalties)
         self._answer, self._most, self._random = answer, most, Random(seed)
         self.judged: list[int] = []
 
@@ -26,6 +28,8 @@ class Oracle(Speculation):
         for request in decodes:
             known, room = len(request.token_ids), request.max_total_tokens - len(request.token_ids) - 1
             if draft.state.config.state_slots or request.cache_map.num_compact or request.num_computed_tokens != known:
+                continue
+            if not self._is_eligible(request):
                 continue
             right = self._answer(request.spec)
             count = min(
