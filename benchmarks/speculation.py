@@ -43,7 +43,7 @@ from loadgen.client import Client, Target
 from loadgen.jobs import TERMINAL, create, expect, job_lines, upload
 from loadgen.records import RequestRecord
 
-ARMS = {"on": ("--speculation=auto",), "off": ("--speculation=off",)}
+ARMS = {"on": ("--speculation=on",), "off": ("--speculation=off",)}
 CHAT = "/v1/chat/completions"
 TTFT, TBT = 1.5, 0.15
 MOST_TOKENS = 400

@@ -64,10 +64,10 @@ class EngineConfig:
         ("none", "int8", "fp8"),
     )
     speculation: str = _flag(
-        "off",
+        "auto",
         "verify guesses of an answer's next tokens, from its context and from earlier answers, in steps that have time "
-        "for them; answers stay the same",
-        ("auto", "off"),
+        "for them; answers stay the same; auto: on a CPU, since no GPU was measured",
+        ("auto", "on", "off"),
     )
     threads: int | None = _flag(None, "processor threads of a step on a CPU (default: measured, at most one per core)")
     load_format: str = _flag("auto", "dummy: random weights for benchmarks", ("auto", "safetensors", "dummy"))

@@ -130,8 +130,9 @@ def _join(config: EngineConfig, plan: LaunchPlan, runner: Runner[Any], say: Call
         partial(backend.busy_share, plan),
     )
     core, colocation, tuner = make_controller(config, scheduler, profile, slo, profile_folder(config), say)
-    if config.speculation == "auto" and can_verify(plan):
-        core.enable_speculation(penalties=plan.device == "cpu")
+    on_cpu = plan.device == "cpu"
+    if can_verify(plan) and (config.speculation == "on" or (config.speculation == "auto" and on_cpu)):
+        core.enable_speculation(penalties=on_cpu)
     info = replace(_info(plan, scheduler, _sampling(config, plan, say)), slo=str(slo))
     if plan.spec.state_bytes:
         log.debug(_tell_checkpoints(plan, scheduler))
