@@ -274,6 +274,6 @@ def test_finished_answers_are_forgotten_whole_and_memory_is_bounded(monkeypatch:
     proposer = work(40)
     for number in range(40):
         begin(proposer, "r", texts[number][:100], "0-0")
-        draft = proposer.propose("r", 8).tokens
-        assert draft == (() if number < 32 else tuple(texts[number][100:108]) if number > 35 else draft)
+        draft = proposer.propose("r", 4).tokens
+        assert draft == (() if number < 32 else tuple(texts[number][100:104]) if number > 35 else draft)
         proposer.finish("r", False)

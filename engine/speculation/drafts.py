@@ -40,6 +40,8 @@ BEHIND = 8
 """Tokens of an answer that are indexed together."""
 READY = 64
 """Maximum number of context tokens that may be missing from the index when a draft is proposed."""
+FIRST_DRAFT, LEAST_DRAFT = 4, 2
+"""Maximum number of tokens of a request's first draft, and of one that follows a wrong one."""
 _LEVELS = tuple(range(len(GRAMS)))
 
 
@@ -101,6 +103,7 @@ class _Request:
         next_look: Length from which on the next look-up is worth it.
         untried: Source of the last proposal, until it is judged.
         proposed_at: Length at that proposal.
+        longest: Maximum number of tokens of the next draft: twice the number of accepted tokens of the last one.
     """
 
     context: NGrams
@@ -115,6 +118,7 @@ class _Request:
     next_look: int = 0
     untried: DraftSource | None = None
     proposed_at: int = 0
+    longest: int = FIRST_DRAFT
 
 
 class Drafts:
@@ -170,7 +174,7 @@ class Drafts:
             return NOTHING
         tail = context.tail
         hashes = hash_tail(tail)
-        most = min(most, MAX_DRAFT)
+        most = min(most, request.longest)
         answers = self._corpora.get(request.corpus)
         indices = (context,) if answers is None else (context, *answers.generations)
         best, value = NOTHING, 0.0
@@ -200,11 +204,13 @@ class Drafts:
     def judged(self, request_id: str, proposal: Proposal, accepted: int) -> None:
         """Learn that the first `accepted` tokens of a proposal were right and the next one, if any, was wrong.
 
-        After a proposal without an accepted token, matches of its length give no drafts for 2, 4, ... 64 tokens.
+        After a proposal without an accepted token, matches of its length give no drafts for 2, 4, ... 64 tokens. Drafts
+        get longer as they are accepted, so that a wrong one costs little even if the latency model is wrong.
         """
         request = self._requests[request_id]
         request.untried = None
         request.acceptance.learn(proposal.source, len(proposal.tokens), accepted)
+        request.longest = min(max(2 * accepted, LEAST_DRAFT), MAX_DRAFT)
         level = GRAMS.index(proposal.source.match)
         if accepted:
             request.failures[level] = 0
