@@ -20,6 +20,8 @@ from gateway.batch.worker import BatchWorker
 from gateway.store.disk import Disk
 from gateway.store.folder import StateFolder, open_state
 from gateway.store.objects import BatchJob, FileObject, new_batch_id, new_file_id
+from gateway.store.row_store import RowStore
+from gateway.store.writer import SqliteWriter, open_database
 
 TERMINAL = {"completed", "failed", "expired", "cancelled"}
 FAST = BatchLimits(retry_seconds=0.01, tick_seconds=0.05)
@@ -32,6 +34,10 @@ def line(number: int | str, endpoint: str = "/v1/completions", **body: Any) -> d
         prompt = {"messages": [{"role": "user", "content": f"number {number}"}]}
     fields = {"model": MODEL, "max_tokens": 4, **prompt, **body}
     return {"custom_id": f"id-{number}", "method": "POST", "url": endpoint, "body": fields}
+
+
+def open_store(path: Path) -> RowStore:
+    return RowStore(SqliteWriter(open_database(path), path=path))
 
 
 def jsonl(lines: Iterable[Any]) -> bytes:

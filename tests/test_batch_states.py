@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 import pytest
+from batch_tools import open_store
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, multiple, rule
@@ -31,7 +32,6 @@ from gateway.store.objects import (
     new_file_id,
 )
 from gateway.store.objects import timestamp_field as field_of
-from gateway.store.sqlite import SqliteStore
 
 S = BatchStatus
 NOW = 1_000_000
@@ -76,7 +76,7 @@ class BatchMachine(RuleBasedStateMachine):
         super().__init__()
         self.loop = asyncio.new_event_loop()
         self.folder = tempfile.TemporaryDirectory()
-        self.store = SqliteStore(Path(self.folder.name) / "s.db")
+        self.store = open_store(Path(self.folder.name) / "s.db")
         self.model: dict[str, dict[str, Any]] = {}
         self.file_model: dict[str, str] = {}
         self.clock = NOW
@@ -206,7 +206,7 @@ class BatchMachine(RuleBasedStateMachine):
     @rule()
     def restart(self) -> None:
         self.run(self.store.close())
-        self.store = SqliteStore(Path(self.folder.name) / "s.db")
+        self.store = open_store(Path(self.folder.name) / "s.db")
 
     def _moved(self, batch: str, status: BatchStatus) -> None:
         self.model[batch]["status"] = status

@@ -11,9 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from batch_tools import open_store
 
 from engine.errors import ConfigError
 from gateway.store.disk import StorageError
+from gateway.store.file_rows import TOMBSTONE_SECONDS
 from gateway.store.folder import StateFolder, open_state
 from gateway.store.objects import (
     BatchJob,
@@ -28,17 +30,16 @@ from gateway.store.objects import (
     new_batch_id,
     new_file_id,
 )
+from gateway.store.row_store import RowStore
 from gateway.store.schema import VERSION
-from gateway.store.sqlite import SqliteStore
-from gateway.store.sqlite_files import TOMBSTONE_SECONDS
 from gateway.store.writer import SqliteWriter, open_database
 
 NOW = 1_800_000_000
 
 
 @pytest.fixture
-async def store(tmp_path: Path) -> AsyncIterator[SqliteStore]:
-    opened = SqliteStore(tmp_path / "s.db")
+async def store(tmp_path: Path) -> AsyncIterator[RowStore]:
+    opened = open_store(tmp_path / "s.db")
     yield opened
     await opened.close()
 
@@ -48,7 +49,7 @@ def a_file(tenant: str = "t", **fields: Any) -> FileObject:
     return FileObject(**{"id": new_file_id(), "tenant": tenant, **values, **fields})
 
 
-async def a_batch(store: SqliteStore, tenant: str = "t", **fields: Any) -> BatchJob:
+async def a_batch(store: RowStore, tenant: str = "t", **fields: Any) -> BatchJob:
     file = a_file(tenant)
     await store.add_file(file)
     values: dict[str, Any] = {"completion_window": "24h", "created_at": NOW, "expires_at": NOW + 86400}
@@ -59,7 +60,7 @@ async def a_batch(store: SqliteStore, tenant: str = "t", **fields: Any) -> Batch
 # ---- files
 
 
-async def test_pages_of_files_in_both_orders(store: SqliteStore) -> None:
+async def test_pages_of_files_in_both_orders(store: RowStore) -> None:
     files = [a_file(purpose="batch" if i % 2 else "batch_output") for i in range(7)]
     for file in files:
         await store.add_file(file)
@@ -77,7 +78,7 @@ async def test_pages_of_files_in_both_orders(store: SqliteStore) -> None:
     assert found == files[1::2] and not more
 
 
-async def test_a_list_goes_on_after_a_file_that_was_deleted_meanwhile(store: SqliteStore) -> None:
+async def test_a_list_goes_on_after_a_file_that_was_deleted_meanwhile(store: RowStore) -> None:
     files = [a_file() for _ in range(4)]
     for file in files:
         await store.add_file(file)
@@ -89,7 +90,7 @@ async def test_a_list_goes_on_after_a_file_that_was_deleted_meanwhile(store: Sql
         await store.list_files("t", Page(10, files[1].id, True), None, NOW)
 
 
-async def test_expired_files_are_missing_at_once_and_their_bodies_go_later(store: SqliteStore) -> None:
+async def test_expired_files_are_missing_at_once_and_their_bodies_go_later(store: RowStore) -> None:
     file = a_file(expires_at=NOW + 10)
     await store.add_file(file)
     assert await store.get_file("t", file.id, NOW + 9) == file
@@ -104,7 +105,7 @@ async def test_expired_files_are_missing_at_once_and_their_bodies_go_later(store
 # ---- batches
 
 
-async def test_a_batch_through_its_life(store: SqliteStore) -> None:
+async def test_a_batch_through_its_life(store: RowStore) -> None:
     batch = await a_batch(store, metadata={"a": "b"})
     assert await store.load_batch(batch.id) == batch
     await store.add_lines(batch.id, [LineRef(9, 9, 9, 9)], first=True)  # an attempt that was cut off
@@ -131,7 +132,7 @@ async def test_a_batch_through_its_life(store: SqliteStore) -> None:
     assert await store.line_records(batch.id, -1, 9) == [] and await store.unfinished_batches() == []
 
 
-async def test_ending_a_batch_that_was_cancelled_meanwhile_changes_nothing(store: SqliteStore) -> None:
+async def test_ending_a_batch_that_was_cancelled_meanwhile_changes_nothing(store: RowStore) -> None:
     batch = await a_batch(store)
     await store.start_batch(batch.id, 1, None, NOW)
     await store.cancel_batch("t", batch.id, NOW)
@@ -142,7 +143,7 @@ async def test_ending_a_batch_that_was_cancelled_meanwhile_changes_nothing(store
     assert (await store.load_batch(batch.id)).status is BatchStatus.CANCELLING
 
 
-async def test_a_batch_cancelled_under_validation_stays_so(store: SqliteStore) -> None:
+async def test_a_batch_cancelled_under_validation_stays_so(store: RowStore) -> None:
     batch = await a_batch(store)
     assert await store.cancel_batch("u", batch.id, NOW) is None
     first = await store.cancel_batch("t", batch.id, NOW + 1)
@@ -183,7 +184,7 @@ async def test_what_waits_together_is_committed_together(tmp_path: Path) -> None
 
 
 async def test_a_full_database_refuses_and_recovers(tmp_path: Path) -> None:
-    store = SqliteStore(tmp_path / "s.db")
+    store = open_store(tmp_path / "s.db")
     batch = await a_batch(store)
 
     def limit(connection: sqlite3.Connection) -> None:
@@ -214,7 +215,7 @@ async def test_a_commit_that_fails_has_not_happened(tmp_path: Path) -> None:
                 raise error
             return super().execute(sql, *parameters)
 
-    store = SqliteStore(tmp_path / "s.db")
+    store = open_store(tmp_path / "s.db")
     await store.close()
     connection = sqlite3.connect(tmp_path / "s.db", isolation_level=None, check_same_thread=False, factory=Broken)
     connection.row_factory = sqlite3.Row
@@ -235,7 +236,7 @@ async def test_a_commit_that_fails_has_not_happened(tmp_path: Path) -> None:
 async def test_a_fault_of_the_database_is_a_fault_of_storage(
     tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    store = SqliteStore(tmp_path / "s.db")
+    store = open_store(tmp_path / "s.db")
 
     def fail(_: sqlite3.Connection) -> None:
         error = sqlite3.OperationalError("words of SQLite")
@@ -256,7 +257,7 @@ async def test_what_is_written_to_a_deleted_database_is_refused_until_it_is_back
     """SQLite would go on in a file without a name: a 200 for what is lost at the end."""
     place, away = tmp_path / "state", tmp_path / "away"
     place.mkdir()
-    store = SqliteStore(place / "s.db")
+    store = open_store(place / "s.db")
     first, second = a_file(), a_file()
     await store.add_file(first)
     place.rename(away)
@@ -285,7 +286,7 @@ async def test_a_folder_that_was_deleted_is_a_fault_of_storage(tmp_path: Path) -
     await state.close()
 
 
-async def test_settings_that_durability_rests_on(store: SqliteStore) -> None:
+async def test_settings_that_durability_rests_on(store: RowStore) -> None:
     def ask(name: str) -> Any:
         return store._writer.run(lambda c: c.execute(f"PRAGMA {name}").fetchone()[0])
 

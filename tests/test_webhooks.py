@@ -15,7 +15,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from batch_tools import batch_server, eventually, jsonl, line, submit, until
+from batch_tools import batch_server, eventually, jsonl, line, open_store, submit, until
 
 from engine.config import EngineConfig
 from engine.errors import ConfigError
@@ -25,7 +25,7 @@ from gateway.batch.webhooks import HOSTS, SECRETS, Failure, WebhookSender, read_
 from gateway.commands.preflight import check_start
 from gateway.config import ServerConfig
 from gateway.store.objects import WEBHOOK_KEY, BatchJob, BatchStatus, Channel, FileObject, Notice, new_file_id
-from gateway.store.sqlite import SqliteStore
+from gateway.store.row_store import RowStore
 
 SECRET = "whsec_" + base64.b64encode(b"0123456789abcdef01234567").decode()
 BATCH = "batch_" + "0" * 32
@@ -179,7 +179,7 @@ def test_refused_settings(environment: dict[str, str], words: str) -> None:
 # ---- attempts
 
 
-async def end_batch(store: SqliteStore, url: str, batch_id: str = BATCH) -> None:
+async def end_batch(store: RowStore, url: str, batch_id: str = BATCH) -> None:
     """Add a batch that ends at the time 100."""
     file = FileObject(new_file_id(), "t", 5, 1, "a.jsonl", "batch")
     await store.add_file(file)
@@ -190,13 +190,13 @@ async def end_batch(store: SqliteStore, url: str, batch_id: str = BATCH) -> None
 
 async def attempts(path: Path, make_sender: Callable[[float], Any], url: str) -> tuple[list[int], list[str]]:
     """Start a notifier anew for each attempt of a webhook, when it is due, until none is. Return times and outcomes."""
-    store = SqliteStore(path / "s.db")
+    store = open_store(path / "s.db")
     await end_batch(store, url)
     await store.close()
     times: list[int] = []
     outcomes: list[str] = []
     while True:
-        store = SqliteStore(path / "s.db")
+        store = open_store(path / "s.db")
         if (due := await store.next_notice(0)) is None:
             await store.close()
             return times, outcomes
@@ -237,7 +237,7 @@ async def test_attempts_end(tmp_path: Path, caplog: pytest.LogCaptureFixture, fi
 
 
 async def test_a_slow_receiver_does_not_hold_up_another(tmp_path: Path, receiver: Receiver) -> None:
-    store = SqliteStore(tmp_path / "s.db")
+    store = open_store(tmp_path / "s.db")
     await end_batch(store, "https://slow.example.com/x")
     asked = asyncio.Event()
 

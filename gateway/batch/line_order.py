@@ -15,7 +15,7 @@ from gateway.batch.lengths import AnswerLengths
 from gateway.batch.results import in_thread
 from gateway.generate.threads import at_half_speed
 from gateway.store.objects import LineRef
-from gateway.store.sqlite import SqliteStore
+from gateway.store.row_store import RowStore
 
 NUM_RUNS = 128
 """Least number of runs of a batch that is larger than the window, as far as runs have RUN_LINES lines."""
@@ -52,7 +52,7 @@ class LineOrder:
     """Choose the next lines of jobs. `tail_lines`: maximum number of last lines that are ordered by expected length
     (0: all lines run by rank)."""
 
-    def __init__(self, store: SqliteStore, window: Window, tail_lines: int) -> None:
+    def __init__(self, store: RowStore, window: Window, tail_lines: int) -> None:
         self._store = store
         self._window = window
         self._tail_lines = tail_lines

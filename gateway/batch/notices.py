@@ -22,7 +22,7 @@ from gateway.batch.webhooks import SECRETS, Failure
 from gateway.http.errors import log_unexpected
 from gateway.store.disk import StorageError
 from gateway.store.objects import Channel, Notice
-from gateway.store.sqlite import SqliteStore
+from gateway.store.row_store import RowStore
 
 log = logging.getLogger("tidemill.gateway")
 
@@ -71,7 +71,7 @@ class Notifier:
     """Send due reports; see `BackgroundWork`. Reports of a channel without a sender are dropped."""
 
     def __init__(
-        self, store: SqliteStore, senders: Mapping[Channel, Sender], clock: Callable[[], float] = time.time
+        self, store: RowStore, senders: Mapping[Channel, Sender], clock: Callable[[], float] = time.time
     ) -> None:
         self._store = store
         self._senders = senders

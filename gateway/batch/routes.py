@@ -133,7 +133,7 @@ def _check_metadata(state: BatchState, metadata: dict[str, str]) -> None:
 
 
 async def add_batch(request: Request, batch: BatchJob, idempotency: tuple[str, str] | None = None) -> BatchJob:
-    """Store a batch and start it; see `SqliteBatches.create_batch`. Raises ApiError."""
+    """Store a batch and start it; see `BatchRows.create_batch`. Raises ApiError."""
     state = state_of(request)
     max_lines = context_of(request).keys.quota(batch.tenant).lines
     try:

@@ -14,7 +14,7 @@ from gateway.http.errors import ApiError
 from gateway.http.keys import DEFAULT_TENANT, KeyStore
 from gateway.store.disk import StorageError
 from gateway.store.objects import BatchJob, FileObject, Holdings
-from gateway.store.sqlite import SqliteStore
+from gateway.store.row_store import RowStore
 
 log = logging.getLogger("tidemill.gateway")
 
@@ -56,7 +56,7 @@ class Ownership:
         unreachable: tenants with files or unfinished batches but without a key, as of the last `report`.
     """
 
-    def __init__(self, store: SqliteStore, keys: KeyStore, clock: Callable[[], float] = time.time) -> None:
+    def __init__(self, store: RowStore, keys: KeyStore, clock: Callable[[], float] = time.time) -> None:
         self._store = store
         self._keys = keys
         self._clock = clock

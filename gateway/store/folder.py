@@ -24,7 +24,8 @@ from gateway.store.disk import Disk, DiskFile, StorageError
 from gateway.store.objects import BATCH_ID, FILE_ID
 from gateway.store.opening import DATABASE, Opening
 from gateway.store.recovery import StateRecovery
-from gateway.store.sqlite import SqliteStore
+from gateway.store.row_store import RowStore
+from gateway.store.writer import SqliteWriter
 
 PROBE = b"tidemill" * 512
 
@@ -32,7 +33,7 @@ PROBE = b"tidemill" * 512
 class StateFolder:
     """An open state folder. Use `open_state`."""
 
-    def __init__(self, root: Path, disk: Disk, store: SqliteStore, opening: Opening) -> None:
+    def __init__(self, root: Path, disk: Disk, store: RowStore, opening: Opening) -> None:
         self.root = root
         self.disk = disk
         self.store = store
@@ -147,7 +148,7 @@ def open_state(
     with suppress(StorageError):
         connection = opening.open()
     try:
-        store = SqliteStore(root / DATABASE, on_commit, disk.health, connection, opening.open)
+        store = RowStore(SqliteWriter(connection, on_commit, root / DATABASE, disk.health, opening.open))
         return StateFolder(root, disk, store, opening)
     except BaseException:  # also a Ctrl-C must not leave the folder locked
         if connection is not None:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from gateway.store.disk import Disk, StorageError
-from gateway.store.sqlite import SqliteStore
+from gateway.store.row_store import RowStore
 
 log = logging.getLogger("tidemill.gateway")
 
@@ -75,7 +75,7 @@ class LostAndFound:
 class StateRecovery:
     """Cleanup at one start. Steps that fail are left to the next start."""
 
-    def __init__(self, root: Path, disk: Disk, store: SqliteStore, found: LostAndFound) -> None:
+    def __init__(self, root: Path, disk: Disk, store: RowStore, found: LostAndFound) -> None:
         self._root = root
         self._disk = disk
         self._store = store

@@ -5,7 +5,6 @@ that lists and other objects are not affected.
 """
 
 import json
-import sqlite3
 from typing import Any
 
 import msgspec
@@ -26,11 +25,14 @@ from gateway.store.objects import (
     new_batch_id,
     new_file_id,
 )
+from gateway.store.writer import Connection
 
+Row = Any
+"""A row with values by column name and by position; `dict(row)` is possible."""
 ROW_DAMAGED = "record_damaged"
 
 
-def read_file_row(row: sqlite3.Row) -> FileObject:
+def read_file_row(row: Row) -> FileObject:
     try:
         return msgspec.convert(dict(row), FileObject)
     except ValueError as damage:
@@ -38,7 +40,7 @@ def read_file_row(row: sqlite3.Row) -> FileObject:
         return FileObject(str(row["id"]), str(row["tenant"]), 0, 0, "damaged", "batch", damage=reason)
 
 
-def insert_file(connection: sqlite3.Connection, file: FileObject) -> None:
+def insert_file(connection: Connection, file: FileObject) -> None:
     connection.execute(
         "INSERT INTO files (id, tenant, bytes, created_at, filename, purpose, expires_at) VALUES (?, ?, ?, ?, ?, ?, ?) "
         "ON CONFLICT (id) DO NOTHING",
@@ -47,7 +49,7 @@ def insert_file(connection: sqlite3.Connection, file: FileObject) -> None:
     connection.execute("DELETE FROM announced WHERE id = ?", (file.id,))
 
 
-def read_batch_row(row: sqlite3.Row) -> BatchJob:
+def read_batch_row(row: Row) -> BatchJob:
     try:
         return _read_batch(row)
     except ValueError as damage:
@@ -68,7 +70,7 @@ def read_batch_row(row: sqlite3.Row) -> BatchJob:
         )
 
 
-def _read_batch(row: sqlite3.Row) -> BatchJob:
+def _read_batch(row: Row) -> BatchJob:
     """Read a row. Raises ValueError, which names the column."""
     values = dict(row)
     for name in ("errors", "metadata", "times"):
@@ -90,7 +92,7 @@ def _or(default: Any, kind: Any, value: object) -> Any:
         return default
 
 
-def repair_batch(row: sqlite3.Row, now: int) -> dict[str, Any]:
+def repair_batch(row: Row, now: int) -> dict[str, Any]:
     """Return the columns of a batch that failed at `now`, to replace a damaged row."""
     batch = read_batch_row(row)
     columns = ("tenant", "endpoint", "completion_window", "created_at", "expires_at", "output_file_id", "error_file_id")
@@ -107,7 +109,7 @@ def repair_batch(row: sqlite3.Row, now: int) -> dict[str, Any]:
     }
 
 
-def insert_batch(connection: sqlite3.Connection, batch: BatchJob, idempotency: tuple[str, str] | None) -> None:
+def insert_batch(connection: Connection, batch: BatchJob, idempotency: tuple[str, str] | None) -> None:
     key, digest = idempotency or (None, None)
     values = {
         "id": batch.id,
@@ -127,7 +129,7 @@ def insert_batch(connection: sqlite3.Connection, batch: BatchJob, idempotency: t
     connection.execute(f"INSERT INTO batches ({columns}) VALUES ({marks})", tuple(values.values()))
 
 
-def insert_notices(connection: sqlite3.Connection, batch: BatchJob, status: BatchStatus, now: int) -> None:
+def insert_notices(connection: Connection, batch: BatchJob, status: BatchStatus, now: int) -> None:
     """Add the reports of a batch's end that is part of the same transaction."""
     targets = {Channel.COMMAND: "", Channel.WEBHOOK: (batch.metadata or {}).get(WEBHOOK_KEY)}
     connection.executemany(
@@ -140,10 +142,10 @@ def insert_notices(connection: sqlite3.Connection, batch: BatchJob, status: Batc
     )
 
 
-def read_line_row(row: sqlite3.Row) -> LineRef:
+def read_line_row(row: Row) -> LineRef:
     return LineRef(row["rank"], row["number"], row["start"], row["length"])
 
 
-def read_record_row(row: sqlite3.Row) -> LineRecord:
+def read_record_row(row: Row) -> LineRecord:
     succeeded = None if row["succeeded"] is None else bool(row["succeeded"])
     return LineRecord(read_line_row(row), succeeded, row["result_start"], row["result_length"])

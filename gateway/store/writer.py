@@ -1,4 +1,4 @@
-"""Group commit for SQLite: one thread with one connection commits all waiting work together.
+"""Group commit for SQLite (WAL, synchronous=FULL): one thread with one connection commits all waiting work together.
 
 Reads use the same connection in order, so they see all acknowledged writes.
 """
@@ -9,12 +9,12 @@ import os
 import queue
 import sqlite3
 import threading
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from functools import wraps
 from pathlib import Path
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 from engine.errors import ConfigError
 from gateway.store.disk import StorageError, StorageHealth
@@ -159,6 +159,10 @@ class SqliteWriter:
         self._queue.put((work, future))
         return await asyncio.wrap_future(future)
 
+    async def settle(self) -> None:
+        """Make a commit, which settles earlier commits in doubt. Raises StorageError."""
+        await self.run(lambda connection: connection.execute(f"PRAGMA user_version = {VERSION}").fetchone())
+
     def close(self) -> None:
         """Wait for queued work, and close the connection. Blocking. Idempotent."""
         self._closed = True
@@ -285,14 +289,36 @@ def _storage_code(error: BaseException) -> int:
     return int(getattr(cause, "sqlite_errorcode", 0)) & 0xFF
 
 
+class Cursor(Protocol):
+    """Outcome of a statement. Rows have values by column name and by position."""
+
+    @property
+    def rowcount(self) -> int: ...
+
+    def fetchone(self) -> Any: ...
+
+    def fetchall(self) -> list[Any]: ...
+
+    def __iter__(self) -> Iterator[Any]: ...
+
+
+class Connection(Protocol):
+    """Statements of a transaction. Row modules use only SQL that SQLite and PostgreSQL share, with parameters `?` or
+    `:name`."""
+
+    def execute(self, query: str, values: Sequence[Any] | Mapping[str, Any] = (), /) -> Cursor: ...
+
+    def executemany(self, query: str, values: Iterable[Sequence[Any]], /) -> object: ...
+
+
 class Rows:
-    """Base of the parts of `SqliteStore`."""
+    """Base of the parts of `RowStore`."""
 
     _writer: SqliteWriter
 
 
 def transaction(
-    work: Callable[Concatenate[RowsT, sqlite3.Connection, Arguments], ResultT],
+    work: Callable[Concatenate[RowsT, Connection, Arguments], ResultT],
 ) -> Callable[Concatenate[RowsT, Arguments], Coroutine[Any, Any, ResultT]]:
     """Make a method with a connection a coroutine without: the writer's thread runs the method as one transaction."""
 

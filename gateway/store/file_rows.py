@@ -1,10 +1,8 @@
-"""Mixin of `SqliteStore` for files. The row of a deleted file stays for a day as a tombstone, because clients that
+"""Mixin of `RowStore` for files. The row of a deleted file stays for a day as a tombstone, because clients that
 delete while they page use its id as a cursor."""
 
-import sqlite3
 from collections.abc import Sequence
 from dataclasses import astuple
-from sqlite3 import Connection
 
 from gateway.store.objects import (
     PART,
@@ -17,12 +15,12 @@ from gateway.store.objects import (
     UploadStatus,
     WrongPart,
 )
-from gateway.store.rows import insert_file, read_file_row
-from gateway.store.writer import Rows, transaction
+from gateway.store.rows import Row, insert_file, read_file_row
+from gateway.store.writer import Connection, Rows, transaction
 
 TOMBSTONE_SECONDS = 24 * 3600
-_UNFINISHED = "('validating', 'in_progress', 'finalizing', 'cancelling')"
-_IN_USE = f"EXISTS (SELECT 1 FROM batches b WHERE b.input_file_id = files.id AND b.status IN {_UNFINISHED})"
+UNFINISHED_STATES = "('validating', 'in_progress', 'finalizing', 'cancelling')"
+_IN_USE = f"EXISTS (SELECT 1 FROM batches b WHERE b.input_file_id = files.id AND b.status IN {UNFINISHED_STATES})"
 _VISIBLE = f"purpose != '{PART}'"
 UPLOAD_ROWS_SECONDS = 7 * 24 * 3600
 """Seconds for which the row of an upload stays after the upload has expired."""
@@ -34,7 +32,7 @@ def owned(tenant: str | None) -> str:
     return "TRUE" if tenant is None else "tenant = :tenant"
 
 
-class SqliteFiles(Rows):
+class FileRows(Rows):
     """Rows of files. Expired files and files of other tenants count as missing; `tenant` None means all tenants."""
 
     @transaction
@@ -109,7 +107,7 @@ class SqliteFiles(Rows):
         return {file_id for file_id in file_ids if connection.execute(query, (file_id,)).fetchone()}
 
 
-class SqliteUploads(Rows):
+class UploadRows(Rows):
     """Rows of uploads in parts. The parts are rows of files with the purpose PART."""
 
     @transaction
@@ -166,7 +164,7 @@ def _delete_parts(connection: Connection, upload_id: str, now: int) -> list[str]
     return [row["id"] for row in rows]
 
 
-def _read_upload(row: sqlite3.Row) -> UploadObject:
+def _read_upload(row: Row) -> UploadObject:
     values = dict(row)
     return UploadObject(**{**values, "status": UploadStatus(values["status"])})
 
@@ -185,7 +183,7 @@ def find_file(connection: Connection, tenant: str | None, file_id: str, now: int
 
 def read_page(
     connection: Connection, table: str, where: str, values: dict[str, str | int | None], page: Page
-) -> tuple[list[sqlite3.Row], bool]:
+) -> tuple[list[Row], bool]:
     """Return the rows of a page, and whether more follow. `table` and `where` must not contain client input; `values`
     contains the tenant, see `owned`."""
     if page.after is not None:

@@ -1,10 +1,10 @@
-"""Mixin of `SqliteStore` for batches and their lines. Line results and batch counts change in one transaction."""
+"""Mixin of `RowStore` for batches and their lines. Line results and batch counts change in one transaction."""
 
 import json
 from collections.abc import Sequence
 from contextlib import suppress
-from sqlite3 import Connection
 
+from gateway.store.file_rows import UNFINISHED_STATES, find_file, owned, read_page
 from gateway.store.objects import (
     TERMINAL,
     BatchJob,
@@ -25,11 +25,10 @@ from gateway.store.objects import (
     timestamp_field,
 )
 from gateway.store.rows import insert_batch, insert_file, insert_notices, read_batch_row, read_line_row, read_record_row
-from gateway.store.sqlite_files import find_file, owned, read_page
-from gateway.store.writer import Rows, transaction
+from gateway.store.writer import Connection, Rows, transaction
 
 
-class SqliteBatches(Rows):
+class BatchRows(Rows):
     """Rows of batches and their lines. A `tenant` of None means all tenants."""
 
     @transaction
@@ -88,10 +87,7 @@ class SqliteBatches(Rows):
 
     @transaction
     def unfinished_batches(self, connection: Connection) -> list[BatchJob]:
-        query = (
-            "SELECT * FROM batches WHERE status IN ('validating', 'in_progress', 'finalizing', 'cancelling') "
-            "ORDER BY seq"
-        )
+        query = f"SELECT * FROM batches WHERE status IN {UNFINISHED_STATES} ORDER BY seq"
         return [read_batch_row(row) for row in connection.execute(query)]
 
     @transaction
@@ -277,8 +273,8 @@ class SqliteBatches(Rows):
 def _check_lines(connection: Connection, batch: BatchJob, lines: int, max_lines: int) -> None:
     """Raise LineQuota if `lines` lines do not fit beside the tenant's other unfinished batches."""
     query = (
-        "SELECT COALESCE(SUM(MAX(1, total - completed - failed)), 0) AS used FROM batches WHERE tenant = ? AND id != ? "
-        "AND status IN ('validating', 'in_progress', 'finalizing', 'cancelling')"
+        "SELECT COALESCE(SUM(CASE WHEN total - completed - failed > 1 THEN total - completed - failed ELSE 1 END), 0) "
+        f"AS used FROM batches WHERE tenant = ? AND id != ? AND status IN {UNFINISHED_STATES}"
     )
     used = int(connection.execute(query, (batch.tenant, batch.id)).fetchone()["used"])
     if used + lines > max_lines:

@@ -1,4 +1,4 @@
-"""Rows of files and batches in one SQLite database: WAL, synchronous=FULL, one writer thread, group commit.
+"""Rows of files and batches in one database. `gateway.store.writer` runs the statements in groups.
 
 Every method is one transaction, which is durable when it returns. All methods raise StorageError if the disk fails.
 Then nothing has changed, but with `in_doubt` the change may still appear after a crash until `settle` or another
@@ -6,22 +6,18 @@ change succeeds. Additions are idempotent; repeating a change of a batch's state
 """
 
 import asyncio
-from collections.abc import Callable, Collection, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Collection, Mapping, Sequence
 from secrets import token_hex
-from sqlite3 import Connection
 from typing import Any
 
-from gateway.store.disk import StorageHealth
+from gateway.store.batch_rows import BatchRows
+from gateway.store.file_rows import UNFINISHED_STATES, FileRows, UploadRows, owned
 from gateway.store.objects import TERMINAL, UNFINISHED, Channel, Holdings, Notice, Usage
 from gateway.store.rows import read_batch_row, repair_batch
-from gateway.store.schema import VERSION
-from gateway.store.sqlite_batches import SqliteBatches
-from gateway.store.sqlite_files import SqliteFiles, SqliteUploads, owned
-from gateway.store.writer import Rows, SqliteWriter, Work, open_database, transaction
+from gateway.store.writer import Connection, Rows, SqliteWriter, transaction
 
 
-class SqliteRecovery(Rows):
+class RecoveryRows(Rows):
     """Recovery at start: known bodies and journals, and damaged rows.
 
     `_run` identifies this run of the server: bodies announced by this run may still be in the making."""
@@ -89,19 +85,19 @@ class SqliteRecovery(Rows):
             connection.execute("DELETE FROM lines WHERE batch = ?", (seq,))
 
 
-_HOLDINGS = """
+_HOLDINGS = f"""
 SELECT tenant, SUM(batches) AS batches, SUM(files) AS files FROM (
     SELECT tenant, COUNT(*) AS batches, 0 AS files FROM batches
-    WHERE status IN ('validating', 'in_progress', 'finalizing', 'cancelling') GROUP BY tenant
+    WHERE status IN {UNFINISHED_STATES} GROUP BY tenant
     UNION ALL
     SELECT tenant, 0, COUNT(*) FROM files
     WHERE deleted_at IS NULL AND (expires_at IS NULL OR expires_at > :now) GROUP BY tenant
-) GROUP BY tenant ORDER BY tenant
+) AS held GROUP BY tenant ORDER BY tenant
 """
 
 
-class SqliteTenants(Rows):
-    """Mixin of `SqliteStore` to reassign and count the objects of tenants."""
+class TenantRows(Rows):
+    """Mixin of `RowStore` to reassign and count the objects of tenants."""
 
     @transaction
     def adopt(self, connection: Connection, tenant: str, owners: Collection[str]) -> int:
@@ -136,8 +132,8 @@ class SqliteTenants(Rows):
         return [(str(row["tenant"]), Usage(*(row[name] for name in Usage._fields))) for row in rows]
 
 
-class SqliteNotices(Rows):
-    """Mixin of `SqliteStore` for reports of batch ends, which the end of a batch adds."""
+class NoticeRows(Rows):
+    """Mixin of `RowStore` for reports of batch ends, which the end of a batch adds."""
 
     @transaction
     def due_notices(self, connection: Connection, channel: Channel, now: int, limit: int) -> list[Notice]:
@@ -164,30 +160,20 @@ class SqliteNotices(Rows):
         connection.execute(query, (notice.batch, notice.channel.value))
 
 
-class SqliteStore(SqliteFiles, SqliteUploads, SqliteBatches, SqliteTenants, SqliteNotices, SqliteRecovery):
-    """Raises ConfigError if the database cannot be used."""
+class RowStore(FileRows, UploadRows, BatchRows, TenantRows, NoticeRows, RecoveryRows):
+    """`writer`: the open database; the store closes it."""
 
-    def __init__(
-        self,
-        path: Path,
-        on_commit: Work[None] | None = None,
-        health: StorageHealth | None = None,
-        connection: Connection | None = None,
-        open_later: Callable[[], Connection] | None = None,
-    ) -> None:
-        if connection is None and open_later is None:
-            connection = open_database(path)
-        self._writer = SqliteWriter(connection, on_commit, path, health, open_later)
+    def __init__(self, writer: SqliteWriter) -> None:
+        self._writer = writer
         self._run = token_hex(8)
 
     def is_in_place(self) -> bool:
         """Return whether the database file is still at its path. Checks the disk; callable from any thread."""
         return self._writer.is_in_place()
 
-    @transaction
-    def settle(self, connection: Connection) -> None:
-        """Make a commit, which settles earlier commits in doubt: changes that are invisible now cannot reappear."""
-        connection.execute(f"PRAGMA user_version = {VERSION}").fetchone()
+    async def settle(self) -> None:
+        """Settle earlier commits in doubt: changes that are invisible now cannot reappear. Raises StorageError."""
+        await self._writer.settle()
 
     async def close(self) -> None:
         """Wait for queued work, and close."""
