@@ -89,6 +89,20 @@ def shortened(config: Config) -> Config:
 
 
 SHORT = shortened(CONFIG)
+VLLM_MEANS = (161.0, 338.0)
+"""Mean prompt and answer of ShareGPT in vLLM's evaluation, which the paper follows; prompts of the file are longer."""
+CHATS = Config(
+    parts=(
+        Part(
+            OPT,
+            (Load("apt-chat", 1.0, 1.0, (1.0, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0, 6.0, 8.0, 10.0), means=VLLM_MEANS),),
+            tuple(arm for arm in ARMS if arm.name in {"fcfs", "random", "apt-kv", "apt-hybrid", "goodput-kv"}),
+        ),
+    ),
+    cvs=(),
+)
+"""Chats of the paper's lengths (`apt-serve-chat`)."""
+CHATS_SHORT = shortened(CHATS)
 LLAMA_POLICIES = {"fcfs": "fcfs", "apt": "apt:0", "goodput": "goodput-strict"}
 LLAMA_CACHES = {
     "kv": "kv",

@@ -15,7 +15,7 @@ from engine.limits import UNITS_PER_BLOCK, UNLIMITED_QUEUE
 from engine.scheduling.objective import StepObjective
 from engine.scheduling.output import Collect, SchedulerOutput
 from engine.virtual import Arrival, VirtualDriver, VirtualRun
-from loadgen import workloads
+from loadgen import traces, workloads
 from loadgen.arrivals import Process
 from loadgen.simulation.gpu import fit_device
 from loadgen.simulation.run import Metrics, Row, request_of, rows_of
@@ -31,7 +31,7 @@ SCALE_BYTES = 2
 class Load:
     """A workload with its SLOs in seconds (the paper's Table 3) and the rates (requests/s) it is run at; `bursts`:
     those at which arrivals also come in bursts. `scale`: requests of a point beside those of other loads; short answers
-    need more to fill as much time."""
+    need more to fill as much time. `means`: mean prompt and output tokens to which the lengths are scaled."""
 
     workload: str
     ttft: float
@@ -39,6 +39,7 @@ class Load:
     rates: tuple[float, ...]
     bursts: tuple[float, ...] = ()
     scale: int = 1
+    means: tuple[float, float] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,8 +108,12 @@ def requests_of(
     process: Process = "poisson" if cv == 1.0 else "gamma"
     options = workloads.Options(rate=rate, count=count, seed=seed, data=data, process=process, cv=cv, offline_lines=0)
     made = workloads.build(load.workload, options)
-    assert made.online is not None, "the workload has no online part"
-    return rows_of(made.online, limit)
+    online = made.online
+    assert online is not None, "the workload has no online part"
+    if load.means is not None:
+        prompts, outputs = load.means
+        online = traces.scale(online, prompts / online.input_tokens.mean(), outputs / online.output_tokens.mean())
+    return rows_of(online, limit)
 
 
 class _Watched:

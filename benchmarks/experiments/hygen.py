@@ -48,12 +48,14 @@ BESIDE = Target("ttft_p99", 0.08)
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """`rate`: online requests/s. Windows in seconds; `margin`: share of the tolerance used on the first window.
+    """`rate`: online requests/s of the trace `online`. Windows in seconds; `margin`: share of the tolerance used on the
+    first window.
 
-    `several`: tolerances of the mean TBT, each kept at once with `beside`.
+    `several`: tolerances of the mean TBT, each kept at once with `beside`. `searched`: the families to explore.
     """
 
     machine: MachineSpec = MACHINE
+    online: lengths.Lengths = lengths.AZURE_CONV
     rate: float = 1.0
     window: float = 1200.0
     warm_up: float = 30.0
@@ -63,6 +65,7 @@ class Config:
     offline_lines: int = 4000
     several: tuple[float, ...] = (0.1, 0.5)
     beside: Target = BESIDE
+    searched: tuple[str, ...] = (*RATE, *TIDEMILL_FAMILIES, "oracle")
 
 
 CONFIG = Config()
@@ -75,7 +78,7 @@ Say = Callable[[str], None]
 
 def scenarios(config: Config, data: Path | None, seed: int) -> dict[str, Scenario]:
     """The window on which parameters are chosen, and the next one: each seed's part of a trace thinned by the seed."""
-    trace = traces.to_rate(lengths.arrivals(lengths.AZURE_CONV, seed, data), config.rate, seed)
+    trace = traces.to_rate(lengths.arrivals(config.online, seed, data), config.rate, seed)
     offline = lengths.sample(lengths.ARXIV, config.offline_lines, seed, data, "offline")
     limit = config.machine.max_model_len
     span = config.warm_up + config.window + config.cool_down
@@ -110,7 +113,7 @@ def families(machine: Machine, config: Config) -> list[Family]:
     made.append(Family("tbt_p99", make, most / 8, most, 3, 4, ("tbt_p99",)))
     make = partial(_ruled, low, "ttft_mean")
     made.append(Family("ttft_mean", make, most / 8, most, 3, 4, ("ttft_mean", "ttft_p99")))
-    return made
+    return [family for family in made if family.name in config.searched]
 
 
 def flat_family(low: float, most: float, grid: int, runs: int, **options: Any) -> Family:
@@ -173,6 +176,8 @@ def explore_oracle(machine: Machine, config: Config, first: Surface) -> Surface:
     """The first window again for a scheduler that knows true step times: what was chosen for ours and, because a model
     that is a little off shifts the best L and λ, a few flat budgets between those and weights of its own."""
     surface = Surface(first.evaluate, first.online_only, {first.online_only: first.base})
+    if "oracle" not in config.searched:
+        return surface
     tight = tight_targets(config)
     chosen = {first.choose(target, config.margin, TIDEMILL_FAMILIES) for target in tight}
     known = [setting for setting in first.points if setting in chosen and setting != first.online_only]
@@ -208,9 +213,9 @@ def choices(first: Surface, truth: Surface, config: Config) -> dict[str, dict[Wa
     for policy, names in TUNED.items():
         wanted = single if policy == "hygen-star" else [*single, *both]
         chosen[policy] = {item: first.choose(item, config.margin, names) for item in wanted}
-    chosen["oracle"] = {
-        item: truth.choose(item, config.margin, tuple(truth.members)) for item in ((t,) for t in tight_targets(config))
-    }
+    if truth.members:
+        tight: list[Wanted] = [(target,) for target in tight_targets(config)]
+        chosen["oracle"] = {item: truth.choose(item, config.margin, tuple(truth.members)) for item in tight}
     return chosen
 
 

@@ -112,8 +112,8 @@ def _arm_of(result: Result) -> str:
     return Arm(result.policy, Setting(), tuple(described)).name
 
 
-HEADER = ("workload", "factor", "policy", "ttft p50 s", "p95 s", "p99 s", "norm p50 ms", "e2e s")
-GAINS = ("p50 gain", "lowest", "highest", "p95 gain", "norm gain")
+HEADER = ("workload", "factor", "policy", "ttft p50 s", "p95 s", "p99 s", "per token p50 ms", "p95 ms", "e2e s")
+GAINS = ("p50 gain", "lowest", "highest", "p95 gain", "per token gain", "per token p95 gain")
 
 
 def summary(results: Sequence[Result]) -> tuple[list[str], list[list[Any]]]:
@@ -125,15 +125,17 @@ def summary(results: Sequence[Result]) -> tuple[list[str], list[list[Any]]]:
         for name in dict.fromkeys(map(_arm_of, group)):
             mine = [r for r in group if _arm_of(r) == name]
             ttft = [mean(mine, f"ttft_{key}") for key in ("p50", "p95", "p99")]
-            shown = [1e3 * mean(mine, "normalized_ttft_p50"), mean(mine, "e2e_mean")]
+            shown = [1e3 * mean(mine, f"normalized_ttft_{key}") for key in ("p50", "p95")] + [mean(mine, "e2e_mean")]
             p50 = gains(group, mine, "ttft_p50")
             others = [sum(found) / len(found) for key in OTHERS if (found := gains(group, mine, key))]
             row = [workload, factor, name, *ttft, *shown]
-            rows.append([*row, sum(p50) / len(p50), min(p50), max(p50), *others] if p50 else [*row, *[None] * 5])
+            rows.append(
+                [*row, sum(p50) / len(p50), min(p50), max(p50), *others] if p50 else [*row, *[None] * len(GAINS)]
+            )
     return [*HEADER, *GAINS], rows
 
 
-OTHERS = ("ttft_p95", "normalized_ttft_p50")
+OTHERS = ("ttft_p95", "normalized_ttft_p50", "normalized_ttft_p95")
 
 
 def gains(group: Sequence[Result], mine: Sequence[Result], key: str) -> list[float]:

@@ -22,6 +22,7 @@ from benchmarks.experiments import (
     kunserve,
     larry,
     llmd,
+    orderings,
     parts,
     sal,
     unsteady,
@@ -46,6 +47,7 @@ class Experiment(NamedTuple):
 EXPERIMENTS = {
     "apt-serve": Experiment(apt.CONFIG, apt.SHORT, apt.run_seed, apt_table.summary, apt_table.figures),
     "apt-serve-llama": Experiment(apt.LLAMAS, apt.LLAMAS_SHORT, apt.run_seed, apt_table.summary, apt_table.figures),
+    "apt-serve-chat": Experiment(apt.CHATS, apt.CHATS_SHORT, apt.run_seed, apt_table.summary, apt_table.figures),
     "hybridserve": Experiment(
         hybridserve.CONFIG,
         hybridserve.SHORT,
@@ -56,6 +58,9 @@ EXPERIMENTS = {
     "hygen": Experiment(hygen.CONFIG, hygen.SHORT, hygen.run_seed, hygen.summary, hygen.figures),
     "hygen-parts": Experiment(parts.CONFIG, parts.SHORT, parts.run_seed, parts.summary, parts.figures),
     "kunserve": Experiment(kunserve.CONFIG, kunserve.SHORT, kunserve.run_seed, kunserve.summary, kunserve.figures),
+    "kunserve-bursts": Experiment(
+        kunserve.BURSTS, kunserve.BURSTS_SHORT, kunserve.run_seed, kunserve.summary, kunserve.figures
+    ),
     "larry": Experiment(larry.CONFIG, larry.SHORT, larry.run_seed, larry.summary, larry.figures),
     "llmd-491": Experiment(llmd.CONFIG, llmd.SHORT, llmd.run_seed, llmd.summary, llmd.figures),
     "sal": Experiment(sal.CONFIG, sal.SHORT, sal.run_seed, sal.summary, sal.figures),
@@ -72,26 +77,32 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--seed", type=int, default=0, help="first seed (default 0)")
     made.add_argument("--seeds", type=int, default=1, help="number of seeds (default 1)")
     made.add_argument("--workers", type=int, default=min(2, os.cpu_count() or 1), help="processes for replays")
-    made.add_argument("--short", action="store_true", help="short windows: a look, not a result")
+    sizes = made.add_mutually_exclusive_group()
+    sizes.add_argument("--short", action="store_true", help="short windows: a look, not a result")
+    sizes.add_argument(
+        "--quick", action="store_true", help="the paper's orderings in seconds; exit code 1 if one fails"
+    )
     made.add_argument("--window", type=float, help="measured seconds of a trace (not llmd-491)")
     made.add_argument("--out", type=Path, help="folder for table.json and figures")
     return made
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; return its exit code (2: the arguments are wrong)."""
+    """Run the command; return its exit code (1: an ordering of `--quick` fails, 2: the arguments are wrong)."""
     arguments = parser().parse_args(argv)
     try:
-        _run(arguments)
+        return 0 if all(each.holds for each in _run(arguments)) else 1
     except (InputError, TidemillError) as error:
         print(f"experiments: {error}", file=sys.stderr)
         return 2
-    return 0
 
 
-def _run(arguments: argparse.Namespace) -> None:
+def _run(arguments: argparse.Namespace) -> list[orderings.Ordering]:
     experiment = EXPERIMENTS[arguments.name]
     config = experiment.short if arguments.short else experiment.config
+    if arguments.quick:
+        config, seeds = orderings.QUICK[arguments.name].config, orderings.QUICK[arguments.name].seeds
+        arguments.seeds = max(arguments.seeds, seeds)
     if arguments.data_dir is not None and not arguments.data_dir.is_dir():
         raise InputError(f"{arguments.data_dir} is not a folder")
     if arguments.window is not None:
@@ -108,7 +119,11 @@ def _run(arguments: argparse.Namespace) -> None:
             write_table(results, arguments.out, experiment.figures(results))
             _say(f"table.json and figures in {arguments.out}")
     print(render(*experiment.summary(results)))
+    found = orderings.QUICK[arguments.name].orderings(results) if arguments.quick else []
+    for each in found:
+        print(f"{'yes' if each.holds else 'NO ':3}  {each.claim}: {each.low:.4g}, {each.high:.4g}", flush=True)
     _say(f"{time.monotonic() - began:.0f} s")
+    return found
 
 
 def _say(text: str) -> None:

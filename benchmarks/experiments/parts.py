@@ -1,8 +1,10 @@
 """What HyGen's evaluation shows beside its main comparison (§5.3, §5.4), on the same trace and machine:
 
 - `predictor`: the error of both feature sets, and of true times without their noise, on the steps of a replay;
-- `rates`: offline throughput by online rate; at the middle rate also with latency models of other devices (`profile`)
-  and with the paper's features;
+- `rates`: all four metrics at a tolerance of 5 % by online rate (Figures 8 and 15); at the middle rate also with
+  latency models of other devices (`profile`) and with the paper's features; and Mistral-7B under Mooncake's requests
+  (Figure 11);
+- `profiler`: the tolerated mean TBT itself as the budget, and the budget that the search finds for it (Figure 6);
 - `psm`: offline lines with long common prefixes, in prefix order and in order of arrival.
 """
 
@@ -10,17 +12,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from benchmarks.experiments import hygen
-from benchmarks.experiments.machine import Machine, TrueLatency, build_machine, mean_error
+from benchmarks.experiments.machine import Machine, MachineSpec, TrueLatency, build_machine, mean_error
 from benchmarks.experiments.pool import Replays
 from benchmarks.experiments.replay import ONLINE_ONLY, Setting, recorded_steps
 from benchmarks.experiments.surface import Family, Surface, Target, interference
 from benchmarks.experiments.table import Result, figure, mean
 from engine.colocation.replay import step_range
+from loadgen import lengths
 from loadgen.stats import stream
 from loadgen.svg import Series
 from predictor.budget import BudgetParams
@@ -28,17 +31,30 @@ from predictor.features import LatencyPredictor
 
 FOREIGN = ("a40", "h100")
 """Devices whose latency models stand in for the machine's own."""
+NAIVE = "budget is the SLO"
+MOONCAKE = lengths.Lengths(
+    (13, 22, 30, 277, 11587, 23175, 38611, 48904, 66456, 191373, 191378),
+    (1, 2, 4, 11, 69, 250, 389, 519, 768, 813, 893),
+    "mooncake_synthetic.jsonl.gz",
+)
+"""Long prompts of Mooncake's synthetic trace."""
+MISTRAL = MachineSpec("mistral-7b", "a100-40gb", max_model_len=32768)
 
 
 @dataclass(frozen=True, slots=True)
 class Config:
     """`base`: machine, windows and margin. `groups` of `lines` offline lines share a prefix each, like the questions of
-    one subject behind its examples; `budget`: L of the runs that compare something else, in seconds."""
+    one subject behind its examples; `budget`: L of the runs that compare something else, in seconds. `profiles`: other
+    latency models to search with at the middle rate; `promises`: tolerated mean TBT of the profiler's rows; `mooncake`:
+    online rate of the other model and trace, requests/s."""
 
     base: hygen.Config = field(default_factory=lambda: replace(hygen.CONFIG, window=300.0))
     window: float = 300.0
     rates: tuple[float, ...] = (0.5, 1.0, 1.5)
-    targets: tuple[Target, ...] = (Target("tbt_p99", 0.05), Target("tbt_mean", 0.05))
+    targets: tuple[Target, ...] = tuple(Target(metric, 0.05) for metric in hygen.METRICS)
+    profiles: tuple[str, ...] = ("hygen", *FOREIGN)
+    promises: tuple[float, ...] = (0.05, 0.2, 0.5)
+    mooncake: float | None = 0.15
     budget: float = 0.03
     groups: int = 57
     lines: int = 3000
@@ -46,9 +62,28 @@ class Config:
     def at(self, rate: float) -> hygen.Config:
         return replace(self.base, rate=rate, window=self.window)
 
+    def cases(self) -> "list[Case]":
+        """The loads that budgets are searched for."""
+        middle = self.rates[len(self.rates) // 2]
+        found = [Case("hygen", self.at(rate)) for rate in self.rates if rate != middle]
+        found.append(Case("hygen", self.at(middle), ("", *self.profiles), self.promises))
+        if self.mooncake is not None:
+            at = replace(self.at(self.mooncake), machine=MISTRAL, online=MOONCAKE)
+            found.append(Case("mooncake", at))
+        return found
+
+
+class Case(NamedTuple):
+    """An online load, the latency models to search with, and the promises to compare with a search."""
+
+    workload: str
+    at: hygen.Config
+    profiles: tuple[str, ...] = ("",)
+    promises: tuple[float, ...] = ()
+
 
 CONFIG = Config()
-SHORT = replace(CONFIG, window=60.0, rates=(1.0,), lines=500)
+SHORT = replace(CONFIG, window=60.0, rates=(1.0,), lines=500, mooncake=None)
 
 
 def run_seed(config: Config, data: Path | None, seed: int, workers: int, say: Callable[[str], None]) -> list[Result]:
@@ -58,11 +93,10 @@ def run_seed(config: Config, data: Path | None, seed: int, workers: int, say: Ca
         machine.profiles[name] = build_machine(replace(config.base.machine, device=name), seed).predictor
     results = predictor_rows(machine, config, data, seed)
     say(f"seed {seed}: predictor")
-    middle = config.rates[len(config.rates) // 2]
-    for rate in config.rates:
-        profiles = ("", "hygen", *FOREIGN) if rate == middle else ("",)
-        results += rate_rows(machine, config, data, seed, workers, rate, profiles)
-        say(f"seed {seed}: {rate:g} requests/s")
+    for case in config.cases():
+        own = machine if case.at.machine == config.base.machine else build_machine(case.at.machine, seed)
+        results += case_rows(own, config.targets, case, data, seed, workers)
+        say(f"seed {seed}: {case.workload}, {case.at.rate:g} requests/s")
     results += psm_rows(config, data, seed, workers)
     say(f"seed {seed}: prefix order")
     return results
@@ -94,36 +128,49 @@ def families(model: LatencyPredictor, machine: Machine, profile: str) -> list[Fa
     return [flat, Family("tbt_mean", weighted, 0.3, 1.2, 3, 4, ("tbt_mean",))]
 
 
-def rate_rows(
-    machine: Machine, config: Config, data: Path | None, seed: int, workers: int, rate: float, profiles: Sequence[str]
+def case_rows(
+    machine: Machine, targets: Sequence[Target], case: Case, data: Path | None, seed: int, workers: int
 ) -> list[Result]:
-    """Throughput at one online rate, with the latency models called `profiles`."""
-    at = config.at(rate)
-    online_only = Setting(ONLINE_ONLY)
+    """Throughput at each target with each latency model, and the promises beside the budgets found for them."""
+    online_only, margin = Setting(ONLINE_ONLY), case.at.margin
+    promised = [Target("tbt_mean", tolerance) for tolerance in case.promises]
     rows = []
-    with Replays(machine, hygen.scenarios(at, data, seed), seed, workers) as replays:
+    with Replays(machine, hygen.scenarios(case.at, data, seed), seed, workers) as replays:
         first = Surface(partial(replays.on, "chosen"), online_only)
         second = Surface(partial(replays.on, "reported"), online_only)
-        first.replay([online_only])
-        for profile in profiles:
+        for surface in (first, second):
+            surface.replay([online_only])
+        for profile in case.profiles:
             first.members = {}
             for family in families(machine.profile(profile), machine, profile):
-                first.explore(family, config.targets, at.margin, hygen.BATCH)
+                first.explore(family, [*targets, *(() if profile else promised)], margin, hygen.BATCH)
             for policy, names in (("hygen", ("flat",)), ("tidemill", ("flat", "tbt_mean"))):
-                for target in config.targets:
-                    setting = first.choose(target, at.margin, names)
-                    second.replay([online_only, setting])
-                    rows.append(_rate_row(second, target, setting, policy, profile, rate, seed))
+                for target in targets:
+                    setting = first.choose(target, margin, names)
+                    rows.append(_row("rates", case, second, target, setting, policy, profile, seed))
+            if not profile:
+                rows += [row for target in promised for row in _promise_rows(case, first, second, target, seed)]
     return rows
 
 
-def _rate_row(
-    surface: Surface, target: Target, setting: Setting, policy: str, profile: str, rate: float, seed: int
+def _promise_rows(case: Case, first: Surface, second: Surface, target: Target, seed: int) -> list[Result]:
+    """A promised mean TBT taken as the budget of a step, and the flat budget that a search finds for it."""
+    naive = Setting(BudgetParams("hygen", (1.0 + target.tolerance) * second.base[target.metric]))
+    found = first.choose(target, case.at.margin, ("flat",))
+    return [
+        _row("profiler", case, second, target, setting, policy, "", seed)
+        for policy, setting in ((NAIVE, naive), ("hygen", found))
+    ]
+
+
+def _row(
+    part: str, case: Case, surface: Surface, target: Target, setting: Setting, policy: str, profile: str, seed: int
 ) -> Result:
+    surface.replay([setting])
     metrics: dict[str, Any] = dict(surface.points[setting])
     metrics |= {f"interference_{key}": interference(metrics, surface.base, key) for key in hygen.METRICS}
     metrics["kept"] = surface.keeps(setting, target)
-    described = {"part": "rates", "workload": "hygen", "rate": rate, "profile": profile or "full"}
+    described = {"part": part, "workload": case.workload, "rate": case.at.rate, "profile": profile or "full"}
     described |= {"metric": target.metric, "tolerance": target.tolerance, "params": asdict(setting.budget)}
     return Result("hygen-parts", policy, described, seed, metrics)
 
@@ -168,7 +215,7 @@ def summary(results: Sequence[Result]) -> tuple[list[str], list[list[Any]]]:
         part, what, policy, target = key
         throughput = mean(mine, "offline_throughput") if part != "predictor" else None
         shown = kept = None
-        if part == "rates":
+        if part in ("rates", "profiler"):
             shown = mean(mine, f"interference_{mine[0].setting['metric']}")
             kept = f"{sum(bool(r.metrics['kept']) for r in mine)}/{len(mine)}"
         mape = 100 * mean(mine, "predictor_mape") if part == "predictor" else None
@@ -179,8 +226,10 @@ def summary(results: Sequence[Result]) -> tuple[list[str], list[list[Any]]]:
 def _key(result: Result) -> tuple[str, str, str, str]:
     setting = result.setting
     part = str(setting["part"])
-    what = {"predictor": "profile", "rates": "rate", "psm": "offline_policy"}[part]
-    shown = f"{setting[what]:g}/s, profile {setting['profile']}" if part == "rates" else str(setting[what])
+    if part in ("rates", "profiler"):
+        shown = f"{setting['workload']} {setting['rate']:g}/s, profile {setting['profile']}"
+    else:
+        shown = str(setting["profile" if part == "predictor" else "offline_policy"])
     target = f"{setting['metric']} {setting['tolerance']:g}" if "metric" in setting else ""
     return part, shown, result.policy, target
 
@@ -189,6 +238,7 @@ def figures(results: Sequence[Result]) -> dict[str, str]:
     """Offline throughput against the online rate."""
     series = []
     own = [r for r in results if r.setting["part"] == "rates" and r.setting["profile"] == "full"]
+    own = [r for r in own if r.setting["workload"] == "hygen"]
     for policy, metric in dict.fromkeys((r.policy, r.setting["metric"]) for r in own):
         mine = [r for r in own if (r.policy, r.setting["metric"]) == (policy, metric)]
         rates = sorted({r.setting["rate"] for r in mine})

@@ -223,16 +223,10 @@ def test_micro_batches_fill_a_pipeline_of_two() -> None:
     assert alone.ends_at == pytest.approx(device.step_seconds(512, 1, 1, 512, 512 * 513 // 2), rel=0.1)
 
 
-def test_the_experiment_kunserve_in_small() -> None:
-    arms = (kunserve.ARMS[0], kunserve.ARMS[4])
-    loads = (kunserve.Load("chat", 1.0, 6.0),)
-    config = replace(kunserve.SHORT, cache=0.1, phases=(1.0, 5.0, 2.0), loads=loads, arms=arms)
-    results = kunserve.run_seed(config, None, 0, 1, lambda _text: None)
-    assert [r.policy for r in results] == ["recompute", "kunserve"]
-    header, rows = kunserve.summary(results)
-    assert len(rows) == 2 and all(len(row) == len(header) for row in rows)
-    assert rows[1][-1] == pytest.approx(1.0)
-    assert set(kunserve.figures(results)) == {"kunserve-chat"}
+def test_a_violated_slo_is_either_latency_against_the_best_rival() -> None:
+    rivals = [[(1.0, 0.1), (2.0, 0.2), (9.0, 0.3)], [(4.0, 0.1), (5.0, 0.1), (6.0, 0.1)]]
+    ours = [(10.0, 0.5), (10.1, 0.1), (1.0, 0.51), (21.0, 0.1)]
+    assert kunserve.violations([ours], rivals) == [{"violations_5": 0.75, "violations_10": 0.25}]
 
 
 def test_only_layers_that_change_hands_move() -> None:
