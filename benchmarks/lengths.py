@@ -22,7 +22,8 @@ from typing import Any
 
 from benchmarks.experiments.machine import Machine, MachineSpec, build_machine
 from engine.api import EngineRequest, RequestClass, RequestOutput, SamplingParams
-from engine.colocation.keeper import Colocation, initial_budget
+from engine.colocation.initial import initial_budget
+from engine.colocation.keeper import Colocation
 from engine.core import EngineCore
 from engine.scheduling.planner import OfflinePlan, whole
 from engine.virtual import Arrival, VirtualDriver

@@ -12,7 +12,8 @@ from fakes.runner import FakeRunner, solo_tokens
 from integrity import check_core
 
 from engine.api import EngineInfo, EngineRequest, EngineState, FinishReason, RequestClass, RequestOutput
-from engine.colocation.keeper import Colocation, initial_budget
+from engine.colocation.initial import initial_budget
+from engine.colocation.keeper import Colocation
 from engine.core import EngineCore
 from engine.engine import Engine
 from engine.errors import EngineUnavailableError, InvalidRequestError, QueueFullError

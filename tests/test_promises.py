@@ -14,7 +14,8 @@ from fake_engine import FakeEngine, say, serve
 from test_laxity import MODEL, make_core
 
 from engine.api import EngineRequest, RequestClass, SamplingParams
-from engine.colocation.keeper import Colocation, initial_budget
+from engine.colocation.initial import initial_budget
+from engine.colocation.keeper import Colocation
 from engine.colocation.replay import metrics_of
 from engine.colocation.waits import objective_of
 from engine.config import EngineConfig

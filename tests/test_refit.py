@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from engine.colocation.keeper import Colocation, initial_budget
+from engine.colocation.initial import initial_budget
+from engine.colocation.keeper import Colocation
 from engine.colocation.refit import ModelRefit
 from engine.colocation.search_child import ChildError, Turn, run_child
 from engine.core import EngineCore

@@ -21,7 +21,8 @@ from windows import poisson_window
 from engine.api import FinishReason, RequestClass, RequestOutput, RequestTimes
 from engine.colocation import search_child
 from engine.colocation.baseline import replay_alone
-from engine.colocation.keeper import Colocation, initial_budget
+from engine.colocation.initial import initial_budget
+from engine.colocation.keeper import Colocation
 from engine.colocation.replay import ReplayedServer, Workload, find_budget
 from engine.colocation.search_child import NICENESS, TURNS, ChildError, Turn, run_child, step_aside
 from engine.colocation.tuner import (

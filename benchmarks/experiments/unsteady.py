@@ -16,7 +16,8 @@ from typing import Any
 
 from benchmarks.experiments.table import Result, mean
 from engine.api import EngineRequest, RequestClass, SamplingParams
-from engine.colocation.keeper import Colocation, initial_budget
+from engine.colocation.initial import initial_budget
+from engine.colocation.keeper import Colocation
 from engine.core import EngineCore
 from engine.limits import SchedulerConfig
 from engine.scheduling.output import Collect, ModelRunnerOutput, SchedulerOutput

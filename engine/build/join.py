@@ -19,7 +19,8 @@ from engine.build.memory import gib, scheduler_config
 from engine.build.plan import plan_launch, profile_folder
 from engine.build.runner import build_runner
 from engine.build.sampling_defaults import read_sampling_defaults
-from engine.colocation.keeper import Colocation, initial_budget, slo_warning
+from engine.colocation.initial import initial_budget, slo_warning
+from engine.colocation.keeper import Colocation
 from engine.colocation.refit import ModelRefit
 from engine.colocation.replay import ReplayedServer, normal_noise
 from engine.colocation.tuner import BudgetTuner, LoadStore

@@ -8,7 +8,7 @@ core's objective and offline share.
 import logging
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from engine.api import ClassStanding, ColocationStats, EngineRequest, FinishReason, RequestClass, RequestOutput
 from engine.colocation.baseline import RecentRequests
@@ -16,13 +16,10 @@ from engine.colocation.replay import offline_lengths
 from engine.colocation.waits import ArrivalWaits
 from engine.core import EngineCore
 from engine.scheduling.output import SchedulerOutput
-from engine.scheduling.planner import LOST_BUDGET_STEPS
 from predictor.breaker import BreakerState, CircuitBreaker
 from predictor.budget import BudgetParams
-from predictor.features import smallest_step
 from predictor.judge import Judge, Served, attainment_of
 from predictor.load import Lengths, LoadModel, OnlineArrival
-from predictor.model import LatencyModel
 from predictor.online import OnlineModel
 from predictor.promise import DEFAULT_CLASS, Promise, service_of
 from predictor.slo import SLO
@@ -32,51 +29,10 @@ log = logging.getLogger("tidemill.colocation")
 LEARNED = ("searches_made", "searches_failed", "search_seconds", "baselines_made", "baselines_failed")
 """Counters of budget searches and baselines, which the tuner increments."""
 
-BUDGET_SHARE = 0.8
-"""Initial share of the time that a TBT limit leaves above the smallest step, until a search has found a better one.
-
-Predictions have a margin of their own. 0.8 of the limit itself would exclude offline work if online steps take that
-long (3 ms of 3.2).
-"""
-ROOM = 3.0
-"""Suggested limit, as a multiple of the smallest step."""
 MIN_OFFLINE = 32
 """Minimum number of ended offline requests before only their lengths are used."""
 MAX_QUEUED = 1024
 """Maximum number of queued offline requests whose lengths are used."""
-
-
-def initial_budget(slo: SLO, model: LatencyModel) -> BudgetParams:
-    """Return the budget used before any search: a flat L.
-
-    L is the smallest step plus BUDGET_SHARE of what the TBT limit leaves above it, or the smallest step extended by the
-    tolerance. Without a TBT limit, or if no step can meet it, L is a few smallest steps: a limit that is missed anyway
-    (streamed weights make every step long) must not reduce offline work to steps of one request.
-    """
-    smallest = smallest_step(model)
-    stated = [limit for metric in ("tbt", "tpot") if (limit := slo.limit_of(metric)) is not None]
-    limits = [smallest + BUDGET_SHARE * (limit - smallest) for limit in stated if limit >= smallest]
-    limits += [smallest * (1.0 + o.tolerance) for o in slo.objectives if o.tolerance is not None and o.metric != "ttft"]
-    return BudgetParams("tidemill", min(limits, default=LOST_BUDGET_STEPS * smallest))
-
-
-def slo_warning(slo: SLO, model: LatencyModel) -> str | None:
-    """Return a warning about limits that are shorter than the smallest step; None without such a limit."""
-    smallest = smallest_step(model)
-    lost = [each for each in slo.objectives if each.limit is not None and each.limit < smallest]
-    if not lost:
-        return None
-    advice = ",".join(str(replace(each, limit=_round_up(ROOM * smallest))) for each in lost)
-    return (
-        f"warning: {', '.join(map(str, lost))} cannot be met: a step with a single chat takes {smallest * 1e3:.2g} ms "
-        f"on this machine; use for example --slo {advice}"
-    )
-
-
-def _round_up(seconds: float) -> float:
-    """Return the next 1, 2 or 5 times a power of ten."""
-    power = 10.0 ** math.floor(math.log10(seconds))
-    return next(power * digit for digit in (1, 2, 5, 10) if power * digit >= seconds)
 
 
 @dataclass(slots=True)
@@ -358,8 +314,7 @@ class Colocation:
             beside = live.beside_offline
             moment = live.moment if live.last_token is not None else now
             kept = verdict.limits_kept or judge.excuses(self.slo.strictest_target)
-            excesses, used = verdict.excesses, verdict.used
-            self._breaker.record_request(now, times.arrival, kept, beside, excesses, moment, used)
+            self._breaker.record_request(now, times.arrival, kept, beside, verdict.excesses, moment, verdict.used)
 
     def _judge_of(self, promise: Promise | None) -> Judge:
         return self._judges[service_of(promise)]
