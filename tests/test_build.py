@@ -13,6 +13,7 @@ from driver import outputs_of
 
 from engine.api import EngineRequest, FinishReason, SamplingParams
 from engine.build import build_engine, build_runner, plan_launch, profile_key, resolve_model
+from engine.build.join import drafts_tokens
 from engine.config import USUAL_STEP, WIDE_STEP, EngineConfig, scheduler_settings, step_limits
 from engine.errors import ConfigError, ModelLoadError
 from engine.execution import backend as backends
@@ -338,6 +339,22 @@ def test_a_large_gpu_takes_wide_steps_and_host_memory(monkeypatch: pytest.Monkey
     for free, host in ((8 * 2**30, 2 * 2**30), (512 * 2**30, 16 * 2**30), (0, 0)):
         monkeypatch.setattr(memory, "available_memory", lambda free=free: free)
         assert backend.swap_bytes() == host
+
+
+@pytest.mark.parametrize(
+    ("asked", "change", "drafts"),
+    [
+        ("auto", {}, True),
+        ("auto", {"device": "cuda"}, False),
+        ("on", {"device": "cuda"}, True),
+        ("off", {}, False),
+        ("on", {"ranks": 2}, False),
+        ("on", {"droppable": True}, False),
+    ],
+)
+def test_tokens_are_drafted_on_a_cpu_or_if_asked_for(asked: str, change: dict[str, Any], drafts: bool) -> None:
+    plan = replace(plan_launch(EngineConfig()), **change)
+    assert drafts_tokens(EngineConfig(speculation=asked), plan) is drafts
 
 
 def test_on_a_cpu_the_host_tier_is_asked_for() -> None:

@@ -131,9 +131,8 @@ def _join(config: EngineConfig, plan: LaunchPlan, runner: Runner[Any], say: Call
         partial(backend.busy_share, plan),
     )
     core, colocation, tuner = make_controller(config, scheduler, profile, slo, profile_folder(config), say)
-    on_cpu = plan.device == "cpu"
-    if can_verify(plan) and (config.speculation == "on" or (config.speculation == "auto" and on_cpu)):
-        core.enable_speculation(penalties=on_cpu)
+    if drafts_tokens(config, plan):
+        core.enable_speculation(penalties=plan.device == "cpu")
     info = replace(_info(plan, scheduler, _sampling(config, plan, say)), slo=str(slo))
     if plan.spec.state_bytes:
         log.debug(_tell_checkpoints(plan, scheduler))
@@ -206,9 +205,13 @@ def _info(plan: LaunchPlan, scheduler: SchedulerConfig, sampling: SamplingDefaul
     )
 
 
-def can_verify(plan: LaunchPlan) -> bool:
-    """Return whether steps can verify drafts: nothing but the cache depends on the tokens, on one device."""
-    return not plan.spec.state_bytes and not plan.droppable and plan.ranks == 1
+def drafts_tokens(config: EngineConfig, plan: LaunchPlan) -> bool:
+    """Return whether steps verify drafts: if wanted, and if nothing but the cache depends on the tokens, on one device.
+
+    `--speculation auto` wants them on a CPU, since no GPU was measured.
+    """
+    wanted = config.speculation == "on" or (config.speculation == "auto" and plan.device == "cpu")
+    return wanted and not plan.spec.state_bytes and not plan.droppable and plan.ranks == 1
 
 
 def make_controller(
