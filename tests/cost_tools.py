@@ -40,7 +40,7 @@ MOST_GROWTH = 2.5
 LEAST_COUNT = 150
 LEAST_SECONDS = 0.006
 """Work below these is never too much."""
-ROUNDS = 6
+ROUNDS = 20
 ENOUGH_SECONDS = 1.0
 """Work that takes longer than this is not measured again."""
 LEAST_SIZE = 16
