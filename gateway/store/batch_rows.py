@@ -25,7 +25,7 @@ from gateway.store.objects import (
     timestamp_field,
 )
 from gateway.store.rows import insert_batch, insert_file, insert_notices, read_batch_row, read_line_row, read_record_row
-from gateway.store.writer import Connection, Rows, transaction
+from gateway.store.writer import RowConnection, Rows, transaction
 
 
 class BatchRows(Rows):
@@ -34,7 +34,7 @@ class BatchRows(Rows):
     @transaction
     def create_batch(
         self,
-        connection: Connection,
+        connection: RowConnection,
         batch: BatchJob,
         idempotency: tuple[str, str] | None = None,
         max_lines: int | None = None,
@@ -67,17 +67,17 @@ class BatchRows(Rows):
         return batch
 
     @transaction
-    def get_batch(self, connection: Connection, tenant: str | None, batch_id: str) -> BatchJob | None:
+    def get_batch(self, connection: RowConnection, tenant: str | None, batch_id: str) -> BatchJob | None:
         return _find(connection, batch_id, tenant)
 
     @transaction
-    def load_batch(self, connection: Connection, batch_id: str) -> BatchJob:
+    def load_batch(self, connection: RowConnection, batch_id: str) -> BatchJob:
         """Return an existing batch of any tenant."""
         return _load(connection, batch_id)
 
     @transaction
     def list_batches(
-        self, connection: Connection, tenant: str | None, page: Page, endpoint: str | None = None
+        self, connection: RowConnection, tenant: str | None, page: Page, endpoint: str | None = None
     ) -> tuple[list[BatchJob], bool]:
         """Return a page of the batches (of `endpoint`, if given), and whether more follow. Raises UnknownCursor."""
         where = owned(tenant) + ("" if endpoint is None else " AND endpoint = :endpoint")
@@ -86,13 +86,13 @@ class BatchRows(Rows):
         return [read_batch_row(row) for row in rows], more
 
     @transaction
-    def unfinished_batches(self, connection: Connection) -> list[BatchJob]:
+    def unfinished_batches(self, connection: RowConnection) -> list[BatchJob]:
         query = f"SELECT * FROM batches WHERE status IN {UNFINISHED_STATES} ORDER BY seq"
         return [read_batch_row(row) for row in connection.execute(query)]
 
     @transaction
     def move_batch(
-        self, connection: Connection, batch_id: str, status: BatchStatus, now: int, errors: Sequence[InputError] = ()
+        self, connection: RowConnection, batch_id: str, status: BatchStatus, now: int, errors: Sequence[InputError] = ()
     ) -> BatchJob:
         """Change the state; for `failed`, also remove the lines and reset the counts. Raises IllegalTransition."""
         _move(connection, batch_id, status, now)
@@ -105,13 +105,13 @@ class BatchRows(Rows):
         return _load(connection, batch_id)
 
     @transaction
-    def note_error(self, connection: Connection, batch_id: str, error: InputError) -> None:
+    def note_error(self, connection: RowConnection, batch_id: str, error: InputError) -> None:
         """Add an error to a running batch, unless it already has one."""
         query = "UPDATE batches SET errors = ? WHERE id = ? AND errors = '[]'"
         connection.execute(query, (json.dumps([list(error)]), batch_id))
 
     @transaction
-    def cancel_batch(self, connection: Connection, tenant: str | None, batch_id: str, now: int) -> BatchJob | None:
+    def cancel_batch(self, connection: RowConnection, tenant: str | None, batch_id: str, now: int) -> BatchJob | None:
         """Move a batch to `cancelling` if its state allows, and return it; None if it does not exist."""
         if _find(connection, batch_id, tenant) is None:
             return None
@@ -120,12 +120,12 @@ class BatchRows(Rows):
         return _load(connection, batch_id)
 
     @transaction
-    def delete_batch(self, connection: Connection, batch_id: str) -> None:
+    def delete_batch(self, connection: RowConnection, batch_id: str) -> None:
         """Remove the row of a batch that has ended."""
         connection.execute("DELETE FROM batches WHERE id = ?", (batch_id,))
 
     @transaction
-    def add_lines(self, connection: Connection, batch_id: str, lines: Sequence[LineRef], *, first: bool) -> None:
+    def add_lines(self, connection: RowConnection, batch_id: str, lines: Sequence[LineRef], *, first: bool) -> None:
         """Add lines of a batch under validation; `first`: remove the lines of an interrupted attempt."""
         batch = _seq(connection, batch_id)
         if first:
@@ -138,7 +138,7 @@ class BatchRows(Rows):
     @transaction
     def start_batch(
         self,
-        connection: Connection,
+        connection: RowConnection,
         batch_id: str,
         total: int,
         model: str | None,
@@ -156,7 +156,7 @@ class BatchRows(Rows):
         return _load(connection, batch_id)
 
     @transaction
-    def lines_at(self, connection: Connection, batch_id: str, ranks: Sequence[int]) -> list[LineRef]:
+    def lines_at(self, connection: RowConnection, batch_id: str, ranks: Sequence[int]) -> list[LineRef]:
         """Return the lines of the given ranks that have no result, in the order of `ranks`."""
         batch = _seq(connection, batch_id)
         query = "SELECT * FROM lines WHERE batch = ? AND rank = ? AND succeeded IS NULL"
@@ -164,12 +164,12 @@ class BatchRows(Rows):
         return [read_line_row(row) for row in rows if row is not None]
 
     @transaction
-    def count_lines(self, connection: Connection, batch_id: str) -> tuple[int, int, int]:
+    def count_lines(self, connection: RowConnection, batch_id: str) -> tuple[int, int, int]:
         """Return the number of indexed lines of a batch: all, succeeded, failed."""
         return _count(connection, _seq(connection, batch_id))
 
     @transaction
-    def line_lengths(self, connection: Connection, batch_id: str) -> tuple[int, float]:
+    def line_lengths(self, connection: RowConnection, batch_id: str) -> tuple[int, float]:
         """Return the bytes of all lines of a batch and the mean bytes of a line without a result."""
         query = (
             "SELECT COALESCE(SUM(length), 0) AS total, AVG(CASE WHEN succeeded IS NULL THEN length END) AS pending "
@@ -180,7 +180,7 @@ class BatchRows(Rows):
 
     @transaction
     def add_results(
-        self, connection: Connection, batch_id: str, results: Sequence[LineResult], usage: Usage
+        self, connection: RowConnection, batch_id: str, results: Sequence[LineResult], usage: Usage
     ) -> BatchJob:
         """Record results whose rows are durable in the journal. Lines that have a result keep it."""
         batch, counts = _seq(connection, batch_id), [0, 0]
@@ -202,7 +202,9 @@ class BatchRows(Rows):
         return _load(connection, batch_id)
 
     @transaction
-    def run_again(self, connection: Connection, batch_id: str, ranks: Sequence[int], usage: Usage | None) -> BatchJob:
+    def run_again(
+        self, connection: RowConnection, batch_id: str, ranks: Sequence[int], usage: Usage | None
+    ) -> BatchJob:
         """Remove the results of the given lines, recount, and move the batch back to `in_progress`. `usage`: token
         usage of the remaining results (None: unknown). Raises IllegalTransition."""
         batch = _load(connection, batch_id)
@@ -224,7 +226,7 @@ class BatchRows(Rows):
         return _load(connection, batch_id)
 
     @transaction
-    def line_records(self, connection: Connection, batch_id: str, after_rank: int, limit: int) -> list[LineRecord]:
+    def line_records(self, connection: RowConnection, batch_id: str, after_rank: int, limit: int) -> list[LineRecord]:
         """Return lines with their results, ordered by rank."""
         query = "SELECT * FROM lines WHERE batch = ? AND rank > ? ORDER BY rank LIMIT ?"
         rows = connection.execute(query, (_seq(connection, batch_id), after_rank, limit))
@@ -233,7 +235,7 @@ class BatchRows(Rows):
     @transaction
     def finish_batch(
         self,
-        connection: Connection,
+        connection: RowConnection,
         batch_id: str,
         status: BatchStatus,
         now: int,
@@ -270,7 +272,7 @@ class BatchRows(Rows):
         return _load(connection, batch_id)
 
 
-def _check_lines(connection: Connection, batch: BatchJob, lines: int, max_lines: int) -> None:
+def _check_lines(connection: RowConnection, batch: BatchJob, lines: int, max_lines: int) -> None:
     """Raise LineQuota if `lines` lines do not fit beside the tenant's other unfinished batches."""
     query = (
         "SELECT COALESCE(SUM(CASE WHEN total - completed - failed > 1 THEN total - completed - failed ELSE 1 END), 0) "
@@ -281,35 +283,35 @@ def _check_lines(connection: Connection, batch: BatchJob, lines: int, max_lines:
         raise LineQuota(used)
 
 
-def _count(connection: Connection, seq: int) -> tuple[int, int, int]:
+def _count(connection: RowConnection, seq: int) -> tuple[int, int, int]:
     query = "SELECT COUNT(*), COALESCE(SUM(succeeded), 0), COUNT(succeeded) FROM lines WHERE batch = ?"
     lines, good, ended = connection.execute(query, (seq,)).fetchone()
     return lines, good, ended - good
 
 
-def _set_usage(connection: Connection, seq: int, usage: Usage) -> None:
+def _set_usage(connection: RowConnection, seq: int, usage: Usage) -> None:
     connection.execute(
         "UPDATE batches SET input_tokens = ?, cached_tokens = ?, output_tokens = ?, reasoning_tokens = ? WHERE seq = ?",
         (*usage, seq),
     )
 
 
-def _find(connection: Connection, batch_id: str, tenant: str | None) -> BatchJob | None:
+def _find(connection: RowConnection, batch_id: str, tenant: str | None) -> BatchJob | None:
     query = f"SELECT * FROM batches WHERE id = :id AND {owned(tenant)}"
     row = connection.execute(query, {"id": batch_id, "tenant": tenant}).fetchone()
     return None if row is None else read_batch_row(row)
 
 
-def _load(connection: Connection, batch_id: str) -> BatchJob:
+def _load(connection: RowConnection, batch_id: str) -> BatchJob:
     return read_batch_row(connection.execute("SELECT * FROM batches WHERE id = ?", (batch_id,)).fetchone())
 
 
-def _seq(connection: Connection, batch_id: str) -> int:
+def _seq(connection: RowConnection, batch_id: str) -> int:
     """Return the integer key of a batch in the table of lines."""
     return int(connection.execute("SELECT seq FROM batches WHERE id = ?", (batch_id,)).fetchone()["seq"])
 
 
-def _move(connection: Connection, batch_id: str, status: BatchStatus, now: int) -> None:
+def _move(connection: RowConnection, batch_id: str, status: BatchStatus, now: int) -> None:
     batch = _load(connection, batch_id)
     check_transition(batch.status, status)
     field = timestamp_field(status)

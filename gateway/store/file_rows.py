@@ -16,7 +16,7 @@ from gateway.store.objects import (
     WrongPart,
 )
 from gateway.store.rows import Row, insert_file, read_file_row
-from gateway.store.writer import Connection, Rows, transaction
+from gateway.store.writer import RowConnection, Rows, transaction
 
 TOMBSTONE_SECONDS = 24 * 3600
 UNFINISHED_STATES = "('validating', 'in_progress', 'finalizing', 'cancelling')"
@@ -36,7 +36,7 @@ class FileRows(Rows):
     """Rows of files. Expired files and files of other tenants count as missing; `tenant` None means all tenants."""
 
     @transaction
-    def add_file(self, connection: Connection, file: FileObject, max_bytes: int | None = None) -> None:
+    def add_file(self, connection: RowConnection, file: FileObject, max_bytes: int | None = None) -> None:
         """Add a file. `max_bytes`: quota for all files of the tenant. Raises StorageQuota."""
         known = connection.execute("SELECT 1 FROM files WHERE id = ?", (file.id,)).fetchone()
         if max_bytes is not None and known is None:
@@ -46,17 +46,17 @@ class FileRows(Rows):
         insert_file(connection, file)
 
     @transaction
-    def stored_bytes(self, connection: Connection, tenant: str, now: int) -> int:
+    def stored_bytes(self, connection: RowConnection, tenant: str, now: int) -> int:
         """Return the total size of a tenant's files in bytes."""
         return _stored_bytes(connection, tenant, now)
 
     @transaction
-    def get_file(self, connection: Connection, tenant: str | None, file_id: str, now: int) -> FileObject | None:
+    def get_file(self, connection: RowConnection, tenant: str | None, file_id: str, now: int) -> FileObject | None:
         return find_file(connection, tenant, file_id, now)
 
     @transaction
     def list_files(
-        self, connection: Connection, tenant: str | None, page: Page, purpose: str | None, now: int
+        self, connection: RowConnection, tenant: str | None, page: Page, purpose: str | None, now: int
     ) -> tuple[list[FileObject], bool]:
         """Return a page, and whether more files follow. Raises UnknownCursor."""
         where = f"{owned(tenant)} AND {_STORED} AND {_VISIBLE}"
@@ -67,7 +67,7 @@ class FileRows(Rows):
         return [read_file_row(row) for row in rows], more
 
     @transaction
-    def delete_file(self, connection: Connection, tenant: str | None, file_id: str, now: int) -> bool:
+    def delete_file(self, connection: RowConnection, tenant: str | None, file_id: str, now: int) -> bool:
         """Delete a file; return False if it does not exist. Raises FileInUse for the input of an unfinished batch."""
         if find_file(connection, tenant, file_id, now) is None:
             return False
@@ -78,7 +78,7 @@ class FileRows(Rows):
         return True
 
     @transaction
-    def expire_files(self, connection: Connection, now: int, limit: int) -> list[str]:
+    def expire_files(self, connection: RowConnection, now: int, limit: int) -> list[str]:
         """Mark expired files as deleted, except inputs in use, and return their ids for removal of the bodies."""
         rows = connection.execute(
             "UPDATE files SET deleted_at = ? WHERE seq IN (SELECT seq FROM files "
@@ -88,20 +88,20 @@ class FileRows(Rows):
         return [row["id"] for row in rows]
 
     @transaction
-    def old_tombstones(self, connection: Connection, now: int, limit: int) -> list[str]:
+    def old_tombstones(self, connection: RowConnection, now: int, limit: int) -> list[str]:
         """Return the ids of files that were deleted more than TOMBSTONE_SECONDS ago."""
         query = "SELECT id FROM files WHERE deleted_at < ? LIMIT ?"
         values = (now - TOMBSTONE_SECONDS, limit)
         return [row["id"] for row in connection.execute(query, values)]
 
     @transaction
-    def purge_files(self, connection: Connection, file_ids: Sequence[str]) -> None:
+    def purge_files(self, connection: RowConnection, file_ids: Sequence[str]) -> None:
         """Remove the rows of deleted files whose bodies have been removed."""
         query = "DELETE FROM files WHERE id = ? AND deleted_at IS NOT NULL"
         connection.executemany(query, ((file_id,) for file_id in file_ids))
 
     @transaction
-    def known_files(self, connection: Connection, file_ids: Sequence[str]) -> set[str]:
+    def known_files(self, connection: RowConnection, file_ids: Sequence[str]) -> set[str]:
         """Return the ids that belong to a file of any tenant that has not been deleted."""
         query = "SELECT 1 FROM files WHERE id = ? AND deleted_at IS NULL"
         return {file_id for file_id in file_ids if connection.execute(query, (file_id,)).fetchone()}
@@ -111,7 +111,7 @@ class UploadRows(Rows):
     """Rows of uploads in parts. The parts are rows of files with the purpose PART."""
 
     @transaction
-    def add_upload(self, connection: Connection, upload: UploadObject) -> None:
+    def add_upload(self, connection: RowConnection, upload: UploadObject) -> None:
         """Add an upload, and remove rows of uploads that expired long ago."""
         old = upload.created_at - UPLOAD_ROWS_SECONDS
         connection.execute("DELETE FROM uploads WHERE expires_at < ?", (old,))
@@ -119,13 +119,13 @@ class UploadRows(Rows):
         connection.execute(f"INSERT INTO uploads VALUES ({marks}) ON CONFLICT DO NOTHING", astuple(upload))
 
     @transaction
-    def get_upload(self, connection: Connection, tenant: str, upload_id: str) -> UploadObject | None:
+    def get_upload(self, connection: RowConnection, tenant: str, upload_id: str) -> UploadObject | None:
         query = "SELECT * FROM uploads WHERE id = ? AND tenant = ?"
         row = connection.execute(query, (upload_id, tenant)).fetchone()
         return None if row is None else _read_upload(row)
 
     @transaction
-    def part_sizes(self, connection: Connection, upload: UploadObject, part_ids: Sequence[str]) -> list[int]:
+    def part_sizes(self, connection: RowConnection, upload: UploadObject, part_ids: Sequence[str]) -> list[int]:
         """Return the size in bytes of each part. Raises WrongPart for one that is unknown or named twice."""
         query = "SELECT id, bytes FROM files WHERE filename = ? AND purpose = 'upload_part' AND deleted_at IS NULL"
         sizes = {row["id"]: int(row["bytes"]) for row in connection.execute(query, (upload.id,))}
@@ -136,7 +136,7 @@ class UploadRows(Rows):
             raise WrongPart(f"'{name}' is no part of this upload, or it is named twice.") from None
 
     @transaction
-    def complete_upload(self, connection: Connection, upload_id: str, file: FileObject, now: int) -> list[str]:
+    def complete_upload(self, connection: RowConnection, upload_id: str, file: FileObject, now: int) -> list[str]:
         """Replace the parts of a pending upload by its file, and return the ids of the parts. Raises WrongPart."""
         changed = connection.execute(
             "UPDATE uploads SET status = ?, file_id = ? WHERE id = ? AND (status = 'pending' OR file_id = ?)",
@@ -148,14 +148,14 @@ class UploadRows(Rows):
         return _delete_parts(connection, upload_id, now)
 
     @transaction
-    def cancel_upload(self, connection: Connection, upload_id: str, now: int) -> list[str]:
+    def cancel_upload(self, connection: RowConnection, upload_id: str, now: int) -> list[str]:
         """Cancel a pending upload, and return the ids of its parts."""
         query = "UPDATE uploads SET status = ? WHERE id = ? AND status = 'pending'"
         changed = connection.execute(query, (UploadStatus.CANCELLED.value, upload_id))
         return _delete_parts(connection, upload_id, now) if changed.rowcount else []
 
 
-def _delete_parts(connection: Connection, upload_id: str, now: int) -> list[str]:
+def _delete_parts(connection: RowConnection, upload_id: str, now: int) -> list[str]:
     rows = connection.execute(
         "UPDATE files SET deleted_at = ? WHERE filename = ? AND purpose = 'upload_part' AND deleted_at IS NULL "
         "RETURNING id",
@@ -169,12 +169,12 @@ def _read_upload(row: Row) -> UploadObject:
     return UploadObject(**{**values, "status": UploadStatus(values["status"])})
 
 
-def _stored_bytes(connection: Connection, tenant: str, now: int) -> int:
+def _stored_bytes(connection: RowConnection, tenant: str, now: int) -> int:
     query = f"SELECT COALESCE(SUM(bytes), 0) AS used FROM files WHERE tenant = :tenant AND {_STORED}"
     return int(connection.execute(query, {"tenant": tenant, "now": now}).fetchone()["used"])
 
 
-def find_file(connection: Connection, tenant: str | None, file_id: str, now: int) -> FileObject | None:
+def find_file(connection: RowConnection, tenant: str | None, file_id: str, now: int) -> FileObject | None:
     values = {"tenant": tenant, "id": file_id, "now": now}
     query = f"SELECT * FROM files WHERE id = :id AND {owned(tenant)} AND {_STORED} AND {_VISIBLE}"
     row = connection.execute(query, values).fetchone()
@@ -182,7 +182,7 @@ def find_file(connection: Connection, tenant: str | None, file_id: str, now: int
 
 
 def read_page(
-    connection: Connection, table: str, where: str, values: dict[str, str | int | None], page: Page
+    connection: RowConnection, table: str, where: str, values: dict[str, str | int | None], page: Page
 ) -> tuple[list[Row], bool]:
     """Return the rows of a page, and whether more follow. `table` and `where` must not contain client input; `values`
     contains the tenant, see `owned`."""

@@ -14,7 +14,7 @@ from gateway.store.batch_rows import BatchRows
 from gateway.store.file_rows import UNFINISHED_STATES, FileRows, UploadRows, owned
 from gateway.store.objects import TERMINAL, UNFINISHED, Channel, Holdings, Notice, Usage
 from gateway.store.rows import read_batch_row, repair_batch
-from gateway.store.writer import Connection, Rows, SqliteWriter, transaction
+from gateway.store.writer import RowConnection, Rows, SqliteWriter, transaction
 
 
 class RecoveryRows(Rows):
@@ -25,13 +25,13 @@ class RecoveryRows(Rows):
     _run: str
 
     @transaction
-    def announce_files(self, connection: Connection, file_ids: Sequence[str]) -> None:
+    def announce_files(self, connection: RowConnection, file_ids: Sequence[str]) -> None:
         """Record ids before their bodies appear, so that recovery can remove bodies that never got a row."""
         query = "INSERT INTO announced (id, run) VALUES (?, ?) ON CONFLICT DO NOTHING"
         connection.executemany(query, ((file_id, self._run) for file_id in file_ids))
 
     @transaction
-    def forget_announced(self, connection: Connection, file_ids: Sequence[str] | None = None) -> None:
+    def forget_announced(self, connection: RowConnection, file_ids: Sequence[str] | None = None) -> None:
         """Remove the announcements of the given ids, or of all earlier runs for None."""
         if file_ids is None:
             connection.execute("DELETE FROM announced WHERE run != ?", (self._run,))
@@ -39,7 +39,7 @@ class RecoveryRows(Rows):
             connection.executemany("DELETE FROM announced WHERE id = ?", ((file_id,) for file_id in file_ids))
 
     @transaction
-    def explain_files(self, connection: Connection, names: Sequence[str]) -> Mapping[str, bool]:
+    def explain_files(self, connection: RowConnection, names: Sequence[str]) -> Mapping[str, bool]:
         """Return whether each body must stay (True) or can be removed (False), leaving out unknown ones."""
         known: dict[str, bool] = {}
         for name in names:
@@ -52,7 +52,7 @@ class RecoveryRows(Rows):
         return known
 
     @transaction
-    def explain_journals(self, connection: Connection, names: Sequence[str]) -> Mapping[str, bool]:
+    def explain_journals(self, connection: RowConnection, names: Sequence[str]) -> Mapping[str, bool]:
         """Return the same for journals: those of unfinished batches must stay. Damaged rows are ignored."""
         known: dict[str, bool] = {}
         for name in names:
@@ -63,19 +63,19 @@ class RecoveryRows(Rows):
         return known
 
     @transaction
-    def bodies(self, connection: Connection, after: int, limit: int) -> list[tuple[int, str, int]]:
+    def bodies(self, connection: RowConnection, after: int, limit: int) -> list[tuple[int, str, int]]:
         """Return sequence number, id and size of stored files with numbers above `after`, in order."""
         query = "SELECT seq, id, bytes FROM files WHERE seq > ? AND deleted_at IS NULL ORDER BY seq LIMIT ?"
         return [tuple(row) for row in connection.execute(query, (after, limit))]
 
     @transaction
-    def damaged_batches(self, connection: Connection) -> dict[int, dict[str, Any]]:
+    def damaged_batches(self, connection: RowConnection) -> dict[int, dict[str, Any]]:
         """Return the unchanged damaged rows of batches by sequence number."""
         rows = connection.execute("SELECT * FROM batches")
         return {row["seq"]: dict(row) for row in rows if read_batch_row(row).is_damaged}
 
     @transaction
-    def fail_damaged(self, connection: Connection, seqs: Sequence[int], now: int) -> None:
+    def fail_damaged(self, connection: RowConnection, seqs: Sequence[int], now: int) -> None:
         """Replace damaged rows by rows of failed batches with the reason, and remove their lines."""
         for seq in seqs:
             row = connection.execute("SELECT * FROM batches WHERE seq = ?", (seq,)).fetchone()
@@ -100,7 +100,7 @@ class TenantRows(Rows):
     """Mixin of `RowStore` to reassign and count the objects of tenants."""
 
     @transaction
-    def adopt(self, connection: Connection, tenant: str, owners: Collection[str]) -> int:
+    def adopt(self, connection: RowConnection, tenant: str, owners: Collection[str]) -> int:
         """Move all files and batches of `owners` to `tenant` and return their number.
 
         A moved batch loses its idempotency key if `tenant` already has a batch with this key.
@@ -119,12 +119,12 @@ class TenantRows(Rows):
         return changed
 
     @transaction
-    def holdings(self, connection: Connection, now: int) -> list[Holdings]:
+    def holdings(self, connection: RowConnection, now: int) -> list[Holdings]:
         """Return the number of unfinished batches and stored files per tenant, ordered by name."""
         return [Holdings(**row) for row in connection.execute(_HOLDINGS, {"now": now})]
 
     @transaction
-    def usage(self, connection: Connection, tenant: str | None) -> list[tuple[str, Usage]]:
+    def usage(self, connection: RowConnection, tenant: str | None) -> list[tuple[str, Usage]]:
         """Return the token usage of all batches by tenant."""
         sums = ", ".join(f"SUM({name}) AS {name}" for name in Usage._fields)
         query = f"SELECT tenant, {sums} FROM batches WHERE {owned(tenant)} GROUP BY tenant"
@@ -136,26 +136,26 @@ class NoticeRows(Rows):
     """Mixin of `RowStore` for reports of batch ends, which the end of a batch adds."""
 
     @transaction
-    def due_notices(self, connection: Connection, channel: Channel, now: int, limit: int) -> list[Notice]:
+    def due_notices(self, connection: RowConnection, channel: Channel, now: int, limit: int) -> list[Notice]:
         """Return the reports that are due, the oldest first."""
         query = "SELECT * FROM notices WHERE channel = ? AND due_at <= ? ORDER BY due_at LIMIT ?"
         rows = connection.execute(query, (channel.value, now, limit))
         return [Notice(**{**dict(row), "channel": channel}) for row in rows]
 
     @transaction
-    def next_notice(self, connection: Connection, now: int) -> int | None:
+    def next_notice(self, connection: RowConnection, now: int) -> int | None:
         """Return when the next report that is not due yet becomes due."""
         row = connection.execute("SELECT MIN(due_at) AS next FROM notices WHERE due_at > ?", (now,)).fetchone()
         return None if row["next"] is None else int(row["next"])
 
     @transaction
-    def postpone_notice(self, connection: Connection, notice: Notice, due_at: int) -> None:
+    def postpone_notice(self, connection: RowConnection, notice: Notice, due_at: int) -> None:
         """Count a failed attempt."""
         query = "UPDATE notices SET attempts = attempts + 1, due_at = ? WHERE batch = ? AND channel = ?"
         connection.execute(query, (due_at, notice.batch, notice.channel.value))
 
     @transaction
-    def forget_notice(self, connection: Connection, notice: Notice) -> None:
+    def forget_notice(self, connection: RowConnection, notice: Notice) -> None:
         query = "DELETE FROM notices WHERE batch = ? AND channel = ?"
         connection.execute(query, (notice.batch, notice.channel.value))
 

@@ -25,7 +25,7 @@ from gateway.store.objects import (
     new_batch_id,
     new_file_id,
 )
-from gateway.store.writer import Connection
+from gateway.store.writer import RowConnection
 
 Row = Any
 """A row with values by column name and by position; `dict(row)` is possible."""
@@ -40,7 +40,7 @@ def read_file_row(row: Row) -> FileObject:
         return FileObject(str(row["id"]), str(row["tenant"]), 0, 0, "damaged", "batch", damage=reason)
 
 
-def insert_file(connection: Connection, file: FileObject) -> None:
+def insert_file(connection: RowConnection, file: FileObject) -> None:
     connection.execute(
         "INSERT INTO files (id, tenant, bytes, created_at, filename, purpose, expires_at) VALUES (?, ?, ?, ?, ?, ?, ?) "
         "ON CONFLICT (id) DO NOTHING",
@@ -109,7 +109,7 @@ def repair_batch(row: Row, now: int) -> dict[str, Any]:
     }
 
 
-def insert_batch(connection: Connection, batch: BatchJob, idempotency: tuple[str, str] | None) -> None:
+def insert_batch(connection: RowConnection, batch: BatchJob, idempotency: tuple[str, str] | None) -> None:
     key, digest = idempotency or (None, None)
     values = {
         "id": batch.id,
@@ -129,7 +129,7 @@ def insert_batch(connection: Connection, batch: BatchJob, idempotency: tuple[str
     connection.execute(f"INSERT INTO batches ({columns}) VALUES ({marks})", tuple(values.values()))
 
 
-def insert_notices(connection: Connection, batch: BatchJob, status: BatchStatus, now: int) -> None:
+def insert_notices(connection: RowConnection, batch: BatchJob, status: BatchStatus, now: int) -> None:
     """Add the reports of a batch's end that is part of the same transaction."""
     targets = {Channel.COMMAND: "", Channel.WEBHOOK: (batch.metadata or {}).get(WEBHOOK_KEY)}
     connection.executemany(

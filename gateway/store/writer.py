@@ -302,7 +302,7 @@ class Cursor(Protocol):
     def __iter__(self) -> Iterator[Any]: ...
 
 
-class Connection(Protocol):
+class RowConnection(Protocol):
     """Statements of a transaction. Row modules use only SQL that SQLite and PostgreSQL share, with parameters `?` or
     `:name`."""
 
@@ -318,7 +318,7 @@ class Rows:
 
 
 def transaction(
-    work: Callable[Concatenate[RowsT, Connection, Arguments], ResultT],
+    work: Callable[Concatenate[RowsT, RowConnection, Arguments], ResultT],
 ) -> Callable[Concatenate[RowsT, Arguments], Coroutine[Any, Any, ResultT]]:
     """Make a method with a connection a coroutine without: the writer's thread runs the method as one transaction."""
 
