@@ -50,7 +50,7 @@ def compare(
     beside: Callable[[int], None] | None = None,
 ) -> dict[str, list[Run]]:
     """Every arm once a round, and the runs of each. `measure` takes a server's address and the round's number; `row` is
-    a line of the table, pooled over runs: printed after each of them, and for all at the end. `beside` is called at the
+    a line of the table, pooled over runs: printed after each run, and for all at the end. `beside` is called at the
     end of each round."""
     found: dict[str, list[Run]] = {arm: [] for arm in arms}
     for number in range(rounds):

@@ -172,12 +172,12 @@ def _llmd(results: Sequence[Result]) -> list[Ordering]:
 
 def _unsteady(results: Sequence[Result]) -> list[Ordering]:
     alone, beside = (of(results, "slo_attainment", arm) for arm in ("alone", "beside offline work"))
-    return [Ordering("chats kept beside offline work: at least 97 % of those alone", alone, beside, 0.97)]
+    return [Ordering("chats kept beside offline work: at least 0.97 times the share without it", alone, beside, 0.97)]
 
 
 KUNSERVE_ARMS = ("recompute", "swap", kunserve.OURS, "no lookahead")
 SLOW = MachineSpec("llama-2-13b", "a100-80gb")
-"""Long steps: few of them in a window."""
+"""A machine with long steps, so that a window holds few steps."""
 HYBRID = replace(
     hybridserve.CONFIG,
     loads=(hybridserve.Load("opt-13b", 128, 512), hybridserve.Load("opt-30b", 128, 1920)),

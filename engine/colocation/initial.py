@@ -22,9 +22,9 @@ ROOM = 3.0
 def initial_budget(slo: SLO, model: LatencyModel) -> BudgetParams:
     """Return the budget used before any search: a flat L.
 
-    L is the smallest step plus BUDGET_SHARE of what the TBT limit leaves above it, or the smallest step extended by the
-    tolerance. Without a TBT limit, or if no step can meet it, L is a few smallest steps: a limit that is missed anyway
-    (streamed weights make every step long) must not reduce offline work to steps of one request.
+    L is the smallest step plus BUDGET_SHARE of the time that the TBT limit leaves above it, or the smallest step
+    extended by the tolerance. Without a TBT limit, or if no step can meet it, L is a few smallest steps: a limit that
+    is missed anyway (streamed weights make every step long) must not reduce offline work to steps of one request.
     """
     smallest = smallest_step(model)
     stated = [limit for metric in ("tbt", "tpot") if (limit := slo.limit_of(metric)) is not None]
