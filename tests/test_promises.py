@@ -11,7 +11,7 @@ import pytest
 from batch_tools import digest, key_file
 from fake_engine import MODEL as NAME
 from fake_engine import FakeEngine, say, serve
-from test_laxity import MODEL, make_core
+from test_laxity import MODEL, Clock, make_core
 
 from engine.api import EngineRequest, RequestClass, SamplingParams
 from engine.colocation.initial import initial_budget
@@ -21,7 +21,9 @@ from engine.colocation.waits import objective_of
 from engine.config import EngineConfig
 from engine.errors import ConfigError, InvalidRequestError, QueueFullError
 from engine.scheduling.laxity import prefill_pace
+from engine.scheduling.objective import StepObjective
 from engine.scheduling.overdue import binds, overdue
+from engine.scheduling.planner import whole
 from engine.text.tokenizer import Tokenizer
 from engine.virtual import Arrival, PredictedRunner, VirtualDriver, VirtualRun
 from gateway.commands import preflight
@@ -31,7 +33,9 @@ from gateway.generate.promises import promise_of
 from gateway.generate.wire import ChatCompletionRequest
 from gateway.http.errors import ApiError
 from gateway.http.keys import Key, load_keys
+from predictor.budget import BudgetParams
 from predictor.judge import Judge, Served
+from predictor.model import LatencyModel
 from predictor.online import OnlineModel
 from predictor.promise import Promise
 from predictor.slo import SLO, SLOError
@@ -209,6 +213,19 @@ def test_three_classes_beside_a_batch() -> None:
     ignored = [r for r in unpromised.online if r.arrival.request.request_id.startswith("premium")]
     kept = sum(SLOS.good(r.ttft, r.gaps, PREMIUM) for r in ignored) / len(ignored)
     assert kept < 0.5, "the same traffic does not keep the promise by chance"
+
+
+@pytest.mark.parametrize(("seconds", "fills"), [(0.022, True), (0.028, False), (0.035, False), (0.06, True)])
+def test_no_line_joins_a_step_that_keeps_a_gap_only_by_its_usual_time(seconds: float, fills: bool) -> None:
+    """A premium answer alone takes `seconds` of its 50 ms, 1.6 times that with the margin; 60 ms miss it anyway."""
+    model = OnlineModel(LatencyModel(intercept=seconds, knots=(0,), hinges=(1e-5,), token_limit=600), mape=0.2)
+    core = make_core("goodput", model, StepObjective(1.0, 0.15, budget=BudgetParams("tidemill", 0.12)))
+    core.add_request(ask("premium", 2, 10, 30, PREMIUM), 0.0)
+    clock = Clock(core)
+    clock.run_until(lambda: bool(core.state.requests["premium"].times.first_token))
+    core.add_request(next(offline()), clock.now)
+    output = core.schedule(clock.now, whole(core.plan_offline(clock.now)))
+    assert output is not None and (len(output.chunks) > 1) is fills
 
 
 def test_a_deadline_refuses_a_request_that_could_not_start_before_it() -> None:

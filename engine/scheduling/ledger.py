@@ -4,6 +4,7 @@ The price is the unit of fair sharing and of progress forecasts: seconds in a fu
 latency model. On some machines the prices of prompt and output tokens differ by a factor of ten.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -45,6 +46,17 @@ class StepLedger:
         self.features.add_decodes(count, self.read(contexts))
         if self.model is not None:
             self.seconds = self.model.predict(self.features)
+
+    def tightest(self, limits: Sequence[float]) -> float:
+        """Return the tightest limit on the step's end, in seconds, that the charged work can still meet; or infinity.
+
+        A limit between the usual and the predicted time can be met if no work is added: the result is the predicted
+        time then. A limit below the usual time is lost.
+        """
+        if (tightest := min(limits, default=math.inf)) >= self.seconds:
+            return tightest
+        usual = 0.0 if self.model is None else self.model.usual(self.features)
+        return max(self.seconds, min([limit for limit in limits if limit >= usual], default=math.inf))
 
     def charge_more_decodes(self, count: int, context_sum: int) -> None:
         """Charge more decodes in bulk, as if one by one. `context_sum`: sum of the context tokens that they read."""

@@ -84,10 +84,7 @@ def offline_allowance(
     elif rule == "tbt_p99" and ledger.seconds > limit > 0.0:
         limit = 2.0 * ledger.seconds
     if num_online_decodes and (state.promised or not math.isinf(objective.tbt)):
-        gap = state.gap_limit
-        gap *= EASY_SHARE if gap < objective.tbt else 1.0  # L leaves room below the limit of the default class alone
-        within = gap if gap >= ledger.seconds else math.inf  # missed even without offline work
-        limit = min(limit, within, _tightest_slack(state, ledger.seconds, now))
+        limit = min(limit, _decode_limit(state, ledger, now))
     if online and state.offline_share < 1.0:
         # Scale last: scaling an L that exceeds the other limits would have no effect.
         share = state.offline_share
@@ -101,11 +98,16 @@ def offline_allowance(
     return OfflineAllowance(state.model, limit, num_online_decodes, objective.budget, saturated)
 
 
-def _tightest_slack(state: SchedulerState, reachable_from: float, now: float) -> float:
-    """Return the seconds to the earliest token deadline that a step of `reachable_from` seconds can still meet."""
+def _decode_limit(state: SchedulerState, ledger: StepLedger, now: float) -> float:
+    """Return the predicted end, in seconds, up to which a step leaves the running answers their next token in time."""
     decoding = [r for r in state.running[RequestClass.ONLINE] if r.times.first_token is not None]
-    slacks = (deadline - now for deadline in state.token_deadlines(decoding, now))
-    return min((slack for slack in slacks if slack >= reachable_from), default=math.inf)
+    slacks = [deadline - now for deadline in state.token_deadlines(decoding, now)]
+    gap = state.gap_limit
+    limit = ledger.tightest([gap, *slacks])
+    if gap < state.objective.tbt and limit <= max(gap, ledger.seconds):
+        # L leaves room below the limit of the default class alone
+        limit = min(limit, max(EASY_SHARE * gap, ledger.seconds))
+    return limit
 
 
 def plan_offline(state: SchedulerState, now: float) -> Generator[None, None, OfflinePlan]:

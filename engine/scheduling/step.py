@@ -86,6 +86,6 @@ class StepBuilder:
         if slacks:
             self._tightest = min(slacks)
             # A decode that would be late even in a decode-only step cannot be saved by starving the prompts.
-            reachable = [min(slack, objective.tbt) for slack in slacks if slack >= ledger.seconds]
-            self._prompts.time_limit = min(reachable, default=math.inf)
+            if math.isfinite(limit := ledger.tightest(slacks)):
+                self._prompts.time_limit = min(limit, objective.tbt)
         return len(draft.chunks)
