@@ -1,5 +1,6 @@
 """Shared fixtures: a tokenizer, and servers around a scripted engine."""
 
+import functools
 import os
 
 # Tests run side by side on models so small that a second thread only waits for the first. Before torch is imported.
@@ -10,6 +11,8 @@ from contextlib import AsyncExitStack, contextmanager
 from itertools import count
 from typing import Any
 
+import httpx
+import httpx2
 import hypothesis
 import pytest
 import tokenizer_folders
@@ -27,6 +30,10 @@ _numbers = count()
 hypothesis.settings.register_profile("repeatable", derandomize=True)
 if not os.environ.get("FUZZ"):
     hypothesis.settings.load_profile("repeatable")
+
+# Each client would read the certificates of the system anew, which takes 30 ms of CPU time.
+for _transport in (httpx._transports.default, httpx2._transports.default):
+    _transport.create_ssl_context = functools.cache(_transport.create_ssl_context)  # type: ignore[attr-defined]
 
 
 @pytest.fixture(autouse=True)

@@ -35,7 +35,7 @@ async def post(served: Served, body: Any, path: str = "/v1/chat/completions") ->
     if not isinstance(body, bytes):
         required = {"messages": HI} if "chat" in path else {"prompt": "hi"}
         body = json.dumps({"model": MODEL, **required, **body}).encode()
-    async with httpx.AsyncClient(timeout=60, verify=False) as client:
+    async with httpx.AsyncClient(timeout=60) as client:
         return await client.post(served.url + path, content=body, headers={"content-type": "application/json"})
 
 
@@ -268,7 +268,7 @@ async def test_missing_fields(served: Served, body: bytes, param: str) -> None:
 async def test_other_content_types_are_415(served: Served, content_type: str | None) -> None:
     """A page of another origin can send these without asking; JSON it cannot."""
     headers = {} if content_type is None else {"content-type": content_type}
-    async with httpx.AsyncClient(timeout=60, verify=False) as client:
+    async with httpx.AsyncClient(timeout=60) as client:
         answer = await client.post(served.url + "/v1/chat/completions", content=b"{}", headers=headers)
     assert (answer.status_code, answer.json()["error"]["code"]) == (415, "unsupported_media_type")
 
@@ -276,7 +276,7 @@ async def test_other_content_types_are_415(served: Served, content_type: str | N
 @pytest.mark.parametrize(("encoding", "status"), [("gzip", 415), ("identity", 400), ("gzip, br", 415)])
 async def test_bodies_are_not_decompressed_and_it_is_said(served: Served, encoding: str, status: int) -> None:
     headers = {"content-type": "application/json", "content-encoding": encoding}
-    async with httpx.AsyncClient(timeout=60, verify=False) as client:
+    async with httpx.AsyncClient(timeout=60) as client:
         answer = await client.post(served.url + "/v1/chat/completions", content=b"\x1f\x8b\x08", headers=headers)
     assert answer.status_code == status
     assert ("Content-Encoding" in answer.json()["error"]["message"]) == (status == 415)

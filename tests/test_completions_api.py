@@ -24,7 +24,7 @@ async def complete(served: Served, **fields: Any) -> Any:
 
 
 async def get(served: Served, path: str, method: str = "GET") -> httpx.Response:
-    async with httpx.AsyncClient(timeout=60, verify=False) as client:
+    async with httpx.AsyncClient(timeout=60) as client:
         return await client.request(method, served.url + path)
 
 

@@ -35,7 +35,7 @@ async def test_no_line_of_two_thousand_fails_for_a_sick_engine(tokenizer: Tokeni
     runner = FaultyRunner(FakeRunner(block_size=16, vocab_size=VOCAB), lambda *_: broken)
     folder = await open_folder(tmp_path)
     server = serve(make_engine(runner), tokenizer, None, folder=folder, batch_limits=FAST)  # type: ignore[arg-type]
-    async with server as served, client_of(served, timeout=120) as api, httpx.AsyncClient(verify=False) as http:
+    async with server as served, client_of(served, timeout=120) as api, httpx.AsyncClient() as http:
         assert (await http.get(f"{served.url}/ready")).status_code == 200
         broken = True
         batch = await submit(api, jsonl(line(i, prompt=[1 + i % 300, i // 300], max_tokens=1) for i in range(LINES)))
