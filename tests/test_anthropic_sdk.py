@@ -1,4 +1,4 @@
-"""Anthropic's SDK beyond single messages: models, the tool runner, and message batches."""
+"""Anthropic's SDK: streams, history, typed errors, models, the tool runner, and message batches."""
 
 import asyncio
 import json
@@ -14,7 +14,9 @@ import tokenizer_folders
 from batch_tools import batch_server, client_of, jsonl, keys_of, line, submit
 from fake_engine import MODEL, FakeEngine, Script, Served, say, serve
 from fixtures import StartServer, refuse_blocking
-from test_tools import TEMPLATE
+from test_messages_api import TOOLS, ask
+from test_responses_api import THINKS
+from test_tools import TEMPLATE, TWO, scripted
 
 from engine.api import EngineRequest
 from engine.text.tokenizer import Tokenizer
@@ -30,6 +32,52 @@ def check_types(item: Any) -> None:
     """Validate each field against the client's own types, strictly, unlike the client itself."""
     assert not item.model_extra, f"fields that the client does not know: {item.model_extra}"
     type(item).model_validate_json(item.model_dump_json(), strict=True)
+
+
+# --- messages
+
+
+async def test_a_stream_gives_what_a_whole_message_has(tmp_path: Path) -> None:
+    async with scripted(tmp_path, f"<think>\nhm hm\n</think>\n\n{TWO}", THINKS) as served, sdk(served) as client:
+        fields: Any = ask(tools=TOOLS, thinking={"type": "enabled", "budget_tokens": 1024})
+        whole = await client.messages.create(**fields)
+        async with client.messages.stream(**fields) as stream:
+            kinds = [event.type async for event in stream]
+            final = await stream.get_final_message()
+        counted = await client.messages.count_tokens(model=fields["model"], messages=fields["messages"], tools=TOOLS)  # type: ignore[arg-type]
+        prompt = len(served.engine.requests[0].prompt_token_ids)
+    assert kinds[0] == "message_start" and kinds[-1] == "message_stop"
+    assert {"thinking", "text", "input_json", "content_block_stop", "message_delta"} <= set(kinds)
+    for message in (whole, final):
+        thinking, text, first, second = message.content
+        assert thinking.type == "thinking" and thinking.thinking == "hm hm"
+        assert text.type == "text" and text.text == "Wait."
+        assert first.type == "tool_use" and (first.name, first.input) == ("weather", {"city": "Rome", "days": 2})
+        assert second.type == "tool_use" and second.input == {"zone": "UTC"}
+        assert message.stop_reason == "tool_use" and message.usage.output_tokens > 0
+    assert whole.usage == final.usage and counted.input_tokens == prompt
+
+
+async def test_a_tool_loop_sends_back_what_it_got(tmp_path: Path) -> None:
+    """Objects of the SDK as they are, results of the tools, and its typed errors."""
+    async with scripted(tmp_path, f"<think>hm</think>\n\n{TWO}", THINKS) as served, sdk(served) as client:
+        messages: list[Any] = [{"role": "user", "content": "Weather?"}]
+        fields: Any = {"model": ask()["model"], "max_tokens": 300, "tools": TOOLS, "messages": messages}
+        first = await client.messages.create(**fields)
+        messages.append({"role": "assistant", "content": first.content})
+        results = [
+            {"type": "tool_result", "tool_use_id": block.id, "content": "Sun"}
+            for block in first.content
+            if block.type == "tool_use"
+        ]
+        messages.append({"role": "user", "content": results})
+        second = await client.messages.create(**fields)
+        assert second.id != first.id and second.stop_reason == "tool_use"
+        with pytest.raises(anthropic.NotFoundError):
+            await client.messages.create(**{**fields, "model": "other"})
+        with pytest.raises(anthropic.BadRequestError, match="stop_sequences") as caught:
+            await client.messages.create(**fields, stop_sequences=["a"] * 33)
+        assert caught.value.request_id
 
 
 # --- models

@@ -56,16 +56,20 @@ def hang_checks(monkeypatch: pytest.MonkeyPatch) -> asyncio.Event:
     return begun
 
 
-async def test_a_validation_that_always_fails_fails_its_batch(
+async def test_a_validation_that_always_fails_or_hangs_fails_its_batch(
     tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    faults = fail_checks(monkeypatch, float("inf"))
-    async with batch_server(tokenizer, tmp_path) as (served, client):
-        batch = await until(client, (await submit(client, jsonl(LINES))).id)
-        assert batch.status == "failed" and [e.code for e in batch.errors.data] == ["internal_error"]
-        assert (batch.request_counts.total, batch.failed_at is not None) == (0, True)
-        assert faults.calls == FAST.attempts and not served.engine.requests
-        assert (await client.files.delete(batch.input_file_id)).deleted
+    for check in ("raises", "hangs"):
+        faults = fail_checks(monkeypatch, float("inf")) if check == "raises" else None
+        if faults is None:
+            hang_checks(monkeypatch)
+        limits = FAST if faults else BatchLimits(**QUICK, check_seconds=0.01)
+        async with batch_server(tokenizer, tmp_path / check, limits=limits) as (served, client):
+            batch = await until(client, (await submit(client, jsonl(LINES))).id)
+            assert batch.status == "failed" and [e.code for e in batch.errors.data] == ["internal_error"]
+            assert (batch.request_counts.total, batch.failed_at is not None) == (0, True)
+            assert (faults is None or faults.calls == FAST.attempts) and not served.engine.requests
+            assert (await client.files.delete(batch.input_file_id)).deleted
 
 
 async def test_a_validation_that_fails_a_few_times_costs_nothing(
@@ -90,16 +94,6 @@ async def test_a_batch_that_cannot_be_validated_can_be_cancelled(
         batch = await until(client, batch.id)
         assert batch.status == "cancelled" and batch.errors.data[0].code == "internal_error"
         assert (await client.files.delete(batch.input_file_id)).deleted
-
-
-async def test_a_validation_that_hangs_is_one_that_fails(
-    tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    hang_checks(monkeypatch)
-    limits = BatchLimits(**QUICK, check_seconds=0.01)
-    async with batch_server(tokenizer, tmp_path, limits=limits) as (_, client):
-        batch = await until(client, (await submit(client, jsonl(LINES))).id)
-        assert batch.status == "failed" and batch.errors.data[0].code == "internal_error"
 
 
 @pytest.mark.parametrize("when", ["before", "while"])

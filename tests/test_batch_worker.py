@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import errno
 import gc
+import io
 import itertools
 import json
 import os
@@ -473,55 +474,18 @@ def a_job(expires_at: int, tenant: str = "", **fields: Any) -> Job:
     return Job(BatchJob("b", tenant, "e", "f", "24h", 0, expires_at), **fields)
 
 
-def picked(order: FeedOrder, *jobs: Job) -> Job | None:
-    for job in jobs:
-        order.offer(job)
-    return order.pick()
-
-
-def test_a_job_with_nothing_to_feed_has_no_turn() -> None:
-    order, job = FeedOrder(64), a_job(1)
-    assert order.quantum == 16
-    assert order.pick() is None and picked(order, job) is job
+def test_a_job_is_hungry_while_it_has_lines_and_neither_rests_nor_is_settled() -> None:
+    job, ref = a_job(1), LineRef(0, 1, 0, 1)
+    assert FeedOrder(64).pick() is None and job.hungry
     job.exhausted = True
-    assert picked(order, job) is None
-    job.retry.append(LineRef(0, 1, 0, 1))
-    assert picked(order, job) is job
+    assert not job.hungry
+    job.retry.append(ref)
+    assert job.hungry
     job.resting = True
-    assert picked(order, job) is None
+    assert not job.hungry
     job.resting = False
     job.settled.set()
-    assert picked(order, job) is None
-
-
-def fill(order: FeedOrder, jobs: list[Job], turns: int, lines: int = 16) -> None:
-    """Give turns; all of their lines stay in the window."""
-    for offered in jobs:
-        order.offer(offered)
-    for _ in range(turns):
-        job = order.pick()
-        assert job is not None
-        job.unwritten += lines
-
-
-def test_tenants_hold_equal_parts_of_the_window_and_their_jobs_too() -> None:
-    order = FeedOrder(64)
-    many = [a_job(i, tenant="many") for i in range(4)]
-    one = a_job(9, tenant="one")
-    fill(order, [*many, one], 16)
-    assert one.unwritten == 8 * 16 and [job.unwritten for job in many] == [2 * 16] * 4
-
-
-def test_jobs_at_risk_hold_three_quarters_before_the_others() -> None:
-    order = FeedOrder(64)
-    calm, late = a_job(1), a_job(2, at_risk=True)
-    fill(order, [calm, late], 4)
-    assert (calm.unwritten, late.unwritten) == (16, 48)
-    late.unwritten -= 16
-    assert order.pick() is late, "what the engine has done of it is fed again at once"
-    late.unwritten += 16
-    calm.exhausted = True
-    assert order.pick() is late, "with nobody else it may have all"
+    assert not job.hungry
 
 
 def by_scan(jobs: list[Job], urgent_lines: int) -> Job | None:
@@ -542,6 +506,7 @@ def by_scan(jobs: list[Job], urgent_lines: int) -> Job | None:
 def test_turns_are_those_of_a_scan_over_all_jobs(seed: int) -> None:
     random = Random(seed)
     order = FeedOrder(16)
+    assert order.quantum == 4, "a quarter of the window"
     jobs = [a_job(i, tenant=random.choice("abc"), at_risk=random.random() < 0.3) for i in range(60)]
     for job in jobs:
         order.offer(job)
@@ -591,8 +556,6 @@ def test_the_window_counts_lines_and_bytes() -> None:
 
 @pytest.mark.parametrize("chunk", [1, 2, 3, 7, 64, 10**6])
 def test_lines_are_found_whatever_the_pieces(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    import io
-
     monkeypatch.setattr("gateway.batch.input.READ_BYTES", chunk)
     content = b'first\r\n\n  \nse"co\rnd\n' + b"x" * 50 + b"\nlast"
     found = [(r.number, r.content) for r in read_lines(io.BytesIO(content), 20)]
@@ -602,8 +565,6 @@ def test_lines_are_found_whatever_the_pieces(chunk: int, monkeypatch: pytest.Mon
 
 
 def test_one_long_line_costs_no_memory() -> None:
-    import io
-
     content = io.BytesIO(b'{"a": "' + b"x" * 30_000_000 + b'"}\n' + jsonl([line(1)]))
     tracemalloc.start()
     report = check_input(content, "/v1/completions", 50_000, 1_000_000)
@@ -625,8 +586,6 @@ def test_prefix_keys_group_equal_beginnings() -> None:
 
 
 def test_lines_are_sorted_on_the_disk_as_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import io
-
     content = jsonl(line(i, prompt=f"{7 * i % 100:03}") for i in range(100))
     expected = check_input(io.BytesIO(content), "/v1/completions", 100, 1000).lines.rows(0, 100)
     for size in (100, 99, 33):

@@ -1,6 +1,7 @@
 """Stored results are verified: damage of a journal costs a second run of exactly its lines, and no line its row."""
 
 import asyncio
+import contextlib
 import errno
 import json
 import os
@@ -8,13 +9,24 @@ import shutil
 import sqlite3
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
-from batch_tools import batch_server, eventually, jsonl, line, make_worker, never_ran, open_folder, submit, until
+from batch_tools import (
+    add_batch,
+    batch_server,
+    eventually,
+    jsonl,
+    line,
+    make_worker,
+    never_ran,
+    open_folder,
+    submit,
+    until,
+)
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
@@ -26,7 +38,7 @@ from gateway.batch.line import LineAnswer, LineOrigin
 from gateway.batch.result_rows import RESULT_DAMAGED, intact_parts, is_intact, response_row, unfinished_row
 from gateway.store.disk import Disk
 from gateway.store.folder import StateFolder
-from gateway.store.objects import BatchJob, BatchStatus, FileObject, Usage, new_batch_id, new_file_id
+from gateway.store.objects import BatchJob, BatchStatus, Usage
 
 LIMITS = BatchLimits(window_lines=4, retry_seconds=0.001, tick_seconds=0.02)
 LINES, ENDED = 16, 9
@@ -162,10 +174,10 @@ class Base:
     batch: BatchJob
     places: list[tuple[int, int, int]]
 
-    def copy(self) -> Path:
-        root = Path(tempfile.mkdtemp()) / "state"
-        shutil.copytree(self.root, root)
-        return root
+    @contextlib.contextmanager
+    def copy(self) -> Iterator[Path]:
+        with tempfile.TemporaryDirectory() as folder:
+            yield shutil.copytree(self.root, Path(folder) / "state")
 
 
 class Engine:
@@ -182,23 +194,6 @@ class Engine:
         if body["k"] % 5 == 1:
             return LineAnswer(400, {"answer": body["k"]})
         return LineAnswer(200, {"answer": body["k"]}, Usage(body["k"], 0, 1, 0))
-
-
-async def create(folder: StateFolder) -> BatchJob:
-    text = b"".join(
-        json.dumps({"custom_id": f"c{i}", "method": "POST", "url": "/v1/completions", "body": {"k": i}}).encode()
-        + b"\n"
-        for i in range(LINES)
-    )
-    temp = folder.create_temp()
-    temp.write(text)
-    file = FileObject(new_file_id(), "", len(text), 1, "a", "batch")
-    folder.publish_files((temp, file.id))
-    await folder.store.add_file(file)
-    now = int(time.time())
-    return await folder.store.create_batch(
-        BatchJob(new_batch_id(), "", "/v1/completions", file.id, "24h", now, now + 86_400)
-    )
 
 
 async def stored(folder: StateFolder, batch: BatchJob, condition: Callable[[BatchJob], bool]) -> BatchJob:
@@ -218,7 +213,8 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Base:
         folder = await open_folder(root)
         worker = make_worker(folder, LIMITS, Engine(ENDED))
         await worker.start()
-        batch = await create(folder)
+        lines = [{**line(i), "custom_id": f"c{i}", "body": {"k": i}} for i in range(LINES)]
+        batch = await add_batch(folder, jsonl(lines), int(time.time()))
         worker.added(batch)
         found = await stored(folder, batch, lambda batch: batch.completed + batch.failed == ENDED)
         await worker.stop()
@@ -278,16 +274,13 @@ Damage = Callable[[Path, Base], None]
 
 async def check_damage(base: Base, damage: Damage, lost: int | None = None) -> None:
     """After the damage, exactly `lost` of the lines that had ended run again, and all rows are right."""
-    root = base.copy()
-    try:
+    with base.copy() as root:
         damage(root, base)
         batch, seen = await resume(root, base.batch)
         check_whole(root, batch)
         assert len(seen) == len(set(seen))
         if lost is not None:
             assert len(seen) == LINES - ENDED + lost
-    finally:
-        shutil.rmtree(root.parent)
 
 
 def journal(root: Path, base: Base) -> Path:
@@ -359,12 +352,18 @@ def test_any_damage_of_the_journal_costs_exactly_its_rows(base: Base, data: st.D
         journal(root, base).write_bytes(bytes(content[:end]) + tail)
 
     before = (base.root / "journals" / base.batch.id).read_bytes()
-    root = base.copy()
-    damage(root, base)
-    after = journal(root, base).read_bytes()
-    shutil.rmtree(root.parent)
+    with base.copy() as root:
+        damage(root, base)
+        after = journal(root, base).read_bytes()
     lost = sum(before[start : start + length] != after[start : start + length] for _, start, length in base.places)
     asyncio.run(check_damage(base, damage, lost))
+
+
+@pytest.fixture
+def root(base: Base) -> Iterator[Path]:
+    """The state folder of the batch that was cut off, to be damaged."""
+    with base.copy() as copied:
+        yield copied
 
 
 async def until_finalizing(root: Path, batch: BatchJob, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -381,20 +380,19 @@ async def until_finalizing(root: Path, batch: BatchJob, monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize("lost", [1, LINES])
 async def test_a_batch_that_was_finalizing_runs_lost_lines_again(
-    base: Base, monkeypatch: pytest.MonkeyPatch, lost: int
+    base: Base, root: Path, monkeypatch: pytest.MonkeyPatch, lost: int
 ) -> None:
-    root = base.copy()
     await until_finalizing(root, base.batch, monkeypatch)
     path = journal(root, base)
     os.truncate(path, path.stat().st_size - 1 if lost == 1 else 0)
     batch, seen = await resume(root, base.batch)
     check_whole(root, batch)
     assert len(seen) == lost
-    shutil.rmtree(root.parent)
 
 
-async def test_damage_while_the_batch_runs_is_found_at_its_end(base: Base, monkeypatch: pytest.MonkeyPatch) -> None:
-    root = base.copy()
+async def test_damage_while_the_batch_runs_is_found_at_its_end(
+    base: Base, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     real = Finisher.finish
 
     async def finish(finisher: Finisher, batch: BatchJob, status: BatchStatus) -> None:
@@ -407,13 +405,11 @@ async def test_damage_while_the_batch_runs_is_found_at_its_end(base: Base, monke
     batch, seen = await resume(root, base.batch)
     check_whole(root, batch)
     assert len(seen) == LINES - ENDED + 1 and damaged
-    shutil.rmtree(root.parent)
 
 
 async def test_a_disk_that_spoils_every_row_ends_its_batch_with_error_rows(
-    base: Base, monkeypatch: pytest.MonkeyPatch
+    base: Base, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    root = base.copy()
     monkeypatch.setattr(Disk, "read_at", spoil_journal(Disk().read_at))
     limits = BatchLimits(window_lines=4, retry_seconds=0.001, tick_seconds=0.02, attempts=2)
     batch, seen = await resume(root, base.batch, limits)
@@ -422,7 +418,6 @@ async def test_a_disk_that_spoils_every_row_ends_its_batch_with_error_rows(
     assert {row["error"]["code"] for row in errors} == {"result_unavailable"} and batch.usage == Usage()
     assert sorted(row["custom_id"] for row in errors) == sorted(f"c{i}" for i in range(LINES))
     assert len(seen) == LINES * 3, "at the start, and twice at the end"
-    shutil.rmtree(root.parent)
 
 
 def spoil_journal(real: Any) -> Any:
@@ -435,9 +430,8 @@ def spoil_journal(real: Any) -> Any:
 
 
 @pytest.mark.parametrize("end", ["cancelled", "expired"])
-async def test_a_batch_that_ends_early_delivers_the_rows_that_are_left(base: Base, end: str) -> None:
+async def test_a_batch_that_ends_early_delivers_the_rows_that_are_left(base: Base, root: Path, end: str) -> None:
     """A damaged row and a damaged input line cost themselves alone."""
-    root = base.copy()
     if end == "cancelled":
         sql(
             root, "UPDATE batches SET status = 'cancelling', times = ?", json.dumps({"cancelling_at": int(time.time())})
@@ -461,12 +455,11 @@ async def test_a_batch_that_ends_early_delivers_the_rows_that_are_left(base: Bas
     assert codes.count(f"batch_{end}") == unfinished and len(codes) == LINES - ENDED + 1
     assert [row["custom_id"] for row in errors].count(None) == 1
     assert batch.usage == Usage(sum(int(row["custom_id"][1:]) for row in output), 0, len(output), 0)
-    shutil.rmtree(root.parent)
 
 
-async def test_a_running_batch_of_an_earlier_version_loses_nothing(base: Base) -> None:
+async def test_a_running_batch_of_an_earlier_version_loses_nothing(base: Base, root: Path) -> None:
     """Its journal holds bare rows, and no row has a checksum."""
-    root, rows, usage = base.copy(), bytearray(), [0, 0]
+    rows = bytearray()
     for rank, _, _ in base.places:
         succeeded = rank % 5 != 1
         body = {"status_code": 200 if succeeded else 400, "request_id": "r", "body": {"answer": rank}}
@@ -475,9 +468,7 @@ async def test_a_running_batch_of_an_earlier_version_loses_nothing(base: Base) -
         query = "UPDATE lines SET result_start = ?, result_length = ? WHERE rank = ?"
         sql(root, query, len(rows), len(data), rank)
         rows += data
-        usage = [usage[0] + rank * succeeded, usage[1] + succeeded]
     journal(root, base).write_bytes(rows)
     batch, seen = await resume(root, base.batch)
     check_whole(root, batch)
     assert len(seen) == LINES - ENDED
-    shutil.rmtree(root.parent)

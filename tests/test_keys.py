@@ -87,7 +87,7 @@ async def test_no_tenant_sees_the_figures_of_another(tokenizer: Tokenizer, tmp_p
         async with batch_server(tokenizer, tmp_path / "state", api_key_file=file, **config) as (served, _):
             served.engine.snapshot = EngineStats(colocation=colocation)
             found: dict[str | None, tuple[int, bool]] = {}
-            async with httpx.AsyncClient(timeout=60, verify=False, base_url=served.url) as client:
+            async with httpx.AsyncClient(timeout=60, base_url=served.url) as client:
                 for key in (None, "a", "b", "m", "direct"):
                     headers = {} if key is None else {"authorization": f"Bearer {key}"}
                     ready = await client.get("/ready", headers=headers)
@@ -214,15 +214,3 @@ async def test_tenants_and_tiers_on_a_server(tokenizer: Tokenizer, tmp_path: Pat
             await clients["x"].batches.list()
         for client in clients.values():
             await client.close()
-
-
-async def test_every_route_but_two_asks_for_a_key(tokenizer: Tokenizer, tmp_path: Path) -> None:
-    async with batch_server(tokenizer, tmp_path, api_key=("key",)) as (served, _):
-        async with httpx.AsyncClient(timeout=60) as http:
-            for path, methods in served.app.openapi()["paths"].items():
-                for method in methods:
-                    answer = await http.request(method, served.url + path.replace("{", "").replace("}", ""))
-                    open_path = path in ("/health", "/ready")
-                    assert (answer.status_code == 401) is not open_path, (method, path)
-        paths = served.app.openapi()["paths"]
-        assert {"/v1/files", "/v1/files/{file_id}/content", "/v1/batches/{batch_id}/cancel"} <= paths.keys()

@@ -5,13 +5,10 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import jsonschema_rs
 import pytest
 from fake_engine import MODEL, Script, Served
 from fixtures import StartServer
 from test_responses_api import THINKS, prompt_of
-from test_structured_api import MODEL as DEMO
-from test_structured_api import server as demo_server
 from test_tools import TEMPLATE, TIME, TWO, WEATHER, scripted
 
 from engine.errors import EngineStepError, QueueFullError
@@ -120,16 +117,11 @@ async def test_the_stream_adds_up_to_the_whole_message(tmp_path: Path) -> None:
     assert whole["content"][0] == {"type": "thinking", "thinking": "hm hm", "signature": ""}
     assert whole["content"][2]["input"] == {"city": "Rome", "days": 2}
     assert whole["content"][2]["id"].startswith("toolu_")
-
-
-async def test_inputs_of_calls_keep_every_digit(tmp_path: Path) -> None:
     number = "123456789012345678901234567890"
-    text = f'<tool_call>{{"name": "weather", "arguments": {{"days": {number}}}}}</tool_call>'
-    async with scripted(tmp_path, text) as served:
+    async with scripted(tmp_path / "digits", TWO.replace('"days": 2', f'"days": {number}')) as served:
         whole = (await post(served, tools=TOOLS)).json()
-        events = await events_of(served, tools=TOOLS)
-    assert whole["content"][0]["input"] == {"days": int(number)}
-    assert without_ids(added_up(events)) == without_ids(whole)
+        assert without_ids(added_up(await events_of(served, tools=TOOLS))) == without_ids(whole)
+    assert whole["content"][1]["input"]["days"] == int(number)
 
 
 async def test_strict_tools_are_enforced(tmp_path: Path) -> None:
@@ -140,13 +132,20 @@ async def test_strict_tools_are_enforced(tmp_path: Path) -> None:
     assert strict is not None and '"Rome"' in strict.text and loose is None
 
 
-async def test_tools_beside_a_form(tmp_path: Path) -> None:
-    form = {"type": "json_schema", "schema": {"type": "object", "properties": {"ok": {"type": "boolean"}}}}
+async def test_forms_of_answers_and_required_calls(tmp_path: Path) -> None:
+    form: dict[str, Any] = {
+        "type": "json_schema",
+        "schema": {"type": "object", "properties": {"ok": {"type": "boolean"}}},
+    }
     async with scripted(tmp_path, TWO.removeprefix("Wait.\n")) as served:
         whole = (await post(served, tools=TOOLS, output_config={"format": form})).json()
-        grammar = served.engine.requests[0].sampling.grammar
+        await post(served, output_config={"format": form})
+        await post(served, tools=TOOLS, tool_choice={"type": "any"})
+        both, alone, calls = [request.sampling.grammar for request in served.engine.requests]
     assert [block["type"] for block in whole["content"]] == ["tool_use", "tool_use"]
-    assert grammar is not None and '"ok"' in grammar.text and "weather" in grammar.text
+    assert both is not None and '"ok"' in both.text and "weather" in both.text
+    assert alone is not None and json.loads(alone.text) == {**form["schema"], "additionalProperties": False}
+    assert calls is not None and '"ok"' not in calls.text and "weather" in calls.text
 
 
 async def test_a_tool_loop_sends_back_what_it_got(tmp_path: Path) -> None:
@@ -223,20 +222,6 @@ async def test_an_answer_may_be_as_long_as_the_context(start_server: StartServer
     assert refused.status_code == 400 and "context" in refused.json()["error"]["message"]
 
 
-async def test_forms_are_enforced(tmp_path: Path) -> None:
-    schema = {"type": "object", "properties": {"n": {"enum": [3, "three"]}}, "required": ["n"]}
-    schema["additionalProperties"] = False  # nothing without end: at this heat a number would go on for ever
-    async with demo_server() as served:
-        answer = await post(
-            served,
-            model=DEMO,
-            temperature=2.0,
-            output_config={"format": {"type": "json_schema", "schema": schema}},
-        )
-        (block,) = answer.json()["content"]
-        jsonschema_rs.validator_for(schema).validate(json.loads(block["text"]))
-
-
 @pytest.mark.parametrize(("switch", "kept"), [("enable_thinking", None), ("other", 0)])
 async def test_thinking_is_turned_off(tmp_path: Path, switch: str, kept: int | None) -> None:
     """By the template where it can, by a budget of nothing elsewhere."""
@@ -303,14 +288,16 @@ async def test_errors_have_the_form_of_the_api(start_server: StartServer, tokeni
     assert last["type"] == "error" and last["error"] == {"type": "api_error", "message": error.message}
 
 
-async def test_a_client_that_leaves_ends_its_message(start_server: StartServer) -> None:
+@pytest.mark.parametrize("path", ["/v1/messages", "/v1/responses"])
+async def test_a_client_that_leaves_ends_its_answer(start_server: StartServer, path: str) -> None:
     served = await start_server("one two three four", hold_after=1)
+    body = ask(stream=True) if path == "/v1/messages" else {"model": MODEL, "input": "Weather?", "stream": True}
     async with (
         httpx.AsyncClient(base_url=served.url) as client,
-        client.stream("POST", "/v1/messages", json=ask(stream=True)) as answer,
+        client.stream("POST", path, json=body) as answer,
     ):
         async for line in answer.aiter_lines():
-            if "content_block_delta" in line:
+            if "delta" in line:
                 break
     await served.engine.wait(lambda: bool(served.engine.aborts))
     assert not served.engine.num_open

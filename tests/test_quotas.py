@@ -12,7 +12,7 @@ import httpx
 import hypothesis.strategies as st
 import openai
 import pytest
-from batch_tools import batch_server, client_of, digest, eventually, jsonl, line, submit, until, upload
+from batch_tools import batch_server, client_of, eventually, jsonl, keys_of, line, submit, until, upload
 from fake_engine import MODEL, Served
 from fixtures import StartServer
 from hypothesis import settings
@@ -24,23 +24,16 @@ from gateway.http.errors import ApiError
 from gateway.http.keys import load_keys
 from gateway.http.quotas import TENANT_LIMIT, UNLIMITED, Admissions, AdmissionSlot, Quota, UploadPlaces, parse_quota
 
-
-def write_keys(path: Path, *lines: str) -> str:
-    path.write_text("\n".join(lines))
-    path.chmod(0o600)
-    return str(path)
-
-
 # ---- the file
 
 
 def test_limits_behind_tenant_and_tier(tmp_path: Path) -> None:
-    path = write_keys(
-        tmp_path / "keys",
-        f"{digest('a')} acme requests=8 queued=64 bytes=50G  # the web shop",
-        f"{digest('a2')} acme flex",
-        f"{digest('b')} bolt flex tokens=4K lines=200000",
-        f"{digest('c')} calm",
+    path = keys_of(
+        tmp_path,
+        "a acme requests=8 queued=64 bytes=50G  # the web shop",
+        "a2 acme flex",
+        "b bolt flex tokens=4K lines=200000",
+        "c calm",
     )
     ring = load_keys([], path)
     assert ring.quota("acme") == Quota(requests=8, queued=64, bytes=50 * 2**30)
@@ -67,7 +60,7 @@ def test_limits_behind_tenant_and_tier(tmp_path: Path) -> None:
     ],
 )
 def test_a_wrong_limit_is_one_clear_line(tmp_path: Path, lines: list[str], says: str) -> None:
-    path = write_keys(tmp_path / "keys", *(digest(text[0]) + text[1:] for text in lines))
+    path = keys_of(tmp_path, *lines)
     with pytest.raises(ConfigError) as caught:
         load_keys([], path)
     assert says in caught.value.message and "\n" not in caught.value.message
@@ -180,7 +173,7 @@ def chat(client: openai.AsyncOpenAI, **fields: Any) -> Any:
 
 
 async def test_requests_and_queue_of_a_tenant(start_server: StartServer, tmp_path: Path) -> None:
-    path = write_keys(tmp_path / "keys", f"{digest('a')} acme requests=2 queued=1", f"{digest('b')} bolt")
+    path = keys_of(tmp_path, "a acme requests=2 queued=1", "b bolt")
     served = await start_server("hello world", hold_after=1, api_key_file=path)
     async with clients(served, "a", "b") as (a, b):
         streams = [asyncio.create_task(chat(a, stream=i == 0)) for i in range(2)]
@@ -219,7 +212,7 @@ async def test_without_keys_there_is_one_tenant_without_limits(start_server: Sta
 
 
 async def test_tokens_of_a_tenant(start_server: StartServer, tmp_path: Path) -> None:
-    path = write_keys(tmp_path / "keys", f"{digest('a')} acme tokens=200")
+    path = keys_of(tmp_path, "a acme tokens=200")
     served = await start_server("hello", hold_after=0, api_key_file=path)
     async with clients(served, "a") as (client,):
         with pytest.raises(openai.BadRequestError, match="'tokens=200'"):
@@ -234,7 +227,7 @@ async def test_tokens_of_a_tenant(start_server: StartServer, tmp_path: Path) -> 
 
 
 async def test_stored_bytes_of_a_tenant(tokenizer: Tokenizer, tmp_path: Path) -> None:
-    path = write_keys(tmp_path / "keys", f"{digest('a')} acme bytes=100K", f"{digest('b')} bolt")
+    path = keys_of(tmp_path, "a acme bytes=100K", "b bolt")
     async with (
         batch_server(tokenizer, tmp_path / "state", api_key_file=path) as (served, _),
         clients(served, "a", "b") as (a, b),
@@ -254,7 +247,7 @@ async def test_stored_bytes_of_a_tenant(tokenizer: Tokenizer, tmp_path: Path) ->
 
 
 async def test_stalled_uploads_of_one_tenant_do_not_hold_up_another(tokenizer: Tokenizer, tmp_path: Path) -> None:
-    path = write_keys(tmp_path / "keys", f"{digest('a')} acme", f"{digest('b')} bolt")
+    path = keys_of(tmp_path, "a acme", "b bolt")
     head = (
         "POST /v1/files HTTP/1.1\r\nhost: 127.0.0.1\r\nauthorization: Bearer a\r\ncontent-length: 5000\r\n"
         "content-type: multipart/form-data; boundary=b\r\n\r\n--b\r\n"
@@ -278,7 +271,7 @@ async def test_stalled_uploads_of_one_tenant_do_not_hold_up_another(tokenizer: T
 
 
 async def test_batch_lines_of_a_tenant(tokenizer: Tokenizer, tmp_path: Path) -> None:
-    path = write_keys(tmp_path / "keys", f"{digest('a')} acme lines=5", f"{digest('b')} bolt")
+    path = keys_of(tmp_path, "a acme lines=5", "b bolt")
     async with (
         batch_server(tokenizer, tmp_path / "state", hold_after=0, api_key_file=path) as (served, _),
         clients(served, "a", "b") as (a, b),
@@ -313,7 +306,7 @@ async def test_batch_lines_of_a_tenant(tokenizer: Tokenizer, tmp_path: Path) -> 
 async def test_a_models_name_can_have_a_tier(
     start_server: StartServer, tmp_path: Path, model: str, tier: Any, key: str, stated: str
 ) -> None:
-    path = write_keys(tmp_path / "keys", f"{digest('a')} acme", f"{digest('b')} bolt flex")
+    path = keys_of(tmp_path, "a acme", "b bolt flex")
     served = await start_server("hello", api_key_file=path)
     async with clients(served, key) as (client,):
         answer = await chat(client, model=model, **({"service_tier": tier} if tier else {}))
@@ -336,8 +329,7 @@ async def test_sighup_reloads_keys_and_nothing_that_runs_is_dropped(
     start_server: StartServer, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO", "tidemill.gateway")
-    keys = tmp_path / "keys"
-    path = write_keys(keys, f"{digest('old')} acme requests=1 queued=1")
+    path = keys_of(tmp_path, "old acme requests=1 queued=1")
     served = await start_server("hello world", hold_after=1, api_key_file=path, owns_process=True)
     ring = served.app.state.context.keys
     async with clients(served, "old", "new") as (old, new):
@@ -345,7 +337,7 @@ async def test_sighup_reloads_keys_and_nothing_that_runs_is_dropped(
         waiting = asyncio.create_task(chat(old))
         await eventually(lambda: served.app.state.context.admissions.num_waiting("acme") == 1)
         before = ring.ring
-        write_keys(keys, f"{digest('new')} acme requests=2")
+        keys_of(tmp_path, "new acme requests=2")
         await hang_up()
         await eventually(lambda: ring.ring is not before)
         await served.engine.wait_for_event("add", 2)  # the one that waited has come in: the new limit is 2
@@ -358,7 +350,7 @@ async def test_sighup_reloads_keys_and_nothing_that_runs_is_dropped(
         assert (await waiting).choices[0].message.content == "hello world"
         assert (await chat(new)).choices
         held = ring.ring
-        keys.write_text("broken")
+        (tmp_path / "keys").write_text("broken")
         await hang_up()
         await eventually(lambda: "the keys are unchanged" in caplog.text)
         assert ring.ring is held and (await chat(new)).choices

@@ -2,7 +2,6 @@
 
 import asyncio
 import errno
-import hashlib
 import json
 import logging
 import os
@@ -14,8 +13,8 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from batch_tools import eventually
-from fake_engine import MODEL, Served, colocation_stats
+from batch_tools import client_of, eventually, keys_of
+from fake_engine import MODEL, colocation_stats
 from fixtures import StartServer
 
 from engine.api import (
@@ -49,20 +48,14 @@ async def lines_of(path: Path, count: int) -> list[dict[str, Any]]:
     return read(path)
 
 
-def client(served: Served, key: str = "none") -> openai.AsyncOpenAI:
-    return openai.AsyncOpenAI(base_url=f"{served.url}/v1", api_key=key, max_retries=0)
-
-
 # ---- what a line says
 
 
 async def test_a_line_per_choice_that_ended(start_server: StartServer, tmp_path: Path) -> None:
     log = tmp_path / "requests.jsonl"
-    keys = tmp_path / "keys"
-    keys.write_text(f"{hashlib.sha256(b'sesame').hexdigest()} acme\n")
-    keys.chmod(0o600)
-    served = await start_server("hello world", request_log=str(log), api_key_file=str(keys))
-    async with client(served, "sesame") as api:
+    keys = keys_of(tmp_path, "sesame acme")
+    served = await start_server("hello world", request_log=str(log), api_key_file=keys)
+    async with client_of(served, api_key="sesame") as api:
         whole = await api.completions.create(model=MODEL, prompt=SECRET, n=2)
         flex = await api.completions.create(model=MODEL, prompt=SECRET, extra_body={"service_tier": "flex"})
     lines = await lines_of(log, 3)
@@ -87,7 +80,7 @@ async def test_a_line_per_choice_that_ended(start_server: StartServer, tmp_path:
 async def test_an_error_and_a_client_that_left(start_server: StartServer, tmp_path: Path) -> None:
     log = tmp_path / "requests.jsonl"
     served = await start_server("hello world again", fail_after=2, request_log=str(log))
-    async with client(served) as api:
+    async with client_of(served) as api:
         with pytest.raises(openai.APIError):
             await api.completions.create(model=MODEL, prompt="x")
     failed = (await lines_of(log, 1))[0]
@@ -98,7 +91,7 @@ async def test_an_error_and_a_client_that_left(start_server: StartServer, tmp_pa
     served = await start_server("hello world again", hold_after=1, request_log=str(log))
     body = {"model": MODEL, "prompt": "x", "stream": True}
     async with (
-        httpx.AsyncClient(verify=False) as http,
+        httpx.AsyncClient() as http,
         http.stream("POST", f"{served.url}/v1/completions", json=body) as answer,
     ):
         await anext(answer.aiter_bytes())
@@ -266,7 +259,7 @@ async def test_logrotate_moves_the_file_and_sends_sighup(start_server: StartServ
     path, moved = tmp_path / "requests.jsonl", tmp_path / "requests.jsonl.1"
     served = await start_server(request_log=str(path), owns_process=True)
     assert signal.getsignal(signal.SIGHUP) is not signal.SIG_DFL, "the signal would end this process"
-    async with client(served) as api:
+    async with client_of(served) as api:
         await api.completions.create(model=MODEL, prompt="x")
         await lines_of(path, 1)
         await asyncio.to_thread(path.rename, moved)
@@ -282,16 +275,25 @@ def test_a_file_that_cannot_be_had_is_told_of_at_start(tmp_path: Path) -> None:
         RequestLog(str(tmp_path / "no" / "log"), EngineStats, lambda _: None)
 
 
-@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS, errno.EMFILE, errno.EDQUOT, errno.EIO])
-async def test_a_disk_that_takes_no_file_does_not_keep_the_server_from_starting(
-    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(_log: RequestLog) -> int:
-        raise OSError(number, os.strerror(number))
+def refuse_file(_log: RequestLog) -> int:
+    raise OSError(errno.EROFS, "Read-only file system")
 
+
+def refuse_thread(*_: Any) -> None:
+    raise RuntimeError("can't start new thread")
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "refuse"), [(RequestLog, "_open", refuse_file), (asyncio, "to_thread", refuse_thread)]
+)
+async def test_lines_are_dropped_while_no_file_or_thread_is_to_be_had(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, refuse: Any
+) -> None:
+    """A disk that takes no file at the start does not keep the server from starting."""
+    monkeypatch.setattr(request_log, "RETRY_SECONDS", 0.0)
     path, disk, dropped = tmp_path / "log", Disk(), Dropped()
     with monkeypatch.context() as patched:
-        patched.setattr(RequestLog, "_open", refuse)
+        patched.setattr(owner, name, refuse)
         log = open_log(path, disk, dropped)
         async with log:
             log.add(account([0.1]))
@@ -299,19 +301,3 @@ async def test_a_disk_that_takes_no_file_does_not_keep_the_server_from_starting(
             patched.undo()
             log.add(account([0.2]))
     assert [line["ttft"] for line in read(path)] == [0.2] and dropped.lines == 1
-
-
-async def test_lines_are_dropped_while_no_thread_is_to_be_had(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: Any) -> None:
-        raise RuntimeError("can't start new thread")
-
-    monkeypatch.setattr(request_log, "RETRY_SECONDS", 0.0)
-    path, disk, dropped = tmp_path / "log", Disk(), Dropped()
-    log = open_log(path, disk, dropped)
-    async with log:
-        with monkeypatch.context() as patched:
-            patched.setattr(request_log.asyncio, "to_thread", refuse)
-            log.add(account([0.1]))
-            await eventually(lambda: dropped.lines == 1)
-        log.add(account([0.2]))
-    assert [line["ttft"] for line in read(path)] == [0.2]

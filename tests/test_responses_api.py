@@ -297,18 +297,6 @@ async def test_the_tier_of_a_response(start_server: StartServer) -> None:
         assert served.engine.requests[-1].request_class.name == ("OFFLINE" if tier == "flex" else "ONLINE")
 
 
-async def test_a_client_that_leaves_ends_its_response(start_server: StartServer) -> None:
-    served = await start_server("one two three four", hold_after=1)
-    async with client_of(served) as client:
-        stream = await client.responses.create(**ask(stream=True))
-        async for event in stream:
-            if event.type == "response.output_text.delta":
-                break
-        await stream.close()
-    await served.engine.wait(lambda: bool(served.engine.aborts))
-    assert not served.engine.num_open
-
-
 async def test_a_full_queue_and_a_long_prompt(start_server: StartServer) -> None:
     served = await start_server("hello")
     served.engine.add_errors = [QueueFullError("The queue is full.", retry_after=3)]

@@ -6,6 +6,7 @@ import gc
 import json
 import os
 import queue
+import re
 import signal
 import socket
 import sys
@@ -15,11 +16,14 @@ from typing import Any
 
 import httpx
 import pytest
+import tokenizer_folders
+from batch_tools import batch_server
 from fake_engine import MODEL, Served
 from fixtures import StartServer
 
 from engine.api import FinishReason
 from engine.errors import ConfigError
+from engine.text.tokenizer import Tokenizer
 from gateway.http.connection import ProtocolLimits
 from gateway.server import ForcedExit, bind, notify
 
@@ -139,13 +143,16 @@ async def test_an_unknown_model_is_answered_with_those_that_are_served(start_ser
     assert answer.status_code == 404 and answer.json()["error"]["message"].endswith("which serves one, two.")
 
 
-async def test_every_route_needs_a_key_but_health_and_ready(start_server: StartServer) -> None:
-    served = await start_server(api_key=(KEY,))
-    routes = [(path, method) for path, methods in _routes(served.app) for method in methods]
-    assert ("/v1/chat/completions", "post") in routes and ("/metrics", "get") in routes and len(routes) >= 8
-    paths = {(path.replace("{model}", "x"), method) for path, method in routes} | {("/openapi.json", "get")}
-    async with httpx.AsyncClient(timeout=60, verify=False, base_url=served.url) as client:
-        for path, method in sorted(paths):
+async def test_every_route_needs_a_key_but_health_and_ready(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    async with (
+        batch_server(tokenizer, tmp_path, api_key=(KEY,)) as (served, _),
+        httpx.AsyncClient(timeout=60, base_url=served.url) as client,
+    ):
+        paths = served.app.openapi()["paths"]
+        assert {"/v1/chat/completions", "/metrics", "/v1/batches/{batch_id}/cancel"} <= paths.keys()
+        routes = [(path, method) for path, methods in paths.items() for method in methods]
+        for path, method in [("/openapi.json", "get"), *routes]:
+            path = re.sub(r"{(\w+)}", r"\1", path)
             refused = await client.request(method.upper(), path)
             allowed = await client.request(method.upper(), path, headers={b"authorization": f"Bearer {KEY}".encode()})
             assert (refused.status_code == 401) == (path not in {"/health", "/ready"}), path
@@ -154,10 +161,6 @@ async def test_every_route_needs_a_key_but_health_and_ready(start_server: StartS
             assert (await client.get(served.url + path)).status_code == 401, path
         for path in ("//health", "/health/"):
             assert (await client.get(served.url + path)).status_code == 200, path
-
-
-def _routes(app: Any) -> list[tuple[str, list[str]]]:
-    return [(path, list(methods)) for path, methods in app.openapi()["paths"].items()]
 
 
 async def test_a_trailer_is_no_header(start_server: StartServer) -> None:
@@ -254,41 +257,23 @@ async def test_pages_of_other_origins_are_refused(start_server: StartServer) -> 
 # --- sizes
 
 
-async def test_a_body_that_announces_too_much_is_413(
-    start_server: StartServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("gateway.app.MAX_BODY_BYTES", 2000)
-    served = await start_server()
-    status, _, error = await exchange(served, post(b"", length=2001))
-    assert (status, error["code"]) == (413, "request_too_large")
-    assert (await exchange(served, post(b"", length=10**30)))[0] in {400, 413}
-    assert (await exchange(served, post(CHAT)))[0] == 200
-
-
-async def test_a_chunked_body_that_grows_too_large_is_413(
-    start_server: StartServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("gateway.app.MAX_BODY_BYTES", 2000)
-    served = await start_server()
-    raw = await Raw.open(served)
-    raw.send(b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n")
-    raw.send(b"transfer-encoding: chunked\r\n\r\n")
-    for _ in range(3):
-        raw.send(b"320\r\n" + b" " * 800 + b"\r\n")
-    status, _, body = await raw.answer()
-    assert (status, json.loads(body)["error"]["code"]) == (413, "request_too_large")
-    await raw.close()
-    raw = await Raw.open(served)
-    raw.send(b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n")
-    raw.send(b"transfer-encoding: chunked\r\n\r\n%x\r\n%b\r\n0\r\n\r\n" % (len(CHAT), CHAT))
-    assert (await raw.answer())[0] == 200
-    await raw.close()
-
-
 CHUNKED = (
     b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
     b"transfer-encoding: chunked\r\n\r\n"
 )
+
+
+async def test_a_body_that_is_announced_or_grows_too_large_is_413(
+    start_server: StartServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gateway.app.MAX_BODY_BYTES", 2000)
+    served = await start_server()
+    for data in (post(b"", length=2001), CHUNKED + (b"320\r\n" + b" " * 800 + b"\r\n") * 3):
+        status, _, error = await exchange(served, data)
+        assert (status, error["code"]) == (413, "request_too_large")
+    assert (await exchange(served, post(b"", length=10**30)))[0] in {400, 413}
+    for data in (post(CHAT), CHUNKED + b"%x\r\n%b\r\n0\r\n\r\n" % (len(CHAT), CHAT)):
+        assert (await exchange(served, data))[0] == 200
 
 
 async def test_too_long_a_url_is_414(start_server: StartServer) -> None:
@@ -376,24 +361,6 @@ async def test_bodies_held_at_once_are_bounded(start_server: StartServer, monkey
 SMALL = ProtocolLimits(max_header_bytes=1000, max_headers=20, linger_seconds=0.05)
 
 
-@pytest.mark.parametrize("name", ["one header", "many headers", "address", "endless"])
-async def test_large_headers_are_431(start_server: StartServer, name: str) -> None:
-    served = await start_server(limits=SMALL)
-    data = {
-        "one header": b"GET /health HTTP/1.1\r\nhost: localhost\r\nx: " + b"y" * 2000 + b"\r\n\r\n",
-        "many headers": b"GET /health HTTP/1.1\r\n" + b"x: y\r\n" * 30 + b"\r\n",
-        "address": b"GET /" + b"y" * 2000 + b" HTTP/1.1\r\nhost: localhost\r\n\r\n",
-        "endless": b"GET /health HTTP/1.1\r\nx: " + b"y" * 100_000,
-    }[name]
-    raw = await Raw.open(served)
-    raw.send(data)
-    status, headers, body = await raw.answer()
-    assert (status, headers["connection"]) == (431, "close")
-    assert json.loads(body)["error"]["code"] == "headers_too_large"
-    assert await raw.rest() == b""
-    await raw.close()
-
-
 async def test_what_is_no_http_is_400(start_server: StartServer) -> None:
     served = await start_server(limits=SMALL)
     status, _, error = await exchange(served, b"\x16\x03\x01 hello\r\n\r\n")
@@ -403,16 +370,26 @@ async def test_what_is_no_http_is_400(start_server: StartServer) -> None:
 # --- deadlines
 
 HASTY = ProtocolLimits(header_seconds=0.1, body_seconds=0.1, min_body_rate=1_000_000, linger_seconds=0.05)
+HEALTH = b"GET /health HTTP/1.1\r\nhost: localhost\r\n"
+TOO_MUCH = {
+    "one header": HEALTH + b"x: " + b"y" * 2000 + b"\r\n\r\n",
+    "many headers": HEALTH + b"x: y\r\n" * 30 + b"\r\n",
+    "address": b"GET /" + b"y" * 2000 + b" HTTP/1.1\r\nhost: localhost\r\n\r\n",
+    "endless": HEALTH + b"x: " + b"y" * 100_000,
+}
+TOO_LATE = {"half a line": b"GE", "half a header": HEALTH[:27], "half a body": post(CHAT[:20], length=len(CHAT))}
 
 
-@pytest.mark.parametrize("sent", [b"GET /health HTTP/1.1\r\nhost:", b"GE"])
-async def test_half_sent_headers_are_408(start_server: StartServer, sent: bytes) -> None:
-    served = await start_server(limits=HASTY)
+@pytest.mark.parametrize("name", [*TOO_MUCH, *TOO_LATE])
+async def test_too_large_headers_and_half_requests_are_refused_and_cut(start_server: StartServer, name: str) -> None:
+    served = await start_server(limits=SMALL if name in TOO_MUCH else HASTY)
     raw = await Raw.open(served)
-    raw.send(sent)
-    status, _, body = await raw.answer()
-    assert (status, json.loads(body)["error"]["code"]) == (408, "request_timeout")
-    assert await raw.rest() == b""
+    raw.send({**TOO_MUCH, **TOO_LATE}[name])
+    status, headers, body = await raw.answer()
+    assert (status, json.loads(body)["error"]["code"]) == (
+        (431, "headers_too_large") if name in TOO_MUCH else (408, "request_timeout")
+    )
+    assert headers["connection"] == "close" and await raw.rest() == b"" and not served.engine.requests
     await raw.close()
 
 
@@ -428,19 +405,8 @@ async def test_who_connects_may_be_silent_for_longer_than_headers_may_take(start
     served = await start_server(limits=HASTY)
     raw = await Raw.open(served)
     await asyncio.sleep(3 * HASTY.header_seconds)
-    raw.send(b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n")
-    status, _, _ = await raw.answer()
-    assert status == 200
-    await raw.close()
-
-
-async def test_a_body_that_does_not_come_is_408(start_server: StartServer) -> None:
-    served = await start_server(limits=HASTY)
-    raw = await Raw.open(served)
-    raw.send(post(CHAT[:20], length=len(CHAT)))
-    status, _, body = await raw.answer()
-    assert (status, json.loads(body)["error"]["code"]) == (408, "request_timeout")
-    assert await raw.rest() == b"" and not served.engine.requests
+    raw.send(HEALTH + b"\r\n")
+    assert (await raw.answer())[0] == 200
     await raw.close()
 
 
@@ -498,7 +464,7 @@ async def test_pipelined_requests_all_end_when_the_client_leaves(start_server: S
 async def test_pipelined_requests_are_answered_in_order(start_server: StartServer) -> None:
     served = await start_server()
     raw = await Raw.open(served)
-    raw.send(post(CHAT) + b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n" + post(b"{"))
+    raw.send(post(CHAT) + HEALTH + b"\r\n" + post(b"{"))
     assert [(await raw.answer())[0] for _ in range(3)] == [200, 200, 400]
     await raw.close()
 
@@ -531,7 +497,7 @@ async def test_draining_refuses_new_work_and_lets_the_old_end(start_server: Star
     status, headers, error = await exchange(served, b"GET /ready HTTP/1.1\r\nhost: localhost\r\n\r\n")
     assert (status, error["code"]) == (503, "service_unavailable") and int(headers["retry-after"]) > 0
     assert (await exchange(served, post(CHAT)))[0] == 503
-    assert (await exchange(served, b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n"))[0] == 200
+    assert (await exchange(served, HEALTH + b"\r\n"))[0] == 200
     assert not running.done() and not served.server.should_exit
     served.engine.release()
     assert (await running)[0] == 200
@@ -629,30 +595,37 @@ run(create_app(engine, tokenizer, config), config)
 """
 
 
+TESTS = Path(__file__).parent
+
+
+async def started(*arguments: str) -> tuple[asyncio.subprocess.Process, asyncio.StreamReader]:
+    """Start Python, and give the process and what it writes; output and errors are one stream."""
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, *arguments),
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.STDOUT,
+        env={**os.environ, "PYTHONPATH": str(TESTS.parent)},
+    )
+    assert process.stdout is not None
+    return process, process.stdout
+
+
 @pytest.mark.parametrize("signals", [1, 2])
 async def test_signals_to_a_real_process(tmp_path: Path, signals: int) -> None:
     """Idle: the first SIGTERM ends it with 0. With a request that does not end, the second one ends it at once."""
-    import tokenizer_folders
-
     folder = tokenizer_folders.byte_level(tmp_path / "tokenizer")
-    tests = Path(__file__).parent
-    code = SERVE.format(tests=str(tests), folder=str(folder))
-    environment = {**os.environ, "PYTHONPATH": str(tests.parent)}
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, "-c", code, stderr=asyncio.subprocess.PIPE, env=environment
-    )
-    assert process.stderr is not None
-    port = await _logged(process.stderr, b"listening on http://127.0.0.1:")
+    process, written = await started("-c", SERVE.format(tests=str(TESTS), folder=str(folder)))
+    port = await _logged(written, b"listening on http://127.0.0.1:")
     if signals == 2:
         _, writer = await asyncio.open_connection("127.0.0.1", int(port))
         writer.write(post(CHAT))
         health, health_writer = await asyncio.open_connection("127.0.0.1", int(port))
         await _until_running(health, health_writer)
         process.send_signal(signal.SIGTERM)
-        await _logged(process.stderr, b"draining")
+        await _logged(written, b"draining")
         assert process.returncode is None
     process.send_signal(signal.SIGTERM)
-    rest = await process.stderr.read()
+    rest = await written.read()
     assert await process.wait() == (0 if signals == 1 else 128 + signal.SIGTERM), rest.decode()
     if signals == 2:
         writer.close()
@@ -662,17 +635,11 @@ async def test_signals_to_a_real_process(tmp_path: Path, signals: int) -> None:
 async def test_a_signal_ends_a_server_that_still_starts(tmp_path: Path) -> None:
     """With 0, as one that has drained, and by a handler: the kernel keeps signals without one from the first process of
     a container, which then was killed at the end of its grace."""
-    flags = ["--port", "0", "--device", "cpu", "--profile-seconds", "60"]
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "gateway", "serve", *flags, "--state-dir", str(tmp_path / "state")),
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent)},
-    )
-    assert process.stdout is not None and process.stderr is not None
-    await _logged(process.stdout, b"measuring step times")
+    flags = ["--port", "0", "--device", "cpu", "--profile-seconds", "60", "--state-dir", str(tmp_path / "state")]
+    process, written = await started("-m", "gateway", "serve", *flags)
+    await _logged(written, b"measuring step times")
     process.send_signal(signal.SIGTERM)
-    rest = await process.stderr.read()
+    rest = await written.read()
     assert await process.wait() == 0 and b"Traceback" not in rest, rest.decode()
 
 
@@ -695,16 +662,11 @@ sys.exit(main(sys.argv[1:]))
 
 async def test_a_signal_ends_a_start_in_which_it_was_swallowed(tmp_path: Path) -> None:
     """As libraries do that are imported with a bare `except`, and what C calls back."""
-    flags = ["--port", "0", "--device", "cpu", "--profile-seconds", "0"]
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-c", SWALLOWS, "serve", *flags, "--state-dir", str(tmp_path / "state")),
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent)},
-    )
-    out, errors = await process.communicate()
-    assert process.returncode == 0 and errors.strip() == b"swallowed", errors.decode()
-    assert b"Serving" not in out and b"/v1" not in out, out.decode()
+    flags = ["--port", "0", "--device", "cpu", "--profile-seconds", "0", "--state-dir", str(tmp_path / "state")]
+    process, written = await started("-c", SWALLOWS, "serve", *flags)
+    text = (await written.read()).decode()
+    assert await process.wait() == 0 and "swallowed\n" in text, text
+    assert "Serving" not in text and "/v1" not in text and "Traceback" not in text, text
 
 
 LAST_ACTS = {
@@ -715,22 +677,16 @@ LAST_ACTS = {
 
 @pytest.mark.parametrize("fate", LAST_ACTS)
 async def test_a_server_does_not_live_on_with_an_engine_that_is_lost(tmp_path: Path, fate: str) -> None:
-    import tokenizer_folders
-
     act, code = LAST_ACTS[fate]
-    tests, folder = Path(__file__).parent, tokenizer_folders.byte_level(tmp_path / "tokenizer")
-    lines = SERVE.format(tests=str(tests), folder=str(folder)).strip().replace("60.0", "0.1").splitlines()
+    folder = tokenizer_folders.byte_level(tmp_path / "tokenizer")
+    lines = SERVE.format(tests=str(TESTS), folder=str(folder)).strip().replace("60.0", "0.1").splitlines()
     lines[-1] = "sys.exit(run(create_app(engine, tokenizer, config), config))"
     script = "\n".join(["import asyncio", *lines[:-1], act, lines[-1]])
-    environment = {**os.environ, "PYTHONPATH": str(tests.parent)}
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, "-c", script, stderr=asyncio.subprocess.PIPE, env=environment
-    )
-    assert process.stderr is not None
-    await _logged(process.stderr, b"listening on http://127.0.0.1:")
+    process, written = await started("-c", script)
+    await _logged(written, b"listening on http://127.0.0.1:")
     if fate == "hangs":
         process.send_signal(signal.SIGTERM)
-    rest = await process.stderr.read()
+    rest = await written.read()
     assert await process.wait() == code, rest.decode()
 
 

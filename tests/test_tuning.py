@@ -8,7 +8,7 @@ import pickle
 import subprocess
 import sys
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -127,6 +127,17 @@ class Bench:
             await asyncio.sleep(0)
 
 
+@contextlib.asynccontextmanager
+async def tuned(answer: Answer, *, job: bool = True, **options: Any) -> AsyncIterator[Bench]:
+    """Run a tuner, with a job in its queue or without."""
+    bench = Bench(answer, **options)
+    bench.tuner.start()
+    if job:
+        bench.queue_a_job()
+    yield bench
+    await bench.tuner.stop()
+
+
 def found(budget: float) -> SearchResult:
     best = Evaluated(BudgetParams("tidemill", budget), {}, {})
     return SearchResult(best, best, (best,), True, True, 1)
@@ -139,190 +150,157 @@ def rates_of(jobs: list[Job]) -> list[float]:
 
 
 async def test_the_load_that_comes_is_searched_and_then_the_next_higher_one() -> None:
-    bench = Bench(lambda job: found(0.02 / (1 + rates_of([job])[0])))
-    bench.tuner.start()
-    bench.queue_a_job()
-    initial = bench.budget
-    await bench.serve(MIN_RECORDED - 1, 1.0)
-    assert not bench.jobs and bench.budget == initial
-    await bench.serve(10, 1.0)
-    first, second = rates_of(bench.jobs)[:2]
-    assert first == pytest.approx(1.0, rel=0.3) and second == pytest.approx(1.5 * first, rel=0.3)
-    assert len(bench.jobs) == 2, "all is known now"
-    assert bench.budget == pytest.approx(0.02 / (1 + first), rel=1e-6)
-    window, others, _server = bench.jobs[0].arguments
-    steps = [each.seconds / bench.tuner._pace() for each in (window, *others)]
-    assert [step <= most for step, most in zip(steps, (SEARCH_STEPS, CONFIRM_STEPS), strict=True)] == [True, True]
-    assert len(window.arrivals) >= 20 and len(others[0].arrivals) >= 60
-    assert window.offline_lengths == ((80, 12, 0),), "the job that waits"
-    await bench.tuner.stop()
+    async with tuned(lambda job: found(0.02 / (1 + rates_of([job])[0]))) as bench:
+        initial = bench.budget
+        await bench.serve(MIN_RECORDED - 1, 1.0)
+        assert not bench.jobs and bench.budget == initial
+        await bench.serve(10, 1.0)
+        first, second = rates_of(bench.jobs)[:2]
+        assert first == pytest.approx(1.0, rel=0.3) and second == pytest.approx(1.5 * first, rel=0.3)
+        assert len(bench.jobs) == 2, "all is known now"
+        assert bench.budget == pytest.approx(0.02 / (1 + first), rel=1e-6)
+        window, others, _server = bench.jobs[0].arguments
+        steps = [each.seconds / bench.tuner._pace() for each in (window, *others)]
+        assert [step <= most for step, most in zip(steps, (SEARCH_STEPS, CONFIRM_STEPS), strict=True)] == [True, True]
+        assert len(window.arrivals) >= 20 and len(others[0].arrivals) >= 60
+        assert window.offline_lengths == ((80, 12, 0),), "the job that waits"
 
 
 async def test_a_load_above_all_that_was_searched_gets_less_than_any_of_them() -> None:
-    bench = Bench(lambda job: found(0.0123))
-    bench.tuner.start()
-    bench.queue_a_job()
-    initial = bench.budget
-    await bench.serve(60, 0.5)
-    assert bench.budget == 0.0123
-    bench.answer = lambda job: ChildError("busy")
-    await bench.serve(300, 5.0)
-    assert bench.budget < 0.0123 / 5 < initial, "so much less as the rate is higher"
-    assert "less of it" in bench.keeper.stats(bench.now).budget_origin
-    learned = bench.keeper.stats(bench.now).learned
-    assert learned["searches_made"] >= 1 <= learned["searches_failed"]
-    assert learned["searches_made"] + learned["searches_failed"] == len(bench.jobs)
-    await bench.serve(300, 0.1)
-    assert bench.budget == 0.0123
-    await bench.tuner.stop()
+    async with tuned(lambda job: found(0.0123)) as bench:
+        initial = bench.budget
+        await bench.serve(60, 0.5)
+        assert bench.budget == 0.0123
+        bench.answer = lambda job: ChildError("busy")
+        await bench.serve(300, 5.0)
+        assert bench.budget < 0.0123 / 5 < initial, "so much less as the rate is higher"
+        assert "less of it" in bench.keeper.stats(bench.now).budget_origin
+        learned = bench.keeper.stats(bench.now).learned
+        assert learned["searches_made"] >= 1 <= learned["searches_failed"]
+        assert learned["searches_made"] + learned["searches_failed"] == len(bench.jobs)
+        await bench.serve(300, 0.1)
+        assert bench.budget == 0.0123
 
 
 async def test_a_tolerance_is_searched_at_both_edges_of_a_cell_and_held_to_less_at_every_other_rate() -> None:
     """Chats that come more rarely have shorter steps alone: what is five per cent of theirs was never searched."""
-    bench = Bench(lambda job: found(0.004), "5%")
-    bench.tuner.start()
-    bench.queue_a_job()
-    await bench.serve(60, 4.0)
-    assert bench.budget == 0.004
-    job = next(job for job in bench.jobs if job.function is find_budget)
-    upper, lower = (len(each.arrivals) / each.seconds for each in job.arguments[1])
-    assert lower == pytest.approx(upper / (1.5 * 1.1), rel=0.15)
-    bench.answer = lambda job: ChildError("busy")
-    await bench.serve(300, 0.5)
-    assert 0.0 < bench.budget < 0.004 / 5
-    assert "less of it" in bench.keeper.stats(bench.now).budget_origin
-    await bench.tuner.stop()
+    async with tuned(lambda job: found(0.004), slo="5%") as bench:
+        await bench.serve(60, 4.0)
+        assert bench.budget == 0.004
+        job = next(job for job in bench.jobs if job.function is find_budget)
+        upper, lower = (len(each.arrivals) / each.seconds for each in job.arguments[1])
+        assert lower == pytest.approx(upper / (1.5 * 1.1), rel=0.15)
+        bench.answer = lambda job: ChildError("busy")
+        await bench.serve(300, 0.5)
+        assert 0.0 < bench.budget < 0.004 / 5
+        assert "less of it" in bench.keeper.stats(bench.now).budget_origin
 
 
 async def test_a_long_search_goes_on_while_the_load_changes_and_is_followed() -> None:
-    bench = Bench(lambda job: found(0.02 / (1 + rates_of([job])[0])))
-    bench.tuner.start()
-    bench.queue_a_job()
-    await bench.serve(60, 1.0)
-    release = asyncio.Event()
+    async with tuned(lambda job: found(0.02 / (1 + rates_of([job])[0]))) as bench:
+        await bench.serve(60, 1.0)
+        release = asyncio.Event()
 
-    async def late(job: Job) -> Any:
-        await release.wait()
-        return found(0.001)
+        async def late(job: Job) -> Any:
+            await release.wait()
+            return found(0.001)
 
-    bench.answer = late
-    searched = len(bench.jobs)
-    await bench.serve(200, 2.0)
-    await bench.serve(60, 0.2)
-    assert bench.budget > 0.009, "the load of before is looked up meanwhile"
-    await bench.serve(2000, 8.0)
-    assert len(bench.jobs) == searched + 1, "one search at a time, and none is given up"
-    release.set()
-    await bench.serve(40, 8.0)
-    assert rates_of(bench.jobs)[-1] > 4.0, "the next one is for the load that there is"
-    await bench.tuner.stop()
+        bench.answer = late
+        searched = len(bench.jobs)
+        await bench.serve(200, 2.0)
+        await bench.serve(60, 0.2)
+        assert bench.budget > 0.009, "the load of before is looked up meanwhile"
+        await bench.serve(2000, 8.0)
+        assert len(bench.jobs) == searched + 1, "one search at a time, and none is given up"
+        release.set()
+        await bench.serve(40, 8.0)
+        assert rates_of(bench.jobs)[-1] > 4.0, "the next one is for the load that there is"
 
 
 async def test_other_lengths_and_an_hour_are_searched_again() -> None:
-    bench = Bench(lambda job: found(0.0123))
-    bench.tuner.start()
-    bench.queue_a_job()
-    await bench.serve(60, 1.0)
-    count = len(bench.jobs)
-    await bench.serve(120, 1.0)
-    assert len(bench.jobs) == count, "nothing has changed"
-    await bench.serve(250, 1.0, prompt=400)
-    changed = len(bench.jobs)
-    assert changed > count
-    bench.now += 3700.0
-    await bench.serve(60, 1.0, prompt=400)
-    assert len(bench.jobs) > changed
-    await bench.tuner.stop()
+    async with tuned(lambda job: found(0.0123)) as bench:
+        await bench.serve(60, 1.0)
+        count = len(bench.jobs)
+        await bench.serve(120, 1.0)
+        assert len(bench.jobs) == count, "nothing has changed"
+        await bench.serve(250, 1.0, prompt=400)
+        changed = len(bench.jobs)
+        assert changed > count
+        bench.now += 3700.0
+        await bench.serve(60, 1.0, prompt=400)
+        assert len(bench.jobs) > changed
 
 
 async def test_without_offline_work_nothing_is_searched() -> None:
-    bench = Bench(lambda job: found(0.0123))
-    bench.tuner.start()
-    await bench.serve(100, 1.0)
-    assert not bench.jobs
-    await bench.tuner.stop()
+    async with tuned(lambda job: found(0.0123), job=False) as bench:
+        await bench.serve(100, 1.0)
+        assert not bench.jobs
 
 
 async def test_a_machine_that_is_faster_for_a_moment_takes_no_answer_out_of_force() -> None:
-    bench = Bench(lambda job: found(0.0))
-    bench.tuner.start()
-    bench.queue_a_job()
-    await bench.serve(400, 1.0)
-    assert bench.keeper.stats(bench.now).held
-    searched = len(bench.jobs)
-    for _ in range(2):
-        await bench.serve(60, 1.0, step=0.0055)
-        assert bench.keeper.model.scale < 0.75
-        assert bench.keeper.stats(bench.now).held and len(bench.jobs) == searched
-        await bench.serve(60, 1.0)
-    await bench.tuner.stop()
+    async with tuned(lambda job: found(0.0)) as bench:
+        await bench.serve(400, 1.0)
+        assert bench.keeper.stats(bench.now).held
+        searched = len(bench.jobs)
+        for _ in range(2):
+            await bench.serve(60, 1.0, step=0.0055)
+            assert bench.keeper.model.scale < 0.75
+            assert bench.keeper.stats(bench.now).held and len(bench.jobs) == searched
+            await bench.serve(60, 1.0)
 
 
 async def test_an_answer_is_proven_once_not_whenever_the_load_comes_back() -> None:
     """What misses have taken away stays away, also when the load has gone to another cell and back."""
-    bench = Bench(lambda job: found(0.02 / (1 + rates_of([job])[0])))
-    bench.tuner.start()
-    bench.queue_a_job()
-    await bench.serve(60, 1.0)
-    first = bench.budget
-    assert bench.keeper.stats(bench.now).offline_share == 1.0
-    await bench.serve(120, 1.4)
-    assert bench.budget < first and bench.keeper.stats(bench.now).offline_share == 1.0
-    await bench.serve(2, 1.4, gap=0.5)
-    assert bench.keeper.stats(bench.now).offline_share < 0.5
-    await bench.serve(60, 0.9)
-    assert bench.budget == first and 0.5 < bench.keeper.stats(bench.now).offline_share < 1.0
-    await bench.tuner.stop()
+    async with tuned(lambda job: found(0.02 / (1 + rates_of([job])[0]))) as bench:
+        await bench.serve(60, 1.0)
+        first = bench.budget
+        assert bench.keeper.stats(bench.now).offline_share == 1.0
+        await bench.serve(120, 1.4)
+        assert bench.budget < first and bench.keeper.stats(bench.now).offline_share == 1.0
+        await bench.serve(2, 1.4, gap=0.5)
+        assert bench.keeper.stats(bench.now).offline_share < 0.5
+        await bench.serve(60, 0.9)
+        assert bench.budget == first and 0.5 < bench.keeper.stats(bench.now).offline_share < 1.0
 
 
 async def test_a_failed_search_changes_nothing_and_is_not_made_again_at_once() -> None:
-    bench = Bench(lambda job: ChildError("no room"))
-    bench.tuner.start()
-    bench.queue_a_job()
-    initial = bench.budget
-    await bench.serve(200, 1.0)
-    assert len(bench.jobs) == 1 and bench.budget == initial
-    bench.answer = lambda job: ValueError("too few arrivals")
-    bench.now += PAUSE_SECONDS
-    await bench.serve(40, 1.0)
-    assert len(bench.jobs) == 2 and bench.budget == initial
-    await bench.tuner.stop()
+    async with tuned(lambda job: ChildError("no room")) as bench:
+        initial = bench.budget
+        await bench.serve(200, 1.0)
+        assert len(bench.jobs) == 1 and bench.budget == initial
+        bench.answer = lambda job: ValueError("too few arrivals")
+        bench.now += PAUSE_SECONDS
+        await bench.serve(40, 1.0)
+        assert len(bench.jobs) == 2 and bench.budget == initial
 
 
 async def test_a_budget_under_which_the_breaker_opens_again_and_again_is_searched_anew() -> None:
-    bench = Bench(lambda job: found(0.0123))
-    bench.tuner.start()
-    bench.queue_a_job()
-    await bench.serve(60, 1.0)
-    count = len(bench.jobs)
-    await bench.serve(40, 1.0, gap=0.5)
-    assert bench.keeper.num_openings >= 2 and len(bench.jobs) == count
-    await bench.serve(round(PAUSE_SECONDS), 1.0)
-    assert len(bench.jobs) > count
-    await bench.tuner.stop()
+    async with tuned(lambda job: found(0.0123)) as bench:
+        await bench.serve(60, 1.0)
+        count = len(bench.jobs)
+        await bench.serve(40, 1.0, gap=0.5)
+        assert bench.keeper.num_openings >= 2 and len(bench.jobs) == count
+        await bench.serve(round(PAUSE_SECONDS), 1.0)
+        assert len(bench.jobs) > count
 
 
 async def test_what_was_learned_is_kept_and_used_by_the_next_server(tmp_path: Path) -> None:
     store = LoadStore(tmp_path, ProfileKey("m", "d", "t", "v"), "")
-    first = Bench(lambda job: found(0.0123), store=store, start=1000 * BUCKET)
-    first.tuner.start()
-    first.queue_a_job()
-    await first.serve(700, 1.0)
-    await first.tuner.stop()
-    second = Bench(lambda job: found(0.9), store=store, start=1000 * BUCKET + 86_400.0)
-    second.tuner.start()
-    await second.settle()
-    assert second.budget == 0.0123, "the calendar lets expect that load before anybody has come"
-    await second.tuner.stop()
+    async with tuned(lambda job: found(0.0123), store=store, start=1000 * BUCKET) as first:
+        await first.serve(700, 1.0)
+    second = tuned(lambda job: found(0.9), job=False, store=store, start=1000 * BUCKET + 86_400.0)
+    async with second as bench:
+        await bench.settle()
+        assert bench.budget == 0.0123, "the calendar lets expect that load before anybody has come"
 
 
 async def test_a_place_that_cannot_be_written_is_said_and_stops_nothing(tmp_path: Path, caplog: Any) -> None:
     blocked = tmp_path / "file"
     blocked.write_bytes(b"")
-    bench = Bench(lambda job: found(0.0123), store=LoadStore(blocked, ProfileKey("m", "d", "t", "v"), ""))
-    bench.tuner.start()
-    await bench.settle()
-    await bench.tuner.stop()
+    async with tuned(
+        lambda job: found(0.0123), store=LoadStore(blocked, ProfileKey("m", "d", "t", "v"), ""), job=False
+    ) as bench:
+        await bench.settle()
     assert "cannot be stored" in caplog.text
 
 
@@ -334,15 +312,13 @@ async def test_a_tolerance_is_compared_beside_the_searches() -> None:
         keys = ("ttft_mean", "ttft_p99", "tbt_mean", "tbt_p99")
         return dict.fromkeys(keys, 0.005), [(0.005, 0.005)] * count
 
-    bench = Bench(alone, slo="5%")
-    bench.tuner.start()
-    await bench.serve(MIN_COMPARED + 40, 1.0)
-    jobs = [job for job in bench.jobs if job.function is replay_alone]
-    assert 1 <= len(jobs) <= 2, "at most every half a minute"
-    stats = bench.keeper.stats(bench.now)
-    assert stats.learned["baselines_made"] == len(jobs)
-    assert stats.breaker_openings >= 1 and stats.objectives[0].bound == pytest.approx(0.00525)
-    await bench.tuner.stop()
+    async with tuned(alone, slo="5%", job=False) as bench:
+        await bench.serve(MIN_COMPARED + 40, 1.0)
+        jobs = [job for job in bench.jobs if job.function is replay_alone]
+        assert 1 <= len(jobs) <= 2, "at most every half a minute"
+        stats = bench.keeper.stats(bench.now)
+        assert stats.learned["baselines_made"] == len(jobs)
+        assert stats.breaker_openings >= 1 and stats.objectives[0].bound == pytest.approx(0.00525)
 
 
 # The child process itself

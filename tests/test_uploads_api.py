@@ -1,8 +1,6 @@
 """/v1/uploads: files in parts, with OpenAI's client."""
 
-import errno
 import hashlib
-import os
 import random
 from pathlib import Path
 from typing import Any
@@ -11,11 +9,11 @@ import httpx
 import openai
 import pytest
 from batch_tools import batch_server, check_ended, create, jsonl, keys_of, leftovers, line, until
+from recording_disk import NO_SPACE, FaultyDisk
 
 from engine.text.tokenizer import Tokenizer
 from gateway.batch import parts
 from gateway.batch.limits import BatchLimits
-from gateway.store.disk import Disk
 
 CONTENT = jsonl(line(i) for i in range(40))
 
@@ -106,27 +104,15 @@ async def test_limits_and_tenants(tokenizer: Tokenizer, tmp_path: Path, monkeypa
         await two.close()
 
 
-class FullDisk(Disk):
-    """A disk that takes no more data while `full`."""
-
-    full = False
-
-    def write(self, descriptor: int, path: Path, data: bytes | bytearray | memoryview, start: int) -> None:
-        if self.full:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        super().write(descriptor, path, data, start)
-
-
 async def test_acknowledged_parts_survive_a_full_disk_and_a_crash(tokenizer: Tokenizer, tmp_path: Path) -> None:
-    disk = FullDisk()
+    disk = FaultyDisk({})
     async with batch_server(tokenizer, tmp_path, disk=disk) as (served, client):
         upload = await begin(client)
         ids = [await add(client, upload, CONTENT[:2000])]
-        disk.full = True
+        disk.faults = {disk.count + 1: NO_SPACE}  # the part's temporary file is created, and takes no data
         with pytest.raises(openai.APIStatusError) as refused:
             await add(client, upload, CONTENT[2000:])
         assert refused.value.status_code == 507
-        disk.full = False
         ids.append(await add(client, upload, CONTENT[2000:3000]))
         cut = b'--b\r\ncontent-disposition: form-data; name="data"; filename="x"\r\n\r\nabc'
         headers = {"content-type": "multipart/form-data; boundary=b"}
