@@ -136,9 +136,9 @@ def _driver(number: int, rng: random.Random) -> Driver:
         runner.fail_steps = frozenset({rng.randint(3, 30)})
     objective = None
     if model is not None:
-        objective = StepObjective(
-            ttft=rng.choice((0.2, 0.6)), tbt=rng.choice((0.03, 0.06)), budget=BUDGETS[number % len(BUDGETS)], idle=0.05
-        )
+        budget = BUDGETS[number % len(BUDGETS)]
+        idle = min(0.05, budget.latency_budget)
+        objective = StepObjective(rng.choice((0.2, 0.6)), rng.choice((0.03, 0.06)), budget=budget, idle=idle)
     return Driver(
         runner,
         config,

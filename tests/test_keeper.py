@@ -504,7 +504,7 @@ def test_at_no_budget_idle_steps_are_short_enough_for_who_arrives_meanwhile(monk
     smallest = MODEL.predict(StepShape(1, 1).features())
     assert bounded.idle == pytest.approx(max(0.4 * alone, 2 * smallest), rel=0.2)
     ttfts = {}
-    for name, objective in {"bounded": bounded, "as before": replace(bounded, idle=math.inf, wait=math.inf)}.items():
+    for name, objective in {"bounded": bounded, "as before": replace(bounded, idle=None, wait=math.inf)}.items():
         run = idle_run(replace(objective, budget=replace(objective.budget, latency_budget=0.2)))
         chats = [record.ttft for record in run.online if record.ttft is not None]
         assert len(chats) == len(run.online) == 60 and run.offline_tokens > 0
@@ -517,8 +517,15 @@ def test_at_no_budget_idle_steps_are_short_enough_for_who_arrives_meanwhile(monk
     assert objectives[-1].idle == bounded.idle, "a replay shows what it does beside chats"
     waits = ArrivalWaits.of(LIMITS, MODEL, [200], 2.0)
     searched, held = (waits.objective(LIMITS, BudgetParams("tidemill", 0.2), searched=each) for each in (True, False))
-    assert searched.idle == math.inf, "it was replayed with its own steps"
-    assert held.idle == waits.idle > 0.2 and math.isinf(waits.mean), "a limit of half a second needs none of this"
+    assert searched.idle_limit == 0.2, "it was replayed with its own steps"
+    assert held.idle == 0.2 < waits.idle and math.isinf(waits.mean), "a limit of half a second needs none of this"
+    small, initial = (BudgetParams("tidemill", seconds) for seconds in (0.009, 0.1))
+    rates = []
+    for each in (small, initial):
+        objective = waits.objective(LIMITS, small, searched=False, initial=each)
+        assert objective.budget == small and objective.idle == each.latency_budget
+        rates.append(idle_run(objective, chats=1).offline_tokens)
+    assert rates[1] > 1.5 * rates[0], "a budget derived from another load does not slow down a job without chats"
 
 
 @pytest.mark.parametrize("prompt", [200, 40])

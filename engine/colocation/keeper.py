@@ -99,7 +99,7 @@ class Colocation:
         self.learned: dict[str, float] = dict.fromkeys(LEARNED, 0)
         self.set_budget(budget, "as long as no search has ended")
 
-    def set_budget(self, budget: BudgetParams, origin: str, *, replayed: bool = False) -> None:
+    def set_budget(self, budget: BudgetParams, origin: str, *, replayed: bool = False, searched: bool = False) -> None:
         """Use this budget from the next step on.
 
         L = 0 means that no offline budget keeps the SLO: then no offline work runs beside online work. Offline steps
@@ -109,8 +109,9 @@ class Colocation:
             origin: Source of the budget, for logs and statistics.
             replayed: The budget was just verified by replay for the current load, so the breaker grants all of it.
                 Otherwise the share that the breaker granted of the previous budget is rescaled to this one.
+            searched: A search found exactly this budget for the current load or a higher rate.
         """
-        self._origin = origin
+        self._origin, self._searched = origin, searched
         self._held = "" if budget.latency_budget > 0.0 else f"no offline budget keeps the SLO ({origin})"
         if not self._held:
             if replayed:
@@ -124,8 +125,8 @@ class Colocation:
     def _set_objective(self) -> None:
         prompts = [each.lengths.to_compute for each in self.load.arrivals]
         waits = ArrivalWaits.of(self.slo, self.model, prompts, self.load.rate(self._now + self.calendar))
-        searched = not self._held and self._budget != self.initial
-        self._core.set_objective(waits.objective(self.slo, self._budget, searched=searched))
+        searched = self._searched and not self._held
+        self._core.set_objective(waits.objective(self.slo, self._budget, searched=searched, initial=self.initial))
 
     def on_arrival(self, request_class: RequestClass, now: float) -> None:
         """Record a queued request."""
@@ -159,11 +160,9 @@ class Colocation:
         device: float | None = None,
         trial: bool = False,
     ) -> None:
-        """Record a completed step with its outputs. The time of a `trial` is not learned.
+        """Record a completed step of `measured` seconds with its outputs. The time of a `trial` is not learned.
 
-        Args:
-            measured: Seconds of the whole step.
-            device: Seconds on the device; None: all.
+        `device`: seconds on the device; None: all.
         """
         if not trial:
             predicted = self.model.predict(output.features)

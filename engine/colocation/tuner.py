@@ -156,12 +156,14 @@ class BudgetTuner:
             return
         self._cell = cell_of(rate, self._cell)
         found = self.table.look_up(self._cell, situation, self._is_relative)
+        exact = False
         if found is None:
             chosen = self._colocation.initial, "as long as no search for this load has ended"
         else:
             params, cell = found
             chosen = params, f"searched for {upper_rate(cell):.3g} requests/s"
-            if cell < self._cell or params != self.table.entries[cell].params:
+            exact = cell >= self._cell and params == self.table.entries[cell].params
+            if not exact:
                 initial = self._colocation.initial
                 lower = min(params, initial, key=lambda budget: budget.latency_budget)
                 chosen = lower, f"{chosen[1]}, less of it until a search for this load has ended"
@@ -172,7 +174,7 @@ class BudgetTuner:
             new = entry is not None and entry is not self._proven.get(self._cell)
             if entry is not None:
                 self._proven[self._cell] = entry
-            self._colocation.set_budget(*chosen, replayed=new)
+            self._colocation.set_budget(*chosen, replayed=new, searched=exact)
 
     def _rate(self, now: float) -> float:
         """Return the recent online rate, or the forecast by the calendar before the first arrival."""

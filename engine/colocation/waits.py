@@ -71,11 +71,18 @@ class ArrivalWaits:
                     mean = objective.tolerance * alone / 2.0
         return cls(max(min(limits, default=math.inf), IDLE_STEPS * smallest_step(model)), mean, awaited)
 
-    def objective(self, slo: SLO, budget: BudgetParams, *, searched: bool) -> StepObjective:
+    def objective(
+        self, slo: SLO, budget: BudgetParams, *, searched: bool, initial: BudgetParams | None = None
+    ) -> StepObjective:
         """Return the objective of the core.
 
-        `searched`: the budget comes from replays, which include its effect on arrivals, so `idle` is not limited. With
-        pauses it is: then replays show the effect of the budget only beside chats.
+        Args:
+            searched: The budget comes from replays, which include its effect on arrivals, so L bounds every step. With
+                pauses it does not: then replays show the effect of the budget only beside chats.
+            initial: The budget before any search. If `budget` was derived from a search for another load, its L may be
+                far lower; steps without online work may take as long as without any search.
         """
-        idle = math.inf if searched and math.isinf(self.mean) else self.idle
+        idle: float | None = None
+        if not searched or not math.isinf(self.mean):
+            idle = min(self.idle, max(each.latency_budget for each in (budget, initial or budget)))
         return replace(objective_of(slo, budget), idle=idle, wait=self.mean, awaited=self.awaited)

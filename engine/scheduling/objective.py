@@ -28,7 +28,7 @@ class StepObjective:
         gap_limited: The TBT limit applies to each gap (`tbt_pNN`), not only to the mean (`tbt_mean`, `tpot`). Time
             saved by earlier tokens must not be spent in one gap then.
         budget: Rule of the offline fill: L, λ, δ and the protected metric; see `predictor.budget`.
-        idle: Maximum seconds of a step without online work, because an arrival waits for its end. L applies as well.
+        idle: Maximum seconds of a step without online work, because an arrival waits for its end; None: L.
         wait: Mean seconds that an arrival may wait for an offline step to end. If finite, offline steps without online
             work alternate with pauses.
         awaited: Seconds after the last online work for which these pauses are made.
@@ -38,9 +38,14 @@ class StepObjective:
     tbt: float = math.inf
     gap_limited: bool = True
     budget: BudgetParams = UNLIMITED
-    idle: float = math.inf
+    idle: float | None = None
     wait: float = math.inf
     awaited: float = math.inf
+
+    @property
+    def idle_limit(self) -> float:
+        """Return the maximum seconds of a step without online work."""
+        return self.budget.latency_budget if self.idle is None else self.idle
 
     def rest_after(self, seconds: float) -> float:
         """Return the pause in seconds after an offline step of `seconds` without online work.

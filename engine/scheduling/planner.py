@@ -64,9 +64,9 @@ def offline_allowance(
 ) -> OfflineAllowance:
     """Return the limit on offline work in a step whose online work is in `ledger`.
 
-    - The budget L bounds the step. Without online work `objective.idle` bounds it too, since an arrival waits for its
-      end. If the smallest step exceeds an absolute TBT limit (streamed weights, slow disk), the limit is lost anyway,
-      and offline work may take several smallest steps.
+    - The budget L bounds the step. Without online work `objective.idle_limit` bounds it instead, since an arrival waits
+      for its end. If the smallest step exceeds an absolute TBT limit (streamed weights, slow disk), the limit is lost
+      anyway, and offline work may take several smallest steps.
     - An absolute TBT limit and the tightest token deadline apply while they can still be met.
     - `offline_share` scales the time left above online work.
     - Beside a waiting prompt the rule `ttft_mean` allows nothing, the other rules half of the prompt's slack. Under
@@ -77,7 +77,7 @@ def offline_allowance(
     beside_prompt = beside_prompt or bool(state.waiting_online)
     online = bool(num_online_decodes or beside_prompt)
     if not online:
-        limit = min(limit, objective.idle)
+        limit = objective.idle_limit
         if limit > 0.0 and not math.isinf(objective.tbt) and state.model is not None:
             smallest = smallest_step(state.model)
             limit = limit if smallest <= objective.tbt else max(limit, LOST_BUDGET_STEPS * smallest)

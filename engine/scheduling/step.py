@@ -59,9 +59,8 @@ class StepBuilder:
         if ledger.model is None or self._prompts.has_added or state.waiting_online:
             return 0.0
         objective = state.objective
-        limit = min(self._tightest, objective.budget.latency_budget)
-        if not state.running[RequestClass.ONLINE]:
-            limit = min(limit, objective.idle)
+        online = state.running[RequestClass.ONLINE]
+        limit = min(self._tightest, objective.budget.latency_budget if online else objective.idle_limit)
         return max(0.0, limit - ledger.seconds)
 
     def _add_online_decodes(self) -> int:
