@@ -19,8 +19,7 @@ from benchmarks.scripted import STALL_SECONDS, STALL_TEXT, answer_to, serving
 from loadgen import workers
 from loadgen.arrivals import constant_rate, schedule
 from loadgen.client import Target
-from loadgen.plan import Plan, Windows
-from loadgen.prompts import WORDS, WordCosts
+from loadgen.plan import WORDS, Plan, Windows, WordCosts
 from loadgen.records import RequestRecord
 from loadgen.stats import nearest_rank, stream
 from loadgen.traces import Content

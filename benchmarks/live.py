@@ -20,8 +20,7 @@ from typing import IO, Any, Protocol
 
 from benchmarks.apart import run_here
 from loadgen.client import Client, Target
-from loadgen.plan import Plan
-from loadgen.prompts import TokenIds
+from loadgen.plan import Plan, TokenIds
 from loadgen.records import Records, RequestRecord
 
 CONFIG: dict[str, Any] = {

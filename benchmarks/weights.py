@@ -12,7 +12,7 @@ from string import ascii_lowercase
 from typing import Any
 
 from benchmarks.live import CONFIG
-from loadgen.prompts import ANCHOR, COMMON_WORDS, WordCosts
+from loadgen.plan import ANCHOR, COMMON_WORDS, WordCosts
 
 SPACE = "Ġ"
 """How a byte-level vocabulary writes a space."""

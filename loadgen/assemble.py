@@ -16,8 +16,7 @@ from loadgen.arrivals import Process, parse_curve
 from loadgen.client import Target
 from loadgen.jobs import window_seconds
 from loadgen.metrics import Slo
-from loadgen.plan import Plan, Windows
-from loadgen.prompts import TokenIds
+from loadgen.plan import Plan, TokenIds, Windows
 from loadgen.session import Session
 from loadgen.traces import Trace
 from loadgen.workloads import Options, Workload

@@ -5,15 +5,16 @@ invalid; 130 interrupted, with results written.
 """
 
 import argparse
+import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import orjson
 
-from loadgen import InputError, ServerError, assemble, checks, flags, folder, formats, report, sweep, terminal, traces
+from loadgen import InputError, ServerError, assemble, checks, flags, folder, formats, report, terminal, traces
 from loadgen.assemble import Setup
 from loadgen.compare import Arm, Row, compare
 from loadgen.folder import About
@@ -24,6 +25,10 @@ from loadgen.terminal import LiveLine
 from loadgen.workers import execute
 
 DONE, FAILED, INVALID, INTERRUPTED = 0, 1, 2, 130
+LEVELS = (60, 90, 99)
+PRECISION = 0.02
+Measure = Callable[[float], float]
+"""Run at a rate, requests/s, and return the attainment, 0 to 1."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -104,7 +109,7 @@ def _run(args: argparse.Namespace, command: str) -> int:
     bench = _bench(args, command)
     path = args.output or folder.default_folder(args.result_dir, bench.setup.workload().name)
     summary = bench.run(path)
-    terminal.show_run(summary)
+    terminal.show(f"{summary['workload']['name']} on {summary['server'].get('model', '')}", report.run_tables(summary))
     print(f"report: {path / 'report.html'}")
     return _verdict(summary, args.assertions)
 
@@ -159,14 +164,14 @@ def _sweep(args: argparse.Namespace, command: str) -> int:
         for rate in rates:
             found.measure(rate)
         for level in sorted(levels) if args.find_knee else []:
-            knees[round(level)] = sweep.knee(found.measure, level / 100, args.request_rate or 1.0, found.attained)
+            knees[round(level)] = knee(found.measure, level / 100, args.request_rate or 1.0, found.attained)
     except KeyboardInterrupt:
         found.interrupted = True
     summary = _sweep_summary(bench, found, knees)
     path.mkdir(parents=True, exist_ok=True)
     (path / "summary.json").write_bytes(folder.to_json(summary))
     (path / "report.html").write_text(report.sweep_page(summary), encoding="utf-8")
-    terminal.show_sweep(summary)
+    terminal.show("sweep", report.sweep_tables(summary))
     print(f"report: {path / 'report.html'}")
     return _verdict(summary, args.assertions)
 
@@ -208,7 +213,7 @@ class _Points:
 def _sweep_summary(bench: Bench, found: _Points, knees: dict[int, float | None]) -> dict[str, Any]:
     plan = bench.plan()
     invalid = [f"at {point['rate']:.4g}/s: {reason}" for point in found.points for reason in point["invalid"]]
-    levels = {level: sweep.effective(found.attained, level / 100) for level in sweep.LEVELS} | knees
+    levels = {level: effective(found.attained, level / 100) for level in LEVELS} | knees
     return {
         **folder.heading("sweep", plan, bench.about(assemble.describe(bench.setup.workload(), plan))),
         "slo": dict(bench.setup.slo.limits),
@@ -218,6 +223,64 @@ def _sweep_summary(bench: Bench, found: _Points, knees: dict[int, float | None])
         "invalid": invalid,
         "interrupted": found.interrupted,
     }
+
+
+def knee(measure: Measure, level: float, start: float, known: dict[float, float], limit: int = 24) -> float | None:
+    """Return the highest rate with attainment >= `level` (0 to 1), to 2 %, or None if `start` / 1024 fails.
+
+    `known` has measured attainments by rate and receives new ones. If all of `limit` runs attain, the highest measured
+    rate is returned.
+    """
+    if not (math.isfinite(start) and start > 0):
+        raise ValueError("start must be a positive rate")
+    runs = 0
+
+    def attained(rate: float) -> bool:
+        nonlocal runs
+        if rate not in known:
+            known[rate] = measure(rate)
+            runs += 1
+        return known[rate] >= level
+
+    low, high = _bracket(attained, start, known, level, lambda: runs >= limit)
+    if low is None or high is None:
+        return low
+    while high / low > 1 + PRECISION and runs < limit:
+        middle = math.sqrt(low * high)
+        if attained(middle):
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+def _bracket(
+    attained: Callable[[float], bool], start: float, known: dict[float, float], level: float, spent: Callable[[], bool]
+) -> tuple[float | None, float | None]:
+    """Return a rate that attains and a higher one that does not, starting from known attainments."""
+    failing = [rate for rate, value in known.items() if value < level]
+    high = min(failing, default=None)
+    passing = [rate for rate, value in known.items() if value >= level and (high is None or rate < high)]
+    low = max(passing, default=None)
+    rate = low * 2 if low is not None else high / 2 if high is not None else start
+    while (low is None or high is None) and not spent():
+        if attained(rate):
+            low, rate = rate, rate * 2
+        else:
+            high, rate = rate, rate / 2
+            if rate < start / 1024:
+                break
+    return low, high
+
+
+def effective(points: dict[float, float], level: float) -> float | None:
+    """Return the highest measured rate with attainment >= `level` below the first one that fails, or None."""
+    best = None
+    for rate in sorted(points):
+        if points[rate] < level:
+            break
+        best = rate
+    return best
 
 
 def _compare(args: argparse.Namespace, _: str) -> int:

@@ -12,8 +12,8 @@ from typing import Any
 
 import orjson
 
-from loadgen import InputError, metrics, records, report, timeline
-from loadgen.honesty import honesty
+from loadgen import InputError, metrics, records, report
+from loadgen.checks import honesty
 from loadgen.metrics import Slo
 from loadgen.plan import Plan
 from loadgen.records import Records, RequestRecord
@@ -82,10 +82,10 @@ def command_line(arguments: Sequence[str]) -> str:
 def write(path: Path, summary: dict[str, Any], found: Records) -> None:
     """Write the four files into `path`, which is created if missing."""
     path.mkdir(parents=True, exist_ok=True)
-    columns = timeline.timeline(found)
+    columns = report.timeline(found)
     (path / "summary.json").write_bytes(to_json(summary))
     records.save(found.requests, path / "requests.jsonl.gz")
-    timeline.write(columns, path / "timeline.csv")
+    report.write_timeline(columns, path / "timeline.csv")
     (path / "report.html").write_text(report.run_page(summary, found.requests, columns), encoding="utf-8")
 
 

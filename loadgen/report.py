@@ -1,8 +1,12 @@
-"""`report.html`: a self-contained page of a run or a sweep, with inline SVG and CSS and without scripts.
+"""`report.html`, a self-contained page of a run or a sweep with inline SVG and CSS and without scripts; `timeline.csv`.
 
-A page is a list of parts (kind, content); the template `report.html` has the HTML of each kind.
+A page is a list of parts (kind, content); the template `report.html` has the HTML of each kind, and `loadgen.terminal`
+prints the parts that are no charts. The timeline has steps of a second: arrivals, tokens per class, open requests,
+client CPU.
 """
 
+import csv
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,14 +15,24 @@ import jinja2
 import numpy as np
 from numpy.typing import NDArray
 
-from loadgen.metrics import in_window
-from loadgen.records import RequestRecord
+from loadgen.metrics import in_window, job_curve, token_events
+from loadgen.records import Records, RequestRecord
 from loadgen.stats import nearest_rank
 from loadgen.svg import Mark, Series, cdf, chart
 
 Floats = NDArray[np.float64]
 Part = tuple[str, Any]
 
+COLUMNS = (
+    "t",
+    "online_arrivals",
+    "online_sent",
+    "online_tokens",
+    "offline_tokens",
+    "online_open",
+    "offline_open",
+    "client_cpu",
+)
 LATENCY_ROWS = (
     ("TTFT", "ttft", 1e3, "ms"),
     ("TTFT from sending", "ttft_sent", 1e3, "ms"),
@@ -36,26 +50,35 @@ def run_page(summary: Mapping[str, Any], requests: Sequence[RequestRecord], colu
     """Return the page of a run."""
     parts: list[Part] = [("verdict", summary), *_headline(summary)]
     parts += [("heading", "Over time"), *_over_time(summary, columns)]
-    parts += [("heading", "Distributions"), *_distributions(summary, requests)]
+    parts += [("heading", "Distributions"), *_distributions(summary, requests), *_tables(summary)]
+    parts += [("heading", "The run"), ("pairs", _facts(summary))]
+    return _page(f"tidemill bench: {summary['workload']['name']}", parts)
+
+
+def run_tables(summary: Mapping[str, Any]) -> list[Part]:
+    """Return the parts of a run that are no charts."""
+    return [*_headline(summary), *_tables(summary)]
+
+
+def _tables(summary: Mapping[str, Any]) -> list[Part]:
+    parts: list[Part] = []
     for name in ("online", "offline"):
         if summary[name]["requests"]:
             parts += [("heading", f"Latency, {name}"), ("latencies", _latencies(summary[name]))]
     if jobs := [_job(job) for job in summary["offline"]["jobs"]]:
         keys = dict.fromkeys(key for job in jobs for key in job)
         parts += [("heading", "Batch jobs"), ("jobs", {key: [job.get(key, "") for job in jobs] for key in keys})]
-    parts += [("heading", "Validity of the client"), ("pairs", _honesty(summary["honesty"]))]
-    parts += [("heading", "The run"), ("pairs", _facts(summary))]
-    return _page(f"tidemill bench: {summary['workload']['name']}", parts)
+    return [*parts, ("heading", "Validity of the client"), ("pairs", _honesty(summary["honesty"]))]
 
 
 def _page(title: str, parts: Sequence[Part]) -> str:
     loader = jinja2.FileSystemLoader(Path(__file__).parent)
     environment = jinja2.Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True)
-    environment.filters["plain"] = _plain
+    environment.filters["plain"] = plain
     return environment.get_template("report.html").render(title=title, parts=parts)
 
 
-def _plain(value: Any) -> str:
+def plain(value: Any) -> str:
     """Format a number with four significant digits; from 1000 on, as a whole number with thousands separators."""
     if isinstance(value, float):
         return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
@@ -84,14 +107,20 @@ def sweep_page(summary: Mapping[str, Any]) -> str:
         marks = [_limit(limit, horizontal=True)] if limit else []
         drawn = Series(title, rates, values, points=True)
         charts.append(chart(f"{title} against rate", [drawn], x="requests/s", y="ms", marks=marks))
+    found, *points_of = sweep_tables(summary)
+    parts: list[Part] = [("verdict", summary), found, *(("chart", each) for each in charts), *points_of]
+    return _page("tidemill bench: sweep", [*parts, ("heading", "The sweep"), ("pairs", _facts(summary))])
+
+
+def sweep_tables(summary: Mapping[str, Any]) -> list[Part]:
+    """Return the parts of a sweep that are no charts: the effective throughputs, then the points."""
     found = [
         (f"effective throughput at {key.removeprefix('effective_throughput_')} %", _value(value), "requests/s")
         for key, value in summary.items()
         if key.startswith("effective_throughput_")
     ]
-    parts: list[Part] = [("verdict", summary), ("tiles", found), *(("chart", each) for each in charts)]
-    parts += [("heading", "Points"), ("points", [_point(point) for point in points])]
-    return _page("tidemill bench: sweep", [*parts, ("heading", "The sweep"), ("pairs", _facts(summary))])
+    points = sorted(summary["points"], key=lambda point: point["rate"])
+    return [("tiles", found), ("heading", "Points"), ("points", [_point(point) for point in points])]
 
 
 def _point(point: Mapping[str, Any]) -> dict[str, Any]:
@@ -143,7 +172,8 @@ def _headline(summary: Mapping[str, Any]) -> list[Part]:
     if online["requests"]:
         low, high = online["slo_attainment_interval"]
         interval = f"95 %: {low:.1%} to {high:.1%}, {online['requests']} requests"
-        found.append(("SLO attainment", f"{online['slo_attainment']:.1%}", interval))
+        name = "SLO attainment" if slo else "answered (no SLO set)"
+        found.append((name, f"{online['slo_attainment']:.1%}", interval))
         for title, name, key in (("TTFT", "ttft", "ttft"), ("TBT", "tbt", "tbt_p99")):
             limit = f", SLO {slo[key] * 1e3:g}" if slo.get(key) else ""
             more = f"ms; P50 {_value(online[f'{name}_p50'], 1e3)}{limit}"
@@ -245,3 +275,48 @@ def _honesty(found: Mapping[str, Any]) -> dict[str, Any]:
         "cached prompt tokens": lengths["cached_prompt_tokens"],
         "tokens without a chunk of their own": lengths["tokens_without_own_chunk"],
     }
+
+
+def timeline(records: Records, step: float = 1.0) -> dict[str, Floats]:
+    """Return an array per column with a value per `step` seconds. Tokens are input + output."""
+    count = max(1, math.ceil(records.ended_at / step))
+    edges: Floats = np.arange(count + 1, dtype=np.float64) * step
+    columns: dict[str, Floats] = {name: np.zeros(count) for name in COLUMNS}
+    columns["t"] = edges[:-1]
+    online = [record for record in records.requests if record.service_class == "online"]
+    columns["online_arrivals"] = _histogram(np.array([record.scheduled_at for record in online]), edges)
+    columns["online_sent"] = _histogram(np.array([r.sent_at for r in online if r.sent_at is not None]), edges)
+    for record in records.requests:
+        times, inputs, outputs = token_events(record)
+        if times.size:
+            columns[f"{record.service_class}_tokens"] += _histogram(times, edges, inputs + outputs)
+    for job in records.jobs:
+        times, tokens = job_curve(job)
+        columns["offline_tokens"] += np.diff(np.interp(edges, times, tokens))
+    _client(records, edges, columns)
+    return columns
+
+
+def _histogram(times: Floats, edges: Floats, weights: Floats | None = None) -> Floats:
+    # The last bin includes its right edge, and no time is later.
+    return np.histogram(times, edges, weights=weights)[0].astype(np.float64)
+
+
+def _client(records: Records, edges: Floats, columns: dict[str, Floats]) -> None:
+    """Fill the columns of open requests, summed over workers, and of CPU, the maximum over workers."""
+    for worker in {sample.worker for sample in records.samples}:
+        own = sorted((sample for sample in records.samples if sample.worker == worker), key=lambda sample: sample.at)
+        at = np.array([sample.at for sample in own])
+        columns["online_open"] += np.interp(edges[:-1], at, [sample.online_open for sample in own]).round()
+        columns["offline_open"] += np.interp(edges[:-1], at, [sample.offline_open for sample in own]).round()
+        used = np.diff(np.interp(edges, at, [sample.cpu for sample in own])) / np.diff(edges)
+        columns["client_cpu"] = np.maximum(columns["client_cpu"], used)
+
+
+def write_timeline(columns: dict[str, Floats], path: Path) -> None:
+    """Write `timeline.csv`."""
+    with path.open("w", newline="", encoding="utf-8") as stream:
+        writer = csv.writer(stream)
+        writer.writerow(COLUMNS)
+        rows = zip(*(columns[name] for name in COLUMNS), strict=True)
+        writer.writerows([f"{value:.6g}" for value in row] for row in rows)

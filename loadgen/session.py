@@ -10,8 +10,7 @@ import orjson
 
 from loadgen import ServerError
 from loadgen.client import Client, Target, describe_server, error_message, wait_ready
-from loadgen.plan import Plan
-from loadgen.prompts import ANCHOR, WORDS, Source, TokenIds, WordCosts, output_fields
+from loadgen.plan import ANCHOR, WORDS, Plan, Source, TokenIds, WordCosts, output_fields
 from loadgen.records import RequestRecord
 from loadgen.traces import Content
 from loadgen.workers import loop_factory

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from loadgen_server import Script, serving_in_thread
 
-from loadgen import InputError, checks, cli, compare, flags, folder, report, svg, sweep
+from loadgen import InputError, checks, cli, compare, flags, folder, report, svg
 from loadgen.cli import main
 from loadgen.records import RequestRecord
 from loadgen.svg import Mark, Series
@@ -29,6 +29,22 @@ def bench(url: str, path: Path, *more: str) -> int:
     return main(["run", "--base-url", url, "--workload", "tiny", *QUICK, "--output", str(path), *more])
 
 
+def sweep(url: str, path: Path, rates: str, count: int = 8) -> int:
+    """A quick sweep of `tiny` chats into `path`."""
+    flags = [
+        "--only",
+        "online",
+        "--num-prompts",
+        str(count),
+        "--goodput",
+        "ttft:60000",
+        "--quiet",
+        "--output",
+        str(path),
+    ]
+    return main(["sweep", "--base-url", url, "--workload", "tiny", "--request-rates", rates, *flags])
+
+
 def summary_of(path: Path) -> dict:
     return json.loads((path / "summary.json").read_text())
 
@@ -36,10 +52,10 @@ def summary_of(path: Path) -> dict:
 @pytest.fixture
 def calm(monkeypatch: pytest.MonkeyPatch) -> None:
     """The machine that runs the tests may be busy: what it does to a schedule is not under test here."""
-    monkeypatch.setattr("loadgen.honesty.MAX_LAG", 60.0)
-    monkeypatch.setattr("loadgen.honesty.MAX_LAG_SHARE", 1e9)
-    monkeypatch.setattr("loadgen.honesty.MAX_RATE_ERROR", 1e9)
-    monkeypatch.setattr("loadgen.honesty.MAX_CPU", 1e9)
+    monkeypatch.setattr("loadgen.checks.MAX_LAG", 60.0)
+    monkeypatch.setattr("loadgen.checks.MAX_LAG_SHARE", 1e9)
+    monkeypatch.setattr("loadgen.checks.MAX_RATE_ERROR", 1e9)
+    monkeypatch.setattr("loadgen.checks.MAX_CPU", 1e9)
 
 
 def test_a_run_writes_its_folder(tmp_path, capsys, calm) -> None:
@@ -129,22 +145,18 @@ def test_the_warm_up_shows_what_a_server_refuses(tmp_path, capsys, calm) -> None
     assert "a warm-up request failed (http_error): 429" in capsys.readouterr().err
     warm = script.bodies[0]
     assert warm["min_tokens"] == warm["max_tokens"] == 4 and warm["ignore_eos"] is True and warm["model"] == "named"
+    with serving_in_thread(Script(answer=lambda number, body: "404")) as url:
+        assert bench(url, tmp_path / "a", "--only", "online", "--model", "other") == 1
+    assert "no such model; the server has no model other, set --model to one of scripted" in capsys.readouterr().err
 
 
 def test_an_invalid_run_exits_with_2_and_still_writes(tmp_path, monkeypatch, capsys) -> None:
-    monkeypatch.setattr("loadgen.honesty.MAX_LAG", -1.0)
+    monkeypatch.setattr("loadgen.checks.MAX_LAG", -1.0)
     with serving_in_thread(Script()) as url:
         assert bench(url, tmp_path / "a", "--only", "online") == 2
-    assert summary_of(tmp_path / "a")["valid"] is False and "INVALID" in capsys.readouterr().err
-    assert "INVALID" in (tmp_path / "a" / "report.html").read_text()
-
-
-def test_an_invalid_sweep_says_why(tmp_path, monkeypatch, capsys) -> None:
-    monkeypatch.setattr("loadgen.honesty.MAX_LAG", -1.0)
-    with serving_in_thread(Script()) as url:
-        arguments = ["sweep", "--base-url", url, "--workload", "tiny", "--only", "online", "--num-prompts", "4"]
-        arguments += ["--request-rates", "30", "--goodput", "ttft:60000", "--quiet", "--output", str(tmp_path)]
-        assert main(arguments) == 2
+        assert summary_of(tmp_path / "a")["valid"] is False and "INVALID" in capsys.readouterr().err
+        assert "INVALID" in (tmp_path / "a" / "report.html").read_text()
+        assert sweep(url, tmp_path, "30", 4) == 2
     assert "INVALID: at 30/s: P99 send lag" in capsys.readouterr().err
 
 
@@ -180,9 +192,7 @@ def test_baselines_add_interference_and_harvest_and_compare_reads_folders(tmp_pa
 
 def test_a_sweep_over_rates(tmp_path, calm) -> None:
     with serving_in_thread(Script()) as url:
-        arguments = ["sweep", "--base-url", url, "--workload", "tiny", "--only", "online", "--num-prompts", "8"]
-        arguments += ["--request-rates", "30,60", "--goodput", "ttft:60000", "--quiet", "--output", str(tmp_path / "s")]
-        assert main(arguments) == 0
+        assert sweep(url, tmp_path / "s", "30,60") == 0
     found = summary_of(tmp_path / "s")
     assert [point["rate"] for point in found["points"]] == [30.0, 60.0] and found["effective_throughput_90"] == 60.0
     assert (tmp_path / "s" / "rate-30" / "requests.jsonl.gz").is_file()
@@ -202,9 +212,7 @@ def test_a_sweep_that_is_stopped_leaves_out_the_rate_that_never_began(tmp_path, 
 
     monkeypatch.setattr(cli, "execute", stopped)
     with serving_in_thread(Script()) as url:
-        arguments = ["sweep", "--base-url", url, "--workload", "tiny", "--only", "online", "--num-prompts", "8"]
-        arguments += ["--request-rates", "30,300", "--goodput", "ttft:60000", "--quiet", "--output", str(tmp_path)]
-        assert main(arguments) == 130
+        assert sweep(url, tmp_path, "30,300") == 130
     assert [point["rate"] for point in summary_of(tmp_path)["points"]] == [30.0]
     assert "INTERRUPTED" in capsys.readouterr().err
 
@@ -216,12 +224,6 @@ def test_an_unknown_name_hides_no_failed_assertion(tmp_path, capsys, calm) -> No
     shown = capsys.readouterr()
     assert "ASSERTION FAILED online.requests>=999: the value is 20" in shown.err and "online.nonsense" in shown.err
     assert "answered (no SLO set)" in shown.out
-
-
-def test_a_model_that_the_server_does_not_list_is_named_beside_those_it_does(tmp_path, capsys, calm) -> None:
-    with serving_in_thread(Script(answer=lambda number, body: "404")) as url:
-        assert bench(url, tmp_path / "a", "--only", "online", "--model", "other") == 1
-    assert "no such model; the server has no model other, set --model to one of scripted" in capsys.readouterr().err
 
 
 def test_several_worker_processes_share_one_schedule(tmp_path, calm) -> None:
@@ -309,17 +311,17 @@ def test_the_knee_is_found_to_two_percent(true_knee, start) -> None:
         return 1.0 if rate <= true_knee else max(0.0, 1.0 - (rate / true_knee - 1.0))
 
     known: dict[float, float] = {}
-    found = sweep.knee(measure, 1.0, start, known)
+    found = cli.knee(measure, 1.0, start, known)
     assert found is not None and found <= true_knee <= found * 1.02 * (1 + 1e-9)
     assert len(tried) == len(set(tried)) == len(known) <= 24
-    again = sweep.knee(measure, 0.5, start, known)
+    again = cli.knee(measure, 0.5, start, known)
     assert again is not None and again <= true_knee * 1.5 <= again * 1.02 * (1 + 1e-9)
 
 
 def test_a_knee_that_is_not_there() -> None:
-    assert sweep.knee(lambda rate: 0.0, 0.9, 1.0, {}) is None
-    assert (sweep.knee(lambda rate: 1.0, 0.9, 1.0, {}) or 0) > 1e5
-    assert sweep.effective({1.0: 1.0, 2.0: 0.5, 4.0: 1.0}, 0.9) == 1.0 and sweep.effective({1.0: 0.1}, 0.9) is None
+    assert cli.knee(lambda rate: 0.0, 0.9, 1.0, {}) is None
+    assert (cli.knee(lambda rate: 1.0, 0.9, 1.0, {}) or 0) > 1e5
+    assert cli.effective({1.0: 1.0, 2.0: 0.5, 4.0: 1.0}, 0.9) == 1.0 and cli.effective({1.0: 0.1}, 0.9) is None
 
 
 def arm(ttfts: list[float], seed: int = 0) -> compare.Arm:
@@ -376,7 +378,7 @@ def test_charts_survive_any_data() -> None:
 def test_a_report_of_a_run_in_which_nothing_happened() -> None:
     from loadgen.metrics import Slo, run_metrics
     from loadgen.records import Records
-    from loadgen.timeline import timeline
+    from loadgen.report import timeline
 
     records = Records()
     summary = run_metrics(records, (0.0, 1.0), Slo()) | {

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from loadgen.client import StreamEvents, whole_answer
 from loadgen.records import RequestRecord, from_line, to_line
-from loadgen.sse import StreamEvents, whole_answer
 
 
 def record() -> RequestRecord:

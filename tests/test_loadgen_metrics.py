@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loadgen import InputError, metrics, stats, timeline
-from loadgen.honesty import honesty
+from loadgen import InputError, metrics, report, stats
+from loadgen.checks import honesty
 from loadgen.metrics import Slo
 from loadgen.records import ClientSample, JobPoll, JobRecord, Records, RequestRecord
 
@@ -222,7 +222,7 @@ def test_honesty_reports_lengths_asked_and_got() -> None:
 def test_timeline_loses_no_token() -> None:
     requests = [request(n, n * 0.37, [n * 0.37 + 0.1, n * 0.37 + 0.9]) for n in range(20)]
     records = Records(requests=requests, samples=samples(0.5), ended_at=10.0)
-    columns = timeline.timeline(records)
+    columns = report.timeline(records)
     assert columns["online_tokens"].sum() == 20 * 12 and columns["online_arrivals"].sum() == 20
     assert columns["client_cpu"] == pytest.approx(np.full(10, 0.5))
     assert columns["online_arrivals"][0] == 3 and math.isclose(columns["t"][3], 3.0)

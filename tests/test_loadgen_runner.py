@@ -1,7 +1,10 @@
 """The runner on a fake clock, and the client against a scripted server."""
 
 import asyncio
+import contextlib
 import heapq
+import math
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 
@@ -11,14 +14,12 @@ import pytest
 from loadgen_server import Script, serving
 
 from loadgen import metrics
-from loadgen.client import Client, Target
+from loadgen.client import Client, StreamEvents, Target
 from loadgen.jobs import window_seconds
 from loadgen.metrics import Slo
-from loadgen.plan import FIRST_OFFLINE, Job, Plan, Windows
-from loadgen.prompts import TokenIds
+from loadgen.plan import FIRST_OFFLINE, Job, Plan, TokenIds, Windows
 from loadgen.records import Records, RequestRecord
 from loadgen.runner import Run
-from loadgen.sse import StreamEvents
 from loadgen.traces import Trace
 from loadgen.workloads import fixed
 
@@ -67,31 +68,40 @@ def plan(online: Trace | None, **more) -> Plan:
     return Plan(**(fields | more))
 
 
-class OneAtATime:
-    """A server that answers one request at a time; request `stalled` takes `stall` seconds, the others `service`."""
+class Server:
+    """Answers each request after `seconds`, or never (inf); with `in_turn` one at a time. Notes the bodies, and the
+    most requests of a class that were open at once."""
 
-    def __init__(self, clock: FakeClock, stall: float, service: float = 0.25, stalled: int = 0) -> None:
-        self.clock = clock
-        self.lock = asyncio.Lock()
-        self.stall, self.service, self.stalled = stall, service, stalled
-        self.bodies: list[dict] = []
+    def __init__(self, clock: FakeClock, seconds: Callable[[RequestRecord], float], *, in_turn: bool = False) -> None:
+        self.clock, self.seconds = clock, seconds
+        self.turn = asyncio.Lock() if in_turn else contextlib.nullcontext()
+        self.bodies: list[tuple[str, dict]] = []
+        self.open, self.most = Counter[str](), Counter[str]()
 
     async def __call__(self, body: bytes, record: RequestRecord) -> None:
-        self.bodies.append(orjson.loads(body))
+        kind = record.service_class
+        self.bodies.append((kind, orjson.loads(body)))
         record.sent_at = self.clock.now()
+        self.open[kind] += 1
+        self.most |= self.open
         events = StreamEvents(record)
-        async with self.lock:
-            seconds = self.stall if record.index == self.stalled else self.service
-            await self.clock.sleep_until(self.clock.now() + seconds)
+        async with self.turn:
+            seconds = self.seconds(record)
+            await (self.clock.sleep_until(self.clock.now() + seconds) if seconds < math.inf else asyncio.Event().wait())
             events.feed(b'data: {"choices":[{"text":"x","finish_reason":"stop"}]}\n\n', self.clock.now())
         events.close(self.clock.now())
+        self.open[kind] -= 1
+
+
+def stalling(clock: FakeClock) -> Server:
+    """One at a time: the first request takes 8 s, each other one 0.25 s."""
+    return Server(clock, lambda record: 0.25 if record.index else 8.0, in_turn=True)
 
 
 async def test_a_stall_is_charged_to_every_request_that_was_due_meanwhile() -> None:
     clock = FakeClock()
-    server = OneAtATime(clock, stall=8.0)
-    run = Run(plan(trace_at([float(n) for n in range(10)])), clock, None, server)
-    records = await clock.drive(run.execute())
+    work = plan(trace_at([float(n) for n in range(10)]))
+    records = await clock.drive(Run(work, clock, None, stalling(clock)).execute())
     ttft = [record.ttft for record in sorted(records.requests, key=lambda record: record.index)]
     # Request n waits from second n until the stall ends at 8 and those before it are served.
     assert ttft[:8] == pytest.approx([8.0 + 0.25 * n - n for n in range(8)])
@@ -102,9 +112,8 @@ async def test_a_stall_is_charged_to_every_request_that_was_due_meanwhile() -> N
 
 async def test_a_limit_on_concurrency_does_not_hide_the_wait() -> None:
     clock = FakeClock()
-    server = OneAtATime(clock, stall=8.0)
     work = plan(trace_at([float(n) for n in range(10)]), max_concurrency=1)
-    records = await clock.drive(Run(work, clock, None, server).execute())
+    records = await clock.drive(Run(work, clock, None, stalling(clock)).execute())
     by_index = {record.index: record for record in records.requests}
     assert by_index[1].sent_at == 8.0 and by_index[1].ttft == pytest.approx(7.25)
     assert by_index[1].ttft_sent == pytest.approx(0.25), "what a closed-loop tool would have reported"
@@ -114,40 +123,19 @@ async def test_a_limit_on_concurrency_does_not_hide_the_wait() -> None:
 async def test_closed_loop_schedules_a_request_when_a_slot_is_free() -> None:
     clock = FakeClock()
     clock._now = -1.0
-    open_requests, most = 0, 0
-
-    async def send(body: bytes, record: RequestRecord) -> None:
-        nonlocal open_requests, most
-        open_requests += 1
-        most = max(most, open_requests)
-        record.sent_at = clock.now()
-        await clock.sleep_until(clock.now() + 1.0)
-        events = StreamEvents(record)
-        events.feed(b'data: {"choices":[{"text":"x"}]}\n\ndata: [DONE]\n\n', clock.now())
-        events.close(clock.now())
-        open_requests -= 1
-
+    server = Server(clock, lambda _: 1.0)
     work = plan(trace_at([0.0] * 7), closed_loop=True, max_concurrency=3)
-    records = await clock.drive(Run(work, clock, None, send).execute())
-    assert most == 3 and all(record.ttft == 1.0 for record in records.requests)
+    records = await clock.drive(Run(work, clock, None, server).execute())
+    assert server.most["online"] == 3 and all(record.ttft == 1.0 for record in records.requests)
     assert sorted(record.scheduled_at for record in records.requests) == [0, 0, 0, 1, 1, 1, 2]
     assert records.last_event == 3.0
 
 
 async def test_the_drain_ends_and_what_is_open_is_unfinished() -> None:
     clock = FakeClock()
-
-    async def send(body: bytes, record: RequestRecord) -> None:
-        record.sent_at = clock.now()
-        if record.index == 1:
-            await asyncio.Event().wait()
-        await clock.sleep_until(clock.now() + 0.5)
-        events = StreamEvents(record)
-        events.feed(b'data: {"choices":[{"text":"x"}]}\n\ndata: [DONE]\n\n', clock.now())
-        events.close(clock.now())
-
+    server = Server(clock, lambda record: math.inf if record.index == 1 else 0.5)
     work = plan(trace_at([0.0, 1.0, 2.0]), windows=Windows(horizon=2.0, drain=5.0))
-    records = await clock.drive(Run(work, clock, None, send).execute())
+    records = await clock.drive(Run(work, clock, None, server).execute())
     assert [record.outcome for record in records.requests] == ["ok", "unfinished", "ok"]
     assert records.ended_at == pytest.approx(7.0)
     found = metrics.online_metrics(records, work.windows.measured(records.ended_at), Slo())
@@ -156,7 +144,7 @@ async def test_the_drain_ends_and_what_is_open_is_unfinished() -> None:
 
 async def test_stop_keeps_what_was_measured() -> None:
     clock = FakeClock()
-    run = Run(plan(trace_at([0.0, 1.0, 2.0, 50.0])), clock, None, OneAtATime(clock, stall=0.1))
+    run = Run(plan(trace_at([0.0, 1.0, 2.0, 50.0])), clock, None, Server(clock, lambda _: 0.1))
     clock_stop = asyncio.get_running_loop().create_task(stop_at(clock, 10.0, run.stop))
     records = await clock.drive(run.execute())
     await clock_stop
@@ -173,27 +161,13 @@ async def stop_at(clock: FakeClock, when: float, stop: Callable[[], None]) -> No
 
 async def test_flex_keeps_its_concurrency_and_ends_with_the_online_schedule() -> None:
     clock = FakeClock()
-    open_offline: set[int] = set()
-    most, tiers = 0, set()
-
-    async def send(body: bytes, record: RequestRecord) -> None:
-        nonlocal most
-        record.sent_at = clock.now()
-        tiers.add((record.service_class, orjson.loads(body).get("service_tier")))
-        if record.service_class == "offline":
-            open_offline.add(record.index)
-            most = max(most, len(open_offline))
-        await clock.sleep_until(clock.now() + 1.0)
-        open_offline.discard(record.index)
-        events = StreamEvents(record)
-        events.feed(b'data: {"choices":[{"text":"x"}]}\n\ndata: [DONE]\n\n', clock.now())
-        events.close(clock.now())
-
+    server = Server(clock, lambda _: 1.0)
     jobs = (Job(fixed(500, 8, 4)), Job(fixed(500, 8, 4)))
     work = plan(trace_at([0.0, 4.5]), jobs=jobs, offline_mode="flex", offline_concurrency=5)
-    records = await clock.drive(Run(work, clock, None, send).execute())
+    records = await clock.drive(Run(work, clock, None, server).execute())
+    tiers = {(kind, body.get("service_tier")) for kind, body in server.bodies}
     offline = [record for record in records.requests if record.service_class == "offline"]
-    assert most == 5 and tiers == {("online", None), ("offline", "flex")}
+    assert server.most["offline"] == 5 and tiers == {("online", None), ("offline", "flex")}
     assert len({record.index for record in offline}) == len(offline) and min(r.index for r in offline) >= FIRST_OFFLINE
     assert 25 <= len(offline) <= 35, "five at a time for about six seconds, then stopped"
     assert {record.outcome for record in offline[:20]} == {"ok"}
@@ -201,11 +175,11 @@ async def test_flex_keeps_its_concurrency_and_ends_with_the_online_schedule() ->
 
 async def test_flex_alone_runs_to_its_last_line() -> None:
     clock = FakeClock()
-    server = OneAtATime(clock, stall=0.1, service=0.1)
+    server = Server(clock, lambda _: 0.1)
     work = plan(None, jobs=(Job(fixed(12, 8, 4)),), offline_mode="flex", offline_concurrency=3, offline_tier=None)
     records = await clock.drive(Run(work, clock, None, server).execute())
     assert len(records.requests) == 12 and all(record.ok for record in records.requests)
-    assert all("service_tier" not in body for body in server.bodies)
+    assert all("service_tier" not in body for _, body in server.bodies)
 
 
 def test_shares_of_workers_cover_every_request_once() -> None:

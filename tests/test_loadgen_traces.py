@@ -35,15 +35,26 @@ def columns(trace: Trace) -> list[tuple[float, int, int]]:
     return [(round(float(when), 4), int(size), int(out)) for when, size, out in rows]
 
 
-def test_azure_is_sorted_from_zero_and_drops_failed_rows() -> None:
-    trace = formats.parse(AZURE, "csv")
-    assert columns(trace) == [(0.0, 374, 44), (4.3146, 396, 109)]
-    assert trace.timed and trace.notes == ("1 rows without prompt or answer dropped",)
-    assert columns(formats.parse(AZURE_2024, "csv")) == [(0.0, 2162, 5), (0.9901, 9, 7)]
+TABLES = {
+    "azure": (AZURE, [(0.0, 374, 44), (4.3146, 396, 109)]),
+    "azure 2024": (AZURE_2024, [(0.0, 2162, 5), (0.9901, 9, 7)]),
+    "burstgpt": (BURSTGPT, [(0.0, 472, 18), (40.0, 1087, 230)]),
+    "vidur": ("arrived_at,num_prefill_tokens,num_decode_tokens\n1.5,10,20\n2.5,30,4\n", [(0.0, 10, 20), (1.0, 30, 4)]),
+    "without times": ("num_prefill_tokens,num_decode_tokens,pd_ratio\n10,20,0.5\n", [(0.0, 10, 20)]),
+    "splitwise": ("arrival_timestamp,batch_size,prompt_size,token_size\n0.5,1,7,8\n0.75,1,9,10\n",
+                  [(0.0, 7, 8), (0.25, 9, 10)]),
+    "native": ("arrived_at,input_tokens,output_tokens\n0,5,6\n2,7,8\n", [(0, 5, 6), (2, 7, 8)]),
+    "lengths": ("input_tokens,output_tokens\n5,6\n", [(0.0, 5, 6)]),
+}  # fmt: skip
 
 
-def test_burstgpt_drops_failures() -> None:
-    assert columns(formats.parse(BURSTGPT, "csv")) == [(0.0, 472, 18), (40.0, 1087, 230)]
+@pytest.mark.parametrize("name", TABLES)
+def test_a_table_is_sorted_from_zero_and_loses_failed_rows(name) -> None:
+    text, rows = TABLES[name]
+    trace = formats.parse(text, "csv")
+    assert columns(trace) == rows and trace.timed == (name not in ("without times", "lengths"))
+    dropped = text.count("\n") - 1 - len(rows)
+    assert trace.notes == ((f"{dropped} rows without prompt or answer dropped",) if dropped else ())
 
 
 def test_mooncake_has_prefix_blocks_with_a_partial_last_one() -> None:
@@ -51,6 +62,8 @@ def test_mooncake_has_prefix_blocks_with_a_partial_last_one() -> None:
     assert columns(trace) == [(0.0, 512, 3), (3.0, 1100, 9)]
     assert trace.content[0].segments == ((4, 512),)
     assert trace.content[1].segments == ((4, 512), (5, 512), (6, 76))
+    native = formats.parse('{"arrived_at":1,"input_tokens":600,"output_tokens":6,"hash_ids":[1,2]}\n', "jsonl")
+    assert native.content[0].segments == ((1, 512), (2, 88))
 
 
 def test_mooncake_stamps_of_three_seconds_are_spread_within_them() -> None:
@@ -59,29 +72,6 @@ def test_mooncake_stamps_of_three_seconds_are_spread_within_them() -> None:
     stamps = (trace.input_tokens - 1) // 10 * 3
     inside = trace.arrived_at - stamps
     assert (inside >= 0).all() and (inside < 3).all() and len(set(inside)) == 60 and "rounded to 3 s" in trace.notes[-1]
-
-
-def test_vidur_and_splitwise() -> None:
-    timed = formats.parse("arrived_at,num_prefill_tokens,num_decode_tokens\n1.5,10,20\n2.5,30,40\n", "csv")
-    assert columns(timed) == [(0.0, 10, 20), (1.0, 30, 40)]
-    bare = formats.parse("num_prefill_tokens,num_decode_tokens,num_total_tokens,pd_ratio\n10,20,30,0.5\n", "csv")
-    assert columns(bare) == [(0.0, 10, 20)] and not bare.timed
-    header = "request_id,request_type,application_id,arrival_timestamp,batch_size,prompt_size,token_size\n"
-    assert columns(formats.parse(header + "0,2,0,0.5,1,7,8\n1,2,0,0.75,1,9,10\n", "csv")) == [
-        (0.0, 7, 8),
-        (0.25, 9, 10),
-    ]
-
-
-def test_native_forms() -> None:
-    assert columns(formats.parse("arrived_at,input_tokens,output_tokens\n0,5,6\n2,7,8\n", "csv")) == [
-        (0, 5, 6),
-        (2, 7, 8),
-    ]
-    lengths = formats.parse("input_tokens,output_tokens\n5,6\n", "csv")
-    assert not lengths.timed and lengths.rate == 0.0
-    hashed = formats.parse('{"arrived_at":1,"input_tokens":600,"output_tokens":6,"hash_ids":[1,2]}\n', "jsonl")
-    assert hashed.content[0].segments == ((1, 512), (2, 88))
 
 
 def test_openai_batch_prompts_and_sharegpt() -> None:
@@ -119,47 +109,30 @@ def test_a_format_that_is_asked_for_names_the_column_that_is_not_there() -> None
         formats.parse("arrived_at,input_tokens,output_tokens\n0,3,4\n", "csv", "azure")
 
 
-@pytest.mark.parametrize(
-    "text,suffix",
-    [
-        ("a,b\n1,2\n", "csv"), ("", "csv"), ("{", "jsonl"), ("[1]", "jsonl"), ("{}", "json"), ('[{"id": 1}]', "json"),
-        ("input_tokens,output_tokens\nx,1\n", "csv"), ("input_tokens,output_tokens\nnan,1\n", "csv"),
-        ("TIMESTAMP,ContextTokens,GeneratedTokens\nnever,1,2\n", "csv"), ('{"prompt": [1, 2]}', "jsonl"),
-        ("arrived_at,input_tokens,output_tokens\ninf,1,2\n", "csv"),
-    ],
-)  # fmt: skip
-def test_bad_files_are_named_errors(text, suffix) -> None:
-    with pytest.raises(InputError):
+PROMPT = '{"prompt": "a"}\n'
+DAMAGED = [
+    ("a,b\n1,2\n", "csv", ""), ("", "csv", ""), ("{", "jsonl", ""), ("[1]", "jsonl", ""), ("{}", "json", ""),
+    ('[{"id": 1}]', "json", ""), ('[{"conversations": [5, 6]}]', "json", "row 1"),
+    ("input_tokens,output_tokens\nx,1\n", "csv", "row 1"), ("input_tokens,output_tokens\nnan,1\n", "csv", "row 1"),
+    ("TIMESTAMP,ContextTokens,GeneratedTokens\nnever,1,2\n", "csv", "row 1"), ('{"prompt": [1, 2]}', "jsonl", "row 1"),
+    ("arrived_at,input_tokens,output_tokens\ninf,1,2\n", "csv", ""),
+    (PROMPT + '{"prompt": 5}', "jsonl", "row 2"), (PROMPT + '{"messages": ["hi"]}', "jsonl", "row 2"),
+    (PROMPT + '{"prompt": "a", "max_tokens": "five"}', "jsonl", "row 2"),
+    (PROMPT + '{"prompt": "a", "max_tokens": -1}', "jsonl", "row 2"),
+    (PROMPT + '{"messages": [{"content": [3]}]}', "jsonl", "row 2"),
+    (PROMPT + '{"prompt": "a", "arrived_at": "soon"}', "jsonl", "row 2"),
+    ('{"custom_id": "a", "body": 5}', "jsonl", "row 1"),
+    ('{"timestamp": 0, "input_length": 9, "output_length": 5, "hash_ids": "abc"}', "jsonl", "row 1"),
+    ('{"timestamp": 0, "input_length": 9, "output_length": 5, "hash_ids": ["x"]}', "jsonl", "row 1"),
+    ('{"timestamp": 0, "input_length": "9e", "output_length": 5, "hash_ids": [1]}', "jsonl", "row 1"),
+    ('{"input_tokens": 1e20, "output_tokens": 5}', "jsonl", "row 1"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("text", "suffix", "place"), DAMAGED, ids=range(len(DAMAGED)))
+def test_a_damaged_file_is_a_named_error_with_its_row(text, suffix, place) -> None:
+    with pytest.raises(InputError, match=place or None):
         formats.parse(text, suffix)
-
-
-@pytest.mark.parametrize(
-    "second",
-    [
-        '{"prompt": 5}', '{"prompt": "a", "max_tokens": "five"}', '{"prompt": "a", "max_tokens": -1}',
-        '{"messages": ["hi"]}', '{"messages": [{"content": [3]}]}', '{"prompt": "a", "arrived_at": "soon"}',
-    ],
-)  # fmt: skip
-def test_a_damaged_prompt_is_named_by_its_row(second) -> None:
-    with pytest.raises(InputError, match="row 2"):
-        formats.parse('{"prompt": "a"}\n' + second + "\n", "jsonl")
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        '{"custom_id": "a", "body": 5}',
-        '{"timestamp": 0, "input_length": 9, "output_length": 5, "hash_ids": "abc"}',
-        '{"timestamp": 0, "input_length": 9, "output_length": 5, "hash_ids": ["x"]}',
-        '{"timestamp": 0, "input_length": "9e", "output_length": 5, "hash_ids": [1]}',
-        '{"input_tokens": 1e20, "output_tokens": 5}',
-    ],
-)
-def test_damaged_values_are_named_by_their_row(text) -> None:
-    with pytest.raises(InputError, match="row 1"):
-        formats.parse(text, "jsonl")
-    with pytest.raises(InputError, match="row 1"):
-        formats.parse('[{"conversations": [5, 6]}]', "json")
 
 
 @pytest.mark.parametrize("cut", [lambda data: data[:-9], lambda data: data[:30] + bytes([data[30] ^ 255]) + data[31:]])

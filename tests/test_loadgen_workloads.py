@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 from loadgen import InputError, ServerError, lengths, workloads
 from loadgen.arrivals import parse_curve
 from loadgen.client import Target
-from loadgen.plan import Plan
-from loadgen.prompts import ANCHOR, WORDS, PromptMaker, TokenIds, WordCosts
+from loadgen.plan import ANCHOR, WORDS, Plan, PromptMaker, TokenIds, WordCosts
 from loadgen.session import word_costs
 from loadgen.traces import Content, moments
 from loadgen.workloads import WORKLOADS, Options, build, clipped, fixed

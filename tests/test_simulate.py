@@ -15,8 +15,7 @@ from engine.limits import SchedulerConfig
 from engine.scheduling.objective import UNLIMITED, StepObjective
 from loadgen import simulate, workloads
 from loadgen.client import Target as Server
-from loadgen.plan import FIRST_OFFLINE, Job, Plan, Windows
-from loadgen.prompts import PromptMaker, TokenIds
+from loadgen.plan import FIRST_OFFLINE, Job, Plan, PromptMaker, TokenIds, Windows
 from loadgen.simulation.device import measured_device, named_device, read_profile
 from loadgen.simulation.run import Metrics, requests
 from loadgen.simulation.run import simulate as simulated_run

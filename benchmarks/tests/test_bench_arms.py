@@ -18,7 +18,7 @@ from benchmarks import live, serving
 from benchmarks.peers import finders
 from benchmarks.peers.engine import Engine, start_all
 from loadgen import workers
-from loadgen.prompts import WordCosts
+from loadgen.plan import WordCosts
 
 PEER = Path(__file__).with_name("scripted_peer.py")
 WORDS = WordCosts(("time",), (1,), 1)
@@ -189,7 +189,7 @@ def test_a_worker_that_ends_loses_its_rounds_and_the_others_go_on(
     with ExitStack() as stack:
         arms = [serving.Arm(*pair) for pair in start_all([server(), worker(tmp_path)], tmp_path / "model", stack)]
         with monkeypatch.context() as patch:
-            patch.setattr("loadgen.prompts.ANCHOR", "short")
+            patch.setattr("loadgen.plan.ANCHOR", "short")
             serving.alternate(arms[1:], 1, source=WORDS)
         serving.alternate(arms, 1, source=WORDS)
         serving.report(arms, None, None, "x")

@@ -18,7 +18,7 @@ from benchmarks.peers import finders
 from benchmarks.peers.engine import Engine, start_all
 from benchmarks.weights import make_tokenizer
 from loadgen import workers
-from loadgen.prompts import WordCosts
+from loadgen.plan import WordCosts
 
 PEER = Path(__file__).with_name("scripted_peer.py")
 WORDS = WordCosts(("time",), (1,), 1)
@@ -89,7 +89,7 @@ def test_engines_take_turns_and_get_the_same_words(tmp_path: Path, capsys: pytes
 def test_a_round_with_an_answer_too_short_is_said_and_left_out(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("loadgen.prompts.ANCHOR", "short")
+    monkeypatch.setattr("loadgen.plan.ANCHOR", "short")
     with ExitStack() as stack:
         arms = [serving.Arm(*pair) for pair in start(stack, tmp_path, engine("ours"))]
         serving.alternate(arms, 1, source=WORDS)

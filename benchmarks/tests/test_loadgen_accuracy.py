@@ -8,10 +8,9 @@ from aiohttp import web
 
 from benchmarks import accuracy, scripted
 from benchmarks.scripted import STALL_SECONDS, STALL_TEXT, answer_to
-from loadgen.client import Client
+from loadgen.client import Client, StreamEvents
 from loadgen.records import RequestRecord
 from loadgen.runner import MonotonicClock, Run
-from loadgen.sse import StreamEvents
 
 SEED = 7
 PROMPTS = accuracy.texts(300, 3, None)

@@ -15,8 +15,7 @@ from engine.api import EngineRequest, RequestClass, SamplingParams
 from engine.core import EngineCore
 from engine.scheduling.objective import StepObjective
 from engine.virtual import Arrival, VirtualDriver, VirtualRecord, VirtualRun
-from loadgen.plan import FIRST_OFFLINE, Windows
-from loadgen.prompts import PromptMaker, TokenIds
+from loadgen.plan import FIRST_OFFLINE, PromptMaker, TokenIds, Windows
 from loadgen.simulation.device import Simulated
 from loadgen.simulation.gpu import SIMULATED_TOKEN
 from loadgen.stats import nearest_rank
