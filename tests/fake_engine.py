@@ -10,7 +10,10 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
+
+import uvicorn.server
 
 from engine.api import (
     ColocationStats,
@@ -36,6 +39,9 @@ from gateway.server import bind, make_server
 from predictor.budget import Standing
 
 MODEL = "fake-model"
+
+# uvicorn looks every tenth of a second whether it has to end: 0.2 s of waiting for each server of a test.
+uvicorn.server.asyncio = SimpleNamespace(**vars(asyncio) | {"sleep": lambda seconds: asyncio.sleep(seconds / 20)})
 
 
 @dataclass

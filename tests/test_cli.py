@@ -404,7 +404,7 @@ def test_serve_joins_the_parts_and_says_what_runs(
     monkeypatch.setitem(sys.modules, "gateway.app", App)  # type: ignore[arg-type]
     monkeypatch.setitem(sys.modules, "gateway.server", Server)  # type: ignore[arg-type]
     argv = ["serve", "--port", "0", "--device", "cpu", "--dtype", "float32", "--num-gpu-blocks-override", "20"]
-    assert cli.main(argv) == 0
+    assert cli.main([*argv, "--profile-seconds", "0"]) == 0
     out = capfd.readouterr().out
     assert out.splitlines()[0] == f"tidemill: version {__version__}, starting tidemill-demo ..."
     assert "context limited to the 320 tokens" in out and "GiB of weights" in out

@@ -583,6 +583,7 @@ def test_a_taken_port_is_one_clear_line() -> None:
 SERVE = """
 import sys
 sys.path.insert(0, {tests!r})
+import gateway.server
 from fake_engine import FakeEngine, say
 from engine.text.tokenizer import Tokenizer
 from gateway.app import create_app
@@ -590,6 +591,7 @@ from gateway.config import ServerConfig
 from gateway.server import run
 tokenizer = Tokenizer.load({folder!r}, probe=False)
 engine = FakeEngine(say(tokenizer, "hello", hold_after=1))
+gateway.server.LAST_SECONDS = 0.5
 config = ServerConfig(port=0, served_model_name=("fake-model",), shutdown_timeout=60.0)
 run(create_app(engine, tokenizer, config), config)
 """

@@ -127,6 +127,7 @@ async def test_a_collector_that_is_gone_costs_no_request(
     start_server: StartServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(BASE_ENDPOINT, "http://127.0.0.1:9")
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "0.1")  # seconds; the exporter tries again until then
     served = await start_server("hello world")
     async with client(served) as api:
         answers = [await api.completions.create(model=MODEL, prompt="x") for _ in range(3)]

@@ -9,12 +9,13 @@ from contextlib import ExitStack
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from benchmarks import live, serving
+from benchmarks import apart, live, serving
 from benchmarks.peers import finders
 from benchmarks.peers.engine import Engine, start_all
 from loadgen import workers
@@ -70,8 +71,9 @@ class ContinuousBatchingPipeline:
 
 @pytest.fixture(autouse=True)
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Short answers, short looks at servers that rest, and runs that begin at once."""
-    monkeypatch.setattr(workers, "LEAD", 0.02)
+    """Short answers, short looks at servers that rest, and runs that begin at once, without a collection of garbage."""
+    monkeypatch.setattr(apart, "LEAD", 0.02)
+    monkeypatch.setattr(workers, "gc", Mock())
     monkeypatch.setattr(serving, "OUTPUT", 8)
     monkeypatch.setattr(live, "LOOK_SECONDS", 0.02)
 

@@ -9,10 +9,11 @@ from contextlib import ExitStack
 from itertools import chain, count
 from pathlib import Path
 from typing import Any, cast
+from unittest.mock import Mock
 
 import pytest
 
-from benchmarks import colocation, colocation_peers, live, serving
+from benchmarks import apart, colocation, colocation_peers, live, serving
 from benchmarks.figures import Figures
 from benchmarks.peers import finders
 from benchmarks.peers.engine import Engine, start_all
@@ -27,8 +28,9 @@ VLLM = ("vllm:num_requests_running", "vllm:num_requests_waiting")
 
 @pytest.fixture(autouse=True)
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Short answers, short looks at servers that rest, and runs that begin at once."""
-    monkeypatch.setattr(workers, "LEAD", 0.02)
+    """Short answers, short looks at servers that rest, and runs that begin at once, without a collection of garbage."""
+    monkeypatch.setattr(apart, "LEAD", 0.02)
+    monkeypatch.setattr(workers, "gc", Mock())
     monkeypatch.setattr(serving, "OUTPUT", 8)
     monkeypatch.setattr(live, "LOOK_SECONDS", 0.02)
 
