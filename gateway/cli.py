@@ -339,8 +339,8 @@ def _make_engine(engine_config: EngineConfig, server_config: ServerConfig, root:
 
 def _open_state(config: ServerConfig) -> Any:
     """Open and lock the state folder before the model loads, so that a second server on it fails at once."""
-    path = importlib.import_module("gateway.store.opening").state_path(config.state_dir)
-    return importlib.import_module("gateway.store.folder").open_state(path)
+    place = importlib.import_module("gateway.store.opening").find_state(config.state_dir)
+    return importlib.import_module("gateway.store.folder").open_state(place)
 
 
 def _profile(arguments: argparse.Namespace) -> int:

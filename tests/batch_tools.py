@@ -20,8 +20,9 @@ from gateway.batch.worker import BatchWorker
 from gateway.store.disk import Disk
 from gateway.store.folder import StateFolder, open_state
 from gateway.store.objects import BatchJob, FileObject, new_batch_id, new_file_id
+from gateway.store.opening import Place, find_postgres
 from gateway.store.row_store import RowStore
-from gateway.store.writer import SqliteWriter, open_database
+from gateway.store.sqlite import SqliteWriter, open_database
 
 TERMINAL = {"completed", "failed", "expired", "cancelled"}
 FAST = BatchLimits(retry_seconds=0.01, tick_seconds=0.05)
@@ -38,6 +39,11 @@ def line(number: int | str, endpoint: str = "/v1/completions", **body: Any) -> d
 
 def open_store(path: Path) -> RowStore:
     return RowStore(SqliteWriter(open_database(path), path=path))
+
+
+def open_remote(address: str) -> RowStore:
+    """Open the rows in PostgreSQL."""
+    return RowStore(find_postgres().PostgresWriter(None, lambda: find_postgres().open_database(address)))
 
 
 def jsonl(lines: Iterable[Any]) -> bytes:
@@ -137,7 +143,7 @@ async def check_ended(
     return output, errors
 
 
-async def open_folder(root: Path, disk: Disk | None = None, on_commit: Any = None) -> StateFolder:
+async def open_folder(root: Path | Place, disk: Disk | None = None, on_commit: Any = None) -> StateFolder:
     return await asyncio.to_thread(open_state, root, disk, on_commit)
 
 
@@ -183,7 +189,7 @@ async def batch_worker(
 @asynccontextmanager
 async def batch_server(
     tokenizer: Tokenizer,
-    root: Path,
+    root: Path | Place,
     script: Any = "done",
     *,
     disk: Disk | None = None,

@@ -18,6 +18,7 @@ import pytest
 import tokenizer_folders
 from blockbuster import BlockBuster
 from fake_engine import FakeEngine, Script, Served, say, serve
+from postgres_server import PostgresServer, start_postgres
 
 from engine.api import EngineRequest
 from engine.text.tokenizer import Tokenizer
@@ -46,6 +47,20 @@ def cache_folder(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.M
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     """Byte-level BPE with ChatML; <|im_end|> ends a sequence."""
     return Tokenizer.load(tokenizer_folders.byte_level(tmp_path_factory.mktemp("tokenizer")), probe=False)
+
+
+@pytest.fixture(scope="session")
+def postgres_server() -> Iterator[PostgresServer]:
+    server = start_postgres()
+    yield server
+    server.remove()
+
+
+@pytest.fixture
+def postgres(postgres_server: PostgresServer) -> PostgresServer:
+    """Return a server without rows."""
+    postgres_server.clear()
+    return postgres_server
 
 
 @pytest.fixture(scope="module")

@@ -61,7 +61,7 @@ class Doubtful(sqlite3.Connection):
 
 @pytest.fixture
 def doubtful(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Doubtful]]:
-    monkeypatch.setattr("gateway.store.writer.sqlite3.connect", functools.partial(sqlite3.connect, factory=Doubtful))
+    monkeypatch.setattr("gateway.store.sqlite.sqlite3.connect", functools.partial(sqlite3.connect, factory=Doubtful))
     Doubtful.faults, Doubtful.happens, Doubtful.count = frozenset(), True, 0
     yield Doubtful
     Doubtful.faults = frozenset()
@@ -254,7 +254,7 @@ def test_pauses_between_tries_grow_to_a_bound() -> None:
 
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gateway.store.writer.BUSY_SECONDS", 0.01)
+    monkeypatch.setattr("gateway.store.sqlite.BUSY_SECONDS", 0.01)
 
 
 def lock_of(root: Path) -> sqlite3.Connection:
@@ -290,7 +290,7 @@ async def test_a_lock_on_the_database_is_a_fault_of_storage(
 async def test_a_short_lock_is_waited_for(
     tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("gateway.store.writer.BUSY_SECONDS", 100.0)
+    monkeypatch.setattr("gateway.store.sqlite.BUSY_SECONDS", 100.0)
     async with batch_server(tokenizer, tmp_path) as (_, client):
         with contextlib.closing(lock_of(tmp_path)) as lock:
             sent = asyncio.ensure_future(upload(client, b"{}\n"))

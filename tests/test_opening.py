@@ -190,7 +190,7 @@ async def test_a_database_that_another_program_holds_is_waited_for(
     lock = sqlite3.connect(tmp_path / "tidemill.db", isolation_level=None)
     lock.execute("PRAGMA locking_mode = EXCLUSIVE")
     lock.execute("BEGIN EXCLUSIVE")
-    monkeypatch.setattr("gateway.store.writer.sqlite3.connect", lambda *a, **k: _impatient(*a, **k))
+    monkeypatch.setattr("gateway.store.sqlite.sqlite3.connect", lambda *a, **k: _impatient(*a, **k))
     folder = await open_folder(tmp_path)
     assert "SQLITE_BUSY" in str(folder.disk.health.fault)
     lock.close()

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from batch_tools import open_store
+from batch_tools import open_remote, open_store
 
 from engine.errors import ConfigError
 from gateway.store.disk import StorageError
@@ -32,14 +32,20 @@ from gateway.store.objects import (
 )
 from gateway.store.row_store import RowStore
 from gateway.store.schema import VERSION
-from gateway.store.writer import SqliteWriter, open_database
+from gateway.store.sqlite import SqliteWriter, open_database
 
 NOW = 1_800_000_000
 
 
-@pytest.fixture
-async def store(tmp_path: Path) -> AsyncIterator[RowStore]:
-    opened = open_store(tmp_path / "s.db")
+POSTGRES = pytest.param("postgres", marks=pytest.mark.postgres)
+
+
+@pytest.fixture(params=["sqlite", POSTGRES])
+async def store(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[RowStore]:
+    if request.param == "sqlite":
+        opened = open_store(tmp_path / "s.db")
+    else:
+        opened = open_remote(request.getfixturevalue("postgres").address)
     yield opened
     await opened.close()
 
@@ -286,12 +292,11 @@ async def test_a_folder_that_was_deleted_is_a_fault_of_storage(tmp_path: Path) -
     await state.close()
 
 
-async def test_settings_that_durability_rests_on(store: RowStore) -> None:
-    def ask(name: str) -> Any:
-        return store._writer.run(lambda c: c.execute(f"PRAGMA {name}").fetchone()[0])
-
-    assert await ask("journal_mode") == "wal" and await ask("synchronous") == 2
-    assert await ask("user_version") == VERSION
+async def test_settings_that_durability_rests_on(tmp_path: Path) -> None:
+    connection = open_database(tmp_path / "s.db")
+    for name, value in {"journal_mode": "wal", "synchronous": 2, "user_version": VERSION}.items():
+        assert connection.execute(f"PRAGMA {name}").fetchone()[0] == value
+    connection.close()
 
 
 # ---- the folder

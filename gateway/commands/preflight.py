@@ -65,7 +65,10 @@ def _check_server(config: ServerConfig, classes: Sequence[str]) -> Path:
         raise ConfigError("--ray needs the extra 'ray': pip install 'tidemill[ray]'")
     importlib.import_module("gateway.server").bind(config.host, config.port).close()
     opening = importlib.import_module("gateway.store.opening")
-    state: Path = opening.state_path(config.state_dir)
+    place = opening.find_state(config.state_dir)
+    state: Path = place.folder
+    if place.database is not None:
+        opening.find_postgres()
     check_folder("--state-dir", state, faults_pass=True)
     opening.check_free(state)
     _check_keys(config, classes)

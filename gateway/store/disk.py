@@ -28,13 +28,14 @@ class StorageError(ApiError):
     """The state folder is full or failing: clients get a 507 and batches pause. Acknowledged data is not affected.
 
     `in_doubt`: the disk did not confirm a commit. The change is not visible, but may reappear after a crash until
-    another commit succeeds.
+    another commit succeeds. `is_away`: a database on the network cannot be reached, and clients get a 503.
     """
 
-    def __init__(self, *, in_doubt: bool = False) -> None:
+    def __init__(self, *, in_doubt: bool = False, is_away: bool = False) -> None:
         self.in_doubt = in_doubt
         message = "The server cannot store or read data at the moment; try again later."
-        super().__init__(507, message, code="insufficient_storage", headers={"retry-after": "10"})
+        status, code = (503, "store_unavailable") if is_away else (507, "insufficient_storage")
+        super().__init__(status, message, code=code, headers={"retry-after": "10"})
 
 
 class UnreadableError(Exception):
@@ -67,6 +68,8 @@ def cause_of(error: BaseException) -> str:
         return f"{errno.errorcode.get(cause.errno, cause.errno)}: {cause.strerror or os.strerror(cause.errno)}"
     if isinstance(cause, sqlite3.Error) and (name := getattr(cause, "sqlite_errorname", None)):
         return f"{name}: {cause}"
+    if hasattr(cause, "sqlstate"):
+        return f"PostgreSQL: {str(cause).splitlines()[0]}"
     return type(cause).__name__
 
 
@@ -91,7 +94,7 @@ class StorageHealth:
         if now - self._logged.get(cause, -QUIET_SECONDS) >= QUIET_SECONDS:
             self._logged[cause] = now
             self._told = True
-            log.error("the state folder cannot be used (%s); uploads get a 507 and batches pause until then", cause)
+            log.error("the state folder cannot be used (%s); uploads are refused and batches pause until then", cause)
 
     def worked(self, part: str) -> None:
         """Record a successful write of the part."""

@@ -2,16 +2,18 @@
 
 import errno
 import fcntl
+import importlib
 import os
-import sqlite3
 from contextlib import suppress
 from pathlib import Path
+from typing import Any, NamedTuple
+from urllib.parse import parse_qsl, unquote, urlencode, urlsplit
 
 from engine.errors import ConfigError
 from engine.machine.folders import expand, user_folder
 from gateway.store.disk import Disk, StorageError
 from gateway.store.recovery import LOST_AND_FOUND, LostAndFound
-from gateway.store.writer import open_database
+from gateway.store.sqlite import open_database
 
 DATABASE = "tidemill.db"
 _PRIVATE = (DATABASE, f"{DATABASE}-wal", f"{DATABASE}-shm", "engine.pid")
@@ -28,9 +30,42 @@ MISTAKES = frozenset(
 """Errors of a wrong path, where a retry cannot help. All other errors may be temporary."""
 
 
+class Place(NamedTuple):
+    """The folder of the bodies, and the address of the database (None: SQLite in the folder)."""
+
+    folder: Path
+    database: str | None = None
+
+
+def find_state(given: str | None) -> Place:
+    """Return the default place, the given folder, or the parts of `postgresql://HOST/NAME?objects=file:///FOLDER`.
+
+    Raise ConfigError for an invalid address, or a user without a home folder."""
+    if not given:
+        return Place(user_folder("state", "--state-dir"))
+    if not given.startswith(("postgresql://", "postgres://")):
+        return Place(expand(given, "--state-dir"))
+    address = urlsplit(given)
+    options = dict(parse_qsl(address.query))
+    objects = urlsplit(options.pop("objects", ""))
+    if objects.scheme != "file" or objects.netloc or len(objects.path) < 2:
+        raise ConfigError("--state-dir postgresql://... needs the folder of the files: add ?objects=file:///FOLDER")
+    if ("@" in address.netloc and ":" in address.netloc.rpartition("@")[0]) or "password" in options:
+        raise ConfigError("--state-dir must not contain a password; set PGPASSWORD or PGPASSFILE")
+    return Place(Path(unquote(objects.path)), f"postgresql://{address.netloc}{address.path}?{urlencode(options)}")
+
+
 def state_path(given: str | None) -> Path:
-    """Return the given state folder, or the default. Raise ConfigError for a user without a home folder."""
-    return expand(given, "--state-dir") if given else user_folder("state", "--state-dir")
+    """Return the folder of `find_state`."""
+    return find_state(given).folder
+
+
+def find_postgres() -> Any:
+    """Return the module of PostgreSQL. Raise ConfigError without psycopg."""
+    try:
+        return importlib.import_module("gateway.store.postgres")
+    except ImportError as error:
+        raise ConfigError(f"--state-dir postgresql://... needs {error.name}: pip install 'tidemill[cluster]'") from None
 
 
 def check_free(root: Path) -> None:
@@ -61,20 +96,24 @@ def holder(root: Path) -> int | None:
 
 
 class Opening:
-    """Open one state folder; `open` may be repeated after an error. `found`: destination for unknown files."""
+    """Open one state folder; `open` may be repeated after an error, or a loss of the connection. `found`: destination
+    for unknown files."""
 
-    def __init__(self, root: Path, disk: Disk) -> None:
-        self._root = root
+    def __init__(self, place: Place, disk: Disk) -> None:
+        self._root = place.folder
+        self._database = place.database
         self._disk = disk
         self._lock = -1
-        self.found = LostAndFound(root, disk)
+        self.found = LostAndFound(place.folder, disk)
 
-    def open(self) -> sqlite3.Connection:
-        """Lock the folder and open its database. Raises ConfigError, or StorageError if a retry may succeed."""
+    def open(self) -> Any:
+        """Lock the folder and return its open database. Raises ConfigError, or StorageError if a retry may succeed."""
+        is_open = self._lock >= 0
         try:
-            connection = self._open()
+            connection = self._open_database() if is_open else self._open()
         except BaseException as error:  # also a Ctrl-C must not leave the folder locked
-            self.close()
+            if not is_open:
+                self.close()
             if isinstance(error, OSError) and error.errno in MISTAKES:
                 raise _unusable(self._root, error) from None
             if isinstance(error, OSError | StorageError):
@@ -84,14 +123,15 @@ class Opening:
         self._disk.health.worked("database")
         return connection
 
-    def _open(self) -> sqlite3.Connection:
+    def _open(self) -> Any:
         root = self._root
         made = {path.parent for path in (root, *root.parents) if not path.exists()}
         root.mkdir(mode=0o700, parents=True, exist_ok=True)
         _check_foreign(root)
         self._lock = _take_lock(root / "lock")
-        self._make_private()
-        connection = open_database(root / DATABASE)
+        if self._database is None:
+            self._make_private()
+        connection = self._open_database()
         try:
             for name in _FOLDERS:
                 (root / name).mkdir(mode=0o700, exist_ok=True)
@@ -101,6 +141,15 @@ class Opening:
             connection.close()
             raise
         return connection
+
+    def _open_database(self) -> Any:
+        if self._database is None:
+            return open_database(self._root / DATABASE)
+        if (self._root / DATABASE).exists():
+            raise ConfigError(
+                f"{self._root} holds the batches of a server without PostgreSQL ({DATABASE}); use another folder"
+            )
+        return find_postgres().open_database(self._database)
 
     def _make_private(self) -> None:
         """Give all files mode 0600: earlier versions used the umask. SQLite copies the mode of the database."""

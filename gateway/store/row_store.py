@@ -14,7 +14,7 @@ from gateway.store.batch_rows import BatchRows
 from gateway.store.file_rows import UNFINISHED_STATES, FileRows, UploadRows, owned
 from gateway.store.objects import TERMINAL, UNFINISHED, Channel, Holdings, Notice, Usage
 from gateway.store.rows import read_batch_row, repair_batch
-from gateway.store.writer import RowConnection, Rows, SqliteWriter, transaction
+from gateway.store.writer import RowConnection, Rows, Writer, transaction
 
 
 class RecoveryRows(Rows):
@@ -163,7 +163,7 @@ class NoticeRows(Rows):
 class RowStore(FileRows, UploadRows, BatchRows, TenantRows, NoticeRows, RecoveryRows):
     """`writer`: the open database; the store closes it."""
 
-    def __init__(self, writer: SqliteWriter) -> None:
+    def __init__(self, writer: Writer) -> None:
         self._writer = writer
         self._run = token_hex(8)
 

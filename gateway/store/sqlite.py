@@ -1,0 +1,204 @@
+"""The SQLite database of a state folder (WAL, synchronous=FULL)."""
+
+import errno
+import os
+import sqlite3
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from engine.errors import ConfigError
+from gateway.store.disk import StorageError, StorageHealth
+from gateway.store.schema import MIGRATIONS, VERSION
+from gateway.store.writer import Work, Writer
+
+CHECKED_BYTES = 64 * 1024 * 1024  # checking a larger database would take too long at start
+BUSY_SECONDS = 2.0  # maximum wait for a lock of another program, such as a backup
+_BUSY_CODES = frozenset({sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED})
+_STORAGE_CODES = _BUSY_CODES | {
+    sqlite3.SQLITE_FULL,
+    sqlite3.SQLITE_IOERR,
+    sqlite3.SQLITE_CANTOPEN,
+    sqlite3.SQLITE_READONLY,
+    sqlite3.SQLITE_CORRUPT,
+    sqlite3.SQLITE_NOTADB,
+    sqlite3.SQLITE_PERM,
+    sqlite3.SQLITE_PROTOCOL,
+    sqlite3.SQLITE_NOLFS,
+}
+_NOT_COMMITTED = _BUSY_CODES | {sqlite3.SQLITE_FULL}  # after any other error the commit is in doubt
+
+
+def open_database(path: Path) -> sqlite3.Connection:
+    """Open a database and migrate it to the current schema.
+
+    Raises ConfigError, without changing the file, for a damaged database or a newer schema, and StorageError if the
+    disk fails.
+    """
+    try:
+        if path.exists():
+            _look_first(path)
+        connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False, cached_statements=256)
+    except sqlite3.DatabaseError as error:
+        raise _refusal(error) from error
+    try:
+        _check(connection, path)
+        connection.execute("PRAGMA journal_mode = WAL")
+        connection.execute("PRAGMA synchronous = FULL")
+        _wait_for_locks(connection, BUSY_SECONDS)
+        connection.row_factory = sqlite3.Row
+        connection.text_factory = lambda data: data.decode(errors="replace")  # damaged text must not break lists
+        _migrate(connection)
+    except BaseException as error:  # also a Ctrl-C must not leave the database open
+        connection.close()
+        if isinstance(error, sqlite3.DatabaseError):
+            raise _refusal(error) from error
+        raise
+    return connection
+
+
+def _refusal(error: sqlite3.DatabaseError) -> ConfigError | StorageError:
+    code = _storage_code(error)
+    if code in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB):
+        return _damaged(str(error))
+    if code in _STORAGE_CODES:
+        return StorageError()
+    return ConfigError(f"the database in --state-dir cannot be used: {error}")
+
+
+def _damaged(how: str) -> ConfigError:
+    what_to_do = "restore a backup, or move it away to start with a new one (the stored files go to lost+found)"
+    return ConfigError(f"the database tidemill.db in --state-dir is damaged ({how}); {what_to_do}")
+
+
+def _wait_for_locks(connection: sqlite3.Connection, seconds: float) -> None:
+    connection.execute(f"PRAGMA busy_timeout = {int(1000 * seconds)}")
+
+
+def _look_first(path: Path) -> None:
+    """Check that the file is readable without changing it: closing a normal connection would checkpoint the WAL."""
+    connection = sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro&immutable=1", uri=True)
+    try:
+        _refuse_newer(connection)
+        connection.execute("SELECT count(*) FROM sqlite_master").fetchone()
+    finally:
+        connection.close()
+
+
+def _check(connection: sqlite3.Connection, path: Path) -> None:
+    _refuse_newer(connection)
+    if path.stat().st_size <= CHECKED_BYTES:
+        (found,) = connection.execute("PRAGMA quick_check(1)").fetchone()
+        if found != "ok":
+            raise _damaged(str(found).splitlines()[-1])
+
+
+def _refuse_newer(connection: sqlite3.Connection) -> None:
+    (version,) = connection.execute("PRAGMA user_version").fetchone()
+    if version > VERSION:
+        raise ConfigError(
+            f"--state-dir was written by a newer version (schema {version}, supported: {VERSION}); "
+            "use that version or another folder"
+        )
+
+
+def _migrate(connection: sqlite3.Connection) -> None:
+    (version,) = connection.execute("PRAGMA user_version").fetchone()
+    for number, script in enumerate(MIGRATIONS[version:], version + 1):
+        connection.executescript(f"BEGIN;{script};PRAGMA user_version = {number};COMMIT;")
+
+
+class SqliteWriter(Writer):
+    """Args:
+
+    connection: an open database, or None to call `open_later` at each group of work until it succeeds.
+    on_commit, health: see `Writer`.
+    path: path of the database. Writes fail while the file is not there: SQLite would write to a deleted file.
+    """
+
+    errors = sqlite3.Error
+
+    def __init__(
+        self,
+        connection: sqlite3.Connection | None,
+        on_commit: Work[None] | None = None,
+        path: Path | None = None,
+        health: StorageHealth | None = None,
+        open_later: Callable[[], sqlite3.Connection] | None = None,
+    ) -> None:
+        self._path = path
+        self._identity: os.stat_result | None = None
+        self._open_later = open_later
+        self._opened: sqlite3.Connection | None = None
+        self._changes = 0
+        if connection is not None:
+            self._set_connection(connection)
+        super().__init__(on_commit, health)
+
+    async def settle(self) -> None:
+        """Make a commit, which settles earlier commits in doubt. Raises StorageError."""
+        await self.run(lambda connection: connection.execute(f"PRAGMA user_version = {VERSION}").fetchone())
+
+    def is_in_place(self) -> bool:
+        """Return whether the open database is still at its path. Checks the disk; callable from any thread."""
+        if self._path is None or self._identity is None:
+            return True
+        try:
+            return os.path.samestat(self._path.stat(), self._identity)
+        except OSError:
+            return False
+
+    def _set_connection(self, connection: sqlite3.Connection) -> None:
+        self._opened = connection
+        if self._path is not None:
+            self._identity = self._path.stat()
+
+    @property
+    def _connection(self) -> sqlite3.Connection:
+        assert self._opened is not None
+        return self._opened
+
+    def _open(self) -> None:
+        if self._opened is None:
+            assert self._open_later is not None
+            self._set_connection(self._open_later())
+
+    def _close(self) -> None:
+        if self._opened is not None:
+            self._opened.close()
+
+    def _begin(self) -> None:
+        self._changes = self._connection.total_changes
+        self._connection.execute("BEGIN")
+
+    def _has_changed(self) -> bool:
+        """Raises StorageError if the open database has been deleted or moved."""
+        if self._connection.total_changes == self._changes:
+            return False
+        if not self.is_in_place():
+            raise StorageError from FileNotFoundError(errno.ENOENT, "the database has been deleted or replaced")
+        return True
+
+    def _roll_back(self) -> None:
+        with suppress(sqlite3.Error):  # SQLite may have rolled back by itself
+            if self._connection.in_transaction:
+                self._connection.execute("ROLLBACK")
+
+    @contextmanager
+    def _one_by_one(self, error: Exception) -> Iterator[None]:
+        """The wait for a lock is not repeated."""
+        if _storage_code(error) in _BUSY_CODES:
+            _wait_for_locks(self._connection, 0.0)
+        yield
+        _wait_for_locks(self._connection, BUSY_SECONDS)
+
+    def _fault(self, error: Exception, committing: bool) -> StorageError | None:
+        code = _storage_code(error)
+        if code not in _STORAGE_CODES:
+            return None
+        return StorageError(in_doubt=committing and code not in _NOT_COMMITTED)
+
+
+def _storage_code(error: BaseException) -> int:
+    """Return SQLite's primary result code of an error, else 0."""
+    return int(getattr(error, "sqlite_errorcode", 0)) & 0xFF

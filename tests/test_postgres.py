@@ -1,0 +1,146 @@
+"""Rows in PostgreSQL: lost connections and commits, one server per database, values that PostgreSQL refuses."""
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from batch_tools import (
+    batch_server,
+    check_ended,
+    client_of,
+    jsonl,
+    line,
+    open_remote,
+    submit,
+    until,
+    until_counted,
+    upload,
+)
+from fake_engine import MODEL
+from postgres_server import PostgresServer
+from test_store import NOW, a_batch, a_file
+
+from engine.errors import ConfigError
+from engine.text.tokenizer import Tokenizer
+from gateway.store.disk import StorageError
+from gateway.store.folder import open_state
+from gateway.store.objects import BatchStatus, LineRef, LineResult, Usage
+from gateway.store.opening import Place, find_state
+from gateway.store.row_store import RowStore
+from gateway.store.schema import VERSION
+
+pytestmark = pytest.mark.postgres
+
+
+async def test_a_batch_survives_the_database(postgres: PostgresServer, tokenizer: Tokenizer, tmp_path: Path) -> None:
+    """While PostgreSQL is away, chats are answered, and files and batches get a 503."""
+    place = Place(tmp_path, postgres.address)
+    lines = [line(i) for i in range(300)]
+    async with batch_server(tokenizer, place) as (served, client):
+        batch = await submit(client, jsonl(lines))
+        await until_counted(client, batch.id, 5)
+        await asyncio.to_thread(postgres.kill)
+        chat = await client.completions.create(model=MODEL, prompt="hello", max_tokens=2)
+        assert chat.choices[0].text
+        with pytest.raises(openai.InternalServerError) as refused:
+            await upload(client, jsonl(lines))
+        assert (refused.value.status_code, refused.value.response.headers["retry-after"]) == (503, "10")
+        await asyncio.to_thread(postgres.start)
+        async with client_of(served, max_retries=9) as patient:
+            await patient.batches.list()
+        batch = await until(client, batch.id)
+        assert batch.status == "completed"
+        await check_ended(client, batch, [f"id-{i}" for i in range(300)])
+    async with batch_server(tokenizer, place) as (_, client):
+        await check_ended(client, await client.batches.retrieve(batch.id), [f"id-{i}" for i in range(300)])
+
+
+def break_commit(store: RowStore, lose: Callable[[Any], None], is_sent: bool) -> Any:
+    """Lose the connection when, or before, the database gets the next commit. Return the connection."""
+    connection = store._writer._opened
+    execute: Callable[..., Any] = connection.execute
+
+    def break_it(query: str, values: Any = (), /) -> Any:
+        if query == "COMMIT":
+            if is_sent:
+                execute(query)
+            lose(connection._connection)
+        return execute(query, values)
+
+    connection.execute = break_it
+    return connection
+
+
+@pytest.mark.parametrize("is_sent", [False, True])
+async def test_a_commit_without_an_answer_happens_once(postgres: PostgresServer, is_sent: bool) -> None:
+    store = open_remote(postgres.address)
+    batch = await a_batch(store)
+    await store.add_lines(batch.id, [LineRef(0, 1, 0, 9)], first=True)
+    await store.start_batch(batch.id, 1, None, NOW)
+    connection = break_commit(store, lambda raw: raw.pgconn.finish(), is_sent)
+    results = store.add_results(batch.id, [LineResult(0, True, 0, 7)], Usage(4, 1, 2, 1))
+    moved = store.move_batch(batch.id, BatchStatus.FINALIZING, NOW)
+    counted, ended = await asyncio.gather(results, moved)
+    assert (counted.completed, ended.completed, ended.status) == (1, 1, BatchStatus.FINALIZING)
+    assert store._writer._opened is not connection and (await store.load_batch(batch.id)).usage == Usage(4, 1, 2, 1)
+    await store.close()
+
+
+async def test_a_commit_in_doubt_is_settled_by_the_next_connection(postgres: PostgresServer) -> None:
+    store = open_remote(postgres.address)
+    await store.add_file(a_file())
+    file = a_file()
+    break_commit(store, lambda _: postgres.kill(), is_sent=True)
+    with pytest.raises(StorageError) as lost:
+        await store.add_file(file)
+    assert lost.value.in_doubt and lost.value.status == 503
+    postgres.start()
+    store._writer._refused = None
+    await store.settle()
+    assert await store.known_files([file.id]) == {file.id}
+    await store.close()
+
+
+async def test_values_come_back_unchanged(postgres: PostgresServer) -> None:
+    store = open_remote(postgres.address)
+    names = ["\0", "\ufffe", "\ufffe0", "a\0b\ufffe1", "%s ? :id", "é\U0001f30a", ""]
+    files = [a_file(filename=name, bytes=2**62, tenant=f"{i}{name}") for i, name in enumerate(names)]
+    for file in files:
+        await store.add_file(file)
+        assert await store.get_file(file.tenant, file.id, NOW) == file
+    assert await store.get_file(None, "file-\0", NOW) is None
+    for tenant in ("b", "B", "a-b", "a b"):
+        await store.add_file(a_file(tenant=tenant))
+    held = [each.tenant for each in await store.holdings(NOW)]
+    assert held == sorted(held) and len(held) == 11, "the order is SQLite's"
+    assert await store.stored_bytes(files[0].tenant, NOW) == 2**62
+    await store.close()
+
+
+async def test_one_server_per_database(
+    postgres: PostgresServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gateway.store.postgres.LOCK_SECONDS", 0.1)
+    folder = await asyncio.to_thread(open_state, Place(tmp_path / "a", postgres.address))
+    with pytest.raises(ConfigError, match=r"in use by another server \(tidemill on .+\); use another database"):
+        await asyncio.to_thread(open_state, Place(tmp_path / "b", postgres.address))
+    await folder.store._writer.run(lambda c: c.execute(f"UPDATE schema_version SET version = {VERSION + 1}"))
+    await folder.close()
+    with pytest.raises(ConfigError, match="written by a newer version"):
+        await asyncio.to_thread(open_state, Place(tmp_path / "b", postgres.address))
+    (tmp_path / "b" / "tidemill.db").touch()
+    with pytest.raises(ConfigError, match="holds the batches of a server without PostgreSQL"):
+        await asyncio.to_thread(open_state, Place(tmp_path / "b", postgres.address))
+    with pytest.raises(ConfigError, match='database "none" does not exist'):
+        await asyncio.to_thread(open_state, Place(tmp_path / "a", postgres.address.replace("/postgres?", "/none?")))
+
+
+def test_addresses() -> None:
+    place = find_state("postgresql://u@h:5/d?sslmode=require&objects=file:///a%20b")
+    assert place == Place(Path("/a b"), "postgresql://u@h:5/d?sslmode=require")
+    for wrong in ("postgresql://h/d", "postgresql://h/d?objects=file://h/a", "postgresql://u:p@h/d?objects=file:///a"):
+        with pytest.raises(ConfigError, match="--state-dir"):
+            find_state(wrong)
