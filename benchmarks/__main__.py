@@ -12,6 +12,7 @@ BENCHES = {
     "serving": "benchmarks.serving",
     "colocation": "benchmarks.colocation",
     "colocation-peers": "benchmarks.colocation_peers",
+    "classes": "benchmarks.classes",
     "pressure": "benchmarks.pressure",
     "turns": "benchmarks.turns",
     "overload": "benchmarks.overload",

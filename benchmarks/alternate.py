@@ -7,9 +7,6 @@ border of a spell are left out, as they may have met both.
 
 An aggregate (mean, percentile) is that of all requests of an arm. Its interval comes from drawing the pairs of spells
 anew (400 times, with replacement): 95 % of the ratios lie within it.
-
-`python -m benchmarks colocation --classes` sends three classes of chats to one server beside a batch job: `premium`,
-`default`, and `agent` with a deadline for the whole answer.
 """
 
 import asyncio
@@ -24,10 +21,9 @@ import numpy as np
 from benchmarks import colocation, live
 from benchmarks.frame import Table
 from loadgen.arrivals import constant_rate
-from loadgen.metrics import Slo
 from loadgen.records import RequestRecord
 from predictor.judge import aggregate
-from predictor.slo import SLO, Objective, nearest_rank
+from predictor.slo import SLO, Objective
 
 BORDER = 2.0
 """Seconds after the beginning of a spell, and before its end, whose arrivals do not count."""
@@ -50,30 +46,6 @@ class Spell:
     def counts(self, record: RequestRecord) -> bool:
         """Whether a request came here, and not near a border."""
         return self.begin + BORDER <= record.scheduled_at < self.end - BORDER
-
-
-@dataclass(frozen=True, slots=True)
-class ClassLoad:
-    """Chats of a service class: their share of all, prompt tokens, and their promise.
-
-    `slo` is the promise in the syntax of --slo, `limits` that of the load generator.
-    """
-
-    share: float
-    prompt: int
-    slo: str
-    limits: tuple[str, ...]
-
-
-CLASSES = {
-    "default": ClassLoad(0.55, 150, "ttft_p99=1s,tbt_p99=100ms", ("ttft:1000", "tbt_p99:100")),
-    "premium": ClassLoad(0.38, 60, "premium:ttft_p99=300ms,tbt_p99=50ms", ("ttft:300", "tbt_p99:50")),
-    "agent": ClassLoad(0.07, 700, "agent:e2e_p99=20s", ("e2e:20000",)),
-}
-CLASS_TABLE = Table({
-    "class": "8", "requests": "8d", "refused": "7d", "within": "8.2%", "TTFT P99 ms": "11.0f", "TBT P99 ms": "10.1f",
-    "e2e P99 s": "9.2f", "judged": "6.0f", "missed": "6.0f",
-})  # fmt: skip
 
 
 def spells_of(seconds: float, length: float) -> list[Spell]:
@@ -193,48 +165,3 @@ def run(text: str, rate: float, seconds: float, length: float, seed: int, learni
         print(TABLE.line(change.key, *cells, promise(objectives[change.key])))
     beside = sum(spell.end - spell.begin for spell in spells if spell.beside)
     print(f"{turns.tokens / beside:.0f} offline tokens/s in spells with offline work, those of the beginning included")
-
-
-def run_classes(rate: float, seconds: float, seed: int, job_rate: float | None) -> None:
-    """Print the attainment of each class, at the client and as the server judged it, and the offline lines/s."""
-    with tempfile.TemporaryDirectory() as name:
-        flags = [word for load in CLASSES.values() for word in ("--slo", load.slo)]
-        with live.demo_server(name, "--served-model-name", "model", *flags) as served:
-            asyncio.run(_classes(served.url, rate, colocation.LEARNING, seed + 1000, job_rate))
-            before = asyncio.run(live.metrics_page(served.url))
-            found, lines = asyncio.run(_classes(served.url, rate, seconds, seed, job_rate))
-            after = asyncio.run(live.metrics_page(served.url))
-    print(CLASS_TABLE.heading)
-    for name, records in found.items():
-        good, bad = (
-            live.read_metric(after, label) - live.read_metric(before, label)
-            for label in (f'tidemill_slo_class_{kind}_requests_total{{slo_class="{name}"}}' for kind in ("good", "bad"))
-        )
-        kept = [Slo.parse(CLASSES[name].limits).good(record) for record in records]
-        ends = [record.e2e for record in records if record.e2e is not None]
-        values = aggregate(
-            [(r.ttft, r.gaps().tolist()) for r in records if r.ttft is not None], ("ttft_p99", "tbt_p99")
-        )
-        cells = (values["ttft_p99"] * 1e3, values["tbt_p99"] * 1e3, nearest_rank(ends, 99), good + bad, bad)
-        refused = sum(record.status == 429 for record in records)
-        print(CLASS_TABLE.line(name, len(records), refused, sum(kept) / len(kept), *cells))
-    print(f"{lines:.2f} offline lines/s of {colocation.OFFLINE_PROMPT}/{colocation.OFFLINE_OUTPUT}")
-
-
-async def _classes(
-    url: str, rate: float, seconds: float, seed: int, job_rate: float | None
-) -> tuple[dict[str, list[RequestRecord]], float]:
-    """Return the records of each class, and the offline lines/s beside them."""
-    runs = []
-    for number, (name, load) in enumerate(CLASSES.items()):
-        arrivals = colocation.poisson(constant_rate(rate * load.share), seconds, seed + number)
-        body = {"tidemill": {"class": name}}
-        plan = colocation.plan_arm(url, arrivals, seconds, None, seed + number, prompt=load.prompt, extra_body=body)
-        runs.append(live.run(plan))
-    watch = live.Watch((colocation.TOKENS,), 0.5)
-    job = colocation.plan_arm(url, [], seconds, colocation.JOB, seed, job_rate=job_rate)
-    beside, *found = await asyncio.gather(live.run(job, watch), *runs)
-    for record in beside.jobs:
-        colocation.check_job(record)
-    lines = colocation.Run([], watch.grown(colocation.TOKENS), seconds).offline_lines
-    return {name: records.requests for name, records in zip(CLASSES, found, strict=True)}, lines

@@ -5,9 +5,8 @@ priority -, (4) ours: they have `service_tier: "flex"`, (5) the offline side is 
 through /v1/files and /v1/batches. Online requests are judged by their TTFT from the scheduled arrival and the
 nearest-rank P99 of their own gaps, pooled over the seeds and paired by request between arms. Every arm has a server of
 its own; its first seconds do not count.
-`--plot FILE.svg` makes one run with a sine-shaped online load instead and draws it; `--steps`, `--alternate`,
-`--classes` and `--disturb` are other benchmarks, of `benchmarks.steps`, `benchmarks.alternate` and
-`benchmarks.disturbance`.
+`--plot FILE.svg` makes one run with a sine-shaped online load instead and draws it; `--steps`, `--alternate` and
+`--disturb` are other benchmarks, of `benchmarks.steps`, `benchmarks.alternate` and `benchmarks.disturbance`.
 """
 
 import argparse
@@ -313,7 +312,6 @@ def main(argv: list[str] | None = None) -> None:
         "--alternate", type=float, metavar="SECONDS", help="offline work in every second spell of so many"
     )
     parser.add_argument("--disturb", action="store_true", help="recovery from slow steps, on the virtual clock")
-    parser.add_argument("--classes", action="store_true", help="three service classes on one server beside a batch")
     parser.add_argument("--slo", default="5%", help="of --alternate (default: 5%%)")
     parser.add_argument("--learning", type=float, default=120.0, help="seconds of --alternate that do not count")
     parser.add_argument("--output", type=Path, metavar="FOLDER", help="where --steps writes steps.json and steps.md")
@@ -322,12 +320,6 @@ def main(argv: list[str] | None = None) -> None:
         from benchmarks import disturbance
 
         disturbance.main()
-        return
-    if args.classes:
-        from benchmarks import alternate
-
-        print(f"three classes beside a batch: demo model, {args.rate} requests/s, {describe()}", flush=True)
-        alternate.run_classes(args.rate, args.seconds, args.seed, args.job_rate)
         return
     if args.alternate is not None:
         from benchmarks import alternate  # it stands on this module
