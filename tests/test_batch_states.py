@@ -151,7 +151,7 @@ class BatchMachine(RuleBasedStateMachine):
         known = self.model[batch]
         if known["counts"] is not None:
             return
-        self.run(self.store.add_results(batch, [LineResult(rank, succeeded, 0, 1)], Usage(1, 0, 1)))
+        self.run(self.store.add_results(batch, [LineResult(rank, succeeded, 0, 1, Usage(1, 0, 1))]))
         if rank in known["lines"] and known["lines"][rank] is None:
             known["lines"][rank] = succeeded
 

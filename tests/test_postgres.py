@@ -81,7 +81,7 @@ async def test_a_commit_without_an_answer_happens_once(postgres: PostgresServer,
     await store.add_lines(batch.id, [LineRef(0, 1, 0, 9)], first=True)
     await store.start_batch(batch.id, 1, None, NOW)
     connection = break_commit(store, lambda raw: raw.pgconn.finish(), is_sent)
-    results = store.add_results(batch.id, [LineResult(0, True, 0, 7)], Usage(4, 1, 2, 1))
+    results = store.add_results(batch.id, [LineResult(0, True, 0, 7, Usage(4, 1, 2, 1))])
     moved = store.move_batch(batch.id, BatchStatus.FINALIZING, NOW)
     counted, ended = await asyncio.gather(results, moved)
     assert (counted.completed, ended.completed, ended.status) == (1, 1, BatchStatus.FINALIZING)

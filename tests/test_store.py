@@ -121,10 +121,12 @@ async def test_a_batch_through_its_life(store: RowStore) -> None:
     assert (started.status, started.times, started.model) == (BatchStatus.IN_PROGRESS, {"in_progress_at": NOW + 1}, "m")
     lines = await store.lines_at(batch.id, range(2))
     assert lines == [LineRef(0, 3, 20, 10), LineRef(1, 1, 0, 10)]
-    counted = await store.add_results(batch.id, [LineResult(1, True, 0, 7)], Usage(4, 1, 2, 1))
+    counted = await store.add_results(batch.id, [LineResult(1, True, 0, 7, Usage(4, 1, 2, 1))])
     assert (counted.completed, counted.failed, counted.remaining) == (1, 0, 2)
-    again = await store.add_results(batch.id, [LineResult(1, False, 7, 5), LineResult(2, False, 7, 5)], Usage())
+    late = [LineResult(1, False, 7, 5, Usage(9, 9, 9, 9)), LineResult(2, False, 7, 5)]
+    again = await store.add_results(batch.id, late)
     assert (again.completed, again.failed) == (1, 1), "a row once readable never changes"
+    assert again.usage == Usage(4, 1, 2, 1), "nor does its usage count twice"
     assert [line.rank for line in await store.lines_at(batch.id, range(9))] == [0]
     records = await store.line_records(batch.id, -1, 9)
     assert [(r.ref.rank, r.succeeded, r.start, r.length) for r in records] == [

@@ -15,7 +15,7 @@ from gateway.batch.journal import frame
 from gateway.http.errors import log_unexpected
 from gateway.store.disk import StorageError, StorageHealth
 from gateway.store.folder import StateFolder
-from gateway.store.objects import LineResult, Usage
+from gateway.store.objects import LineResult
 
 log = logging.getLogger("tidemill.gateway")
 
@@ -191,15 +191,14 @@ class ResultWriter:
     async def _commit(self, job: Job, lines: list[FinishedLine], start: int) -> None:
         """Write a group. Repeatable: the same rows go to the same offset of the journal."""
         results: list[LineResult] = []
-        usage, data = Usage(), bytearray()
+        data = bytearray()
         for line in lines:
             framed = frame(job.batch.id, line.ref.rank, line.succeeded, line.usage, line.row)
-            results.append(LineResult(line.ref.rank, line.succeeded, start + len(data), len(framed)))
+            results.append(LineResult(line.ref.rank, line.succeeded, start + len(data), len(framed), line.usage))
             data += framed
-            usage = usage.plus(line.usage)
         await in_thread(lambda: self._append(job.batch.id, data, start))
         job.journal_end = start + len(data)
-        job.batch = await to_end(self._folder.store.add_results(job.batch.id, results, usage))
+        job.batch = await to_end(self._folder.store.add_results(job.batch.id, results))
 
     def _append(self, batch_id: str, data: bytearray, start: int) -> None:
         path, disk = self._folder.journal_path(batch_id), self._folder.disk

@@ -179,18 +179,18 @@ class BatchRows(Rows):
         return row["total"], row["pending"] or 0.0
 
     @transaction
-    def add_results(
-        self, connection: RowConnection, batch_id: str, results: Sequence[LineResult], usage: Usage
-    ) -> BatchJob:
-        """Record results whose rows are durable in the journal. Lines that have a result keep it."""
-        batch, counts = _seq(connection, batch_id), [0, 0]
+    def add_results(self, connection: RowConnection, batch_id: str, results: Sequence[LineResult]) -> BatchJob:
+        """Record results whose rows are durable in the journal. Lines that have a result keep it, and its usage."""
+        batch, counts, usage = _seq(connection, batch_id), [0, 0], Usage()
         for result in results:
             changed = connection.execute(
                 "UPDATE lines SET succeeded = ?, result_start = ?, result_length = ? "
                 "WHERE batch = ? AND rank = ? AND succeeded IS NULL",
                 (int(result.succeeded), result.start, result.length, batch, result.rank),
             )
-            counts[result.succeeded] += changed.rowcount
+            if changed.rowcount:
+                counts[result.succeeded] += 1
+                usage = usage.plus(result.usage)
         if not any(counts):  # an earlier commit in doubt had succeeded
             return _load(connection, batch_id)
         connection.execute(

@@ -275,12 +275,13 @@ class LineRef(NamedTuple):
 
 
 class LineResult(NamedTuple):
-    """A finished line: whether it succeeded, and the offset and length of its row in the journal."""
+    """A finished line: whether it succeeded, the offset and length of its row in the journal, and its usage."""
 
     rank: int
     succeeded: bool
     start: int
     length: int
+    usage: Usage = Usage()
 
 
 class LineRecord(NamedTuple):
