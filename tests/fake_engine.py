@@ -309,6 +309,19 @@ def colocation_stats(**changes: Any) -> ColocationStats:
     return ColocationStats(**facts | changes)
 
 
+def demo_engine(template: str | None = None, **fields: Any) -> tuple[Engine, Tokenizer]:
+    """The packaged model on the CPU, in float32, so that answers do not depend on the neighbours in a batch; and its
+    tokenizer. `fields` are those of `EngineConfig`."""
+    from engine.build import build_engine, plan_launch  # imports torch
+    from engine.config import EngineConfig
+
+    usual: dict[str, Any] = {"num_gpu_blocks_override": 160, "max_num_seqs": 32, "max_num_batched_tokens": 256}
+    usual |= {"device": "cpu", "dtype": "float32", "profile_seconds": 0.0, "slo": "ttft_p99=100s,tbt_p99=10s"}
+    config = EngineConfig(**usual | fields)
+    plan = plan_launch(config)
+    return build_engine(config, plan), Tokenizer.load(plan.folder, template, probe=False)
+
+
 @dataclass
 class Served:
     engine: FakeEngine
@@ -345,7 +358,7 @@ class LocalEngine:
 
 @asynccontextmanager
 async def serve(
-    engine: FakeEngine, tokenizer: Tokenizer, limits: ProtocolLimits | None = None, **config: Any
+    engine: Any, tokenizer: Tokenizer, limits: ProtocolLimits | None = None, **config: Any
 ) -> AsyncIterator[Served]:
     """The whole server, as `tidemill serve` builds it, but for signals; with `folder` it has files and batches."""
     folder, batch_limits = config.pop("folder", None), config.pop("batch_limits", None)

@@ -15,17 +15,16 @@ import torch
 from batch_tools import jsonl, line, open_folder, results_of, submit, until
 from devices import BACKENDS, device_of, linear_of
 from driver import Driver, make_request
-from fake_engine import MODEL, FakeEngine, say, serve
+from fake_engine import MODEL, FakeEngine, demo_engine, say, serve
 from test_tools import client_of
 from tiny_models import model_folder, reference_model
 from transformers import AutoModel
 
 from engine.api import EngineRequest, FinishReason, RequestClass, SamplingParams
-from engine.build import build_engine, plan_launch
-from engine.config import EngineConfig
 from engine.execution.runner import Runner
 from engine.forms import EmbeddingSpec, Pooling, read_embedding_spec
 from engine.limits import SchedulerConfig
+from engine.models import demo
 from engine.models.checkpoint import load_weights
 from engine.models.spec import load_spec
 from engine.text.tokenizer import Tokenizer
@@ -179,18 +178,14 @@ TEXTS = ["the river rises", "a boat", "the river rises and the mill turns, again
 
 async def test_the_official_client_gets_what_transformers_compute(tmp_path: Path) -> None:
     """Texts, lists of texts and of ids; both encodings, fewer dimensions; usage; and the same as lines of a batch."""
-    config = EngineConfig(
-        device="cpu", dtype="float32", num_gpu_blocks_override=200, profile_seconds=0.0,
-        max_num_seqs=8, max_num_batched_tokens=64, slo="ttft_p99=100s,tbt_p99=10s",
-    )  # fmt: skip
-    plan = plan_launch(config)
-    tokenizer = Tokenizer.load(plan.folder, probe=False)
+    engine, tokenizer = demo_engine(num_gpu_blocks_override=200, max_num_seqs=8, max_num_batched_tokens=64)
     ids = [tokenizer.encode(text) for text in TEXTS]
-    model = await asyncio.to_thread(AutoModel.from_pretrained, plan.folder, dtype=torch.float32)
+    model = await asyncio.to_thread(
+        AutoModel.from_pretrained, Path(demo.__file__).parent / "weights", dtype=torch.float32
+    )
     with torch.inference_mode():
         hidden = [model(torch.tensor([each])).last_hidden_state[0, -1].numpy() for each in ids]
     expected = [vector / np.linalg.norm(vector) for vector in hidden]
-    engine = build_engine(config, plan)
     folder = await open_folder(tmp_path / "state")
     names = (MODEL,)
     async with serve(engine, tokenizer, folder=folder, served_model_name=names) as served, client_of(served) as client:

@@ -5,12 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from batch_tools import FAST, check_ended, client_of, jsonl, line, open_folder, submit, until, until_counted
-from fake_engine import serve
+from fake_engine import demo_engine, serve
 from integrity import check_core
-
-from engine.build import build_engine, plan_launch
-from engine.config import EngineConfig
-from engine.text.tokenizer import Tokenizer
 
 MODEL = "tidemill-demo"
 BLOCKS = 80
@@ -18,21 +14,10 @@ BLOCKS = 80
 
 async def test_the_second_turn_of_a_chat_hits_its_prefix_after_a_batch_job(tmp_path: Path) -> None:
     """The job's lines fill the cache several times over, and are still running when the second turn comes."""
-    config = EngineConfig(
-        device="cpu",
-        dtype="float32",
-        num_gpu_blocks_override=BLOCKS,
-        max_num_seqs=16,
-        max_num_batched_tokens=256,
-        profile_seconds=0.0,
-        slo="ttft_p99=100s,tbt_p99=10s",
-    )
-    plan = plan_launch(config)
-    tokenizer = Tokenizer.load(plan.folder, probe=False)
-    engine = build_engine(config, plan)
+    engine, tokenizer = demo_engine(num_gpu_blocks_override=BLOCKS, max_num_seqs=16)
     folder = await open_folder(tmp_path / "state")
     options: dict[str, Any] = {"served_model_name": (MODEL,), "folder": folder, "batch_limits": FAST}
-    server = serve(engine, tokenizer, None, **options)  # type: ignore[arg-type]
+    server = serve(engine, tokenizer, **options)
     async with server as served, client_of(served, timeout=120) as client:
         turns = [{"role": "user", "content": "Tell me about the tide. " * 12 + "What is tidemill?"}]
 

@@ -12,34 +12,20 @@ import openai
 import pydantic
 import pytest
 from batch_tools import eventually
-from fake_engine import Served, serve
+from fake_engine import Served, demo_engine, serve
 from fixtures import refuse_blocking
 from integrity import check_core
 
 from benchmarks.demo_training.phrases import held_out
-from engine.build import build_engine, plan_launch
 from engine.config import EngineConfig
 from engine.engine import Engine
-from engine.text.tokenizer import Tokenizer
 
 MODEL = "tidemill-demo"
 
 
 @pytest.fixture
 async def live(tmp_path: Path) -> AsyncIterator[tuple[Engine, Served]]:
-    """Float32, so that answers do not depend on the neighbours in a batch; a cache of 160 blocks."""
-    config = EngineConfig(
-        device="cpu",
-        dtype="float32",
-        num_gpu_blocks_override=160,
-        max_num_seqs=32,
-        max_num_batched_tokens=256,
-        profile_seconds=0.0,
-        slo="ttft_p99=100s,tbt_p99=10s",
-    )
-    plan = plan_launch(config)
-    tokenizer = Tokenizer.load(plan.folder, probe=False)
-    engine = build_engine(config, plan)
+    engine, tokenizer = demo_engine()
     with refuse_blocking():
         async with serve(engine, tokenizer, None, served_model_name=(MODEL,)) as served:
             yield engine, served
@@ -216,10 +202,10 @@ async def test_completions_with_token_ids_and_logprobs(live: tuple[Engine, Serve
 
 async def test_a_burst_on_a_fresh_server_is_served_not_refused(tmp_path: Path) -> None:
     """The default SLO, a prior for a profile, sixteen different prompts at once."""
-    config = EngineConfig(device="cpu", num_gpu_blocks_override=400, profile_seconds=0.0)
-    plan = plan_launch(config)
-    tokenizer = Tokenizer.load(plan.folder, probe=False)
-    engine = build_engine(config, plan)
+    slo = EngineConfig().slo
+    engine, tokenizer = demo_engine(
+        dtype="auto", num_gpu_blocks_override=400, max_num_seqs=None, max_num_batched_tokens=None, slo=slo
+    )
     async with serve(engine, tokenizer, None, served_model_name=(MODEL,)) as served, client_of(served) as client:
         ask = [
             client.completions.create(model=MODEL, prompt=[5 + index, *([7] * 199)], max_tokens=4)

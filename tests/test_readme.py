@@ -14,11 +14,8 @@ from typing import Any
 import httpx
 import pytest
 from batch_tools import FAST, open_folder
-from fake_engine import Served, serve
+from fake_engine import Served, demo_engine, serve
 
-from engine.build import build_engine, plan_launch
-from engine.config import EngineConfig
-from engine.text.tokenizer import Tokenizer
 from gateway import cli
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -35,15 +32,10 @@ CURL = re.compile(
 @pytest.fixture
 async def demo(tmp_path: Path) -> AsyncIterator[Served]:
     """The demo model, as `tidemill serve` serves it, with files and batches."""
-    config = EngineConfig(
-        device="cpu", dtype="float32", num_gpu_blocks_override=160, max_num_seqs=16, max_num_batched_tokens=256,
-        profile_seconds=0.0, slo="ttft_p99=100s,tbt_p99=10s",
-    )  # fmt: skip
-    plan = plan_launch(config)
+    engine, tokenizer = demo_engine(max_num_seqs=16)
     folder = await open_folder(tmp_path / "state")
     options: dict[str, Any] = {"served_model_name": ("tidemill-demo",), "folder": folder, "batch_limits": FAST}
-    tokenizer = Tokenizer.load(plan.folder, probe=False)
-    async with serve(build_engine(config, plan), tokenizer, None, **options) as served:  # type: ignore[arg-type]
+    async with serve(engine, tokenizer, **options) as served:
         yield served
 
 

@@ -11,14 +11,10 @@ import jsonschema_rs
 import openai
 import pytest
 from batch_tools import FAST, check_ended, jsonl, line, open_folder, submit, until
-from fake_engine import Served, serve
+from fake_engine import Served, demo_engine, serve
 from fixtures import refuse_blocking
 from integrity import check_core
 from pydantic import BaseModel, Field
-
-from engine.build import build_engine, plan_launch
-from engine.config import EngineConfig
-from engine.text.tokenizer import Tokenizer
 
 MODEL = "tidemill-demo"
 CHAT = "/v1/chat/completions"
@@ -33,18 +29,7 @@ class Point(BaseModel):
 
 @asynccontextmanager
 async def server(template: str | None = None, **options: Any) -> AsyncIterator[Served]:
-    config = EngineConfig(
-        device="cpu",
-        dtype="float32",
-        num_gpu_blocks_override=160,
-        max_num_seqs=32,
-        max_num_batched_tokens=256,
-        profile_seconds=0.0,
-        slo="ttft_p99=100s,tbt_p99=10s",
-    )
-    plan = plan_launch(config)
-    tokenizer = Tokenizer.load(plan.folder, template, probe=False)
-    engine = build_engine(config, plan)
+    engine, tokenizer = demo_engine(template)
     with refuse_blocking():
         async with serve(engine, tokenizer, None, served_model_name=(MODEL,), **options) as served:
             yield served

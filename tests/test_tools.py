@@ -19,14 +19,12 @@ import openai
 import pytest
 import tokenizer_folders
 import tokenizers
-from fake_engine import MODEL, FakeEngine, Served, say, serve
+from fake_engine import MODEL, FakeEngine, Served, demo_engine, say, serve
 from fixtures import refuse_blocking
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers.utils.chat_parsing.response_templates import load_response_template
 
-from engine.build import build_engine, plan_launch
-from engine.config import EngineConfig
 from engine.forms import Grammar
 from engine.structured.compiler import GrammarCompiler, Matcher
 from engine.text.tokenizer import CHANNEL_TOKENS, Tokenizer
@@ -867,14 +865,8 @@ async def test_models_that_call_nothing_say_so(tmp_path: Path) -> None:
 
 async def test_required_calls_are_valid_at_any_temperature(tmp_path: Path) -> None:
     """The demo model, told of tools in a way that it has never seen, must call one."""
-    config = EngineConfig(
-        device="cpu", dtype="float32", num_gpu_blocks_override=160, profile_seconds=0.0,
-        max_num_seqs=16, max_num_batched_tokens=256, slo="ttft_p99=100s,tbt_p99=10s",
-    )  # fmt: skip
-    plan = plan_launch(config)
     template = "{{ tools | tojson | length }}<tool_call>{{ messages[0].content }}"
-    tokenizer = Tokenizer.load(plan.folder, template, probe=False)
-    engine = build_engine(config, plan)
+    engine, tokenizer = demo_engine(template, max_num_seqs=16)
     schemas = {each.name: each.parameters for each in FUNCTIONS}
     hot: dict[str, Any] = {"temperature": 2.0, "max_tokens": 100}
     async with serve(engine, tokenizer, None, served_model_name=(MODEL,)) as served, client_of(served) as client:

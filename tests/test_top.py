@@ -4,7 +4,6 @@ top_stream.json is what `/dashboard/events` and `/v1/batches` of the demo model 
 """
 
 import asyncio
-import hashlib
 import io
 import json
 import os
@@ -20,7 +19,7 @@ from typing import Any
 
 import httpx
 import pytest
-from batch_tools import batch_server, jsonl, line, submit
+from batch_tools import batch_server, jsonl, keys_of, line, submit
 from fake_engine import MODEL
 from fixtures import StartServer
 from hypothesis import given
@@ -355,10 +354,7 @@ async def test_the_command_takes_address_and_key_from_the_environment(start_serv
 
 
 async def test_a_key_without_the_right_to_figures_sees_its_batches(start_server: StartServer, tmp_path: Path) -> None:
-    keys = tmp_path / "keys"
-    keys.write_text("\n".join(f"{hashlib.sha256(key).hexdigest()} {key.decode()}" for key in (b"a", b"b")))
-    keys.chmod(0o600)
-    served = await start_server("hi", api_key_file=str(keys))
+    served = await start_server("hi", api_key_file=keys_of(tmp_path, "a a", "b b"))
     assert "this API key may see its own batches only" in await top(served.url, "a")
 
 

@@ -1,7 +1,6 @@
 """The page at `/`: its files and headers, the history and the stream of snapshots, and its modules under node."""
 
 import asyncio
-import hashlib
 import json
 import shutil
 import subprocess
@@ -12,6 +11,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
+from batch_tools import keys_of
 from fake_engine import MODEL, Served, colocation_stats
 from fixtures import StartServer
 
@@ -178,13 +178,7 @@ def test_the_modules_of_the_page() -> None:
 async def test_figures_of_every_tenant_are_for_keys_that_may_see_them(
     start_server: StartServer, tmp_path: Path
 ) -> None:
-    lines = [
-        f"{hashlib.sha256(key.encode()).hexdigest()} {key} {words}" for key, words in (("a", ""), ("b", "metrics"))
-    ]
-    keys = tmp_path / "keys"
-    keys.write_text("\n".join(lines))
-    keys.chmod(0o600)
-    served = await start_server("hi", api_key_file=str(keys))
+    served = await start_server("hi", api_key_file=keys_of(tmp_path, "a a", "b b metrics"))
     for path in ("/dashboard/history", "/dashboard/events"):
         refused = await get(served, path, authorization="Bearer a")
         assert refused.status_code == 403 and refused.json()["error"]["code"] == "metrics_forbidden"
