@@ -37,8 +37,7 @@ from gateway.http.quotas import Admissions
 from gateway.models import ModelNames
 from gateway.store.folder import StateFolder
 from gateway.store.objects import Channel
-from gateway.telemetry.loop_lag import LoopLag
-from gateway.telemetry.metrics import GatewayMetrics
+from gateway.telemetry.metrics import GatewayMetrics, LoopLag
 from gateway.telemetry.request_log import RequestLog
 from gateway.telemetry.tracing import TraceHeaders, Traces, find_endpoint
 from gateway.web import routes as web

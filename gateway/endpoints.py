@@ -18,7 +18,7 @@ from gateway.generate.messages.endpoint import COUNT_TOKENS, MESSAGES, count_tok
 from gateway.generate.params import Unhonoured
 from gateway.generate.responses.endpoint import INPUT_TOKENS, RESPONSES, input_tokens
 from gateway.generate.tokenize import DETOKENIZE, TOKENIZE, TOKENIZE_CHAT, detokenize, tokenize
-from gateway.http.anthropic import MESSAGES_PATH
+from gateway.http.errors import MESSAGES_PATH
 
 ENDPOINTS: Mapping[str, ModelEndpoint[Any]] = {
     endpoint.path: endpoint for endpoint in (CHAT, COMPLETIONS, EMBEDDINGS, RESPONSES, MESSAGES)

@@ -13,8 +13,7 @@ from engine.api import ColocationStats, EngineState, EngineStats
 from engine.errors import EngineUnavailableError
 from gateway.context import context_of, sees_all
 from gateway.generate.answering import find_model
-from gateway.http.anthropic import speaks_anthropic, timestamp
-from gateway.http.errors import ApiError
+from gateway.http.errors import ApiError, speaks_anthropic, timestamp
 from gateway.models import Model
 from gateway.telemetry.engine_metrics import shown as engines_shown
 

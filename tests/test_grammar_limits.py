@@ -21,8 +21,7 @@ import engine.models.demo
 from engine.api import EngineRequest, RequestClass, SamplingParams
 from engine.errors import InvalidRequestError, QueueFullError
 from engine.forms import Grammar
-from engine.structured.cache import GrammarCache, Refusals
-from engine.structured.compiler import CompiledGrammar, GrammarCompiler
+from engine.structured.compiler import CompiledGrammar, GrammarCache, GrammarCompiler, Refusals
 from engine.structured.proof import WALK_TOKENS, OutOfTime, Proof, ProofFault, ProofLimits, Refusal, Verdict
 from engine.structured.prover_client import Prover
 from engine.structured.ready import Grammars, Slots

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from prometheus_client import CollectorRegistry
 
-from gateway.telemetry.loop_lag import CoreWaits, LoopLag
+from gateway.telemetry.metrics import CoreWaits, LoopLag
 
 OWN, ALL = "tidemill_loop_own_lag_seconds", "tidemill_loop_lag_seconds"
 

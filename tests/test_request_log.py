@@ -31,8 +31,7 @@ from engine.errors import ConfigError
 from gateway.batch.line import LineOrigin, LineRunner
 from gateway.telemetry import request_log
 from gateway.telemetry.account import CLIENT_LEFT, Account
-from gateway.telemetry.request_log import RequestLog, line_of
-from gateway.telemetry.slo_verdict import judge
+from gateway.telemetry.request_log import RequestLog, judge, line_of
 
 SECRET = "a-prompt-that-nobody-may-read"
 SLO = "ttft_p99=1s,tbt_p99=100ms"

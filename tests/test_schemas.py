@@ -18,7 +18,7 @@ import engine.models.demo
 from engine.errors import InvalidRequestError
 from engine.forms import Grammar
 from engine.structured.compiler import GrammarCompiler
-from gateway.generate.number_patterns import integer_pattern
+from gateway.generate.lark import integer_pattern
 from gateway.generate.schemas import BOUNDS, prepared
 from gateway.generate.structured import grammar_of
 from gateway.generate.wire import CompletionRequest

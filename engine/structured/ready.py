@@ -20,8 +20,7 @@ import msgspec
 from engine.api import EngineRequest, Lane, RequestClass
 from engine.errors import QueueFullError
 from engine.forms import Grammar
-from engine.structured.cache import Refusals
-from engine.structured.compiler import CompiledGrammar, GrammarCompiler, GrammarError, refusal
+from engine.structured.compiler import CompiledGrammar, GrammarCompiler, GrammarError, Refusals, refusal
 from engine.structured.proof import (
     ENGINE_STACKS,
     OutOfTime,

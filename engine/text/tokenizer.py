@@ -12,10 +12,9 @@ import tokenizers
 from tokenizers import pre_tokenizers
 
 from engine.errors import ConfigError, InvalidRequestError, ModelLoadError
-from engine.text.chat_template import ChatTemplate, encode_text
+from engine.text.chat_template import ChatTemplate, complete, encode_text
 from engine.text.detokenizer import ByteRule, IncrementalDetokenizer, read_byte_rule
 from engine.text.template_probe import TemplateFacts, probe_templates
-from engine.text.tool_sections import complete
 
 __all__ = ["IncrementalDetokenizer", "Tokenizer"]
 

@@ -14,7 +14,7 @@ from gateway.batch.limits import BatchLimits
 from gateway.batch.output import ResultBuilder
 from gateway.batch.results import StorageRetry, in_thread, to_end
 from gateway.generate.threads import at_half_speed
-from gateway.http.anthropic import MESSAGES_PATH
+from gateway.http.errors import MESSAGES_PATH
 from gateway.http.quotas import TENANT_LIMIT
 from gateway.models import ModelNames
 from gateway.store.disk import StorageError, UnreadableError, read_errors

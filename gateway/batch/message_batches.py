@@ -24,8 +24,7 @@ from gateway.batch.tenants import listed_tenant, reached_tenant
 from gateway.context import context_of, tenant_of
 from gateway.generate.answering import read_json
 from gateway.generate.wire import StrictBody, parse_json, validate
-from gateway.http.anthropic import MESSAGES_PATH, timestamp
-from gateway.http.errors import ApiError, messages_envelope
+from gateway.http.errors import MESSAGES_PATH, ApiError, messages_envelope, timestamp
 from gateway.http.json_text import escape_line_ends
 from gateway.http.sse import run_while_connected
 from gateway.store.objects import TERMINAL, BatchJob, BatchStatus, FileInUse, Page, UnknownCursor, new_batch_id

@@ -9,8 +9,7 @@ from typing import Any, NamedTuple
 
 import orjson
 
-from gateway.generate.lark import Lark, quoted
-from gateway.generate.number_patterns import integer_pattern
+from gateway.generate.lark import Lark, integer_pattern, quoted
 from gateway.generate.schemas import choices_of, has_large_numbers
 from gateway.generate.tool_schemas import (
     BOUNDS,

@@ -7,6 +7,7 @@ import logging
 import math
 import traceback
 from collections.abc import Mapping
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +26,21 @@ from engine.errors import (
     RetryableError,
     TidemillError,
 )
-from gateway.http.anthropic import speaks_anthropic
 
 log = logging.getLogger("tidemill.gateway")
+
+MESSAGES_PATH = "/v1/messages"
+
+
+def speaks_anthropic(scope: Scope) -> bool:
+    """Return whether a request is one of Anthropic's API, by its path or by the header that its clients send."""
+    return scope["path"].startswith(MESSAGES_PATH) or any(name == b"anthropic-version" for name, _ in scope["headers"])
+
+
+def timestamp(seconds: int) -> str:
+    """Return Unix seconds as RFC 3339."""
+    return datetime.fromtimestamp(seconds, UTC).isoformat().replace("+00:00", "Z")
+
 
 INTERNAL_MESSAGE = "The server had an error while processing the request."
 _DEFAULTS: dict[int, tuple[str, str]] = {

@@ -12,8 +12,7 @@ from fnmatch import fnmatchcase
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from engine.refusals import is_loopback
-from gateway.http.anthropic import speaks_anthropic
-from gateway.http.errors import ApiError, error_response
+from gateway.http.errors import ApiError, error_response, speaks_anthropic
 from gateway.http.keys import Key, KeyStore
 from gateway.telemetry.metrics import GatewayMetrics
 

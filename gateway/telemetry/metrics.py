@@ -1,15 +1,19 @@
-"""Prometheus metrics of requests, observed per output and per ended choice, and their aliases under vLLM's names.
+"""Prometheus metrics of requests, their aliases under vLLM's names, and the lag of the event loop.
 
 Each application has its own registry. The `vllm:*` aliases cover online work only, so that dashboards and autoscalers
 for vLLM are not affected by batch work. Labels have a bounded set of values and contain no ids.
 """
 
+import asyncio
 import math
+import threading
 import time
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector, generate_latest
@@ -249,3 +253,57 @@ class VllmAliases(Collector):
             labels |= {"finished_reason": sample.labels["reason"]} if "reason" in sample.labels else {}
             alias.add_sample(name + sample.name.removeprefix(family.name), labels, sample.value)
         return alias
+
+
+LAG_INTERVAL = 0.1
+_LAG_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0)
+
+
+class LoopLag:
+    """Measure ten times per second by how much a timer fires late; see `BackgroundWork`.
+
+    Lag while the thread waits for a CPU core means that the machine is overloaded. The rest is caused by the server
+    itself: a slow callback, or another thread that holds the GIL. The kernel's scheduler statistics separate the two.
+    """
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._lag = _histogram(registry, "tidemill_loop_lag_seconds", "Lag of the server's event loop.")
+        text = "Lag of the event loop without waits for a CPU core (all lag where the system does not report waits)."
+        self._own = _histogram(registry, "tidemill_loop_own_lag_seconds", text)
+        self._task: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        self._task = asyncio.create_task(self._run(), name="tidemill-loop-lag")
+
+    async def stop(self) -> None:
+        """Stop measuring. Idempotent."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.wait([self._task])
+            self._task = None
+
+    async def _run(self) -> None:
+        loop, core = asyncio.get_running_loop(), CoreWaits()
+        while True:
+            due, waited = loop.time() + LAG_INTERVAL, core.seconds()
+            await asyncio.sleep(LAG_INTERVAL)
+            lag = max(0.0, loop.time() - due)
+            self._lag.observe(lag)
+            self._own.observe(max(0.0, lag - (core.seconds() - waited)))
+
+
+class CoreWaits:
+    """Time that the creating thread has waited for a CPU core."""
+
+    def __init__(self) -> None:
+        self._file = Path(f"/proc/self/task/{threading.get_native_id()}/schedstat")
+
+    def seconds(self) -> float:
+        """Return the total wait since the thread's start in seconds; 0 on systems other than Linux."""
+        with suppress(OSError, ValueError, IndexError):
+            return int(self._file.read_text().split()[1]) / 1e9
+        return 0.0
+
+
+def _histogram(registry: CollectorRegistry, name: str, text: str) -> Histogram:
+    return Histogram(name, text, buckets=_LAG_SECONDS, registry=registry)
