@@ -28,7 +28,7 @@ from gateway.batch.webhooks import WebhookRules, WebhookSender, read_rules
 from gateway.batch.worker import BatchWorker
 from gateway.config import ServerConfig
 from gateway.context import GatewayContext, Lifecycle
-from gateway.generate.thinking import find_marks
+from gateway.generate.prompt_options import find_marks
 from gateway.generate.tools import choose_format
 from gateway.http.errors import ApiError, ErrorBoundary, handle_error
 from gateway.http.keys import KeyStore
@@ -41,7 +41,6 @@ from gateway.telemetry.metrics import GatewayMetrics, LoopLag
 from gateway.telemetry.request_log import RequestLog
 from gateway.telemetry.tracing import TraceHeaders, Traces, find_endpoint
 from gateway.web import routes as web
-from gateway.web.recorder import Recorder
 
 log = logging.getLogger("tidemill.gateway")
 
@@ -96,7 +95,7 @@ def create_app(
     app = FastAPI(title="tidemill", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
     app.router.redirect_slashes = False
     app.state.context = context
-    app.state.recorder = Recorder(metrics, lifecycle)
+    app.state.recorder = web.Recorder(metrics, lifecycle)
     lifecycle.background += [app.state.recorder, LoopLag(metrics.registry)]
     for router in (endpoints.routes(), health.router, web.router):
         app.include_router(router)

@@ -241,8 +241,8 @@ def _serve(arguments: argparse.Namespace) -> int:
     cache = adopt(importlib.import_module("gateway.store.opening").state_path(server_config.state_dir), os.environ)
     if arguments.dry_run:
         given = given_where(arguments, [EngineConfig, ServerConfig])
-        dry_run = importlib.import_module("gateway.commands.dry_run")
-        return int(dry_run.run(given, engine_config, server_config, model_name(engine_config)))
+        preflight = importlib.import_module("gateway.commands.preflight")
+        return int(preflight.run(given, engine_config, server_config, model_name(engine_config)))
     start = _Start()
     importlib.import_module("gateway.http.connection_limit").raise_descriptor_limit()  # the engine inherits it
     preflight = importlib.import_module("gateway.commands.preflight")

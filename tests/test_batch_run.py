@@ -29,7 +29,7 @@ from gateway.commands import batch_client
 from gateway.commands.batch_client import BatchClient
 from gateway.commands.chat import ChatError, ChatOptions, RefusedError
 from gateway.server import bind
-from tidemill import Batch, BatchResult, remote, tables
+from tidemill import Batch, BatchResult, tables
 from tidemill.journal import Journal
 from tidemill.recipe import Recipe, is_final
 
@@ -444,10 +444,10 @@ async def test_a_bucket_of_s3(served: Served, tmp_path: Path, monkeypatch: pytes
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
         async with httpx.AsyncClient(trust_env=False) as client:
             assert (await client.put(f"{address}/bucket")).status_code == 200
-        remote.put(write(tmp_path / "in.parquet", ROWS), "s3://bucket/in.parquet")
+        tables.put(write(tmp_path / "in.parquet", ROWS), "s3://bucket/in.parquet")
         for _ in range(2):
             await run(served, "s3://bucket/in.parquet", "s3://bucket/out.parquet", prompt="{text}", max_tokens=60)
-            remote.fetch("s3://bucket/out.parquet", tmp_path / "out.parquet")
+            tables.fetch("s3://bucket/out.parquet", tmp_path / "out.parquet")
             rows = list(tables.read_rows(tmp_path / "out.parquet"))
             assert [(row["id"], row["answer"]) for row in rows] == [(row["id"], ANSWER) for row in ROWS]
         assert await num_batches(served) == 1, "the second run had nothing to send"

@@ -27,8 +27,8 @@ from engine.forms import Grammar
 from engine.text.tokenizer import Tokenizer
 from gateway.generate.answer_parser import ParsedText, Parsing
 from gateway.generate.channels import ANALYSIS, FINAL, MAX_HEADER_CHARS
+from gateway.generate.prompt_options import find_marks
 from gateway.generate.structured import form_of
-from gateway.generate.thinking import find_marks
 from gateway.generate.tool_decoders import Call
 from gateway.generate.tool_formats import FORMATS
 from gateway.generate.tools import answer_grammar, choose_format

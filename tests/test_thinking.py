@@ -17,7 +17,7 @@ from engine.api import EngineRequest, FinishReason, RequestClass, RequestTimes, 
 from engine.forms import Grammar
 from engine.process import frames
 from engine.text.thoughts import ThinkingBudget, ThoughtMarks, ThoughtTracker
-from gateway.generate.thinking import UNLIMITED
+from gateway.generate.prompt_options import UNLIMITED
 
 MARKS = ThoughtMarks((9,), (7, 8, 7))
 THINKS = TEMPLATE + "{% if add_generation_prompt %}<think>{% endif %}{% if false %}</think>{% endif %}"

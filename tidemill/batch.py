@@ -19,7 +19,7 @@ from typing import Any
 from engine.errors import ConfigError
 from gateway.commands.batch_client import BatchClient, BatchProgress
 from gateway.commands.chat import server_options
-from tidemill import remote, tables
+from tidemill import tables
 from tidemill.journal import Journal
 from tidemill.recipe import Recipe
 from tidemill.run import TableRun
@@ -38,7 +38,7 @@ class BatchResult:
 
     def __iter__(self) -> Iterator[Row]:
         """Yield the rows of the output."""
-        if self.output is None or remote.scheme_of(self.output):
+        if self.output is None or tables.scheme_of(self.output):
             return iter(self.rows)
         return tables.read_rows(Path(self.output))
 
@@ -107,8 +107,8 @@ class Batch:
             run.check()
             run.to_the_end()
             counts = run.write(target)
-            if output is not None and remote.scheme_of(output):
-                remote.put(target, output)
+            if output is not None and tables.scheme_of(output):
+                tables.put(target, output)
             rows = () if output is not None else tuple(tables.read_rows(target))
             answered = counts.pop("", 0)
             return BatchResult(answered + counts.total(), counts.total(), dict(counts.most_common()), output, rows)
@@ -116,9 +116,9 @@ class Batch:
 
 def _source(source: Any, folder: Path) -> Path:
     """Return a local file with the rows of `source`."""
-    if isinstance(source, str) and remote.scheme_of(source):
+    if isinstance(source, str) and tables.scheme_of(source):
         path = folder / f"source{tables.check_suffix(source.partition('?')[0])}"
-        remote.fetch(source, path)
+        tables.fetch(source, path)
         return path
     if isinstance(source, str | os.PathLike):
         tables.check_suffix(os.fspath(source))
@@ -138,8 +138,8 @@ def _target(output: str | None, folder: Path) -> Path:
     if output is None:
         return folder / "output.jsonl"
     suffix = tables.check_suffix(output)
-    if remote.scheme_of(output):
-        remote.check_writable(output)
+    if tables.scheme_of(output):
+        tables.check_writable(output)
         return folder / f"output{suffix}"
     if not Path(output).absolute().parent.is_dir():
         raise ConfigError(f"{output}: the folder does not exist")
@@ -150,7 +150,7 @@ def _journal_folder(output: str | None) -> Path | None:
     """Return the folder that lets a run with this output continue; None if nothing is kept."""
     if output is None:
         return None
-    if not remote.scheme_of(output):
+    if not tables.scheme_of(output):
         return Path(f"{output}.tidemill")
     cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     return Path(cache) / "tidemill" / "runs" / uuid.uuid5(uuid.NAMESPACE_URL, output).hex

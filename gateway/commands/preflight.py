@@ -1,19 +1,26 @@
-"""Checks that `serve` and `serve --dry-run` run before any folder or process is created.
+"""Checks that `serve` and `serve --dry-run` run before any folder or process is created, and the dry run's report.
 
-They cover invalid names, files, folders and addresses. The engine's launch plan checks the model and the device.
+The checks cover invalid names, files, folders and addresses. The engine's launch plan checks the model and the device.
+The report has this machine, every setting with its origin, and the model that would be loaded. The dry run loads no
+weights, downloads nothing and changes no file; it fails with the errors of a start.
 """
 
 import errno
 import importlib
 import importlib.util
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any, NamedTuple
 
+from engine import __version__, openmp
 from engine.config import EngineConfig, parse_adapters
 from engine.errors import ConfigError
+from engine.machine.facts import available_memory, share_out
 from engine.machine.output import say
 from engine.refusals import check_combinations
+from gateway.commands.flags import Flag, FlagValue, flags_of
+from gateway.commands.report import line, report_launch, report_machine, size
 from gateway.config import ServerConfig
 from predictor.slo import SLO
 
@@ -89,3 +96,141 @@ def _check_keys(config: ServerConfig, classes: Sequence[str]) -> None:
         raise ConfigError(f"--api-key-file: unknown service class '{unknown}'; --slo has {', '.join(classes)}")
     if config.api_key_file is not None and keys.is_readable_by_others(config.api_key_file):
         say(f"--api-key-file {config.api_key_file}: any user can read its tenants and digests; mode 0640 hides them")
+
+
+DEFAULT = "default"
+
+
+class Setting(NamedTuple):
+    """A row of the settings table."""
+
+    flag: Flag
+    value: str
+    origin: str
+    given: bool  # by the user
+
+
+def run(given: Mapping[str, FlagValue], engine_config: EngineConfig, server_config: ServerConfig, name: str) -> int:
+    """Print the report and return the exit code. Raise the errors of a start. `name` is the model's name in the API."""
+    print("\n".join([*report_machine(__version__), ""]), flush=True)
+    found: dict[str, FlagValue] = {}
+    try:
+        check_start(engine_config, server_config)
+        places = _places(engine_config, server_config)
+        lines = _look_ahead(engine_config, name, found, server_config.chat_template) + places
+    finally:  # after an error, too: the origin of a setting often explains it
+        shown = found | _server_findings(server_config, name)
+        print("\n".join(table(settings(given, engine_config, server_config, shown))), flush=True)
+    print("\n".join(["", *lines]))
+    return 0
+
+
+def settings(
+    given: Mapping[str, FlagValue],
+    engine_config: EngineConfig,
+    server_config: ServerConfig,
+    found: Mapping[str, FlagValue],
+) -> Iterator[Setting]:
+    """Yield every setting. `found` has the values chosen for settings whose default is automatic."""
+    for config in (engine_config, server_config):
+        for flag in flags_of(type(config)):
+            value = getattr(config, flag.field)
+            origin = given[flag.field].origin if flag.field in given else DEFAULT
+            if value in (None, "", "auto", ()) and flag.field in found:
+                value, why = found[flag.field]
+                origin = f"{why} ({origin})" if flag.field in given else why
+            yield Setting(flag, _shown(flag, value), origin, flag.field in given)
+
+
+def table(rows: Iterator[Setting]) -> list[str]:
+    """Format columns of flag, value and origin. Settings given by the user are marked with `*`."""
+    lines = [("MODEL" if r.flag.field == "model" else f"--{r.flag.key}", r.value, r.origin, r.given) for r in rows]
+    flag, value = max(len(line[0]) for line in lines), min(40, max(len(line[1]) for line in lines))
+    return [f"{'*' if given else ' '} {name:{flag}}  {text:{value}}  {origin}" for name, text, origin, given in lines]
+
+
+def _shown(flag: Flag, value: Any) -> str:
+    if flag.secret and value:
+        return f"({len(value)} set)" if flag.many else "(set)"
+    if value is None or value in ((), ""):
+        return "-"
+    if isinstance(value, bool):
+        return str(value).lower()
+    return ", ".join(map(str, value)) if flag.many else str(value)
+
+
+def _places(engine_config: EngineConfig, server_config: ServerConfig) -> list[str]:
+    """Return the place of each engine if there are several. Raise ConfigError if the machine has too few places."""
+    if server_config.ray:
+        return [line("engines", f"{server_config.engines} in the Ray cluster at {server_config.ray}")]
+    if server_config.engines == 1:
+        return []
+    places = share_out(server_config.engines, engine_config.device, ranks=engine_config.tensor_parallel_size)
+    return [line(f"engine {number}", place.shown) for number, place in enumerate(places)]
+
+
+def _server_findings(config: ServerConfig, name: str) -> dict[str, FlagValue]:
+    folder = importlib.import_module("gateway.store.opening")
+    return {
+        "served_model_name": FlagValue((name,), "the model"),
+        "state_dir": FlagValue(folder.state_path(config.state_dir), DEFAULT),
+    }
+
+
+def _look_ahead(config: EngineConfig, name: str, found: dict[str, FlagValue], template: str | None) -> list[str]:
+    """Return lines about the model that would be loaded; store the chosen values in `found`."""
+    build = importlib.import_module("engine.build")
+    found["model"] = FlagValue("(the packaged demo model)", DEFAULT)
+    found["profile_dir"] = FlagValue(build.profile_folder(config), DEFAULT)
+    local = build.local_config(config)
+    if local is None:
+        pull = f"tidemill pull {name}" + (f" --revision {config.revision}" if config.revision else "")
+        return [line("model", f"{name} is not on this machine; `{pull}` shows its size and downloads it")]
+    plan = build.plan_launch(local)
+    notes: list[str] = []
+    plan, profile = build.stored_profile(local, plan, notes.append)
+    tokenizer = importlib.import_module("engine.text.tokenizer").Tokenizer.load(plan.folder, template)
+    _decided(build, config, plan, found)
+    warning = profile and build.slo_warning(SLO.parse(config.slo), profile.model)
+    if profile is None:
+        measured = f"none stored: a start would measure step times for at most {config.profile_seconds:g} s"
+    else:
+        error = f"{profile.num_samples} steps, held-out error {profile.held_out_mape:.1%}"
+        measured = f"from {profile.created_at}, {error}"
+    return [
+        *report_launch(plan, name),
+        line("ends", tokenizer.shown_ends(plan.spec.eos_token_ids)),
+        line("memory", _memory(plan)),
+        line("profile", measured),
+        *(line("note", note) for note in notes),
+        *([] if warning is None else [line("slo", warning)]),
+    ]
+
+
+def _decided(build: Any, config: EngineConfig, plan: Any, found: dict[str, FlagValue]) -> None:
+    found["device"] = FlagValue(plan.device, "this machine")
+    found["model_impl"] = FlagValue(plan.implementation, "the model's family")
+    found["dtype"] = FlagValue(plan.dtype, "the model and this machine")
+    found["max_model_len"] = FlagValue(plan.limits.max_model_len, "the model and the cache")
+    found["num_gpu_blocks_override"] = FlagValue(plan.num_blocks, "measured: free memory")
+    why = "the device" if plan.offload is None else "streamed weights"
+    found["max_num_seqs"] = FlagValue(plan.limits.max_num_seqs, why)
+    found["max_num_batched_tokens"] = FlagValue(plan.limits.max_num_batched_tokens, why)
+    host = round(build.host_bytes(plan) / 2**30, 1)
+    found["swap_space"] = FlagValue(
+        host, "measured: free host memory" if host else "the cache itself is in host memory"
+    )
+    if plan.device == "cpu":
+        origin = "OMP_NUM_THREADS" if "OMP_NUM_THREADS" in os.environ else "at most one per core; a start measures"
+        found["threads"] = FlagValue(openmp.num_threads(config, os.environ), origin)
+        found["kernels"] = FlagValue(
+            plan.kernels, "measured: the native kernels pass their test" if "native" in plan.kernels else "torch"
+        )
+
+
+def _memory(plan: Any) -> str:
+    stay = "" if plan.offload is None else f" ({size(plan.held_bytes)} resident)"
+    need = f"weights {size(plan.weight_bytes)}{stay}, cache {size(plan.cache_bytes)}"
+    if plan.device != "cpu":
+        return f"{need}, of {plan.memory_utilization:.0%} of the device"
+    return f"{need}, of {size(available_memory())} free"

@@ -18,9 +18,15 @@ from gateway.generate.choices import OutputDelta
 from gateway.generate.completion_format import CompletionStream, chat_logprobs
 from gateway.generate.endpoint import ModelEndpoint
 from gateway.generate.params import UNHONOURED, Caller, GenerationPlan, chat_plan, check_chat, check_texts
-from gateway.generate.prompt_options import apply_effort, check_prompt_end, template_options
+from gateway.generate.prompt_options import (
+    apply_effort,
+    budget_of,
+    check_budget,
+    check_prompt_end,
+    check_thought_before,
+    template_options,
+)
 from gateway.generate.structured import form_of
-from gateway.generate.thinking import budget_of, check_budget, check_thought_before
 from gateway.generate.threads import run_by_size, run_text_work
 from gateway.generate.tool_decoders import Call
 from gateway.generate.tools import (

@@ -1,22 +1,204 @@
 """The dashboard page at `/`, its files under `/web/`, and its data at `/dashboard/history` and `/dashboard/events`.
 
 The static files need no API key; the data endpoints are protected like /metrics. The content security policy allows
-resources of this server only.
+resources of this server only. The data are snapshots of the engine's statistics, of which the last 900 are in memory:
+one every second while a page is open, else every ten seconds, so that a new page has a history. A snapshot is encoded
+once for all pages. Counters are cumulative; the page computes differences.
 """
 
+import asyncio
 import hashlib
+import math
+import time
+from collections import deque
+from collections.abc import AsyncGenerator, Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib import resources
-from typing import cast
+from typing import Any, cast
 
+import orjson
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
+from engine.api import ColocationStats, EngineState, EngineStats, RequestClass
+from gateway.context import Lifecycle
 from gateway.health import check_sees_all
 from gateway.http.errors import ApiError
-from gateway.http.sse import EventStream
-from gateway.web.recorder import Recorder
+from gateway.http.sse import EventStream, event
+from gateway.telemetry.engine_metrics import shown
+from gateway.telemetry.metrics import EndedAnswer, GatewayMetrics
+from predictor.slo import SLO
+
+FOLLOWED_SECONDS = 1.0
+UNFOLLOWED_SECONDS = 10.0
+KEPT_SNAPSHOTS = 900
+
+
+class Recorder:
+    """Take snapshots; see `BackgroundWork`. `clock` is the wall clock, `engine_clock` the clock of request times."""
+
+    def __init__(
+        self,
+        metrics: GatewayMetrics,
+        lifecycle: Lifecycle,
+        clock: Callable[[], float] = time.time,
+        engine_clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._metrics = metrics
+        self._lifecycle = lifecycle
+        self._clock = clock
+        self._engine_clock = engine_clock
+        self._snapshots: deque[bytes] = deque(maxlen=KEPT_SNAPSHOTS)
+        self._recorded_at = -math.inf
+        self._followers = 0
+        self._followed = asyncio.Event()
+        self._next: asyncio.Future[bytes] | None = None
+        self._task: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        await self._metrics.take_snapshot()  # statistics must exist before the first request
+        self._task = asyncio.create_task(self._run(), name="tidemill-recorder")
+
+    async def stop(self) -> None:
+        """Stop recording and end all event streams. Idempotent."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.wait([self._task])
+            self._task = None
+        if self._next is not None:
+            self._next.cancel()
+            self._next = None
+
+    async def history(self) -> bytes:
+        """Return all snapshots as a JSON document, after taking a new one if the last is older than a second."""
+        if self._clock() - self._recorded_at >= FOLLOWED_SECONDS:
+            await self.record()
+        return b'{"snapshots":[' + b",".join(self._snapshots) + b"]}"
+
+    async def follow(self) -> AsyncGenerator[bytes, None]:
+        """Yield a server-sent event per snapshot until the recorder stops."""
+        self._followers += 1
+        self._followed.set()
+        try:
+            while self._task is not None:
+                if self._next is None:
+                    self._next = asyncio.get_running_loop().create_future()
+                yield await asyncio.shield(self._next)
+        except asyncio.CancelledError:
+            if self._task is not None:
+                raise  # the client disconnected; otherwise the recorder has stopped and the stream ends normally
+        finally:
+            self._followers -= 1
+
+    async def record(self) -> bytes:
+        """Take a snapshot, send it to all event streams, and return it encoded."""
+        await self._metrics.take_snapshot()
+        answers = self._metrics.by_class[RequestClass.ONLINE].answers
+        now = self._recorded_at = self._clock()
+        shift = now - self._engine_clock()
+        chats = [_chat(answer, answer.ended + shift) for answer in answers]
+        snapshot = take(self._metrics.stats, chats, now) | self._readiness()
+        snapshot["batch"] = self._metrics.by_class[RequestClass.OFFLINE].totals
+        answers.clear()
+        encoded = orjson.dumps(snapshot)
+        self._snapshots.append(encoded)
+        if self._next is not None:
+            self._next.set_result(event(orjson.Fragment(encoded)))
+            self._next = None
+        return encoded
+
+    async def _run(self) -> None:
+        while True:
+            await self.record()
+            if self._followers:
+                await asyncio.sleep(FOLLOWED_SECONDS)
+                continue
+            self._followed.clear()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(UNFOLLOWED_SECONDS):
+                    await self._followed.wait()
+
+    def _readiness(self) -> dict[str, Any]:
+        client = self._lifecycle.client
+        if self._lifecycle.draining:
+            return {"ready": False, "reason": "shutting down"}
+        if client.state is EngineState.READY:
+            return {"ready": True, "reason": None}
+        return {"ready": False, "reason": client.trouble or "the engine is not ready"}
+
+
+def take(stats: EngineStats, chats: list[dict[str, Any]], now: float) -> dict[str, Any]:
+    """Return a snapshot. `chats`: chats ended since the last snapshot; `now`: Unix time; all times in seconds."""
+    return {
+        "time": round(now, 3),
+        "running": {c.value: stats.running.get(c, 0) for c in RequestClass},
+        "waiting": {c.value: stats.waiting.get(c, 0) for c in RequestClass},
+        "steps": stats.steps,
+        "step_seconds": round(stats.step_seconds, 4),
+        "predicted_seconds": round(stats.predicted_seconds, 4),
+        "leftover_seconds": round(stats.leftover_seconds, 4),
+        "leftover_used_seconds": round(stats.leftover_used_seconds, 4),
+        "computed_tokens": stats.prefill_tokens + stats.decode_tokens,
+        "offline_tokens": stats.offline_computed_tokens,
+        "units": {
+            "total": stats.units_total,
+            "owned": stats.units_owned,
+            "cached": stats.units_cached,
+            "free": stats.units_free,
+            "hidden_blocks": stats.hidden_blocks,
+            "host_total": stats.host_units_total,
+            "host_used": stats.host_units_used,
+        },
+        "refused": stats.refused_requests,
+        "engines": shown(stats.engines),
+        "chats": chats,
+        **_promise(stats.colocation),
+    }
+
+
+def _promise(stats: ColocationStats | None) -> dict[str, Any]:
+    if stats is None:
+        return {
+            "slo": None,
+            "attainment": None,
+            "attainment_target": None,
+            "latency_budget": None,
+            "breaker": None,
+            "mape": None,
+            "objectives": [],
+        }
+    return {
+        "slo": stats.slo,
+        "attainment": _finite(stats.attainment),
+        "attainment_target": SLO.parse(stats.slo).attainment_target if stats.slo else None,
+        "objectives": [
+            {
+                "objective": standing.objective,
+                "value": _finite(standing.value),
+                "bound": _finite(standing.bound),
+                "attainment": _finite(standing.attainment),
+            }
+            for standing in stats.objectives
+        ],
+        "latency_budget": _finite(stats.latency_budget),
+        "breaker": stats.breaker,
+        "breaker_cause": stats.breaker_cause,
+        "held": stats.held,
+        "offline_share": _finite(stats.offline_share),
+        "mape": _finite(stats.predictor_mape),
+    }
+
+
+def _chat(answer: EndedAnswer, ended: float) -> dict[str, Any]:
+    gap = None if answer.gap is None else round(answer.gap, 5)
+    return {"time": round(ended, 1), "ttft": round(answer.ttft, 5), "gap": gap}
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
 
 router = APIRouter(include_in_schema=False)
 
