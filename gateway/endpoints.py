@@ -10,14 +10,14 @@ from pydantic.json_schema import models_json_schema
 from starlette.requests import Request
 from starlette.responses import Response
 
+from gateway.generate.answering import ModelEndpoint
 from gateway.generate.chat import CHAT
 from gateway.generate.completions import COMPLETIONS
 from gateway.generate.embeddings import EMBEDDINGS
-from gateway.generate.endpoint import JsonPost, ModelEndpoint
 from gateway.generate.messages.endpoint import COUNT_TOKENS, MESSAGES, count_tokens
-from gateway.generate.params import Unhonoured
 from gateway.generate.responses.endpoint import INPUT_TOKENS, RESPONSES, input_tokens
 from gateway.generate.tokenize import DETOKENIZE, TOKENIZE, TOKENIZE_CHAT, detokenize, tokenize
+from gateway.generate.validation import JsonPost, Unhonoured
 from gateway.http.errors import MESSAGES_PATH
 
 ENDPOINTS: Mapping[str, ModelEndpoint[Any]] = {

@@ -22,10 +22,9 @@ from gateway.batch.input import check_input
 from gateway.batch.lengths import LineLengths
 from gateway.batch.line import read_head
 from gateway.endpoints import ENDPOINTS, POSTS
-from gateway.generate.endpoint import JsonPost
 from gateway.generate.tool_formats import END_THINK, FORMATS
 from gateway.generate.tool_grammars import Function
-from gateway.generate.wire import parse_json
+from gateway.generate.validation import JsonPost, parse_json
 from gateway.store.objects import BatchJob, BatchStatus, Usage
 
 SMALL_CONTEXT, LARGE_CONTEXT = 512, 1 << 20

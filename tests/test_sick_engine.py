@@ -19,7 +19,7 @@ from engine.errors import EngineUnavailableError
 from engine.limits import SchedulerConfig
 from engine.text.tokenizer import Tokenizer
 from gateway.batch.line import LineOrigin, LineRunner
-from gateway.generate.endpoint import JsonPost
+from gateway.generate.validation import JsonPost
 
 LINES = 2000
 VOCAB = 405

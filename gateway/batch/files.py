@@ -19,7 +19,7 @@ from gateway.batch.result_rows import Part, intact_parts
 from gateway.batch.tenants import listed_tenant, reached_tenant, shown
 from gateway.batch.uploads import MAX_OVERHEAD, Upload, UploadParser
 from gateway.context import context_of, tenant_of
-from gateway.generate.wire import StrictBody
+from gateway.generate.validation import StrictBody
 from gateway.http.errors import ApiError
 from gateway.http.quotas import limit_reached
 from gateway.http.sse import run_while_connected

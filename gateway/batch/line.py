@@ -17,9 +17,8 @@ from gateway.batch.causes import Cause, cause_of
 from gateway.batch.lengths import LineLengths
 from gateway.context import GatewayContext
 from gateway.endpoints import ENDPOINTS
-from gateway.generate.answering import collect
+from gateway.generate.answering import ModelEndpoint, collect
 from gateway.generate.choices import Generation
-from gateway.generate.endpoint import ModelEndpoint
 from gateway.generate.params import GenerationPlan
 from gateway.generate.threads import run_text_work
 from gateway.http.errors import to_api_error

@@ -23,7 +23,7 @@ from gateway.batch.routes import DEFAULT_LISTED, add_batch, cancel, find_batch
 from gateway.batch.tenants import listed_tenant, reached_tenant
 from gateway.context import context_of, tenant_of
 from gateway.generate.answering import read_json
-from gateway.generate.wire import StrictBody, parse_json, validate
+from gateway.generate.validation import StrictBody, parse_json, validate
 from gateway.http.errors import MESSAGES_PATH, ApiError, messages_envelope, timestamp
 from gateway.http.json_text import escape_line_ends
 from gateway.http.sse import run_while_connected

@@ -20,7 +20,7 @@ from gateway.batch.listing import json_response
 from gateway.batch.uploads import MAX_FILENAME_CHARS
 from gateway.context import context_of, tenant_of
 from gateway.generate.answering import read_json
-from gateway.generate.wire import StrictBody, at_most, parse_json, validate
+from gateway.generate.validation import StrictBody, at_most, parse_json, validate
 from gateway.http.errors import ApiError
 from gateway.store.disk import DiskFile, StorageError, UnreadableError, read_errors
 from gateway.store.objects import (

@@ -20,7 +20,7 @@ from gateway.batch.webhooks import SECRETS
 from gateway.context import context_of, tenant_of
 from gateway.endpoints import ENDPOINTS
 from gateway.generate.answering import read_json
-from gateway.generate.wire import StrictBody, at_most, parse_json, validate
+from gateway.generate.validation import StrictBody, at_most, parse_json, validate
 from gateway.http.errors import ApiError
 from gateway.http.quotas import limit_reached
 from gateway.http.sse import EventStream, event

@@ -4,8 +4,9 @@ An `AnswerFormat` defines the JSON of an endpoint's chunks and responses.
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol, TypeVar, cast
 
@@ -17,20 +18,25 @@ from starlette.responses import Response
 from engine.api import RequestClass
 from engine.errors import TidemillError
 from engine.turns import Turns
-from gateway.context import GatewayContext, context_of, tenant_of, tier_of
+from gateway.context import GatewayContext, context_of, key_of, tenant_of, tier_of
 from gateway.generate.choices import Generation, OutputDelta
 from gateway.generate.params import GenerationPlan
+from gateway.generate.promises import promise_of
+from gateway.generate.validation import JsonPost
 from gateway.generate.wire import ModelBody
 from gateway.http.errors import ApiError, log_unexpected, to_api_error
 from gateway.http.quotas import Admissions, AdmissionSlot
 from gateway.http.sse import EventStream, run_while_connected
 from gateway.models import Model
+from predictor.slo import parse_slo
 
 INLINE_BYTES = 32 * 1024  # larger bodies are parsed in a thread
 CHARS_PER_TOKEN = 4  # estimate for prompts before tokenization
 INLINE_ANSWER_PARTS = 2000  # deltas, tokens with logprobs, parts of vectors; each takes 1 to 30 us
 _PART_BYTES = 64  # bytes of a vector that count as one part
 READ_INLINE = 2000  # longer prompts, in characters, are tokenized in a thread
+PROMISE_HEADER = "x-tidemill-promise"
+"""Response header with the class and limits of a request, unless they are the default ones."""
 
 BodyT = TypeVar("BodyT", bound=ModelBody)
 ResultT = TypeVar("ResultT")
@@ -211,3 +217,33 @@ def find_model(context: GatewayContext, name: str) -> Model:
         message = f"The model does not exist on this server, which serves {context.models.summary()}."
         raise ApiError(404, message, param="model", code="model_not_found")
     return model
+
+
+@dataclass(frozen=True)
+class ModelEndpoint(JsonPost[BodyT]):
+    """An endpoint that runs the model."""
+
+    name: str
+    plan: Callable[[GatewayContext, BodyT, str], Awaitable[GenerationPlan]]
+    """`plan(context, body, tenant)` detects all errors of a request before it is submitted."""
+    format: Callable[[GatewayContext, BodyT, GenerationPlan, str | None], WholeFormat]
+    """`format(context, body, plan, request_id)` returns the response format: an AnswerFormat if streams are supported.
+    `request_id`: id of the HTTP request, None for a batch line."""
+
+    async def answer(self, request: Request) -> Response:
+        # no docstring, because OpenAPI would show it for every path
+        context, tenant = context_of(request), tenant_of(request)
+        context.lifecycle.check_accepting()
+        context.admissions.check(tenant)
+        body = await read_body(request, self.parse)
+        promise = None
+        if body.service_tier != "flex":
+            promise = promise_of(request.headers, body, key_of(request), parse_slo(context.client.info.slo))
+        if promise is not None:
+            context = replace(context, promise=promise)
+        plan = (await self.plan(context, body, tenant)).promised(promise, body.service_tier)
+        generation = await begin(request, plan)
+        response = await respond(request, generation, self.format(context, body, plan, request.state.request_id))
+        if promise is not None:
+            response.headers[PROMISE_HEADER] = str(promise)
+        return response

@@ -13,11 +13,10 @@ from engine.text.thoughts import ThinkingBudget
 from engine.text.tokenizer import Tokenizer
 from gateway.context import GatewayContext
 from gateway.generate.answer_parser import Parsing
-from gateway.generate.answering import check_room, choose_model
+from gateway.generate.answering import ModelEndpoint, check_room, choose_model
 from gateway.generate.choices import OutputDelta
 from gateway.generate.completion_format import CompletionStream, chat_logprobs
-from gateway.generate.endpoint import ModelEndpoint
-from gateway.generate.params import UNHONOURED, Caller, GenerationPlan, chat_plan, check_chat, check_texts
+from gateway.generate.params import Caller, GenerationPlan, chat_plan, check_chat, check_texts
 from gateway.generate.prompt_options import (
     apply_effort,
     budget_of,
@@ -38,6 +37,7 @@ from gateway.generate.tools import (
     template_messages,
 )
 from gateway.generate.translation import Translation, told_in
+from gateway.generate.validation import UNHONOURED
 from gateway.generate.wire import ChatCompletionRequest
 from gateway.http.sse import END
 

@@ -7,12 +7,10 @@ import orjson
 
 from engine.text.tokenizer import Tokenizer
 from gateway.context import GatewayContext
-from gateway.generate.answering import CHARS_PER_TOKEN, READ_INLINE, check_room, choose_model
+from gateway.generate.answering import CHARS_PER_TOKEN, READ_INLINE, ModelEndpoint, check_room, choose_model
 from gateway.generate.choices import OutputDelta
 from gateway.generate.completion_format import CompletionLogprobs, CompletionStream, ScoredToken, read_scores
-from gateway.generate.endpoint import ModelEndpoint
 from gateway.generate.params import (
-    UNHONOURED,
     Caller,
     GenerationPlan,
     TokenizedPrompt,
@@ -22,6 +20,7 @@ from gateway.generate.params import (
 )
 from gateway.generate.structured import grammar_of, is_structured
 from gateway.generate.threads import is_large, run_text_work
+from gateway.generate.validation import UNHONOURED
 from gateway.generate.wire import CompletionRequest
 from gateway.http.sse import END
 

@@ -11,12 +11,12 @@ from engine.api import EngineInfo, EngineRequest, Lane, RequestClass, SamplingPa
 from engine.errors import InvalidRequestError
 from engine.forms import EmbeddingSpec
 from gateway.context import GatewayContext
-from gateway.generate.answering import CHARS_PER_TOKEN, READ_INLINE, check_room, choose_model
+from gateway.generate.answering import CHARS_PER_TOKEN, READ_INLINE, ModelEndpoint, check_room, choose_model
 from gateway.generate.choices import OutputDelta
 from gateway.generate.completions import encode_prompt
-from gateway.generate.endpoint import ModelEndpoint
-from gateway.generate.params import UNHONOURED, Caller, GenerationPlan, TokenizedPrompt, check_prompt, check_texts
+from gateway.generate.params import Caller, GenerationPlan, TokenizedPrompt, check_prompt, check_texts
 from gateway.generate.threads import is_large, run_text_work
+from gateway.generate.validation import UNHONOURED
 from gateway.generate.wire import EmbeddingRequest, StreamOptions
 
 NOTHING_SAMPLED = SamplingParams(max_tokens=1, temperature=0.0)

@@ -1,7 +1,4 @@
-"""Conversion of validated bodies to engine requests, and the fields that are ignored or refused.
-
-Only the fields in `Unhonoured.inert` are accepted and ignored.
-"""
+"""Conversion of validated bodies to engine requests."""
 
 import dataclasses
 import secrets
@@ -23,78 +20,6 @@ COMPLETION_MAX_TOKENS = 16
 LEAST_TOP_P = 1e-6
 """Value for `top_p` 0, with which only the most likely token remains."""
 _INT64 = 2**63
-
-
-@dataclass(frozen=True, slots=True)
-class Unhonoured:
-    """Fields of an API that the body models do not have."""
-
-    inert: Collection[str]
-    """Ignored fields, which do not affect the answer."""
-    unsupported: Mapping[str, tuple[Any, ...]]
-    """Refused fields, with the values that are accepted because they ask for the default behaviour."""
-    hints: Mapping[str, str] = field(default_factory=dict)
-    """Advice for the error message of a refused field."""
-
-    def strip(self, body: dict[str, Any]) -> dict[str, Any]:
-        """Return the body without these fields. Raises InvalidRequestError for an unsupported field."""
-        kept = {}
-        for name, value in body.items():
-            if name in self.unsupported:
-                if value is not None and value not in self.unsupported[name]:
-                    message = f"'{name}' is not supported. {self.hints.get(name, '')}".rstrip()
-                    raise InvalidRequestError(message, param=name, code="unsupported_parameter")
-            elif name not in self.inert:
-                kept[name] = value
-        return kept
-
-
-UNHONOURED = Unhonoured(
-    frozenset(
-        {
-            "user",
-            "verbosity",
-            "metadata",
-            "store",
-            "safety_identifier",
-            "prompt_cache_key",
-            "prompt_cache_options",
-            "prompt_cache_retention",
-            "guided_decoding_backend",
-            "prediction",
-            "request_id",
-            "rid",
-        }
-    ),
-    {
-        "functions": ([],),
-        "function_call": ("none",),
-        "modalities": (["text"],),
-        "audio": (),
-        "web_search_options": (),
-        "moderation": (),
-        "suffix": ("",),
-        # extensions of vLLM and SGLang
-        "bad_words": ([],),
-        "documents": ([],),
-        "early_stopping": (False,),
-        "include_reasoning": (True,),
-        "length_penalty": (1,),
-        "logits_processors": ([],),
-        "mm_processor_kwargs": ({},),
-        "no_stop_trim": (False,),
-        "priority": (0,),
-        "return_hidden_states": (False,),
-        "return_tokens_as_token_ids": (False,),
-        "separate_reasoning": (True,),
-        "spaces_between_special_tokens": (True,),
-        "stop_regex": ([],),
-        "stream_reasoning": (True,),
-        "use_beam_search": (False,),
-        "vllm_xargs": ({},),
-    },
-)
-"""For chat completions, completions and embeddings."""
 
 
 @dataclass(frozen=True, slots=True)

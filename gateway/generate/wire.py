@@ -1,32 +1,25 @@
 """Request bodies of OpenAI's API as pydantic models with strict types.
 
 A null has no meaning anywhere. Bodies and their settings refuse unknown fields; messages, tools and other objects that
-clients return or decorate ignore them.
-
-pydantic would collect an error for every invalid element of a body. To bound that work, lists have a maximum length and
-fail at the first error, and the number of names is checked before the names. The models have the supported fields only;
-`gateway.generate.params` lists fields that are ignored or refused.
+clients return or decorate ignore them. The models have the supported fields only; `gateway.generate.validation` lists
+fields that are ignored or refused.
 """
 
-from typing import Annotated, Any, Literal, Self, TypeVar
+from typing import Annotated, Any, Literal, Self
 
-import orjson
 from pydantic import (
-    BaseModel,
     BeforeValidator,
-    ConfigDict,
     Discriminator,
     Field,
     Tag,
-    ValidationError,
     WithJsonSchema,
     model_validator,
 )
-from pydantic_core import ErrorDetails, PydanticCustomError
+from pydantic_core import PydanticCustomError
 
 from engine.api import MAX_LOGIT_BIAS, MAX_LOGPROBS
 from engine.errors import InvalidRequestError
-from gateway.http.json_text import TooMuchJson, load_json
+from gateway.generate.validation import ClientObject, StrictBody, at_most
 
 MAX_CHOICES = 128
 MAX_STOPS = 32
@@ -62,51 +55,6 @@ def refusal_as_text(value: Any) -> Any:
     if isinstance(value, dict) and value.get("type") == "refusal":
         return {"type": "text", "text": value.get("refusal")}
     return value
-
-
-def at_most(entries: int) -> BeforeValidator:
-    """Limit the entries of a dict before validation: pydantic validates all entries before it checks their number."""
-
-    def check(value: Any) -> Any:
-        if isinstance(value, dict) and len(value) > entries:
-            raise PydanticCustomError("too_long", "Input should have at most {limit} entries", {"limit": entries})
-        return value
-
-    return BeforeValidator(check)
-
-
-def _without_nulls(value: Any) -> Any:
-    if isinstance(value, dict) and None in value.values():
-        return {name: item for name, item in value.items() if item is not None}
-    return value
-
-
-class ClientObject(BaseModel):
-    """An object with strict types that ignores unknown fields: clients return objects of any version of the API."""
-
-    model_config = ConfigDict(extra="ignore", strict=True, hide_input_in_errors=True, protected_namespaces=())
-
-    @model_validator(mode="before")
-    @classmethod
-    def _prepare(cls, value: Any) -> Any:
-        return _without_nulls(value)
-
-
-class StrictBody(ClientObject):
-    """An object without unknown fields."""
-
-    model_config = ConfigDict(extra="forbid")
-
-    @model_validator(mode="before")
-    @classmethod
-    def _prepare(cls, value: Any) -> Any:
-        """Bound the number of errors for unknown names by the number of fields."""
-        value = _without_nulls(value)
-        if isinstance(value, dict) and len(value) > len(cls.model_fields):
-            known = {field.alias or name for name, field in cls.model_fields.items()}
-            name = next(name for name in value if name not in known)
-            raise PydanticCustomError("unknown_name", "Unknown parameter", {"name": name})
-        return value
 
 
 class TextPart(ClientObject):
@@ -406,54 +354,3 @@ class EmbeddingRequest(ModelBody):
     input: Annotated[Any, BeforeValidator(_as_inputs), WithJsonSchema(_prompt_schema(MAX_INPUTS))]
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: int | None = Field(None, ge=1, le=_INT32)
-
-
-BodyT = TypeVar("BodyT", bound=BaseModel)
-
-
-def parse_json(raw: bytes | bytearray) -> dict[str, Any]:
-    """Parse a JSON object. Raises InvalidRequestError `invalid_json`, or `too_many_values` before parsing."""
-    try:
-        body = load_json(raw)
-    except TooMuchJson as error:
-        message = f"The request body has {error}."
-        raise InvalidRequestError(message, code="too_many_values") from None
-    except orjson.JSONDecodeError:
-        raise InvalidRequestError("The request body is not valid JSON.", code="invalid_json") from None
-    if not isinstance(body, dict):
-        raise InvalidRequestError("The request body must be a JSON object.", code="invalid_json")
-    return body
-
-
-def validate(model: type[BodyT], body: dict[str, Any]) -> BodyT:
-    """Validate a body. Raises InvalidRequestError with the name of the first invalid parameter, without its value."""
-    try:
-        return model.model_validate(body)
-    except ValidationError as error:
-        details = error.errors(include_url=False, include_input=False)
-        raise _refusal(min(details, key=lambda detail: detail["type"] == "missing")) from None
-
-
-def _refusal(detail: ErrorDetails) -> InvalidRequestError:
-    kind, param = detail["type"], _param_name(detail["loc"])
-    if kind == "unknown_name":
-        kind, param = "extra_forbidden", _param_name((*detail["loc"], detail["ctx"]["name"]))
-    if kind == "extra_forbidden":
-        return InvalidRequestError(f"Unknown parameter: '{param}'.", param=param, code="unknown_parameter")
-    if kind == "missing":
-        message = f"Missing required parameter: '{param}'."
-        return InvalidRequestError(message, param=param, code="missing_required_parameter")
-    is_type = kind.endswith("_type") or kind in {"int_from_float", "union_tag_invalid"}
-    message = f"Invalid value for '{param}': {detail['msg']}."
-    return InvalidRequestError(message, param=param, code="invalid_type" if is_type else "invalid_value")
-
-
-def _param_name(loc: tuple[int | str, ...]) -> str:
-    """Return a parameter name such as `messages[0].content`, without union tags; long client names are truncated."""
-    name = ""
-    for part in loc:
-        if isinstance(part, int):
-            name += f"[{part}]"
-        elif not part.startswith("<"):
-            name += f".{part[:64]}" if name else part[:64]
-    return name

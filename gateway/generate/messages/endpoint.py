@@ -5,15 +5,15 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from gateway.context import GatewayContext, context_of
-from gateway.generate.answering import read_body
+from gateway.generate.answering import ModelEndpoint, read_body
 from gateway.generate.chat import plan_translated, prompt_ids
-from gateway.generate.endpoint import JsonPost, ModelEndpoint
 from gateway.generate.messages.events import MessageFormat
 from gateway.generate.messages.translate import translate
 from gateway.generate.messages.wire import UNHONOURED, CountRequest, MessagesRequest, PromptBody
 from gateway.generate.params import GenerationPlan
 from gateway.generate.threads import run_by_size
 from gateway.generate.translation import Translation, told_in
+from gateway.generate.validation import JsonPost
 
 
 async def _plan(context: GatewayContext, body: MessagesRequest, tenant: str) -> GenerationPlan:

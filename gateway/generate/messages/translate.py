@@ -20,7 +20,8 @@ from gateway.generate.messages.wire import (
 )
 from gateway.generate.prompt_options import SWITCHES
 from gateway.generate.translation import Conversation, Translation, text_of, told_in, tool_fields
-from gateway.generate.wire import ChatCompletionRequest, validate
+from gateway.generate.validation import validate
+from gateway.generate.wire import ChatCompletionRequest
 
 NAMES: Mapping[str, str] = {
     "max_completion_tokens": "max_tokens",

@@ -4,21 +4,12 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag
 
-from gateway.generate import params
-from gateway.generate.wire import (
-    MAX_MESSAGES,
-    MAX_PARTS,
-    MAX_STOPS,
-    MAX_TOOLS,
-    ClientObject,
-    RequestBody,
-    StopString,
-    ToolName,
-)
+from gateway.generate.validation import ClientObject, Unhonoured
+from gateway.generate.wire import MAX_MESSAGES, MAX_PARTS, MAX_STOPS, MAX_TOOLS, RequestBody, StopString, ToolName
 
 _INT32 = 2**31 - 1
 
-UNHONOURED = params.Unhonoured(
+UNHONOURED = Unhonoured(
     {
         "anthropic_beta", "anthropic_version", "betas", "cache_control", "context_management", "diagnostics",
         "inference_geo", "metadata", "speed", "user_profile_id",

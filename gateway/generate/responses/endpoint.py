@@ -5,15 +5,15 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from gateway.context import GatewayContext, context_of
-from gateway.generate.answering import read_body
+from gateway.generate.answering import ModelEndpoint, read_body
 from gateway.generate.chat import plan_translated, prompt_ids
-from gateway.generate.endpoint import JsonPost, ModelEndpoint
 from gateway.generate.params import GenerationPlan
 from gateway.generate.responses.events import ResponsesFormat
 from gateway.generate.responses.translate import translate
 from gateway.generate.responses.wire import UNHONOURED, ResponsesRequest
 from gateway.generate.threads import run_by_size
 from gateway.generate.translation import told_in
+from gateway.generate.validation import JsonPost
 
 
 async def _plan(context: GatewayContext, body: ResponsesRequest, tenant: str) -> GenerationPlan:

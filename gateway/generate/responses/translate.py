@@ -16,7 +16,8 @@ from gateway.generate.responses.wire import (
     ToolChoiceFunction,
 )
 from gateway.generate.translation import Conversation, Translation, text_of, told_in, tool_fields
-from gateway.generate.wire import ChatCompletionRequest, validate
+from gateway.generate.validation import validate
+from gateway.generate.wire import ChatCompletionRequest
 
 LOGPROBS = "message.output_text.logprobs"
 NAMES: Mapping[str, str] = {

@@ -6,17 +6,15 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, ConfigDict, Discriminator, Field, Tag
 
 from engine.api import MAX_LOGPROBS
-from gateway.generate import params
+from gateway.generate.validation import UNHONOURED as CHAT_UNHONOURED
+from gateway.generate.validation import ClientObject, StrictBody, Unhonoured, at_most
 from gateway.generate.wire import (
     MAX_MESSAGES,
     MAX_PARTS,
     MAX_TOOLS,
-    ClientObject,
     Effort,
     RequestBody,
-    StrictBody,
     ToolName,
-    at_most,
     choice_kind,
     refusal_as_text,
 )
@@ -27,8 +25,8 @@ _INT32 = 2**31 - 1
 
 _STATELESS = "Responses are not stored; send the whole conversation as 'input'."
 _NO_REFERENCES = "Responses are not stored; set 'store' to false, so that the client sends whole items."
-UNHONOURED = params.Unhonoured(
-    frozenset(params.UNHONOURED.inert) - {"metadata", "prompt_cache_key", "safety_identifier"} | {"client_metadata"},
+UNHONOURED = Unhonoured(
+    frozenset(CHAT_UNHONOURED.inert) - {"metadata", "prompt_cache_key", "safety_identifier"} | {"client_metadata"},
     {
         "background": (False,),
         "context_management": ([],),
