@@ -36,21 +36,11 @@ from gateway.generate.tools import (
     parsing_of,
     template_messages,
 )
-from gateway.generate.translation import Translation, told_in
 from gateway.generate.validation import UNHONOURED
 from gateway.generate.wire import ChatCompletionRequest
 from gateway.http.sse import END
 
 PROMPT_END = 8  # last tokens of the prompt that are searched for the opening mark of reasoning
-
-
-async def plan_translated(
-    context: GatewayContext, translation: Translation, tenant: str, prefix: str, clip: bool = False
-) -> GenerationPlan:
-    """Plan a chat request that was translated from another API; see `plan_chat`."""
-    with told_in(translation.names):
-        plan = await plan_chat(context, translation.chat, tenant, prefix, clip)
-    return dataclasses.replace(plan, names=translation.names)
 
 
 async def plan_chat(
