@@ -67,7 +67,7 @@ class FinishReason(enum.Enum):
 
 def _require(condition: bool, param: str, rule: str) -> None:
     if not condition:
-        raise InvalidRequestError(f"'{param}' must be {rule}.", param=param, code="invalid_value")
+        raise InvalidRequestError(f"'{param}' must be {rule}.", param=param)
 
 
 @dataclass(frozen=True, slots=True)

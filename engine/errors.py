@@ -36,7 +36,7 @@ class ModelLoadError(ConfigError):
 class InvalidRequestError(TidemillError):
     """The request can never run. `param` is the invalid field, `code` OpenAI's error code."""
 
-    def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:
+    def __init__(self, message: str, *, param: str | None = None, code: str = "invalid_value") -> None:
         super().__init__(message)
         self.param = param
         self.code = code
@@ -103,7 +103,7 @@ class ErrorInfo:
         if self.kind == ContextLengthError.__name__:
             return ContextLengthError(self.message, param=self.param or "messages")
         if self.kind == InvalidRequestError.__name__:
-            return InvalidRequestError(self.message, param=self.param, code=self.code)
+            return InvalidRequestError(self.message, param=self.param, code=self.code or "invalid_value")
         if self.kind in _RETRYABLE_KINDS:
             return _RETRYABLE_KINDS[self.kind](self.message, retry_after=self.retry_after or 1.0)
         return _KINDS.get(self.kind, TidemillError)(self.message)

@@ -53,7 +53,7 @@ def check_length(spec: EngineRequest, max_model_len: int) -> None:
     prompt = len(spec.prompt_token_ids)
     output = spec.sampling.max_tokens if spec.pooling is None else 0
     if not prompt:
-        raise InvalidRequestError("The prompt is empty.", param="prompt", code="invalid_value")
+        raise InvalidRequestError("The prompt is empty.", param="prompt")
     if prompt + output > max_model_len:
         raise ContextLengthError(
             f"This model's context is {max_model_len} tokens; the prompt has {prompt} and {output} more were asked for."

@@ -288,7 +288,7 @@ class Results:
         """End only this request, because its grammar exceeds a limit of the grammar engine."""
         grammar = request.spec.sampling.grammar
         message = "The grammar became too complex while the answer grew."
-        error = InvalidRequestError(message, param=grammar.param if grammar else None, code="invalid_value")
+        error = InvalidRequestError(message, param=grammar.param if grammar else None)
         return self.finish(request, FinishReason.ERROR, now, error=error)
 
 

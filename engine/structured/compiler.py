@@ -252,8 +252,7 @@ def _reason(text: str) -> str:
 
 def refusal(grammar: Grammar, reason: str) -> InvalidRequestError:
     """Return the error of a request whose grammar cannot be enforced."""
-    message = f"'{grammar.param}' cannot be enforced: {reason}"
-    return InvalidRequestError(message, param=grammar.param, code="invalid_value")
+    return InvalidRequestError(f"'{grammar.param}' cannot be enforced: {reason}", param=grammar.param)
 
 
 MAX_BYTES = 2**30

@@ -198,8 +198,7 @@ class Grammars:
                     return True
                 return await self._compile(grammar, limits)
         except TimeoutError:
-            message = "Too many grammars are waiting for compilation."
-            raise QueueFullError(message, retry_after=RETRY_AFTER) from None
+            raise QueueFullError("Too many grammars are waiting for compilation.", retry_after=RETRY_AFTER) from None
 
     async def _compile(self, grammar: Grammar, limits: ProofLimits) -> bool:
         match await self._prove(grammar, limits):

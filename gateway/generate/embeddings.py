@@ -53,7 +53,7 @@ def embedding_spec(info: EngineInfo, body: EmbeddingRequest) -> EmbeddingSpec:
         raise InvalidRequestError(message, param="model", code="unsupported_parameter")
     if body.dimensions is not None and body.dimensions > spec.size:
         message = f"'dimensions' must be at most {spec.size}, the size of this model's vectors."
-        raise InvalidRequestError(message, param="dimensions", code="invalid_value")
+        raise InvalidRequestError(message, param="dimensions")
     return spec
 
 

@@ -100,23 +100,20 @@ class Caller:
 
 def check_stream_options(body: GenerationBody) -> None:
     if body.stream_options is not None and not body.stream:
-        message = "'stream_options' is only allowed when 'stream' is true."
-        raise InvalidRequestError(message, param="stream_options", code="invalid_value")
+        raise InvalidRequestError("'stream_options' is only allowed when 'stream' is true.", param="stream_options")
 
 
 def check_chat(body: ChatCompletionRequest) -> None:
     """Check combinations of fields of a chat request. Raises InvalidRequestError."""
     check_stream_options(body)
     if body.top_logprobs is not None and not body.logprobs:
-        message = "'top_logprobs' is only allowed when 'logprobs' is true."
-        raise InvalidRequestError(message, param="top_logprobs", code="invalid_value")
+        raise InvalidRequestError("'top_logprobs' is only allowed when 'logprobs' is true.", param="top_logprobs")
     if body.max_tokens and body.max_completion_tokens and body.max_tokens != body.max_completion_tokens:
-        message = "'max_tokens' and 'max_completion_tokens' differ; send only one."
-        raise InvalidRequestError(message, param="max_tokens", code="invalid_value")
+        raise InvalidRequestError("'max_tokens' and 'max_completion_tokens' differ; send only one.", param="max_tokens")
     for index, message_ in enumerate(body.messages):
         if message_.content is None and message_.role not in ("assistant", "tool"):
             param = f"messages[{index}].content"
-            raise InvalidRequestError(f"'{param}' must not be empty.", param=param, code="invalid_value")
+            raise InvalidRequestError(f"'{param}' must not be empty.", param=param)
 
 
 def check_completion(body: CompletionRequest) -> None:
@@ -126,7 +123,7 @@ def check_completion(body: CompletionRequest) -> None:
         raise InvalidRequestError("'best_of' is not supported.", param="best_of", code="unsupported_parameter")
     if len(body.prompt) * (body.n or 1) > MAX_PROMPTS:
         message = f"A request can have at most {MAX_PROMPTS} choices in total; send fewer prompts or lower 'n'."
-        raise InvalidRequestError(message, param="n", code="invalid_value")
+        raise InvalidRequestError(message, param="n")
 
 
 def chat_plan(
@@ -272,8 +269,7 @@ def _logit_bias(bias: Mapping[str, float], info: EngineInfo) -> tuple[tuple[int,
     pairs: dict[int, float] = {}
     for key, value in bias.items():
         if not (key.isascii() and key.isdigit() and len(key) <= 10):
-            message = "The keys of 'logit_bias' must be token ids."
-            raise InvalidRequestError(message, param="logit_bias", code="invalid_value")
+            raise InvalidRequestError("The keys of 'logit_bias' must be token ids.", param="logit_bias")
         pairs[int(key)] = value
     _check_ids(pairs, info, "logit_bias")
     return tuple(pairs.items())
@@ -282,7 +278,7 @@ def _logit_bias(bias: Mapping[str, float], info: EngineInfo) -> tuple[tuple[int,
 def _check_ids(ids: Collection[int], info: EngineInfo, param: str) -> None:
     if ids and not 0 <= min(ids) <= max(ids) < info.vocab_size:
         message = f"'{param}' contains an unknown token id; this model has ids from 0 to {info.vocab_size - 1}."
-        raise InvalidRequestError(message, param=param, code="invalid_value")
+        raise InvalidRequestError(message, param=param)
 
 
 def check_texts(texts: Iterable[str], tokenizer: Tokenizer, info: EngineInfo, param: str) -> None:
@@ -297,7 +293,7 @@ def check_texts(texts: Iterable[str], tokenizer: Tokenizer, info: EngineInfo, pa
 def check_prompt(token_ids: Sequence[int], max_tokens: int, info: EngineInfo, param: str) -> None:
     """Raise InvalidRequestError for an empty prompt or unknown token ids, and ContextLengthError for a long prompt."""
     if not token_ids:
-        raise InvalidRequestError("The prompt is empty.", param=param, code="invalid_value")
+        raise InvalidRequestError("The prompt is empty.", param=param)
     if len(token_ids) + max_tokens > info.max_model_len:
         raise ContextLengthError(
             f"This model's context is {info.max_model_len} tokens; the prompt has {len(token_ids)} tokens and "

@@ -52,8 +52,7 @@ def _class_of(headers: Mapping[str, str], body: ModelBody, key: Key | None, know
     asked = body.tidemill.class_ if body.tidemill is not None else None
     if asked is not None:
         if asked not in known:
-            message = f"'tidemill.class' must be one of {', '.join(known)}."
-            raise InvalidRequestError(message, param="tidemill.class", code="invalid_value")
+            raise InvalidRequestError(f"'tidemill.class' must be one of {', '.join(known)}.", param="tidemill.class")
         if asked not in allowed:
             message = f"This key may not use the class '{asked}'; it has {', '.join(allowed)}."
             raise ApiError(403, message, param="tidemill.class", code="class_forbidden")
@@ -85,5 +84,5 @@ def _milliseconds(header: str, text: str) -> float | None:
     except ValueError:
         value = math.nan
     if not 0.0 <= value < math.inf:
-        raise InvalidRequestError(f"'{header}' must be a number of milliseconds.", param=header, code="invalid_value")
+        raise InvalidRequestError(f"'{header}' must be a number of milliseconds.", param=header)
     return value or None

@@ -32,10 +32,10 @@ def check_prompt_end(body: ChatCompletionRequest) -> None:
     last = body.messages[-1]
     if last.role != "assistant" or not last.content or last.tool_calls:
         message = "'continue_final_message' needs a last message with the role 'assistant', text and no calls."
-        raise InvalidRequestError(message, param="continue_final_message", code="invalid_value")
+        raise InvalidRequestError(message, param="continue_final_message")
     if body.add_generation_prompt:
         message = "'add_generation_prompt' cannot be used with 'continue_final_message'."
-        raise InvalidRequestError(message, param="add_generation_prompt", code="invalid_value")
+        raise InvalidRequestError(message, param="add_generation_prompt")
 
 
 def template_options(body: ChatCompletionRequest, template: str) -> dict[str, Any]:
@@ -44,8 +44,7 @@ def template_options(body: ChatCompletionRequest, template: str) -> dict[str, An
     options = dict(body.chat_template_kwargs or {})
     if reserved := sorted(_RESERVED & options.keys()):
         param = f"chat_template_kwargs.{reserved[0]}"
-        message = f"'{param}' is no variable of a chat template."
-        raise InvalidRequestError(message, param=param, code="invalid_value")
+        raise InvalidRequestError(f"'{param}' is no variable of a chat template.", param=param)
     effort, switches = body.reasoning_effort, _switches(template)
     if effort == "none" and switches:
         options[switches[0]] = False

@@ -42,10 +42,9 @@ def form_of(body: GenerationBody) -> Grammar | None:
         return None
     if len(found) > 1:
         message = f"'{found[0].param}' and '{found[1].param}' cannot be used together."
-        raise InvalidRequestError(message, param=found[1].param, code="invalid_value")
+        raise InvalidRequestError(message, param=found[1].param)
     if body.ignore_eos:
-        message = f"'ignore_eos' cannot be used with '{found[0].param}'."
-        raise InvalidRequestError(message, param="ignore_eos", code="invalid_value")
+        raise InvalidRequestError(f"'ignore_eos' cannot be used with '{found[0].param}'.", param="ignore_eos")
     _check_size(found[0])
     return found[0]
 
@@ -55,7 +54,7 @@ def _check_size(grammar: Grammar) -> None:
     size = len(grammar.text.encode()) + len((grammar.whitespace or "").encode())
     if size > MAX_GRAMMAR_BYTES:
         message = f"'{grammar.param}' cannot be enforced: it is longer than {MAX_GRAMMAR_BYTES // 1024} KiB."
-        raise InvalidRequestError(message, param=grammar.param, code="invalid_value")
+        raise InvalidRequestError(message, param=grammar.param)
 
 
 def is_structured(body: GenerationBody) -> bool:
@@ -88,7 +87,7 @@ def _from_outputs(given: StructuredOutputs | None) -> Iterator[Grammar]:
     found = list(_named(values, "structured_outputs.", given.whitespace_pattern))
     if not found:
         message = "'structured_outputs' must have json, regex, choice, grammar or json_object."
-        raise InvalidRequestError(message, param="structured_outputs", code="invalid_value")
+        raise InvalidRequestError(message, param="structured_outputs")
     yield from found
 
 
@@ -126,7 +125,7 @@ def _json(schema: str | dict[str, Any], whitespace: str | None, param: str) -> G
 
 
 def _refusal(param: str, error: ValueError) -> InvalidRequestError:
-    return InvalidRequestError(f"'{param}' cannot be enforced: {error}.", param=param, code="invalid_value")
+    return InvalidRequestError(f"'{param}' cannot be enforced: {error}.", param=param)
 
 
 def _parse(text: str) -> Any:

@@ -77,6 +77,6 @@ async def detokenize(request: Request) -> Response:
     choose_model(context, body)
     if body.tokens and max(body.tokens) >= context.client.info.vocab_size:
         message = f"'tokens' contains an unknown id; this model has ids below {context.client.info.vocab_size}."
-        raise InvalidRequestError(message, param="tokens", code="invalid_value")
+        raise InvalidRequestError(message, param="tokens")
     text = await run_text_work(context, lambda: context.tokenizer.decode(body.tokens, skip_special_tokens=False))
     return Response(orjson.dumps({"prompt": text}), media_type="application/json")

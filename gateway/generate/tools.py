@@ -65,8 +65,7 @@ def check_tools(body: ChatCompletionRequest, format: ToolFormat | None, template
         message = "This model's chat template does not support tools; use a --chat-template that does."
         raise _unsupported(message, "tools")
     if format is None:
-        message = f"The tool call format of this model is unknown; start the server with {FLAG}."
-        raise _unsupported(message, "tools")
+        raise _unsupported(f"The tool call format of this model is unknown; start the server with {FLAG}.", "tools")
     names = [function.name for function in _functions(body)]
     if len(set(names)) < len(names):
         raise _invalid("Two tools have the same name.", "tools")
@@ -238,7 +237,7 @@ def must_call(body: ChatCompletionRequest) -> bool:
 
 
 def _invalid(message: str, param: str) -> InvalidRequestError:
-    return InvalidRequestError(message, param=param, code="invalid_value")
+    return InvalidRequestError(message, param=param)
 
 
 def _unsupported(message: str, param: str) -> InvalidRequestError:

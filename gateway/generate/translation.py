@@ -122,8 +122,7 @@ def tool_fields(tools: Sequence[Mapping[str, Any]], choice: Any, must_call: bool
     if tools:
         return {"tools": [{"type": "function", "function": tool} for tool in tools], "tool_choice": choice}
     if must_call:
-        message = "'tool_choice' requires a call, but 'tools' has no functions."
-        raise InvalidRequestError(message, param="tool_choice", code="invalid_value")
+        raise InvalidRequestError("'tool_choice' requires a call, but 'tools' has no functions.", param="tool_choice")
     return {}
 
 

@@ -157,8 +157,7 @@ def parse_json(raw: bytes | bytearray) -> dict[str, Any]:
     try:
         body = load_json(raw)
     except TooMuchJson as error:
-        message = f"The request body has {error}."
-        raise InvalidRequestError(message, code="too_many_values") from None
+        raise InvalidRequestError(f"The request body has {error}.", code="too_many_values") from None
     except orjson.JSONDecodeError:
         raise InvalidRequestError("The request body is not valid JSON.", code="invalid_json") from None
     if not isinstance(body, dict):

@@ -294,7 +294,7 @@ class ChatCompletionRequest(GenerationBody):
         names = {tool.function.name for tool in allowed.tools}
         if not names <= {tool.function.name for tool in tools}:
             message = "'tool_choice' names a function that is not in 'tools'."
-            raise InvalidRequestError(message, param="tool_choice.allowed_tools.tools", code="invalid_value")
+            raise InvalidRequestError(message, param="tool_choice.allowed_tools.tools")
         self.tools = [tool for tool in tools if tool.function.name in names]
         self.tool_choice = allowed.mode
         return self

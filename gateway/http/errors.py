@@ -119,7 +119,7 @@ def to_api_error(error: BaseException) -> ApiError:
         case ApiError():
             return error
         case InvalidRequestError():
-            return ApiError(400, error.message, param=error.param, code=error.code or "invalid_value")
+            return ApiError(400, error.message, param=error.param, code=error.code)
         case QueueFullError():
             return ApiError(429, error.message, code="rate_limit_exceeded", headers=_retry_after(error))
         case EngineUnavailableError():

@@ -113,8 +113,7 @@ def _go_on(conversation: Conversation, message: MessageParam, place: str) -> Non
             try:
                 arguments = orjson.dumps(block.input).decode()
             except orjson.JSONEncodeError as error:
-                text = f"'{input_place}' is nested too deeply."
-                raise InvalidRequestError(text, param=input_place, code="invalid_value") from error
+                raise InvalidRequestError(f"'{input_place}' is nested too deeply.", param=input_place) from error
             conversation.call(block.id, block.name, arguments, input_place)
 
 
