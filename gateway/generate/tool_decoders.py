@@ -13,7 +13,7 @@ import orjson
 
 from gateway.generate.python_calls import read_calls
 from gateway.generate.tool_grammars import Function, XmlSyntax
-from gateway.generate.tool_schemas import is_text, kinds_of
+from gateway.generate.tool_values import is_text, kinds_of
 
 
 class Call(NamedTuple):

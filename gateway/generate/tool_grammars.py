@@ -10,17 +10,20 @@ from typing import Any, NamedTuple, Protocol
 
 from gateway.generate.lark import Lark, quoted
 from gateway.generate.schemas import choices_of
-from gateway.generate.tool_schemas import (
+from gateway.generate.tool_values import (
     KNOWN,
+    JsonValues,
+    Literals,
     Schema,
+    Values,
     any_text,
     check_keys,
     is_text,
+    json_rule,
     properties_of,
     required_names,
     split,
 )
-from gateway.generate.tool_values import JsonValues, Literals, Values, json_rule
 
 
 class Function(NamedTuple):
