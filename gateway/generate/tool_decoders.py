@@ -12,8 +12,9 @@ import msgspec
 import orjson
 
 from gateway.generate.python_calls import read_calls
+from gateway.generate.schemas import KINDS, kinds_of
 from gateway.generate.tool_grammars import Function, XmlSyntax
-from gateway.generate.tool_values import is_text, kinds_of
+from gateway.generate.tool_values import is_text
 
 
 class Call(NamedTuple):
@@ -181,7 +182,7 @@ def _typed(value: str, schema: Any, root: Mapping[str, Any]) -> str:
     if is_text(schema):
         return orjson.dumps(value).decode()
     kinds = kinds_of(schema, root)
-    found = value if _is_json(value) else _python_literal(value) if kinds else None
+    found = value if _is_json(value) else None if kinds == KINDS else _python_literal(value)
     if found is None or ("string" in kinds and not _is_of(found.strip(), kinds)):
         return orjson.dumps(value).decode()
     return found
@@ -205,9 +206,9 @@ def _python_literal(text: str) -> str | None:
 
 
 def _is_of(text: str, kinds: frozenset[str]) -> bool:
-    """Return whether a JSON value is of one of the types."""
+    """Return whether a JSON value is of one of the kinds."""
     names = {'"': "string", "{": "object", "[": "array", "t": "boolean", "f": "boolean", "n": "null"}
-    return not kinds.isdisjoint({names[text[0]]} if text[0] in names else {"integer", "number"})
+    return names.get(text[0], "number") in kinds
 
 
 _GEMMA_QUOTES = ('<|"|>', "<escape>")

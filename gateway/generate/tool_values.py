@@ -24,7 +24,6 @@ KNOWN = {
     "additionalProperties", *BOUNDS,
 }  # fmt: skip
 _SHOWN_CHARS = 64
-_MAX_PARTS = 256
 
 
 def split(schema: Schema) -> tuple[Schema, Schema]:
@@ -60,28 +59,6 @@ def is_text(schema: Any) -> bool:
     if "type" in schema or not isinstance(choices, list):
         return schema.get("type") == "string"
     return all(isinstance(choice, str) for choice in choices)
-
-
-def kinds_of(schema: Any, root: Schema) -> frozenset[str]:
-    """Return the types that a schema names, also by `anyOf`, `oneOf` and references to definitions of `root`; empty if
-    any type is possible, or if it has too many parts."""
-    kinds: set[str] = set()
-    waiting = [schema]
-    for _ in range(_MAX_PARTS):
-        if not waiting:
-            return frozenset(kinds)
-        item = waiting.pop()
-        if not isinstance(item, Mapping):
-            continue
-        named = item.get("type")
-        kinds.update(kind for kind in TYPES if kind == named or (isinstance(named, list) and kind in named))
-        parts = (item.get("anyOf"), item.get("oneOf"))
-        waiting += [part for listed in parts if isinstance(listed, list) for part in listed[:_MAX_PARTS]]
-        if isinstance(item.get("$ref"), str):
-            group, name = _definition(item["$ref"])
-            found = root.get(group)
-            waiting.append(found.get(name) if isinstance(found, Mapping) else None)
-    return frozenset()
 
 
 def any_text(schema: Schema, letter: str = "(?s:.)") -> str:
