@@ -4,6 +4,7 @@ An `AnswerFormat` defines the JSON of an endpoint's chunks and responses.
 """
 
 import asyncio
+import uuid
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 from dataclasses import dataclass, replace
@@ -20,7 +21,7 @@ from engine.errors import TidemillError
 from engine.turns import Turns
 from gateway.context import GatewayContext, context_of, key_of, tenant_of, tier_of
 from gateway.generate.choices import Generation, OutputDelta
-from gateway.generate.params import GenerationPlan
+from gateway.generate.params import Caller, GenerationPlan
 from gateway.generate.promises import promise_of
 from gateway.generate.validation import JsonPost
 from gateway.generate.wire import ModelBody
@@ -116,9 +117,8 @@ async def check_room(context: GatewayContext, body: ModelBody, num_chars: int, t
     engine process, which checks again on submission. Neither are requests with a promise of their own."""
     if num_chars <= READ_INLINE or context.promise is not None:
         return
-    offline = context.is_offline or body.service_tier == "flex"
-    tokens = num_chars // CHARS_PER_TOKEN
-    await context.client.check_room(RequestClass.OFFLINE if offline else RequestClass.ONLINE, tokens, tenant)
+    request_class = RequestClass.OFFLINE if context.is_offline else body.request_class
+    await context.client.check_room(request_class, num_chars // CHARS_PER_TOKEN, tenant)
 
 
 async def begin(request: Request, plan: GenerationPlan) -> Generation:
@@ -185,7 +185,7 @@ async def collect(generation: Generation, shape: WholeFormat) -> dict[str, Any]:
 async def stream_events(generation: Generation, shape: AnswerFormat) -> AsyncGenerator[bytes, None]:
     """Yield the events of a stream. An error ends the stream with the events of `failure`."""
     options = generation.plan.stream_options
-    usage: Callable[[], dict[str, Any] | None] = generation.usage if options.in_every_chunk else partial(_nothing)
+    usage: Callable[[], dict[str, Any] | None] = generation.usage if options.in_every_chunk else lambda: None
     try:
         if opening := shape.opening():
             yield opening
@@ -200,14 +200,17 @@ async def stream_events(generation: Generation, shape: AnswerFormat) -> AsyncGen
         yield shape.failure(to_api_error(error), generation.usage())
 
 
-def _nothing() -> None:
-    return None
-
-
 def choose_model(context: GatewayContext, body: ModelBody) -> Model:
     """Return the model of a request, and name it in a body that names none. Raises ApiError 404."""
     body.model = body.model or context.models.first
     return find_model(context, body.model)
+
+
+def caller_of(context: GatewayContext, body: ModelBody, tenant: str, prefix: str, salt: str | None = None) -> Caller:
+    """Return the identity of a request to a served model; see `choose_model`. `prefix`: prefix of the response id;
+    `salt`: the client's own salt of the prefix cache."""
+    adapter = choose_model(context, body).adapter
+    return Caller(f"{prefix}{uuid.uuid4().hex}", context.cache_salt(tenant, salt), tenant, adapter)
 
 
 def find_model(context: GatewayContext, name: str) -> Model:

@@ -2,7 +2,6 @@
 
 import dataclasses
 import secrets
-import uuid
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -13,10 +12,10 @@ from engine.text.thoughts import ThinkingBudget
 from engine.text.tokenizer import Tokenizer
 from gateway.context import GatewayContext
 from gateway.generate.answer_parser import Parsing
-from gateway.generate.answering import ModelEndpoint, check_room, choose_model
+from gateway.generate.answering import ModelEndpoint, caller_of, check_room, choose_model
 from gateway.generate.choices import OutputDelta
 from gateway.generate.completion_format import CompletionStream, chat_logprobs
-from gateway.generate.params import Caller, GenerationPlan, chat_plan, check_chat, check_texts
+from gateway.generate.params import GenerationPlan, chat_plan, check_chat, check_texts
 from gateway.generate.prompt_options import (
     apply_effort,
     budget_of,
@@ -48,13 +47,12 @@ async def plan_chat(
 ) -> GenerationPlan:
     """See `ModelEndpoint.plan`. Also used for requests translated from other APIs. `prefix`: prefix of the response id;
     `clip`: see `chat_plan`."""
-    adapter = choose_model(context, body).adapter
+    caller = caller_of(context, body, tenant, prefix, body.cache_salt)
     form, marks = context.tool_format, context.thought_marks
     apply_effort(body, context.tokenizer.chat_template_text, marks is not None)
     check_budget(body, marks)
     messages, texts = await run_by_size(context, body, lambda: _read(context, body))
     await check_room(context, body, sum(map(len, texts)), tenant)
-    caller = Caller(f"{prefix}{uuid.uuid4().hex}", context.cache_salt(tenant, body.cache_salt), tenant, adapter)
 
     def plan() -> GenerationPlan:
         token_ids = _encode(context, body, messages, texts)

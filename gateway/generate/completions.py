@@ -1,17 +1,16 @@
 """POST /v1/completions: prompts as text or token ids."""
 
-import uuid
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import orjson
 
 from engine.text.tokenizer import Tokenizer
 from gateway.context import GatewayContext
-from gateway.generate.answering import CHARS_PER_TOKEN, READ_INLINE, ModelEndpoint, check_room, choose_model
+from gateway.generate.answering import CHARS_PER_TOKEN, READ_INLINE, ModelEndpoint, caller_of, check_room
 from gateway.generate.choices import OutputDelta
 from gateway.generate.completion_format import CompletionLogprobs, CompletionStream, ScoredToken, read_scores
 from gateway.generate.params import (
-    Caller,
     GenerationPlan,
     TokenizedPrompt,
     check_completion,
@@ -21,35 +20,52 @@ from gateway.generate.params import (
 from gateway.generate.structured import grammar_of, is_structured
 from gateway.generate.threads import is_large, run_text_work
 from gateway.generate.validation import UNHONOURED
-from gateway.generate.wire import CompletionRequest
+from gateway.generate.wire import CompletionRequest, ModelBody
 from gateway.http.sse import END
 
 
 async def plan_completion(context: GatewayContext, body: CompletionRequest, tenant: str) -> GenerationPlan:
     """See `ModelEndpoint.plan`."""
-    adapter = choose_model(context, body).adapter
+    caller = caller_of(context, body, tenant, "cmpl-", body.cache_salt)
     check_completion(body)
-    lengths = [len(prompt) if isinstance(prompt, str) else CHARS_PER_TOKEN * len(prompt) for prompt in body.prompt]
-    await check_room(context, body, sum(lengths), tenant)
-    caller = Caller(f"cmpl-{uuid.uuid4().hex}", context.cache_salt(tenant, body.cache_salt), tenant, adapter)
 
     def plan() -> GenerationPlan:
-        for prompt in body.prompt:
-            if isinstance(prompt, str):
-                check_texts((prompt,), context.tokenizer, context.client.info, "prompt")
-        is_raw = body.add_special_tokens is False
-        prompts = [encode_prompt(context.tokenizer, prompt, is_raw) for prompt in body.prompt]
+        prompts = encode_prompts(context, body.prompt, "prompt", is_raw=body.add_special_tokens is False)
         return completion_plan(body, prompts, context.info, caller, grammar_of(body))
 
-    at_once = sum(lengths) <= READ_INLINE and not is_structured(body) and not is_large(body)
+    return await plan_by_length(context, body, body.prompt, tenant, plan, is_fast=not is_structured(body))
+
+
+async def plan_by_length(
+    context: GatewayContext,
+    body: ModelBody,
+    prompts: Sequence[str | list[int]],
+    tenant: str,
+    plan: Callable[[], GenerationPlan],
+    is_fast: bool = True,
+) -> GenerationPlan:
+    """Check the room for prompts, then plan: at once for short prompts in a small body, else in a thread. `is_fast`:
+    the rest of the plan is fast. Raises the exceptions of `check_room` and `plan`."""
+    num_chars = sum(len(prompt) if isinstance(prompt, str) else CHARS_PER_TOKEN * len(prompt) for prompt in prompts)
+    await check_room(context, body, num_chars, tenant)
+    at_once = is_fast and num_chars <= READ_INLINE and not is_large(body)
     return plan() if at_once else await run_text_work(context, plan)
 
 
-def encode_prompt(tokenizer: Tokenizer, prompt: str | list[int], is_raw: bool = False) -> TokenizedPrompt:
-    """Tokenize a prompt; `is_raw`: without the tokens that the tokenizer adds."""
-    if isinstance(prompt, str):
-        return TokenizedPrompt(tuple(tokenizer.encode(prompt, add_special_tokens=not is_raw)), prompt)
-    return TokenizedPrompt(tuple(prompt))
+def encode_prompts(
+    context: GatewayContext, prompts: Sequence[str | list[int]], param: str, is_raw: bool = False
+) -> tuple[TokenizedPrompt, ...]:
+    """Tokenize prompts; `is_raw`: without the tokens that the tokenizer adds. Raises ContextLengthError."""
+    tokenizer = context.tokenizer
+    for prompt in prompts:
+        if isinstance(prompt, str):
+            check_texts((prompt,), tokenizer, context.client.info, param)
+    return tuple(
+        TokenizedPrompt(tuple(tokenizer.encode(prompt, add_special_tokens=not is_raw)), prompt)
+        if isinstance(prompt, str)
+        else TokenizedPrompt(tuple(prompt))
+        for prompt in prompts
+    )
 
 
 class CompletionFormat(CompletionStream):

@@ -1,47 +1,42 @@
 """POST /v1/embeddings: one vector per text, pooled from the model's last hidden states."""
 
 import base64
-import uuid
 from typing import Any
 
 import numpy as np
 import orjson
 
-from engine.api import EngineInfo, EngineRequest, Lane, RequestClass, SamplingParams
+from engine.api import EngineInfo, SamplingParams
 from engine.errors import InvalidRequestError
 from engine.forms import EmbeddingSpec
 from gateway.context import GatewayContext
-from gateway.generate.answering import CHARS_PER_TOKEN, READ_INLINE, ModelEndpoint, check_room, choose_model
+from gateway.generate.answering import ModelEndpoint, caller_of
 from gateway.generate.choices import OutputDelta
-from gateway.generate.completions import encode_prompt
-from gateway.generate.params import Caller, GenerationPlan, TokenizedPrompt, check_prompt, check_texts
-from gateway.generate.threads import is_large, run_text_work
+from gateway.generate.completions import encode_prompts, plan_by_length
+from gateway.generate.params import GenerationPlan, check_prompt
 from gateway.generate.validation import UNHONOURED
-from gateway.generate.wire import EmbeddingRequest, StreamOptions
+from gateway.generate.wire import EmbeddingRequest
 
 NOTHING_SAMPLED = SamplingParams(max_tokens=1, temperature=0.0)
 
 
 async def plan_embeddings(context: GatewayContext, body: EmbeddingRequest, tenant: str) -> GenerationPlan:
     """See `ModelEndpoint.plan`."""
-    adapter = choose_model(context, body).adapter
-    spec = embedding_spec(context.client.info, body)
-    lengths = [len(text) if isinstance(text, str) else CHARS_PER_TOKEN * len(text) for text in body.input]
-    await check_room(context, body, sum(lengths), tenant)
-    caller = Caller(f"embd-{uuid.uuid4().hex}", context.cache_salt(tenant), tenant, adapter)
+    caller = caller_of(context, body, tenant, "embd-")
+    info, kind = context.client.info, body.request_class
+    pooling = embedding_spec(info, body).pooling
 
     def plan() -> GenerationPlan:
-        info = context.client.info
-        for text in body.input:
-            if isinstance(text, str):
-                check_texts((text,), context.tokenizer, info, "input")
-        prompts = tuple(encode_prompt(context.tokenizer, text) for text in body.input)
+        prompts = encode_prompts(context, body.input, "input")
         for prompt in prompts:
             check_prompt(prompt.token_ids, 0, info, "input")
-        return _plan(body, prompts, caller, spec)
+        requests = tuple(
+            caller.request(number, prompt.token_ids, NOTHING_SAMPLED, kind, pooling=pooling, final_only=True)
+            for number, prompt in enumerate(prompts)
+        )
+        return GenerationPlan(caller.response_id, body.model, prompts, requests, kind)
 
-    at_once = sum(lengths) <= READ_INLINE and not is_large(body)
-    return plan() if at_once else await run_text_work(context, plan)
+    return await plan_by_length(context, body, body.input, tenant, plan)
 
 
 def embedding_spec(info: EngineInfo, body: EmbeddingRequest) -> EmbeddingSpec:
@@ -55,41 +50,6 @@ def embedding_spec(info: EngineInfo, body: EmbeddingRequest) -> EmbeddingSpec:
         message = f"'dimensions' must be at most {spec.size}, the size of this model's vectors."
         raise InvalidRequestError(message, param="dimensions")
     return spec
-
-
-def _plan(
-    body: EmbeddingRequest, prompts: tuple[TokenizedPrompt, ...], caller: Caller, spec: EmbeddingSpec
-) -> GenerationPlan:
-    request_class = RequestClass.OFFLINE if body.service_tier == "flex" else RequestClass.ONLINE
-    requests = tuple(
-        EngineRequest(
-            f"{caller.response_id}-{index}",
-            prompt.token_ids,
-            NOTHING_SAMPLED,
-            request_class,
-            caller.cache_salt,
-            final_only=True,
-            tenant=caller.tenant,
-            lane=Lane.FLEX,
-            pooling=spec.pooling,
-            adapter=caller.adapter,
-        )
-        for index, prompt in enumerate(prompts)
-    )
-    return GenerationPlan(
-        response_id=caller.response_id,
-        model=body.model,
-        prompts=prompts,
-        n=1,
-        requests=requests,
-        request_class=request_class,
-        stop=(),
-        min_tokens=0,
-        num_logprobs=None,
-        return_token_ids=False,
-        stream=False,
-        stream_options=StreamOptions(),
-    )
 
 
 class EmbeddingFormat:

@@ -37,17 +37,17 @@ class GenerationPlan:
     response_id: str
     model: str
     prompts: tuple[TokenizedPrompt, ...]
-    n: int
     requests: tuple[EngineRequest, ...]
     """`requests[p * n + i]` is choice i of prompt p."""
     request_class: RequestClass
-    stop: tuple[str, ...]
-    min_tokens: int
-    num_logprobs: int | None
+    n: int = 1
+    stop: tuple[str, ...] = ()
+    min_tokens: int = 0
+    num_logprobs: int | None = None
     """See SamplingParams.logprobs."""
-    return_token_ids: bool
-    stream: bool
-    stream_options: StreamOptions
+    return_token_ids: bool = False
+    stream: bool = False
+    stream_options: StreamOptions = field(default_factory=StreamOptions)
     parsing: Parsing | None = None
     """Parser settings; None: the answers are plain text."""
     continues: bool = False
@@ -96,6 +96,30 @@ class Caller:
     tenant: str = ""
     adapter: int = 0
     """Number of the LoRA adapter."""
+
+    def request(
+        self,
+        number: int,
+        prompt_ids: tuple[int, ...],
+        sampling: SamplingParams,
+        request_class: RequestClass,
+        *,
+        pooling: Pooling | None = None,
+        final_only: bool = False,
+    ) -> EngineRequest:
+        """Return the engine request `number` of this request. Batch lines get their lane later."""
+        return EngineRequest(
+            f"{self.response_id}-{number}",
+            prompt_ids,
+            sampling,
+            request_class,
+            self.cache_salt,
+            final_only=final_only,
+            tenant=self.tenant,
+            lane=Lane.FLEX,
+            pooling=pooling,
+            adapter=self.adapter,
+        )
 
 
 def check_stream_options(body: GenerationBody) -> None:
@@ -184,7 +208,7 @@ def _plan(
     thinking: ThinkingBudget | None = None,
 ) -> GenerationPlan:
     n, stop = body.n or 1, tuple(body.stop or ())
-    request_class = RequestClass.OFFLINE if body.service_tier == "flex" else RequestClass.ONLINE
+    request_class = body.request_class
     # a background answer needs no intermediate outputs, unless stop strings must be checked
     final_only = request_class is RequestClass.OFFLINE and not body.stream and not stop
     if grammar is not None:
@@ -195,20 +219,10 @@ def _plan(
         check_prompt(prompt.token_ids, length, info, param)
         for i in range(n):
             sampling = SamplingParams(max_tokens=max(1, length), seed=_seed(body.seed, i), **fields)
-            request_id = f"{caller.response_id}-{len(requests)}"
+            pooling = None if length else Pooling.SCORES
+            ids, number = prompt.token_ids, len(requests)
             requests.append(
-                EngineRequest(
-                    request_id,
-                    prompt.token_ids,
-                    sampling,
-                    request_class,
-                    caller.cache_salt,
-                    final_only=final_only,
-                    tenant=caller.tenant,
-                    adapter=caller.adapter,
-                    pooling=None if length else Pooling.SCORES,
-                    lane=Lane.FLEX,  # batch lines get their lane later
-                )
+                caller.request(number, ids, sampling, request_class, pooling=pooling, final_only=final_only)
             )
     return GenerationPlan(
         response_id=caller.response_id,

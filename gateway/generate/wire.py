@@ -17,7 +17,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from engine.api import MAX_LOGIT_BIAS, MAX_LOGPROBS
+from engine.api import MAX_LOGIT_BIAS, MAX_LOGPROBS, RequestClass
 from engine.errors import InvalidRequestError
 from gateway.generate.validation import ClientObject, StrictBody, at_most
 
@@ -166,6 +166,10 @@ class ModelBody(StrictBody):
     model: str = ""
     service_tier: Literal["auto", "default", "flex", "priority", "scale"] | None = None
     tidemill: PromiseFields | None = None
+
+    @property
+    def request_class(self) -> RequestClass:
+        return RequestClass.OFFLINE if self.service_tier == "flex" else RequestClass.ONLINE
 
 
 class RequestBody(ModelBody):
