@@ -27,9 +27,7 @@ from gateway.models import ModelNames
 
 DEMO_NAME = "tidemill-demo"
 _LOADGEN = {"bench": "loadgen.cli", "simulate": "loadgen.simulate", "worth": "loadgen.worth"}
-_LOADGEN_FLAGS = {"bench": "loadgen.flags", "simulate": "loadgen.simulate", "worth": "loadgen.worth"}
-
-
+_LOADGEN_FLAGS = {**_LOADGEN, "bench": "loadgen.flags"}
 BROKEN_PIPE = 128 + signal.SIGPIPE
 """Exit code if the reader of the output has ended (`tidemill batch list | head`), as for a process ended by SIGPIPE."""
 
@@ -89,17 +87,15 @@ def _parser() -> argparse.ArgumentParser:
     add_batch(commands, Parser)
     _add_top(commands)
     _add_pull(commands)
-    _add_profile(commands)
+    _config_flags(_add(commands, "profile", _profile, "measure step times and show the prediction error"), EngineConfig)
     _add_replay(commands)
     _add_fleet(commands)
     commands.add_parser("bench", help="measure a server: run, sweep, compare, trace", add_help=False)
     commands.add_parser("simulate", help="replay workloads and experiments on a virtual clock", add_help=False)
     commands.add_parser("worth", help="estimate the value of the batch work beside a GPU's chats", add_help=False)
-    command = commands.add_parser("completions", help="print a shell completion script", allow_abbrev=False)
+    command = _add(commands, "completions", _completions, "print a shell completion script")
     command.add_argument("shell", choices=SHELLS)
-    command.set_defaults(run=_completions)
-    command = commands.add_parser("version", help="print the version", allow_abbrev=False)
-    command.set_defaults(run=_version)
+    _add(commands, "version", _version, "print the version")
     return parser
 
 
@@ -113,22 +109,30 @@ def _config_flags(command: Parser, *types: type) -> None:
     add_by_task(command, others)
 
 
+def _add(
+    commands: Any, name: str, run: Callable[[argparse.Namespace], int], text: str, description: str | None = None
+) -> Parser:
+    command: Parser = commands.add_parser(name, help=text, description=description, allow_abbrev=False)
+    command.set_defaults(run=run)
+    return command
+
+
+def _command(name: str) -> Any:
+    """Import the module of a command."""
+    return importlib.import_module(f"gateway.commands.{name}")
+
+
 def _add_serve(commands: Any) -> None:
-    command = commands.add_parser(
-        "serve",
-        help="serve a model over OpenAI's HTTP API",
-        description="Serve a model. Flags override TIDEMILL_* variables; these override the file of --config.",
-        allow_abbrev=False,
-    )
+    description = "Serve a model. Flags override TIDEMILL_* variables; these override the file of --config."
+    command = _add(commands, "serve", _serve, "serve a model over OpenAI's HTTP API", description)
     _config_flags(command, EngineConfig, ServerConfig)
     command.add_argument(
         "--dry-run", action="store_true", help="report the machine, every setting with its origin and the model; exit"
     )
-    command.set_defaults(run=_serve)
 
 
 def _add_chat(commands: Any) -> None:
-    command = commands.add_parser("chat", help="chat with a running server", allow_abbrev=False)
+    command = _add(commands, "chat", _chat, "chat with a running server")
     add_server(command)
     command.add_argument("--model", help="name of the model (default: the server's first)")
     command.add_argument("--system", metavar="TEXT", help="system message")
@@ -138,63 +142,44 @@ def _add_chat(commands: Any) -> None:
     command.add_argument(
         "--temperature", type=float, metavar="T", help="sampling temperature, 0 is greedy (default: the server's)"
     )
-    command.set_defaults(run=_chat)
 
 
 def _add_top(commands: Any) -> None:
-    command = commands.add_parser(
-        "top",
-        help="watch a running server: SLO, tokens per second, steps, cache, batches",
-        description="Show a server's figures every second until Ctrl-C, or once if the output is not a terminal.",
-        allow_abbrev=False,
-    )
-    add_server(command)
-    command.set_defaults(run=_top)
+    text = "watch a running server: SLO, tokens per second, steps, cache, batches"
+    description = "Show a server's figures every second until Ctrl-C, or once if the output is not a terminal."
+    add_server(_add(commands, "top", lambda given: _command("top.follow").run_top(server_of(given)), text, description))
 
 
 def _add_pull(commands: Any) -> None:
-    command = commands.add_parser(
-        "pull",
-        help="download a model from the Hugging Face hub",
-        description="Show the size of a model, then download it. HF_ENDPOINT sets a mirror, HF_HOME the folder.",
-        allow_abbrev=False,
-    )
+    description = "Show the size of a model, then download it. HF_ENDPOINT sets a mirror, HF_HOME the folder."
+    command = _add(commands, "pull", _pull, "download a model from the Hugging Face hub", description)
     command.add_argument("model", metavar="OWNER/NAME", help="id of the model on the hub")
     command.add_argument("--revision", metavar="REVISION", help="branch, tag or commit (default: main)")
-    command.set_defaults(run=_pull)
 
 
 def _add_replay(commands: Any) -> None:
-    command = commands.add_parser("replay", help="show the last steps before an engine died", allow_abbrev=False)
+    text = "show the last steps before an engine died"
+    command = _add(commands, "replay", lambda given: _command("engines").replay(given.file), text)
     command.add_argument("file", metavar="FILE", type=Path, help="recording, from the folder flights in --state-dir")
-    command.set_defaults(run=_replay)
 
 
 def _add_fleet(commands: Any) -> None:
-    command = commands.add_parser("fleet", help="restart the engines of a server one by one", allow_abbrev=False)
+    command = _add(commands, "fleet", _fleet, "restart the engines of a server one by one")
     command.add_argument(
         "action", choices=("restart",), help="restart: no request is refused, running requests continue"
     )
     command.add_argument("--state-dir", metavar="DIR", help="state folder of the server (default: as for serve)")
-    command.set_defaults(run=_fleet)
 
 
 @dropping_stdout()
 def _fleet(arguments: argparse.Namespace) -> int:
-    say(importlib.import_module("gateway.commands.engines").restart(arguments.state_dir))
+    say(_command("engines").restart(arguments.state_dir))
     return 0
 
 
-def _replay(arguments: argparse.Namespace) -> int:
-    return int(importlib.import_module("gateway.commands.engines").replay(arguments.file))
-
-
-def _add_profile(commands: Any) -> None:
-    command = commands.add_parser(
-        "profile", help="measure step times and show the prediction error", allow_abbrev=False
-    )
-    _config_flags(command, EngineConfig)
-    command.set_defaults(run=_profile)
+@dropping_stdout()
+def _pull(arguments: argparse.Namespace) -> int:
+    return int(_command("pull").run(arguments.model, arguments.revision, say))
 
 
 def _version(_arguments: argparse.Namespace) -> int:
@@ -212,25 +197,9 @@ def _completions(arguments: argparse.Namespace) -> int:
 
 
 def _chat(arguments: argparse.Namespace) -> int:
-    from gateway.commands.chat import run_chat
-
-    options = dataclasses.replace(
-        server_of(arguments),
-        model=arguments.model,
-        system=arguments.system,
-        max_tokens=arguments.max_tokens,
-        temperature=arguments.temperature,
-    )
-    return run_chat(options)
-
-
-def _top(arguments: argparse.Namespace) -> int:
-    return int(importlib.import_module("gateway.commands.top.follow").run_top(server_of(arguments)))
-
-
-@dropping_stdout()
-def _pull(arguments: argparse.Namespace) -> int:
-    return int(importlib.import_module("gateway.commands.pull").run(arguments.model, arguments.revision, say))
+    names = ("model", "system", "max_tokens", "temperature")
+    given = {name: getattr(arguments, name) for name in names}
+    return int(_command("chat").run_chat(dataclasses.replace(server_of(arguments), **given)))
 
 
 @dropping_stdout()
@@ -238,21 +207,22 @@ def _serve(arguments: argparse.Namespace) -> int:
     engine_config, server_config = resolve_configs(arguments, [EngineConfig, ServerConfig])
     served = server_config.served_model_name or (model_name(engine_config),)
     ModelNames(served, [each.name for each in parse_adapters(engine_config.lora)])  # raises if a name is taken
-    cache = adopt(importlib.import_module("gateway.store.opening").state_path(server_config.state_dir), os.environ)
+    state = importlib.import_module("gateway.store.opening").find_state(server_config.state_dir)
+    cache = adopt(state.folder, os.environ)
+    preflight = _command("preflight")
     if arguments.dry_run:
         given = given_where(arguments, [EngineConfig, ServerConfig])
-        preflight = importlib.import_module("gateway.commands.preflight")
         return int(preflight.run(given, engine_config, server_config, model_name(engine_config)))
     start = _Start()
     importlib.import_module("gateway.http.connection_limit").raise_descriptor_limit()  # the engine inherits it
-    preflight = importlib.import_module("gateway.commands.preflight")
     preflight.check_start(engine_config, server_config)  # loading takes minutes
     say(f"version {__version__}, starting {served[0]} ...")
     server = importlib.import_module("gateway.server")
     if not server_config.served_model_name:
         server_config = dataclasses.replace(server_config, served_model_name=(model_name(engine_config),))
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # `fleet restart` would end a starting server
-    folder = _open_state(server_config)
+    # locked before the model loads, so that a second server on it fails at once
+    folder = importlib.import_module("gateway.store.folder").open_state(state)
     if cache is not None:
         with suppress(OSError):  # the disk may be full
             cache.mkdir(mode=0o700, exist_ok=True)
@@ -337,16 +307,10 @@ def _make_engine(engine_config: EngineConfig, server_config: ServerConfig, root:
     return fleet.client
 
 
-def _open_state(config: ServerConfig) -> Any:
-    """Open and lock the state folder before the model loads, so that a second server on it fails at once."""
-    place = importlib.import_module("gateway.store.opening").find_state(config.state_dir)
-    return importlib.import_module("gateway.store.folder").open_state(place)
-
-
 def _profile(arguments: argparse.Namespace) -> int:
     (engine_config,) = resolve_configs(arguments, [EngineConfig])
     openmp.announce(engine_config, say)
-    return int(importlib.import_module("gateway.commands.profile").run(engine_config, say))
+    return int(_command("profile").run(engine_config, say))
 
 
 def _loadgen(command: str, *words: str) -> int:
