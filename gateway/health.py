@@ -18,6 +18,11 @@ from gateway.models import Model
 from gateway.telemetry.engine_metrics import shown as engines_shown
 
 router = APIRouter()
+_PROMISE = (
+    "slo", "attainment", "latency_budget", "budget_origin", "rule", "interference_weight", "decode_value", "learned",
+    "offline_share", "share_limit", "breaker", "model_refits", "refit_errors",
+)  # fmt: skip
+"""Fields of `ColocationStats` in the answer of /ready."""
 
 
 def _ok() -> Response:
@@ -60,32 +65,16 @@ async def ready(request: Request) -> Response:
 def _promise(stats: EngineStats, colocation: ColocationStats) -> dict[str, Any]:
     """Return the state of the SLO and the offline budget."""
     shown: dict[str, Any] = {
-        "slo": colocation.slo,
-        "attainment": colocation.attainment,
-        "refused_requests": stats.refused_requests,
-        "latency_budget": colocation.latency_budget,
-        "budget_origin": colocation.budget_origin,
-        "rule": colocation.rule,
-        "interference_weight": colocation.interference_weight,
-        "decode_value": colocation.decode_value,
-        "learned": colocation.learned,
-        "offline_share": colocation.offline_share,
-        "share_limit": colocation.share_limit,
-        "breaker": colocation.breaker,
+        **{name: getattr(colocation, name) for name in _PROMISE},
         "predictor_overrun": colocation.overrun,
-        "model_refits": colocation.model_refits,
-        "refit_errors": colocation.refit_errors,
+        "refused_requests": stats.refused_requests,
         "margins": {str(tokens): margin for tokens, margin in colocation.margins.items()},
         "plans": stats.plans,
         "knapsack": stats.knapsack,
         "lanes": {"waiting": stats.lanes_waiting, "started": stats.lanes_started},
         "objectives": {
-            standing.objective: {
-                "value": standing.value,
-                "bound": standing.bound,
-                "attainment": standing.attainment,
-            }
-            for standing in colocation.objectives
+            each.objective: {name: getattr(each, name) for name in ("value", "bound", "attainment")}
+            for each in colocation.objectives
         },
     }
     if len(colocation.classes) > 1:

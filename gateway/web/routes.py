@@ -34,6 +34,7 @@ from predictor.slo import SLO
 FOLLOWED_SECONDS = 1.0
 UNFOLLOWED_SECONDS = 10.0
 KEPT_SNAPSHOTS = 900
+_FIGURES = ("attainment", "latency_budget")
 
 
 class Recorder:
@@ -160,34 +161,23 @@ def take(stats: EngineStats, chats: list[dict[str, Any]], now: float) -> dict[st
 
 def _promise(stats: ColocationStats | None) -> dict[str, Any]:
     if stats is None:
-        return {
-            "slo": None,
-            "attainment": None,
-            "attainment_target": None,
-            "latency_budget": None,
-            "breaker": None,
-            "mape": None,
-            "objectives": [],
-        }
+        return {**dict.fromkeys((*_FIGURES, "mape", "slo", "attainment_target", "breaker")), "objectives": []}
     return {
+        **{name: _finite(getattr(stats, name)) for name in _FIGURES},
+        "offline_share": _finite(stats.offline_share),
+        "mape": _finite(stats.predictor_mape),
         "slo": stats.slo,
-        "attainment": _finite(stats.attainment),
         "attainment_target": SLO.parse(stats.slo).attainment_target if stats.slo else None,
-        "objectives": [
-            {
-                "objective": standing.objective,
-                "value": _finite(standing.value),
-                "bound": _finite(standing.bound),
-                "attainment": _finite(standing.attainment),
-            }
-            for standing in stats.objectives
-        ],
-        "latency_budget": _finite(stats.latency_budget),
         "breaker": stats.breaker,
         "breaker_cause": stats.breaker_cause,
         "held": stats.held,
-        "offline_share": _finite(stats.offline_share),
-        "mape": _finite(stats.predictor_mape),
+        "objectives": [
+            {
+                "objective": each.objective,
+                **{name: _finite(getattr(each, name)) for name in ("value", "bound", "attainment")},
+            }
+            for each in stats.objectives
+        ],
     }
 
 
