@@ -190,7 +190,7 @@ class Counted:
 
     def __init__(self) -> None:
         self.account = SimpleNamespace(num_prompt_tokens=1)
-        self.num_thoughts, self.used, self.finished = None, Used(), False
+        self.used, self.finished = Used(), False
 
     def advance(self, output: Any) -> Any:
         self.finished = output.finish_reason is not None
@@ -207,7 +207,8 @@ def merge(num_choices: int, num_outputs: int) -> list[Any]:
             while True:
                 yield await queue.get()
 
-        plan: Any = SimpleNamespace(n=1, scoring=(), requests=[SimpleNamespace(final_only=False)] * num_choices)
+        requests = [SimpleNamespace(final_only=False)] * num_choices
+        plan: Any = SimpleNamespace(n=1, parsing=None, scoring=(), requests=requests)
         choices: Any = [Counted() for _ in queues]
         generation = Generation(plan, SimpleNamespace(), choices, [stream(queue) for queue in queues])  # type: ignore[misc]
         each, deltas = num_outputs // num_choices, generation.deltas()

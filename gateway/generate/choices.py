@@ -67,7 +67,7 @@ class ChoiceState:
         self.request_id = request.request_id
         self.account = Account(request, plan.response_id, index)
         self.finished = False
-        self._index = index
+        self._index, self._is_first = index, index % plan.n == 0
         self._has_stops = bool(plan.stop)
         self._keeps_tokens = plan.return_token_ids or plan.num_logprobs is not None
         self._shows_each_token = plan.stream_options.in_every_chunk
@@ -109,7 +109,8 @@ class ChoiceState:
         if reason is not None:
             self.end(reason)
         self._counted += counted
-        piece = self._take_apart(text, final=reason is not None)
+        piece = ParsedText(text) if self._parser is None else self._parser.push(text, final=reason is not None)
+        self._called = self._called or bool(piece.calls)
         if piece.calls and reason is None and not self._several_calls:
             reason = FinishReason.STOP
             self.end(reason)
@@ -139,19 +140,10 @@ class ChoiceState:
         return text
 
     @property
-    def used(self) -> "Used":
-        """Token counts so far."""
-        return Used(self.account.num_tokens, self.account.num_cached_tokens, self.num_thoughts or 0)
-
-    @property
-    def num_thoughts(self) -> int | None:
-        """Number of reasoning tokens; None if the model has no reasoning."""
-        return None if self._thoughts is None else self._thoughts.num_thoughts
-
-    def _take_apart(self, text: str, final: bool) -> ParsedText:
-        piece = ParsedText(text) if self._parser is None else self._parser.push(text, final)
-        self._called = self._called or bool(piece.calls)
-        return piece
+    def used(self) -> Used:
+        """Token counts so far. Cached prompt tokens count for the first choice of a prompt only."""
+        cached = self.account.num_cached_tokens if self._is_first else 0
+        return Used(self.account.num_tokens, cached, 0 if self._thoughts is None else self._thoughts.num_thoughts)
 
     def _finish_reason(self, reason: FinishReason) -> str:
         return "tool_calls" if self._called and reason is FinishReason.STOP else FINISH_REASONS[reason]
@@ -214,13 +206,13 @@ class Generation:
     ) -> None:
         self.plan = plan
         self.choices = choices
-        self.on_end: Callable[[], None] = _do_nothing
+        self.on_end: Callable[[], None] = lambda: None
         self._client = client
         num_scored = len(plan.scoring)
         self._scoring, self._streams = list(streams[:num_scored]), list(streams[num_scored:])
         self._num_scored = 0
         self._used = Used()
-        self._thinks = any(choice.num_thoughts is not None for choice in choices)
+        self._thinks = plan.parsing is not None and plan.parsing.marks is not None
         self._num_prompt_tokens = sum(choice.account.num_prompt_tokens for choice in choices[:: plan.n])
 
     @classmethod
@@ -291,7 +283,7 @@ class Generation:
         waiting: dict[int, asyncio.Task[RequestOutput | None]] = {}
 
         def wait_for(index: int) -> None:
-            waiting[index] = task = asyncio.ensure_future(_next(self._streams[index]))
+            waiting[index] = task = asyncio.ensure_future(anext(self._streams[index], None))
             task.add_done_callback(lambda ended: done.put_nowait((index, ended)))
 
         for index in range(len(self._streams)):
@@ -321,19 +313,15 @@ class Generation:
         try:
             delta = choice.advance(output)
         finally:
-            self._count(before, choice.used, is_first=index % self.plan.n == 0)
+            total, now = self._used, choice.used
+            self._used = Used(
+                total.tokens + now.tokens - before.tokens,
+                total.cached + now.cached - before.cached,
+                total.thoughts + now.thoughts - before.thoughts,
+            )
         if choice.finished and output.finish_reason is None:  # ended by a stop string or a call, not by the engine
             self._client.abort(choice.request_id, FinishReason.STOP)
         return delta
-
-    def _count(self, before: "Used", after: "Used", *, is_first: bool) -> None:
-        """Add the change of a choice's counts. Cached prompt tokens count for the first choice of a prompt only."""
-        used, cached = self._used, after.cached - before.cached if is_first else 0
-        self._used = Used(
-            used.tokens + after.tokens - before.tokens,
-            used.cached + cached,
-            used.thoughts + after.thoughts - before.thoughts,
-        )
 
     def abort(self) -> None:
         """Abort all unfinished choices. Idempotent."""
@@ -366,14 +354,3 @@ def _failure(output: RequestOutput) -> TidemillError:
     if output.finish_reason is FinishReason.ERROR:
         return EngineStepError("The model step failed for this request.")
     return EngineUnavailableError("The server ended this request before it was complete.", retry_after=5.0)
-
-
-async def _next(stream: OutputStream) -> RequestOutput | None:
-    try:
-        return await anext(stream)
-    except StopAsyncIteration:
-        return None
-
-
-def _do_nothing() -> None:
-    return None
