@@ -122,22 +122,14 @@ class ChatFormat(CompletionStream):
     """Format of chat completions. The constant parts of a chunk are encoded once per answer."""
 
     def __init__(self, plan: GenerationPlan, tokenizer: Tokenizer) -> None:
-        super().__init__(plan, "chat.completion.chunk")
-        self._tokenizer = tokenizer
-        start = b"data: " + orjson.dumps(self._head)[:-1]
-        self._starts = [start + b',"choices":[{"index":%d,"delta":{' % i for i in range(plan.n)]
+        super().__init__(plan, tokenizer, "chat.completion.chunk")
+        self._starts = [self._start + b',"choices":[{"index":%d,"delta":{' % i for i in range(plan.n)]
         # before the first token of each choice
         prompt_ids = orjson.dumps(list(plan.prompts[0].token_ids)) if plan.return_token_ids else b""
         extra = b',"prompt_token_ids":' + prompt_ids if prompt_ids else b""
-        self._opening = [start + extra + b',"choices":[{"index":%d,"delta":{' % i for i in range(plan.n)]
-        self._is_open = [False] * plan.n
+        self._opening = [self._start + extra + start.removeprefix(self._start) for start in self._starts]
         self._num_calls = [0] * plan.n
         self._plain_end = b'},"logprobs":null,"finish_reason":null}]' + self._usage_part(None) + b"}" + END
-
-    def _usage_part(self, usage: dict[str, Any] | None) -> bytes:
-        if usage is not None:
-            return b',"usage":' + orjson.dumps(usage)
-        return b',"usage":null' if self._plan.stream_options.include_usage else b""
 
     def chunk(self, delta: OutputDelta, usage: dict[str, Any] | None) -> bytes:
         """See AnswerFormat.chunk."""
@@ -174,12 +166,7 @@ class ChatFormat(CompletionStream):
 
     def whole(self, choices: list[list[OutputDelta]], usage: dict[str, Any]) -> dict[str, Any]:
         """See AnswerFormat.whole."""
-        answer = {
-            **self._head,
-            "object": "chat.completion",
-            "choices": [self._choice(index, deltas) for index, deltas in enumerate(choices)],
-            "usage": usage,
-        }
+        answer = super().whole(choices, usage)
         if self._plan.return_token_ids:
             answer["prompt_token_ids"] = list(self._plan.prompts[0].token_ids)
         return answer

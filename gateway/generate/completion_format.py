@@ -10,6 +10,7 @@ import orjson
 from engine.api import TokenLogprobs
 from engine.text.detokenizer import IncrementalDetokenizer
 from engine.text.tokenizer import Tokenizer
+from gateway.generate.choices import OutputDelta
 from gateway.generate.params import GenerationPlan
 from gateway.http.errors import ApiError
 from gateway.http.sse import DONE, END, event
@@ -25,15 +26,34 @@ ScoredToken = tuple[int, TokenLogprobs | None]
 class CompletionStream:
     """Base class; see AnswerFormat. `kind`: the `object` field of a chunk."""
 
-    def __init__(self, plan: GenerationPlan, kind: str) -> None:
-        self._plan = plan
-        self._head = {
+    def __init__(self, plan: GenerationPlan, tokenizer: Tokenizer, kind: str) -> None:
+        self._plan, self._tokenizer = plan, tokenizer
+        self._head: dict[str, Any] = {
             "id": plan.response_id,
             "object": kind,
             "created": int(time.time()),
             "model": plan.model,
             "service_tier": plan.service_tier,
         }
+        self._start = b"data: " + orjson.dumps(self._head)[:-1]
+        self._is_open = [False] * len(plan.requests)
+
+    def _usage_part(self, usage: dict[str, Any] | None) -> bytes:
+        if usage is not None:
+            return b',"usage":' + orjson.dumps(usage)
+        return b',"usage":null' if self._plan.stream_options.include_usage else b""
+
+    def whole(self, choices: list[list[OutputDelta]], usage: dict[str, Any]) -> dict[str, Any]:
+        return {
+            **self._head,
+            "object": self._head["object"].removesuffix(".chunk"),
+            "choices": [self._choice(index, deltas) for index, deltas in enumerate(choices)],
+            "usage": usage,
+        }
+
+    def _choice(self, index: int, deltas: list[OutputDelta]) -> dict[str, Any]:
+        """Return choice `index` of a whole response."""
+        raise NotImplementedError
 
     def opening(self) -> bytes:
         return b""

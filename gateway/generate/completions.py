@@ -73,22 +73,19 @@ class CompletionFormat(CompletionStream):
     prompt, and `logprobs` with the tokens of the prompt."""
 
     def __init__(self, plan: GenerationPlan, tokenizer: Tokenizer, echo: bool) -> None:
-        super().__init__(plan, "text_completion")
-        self._start = b"data: " + orjson.dumps(self._head)[:-1] + b',"choices":[{"index":'
-        usage = b',"usage":null' if plan.stream_options.include_usage else b""
-        self._plain_end = b',"logprobs":null,"finish_reason":null}]' + usage + b"}" + END
-        self._is_open = [False] * len(plan.requests)
+        super().__init__(plan, tokenizer, "text_completion")
+        self._plain_end = b',"logprobs":null,"finish_reason":null}]' + self._usage_part(None) + b"}" + END
         self._echoed = [_echo_text(tokenizer, prompt) if echo else "" for prompt in plan.prompts]
         self._echoes = echo
         self._logprobs: list[CompletionLogprobs] = []
         if plan.num_logprobs is not None:
-            self._logprobs = [self._encoder(tokenizer, index) for index in range(len(plan.requests))]
+            self._logprobs = [self._encoder(index) for index in range(len(plan.requests))]
 
-    def _encoder(self, tokenizer: Tokenizer, index: int) -> CompletionLogprobs:
+    def _encoder(self, index: int) -> CompletionLogprobs:
         if not self._echoes:
-            return CompletionLogprobs(tokenizer, self._prompt_ids(index))
+            return CompletionLogprobs(self._tokenizer, self._prompt_ids(index))
         is_text = self._plan.prompts[index // self._plan.n].text is not None
-        return CompletionLogprobs(tokenizer, (), skip_special_tokens=is_text)
+        return CompletionLogprobs(self._tokenizer, (), skip_special_tokens=is_text)
 
     def chunk(self, delta: OutputDelta, usage: dict[str, Any] | None) -> bytes:
         """See AnswerFormat.chunk."""
@@ -97,14 +94,11 @@ class CompletionFormat(CompletionStream):
         text = self._echoed[index // self._plan.n] + delta.text if is_first else delta.text
         is_plain = not delta.token_ids and not delta.logprobs and not delta.embedding
         if delta.finish_reason is None and usage is None and is_plain:
-            return b"%b%d%b%b%b" % (self._start, index, b',"text":', orjson.dumps(text), self._plain_end)
+            return b'%b,"choices":[{"index":%d,"text":%b%b' % (self._start, index, orjson.dumps(text), self._plain_end)
         choice = {"index": index, "text": text, **self._details(delta)}
         if self._plan.return_token_ids:
             choice["prompt_token_ids"] = self._prompt_ids(index) if is_first else None
-        data: dict[str, Any] = {**self._head, "choices": [choice]}
-        if usage is not None or self._plan.stream_options.include_usage:
-            data["usage"] = usage
-        return b"data: " + orjson.dumps(data) + END
+        return b'%b,"choices":[%b]%b}%b' % (self._start, orjson.dumps(choice), self._usage_part(usage), END)
 
     def _details(self, delta: OutputDelta) -> dict[str, Any]:
         scored: list[ScoredToken] = list(delta.logprobs)
@@ -119,14 +113,6 @@ class CompletionFormat(CompletionStream):
 
     def _prompt_ids(self, index: int) -> list[int]:
         return list(self._plan.requests[index].prompt_token_ids)
-
-    def whole(self, choices: list[list[OutputDelta]], usage: dict[str, Any]) -> dict[str, Any]:
-        """See AnswerFormat.whole."""
-        return {
-            **self._head,
-            "choices": [self._choice(index, deltas) for index, deltas in enumerate(choices)],
-            "usage": usage,
-        }
 
     def _choice(self, index: int, deltas: list[OutputDelta]) -> dict[str, Any]:
         joined = OutputDelta(
