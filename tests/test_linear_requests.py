@@ -11,6 +11,7 @@ from work_counter import count_work
 
 from engine.errors import InvalidRequestError
 from engine.forms import MAX_GRAMMAR_BYTES
+from gateway.generate.embeddings import EmbeddingRequest
 from gateway.generate.messages import translate as messages
 from gateway.generate.messages.wire import MessagesRequest
 from gateway.generate.responses.wire import ResponsesRequest
@@ -20,7 +21,7 @@ from gateway.generate.tool_formats import FORMATS
 from gateway.generate.tool_grammars import Function
 from gateway.generate.tools import answer_grammar
 from gateway.generate.translation import rename
-from gateway.generate.wire import ChatCompletionRequest, CompletionRequest, EmbeddingRequest
+from gateway.generate.wire import ChatCompletionRequest, CompletionRequest
 
 USER = {"role": "user", "content": "x"}
 

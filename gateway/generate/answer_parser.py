@@ -11,7 +11,7 @@ from enum import Enum, auto
 
 from engine.text.thoughts import ThoughtMarks, ThoughtTracker
 from gateway.generate.channels import ChannelParser
-from gateway.generate.marks import Marks, ParsedText
+from gateway.generate.deltas import Marks, ParsedText
 from gateway.generate.tool_decoders import Call
 from gateway.generate.tool_formats import END_THINK, THINK, ToolFormat
 from gateway.generate.tool_grammars import Function

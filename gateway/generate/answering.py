@@ -20,7 +20,8 @@ from engine.api import RequestClass
 from engine.errors import TidemillError
 from engine.turns import Turns
 from gateway.context import GatewayContext, context_of, key_of, tenant_of, tier_of
-from gateway.generate.choices import Generation, OutputDelta
+from gateway.generate.choices import Generation
+from gateway.generate.deltas import OutputDelta
 from gateway.generate.params import Caller, GenerationPlan
 from gateway.generate.promises import promise_of
 from gateway.generate.validation import JsonPost

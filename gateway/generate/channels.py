@@ -10,8 +10,8 @@ import re
 from collections.abc import Callable, Mapping
 from enum import Enum, auto
 
+from gateway.generate.deltas import Marks, ParsedText
 from gateway.generate.lark import Lark
-from gateway.generate.marks import Marks, ParsedText
 from gateway.generate.tool_decoders import Call, checked_call
 from gateway.generate.tool_grammars import Function
 

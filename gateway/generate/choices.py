@@ -5,7 +5,6 @@ All generating endpoints read a `Generation`. It also detects stop strings and e
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from engine.api import EngineClient, FinishReason, OutputStream, RequestOutput, TokenLogprobs
@@ -13,9 +12,8 @@ from engine.errors import EngineStepError, EngineUnavailableError, TidemillError
 from engine.text.stopping import OutputTextStream
 from engine.text.tokenizer import Tokenizer
 from gateway.generate.answer_parser import Parsing
-from gateway.generate.marks import ParsedText
+from gateway.generate.deltas import OutputDelta, ParsedText
 from gateway.generate.params import GenerationPlan
-from gateway.generate.tool_decoders import Call
 from gateway.generate.translation import told_in
 from gateway.http.errors import to_api_error
 from gateway.http.sse import EventWriter
@@ -25,27 +23,6 @@ from gateway.telemetry.metrics import ClassMetrics, GatewayMetrics
 MAX_QUEUED = 128
 """Maximum choices of one request in the engine's queue: requests with thousands of texts must not fill the queue."""
 FINISH_REASONS = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length"}
-
-
-@dataclass(slots=True)
-class OutputDelta:
-    """New output of one choice."""
-
-    index: int
-    """Index of the choice."""
-    text: str
-    token_ids: Sequence[int] = ()
-    logprobs: Sequence[tuple[int, TokenLogprobs]] = ()
-    """Visible tokens with their logprobs."""
-    finish_reason: str | None = None
-    """Set on the last delta of the choice."""
-    reasoning: str = ""
-    calls: Sequence[Call] = ()
-    """Complete tool calls."""
-    stop: str | None = None
-    """The stop string that ended the choice, if any."""
-    embedding: bytes = b""
-    """The vector of an embedding request, or the scores of the prompt (`Pooling.SCORES`), float32 little-endian."""
 
 
 class Used(NamedTuple):

@@ -10,7 +10,7 @@ import orjson
 from engine.api import TokenLogprobs
 from engine.text.detokenizer import IncrementalDetokenizer
 from engine.text.tokenizer import Tokenizer
-from gateway.generate.choices import OutputDelta
+from gateway.generate.deltas import OutputDelta
 from gateway.generate.params import GenerationPlan
 from gateway.http.errors import ApiError
 from gateway.http.sse import DONE, END, event

@@ -8,8 +8,8 @@ import orjson
 from engine.text.tokenizer import Tokenizer
 from gateway.context import GatewayContext
 from gateway.generate.answering import CHARS_PER_TOKEN, READ_INLINE, ModelEndpoint, caller_of, check_room
-from gateway.generate.choices import OutputDelta
 from gateway.generate.completion_format import CompletionLogprobs, CompletionStream, ScoredToken, read_scores
+from gateway.generate.deltas import OutputDelta
 from gateway.generate.params import (
     GenerationPlan,
     TokenizedPrompt,

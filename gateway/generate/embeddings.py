@@ -1,23 +1,36 @@
 """POST /v1/embeddings: one vector per text, pooled from the model's last hidden states."""
 
 import base64
-from typing import Any
+from functools import partial
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import orjson
+from pydantic import BeforeValidator, Field, WithJsonSchema
 
 from engine.api import EngineInfo, SamplingParams
 from engine.errors import InvalidRequestError
 from engine.forms import EmbeddingSpec
 from gateway.context import GatewayContext
 from gateway.generate.answering import ModelEndpoint, caller_of
-from gateway.generate.choices import OutputDelta
 from gateway.generate.completions import encode_prompts, plan_by_length
+from gateway.generate.deltas import OutputDelta
 from gateway.generate.params import GenerationPlan, check_prompt
 from gateway.generate.validation import UNHONOURED
-from gateway.generate.wire import EmbeddingRequest
+from gateway.generate.wire import ModelBody, as_prompts, prompt_schema
 
+MAX_INPUTS = 2048
 NOTHING_SAMPLED = SamplingParams(max_tokens=1, temperature=0.0)
+
+
+class EmbeddingRequest(ModelBody):
+    """POST /v1/embeddings. `input` is normalized to a list of strings and lists of token ids."""
+
+    input: Annotated[
+        Any, BeforeValidator(partial(as_prompts, most=MAX_INPUTS)), WithJsonSchema(prompt_schema(MAX_INPUTS))
+    ]
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: int | None = Field(None, ge=1, le=2**31 - 1)
 
 
 async def plan_embeddings(context: GatewayContext, body: EmbeddingRequest, tenant: str) -> GenerationPlan:

@@ -26,7 +26,6 @@ MAX_STOPS = 32
 MAX_STOP_CHARS = 1024
 MAX_SALT_CHARS = 1024
 MAX_PROMPTS = 128
-MAX_INPUTS = 2048
 MAX_MESSAGES = 4096
 MAX_PARTS = 4096
 MAX_TOOL_CALLS = 128
@@ -304,7 +303,7 @@ class ChatCompletionRequest(GenerationBody):
         return self
 
 
-def _as_prompts(value: Any, most: int = MAX_PROMPTS) -> Any:
+def as_prompts(value: Any, most: int = MAX_PROMPTS) -> Any:
     """Convert any of the four forms of a prompt to a list of prompts, each a text or token ids."""
     if isinstance(value, str):
         return [value]
@@ -325,7 +324,7 @@ def _as_prompts(value: Any, most: int = MAX_PROMPTS) -> Any:
 _IDS_SCHEMA = {"type": "array", "items": {"type": "integer", "minimum": 0}}
 
 
-def _prompt_schema(most: int) -> dict[str, Any]:
+def prompt_schema(most: int) -> dict[str, Any]:
     return {
         "anyOf": [
             {"type": "string"},
@@ -340,21 +339,9 @@ class CompletionRequest(GenerationBody):
     """POST /v1/completions. `prompt` is normalized to a list of strings and lists of token ids. With `max_tokens` 0
     nothing is generated; `echo` with `logprobs` also scores the prompt."""
 
-    prompt: Annotated[Any, BeforeValidator(_as_prompts), WithJsonSchema(_prompt_schema(MAX_PROMPTS))]
+    prompt: Annotated[Any, BeforeValidator(as_prompts), WithJsonSchema(prompt_schema(MAX_PROMPTS))]
     max_tokens: int | None = Field(None, ge=0, le=_INT32)
     echo: bool | None = None
     add_special_tokens: bool | None = None
     logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     best_of: int | None = Field(None, ge=1, le=MAX_CHOICES)
-
-
-def _as_inputs(value: Any) -> Any:
-    return _as_prompts(value, MAX_INPUTS)
-
-
-class EmbeddingRequest(ModelBody):
-    """POST /v1/embeddings. `input` is normalized to a list of strings and lists of token ids."""
-
-    input: Annotated[Any, BeforeValidator(_as_inputs), WithJsonSchema(_prompt_schema(MAX_INPUTS))]
-    encoding_format: Literal["float", "base64"] | None = None
-    dimensions: int | None = Field(None, ge=1, le=_INT32)

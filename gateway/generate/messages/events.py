@@ -5,7 +5,7 @@ from typing import Any
 
 import orjson
 
-from gateway.generate.choices import OutputDelta
+from gateway.generate.deltas import OutputDelta
 from gateway.generate.messages.wire import MessagesRequest
 from gateway.generate.params import GenerationPlan
 from gateway.generate.tool_decoders import Call

@@ -9,8 +9,8 @@ import orjson
 from pydantic import BaseModel
 
 from engine.text.tokenizer import Tokenizer
-from gateway.generate.choices import OutputDelta
 from gateway.generate.completion_format import chat_logprobs
+from gateway.generate.deltas import OutputDelta
 from gateway.generate.params import GenerationPlan
 from gateway.generate.responses.translate import functions_of
 from gateway.generate.responses.wire import ResponsesRequest, TextFormat

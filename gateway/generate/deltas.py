@@ -1,8 +1,10 @@
-"""Marks in the text of an answer, and the parts of a parsed answer."""
+"""New parts of an answer: output of a choice, parsed text, and the marks that end a region of the text."""
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from engine.api import TokenLogprobs
 from gateway.generate.tool_decoders import Call
 
 
@@ -17,6 +19,27 @@ class ParsedText:
     @property
     def is_empty(self) -> bool:
         return not (self.text or self.reasoning or self.calls)
+
+
+@dataclass(slots=True)
+class OutputDelta:
+    """New output of one choice."""
+
+    index: int
+    """Index of the choice."""
+    text: str
+    token_ids: Sequence[int] = ()
+    logprobs: Sequence[tuple[int, TokenLogprobs]] = ()
+    """Visible tokens with their logprobs."""
+    finish_reason: str | None = None
+    """Set on the last delta of the choice."""
+    reasoning: str = ""
+    calls: Sequence[Call] = ()
+    """Complete tool calls."""
+    stop: str | None = None
+    """The stop string that ended the choice, if any."""
+    embedding: bytes = b""
+    """The vector of an embedding request, or the scores of the prompt (`Pooling.SCORES`), float32 little-endian."""
 
 
 class Marks:
