@@ -5,10 +5,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizer_folders import load, reference
 
-from engine.text.detokenizer import IncrementalDetokenizer
+from engine.text.detokenizer import ByteDetokenizer, WindowDetokenizer, detokenizer_for
 
 
-def pushed(detokenizer: IncrementalDetokenizer, chunks: list[list[int]]) -> str:
+def pushed(detokenizer: ByteDetokenizer | WindowDetokenizer, chunks: list[list[int]]) -> str:
     return "".join([detokenizer.push(chunk) for chunk in chunks]) + detokenizer.finish()
 
 
@@ -29,7 +29,7 @@ def test_byte_level_text_is_that_of_transformers(ids: list[int], sizes: list[int
     tokenizer, hf = load("byte_level"), reference("byte_level")
     for skip in (True, False):
         expected = hf.decode(ids, skip_special_tokens=skip)
-        detokenizer = IncrementalDetokenizer(tokenizer, skip_special_tokens=skip)
+        detokenizer = detokenizer_for(tokenizer, skip_special_tokens=skip)
         assert pushed(detokenizer, cut(ids, sizes)) == expected
         assert tokenizer.decode(ids, skip_special_tokens=skip) == expected
 
@@ -51,7 +51,7 @@ def test_byte_fallback_text_is_that_of_transformers(name: str, ids: list[int], s
     tokenizer, hf = load(name), reference(name)
     for skip in (True, False):
         expected = hf.decode(ids, skip_special_tokens=skip)
-        detokenizer = IncrementalDetokenizer(tokenizer, skip_special_tokens=skip)
+        detokenizer = detokenizer_for(tokenizer, skip_special_tokens=skip)
         assert pushed(detokenizer, cut(ids, sizes)) == expected
 
 
@@ -61,14 +61,14 @@ def test_byte_fallback_does_not_depend_on_the_cut(ids: list[int], sizes: list[in
     """Any ids, also bytes that are no UTF-8: there a decoder that sees a whole run of bytes may show more of them as
     U+FFFD, which nobody who streams can know in time."""
     tokenizer = load("llama2")
-    assert pushed(IncrementalDetokenizer(tokenizer), cut(ids, sizes)) == tokenizer.decode(ids)
+    assert pushed(detokenizer_for(tokenizer), cut(ids, sizes)) == tokenizer.decode(ids)
 
 
 @settings(deadline=None, max_examples=200)
 @given(ids=st.lists(st.integers(0, 70), max_size=20), sizes=SIZES)
 def test_metaspace_text_is_that_of_transformers(ids: list[int], sizes: list[int]) -> None:
     tokenizer, hf = load("unigram"), reference("unigram")
-    detokenizer = IncrementalDetokenizer(tokenizer)
+    detokenizer = detokenizer_for(tokenizer)
     assert pushed(detokenizer, cut(ids, sizes)) == hf.decode(ids, skip_special_tokens=True)
 
 
@@ -77,7 +77,7 @@ def test_metaspace_text_is_that_of_transformers(ids: list[int], sizes: list[int]
 def test_other_decoders_go_through_a_window(ids: list[int], sizes: list[int]) -> None:
     tokenizer, hf = load("words"), reference("words")
     assert tokenizer.byte_rule is None
-    detokenizer = IncrementalDetokenizer(tokenizer)
+    detokenizer = detokenizer_for(tokenizer)
     assert pushed(detokenizer, cut(ids, sizes)) == hf.decode(ids, skip_special_tokens=True)
 
 
@@ -86,7 +86,7 @@ def test_other_decoders_go_through_a_window(ids: list[int], sizes: list[int]) ->
 @pytest.mark.parametrize("name", ["byte_level", "llama2_new"])
 def test_no_push_ends_inside_a_character(name: str, text: str) -> None:
     tokenizer = load(name)
-    detokenizer = IncrementalDetokenizer(tokenizer)
+    detokenizer = detokenizer_for(tokenizer)
     ids = tokenizer.encode(text, add_special_tokens=False)
     whole = tokenizer.decode(ids)
     seen = ""
@@ -99,18 +99,18 @@ def test_no_push_ends_inside_a_character(name: str, text: str) -> None:
 def test_text_after_a_prompt_keeps_its_leading_space_and_completes_characters() -> None:
     tokenizer = load("llama2")
     ids = tokenizer.encode("the dog", add_special_tokens=False)
-    assert pushed(IncrementalDetokenizer(tokenizer), [ids]) == "the dog"
-    assert pushed(IncrementalDetokenizer(tokenizer, tokenizer.encode("hello")), [ids]) == " the dog"
-    assert pushed(IncrementalDetokenizer(tokenizer, [1]), [ids]) == "the dog", "a bos token is no text"
+    assert pushed(detokenizer_for(tokenizer), [ids]) == "the dog"
+    assert pushed(detokenizer_for(tokenizer, tokenizer.encode("hello")), [ids]) == " the dog"
+    assert pushed(detokenizer_for(tokenizer, [1]), [ids]) == "the dog", "a bos token is no text"
     euro = [3 + byte for byte in "€".encode()]
-    assert pushed(IncrementalDetokenizer(tokenizer, euro[:1]), [euro[1:]]) == "€"
+    assert pushed(detokenizer_for(tokenizer, euro[:1]), [euro[1:]]) == "€"
     words = load("words")
-    assert pushed(IncrementalDetokenizer(words, [2]), [[1, 3]]) == " beta"
+    assert pushed(detokenizer_for(words, [2]), [[1, 3]]) == " beta"
 
 
 def test_unfinished_characters_come_out_at_the_end() -> None:
     tokenizer = load("byte_level")
     ids = [i for i in range(300) if tokenizer.token_bytes(i) == b"\xe2"]
-    detokenizer = IncrementalDetokenizer(tokenizer)
+    detokenizer = detokenizer_for(tokenizer)
     assert detokenizer.push(ids) == "" and detokenizer.holds_text
     assert detokenizer.finish() == "\ufffd"

@@ -125,38 +125,8 @@ class TokenTable(Protocol):
         ...
 
 
-class IncrementalDetokenizer:
-    """Text of one growing answer.
-
-    With `prompt_ids`, the text is the continuation of the prompt's text: a leading space stays, and a character begun
-    by the prompt is completed. Without, the answer is decoded on its own. The joined results of `push` and `finish` do
-    not depend on the sizes of the pushes. Invalid UTF-8 becomes U+FFFD.
-    """
-
-    def __init__(self, table: TokenTable, prompt_ids: Sequence[int] = (), *, skip_special_tokens: bool = True) -> None:
-        rule = table.byte_rule
-        self._text: _ByteText | _WindowText
-        if rule is None:
-            self._text = _WindowText(lambda ids: table.decode_window(ids, skip_special_tokens), prompt_ids)
-        else:
-            self._text = _ByteText(rule, lambda i: table.visible_bytes(i, skip_special_tokens), prompt_ids)
-
-    def push(self, token_ids: Iterable[int]) -> str:
-        """Add ids; return the characters that they complete."""
-        return self._text.push(token_ids)
-
-    def finish(self) -> str:
-        """Return the last characters, with U+FFFD for an incomplete one."""
-        return self._text.finish()
-
-    @property
-    def holds_text(self) -> bool:
-        """Whether the ids so far end inside a character."""
-        return self._text.holds_text
-
-
-class _ByteText:
-    """Text by `ByteRule`."""
+class ByteDetokenizer:
+    """Text of one growing answer by `ByteRule`."""
 
     def __init__(self, rule: ByteRule, lookup: Callable[[int], bytes | None], prompt_ids: Sequence[int]) -> None:
         self._lookup = lookup
@@ -179,6 +149,7 @@ class _ByteText:
         return found[::-1]
 
     def push(self, token_ids: Iterable[int]) -> str:
+        """Add ids; return the characters that they complete."""
         pieces = [piece for piece in map(self._lookup, token_ids) if piece is not None]
         if self._bare_first and pieces:
             pieces[0] = pieces[0].replace(b" ", b"")
@@ -187,6 +158,7 @@ class _ByteText:
         return self._strip(text) if self._strip_left and text else text
 
     def finish(self) -> str:
+        """Return the last characters, with U+FFFD for an incomplete one."""
         text = self._decoder.decode(b"", True)
         return self._strip(text) if self._strip_left and text else text
 
@@ -200,11 +172,12 @@ class _ByteText:
 
     @property
     def holds_text(self) -> bool:
+        """Whether the ids so far end inside a character."""
         return bool(self._decoder.getstate()[0])
 
 
-class _WindowText:
-    """Text by a decoder run over the last ids, with earlier ids as context."""
+class WindowDetokenizer:
+    """Text of one growing answer by a decoder run over the last ids, with earlier ids as context."""
 
     def __init__(self, decode: Callable[[Sequence[int]], str], prompt_ids: Sequence[int]) -> None:
         self._decode = decode
@@ -236,3 +209,18 @@ class _WindowText:
     @property
     def holds_text(self) -> bool:
         return len(self._ids) > self._read
+
+
+def detokenizer_for(
+    table: TokenTable, prompt_ids: Sequence[int] = (), *, skip_special_tokens: bool = True
+) -> ByteDetokenizer | WindowDetokenizer:
+    """Return a detokenizer for one growing answer.
+
+    With `prompt_ids`, the text is the continuation of the prompt's text: a leading space stays, and a character begun
+    by the prompt is completed. Without, the answer is decoded on its own. The joined results of `push` and `finish` do
+    not depend on the sizes of the pushes. Invalid UTF-8 becomes U+FFFD.
+    """
+    rule = table.byte_rule
+    if rule is None:
+        return WindowDetokenizer(lambda ids: table.decode_window(ids, skip_special_tokens), prompt_ids)
+    return ByteDetokenizer(rule, lambda i: table.visible_bytes(i, skip_special_tokens), prompt_ids)

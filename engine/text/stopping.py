@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from engine.text.detokenizer import IncrementalDetokenizer, TokenTable
+from engine.text.detokenizer import TokenTable, detokenizer_for
 from engine.text.thoughts import Detector
 
 
@@ -91,7 +91,7 @@ class OutputTextStream:
         min_tokens: int = 0,
         skip_special_tokens: bool = True,
     ) -> None:
-        self._detokenizer = IncrementalDetokenizer(tokenizer, prompt_ids, skip_special_tokens=skip_special_tokens)
+        self._detokenizer = detokenizer_for(tokenizer, prompt_ids, skip_special_tokens=skip_special_tokens)
         self._matcher = StopMatcher(stop, include_stop)
         self._unchecked_tokens = min_tokens if stop else 0
         self._length = 0  # characters detokenised

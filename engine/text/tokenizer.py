@@ -13,10 +13,8 @@ from tokenizers import pre_tokenizers
 
 from engine.errors import ConfigError, InvalidRequestError, ModelLoadError
 from engine.text.chat_template import ChatTemplate, complete, encode_text
-from engine.text.detokenizer import ByteRule, IncrementalDetokenizer, read_byte_rule
+from engine.text.detokenizer import ByteRule, detokenizer_for, read_byte_rule
 from engine.text.template_probe import TemplateFacts, probe_templates
-
-__all__ = ["IncrementalDetokenizer", "Tokenizer"]
 
 CHANNEL_TOKENS = frozenset({"<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|return|>", "<|call|>"})
 """Special tokens of tokenizers for the harmony format, in which every answer consists of messages in channels."""
@@ -117,8 +115,8 @@ class Tokenizer:
         return ", ".join(names) or "max_tokens only: the model names no end token"
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """Return the text of ids alone, equal to the whole output of `IncrementalDetokenizer` without a prompt."""
-        detokenizer = IncrementalDetokenizer(self, skip_special_tokens=skip_special_tokens)
+        """Return the text of ids alone, equal to the whole output of `detokenizer_for` without a prompt."""
+        detokenizer = detokenizer_for(self, skip_special_tokens=skip_special_tokens)
         return detokenizer.push(token_ids) + detokenizer.finish()
 
     def token_name(self, token_id: int) -> str:

@@ -8,7 +8,7 @@ import numpy as np
 import orjson
 
 from engine.api import TokenLogprobs
-from engine.text.detokenizer import IncrementalDetokenizer
+from engine.text.detokenizer import detokenizer_for
 from engine.text.tokenizer import Tokenizer
 from gateway.generate.deltas import OutputDelta
 from gateway.generate.params import GenerationPlan
@@ -108,7 +108,7 @@ class CompletionLogprobs:
 
     def __init__(self, tokenizer: Tokenizer, context: Sequence[int], *, skip_special_tokens: bool = True) -> None:
         self._tokenizer = tokenizer
-        self._detokenizer = IncrementalDetokenizer(tokenizer, context, skip_special_tokens=skip_special_tokens)
+        self._detokenizer = detokenizer_for(tokenizer, context, skip_special_tokens=skip_special_tokens)
         self._offset = 0
 
     def add(self, pairs: Sequence[ScoredToken]) -> dict[str, Any]:
