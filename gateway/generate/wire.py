@@ -41,7 +41,8 @@ def _as_list(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
 
 
-def _content_kind(value: Any) -> str:
+def content_kind(value: Any) -> str:
+    """Return the tag of a text or a list of parts."""
     return "<parts>" if isinstance(value, list) else "<text>"
 
 
@@ -79,7 +80,7 @@ Content = Annotated[
         Field(max_length=MAX_PARTS, fail_fast=True),
         Tag("<parts>"),
     ],
-    Discriminator(_content_kind),
+    Discriminator(content_kind),
     BeforeValidator(_empty_as_text),
 ]
 

@@ -5,7 +5,16 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Discriminator, Field, Tag
 
 from gateway.generate.validation import ClientObject, Unhonoured
-from gateway.generate.wire import MAX_MESSAGES, MAX_PARTS, MAX_STOPS, MAX_TOOLS, RequestBody, StopString, ToolName
+from gateway.generate.wire import (
+    MAX_MESSAGES,
+    MAX_PARTS,
+    MAX_STOPS,
+    MAX_TOOLS,
+    RequestBody,
+    StopString,
+    ToolName,
+    content_kind,
+)
 
 _INT32 = 2**31 - 1
 
@@ -45,14 +54,10 @@ class CallBlock(ClientObject):
     input: dict[str, Any]
 
 
-def _content_kind(value: Any) -> str:
-    return "<blocks>" if isinstance(value, list) else "<text>"
-
-
 Texts = Annotated[
     Annotated[str, Tag("<text>")]
-    | Annotated[list[TextBlock], Field(max_length=MAX_PARTS, fail_fast=True), Tag("<blocks>")],
-    Discriminator(_content_kind),
+    | Annotated[list[TextBlock], Field(max_length=MAX_PARTS, fail_fast=True), Tag("<parts>")],
+    Discriminator(content_kind),
 ]
 
 
@@ -91,8 +96,8 @@ class MessageParam(ClientObject):
     role: Literal["user", "assistant", "system"]
     content: Annotated[
         Annotated[str, Tag("<text>")]
-        | Annotated[list[Block], Field(max_length=MAX_PARTS, fail_fast=True), Tag("<blocks>")],
-        Discriminator(_content_kind),
+        | Annotated[list[Block], Field(max_length=MAX_PARTS, fail_fast=True), Tag("<parts>")],
+        Discriminator(content_kind),
     ]
 
 

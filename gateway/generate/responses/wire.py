@@ -16,6 +16,7 @@ from gateway.generate.wire import (
     RequestBody,
     ToolName,
     choice_kind,
+    content_kind,
     refusal_as_text,
 )
 
@@ -52,10 +53,6 @@ class Thought(ClientObject):
     text: str
 
 
-def _content_kind(value: Any) -> str:
-    return "<parts>" if isinstance(value, list) else "<text>"
-
-
 Content = Annotated[
     Annotated[str, Tag("<text>")]
     | Annotated[
@@ -63,7 +60,7 @@ Content = Annotated[
         Field(max_length=MAX_PARTS, fail_fast=True),
         Tag("<parts>"),
     ],
-    Discriminator(_content_kind),
+    Discriminator(content_kind),
 ]
 
 
@@ -120,14 +117,10 @@ Item = Annotated[
 ]
 
 
-def _input_kind(value: Any) -> str:
-    return "<items>" if isinstance(value, list) else "<text>"
-
-
 Input = Annotated[
     Annotated[str, Tag("<text>")]
-    | Annotated[list[Item], Field(min_length=1, max_length=MAX_ITEMS, fail_fast=True), Tag("<items>")],
-    Discriminator(_input_kind),
+    | Annotated[list[Item], Field(min_length=1, max_length=MAX_ITEMS, fail_fast=True), Tag("<parts>")],
+    Discriminator(content_kind),
 ]
 
 
