@@ -12,9 +12,9 @@ from work_counter import count_work
 from engine.errors import InvalidRequestError
 from engine.forms import MAX_GRAMMAR_BYTES
 from gateway.generate.embeddings import EmbeddingRequest
-from gateway.generate.messages import translate as messages
-from gateway.generate.messages.wire import MessagesRequest
-from gateway.generate.responses.wire import ResponsesRequest
+from gateway.generate.messages import request as messages
+from gateway.generate.messages.request import MessagesRequest
+from gateway.generate.responses.request import ResponsesRequest
 from gateway.generate.structured import grammar_of
 from gateway.generate.threads import INLINE_CHARS, INLINE_PARTS, is_large
 from gateway.generate.tool_formats import FORMATS

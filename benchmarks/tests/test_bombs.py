@@ -28,7 +28,7 @@ from engine.text.tokenizer import Tokenizer
 from gateway.batch.input import check_input
 from gateway.generate import chat, wire
 from gateway.generate.answering import INLINE_BYTES, read_json
-from gateway.generate.messages import translate as messages
+from gateway.generate.messages import request as messages
 from gateway.generate.threads import INLINE_PARTS
 from gateway.http import json_text
 from gateway.http.json_text import LIMITS, JsonSize, TooMuchJson, count_json, load_json

@@ -12,15 +12,13 @@ from starlette.responses import Response
 from gateway.context import GatewayContext, context_of
 from gateway.generate.answering import BodyT, ModelEndpoint, read_body
 from gateway.generate.chat import plan_chat, prompt_ids
-from gateway.generate.messages import translate as messages
-from gateway.generate.messages import wire as messages_wire
+from gateway.generate.messages import request as messages
 from gateway.generate.messages.events import MessageFormat
-from gateway.generate.messages.wire import CountRequest, MessagesRequest, PromptBody
+from gateway.generate.messages.request import CountRequest, MessagesRequest, PromptBody
 from gateway.generate.params import GenerationPlan
-from gateway.generate.responses import translate as responses
-from gateway.generate.responses import wire as responses_wire
+from gateway.generate.responses import request as responses
 from gateway.generate.responses.events import ResponsesFormat
-from gateway.generate.responses.wire import ResponsesRequest
+from gateway.generate.responses.request import ResponsesRequest
 from gateway.generate.threads import run_by_size
 from gateway.generate.translation import Translation, told_in
 from gateway.generate.validation import JsonPost
@@ -52,15 +50,15 @@ async def _plan(
 
 
 MESSAGES = ModelEndpoint(
-    "/v1/messages", MessagesRequest, messages_wire.UNHONOURED, "create_message", _plan_message,
+    "/v1/messages", MessagesRequest, messages.UNHONOURED, "create_message", _plan_message,
     lambda _, body, plan, request_id: MessageFormat(plan, body, request_id),
 )  # fmt: skip
 RESPONSES = ModelEndpoint(
-    "/v1/responses", ResponsesRequest, responses_wire.UNHONOURED, "create_response", _plan_response,
+    "/v1/responses", ResponsesRequest, responses.UNHONOURED, "create_response", _plan_response,
     lambda context, body, plan, _: ResponsesFormat(plan, body, context.tokenizer),
 )  # fmt: skip
-COUNT_TOKENS = JsonPost("/v1/messages/count_tokens", CountRequest, messages_wire.UNHONOURED)
-INPUT_TOKENS = JsonPost("/v1/responses/input_tokens", ResponsesRequest, responses_wire.UNHONOURED)
+COUNT_TOKENS = JsonPost("/v1/messages/count_tokens", CountRequest, messages.UNHONOURED)
+INPUT_TOKENS = JsonPost("/v1/responses/input_tokens", ResponsesRequest, responses.UNHONOURED)
 
 
 async def count_tokens(request: Request) -> Response:

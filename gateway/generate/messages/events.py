@@ -6,7 +6,7 @@ from typing import Any
 import orjson
 
 from gateway.generate.deltas import OutputDelta
-from gateway.generate.messages.wire import MessagesRequest
+from gateway.generate.messages.request import MessagesRequest
 from gateway.generate.params import GenerationPlan
 from gateway.generate.tool_decoders import Call
 from gateway.http.errors import ApiError, messages_envelope

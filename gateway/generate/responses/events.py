@@ -12,8 +12,7 @@ from engine.text.tokenizer import Tokenizer
 from gateway.generate.completion_format import chat_logprobs
 from gateway.generate.deltas import OutputDelta
 from gateway.generate.params import GenerationPlan
-from gateway.generate.responses.translate import functions_of
-from gateway.generate.responses.wire import ResponsesRequest, TextFormat
+from gateway.generate.responses.request import ResponsesRequest, TextFormat, functions_of
 from gateway.generate.tool_decoders import Call
 from gateway.http.errors import ApiError
 from gateway.http.sse import DONE, named_event
