@@ -1,9 +1,9 @@
 """The dashboard page at `/`, its files under `/web/`, and its data at `/dashboard/history` and `/dashboard/events`.
 
 The static files need no API key; the data endpoints are protected like /metrics. The content security policy allows
-resources of this server only. The data are snapshots of the engine's statistics, of which the last 900 are in memory:
-one every second while a page is open, else every ten seconds, so that a new page has a history. A snapshot is encoded
-once for all pages. Counters are cumulative; the page computes differences.
+resources of this server only. The data are snapshots of the engine's statistics, taken every second while a page is
+open and every ten seconds otherwise; the last 900 are in memory, so that a new page has a history. A snapshot is
+encoded once for all pages. Counters are cumulative; the page computes differences.
 """
 
 import asyncio
