@@ -213,6 +213,7 @@ def test_initial_budget_is_a_share_of_what_the_tbt_limit_leaves() -> None:
         ("5%", None, None),
         ("tbt_p99=9ms", None, None),
         ("ttft_p99=1s,tbt_p99=1ms", "tbt_p99=1ms cannot", "--slo tbt_p99=50ms"),
+        ("5%;premium:tbt_p99=5ms", "premium:tbt_p99=5ms cannot", "--slo premium:tbt_p99=50ms"),
         ("ttft_p95=5ms,tpot_mean=2ms", "ttft_p95=5ms, tpot_mean=2ms cannot", "--slo ttft_p95=50ms,tpot_mean=50ms"),
     ],
 )
@@ -223,7 +224,8 @@ def test_a_limit_below_the_smallest_step_is_named(slo: str, lost: str | None, ad
         return
     assert warning is not None and f"warning: {lost} be met: " in warning and warning.endswith(advice)
     assert "takes 8 ms" in warning
-    assert slo_warning(SLO.parse(advice.removeprefix("--slo ")), MODEL) is None
+    better = advice.removeprefix("--slo ")
+    assert slo_warning(SLO.parse(better if ":" not in better else f"5%;{better}"), MODEL) is None
 
 
 @pytest.mark.parametrize("online", [0, 2])

@@ -7,6 +7,7 @@ from engine.scheduling.planner import LOST_BUDGET_STEPS
 from predictor.budget import BudgetParams
 from predictor.features import smallest_step
 from predictor.model import LatencyModel
+from predictor.promise import DEFAULT_CLASS
 from predictor.slo import SLO
 
 BUDGET_SHARE = 0.8
@@ -36,13 +37,19 @@ def initial_budget(slo: SLO, model: LatencyModel) -> BudgetParams:
 def slo_warning(slo: SLO, model: LatencyModel) -> str | None:
     """Return a warning about limits that are shorter than the smallest step; None without such a limit."""
     smallest = smallest_step(model)
-    lost = [each for each in slo.objectives if each.limit is not None and each.limit < smallest]
+    lost, advice = [], []
+    for name, own in slo.by_class:
+        missed = [each for each in own.objectives if each.limit is not None and each.limit < smallest]
+        service = "" if name == DEFAULT_CLASS else f"{name}:"
+        lost += [f"{service}{each}" for each in missed]
+        if missed:
+            longer = [str(replace(each, limit=_round_up(ROOM * smallest))) for each in missed]
+            advice.append(f"--slo {service}{','.join(longer)}")
     if not lost:
         return None
-    advice = ",".join(str(replace(each, limit=_round_up(ROOM * smallest))) for each in lost)
     return (
-        f"warning: {', '.join(map(str, lost))} cannot be met: a step with a single chat takes {smallest * 1e3:.2g} ms "
-        f"on this machine; use for example --slo {advice}"
+        f"warning: {', '.join(lost)} cannot be met: a step with a single chat takes {smallest * 1e3:.2g} ms "
+        f"on this machine; use for example {' '.join(advice)}"
     )
 
 
