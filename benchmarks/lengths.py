@@ -1,6 +1,6 @@
 """Batches on the virtual clock: the error of the ETA, and the makespan by learned order against the order of prefixes.
 
-    python -m benchmarks lengths [--lines 4000] [--shape steady sine none] [--seed 1]
+    python -m benchmarks lengths [--lines 4000] [--shape steady double sine none] [--seed 1]
 
 The batch worker of the server (store, feeder, forecast) runs on the virtual clock over the engine's core, whose steps
 take the time of a latency model with noise. Lines are of three kinds with long common prefixes: a third is classified
@@ -35,7 +35,7 @@ from gateway.store.objects import TERMINAL, BatchJob, FileObject, Usage, new_bat
 from predictor.online import OnlineModel
 from predictor.slo import SLO
 
-SHAPES = ("steady", "sine", "none")
+SHAPES = ("steady", "double", "sine", "none")
 MACHINE = MachineSpec("llama-3-8b", "a100-80gb", prefix_caching=True)
 OBJECTIVES = "ttft_p99=1s,tbt_p99=0.1s"
 RATE, PERIOD = 6.0, 120.0
@@ -67,11 +67,11 @@ def input_lines(count: int, essays: float, seed: int) -> tuple[bytes, dict[str, 
 
 
 def chats(shape: str, seconds: float, seed: int) -> Iterator[Arrival]:
-    """Yield chats by arrival: Poisson at a constant rate, or at one that follows a sine."""
+    """Yield chats by arrival: Poisson at RATE, at twice the RATE, or at one that follows a sine."""
     draw, at, number = random.Random(seed), 0.0, 0
     while shape != "none" and at < seconds:
         at += draw.expovariate(2.0 * RATE)
-        share = 0.5 if shape == "steady" else 0.5 - 0.5 * math.cos(2.0 * math.pi * at / PERIOD)
+        share = {"steady": 0.5, "double": 1.0}.get(shape, 0.5 - 0.5 * math.cos(2.0 * math.pi * at / PERIOD))
         if draw.random() < share:
             number += 1
             tokens = (number % 1000 + 1,) * CHAT[0]
@@ -168,8 +168,7 @@ async def run_batch(machine: Machine, root: Path, shape: str, args: argparse.Nam
         BatchLimits(tail_lines=tail_lines),
         server.run_line,
         max_lines=lambda _: None,
-        costs=lambda: server.core.stats().token_costs,
-        online_tokens=lambda: server.core.stats().online_tokens,
+        stats=server.core.stats,
         set_lane=server.core.set_lane,
         clock=lambda: EPOCH + server.now,
     )

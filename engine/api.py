@@ -343,6 +343,7 @@ class EngineStats:
     plans: dict[str, int] = field(default_factory=dict)  # of offline work: made, continued, late
     knapsack: dict[str, int] = field(default_factory=dict)  # decisions: waiting requests by form, or passed over
     lanes_waiting: dict[str, int] = field(default_factory=dict)  # offline requests by lane
+    job_tokens: dict[str, int] = field(default_factory=dict)  # output so far of unfinished requests, by job
     lanes_started: dict[str, int] = field(default_factory=dict)
     steps: int = 0
     failed_steps: int = 0

@@ -12,6 +12,7 @@ from typing import Any
 import openai
 from fake_engine import MODEL, FakeEngine, Served, say, serve
 
+from engine.api import EngineStats
 from engine.text.tokenizer import Tokenizer
 from gateway.batch.feeder import RunLine
 from gateway.batch.limits import BatchLimits
@@ -225,8 +226,7 @@ def make_worker(
         limits,
         run_line,
         max_lines=lambda _tenant: None,
-        costs=lambda: None,
-        online_tokens=lambda: (0.0, 0.0),
+        stats=EngineStats,
         set_lane=lambda _batch, _lane: None,
         clock=clock,
     )

@@ -3,9 +3,10 @@
 import asyncio
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from random import Random
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,12 +22,14 @@ from engine.core import EngineCore
 from engine.limits import SchedulerConfig
 from engine.scheduling.ledger import token_costs
 from engine.text.tokenizer import Tokenizer
-from gateway.batch.forecast import LEAST_LINES, STEP_JOBS, Forecast, Pace
-from gateway.batch.lengths import LineLengths
+from gateway.batch.forecast import LEAST_LINES, STEP_JOBS, Forecast
+from gateway.batch.lengths import AnswerLengths, LineLengths
 from gateway.batch.line import HEAD_ANSWERS, read_head
+from gateway.batch.line_order import Runs
 from gateway.batch.metrics import MAX_SHOWN, BatchCollector
+from gateway.batch.pace import Pace
 from gateway.batch.shares import MAX_WORK, URGENT_SHARE, JobLoad, Shares
-from gateway.store.objects import BatchJob, BatchStatus, Usage
+from gateway.store.objects import BatchJob, BatchStatus, LineRef, Usage
 from predictor.model import LatencyModel
 from predictor.online import OnlineModel
 
@@ -144,6 +147,58 @@ def test_the_pace_counts_time_with_work_and_survives_a_clock_that_jumps() -> Non
     assert pace.rate == pytest.approx(2.0, rel=0.01)
 
 
+def test_work_far_ahead_is_expected_at_the_pace_of_a_longer_time() -> None:
+    """The load has a period of two hours, and twenty hours are left."""
+    pace, work = Pace(), [60.0 + 54.0 * math.sin(2.0 * math.pi * minute / 120.0) for minute in range(3000)]
+    for minute in range(1500):
+        pace.advance(60.0 * minute, busy=True)
+        pace.line_ended(100, Usage(), work[minute])
+        if minute >= 1200:
+            assert pace.seconds(sum(work[minute + 1 : minute + 1201]), None) == pytest.approx(72_000.0, rel=0.1)
+
+
+CHATS: dict[str, Callable[[float], float]] = {
+    "steady": lambda _: 0.4,
+    "double": lambda _: 0.8,
+    "sine": lambda now: 0.4 - 0.4 * math.cos(now / 10.0),
+}
+
+
+@pytest.mark.parametrize("shape", CHATS)
+def test_the_end_is_known_within_15_percent_from_a_fifth_of_the_lines_on(shape: str) -> None:
+    """Chats take a share of 1,000 tokens/s; 64 lines share the rest. Answers have about 4, 40 or 400 tokens
+    by prefix; the last lines run longest first.
+    Of a sine, only averages over whole periods can be known."""
+    draw, now, used, usage, looks = Random(4), 0.0, 0.0, Usage(), list[tuple[float, float, float | None]]()
+    means = [(4, 40, 400)[rank // 250 % 3] for rank in range(3000)]
+    lengths = [1.0 + draw.gauss(mean, 0.3 * mean) for mean in means]
+    runs, learned, held = Runs(3000, in_order=False), AnswerLengths(3000), dict[int, float]()
+    order = [rank for index in range(runs.count) for rank in runs.ranks(index)]
+    order[2200:] = sorted(order[2200:], key=lambda rank: -means[rank])
+    costs = TokenCosts(0.0, 0.001)
+    forecast = Forecast(
+        lambda: EngineStats(token_costs=costs, decode_tokens=int(used), job_tokens={"x": int(sum(held.values()))})
+    )
+    while order or held:
+        while order and len(held) < 64:
+            learned.begin(LineRef(order[0], order[0], 0, 1))
+            held[order.pop(0)] = 0.0
+        batch = a_batch("x", 10**9, 3000 - learned.ended, learned.ended, usage=usage)
+        forecast.update([(batch, LineLengths(3000, 1.0, (), learned))], now)
+        looks.append((learned.ended / 3000, now, forecast.outlooks["x"].eta))
+        now, taken = now + 2.0, 2000.0 * CHATS[shape](now)
+        used, room = used + taken, (2000.0 - taken) / len(held)
+        for rank, tokens in list(held.items()):
+            held[rank] = tokens + room
+            if held[rank] >= lengths[rank]:
+                del held[rank]
+                learned.add(LineRef(rank, rank, 0, 1), int(lengths[rank]))
+                usage = usage.plus(Usage(1, 0, int(lengths[rank])))
+                forecast.line_ended(1, Usage(1, 0, int(lengths[rank])))
+    late = [((eta or 0.0) - now) / (now - at) for done, at, eta in looks if done >= 0.2 and now - at >= 130.0]
+    assert len(late) > 100 and max(map(abs, late)) <= 0.15
+
+
 def a_batch(name: str, expires_at: int, remaining: int, completed: int = 0, **fields: Any) -> BatchJob:
     values = {"total": remaining + completed, "completed": completed, "status": BatchStatus.IN_PROGRESS, **fields}
     return BatchJob(name, fields.pop("tenant", ""), "e", "f", "24h", 0, expires_at, **values)
@@ -151,7 +206,7 @@ def a_batch(name: str, expires_at: int, remaining: int, completed: int = 0, **fi
 
 def a_forecast(rate: float = 10.0, costs: TokenCosts | None = None) -> Forecast:
     """Lines of 100 bytes, 20 computed prompt tokens, 5 output tokens; `rate` tokens of work per second."""
-    forecast = Forecast(lambda: costs)
+    forecast = Forecast(lambda: EngineStats(token_costs=costs))
     waiting = [(a_batch("seen", 10**9, 1), LineLengths(100, 100.0))]
     forecast.update(waiting, 0.0)
     for second in range(1, 101):
@@ -212,9 +267,9 @@ def test_a_job_with_finished_lines_is_judged_by_them() -> None:
 
 
 def test_without_any_experience_the_machine_is_taken_for_idle() -> None:
-    blind = Forecast(lambda: None)
+    blind = Forecast(EngineStats)
     assert not blind.first(a_batch("x", 10, 0), 10**9, 0.0).misses, "nobody can tell"
-    forecast = Forecast(lambda: TokenCosts(0.001, 0.01))
+    forecast = Forecast(lambda: EngineStats(token_costs=TokenCosts(0.001, 0.01)))
     hopeless, easy = a_batch("x", 60, 0), a_batch("y", 86_400, 0)
     assert forecast.first(hopeless, 10_000_000, 0.0).misses
     assert not forecast.first(easy, 100_000, 0.0).misses
@@ -222,25 +277,26 @@ def test_without_any_experience_the_machine_is_taken_for_idle() -> None:
 
 
 def test_a_fresh_server_has_what_online_work_leaves() -> None:
-    tokens = [0.0, 0.0]
-    forecast = Forecast(lambda: TokenCosts(0.001, 0.01), lambda: (tokens[0], tokens[1]))
+    tokens = [0, 0]
+    costs = TokenCosts(0.001, 0.01)
+    forecast = Forecast(lambda: EngineStats(token_costs=costs, prefill_tokens=tokens[0], decode_tokens=tokens[1]))
     batch = a_batch("x", 130, 0)
     head = LineLengths(1_000, 100.0, (64.0,) * 10)  # 100 lines: 2.5 s of prompts, 64 s of answers
     forecast.update([], 0.0)
     assert not forecast.first(batch, 10_000, 60.0, head).misses, "an idle machine"
-    tokens[:] = [30_000.0, 0.0]  # half of 60 s
+    tokens[:] = [30_000, 0]  # half of 60 s
     assert forecast.first(batch, 10_000, 60.0, head).misses
-    tokens[:] = [30_000.0, 10**6]
+    tokens[:] = [30_000, 10**6]
     forecast.update([], 120.0)
     assert not forecast.first(a_batch("y", 10**6, 0), 10_000, 120.0, head).misses, "never without hope"
-    tokens[:] = [0.0, 0.0]  # the engine is another one
+    tokens[:] = [0, 0]  # the engine is another one
     for minute in range(3, 200):
         forecast.update([], 60.0 * minute)
     assert not forecast.first(replace(batch, expires_at=12_020), 10_000, 60.0 * 199, head).misses
 
 
 def test_lines_answer_no_more_than_they_may() -> None:
-    forecast = Forecast(lambda: TokenCosts(0.001, 0.01))
+    forecast = Forecast(lambda: EngineStats(token_costs=TokenCosts(0.001, 0.01)))
     assert forecast.first(a_batch("x", 30, 0), 10_000, 0.0, LineLengths(1_000, 100.0, (math.inf,))).misses
     assert not forecast.first(a_batch("x", 30, 0), 10_000, 0.0, LineLengths(1_000, 100.0, (4.0,))).misses
     seen = a_forecast()  # lines of others answer 5 tokens
@@ -261,7 +317,7 @@ def test_the_first_lines_of_a_job_count_as_many_as_they_are() -> None:
 
 def test_the_first_seconds_of_a_pace_are_not_believed_alone() -> None:
     """Lines of ten seconds, 50 at a time: for as long nothing ends, then two do, and all others a moment later."""
-    forecast, batch = Forecast(lambda: TokenCosts(0.001, 0.01)), a_batch("x", 10**9, 1000)
+    forecast, batch = Forecast(lambda: EngineStats(token_costs=TokenCosts(0.001, 0.01))), a_batch("x", 10**9, 1000)
     jobs = [(batch, LineLengths(100_000, 100.0, (10.0,)))]
     forecast.update(jobs, 0.0)
     forecast.update(jobs, 10.0)
@@ -384,7 +440,7 @@ async def test_the_eta_is_shown_while_lines_end(tokenizer: Tokenizer, tmp_path: 
         worker = served.app.state.batches.jobs
         first = await until(client, (await submit(client, jsonl(line(i) for i in range(30)))).id)
         assert first.status == "completed"
-        worker.forecast.pace._seconds = 10.0  # of batch work: the test has no time to wait for it
+        worker.forecast.pace.averages[0].seconds = 10.0  # of batch work: the test has no time to wait for it
         assert worker.forecast.pace.rate is not None
         served.engine.script = lambda request, script=served.engine.script: replace(script(request), hold_after=0)
         second = await submit(client, jsonl(line(i) for i in range(30)))

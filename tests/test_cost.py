@@ -15,7 +15,7 @@ from cost_sites import USER, Growth, Site, Walker, grown_schemas, growths
 from cost_tools import Gateway, Work, check, cost_of, open_gateway
 from fake_engine import MODEL
 
-from engine.api import TokenCosts
+from engine.api import EngineStats, TokenCosts
 from engine.errors import InvalidRequestError
 from gateway.batch.forecast import Forecast
 from gateway.batch.input import check_input
@@ -164,7 +164,7 @@ def test_numbers_in_lines_of_batches(gateway: Gateway, tmp_path: Path, post: Jso
 
 def foresee(path: Path, endpoint: str) -> None:
     """Judge the outlook of a batch by the first lines of its file, before and after it runs."""
-    head, forecast = read_head(path, endpoint), Forecast(lambda: TokenCosts(1e-4, 1e-2))
+    head, forecast = read_head(path, endpoint), Forecast(lambda: EngineStats(token_costs=TokenCosts(1e-4, 1e-2)))
     waiting, running = (batch(name, total=5, endpoint=endpoint) for name in "ab")
     forecast.update([(running, head or LineLengths(100, 20.0))], 1.0)
     forecast.first(waiting, 100, 2.0, head).notes(waiting)
@@ -188,7 +188,7 @@ def test_outlook_of_many_batches(tenants: int) -> None:
         jobs = [(batch(f"b{i}", f"t{i % tenants}", 1 + i * 7 % 1000), lengths) for i in range(n)]
 
         def work() -> None:
-            forecast = Forecast(lambda: costs)
+            forecast = Forecast(lambda: EngineStats(token_costs=costs))
             forecast.update(jobs, 1.0)
             forecast.first(batch("new"), 1000, 2.0)
 

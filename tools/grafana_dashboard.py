@@ -239,7 +239,7 @@ def registry_families() -> list[tuple[str, str, tuple[str, ...], str]]:
     one = EngineView(0, EngineState.READY, None, 0, 0, 0.0, EngineStats(running={RequestClass.ONLINE: 0}))
     pipelines = PipelineStats((), 0, 0, 0, False)
     metrics.stats = EngineStats(colocation=_filled(ColocationStats), engines=(one,), pipelines=pipelines)
-    forecast = Forecast(lambda: None)
+    forecast = Forecast(EngineStats)
     feeder = SimpleNamespace(retries=Counter(), num_paused=0)
     ended: Counter[bool] = Counter()
     worker = SimpleNamespace(states={}, lines_ended=ended, storage_fault=lambda: None, forecast=forecast, feeder=feeder)

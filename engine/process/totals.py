@@ -25,7 +25,7 @@ GAUGES = _NOT_ADDED | frozenset(
         "host_units_total",
     }
     | {"host_units_used", "host_units_cached", "hidden_blocks", "restarts", "resumed_requests"}
-    | {"state_slots_total", "state_slots_used", "lanes_waiting"}
+    | {"state_slots_total", "state_slots_used", "lanes_waiting", "job_tokens"}
 )
 COUNTERS = tuple(field.name for field in fields(EngineStats) if field.name not in GAUGES)
 COLOCATION_COUNTERS = (

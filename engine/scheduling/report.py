@@ -42,6 +42,7 @@ def report_stats(state: SchedulerState) -> EngineStats:
         cache_units=dict(cache.tiers.moved_units),
         lanes_waiting={lane.name.lower(): count for lane, count in state.waiting_offline.num_waiting.items()},
         lanes_started={lane.name.lower(): count for lane, count in state.waiting_offline.num_started.items()},
+        job_tokens=_job_tokens(state.requests.values()),
         token_costs=None if state.model is None else usual_costs(state.model, state.config),
         **asdict(state.counters),
     )
@@ -50,6 +51,15 @@ def report_stats(state: SchedulerState) -> EngineStats:
 def _adapters(requests: Iterable[Request]) -> dict[int, int]:
     """Return the number of requests of each LoRA adapter."""
     return dict(Counter(request.spec.adapter for request in requests if request.spec.adapter))
+
+
+def _job_tokens(requests: Iterable[Request]) -> dict[str, int]:
+    """Return the output tokens of the requests of each job."""
+    tokens: Counter[str] = Counter()
+    for request in requests:
+        if request.spec.job:
+            tokens[request.spec.job] += request.num_output_tokens
+    return dict(tokens)
 
 
 def report_load(state: SchedulerState, now: float) -> LoadReport:

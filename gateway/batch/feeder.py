@@ -130,6 +130,8 @@ class LineFeeder:
             self._window.release(refs)
             return True
         for ref, envelope in zip(refs, envelopes, strict=True):
+            if ref.rank != CONTROL:
+                job.answers.begin(ref)
             task = asyncio.create_task(self._execute(job, ref, envelope))
             job.running.add(task)
             task.add_done_callback(job.running.discard)

@@ -3,123 +3,50 @@
 Work is measured in predicted engine seconds (`TokenCosts`), so that a pace measured with one job's prompts and answers
 applies to other jobs. The remaining work of a job follows from the bytes of its pending lines and the tokens of its
 finished lines; before enough lines have finished, from the averages of all jobs, capped by the lines' answer limits.
-The pace is the recent work per second while batch work was present; at first it is the share of the machine that
+Output of unfinished lines counts as done. The pace is the work per second while batch work was present: for the next
+minutes that of the last minutes, for later work that of a longer time. At first it is the share of the machine that
 current online work leaves free.
 
 A job is at risk if it would end too late with all jobs served equally. The priority given to jobs at risk does not
 enter this decision, so it cannot reverse it.
 """
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
-from engine.api import TokenCosts
+from engine.api import EngineStats, RequestClass, TokenCosts
 from gateway.batch.lengths import LineLengths
+from gateway.batch.pace import OnlineUse, Pace
 from gateway.batch.shares import JobLoad, Shares
 from gateway.store.objects import BatchJob, Usage
 
-HALF_LIFE = 600.0
-"""Half-life of measurements in seconds."""
-LEAST_SEEN = 2.0
-"""Seconds of batch work before the measured pace is used."""
 LEAST_LINES = 8
 """Finished lines of a job from which only its own token counts are used."""
-FIRST_PACE_SECONDS = 10.0
-"""Weight in seconds of the expected pace beside the measured one: at first, running lines are not counted yet."""
-LEAST_LEFT = 0.05
-"""Minimum share of the machine assumed for offline work."""
+RESIDUE = 0.4
+"""Output that a line has left on average once it is longer than expected, as a share of its output so far."""
 ENTER_MARGIN, LEAVE_MARGIN = 1.1, 1.25
 """Factors on the expected time: a job is at risk if it would end late at ENTER_MARGIN, until it would not at
 LEAVE_MARGIN."""
-MAX_STEP = 120.0
-"""Maximum seconds counted between two measurements: the clock may be set."""
 STEP_JOBS = 32
 """Jobs per step of an update."""
 HORIZON = 3e9
 """Seconds (about a century) beyond which a job has no expected end."""
-FIRST_PROMPT_TOKENS_PER_BYTE, FIRST_OUTPUT_TOKENS, FIRST_LINE_BYTES = 0.25, 64.0, 400.0
-"""Assumptions before the first line has finished."""
 
 
-class Pace:
-    """Recent batch throughput: work and tokens per second of time with batch work present."""
+class TokensLeft(NamedTuple):
+    """Estimate of what a job has left."""
 
-    def __init__(self) -> None:
-        self._seconds = self._work = self._tokens = 0.0
-        self._lines = self._bytes = self._prompts = self._outputs = 0.0
-        self._last: float | None = None
-
-    def advance(self, now: float, busy: bool) -> None:
-        """Advance to `now` and decay older measurements; `busy`: batch work was present since the last call."""
-        step = 0.0 if self._last is None else min(max(0.0, now - self._last), MAX_STEP)
-        self._last = now
-        if busy:
-            decay = 0.5 ** (step / HALF_LIFE)
-            self._seconds = self._seconds * decay + step
-            self._work *= decay
-            self._tokens *= decay
-
-    def line_ended(self, num_bytes: int, usage: Usage, work: float) -> None:
-        decay = 0.998  # average over about 500 lines
-        computed = usage.input_tokens - usage.cached_tokens
-        self._work += work
-        self._tokens += usage.input_tokens + usage.output_tokens
-        self._lines = self._lines * decay + 1
-        self._bytes = self._bytes * decay + num_bytes
-        self._prompts = self._prompts * decay + computed
-        self._outputs = self._outputs * decay + usage.output_tokens
+    prompt: float
+    """Prompt tokens to compute."""
+    output: float
+    longest: float = 0.0
+    """Output tokens of the line with the most left; they take a step each, however much room there is."""
 
     @property
-    def rate(self) -> float | None:
-        """Work per second; None before LEAST_SEEN seconds of batch work."""
-        return self._work / self._seconds if self._seconds >= LEAST_SEEN and self._work > 0 else None
-
-    def rate_after(self, first: float) -> float:
-        """Work per second, blended with the expected rate `first` for the first seconds."""
-        if self.rate is None:
-            return first
-        return (self._work + FIRST_PACE_SECONDS * first) / (self._seconds + FIRST_PACE_SECONDS)
-
-    @property
-    def tokens_per_second(self) -> float:
-        """Prompt and output tokens of finished lines per second of batch work."""
-        return self._tokens / self._seconds if self._seconds > 0 else 0.0
-
-    @property
-    def tokens_per_byte(self) -> float:
-        """Computed (not cached) prompt tokens per byte of input."""
-        return self._prompts / self._bytes if self._bytes else FIRST_PROMPT_TOKENS_PER_BYTE
-
-    @property
-    def output_per_line(self) -> float:
-        return self._outputs / self._lines if self._lines else FIRST_OUTPUT_TOKENS
-
-    @property
-    def bytes_per_line(self) -> float:
-        return self._bytes / self._lines if self._lines else FIRST_LINE_BYTES
-
-
-class OnlineUse:
-    """Recent share of the machine used by online work, from cumulative token counters."""
-
-    def __init__(self) -> None:
-        self._seconds = self._work = 0.0
-        self._last: tuple[float, float, float] | None = None
-
-    def advance(self, now: float, tokens: tuple[float, float], prices: TokenCosts) -> None:
-        """Advance to `now`; `tokens`: prompt tokens computed and output tokens of online requests since the start."""
-        if self._last is not None:
-            step = min(max(0.0, now - self._last[0]), MAX_STEP)
-            decay = 0.5 ** (step / HALF_LIFE)
-            prompt, output = (max(0.0, new - old) for new, old in zip(tokens, self._last[1:], strict=True))
-            self._seconds = self._seconds * decay + step
-            self._work = self._work * decay + prices.of(prompt, output)
-        self._last = (now, *tokens)
-
-    @property
-    def left(self) -> float:
-        """Share of the machine left for offline work; 1 before the first measurement."""
-        return max(LEAST_LEFT, 1.0 - self._work / self._seconds) if self._seconds > 0.0 else 1.0
+    def total(self) -> float:
+        return self.prompt + self.output
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,18 +79,13 @@ class Outlook:
 
 
 class Forecast:
-    """Outlooks of all jobs. `costs()` returns the engine's current token costs, or None without a latency model;
-    `online_tokens()` the prompt tokens computed and output tokens of online requests since the start."""
+    """Outlooks of all jobs. `stats()` returns the engine's current statistics."""
 
-    def __init__(
-        self,
-        costs: Callable[[], TokenCosts | None],
-        online_tokens: Callable[[], tuple[float, float]] = lambda: (0.0, 0.0),
-    ) -> None:
-        self._ask_costs = costs
-        self._ask_online = online_tokens
+    def __init__(self, stats: Callable[[], EngineStats]) -> None:
+        self._ask = stats
+        self._stats = EngineStats()
+        self._step_seconds = 0.0
         self._online = OnlineUse()
-        self._costs: TokenCosts | None = None
         self._alike = Shares()
         self._helped = Shares()
         self._added: dict[str, Outlook] = {}
@@ -182,31 +104,32 @@ class Forecast:
 
     def steps(self, jobs: Sequence[tuple[BatchJob, LineLengths]], now: float) -> Iterator[None]:
         """Do the work of `update` in steps of well under 1 ms; the old outlooks stay valid until the last step."""
-        self.pace.advance(now, bool(jobs))
         self._look(now)
+        prices = self._prices()
+        self.pace.advance(now, bool(jobs), prices.of(0, sum(self._stats.job_tokens.values())))
         self._added = {}
-        prices, rate = self._prices(), self._rate()
         alike, helped, outlooks = Shares(), Shares(), {}
-        loads: list[tuple[BatchJob, JobLoad, float]] = []
+        loads: list[tuple[BatchJob, JobLoad, TokensLeft]] = []
         for index, (batch, lengths) in enumerate(jobs):
             left = self._tokens_left(batch, lengths)
-            load = JobLoad(batch.id, batch.tenant, prices.of(*left))
-            loads.append((batch, load, sum(left)))
+            load = JobLoad(batch.id, batch.tenant, prices.of(left.prompt, left.output))
+            loads.append((batch, load, left))
             alike.add(load)
             if index % STEP_JOBS == 0:
                 yield
         alike.seal()
         yield
-        for index, (batch, load, tokens) in enumerate(loads):
-            at_risk = rate is not None and self._is_at_risk(batch, alike.seconds(load, rate), now)
-            loads[index] = (batch, replace(load, at_risk=at_risk), tokens)
+        for index, (batch, load, left) in enumerate(loads):
+            at_risk = self._is_known and self._is_at_risk(batch, self._seconds(alike, load, left), now)
+            loads[index] = (batch, replace(load, at_risk=at_risk), left)
             helped.add(loads[index][1])
             if index % STEP_JOBS == 0:
                 yield
         helped.seal()
         yield
-        for index, (batch, load, tokens) in enumerate(loads):
-            outlooks[batch.id] = self._outlook(batch, load.at_risk, helped.seconds(load, rate or 0.0), tokens, now)
+        for index, (batch, load, left) in enumerate(loads):
+            seconds = self._seconds(helped, load, left)
+            outlooks[batch.id] = self._outlook(batch, load.at_risk, seconds, left.total, now)
             if index % STEP_JOBS == 0:
                 yield
         self._alike, self._helped = alike, helped
@@ -226,29 +149,36 @@ class Forecast:
         self._look(now)
         lines = num_bytes / (self.pace.bytes_per_line if head is None else head.pending_line)
         per_line = self._output_per_line(() if head is None else head.answers)
-        return self._beside(batch, (num_bytes * self.pace.tokens_per_byte, lines * per_line), now)
+        return self._beside(batch, TokensLeft(num_bytes * self.pace.tokens_per_byte, lines * per_line), now)
 
-    def _beside(self, batch: BatchJob, left: tuple[float, float], now: float) -> Outlook:
-        load, rate = JobLoad(batch.id, batch.tenant, self._prices().of(*left)), self._rate()
-        if rate is None:
-            return Outlook(None, False, False, sum(left))
-        at_risk = self._is_at_risk(batch, self._alike.seconds(load, rate, is_new=True), now)
-        seconds = self._helped.seconds(replace(load, at_risk=at_risk), rate, is_new=True)
-        return self._outlook(batch, at_risk, seconds, sum(left), now)
+    def _beside(self, batch: BatchJob, left: TokensLeft, now: float) -> Outlook:
+        load = JobLoad(batch.id, batch.tenant, self._prices().of(left.prompt, left.output))
+        at_risk = self._is_known and self._is_at_risk(batch, self._seconds(self._alike, load, left, is_new=True), now)
+        seconds = self._seconds(self._helped, replace(load, at_risk=at_risk), left, is_new=True)
+        return self._outlook(batch, at_risk, seconds, left.total, now)
 
     def _outlook(self, batch: BatchJob, at_risk: bool, seconds: float, tokens: float, now: float) -> Outlook:
-        if self._rate() is None:
+        if not self._is_known:
             return Outlook(None, False, False, tokens)
         known = self.pace.rate is not None and seconds < HORIZON
         return Outlook(now + seconds if known else None, at_risk, now + seconds > batch.expires_at, tokens)
 
-    def _rate(self) -> float | None:
-        """Work per second; None if unknown."""
-        return self.pace.rate if self._costs is None else self.pace.rate_after(self._online.left)
+    @property
+    def _is_known(self) -> bool:
+        """Whether the pace is known, from a latency model or from finished lines."""
+        return self._stats.token_costs is not None or self.pace.rate is not None
+
+    def _seconds(self, shares: Shares, load: JobLoad, left: TokensLeft, *, is_new: bool = False) -> float:
+        """Return the time until a job ends among the jobs of `shares`."""
+        first = None if self._stats.token_costs is None else self._online.left
+        seconds = self.pace.seconds(shares.seconds(load, 1.0, is_new=is_new), first)
+        return max(seconds, left.longest * self._step_seconds)
 
     def _look(self, now: float) -> None:
-        self._costs = self._ask_costs()
-        self._online.advance(now, self._ask_online(), self._prices())
+        before, self._stats = self._stats, self._ask()
+        if (steps := self._stats.steps - before.steps) > 0:
+            self._step_seconds = (self._stats.step_seconds - before.step_seconds) / steps
+        self._online.advance(now, self._stats.online_tokens, self._prices())
 
     def _output_per_line(self, answers: Sequence[float]) -> float:
         """Return the mean output tokens over all jobs, capped by the answer limits of this job's lines."""
@@ -256,25 +186,27 @@ class Forecast:
         return sum(min(usual, most) for most in answers) / len(answers) if answers else usual
 
     def _prices(self) -> TokenCosts:
-        return self._costs or TokenCosts()
+        return self._stats.token_costs or TokenCosts()
 
-    def _tokens_left(self, batch: BatchJob, lengths: LineLengths) -> tuple[float, float]:
-        """Estimate the prompt tokens to compute and the output tokens that a job has left."""
-        learned, line = lengths.learned, lengths.pending_line
+    def _tokens_left(self, batch: BatchJob, lengths: LineLengths) -> TokensLeft:
+        learned, line, held = lengths.learned, lengths.pending_line, self._stats.job_tokens.get(batch.id, 0)
         if learned is not None and 0 < learned.ended < learned.num_lines:
             line = (lengths.total_bytes - learned.bytes) / (learned.num_lines - learned.ended)
         pending = line * batch.remaining
         finished_bytes = lengths.total_bytes - pending
-        per_byte, per_line = self.pace.tokens_per_byte, self._output_per_line(lengths.answers)
+        per_byte, per_line, longest = self.pace.tokens_per_byte, self._output_per_line(lengths.answers), 0.0
         if batch.completed > 0 and finished_bytes > 0:
             own = min(1.0, batch.completed / LEAST_LINES)
             computed = batch.usage.input_tokens - batch.usage.cached_tokens
             per_byte += own * (computed / finished_bytes - per_byte)
-            mean = batch.usage.output_tokens / batch.completed
+            mean = (batch.usage.output_tokens + held) / batch.completed  # running lines have longer answers
             if learned is not None and learned.is_known:
-                mean = learned.left(line)
+                mean, longest = learned.left(line), learned.longest_left
             per_line += own * (mean - per_line)
-        return pending * per_byte, batch.remaining * per_line
+        expected = batch.remaining * per_line - held
+        each = held / max(1, min(batch.remaining, self._stats.running.get(RequestClass.OFFLINE, 0)))
+        output = expected / 2 + math.hypot(expected / 2, RESIDUE * held)  # a smooth maximum
+        return TokensLeft(pending * per_byte, output, max(longest - each, RESIDUE * each))
 
     def _is_at_risk(self, batch: BatchJob, seconds: float, now: float) -> bool:
         before = self.outlooks.get(batch.id)

@@ -1,12 +1,14 @@
 """Lengths of a batch's lines and answers. Answers are learned from the finished lines. Pure, in constant memory.
 
-Lines are fed by prefix, so finished lines are no sample of the batch: a run of short answers may come first. The ranks
-are therefore divided into ranges. The answer of a line is expected to be the mean of its range plus a slope times the
-line's length. Means of ranges are shrunk towards the mean of all ranges by as much as chance alone explains their
-differences (random effects; DerSimonian and Laird, Controlled Clinical Trials 7, 1986).
+Of the lines in the engine, those with short answers end first. So an answer counts once all lines that were fed before
+its line have ended. Lines are fed by prefix, so even these are no sample of the batch: a run of short answers may come
+first. The ranks are therefore divided into ranges. The answer of a line is expected to be the mean of its range plus a
+slope times the line's length. Means of ranges are shrunk towards the mean of all ranges by as much as chance alone
+explains their differences (random effects; DerSimonian and Laird, Controlled Clinical Trials 7, 1986).
 """
 
 import math
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -15,7 +17,9 @@ from gateway.store.objects import LineRef
 RANGES = 32
 """Ranges of ranks with a mean of their own."""
 LEAST_LEARNED = 16
-"""Finished lines from which lengths are predicted."""
+"""Answers from which lengths are predicted."""
+MAX_PENDING = 1024
+"""Maximum number of fed lines that do not count yet: one very long answer must not keep all others from counting."""
 REFIT = 1.05
 """Growth of the number of finished lines after which the means are computed again."""
 
@@ -62,6 +66,8 @@ class AnswerLengths:
     def clear(self) -> None:
         """Forget all lines."""
         self._sums = [_Sums() for _ in range(RANGES)]
+        self._pending: OrderedDict[int, tuple[int, int] | None] = OrderedDict()
+        self._pending_output = self._learned = 0
         self._low, self._high = math.inf, 0.0
         self._fit: _Fit | None = None
         self._fitted = 0
@@ -70,17 +76,38 @@ class AnswerLengths:
         self.bytes = 0
         """Length of the finished lines."""
 
+    def begin(self, ref: LineRef) -> None:
+        """Record that a line is fed."""
+        self._pending.setdefault(ref.rank, None)
+
     def add(self, ref: LineRef, output_tokens: int) -> None:
-        """Count a finished line; a failed one has no output tokens."""
+        """Count a finished line; a failed one has no output tokens. A line that was never fed was finished before."""
         self.ended += 1
         self.bytes += ref.length
-        self._low, self._high = min(self._low, ref.length), max(self._high, ref.length)
-        self._sums[self._range(ref.rank)].add(ref.length, output_tokens)
+        if ref.rank not in self._pending:
+            self._learn(ref.rank, ref.length, output_tokens)
+            return
+        self._pending[ref.rank] = (ref.length, output_tokens)
+        self._pending_output += output_tokens
+        while self._pending:
+            rank, ended = self._pending.popitem(last=False)
+            if ended is not None:
+                self._pending_output -= ended[1]
+                self._learn(rank, *ended)
+            elif len(self._pending) < MAX_PENDING:
+                self._pending[rank] = None
+                self._pending.move_to_end(rank, last=False)
+                return
+
+    def _learn(self, rank: int, length: int, output_tokens: int) -> None:
+        self._learned += 1
+        self._low, self._high = min(self._low, length), max(self._high, length)
+        self._sums[self._range(rank)].add(length, output_tokens)
 
     @property
     def is_known(self) -> bool:
-        """Whether enough lines have finished to predict lengths."""
-        return self.ended >= LEAST_LEARNED
+        """Whether enough answers count to predict lengths."""
+        return self._learned >= max(LEAST_LEARNED, self.ended / 2)
 
     def predictor(self) -> Callable[[LineRef], float]:
         """Return a function that gives the expected output tokens of a line. At least one line must have finished."""
@@ -91,13 +118,19 @@ class AnswerLengths:
         """Return the mean expected output tokens of the unfinished lines, whose mean length is `line_bytes`."""
         fit, x = self._fitted_means(), self._clamped(line_bytes)
         left = [max(0, self._size(index) - sums.n) for index, sums in enumerate(self._sums)]
-        total = sum(count * fit.at(index, x) for index, count in enumerate(left))
-        return total / sum(left) if any(left) else 0.0
+        total = sum(count * fit.at(index, x) for index, count in enumerate(left)) - self._pending_output
+        return max(0.0, total) / max(1, self.num_lines - self.ended)
+
+    @property
+    def longest_left(self) -> float:
+        """Longest expected answer of the lines that do not count yet, in tokens. At least one answer must count."""
+        means = enumerate(self._fitted_means().means)
+        return max((mean for index, mean in means if self._sums[index].n < self._size(index)), default=0.0)
 
     @property
     def stretch(self) -> float:
         """Ratio of the longest expected answer to the mean of the finished ones, at least 1."""
-        fit, mean = self._fitted_means(), sum(sums.y for sums in self._sums) / self.ended
+        fit, mean = self._fitted_means(), sum(sums.y for sums in self._sums) / self._learned
         longest = max(fit.means) + abs(fit.slope) * max(self._high - fit.center, fit.center - self._low)
         return max(1.0, longest / mean) if mean > 0.0 else 1.0
 
@@ -113,8 +146,8 @@ class AnswerLengths:
         return min(max(x, self._low), self._high)
 
     def _fitted_means(self) -> _Fit:
-        if self._fit is None or self.ended >= REFIT * self._fitted:
-            self._fit, self._fitted = _fit(self._sums), self.ended
+        if self._fit is None or self._learned >= REFIT * self._fitted:
+            self._fit, self._fitted = _fit(self._sums), self._learned
         return self._fit
 
 

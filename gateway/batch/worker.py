@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from functools import partial
 
-from engine.api import Lane, TokenCosts
+from engine.api import EngineStats, Lane
 from gateway.batch.causes import Cause, cause_of
 from gateway.batch.feed import FinishedLine, Job, Window
 from gateway.batch.feeder import LineFeeder, RunLine
@@ -38,8 +38,7 @@ class BatchWorker:
     Args:
         clock: wall clock, because deadlines outlive the process.
         max_lines: maximum number of lines in a tenant's unfinished batches (None: no limit).
-        costs: current token costs of the engine (None: no latency model).
-        online_tokens: prompt tokens computed and output tokens of online requests since the start.
+        stats: current statistics of the engine.
         set_lane: moves the lines of a batch that are in the engine to another lane.
         models: names that a new batch may use (None: any).
     """
@@ -51,8 +50,7 @@ class BatchWorker:
         run_line: RunLine,
         *,
         max_lines: Callable[[str], int | None],
-        costs: Callable[[], TokenCosts | None],
-        online_tokens: Callable[[], tuple[float, float]],
+        stats: Callable[[], EngineStats],
         set_lane: Callable[[str, Lane], None],
         models: ModelNames | None = None,
         clock: Callable[[], float] = time.time,
@@ -75,7 +73,7 @@ class BatchWorker:
             folder, limits, run_line, self.jobs, self._retry, self._results, self.window, self._wake, self._line_ended
         )
         self._finisher = Finisher(folder, limits, self._retry, self._now, max_lines, models)
-        self.forecast = Forecast(costs, online_tokens)
+        self.forecast = Forecast(stats)
         self.lanes = LaneUpdater(self.forecast, self.jobs, clock, set_lane, self.feeder.offer)
         self._drives: dict[str, asyncio.Task[None]] = {}
         self._services: list[asyncio.Task[None]] = []
