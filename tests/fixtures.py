@@ -2,12 +2,14 @@
 
 import functools
 import os
+import threading
 
 # Tests run side by side on models so small that a second thread only waits for the first. Before torch is imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import AsyncExitStack, contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import count
 from typing import Any
 
@@ -89,6 +91,18 @@ def refuse_blocking() -> Iterator[None]:
         yield
     finally:
         blockbuster.deactivate()
+
+
+@contextmanager
+def http_server(handler: type[BaseHTTPRequestHandler]) -> Iterator[str]:
+    """Serve without a log, in a thread of its own; gives the address."""
+    quiet = type(handler.__name__, (handler,), {"log_message": lambda *_: None})
+    with ThreadingHTTPServer(("127.0.0.1", 0), quiet) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+        thread.join()
 
 
 @pytest.fixture

@@ -14,6 +14,7 @@ import tokenizer_folders
 from batch_tools import batch_server, client_of, jsonl, keys_of, line, submit
 from fake_engine import MODEL, FakeEngine, Script, Served, say, serve
 from fixtures import StartServer, refuse_blocking
+from test_batches_api import check_types
 from test_messages_api import TOOLS, ask
 from test_responses_api import THINKS
 from test_tools import TEMPLATE, TWO, scripted
@@ -26,12 +27,6 @@ pytestmark = pytest.mark.filterwarnings("default")  # raised by the SDK
 
 def sdk(served: Served, **options: Any) -> anthropic.AsyncAnthropic:
     return anthropic.AsyncAnthropic(base_url=served.url, api_key="none", max_retries=0, timeout=60, **options)
-
-
-def check_types(item: Any) -> None:
-    """Validate each field against the client's own types, strictly, unlike the client itself."""
-    assert not item.model_extra, f"fields that the client does not know: {item.model_extra}"
-    type(item).model_validate_json(item.model_dump_json(), strict=True)
 
 
 # --- messages

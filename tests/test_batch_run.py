@@ -3,10 +3,9 @@
 import asyncio
 import csv
 import json
-import threading
 from collections.abc import AsyncIterator
 from functools import partial
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ import pytest
 import uvicorn
 from batch_tools import FAST, batch_server, client_of, jsonl, line
 from fake_engine import MODEL, Served
+from fixtures import http_server
 from obstore.store import MemoryStore
 
 import tidemill.batch
@@ -410,13 +410,7 @@ async def test_object_stores_and_the_web(served: Served, tmp_path: Path, monkeyp
             self.end_headers()
             self.wfile.write(content)
 
-        def log_message(self, *_words: Any) -> None:
-            pass
-
-    web = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=web.serve_forever, daemon=True).start()
-    address = f"http://127.0.0.1:{web.server_port}"
-    try:
+    with http_server(Handler) as address:
         for source in ("s3://bucket/folder/in.csv", f"{address}/in.csv?x=1"):
             await run(served, source, "s3://bucket/out.csv", prompt="{text}", max_tokens=60)
             assert store.get("out.csv").bytes().to_bytes().count(b"good") == 3
@@ -425,9 +419,6 @@ async def test_object_stores_and_the_web(served: Served, tmp_path: Path, monkeyp
         for missing in ("s3://bucket/none.csv", f"{address}/none.csv"):
             with pytest.raises(ConfigError, match=r"none\.csv"):
                 await run(served, missing, prompt="{text}")
-    finally:
-        web.shutdown()
-        web.server_close()
 
 
 @pytest.mark.clients

@@ -677,20 +677,6 @@ async def test_cancelling_while_finalizing_comes_too_late(tokenizer: Tokenizer, 
         assert (await until(client, batch.id)).status == "completed"
 
 
-async def test_many_batches_cost_no_memory_by_the_line(tokenizer: Tokenizer, tmp_path: Path) -> None:
-    limits = BatchLimits(window_lines=16, retry_seconds=0.01)
-    async with batch_server(tokenizer, tmp_path, "x", hold_after=0, limits=limits) as (served, client):
-        content = jsonl([line(i) for i in range(40)])
-        file = await upload(client, content)
-        for _ in range(40):
-            await create(client, file.id)
-        worker = served.app.state.batches.jobs
-        await eventually(lambda: len(worker.jobs) == 40)
-        await served.engine.wait_for_event("add", 16)
-        held = sum(len(job.running) + len(job.retry) + job.unwritten for job in worker.jobs.values())
-        assert held == served.engine.num_open == worker.window.lines == 16
-
-
 async def test_a_queued_batch_costs_the_same_whatever_its_length(tmp_path: Path) -> None:
     """The lines of batches that wait stay on the disk."""
     gate = asyncio.Event()

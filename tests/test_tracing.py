@@ -2,16 +2,15 @@
 
 import asyncio
 import sys
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from typing import Any
 
 import openai
 import pytest
 from fake_engine import MODEL, Served
-from fixtures import StartServer
+from fixtures import StartServer, http_server
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
 
@@ -34,23 +33,13 @@ class Collector(BaseHTTPRequestHandler):
         self.send_response(200)
         self.end_headers()
 
-    def log_message(self, *_: Any) -> None:
-        pass
-
 
 @contextmanager
 def collector() -> Iterator[tuple[str, list[bytes]]]:
     """Address and bodies of a collector of traces."""
     received: list[bytes] = []
-    server = ThreadingHTTPServer(("127.0.0.1", 0), type("Collecting", (Collector,), {"received": received}))
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}/v1/traces", received
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
+    with http_server(type("Collecting", (Collector,), {"received": received})) as address:
+        yield f"{address}/v1/traces", received
 
 
 async def spans_of(served: Served, received: list[bytes]) -> list[Span]:

@@ -5,10 +5,9 @@ import base64
 import json
 import logging
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from functools import partial
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ import httpx
 import openai
 import pytest
 from batch_tools import batch_server, eventually, jsonl, line, open_store, submit, until
+from fixtures import http_server
 
 from engine.config import EngineConfig
 from engine.errors import ConfigError
@@ -32,36 +32,26 @@ BATCH = "batch_" + "0" * 32
 Seen = tuple[dict[str, str], bytes]
 
 
-class Receiver:
+class Receiver(BaseHTTPRequestHandler):
     """A receiver of webhooks at `url`, which answers with the next of `statuses`, then with 200."""
 
-    def __init__(self) -> None:
-        self.seen: list[Seen] = []
-        self.statuses: list[int] = []
-        receiver = self
+    seen: list[Seen]
+    statuses: list[int]
+    url: str
 
-        class Handler(BaseHTTPRequestHandler):
-            def do_POST(self) -> None:
-                body = self.rfile.read(int(self.headers["content-length"]))
-                receiver.seen.append(({name.lower(): value for name, value in self.headers.items()}, body))
-                self.send_response(receiver.statuses.pop(0) if receiver.statuses else 200)
-                self.send_header("location", f"{receiver.url}/elsewhere")
-                self.end_headers()
-
-            def log_message(self, *_words: Any) -> None:
-                pass
-
-        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self.server.server_port}"
-        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers["content-length"]))
+        self.seen.append(({name.lower(): value for name, value in self.headers.items()}, body))
+        self.send_response(self.statuses.pop(0) if self.statuses else 200)
+        self.send_header("location", f"{self.url}/elsewhere")
+        self.end_headers()
 
 
 @pytest.fixture
-def receiver() -> Iterator[Receiver]:
-    made = Receiver()
-    yield made
-    made.server.shutdown()
-    made.server.server_close()
+def receiver() -> Iterator[type[Receiver]]:
+    Receiver.seen, Receiver.statuses = [], []
+    with http_server(Receiver) as Receiver.url:
+        yield Receiver
 
 
 def rules(hosts: str = "127.0.0.0/8") -> Any:
@@ -211,7 +201,7 @@ async def attempts(path: Path, make_sender: Callable[[float], Any], url: str) ->
         outcomes += [outcome for _, outcome in notifier.attempts.elements()]
 
 
-async def test_attempts_go_on_after_restarts_until_one_succeeds(tmp_path: Path, receiver: Receiver) -> None:
+async def test_attempts_go_on_after_restarts_until_one_succeeds(tmp_path: Path, receiver: type[Receiver]) -> None:
     receiver.statuses = [500, 302, 429]
     make_sender = lambda now: WebhookSender(rules(), clock=lambda: now)  # noqa: E731
     times, outcomes = await attempts(tmp_path, make_sender, f"{receiver.url}/x")
@@ -236,7 +226,7 @@ async def test_attempts_end(tmp_path: Path, caplog: pytest.LogCaptureFixture, fi
     assert "there is no further attempt" in caplog.text and "secret-token" not in caplog.text
 
 
-async def test_a_slow_receiver_does_not_hold_up_another(tmp_path: Path, receiver: Receiver) -> None:
+async def test_a_slow_receiver_does_not_hold_up_another(tmp_path: Path, receiver: type[Receiver]) -> None:
     store = open_store(tmp_path / "s.db")
     await end_batch(store, "https://slow.example.com/x")
     asked = asyncio.Event()
@@ -298,7 +288,7 @@ def test_a_command_that_cannot_run_is_refused_at_the_start(monkeypatch: pytest.M
 
 
 async def test_a_batch_calls_its_webhook_and_the_command(
-    tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, receiver: Receiver
+    tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, receiver: type[Receiver]
 ) -> None:
     monkeypatch.setenv(SECRETS, SECRET)
     monkeypatch.setenv(HOSTS, "127.0.0.0/8")
