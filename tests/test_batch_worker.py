@@ -483,7 +483,9 @@ def test_a_job_is_hungry_while_it_has_lines_and_neither_rests_nor_is_settled() -
     assert job.hungry
     job.resting = True
     assert not job.hungry
-    job.resting = False
+    job.resting, job.write_faults = False, 1
+    assert not job.hungry
+    job.write_faults = 0
     job.settled.set()
     assert not job.hungry
 
