@@ -40,7 +40,6 @@ from engine.limits import SchedulerConfig
 from engine.text.tokenizer import Tokenizer
 from gateway.generate.choices import ChoiceState
 from gateway.generate.params import GenerationPlan, TokenizedPrompt
-from gateway.generate.wire import StreamOptions
 from gateway.telemetry.account import Account
 from predictor.budget import Standing
 
@@ -125,20 +124,8 @@ def test_a_slow_reader_does_not_falsify_the_time_between_tokens(tokenizer: Token
         assert output is not None
         outputs += core.update(output, runner.launch(output)(), float(step + 1))
     metrics = Observed()
-    plan = GenerationPlan(
-        "r",
-        "m",
-        (TokenizedPrompt((1, 2, 3)),),
-        1,
-        (request,),
-        RequestClass.ONLINE,
-        (),
-        0,
-        None,
-        False,
-        True,
-        StreamOptions(),
-    )
+    prompts = (TokenizedPrompt((1, 2, 3)),)
+    plan = GenerationPlan("r", "m", prompts, (request,), RequestClass.ONLINE, stream=True)
     choice = ChoiceState(0, plan, tokenizer, metrics)  # type: ignore[arg-type]
     for output in outputs:
         choice.advance(output)
