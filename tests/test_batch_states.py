@@ -1,6 +1,8 @@
 """The states of a batch: the table against OpenAI's, and the store against a plain dictionary in random runs."""
 
 import asyncio
+import contextlib
+import itertools
 import tempfile
 from pathlib import Path
 from typing import Any, get_args
@@ -51,19 +53,15 @@ def test_the_table_is_the_contract() -> None:
     assert {S.FAILED, S.COMPLETED, S.EXPIRED, S.CANCELLED} == TERMINAL and set(S) - TERMINAL == UNFINISHED
 
 
-@pytest.mark.parametrize("before", S)
-@pytest.mark.parametrize("after", S)
-def test_only_what_is_in_the_table_is_legal(before: BatchStatus, after: BatchStatus) -> None:
-    if after in TRANSITIONS[before]:
-        check_transition(before, after)
-    else:
-        with pytest.raises(IllegalTransition):
+def test_only_what_is_in_the_table_is_legal() -> None:
+    for before, after in itertools.product(S, S):
+        with contextlib.nullcontext() if after in TRANSITIONS[before] else pytest.raises(IllegalTransition):
             check_transition(before, after)
 
 
-@pytest.mark.parametrize("status", [s for s in S if s is not S.VALIDATING])
-def test_every_state_has_a_timestamp_of_the_api(status: BatchStatus) -> None:
-    assert field_of(status) in Batch.model_fields and field_of(S.VALIDATING) is None
+def test_every_state_has_a_timestamp_of_the_api() -> None:
+    assert {status for status in S if field_of(status) not in Batch.model_fields} == {S.VALIDATING}
+    assert field_of(S.VALIDATING) is None
 
 
 class BatchMachine(RuleBasedStateMachine):

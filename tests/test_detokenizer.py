@@ -23,17 +23,6 @@ def cut(ids: list[int], sizes: list[int]) -> list[list[int]]:
 SIZES = st.lists(st.integers(0, 4), max_size=12)
 
 
-@settings(deadline=None, max_examples=300)
-@given(ids=st.lists(st.integers(0, 420), max_size=30), sizes=SIZES)
-def test_byte_level_text_is_that_of_transformers(ids: list[int], sizes: list[int]) -> None:
-    tokenizer, hf = load("byte_level"), reference("byte_level")
-    for skip in (True, False):
-        expected = hf.decode(ids, skip_special_tokens=skip)
-        detokenizer = detokenizer_for(tokenizer, skip_special_tokens=skip)
-        assert pushed(detokenizer, cut(ids, sizes)) == expected
-        assert tokenizer.decode(ids, skip_special_tokens=skip) == expected
-
-
 TEXT_OR_BYTES = st.lists(
     st.one_of(
         st.integers(0, 2).map(lambda i: [i]),
@@ -44,15 +33,27 @@ TEXT_OR_BYTES = st.lists(
 ).map(lambda groups: [i for group in groups for i in group])
 
 
+IDS = {
+    "byte_level": st.lists(st.integers(0, 420), max_size=30),
+    "llama2": TEXT_OR_BYTES,
+    "llama2_new": TEXT_OR_BYTES,
+    "unigram": st.lists(st.integers(0, 70), max_size=20),
+    "words": st.lists(st.integers(0, 6), max_size=40),
+}
+"""Token ids by tokenizer: byte level, byte fallback, metaspace, and a decoder that goes through a window."""
+
+
 @settings(deadline=None, max_examples=300)
-@given(ids=TEXT_OR_BYTES, sizes=SIZES)
-@pytest.mark.parametrize("name", ["llama2", "llama2_new"])
-def test_byte_fallback_text_is_that_of_transformers(name: str, ids: list[int], sizes: list[int]) -> None:
-    tokenizer, hf = load(name), reference(name)
-    for skip in (True, False):
+@given(data=st.data(), sizes=SIZES)
+@pytest.mark.parametrize("name", IDS)
+def test_text_is_that_of_transformers(name: str, data: st.DataObject, sizes: list[int]) -> None:
+    tokenizer, hf, ids = load(name), reference(name), data.draw(IDS[name])
+    assert (tokenizer.byte_rule is None) == (name == "words")
+    for skip in (True,) if name in ("unigram", "words") else (True, False):
         expected = hf.decode(ids, skip_special_tokens=skip)
         detokenizer = detokenizer_for(tokenizer, skip_special_tokens=skip)
         assert pushed(detokenizer, cut(ids, sizes)) == expected
+        assert name != "byte_level" or tokenizer.decode(ids, skip_special_tokens=skip) == expected
 
 
 @settings(deadline=None, max_examples=200)
@@ -62,23 +63,6 @@ def test_byte_fallback_does_not_depend_on_the_cut(ids: list[int], sizes: list[in
     U+FFFD, which nobody who streams can know in time."""
     tokenizer = load("llama2")
     assert pushed(detokenizer_for(tokenizer), cut(ids, sizes)) == tokenizer.decode(ids)
-
-
-@settings(deadline=None, max_examples=200)
-@given(ids=st.lists(st.integers(0, 70), max_size=20), sizes=SIZES)
-def test_metaspace_text_is_that_of_transformers(ids: list[int], sizes: list[int]) -> None:
-    tokenizer, hf = load("unigram"), reference("unigram")
-    detokenizer = detokenizer_for(tokenizer)
-    assert pushed(detokenizer, cut(ids, sizes)) == hf.decode(ids, skip_special_tokens=True)
-
-
-@settings(deadline=None, max_examples=200)
-@given(ids=st.lists(st.integers(0, 6), max_size=40), sizes=SIZES)
-def test_other_decoders_go_through_a_window(ids: list[int], sizes: list[int]) -> None:
-    tokenizer, hf = load("words"), reference("words")
-    assert tokenizer.byte_rule is None
-    detokenizer = detokenizer_for(tokenizer)
-    assert pushed(detokenizer, cut(ids, sizes)) == hf.decode(ids, skip_special_tokens=True)
 
 
 @settings(deadline=None, max_examples=200)
