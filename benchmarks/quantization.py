@@ -1,4 +1,4 @@
-"""Eight bits beside sixteen: `--quantization int8`, `fp8` and `--kv-cache-dtype int8`.
+"""Eight and four bits beside sixteen: `--quantization int8`, `int4`, `fp8` and `--kv-cache-dtype int8`.
 
 Measures how far each distribution is from float32's and, in alternation, the time of steps. `fp8` is measured for the
 distribution alone, by its twin on the CPU.
@@ -6,10 +6,13 @@ distribution alone, by its twin on the CPU.
 Divergence is KL(float32 || other) of the next token, teacher-forced, by torch's path: over texts that the demo model
 knows, and over random tokens with random weights, a Gemma's with windows and caps among them. Steps are those of the
 runner that `tidemill serve` would use, one model of random weights for each arm in this process, so that a busy machine
-is busy for both: read the ratios.
+is busy for both: read the ratios. Those of one stream are measured with a model of 1.1 B parameters, whose weights pass
+through memory in every step; `--only large` measures these alone.
 """
 
+import argparse
 import tempfile
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -26,7 +29,7 @@ from engine.execution.cpu.native.start import dense_logits
 from engine.models.byte_cells import INTEGERS, dequantize, quantize
 from engine.models.checkpoint import load_weights
 from engine.models.float8 import make_float8
-from engine.models.linear import MakeLinear, make_linear
+from engine.models.linear import MakeLinear, make_linear, make_packed
 from engine.models.quantized import make_quantized
 from engine.models.spec import ModelSpec, load_spec
 from engine.models.weights import ModelWeights
@@ -43,7 +46,24 @@ SHAPES = {
 STEPS: dict[str, dict[str, Any]] = {
     "bfloat16": {},
     "int8 layers": {"quantization": "int8"},
+    "int4 layers": {"quantization": "int4"},
     "int8 cache": {"kv_cache_dtype": "int8"},
+}
+LARGE = CONFIG | {
+    "hidden_size": 2048,
+    "num_hidden_layers": 22,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "intermediate_size": 5632,
+    "vocab_size": 32000,
+    "tie_word_embeddings": False,
+}
+"""A TinyLlama of 1.1 B parameters."""
+AWQ = {"quantization_config": {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True}}
+LARGE_STEPS = {name: STEPS[name] for name in ("bfloat16", "int8 layers", "int4 layers")}
+LARGE_SHAPES = {
+    **{f"{rows} decodes": StepShape(rows, CONTEXT) for rows in (1, 4, 16)},
+    "prefill 512": StepShape(chunks=((0, 512),)),
 }
 GEMMA = CONFIG | {
     "architectures": ["Gemma2ForCausalLM"],
@@ -128,6 +148,7 @@ def show_divergence(name: str, folder: Path, load_format: str) -> None:
         "bfloat16": Arm(plain),
         "int8 in float32": Arm(load("float32", make_quantized)),
         "int8 in bfloat16": Arm(load("bfloat16", make_quantized)),
+        "int4 in bfloat16": Arm(load("bfloat16", make_packed)),
         "fp8 in bfloat16": Arm(load("bfloat16", make_float8)),
     }
     arms |= {"float32, int8 cache": Arm(exact, INTEGERS), "bfloat16, int8 cache": Arm(plain, INTEGERS)}
@@ -135,35 +156,49 @@ def show_divergence(name: str, folder: Path, load_format: str) -> None:
         print(f"{name:24} {title:20} {divergences(spec, exact, arm, texts)}", flush=True)
 
 
-def show_steps(folder: Path) -> None:
+def show_steps(folder: Path, steps: Mapping[str, Mapping[str, Any]], shapes: Mapping[str, StepShape]) -> None:
     arms = {}
-    for name, flags in STEPS.items():
-        config = EngineConfig(
-            model=str(folder), device="cpu", load_format="dummy", num_gpu_blocks_override=BLOCKS, **flags
-        )
+    for name, flags in steps.items():
+        given: dict[str, Any] = {"model": str(folder), "device": "cpu", "load_format": "dummy"}
+        config = EngineConfig(num_gpu_blocks_override=BLOCKS, **(given | dict(flags)))
         runner, plan = build_runner(config, plan_launch(config))
         arms[name] = ShapeRunner(runner, plan.limits, plan.spec.vocab_size)
         print(f"{name}: {plan.precision}, kernels {plan.kernels}, weights {plan.weight_bytes / 2**20:.0f} MiB")
     others = list(arms)[1:]
     print(f"{'step':16}" + "".join(f" {name + ' ms':>14}" for name in arms) + f"   times as fast: {', '.join(others)}")
-    for name, shape in SHAPES.items():
+    for name, shape in shapes.items():
         rounds = [[arm.measure(shape) for arm in arms.values()] for _ in range(ROUNDS + 1)][1:]
         times = [median(each[index] for each in rounds) * 1e3 for index in range(len(arms))]
         faster = [median(each[0] / each[index] for each in rounds) for index in range(1, len(arms))]
         print(f"{name:16}" + "".join(f" {ms:14.1f}" for ms in times) + "   " + ", ".join(f"{x:.2f}" for x in faster))
 
 
-def main(_argv: list[str] | None = None) -> None:
+def show_large() -> None:
+    """Time steps of the large model, its 4 bits in groups of 32, and of 128 as an AWQ checkpoint has them."""
+    with tempfile.TemporaryDirectory() as name:
+        folder, stored = Path(name), Path(name) / "awq"
+        stored.mkdir()
+        make_model_folder(folder, LARGE)
+        make_model_folder(stored, LARGE | AWQ)
+        show_steps(folder, LARGE_STEPS | {"int4 of 128": {"model": str(stored)}}, LARGE_SHAPES)
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks quantization")
+    parser.add_argument("--only", choices=("large",), help="measure steps of the large model alone")
     print(f"quantization: {describe()}")
+    if parser.parse_args(argv).only:
+        return show_large()
     print(f"{'KL to float32, nats':24} {'':20} {'mean':>9} {'largest':>9} {'same top':>9} {'tokens':>8}", flush=True)
     show_divergence("demo model", resolve_model(EngineConfig()), "auto")
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         make_model_folder(folder)
         show_divergence(f"random, {CONFIG['num_hidden_layers']} layers", folder, "dummy")
-        show_steps(folder)
+        show_steps(folder, STEPS, SHAPES)
         make_model_folder(folder, GEMMA)
         show_divergence(f"random Gemma, {GEMMA['num_hidden_layers']} layers", folder, "dummy")
+    return show_large()
 
 
 if __name__ == "__main__":

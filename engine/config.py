@@ -59,9 +59,9 @@ class EngineConfig:
     )
     quantization: str = _flag(
         "none",
-        "8-bit linear layers, with weights rounded once and inputs in every step; int8: integers, on a CPU; fp8: "
-        "floats, on a GPU of compute capability 8.9 or newer",
-        ("none", "int8", "fp8"),
+        "linear layers of fewer bits, with weights rounded once and inputs in every step; int8: integers of 8 bits, on "
+        "a CPU; int4: weights of 4 bits, on a CPU; fp8: 8-bit floats, on a GPU of compute capability 8.9 or newer",
+        ("none", "int8", "int4", "fp8"),
     )
     speculation: str = _flag(
         "auto",

@@ -38,7 +38,7 @@ from engine.execution.runner import Runner
 from engine.limits import Limits
 from engine.models.byte_cells import INTEGERS
 from engine.models.float8 import FLOAT8, Float8Linear, Rounding
-from engine.models.linear import MakeLinear, make_linear
+from engine.models.linear import AnyWeight, MakeLinear, make_linear
 from engine.models.spec import hidden_state_refusal, load_spec, spec_from_config
 from engine.models.weights import build_weights
 from engine.triton_kernels import triton_kernels
@@ -172,7 +172,8 @@ def _attend_in_modules() -> None:
 
 
 def _float8(stored: bool) -> MakeLinear:
-    def make(weight: torch.Tensor, bias: torch.Tensor | None = None, *, gated: bool = False) -> Float8Linear:
+    def make(weight: AnyWeight, bias: torch.Tensor | None = None, **_gated: bool) -> Float8Linear:
+        assert isinstance(weight, torch.Tensor)
         values, ones = weight.new_empty(weight.shape, dtype=FLOAT8), partial(weight.new_ones, dtype=torch.float32)
         inputs = ones(1) if stored else None
         return Float8Linear(values, ones((len(weight), 1)), bias, Rounding(round_rows, scale_rows), inputs)

@@ -104,6 +104,33 @@ void check_integers() {
     tm_team_delete(team);
 }
 
+void check_nibbles() {
+    void *team = tm_team_new(3, nullptr, 0);
+    for (int32_t level = 0; level < TM_BF16; level++)
+        for (int32_t int8 : {TM_WORDS, TM_BYTES}) {
+            if (!tm_has_int8(level, int8)) continue;
+            for (int32_t group : {32, 64, 128})
+                for (int64_t n : {1, 31, 100})
+                    for (int64_t rows : {1, 5, 13, 50}) {
+                        const int64_t k = 3 * group;
+                        std::vector<uint8_t> values(size_t(n * k / 2), 0xff), zeros(size_t(n * 3), 1);
+                        std::vector<uint16_t> scales(size_t(n * 3), 0x3c00);  // 1
+                        std::vector<float> base(size_t(n), 2.f), x(size_t(rows * k), 127.f), out(size_t(rows * n));
+                        std::vector<char> panels(size_t(tm_int4_bytes(n, k, group)));
+                        const tm_int4 weight{values.data(), scales.data(), zeros.data(), base.data()};
+                        tm_pack_int4(n, k, group, 0, &weight, panels.data());
+                        tm_op op{};
+                        op.kind = TM_LINEAR, op.int8 = int8, op.group = group, op.n = n, op.k = k, op.in_stride = k, op.out_stride = n;
+                        op.in = x.data(), op.weight = panels.data(), op.out = out.data();
+                        require(tm_linear(level, TM_FLOAT32, &op, rows, team) == TM_DONE, "four bits");
+                        for (float each : out) require(each == float(2 * 127 * 14 * k), "product of four bits");
+                        tm_unpack_int4(n, k, group, 0, panels.data(), &weight);
+                        for (uint8_t each : values) require(each == 0xff, "four bits back");
+                    }
+        }
+    tm_team_delete(team);
+}
+
 }  // namespace
 
 int main(int count, char **) {
@@ -114,6 +141,7 @@ int main(int count, char **) {
     second.join();
     check_linear();
     check_integers();
+    check_nibbles();
     if (count == 1) {  // not where a sanitizer cannot follow a fork
         const pid_t child = fork();
         check_jobs(team, 50);

@@ -107,25 +107,28 @@ def bytes_of(kind: torch.dtype, block: tuple[int, int], dtype: torch.dtype, name
     return make
 
 
-def awq(n: int, k: int, generator: torch.Generator) -> Layer:
-    values, zeros = draw(0, 16, (n, k), generator), draw(0, 16, (n, k // GROUP), generator)
-    each = scales((n, k // GROUP), k, 8, torch.float16, generator)
-    stored = {
-        "qweight": words(values.t(), 4, AWQ_ORDER),
-        "qzeros": words(zeros.t(), 4, AWQ_ORDER),
-        "scales": each.t().contiguous(),
-    }
-    return Layer(stored, of_groups(values, each, torch.arange(k) // GROUP, zeros))
+def awq(group: int = GROUP) -> Any:
+    def make(n: int, k: int, generator: torch.Generator) -> Layer:
+        values, zeros = draw(0, 16, (n, k), generator), draw(0, 16, (n, k // group), generator)
+        each = scales((n, k // group), k, 8, torch.float16, generator)
+        stored = {
+            "qweight": words(values.t(), 4, AWQ_ORDER),
+            "qzeros": words(zeros.t(), 4, AWQ_ORDER),
+            "scales": each.t().contiguous(),
+        }
+        return Layer(stored, of_groups(values, each, torch.arange(k) // group, zeros))
+
+    return make
 
 
-def gptq(bits: int, less_one: int, act_order: bool = False) -> Any:
+def gptq(bits: int, less_one: int, act_order: bool = False, group: int = GROUP) -> Any:
     def make(n: int, k: int, generator: torch.Generator) -> Layer:
         top = 1 << bits
-        group_of = torch.arange(k) // GROUP
+        group_of = torch.arange(k) // group
         if act_order:
             group_of = group_of[torch.randperm(k, generator=generator)]
-        values, zeros = draw(0, top, (n, k), generator), draw(0, top, (n, k // GROUP), generator)
-        each = scales((n, k // GROUP), k, top / 2, torch.float16, generator)
+        values, zeros = draw(0, top, (n, k), generator), draw(0, top, (n, k // group), generator)
+        each = scales((n, k // group), k, top / 2, torch.float16, generator)
         stored = {
             "qweight": words(values, bits).t().contiguous(),
             "qzeros": words((zeros - less_one).t() % top, bits),
@@ -156,6 +159,7 @@ def scheme(bits: int, strategy: str, kind: str = "int", **more: Any) -> dict[str
 _ROWS = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
 _FLOAT_ROWS = {**_ROWS, "type": "float"}
 _GPTQ = {"quant_method": "gptq", "group_size": GROUP, "sym": False, "desc_act": False}
+_AWQ = {"quant_method": "awq", "bits": 4, "group_size": GROUP, "zero_point": True, "version": "gemm"}
 _GROUPS = scheme(4, "group", group_size=GROUP)
 _F8, _I8, _BF16 = torch.float8_e4m3fn, torch.int8, torch.bfloat16
 
@@ -184,7 +188,7 @@ FORMATS: dict[str, Format] = {
         {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3", "weight_block_size": list(BLOCK)},
         bytes_of(_F8, BLOCK, torch.float32, "weight_scale_inv"),
     ),
-    "awq": Format({"quant_method": "awq", "bits": 4, "group_size": GROUP, "zero_point": True, "version": "gemm"}, awq),
+    "awq": Format(_AWQ, awq()),
     "gptq": Format({**_GPTQ, "bits": 4}, gptq(4, 1)),
     "gptq v2": Format({**_GPTQ, "bits": 4, "checkpoint_format": "gptq_v2"}, gptq(4, 0)),
     "gptq of 8 bits": Format({**_GPTQ, "bits": 8}, gptq(8, 1)),
@@ -192,9 +196,20 @@ FORMATS: dict[str, Format] = {
 }
 
 
+NIBBLES: dict[str, Format] = {
+    "int4 of 32": Format(compressed("pack-quantized", {**_GROUPS, "group_size": 32}), compressed_words(4, 32, True)),
+    "int4 of 32, zero points": Format(
+        compressed("pack-quantized", {**_GROUPS, "group_size": 32, "symmetric": False}), compressed_words(4, 32, False)
+    ),
+    "awq of 32": Format({**_AWQ, "group_size": 32}, awq(32)),
+    "gptq of 32": Format({**_GPTQ, "bits": 4, "group_size": 32}, gptq(4, 1, group=32)),
+}
+"""Those whose 4 bits are computed with, of "llama-wide"."""
+
+
 def write(folder: Path, name: str, case: str = "llama-gqa2") -> dict[str, Tensor]:
     """The weights by name, of the types that they are computed in; see above."""
-    source, chosen = tiny_models.model_folder(case), FORMATS[name]
+    source, chosen = tiny_models.model_folder(case), (FORMATS | NIBBLES)[name]
     generator = torch.Generator().manual_seed(11)
     stored: dict[str, Tensor] = {}
     weights: dict[str, Tensor] = {}

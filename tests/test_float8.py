@@ -26,7 +26,7 @@ from engine.limits import Limits
 from engine.models.checkpoint import load_weights
 from engine.models.decoder import Decoder
 from engine.models.float8 import FLOAT8, Float8Linear, RoundedRows, Rounding, make_float8, round_rows, scale_rows
-from engine.models.linear import Linear, MakeLinear, PlainLinear, make_linear
+from engine.models.linear import AnyWeight, Linear, MakeLinear, PlainLinear, make_linear
 from engine.models.quantized import RoundedWeight
 from engine.models.spec import load_spec, spec_from_config
 from engine.models.weights import DummyTensors, LayerWeights, ModelWeights, ResidentLayers, build_weights, matrices
@@ -146,7 +146,8 @@ def _meta_layers(stored: bool) -> MakeLinear:
     kernels = pytest.importorskip("engine.triton_kernels.round_rows")
     rounding = Rounding(kernels.round_rows, kernels.scale_rows)
 
-    def make(weight: Tensor, bias: Tensor | None = None, *, gated: bool = False) -> Float8Linear:
+    def make(weight: AnyWeight, bias: Tensor | None = None, **_gated: bool) -> Float8Linear:
+        assert isinstance(weight, Tensor)
         n, k = weight.shape
         values = torch.empty(n, k, dtype=FLOAT8, device=META)
         inputs = torch.ones(1, device=META) if stored else None
@@ -198,8 +199,8 @@ def test_rounding_in_norms_and_gates_changes_no_bit(static: float | None) -> Non
         def __call__(self, x: Tensor) -> Tensor:
             return self._layer(x)
 
-    def make(weight: Tensor | RoundedWeight, bias: Tensor | None = None, *, gated: bool = False) -> Linear:
-        layer = make_float8(weight, bias, gated=gated)
+    def make(weight: AnyWeight, bias: Tensor | None = None, **_gated: bool) -> Linear:
+        layer = make_float8(weight, bias)
         if isinstance(layer, Float8Linear) and static is not None:
             layer.inputs = torch.tensor([static])
         return layer

@@ -2,6 +2,7 @@
 start says before it reads them, and one clear line for what cannot be read."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import tiny_models
 import torch
 from driver import Driver, make_request
 from native_build import native_library
-from packed_checkpoints import FORMATS, GROUP
+from packed_checkpoints import FORMATS, GROUP, NIBBLES
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -24,7 +25,7 @@ from engine.limits import SchedulerConfig
 from engine.models.checkpoint import Checkpoint, load_weights
 from engine.models.linear import make_linear
 from engine.models.packing import packing_from_config
-from engine.models.quantized import QuantizedLinear, RoundedWeight
+from engine.models.quantized import Int4Linear, QuantizedLinear, RoundedWeight
 from engine.models.spec import load_spec, spec_from_config
 from engine.models.unpacking import dense
 from gateway.commands.report import report_launch
@@ -192,10 +193,74 @@ def test_a_start_computes_with_them_natively(tmp_path: Path, monkeypatch: pytest
     assert answers["auto"] == answers["torch"]
 
 
-def test_they_are_unpacked_where_they_cannot_be_used(tmp_path: Path) -> None:
-    packed_checkpoints.write(tmp_path, "w8a8")
-    for changes in ({"offload_weights": "1"}, {"overload": "hidden", "online_policy": "apt"}, {"load_format": "dummy"}):
+@pytest.mark.parametrize("name", ["w8a8", "int4 by outputs"])
+def test_they_are_unpacked_where_they_cannot_be_used(name: str, tmp_path: Path) -> None:
+    packed_checkpoints.write(tmp_path, name)
+    for changes in ({"offload_weights": "1"}, {"overload": "hidden", "online_policy": "apt"}):
         assert plan_launch(config_of(tmp_path, **changes)).quantization == "none"
+    assert plan_launch(config_of(tmp_path, load_format="dummy")).quantization == ("none" if name == "w8a8" else "int4")
+
+
+# Four bits that stay packed ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", NIBBLES)
+def test_stored_nibbles_are_computed_with(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They stand for the checkpoint's weights; by the kernels as by torch, and as transformers has it (the start tests
+    that); a fused layer of which one part is not packed is unpacked."""
+    weights = packed_checkpoints.write(tmp_path, name, "llama-wide")
+    module = "model.layers.1.mlp.gate_proj"
+    rewrite(tmp_path, lambda tensors: left_as_it_was(tensors, module, weights[f"{module}.weight"]))
+    model = load_weights(load_spec(tmp_path), tmp_path, dtype="float32", stored=True)
+    layer, plain = model.layers[0].qkv, load_weights(load_spec(tmp_path), tmp_path, dtype="float32")
+    assert isinstance(layer, Int4Linear) and not isinstance(model.layers[1].up, Int4Linear)
+    torch.testing.assert_close(layer.dense_from(0)[0], plain.layers[0].qkv.dense_from(0)[0], rtol=0.004, atol=1e-7)
+    assert torch.equal(model.layers[1].up.dense_from(0)[0], plain.layers[1].up.dense_from(0)[0])
+    monkeypatch.setattr(library, "load", native_library)
+    monkeypatch.setattr("engine.execution.cpu.native.start.load", native_library)
+    answers = {}
+    for kernels in ("auto", "torch"):
+        answers[kernels], plan = generated(config_of(tmp_path, kernels=kernels))
+        assert (plan.quantization, plan.precision) == ("int4", "float32, int4 layers")
+        assert "in 4 bits as they are stored" in plan.notes[-1]
+    assert answers["auto"] == answers["torch"]
+
+
+def left_as_it_was(tensors: dict[str, Tensor], module: str, weight: Tensor) -> None:
+    for name in [each for each in tensors if each.startswith(f"{module}.")]:
+        del tensors[name]
+    tensors[f"{module}.weight"] = weight.float()
+
+
+def test_groups_in_act_order_are_unpacked(tmp_path: Path) -> None:
+    """As the config says, or as only the tensors show."""
+    packed_checkpoints.write(tmp_path, "gptq of 32", "llama-wide")
+    name = "model.layers.0.mlp.down_proj.g_idx"
+    rewrite(tmp_path, lambda tensors: tensors.update({name: tensors[name].flip(0).contiguous()}))
+    model = load_weights(load_spec(tmp_path), tmp_path, dtype="float32", stored=True)
+    assert not isinstance(model.layers[0].down, Int4Linear) and isinstance(model.layers[1].down, Int4Linear)
+    config = tiny_models.llama_config(
+        quantization_config={**FORMATS["gptq"].config, "group_size": 32, "desc_act": True}
+    )
+    assert (packing := packing_from_config(config)) is not None and not packing.nibbles
+
+
+def test_a_model_of_32_billion_in_4_bits_is_planned_for_24_gigabytes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Qwen3-32B-AWQ."""
+    shape = {
+        "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": 5120, "num_hidden_layers": 64,
+        "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 128, "intermediate_size": 25600,
+        "vocab_size": 151936, "max_position_embeddings": 40960, "torch_dtype": "float16",
+        "quantization_config": {**FORMATS["awq"].config, "group_size": 128},
+    }  # fmt: skip
+    tiny_models.write_config(tmp_path, tiny_models.llama_config(**shape))
+    monkeypatch.setattr("engine.execution.memory.available_memory", lambda: 24 * 10**9)
+    config = config_of(tmp_path, load_format="dummy", dtype="float16")
+    plan = plan_launch(replace(config, num_gpu_blocks_override=None, max_model_len=4096))
+    assert plan.quantization == "int4" and plan.cache_bytes > 10**9
+    assert plan.weight_bytes > 17e9 and plan.weight_bytes + plan.cache_bytes < 24e9
 
 
 # What a start says ---------------------------------------------------------------------------------------------------

@@ -63,6 +63,7 @@ _GEMMA = {
 # name -> (transformers' config class, what differs from _SMALL)
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-gqa2": ("LlamaConfig", {"num_key_value_heads": 2}),
+    "llama-wide": ("LlamaConfig", {"num_key_value_heads": 2, "intermediate_size": 96}),
     "llama-mha-tied": ("LlamaConfig", {"tie_word_embeddings": True}),
     "llama-gqa3-odd-heads": ("LlamaConfig", {"hidden_size": 72, "num_attention_heads": 9, "num_key_value_heads": 3}),
     "llama-head80-biases": (

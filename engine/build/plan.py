@@ -13,7 +13,7 @@ from engine.execution import backend as backends
 from engine.execution import memory
 from engine.execution.backend import Backend
 from engine.execution.offload import plan_offload
-from engine.execution.plan import FLOAT8, STORED_FLOATS, STORED_INTEGERS, LaunchPlan
+from engine.execution.plan import FLOAT8, INT4, STORED_FLOATS, STORED_INTEGERS, LaunchPlan
 from engine.limits import BLOCK_SIZE, UNITS_PER_BLOCK, Limits
 from engine.machine.folders import expand, user_folder
 from engine.models.hub import OWN, TRANSFORMERS, Choice, cached_folder, choose, is_hub_id, resolve_model_folder
@@ -183,19 +183,23 @@ def _notes(spec: ModelShape, max_model_len: int) -> Iterator[str]:
 def _quantization(config: EngineConfig, choice: Choice, backend: Backend) -> str:
     """Return the quantization of the linear layers.
 
-    It is the requested one, or else the 8-bit integers or floats of the checkpoint if the backend computes with them
-    directly. Streamed layers, and integers with `--overload hidden`, use unpacked weights.
+    It is the requested one, or else that of the checkpoint if the backend computes with its 8 or 4 bits directly.
+    Streamed layers, and integers with `--overload hidden`, use unpacked weights.
     """
     packing, streams = choice.shape.packing, parse_offload(config.offload_weights) is not None
-    if config.quantization != "none" or packing is None or config.load_format == "dummy":
+    if config.quantization != "none" or packing is None:
         return config.quantization
+    if config.load_format == "dummy" and not packing.nibbles:
+        return "none"
     if config.tensor_parallel_size > 1:
         return "none"  # scales cover whole outputs or blocks, which ranks would divide
     if choice.implementation != OWN or streams:
         return "none"
     if packing.floats and _floats_refusal(config, packing, backend) is None:
         return STORED_FLOATS
-    return STORED_INTEGERS if packing.integers and backend.multiplies_integers and not config.hidden_cache else "none"
+    if not backend.multiplies_integers or config.hidden_cache:
+        return "none"
+    return INT4 if packing.nibbles else STORED_INTEGERS if packing.integers else "none"
 
 
 def _with_storage(plan: LaunchPlan, config: EngineConfig) -> LaunchPlan:
@@ -208,12 +212,16 @@ def _with_storage(plan: LaunchPlan, config: EngineConfig) -> LaunchPlan:
         note += ", as they are stored" if packing.floats else ", unpacked at load and rounded again"
     if plan.quantization == STORED_FLOATS:
         note += f", {'with the scales of inputs that are stored' if packing.static else 'a scale for each token'}"
+    if plan.quantization == INT4:
+        note += ", in 4 bits as they are stored" if plan.stored else ", unpacked at load and rounded again"
     if plan.quantization == "none":
         note += f", unpacked to {plan.dtype} at load" + (", as layers are divided" if plan.ranks > 1 else "")
         backend = backends.find_backend(plan.device)
         rounds = backend.multiplies_integers
         if plan.ranks == 1 and not rounds and (why := _floats_refusal(config, packing, backend)):
             note += f": {why}"
+        if packing.shuffled and rounds:
+            note += ": its groups are of inputs that do not lie side by side (act-order)"
         if rounds and plan.implementation == OWN and not config.hidden_cache:
             smaller = memory.weight_bytes(plan.spec, torch_dtype(plan.dtype), "int8")
             note += f" ({gib(smaller)} with --quantization int8)"

@@ -18,7 +18,7 @@ from engine.execution.backend import Backend
 from engine.execution.cpu.device import TorchDevice
 from engine.execution.masks import FOREVER, MAX_FORCED, PATIENCE
 from engine.execution.offload import Offload
-from engine.execution.plan import LaunchPlan
+from engine.execution.plan import INT4, LaunchPlan
 from engine.execution.ranks.group import LOADED, MADE, Follower, RankGroup, StartingRank
 from engine.execution.runner import Device, Runner
 from engine.execution.self_test import LIMITS as TEST_LIMITS
@@ -27,7 +27,7 @@ from engine.limits import Limits
 from engine.models.checkpoint import load_weights
 from engine.models.decoder import Decoder
 from engine.models.hub import OWN
-from engine.models.linear import MakeLinear, make_linear
+from engine.models.linear import MakeLinear, make_linear, make_packed
 from engine.models.lora import Delta, Site, load_adapter
 from engine.models.quantized import make_quantized
 from engine.models.sharding import Shard
@@ -158,9 +158,16 @@ def _test_family(config: EngineConfig, plan: LaunchPlan, make: MakeLinear, backe
 
     tested: dict[str, Any] = {}
     if backend.tests_kernels:
-        rounds = plan.quantization != "none"
-        tested = {"make": make, "stored": plan.stored, "reference_make": make_quantized if rounds else make_linear}
+        tested = {"make": make, "stored": plan.stored, "rounds": plan.quantization != "none"}
+        tested["reference_make"] = _reference(plan)
     _refuse(plan, test_family(plan.whole or plan.own, plan.folder, plan.dtype, device_of, **tested))
+
+
+def _reference(plan: LaunchPlan) -> MakeLinear:
+    """Return what makes linear layers of transformers' modules from unpacked weights, to compare ours with."""
+    if plan.quantization == INT4:
+        return make_linear if plan.stored else make_packed
+    return make_linear if plan.quantization == "none" else make_quantized
 
 
 def _refuse(plan: LaunchPlan, wrong: str) -> None:

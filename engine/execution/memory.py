@@ -13,12 +13,15 @@ from torch import Tensor
 from torch.nn import functional
 
 from engine.errors import ConfigError
-from engine.execution.plan import STORED
+from engine.execution.offload import int4_bytes
+from engine.execution.plan import INT4, STORED
 from engine.limits import CHECKPOINT_TOKENS, UNITS_PER_BLOCK, Limits
 from engine.machine.facts import available_memory as available_memory
 from engine.models.byte_cells import slice_elements
 from engine.models.decoder import Decoder
 from engine.models.heads import HeadProjection
+from engine.models.packing import Packing
+from engine.models.quantized import GROUPS, group_of
 from engine.models.sharding import head_ranks
 from engine.models.spec import ModelShape, ModelSpec
 from engine.models.weights import LayerWeights
@@ -45,8 +48,9 @@ def weight_bytes(spec: ModelShape, dtype: torch.dtype, quantization: str, ranks:
     """Return the bytes of all weights, or of one rank's part.
 
     For one of several ranks, `spec` has the sizes of its layers. A quantised linear layer takes one byte per value,
-    plus a scale and a sum of 4 bytes each per output. Bias, norms and embeddings stay in `dtype`, a tied head in
-    addition to the embedding. With stored values the head stays in `dtype`, as in such checkpoints.
+    plus a scale and a sum of 4 bytes each per output; in 4 bits, see `int4_bytes`. Bias, norms and embeddings stay in
+    `dtype`, a tied head in addition to the embedding. With stored 8 bits the head stays in `dtype`, as in such
+    checkpoints; with 4 bits it has 8.
     """
     if not isinstance(spec, ModelSpec):
         assert quantization == "none", "only native layers are quantised"
@@ -59,11 +63,19 @@ def weight_bytes(spec: ModelShape, dtype: torch.dtype, quantization: str, ranks:
     up = ffn * (2 if spec.gated_mlp else 1)
     layers = ((spec.q_size + 2 * spec.kv_size, hidden), (hidden, spec.q_size), (up, hidden), (hidden, ffn))
     rounds_head = quantization not in STORED
-    every = [*layers * spec.num_layers, *([(head, hidden)] if rounds_head else [])]
+    sizes = [n * _output_bytes(k, quantization, spec.packing) for n, k in layers]
     dense = spec.num_layers * sum(n * k for n, k in layers)
     if rounds_head and not spec.tie_word_embeddings:
         dense += vocab * hidden
-    return sum(n * (k + 8) for n, k in every) + (spec.num_parameters - dense) * dtype.itemsize
+    rounded = spec.num_layers * sum(sizes) + (head * (hidden + 8) if rounds_head else 0)
+    return rounded + (spec.num_parameters - dense) * dtype.itemsize
+
+
+def _output_bytes(k: int, quantization: str, packing: Packing | None) -> int:
+    """Return the bytes of one output of a rounded layer with k inputs."""
+    stored = packing.block[1] if packing is not None and packing.nibbles else GROUPS[-1]
+    group = group_of(k, stored) if quantization == INT4 else None
+    return k + 8 if group is None else int4_bytes(k, group)
 
 
 def scratch_bytes(spec: ModelShape, block_size: int, dtype: torch.dtype, scratch_blocks: int) -> int:

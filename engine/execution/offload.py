@@ -72,9 +72,17 @@ def spread(num_layers: int, num_streamed: int) -> tuple[int, ...]:
 
 
 def matrix_bytes(n: int, k: int, itemsize: int, quantization: str) -> int:
-    """Return the bytes of a weight [n, k] in panels."""
+    """Return the bytes of a weight [n, k] in panels, of 4 bits in the smallest groups."""
     outputs, inputs = _round(n, _PANEL), _round(k, _PANEL)
+    if quantization == "int4" and k % _PANEL == 0:
+        return outputs * int4_bytes(k, _PANEL)
     return outputs * (inputs * itemsize if quantization == "none" else inputs + _INT8_SCALES)
+
+
+def int4_bytes(k: int, group: int) -> int:
+    """Return the bytes of one output of a weight of 4 bits: its values, a scale and a zero point per group, a power of
+    two."""
+    return k // 2 + 3 * (k // group) + 4
 
 
 def fixed_bytes(spec: ModelSpec, itemsize: int, quantization: str) -> int:
@@ -84,7 +92,7 @@ def fixed_bytes(spec: ModelSpec, itemsize: int, quantization: str) -> int:
     embeddings = spec.vocab_size * hidden
     if spec.position_offset is not None:
         embeddings += (spec.max_position_embeddings + spec.position_offset) * hidden
-    head = matrix_bytes(spec.vocab_size, hidden, itemsize, quantization)
+    head = matrix_bytes(spec.vocab_size, hidden, itemsize, "int8" if quantization == "int4" else quantization)
     matrices = spec.num_layers * sum(n * k for n, k in _matrices(spec))
     if not spec.tie_word_embeddings:
         matrices += spec.vocab_size * hidden

@@ -12,7 +12,7 @@ from engine.models.hub import OWN
 from engine.models.lora import AdapterPlan
 from engine.models.spec import ModelShape, ModelSpec
 
-FLOAT8 = "fp8"
+FLOAT8, INT4 = "fp8", "int4"
 STORED_INTEGERS, STORED_FLOATS = STORED = ("w8a8", "stored fp8")
 """Values of `LaunchPlan.quantization` for layers that compute with the 8-bit integers or floats of the checkpoint."""
 
@@ -33,7 +33,7 @@ class LaunchPlan:
         host_state_slots: Number of checkpoints of recurrent state on the host.
         kernels: Implementation of steps on a CPU, once known.
         threads: Threads of a step on a CPU, once known.
-        quantization: Of linear layers: "none", "int8", "fp8", or an element of STORED.
+        quantization: Of linear layers: "none", "int8", "int4", "fp8", or an element of STORED.
         offload: Selection of streamed layers; None: all weights stay in memory.
         stream_seconds: Measured time of streaming per step.
         implementation: "own" or "transformers".
@@ -102,11 +102,17 @@ class LaunchPlan:
 
     @property
     def stored(self) -> bool:
-        """Whether layers use the 8 bits stored in the checkpoint."""
+        """Whether layers use the 8 or 4 bits stored in the checkpoint."""
         packing = self.spec.packing
         if packing is None or self.quantization == "none":
             return False
+        if self.quantization == INT4 or packing.nibbles:
+            return self.quantization == INT4 and packing.nibbles
         return packing.floats if self.quantization in (FLOAT8, STORED_FLOATS) else packing.integers
+
+    def rounds_weights(self, load_format: str) -> bool:
+        """Return whether layers of 4 bits round weights that are not in 4 bits."""
+        return not self.stored or load_format == "dummy"
 
     @property
     def held_bytes(self) -> int:

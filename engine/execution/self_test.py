@@ -24,7 +24,7 @@ from engine.execution.runner import Device
 from engine.limits import UNITS_PER_BLOCK, Limits
 from engine.models.checkpoint import Checkpoint
 from engine.models.linear import MakeLinear, make_linear
-from engine.models.quantized import RoundedWeight
+from engine.models.quantized import PackedWeight, RoundedWeight
 from engine.models.spec import ModelSpec
 from engine.models.transformers_model import TransformersModel, own_reference
 from engine.models.weights import ModelWeights, TensorSource, build_weights, torch_dtype
@@ -61,14 +61,16 @@ def test_family(
     make: MakeLinear = make_linear,
     reference_make: MakeLinear = make_linear,
     *,
+    rounds: bool = False,
     stored: bool = False,
 ) -> str:
     """Test a native family on the device made by `device_of`. Return the error, or an empty string.
 
     Args:
         make: Makes the linear layers of the tested device.
-        reference_make: Makes those of the transformers model; any other than `make_linear` rounds to 8 bits.
-        stored: Whether layers that are stored in 8 bits compute with these 8 bits.
+        reference_make: Makes those of the transformers model.
+        rounds: Whether layers round their inputs to 8 bits.
+        stored: Whether layers that are stored in 8 or 4 bits compute with these bits.
     """
     picked = pick_layers(spec)
     windows = tuple(window and min(window, _WINDOW) for window in map(spec.window_of, picked) if spec.windows)
@@ -81,7 +83,6 @@ def test_family(
         reference = own_reference(folder, small, picked, some, kind, reference_make)
         expected = [reference(input_ids=torch.from_numpy(ids)[None], use_cache=False).logits[0] for ids in requests]
         device = device_of(small, build_weights(small, some, make))
-        rounds = reference_make is not make_linear
         return _compare(_by_chunks(device, requests), expected, kind, _LEAST_ROUNDED if rounds else _LEAST)
 
 
@@ -105,7 +106,7 @@ class PickedLayers:
     def fetch(self, name: str, shape: tuple[int, ...]) -> Tensor:
         return self._tensors.fetch(self._renamed(name), shape)
 
-    def fetch_bytes(self, name: str, shape: tuple[int, int]) -> RoundedWeight | None:
+    def fetch_bytes(self, name: str, shape: tuple[int, int]) -> RoundedWeight | PackedWeight | None:
         return self._tensors.fetch_bytes(self._renamed(name), shape)
 
     def _renamed(self, name: str) -> str:

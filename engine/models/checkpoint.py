@@ -19,11 +19,11 @@ from engine.errors import ModelLoadError
 from engine.models.families import family_named
 from engine.models.linear import MakeLinear, make_linear
 from engine.models.packing import Packing
-from engine.models.quantized import RoundedWeight
+from engine.models.quantized import PackedWeight, RoundedWeight
 from engine.models.sharding import Shard
 from engine.models.spec import ModelSpec
 from engine.models.stored_tensors import damage_of, weight_files
-from engine.models.unpacking import CACHE_SCALES, bytes_of, dense, is_packed, names_of, weight_of
+from engine.models.unpacking import CACHE_SCALES, bytes_of, dense, is_packed, names_of, nibbles_of, weight_of
 from engine.models.weights import (
     DummyTensors,
     Gather,
@@ -62,7 +62,7 @@ def load_weights(
     Args:
         dtype: Type of the weights; "auto": the type of the checkpoint.
         load_format: "auto" or "dummy".
-        stored: Whether layers stored in 8 bits compute with these 8 bits.
+        stored: Whether layers stored in 8 or 4 bits compute with these bits.
         shard: The part of one rank, to be run with `shard.spec_of(spec)`; None: the whole model.
 
     Raises:
@@ -124,7 +124,7 @@ class Checkpoint:
         packing: Storage format of quantized linear layers; None: none are quantized.
         vocabulary: Number of tokens of the model. Of tensors with one row per token, callers may then fetch fewer
             rows, which are taken from the middle.
-        stored: Whether `fetch_bytes` returns weights stored in 8 bits.
+        stored: Whether `fetch_bytes` returns weights stored in 8 or 4 bits.
     """
 
     def __init__(
@@ -138,7 +138,7 @@ class Checkpoint:
         stored: bool = False,
     ) -> None:
         self._packing = packing
-        self._bytes = stored and packing is not None and (packing.integers or packing.floats)
+        self._bytes = stored and packing is not None and (packing.integers or packing.floats or packing.nibbles)
         self._vocabulary = vocabulary
         self._folder = folder
         self._dtype = dtype
@@ -177,10 +177,17 @@ class Checkpoint:
         rows = self._rows(name, tuple(file.get_slice(name).get_shape()), shape)
         return self._converted(name, self._floats(name, rows))
 
-    def fetch_bytes(self, name: str, shape: tuple[int, int]) -> RoundedWeight | None:
+    def fetch_bytes(self, name: str, shape: tuple[int, int]) -> RoundedWeight | PackedWeight | None:
         """See TensorSource."""
         if not self._bytes or not self._stored(name):
             return None
+        if self._packing is not None and self._packing.nibbles:
+            parts = self._unpack(name, nibbles_of)
+            if parts is None:
+                return None
+            self._rows(name, (len(parts[0]), 2 * parts[0].shape[1]), shape)
+            values, scales, zeros = (part.to(self._device) for part in parts)
+            return PackedWeight(values, scales, zeros, self._dtype)
         values, scales, inputs = self._unpack(name, bytes_of)
         self._rows(name, tuple(values.shape), shape)
         inputs = None if inputs is None else inputs.to(self._device)

@@ -6,7 +6,17 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from engine.models.quantized import RoundedWeight, as_bytes, make_quantized
+from engine.models.quantized import (
+    GROUPS,
+    Int4Linear,
+    PackedWeight,
+    RoundedWeight,
+    as_bytes,
+    make_quantized,
+    pack_weight,
+)
+
+AnyWeight = Tensor | RoundedWeight | PackedWeight
 
 
 class Linear(Protocol):
@@ -60,11 +70,11 @@ class PlainLinear:
 class MakeLinear(Protocol):
     """Makes a layer from `weight [out, in]` and `bias [out]`. `gated`: half of the outputs gate the other half.
 
-    A weight in 8 bits stays in 8 bits.
+    A weight in 8 or 4 bits stays so. `head`: the outputs are logits.
     """
 
     def __call__(
-        self, weight: Tensor | RoundedWeight, bias: Tensor | None = None, *, gated: bool = False
+        self, weight: AnyWeight, bias: Tensor | None = None, *, gated: bool = False, head: bool = False
     ) -> Linear: ...
 
 
@@ -83,6 +93,20 @@ class AbsentLinear:
         return torch.empty(0, dtype=torch.uint8)
 
 
-def make_linear(weight: Tensor | RoundedWeight, bias: Tensor | None = None, **_gated: bool) -> Linear:
+def make_linear(weight: AnyWeight, bias: Tensor | None = None, **_gated: bool) -> Linear:
     """Make a torch layer for `weight [out, in]`, which it refers to, and `bias [out]` (a MakeLinear)."""
+    if isinstance(weight, PackedWeight):
+        return Int4Linear(weight, bias)
     return make_quantized(weight, bias) if isinstance(weight, RoundedWeight) else PlainLinear(weight, bias)
+
+
+def make_packed(
+    weight: AnyWeight, bias: Tensor | None = None, *, head: bool = False, rounds: bool = True, **_gated: bool
+) -> Linear:
+    """Make a torch layer of 4 bits (a MakeLinear); the head has 8, and so have layers that no group divides.
+
+    `rounds`: round weights that are not stored so.
+    """
+    if head or (rounds and isinstance(weight, Tensor) and weight.shape[1] % GROUPS[-1]):
+        return make_quantized(weight, bias)
+    return make_linear(pack_weight(weight) if rounds and isinstance(weight, Tensor) else weight, bias)

@@ -31,6 +31,7 @@ class Packing:
         in_float: Values and scales are multiplied in float32 for every type of scales.
         floats: Made for products of 8-bit floats (e4m3), with one scale per output.
         static: Inputs have one stored scale instead of a scale per token.
+        shuffled: Groups are not of consecutive inputs (act-order).
     """
 
     name: str
@@ -43,6 +44,13 @@ class Packing:
     in_float: bool = False
     floats: bool = False
     static: bool = False
+    shuffled: bool = False
+
+    @property
+    def nibbles(self) -> bool:
+        """Whether layers can compute with the stored 4 bits."""
+        groups = self.block[0] == 1 and self.block[1] % MX_GROUP == 0
+        return self.bits == 4 and self.layout != EXPERTS and groups and not self.shuffled
 
     def check(self, inputs: Iterable[int], outputs: Iterable[int]) -> None:
         """Raise ModelLoadError if layers of these widths cannot be divided into groups or words."""
@@ -91,7 +99,8 @@ def _gptq(given: Mapping[str, Any]) -> Packing:
         raise ModelLoadError(f"gptq with other settings for some layers ({others[0]!r} in 'dynamic') is not supported")
     shift = 1 if stored == "gptq" else 0
     name = f"GPTQ int{bits}{_in_groups(group)}"
-    return Packing(name, GPTQ, bits, _group("gptq", group), zero_points=True, shift=shift)
+    shuffled = given.get("desc_act") is True
+    return Packing(name, GPTQ, bits, _group("gptq", group), zero_points=True, shift=shift, shuffled=shuffled)
 
 
 def _fp8(given: Mapping[str, Any]) -> Packing:
@@ -143,8 +152,9 @@ def _compressed(given: Mapping[str, Any]) -> Packing:
     grouped = _in_groups(block[1]) if block[0] == 1 else ""
     name = f"compressed-tensors {'W8A8 ' if integers else ''}{values}{grouped}"
     return Packing(
-        name, layout, bits, block, zero_points=not symmetric, integers=integers, floats=floats, static=static
-    )
+        name, layout, bits, block, zero_points=not symmetric, integers=integers, floats=floats, static=static,
+        shuffled=scheme.get("actorder") in ("group", True),
+    )  # fmt: skip
 
 
 def _strategy(scheme: Mapping[str, Any]) -> tuple[int, int]:

@@ -1,10 +1,11 @@
-"""Linear layers on 8-bit integers (W8A8), symmetric, rounded to the nearest of 255 values.
+"""Linear layers on 8-bit integers (W8A8), symmetric, rounded to the nearest of 255 values, and on 4-bit weights.
 
 Weights are rounded once, with a scale per output; inputs are rounded in every call, with a scale per token. These torch
 operators are the twin of the native kernels: the same integers, sums and products of scales. Both agree to the last bit
-before the bias.
+before the bias. Products of 4-bit weights have a scale per group of inputs, and agree to the rounding of float32.
 """
 
+from collections.abc import Callable, Sequence
 from copy import copy
 from typing import NamedTuple, Self
 
@@ -13,6 +14,10 @@ from torch import Tensor
 
 _HIGHEST = 127.0
 _SMALLEST = 1e-30  # rows with a smaller maximum become zero
+GROUPS = (128, 64, 32)
+"""Inputs that share a scale of a 4-bit weight in memory, largest first; larger groups are divided."""
+_GROUP = 32
+"""Inputs that share a scale if the weight is rounded here."""
 
 
 class RoundedWeight(NamedTuple):
@@ -31,14 +36,84 @@ class RoundedWeight(NamedTuple):
     inputs: Tensor | None = None
 
 
+class PackedWeight(NamedTuple):
+    """A weight in 4 bits: (value - zero) * scale, with a scale and a zero point per output and group of inputs.
+
+    Attributes:
+        values: [n, k / 2] uint8, the first of two inputs in the lower bits.
+        scales: [n, groups] of a floating type.
+        zeros: [n, groups] uint8 of 0 to 15.
+        dtype: Type of a layer's inputs and outputs.
+    """
+
+    values: Tensor
+    scales: Tensor
+    zeros: Tensor
+    dtype: torch.dtype
+
+    @property
+    def group(self) -> int:
+        """Number of inputs that share a scale."""
+        return 2 * self.values.shape[1] // self.scales.shape[1]
+
+    @classmethod
+    def stacked(cls, parts: Sequence["PackedWeight"], stack: Callable[[list[Tensor]], Tensor]) -> "PackedWeight":
+        """Stack weights with the same groups along their outputs."""
+        values, scales = stack([each.values for each in parts]), stack([each.scales for each in parts])
+        return cls(values, scales, stack([each.zeros for each in parts]), parts[0].dtype)
+
+    def part(self, first: int) -> "PackedWeight":
+        """Return the outputs from `first` on."""
+        return self._replace(values=self.values[first:], scales=self.scales[first:], zeros=self.zeros[first:])
+
+    def dense(self) -> Tensor:
+        """Return the weight [n, k] float32."""
+        n, groups = self.scales.shape
+        values = torch.stack((self.values & 15, self.values >> 4), -1).view(n, groups, -1)
+        return ((values.float() - self.zeros[..., None].float()) * self.scales[..., None].float()).view(n, -1)
+
+
+def group_of(inputs: int, stored: int = 0) -> int | None:
+    """Return the group in memory of a weight with so many inputs, `stored` of which share a scale (0: all).
+
+    Returns None if there is none, because a group does not divide them.
+    """
+    return next((size for size in GROUPS if inputs % size == 0 and stored % size == 0), None)
+
+
+def pack_values(values: Tensor) -> Tensor:
+    """Pack values [n, k] of 0 to 15 into bytes [n, k / 2] uint8."""
+    pairs = values.to(torch.uint8).view(len(values), -1, 2)
+    return pairs[..., 0] | pairs[..., 1] << 4
+
+
+def pack_weight(weight: Tensor) -> PackedWeight:
+    """Round a weight [n, k], k a multiple of 32, to 4 bits between the extremes of each group.
+
+    Raises ValueError if it is not finite.
+    """
+    groups = weight.float().view(len(weight), -1, _GROUP)
+    low, high = groups.amin(-1).clamp(max=0.0), groups.amax(-1).clamp(min=0.0)
+    scales = ((high - low) / 15).clamp_min(_SMALLEST).bfloat16()
+    if not bool(scales.isfinite().all()):
+        raise ValueError("the weight has values that are not finite")
+    each = scales.float()
+    zeros = (-low / each).round().clamp(0, 15)
+    values = (groups / each[..., None] + zeros[..., None]).round().clamp(0, 15)
+    return PackedWeight(pack_values(values.flatten(1)), scales, zeros.to(torch.uint8), weight.dtype)
+
+
 def as_bytes(weight: Tensor) -> Tensor:
     """Return a weight as bytes [n] uint8, a view if it is contiguous."""
     return weight.contiguous().view(torch.uint8).flatten()
 
 
-def round_weight(weight: Tensor | RoundedWeight) -> RoundedWeight:
-    """Round a weight to integers unless it is rounded already."""
-    return weight if isinstance(weight, RoundedWeight) else RoundedWeight(*quantize_weight(weight), weight.dtype)
+def round_weight(weight: Tensor | RoundedWeight | PackedWeight) -> RoundedWeight:
+    """Round a weight to integers of 8 bits unless it is rounded so already."""
+    if isinstance(weight, RoundedWeight):
+        return weight
+    dense = weight.dense() if isinstance(weight, PackedWeight) else weight
+    return RoundedWeight(*quantize_weight(dense), weight.dtype)
 
 
 def quantize_weight(weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -105,7 +180,49 @@ class QuantizedLinear(ScaledLinear):
         return (sums.float() * self._scales * scales[:, None]).view(*x.shape[:-1], self.out_features)
 
 
-def make_quantized(weight: Tensor | RoundedWeight, bias: Tensor | None = None, **_gated: bool) -> QuantizedLinear:
+def make_quantized(
+    weight: Tensor | RoundedWeight | PackedWeight, bias: Tensor | None = None, **_gated: bool
+) -> QuantizedLinear:
     """Round a weight [n, k], which is not kept (a MakeLinear)."""
     values, scales, dtype, _ = round_weight(weight)
     return QuantizedLinear(values, scales, bias, dtype)
+
+
+class Int4Linear:
+    """A `Linear` on a weight of 4 bits, which is unpacked in every call; bias [n].
+
+    `rounds`: inputs are rounded to 8-bit integers with a scale per token and group, as the native kernels do.
+    """
+
+    def __init__(self, weight: PackedWeight, bias: Tensor | None, *, rounds: bool = True) -> None:
+        self.out_features, self.in_features = len(weight.values), 2 * weight.values.shape[1]
+        self._weight, self._bias, self._rounds = weight, bias, rounds
+
+    def __call__(self, x: Tensor) -> Tensor:
+        result = self.product(x)
+        if self._bias is not None:
+            result = result + self._bias.float()
+        return result.to(self._weight.dtype)
+
+    def product(self, x: Tensor) -> Tensor:
+        """Return the product of x [..., k], [..., n] float32, without the bias."""
+        rows = x.float()
+        if self._rounds:
+            values, scales = quantize_rows(x.reshape(-1, self._weight.group))
+            rows = (values.float() * scales[:, None]).view(x.shape)
+        return rows @ self._weight.dense().t()
+
+    def outputs_from(self, first: int) -> "Int4Linear":
+        bias = None if self._bias is None else self._bias[first:]
+        return Int4Linear(self._weight.part(first), bias, rounds=self._rounds)
+
+    def dense_from(self, first: int) -> tuple[Tensor, Tensor | None]:
+        weight = self._weight.part(first).dense().to(self._weight.dtype)
+        return weight, None if self._bias is None else self._bias[first:]
+
+    def data(self) -> Tensor:
+        return as_bytes(self._weight.values)
+
+    def on(self, data: Tensor) -> "Int4Linear":
+        moved = self._weight._replace(values=data.view(self._weight.values.shape))
+        return Int4Linear(moved, self._bias, rounds=self._rounds)

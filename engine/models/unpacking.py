@@ -11,6 +11,7 @@ from torch import Tensor
 
 from engine.errors import ModelLoadError
 from engine.models.packing import AWQ, EXPERTS, GPTQ, MX_GROUP, SCALED, WORDS, Packing
+from engine.models.quantized import group_of, pack_values
 
 _BODY = {WORDS: "weight_packed", AWQ: "qweight", GPTQ: "qweight", SCALED: "weight", EXPERTS: "blocks"}
 _SCALES = {
@@ -110,6 +111,28 @@ def bytes_of(packing: Packing, parts: Mapping[str, Tensor]) -> tuple[Tensor, Ten
     if inputs.numel() != 1 or not bool(inputs.isfinite() & (inputs > 0)):
         raise ModelLoadError(f"the scale of inputs {inputs.tolist()[:4]} is not a finite positive number")
     return values, scales, inputs
+
+
+def nibbles_of(packing: Packing, parts: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor] | None:
+    """Return the values, scales and zero points of a `PackedWeight`; None if its groups cannot be kept.
+
+    Only for `packing.nibbles`. Raises ModelLoadError like `dense`.
+    """
+    shape = shape_of(packing, parts)
+    stored = packing.block[1] or shape[1]
+    group, order = group_of(shape[1], stored), _order(packing, parts, shape)
+    if group is None or (order is not None and not torch.equal(order, torch.arange(shape[1]) // stored)):
+        return None
+    scales, zeros = _scales(packing, parts, shape), _zeros(packing, parts, shape)
+    if not bool(scales.isfinite().all()):
+        raise ModelLoadError("some scales are not finite")
+    values = _values(packing, parts, shape)
+    if zeros is None:
+        half = 1 << packing.bits - 1
+        values, zeros = values + half, torch.full(scales.shape, half)
+    repeats = shape[1] // group // scales.shape[1]
+    each, points = (part.repeat_interleave(repeats, 1).contiguous() for part in (scales, zeros.to(torch.uint8)))
+    return pack_values(values), each, points
 
 
 def _experts(blocks: Tensor, scales: Tensor) -> Tensor:

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from engine.errors import ModelLoadError
 from engine.models.families import TensorNames, family_named
-from engine.models.linear import AbsentLinear, Linear, MakeLinear, make_linear
-from engine.models.quantized import RoundedWeight
+from engine.models.linear import AbsentLinear, AnyWeight, Linear, MakeLinear, make_linear
+from engine.models.quantized import PackedWeight, RoundedWeight
 from engine.models.sharding import GatherRanks, Shard, ShardedTensors, SummedLinear
 from engine.models.spec import ModelSpec
 
@@ -152,8 +152,8 @@ class TensorSource(Protocol):
     def fetch(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """Return the tensor of exactly this shape. Raises ModelLoadError if it is missing or has another shape."""
 
-    def fetch_bytes(self, name: str, shape: tuple[int, int]) -> RoundedWeight | None:
-        """Return the stored 8 bits of a weight if layers compute with them; else None."""
+    def fetch_bytes(self, name: str, shape: tuple[int, int]) -> RoundedWeight | PackedWeight | None:
+        """Return the stored 8 or 4 bits of a weight if layers compute with them; else None."""
 
 
 class DummyTensors:
@@ -267,11 +267,13 @@ class _Builder:
     def _straightened(self, parts: list[Tensor]) -> Tensor:
         return straighten(self._spec, _stack(parts))
 
-    def _weight(
-        self, modules: list[tuple[str, tuple[int, int]]], stack: Callable[[list[Tensor]], Tensor]
-    ) -> Tensor | RoundedWeight:
-        """Return the stacked weight, in 8 bits only if all modules are stored so."""
-        found = [each for module in modules if (each := self._source.fetch_bytes(*module)) is not None]
+    def _weight(self, modules: list[tuple[str, tuple[int, int]]], stack: Callable[[list[Tensor]], Tensor]) -> AnyWeight:
+        """Return the stacked weight, in 8 or 4 bits only if all modules are stored so."""
+        stored = [self._source.fetch_bytes(*module) for module in modules]
+        nibbles = [each for each in stored if isinstance(each, PackedWeight)]
+        found = [each for each in stored if isinstance(each, RoundedWeight)]
+        if len(nibbles) == len(modules):
+            return PackedWeight.stacked(nibbles, stack)
         if len(found) < len(modules):
             return stack([self._source.fetch(*each) for each in modules])
         values, scales = stack([each.values for each in found]), stack([each.scales for each in found])
@@ -305,9 +307,9 @@ class _Builder:
         if not tied:
             whole = self._source.fetch(self._head_name(), (self._spec.vocab_size, self._spec.hidden_size))
         if self._shard is None:
-            return self._make(whole), None
+            return self._make(whole, head=True), None
         part, gather = self._shard.head_of(whole)
-        return self._make(part if tied or gather is None else part.clone()), gather
+        return self._make(part if tied or gather is None else part.clone(), head=True), gather
 
     def _head_name(self) -> str:
         names = [f"{module}.weight" for module in self._names.head]

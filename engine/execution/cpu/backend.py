@@ -17,12 +17,12 @@ from engine.execution.cpu.device import TorchDevice
 from engine.execution.cpu.native.crew import candidates
 from engine.execution.cpu.native.device import NativeDevice
 from engine.execution.cpu.native.library import load
-from engine.execution.cpu.native.linear import NativeLinear
+from engine.execution.cpu.native.linear import Native, NativeLinear
 from engine.execution.cpu.native.start import start
 from engine.execution.cpu.native.watched import NativeRunner, ThreadWatch, choose_threads
 from engine.execution.cpu.transformers_device import TransformersDevice
 from engine.execution.cpu.weight_file import WeightFile
-from engine.execution.plan import LaunchPlan
+from engine.execution.plan import INT4, LaunchPlan
 from engine.execution.runner import Runner
 from engine.execution.stages import PipelineRunner
 from engine.machine.activity import processor_share, wait_for_quiet
@@ -30,7 +30,7 @@ from engine.machine.facts import host_engines, memcpy_rate, read_processor
 from engine.machine.folders import user_folder
 from engine.models.checkpoint import load_layers
 from engine.models.decoder import Decoder
-from engine.models.linear import MakeLinear, make_linear
+from engine.models.linear import MakeLinear, make_linear, make_packed
 from engine.models.quantized import make_quantized
 from engine.models.spec import ModelShape
 from engine.models.transformers_model import TransformersModel
@@ -92,16 +92,16 @@ class CpuBackend(Backend):
             say("steps run by torch operators, because projections of hidden state are parts of streamed weights")
             return plan, make_linear
         if config.kernels == "torch":
-            return plan, _by_torch(plan)
+            return plan, _by_torch(plan, config)
         int8 = plan.quantization != "none"
         native = start(
             torch.get_num_threads(), torch_dtype(plan.dtype), int8=int8, int8_cache=plan.cell_type is not None
         )
         if isinstance(native, str):
             say(f"steps run by torch operators: {native}{openmp.after_all(config, os.environ)}")
-            return plan, _by_torch(plan)
+            return plan, _by_torch(plan, config)
         log.debug("steps run by native kernels (%s)", native.level.name)
-        make = native.int8_linear if plan.quantization == "int8" else native.linear
+        make = _natively(native, plan, config)
         return replace(plan, kernels=f"native {native.level.name}"), make
 
     def make_runner(
@@ -136,9 +136,9 @@ class CpuBackend(Backend):
 
     def make_staged(self, config: EngineConfig, plan: LaunchPlan, runner: Runner[Any]) -> PipelineRunner:
         head = runner.device.decoder.weights.head
-        make = _by_torch(plan)
+        make = _by_torch(plan, config)
         if isinstance(head, NativeLinear):
-            make = head.native.int8_linear if plan.quantization == "int8" else head.native.linear
+            make = _natively(head.native, plan, config)
         load = partial(
             load_layers, plan.own, plan.folder, dtype=plan.dtype, load_format=config.load_format,
             make=make, stored=plan.stored,
@@ -151,8 +151,16 @@ def _own_memory() -> int:
     return memory.available_memory() // host_engines()
 
 
-def _by_torch(plan: LaunchPlan) -> MakeLinear:
+def _by_torch(plan: LaunchPlan, config: EngineConfig) -> MakeLinear:
+    if plan.quantization == INT4:
+        return partial(make_packed, rounds=plan.rounds_weights(config.load_format))
     return make_quantized if plan.quantization == "int8" else make_linear
+
+
+def _natively(native: Native, plan: LaunchPlan, config: EngineConfig) -> MakeLinear:
+    if plan.quantization == INT4:
+        return partial(native.int4_linear, rounds=plan.rounds_weights(config.load_format))
+    return native.int8_linear if plan.quantization == "int8" else native.linear
 
 
 def _runs_natively(config: EngineConfig) -> bool:

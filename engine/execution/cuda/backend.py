@@ -78,8 +78,9 @@ class CudaBackend(Backend):
         return cuda_devices()
 
     def config_refusal(self, config: EngineConfig) -> str | None:
-        if config.quantization == "int8":
-            return "--quantization int8 is not supported on a GPU; set --device cpu, or --quantization fp8"
+        if config.quantization in ("int8", "int4"):
+            kind = config.quantization
+            return f"--quantization {kind} is not supported on a GPU; set --device cpu, or --quantization fp8"
         if config.kernels == "torch" and config.overload == "drop":
             return "--kernels torch cannot be combined with --overload drop on a GPU; remove one of them"
         if config.hidden_cache and parse_offload(config.offload_weights) is not None:

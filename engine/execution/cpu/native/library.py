@@ -20,7 +20,7 @@ from engine.errors import ConfigError
 from engine.execution.cpu.native import LIBRARY, is_built
 from engine.execution.host_memory import HugePages
 
-_ABI = 12
+_ABI = 13
 _ERROR_BYTES = 256
 
 
@@ -116,6 +116,7 @@ class Op(Structure):
         *((name, c_float) for name in ("eps", "scale", "softcap")),
         ("int8", c_int32),
         ("sampled", c_int32),
+        ("group", c_int32),
     )
 
 
@@ -148,6 +149,7 @@ class Library:
         error = (c_char_p, c_int64)
         weight = (c_int32, c_int64, c_int64, c_int32, c_void_p, c_void_p)
         integers = (c_int64, c_int64, c_int32, c_void_p, c_void_p, c_void_p)
+        nibbles = (c_int64, c_int64, c_int64, c_int32, c_void_p, c_void_p)
         calls: dict[str, tuple[object, tuple[object, ...]]] = {
             "tm_abi": (c_int32, ()),
             "tm_struct_bytes": (c_int64, (c_int32,)),
@@ -170,6 +172,9 @@ class Library:
             "tm_int8_bytes": (c_int64, (c_int64, c_int64)),
             "tm_pack_int8": (None, integers),
             "tm_unpack_int8": (None, integers),
+            "tm_int4_bytes": (c_int64, (c_int64, c_int64, c_int64)),
+            "tm_pack_int4": (None, nibbles),
+            "tm_unpack_int4": (None, nibbles),
         }
         for name, (result, arguments) in calls.items():
             call = getattr(self._calls, name)
@@ -216,10 +221,37 @@ class Library:
         self._calls.tm_unpack_int8(*shape, halves, panels.data_ptr(), values.data_ptr(), scales.data_ptr())
         return values, scales
 
+    def pack_int4(self, parts: Sequence[Tensor], halves: bool) -> Tensor:
+        """Pack values [n, k / 2], scales [n, groups] float16, zero points and base [n] float32 into panels (bytes)."""
+        kept = [part.contiguous() for part in parts]
+        sizes = _sizes_of(kept)
+        panels = self.room(self._calls.tm_int4_bytes(*sizes))
+        self._calls.tm_pack_int4(*sizes, halves, _addresses(kept), panels.data_ptr())
+        return panels
+
+    def unpack_int4(self, panels: Tensor, shape: tuple[int, int], group: int, halves: bool) -> list[Tensor]:
+        """Return the packed parts."""
+        (n, k), groups = shape, shape[1] // group
+        values, zeros = (torch.empty(n, size, dtype=torch.uint8) for size in (k // 2, groups))
+        parts = [values, torch.empty(n, groups, dtype=torch.float16), zeros, torch.empty(n)]
+        self._calls.tm_unpack_int4(n, k, group, halves, panels.data_ptr(), _addresses(parts))
+        return parts
+
     def linear(self, level: Level, dtype: torch.dtype, op: Op, rows: int, team: "Team") -> None:
         """Run one linear layer on `rows` rows of op.input. Raises StepError for a wrong size."""
         if self._calls.tm_linear(level, TYPES[dtype], ctypes.byref(op), rows, team.handle):
             raise StepError("the sizes of a linear layer do not match its buffers")
+
+
+def _sizes_of(parts: Sequence[Tensor]) -> tuple[int, int, int]:
+    """Return outputs, inputs and the group of a weight of 4 bits."""
+    (n, half), groups = parts[0].shape, parts[1].shape[1]
+    return n, 2 * half, 2 * half // groups
+
+
+def _addresses(parts: Sequence[Tensor]) -> "ctypes.Array[c_void_p]":
+    """Return `tm_int4`."""
+    return (c_void_p * len(parts))(*(part.data_ptr() for part in parts))
 
 
 class Team:

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from engine.execution.cpu.native.library import Epilogue, Int8, Kind, Level, Library, Op, Team, activation_dtype
-from engine.models.quantized import RoundedWeight, round_weight
+from engine.models.linear import AnyWeight
+from engine.models.quantized import PackedWeight, RoundedWeight, pack_weight, round_weight
 
 PAD = 32
 """Inputs, and rows of a buffer, are padded to a multiple of this."""
@@ -45,17 +46,38 @@ class Native:
         return self.level if dtype == torch.bfloat16 else min(self.level, Level.AVX512)
 
     def linear(
-        self, weight: Tensor | RoundedWeight, bias: Tensor | None = None, *, gated: bool = False
+        self, weight: AnyWeight, bias: Tensor | None = None, *, gated: bool = False, head: bool = False
     ) -> "NativeLinear":
         """Make a layer on these threads; the weight is not needed afterwards."""
+        if isinstance(weight, PackedWeight):
+            return NativeInt4(self, weight, bias, gated)
         if isinstance(weight, RoundedWeight):
-            return self.int8_linear(weight, bias, gated=gated)
+            return self.int8_linear(weight, bias, gated=gated, head=head)
         return NativeLinear(self, weight, bias, gated)
 
+    def int4_linear(
+        self,
+        weight: AnyWeight,
+        bias: Tensor | None = None,
+        *,
+        gated: bool = False,
+        head: bool = False,
+        rounds: bool = True,
+    ) -> "NativeLinear":
+        """Make a layer of 4 bits; the head has 8. `rounds`: round weights that are not stored so."""
+        if head:
+            return self.int8_linear(weight, bias, gated=gated)
+        if rounds and isinstance(weight, Tensor):
+            if weight.shape[1] % PAD:
+                return self.int8_linear(weight, bias, gated=gated)
+            weight = pack_weight(weight)
+        return self.linear(weight, bias, gated=gated)
+
     def int8_linear(
-        self, weight: Tensor | RoundedWeight, bias: Tensor | None = None, *, gated: bool = False
+        self, weight: AnyWeight, bias: Tensor | None = None, *, gated: bool = False, head: bool = False
     ) -> "NativeInt8":
         """Make a layer that computes with 8-bit integers."""
+        del head
         values, scales, dtype, _ = round_weight(weight)
         return NativeInt8(self, (values, scales), bias, dtype, gated)
 
@@ -167,7 +189,12 @@ class NativeInt8(NativeLinear):
         values, scales = weight
         self._become(native, values.shape, dtype, bias, gated)
         self.panels = native.library.pack_int8(values, scales, gated)
-        self.kind = native.library.int8(native.level_for(dtype)) if kind is None else kind
+        self._take(kind)
+
+    def _take(self, kind: Int8 | None) -> None:
+        self.kind = self.native.library.int8(self.native.level_for(self.dtype)) if kind is None else kind
+        self.row_scales = 1
+        """Floats that go with a row of integers."""
 
     def op(self, epilogue: Epilogue = Epilogue.PLAIN) -> Op:
         op = super().op(epilogue)
@@ -191,3 +218,53 @@ class NativeInt8(NativeLinear):
 
     def _integers(self) -> tuple[Tensor, Tensor]:
         return self.native.library.unpack_int8(self.panels, (self.out_features, self.in_features), self.gated)
+
+
+class NativeInt4(NativeInt8):
+    """A layer on a weight of 4 bits; each group of a row's inputs is rounded to integers of 8 bits in every call.
+
+    Twin: `engine.models.quantized.Int4Linear`.
+    """
+
+    def __init__(
+        self,
+        native: Native,
+        weight: PackedWeight,
+        bias: Tensor | None,
+        gated: bool = False,
+        kind: Int8 | None = None,
+    ) -> None:
+        shape = torch.Size((len(weight.values), 2 * weight.values.shape[1]))
+        self._become(native, shape, weight.dtype, bias, gated)
+        scales = weight.scales.float()
+        top = scales.abs().amax(1)  # the largest scale of an output becomes a number between 1 and 2
+        base = torch.where(top > 0, 2.0 ** (torch.frexp(top).exponent - 1).float(), 1.0)
+        halves = (scales / base[:, None]).half()
+        self.panels = native.library.pack_int4((weight.values, halves, weight.zeros, base), gated)
+        self.group = weight.group
+        self._take(kind)
+        self.row_scales = 2 * weight.scales.shape[1]
+
+    def op(self, epilogue: Epilogue = Epilogue.PLAIN) -> Op:
+        op = super().op(epilogue)
+        op.group = self.group
+        return op
+
+    def quantize_op(self) -> Op:
+        op = super().quantize_op()
+        op.group = self.group
+        return op
+
+    def outputs_from(self, first: int) -> "NativeInt4":
+        bias = None if self.bias is None else self.bias[first:]
+        return NativeInt4(self.native, self.weight().part(first), bias, kind=self.kind)
+
+    def dense_from(self, first: int) -> tuple[Tensor, Tensor | None]:
+        bias = None if self.bias is None else self.bias[first:].to(self.dtype)
+        return self.weight().part(first).dense().to(self.dtype), bias
+
+    def weight(self) -> PackedWeight:
+        """Return the weight, unpacked from its panels; scales are float32."""
+        shape = (self.out_features, self.in_features)
+        values, scales, zeros, base = self.native.library.unpack_int4(self.panels, shape, self.group, self.gated)
+        return PackedWeight(values, scales.float() * base[:, None], zeros, self.dtype)

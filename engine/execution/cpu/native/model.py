@@ -252,8 +252,8 @@ class NativeModel:
     def _make_room(self, max_tokens: int) -> None:
         self._max_tokens = max_tokens
         self._buffers = Buffers(
-            self._spec, activation_dtype(self._level), max_tokens, self._max_samples, int8=self._weights.has_int8,
-            adapted=self._takes_adapters,
+            self._spec, activation_dtype(self._level), max_tokens, self._max_samples,
+            row_scales=self._weights.row_scales, adapted=self._takes_adapters,
         )  # fmt: skip
         self._composed = compose(self._spec, self._weights, self._buffers)
         self._tape = self._tape_of(self._composed)
@@ -266,7 +266,11 @@ class NativeModel:
     def _lean_tape(self) -> Tape:
         """Return a tape that skips unused work for tokens that are not sampled."""
         self._sampled = Buffers(
-            self._spec, activation_dtype(self._level), self._max_samples, self._max_samples, int8=self._weights.has_int8
+            self._spec,
+            activation_dtype(self._level),
+            self._max_samples,
+            self._max_samples,
+            row_scales=self._weights.row_scales,
         )
         composed = compose(self._spec, self._weights, self._buffers, sampled=self._sampled)
         return self._tape_of(composed, self._sampled)

@@ -21,7 +21,7 @@ from engine.models.attention import PLAIN, manners_of
 from engine.models.byte_cells import INTEGERS
 from engine.models.decoder import Decoder
 from engine.models.heads import HeadProjection
-from engine.models.quantized import make_quantized
+from engine.models.quantized import Int4Linear, make_quantized, pack_weight
 from engine.models.spec import ModelSpec, spec_from_config
 from engine.models.weights import DummyTensors, LayerWeights, ModelWeights, build_weights
 
@@ -29,6 +29,7 @@ logger = logging.getLogger(__name__)
 
 _LENGTH = 44  # tokens: a tile of queries, short chunks, decodes
 _CUTS = (33, 4, 1, 1, 5)
+_INT4_ERROR = 64  # allowed difference of products near 10, in units of the type's step at 1
 _INT8_ERROR = 0.03  # allowed root mean square error of logits near 1 from an 8-bit cache
 _CONFIG = {
     "architectures": ["LlamaForCausalLM"],
@@ -134,12 +135,16 @@ def _test_attention(native: Native, dtype: torch.dtype) -> str:
 
 
 def int8_test(native: Native, dtype: torch.dtype) -> str:
-    """Compare 8-bit layers with their torch twin. Return the error, or an empty string."""
+    """Compare layers of 8 and 4 bits with their torch twins. Return the error, or an empty string."""
     generator = torch.Generator().manual_seed(0)
     for rows, n, k in ((1, 40, 96), (13, 64, 33)):
         x, weight = (torch.randn(count, k, generator=generator).to(dtype) for count in (rows, n))
         if not torch.equal(native.int8_linear(weight)(x), make_quantized(weight)(x)):
             return "products of 8-bit integers differ from those of torch"
+        x, packed = torch.cat((x, x.flip(1)), 1)[:, :32], pack_weight(torch.cat((weight, weight), 1)[:, :32])
+        error = (native.linear(packed)(x) - Int4Linear(packed, None)(x)).abs().max()
+        if not float(error) <= _INT4_ERROR * float(torch.finfo(dtype).eps):
+            return "products of 4-bit weights differ from those of torch"
     return ""
 
 

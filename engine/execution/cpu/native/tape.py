@@ -31,11 +31,12 @@ _ACTIVATIONS = {
 class Buffers:
     """Activation rows of `tokens` tokens and `samples` samples. They start as zeros, so that padding is and stays zero.
 
-    `adapted`: include rows for MLP outputs before the activation, to which adapters add.
+    `row_scales`: see NativeWeights. `adapted`: include rows for MLP outputs before the activation, to which adapters
+    add.
     """
 
     def __init__(
-        self, spec: ModelSpec, dtype: torch.dtype, tokens: int, samples: int, *, int8: bool, adapted: bool = False
+        self, spec: ModelSpec, dtype: torch.dtype, tokens: int, samples: int, *, row_scales: int, adapted: bool = False
     ) -> None:
         def rows(width: int, count: int = tokens) -> torch.Tensor:
             return torch.zeros(rows_for(count), stride_of(width), dtype=dtype)
@@ -49,8 +50,9 @@ class Buffers:
         self.up = rows(spec.intermediate_size * (1 + spec.gated_mlp)) if adapted else None
         self.last = rows(hidden, samples)
         widest = max(hidden, spec.q_size, spec.intermediate_size)  # integer rows have the strides of their float rows
-        count = max(rows_for(tokens), rows_for(samples)) if int8 else 0
-        self.integers, self.scales = torch.zeros(count * stride_of(widest), dtype=torch.int16), torch.zeros(count)
+        count = max(rows_for(tokens), rows_for(samples)) if row_scales else 0
+        self.integers = torch.zeros(count * stride_of(widest), dtype=torch.int16)
+        self.scales = torch.zeros(count * row_scales)
         self.angles = torch.zeros(tokens, spec.rope.rotary_dim) if spec.rope else None
         self.local_angles = torch.zeros(tokens, spec.local_rope.rotary_dim) if spec.local_rope else None
 

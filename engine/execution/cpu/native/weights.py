@@ -75,7 +75,8 @@ class NativeWeights:
             self.head,
             *(each for layer in self.layers.values() for each in (layer.qkv, layer.out, layer.up, layer.down)),
         )
-        self.has_int8 = any(isinstance(each, NativeInt8) for each in every)
+        self.row_scales = max((each.row_scales for each in every if isinstance(each, NativeInt8)), default=0)
+        """Most floats that go with a row of integers; 0 without layers on integers."""
 
     def _layer(self, layer: LayerWeights, gated: bool) -> NativeLayer:
         after = layer.branch_norms

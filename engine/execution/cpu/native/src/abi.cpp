@@ -29,7 +29,7 @@ public:
         : op_(op), quantize_(op), rows_(rows), kernels_(kernels), integers_(integers), cut_(op, rows, kernels, integers, 1) {
         if (!integers) return;
         quantized_.resize(size_t(rows * op.in_stride * integers->element_bytes));
-        scales_.resize(size_t(rows));
+        scales_.resize(size_t(rows * row_scales(op)));
         quantize_.out = quantized_.data(), quantize_.out_stride = op.in_stride, quantize_.residual = scales_.data();
         op_.in = quantized_.data(), op_.scales = scales_.data();
     }
@@ -72,7 +72,7 @@ int64_t tm_struct_bytes(int32_t which) {
 }
 
 int32_t tm_has_level(int32_t level) { return kernels_of(level, TM_BFLOAT16) != nullptr; }
-int32_t tm_has_int8(int32_t level, int32_t int8) { return integers_of(level, TM_BFLOAT16, int8) != nullptr; }
+int32_t tm_has_int8(int32_t level, int32_t int8) { return integers_of(level, TM_BFLOAT16, int8, false) != nullptr; }
 
 void *tm_team_new(int32_t threads, char *error, int64_t size) {
     try {
@@ -97,7 +97,7 @@ void *tm_tape_new(const tm_shape *shape, const tm_op *ops, int64_t count, char *
         for (int64_t i = 0; i < count && wrong.empty(); i++)
             if (!(wrong = check_op(ops[i], *shape)).empty()) wrong = "operation " + std::to_string(i) + ": " + wrong;
         for (int64_t i = 0; i < count && wrong.empty(); i++)
-            if (ops[i].int8 && !integers_of(shape->level, shape->type, ops[i].int8)) wrong = "this level has no such integers";
+            if (ops[i].int8 && !integers_of(shape->level, shape->type, ops[i].int8, ops[i].group > 0)) wrong = "this level has no such integers";
         const Kernels *kernels = wrong.empty() ? kernels_of(shape->level, shape->type) : nullptr;
         if (wrong.empty() && !kernels) wrong = "this level has no kernels for the type, or the processor lacks it";
         if (wrong.empty()) return new Tape(*shape, ops, count, *kernels);
@@ -132,7 +132,7 @@ int32_t tm_linear(int32_t level, int32_t type, const tm_op *op, int64_t rows, vo
     const Kernels *kernels = kernels_of(level, type);
     if (!kernels || rows < 0 || op->epilogue == TM_LOGITS || !check_linear(*op).empty()) return TM_BAD_CHUNK;
     if (rows == 0) return TM_DONE;
-    const Integers *integers = integers_of(level, type, op->int8);
+    const Integers *integers = integers_of(level, type, op->int8, op->group > 0);
     if (op->int8 && !integers) return TM_BAD_CHUNK;
     try {
         LinearJob job(*op, rows, *kernels, integers);
@@ -146,6 +146,9 @@ int32_t tm_linear(int32_t level, int32_t type, const tm_op *op, int64_t rows, vo
 int64_t tm_int8_bytes(int64_t n, int64_t k) { return int8_bytes(n, k); }
 void tm_pack_int8(int64_t n, int64_t k, int32_t halves, const int8_t *from, const float *scales, void *to) { pack_int8(n, k, halves, from, scales, to); }
 void tm_unpack_int8(int64_t n, int64_t k, int32_t halves, const void *from, int8_t *to, float *scales) { unpack_int8(n, k, halves, from, to, scales); }
+int64_t tm_int4_bytes(int64_t n, int64_t k, int64_t group) { return int4_bytes(n, k, group); }
+void tm_pack_int4(int64_t n, int64_t k, int64_t group, int32_t halves, const tm_int4 *from, void *to) { pack_int4(n, k, group, halves, *from, to); }
+void tm_unpack_int4(int64_t n, int64_t k, int64_t group, int32_t halves, const void *from, const tm_int4 *to) { unpack_int4(n, k, group, halves, from, *to); }
 int64_t tm_packed_bytes(int32_t type, int64_t n, int64_t k) { return packed_bytes(type, n, k); }
 void tm_pack(int32_t type, int64_t n, int64_t k, int32_t halves, const void *from, void *to) { pack(type, n, k, halves, from, to); }
 void tm_unpack(int32_t type, int64_t n, int64_t k, int32_t halves, const void *from, void *to) { unpack(type, n, k, halves, from, to); }

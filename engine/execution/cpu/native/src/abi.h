@@ -5,7 +5,7 @@
 
 #include <stdint.h>
 
-#define TM_ABI 12
+#define TM_ABI 13
 
 enum tm_level : int32_t { TM_AVX2, TM_AVX512, TM_BF16, TM_AMX, TM_LEVELS };
 enum tm_type : int32_t { TM_FLOAT32, TM_FLOAT16, TM_BFLOAT16 };
@@ -56,7 +56,9 @@ struct tm_shape {
 //                split, and takes the same sinks: they are of whole contexts, not of parts
 //   QUANTIZE     rows of `in` to integers in `out`, their scales to `residual`, float [rows]. With `int8` a LINEAR layer reads
 //                these: in, scales, a weight of tm_pack_int8; int8 of both is the same. Strides in elements, for which 2
-//                bytes are enough
+//                bytes are enough. With `group` (32, 64 or 128; k is a multiple) the weight is one of tm_pack_int4 with so
+//                many inputs in a group, and scales are float [rows][k / group][2]: of each group, and the sum of its
+//                integers
 //   BEST         the largest logit of every row that samples, and its lowest id
 // With `sampled` NORM, LINEAR and QUANTIZE have the rows that sample, gathered; ATTEND and MERGE those alone, in their places.
 struct tm_op {
@@ -67,7 +69,16 @@ struct tm_op {
     const float *bias, *scales;
     void *out, *residual;
     float eps, scale, softcap;
-    int32_t int8, sampled;
+    int32_t int8, sampled, group;
+};
+
+// A weight of 4 bits: values [n][k / 2], the first of two inputs in the lower bits; scales (IEEE halves) and zeros
+// [n][k / group]; base [n].
+struct tm_int4 {
+    uint8_t *values;
+    uint16_t *scales;
+    uint8_t *zeros;
+    float *base;
 };
 
 // One step. `chunks` [num_chunks][4]: row, start, length, whether its last token samples. `tokens` [num_rows][token_stride],
@@ -121,6 +132,11 @@ void tm_unpack(int32_t type, int64_t n, int64_t k, int32_t halves, const void *f
 int64_t tm_int8_bytes(int64_t n, int64_t k);
 void tm_pack_int8(int64_t n, int64_t k, int32_t halves, const int8_t *from, const float *scales, void *to);
 void tm_unpack_int8(int64_t n, int64_t k, int32_t halves, const void *from, int8_t *to, float *scales);
+
+// The same of integers 0 .. 15 by groups of inputs: (value - zero) * scale * base.
+int64_t tm_int4_bytes(int64_t n, int64_t k, int64_t group);
+void tm_pack_int4(int64_t n, int64_t k, int64_t group, int32_t halves, const struct tm_int4 *from, void *to);
+void tm_unpack_int4(int64_t n, int64_t k, int64_t group, int32_t halves, const void *from, const struct tm_int4 *to);
 
 #pragma GCC visibility pop
 #ifdef __cplusplus

@@ -11,6 +11,7 @@ namespace {
 constexpr int64_t LARGEST = int64_t(1) << 40;
 
 bool is_size(int64_t n) { return n > 0 && n < LARGEST; }
+bool is_group(const tm_op &op) { return !op.group || (op.int8 && (op.group == 32 || op.group == 64 || op.group == 128) && op.k % op.group == 0); }
 
 }  // namespace
 
@@ -36,6 +37,7 @@ std::string check_linear(const tm_op &op) {
     if (op.halves && op.n % 2) return "halves of an odd number of outputs";
     if (op.int8 < TM_NO_INT8 || op.int8 > TM_BYTES) return "unknown kind of integers";
     if (op.int8 && op.k > MOST_INT8_INPUTS) return "too many inputs for integers";
+    if (!is_group(op)) return "groups of 4 bits that are not of 32, 64 or 128 inputs, or do not divide them";
     if (op.epilogue < TM_PLAIN || op.epilogue > TM_TIMES_GELU_TANH) return "unknown epilogue";
     const bool gated = op.epilogue == TM_SWIGLU || op.epilogue == TM_GEGLU;
     if (gated && !op.halves) return "SwiGLU and GEGLU need a weight packed in halves";
@@ -67,6 +69,7 @@ std::string check_op(const tm_op &op, const tm_shape &s) {
         case TM_LINEAR: return op.int8 && !op.scales ? "a linear layer on integers without their scales" : check_linear(op);
         case TM_QUANTIZE:
             if (op.int8 != TM_WORDS && op.int8 != TM_BYTES) return "unknown kind of integers";
+            if (!is_group(op)) return "groups of integers that are not of 32, 64 or 128 inputs, or do not divide them";
             return is_size(op.k) && op.in && op.out && op.residual && least(op.in_stride, op.out_stride) >= round_up(op.k, K_STEP) ? "" : "integers: a pointer or stride";
         case TM_ROPE_KV: return op.out && op.out_stride >= width && op.n >= 0 && op.n <= 3 ? "" : "rope: out, its stride, or what is turned";
         case TM_ATTEND:

@@ -64,13 +64,22 @@ ByteProducts byte_products() {
 
 }  // namespace
 
-const Integers *integers_of(int32_t level, int32_t type, int32_t int8) {
+namespace {
+
+const Integers *both_of(int32_t level, int32_t type, int32_t int8) {
     static const ByteProducts products = byte_products();
     if (!kernels_of(level, type)) return nullptr;
     const bool wide = level >= TM_AVX512, narrow = level >= TM_BF16;
     if (int8 == TM_WORDS) return wide ? avx512_words(type, narrow) : avx2_words(type);
     if (int8 != TM_BYTES || !(wide ? products.wide : products.narrow)) return nullptr;
     return wide ? avx512_bytes(type, narrow) : avx2_bytes(type);
+}
+
+}  // namespace
+
+const Integers *integers_of(int32_t level, int32_t type, int32_t int8, bool four) {
+    const Integers *both = both_of(level, type, int8);
+    return both ? both + four : nullptr;
 }
 
 const Kernels *kernels_of(int32_t level, int32_t type) {

@@ -148,6 +148,10 @@ template <int ORDER, class T> inline T shuffle(T a, T b) {
 inline __m512i pairs(__m512i a, __m512i b) {
     return whole(_mm256_madd_epi16(halves(a).low, halves(b).low), _mm256_madd_epi16(halves(a).high, halves(b).high));
 }
+// Sums of two products of unsigned and signed bytes, none of which leaves 16 bits here.
+inline __m512i byte_pairs(__m512i a, __m512i b) {
+    return whole(_mm256_maddubs_epi16(halves(a).low, halves(b).low), _mm256_maddubs_epi16(halves(a).high, halves(b).high));
+}
 // sum + four products of unsigned and signed bytes (vpdpbusd); bytes in T: 256 or 512 bits
 template <class T> inline T byte_products(T sum, T x, T w) {
     int32_t to[sizeof(T) / 4];
@@ -219,6 +223,7 @@ template <class T> inline T byte_products(T sum, T x, T w) {
 #define _mm512_srli_epi32(a, n) __m512i(tide::wide::u32(a) >> (n))
 #define _mm512_srli_epi64(a, n) __m512i(tide::wide::u64(a) >> (n))
 #define _mm512_madd_epi16(a, b) tide::wide::pairs(a, b)
+#define _mm512_maddubs_epi16(a, b) tide::wide::byte_pairs(a, b)
 
 #define _mm512_cvtps_epi32(a) tide::wide::to_ints(a)
 #define _mm512_cvtepi32_ps(a) tide::wide::to_floats(a)

@@ -20,6 +20,8 @@ constexpr int64_t TILE_KEYS = 64;   // keys that a tile of queries takes at a ti
 constexpr int64_t TILE_ROWS = 96;   // (query, head) pairs of such a tile, about
 constexpr int64_t INT8_HEAD = 2 * 4 * PANEL;  // bytes in front of a panel of integers: scales, and sums of its weights
 constexpr int64_t MOST_INT8_INPUTS = 65536;   // of which a sum of products of bytes fits in 32 bits
+constexpr int64_t INT4_HEAD = 4 * PANEL;       // bytes in front of a panel of 4 bits: powers of two that scales are multiples of
+constexpr int64_t INT4_GROUP_HEAD = 3 * PANEL; // bytes in front of a group: scales, and zero points
 constexpr int64_t PARTIAL = 16;     // floats in front of a head's partial result: its maximum and its sum
 
 inline int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
@@ -31,6 +33,11 @@ inline int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
 inline int64_t first_seen(const tm_op &op, int64_t position) { return op.n ? most(0, position + 1 - op.n) : 0; }
 
 inline int64_t int8_panel_bytes(int64_t k) { return INT8_HEAD + round_up(k, K_STEP) * PANEL; }
+
+inline int64_t int4_group_bytes(int64_t group) { return INT4_GROUP_HEAD + group * PANEL / 2; }
+inline int64_t int4_panel_bytes(int64_t k, int64_t group) { return INT4_HEAD + k / group * int4_group_bytes(group); }
+// Floats that go with a row of integers: its scale, or of each group its scale and the sum of its integers.
+inline int64_t row_scales(const tm_op &op) { return op.group ? 2 * (op.k / op.group) : 1; }
 
 struct Span { int64_t first, last; };
 
@@ -101,7 +108,7 @@ struct Integers {
     void (*linear)(const tm_op &, Span rows, Span panels, float *logits, int64_t logits_stride, Best best);
 };
 
-// NULL: there is none for this type. `narrow`: activations are bfloat16.
+// Two tables, for weights of 8 bits and of 4. NULL: there is none for this type. `narrow`: activations are bfloat16.
 const Integers *avx2_words(int32_t type);
 const Integers *avx2_bytes(int32_t type);
 const Integers *avx512_words(int32_t type, bool narrow);

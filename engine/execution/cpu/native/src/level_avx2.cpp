@@ -18,6 +18,7 @@ namespace {
 #include "linear.h"
 #include "attention.h"
 #include "linear_int8.h"
+#include "linear_int4.h"
 #include "level.h"
 }  // namespace
 

@@ -22,12 +22,13 @@ namespace {
 #include "linear.h"
 #include "attention.h"
 #include "linear_int8.h"
+#include "linear_int4.h"
 #include "level.h"
 }  // namespace
 
 const Kernels *avx512_kernels(int32_t type) { return float_kernels("avx512", type); }
 const Integers *avx512_words(int32_t type, bool narrow) {
-    return narrow ? IntLinear<bf16, bf16>::table() : float_integers(type);
+    return narrow ? integers_table<bf16, bf16>() : float_integers(type);
 }
 }  // namespace tide
 TIDE_TARGET_END

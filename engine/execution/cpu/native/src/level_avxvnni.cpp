@@ -22,6 +22,7 @@ namespace {
 #include "epilogue.h"
 #include "asks.h"
 #include "linear_int8.h"
+#include "linear_int4.h"
 }  // namespace
 
 const Integers *avx2_bytes(int32_t type) { return float_integers(type); }

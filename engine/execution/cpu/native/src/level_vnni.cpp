@@ -19,10 +19,11 @@ namespace {
 #include "epilogue.h"
 #include "asks.h"
 #include "linear_int8.h"
+#include "linear_int4.h"
 }  // namespace
 
 const Integers *avx512_bytes(int32_t type, bool narrow) {
-    return narrow ? IntLinear<bf16, bf16>::table() : float_integers(type);
+    return narrow ? integers_table<bf16, bf16>() : float_integers(type);
 }
 }  // namespace tide
 TIDE_TARGET_END

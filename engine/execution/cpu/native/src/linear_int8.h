@@ -282,18 +282,4 @@ template <class T, class S> struct IntLinear {
 #endif
         take_block(x, stride, rows, block, k, sums, first, block);
     }
-
-    static const Integers *table() {
-        static const Integers integers = {sizeof(Input), quantize, run};
-        return &integers;
-    }
 };
-
-const Integers *float_integers(int32_t type) {
-    switch (type) {
-        case TM_FLOAT32: return IntLinear<float, float>::table();
-        case TM_FLOAT16: return IntLinear<f16, float>::table();
-        case TM_BFLOAT16: return IntLinear<bf16, float>::table();
-        default: return nullptr;
-    }
-}

@@ -93,4 +93,53 @@ void unpack_int8(int64_t n, int64_t k, bool halves, const void *from, int8_t *to
     }
 }
 
+int64_t int4_bytes(int64_t n, int64_t k, int64_t group) { return divide_up(n, PANEL) * int4_panel_bytes(k, group); }
+
+namespace {
+
+// Where the weight of an output (0 .. 31) and an input (of its group) lies behind the group's head, in halves of bytes.
+inline int64_t place_int4(int64_t output, int64_t input) { return 2 * (input / 8 * (4 * PANEL) + output * 4 + input % 4) + input % 8 / 4; }
+
+inline int nibble(const uint8_t *bytes, int64_t i) { return bytes[i / 2] >> i % 2 * 4 & 15; }
+inline void set_nibble(uint8_t *bytes, int64_t i, int value) {
+    const int kept = bytes[i / 2] & (i % 2 ? 15 : 240);
+    bytes[i / 2] = uint8_t(kept | value << i % 2 * 4);
+}
+
+template <bool BACK> void copy_int4(int64_t n, int64_t k, int64_t group, bool halves, const tm_int4 &rows, char *panels) {
+    const int64_t groups = k / group;
+    for (int64_t panel = 0; panel < num_panels(n, halves); panel++) {
+        char *at = panels + panel * int4_panel_bytes(k, group);
+        for (int64_t i = 0; i < PANEL; i++) {
+            const int64_t output = output_of(panel, i, n, halves);
+            if (output < 0) continue;
+            if (BACK) rows.base[output] = ((float *)at)[i];
+            else ((float *)at)[i] = rows.base[output];
+            for (int64_t g = 0; g < groups; g++) {
+                char *head = at + INT4_HEAD + g * int4_group_bytes(group);
+                uint16_t &scale = ((uint16_t *)head)[i];
+                uint8_t &zero = ((uint8_t *)head)[2 * PANEL + i];
+                if (BACK) rows.scales[output * groups + g] = scale, rows.zeros[output * groups + g] = zero;
+                else scale = rows.scales[output * groups + g], zero = rows.zeros[output * groups + g];
+                uint8_t *row = rows.values + output * (k / 2) + g * (group / 2), *packed = (uint8_t *)head + INT4_GROUP_HEAD;
+                for (int64_t j = 0; j < group; j++) {
+                    if (BACK) set_nibble(row, j, nibble(packed, place_int4(i, j)));
+                    else set_nibble(packed, place_int4(i, j), nibble(row, j));
+                }
+            }
+        }
+    }
+}
+
+}  // namespace
+
+void pack_int4(int64_t n, int64_t k, int64_t group, bool halves, const tm_int4 &from, void *to) {
+    memset(to, 0, size_t(int4_bytes(n, k, group)));
+    copy_int4<false>(n, k, group, halves, from, (char *)to);
+}
+
+void unpack_int4(int64_t n, int64_t k, int64_t group, bool halves, const void *from, const tm_int4 &to) {
+    copy_int4<true>(n, k, group, halves, to, (char *)from);
+}
+
 }  // namespace tide

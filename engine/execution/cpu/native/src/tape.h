@@ -12,7 +12,7 @@
 namespace tide {
 
 const Kernels *kernels_of(int32_t level, int32_t type);  // NULL: no such kernels, or not on this processor
-const Integers *integers_of(int32_t level, int32_t type, int32_t int8);
+const Integers *integers_of(int32_t level, int32_t type, int32_t int8, bool four);  // NULL: the same; `four` bits instead of eight
 std::string check_shape(const tm_shape &shape);          // what is wrong, or empty
 std::string check_op(const tm_op &op, const tm_shape &shape);
 std::string check_linear(const tm_op &op);
@@ -46,7 +46,7 @@ public:
 private:
     int64_t chunks_of(const tm_op &op, int threads);
     Span rows_of(int64_t chunk, int64_t count) const;
-    const Integers *integers(const tm_op &op) const { return integers_[op.int8]; }
+    const Integers *integers(const tm_op &op) const { return integers_[op.int8][op.group > 0]; }
     void run_linear(const tm_op &op, int64_t chunk);
     bool runs_with_next(int64_t op) const { return gates_[size_t(op)] && op + 1 < last_; }
     void attend(const tm_op &op, int64_t chunk, int thread);
@@ -58,7 +58,7 @@ private:
     std::vector<tm_op> ops_;
     std::vector<bool> gates_;  // whether an operation is run with the next one, chunk by chunk
     const Kernels &kernels_;
-    const Integers *integers_[3];  // by tm_int8
+    const Integers *integers_[3][2];  // by tm_int8, for 8 bits and for 4
     Plan plan_;
     int threads_ = 1;
     int64_t first_ = 0, last_ = 0;  // operations of the part that runs
