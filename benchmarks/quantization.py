@@ -6,7 +6,7 @@ distribution alone, by its twin on the CPU.
 Divergence is KL(float32 || other) of the next token, teacher-forced, by torch's path: over texts that the demo model
 knows, and over random tokens with random weights, a Gemma's with windows and caps among them. Steps are those of the
 runner that `tidemill serve` would use, one model of random weights for each arm in this process, so that a busy machine
-is busy for both: read the ratios. Those of one stream are measured with a model of 1.1 B parameters, whose weights pass
+is busy for both: read the ratios. Those of one stream are measured with a model of 1.2 B parameters, whose weights pass
 through memory in every step; `--only large` measures these alone.
 """
 
@@ -37,7 +37,7 @@ from engine.profiling.calibration import ShapeRunner
 from engine.profiling.sweep import StepShape
 from engine.text.tokenizer import Tokenizer
 
-CONTEXT, ROUNDS, DRAWN = 192, 15, 300
+CONTEXT, ROUNDS, LARGE_ROUNDS, DRAWN = 192, 15, 7, 300
 SHAPES = {
     **{f"{rows} decodes": StepShape(rows, CONTEXT) for rows in (1, 4, 8, 16)},
     "16 of 1024": StepShape(16, 1024),
@@ -55,15 +55,14 @@ LARGE = CONFIG | {
     "num_attention_heads": 32,
     "num_key_value_heads": 4,
     "intermediate_size": 5632,
-    "vocab_size": 32000,
     "tie_word_embeddings": False,
 }
-"""A TinyLlama of 1.1 B parameters."""
+"""A TinyLlama of 1.2 B parameters, with the packaged tokenizer."""
 AWQ = {"quantization_config": {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True}}
 LARGE_STEPS = {name: STEPS[name] for name in ("bfloat16", "int8 layers", "int4 layers")}
 LARGE_SHAPES = {
     **{f"{rows} decodes": StepShape(rows, CONTEXT) for rows in (1, 4, 16)},
-    "prefill 512": StepShape(chunks=((0, 512),)),
+    "prefill 128": StepShape(chunks=((0, 128),)),
 }
 GEMMA = CONFIG | {
     "architectures": ["Gemma2ForCausalLM"],
@@ -156,7 +155,9 @@ def show_divergence(name: str, folder: Path, load_format: str) -> None:
         print(f"{name:24} {title:20} {divergences(spec, exact, arm, texts)}", flush=True)
 
 
-def show_steps(folder: Path, steps: Mapping[str, Mapping[str, Any]], shapes: Mapping[str, StepShape]) -> None:
+def show_steps(
+    folder: Path, steps: Mapping[str, Mapping[str, Any]], shapes: Mapping[str, StepShape], rounds: int = ROUNDS
+) -> None:
     arms = {}
     for name, flags in steps.items():
         given: dict[str, Any] = {"model": str(folder), "device": "cpu", "load_format": "dummy"}
@@ -167,9 +168,9 @@ def show_steps(folder: Path, steps: Mapping[str, Mapping[str, Any]], shapes: Map
     others = list(arms)[1:]
     print(f"{'step':16}" + "".join(f" {name + ' ms':>14}" for name in arms) + f"   times as fast: {', '.join(others)}")
     for name, shape in shapes.items():
-        rounds = [[arm.measure(shape) for arm in arms.values()] for _ in range(ROUNDS + 1)][1:]
-        times = [median(each[index] for each in rounds) * 1e3 for index in range(len(arms))]
-        faster = [median(each[0] / each[index] for each in rounds) for index in range(1, len(arms))]
+        each_round = [[arm.measure(shape) for arm in arms.values()] for _ in range(rounds + 1)][1:]
+        times = [median(each[index] for each in each_round) * 1e3 for index in range(len(arms))]
+        faster = [median(each[0] / each[index] for each in each_round) for index in range(1, len(arms))]
         print(f"{name:16}" + "".join(f" {ms:14.1f}" for ms in times) + "   " + ", ".join(f"{x:.2f}" for x in faster))
 
 
@@ -180,7 +181,7 @@ def show_large() -> None:
         stored.mkdir()
         make_model_folder(folder, LARGE)
         make_model_folder(stored, LARGE | AWQ)
-        show_steps(folder, LARGE_STEPS | {"int4 of 128": {"model": str(stored)}}, LARGE_SHAPES)
+        show_steps(folder, LARGE_STEPS | {"int4 of 128": {"model": str(stored)}}, LARGE_SHAPES, LARGE_ROUNDS)
 
 
 def main(argv: list[str] | None = None) -> None:
