@@ -5,7 +5,8 @@
 The batch worker of the server (store, feeder, forecast) runs on the virtual clock over the engine's core, whose steps
 take the time of a latency model with noise. Lines are of three kinds with long common prefixes: a third is classified
 in a few tokens, a third is summarized, where the answer grows with the text, and a third (`--essays`) is an essay of
-600 tokens on average. Answer lengths are drawn per line; nothing but the finished lines tells the server of them.
+600 tokens on average. Answer lengths are drawn per line; nothing but the finished lines tells the server of them. The
+ETA is compared with that of an oracle that knows all lengths, and expects the mean pace so far for the rest.
 """
 
 import argparse
@@ -15,13 +16,13 @@ import math
 import random
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from benchmarks.experiments.machine import Machine, MachineSpec, build_machine
-from engine.api import EngineRequest, RequestClass, RequestOutput, SamplingParams
+from engine.api import EngineRequest, RequestClass, RequestOutput, SamplingParams, TokenCosts
 from engine.colocation.initial import initial_budget
 from engine.colocation.keeper import Colocation
 from engine.core import EngineCore
@@ -135,18 +136,37 @@ class VirtualServer(VirtualDriver):
         return True
 
 
+class Look(NamedTuple):
+    """A batch at one time: the share of finished lines, the time and the ETA in seconds, computed prompt and output
+    tokens so far, and the token costs."""
+
+    done: float
+    at: float
+    eta: float | None
+    tokens: tuple[int, int]
+    costs: TokenCosts
+
+
 @dataclass(slots=True)
 class BatchRun:
-    """One batch: (progress, seconds, ETA in seconds) at each look, the end of the last line, and its usage."""
+    """One batch: its looks, the end of the last line in seconds, and its usage."""
 
-    looks: list[tuple[float, float, float | None]] = field(default_factory=list)
+    looks: list[Look] = field(default_factory=list)
     end: float = 0.0
     usage: Usage = field(default_factory=Usage)
 
     def errors(self) -> list[tuple[float, float]]:
         """Return (progress, error of the ETA over the time that is left) from FIRST_PROGRESS to LAST_PROGRESS."""
-        found = [(done, at, eta) for done, at, eta in self.looks if FIRST_PROGRESS <= done <= LAST_PROGRESS]
-        return [(done, math.inf if eta is None else (eta - self.end) / (self.end - at)) for done, at, eta in found]
+        return self._errors(lambda look: math.inf if look.eta is None else look.eta)
+
+    def oracle_errors(self) -> list[tuple[float, float]]:
+        """Return the errors of the mean pace so far over all tokens left."""
+        computed, output = self.usage.input_tokens - self.usage.cached_tokens, self.usage.output_tokens
+        return self._errors(lambda look: look.at * look.costs.of(computed, output) / look.costs.of(*look.tokens))
+
+    def _errors(self, eta: Callable[[Look], float]) -> list[tuple[float, float]]:
+        looks = [look for look in self.looks if FIRST_PROGRESS <= look.done <= LAST_PROGRESS]
+        return [(look.done, (eta(look) - self.end) / (self.end - look.at)) for look in looks]
 
 
 async def _settle(worker: BatchWorker, server: VirtualServer) -> None:
@@ -183,7 +203,7 @@ async def run_batch(machine: Machine, root: Path, shape: str, args: argparse.Nam
         if worker.jobs and server.now >= next_look:
             next_look = server.now + LOOK_SECONDS
             await worker.lanes.update()
-            await _look(worker, batch.id, run, server.now)
+            _look(worker, server, run)
         if server.open:
             server.step()
             run.end = server.now
@@ -196,12 +216,15 @@ async def run_batch(machine: Machine, root: Path, shape: str, args: argparse.Nam
     return run
 
 
-async def _look(worker: BatchWorker, batch_id: str, run: BatchRun, now: float) -> None:
-    outlook = worker.forecast.outlooks.get(batch_id)
+def _look(worker: BatchWorker, server: VirtualServer, run: BatchRun) -> None:
+    stats = server.core.stats()
     for job in worker.jobs.values():
-        done = 1.0 - job.batch.remaining / job.batch.total
+        batch, outlook = job.batch, worker.forecast.outlooks.get(job.batch.id)
         eta = None if outlook is None or outlook.eta is None else outlook.eta - EPOCH
-        run.looks.append((done, now, eta))
+        output = batch.usage.output_tokens + stats.job_tokens.get(batch.id, 0)
+        tokens = (batch.usage.input_tokens - batch.usage.cached_tokens, output)
+        costs = stats.token_costs or TokenCosts()
+        run.looks.append(Look(1.0 - batch.remaining / batch.total, server.now, eta, tokens, costs))
 
 
 async def _add(folder: StateFolder, content: bytes) -> BatchJob:
@@ -219,7 +242,7 @@ async def _add(folder: StateFolder, content: bytes) -> BatchJob:
 def _worst(errors: Sequence[tuple[float, float]]) -> str:
     done, error = max(errors, key=lambda item: abs(item[1]), default=(0.0, math.nan))
     within = sum(abs(e) <= 0.15 for _, e in errors) / max(1, len(errors))
-    return f"worst ETA {error:+.1%} at {done:.0%} done, within 15 %: {within:.0%} of {len(errors)} looks"
+    return f"within 15 %: {within:.0%} of {len(errors)} looks, worst {error:+.1%} at {done:.0%} done"
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -240,15 +263,15 @@ def main(argv: list[str] | None = None) -> None:
             ends.append(run.end)
             cached = run.usage.cached_tokens / run.usage.input_tokens
             print(
-                f"{shape}, {name}: makespan {run.end:.0f} s, {_worst(run.errors())}; {cached:.1%} of prompt tokens "
-                f"cached ({time.perf_counter() - begin:.0f} s to run)",
+                f"{shape}, {name}: makespan {run.end:.0f} s; ETA {_worst(run.errors())}; oracle "
+                f"{_worst(run.oracle_errors())}; {cached:.1%} of prompt tokens cached "
+                f"({time.perf_counter() - begin:.0f} s to run)",
                 flush=True,
             )
-            for done, at, eta in run.looks if args.looks else ():
-                left = run.end - at
-                print(
-                    f"  {done:6.1%} {at:8.0f} s  {'-' if eta is None or not left else f'{(eta - run.end) / left:+.1%}'}"
-                )
+            for look in run.looks if args.looks else ():
+                left = run.end - look.at
+                error = "-" if look.eta is None or not left else f"{(look.eta - run.end) / left:+.1%}"
+                print(f"  {look.done:6.1%} {look.at:8.0f} s  {error}")
         print(f"{shape}: learned order takes {ends[1] / ends[0] - 1.0:+.1%}", flush=True)
 
 
