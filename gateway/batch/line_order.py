@@ -3,7 +3,8 @@
 Lines are ranked by prefix. Runs of neighbours, which share prefixes, follow each other in golden-ratio steps through
 the ranks. So at any time the finished lines are a fair sample of the batch: long prompts and long answers mix in the
 engine, and lengths and pace measured so far hold for the rest. The last lines are ordered by expected length, longest
-first, so that no long answer starts at the end and runs alone.
+first, so that no long answer starts at the end and runs alone. A batch that fits into the window is fed whole before
+any length is known, so it runs by rank. (With all lengths known, 250 lines on 128 rows would end 3 to 7 % earlier.)
 """
 
 import math
