@@ -62,50 +62,55 @@ def create_app(
 
     With a state folder it also serves files and batches, and closes the folder at the end. Raises ConfigError.
     """
-    models = ModelNames(config.served_model_name or (client.info.architecture,), client.info.adapters)
-    metrics = GatewayMetrics(client, models.first)
-    lifecycle = Lifecycle(client)
-    keys = KeyStore(config.api_key, config.api_key_file)
-    request_log = _open_request_log(config, metrics)
-    traces = _open_traces(metrics, models.first)
-    context = GatewayContext(
-        client,
-        tokenizer,
-        config,
-        models,
-        metrics,
-        lifecycle,
-        keys,
-        Admissions(keys.quota),
-        request_log,
-        choose_format(config.tool_parser, tokenizer),
-        find_marks(tokenizer),
-    )
+    context = _make_context(client, tokenizer, config)
+    traces = _open_traces(context.metrics, context.models.first)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         # closed after the engine, which ends its last requests when it stops
-        async with request_log or nullcontext(), traces or nullcontext():
-            await lifecycle.start()
+        async with context.request_log or nullcontext(), traces or nullcontext():
+            await context.lifecycle.start()
             yield
-            await lifecycle.stop()
+            await context.lifecycle.stop()
             if folder is not None:
                 await folder.close()
 
     app = FastAPI(title="tidemill", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
     app.router.redirect_slashes = False
     app.state.context = context
-    app.state.recorder = web.Recorder(metrics, lifecycle)
-    lifecycle.background += [app.state.recorder, LoopLag(metrics.registry)]
-    for router in (endpoints.routes(), health.router, web.router):
-        app.include_router(router)
+    _add_routes(app, context)
     if folder is not None:
         _add_batches(app, context, folder, limits or BatchLimits())
-    for error in (ApiError, TidemillError, HTTPException):
-        app.add_exception_handler(error, handle_error)
     _add_middleware(app, context, (limits or BatchLimits()).file_bytes)
     _describe_bodies(app)
     return app
+
+
+def _make_context(client: EngineClient, tokenizer: Tokenizer, config: ServerConfig) -> GatewayContext:
+    models = ModelNames(config.served_model_name or (client.info.architecture,), client.info.adapters)
+    metrics, keys = GatewayMetrics(client, models.first), KeyStore(config.api_key, config.api_key_file)
+    return GatewayContext(
+        client,
+        tokenizer,
+        config,
+        models,
+        metrics,
+        Lifecycle(client),
+        keys,
+        Admissions(keys.quota),
+        _open_request_log(config, metrics),
+        choose_format(config.tool_parser, tokenizer),
+        find_marks(tokenizer),
+    )
+
+
+def _add_routes(app: FastAPI, context: GatewayContext) -> None:
+    app.state.recorder = web.Recorder(context.metrics, context.lifecycle)
+    context.lifecycle.background += [app.state.recorder, LoopLag(context.metrics.registry)]
+    for router in (endpoints.routes(), health.router, web.router):
+        app.include_router(router)
+    for error in (ApiError, TidemillError, HTTPException):
+        app.add_exception_handler(error, handle_error)
 
 
 def _open_request_log(config: ServerConfig, metrics: GatewayMetrics) -> RequestLog | None:

@@ -211,19 +211,15 @@ def _plan(
     request_class = body.request_class
     # a background answer needs no intermediate outputs, unless stop strings must be checked
     final_only = request_class is RequestClass.OFFLINE and not body.stream and not stop
-    if grammar is not None:
-        grammar = dataclasses.replace(grammar, tenant=caller.tenant)
-    fields = {**_sampling_fields(body, num_logprobs, info), "grammar": grammar, "thinking": thinking}
+    own = grammar and dataclasses.replace(grammar, tenant=caller.tenant)
+    fields = {**_sampling_fields(body, num_logprobs, info), "grammar": own, "thinking": thinking}
     requests: list[EngineRequest] = []
     for prompt, length in zip(prompts, max_tokens, strict=True):
         check_prompt(prompt.token_ids, length, info, param)
         for i in range(n):
             sampling = SamplingParams(max_tokens=max(1, length), seed=_seed(body.seed, i), **fields)
-            pooling = None if length else Pooling.SCORES
-            ids, number = prompt.token_ids, len(requests)
-            requests.append(
-                caller.request(number, ids, sampling, request_class, pooling=pooling, final_only=final_only)
-            )
+            request = caller.request(len(requests), prompt.token_ids, sampling, request_class, final_only=final_only)
+            requests.append(request if length else dataclasses.replace(request, pooling=Pooling.SCORES))
     return GenerationPlan(
         response_id=caller.response_id,
         model=body.model,

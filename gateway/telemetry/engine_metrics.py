@@ -58,7 +58,8 @@ class EngineCollector(Collector):
         yield from _cache(stats)
         yield from _work(stats)
         if stats.colocation is not None:
-            yield from _colocation(stats.colocation)
+            yield from _slo(stats.colocation)
+            yield from _offline_budget(stats.colocation)
         yield from _fleet(stats.engines)
         if stats.pipelines is not None:
             yield from _pipelines(stats.pipelines)
@@ -124,8 +125,8 @@ def _by_cause(known: Iterable[str], counts: Mapping[str, int]) -> dict[str, floa
     return {cause: counts.get(cause, 0) for cause in sorted({*known, *counts})}
 
 
-def _colocation(stats: ColocationStats) -> Iterator[Metric]:
-    """Yield metrics of the SLO and the offline budget; NaN where there is no data yet."""
+def _slo(stats: ColocationStats) -> Iterator[Metric]:
+    """Yield metrics of the SLO; NaN where there is no data yet."""
     yield gauge("slo_attainment", "Share of recently judged requests that met the SLO.", stats.attainment)
     for name, text in (
         ("attainment", "Share of recent requests at whose end the objective was met."),
@@ -144,6 +145,9 @@ def _colocation(stats: ColocationStats) -> Iterator[Metric]:
     for kind, text in {"good": "met their promise", "bad": "missed their promise", "refused": "got a 429"}.items():
         counts = getattr(stats, f"class_{kind}")
         yield totals(f"slo_class_{kind}_requests", f"Requests of a service class that {text}.", "slo_class", counts)
+
+
+def _offline_budget(stats: ColocationStats) -> Iterator[Metric]:
     yield gauge("latency_budget_seconds", "Latency budget of steps with offline work (L).", stats.latency_budget)
     yield gauge("interference_weight", "Interference weight of offline work (lambda).", stats.interference_weight)
     yield gauge("offline_share", "Share of the budget that offline work may use.", stats.offline_share)
