@@ -18,7 +18,7 @@ from gateway.generate import answer_parser
 from gateway.generate.answer_parser import MAX_BLANKS, MAX_CALL_CHARS, ParsedText, Parsing
 from gateway.generate.answering import INLINE_ANSWER_PARTS, collect
 from gateway.generate.choices import Generation, Used
-from gateway.generate.completion_format import CompletionLogprobs, chat_logprobs
+from gateway.generate.completions import CompletionLogprobs, chat_logprobs
 from gateway.generate.deltas import OutputDelta
 from gateway.generate.python_calls import MAX_DEPTH, read_calls
 from gateway.generate.tool_decoders import Call

@@ -13,7 +13,7 @@ from engine.text.tokenizer import Tokenizer
 from gateway.context import GatewayContext
 from gateway.generate.answer_parser import Parsing
 from gateway.generate.answering import ModelEndpoint, caller_of, check_room, choose_model
-from gateway.generate.completion_format import CompletionStream, chat_logprobs
+from gateway.generate.completions import CompletionStream, chat_logprobs
 from gateway.generate.deltas import OutputDelta
 from gateway.generate.params import GenerationPlan, chat_plan, check_chat, check_texts
 from gateway.generate.prompt_options import (

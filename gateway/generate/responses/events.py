@@ -9,7 +9,7 @@ import orjson
 from pydantic import BaseModel
 
 from engine.text.tokenizer import Tokenizer
-from gateway.generate.completion_format import chat_logprobs
+from gateway.generate.completions import chat_logprobs
 from gateway.generate.deltas import OutputDelta
 from gateway.generate.params import GenerationPlan
 from gateway.generate.responses.request import ResponsesRequest, TextFormat, functions_of
