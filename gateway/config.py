@@ -51,7 +51,7 @@ class ServerConfig:
     state_dir: str | None = _flag(
         None,
         "folder for files and batches (default: $XDG_STATE_HOME/tidemill or ~/.local/state/tidemill), or a database "
-        "for their rows and a folder for their contents: postgresql://HOST/NAME?objects=file:///FOLDER",
+        "for their rows and a place for their contents: postgresql://HOST/NAME?objects=file:///FOLDER or s3://BUCKET",
     )
     engines: int = _flag(1, "number of engines, each on a CUDA device or on an equal part of the cores")
     ray: str = _flag(

@@ -9,7 +9,9 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import httpx
 import openai
+import pytest
 from fake_engine import MODEL, FakeEngine, Served, say, serve
 
 from engine.api import EngineStats
@@ -45,6 +47,24 @@ def open_store(path: Path) -> RowStore:
 def open_remote(address: str) -> RowStore:
     """Open the rows in PostgreSQL."""
     return RowStore(find_postgres().PostgresWriter(None, lambda: find_postgres().open_database(address)))
+
+
+@asynccontextmanager
+async def bucket_of_moto(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[str]:
+    """Run moto's S3 server; the block gets the URL of a bucket. Needs `pip install 'moto[server]'`."""
+    moto = pytest.importorskip("moto.server").ThreadedMotoServer(port=0, verbose=False)
+    moto.start()
+    try:
+        host, port = moto.get_host_and_port()
+        address = f"http://{'127.0.0.1' if host == '0.0.0.0' else host}:{port}"
+        settings = {"ENDPOINT_URL": address, "ALLOW_HTTP": "true", "REGION": "us-east-1"}
+        for name, value in {**settings, "ACCESS_KEY_ID": "x", "SECRET_ACCESS_KEY": "x"}.items():
+            monkeypatch.setenv(f"AWS_{name}", value)
+        async with httpx.AsyncClient(trust_env=False) as client:
+            assert (await client.put(f"{address}/bucket")).status_code == 200
+        yield "s3://bucket"
+    finally:
+        moto.stop()
 
 
 def jsonl(lines: Iterable[Any]) -> bytes:

@@ -10,12 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import fastapi
-import httpx
 import pyarrow
 import pyarrow.parquet
 import pytest
 import uvicorn
-from batch_tools import FAST, batch_server, client_of, jsonl, line
+from batch_tools import FAST, batch_server, bucket_of_moto, client_of, jsonl, line
 from fake_engine import MODEL, Served
 from fixtures import http_server
 from obstore.store import MemoryStore
@@ -424,17 +423,8 @@ async def test_object_stores_and_the_web(served: Served, tmp_path: Path, monkeyp
 @pytest.mark.clients
 async def test_a_bucket_of_s3(served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Input and output in a bucket of moto's server; needs `pip install 'moto[server]'`."""
-    moto = pytest.importorskip("moto.server").ThreadedMotoServer(port=0, verbose=False)
-    moto.start()
-    try:
-        host, port = moto.get_host_and_port()
-        address = f"http://{'127.0.0.1' if host == '0.0.0.0' else host}:{port}"
-        settings = {"ENDPOINT_URL": address, "ALLOW_HTTP": "true", "REGION": "us-east-1"}
-        for name, value in {**settings, "ACCESS_KEY_ID": "x", "SECRET_ACCESS_KEY": "x"}.items():
-            monkeypatch.setenv(f"AWS_{name}", value)
-        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-        async with httpx.AsyncClient(trust_env=False) as client:
-            assert (await client.put(f"{address}/bucket")).status_code == 200
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    async with bucket_of_moto(monkeypatch):
         tables.put(write(tmp_path / "in.parquet", ROWS), "s3://bucket/in.parquet")
         for _ in range(2):
             await run(served, "s3://bucket/in.parquet", "s3://bucket/out.parquet", prompt="{text}", max_tokens=60)
@@ -444,8 +434,6 @@ async def test_a_bucket_of_s3(served: Served, tmp_path: Path, monkeypatch: pytes
         assert await num_batches(served) == 1, "the second run had nothing to send"
         with pytest.raises(ConfigError, match="none"):
             await run(served, "s3://bucket/none.csv", prompt="{text}")
-    finally:
-        moto.stop()
 
 
 def test_a_journal_of_a_killed_process(tmp_path: Path) -> None:

@@ -1,7 +1,8 @@
 """Rows in PostgreSQL: lost connections and commits, one server per database, values that PostgreSQL refuses."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import openai
 import pytest
 from batch_tools import (
     batch_server,
+    bucket_of_moto,
     check_ended,
     client_of,
     jsonl,
@@ -20,12 +22,14 @@ from batch_tools import (
     upload,
 )
 from fake_engine import MODEL
+from obstore.store import MemoryStore
 from postgres_server import PostgresServer
 from test_store import NOW, a_batch, a_file
 
 from engine.errors import ConfigError
 from engine.text.tokenizer import Tokenizer
-from gateway.store.disk import StorageError
+from gateway.store.bucket import Bucket
+from gateway.store.disk import Disk, StorageError
 from gateway.store.folder import open_state
 from gateway.store.objects import BatchStatus, LineRef, LineResult, Usage
 from gateway.store.opening import Place, find_state
@@ -56,6 +60,48 @@ async def test_a_batch_survives_the_database(postgres: PostgresServer, tokenizer
         await check_ended(client, batch, [f"id-{i}" for i in range(300)])
     async with batch_server(tokenizer, place) as (_, client):
         await check_ended(client, await client.batches.retrieve(batch.id), [f"id-{i}" for i in range(300)])
+
+
+@pytest.fixture(params=["memory", pytest.param("s3", marks=pytest.mark.clients)])
+async def bucket(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[str]:
+    """Return the URL of an empty object store: in memory, or of moto's server (`pip install 'moto[server]'`)."""
+    if request.param == "memory":
+        store = MemoryStore()
+        monkeypatch.setattr("obstore.store.from_url", lambda url, **_: {"s3://bucket/p": store}[url])
+        yield "s3://bucket/p"
+        return
+    async with bucket_of_moto(monkeypatch) as url:
+        yield f"{url}/p"
+
+
+async def test_another_machine_goes_on(
+    postgres: PostgresServer, tokenizer: Tokenizer, tmp_path: Path, bucket: str
+) -> None:
+    """Bodies and finished lines are in the object store: no line runs twice on a machine with an empty disk."""
+    lines, places = [line(i) for i in range(60)], [Place(tmp_path / name, postgres.address, bucket) for name in "abc"]
+    async with batch_server(tokenizer, places[0]) as (served, client):
+        whole = await submit(client, jsonl(lines[:3]))
+        await until(client, whole.id)
+        script, held = served.engine.script, iter([None] * 59)
+        served.engine.script = lambda request: replace(script(request), hold_after=next(held, 0))
+        batch = await submit(client, jsonl(lines))
+        await until_counted(client, batch.id, 59)
+    async with batch_server(tokenizer, places[1]) as (served, client):
+        ended = await until(client, batch.id)
+        assert served.engine._counts["add"] == 1
+        await check_ended(client, ended, [f"id-{i}" for i in range(60)])
+        await client.files.delete((await client.batches.retrieve(whole.id)).output_file_id)
+    stored = Bucket(bucket, Disk())
+    assert stored.names("journals/") == []
+    assert len(stored.names("files/")) == 3, "two inputs and an output"
+    stored.put("files/file-" + 32 * "0", b"of another database")
+    folder = await asyncio.to_thread(open_state, places[2])
+    await folder.store.announce_files(["file-" + 32 * "1"])
+    stored.put("files/file-" + 32 * "1", b"without a row")
+    await folder.close()
+    async with batch_server(tokenizer, places[2]) as (_, client):
+        await check_ended(client, await client.batches.retrieve(batch.id), [f"id-{i}" for i in range(60)])
+    assert len(stored.names("files/")) == 4
 
 
 def break_commit(store: RowStore, lose: Callable[[Any], None], is_sent: bool) -> Any:

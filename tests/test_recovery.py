@@ -7,6 +7,7 @@ import shutil
 import sqlite3
 from pathlib import Path
 from typing import Any
+from unittest.mock import AsyncMock
 
 import httpx
 import pytest
@@ -16,7 +17,7 @@ from recording_disk import NO_SPACE, FaultyDisk
 from engine.errors import ConfigError
 from engine.text.tokenizer import Tokenizer
 from gateway.batch.limits import BatchLimits
-from gateway.store.disk import Disk
+from gateway.store.disk import Disk, StorageError
 from gateway.store.file_rows import TOMBSTONE_SECONDS
 from gateway.store.folder import StateFolder
 from gateway.store.objects import BatchJob, BatchStatus, FileObject, Page, new_batch_id, new_file_id
@@ -66,6 +67,19 @@ def found(root: Path) -> set[str]:
 async def reopen(folder: StateFolder, disk: Disk | None = None) -> StateFolder:
     await folder.close()
     return await open_folder(folder.root, disk)
+
+
+async def test_a_repeated_recovery_spares_uploads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = await open_folder(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(folder.store, "damaged_batches", AsyncMock(side_effect=StorageError))
+        with pytest.raises(StorageError):
+            await folder.recover()
+    temp = folder.create_temp()
+    await folder.recover()
+    assert temp.path.exists()
+    temp.discard()
+    await folder.close()
 
 
 # ---- garbage that the database explains

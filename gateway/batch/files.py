@@ -244,9 +244,10 @@ async def read_content(request: Request, file_id: str) -> Response:
 
 async def open_content(request: Request, file: FileObject) -> "FileContent":
     """Open a file for a response. Raises ApiError 404 and 500, and StorageError."""
-    path = state_of(request).folder.file_path(file.id)
+    folder = state_of(request).folder
 
     def open_file() -> int:
+        path = folder.copy_body(file.id)
         try:
             with read_errors(path):
                 return os.open(path, os.O_RDONLY | os.O_CLOEXEC)

@@ -5,7 +5,6 @@ import logging
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
-from pathlib import Path
 
 from gateway.batch.input import InputReport, check_apart
 from gateway.batch.journal import JournalReader
@@ -98,14 +97,14 @@ class Finisher:
     async def check_results(self, batch: BatchJob, answers: AnswerLengths) -> int:
         """Verify stored results and rerun lines whose result is damaged or missing. Return the journal offset of the
         next result, and add the finished lines to `answers`. Raises IllegalTransition."""
-        path = self._folder.journal_path(batch.id)
         counted = await self._retry.run(lambda: self._store.count_lines(batch.id))
         if counted != (batch.total, 0, 0) or batch.completed or batch.failed:
             await self._while_readable(lambda lenient: self._retry.run(lambda: self._verify(batch, lenient, answers)))
-        return await self._retry.run(lambda: in_thread(lambda: self._end_of(path)))
+        return await self._retry.run(lambda: in_thread(lambda: self._end_of(batch.id)))
 
-    def _end_of(self, journal: Path) -> int:
+    def _end_of(self, batch_id: str) -> int:
         """Return the journal's size in bytes, and make its directory entry durable."""
+        journal = self._folder.copy_journal(batch_id)
         with self._folder.disk.storing():
             try:
                 end = journal.stat().st_size
@@ -202,7 +201,7 @@ class Finisher:
 
     async def _check(self, batch: BatchJob, models: ModelNames | None) -> InputReport:
         """Check the input. Raises _CheckTimeout after the time limit: an OSError would blame the file."""
-        path, limits = self._folder.file_path(batch.input_file_id), self._limits
+        path, limits = await in_thread(lambda: self._folder.copy_body(batch.input_file_id)), self._limits
         cancelling = batch.status is BatchStatus.CANCELLING or batch.id in self._hurried
         try:
             async with asyncio.timeout(limits.cancel_seconds if cancelling else limits.check_seconds) as check:
@@ -276,5 +275,5 @@ class Finisher:
         self._hurried.discard(batch.id)
         del self._rounds[batch.id]
         if not batch.is_damaged:  # the journal of a damaged batch holds its only results
-            with suppress(OSError):
-                self._folder.disk.remove(self._folder.journal_path(batch.id))
+            with suppress(StorageError):
+                self._folder.remove_journal(batch.id)

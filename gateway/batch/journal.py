@@ -62,6 +62,7 @@ class JournalReader:
 
     def __init__(self, folder: StateFolder, batch_id: str, lenient: bool, answers: AnswerLengths | None = None) -> None:
         self._disk = folder.disk
+        self._folder = folder
         self._path = folder.journal_path(batch_id)
         self._batch_id = batch_id
         self._lenient = lenient
@@ -90,6 +91,8 @@ class JournalReader:
         return found.row
 
     def _read(self, record: LineRecord) -> JournalRow | None:
+        if self._descriptor < 0:
+            self._folder.copy_journal(self._batch_id)
         try:
             with read_errors(self._path):
                 if self._descriptor < 0:

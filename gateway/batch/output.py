@@ -24,6 +24,7 @@ class InputReader:
 
     def __init__(self, folder: StateFolder, file_id: str, lenient: bool) -> None:
         self._folder = folder
+        self._file_id = file_id
         self._path = folder.file_path(file_id)
         self._lenient = lenient
         self._descriptor = -1
@@ -35,6 +36,8 @@ class InputReader:
 
         Raises UnreadableError for an unreadable sector unless `lenient`, and StorageError if the state folder fails.
         """
+        if self._descriptor < 0:
+            self._folder.copy_body(self._file_id)
         try:
             with read_errors(self._path):
                 if self._descriptor < 0:

@@ -177,7 +177,7 @@ async def _join(state: BatchState, upload: UploadObject, ids: list[str], md5: st
 
 
 def _append(state: BatchState, part_id: str, size: int, temp: DiskFile, digest: "hashlib._Hash | None") -> None:
-    path = state.folder.file_path(part_id)
+    path = state.folder.copy_body(part_id)
     with read_errors(path), path.open("rb") as file:
         while piece := file.read(PIECE_BYTES):
             if digest is not None:

@@ -196,18 +196,6 @@ class ResultWriter:
             framed = frame(job.batch.id, line.ref.rank, line.succeeded, line.usage, line.row)
             results.append(LineResult(line.ref.rank, line.succeeded, start + len(data), len(framed), line.usage))
             data += framed
-        await in_thread(lambda: self._append(job.batch.id, data, start))
+        await in_thread(lambda: self._folder.append_journal(job.batch.id, data, start))
         job.journal_end = start + len(data)
         job.batch = await to_end(self._folder.store.add_results(job.batch.id, results))
-
-    def _append(self, batch_id: str, data: bytearray, start: int) -> None:
-        path, disk = self._folder.journal_path(batch_id), self._folder.disk
-        with disk.storing():
-            journal = disk.open_journal(path)
-            try:
-                journal.write_at(data, start)
-                journal.sync()
-            finally:
-                journal.close()
-            if start == 0:
-                disk.sync_folder(path.parent)

@@ -301,7 +301,10 @@ class BatchWorker:
         return outlook.notes(batch) if outlook.misses else {}
 
     async def _head(self, batch: BatchJob) -> LineLengths | None:
-        return await in_thread(lambda: read_head(self._folder.file_path(batch.input_file_id), batch.endpoint))
+        try:
+            return await in_thread(lambda: read_head(self._folder.copy_body(batch.input_file_id), batch.endpoint))
+        except StorageError:  # an object store is away
+            return None
 
 
 async def _cancel(tasks: Iterable["asyncio.Task[None]"]) -> None:

@@ -76,6 +76,9 @@ def _check_server(config: ServerConfig, classes: Sequence[str]) -> Path:
     state: Path = place.folder
     if place.database is not None:
         opening.find_postgres()
+    if place.objects is not None:
+        disk = importlib.import_module("gateway.store.disk").Disk()
+        importlib.import_module("gateway.store.bucket").Bucket(place.objects, disk)
     check_folder("--state-dir", state, faults_pass=True)
     opening.check_free(state)
     _check_keys(config, classes)

@@ -18,6 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 from secrets import token_hex
 
+from gateway.store.bucket import Bucket
 from gateway.store.disk import Disk, DiskFile, StorageError
 from gateway.store.objects import BATCH_ID, FILE_ID
 from gateway.store.opening import DATABASE, Opening, Place, find_postgres
@@ -32,10 +33,12 @@ PROBE = b"tidemill" * 512
 class StateFolder:
     """An open state folder. Use `open_state`."""
 
-    def __init__(self, root: Path, disk: Disk, store: RowStore, opening: Opening) -> None:
+    def __init__(self, root: Path, disk: Disk, store: RowStore, opening: Opening, bucket: Bucket | None = None) -> None:
         self.root = root
         self.disk = disk
         self.store = store
+        self._bucket = bucket
+        self._recovery: StateRecovery | None = None
         self.notice: str | None = None
         """Findings of the last start for the operator."""
         self._opening = opening
@@ -56,13 +59,69 @@ class StateFolder:
 
     def publish_files(self, *files: tuple[DiskFile, str]) -> None:
         """Move files to their ids, durably. Raises StorageError, after removing all files."""
+        if self._bucket is not None:
+            try:
+                for file, file_id in files:
+                    self._bucket.put(f"files/{file_id}", file.path)
+            except BaseException:
+                for file, _ in files:
+                    file.discard()
+                raise
         with self.disk.storing():
             self.disk.publish(*((file, self.file_path(file_id)) for file, file_id in files))
 
     def remove_body(self, file_id: str) -> None:
         """Remove the body of a file. If that fails, the next start removes it. Raises StorageError."""
+        if self._bucket is not None:
+            self._bucket.delete([f"files/{file_id}"])
         with self.disk.storing():
             self.disk.remove(self.file_path(file_id))
+
+    def copy_body(self, file_id: str) -> Path:
+        """Copy the body of a file to the folder if it is only in the object store. Return its path. Blocking. Raises
+        StorageError."""
+        path = self.file_path(file_id)
+        if self._bucket is not None and not path.exists():
+            self._bucket.fetch(f"files/{file_id}", path, self.root / "tmp" / token_hex(16))
+        return path
+
+    def copy_journal(self, batch_id: str) -> Path:
+        """Do the same with a journal."""
+        path = self.journal_path(batch_id)
+        if self._bucket is not None and not path.exists():
+            temp = self.create_temp()
+            try:
+                for name, data in self._bucket.parts(f"journals/{batch_id}/"):
+                    with self.disk.storing():
+                        temp.write_at(data, int(name, 16))
+                with self.disk.storing():
+                    self.disk.publish((temp, path))
+            except BaseException:
+                temp.discard()
+                raise
+        return path
+
+    def append_journal(self, batch_id: str, data: bytes | bytearray, start: int) -> None:
+        """Write rows at an offset of a journal, durably. Blocking. Raises StorageError."""
+        path = self.journal_path(batch_id)
+        with self.disk.storing():
+            journal = self.disk.open_journal(path)
+            try:
+                journal.write_at(data, start)
+                journal.sync()
+            finally:
+                journal.close()
+            if start == 0:
+                self.disk.sync_folder(path.parent)
+        if self._bucket is not None:
+            self._bucket.put(f"journals/{batch_id}/{start:016x}", bytes(data))
+
+    def remove_journal(self, batch_id: str) -> None:
+        """Remove the journal of a batch. If that fails, the next start removes it. Blocking. Raises StorageError."""
+        with self.disk.storing():
+            self.disk.remove(self.journal_path(batch_id))
+        if self._bucket is not None:
+            self._bucket.delete_all(f"journals/{batch_id}/")
 
     def check_disk(self) -> None:
         """Write, sync, read back and remove a small file. Blocking. Raises StorageError."""
@@ -75,6 +134,9 @@ class StateFolder:
                     raise OSError(errno.EIO, os.strerror(errno.EIO))
         finally:
             file.discard()
+        if self._bucket is not None:
+            self._bucket.put("probe", PROBE)
+            self._bucket.delete(["probe"])
 
     async def check_recovery(self) -> None:
         """After a storage error, check whether the folder can be written again."""
@@ -109,8 +171,10 @@ class StateFolder:
             await self.store.forget_announced(lost)
 
     async def recover(self) -> None:
-        """Clean up after the last process; call it before any other use of the folder. Raises StorageError."""
-        self.notice = await StateRecovery(self.root, self.disk, self.store, self._opening.found).run(int(time.time()))
+        """Clean up after the last process; call it before any other use of the folder, and again after StorageError."""
+        if self._recovery is None:
+            self._recovery = StateRecovery(self.root, self.disk, self.store, self._opening.found, self._bucket)
+        self.notice = await self._recovery.run(int(time.time()))
 
     async def remove_expired(self, now: int, limit: int) -> None:
         """Delete expired files. Raises StorageError.
@@ -141,6 +205,7 @@ def open_state(place: Place | Path, disk: Disk | None = None, on_commit: Work[No
     """
     disk = disk or Disk()
     place = place if isinstance(place, Place) else Place(place)
+    bucket = None if place.objects is None else Bucket(place.objects, disk)
     opening = Opening(place, disk)
     connection = None
     with suppress(StorageError):
@@ -151,7 +216,7 @@ def open_state(place: Place | Path, disk: Disk | None = None, on_commit: Work[No
             writer: Writer = SqliteWriter(connection, on_commit, database, disk.health, opening.open)
         else:
             writer = find_postgres().PostgresWriter(connection, opening.open, on_commit, disk.health)
-        return StateFolder(place.folder, disk, RowStore(writer), opening)
+        return StateFolder(place.folder, disk, RowStore(writer), opening, bucket)
     except BaseException:  # also a Ctrl-C must not leave the folder locked
         if connection is not None:
             connection.close()

@@ -17,6 +17,8 @@ from gateway.store.sqlite import open_database
 
 DATABASE = "tidemill.db"
 _PRIVATE = (DATABASE, f"{DATABASE}-wal", f"{DATABASE}-shm", "engine.pid")
+STORES = ("s3", "gs", "az")
+"""Schemes of object stores."""
 _FOLDERS = ("files", "journals", "tmp")
 _FORMER = ("adapters.json", "cache", "salt")
 """Names that earlier versions wrote. They do not make a folder a foreign one."""
@@ -31,14 +33,17 @@ MISTAKES = frozenset(
 
 
 class Place(NamedTuple):
-    """The folder of the bodies, and the address of the database (None: SQLite in the folder)."""
+    """The folder of the bodies, the address of the database (None: SQLite in the folder), and the URL of the object
+    store whose bodies and journals the folder copies (None: they are in the folder alone)."""
 
     folder: Path
     database: str | None = None
+    objects: str | None = None
 
 
 def find_state(given: str | None) -> Place:
-    """Return the default place, the given folder, or the parts of `postgresql://HOST/NAME?objects=file:///FOLDER`.
+    """Return the default place, the given folder, or the parts of `postgresql://HOST/NAME?objects=URL`: a URL of a
+    folder, or of an object store, which the default folder copies.
 
     Raise ConfigError for an invalid address, or a user without a home folder."""
     if not given:
@@ -48,11 +53,18 @@ def find_state(given: str | None) -> Place:
     address = urlsplit(given)
     options = dict(parse_qsl(address.query))
     objects = urlsplit(options.pop("objects", ""))
-    if objects.scheme != "file" or objects.netloc or len(objects.path) < 2:
-        raise ConfigError("--state-dir postgresql://... needs the folder of the files: add ?objects=file:///FOLDER")
+    is_folder = objects.scheme == "file" and not objects.netloc and len(objects.path) > 1
+    if not is_folder and not (objects.scheme in STORES and objects.netloc):
+        raise ConfigError(
+            "--state-dir postgresql://... needs a place for the contents of files: "
+            "add ?objects=file:///FOLDER or ?objects=s3://BUCKET/PREFIX"
+        )
     if ("@" in address.netloc and ":" in address.netloc.rpartition("@")[0]) or "password" in options:
         raise ConfigError("--state-dir must not contain a password; set PGPASSWORD or PGPASSFILE")
-    return Place(Path(unquote(objects.path)), f"postgresql://{address.netloc}{address.path}?{urlencode(options)}")
+    database = f"postgresql://{address.netloc}{address.path}?{urlencode(options)}"
+    if is_folder:
+        return Place(Path(unquote(objects.path)), database)
+    return Place(user_folder("state", "--state-dir"), database, objects.geturl())
 
 
 def state_path(given: str | None) -> Path:

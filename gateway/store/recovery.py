@@ -15,6 +15,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from gateway.store.bucket import Bucket
 from gateway.store.disk import Disk, StorageError
 from gateway.store.row_store import RowStore
 
@@ -75,26 +76,36 @@ class LostAndFound:
 class StateRecovery:
     """Cleanup at one start. Steps that fail are left to the next start."""
 
-    def __init__(self, root: Path, disk: Disk, store: RowStore, found: LostAndFound) -> None:
+    def __init__(
+        self, root: Path, disk: Disk, store: RowStore, found: LostAndFound, bucket: Bucket | None = None
+    ) -> None:
         self._root = root
         self._disk = disk
         self._store = store
         self._found = found
+        self._bucket = bucket
+        self._has_begun = False
 
     async def run(self, now: int) -> str | None:
         """Clean up and return the findings for the operator, if any. Raises StorageError."""
         notes: list[str] = []
-        await self._tidy("tmp", _all_can_go)
+        if not self._has_begun:  # later, these files can be in use
+            await self._tidy("tmp", _all_can_go)
+            if self._bucket is not None:  # another machine may have written more
+                await self._tidy("journals", _all_can_go)
+            self._has_begun = True
         damaged = await self._store.damaged_batches()
         if damaged:
             notes.append(f"the database rows of {len(damaged)} batches are damaged; these batches have failed")
             await self._try(lambda: self._found.keep_rows(damaged.values()))
         await self._tidy("journals", self._store.explain_journals)
         await self._tidy("files", self._store.explain_files)
+        if self._bucket is not None:
+            await self._tidy_objects(self._bucket)
         with suppress(StorageError):
             await self._store.fail_damaged(list(damaged), now)
             await self._store.forget_announced()
-        if lacking := await self._count_lacking():
+        if self._bucket is None and (lacking := await self._count_lacking()):
             notes.append(f"the bodies of {lacking} files are missing or incomplete; these files cannot be read")
         if self._found.folder is not None:
             where = self._found.folder.relative_to(self._root)
@@ -117,6 +128,17 @@ class StateRecovery:
                 if not explained.get(name, False):
                     move = self._disk.remove if name in explained else self._found.take
                     await self._try(lambda move=move, name=name: move(self._root / folder / name))  # type: ignore[misc]
+
+    async def _tidy_objects(self, bucket: Bucket) -> None:
+        """Remove objects of bodies that never got a row, and of journals whose batch has ended. Raises StorageError."""
+        orphans = [f"files/{file_id}" for file_id in await self._store.announced_files()]
+        await asyncio.to_thread(bucket.delete, orphans)
+        names = await asyncio.to_thread(bucket.names, "journals/")
+        batches = sorted({name.partition("/")[0] for name in names})
+        for start in range(0, len(batches), SWEEP):
+            explained = await self._store.explain_journals(batches[start : start + SWEEP])
+            for batch in (name for name, must_stay in explained.items() if not must_stay):
+                await asyncio.to_thread(bucket.delete_all, f"journals/{batch}/")
 
     async def _try(self, work: Callable[[], None]) -> None:
         try:

@@ -31,6 +31,12 @@ class RecoveryRows(Rows):
         connection.executemany(query, ((file_id, self._run) for file_id in file_ids))
 
     @transaction
+    def announced_files(self, connection: RowConnection) -> list[str]:
+        """Return the ids that earlier runs announced and that have no row."""
+        query = "SELECT id FROM announced WHERE run != ? AND id NOT IN (SELECT id FROM files)"
+        return [row["id"] for row in connection.execute(query, (self._run,))]
+
+    @transaction
     def forget_announced(self, connection: RowConnection, file_ids: Sequence[str] | None = None) -> None:
         """Remove the announcements of the given ids, or of all earlier runs for None."""
         if file_ids is None:
