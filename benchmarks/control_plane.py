@@ -16,6 +16,7 @@ from engine.scheduling.knapsack import Columns, choose
 from engine.scheduling.objective import StepObjective
 from engine.scheduling.output import ModelRunnerOutput
 from engine.scheduling.selection import apt_values
+from engine.scheduling.speculation import Speculation
 from engine.speculation.drafts import Drafts
 from predictor.features import BatchFeatures
 from predictor.fitting import fit
@@ -240,7 +241,7 @@ def main(_argv: list[str] | None = None) -> None:
     for load, ttft in LOADS.items():
         core = make_core(ttft)
         if "speculation" in load:
-            core.enable_speculation()
+            core.state.speculation = Speculation()
         for now in range(60):
             step(core, float(now))
         timed = [step(core, 100.0 + i) for i in range(STEPS)]

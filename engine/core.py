@@ -10,6 +10,7 @@ confirmed. Sources: HyGen §4.1; reliability E1-E8.
 
 import math
 from collections.abc import Generator
+from typing import TYPE_CHECKING
 
 from engine.api import (
     EngineRequest,
@@ -38,10 +39,12 @@ from engine.scheduling.policies import find_policy
 from engine.scheduling.recovery import FaultRecovery
 from engine.scheduling.report import report_load, report_stats
 from engine.scheduling.results import Results
-from engine.scheduling.speculation import Speculation
 from engine.scheduling.state import SchedulerState
 from engine.scheduling.trial import build_next
 from predictor.features import LatencyPredictor
+
+if TYPE_CHECKING:  # a core without drafts does not load their source
+    from engine.scheduling.speculation import Speculation
 
 SURE = 2.0
 """Expected length of an answer with a deadline, in mean lengths of recent answers."""
@@ -61,10 +64,12 @@ class EngineCore:
         offline_policy: str = "psm",
         model: LatencyPredictor | None = None,
         objective: StepObjective | None = None,
+        speculation: "Speculation | None" = None,
     ) -> None:
         self.config = config
         policy = find_policy(online_policy)
         self.state = state = SchedulerState(config, policy, offline_policy, model, objective or StepObjective())
+        state.speculation = speculation
         self._admission = Admission(state)
         self._recovery = FaultRecovery(state, Blame())
         self.moves = Moves(state, self._recovery)
@@ -193,10 +198,6 @@ class EngineCore:
                 outputs = list(self._failures.passed(flight, outputs, now))
         self.state.cache.complete_step(output.step_id)
         return outputs
-
-    def enable_speculation(self, *, penalties: bool = False) -> None:
-        """Draft tokens from now on where they are worth their time. `penalties`: also for requests with penalties."""
-        self.state.speculation = Speculation(penalties=penalties)
 
     def catch_up(self) -> None:
         """Do a part of the work that can wait: index tokens for drafts. Call it while a step runs."""

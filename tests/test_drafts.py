@@ -13,6 +13,7 @@ from engine.core import EngineCore
 from engine.limits import SchedulerConfig
 from engine.scheduling.objective import StepObjective
 from engine.scheduling.output import ModelRunnerOutput
+from engine.scheduling.speculation import Speculation
 from engine.speculation import drafts, ngrams
 from engine.speculation.acceptance import MAX_DRAFT, Acceptance, DraftSource
 from engine.speculation.drafts import Drafts
@@ -221,8 +222,8 @@ def test_a_draft_that_does_not_fit_into_the_step_is_shortened(is_unsteady: bool,
     """Steps that copy a text keep their limit, with the margin, and take a fraction of the steps of one token each."""
     config = SchedulerConfig(num_units=2000, max_model_len=2048, max_num_seqs=64, max_num_batched_tokens=512)
     model = LatencyModel(intercept=0.025, decodes=0.004)
-    core = EngineCore(config, model=unsteady(model) if is_unsteady else model, objective=StepObjective(1.0, tbt))
-    core.enable_speculation()
+    model = unsteady(model) if is_unsteady else model
+    core = EngineCore(config, model=model, objective=StepObjective(1.0, tbt), speculation=Speculation())
     text = [*noise(4, 300), *noise(4, 301)[100:]]
     core.add_request(EngineRequest("r", tuple(text[:300]), SamplingParams(max_tokens=200)), 0.0)
     steps, now = 0, 0.0

@@ -38,6 +38,7 @@ from engine.models.hub import OWN, TRANSFORMERS
 from engine.profiling.cache_costs import CacheTiers
 from engine.profiling.calibration import INSIDE_STRING, load_or_measure, load_profile
 from engine.scheduling.policies import find_policy
+from engine.scheduling.speculation import Speculation
 from engine.structured.compiler import GrammarCompiler
 from engine.structured.prover_client import Prover
 from engine.structured.ready import Grammars
@@ -130,9 +131,8 @@ def _join(config: EngineConfig, plan: LaunchPlan, runner: Runner[Any], say: Call
         partial(runner.can_enforce, INSIDE_STRING),
         partial(backend.busy_share, plan),
     )
-    core, colocation, tuner = make_controller(config, scheduler, profile, slo, profile_folder(config), say)
-    if drafts_tokens(config, plan):
-        core.enable_speculation(penalties=plan.device == "cpu")
+    drafts = Speculation(penalties=plan.device == "cpu") if drafts_tokens(config, plan) else None
+    core, colocation, tuner = make_controller(config, scheduler, profile, slo, profile_folder(config), say, drafts)
     info = replace(_info(plan, scheduler, _sampling(config, plan, say)), slo=str(slo))
     if plan.spec.state_bytes:
         log.debug(_tell_checkpoints(plan, scheduler))
@@ -221,11 +221,12 @@ def make_controller(
     slo: SLO,
     folder: Path,
     say: Callable[[str], None],
+    speculation: Speculation | None = None,
 ) -> tuple[EngineCore, Colocation, BudgetTuner]:
     """Return core, keeper and tuner for a profile. `folder` stores profiles, the learned load and the budgets."""
     model = OnlineModel(profile.model, profile.held_out_mape)
     scheduler = replace(scheduler, rho=profile.cache_costs.rho(scheduler.compact_tokens))
-    core = EngineCore(scheduler, online_policy=config.online_policy, model=model)
+    core = EngineCore(scheduler, online_policy=config.online_policy, model=model, speculation=speculation)
     budget = initial_budget(slo, profile.model)
     if warning := slo_warning(slo, profile.model):
         say(warning)

@@ -21,7 +21,7 @@ from engine.scheduling.policies import OnlinePolicy
 from engine.scheduling.waiting import WaitingQueue, insert_by_age, remove_by_age
 from predictor.features import LatencyPredictor
 
-if TYPE_CHECKING:  # it stands on the draft of a step, which stands on this module
+if TYPE_CHECKING:
     from engine.scheduling.speculation import Speculation
 
 MAX_BACK_OFF = 64.0
