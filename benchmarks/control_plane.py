@@ -15,6 +15,7 @@ from engine.limits import UNLIMITED_QUEUE, SchedulerConfig
 from engine.scheduling.knapsack import Columns, choose
 from engine.scheduling.objective import StepObjective
 from engine.scheduling.output import ModelRunnerOutput
+from engine.scheduling.policies import find_policy
 from engine.scheduling.selection import apt_values
 from engine.scheduling.speculation import Speculation
 from engine.speculation.drafts import Drafts
@@ -48,7 +49,7 @@ def make_core(ttft: float | None) -> EngineCore:
     )
     core = EngineCore(config)
     if ttft is not None:
-        core = EngineCore(config, online_policy="goodput", model=LAW, objective=StepObjective(ttft, 0.2))
+        core = EngineCore(config, online_policy=find_policy("goodput"), model=LAW, objective=StepObjective(ttft, 0.2))
     for index in range(RUNNING + WAITING):
         prompt = tuple((index * 31 + i) % 30_000 for i in range(256))
         core.add_request(EngineRequest(str(index), prompt, SamplingParams(max_tokens=3000)), 0.0)
@@ -124,7 +125,7 @@ def pressed_core(policy: str, scratch: int, waiting: int) -> tuple[EngineCore, f
         scratch_blocks=scratch,
         rho=2e-7,
     )
-    core = EngineCore(config, online_policy=policy, model=model, objective=StepObjective(1.0, 1.0))
+    core = EngineCore(config, online_policy=find_policy(policy), model=model, objective=StepObjective(1.0, 1.0))
 
     def arrive(name: str, length: int, output: int, at: float) -> None:
         prompt = tuple(generator.randrange(30_000) for _ in range(length))

@@ -19,6 +19,7 @@ from engine.colocation.keeper import Colocation
 from engine.core import EngineCore
 from engine.limits import SchedulerConfig
 from engine.scheduling.output import Collect, ModelRunnerOutput, SchedulerOutput
+from engine.scheduling.policies import find_policy
 from engine.virtual import PLACEHOLDER_TOKEN, VirtualDriver, VirtualRun
 from predictor.model import LatencyModel
 from predictor.online import OnlineModel
@@ -124,7 +125,7 @@ def replay(
     believed = OnlineModel(STEPS, noise)
     slo = SLO.parse(f"ttft_p99={config.ttft}s,tbt_p99={config.tbt}s")
     limits = SchedulerConfig(num_units=4000, max_model_len=2048, max_num_seqs=64)
-    core = EngineCore(limits, online_policy="goodput", offline_policy="fcfs", model=believed)
+    core = EngineCore(limits, online_policy=find_policy("goodput"), offline_policy="fcfs", model=believed)
     keeper = Tally(core, believed, slo, STEPS)
     runner = DisturbedRunner(STEPS, noise, seconds, seed)
     lines = (request(f"f{i}", *config.line, RequestClass.OFFLINE) for i in itertools.count()) if offline else None

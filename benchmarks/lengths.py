@@ -27,6 +27,7 @@ from engine.colocation.initial import initial_budget
 from engine.colocation.keeper import Colocation
 from engine.core import EngineCore
 from engine.scheduling.planner import OfflinePlan, whole
+from engine.scheduling.policies import find_policy
 from engine.virtual import Arrival, VirtualDriver
 from gateway.batch.limits import BatchLimits
 from gateway.batch.line import LineAnswer, LineOrigin
@@ -84,7 +85,7 @@ class VirtualServer(VirtualDriver):
 
     def __init__(self, machine: Machine, arrivals: Iterable[Arrival], answers: dict[str, int], seed: int) -> None:
         believed, slo = OnlineModel(machine.predictor, machine.mape), SLO.parse(OBJECTIVES)
-        self.core = EngineCore(machine.config, online_policy="goodput", model=believed)
+        self.core = EngineCore(machine.config, online_policy=find_policy("goodput"), model=believed)
         keeper = Colocation(self.core, believed, slo, initial_budget(slo, machine.predictor))
         super().__init__(self.core, machine.runner(seed), arrivals, keeper=keeper)
         self._answers = answers

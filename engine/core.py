@@ -35,12 +35,12 @@ from engine.scheduling.output import ModelRunnerOutput, SchedulerOutput
 from engine.scheduling.overdue import answer_tokens
 from engine.scheduling.pacing import OfflineRest, may_run_ahead
 from engine.scheduling.planner import OfflinePlan, plan_offline
-from engine.scheduling.policies import find_policy
 from engine.scheduling.recovery import FaultRecovery
 from engine.scheduling.report import report_load, report_stats
 from engine.scheduling.results import Results
 from engine.scheduling.state import SchedulerState
 from engine.scheduling.trial import build_next
+from engine.scheduling.waiting import FCFS, OnlinePolicy
 from predictor.features import LatencyPredictor
 
 if TYPE_CHECKING:  # a core without drafts does not load their source
@@ -60,15 +60,14 @@ class EngineCore:
         self,
         config: SchedulerConfig,
         *,
-        online_policy: str = "fcfs",
+        online_policy: OnlinePolicy = FCFS,
         offline_policy: str = "psm",
         model: LatencyPredictor | None = None,
         objective: StepObjective | None = None,
         speculation: "Speculation | None" = None,
     ) -> None:
         self.config = config
-        policy = find_policy(online_policy)
-        self.state = state = SchedulerState(config, policy, offline_policy, model, objective or StepObjective())
+        self.state = state = SchedulerState(config, online_policy, offline_policy, model, objective or StepObjective())
         state.speculation = speculation
         self._admission = Admission(state)
         self._recovery = FaultRecovery(state, Blame())

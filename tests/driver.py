@@ -25,6 +25,7 @@ from engine.limits import SchedulerConfig
 from engine.request import Request
 from engine.scheduling.output import Collect, ModelRunner, ModelRunnerOutput, SchedulerOutput
 from engine.scheduling.planner import whole
+from engine.scheduling.policies import find_policy
 
 
 def make_request(
@@ -89,9 +90,15 @@ class Driver:
     `check_every`: steps from one look at the core's integrity to the next, for runs of thousands of steps."""
 
     def __init__(
-        self, runner: ModelRunner, config: SchedulerConfig, *, check_every: int = 1, **core_options: Any
+        self,
+        runner: ModelRunner,
+        config: SchedulerConfig,
+        *,
+        check_every: int = 1,
+        online_policy: str = "fcfs",
+        **core_options: Any,
     ) -> None:
-        self.core = EngineCore(config, **core_options)
+        self.core = EngineCore(config, online_policy=find_policy(online_policy), **core_options)
         self.check_every = check_every
         self.runner = runner
         self.now = 0.0

@@ -26,6 +26,7 @@ from engine.scheduling.laxity import on_time, prefill_pace
 from engine.scheduling.ledger import StepLedger
 from engine.scheduling.objective import StepObjective
 from engine.scheduling.planner import offline_allowance
+from engine.scheduling.policies import find_policy
 from engine.virtual import Arrival, PredictedRunner, VirtualDriver, VirtualRecord
 from predictor.budget import BudgetParams
 from predictor.features import LatencyPredictor
@@ -53,7 +54,7 @@ def make_core(
 ) -> EngineCore:
     settings: dict[str, Any] = {"num_units": 2 * 4000, "max_model_len": 16384}
     return EngineCore(
-        SchedulerConfig(**{**settings, **changes}), online_policy=policy, model=model, objective=objective
+        SchedulerConfig(**{**settings, **changes}), online_policy=find_policy(policy), model=model, objective=objective
     )
 
 

@@ -17,6 +17,7 @@ from engine.scheduling.draft import StepDraft
 from engine.scheduling.objective import StepObjective
 from engine.scheduling.output import Collect, SchedulerOutput
 from engine.scheduling.planner import OfflinePlan, PlannedChunk, whole
+from engine.scheduling.policies import find_policy
 from engine.scheduling.trial import LastResortBuilder
 from engine.virtual import Arrival, PredictedRunner, VirtualDriver
 from predictor.budget import BudgetParams
@@ -155,7 +156,7 @@ def test_steady_chat_starves_no_line() -> None:
     model = LatencyModel(intercept=0.02, decodes=5e-4, decode_context=4e-7, knots=(0, 128), hinges=(2e-5, 1e-4))
     config = SchedulerConfig(num_units=8000, max_model_len=2000, max_num_seqs=16, max_offline_preemptions=2)
     objective = StepObjective(1.0, 0.1, budget=BudgetParams("tidemill", 0.08))
-    core = EngineCore(config, online_policy="goodput", model=model, objective=objective)
+    core = EngineCore(config, online_policy=find_policy("goodput"), model=model, objective=objective)
     generator, at, chats = random.Random(1), 0.0, []
     while at < 240.0:
         at += generator.expovariate(3.0)

@@ -14,6 +14,7 @@ from engine.errors import QueueFullError
 from engine.limits import UNLIMITED_QUEUE, SchedulerConfig
 from engine.request import Request
 from engine.scheduling.objective import StepObjective
+from engine.scheduling.policies import find_policy
 from engine.virtual import Arrival, PredictedRunner, VirtualDriver, VirtualRecord
 from predictor.budget import BudgetParams
 from predictor.model import LatencyModel
@@ -41,7 +42,7 @@ def make_core(policy: str = "goodput", **changes: Any) -> EngineCore:
         "max_queue_time": UNLIMITED_QUEUE,
     }
     return EngineCore(
-        SchedulerConfig(**{**settings, **changes}), online_policy=policy, model=MODEL, objective=OBJECTIVE
+        SchedulerConfig(**{**settings, **changes}), online_policy=find_policy(policy), model=MODEL, objective=OBJECTIVE
     )
 
 

@@ -163,7 +163,7 @@ def test_every_policy_finishes_everything_and_repeats_itself(policy: str) -> Non
 
     def run() -> list[list[float]]:
         config = SchedulerConfig(num_units=120, max_model_len=512, enable_prefix_caching=False, max_num_seqs=8)
-        core = EngineCore(config, online_policy=policy)
+        core = EngineCore(config, online_policy=find_policy(policy))
         arrivals = [
             Arrival(0.002 * i, make_request(f"r{i}", (1,) * (20 + 37 * i % 300), 5 + 11 * i % 90)) for i in range(60)
         ]

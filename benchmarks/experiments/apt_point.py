@@ -14,6 +14,7 @@ from engine.core import EngineCore
 from engine.limits import UNITS_PER_BLOCK, UNLIMITED_QUEUE
 from engine.scheduling.objective import StepObjective
 from engine.scheduling.output import Collect, SchedulerOutput
+from engine.scheduling.policies import find_policy
 from engine.virtual import Arrival, VirtualDriver, VirtualRun
 from loadgen import traces, workloads
 from loadgen.arrivals import Process
@@ -137,7 +138,7 @@ def run_point(point: Point) -> Metrics:
     machine, load = point.machine, point.load
     core = EngineCore(
         machine.config,
-        online_policy=point.arm.policy,
+        online_policy=find_policy(point.arm.policy),
         offline_policy="fcfs",
         model=machine.predictor,
         objective=StepObjective(load.ttft, load.tbt),

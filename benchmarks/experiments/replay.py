@@ -14,6 +14,7 @@ from engine.api import EngineRequest, RequestClass
 from engine.core import EngineCore
 from engine.scheduling.objective import StepObjective
 from engine.scheduling.output import Collect, ModelRunner, SchedulerOutput
+from engine.scheduling.policies import find_policy
 from engine.virtual import Arrival, VirtualDriver, VirtualRun
 from loadgen.simulation.run import Metrics, Row, measure, request_of
 from loadgen.stats import stream
@@ -131,7 +132,11 @@ def make_core(machine: Machine, scenario: Scenario, setting: Setting) -> EngineC
     policy = setting.offline_policy or ("psm" if machine.spec.prefix_caching else "fcfs")
     objective = StepObjective(setting.ttft, setting.tbt, budget=setting.budget)
     return EngineCore(
-        machine.config, online_policy=setting.online_policy, offline_policy=policy, model=model, objective=objective
+        machine.config,
+        online_policy=find_policy(setting.online_policy),
+        offline_policy=policy,
+        model=model,
+        objective=objective,
     )
 
 

@@ -26,6 +26,7 @@ from engine.api import RequestClass
 from engine.core import EngineCore
 from engine.limits import UNITS_PER_BLOCK
 from engine.scheduling.objective import StepObjective
+from engine.scheduling.policies import find_policy
 from engine.virtual import Arrival
 from loadgen import lengths, traces
 from loadgen.simulation.run import Metrics, Row, measure, request_of, rows_of
@@ -140,7 +141,7 @@ def servers_of(task: Task) -> list[Server]:
         # LARRY's own alpha, in our units (see the experiment larry).
         blocks = machine.config.num_units // UNITS_PER_BLOCK
         policy = f"larry:{1.0 / blocks:.3g}" if task.policy == "larry" else task.policy
-        core = EngineCore(machine.config, online_policy=policy, offline_policy="fcfs", objective=objective)
+        core = EngineCore(machine.config, online_policy=find_policy(policy), offline_policy="fcfs", objective=objective)
         runner = OneByOne(machine.runner(1000 * task.seed + number))
         found.append(Server(number, core, runner, step_seconds(machine)))
     return found

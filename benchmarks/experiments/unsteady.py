@@ -21,6 +21,7 @@ from engine.colocation.keeper import Colocation
 from engine.core import EngineCore
 from engine.limits import SchedulerConfig
 from engine.scheduling.output import Collect, ModelRunnerOutput, SchedulerOutput
+from engine.scheduling.policies import find_policy
 from engine.virtual import (
     PLACEHOLDER_TOKEN,
     Arrival,
@@ -127,7 +128,7 @@ def replay(config: Config, machine: float, seed: int, *, offline: bool) -> tuple
     believed = OnlineModel(profile, MODEL_ERROR)
     slo = SLO.parse(f"ttft_p99={config.ttft}s,tbt_p99={config.tbt}s")
     limits = SchedulerConfig(num_units=2 * NUM_BLOCKS, max_model_len=CONTEXT, max_num_seqs=64)
-    core = EngineCore(limits, online_policy="goodput", offline_policy="fcfs", model=believed)
+    core = EngineCore(limits, online_policy=find_policy("goodput"), offline_policy="fcfs", model=believed)
     keeper = Colocation(core, believed, slo, initial_budget(slo, profile))
     runner = UnsteadyRunner(model, config, seed)
     lines = (request(f"f{i}", *config.line, RequestClass.OFFLINE) for i in itertools.count()) if offline else None

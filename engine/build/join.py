@@ -226,7 +226,7 @@ def make_controller(
     """Return core, keeper and tuner for a profile. `folder` stores profiles, the learned load and the budgets."""
     model = OnlineModel(profile.model, profile.held_out_mape)
     scheduler = replace(scheduler, rho=profile.cache_costs.rho(scheduler.compact_tokens))
-    core = EngineCore(scheduler, online_policy=config.online_policy, model=model, speculation=speculation)
+    core = EngineCore(scheduler, online_policy=find_policy(config.online_policy), model=model, speculation=speculation)
     budget = initial_budget(slo, profile.model)
     if warning := slo_warning(slo, profile.model):
         say(warning)

@@ -17,6 +17,7 @@ from engine.api import EngineRequest, RequestClass, SamplingParams
 from engine.colocation.waits import ArrivalWaits
 from engine.core import EngineCore
 from engine.limits import SchedulerConfig
+from engine.scheduling.policies import find_policy
 from engine.scheduling.state import SchedulerState
 from engine.virtual import Arrival, PredictedRunner, VirtualDriver, VirtualRecord, VirtualRun
 from predictor.budget import BudgetParams
@@ -135,7 +136,7 @@ def run_workload(
     waits = ArrivalWaits.of(server.slo, model, prompts, len(prompts) / workload.seconds if prompts else 0.0)
     core = EngineCore(
         config,
-        online_policy=server.online_policy,
+        online_policy=find_policy(server.online_policy),
         model=model if oracle or not noise else online,
         objective=waits.objective(server.slo, budget, searched=True),
     )

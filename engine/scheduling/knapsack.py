@@ -17,11 +17,10 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
+
+from engine.arrays import FloatArray, IntArray
 
 ROUNDING = 1e-9
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,9 +49,9 @@ class Columns(NamedTuple):
         compact: The same in compact form, a constant share of `kv`; 0 (or not less than `kv`) if not allowed.
     """
 
-    values: Floats
-    kv: Ints
-    compact: Ints
+    values: FloatArray
+    kv: IntArray
+    compact: IntArray
 
 
 def choose(columns: Columns, capacity: int, *, live: int = 0, rho: float = 0.0) -> Selection:

@@ -18,9 +18,9 @@ from typing import NamedTuple
 import numpy as np
 
 from engine.api import RequestClass
+from engine.arrays import FloatArray
 from engine.limits import SchedulerConfig
 from engine.request import Request
-from engine.scheduling.knapsack import Floats
 from engine.scheduling.objective import StepObjective
 from engine.scheduling.state import SchedulerState
 from engine.scheduling.waiting import by_age
@@ -141,13 +141,13 @@ def prompt_slack(state: SchedulerState, find_pace: Callable[[], PrefillPace | No
     places = [waiting.place(request) for request in running]
     due = np.insert(waiting.columns.arrivals, places, [request.times.arrival for request in running]) + ttft
 
-    def slack(work: Floats) -> float:
+    def slack(work: FloatArray) -> float:
         """Return the slack for `work` seconds per waiting request; requests with a first token are ignored."""
         spans = np.insert(work, places, [pace.seconds_for(request) for request in running])
         ends = np.concatenate(((now + pace.step,), spans)).cumsum()[1:]
         return float((due - ends).min())
 
-    work: Floats = waiting.columns.missing * np.float64(pace.per_token)
+    work: FloatArray = waiting.columns.missing * np.float64(pace.per_token)
     for index in np.flatnonzero(waiting.columns.began).tolist():
         request = waiting[index]
         if request.times.first_token is not None:

@@ -13,16 +13,16 @@ from typing import NamedTuple
 import numpy as np
 
 from engine.api import RequestClass
+from engine.arrays import FloatArray, IntArray
 from engine.limits import UNITS_PER_BLOCK
 from engine.request import Request
-from engine.scheduling.knapsack import Floats, Ints
 from engine.scheduling.laxity import PrefillPace
-from engine.scheduling.policies import fcfs
 from engine.scheduling.state import SchedulerState
+from engine.scheduling.waiting import fcfs
 from predictor.features import BatchFeatures
 from predictor.load import DEFAULT_OUTPUT
 
-Counts = Ints | int
+Counts = IntArray | int
 PATIENCE = 0.25
 """Share of the maximum wait for which no request counts as overdue.
 
@@ -40,20 +40,20 @@ class QueueWork(NamedTuple):
         blocks: Cache blocks that it needs to start.
     """
 
-    since: Floats
-    limits: Floats
-    seconds: Floats
-    blocks: Ints
+    since: FloatArray
+    limits: FloatArray
+    seconds: FloatArray
+    blocks: IntArray
 
     @classmethod
     def of(cls, state: SchedulerState, pace: PrefillPace) -> "QueueWork":
         waiting, size = state.waiting_online, state.config.block_size
         columns = waiting.columns
         since = columns.arrivals.copy()
-        limits: Floats = np.full(len(since), longest_queue_time(state))
+        limits: FloatArray = np.full(len(since), longest_queue_time(state))
         for index, request in enumerate(waiting) if state.promised else ():
             limits[index] = longest_queue_time(state, request)
-        seconds: Floats = columns.missing * np.float64(pace.per_token)
+        seconds: FloatArray = columns.missing * np.float64(pace.per_token)
         blocks = np.minimum(columns.lengths // size + 1, state.config.most_blocks)
         for index in np.flatnonzero(columns.began | (columns.missing > pace.chunk)).tolist():
             request = waiting[index]
@@ -100,7 +100,7 @@ def binds(state: SchedulerState) -> bool:
     return overtakes and limited and bool(state.waiting_online) and not state.online_share.is_contested
 
 
-def slack(state: SchedulerState, work: QueueWork, pace: PrefillPace, now: float) -> Floats:
+def slack(state: SchedulerState, work: QueueWork, pace: PrefillPace, now: float) -> FloatArray:
     """Return how long each waiting request can be delayed without exceeding its maximum wait, in arrival order.
 
     Requests start in the order in which they are due.
@@ -109,7 +109,7 @@ def slack(state: SchedulerState, work: QueueWork, pace: PrefillPace, now: float)
     order = np.argsort(due, kind="stable")
     seconds = work.seconds[order].cumsum() - work.seconds[order] + prompt_seconds(state, pace)
     memory = memory_wait(state, pace, work.blocks[order].cumsum(), np.arange(1, len(order) + 1))
-    found: Floats = np.empty(len(order))
+    found: FloatArray = np.empty(len(order))
     found[order] = due[order] - now - (pace.step + seconds + memory)
     return found
 
@@ -119,7 +119,7 @@ def prompt_seconds(state: SchedulerState, pace: PrefillPace) -> float:
     return sum([pace.seconds_for(request) for request in state.running_prompts()])
 
 
-def memory_wait(state: SchedulerState, pace: PrefillPace, blocks: Counts, requests: Counts) -> Floats:
+def memory_wait(state: SchedulerState, pace: PrefillPace, blocks: Counts, requests: Counts) -> FloatArray:
     """Return the seconds until rows and memory are free for `requests` more requests that need `blocks` blocks.
 
     Both are freed evenly over the time of one answer, in steps as large as memory allows. A request holds half of its
@@ -131,7 +131,7 @@ def memory_wait(state: SchedulerState, pace: PrefillPace, blocks: Counts, reques
     needed = blocks + held + requests * (answer / 2.0 / config.block_size)
     units = (UNITS_PER_BLOCK * needed - state.pool.num_units) / state.pool.num_units
     rows = (requests + len(running) - config.max_num_seqs) / config.max_num_seqs
-    lack: Floats = np.maximum(np.maximum(rows, units), 0.0)
+    lack: FloatArray = np.maximum(np.maximum(rows, units), 0.0)
     most = float(np.max(lack))
     if most == 0.0:
         return lack

@@ -23,84 +23,30 @@ Policies know nothing of steps, unit locations or time limits.
 """
 
 import math
-import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
+import numpy as np
+
+from engine.api import RequestClass
+from engine.cache.blocks import COMPACT
+from engine.cache.placement import READ_STEPS
 from engine.errors import ConfigError
 from engine.limits import UNITS_PER_BLOCK
 from engine.request import Request
-from engine.scheduling.selection import Select, Start, select_apt, select_goodput
+from engine.scheduling.online_share import by_tenant
+from engine.scheduling.overdue import owes
+from engine.scheduling.selection import Pressure, select_apt, select_goodput
+from engine.scheduling.state import SchedulerState
+from engine.scheduling.victims import freed_units
+from engine.scheduling.waiting import FCFS, OnlinePolicy, QueueContext, Start, fcfs
 
 DEFAULT_ALPHA = 1.0
+Choose = Callable[[Sequence[Request], Pressure], list[Start]]
+"""Choose among waiting requests for the memory that there is."""
 DEFAULT_TTFT = 1.0
 """Unit of waiting time, in seconds, without a TTFT objective."""
-
-
-@dataclass(frozen=True, slots=True)
-class QueueContext:
-    """The facts available to a policy. Times are seconds on the core's clock.
-
-    Attributes:
-        running: Online requests with a row, read-only.
-        num_units: Units of the device pool.
-        ttft: TTFT objective in seconds; infinite without one.
-    """
-
-    now: float
-    num_waiting: int
-    running: Sequence[Request]
-    num_units: int
-    block_size: int
-    ttft: float = math.inf
-    seed: int = 0
-    most_blocks: int = sys.maxsize
-
-    def units(self, tokens: int) -> int:
-        """Return the cache units for `tokens` tokens and the next one."""
-        return min(tokens // self.block_size + 1, self.most_blocks) * UNITS_PER_BLOCK
-
-    def is_aged(self, request: Request) -> bool:
-        """Return whether the request has waited longer than the TTFT objective."""
-        return self.now - request.times.arrival > self.ttft
-
-
-Order = Callable[[Sequence[Request], QueueContext], Sequence[Request]]
-
-
-def _always(_request: Request, _context: QueueContext) -> bool:
-    return True
-
-
-def _never(_request: Request, _context: QueueContext) -> bool:
-    return False
-
-
-@dataclass(frozen=True, slots=True)
-class OnlinePolicy:
-    """One online policy.
-
-    Attributes:
-        order: Sort the waiting requests, given by arrival, best first.
-        admits: Whether a request may start now.
-        scans_past: Whether admission continues behind a request that could not start.
-        select: Choose the requests to start, and their representation, when memory is short; None: use `order`.
-        late_last: A running request that missed its TTFT objective loses its memory to those that can still meet it.
-        by_laxity: Prompts that can still meet the objective go first; while memory lasts they also start first.
-    """
-
-    order: Order
-    admits: Callable[[Request, QueueContext], bool] = _always
-    scans_past: Callable[[Request, QueueContext], bool] = _never
-    select: Select | None = None
-    late_last: bool = False
-    by_laxity: bool = False
-
-
-def fcfs(waiting: Sequence[Request], _context: QueueContext) -> Sequence[Request]:
-    """First come, first served. The queue is in arrival order, and a preempted request keeps its arrival time."""
-    return waiting
 
 
 def fits_whole(request: Request, context: QueueContext) -> bool:
@@ -161,20 +107,131 @@ def _is_young(request: Request, context: QueueContext) -> bool:
     return not context.is_aged(request)
 
 
+def choose_starts(select: Choose, state: SchedulerState, now: float) -> list[Start] | None:
+    """Return the waiting requests that the knapsack `select` chose to start; None if memory suffices."""
+    if not state.waiting_online or (pressure := pressure_of(state, now)) is None:
+        return None
+    starts = select_by_tenant(state, select, pressure)
+    decided = state.counters.knapsack
+    for start in starts:
+        decided["compact" if start.kind is COMPACT else "kv"] += 1
+    decided["passed_over"] += len(state.waiting_online) - len(starts)
+    if state.online_policy.late_last:
+        evict_late(state, starts, now)
+    return starts
+
+
+def select_by_tenant(state: SchedulerState, select: Choose, pressure: Pressure) -> list[Start]:
+    """Return the waiting requests that `select` chooses, tenant by tenant in the memory that earlier tenants leave."""
+    if not state.online_share.is_contested:
+        return select(state.waiting_online, pressure)
+    groups = by_tenant(state.waiting_online)
+    starts: list[Start] = []
+    for tenant in state.online_share.by_standing(groups):
+        found = select(groups[tenant], pressure)
+        starts += found
+        if not found:
+            break  # smaller requests of later tenants would take this tenant's room again and again
+        pressure = pressure.less(found)
+    return starts
+
+
+def evictable(state: SchedulerState, now: float) -> list[Request]:
+    """Return the late running requests that must yield to savable ones, first to lose first.
+
+    A request that was preempted `max_offline_preemptions` times is exempt.
+    """
+    if not state.online_policy.late_last:
+        return []
+    limit = state.config.max_offline_preemptions
+    running = reversed(state.running[RequestClass.ONLINE])
+    late = [r for r in running if r.num_preemptions < limit and state.objective.is_late(r, now)]
+    return [request for request in late if not owes(state, request, now)]
+
+
+def evict_late(state: SchedulerState, starts: Sequence[Start], now: float) -> None:
+    """Preempt late running requests to make room for the savable requests that the step can start.
+
+    Called before the step contains any request.
+    """
+    size, units, tokens = state.config.block_size, 0, 0
+    for request, kind, savable in starts:
+        if savable and tokens < state.config.max_num_batched_tokens:
+            units += request.num_blocks(size) * kind.form.units
+            tokens += len(request.token_ids)
+    missing = units - state.pool.num_available_units - state.pool.num_deferred_units
+    missing -= state.cache.parked.num_units(online=True)
+    missing -= sum(freed_units(request) for request in state.running[RequestClass.OFFLINE])
+    for victim in evictable(state, now):
+        if missing <= 0:
+            return
+        missing -= freed_units(victim)
+        state.preempt(victim, "late", now)
+
+
+def pressure_of(state: SchedulerState, now: float) -> Pressure | None:
+    """Return the inputs of the knapsack, or None if memory suffices for the waiting online requests."""
+    block_size = state.config.block_size
+    offline = state.running[RequestClass.OFFLINE]
+    capacity = (
+        state.pool.num_available_units + state.pool.num_deferred_units + state.cache.parked.num_units(online=True)
+    )
+    capacity += sum(request.cache_map.num_running_units for request in offline)
+    capacity -= state.prompt_reserve(state.running_prompts())
+    if not _demand_exceeds(state, capacity):
+        return None
+    capacity += sum(request.cache_map.num_running_units for request in evictable(state, now))
+    return Pressure(
+        now=now,
+        running=state.running[RequestClass.ONLINE],
+        capacity=capacity,
+        block_size=block_size,
+        compact_blocks=state.cache.compact_room,
+        rho=_rho(state) * READ_STEPS * block_size / UNITS_PER_BLOCK,
+        ttft=state.objective.ttft,
+        tbt=state.objective.tbt,
+        promised=bool(state.promised),
+        model=state.model,
+        max_chunk=state.config.max_num_batched_tokens,
+        most_blocks=state.config.most_blocks,
+    )
+
+
+def _rho(state: SchedulerState) -> float:
+    """Return the seconds that one more token in compact form adds to a step.
+
+    If some requests run from compact form already, the fixed cost of projection is paid anyway and not included.
+    """
+    if state.model is not None and state.cache.num_compact:
+        return state.model.cache_work(compact_tokens=1)
+    return state.config.rho
+
+
+def _demand_exceeds(state: SchedulerState, units: int) -> bool:
+    """Return whether the waiting online requests need more than `units` units in KV."""
+    waiting, size = state.waiting_online, state.config.block_size
+    columns = waiting.columns
+    blocks = int(np.minimum(columns.lengths // size + 1, state.config.most_blocks)[~columns.began].sum())
+    for index in np.flatnonzero(columns.began).tolist():
+        blocks += min(len(waiting[index].token_ids) // size + 1, state.config.most_blocks)
+    return blocks > units // UNITS_PER_BLOCK
+
+
+def _by_knapsack(select: Choose, *, late_last: bool = False) -> OnlinePolicy:
+    return OnlinePolicy(fcfs, select=partial(choose_starts, select), late_last=late_last, by_laxity=True)
+
+
 ONLINE_POLICIES: dict[str, OnlinePolicy] = {
-    "fcfs": OnlinePolicy(fcfs),
+    "fcfs": FCFS,
     "no-preempt": OnlinePolicy(fcfs, admits=fits_whole),
     "larry": OnlinePolicy(larry, scans_past=_is_young),
     "random": OnlinePolicy(shuffled),
     "srpt-oracle": OnlinePolicy(shortest_remaining),
-    "apt": OnlinePolicy(fcfs, select=select_apt, by_laxity=True),
-    "goodput": OnlinePolicy(fcfs, select=select_goodput, by_laxity=True),
-    "goodput-strict": OnlinePolicy(fcfs, select=partial(select_goodput, tail=0.0), late_last=True, by_laxity=True),
+    "apt": _by_knapsack(select_apt),
+    "goodput": _by_knapsack(select_goodput),
+    "goodput-strict": _by_knapsack(partial(select_goodput, tail=0.0), late_last=True),
 }
-SELECTS: dict[str, Callable[..., list[Start]]] = {
-    "apt": select_apt,
-    "goodput": select_goodput,
-}
+SELECTS: dict[str, Callable[..., list[Start]]] = {"apt": select_apt, "goodput": select_goodput}
 
 
 def find_policy(name: str) -> OnlinePolicy:
@@ -196,7 +253,7 @@ def find_policy(name: str) -> OnlinePolicy:
     if base == "larry" and 0.0 <= number < math.inf:
         return replace(policy, order=partial(larry, alpha=number))
     if base in SELECTS and 0.0 <= number <= 1.0:
-        return replace(policy, select=partial(SELECTS[base], tail=number))
+        return _by_knapsack(partial(SELECTS[base], tail=number))
     raise ConfigError(
         f"online policy '{name}': only larry (alpha >= 0), apt and goodput (0 <= tail <= 1) take a number (larry:0.5)"
     )

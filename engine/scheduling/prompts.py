@@ -27,12 +27,10 @@ from engine.scheduling.laxity import (
     uses_laxity,
 )
 from engine.scheduling.output import ReplacedEntry
-from engine.scheduling.policies import QueueContext
-from engine.scheduling.selection import Start
 from engine.scheduling.state import SchedulerState
 from engine.scheduling.tenants import order_tenants
 from engine.scheduling.victims import spares
-from engine.scheduling.waiting import WaitingQueue, by_age
+from engine.scheduling.waiting import QueueContext, Start, WaitingQueue, by_age
 from predictor.features import CacheWork
 
 BEHIND_EVERY = 8

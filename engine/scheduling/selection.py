@@ -11,17 +11,18 @@ the paper's decayed variant (§6.6). The queue is processed in columns, because 
 
 import math
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
 
+from engine.arrays import BoolArray, FloatArray, IntArray
 from engine.cache.blocks import COMPACT, CacheKind, count_units
 from engine.limits import UNITS_PER_BLOCK
 from engine.request import Request
-from engine.scheduling.knapsack import Columns, Floats, Ints, Selection, choose
-from engine.scheduling.waiting import Bools, columns_of
+from engine.scheduling.knapsack import Columns, Selection, choose
+from engine.scheduling.waiting import Start, columns_of
 from predictor.features import BatchFeatures, LatencyPredictor
 
 DEFAULT_TAIL = 0.4
@@ -60,7 +61,7 @@ class Pressure:
     max_chunk: int = 512
     most_blocks: int = sys.maxsize
 
-    def less(self, starts: Iterable["Start"]) -> "Pressure":
+    def less(self, starts: Iterable[Start]) -> "Pressure":
         """Return the pressure after these requests have started."""
         units = compact = 0
         for request, kind, _ in starts:
@@ -68,17 +69,6 @@ class Pressure:
             units += blocks * kind.form.units
             compact += blocks * (kind is COMPACT)
         return replace(self, capacity=self.capacity - units, compact_blocks=self.compact_blocks - compact)
-
-
-class Start(NamedTuple):
-    """A selected request, the block kind that it stores, and whether it can still meet its SLO."""
-
-    request: Request
-    kind: CacheKind
-    savable: bool
-
-
-Select = Callable[[Sequence[Request], Pressure], list[Start]]
 
 
 def select_apt(waiting: Sequence[Request], pressure: Pressure, tail: float = DEFAULT_TAIL) -> list[Start]:
@@ -111,12 +101,12 @@ class _Queue(NamedTuple):
     """
 
     requests: Sequence[Request]
-    pending: Floats
-    slack: Floats
-    hopeful: Bools
-    kv: Ints
-    compact: Ints
-    missing: Ints
+    pending: FloatArray
+    slack: FloatArray
+    hopeful: BoolArray
+    kv: IntArray
+    compact: IntArray
+    missing: IntArray
     began: list[int]
 
 
@@ -167,7 +157,7 @@ def _has_hope(request: Request, pressure: Pressure) -> bool:
     return not missed
 
 
-def _savable(queue: _Queue, pressure: Pressure) -> Bools:
+def _savable(queue: _Queue, pressure: Pressure) -> BoolArray:
     """Return which requests would get their next token in time, by the latency model, if they ran from now on."""
     model = pressure.model
     if model is None or not len(queue.requests):
@@ -188,7 +178,9 @@ def _savable(queue: _Queue, pressure: Pressure) -> Bools:
     return savable
 
 
-def _chosen(queue: _Queue, values: Floats, savable: Bools, pressure: Pressure, rho: float, tail: float) -> list[Start]:
+def _chosen(
+    queue: _Queue, values: FloatArray, savable: BoolArray, pressure: Pressure, rho: float, tail: float
+) -> list[Start]:
     """Return the knapsack's selection, best first. Compact forms are used only while the scratch area lasts.
 
     A request that missed its SLO never runs from hidden state: it would slow down the steps of the others.
@@ -213,7 +205,7 @@ def _chosen(queue: _Queue, values: Floats, savable: Bools, pressure: Pressure, r
     return [Start(queue.requests[places[index]], kind, bool(savable[places[index]])) for index, kind in chosen]
 
 
-def _in_reach(kv: Ints, savable: Bools, capacity: int) -> Ints:
+def _in_reach(kv: IntArray, savable: BoolArray, capacity: int) -> IntArray:
     """Return the savable requests, and the smallest late requests that fit together.
 
     With a tail of 0 all late requests have the same tiny value, so the knapsack would choose no others.
@@ -263,12 +255,12 @@ def seconds_to_token(
     return seconds
 
 
-def apt_values(pending: Floats, savable: Bools, tail: float = DEFAULT_TAIL) -> Floats:
+def apt_values(pending: FloatArray, savable: BoolArray, tail: float = DEFAULT_TAIL) -> FloatArray:
     """Return the paper's values: pending times in seconds. `savable`: the SLO is not missed yet."""
     return np.where(savable, pending, np.maximum(EPSILON, tail * pending))
 
 
-def goodput_values(pending: Floats, savable: Bools, ttft: float, tail: float = DEFAULT_TAIL) -> Floats:
+def goodput_values(pending: FloatArray, savable: BoolArray, ttft: float, tail: float = DEFAULT_TAIL) -> FloatArray:
     """Return 1 for each request that can still meet its SLO, and less for the others.
 
     Values are in units of `ttft` > 0, and ρ must be too: divide seconds by `ttft`, or by 1 s without an objective.

@@ -17,8 +17,7 @@ from engine.scheduling.ledger import token_costs
 from engine.scheduling.objective import StepObjective
 from engine.scheduling.offline_queue import OfflineQueue
 from engine.scheduling.online_share import OnlineShare
-from engine.scheduling.policies import OnlinePolicy
-from engine.scheduling.waiting import WaitingQueue, insert_by_age, remove_by_age
+from engine.scheduling.waiting import OnlinePolicy, WaitingQueue, insert_by_age, remove_by_age
 from predictor.features import LatencyPredictor
 
 if TYPE_CHECKING:

@@ -21,7 +21,7 @@ from engine.scheduling.offline_fill import OfflineFill
 from engine.scheduling.overdue import binds, overdue
 from engine.scheduling.planner import OfflinePlan
 from engine.scheduling.prompts import PromptFill
-from engine.scheduling.tenants import choose_starts, let_in
+from engine.scheduling.tenants import let_in
 from engine.scheduling.victims import online_order
 
 
@@ -41,7 +41,8 @@ class StepBuilder:
         self._state.cache.balance()
         admitted = let_in(self._draft)
         late = overdue(self._state, self._draft.pace, self._draft.now) if binds(self._state) else []
-        starts = [] if late else choose_starts(self._state, self._draft.now)
+        select = self._state.online_policy.select
+        starts = [] if late else None if select is None else select(self._state, self._draft.now)
         num_decodes = self._add_online_decodes()
         self._prompts.add(starts, late if admitted is None else [admitted])
         if starts is None:

@@ -1,4 +1,4 @@
-"""Fair sharing of a step between tenants: the order of prompts, the knapsack per tenant, and the transfer of rows.
+"""Fair sharing of a step between tenants: the order of prompts, and the transfer of rows.
 
 Tenants are served by the service that they have received (`engine.scheduling.online_share`, virtual token counters), so
 a thousand requests of one tenant do not delay another's. Rows and memory are freed only when a request ends, so
@@ -12,16 +12,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
 
 from engine.api import RequestClass
-from engine.cache.blocks import COMPACT
 from engine.limits import UNITS_PER_BLOCK
 from engine.request import Request
 from engine.scheduling.draft import StepDraft
 from engine.scheduling.fair_share import FairWalk
 from engine.scheduling.laxity import PrefillPace, PromptOrder
 from engine.scheduling.online_share import OnlineShare, by_tenant
-from engine.scheduling.selection import Pressure, Select, Start
-from engine.scheduling.state import SchedulerState
-from engine.scheduling.victims import evict_late, freed_units, pressure_of
+from engine.scheduling.victims import freed_units
 from engine.scheduling.waiting import by_age
 
 Order = Callable[[list[Request], PrefillPace | None], PromptOrder]
@@ -65,39 +62,6 @@ def _paces(groups: Mapping[str, Sequence[Request]], pace: PrefillPace | None) ->
         return dict.fromkeys(groups)
     work = {name: sum(request.num_prompt_tokens for request in group) for name, group in groups.items()}
     return {name: pace.slower(sum(min(own, other) for other in work.values()) / own) for name, own in work.items()}
-
-
-def choose_starts(state: SchedulerState, now: float) -> list[Start] | None:
-    """Return the waiting requests that a knapsack chose to start.
-
-    None if memory suffices or the policy has no knapsack; then queue order applies.
-    """
-    policy = state.online_policy
-    if policy.select is None or not state.waiting_online or (pressure := pressure_of(state, now)) is None:
-        return None
-    starts = select_by_tenant(state, policy.select, pressure)
-    decided = state.counters.knapsack
-    for start in starts:
-        decided["compact" if start.kind is COMPACT else "kv"] += 1
-    decided["passed_over"] += len(state.waiting_online) - len(starts)
-    if policy.late_last:
-        evict_late(state, starts, now)
-    return starts
-
-
-def select_by_tenant(state: SchedulerState, select: Select, pressure: Pressure) -> list[Start]:
-    """Return the waiting requests that `select` chooses, tenant by tenant in the memory that earlier tenants leave."""
-    if not state.online_share.is_contested:
-        return select(state.waiting_online, pressure)
-    groups = by_tenant(state.waiting_online)
-    starts: list[Start] = []
-    for tenant in state.online_share.by_standing(groups):
-        found = select(groups[tenant], pressure)
-        starts += found
-        if not found:
-            break  # smaller requests of later tenants would take this tenant's room again and again
-        pressure = pressure.less(found)
-    return starts
 
 
 def let_in(draft: StepDraft) -> Request | None:

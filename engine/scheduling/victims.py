@@ -1,4 +1,4 @@
-"""Memory shortage: whether waiting online requests need more than there is, and which requests are preempted.
+"""Memory shortage: which requests are preempted, and whether a late request may start.
 
 A step preempts few requests, offline ones first, and none that it contains.
 """
@@ -9,16 +9,12 @@ from collections.abc import Collection, Mapping, Sequence
 from itertools import compress
 from operator import not_
 
-import numpy as np
-
 from engine.api import RequestClass
 from engine.cache.blocks import CacheBlock, count_units
 from engine.cache.cache import Claim
-from engine.cache.placement import READ_STEPS
 from engine.limits import UNITS_PER_BLOCK
 from engine.request import Request
 from engine.scheduling.overdue import owes
-from engine.scheduling.selection import Pressure, Start
 from engine.scheduling.state import SchedulerState
 
 LATE_HEADROOM = 0.25
@@ -132,39 +128,6 @@ def online_order(state: SchedulerState, now: float) -> list[Request]:
     return running
 
 
-def evictable(state: SchedulerState, now: float) -> list[Request]:
-    """Return the late running requests that must yield to savable ones, first to lose first.
-
-    A request that was preempted `max_offline_preemptions` times is exempt.
-    """
-    if not state.online_policy.late_last:
-        return []
-    limit = state.config.max_offline_preemptions
-    running = reversed(state.running[RequestClass.ONLINE])
-    late = [r for r in running if r.num_preemptions < limit and state.objective.is_late(r, now)]
-    return [request for request in late if not owes(state, request, now)]
-
-
-def evict_late(state: SchedulerState, starts: Sequence[Start], now: float) -> None:
-    """Preempt late running requests to make room for the savable requests that the step can start.
-
-    Called before the step contains any request.
-    """
-    size, units, tokens = state.config.block_size, 0, 0
-    for request, kind, savable in starts:
-        if savable and tokens < state.config.max_num_batched_tokens:
-            units += request.num_blocks(size) * kind.form.units
-            tokens += len(request.token_ids)
-    missing = units - state.pool.num_available_units - state.pool.num_deferred_units
-    missing -= state.cache.parked.num_units(online=True)
-    missing -= sum(freed_units(request) for request in state.running[RequestClass.OFFLINE])
-    for victim in evictable(state, now):
-        if missing <= 0:
-            return
-        missing -= freed_units(victim)
-        state.preempt(victim, "late", now)
-
-
 def spares(state: SchedulerState, request: Request) -> bool:
     """Return whether a late request may start: it must leave `LATE_HEADROOM` of the pool to savable requests.
 
@@ -175,51 +138,3 @@ def spares(state: SchedulerState, request: Request) -> bool:
     units = request.num_blocks(state.config.block_size) * UNITS_PER_BLOCK
     room = state.pool.num_available_units + state.cache.parked.num_units(online=True)
     return room - units >= LATE_HEADROOM * state.pool.num_units
-
-
-def pressure_of(state: SchedulerState, now: float) -> Pressure | None:
-    """Return the inputs of the knapsack, or None if memory suffices for the waiting online requests."""
-    block_size = state.config.block_size
-    offline = state.running[RequestClass.OFFLINE]
-    capacity = (
-        state.pool.num_available_units + state.pool.num_deferred_units + state.cache.parked.num_units(online=True)
-    )
-    capacity += sum(request.cache_map.num_running_units for request in offline)
-    capacity -= state.prompt_reserve(state.running_prompts())
-    if not _demand_exceeds(state, capacity):
-        return None
-    capacity += sum(request.cache_map.num_running_units for request in evictable(state, now))
-    return Pressure(
-        now=now,
-        running=state.running[RequestClass.ONLINE],
-        capacity=capacity,
-        block_size=block_size,
-        compact_blocks=state.cache.compact_room,
-        rho=_rho(state) * READ_STEPS * block_size / UNITS_PER_BLOCK,
-        ttft=state.objective.ttft,
-        tbt=state.objective.tbt,
-        promised=bool(state.promised),
-        model=state.model,
-        max_chunk=state.config.max_num_batched_tokens,
-        most_blocks=state.config.most_blocks,
-    )
-
-
-def _rho(state: SchedulerState) -> float:
-    """Return the seconds that one more token in compact form adds to a step.
-
-    If some requests run from compact form already, the fixed cost of projection is paid anyway and not included.
-    """
-    if state.model is not None and state.cache.num_compact:
-        return state.model.cache_work(compact_tokens=1)
-    return state.config.rho
-
-
-def _demand_exceeds(state: SchedulerState, units: int) -> bool:
-    """Return whether the waiting online requests need more than `units` units in KV."""
-    waiting, size = state.waiting_online, state.config.block_size
-    columns = waiting.columns
-    blocks = int(np.minimum(columns.lengths // size + 1, state.config.most_blocks)[~columns.began].sum())
-    for index in np.flatnonzero(columns.began).tolist():
-        blocks += min(len(waiting[index].token_ids) // size + 1, state.config.most_blocks)
-    return blocks > units // UNITS_PER_BLOCK

@@ -1,22 +1,27 @@
-"""Waiting online requests in arrival order, with their constant properties in columns.
+"""Waiting online requests in arrival order, with their constant properties in columns, and the form of a policy.
 
 Thousands may wait and a step takes milliseconds, so a step reads columns, which change only when the queue does.
 Requests that have run before change while they wait (a last token may arrive, parked blocks may be dropped), so these
 are read one by one.
 """
 
+import math
+import sys
 from bisect import bisect_left, insort
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from operator import attrgetter
-from typing import NamedTuple, overload
+from typing import TYPE_CHECKING, NamedTuple, overload
 
 import numpy as np
-from numpy.typing import NDArray
 
+from engine.arrays import BoolArray, FloatArray, IntArray
+from engine.cache.blocks import CacheKind
+from engine.limits import UNITS_PER_BLOCK
 from engine.request import Request, RequestStatus
-from engine.scheduling.knapsack import Floats, Ints
 
-Bools = NDArray[np.bool_]
+if TYPE_CHECKING:  # a state holds a queue and a policy
+    from engine.scheduling.state import SchedulerState
 
 by_age = attrgetter("arrival_order")
 _WIDTH = 64
@@ -32,10 +37,10 @@ class QueueColumns(NamedTuple):
         began: The request has run before; then only `arrivals` is valid.
     """
 
-    arrivals: Floats
-    lengths: Ints
-    missing: Ints
-    began: Bools
+    arrivals: FloatArray
+    lengths: IntArray
+    missing: IntArray
+    began: BoolArray
 
 
 def columns_of(requests: Sequence[Request]) -> QueueColumns:
@@ -108,7 +113,7 @@ def _row(request: Request) -> tuple[float, int, int, bool]:
     return request.times.arrival, length, length - request.num_expected_hits, began
 
 
-def _columns(table: Floats) -> QueueColumns:
+def _columns(table: FloatArray) -> QueueColumns:
     arrivals, lengths, missing, began = table
     return QueueColumns(arrivals, lengths.astype(np.int64), missing.astype(np.int64), began > 0.0)
 
@@ -123,3 +128,82 @@ def remove_by_age(requests: list[Request], request: Request) -> None:
     index = bisect_left(requests, request.arrival_order, key=by_age)
     assert requests[index] is request, "request is not in the queue that its status says"
     del requests[index]
+
+
+@dataclass(frozen=True, slots=True)
+class QueueContext:
+    """The facts available to a policy. Times are seconds on the core's clock.
+
+    Attributes:
+        running: Online requests with a row, read-only.
+        num_units: Units of the device pool.
+        ttft: TTFT objective in seconds; infinite without one.
+    """
+
+    now: float
+    num_waiting: int
+    running: Sequence[Request]
+    num_units: int
+    block_size: int
+    ttft: float = math.inf
+    seed: int = 0
+    most_blocks: int = sys.maxsize
+
+    def units(self, tokens: int) -> int:
+        """Return the cache units for `tokens` tokens and the next one."""
+        return min(tokens // self.block_size + 1, self.most_blocks) * UNITS_PER_BLOCK
+
+    def is_aged(self, request: Request) -> bool:
+        """Return whether the request has waited longer than the TTFT objective."""
+        return self.now - request.times.arrival > self.ttft
+
+
+class Start(NamedTuple):
+    """A selected request, the block kind that it stores, and whether it can still meet its SLO."""
+
+    request: Request
+    kind: CacheKind
+    savable: bool
+
+
+Order = Callable[[Sequence[Request], QueueContext], Sequence[Request]]
+Select = Callable[["SchedulerState", float], list[Start] | None]
+"""Takes the state and the time."""
+
+
+def _always(_request: Request, _context: QueueContext) -> bool:
+    return True
+
+
+def _never(_request: Request, _context: QueueContext) -> bool:
+    return False
+
+
+@dataclass(frozen=True, slots=True)
+class OnlinePolicy:
+    """One online policy.
+
+    Attributes:
+        order: Sort the waiting requests, given by arrival, best first.
+        admits: Whether a request may start now.
+        scans_past: Whether admission continues behind a request that could not start.
+        select: Choose the requests to start, and their representation, when memory is short; None: use `order`. Returns
+            None if memory suffices.
+        late_last: A running request that missed its TTFT objective loses its memory to those that can still meet it.
+        by_laxity: Prompts that can still meet the objective go first; while memory lasts they also start first.
+    """
+
+    order: Order
+    admits: Callable[[Request, QueueContext], bool] = _always
+    scans_past: Callable[[Request, QueueContext], bool] = _never
+    select: Select | None = None
+    late_last: bool = False
+    by_laxity: bool = False
+
+
+def fcfs(waiting: Sequence[Request], _context: QueueContext) -> Sequence[Request]:
+    """First come, first served. The queue is in arrival order, and a preempted request keeps its arrival time."""
+    return waiting
+
+
+FCFS = OnlinePolicy(fcfs)

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from engine.api import EngineRequest, RequestClass, SamplingParams
 from engine.core import EngineCore
 from engine.scheduling.objective import StepObjective
+from engine.scheduling.policies import find_policy
 from engine.virtual import Arrival, VirtualDriver, VirtualRecord, VirtualRun
 from loadgen.plan import FIRST_OFFLINE, PromptMaker, TokenIds, Windows
 from loadgen.simulation.device import Simulated
@@ -88,7 +89,11 @@ def run_workload(
     # Without a cache the prefix tree has nothing to order by.
     offline_policy = "fcfs" if maker is None and policies.offline == "psm" else policies.offline
     core = EngineCore(
-        config, online_policy=policies.online, offline_policy=offline_policy, model=model, objective=objective
+        config,
+        online_policy=find_policy(policies.online),
+        offline_policy=offline_policy,
+        model=model,
+        objective=objective,
     )
     limit, end = config.max_model_len, math.inf if windows.horizon is None else windows.horizon
     found = [] if made.online is None else requests(made.online, "n", maker, limit, RequestClass.ONLINE)
