@@ -28,6 +28,7 @@ from engine.colocation.keeper import Colocation
 from engine.core import EngineCore
 from engine.scheduling.planner import OfflinePlan, whole
 from engine.scheduling.policies import find_policy
+from engine.scheduling.report import report_stats
 from engine.virtual import Arrival, VirtualDriver
 from gateway.batch.limits import BatchLimits
 from gateway.batch.line import LineAnswer, LineOrigin
@@ -189,7 +190,7 @@ async def run_batch(machine: Machine, root: Path, shape: str, args: argparse.Nam
         BatchLimits(tail_lines=tail_lines),
         server.run_line,
         max_lines=lambda _: None,
-        stats=server.core.stats,
+        stats=lambda: report_stats(server.core.state),
         set_lane=server.core.set_lane,
         clock=lambda: EPOCH + server.now,
     )

@@ -33,6 +33,7 @@ from engine.execution.memory import CHECKPOINT_PART, useful_slots
 from engine.limits import CHECKPOINT_TOKENS, UNITS_PER_BLOCK, Limits, SchedulerConfig
 from engine.scheduling.knapsack import Columns, choose
 from engine.scheduling.output import ModelRunnerOutput
+from engine.scheduling.report import report_stats
 
 LFM2 = {
     "architectures": ["Lfm2ForCausalLM"],
@@ -127,7 +128,7 @@ def computed_share(state_slots: int, every: int, *, prefixes: bool = True) -> fl
             histories[running[output.request_id]] += output.token_ids
             if output.finish_reason is not None:
                 del running[output.request_id]
-    stats = core.stats()
+    stats = report_stats(core.state)
     return 1.0 - stats.prefix_hit_tokens / max(1, stats.prefix_queried_tokens)
 
 

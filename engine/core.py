@@ -14,10 +14,8 @@ from typing import TYPE_CHECKING
 
 from engine.api import (
     EngineRequest,
-    EngineStats,
     FinishReason,
     Lane,
-    LoadReport,
     RequestClass,
     RequestOutput,
     RequestTimes,
@@ -29,14 +27,12 @@ from engine.scheduling.admission import Admission, check_length
 from engine.scheduling.blame import Blame
 from engine.scheduling.failures import StepFailures
 from engine.scheduling.in_flight import ReachedPoint
-from engine.scheduling.moving import Moves
 from engine.scheduling.objective import StepObjective
 from engine.scheduling.output import ModelRunnerOutput, SchedulerOutput
 from engine.scheduling.overdue import answer_tokens
 from engine.scheduling.pacing import OfflineRest, may_run_ahead
 from engine.scheduling.planner import OfflinePlan, plan_offline
 from engine.scheduling.recovery import FaultRecovery
-from engine.scheduling.report import report_load, report_stats
 from engine.scheduling.results import Results
 from engine.scheduling.state import SchedulerState
 from engine.scheduling.trial import build_next
@@ -53,7 +49,7 @@ SURE = 2.0
 class EngineCore:
     """Turn requests into steps and step results into outputs. The caller supplies the time (seconds, monotonic).
 
-    Other modules only read `state`.
+    Other modules only read `state`, and move requests by `recovery` (`engine.scheduling.moving`).
     """
 
     def __init__(
@@ -70,10 +66,9 @@ class EngineCore:
         self.state = state = SchedulerState(config, online_policy, offline_policy, model, objective or StepObjective())
         state.speculation = speculation
         self._admission = Admission(state)
-        self._recovery = FaultRecovery(state, Blame())
-        self.moves = Moves(state, self._recovery)
-        self._results = Results(state, self._admission, self._recovery)
-        self._failures = StepFailures(state, self._recovery, self._results)
+        self.recovery = FaultRecovery(state, Blame())
+        self._results = Results(state, self._admission, self.recovery)
+        self._failures = StepFailures(state, self.recovery, self._results)
         self._rest = OfflineRest()
 
     @property
@@ -94,13 +89,13 @@ class EngineCore:
     @property
     def retry_at(self) -> float | None:
         """Return the time at which `schedule` must be called again even without an event, or None."""
-        times = [self._recovery.retry_at, self._rest.until if self.has_offline else None]
+        times = [self.recovery.retry_at, self._rest.until if self.has_offline else None]
         return min((time for time in times if time is not None), default=None)
 
     @property
     def sick_since(self) -> float | None:
         """Return the time since which steps have been failing regardless of their requests, or None."""
-        return self._recovery.sick_since
+        return self.recovery.sick_since
 
     @property
     def may_run_ahead(self) -> bool:
@@ -125,7 +120,7 @@ class EngineCore:
         if spec.request_class is RequestClass.ONLINE and not spec.probe:
             self._rest.online_came(now)
         if resumed is not None and resumed.apart_until:
-            self._recovery.suspect(ReachedPoint(request, resumed.apart_until))
+            self.recovery.suspect(ReachedPoint(request, resumed.apart_until))
 
     def check_room(self, request_class: RequestClass, tenant: str, now: float) -> None:
         """Raise QueueFullError if even the smallest request of this class and tenant would be refused now."""
@@ -165,7 +160,7 @@ class EngineCore:
             self._rest.online_runs(now)
         elif self._rest.rests(self.state.objective, now, in_flight=bool(self.state.in_flight)):
             plan = None
-        step = build_next(self.state, self._recovery, plan, now)
+        step = build_next(self.state, self.recovery, plan, now)
         if step is None:
             return None
         self.state.next_step_id += 1
@@ -193,7 +188,7 @@ class EngineCore:
             outputs = list(self._failures.failed(flight, now))
         else:
             outputs = list(self._results.take_in(flight, result, now))
-            if self._recovery.active:
+            if self.recovery.active:
                 outputs = list(self._failures.passed(flight, outputs, now))
         self.state.cache.complete_step(output.step_id)
         return outputs
@@ -219,16 +214,3 @@ class EngineCore:
     def set_objective(self, objective: StepObjective) -> None:
         """Use this objective and budget from the next step on."""
         self.state.objective = objective
-
-    def stats(self) -> EngineStats:
-        """Return a snapshot; see `EngineStats`."""
-        return report_stats(self.state)
-
-    def load(self, now: float) -> LoadReport:
-        """Return the load figures that a router of several engines needs."""
-        return report_load(self.state, now)
-
-    @property
-    def is_recovering(self) -> bool:
-        """Return whether requests of a failed step are suspects, or the canary has yet to pass."""
-        return self._recovery.active

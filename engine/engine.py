@@ -50,9 +50,10 @@ from engine.loop.watchdog import STALL_SECONDS, ProgressWatchdog
 from engine.machine.activity import Activity, read_activity
 from engine.machine.link import LinkLostError
 from engine.machine.processes import collect_due
-from engine.scheduling.moving import MovedRequest
+from engine.scheduling.moving import MovedRequest, Moves
 from engine.scheduling.output import ModelRunner, ModelRunnerOutput, SchedulerOutput
 from engine.scheduling.recovery import RETRY_AFTER
+from engine.scheduling.report import report_load, report_stats
 from engine.stream import RequestStream
 from predictor.promise import Promise
 
@@ -115,6 +116,7 @@ class Engine:
         self.info = info
         self._ranks = ranks
         self.core = core
+        self.moves = Moves(core.state, core.recovery)
         self.runner = runner
         self._clock = clock
         self._step_watch = StepWatch(step_limits or StepLimits(), self._on_hung, self._read_activity)
@@ -301,7 +303,7 @@ class Engine:
 
     def detach(self, request_id: str) -> MovedRequest:
         """Remove a request without an output, and return its state for another engine."""
-        moved = self.core.moves.detach(request_id)
+        moved = self.moves.detach(request_id)
         self._close(request_id)
         return moved
 
@@ -312,7 +314,7 @@ class Engine:
             with suppress(QueueFullError):  # without a compiled grammar the step fails for this request only
                 self._grammars.hold(moved.spec)
         self._streams[moved.spec.request_id] = sink
-        return self.core.moves.attach(moved)
+        return self.moves.attach(moved)
 
     def open(self, pairs: Iterable[tuple[EngineRequest, OutputSink]]) -> None:
         """Queue all requests or none, and send their outputs to the sinks. Raise the same errors as `submit`."""
@@ -378,11 +380,11 @@ class Engine:
     def stats(self) -> EngineStats:
         """Return the current statistics."""
         colocation = None if self.colocation is None else self.colocation.stats(self._clock())
-        return replace(self.core.stats(), plans=dict(self._planner.counts), colocation=colocation)
+        return replace(report_stats(self.core.state), plans=dict(self._planner.counts), colocation=colocation)
 
     def load(self) -> LoadReport:
         """Return the current load."""
-        return self.core.load(self._clock())
+        return report_load(self.core.state, self._clock())
 
     def be_recorded(self, recorder: "FlightRecorder") -> None:
         """Write every later step to the flight recorder before it runs."""

@@ -11,6 +11,7 @@ from integrity import check_core
 
 from engine.api import (
     EngineRequest,
+    EngineStats,
     FinishReason,
     Lane,
     OutputStream,
@@ -23,9 +24,11 @@ from engine.engine import Engine
 from engine.errors import TidemillError
 from engine.limits import SchedulerConfig
 from engine.request import Request
+from engine.scheduling.moving import Moves
 from engine.scheduling.output import Collect, ModelRunner, ModelRunnerOutput, SchedulerOutput
 from engine.scheduling.planner import whole
 from engine.scheduling.policies import find_policy
+from engine.scheduling.report import report_stats
 
 
 def make_request(
@@ -99,6 +102,7 @@ class Driver:
         **core_options: Any,
     ) -> None:
         self.core = EngineCore(config, online_policy=find_policy(online_policy), **core_options)
+        self.moves = Moves(self.core.state, self.core.recovery)
         self.check_every = check_every
         self.runner = runner
         self.now = 0.0
@@ -195,10 +199,13 @@ class Driver:
             if not self.step():
                 break
         assert not self.core.has_requests, "requests are left but nothing can run\n" + picture(self.core, self.now)
-        stats = self.core.stats()
+        stats = self.stats()
         assert stats.units_owned == 0
         assert stats.units_free + stats.units_cached == stats.units_total
         assert stats.host_units_used == stats.host_units_cached and stats.hidden_blocks == 0
+
+    def stats(self) -> EngineStats:
+        return report_stats(self.core.state)
 
     def _take(self, output: RequestOutput) -> None:
         assert output.request_id not in self.finals, "an output after the terminal one"

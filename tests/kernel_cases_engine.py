@@ -67,7 +67,7 @@ def check_engine(
     driver.run()
     for request in requests:
         check_greedy(reference, request, driver.outputs[request.request_id])
-    stats = driver.core.stats()
+    stats = driver.stats()
     return {"preemptions": sum(stats.preemptions.values()), "hits": stats.prefix_hit_tokens}
 
 

@@ -147,7 +147,7 @@ def _run(model_type: str, folder: Path, reference: Any) -> Finding:
     wrong = [i for i, prompt in enumerate(prompts) if driver.outputs[str(i)] != _generated(reference, prompt)]
     if wrong:
         return Finding(model_type, WRONG, f"{len(wrong)} of {len(prompts)} answers differ")
-    stats = driver.core.stats()
+    stats = driver.stats()
     hit = stats.prefix_hit_tokens > 0 or not scheduler.enable_prefix_caching
     met = sum(stats.preemptions.values()) > 0 and hit
     limit = f"contexts end at the {plan.spec.limited_by}" if plan.spec.limited_by else ""

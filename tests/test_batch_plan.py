@@ -21,6 +21,7 @@ from engine.api import EngineStats, Lane, TokenCosts
 from engine.core import EngineCore
 from engine.limits import SchedulerConfig
 from engine.scheduling.ledger import token_costs
+from engine.scheduling.report import report_stats
 from engine.text.tokenizer import Tokenizer
 from gateway.batch.forecast import LEAST_LINES, STEP_JOBS, Forecast
 from gateway.batch.lengths import AnswerLengths, LineLengths
@@ -374,7 +375,7 @@ def test_a_margin_that_guards_objectives_is_no_cost() -> None:
     model = LatencyModel(intercept=0.01, decodes=0.001)
     config = SchedulerConfig(num_units=64, max_model_len=64, max_num_seqs=8)
     core = EngineCore(config, model=OnlineModel(model, 0.25))
-    assert core.stats().token_costs == token_costs(model, config)
+    assert report_stats(core.state).token_costs == token_costs(model, config)
 
 
 # ---- over HTTP

@@ -193,7 +193,7 @@ def test_canaries_are_in_no_figure() -> None:
     driver, _ = make_driver(lambda step, _: step < 4)
     driver.add(make_request("a", range(4), 3, request_class=RequestClass.OFFLINE))
     driver.run()
-    stats = driver.core.stats()
+    stats = driver.stats()
     assert stats.failed_steps > 1 and stats.probe_tokens == 9
     assert (stats.prefill_tokens, stats.decode_tokens, stats.offline_computed_tokens) == (4, 2, 6)
 
@@ -244,7 +244,7 @@ def test_logits_that_are_not_finite_end_only_the_request_that_makes_them(depth: 
     driver.add(*requests)
     driver.run()
     check(driver, requests, guilty={"3"})
-    assert driver.core.stats().failed_steps <= math.ceil(math.log2(len(requests))) + LONE_FAILURES + 1
+    assert driver.stats().failed_steps <= math.ceil(math.log2(len(requests))) + LONE_FAILURES + 1
     check_core(driver.core)
 
 

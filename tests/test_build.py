@@ -24,6 +24,7 @@ from engine.execution.cuda.backend import CudaBackend
 from engine.machine.facts import HOST_ENGINES, Processor, read_processor
 from engine.models.quantized import make_quantized
 from engine.models.weights import DummyTensors, build_weights
+from engine.scheduling.report import report_stats
 
 DEMO = EngineConfig(device="cpu", dtype="float32", num_gpu_blocks_override=40, profile_seconds=0.0)
 
@@ -63,7 +64,7 @@ def test_the_facts_of_the_built_engine_are_those_of_the_model() -> None:
     assert engine.info.architecture == "LlamaForCausalLM" and engine.info.dtype == "float32"
     assert (engine.info.device, engine.info.max_model_len) == ("cpu", 640)
     assert engine.info.vocab_size == plan.spec.vocab_size and engine.info.eos_token_ids == plan.spec.eos_token_ids
-    assert engine.core.stats().units_total == 2 * 40
+    assert report_stats(engine.core.state).units_total == 2 * 40
 
 
 async def test_the_longest_context_that_is_offered_can_be_used() -> None:
@@ -245,7 +246,7 @@ def test_a_gpu_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
 async def test_a_gpu_measures_its_cache_and_gives_the_same_answer() -> None:
     config = EngineConfig(device="cuda", dtype="float32", gpu_memory_utilization=0.2)
     engine = build_engine(config)
-    assert engine.info.device == "cuda" and engine.core.stats().units_total > 1000
+    assert engine.info.device == "cuda" and report_stats(engine.core.state).units_total > 1000
     del engine
     prompt = tuple(range(20, 60))
     assert await answer(config, prompt, 12) == await answer(DEMO, prompt, 12)

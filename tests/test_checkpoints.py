@@ -62,7 +62,7 @@ def test_the_next_turn_goes_on_behind_the_answer(depth: int) -> None:
     told = [*question, *driver.outputs["turn 1"]]
     assert ask(driver, "turn 2", [*told, 5, 6, 7]) == 16  # 18 tokens were computed, the 19th never is
     assert ask(driver, "thoughts dropped", [*question, 50, 51, 52]) == 8
-    stats = driver.core.stats()
+    stats = driver.stats()
     assert stats.prefix_hit_tokens == 24 and stats.prefix_queried_tokens == 10 + 22 + 13
 
 
@@ -196,7 +196,7 @@ def test_a_state_that_loses_its_slot_goes_to_the_host_and_is_started_from_there(
     ).new_requests
     assert new.state >= 4  # behind the device's slots
     parked = sum(len(step.parked_states) for step in driver.steps)
-    assert parked and driver.core.stats().prefix_host_hit_tokens == 24
+    assert parked and driver.stats().prefix_host_hit_tokens == 24
 
 
 def test_states_go_to_the_host_where_that_takes_less_than_computing_them_again() -> None:

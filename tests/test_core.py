@@ -143,7 +143,7 @@ def test_prefix_caching_can_be_switched_off(depth: int) -> None:
     driver.add(make_request("b", range(20), 2))
     driver.run()
     assert driver.finals["b"].num_cached_tokens == 0
-    assert driver.core.stats().units_cached == 0
+    assert driver.stats().units_cached == 0
 
 
 def test_cached_blocks_are_evicted_least_recently_used_first_and_offline_before_online(depth: int) -> None:
@@ -215,7 +215,7 @@ def test_preemption_loses_nothing(depth: int) -> None:
     driver.add(*requests)
     driver.run()
     check_solo(driver, *requests)
-    assert driver.core.stats().preemptions["memory"] >= 2
+    assert driver.stats().preemptions["memory"] >= 2
     assert sum(f.num_preemptions for f in driver.finals.values()) >= 2
     assert driver.finals["0"].num_preemptions == 0, "the oldest is never the victim"
 
@@ -230,7 +230,7 @@ def test_online_takes_memory_and_rows_from_offline(depth: int) -> None:
     driver.add(*chats)
     driver.run()
     check_solo(driver, *jobs, *chats)
-    assert driver.core.stats().preemptions["online"] >= 1
+    assert driver.stats().preemptions["online"] >= 1
     assert all(driver.finals[c.request_id].num_preemptions == 0 for c in chats)
 
 

@@ -97,7 +97,7 @@ def test_vectors_equal_a_reference(backend: str, case: str) -> None:
     for name, (ids, pooling) in asked.items():
         found, expected = vector_of(driver, name), reference(case, ids, pooling)
         assert np.abs(found - expected).max() < 1e-4 * max(1.0, np.abs(expected).max()), name
-    stats = driver.core.stats()
+    stats = driver.stats()
     assert sum(stats.preemptions.values()) > 0 and stats.prefix_hit_tokens > 0
     assert stats.units_owned == 0
     free = make_driver(backend, case)
@@ -115,7 +115,7 @@ def test_a_mean_is_computed_whole_and_leaves_nothing_behind() -> None:
         driver.add(embed(name, ids, pooling))
         driver.run()
         if name == "m1":
-            assert driver.core.stats().units_cached == 0
+            assert driver.stats().units_cached == 0
     hits = {name: driver.finals[name].num_cached_tokens for name in driver.finals}
     assert hits["m1"] == hits["m2"] == hits["l1"] == 0 and hits["l2"] > 40
     assert np.allclose(vector_of(driver, "l1"), vector_of(driver, "l2"), atol=1e-5)

@@ -124,7 +124,7 @@ def test_greedy_tokens_equal_transformers(case: str, prefix_caching: bool) -> No
         driver.add(make_request(str(index), prompt, OUTPUT, request_class=request_class))
         driver.step()
     driver.run()
-    stats = driver.core.stats()
+    stats = driver.stats()
     assert sum(stats.preemptions.values()) > 0, "the pool was meant to be too small"
     assert (stats.prefix_hit_tokens > 0) == prefix_caching
     for index, prompt in enumerate(prompts):

@@ -25,9 +25,10 @@ from engine.process import frames, stage
 from engine.process.link import Calls
 from engine.process.regroup import Regrouping
 from engine.process.requests import OpenRequest
-from engine.scheduling.moving import MovedRequest
+from engine.scheduling.moving import MovedRequest, Moves
 from engine.scheduling.output import SchedulerOutput
 from engine.scheduling.planner import whole
+from engine.scheduling.report import report_load
 from engine.stream import RequestStream
 
 VOCAB, UNITS = 50, 24
@@ -39,6 +40,7 @@ class Process:
 
     def __init__(self, outputs: Callable[[Any], None]) -> None:
         self.core = EngineCore(CONFIG)
+        self.moves = Moves(self.core.state, self.core.recovery)
         self.runner = StagedFake(num_units=UNITS, block_size=CONFIG.block_size, vocab_size=VOCAB)
         self.on_parted: Callable[[], None] = lambda: None
         self.held = False
@@ -61,11 +63,11 @@ class Process:
 
     def detach(self, request_id: str) -> MovedRequest:
         self.open.discard(request_id)
-        return self.core.moves.detach(request_id)
+        return self.moves.detach(request_id)
 
     def attach(self, moved: MovedRequest, _sink: Any) -> bool:
         self.open.add(moved.spec.request_id)
-        return self.core.moves.attach(moved)
+        return self.moves.attach(moved)
 
     def drop(self, request_id: str) -> None:
         if request_id in self.open:
@@ -76,7 +78,7 @@ class Process:
         """No request of these has a grammar."""
 
     def load(self) -> Any:
-        return self.core.load(self.now)
+        return report_load(self.core.state, self.now)
 
     def add(self, request: EngineRequest) -> None:
         self.core.add_request(request, self.now)

@@ -8,7 +8,7 @@ from test_fleet_parts import asked
 
 from engine.fleet.overload import EXPECTED, FALLING, Group, Watch
 from engine.limits import SchedulerConfig
-from engine.scheduling.report import peak_growth
+from engine.scheduling.report import peak_growth, report_load
 
 
 def full(engine: int, queued: int = 20) -> Group:
@@ -91,12 +91,12 @@ def test_an_engine_tells_how_much_more_its_chats_will_need() -> None:
     for index in range(40):
         driver.add(asked(f"{index:02}", 5, max_tokens=8))
     driver.run()
-    mean = driver.core.load(driver.now).mean_output
-    assert driver.core.load(driver.now).growth_units == 0 and mean > 4
+    mean = report_load(driver.core.state, driver.now).mean_output
+    assert report_load(driver.core.state, driver.now).growth_units == 0 and mean > 4
     for name in "abc":
         driver.add(asked(name, 8, max_tokens=40))
-    assert driver.core.load(driver.now).growth_units == round(3 * mean / 2)
+    assert report_load(driver.core.state, driver.now).growth_units == round(3 * mean / 2)
     driver.step()
     driver.step()
-    assert driver.core.load(driver.now).growth_units == round(3 * (mean - 2) / 2)
+    assert report_load(driver.core.state, driver.now).growth_units == round(3 * (mean - 2) / 2)
     driver.run()

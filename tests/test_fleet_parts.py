@@ -44,6 +44,7 @@ from engine.limits import SchedulerConfig
 from engine.machine.facts import HOST_ENGINES, Place, share_out
 from engine.process.link import SentRequests
 from engine.process.totals import Figures, info_of_all, total
+from engine.scheduling.report import report_load
 from gateway.telemetry.engine_metrics import EngineCollector
 from predictor.budget import Standing
 
@@ -65,7 +66,7 @@ def test_an_engine_reports_what_waits_what_runs_and_what_chats_could_get() -> No
     driver = Driver(FakeRunner(block_size=4, vocab_size=405), config)
     for request in (asked("line", 3, offline=True, max_tokens=30), asked("long", 20), asked("later", 9)):
         driver.add(request)
-    report = driver.core.load(driver.now)
+    report = report_load(driver.core.state, driver.now)
     assert (report.queued_tokens, report.queued_requests, report.running) == (29, 2, 0)
     assert report.queued_units == 2 * 5 + 2 * 3
     assert (report.available_units, report.num_units) == (40, 40)
@@ -73,12 +74,12 @@ def test_an_engine_reports_what_waits_what_runs_and_what_chats_could_get() -> No
     assert report.step_seconds == 0.0, "there is no latency model"
     assert report.offline_waits and report.offline_tokens == 0
     driver.step()
-    report = driver.core.load(driver.now)
+    report = report_load(driver.core.state, driver.now)
     computed = 29 - report.queued_tokens
     assert 0 < computed <= 8
     before = report
     driver.run()
-    report = driver.core.load(driver.now)
+    report = report_load(driver.core.state, driver.now)
     assert (report.queued_tokens, report.queued_units, report.queued_requests, report.running) == (0, 0, 0, 0)
     assert report.offline_tokens > 0 and not report.offline_waits and report.time >= before.time
     assert 0 < report.mean_output <= 4 and report.mean_input > 0
@@ -90,9 +91,9 @@ def test_what_lines_hold_is_there_for_chats() -> None:
         SchedulerConfig(num_units=40, max_model_len=64, block_size=4, max_num_seqs=4),
     )
     driver.add(asked("line", 30, offline=True, max_tokens=30))
-    while not driver.core.stats().units_owned:
+    while not driver.stats().units_owned:
         driver.step()
-    assert driver.core.load(driver.now).available_units == 40
+    assert report_load(driver.core.state, driver.now).available_units == 40
     driver.run()
 
 

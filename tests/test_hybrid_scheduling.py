@@ -81,7 +81,7 @@ def test_what_is_parked_on_the_host_is_not_computed_again(depth: int) -> None:
         driver.add(*requests)
         driver.run()
         check_solo(driver, *requests)
-        stats = driver.core.stats()
+        stats = driver.stats()
         assert stats.preemptions["memory"] > 0
         computed[host] = sum(step.features.num_tokens for step in driver.steps)
     assert computed[400] == sum(6 + 30 - 1 for _ in range(4)), "every token is computed once"
@@ -96,7 +96,7 @@ def test_a_prefix_on_the_device_comes_before_the_host(depth: int) -> None:
     driver.add(*requests)
     driver.run()
     check_solo(driver, *requests)
-    units = driver.core.stats().cache_units
+    units = driver.stats().cache_units
     assert units["swap_out"] > units.get("swap_in", 0)
     assert sum(step.features.num_tokens for step in driver.steps) == sum(6 + 30 - 1 for _ in range(4))
 
@@ -108,7 +108,7 @@ def test_a_past_that_is_cheaper_to_compute_is_not_copied(depth: int) -> None:
     driver.add(*requests)
     driver.run()
     check_solo(driver, *requests)
-    assert driver.core.stats().preemptions["memory"] > 0 and not actions(driver.steps)
+    assert driver.stats().preemptions["memory"] > 0 and not actions(driver.steps)
 
 
 @pytest.mark.parametrize("host", [2, 6, 9])
@@ -129,7 +129,7 @@ def test_an_abort_gives_the_host_back_at_every_moment(depth: int) -> None:
         driver.add(*requests)
         for _ in range(steps):
             driver.step()
-        parked = driver.core.stats().host_units_used
+        parked = driver.stats().host_units_used
         swapped = swapped or parked > 0
         for request in requests[1:]:
             driver.abort(request.request_id)
@@ -170,8 +170,8 @@ def test_under_pressure_requests_start_from_hidden_state(depth: int, policy: str
         driver, requests = pressed(depth, policy, scratch)
         for _ in range(4):
             driver.step()
-        most[scratch] = driver.core.stats().running[RequestClass.ONLINE]
-        hidden = driver.core.stats().hidden_blocks
+        most[scratch] = driver.stats().running[RequestClass.ONLINE]
+        hidden = driver.stats().hidden_blocks
         assert (hidden > 0) == (scratch > 0)
         driver.run()
         check_solo(driver, *requests)
@@ -192,7 +192,7 @@ def test_the_scratch_area_is_never_overdrawn(depth: int) -> None:
     for scratch in (1, 2, 5):
         driver, requests = pressed(depth, "goodput", scratch)
         while driver.step():
-            assert driver.core.stats().hidden_blocks <= scratch
+            assert driver.stats().hidden_blocks <= scratch
         driver.run()
         check_solo(driver, *requests)
 
@@ -207,7 +207,7 @@ def test_an_expensive_rho_refuses_hidden_state(depth: int) -> None:
     requests = [make_request(str(i), [i] * 14, 10) for i in range(8)]
     driver.add(*requests)
     while driver.step():
-        assert driver.core.stats().hidden_blocks == 0
+        assert driver.stats().hidden_blocks == 0
     driver.run()
     check_solo(driver, *requests)
 
@@ -217,8 +217,8 @@ def test_what_a_step_pays_anyway_keeps_nobody_from_hidden_state(depth: int) -> N
     driver, requests = pressed(depth, "apt", 40)
     for _ in range(4):
         driver.step()
-    assert driver.core.stats().hidden_blocks > 0
-    assert driver.core.stats().knapsack["compact"] >= 5 and driver.core.stats().knapsack["passed_over"] > 0
+    assert driver.stats().hidden_blocks > 0
+    assert driver.stats().knapsack["compact"] >= 5 and driver.stats().knapsack["passed_over"] > 0
     core, before = driver.core, len(driver.steps)
     core.state.config = replace(core.state.config, rho=10.0)
     later = [make_request(f"later-{i}", [20 + i] * 14, 10) for i in range(4)]

@@ -416,8 +416,8 @@ def test_flex_keeps_its_room_longer_than_batch_lines() -> None:
     driver.add(make_request("chat", [7] * 8, max_tokens=2))
     while not driver.outputs["chat"]:
         driver.step()
-    assert driver.core.stats().preemptions == {"online": 1}
-    assert driver.core.stats().job_tokens == {"batch": sum(len(driver.outputs[f"line-{i}"]) for i in range(3))}
+    assert driver.stats().preemptions == {"online": 1}
+    assert driver.stats().job_tokens == {"batch": sum(len(driver.outputs[f"line-{i}"]) for i in range(3))}
     assert {r.request_id for r in driver.core.state.waiting_offline} < {f"line-{i}" for i in range(3)}
     driver.run()
 

@@ -35,16 +35,16 @@ def test_a_late_request_gives_way_to_one_that_can_be_saved(depth: int) -> None:
         first = driver.finals["new"].times.first_token
         assert first is not None
         waited[policy] = first - arrived
-        evicted = driver.core.stats().preemptions.get("late", 0)
+        evicted = driver.stats().preemptions.get("late", 0)
         assert evicted == (1 if policy == "goodput-strict" else 0), policy
-        assert policy != "goodput-strict" or driver.core.stats().knapsack["kv"] > 0
+        assert policy != "goodput-strict" or driver.stats().knapsack["kv"] > 0
     assert waited["goodput-strict"] < min(waited["fcfs"], waited["apt"], waited["goodput"])
 
 
 def test_nobody_gives_way_while_there_is_room(depth: int) -> None:
     driver = late_and_new(depth, "goodput-strict", blocks=40)
     driver.run()
-    assert not driver.core.stats().preemptions
+    assert not driver.stats().preemptions
 
 
 def test_nobody_gives_way_for_ever(depth: int) -> None:
@@ -58,7 +58,7 @@ def test_nobody_gives_way_for_ever(depth: int) -> None:
         for _ in range(3):
             driver.step()
     driver.run()
-    assert driver.core.stats().preemptions == {"late": 2}
+    assert driver.stats().preemptions == {"late": 2}
 
 
 def test_savable_requests_start_first_when_time_is_short() -> None:
@@ -101,7 +101,7 @@ def test_offline_work_loses_before_late_online_work() -> None:
     driver.step()
     driver.add(make_request("new", [2] * 38, 2))
     driver.run()
-    preemptions = driver.core.stats().preemptions
+    preemptions = driver.stats().preemptions
     assert preemptions["online"] == 1 and "late" not in preemptions
 
 
@@ -134,7 +134,7 @@ def test_late_requests_leave_room_for_those_to_come(depth: int) -> None:
         driver.add(make_request("big", [1] * 22, 4), make_request("other", [2] * 18, 4))
         driver.now = TTFT + 1.0
         driver.step()
-        assert driver.core.stats().running[RequestClass.ONLINE] == running, policy
+        assert driver.stats().running[RequestClass.ONLINE] == running, policy
         driver.run()
 
 
@@ -147,5 +147,5 @@ def test_late_requests_do_not_slow_the_others_by_hidden_state(depth: int) -> Non
         driver.now = TTFT + 1.0 if arrived_late else 0.5
         driver.step()
         driver.step()
-        assert (driver.core.stats().hidden_blocks > 0) != arrived_late
+        assert (driver.stats().hidden_blocks > 0) != arrived_late
         driver.run()

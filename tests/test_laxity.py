@@ -27,6 +27,7 @@ from engine.scheduling.ledger import StepLedger
 from engine.scheduling.objective import StepObjective
 from engine.scheduling.planner import offline_allowance
 from engine.scheduling.policies import find_policy
+from engine.scheduling.report import report_stats
 from engine.virtual import Arrival, PredictedRunner, VirtualDriver, VirtualRecord
 from predictor.budget import BudgetParams
 from predictor.features import LatencyPredictor
@@ -212,7 +213,7 @@ def test_a_burst_of_16_prompts_waits_on_a_laptop_instead_of_being_refused() -> N
     burst = [Arrival(0.0, chat(f"{index}", 256, 1 + index)) for index in range(16)]
     records = replay(core, burst, LAPTOP)
     assert not any(record.rejected for record in records.values())
-    assert core.stats().refused_requests == 0
+    assert core.state.counters.refused_requests == 0
 
 
 @pytest.mark.parametrize("policy", ["fcfs", "larry", "random", *URGENT_POLICIES])
@@ -266,7 +267,7 @@ def test_what_the_prefix_cache_holds_is_no_work() -> None:
         for turn in turns:
             with contextlib.suppress(QueueFullError):
                 core.add_request(turn, at)
-        return core.stats().refused_requests
+        return core.state.counters.refused_requests
 
     assert refused(cached=False) > 5
     assert refused(cached=True) == 0
@@ -297,7 +298,7 @@ def test_a_full_queue_says_when_it_has_a_place(rows: int) -> None:
         for index in range(100):
             core.add_request(chat(f"{index}", 2_000, 100 + index, output=20), clock.now)
     retry, at = refused.value.retry_after, clock.now
-    clock.run_until(lambda: sum(core.stats().waiting.values()) < 6)
+    clock.run_until(lambda: sum(report_stats(core.state).waiting.values()) < 6)
     assert clock.now - at == pytest.approx(retry, rel=0.5, abs=0.1)
     assert retry != 1.0, "that is the default"
 

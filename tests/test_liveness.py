@@ -168,7 +168,7 @@ def test_steady_chat_starves_no_line() -> None:
     watch = StarvationWatch(PredictedRunner(model))
     watch.core = core
     run = VirtualDriver(core, watch, chats, lines, backlog=64).run(240.0)
-    assert core.stats().preemptions["online"] > 100
+    assert core.state.counters.preemptions["online"] > 100
     assert watch.longest < 20.0, "back-offs here are 1 to 8 s, and who comes back goes first"
     assert not any(record.rejected for record in run.online)
 
@@ -223,7 +223,7 @@ def test_whoever_is_in_the_way_of_the_last_resort_loses_its_place(host_units: in
     step = LastResortBuilder(StepDraft(scheduler, driver.now)).build(with_offline=False)
     assert step is not None and step.requests == [old] and step.output.chunks[0].length == 1
     assert scheduler.running[RequestClass.ONLINE] == [old]
-    assert driver.core.stats().preemptions["stall"] == 1
+    assert driver.stats().preemptions["stall"] == 1
 
 
 def test_a_plan_that_is_out_of_date_does_not_stop_the_lines() -> None:
@@ -262,8 +262,8 @@ def test_a_failed_step_is_no_eviction() -> None:
     runner.fail_steps = frozenset({1})
     driver.step()
     job = driver.core.state.requests["job"]
-    assert driver.core.stats().failed_steps == 1 and job.status is RequestStatus.PREEMPTED
-    assert job.num_preemptions == 0 and job.not_before < 0.0 and not driver.core.stats().preemptions
+    assert driver.stats().failed_steps == 1 and job.status is RequestStatus.PREEMPTED
+    assert job.num_preemptions == 0 and job.not_before < 0.0 and not driver.stats().preemptions
     driver.run()
 
 

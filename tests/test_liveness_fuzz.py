@@ -165,8 +165,8 @@ class LivenessMachine(CoreRules):
         super().teardown()
         if hasattr(self, "driver"):
             chats = sum(request.request_class is RequestClass.ONLINE for request in self.requests.values())
-            assert self.driver.core.stats().preemptions.get("tenant", 0) <= chats, "each is moved once at most"
-            assert self.driver.core.stats().units_owned == 0, "what ended holds units"
+            assert self.driver.stats().preemptions.get("tenant", 0) <= chats, "each is moved once at most"
+            assert self.driver.stats().units_owned == 0, "what ended holds units"
 
 
 def run_machine(examples: int) -> None:
@@ -196,9 +196,9 @@ def test_a_running_prompt_that_an_older_one_takes_the_memory_of_is_passed_over(p
         driver.add(make_request(str(number), [2 + number] * length, 1))
     for _ in range(2):
         driver.step()
-    lost = driver.core.stats().units_free
-    driver.core.moves.shrink_cache(lost)
-    while not driver.core.stats().preemptions.get("memory"):
+    lost = driver.stats().units_free
+    driver.core.state.pool.shrink(lost)
+    while not driver.stats().preemptions.get("memory"):
         assert driver.step()
     driver.core.state.pool.grow(lost)
     driver.run()

@@ -139,7 +139,7 @@ def test_rows_answer_as_models_with_merged_weights(
         monkeypatch.setattr(TorchDevice, "forward", lambda *_: pytest.fail("a step left the tape"))
     driver.add(*requests)
     driver.run()
-    assert sum(driver.core.stats().preemptions.values()) > 0
+    assert sum(driver.stats().preemptions.values()) > 0
     models = [reference_model(case), *(each.merged(reference_model(case)) for each in adapters)]
     for request in requests:
         check(models[request.adapter], request, driver.outputs[request.request_id])
@@ -210,10 +210,10 @@ def test_statistics_count_online_requests_by_adapter() -> None:
         request = make_request(f"r{index}", [5, 6], 3, request_class=RequestClass(request_class))
         driver.add(dataclasses.replace(request, adapter=adapter))
     driver.step()
-    stats = driver.core.stats()
+    stats = driver.stats()
     assert (stats.running_adapters, stats.waiting_adapters) == ({2: 1}, {2: 1})
     driver.run()
-    assert not driver.core.stats().running_adapters and not driver.core.stats().waiting_adapters
+    assert not driver.stats().running_adapters and not driver.stats().waiting_adapters
 
 
 @pytest.mark.parametrize(("name", "native"), [("gemma2", False), ("deepseek_v3", False), ("gemma2", True)])

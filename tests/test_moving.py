@@ -7,13 +7,19 @@ from integrity import check_core
 from engine.api import EngineRequest, RequestClass, SamplingParams
 from engine.core import EngineCore
 from engine.limits import SchedulerConfig
+from engine.scheduling.moving import Moves
 from engine.scheduling.output import ModelRunnerOutput, SchedulerOutput
+from engine.scheduling.report import report_stats
 
 CONFIG = SchedulerConfig(num_units=40, max_model_len=64, block_size=4, max_num_seqs=4, max_num_batched_tokens=16)
 
 
 def request(name: str, prompt: int = 10, output: int = 6, kind: RequestClass = RequestClass.ONLINE) -> EngineRequest:
     return EngineRequest(name, tuple(range(1, prompt + 1)), SamplingParams(max_tokens=output), kind)
+
+
+def moves(core: EngineCore) -> Moves:
+    return Moves(core.state, core.recovery)
 
 
 def step(core: EngineCore, now: float = 0.0) -> SchedulerOutput:
@@ -29,44 +35,44 @@ def test_a_request_goes_on_in_another_engine_without_computing_anything_again() 
     first.add_request(request("a"), 1.0)
     for _ in range(3):
         step(first, 2.0)
-    moved = first.moves.detach("a")
+    moved = moves(first).detach("a")
     check_core(first)
-    assert not first.has_requests and first.stats().units_owned == 0
+    assert not first.has_requests and report_stats(first.state).units_owned == 0
     assert moved.num_tokens == 12 and moved.spec.resumed.times.arrival == 1.0
     assert moved.spec.resumed is not None and moved.spec.resumed.token_ids == (7, 7, 7)
 
-    assert second.moves.attach(moved)
+    assert moves(second).attach(moved)
     check_core(second)
-    assert second.stats().units_owned == 6, "its units are its own before the past has come"
+    assert report_stats(second.state).units_owned == 6, "its units are its own before the past has come"
     assert second.schedule(3.0) is None, "until then it stands still"
-    second.moves.arrived("a")
+    moves(second).arrived("a")
     output = step(second, 4.0)
     assert [(c.start, c.length, c.sample) for c in output.chunks] == [(12, 1, True)]
     (new,) = output.new_requests
     assert new.token_ids == (*range(1, 11), 7, 7, 7) and len(new.entries) == 4
     assert not output.appended, "the block of this step is written with the others"
     assert not step(second, 5.0).new_requests
-    found = list(second.moves.open_requests())
+    found = list(moves(second).open_requests())
     assert [(r.request_id, r.arrival, r.running) for r in found] == [("a", 1.0, True)]
     step(second, 6.0)
     assert not second.has_requests, "six tokens in all"
-    assert second.stats().units_owned == 0
+    assert report_stats(second.state).units_owned == 0
 
 
 def test_others_run_while_a_past_is_on_its_way_and_cannot_take_its_units() -> None:
     first, second = EngineCore(CONFIG), EngineCore(CONFIG)
     first.add_request(request("a", prompt=16), 0.0)
     step(first)
-    moved = first.moves.detach("a")
-    assert second.moves.attach(moved)
+    moved = moves(first).detach("a")
+    assert moves(second).attach(moved)
     for name in "bcd":
         second.add_request(request(name, prompt=16, output=40), 1.0)
     for _ in range(30):
         step(second, 1.0)
-    assert sum(second.stats().preemptions.values()) > 0, "memory is short"
-    held = {r.request_id: r.units for r in second.moves.open_requests()}
+    assert sum(second.state.counters.preemptions.values()) > 0, "memory is short"
+    held = {r.request_id: r.units for r in moves(second).open_requests()}
     assert held["a"] == 8
-    second.moves.arrived("a")
+    moves(second).arrived("a")
     assert any(new.request_id == "a" for new in step(second, 2.0).new_requests)
 
 
@@ -75,17 +81,17 @@ def test_without_room_or_past_a_request_waits_to_be_computed() -> None:
     for name in ("a", "b"):
         first.add_request(request(name, prompt=16), 0.0)
     step(first)
-    waiting, running = first.moves.detach("b"), first.moves.detach("a")
+    waiting, running = moves(first).detach("b"), moves(first).detach("a")
     assert waiting.num_tokens == 0 and running.num_tokens == 16
-    second.moves.shrink_cache(34)
-    assert not second.moves.attach(running) and not second.moves.attach(waiting)
+    moves(second).shrink_cache(34)
+    assert not moves(second).attach(running) and not moves(second).attach(waiting)
     check_core(second)
     second.state.pool.grow(34)
     output = step(second)
     assert [(c.start, c.length) for c in output.chunks] == [(0, 16)]
     third = EngineCore(CONFIG)
     third.add_request(request("o", kind=RequestClass.OFFLINE), 0.0)
-    assert not second.moves.attach(third.moves.detach("o")), "offline work is computed again"
+    assert not moves(second).attach(moves(third).detach("o")), "offline work is computed again"
     check_core(second)
 
 
@@ -93,11 +99,11 @@ def test_a_request_that_ends_on_its_way_is_forgotten() -> None:
     first, second = EngineCore(CONFIG), EngineCore(CONFIG)
     first.add_request(request("a"), 0.0)
     step(first)
-    assert second.moves.attach(first.moves.detach("a"))
+    assert moves(second).attach(moves(first).detach("a"))
     assert second.abort("a", 1.0) is not None
-    second.moves.arrived("a")
+    moves(second).arrived("a")
     check_core(second)
-    assert second.stats().units_owned == 0
+    assert report_stats(second.state).units_owned == 0
 
 
 def test_what_stands_still_keeps_its_units_while_the_cache_grows_and_others_come_in_order_of_arrival() -> None:
@@ -109,26 +115,26 @@ def test_what_stands_still_keeps_its_units_while_the_cache_grows_and_others_come
     for each in (core, core, other):
         step(each, 3.0)
     core.add_request(request("new"), 4.0)
-    units = core.moves.units_of("a")
-    assert core.moves.stall("a", 40) == (11, units)
-    assert core.moves.stall("late", max(core.moves.units_of("late"))) is None, "it has a unit that will not be there"
-    assert core.moves.stall("new", 40) is None, "it has no past"
+    units = moves(core).units_of("a")
+    assert moves(core).stall("a", 40) == (11, units)
+    assert moves(core).stall("late", max(moves(core).units_of("late"))) is None, "it has a unit that will not be there"
+    assert moves(core).stall("new", 40) is None, "it has no past"
     check_core(core)
-    core.moves.resize_cache(60)
-    core.moves.put_last("a")
-    assert core.moves.attach(other.moves.detach("b"))
-    core.moves.put_last("late")
-    core.moves.put_last("new")
+    moves(core).resize_cache(60)
+    moves(core).put_last("a")
+    assert moves(core).attach(moves(other).detach("b"))
+    moves(core).put_last("late")
+    moves(core).put_last("new")
     check_core(core)
-    assert core.moves.units_of("a") == units and set(units).isdisjoint(core.moves.units_of("b"))
+    assert moves(core).units_of("a") == units and set(units).isdisjoint(moves(core).units_of("b"))
     for name in "ab":
-        core.moves.arrived(name)
+        moves(core).arrived(name)
     output = step(core, 5.0)
     assert [new.request_id for new in output.new_requests] == ["a", "b", "late", "new"], "by arrival"
     assert [(c.start, c.length) for c in output.chunks][:2] == [(11, 1), (10, 1)], "nothing of them is computed again"
     while core.has_requests:
         step(core, 6.0)
-    assert core.stats().units_owned == 0 and core.stats().units_total == 60
+    assert report_stats(core.state).units_owned == 0 and report_stats(core.state).units_total == 60
     check_core(core)
 
 
@@ -138,23 +144,23 @@ def test_a_cache_that_shrinks_under_running_requests_is_empty_behind_its_end_onc
         core.add_request(request(name), 0.0)
     for _ in range(3):
         step(core)
-    core.moves.shrink_cache(30)
-    assert core.moves.num_retiring_units > 0
+    moves(core).shrink_cache(30)
+    assert moves(core).num_retiring_units > 0
     check_core(core)
     for _ in range(60):
         if core.has_requests:
             step(core)
         check_core(core)
-    assert not core.has_requests and core.moves.num_retiring_units == 0
-    assert core.stats().units_total == 10
+    assert not core.has_requests and moves(core).num_retiring_units == 0
+    assert report_stats(core.state).units_total == 10
 
 
 def test_a_request_longer_than_the_cache_starts_over_where_windows_let_it() -> None:
     core = EngineCore(replace(CONFIG, max_model_len=200, window=8))
     core.add_request(request("a", prompt=120, output=4), 0.0)
     step(core)
-    core.moves.start_over("a")
+    moves(core).start_over("a")
     for _ in range(20):
         if core.has_requests:
             step(core)
-    assert not core.has_requests and core.stats().units_owned == 0
+    assert not core.has_requests and report_stats(core.state).units_owned == 0

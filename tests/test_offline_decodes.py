@@ -12,6 +12,7 @@ from engine.api import EngineRequest, RequestClass, SamplingParams
 from engine.core import EngineCore
 from engine.limits import SchedulerConfig
 from engine.loop.planner import Planner
+from engine.scheduling.moving import Moves
 from engine.scheduling.objective import OfflineAllowance, StepObjective
 from engine.scheduling.output import ModelRunnerOutput
 from engine.scheduling.planner import OfflinePlan, PlannedChunk, whole
@@ -110,7 +111,8 @@ def test_what_was_not_told_moves_with_its_request() -> None:
     first.add_request(request, 0.0)
     for core, steps in ((first, 7), (second, 13)):
         if core is second:
-            second.moves.attach(first.moves.detach("r"))
+            moved = Moves(first.state, first.recovery).detach("r")
+            Moves(second.state, second.recovery).attach(moved)
         for step in range(steps):
             output = core.schedule(float(step), whole(core.plan_offline(float(step))))
             assert output is not None

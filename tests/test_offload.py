@@ -322,7 +322,7 @@ def test_tokens_are_those_of_a_resident_model(case: str, kind: str, tmp_path: Pa
     for weights in (load_weights(spec, folder, dtype="float32", make=maker(kind)), streaming):
         driver = make_driver(spec, weights, kind)
         run_in_waves(driver, crowd(np.random.default_rng(11), 10))
-        stats = driver.core.stats()
+        stats = driver.stats()
         assert sum(stats.preemptions.values()) > 0 and stats.prefix_hit_tokens > 0
         found.append(driver.outputs)
     assert found[0] == found[1]
@@ -459,7 +459,7 @@ def test_the_runner_for_cuda_gives_the_same_tokens(case: str, depth: int) -> Non
         weights = load_weights(spec, folder, dtype="float32", **options)
         driver = cuda_engine.make_driver(spec, weights, depth=depth, num_blocks=20, tokens=24)
         run_in_waves(driver, crowd(np.random.default_rng(21), 10))
-        assert sum(driver.core.stats().preemptions.values()) > 0
+        assert sum(driver.stats().preemptions.values()) > 0
         found.append(driver.outputs)
     assert found[0] == found[1]
     assert transport.seconds() > 0

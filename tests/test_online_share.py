@@ -15,6 +15,7 @@ from engine.limits import UNLIMITED_QUEUE, SchedulerConfig
 from engine.request import Request
 from engine.scheduling.objective import StepObjective
 from engine.scheduling.policies import find_policy
+from engine.scheduling.report import report_stats
 from engine.virtual import Arrival, PredictedRunner, VirtualDriver, VirtualRecord
 from predictor.budget import BudgetParams
 from predictor.model import LatencyModel
@@ -88,7 +89,7 @@ def test_long_answers_that_hold_every_row_are_not_in_the_way_of_another_tenant(p
         assert own is not None and ttft is not None
         assert ttft < 3 * own, (index, ttft, own)  # (without a row: tens of seconds)
     if units == AMPLE:
-        assert core.stats().preemptions["tenant"] == len(light), "one row each time"
+        assert core.state.counters.preemptions["tenant"] == len(light), "one row each time"
 
 
 @pytest.mark.parametrize("policy", ["goodput", "apt", "fcfs"])
@@ -102,7 +103,7 @@ def test_all_chats_of_a_tenant_within_its_share_get_a_row_at_once(policy: str) -
     assert all(record.ended is not None for record in records.values())
     waits = sorted(records[name].ttft or 0.0 for name in alone)
     assert waits[7] < 1.0 < waits[8], "half of the rows, and the rest behind its own"
-    assert 8 <= core.stats().preemptions["tenant"] <= len(light), "one row each time"
+    assert 8 <= core.state.counters.preemptions["tenant"] <= len(light), "one row each time"
 
 
 @pytest.mark.parametrize("units", [AMPLE, SHORT])
@@ -137,7 +138,7 @@ def test_a_tenant_gives_up_a_row_once_for_each_request_and_never_its_last() -> N
     arrivals = [Arrival(0.1 * i, chat(f"{name}{i}", 40, name, output=500)) for i in range(6) for name in "abcdef"]
     records = replay(core, arrivals)
     assert all(record.ended is not None for record in records.values())
-    assert 0 < core.stats().preemptions["tenant"] < len(arrivals), "at most once for each"
+    assert 0 < core.state.counters.preemptions["tenant"] < len(arrivals), "at most once for each"
 
 
 @pytest.mark.parametrize("policy", ["goodput", "fcfs"])
@@ -147,7 +148,7 @@ def test_while_both_have_work_they_get_the_same_time_of_the_machine(policy: str)
     arrivals = [Arrival(0.0, chat(f"a{index}", 40, "a", output=40)) for index in range(600)]
     arrivals += [Arrival(0.0, chat(f"b{index}", 1500, "b", output=4)) for index in range(200)]
     records = replay(core, arrivals, seconds=20.0)
-    costs = core.stats().token_costs
+    costs = report_stats(core.state).token_costs
     assert costs is not None
     served = {"a": 0.0, "b": 0.0}
     for record in records.values():

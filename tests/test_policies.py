@@ -153,7 +153,7 @@ def test_no_preempt_never_preempts_where_fcfs_does() -> None:
         driver.add(*(make_request(f"r{i}", (1,) * 60, 150) for i in range(6)))
         driver.run()
         assert all(len(tokens) == 150 for tokens in driver.outputs.values())
-        preemptions[policy] = sum(driver.core.stats().preemptions.values())
+        preemptions[policy] = sum(driver.stats().preemptions.values())
     assert preemptions["no-preempt"] == 0 < preemptions["fcfs"]
 
 

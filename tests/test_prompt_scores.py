@@ -73,7 +73,7 @@ def test_scores_equal_a_reference(backend: str, case: str) -> None:
     driver.run()
     for name, ids in asked.items():
         check(table_of(driver, name, len(ids)), case, ids)
-    assert sum(driver.core.stats().preemptions.values()) > 0
+    assert sum(driver.stats().preemptions.values()) > 0
     free = make_driver(backend, case)
     for number, ids in enumerate([*texts(12), *texts(2)]):
         free.add(make_request(f"chat {number}", ids, 30))

@@ -90,7 +90,7 @@ def generate(driver: Driver, prompts: list[list[int]]) -> dict[str, list[int]]:
         driver.add(make_request(str(index), prompt, OUTPUT, **wishes))
         driver.step()
     driver.run()
-    stats = driver.core.stats()
+    stats = driver.stats()
     assert sum(stats.preemptions.values()) > 0, "the pool was meant to be too small"
     assert stats.prefix_hit_tokens > 0
     wish = SamplingParams(max_tokens=1, temperature=0.0)

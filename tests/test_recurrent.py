@@ -102,7 +102,7 @@ def test_tokens_equal_generate(case_of: Any, name: str, depth: int, slots: int) 
         driver.add(make_request(str(index), prompt, OUTPUT, request_class=request_class))
         driver.step()
     driver.run()
-    assert sum(driver.core.stats().preemptions.values()) > 0
+    assert sum(driver.stats().preemptions.values()) > 0
     assert any({1} < {chunk.length for chunk in step.chunks} for step in driver.steps)
     assert bool(resumed(driver)) == bool(slots)  # who was preempted
     assert [driver.outputs[str(index)] for index in range(len(case.prompts))] == case.answers
@@ -165,7 +165,7 @@ def test_a_step_that_failed_half_way_is_not_counted_twice(case_of: Any, depth: i
     monkeypatch.setattr(last, "forward", failing)
     driver.add(*[make_request(str(i), case.prompts[i], OUTPUT) for i in range(1, 5)])
     driver.run()
-    assert driver.core.stats().failed_steps >= 3
+    assert driver.stats().failed_steps >= 3
     assert [driver.outputs[str(index)] for index in range(1, 5)] == case.answers[1:5]
 
 

@@ -163,7 +163,7 @@ def test_greedy_outputs_equal_the_model_without_a_cache(backend: str, depth: int
     requests = crowd(np.random.default_rng(11), 16)
     driver = make_driver(decoder, depth, backend, num_blocks=20, tokens=24)
     run_in_waves(driver, requests)
-    stats = driver.core.stats()
+    stats = driver.stats()
     assert sum(stats.preemptions.values()) > 0
     assert stats.prefix_hit_tokens > 0
     assert driver.most_in_flight == 1 + depth
@@ -194,7 +194,7 @@ def test_streams_do_not_depend_on_neighbours_or_preemption(
     requests = crowd(np.random.default_rng(14), 14, **sampling)
     driver = make_driver(make_decoder(), depth, backend, num_blocks=20, tokens=24)
     run_in_waves(driver, requests)
-    assert sum(driver.core.stats().preemptions.values()) > 0
+    assert sum(driver.stats().preemptions.values()) > 0
     parted = [each.request_id for each in requests if driver.outputs[each.request_id] != solo(each)]
     assert len(parted) <= (backend == "native"), parted
 
@@ -214,7 +214,7 @@ def test_drafts_do_not_change_answers(sampling: dict[str, object], backend: str,
     driver = make_driver(make_decoder(), depth, backend, num_blocks=120, seqs=40, tokens=64)
     driver.core.state.speculation = oracle = Oracle(solo, seed=depth, penalties=backend != "cuda")
     run_in_waves(driver, requests)
-    stats = driver.core.stats()
+    stats = driver.stats()
     assert stats.accepted_tokens == sum(oracle.judged) > stats.drafted_tokens / 3 > 10
     parted = [each.request_id for each in requests if driver.outputs[each.request_id] != solo(each)]
     assert len(parted) <= (backend == "native"), parted
@@ -307,7 +307,7 @@ def test_a_step_that_fails_halfway_is_made_good(backend: str, depth: int) -> Non
         break_steps(driver.runner.device, {2, 11})  # type: ignore[attr-defined]
     decoder.fail_calls = frozenset({2, 11})
     run_in_waves(driver, requests)
-    assert driver.core.stats().failed_steps == 2
+    assert driver.stats().failed_steps == 2
     decoder.fail_calls = frozenset()
     for request in requests:
         check_greedy(decoder, request, driver.outputs[request.request_id])

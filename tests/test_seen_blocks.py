@@ -46,10 +46,10 @@ def test_a_request_longer_than_the_pool_runs_to_its_end(depth: int, caching: boo
     driver.add(request)
     most = 0
     while driver.step():
-        most = max(most, driver.core.stats().units_owned)
+        most = max(most, driver.stats().units_owned)
     ends_as_alone(driver, request)
     assert most <= 2 * driver.core.config.most_blocks < 2 * 16
-    stats = driver.core.stats()
+    stats = driver.stats()
     assert stats.units_owned == 0 and stats.units_free + stats.units_cached == stats.units_total
     assert not stats.preemptions
 
@@ -64,7 +64,7 @@ def test_two_of_them_run_beside_each_other(online: bool) -> None:
         driver.add(request)
     together = 0
     while driver.step():
-        together += driver.core.stats().running[kind] == 2
+        together += driver.stats().running[kind] == 2
     ends_as_alone(driver, *requests)
     assert together > 10
 
@@ -77,14 +77,14 @@ def test_a_prefix_that_was_given_back_is_found_by_the_next_request_and_taken_as_
     second, third = make_request("second", [5] * 41, 30), make_request("third", [5] * 39, 30)
     driver.add(second)
     driver.step()
-    assert driver.core.stats().prefix_hit_tokens == 40
+    assert driver.stats().prefix_hit_tokens == 40
     (entries,) = (new.entries for new in driver.steps[-1].new_requests)
     assert [entry.kind for entry in entries[:8]] == [CacheKind.GONE] * 8  # tokens 33 on are seen by number 40
     assert all(entry.kind is CacheKind.KV for entry in entries[8:])
     driver.add(third)
     driver.run()
     ends_as_alone(driver, first, second, third)
-    assert driver.core.stats().units_owned == 0
+    assert driver.stats().units_owned == 0
 
 
 @pytest.mark.parametrize("host_units", [0, 40])
@@ -99,8 +99,8 @@ def test_one_that_loses_its_place_keeps_its_past_only_if_it_is_whole(host_units:
     driver.add(chat)
     driver.run()
     ends_as_alone(driver, chat, *lines)
-    assert sum(driver.core.stats().preemptions.values()) > 0
-    assert driver.core.stats().units_owned == 0
+    assert sum(driver.stats().preemptions.values()) > 0
+    assert driver.stats().units_owned == 0
 
 
 def test_a_failed_step_starts_over_from_what_is_in_the_prefix_cache() -> None:

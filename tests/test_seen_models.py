@@ -54,7 +54,7 @@ def run_all(driver: Driver, prompts: list[list[int]], output: int) -> None:
         assert len(got) == output
         different = next((at for at in range(output) if got[at] != tokens[at]), None)
         assert different is None or gaps[different] < 1e-4, f"prompt {index}, token {different}"
-    stats = driver.core.stats()
+    stats = driver.stats()
     assert stats.units_owned == 0 and stats.units_free + stats.units_cached == stats.units_total
 
 
@@ -77,7 +77,7 @@ def test_tokens_are_those_of_transformers_with_preemptions_and_chunks(
     driver = poisoned(Runner(TorchDevice(decoder_of(CASE), config.limits, host_units=host_units)), config)
     prompts = prompts_of(decoder_of(CASE).spec.vocab_size)
     run_all(driver, prompts, OUTPUT)
-    stats = driver.core.stats()
+    stats = driver.stats()
     assert sum(stats.preemptions.values()) > 0 and (stats.prefix_hit_tokens > 0) == caching
 
 

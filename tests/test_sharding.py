@@ -256,7 +256,7 @@ def generate(driver: Driver, prompts: list[list[int]], temperature: float) -> di
         driver.add(make_request(str(index), prompt, OUTPUT, temperature=temperature, seed=index))
         driver.step()
     driver.run()
-    stats = driver.core.stats()
+    stats = driver.stats()
     assert sum(stats.preemptions.values()) > 0, "the pool was meant to be too small"
     assert stats.prefix_hit_tokens > 0
     return driver.outputs

@@ -254,22 +254,20 @@ class Group:
         front, back = self.kept
         own = first.read_past(range(UNITS), back)
         moves = []
-        for name in [each.request_id for each in follower.core.moves.open_requests()]:
+        for name in [each.request_id for each in follower.moves.open_requests()]:
             held = units_held(follower, name)
-            moves.append(
-                (second.read_past(held, front), second.read_past(held, back), follower.core.moves.detach(name))
-            )
+            moves.append((second.read_past(held, front), second.read_past(held, back), follower.moves.detach(name)))
         for runner, layers in zip(self.runners, self.kept, strict=True):
             runner.drop(layers, self.units)
         leader.core.state.pool.grow(self.units - UNITS)
         second.write_past(range(UNITS), back, own)
         for its_front, its_back, moved in moves:
             name = moved.spec.request_id
-            assert leader.core.moves.attach(moved)
+            assert leader.moves.attach(moved)
             held = units_held(leader, name)[: len(its_front) // (len(front) * first.unit_layer_bytes)]
             first.write_past(held, front, its_front)
             second.write_past(held, back, its_back)
-            leader.core.moves.arrived(name)
+            leader.moves.arrived(name)
             leader.outputs[name] = follower.outputs.pop(name)
 
     def split(self) -> None:
@@ -299,7 +297,7 @@ def test_requests_go_on_through_a_drop_and_back(kind: str) -> None:
     for driver in group.drivers:
         for _ in range(6):
             driver.step()
-        assert len(list(driver.core.moves.open_requests())) == 3
+        assert len(list(driver.moves.open_requests())) == 3
     group.merge()
     with pipeline(*group.runners):
         leader.add(*requests[6:10])
@@ -307,8 +305,8 @@ def test_requests_go_on_through_a_drop_and_back(kind: str) -> None:
             leader.step()
         used = {unit for name in leader.core.state.requests for unit in units_held(leader, name)}
         assert len(used) > UNITS and max(used) >= UNITS, "more than one engine had"
-        leader.core.moves.shrink_cache(group.units - UNITS)
-        while leader.core.moves.num_retiring_units:
+        leader.moves.shrink_cache(group.units - UNITS)
+        while leader.moves.num_retiring_units:
             assert leader.step()
         group.runners[0].prepare_restore(UNITS)
         leader.step()

@@ -211,7 +211,7 @@ def test_every_answer_that_ends_is_valid(backend: str) -> None:
     for name in ended:
         schema = SCHEMAS[name.rpartition(" ")[0]]
         jsonschema_rs.validator_for(schema).validate(json.loads(text_of(driver, name)))
-    assert sum(driver.core.stats().preemptions.values()) > 0
+    assert sum(driver.stats().preemptions.values()) > 0
 
 
 @pytest.mark.parametrize("backend", ["native", "cuda"])
@@ -251,9 +251,9 @@ def test_forced_tokens_save_steps_and_change_nothing(backend: str) -> None:
         driver.run()
         answers.append((driver.outputs, {name: final.finish_reason for name, final in driver.finals.items()}))
         steps.append(sum(len(step.chunks) for step in driver.steps))
-        forced.append(driver.core.stats().forced_tokens)
+        forced.append(driver.stats().forced_tokens)
     assert answers[0] == answers[1] == answers[2]
-    assert forced[0] == 0 < forced[1] and driver.core.stats().drafted_tokens > sum(oracle.judged) > 50
+    assert forced[0] == 0 < forced[1] and driver.stats().drafted_tokens > sum(oracle.judged) > 50
     assert steps[0] - steps[1] >= forced[1] / 2, "each would have been a chunk of its own"
 
 
@@ -291,7 +291,7 @@ def test_forced_tokens_behind_a_step_in_flight_outlast_late_masks_and_failures(
             driver.add(ask(f"{name} {number}", json_grammar(schema), 40, seed=number, request_class=kind))
         driver.run()
     assert drivers[0].outputs == drivers[1].outputs
-    stats = drivers[1].core.stats()
+    stats = drivers[1].stats()
     assert stats.forced_tokens > 0 and stats.accepted_tokens > 0 and (stats.failed_steps > 0) is fails
 
 

@@ -76,7 +76,7 @@ def test_a_copy_that_fails_half_way_costs_its_step_alone(
     for index, request in enumerate(requests):
         assert driver.finals[request.request_id].finish_reason is FinishReason.LENGTH
         assert driver.outputs[request.request_id] == solo(index)
-    stats = driver.core.stats()
+    stats = driver.stats()
     assert (stats.host_units_used - stats.host_units_cached, stats.units_owned) == (0, 0)
 
 
@@ -115,11 +115,11 @@ def test_nan_in_a_history_that_comes_back_is_computed_again() -> None:
         driver.add(request)
         driver.run()
     runner = driver.runner
-    assert isinstance(runner, Runner) and driver.core.stats().host_units_cached
+    assert isinstance(runner, Runner) and driver.stats().host_units_cached
     runner.device.pool.host_units.fill_(float("nan"))
     driver.add(make_request("second", history, 3))
     driver.run()
-    stats = driver.core.stats()
+    stats = driver.stats()
     assert stats.prefix_host_hit_tokens == 16 and stats.failed_steps == 1
     assert driver.outputs["second"] == driver.outputs["first"]
 
@@ -141,5 +141,5 @@ def test_nan_that_comes_back_from_the_host_is_computed_again() -> None:
     for index, request in enumerate(requests):
         assert driver.finals[request.request_id].finish_reason is not FinishReason.ERROR
         assert driver.outputs[request.request_id] == solo(index), "the failed step runs again, from the prompt"
-    stats = driver.core.stats()
+    stats = driver.stats()
     assert (stats.host_units_used - stats.host_units_cached, stats.units_owned) == (0, 0)

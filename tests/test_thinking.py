@@ -112,8 +112,8 @@ def test_a_spent_budget_closes_the_thought_and_nothing_else_changes(backend: str
         if budget_tokens < 50:
             assert find(ids, marks().closing) == budget_tokens
         assert ids[:budget_tokens] == free.outputs[f"r{number}"][:budget_tokens]
-    assert sum(held.core.stats().preemptions.values()) > 0
-    assert (held.core.stats().forced_tokens > 0) is (len(marks().closing) > 1)
+    assert sum(held.stats().preemptions.values()) > 0
+    assert (held.stats().forced_tokens > 0) is (len(marks().closing) > 1)
 
 
 def test_the_next_engine_goes_on_with_the_same_budget() -> None:

@@ -28,11 +28,11 @@ def batch(name: str, number: int) -> list[EngineRequest]:
 
 def serve(driver: Driver, *requests: EngineRequest) -> int:
     """Run to the end; the prompt tokens that were computed meanwhile."""
-    before = driver.core.stats().prefill_tokens
+    before = driver.stats().prefill_tokens
     driver.add(*requests)
     driver.run()
     check_solo(driver, *requests)
-    return driver.core.stats().prefill_tokens - before
+    return driver.stats().prefill_tokens - before
 
 
 def filled(depth: int, host: int, **options: object) -> Driver:
@@ -49,7 +49,7 @@ def test_what_the_device_evicts_comes_back_from_the_host(depth: int) -> None:
     for host in (0, 400):
         driver = filled(depth, host)
         computed[host] = serve(driver, chat("second"))
-        stats = driver.core.stats()
+        stats = driver.stats()
         assert stats.prefix_host_hit_tokens == (TURN - 1 if host else 0)
         assert stats.host_units_used == stats.host_units_cached
         assert (stats.host_units_cached > 0) == (host > 0)
@@ -63,11 +63,11 @@ def test_the_host_keeps_what_it_gave_back(depth: int) -> None:
         assert serve(driver, chat(f"turn{turn}")) == 0
         for number in range(3):
             serve(driver, make_request(f"other{turn}{number}", [number + 1] * 80, 4))
-        copied.append(driver.core.stats().cache_units["swap_out"])
+        copied.append(driver.stats().cache_units["swap_out"])
     assert copied[-1] == copied[-2] > 0, "all of it lies on the host already"
-    hits = driver.core.stats().prefix_host_hit_tokens
+    hits = driver.stats().prefix_host_hit_tokens
     assert serve(driver, chat("last")) == serve(driver, chat("once more")) == 0
-    assert driver.core.stats().prefix_host_hit_tokens == hits + TURN - 1, "then the device has it again"
+    assert driver.stats().prefix_host_hit_tokens == hits + TURN - 1, "then the device has it again"
 
 
 @pytest.mark.parametrize("chats", [2, 3])
@@ -79,9 +79,9 @@ def test_chats_that_come_back_together_find_what_makes_room_for_each_other(depth
     for number, history in enumerate(histories):
         serve(driver, make_request(f"opens{number}", history, 2))
     last = [make_request(f"back{number}", [*histories[number], 7, 7, 7, 7], 2) for number in (0, 3, 4)[:chats]]
-    found = driver.core.stats().prefix_hit_tokens
+    found = driver.stats().prefix_hit_tokens
     serve(driver, *last)
-    assert driver.core.stats().prefix_hit_tokens - found == chats * 60
+    assert driver.stats().prefix_hit_tokens - found == chats * 60
 
 
 def test_what_only_offline_work_touched_is_not_saved(depth: int) -> None:
@@ -89,7 +89,7 @@ def test_what_only_offline_work_touched_is_not_saved(depth: int) -> None:
     for number in range(4):
         serve(driver, *batch(f"b{number}-", number))
     out = [op for step in driver.steps for op in step.operations if op.action is CacheAction.SWAP_OUT]
-    assert driver.core.stats().host_units_cached == 0
+    assert driver.stats().host_units_cached == 0
     assert len(out) == sum(op.action is CacheAction.SWAP_IN for step in driver.steps for op in step.operations)
 
 
@@ -106,10 +106,10 @@ def test_a_full_host_keeps_what_was_used_last(depth: int) -> None:
     for name, prompt in prompts.items():
         serve(driver, make_request(name, [token % VOCAB for token in prompt], 1))
     serve(driver, make_request("a2", prompts["a"], 1))
-    assert driver.core.stats().prefix_host_hit_tokens < 36, "its tail went first"
-    before = driver.core.stats().prefix_host_hit_tokens
+    assert driver.stats().prefix_host_hit_tokens < 36, "its tail went first"
+    before = driver.stats().prefix_host_hit_tokens
     serve(driver, make_request("c2", [token % VOCAB for token in prompts["c"]], 1))
-    assert driver.core.stats().prefix_host_hit_tokens - before == 36
+    assert driver.stats().prefix_host_hit_tokens - before == 36
 
 
 def test_waiting_pasts_take_the_place_of_prefixes(depth: int) -> None:
@@ -117,10 +117,10 @@ def test_waiting_pasts_take_the_place_of_prefixes(depth: int) -> None:
     driver = make(depth, blocks=10, host=40)
     for number in range(4):
         serve(driver, make_request(f"chat{number}", [number] * 37, 1))
-    assert driver.core.stats().host_units_cached == 40, "the host is full"
+    assert driver.stats().host_units_cached == 40, "the host is full"
     four = [make_request(str(i), [20 + i] * 6, 30) for i in range(4)]
     assert serve(driver, *four) == 4 * 6
-    assert sum(driver.core.stats().preemptions.values()) > 0
+    assert sum(driver.stats().preemptions.values()) > 0
 
 
 @pytest.mark.parametrize("after", [False, True])
@@ -141,7 +141,7 @@ def test_a_copy_of_a_failed_step_is_offered_to_nobody(depth: int, after: bool) -
         for number in range(3):
             serve(driver, make_request(f"other{number}", [number + 1] * 80, 4))
         serve(driver, chat("second"))
-        assert driver.core.stats().failed_steps == 1
+        assert driver.stats().failed_steps == 1
 
 
 def test_an_abort_while_a_copy_is_on_its_way_loses_nothing(depth: int) -> None:
@@ -156,7 +156,7 @@ def test_an_abort_while_a_copy_is_on_its_way_loses_nothing(depth: int) -> None:
         aborted.add(driver.finals["second"].finish_reason)
         driver.run()
         assert serve(driver, chat("third")) == 0
-        assert driver.core.stats().prefix_host_hit_tokens >= TURN - 1
+        assert driver.stats().prefix_host_hit_tokens >= TURN - 1
     assert aborted == {FinishReason.ABORT}
 
 
@@ -172,7 +172,7 @@ def test_what_is_in_doubt_leaves_the_host_too(depth: int) -> None:
 
     driver.runner._invalid = invalid
     assert serve(driver, chat("second")) >= TURN, "with the canary's tokens"
-    assert driver.core.stats().failed_steps == 1 and len(failed) > 1
+    assert driver.stats().failed_steps == 1 and len(failed) > 1
 
 
 def test_a_start_is_charged_for_its_copies_once(depth: int) -> None:
@@ -197,7 +197,7 @@ def test_an_offline_request_may_start_from_a_chats_history(depth: int) -> None:
     driver = filled(depth, 400)
     line = make_request("line", list(range(TURN)), 2, request_class=RequestClass.OFFLINE)
     assert serve(driver, line) == 0
-    assert driver.core.stats().prefix_host_hit_tokens == TURN - 1
+    assert driver.stats().prefix_host_hit_tokens == TURN - 1
 
 
 def test_random_turns_from_every_tier_equal_the_solo_run() -> None:
@@ -231,6 +231,6 @@ def test_random_turns_from_every_tier_equal_the_solo_run() -> None:
             got = driver.outputs[request.request_id]
             assert got == expected[: len(got)]
             assert len(got) == len(expected) or driver.finals[request.request_id].finish_reason is FinishReason.ABORT
-        hits += driver.core.stats().prefix_host_hit_tokens
+        hits += driver.stats().prefix_host_hit_tokens
         outs += sum(op.target.tier is Tier.HOST for step in driver.steps for op in step.operations)
     assert hits > 25 * BLOCK and outs > 100, "the host was hardly used"

@@ -114,7 +114,7 @@ def check_tokens(case: Case, driver: Driver) -> None:
         driver.add(make_request(str(index), prompt, OUTPUT, request_class=request_class))
         driver.step()
     driver.run()
-    stats = driver.core.stats()
+    stats = driver.stats()
     assert sum(stats.preemptions.values()) > 0
     assert stats.prefix_hit_tokens > 0
     assert [driver.outputs[str(index)] for index in range(len(prompts))] == case.expected
@@ -140,7 +140,7 @@ def test_native_attention_equals_generate(
     driver = make_driver(model, 0, host_units=host_units, unit_bytes=1)
     check_tokens(case, driver)
     if host_units:
-        assert driver.core.stats().cache_units["swap_in"] > 0
+        assert driver.stats().cache_units["swap_in"] > 0
     with torch.inference_mode():
         assert self_test.test_modules(model) == ""
 
@@ -156,7 +156,7 @@ def test_attention_by_kernels_equals_generate(
     driver = make_driver(case.model, 0, kernels, host_units=host_units, unit_bytes=1)
     check_tokens(case, driver)
     if host_units:
-        assert driver.core.stats().cache_units["swap_in"] > 0
+        assert driver.stats().cache_units["swap_in"] > 0
 
     def attention(pool: UnitPool, rows: RowTable) -> KernelAttention:
         return KernelAttention(kernels, pool, rows, self_test.LIMITS)

@@ -22,6 +22,7 @@ from engine.errors import EngineUnavailableError
 from engine.limits import SchedulerConfig
 from engine.loop.watchdog import ProgressWatchdog
 from engine.request import RequestStatus
+from engine.scheduling.report import report_stats
 from engine.scheduling.waiting import WaitingQueue
 from engine.text.tokenizer import Tokenizer
 
@@ -234,7 +235,7 @@ async def test_a_line_evicted_often_stops_nobody_over_http(tmp_path: Any) -> Non
         ):
             flex = asyncio.create_task(client.post("/v1/completions", json=ask(120, 60, 0, service_tier="flex")))
             for index in range(10):
-                await until(lambda: engine.core.stats().running[OFFLINE] == 1)
+                await until(lambda: report_stats(engine.core.state).running[OFFLINE] == 1)
                 chat = await client.post("/v1/completions", json=ask(300, 2, index + 1))
                 assert chat.status_code == 200, chat.text
                 assert not flex.done()

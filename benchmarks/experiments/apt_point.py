@@ -15,6 +15,7 @@ from engine.limits import UNITS_PER_BLOCK, UNLIMITED_QUEUE
 from engine.scheduling.objective import StepObjective
 from engine.scheduling.output import Collect, SchedulerOutput
 from engine.scheduling.policies import find_policy
+from engine.scheduling.report import report_stats
 from engine.virtual import Arrival, VirtualDriver, VirtualRun
 from loadgen import traces, workloads
 from loadgen.arrivals import Process
@@ -145,7 +146,7 @@ def run_point(point: Point) -> Metrics:
     )
     runner = _Watched(machine, point.seed)
     run = VirtualDriver(core, runner, _arrivals(point.rows, machine.config.max_model_len)).run(math.inf)
-    stats = core.stats()
+    stats = report_stats(core.state)
     needed = sum(prompt + output - 1 for _, prompt, output in point.rows)
     return {
         **attained(run, load),

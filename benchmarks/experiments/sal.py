@@ -27,6 +27,7 @@ from engine.core import EngineCore
 from engine.limits import UNITS_PER_BLOCK
 from engine.scheduling.objective import StepObjective
 from engine.scheduling.policies import find_policy
+from engine.scheduling.report import report_stats
 from engine.virtual import Arrival
 from loadgen import lengths, traces
 from loadgen.simulation.run import Metrics, Row, measure, request_of, rows_of
@@ -159,7 +160,7 @@ def run_task(task: Task) -> Metrics:
     else:
         driver = FleetDriver(servers, ALL_ROUTERS[task.router], arrivals, seed=task.seed)
     found = measure(driver.run(), task.config.warm_up, arrivals[-1].at)
-    stats = [server.core.stats() for server in servers]
+    stats = [report_stats(server.core.state) for server in servers]
     found["preemptions"] = float(sum(sum(stat.preemptions.values()) for stat in stats))
     busy = [stat.step_seconds for stat in stats]
     found["busy_spread"] = max(busy) / (sum(busy) / len(busy))

@@ -28,6 +28,7 @@ from engine.machine import processes
 from engine.models.spec import ModelSpec
 from engine.profiling.calibration import measure_profile
 from engine.scheduling.output import ModelRunnerOutput, SchedulerOutput
+from engine.scheduling.report import report_stats
 from predictor.budget import BudgetParams
 from predictor.budget_search import search_budget
 from predictor.load import Lengths
@@ -82,7 +83,7 @@ class Watched(Colocation):
         super().__init__(self.core, online, slo, budget)
 
     def describe(self, now: float) -> str:
-        stats, core, model, steps = self.stats(now), self.core.stats(), self.model, self.core.steps[1:]
+        stats, core, model, steps = self.stats(now), report_stats(self.core.state), self.model, self.core.steps[1:]
         expected, measured = (median([step[i] for step in steps] or [math.nan]) * 1e3 for i in (0, 1))
         beside = fmean([step[2] for step in steps] or [math.nan])
         cause = f" by {stats.breaker_cause}" if stats.breaker_cause else ""

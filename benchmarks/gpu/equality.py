@@ -85,7 +85,7 @@ def compare(setup: Setup, name: str, make: MakeRunner = whole, how: str = "") ->
     for request in requests:
         below = _below_best(model, request.prompt_token_ids, loop.tokens[request.request_id])
         worst, best, count = max(worst, max(below)), best + below.count(0.0), count + len(below)
-    note = f"{best} of {count} tokens are the best; {sum(loop.core.stats().preemptions.values())} preemptions"
+    note = f"{best} of {count} tokens are the best; {sum(loop.core.state.counters.preemptions.values())} preemptions"
     kind = str(setup.dtype).removeprefix("torch.")
     return Row(
         f"engine against transformers, {name}, {kind}{how}", "below", worst, _SLACK[setup.dtype], None, "", True, note

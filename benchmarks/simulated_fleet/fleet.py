@@ -22,6 +22,7 @@ from engine.errors import RetryableError
 from engine.fleet.routing import RoutedPrompt
 from engine.limits import UNITS_PER_BLOCK
 from engine.scheduling.output import ModelRunner, ModelRunnerOutput, SchedulerOutput
+from engine.scheduling.report import report_stats
 from engine.virtual import Arrival, VirtualRecord, VirtualRun
 
 REPORT_SECONDS = 0.1
@@ -246,7 +247,7 @@ class FleetDriver:
 
     def _load(self, server: Server) -> LoadReport:
         core = server.core
-        queued, pool = queued_work(core), core.stats()
+        queued, pool = queued_work(core), report_stats(core.state)
         return LoadReport(
             queued_tokens=queued.tokens,
             queued_units=queued.units,

@@ -21,7 +21,8 @@ from engine.core import EngineCore
 from engine.execution.lookahead import BatchPiece, MicroBatch, balanced, cut
 from engine.fleet.overload import Group, should_restore
 from engine.limits import UNITS_PER_BLOCK
-from engine.scheduling.moving import MovedRequest
+from engine.scheduling.moving import MovedRequest, Moves
+from engine.scheduling.report import report_stats
 
 DROP_SECONDS = 0.005
 """Remapping memory (KunServe §4.1)."""
@@ -58,6 +59,10 @@ class Means:
     restore: bool = True
 
 
+def moves(core: EngineCore) -> Moves:
+    return Moves(core.state, core.recovery)
+
+
 @dataclass(slots=True, eq=False)
 class Party:
     """A server with its engines: one, or a pipeline. `placement`: engines and the layers that each has; `undropped`:
@@ -74,7 +79,7 @@ class Party:
     @property
     def dropped(self) -> int:
         """Units that the dropped layers gave."""
-        return self.server.core.stats().units_total - self.undropped
+        return report_stats(self.server.core.state).units_total - self.undropped
 
 
 @dataclass(slots=True)
@@ -154,7 +159,7 @@ class OverloadedFleet:
     @property
     def preemptions(self) -> int:
         """Requests that lost their place for want of memory, on servers of now and before."""
-        return self._preempted + sum(sum(server.core.stats().preemptions.values()) for server in self.servers)
+        return self._preempted + sum(sum(server.core.state.counters.preemptions.values()) for server in self.servers)
 
     def bind(self, driver: FleetDriver) -> None:
         """What drives the servers."""
@@ -164,7 +169,7 @@ class OverloadedFleet:
     def watch(self, now: float) -> None:
         """Look at every server, ten times a second."""
         parties = [party for party in self.parties.values() if not party.server.closed]
-        stats = [party.server.core.stats() for party in parties]
+        stats = [report_stats(party.server.core.state) for party in parties]
         total, used = sum(s.units_total for s in stats), sum(s.units_owned for s in stats)
         self.tally.peak = max(self.tally.peak, used / total if total else 0.0)
         pipelines = sum(len(party.placement) for party in parties if len(party.placement) > 1)
@@ -216,9 +221,9 @@ class OverloadedFleet:
         moved: list[tuple[float, MovedRequest, Party]] = []
         for party in old:
             core = party.server.core
-            self._preempted += sum(core.stats().preemptions.values())
-            held = list(core.moves.open_requests())
-            moved += [(found.arrival, core.moves.detach(found.request_id), party) for found in held]
+            self._preempted += sum(core.state.counters.preemptions.values())
+            held = list(moves(core).open_requests())
+            moved += [(found.arrival, moves(core).detach(found.request_id), party) for found in held]
             del self.parties[party.server.number]
             driver.remove(party.server)
         made = [self._make(group, now + DROP_SECONDS) for group in groups]
@@ -234,7 +239,7 @@ class OverloadedFleet:
     def _hand_over(self, moved: MovedRequest, placement: Sequence[tuple[int, range]], target: Party) -> None:
         """Attach a request to its new server, and let it run when the layers of its past have come."""
         core, now = target.server.core, self.driver.now
-        if not core.moves.attach(moved):
+        if not moves(core).attach(moved):
             return
         transfers = [self._send(part, moved.num_tokens) for part in exchanges(placement, target.placement)]
         self.tally.moved += 1
@@ -242,7 +247,7 @@ class OverloadedFleet:
 
     def _arrived(self, server: Server, request_id: str, since: float) -> None:
         self.tally.stalled += self.driver.now - since
-        server.core.moves.arrived(request_id)
+        moves(server.core).arrived(request_id)
         self.driver.pump(server)
 
     def _send(self, part: LayerTransfer, tokens: int) -> Transfer:
@@ -264,7 +269,7 @@ class OverloadedFleet:
         if party.pulls is not None:
             return
         if party.retiring:
-            if core.moves.num_retiring_units == 0:
+            if moves(core).num_retiring_units == 0:
                 self._pull(party)
             return
         if now - party.used[0] < FALLING:
@@ -273,7 +278,7 @@ class OverloadedFleet:
         party.used = (now, group.used)
         if falling:
             party.retiring = party.dropped
-            core.moves.shrink_cache(party.retiring)
+            moves(core).shrink_cache(party.retiring)
 
     def _pull(self, party: Party) -> None:
         """The layers that each engine lacks, from those that have them."""
@@ -297,11 +302,11 @@ class OverloadedFleet:
     def _leave(self, party: Party, target: Party, units: int) -> None:
         """Some of its requests go, the largest first: no step of theirs is in flight."""
         core = party.server.core
-        running = sorted((r for r in core.moves.open_requests() if r.running), key=lambda r: -r.units)
+        running = sorted((r for r in moves(core).open_requests() if r.running), key=lambda r: -r.units)
         for found in [r for r in running if r.units <= units][:MOVES]:
             if found.units <= units:
                 units -= found.units
-                self._hand_over(core.moves.detach(found.request_id), party.placement, target)
+                self._hand_over(moves(core).detach(found.request_id), party.placement, target)
 
     def _make(self, engines: tuple[int, ...], at: float) -> Party:
         """A server of these engines: one, or a pipeline with a copy of the model between them."""
@@ -344,6 +349,6 @@ class OverloadedFleet:
 def _group(party: Party) -> Group:
     """How a server stands. Units that retire are held, and are no room."""
     core = party.server.core
-    stats, queued = core.stats(), queued_work(core)
+    stats, queued = report_stats(core.state), queued_work(core)
     engines = tuple(engine for engine, _ in party.placement)
     return Group(engines, stats.units_total, stats.units_owned, queued.waiting_units)

@@ -18,6 +18,7 @@ from engine.core import EngineCore
 from engine.fleet.routing import Loads, RoutedPrompt
 from engine.limits import SchedulerConfig
 from engine.scheduling.output import Chunk, SchedulerOutput
+from engine.scheduling.report import report_stats
 from engine.virtual import Arrival, PredictedRunner, VirtualRun
 from loadgen.simulation.run import request_of
 from predictor.model import LatencyModel
@@ -160,7 +161,7 @@ def test_a_drop_serves_the_burst_and_the_layers_come_back() -> None:
     assert fleet.tally.moved > 0 and fleet.preemptions == 0
     for party in fleet.parties.values():
         check_core(party.server.core)
-        assert party.server.core.stats().units_total == 1200 and not party.server.core.has_requests
+        assert report_stats(party.server.core.state).units_total == 1200 and not party.server.core.has_requests
     assert [len(record.token_times) for record in ran.online] == [row[2] for row in BURST], "no token twice, none lost"
     assert all(record.token_times == sorted(record.token_times) for record in ran.online)
     _, plain = overloaded(Means("recompute"))

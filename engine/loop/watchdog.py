@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 from engine.api import EngineStats, RequestClass
 from engine.core import EngineCore
+from engine.scheduling.report import report_stats
 
 log = logging.getLogger("tidemill.engine")
 
@@ -98,7 +99,7 @@ class ProgressWatchdog:
     def _on_stall(self) -> None:
         self._attempts += 1
         level = logging.CRITICAL if self._attempts == 1 else logging.ERROR
-        log.log(level, "the engine stands still: %s; %s", self.trouble, describe(self._core.stats()))
+        log.log(level, "the engine stands still: %s; %s", self.trouble, describe(report_stats(self._core.state)))
         self._patience += self._seconds * min(2**self._attempts, MAX_PATIENCE)
         try:
             self._recover(self._attempts)

@@ -77,7 +77,7 @@ class PipelineStage:
         if isinstance(order, orders.Reset):
             self.close()  # unblocks calls that wait for the other engine
             known = set(order.known)
-            for found in list(self._engine.core.moves.open_requests()):
+            for found in list(self._engine.moves.open_requests()):
                 if found.request_id not in known and self._knows(found.request_id):
                     self._engine.drop(found.request_id)
         return self._carry_out(order)
@@ -147,11 +147,11 @@ class PipelineStage:
 
     async def _hold(self, closes: bool) -> None:
         core = self._engine.core
-        if core.is_recovering:
+        if core.recovery.active:
             raise EngineUnavailableError("a step has failed and its requests are being tried")
         self.closed = closes
         await self._engine.hold()
-        if core.is_recovering:
+        if core.recovery.active:
             raise EngineUnavailableError("a step has failed and its requests are being tried")
 
     async def _meet(self, path: str, listens: bool) -> None:
@@ -177,20 +177,20 @@ class PipelineStage:
         return self._link
 
     def _stall(self, num_units: int) -> tuple[Past, ...]:
-        core = self._engine.core
-        names = [request.request_id for request in core.moves.open_requests()]
-        found = {name: core.moves.stall(name, num_units) for name in names}
+        moves = self._engine.moves
+        names = [request.request_id for request in moves.open_requests()]
+        found = {name: moves.stall(name, num_units) for name in names}
         return tuple(Past(name, *held) for name, held in found.items() if held is not None)
 
     def _detach(self) -> tuple[Past, ...]:
         """Detach the gateway's requests. Canary requests stay and start over."""
         engine, pasts = self._engine, []
-        for found in sorted(engine.core.moves.open_requests(), key=lambda request: request.arrival):
+        for found in sorted(engine.moves.open_requests(), key=lambda request: request.arrival):
             request_id = found.request_id
             if not engine.serves(request_id, self._sink):
-                engine.core.moves.start_over(request_id)
+                engine.moves.start_over(request_id)
                 continue
-            units = engine.core.moves.units_of(request_id)
+            units = engine.moves.units_of(request_id)
             moved = engine.detach(request_id)
             if moved.num_tokens:
                 needed = 2 * -(-moved.num_tokens // engine.core.config.block_size)
@@ -220,7 +220,7 @@ class PipelineStage:
 
     async def _reform(self, order: orders.Reform) -> None:
         engine = self._engine
-        engine.core.moves.resize_cache(order.num_units if order.schedules else 0)
+        engine.moves.resize_cache(order.num_units if order.schedules else 0)
         if order.layers is None:
             await engine.aside(self._runner.restore, order.num_units)
         else:
@@ -231,12 +231,12 @@ class PipelineStage:
         for request, num_tokens in requests:
             name = request.request_id
             if engine.serves(name, self._sink):  # stopped, or submitted after `Detach`
-                engine.core.moves.put_last(name)
+                engine.moves.put_last(name)
             elif self._knows(name) or name in self._aborted:
                 continue  # about to be queued, or aborted
             elif engine.attach(MovedRequest(request, num_tokens), self._sink):
                 needed = 2 * -(-num_tokens // engine.core.config.block_size)
-                placed.append(Past(name, num_tokens, engine.core.moves.units_of(name)[:needed]))
+                placed.append(Past(name, num_tokens, engine.moves.units_of(name)[:needed]))
         return placed
 
     def _write(self, pasts: Sequence[Past]) -> None:
@@ -257,7 +257,7 @@ class PipelineStage:
             self.close()
             self.closed = False
         for request_id in arrived:
-            engine.core.moves.arrived(request_id)
+            engine.moves.arrived(request_id)
         engine.go()
 
     def _follow(self, link: Link) -> None:
@@ -285,15 +285,15 @@ class PipelineStage:
             self._parted()
 
     async def _retire(self, num_units: int) -> tuple[Past, ...]:
-        core = self._engine.core
-        core.moves.shrink_cache(max(0, self._engine.load().num_units - num_units))
+        moves = self._engine.moves
+        moves.shrink_cache(max(0, self._engine.load().num_units - num_units))
         for _ in range(RETIRE_LOOKS):
-            if not core.moves.num_retiring_units:
+            if not moves.num_retiring_units:
                 return ()
             if self._num_orders > 1:  # a reset is waiting
                 break
             await asyncio.sleep(LOOK_SECONDS)
-        held = [(each.request_id, core.moves.units_of(each.request_id)) for each in core.moves.open_requests()]
+        held = [(each.request_id, moves.units_of(each.request_id)) for each in moves.open_requests()]
         return tuple(Past(name, 0, units) for name, units in held if units and max(units) >= num_units)
 
     async def _dissolve(self) -> None:
@@ -303,16 +303,16 @@ class PipelineStage:
             await self._ended.wait()
 
     async def _reset(self, order: orders.Reset) -> None:
-        engine, core = self._engine, self._engine.core
+        engine, moves = self._engine, self._engine.moves
         if self.role == FOLLOWER:
             await self._ended.wait()
         await engine.hold()
-        for found in sorted(core.moves.open_requests(), key=lambda request: request.arrival):
-            core.moves.start_over(found.request_id)
+        for found in sorted(moves.open_requests(), key=lambda request: request.arrival):
+            moves.start_over(found.request_id)
         self._staged = {}
-        core.moves.resize_cache(0)
+        moves.resize_cache(0)
         await engine.aside(self._runner.restore, order.num_units)
-        core.moves.resize_cache(order.num_units)
+        moves.resize_cache(order.num_units)
         self.role, self.closed = WHOLE, False
         engine.go()
         for request in order.requests:

@@ -15,6 +15,7 @@ from engine.api import EngineRequest, RequestClass, SamplingParams
 from engine.core import EngineCore
 from engine.scheduling.objective import StepObjective
 from engine.scheduling.policies import find_policy
+from engine.scheduling.report import report_stats
 from engine.virtual import Arrival, VirtualDriver, VirtualRecord, VirtualRun
 from loadgen.plan import FIRST_OFFLINE, PromptMaker, TokenIds, Windows
 from loadgen.simulation.device import Simulated
@@ -108,7 +109,7 @@ def run_workload(
     backlog = policies.backlog or 2 * config.max_num_seqs
     driver = VirtualDriver(core, runner, arrivals, offline, backlog=backlog, window=measured)
     run = driver.run(end, drain=windows.drain if drain else 0.0)
-    stats = core.stats()
+    stats = report_stats(core.state)
     hits = stats.prefix_hit_tokens / stats.prefix_queried_tokens if stats.prefix_queried_tokens else 0.0
     return Ran(run, measured, hits)
 
