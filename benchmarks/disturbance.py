@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 from benchmarks.experiments.unsteady import CONFIG, MODEL, Config, chats, misses, request
 from benchmarks.frame import Table
 from engine.api import RequestClass, RequestOutput
-from engine.colocation.initial import initial_budget
 from engine.colocation.keeper import Colocation
+from engine.colocation.waits import initial_budget
 from engine.core import EngineCore
 from engine.limits import SchedulerConfig
 from engine.scheduling.output import Collect, ModelRunnerOutput, SchedulerOutput

@@ -23,8 +23,8 @@ from typing import Any, NamedTuple
 
 from benchmarks.experiments.machine import Machine, MachineSpec, build_machine
 from engine.api import EngineRequest, RequestClass, RequestOutput, SamplingParams, TokenCosts
-from engine.colocation.initial import initial_budget
 from engine.colocation.keeper import Colocation
+from engine.colocation.waits import initial_budget
 from engine.core import EngineCore
 from engine.scheduling.planner import OfflinePlan, whole
 from engine.scheduling.policies import find_policy

@@ -12,8 +12,7 @@ from hashlib import blake2b
 from typing import NamedTuple, ParamSpec, Protocol, TypeVar
 
 from engine.errors import ErrorInfo, InvalidRequestError
-from engine.forms import EmbeddingSpec, Grammar, Pooling
-from engine.text.thoughts import ThinkingBudget
+from engine.forms import EmbeddingSpec, Grammar, Pooling, ThinkingBudget
 from predictor.budget import Standing
 from predictor.promise import Promise
 

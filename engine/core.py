@@ -24,18 +24,16 @@ from engine.errors import InvalidRequestError, TidemillError
 from engine.limits import SchedulerConfig
 from engine.request import Request, RequestStatus
 from engine.scheduling.admission import Admission, check_length
-from engine.scheduling.blame import Blame
 from engine.scheduling.failures import StepFailures
 from engine.scheduling.in_flight import ReachedPoint
+from engine.scheduling.next_step import OfflineRest, build_next, may_run_ahead
 from engine.scheduling.objective import StepObjective
 from engine.scheduling.output import ModelRunnerOutput, SchedulerOutput
 from engine.scheduling.overdue import answer_tokens
-from engine.scheduling.pacing import OfflineRest, may_run_ahead
 from engine.scheduling.planner import OfflinePlan, plan_offline
-from engine.scheduling.recovery import FaultRecovery
+from engine.scheduling.recovery import Blame, FaultRecovery
 from engine.scheduling.results import Results
 from engine.scheduling.state import SchedulerState
-from engine.scheduling.trial import build_next
 from engine.scheduling.waiting import FCFS, OnlinePolicy
 from predictor.features import LatencyPredictor
 

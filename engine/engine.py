@@ -45,8 +45,7 @@ from engine.errors import (
 )
 from engine.loop.faults import FaultLog, check_result
 from engine.loop.planner import Planner
-from engine.loop.step_watch import StepLimits, StepWatch
-from engine.loop.watchdog import STALL_SECONDS, ProgressWatchdog
+from engine.loop.watchdog import STALL_SECONDS, ProgressWatchdog, StepLimits, StepWatch
 from engine.machine.activity import Activity, read_activity
 from engine.machine.link import LinkLostError
 from engine.machine.processes import collect_due
@@ -59,7 +58,7 @@ from predictor.promise import Promise
 
 if TYPE_CHECKING:  # the engine runs without the grammar compiler, the flight recorder and torch
     from engine.execution.ranks.leader import Leader
-    from engine.flight.recorder import FlightRecorder
+    from engine.flight import FlightRecorder
     from engine.structured.ready import Grammars
 
 log = logging.getLogger("tidemill.engine")

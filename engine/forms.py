@@ -1,4 +1,4 @@
-"""The form of an answer, as values that can be sent to another process: a grammar of its text, or a pooling.
+"""The form of an answer, as values that can be sent to another process: a grammar, a thinking budget, or a pooling.
 
 `engine.structured` compiles a grammar; `engine.execution.masks` applies it to the logits. A pooling asks for results of
 a prompt's hidden states: its embedding, as configured by the checkpoint, or the log-probabilities of its tokens. The
@@ -6,11 +6,9 @@ module does not import torch.
 """
 
 import enum
-import json
 from dataclasses import dataclass
 from hashlib import blake2b
-from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 MAX_GRAMMAR_BYTES = 256 * 1024
 
@@ -69,28 +67,21 @@ class EmbeddingSpec(NamedTuple):
         return f"embeddings: {self.pooling.value} token pooling, {length}, {self.size} numbers ({self.origin})"
 
 
-_MODES = {"pooling_mode_lasttoken": Pooling.LAST, "pooling_mode_mean_tokens": Pooling.MEAN}
+@dataclass(frozen=True, slots=True)
+class ThoughtMarks:
+    """Tokens that begin and end a thought, as the tokenizer encodes the marks alone."""
+
+    opening: tuple[int, ...]
+    closing: tuple[int, ...]
 
 
-def read_embedding_spec(folder: Path, hidden_size: int) -> EmbeddingSpec:
-    """Read the sentence-transformers configuration of a checkpoint; default to the last token's state, normalized."""
-    config = _read(folder / "1_Pooling" / "config.json")
-    if not isinstance(config, dict):
-        return EmbeddingSpec(Pooling.LAST, hidden_size, True, "there is no 1_Pooling/config.json")
-    modules = _read(folder / "modules.json")
-    names = [str(each.get("type", "")) for each in modules if isinstance(each, dict)] if modules else []
-    kinds = [name.rpartition(".")[2] for name in names]
-    asked = [name for name, value in config.items() if name.startswith("pooling_mode") and value is True]
-    unknown = [*(name for name in asked if name not in _MODES), *(kind for kind in kinds if kind == "Dense")]
-    if len(asked) != 1 or unknown:
-        why = f"1_Pooling/config.json: {', '.join(unknown or asked) or 'no pooling'} is not supported"
-        return EmbeddingSpec(None, hidden_size, False, why)
-    normalizes = "Normalize" in kinds or not kinds
-    return EmbeddingSpec(_MODES[asked[0]], hidden_size, normalizes, "1_Pooling/config.json")
+@dataclass(frozen=True, slots=True)
+class ThinkingBudget:
+    """Limit of thought tokens in an answer, marks not counted; after it, only the closing mark may follow.
 
+    `begun`: the prompt ends within a thought.
+    """
 
-def _read(path: Path) -> Any:
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
+    tokens: int
+    marks: ThoughtMarks
+    begun: bool = False

@@ -9,7 +9,7 @@ import sys
 from dataclasses import dataclass, replace
 
 from engine.errors import ConfigError
-from predictor.reach import EVERYTHING, Reach
+from predictor.features import EVERYTHING, Reach
 
 BLOCK_SIZE = 16
 """Tokens per cache block."""

@@ -290,7 +290,7 @@ def _load(
 
 def _make_engine(engine_config: EngineConfig, server_config: ServerConfig, root: Path) -> Any:
     """Return the client of one engine process, or of a fleet."""
-    from engine.flight.file import Flights
+    from engine.flight import Flights
 
     log_level, pid_file = server_config.log_level, root / "engine.pid"
     flights = Flights(root / "flights", model_name(engine_config))

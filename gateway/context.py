@@ -15,8 +15,8 @@ from starlette.requests import Request
 
 from engine.api import EngineClient, EngineInfo, EngineState
 from engine.errors import EngineUnavailableError
+from engine.forms import ThoughtMarks
 from engine.machine.facts import read_processor
-from engine.text.thoughts import ThoughtMarks
 from engine.text.tokenizer import Tokenizer
 from gateway.config import ServerConfig
 from gateway.generate.tool_formats import ToolFormat

@@ -21,12 +21,10 @@ from operator import attrgetter
 from statistics import fmean
 from typing import Any, NamedTuple
 
-from predictor.promise import Promise
+from predictor.promise import DEFAULT_OUTPUT, Promise
 
 BLOCK = 16
 """Consecutive arrivals that stay together in a window, about the size of one burst of chat requests."""
-DEFAULT_OUTPUT = 64
-"""Assumed output tokens of a request of unknown output length if no output length is known at all."""
 REMEMBERED = 1024
 """Number of online arrivals, and of offline requests, that are remembered."""
 RATE_SECONDS = 60.0

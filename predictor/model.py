@@ -11,8 +11,7 @@ and thinking budgets). The paper's squares of S_p and S_d do not describe the be
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 
-from predictor.features import BatchFeatures
-from predictor.reach import EVERYTHING, Reach
+from predictor.features import EVERYTHING, BatchFeatures, Reach
 from predictor.samples import Sample
 
 COLUMNS = {

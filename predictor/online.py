@@ -23,9 +23,8 @@ from dataclasses import replace
 from functools import cache
 from statistics import NormalDist
 
-from predictor.features import BatchFeatures
+from predictor.features import BatchFeatures, Reach
 from predictor.model import LatencyModel, largest_chunk
-from predictor.reach import Reach
 from predictor.samples import Sample, SampleLog
 
 NUM_REGIMES = 16

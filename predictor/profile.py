@@ -15,9 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from predictor.costs import NOT_MEASURED, CacheCosts
-from predictor.features import BatchFeatures, FeatureRow
+from predictor.features import BatchFeatures, FeatureRow, Reach
 from predictor.model import LINEAR_TERMS, LatencyModel
-from predictor.reach import Reach
 from predictor.samples import Sample
 
 SCHEMA = 8

@@ -7,6 +7,8 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
+DEFAULT_OUTPUT = 64
+"""Assumed output tokens of a request of unknown output length if no output length is known at all."""
 DEFAULT_CLASS = "default"
 """The class of requests that name none; its objectives are those of `--slo` without a name."""
 

@@ -11,7 +11,7 @@ from engine import engine as served
 from engine.execution import backend as backends
 from engine.execution.cuda import backend
 from engine.execution.cuda.device import CudaDevice
-from engine.loop.step_watch import StepLimits
+from engine.loop.watchdog import StepLimits
 from engine.process import child
 
 

@@ -45,7 +45,7 @@ from engine.core import EngineCore  # noqa: E402
 from engine.engine import Engine  # noqa: E402
 from engine.errors import ConfigError  # noqa: E402
 from engine.loop.planner import PlanOffline  # noqa: E402
-from engine.loop.step_watch import StepLimits  # noqa: E402
+from engine.loop.watchdog import StepLimits  # noqa: E402
 from engine.process import child, frames, golden  # noqa: E402
 from engine.process.link import Connection  # noqa: E402
 from engine.scheduling.output import Collect, ModelRunnerOutput, SchedulerOutput  # noqa: E402

@@ -16,9 +16,8 @@ from engine.colocation.waits import objective_of
 from engine.core import EngineCore
 from engine.errors import EngineStepError, EngineUnavailableError
 from engine.limits import SchedulerConfig
-from engine.scheduling.blame import LONE_FAILURES, LONE_WAITS, Blame
 from engine.scheduling.objective import StepObjective
-from engine.scheduling.recovery import CANARY_ID, PATIENCE, SICK_AFTER, FaultRecovery
+from engine.scheduling.recovery import CANARY_ID, LONE_FAILURES, LONE_WAITS, PATIENCE, SICK_AFTER, Blame, FaultRecovery
 from predictor.slo import SLO
 
 VOCAB = 50

@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 from predictor.breaker import (
     ALONE_SECONDS,
     DOUBLING_SECONDS,
+    FALSE_ALARMS,
+    FEWEST_SAMPLES,
     FIRST_SHARE,
     LONGEST_OPEN,
     OPEN_SECONDS,
@@ -19,8 +21,9 @@ from predictor.breaker import (
     SMALLEST_SHARE,
     BreakerState,
     CircuitBreaker,
+    ExcessTest,
+    MissTest,
 )
-from predictor.evidence import FALSE_ALARMS, FEWEST_SAMPLES, ExcessTest, MissTest
 
 ATTAINMENT = 0.99
 OPEN, HALF_OPEN, CLOSED = BreakerState.OPEN, BreakerState.HALF_OPEN, BreakerState.CLOSED

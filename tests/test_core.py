@@ -12,9 +12,9 @@ from fakes.runner import FakeRunner, solo_tokens
 
 from engine.api import EngineRequest, FinishReason, RequestClass, RequestTimes, Resumption
 from engine.errors import ContextLengthError, InvalidRequestError, QueueFullError
+from engine.forms import ThinkingBudget, ThoughtMarks
 from engine.limits import SchedulerConfig
 from engine.request import RequestStatus
-from engine.text.thoughts import ThinkingBudget, ThoughtMarks
 from predictor.model import LatencyModel
 
 VOCAB = 50

@@ -15,8 +15,7 @@ from engine.scheduling.objective import StepObjective
 from engine.scheduling.output import ModelRunnerOutput
 from engine.scheduling.speculation import Speculation
 from engine.speculation import drafts, ngrams
-from engine.speculation.acceptance import MAX_DRAFT, Acceptance, DraftSource
-from engine.speculation.drafts import Drafts
+from engine.speculation.drafts import MAX_DRAFT, Acceptance, Drafts, DraftSource
 from engine.speculation.ngrams import GRAMS, NGrams, hash_tail
 from predictor.features import BatchFeatures
 from predictor.model import LatencyModel
@@ -161,12 +160,12 @@ def test_a_draft_is_a_continuation_within_its_own_sources(
 def test_survival_never_increases_with_the_position(outcomes: list[tuple[int, int, int]]) -> None:
     acceptance = Acceptance()
     for match, proposed, accepted in outcomes:
-        acceptance.learn(DraftSource("job", match), proposed, min(accepted, proposed))
+        acceptance[DraftSource("job", match)].learn(proposed, min(accepted, proposed))
     for match in GRAMS:
-        survival = acceptance.survival(DraftSource("job", match))
+        survival = acceptance[DraftSource("job", match)].survival
         assert len(survival) == MAX_DRAFT and all(0 < p <= 1 for p in survival)
         assert list(survival) == sorted(survival, reverse=True)
-        assert acceptance.expected(DraftSource("job", match), 5) == pytest.approx(sum(survival[:5]))
+        assert acceptance[DraftSource("job", match)].expected(5) == pytest.approx(sum(survival[:5]))
 
 
 @pytest.mark.parametrize("rate", [0.1, 0.5, 0.9])
@@ -175,8 +174,8 @@ def test_acceptance_is_learned_by_position_and_follows_a_change(rate: float) -> 
     for now in (1.0 - rate, rate):
         for _ in range(400):
             right = next((i for i in range(4) if rng.random() > now), 4)
-            acceptance.learn(source, 4, right)
-    for position, value in enumerate(acceptance.survival(source)[:2]):
+            acceptance[source].learn(4, right)
+    for position, value in enumerate(acceptance[source].survival[:2]):
         assert value == pytest.approx(rate ** (position + 1), abs=0.12)
 
 

@@ -21,8 +21,9 @@ from tiny_models import model_folder, reference_model
 from transformers import AutoModel
 
 from engine.api import EngineRequest, FinishReason, RequestClass, SamplingParams
+from engine.build.checkpoint_settings import read_embedding_spec
 from engine.execution.runner import Runner
-from engine.forms import EmbeddingSpec, Pooling, read_embedding_spec
+from engine.forms import EmbeddingSpec, Pooling
 from engine.limits import SchedulerConfig
 from engine.models import demo
 from engine.models.checkpoint import load_weights

@@ -12,13 +12,13 @@ from fakes.runner import FakeRunner, solo_tokens
 from integrity import check_core
 
 from engine.api import EngineInfo, EngineRequest, EngineState, FinishReason, RequestClass, RequestOutput
-from engine.colocation.initial import initial_budget
 from engine.colocation.keeper import Colocation
+from engine.colocation.waits import initial_budget
 from engine.core import EngineCore
 from engine.engine import Engine
 from engine.errors import EngineUnavailableError, InvalidRequestError, QueueFullError
 from engine.limits import SchedulerConfig
-from engine.loop.step_watch import StepLimits
+from engine.loop.watchdog import StepLimits
 from engine.scheduling.objective import StepObjective
 from engine.scheduling.output import Collect, ModelRunnerOutput, SchedulerOutput
 from engine.scheduling.planner import OfflinePlan, PlannedChunk

@@ -18,7 +18,7 @@ from engine.api import EngineRequest, EngineState, FinishReason, RequestClass, S
 from engine.config import EngineConfig
 from engine.errors import ConfigError, EngineStepError, EngineUnavailableError, InvalidRequestError
 from engine.fleet.client import FleetClient
-from engine.loop.step_watch import StepLimits
+from engine.loop.watchdog import StepLimits
 from engine.process.client import EngineProcess
 from engine.process.judge import RestartPolicy
 from engine.process.launcher import SILENCE, ProcessOptions

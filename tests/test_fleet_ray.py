@@ -17,7 +17,7 @@ from test_process import CHILD, CONFIG, children, until_idle
 from engine.config import EngineConfig
 from engine.errors import ConfigError
 from engine.fleet.client import FleetClient
-from engine.fleet.ray_engines import Cluster, EngineActor, RemoteEngine, bundle_for
+from engine.fleet.launch import Cluster, EngineActor, RemoteEngine, bundle_for
 from engine.process import frames
 from engine.process.client import EngineProcess
 from engine.process.launcher import ProcessOptions

@@ -11,12 +11,11 @@ from pathlib import Path
 import pytest
 from driver import submit_one
 
+from engine import flight
 from engine.api import EngineInfo, EngineRequest, SamplingParams
 from engine.config import EngineConfig
 from engine.errors import ConfigError
-from engine.flight import file as flight_file
-from engine.flight.file import Facts, Flights
-from engine.flight.recorder import Completed, FailedStep, Idle, Launched
+from engine.flight import Completed, Facts, FailedStep, Flights, Idle, Launched
 from engine.process.client import EngineProcess
 from engine.process.judge import RestartPolicy
 from engine.process.launcher import ProcessOptions
@@ -40,13 +39,13 @@ def facts(at: float = 1e9, cause: str = "killed") -> Facts:
 
 
 def test_a_recording_is_read_as_it_was_kept_and_only_its_owner_may(tmp_path: Path) -> None:
-    path = flight_file.save(tmp_path / "flights", facts(), ENTRIES)
-    assert flight_file.load(path) == flight_file.Recording(facts(), list(ENTRIES))
+    path = flight.save(tmp_path / "flights", facts(), ENTRIES)
+    assert flight.load(path) == flight.Recording(facts(), list(ENTRIES))
     assert path.stat().st_mode & 0o777 == 0o600 and path.parent.stat().st_mode & 0o777 == 0o700
 
 
 def test_the_last_recordings_are_kept(tmp_path: Path) -> None:
-    paths = [flight_file.save(tmp_path, facts(1e9 + 0.5 * n), ENTRIES) for n in range(flight_file.KEEP + 3)]
+    paths = [flight.save(tmp_path, facts(1e9 + 0.5 * n), ENTRIES) for n in range(flight.KEEP + 3)]
     assert sorted(tmp_path.iterdir()) == paths[3:]
 
 
@@ -55,7 +54,7 @@ def test_what_is_no_recording_is_one_clear_line(tmp_path: Path, capsys: pytest.C
     for content in (b"", b"{}", b"[1]", b'{"type":"Facts"}\n[', b"\xff"):
         bad.write_bytes(content)
         with pytest.raises(ConfigError, match="not a flight recording"):
-            flight_file.load(bad)
+            flight.load(bad)
     assert main(["replay", str(tmp_path / "none")]) == 2
     assert "cannot be read" in capsys.readouterr().err
 
@@ -63,10 +62,10 @@ def test_what_is_no_recording_is_one_clear_line(tmp_path: Path, capsys: pytest.C
 def test_the_table_says_what_each_step_held_and_who_was_in_the_last(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path = flight_file.save(tmp_path, facts(), ENTRIES)
+    path = flight.save(tmp_path, facts(), ENTRIES)
     assert main(["replay", str(path)]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines == list(table(flight_file.load(path)))
+    assert lines == list(table(flight.load(path)))
     assert lines[0] == "killed: demo, float32 on cpu; 6 entries"
     rows = [line.split() for line in lines[2:6]]
     assert rows[0] == ["7", "-4.000", "s", "2", "1", "1", "65", "20.0", "ms", "25.0", "ms"]
@@ -94,12 +93,12 @@ async def engine_process(folder: Path, faults: str) -> AsyncIterator[EngineProce
         await engine.stop()
 
 
-async def kept(folder: Path, number: int) -> list[flight_file.Recording]:
+async def kept(folder: Path, number: int) -> list[flight.Recording]:
     """So many recordings, once they are there."""
     while True:
-        names = await asyncio.to_thread(lambda: sorted(folder.glob(f"flights/*{flight_file.SUFFIX}")))
+        names = await asyncio.to_thread(lambda: sorted(folder.glob(f"flights/*{flight.SUFFIX}")))
         if len(names) >= number:
-            return [flight_file.load(name) for name in names]
+            return [flight.load(name) for name in names]
         await asyncio.sleep(0.01)
 
 

@@ -13,10 +13,9 @@ from windows import poisson_window
 
 from engine.api import FinishReason, RequestClass, RequestOutput, RequestTimes
 from engine.colocation.baseline import replay_alone, workload_of
-from engine.colocation.initial import BUDGET_SHARE, initial_budget, slo_warning
 from engine.colocation.keeper import MIN_OFFLINE, Colocation
 from engine.colocation.replay import ReplayedServer, Workload, find_budget, metrics_of, normal_noise, replay
-from engine.colocation.waits import SHORTEST_AWAITED, ArrivalWaits
+from engine.colocation.waits import BUDGET_SHARE, SHORTEST_AWAITED, ArrivalWaits, initial_budget, slo_warning
 from engine.core import EngineCore
 from engine.errors import ConfigError
 from engine.limits import UNLIMITED_QUEUE, SchedulerConfig

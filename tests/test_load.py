@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 
 from engine.colocation.tuner import STORE_BYTES, LoadStore
-from predictor.budget import (
+from predictor.budget import BudgetParams
+from predictor.budget_table import (
     HIGHEST_CELL,
     LOWEST_CELL,
     MAX_AGE,
     BudgetEntry,
-    BudgetParams,
     BudgetTable,
     Situation,
     cell_of,

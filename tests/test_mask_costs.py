@@ -11,12 +11,11 @@ from fakes.runner import features_of
 from engine.api import EngineRequest, RequestClass, SamplingParams
 from engine.core import EngineCore
 from engine.execution.masks import PATIENCE
-from engine.forms import Grammar
+from engine.forms import Grammar, ThinkingBudget, ThoughtMarks
 from engine.limits import SchedulerConfig
 from engine.profiling.calibration import measure_profile
 from engine.scheduling.objective import StepObjective
 from engine.scheduling.output import LATE_TOKEN, Collect, ModelRunnerOutput, SchedulerOutput
-from engine.text.thoughts import ThinkingBudget, ThoughtMarks
 from engine.virtual import Arrival, VirtualDriver
 from predictor.budget import BudgetParams
 from predictor.features import BatchFeatures

@@ -29,7 +29,7 @@ from engine.api import (
 from engine.config import EngineConfig
 from engine.errors import ConfigError, EngineStepError, EngineUnavailableError, InvalidRequestError
 from engine.forms import Grammar
-from engine.loop.step_watch import StepLimits
+from engine.loop.watchdog import StepLimits
 from engine.process import frames, launcher, life
 from engine.process.client import EngineProcess
 from engine.process.judge import RestartPolicy

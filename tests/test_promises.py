@@ -14,10 +14,9 @@ from fake_engine import FakeEngine, say, serve
 from test_laxity import MODEL, Clock, make_core
 
 from engine.api import EngineRequest, RequestClass, SamplingParams
-from engine.colocation.initial import initial_budget
 from engine.colocation.keeper import Colocation
 from engine.colocation.replay import metrics_of
-from engine.colocation.waits import objective_of
+from engine.colocation.waits import initial_budget, objective_of
 from engine.config import EngineConfig
 from engine.errors import ConfigError, InvalidRequestError, QueueFullError
 from engine.scheduling.laxity import prefill_pace

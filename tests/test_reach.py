@@ -36,13 +36,11 @@ from engine.virtual import Arrival, PredictedRunner, VirtualDriver
 from loadgen.simulation.device import profiled_device
 from loadgen.simulation.gpu import DEVICES, MODELS, SimulatedDevice, SimulatedRunner, fit_device
 from predictor.budget import BudgetParams
-from predictor.features import BatchFeatures, FeatureRow
-from predictor.fitting import fit
+from predictor.features import EVERYTHING, BatchFeatures, FeatureRow, Reach
+from predictor.fitting import fit, refit
 from predictor.model import LatencyModel
 from predictor.online import OnlineModel
 from predictor.profile import Profile, ProfileError, ProfileKey
-from predictor.reach import EVERYTHING, Reach
-from predictor.refit import refit
 from predictor.samples import Sample
 
 WINDOWS = (1024, 1024, 1024, 1024, 1024, None) * 5

@@ -10,18 +10,17 @@ from typing import Any
 
 import pytest
 
-from engine.colocation.initial import initial_budget
 from engine.colocation.keeper import Colocation
 from engine.colocation.refit import ModelRefit
 from engine.colocation.search_child import ChildError, Turn, run_child
+from engine.colocation.waits import initial_budget
 from engine.core import EngineCore
 from engine.limits import SchedulerConfig
 from predictor.features import BatchFeatures
-from predictor.fitting import fit
+from predictor.fitting import FEWEST, error_of, fit, refit
 from predictor.model import LatencyModel
 from predictor.online import OnlineModel
 from predictor.profile import Profile, ProfileKey
-from predictor.refit import FEWEST, error_of, refit
 from predictor.samples import Sample
 from predictor.slo import SLO
 

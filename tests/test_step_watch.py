@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from test_process import collect, engine_process, request, summed, undisturbed
 
-from engine.loop.step_watch import LOOKS, ON_A_CORE, WAITING, StepLimits, StepWatch, charged
+from engine.loop.watchdog import LOOKS, ON_A_CORE, WAITING, StepLimits, StepWatch, charged
 from engine.machine.activity import Activity, ThreadActivity, read_activity
 
 __all__ = ["undisturbed"]

@@ -14,9 +14,9 @@ from test_tools import TEMPLATE, TOOLS, client_of, scripted
 from test_tools import ask as ask_http
 
 from engine.api import EngineRequest, FinishReason, RequestClass, RequestTimes, Resumption
-from engine.forms import Grammar
+from engine.forms import Grammar, ThinkingBudget, ThoughtMarks
 from engine.process import frames
-from engine.text.thoughts import ThinkingBudget, ThoughtMarks, ThoughtTracker
+from engine.text.thoughts import ThoughtTracker
 from gateway.generate.prompt_options import UNLIMITED
 
 MARKS = ThoughtMarks((9,), (7, 8, 7))

@@ -21,7 +21,6 @@ from windows import poisson_window
 from engine.api import FinishReason, RequestClass, RequestOutput, RequestTimes
 from engine.colocation import search_child
 from engine.colocation.baseline import replay_alone
-from engine.colocation.initial import initial_budget
 from engine.colocation.keeper import Colocation
 from engine.colocation.replay import ReplayedServer, Workload, find_budget
 from engine.colocation.search_child import NICENESS, TURNS, ChildError, Turn, run_child, step_aside
@@ -34,11 +33,13 @@ from engine.colocation.tuner import (
     BudgetTuner,
     LoadStore,
 )
+from engine.colocation.waits import initial_budget
 from engine.core import EngineCore
 from engine.limits import SchedulerConfig
 from engine.scheduling.output import Chunk, SchedulerOutput
-from predictor.budget import BudgetParams, BudgetTable
+from predictor.budget import BudgetParams
 from predictor.budget_search import Evaluated, SearchResult
+from predictor.budget_table import BudgetTable
 from predictor.load import BUCKET, Lengths, LoadModel, OnlineArrival
 from predictor.model import LatencyModel
 from predictor.online import OnlineModel

@@ -13,10 +13,9 @@ from scipy.optimize import nnls
 
 from engine.limits import SchedulerConfig
 from loadgen.simulation.gpu import SimulatedDevice, SimulatedRunner, fit_device, sweep_device
-from predictor.features import BatchFeatures, LatencyPredictor
+from predictor.features import BatchFeatures, LatencyPredictor, Reach
 from predictor.fitting import RESIDUAL_FLOOR
 from predictor.model import LatencyModel, largest_chunk
-from predictor.reach import Reach
 from predictor.samples import Sample, split_samples
 
 Floats = NDArray[np.float64]

@@ -16,8 +16,8 @@ from typing import Any
 
 from benchmarks.experiments.table import Result, mean
 from engine.api import EngineRequest, RequestClass, SamplingParams
-from engine.colocation.initial import initial_budget
 from engine.colocation.keeper import Colocation
+from engine.colocation.waits import initial_budget
 from engine.core import EngineCore
 from engine.limits import SchedulerConfig
 from engine.scheduling.output import Collect, ModelRunnerOutput, SchedulerOutput

@@ -25,7 +25,7 @@ from engine.scheduling.objective import UNLIMITED
 from loadgen.simulation.gpu import sweep_device
 from loadgen.simulation.run import Metrics
 from predictor.budget import BudgetParams
-from predictor.reach import EVERYTHING
+from predictor.features import EVERYTHING
 from predictor.samples import Sample
 
 SLOW = MachineSpec("llama-2-7b", "a100-40gb", max_num_seqs=16)

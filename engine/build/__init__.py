@@ -8,7 +8,7 @@ from engine.build.join import build_engine, profile_key, stored_profile
 from engine.build.memory import READ_TOGETHER, host_bytes, scheduler_config
 from engine.build.plan import local_config, plan_launch, profile_folder, resolve_model
 from engine.build.runner import build_follower, build_runner
-from engine.colocation.initial import slo_warning
+from engine.colocation.waits import slo_warning
 
 __all__ = [
     "READ_TOGETHER",

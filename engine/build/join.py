@@ -15,15 +15,15 @@ from typing import Any
 
 from engine import __version__
 from engine.api import DroppableLayers, EngineInfo, SamplingDefaults
+from engine.build.checkpoint_settings import read_embedding_spec, read_sampling_defaults
 from engine.build.memory import gib, scheduler_config
 from engine.build.plan import plan_launch, profile_folder
 from engine.build.runner import build_runner
-from engine.build.sampling_defaults import read_sampling_defaults
-from engine.colocation.initial import initial_budget, slo_warning
 from engine.colocation.keeper import Colocation
 from engine.colocation.refit import ModelRefit
 from engine.colocation.replay import ReplayedServer, normal_noise
 from engine.colocation.tuner import BudgetTuner, LoadStore
+from engine.colocation.waits import initial_budget, slo_warning
 from engine.config import EngineConfig
 from engine.core import EngineCore
 from engine.engine import Engine
@@ -31,7 +31,7 @@ from engine.execution import backend as backends
 from engine.execution.plan import LaunchPlan
 from engine.execution.runner import Runner
 from engine.execution.stages import PipelineRunner
-from engine.forms import EmbeddingSpec, read_embedding_spec
+from engine.forms import EmbeddingSpec
 from engine.limits import UNITS_PER_BLOCK, SchedulerConfig
 from engine.machine.facts import BUS_RATE
 from engine.models.hub import OWN, TRANSFORMERS

@@ -25,7 +25,7 @@ from engine.models.stored_tensors import stored_bytes
 from engine.models.transformers_shape import TransformersShape
 from engine.models.weights import torch_dtype
 from engine.refusals import unsupported
-from predictor.reach import Reach
+from predictor.features import Reach
 
 
 def resolve_model(config: EngineConfig) -> Path:

@@ -18,8 +18,7 @@ from typing import NamedTuple
 
 from engine.cache.blocks import COMPACT, CacheKind
 from engine.limits import UNITS_PER_BLOCK, SchedulerConfig
-from predictor.features import BatchFeatures, LatencyPredictor
-from predictor.reach import EVERYTHING, Reach
+from predictor.features import EVERYTHING, BatchFeatures, LatencyPredictor, Reach
 
 READ_STEPS = 64
 """Steps for which a request that starts from compact form is charged, i.e. until memory is no longer short."""

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from engine.colocation.replay import ReplayedServer, Workload, run_workload
 from predictor.budget import BudgetParams
 from predictor.judge import MAX_AGE, WINDOW, Served, aggregate, excess_over
-from predictor.load import DEFAULT_OUTPUT, OnlineArrival
-from predictor.promise import DEFAULT_CLASS, service_of
+from predictor.load import OnlineArrival
+from predictor.promise import DEFAULT_CLASS, DEFAULT_OUTPUT, service_of
 from predictor.slo import SLO
 
 LEAD_IN = 32

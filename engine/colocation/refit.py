@@ -14,8 +14,8 @@ from typing import Any
 
 from engine.colocation.keeper import Colocation
 from engine.colocation.search_child import ChildError, run_child
+from predictor.fitting import FEWEST, Refit, refit
 from predictor.profile import Profile
-from predictor.refit import FEWEST, Refit, refit
 
 log = logging.getLogger("tidemill.colocation")
 

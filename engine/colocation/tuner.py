@@ -21,8 +21,9 @@ from engine.colocation.keeper import Colocation
 from engine.colocation.refit import ModelRefit
 from engine.colocation.replay import ReplayedServer, Workload, find_budget
 from engine.colocation.search_child import ChildError, run_child
-from predictor.budget import BudgetEntry, BudgetParams, BudgetTable, Situation, cell_of, lowest_rate, upper_rate
+from predictor.budget import BudgetParams
 from predictor.budget_search import SearchResult
+from predictor.budget_table import BudgetEntry, BudgetTable, Situation, cell_of, lowest_rate, upper_rate
 from predictor.features import BatchFeatures
 from predictor.load import LoadModel
 from predictor.profile import ProfileKey, write_atomically

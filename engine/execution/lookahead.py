@@ -10,8 +10,7 @@ from collections.abc import Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
-from predictor.features import BatchFeatures, FeatureRow, LatencyPredictor
-from predictor.reach import Reach
+from predictor.features import BatchFeatures, FeatureRow, LatencyPredictor, Reach
 
 GRAIN = 16
 """Chunks are cut at multiples of this number of tokens."""

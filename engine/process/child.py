@@ -24,13 +24,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from engine import openmp
+from engine import flight, openmp
 from engine.api import EngineRequest, FinishReason, LoadReport, RequestOutput, RequestTimes
 from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.errors import EngineStepError, EngineUnavailableError, ErrorInfo, TidemillError
-from engine.flight import recorder as flight
-from engine.flight.recorder import FlightRecorder
+from engine.flight import FlightRecorder
 from engine.machine.output import say
 from engine.machine.processes import serve_socket, settle
 from engine.process import frames

@@ -26,7 +26,7 @@ from engine.api import (
 )
 from engine.config import EngineConfig
 from engine.errors import EngineUnavailableError, InvalidRequestError
-from engine.flight.file import FAILED_STEP
+from engine.flight import FAILED_STEP
 from engine.limits import QueueTime
 from engine.process import frames
 from engine.process.judge import DeathJudge, RestartPolicy

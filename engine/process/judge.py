@@ -4,7 +4,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
-from engine.flight import recorder as flight
+from engine import flight
 from engine.process.causes import Origin, Outage, origin_of
 from engine.process.requests import Requests
 

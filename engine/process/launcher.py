@@ -14,8 +14,8 @@ import msgspec
 import engine
 from engine.config import EngineConfig, parse_adapters
 from engine.errors import ConfigError
-from engine.flight.file import Flights
-from engine.loop.step_watch import StepLimits
+from engine.flight import Flights
+from engine.loop.watchdog import StepLimits
 from engine.machine.facts import Place, available_memory
 from engine.machine.processes import python_module, starter
 from engine.process import frames

@@ -8,7 +8,7 @@ from functools import partial
 
 from engine.api import EngineInfo, EngineState
 from engine.errors import EngineUnavailableError
-from engine.loop.step_watch import StepWatch
+from engine.loop.watchdog import StepWatch
 from engine.machine.activity import Activity
 from engine.process import frames
 from engine.process.causes import RENEWED, START, SYSTEM, Origin, is_of_system, origin_of, start_error

@@ -19,8 +19,8 @@ from typing import IO
 
 import msgspec
 
+from engine import flight
 from engine.errors import EngineUnavailableError
-from engine.flight import recorder as flight
 from engine.machine.activity import Activity, read_activity
 from engine.machine.processes import start_process
 from engine.process import frames

@@ -11,8 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from engine.limits import Limits
-from predictor.features import BatchFeatures
-from predictor.reach import EVERYTHING, Reach
+from predictor.features import EVERYTHING, BatchFeatures, Reach
 from predictor.samples import Sample
 
 MAX_SHAPES = 400

@@ -11,8 +11,7 @@ from dataclasses import dataclass, field
 from engine.api import TokenCosts
 from engine.limits import SchedulerConfig
 from engine.request import Request
-from predictor.features import BatchFeatures, CacheWork, LatencyPredictor
-from predictor.reach import Reach
+from predictor.features import BatchFeatures, CacheWork, LatencyPredictor, Reach
 
 
 @dataclass(slots=True)

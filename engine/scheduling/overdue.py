@@ -20,7 +20,7 @@ from engine.scheduling.laxity import PrefillPace
 from engine.scheduling.state import SchedulerState
 from engine.scheduling.waiting import fcfs
 from predictor.features import BatchFeatures
-from predictor.load import DEFAULT_OUTPUT
+from predictor.promise import DEFAULT_OUTPUT
 
 Counts = IntArray | int
 PATIENCE = 0.25

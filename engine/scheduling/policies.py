@@ -35,7 +35,7 @@ from engine.cache.placement import READ_STEPS
 from engine.errors import ConfigError
 from engine.limits import UNITS_PER_BLOCK
 from engine.request import Request
-from engine.scheduling.online_share import by_tenant
+from engine.scheduling.fair_share import by_tenant
 from engine.scheduling.overdue import owes
 from engine.scheduling.selection import Pressure, select_apt, select_goodput
 from engine.scheduling.state import SchedulerState

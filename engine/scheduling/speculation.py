@@ -17,8 +17,7 @@ from typing import NamedTuple
 from engine.request import Request
 from engine.scheduling.draft import StepDraft
 from engine.scheduling.ledger import StepLedger
-from engine.speculation.acceptance import MAX_DRAFT
-from engine.speculation.drafts import Drafts, Proposal
+from engine.speculation.drafts import MAX_DRAFT, Drafts, Proposal
 from predictor.features import BatchFeatures
 
 MAX_ROWS = 64

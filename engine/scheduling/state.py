@@ -12,11 +12,11 @@ from engine.api import RequestClass
 from engine.cache.cache import Cache
 from engine.limits import UNITS_PER_BLOCK, QueueTime, SchedulerConfig
 from engine.request import Request, RequestStatus, due
+from engine.scheduling.fair_share import OnlineShare
 from engine.scheduling.in_flight import Counters, InFlight
 from engine.scheduling.ledger import token_costs
 from engine.scheduling.objective import StepObjective
 from engine.scheduling.offline_queue import OfflineQueue
-from engine.scheduling.online_share import OnlineShare
 from engine.scheduling.waiting import OnlinePolicy, WaitingQueue, insert_by_age, remove_by_age
 from predictor.features import LatencyPredictor
 

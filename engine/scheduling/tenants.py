@@ -1,6 +1,6 @@
 """Fair sharing of a step between tenants: the order of prompts, and the transfer of rows.
 
-Tenants are served by the service that they have received (`engine.scheduling.online_share`, virtual token counters), so
+Tenants are served by the service that they have received (`engine.scheduling.fair_share`, virtual token counters), so
 a thousand requests of one tenant do not delay another's. Rows and memory are freed only when a request ends, so
 `let_in` transfers a row to a tenant with less than its share. The tenant with the most rows preempts its newest
 request, and keeps at least as many rows as the other tenant then has. Each request is let in and preempted this way at
@@ -15,9 +15,8 @@ from engine.api import RequestClass
 from engine.limits import UNITS_PER_BLOCK
 from engine.request import Request
 from engine.scheduling.draft import StepDraft
-from engine.scheduling.fair_share import FairWalk
+from engine.scheduling.fair_share import FairWalk, OnlineShare, by_tenant
 from engine.scheduling.laxity import PrefillPace, PromptOrder
-from engine.scheduling.online_share import OnlineShare, by_tenant
 from engine.scheduling.victims import freed_units
 from engine.scheduling.waiting import by_age
 

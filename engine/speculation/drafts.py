@@ -7,7 +7,7 @@ Sources of a request's drafts:
 - without a job: recent finished answers of the same tenant to the same prefix (system prompt, adapter, cache salt).
 
 Answers are never shared between tenants: a fast answer would reveal that another tenant got the same text.
-Acceptance is learned per job or tenant for the same reason.
+Acceptance is learned per job or tenant for the same reason: rates by source and position, recent outcomes first.
 
 A draft is a guess. It changes the speed of a request but not its answer. `propose` costs microseconds; `catch_up`
 builds the indices and belongs beside a running step.
@@ -17,10 +17,91 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate, chain, islice, repeat
+from operator import mul
 from typing import NamedTuple
 
-from engine.speculation.acceptance import MAX_DRAFT, Acceptance, DraftSource
 from engine.speculation.ngrams import GRAMS, LONGEST, NO_TOKEN, NGrams, hash_tail
+
+MAX_DRAFT = 16
+"""Maximum number of tokens in a draft."""
+MEMORY = 64
+"""Number of recent outcomes that a rate remembers; older ones fade exponentially."""
+TRUST = 4.0
+"""Outcomes that a prior counts for."""
+DRIFT = 1.0 / 1024
+"""Share of the way back to the prior for each draft that is not tried: a source that failed gets another chance."""
+PRIORS = {8: 0.8, 4: 0.65, 2: 0.5}
+"""Acceptance of a token before any outcome, by the length of the match. It lets a new job try."""
+
+
+class DraftSource(NamedTuple):
+    """Where a draft comes from: "context", "job" or "tenant", and the length of the match that precedes it."""
+
+    origin: str
+    match: int
+
+
+class Rates:
+    """How often drafts of one source are accepted: P(position i is, if the positions before it are), i from 0 on.
+
+    Recent outcomes count most.
+    """
+
+    __slots__ = ("_outcomes", "_prior", "_rates", "_sums", "_survival")
+
+    def __init__(self, prior: float) -> None:
+        self._prior = prior
+        self._rates = [prior]
+        self._outcomes = [0]
+        self._survival: tuple[float, ...] = ()
+        self._sums: tuple[float, ...] = ()
+
+    def learn(self, proposed: int, accepted: int) -> None:
+        """Record that the first `accepted` of `proposed` tokens were accepted."""
+        rates, outcomes = self._rates, self._outcomes
+        for position in range(min(accepted + 1, proposed)):
+            if position == len(rates):
+                rates.append(rates[-1])
+                outcomes.append(0)
+            count = outcomes[position]
+            if count < MEMORY:
+                outcomes[position] = count = count + 1
+            rates[position] += ((position < accepted) - rates[position]) / (TRUST + count)
+        self._survival = ()
+
+    def relax(self) -> None:
+        """Record that a draft was not tried, because the source seemed too bad."""
+        if self._rates[0] < self._prior:
+            self._rates[0] += (self._prior - self._rates[0]) * DRIFT
+            self._survival = ()
+
+    @property
+    def survival(self) -> tuple[float, ...]:
+        """Return P(the draft is accepted up to and including position i) for MAX_DRAFT positions; never increasing."""
+        if not self._survival:
+            self._compute()
+        return self._survival
+
+    def expected(self, length: int) -> float:
+        """Return the expected number of accepted tokens of a draft."""
+        if not self._survival:
+            self._compute()
+        return self._sums[length]
+
+    def _compute(self) -> None:
+        rates = islice(chain(self._rates, repeat(self._rates[-1])), MAX_DRAFT)
+        self._survival = tuple(accumulate(rates, mul))
+        self._sums = tuple(accumulate(self._survival, initial=0.0))
+
+
+class Acceptance(dict[DraftSource, Rates]):
+    """Acceptance by source of the drafts of one job or tenant."""
+
+    def __missing__(self, source: DraftSource) -> Rates:
+        rates = self[source] = Rates(PRIORS[source.match])
+        return rates
+
 
 MAX_CONTEXT = 1 << 17
 """Last tokens of a prompt that are indexed. A request that has twice as many tokens gets no drafts."""
@@ -187,11 +268,11 @@ class Drafts:
                 tokens = _common(tokens, index.continuation(older, most))
             if tokens:
                 source = DraftSource("context" if index is context else request.origin, match)
-                expected = request.acceptance.expected(source, len(tokens))
+                expected = request.acceptance[source].expected(len(tokens))
                 if expected > value:
                     best, value = Proposal(tokens, source), expected
         if request.untried is not None and length > request.proposed_at:
-            request.acceptance.relax(request.untried)
+            request.acceptance[request.untried].relax()
         request.untried, request.proposed_at = best.source if best.tokens else None, length
         request.misses = 0 if best.tokens else min(request.misses + 1, MAX_MISS_REST)
         request.next_look = length + request.misses
@@ -199,7 +280,7 @@ class Drafts:
 
     def survival(self, request_id: str, source: DraftSource) -> tuple[float, ...]:
         """Return P(the draft is accepted up to and including position i), i from 0 on; never increasing."""
-        return self._requests[request_id].acceptance.survival(source)
+        return self._requests[request_id].acceptance[source].survival
 
     def judged(self, request_id: str, proposal: Proposal, accepted: int) -> None:
         """Learn that the first `accepted` tokens of a proposal were right and the next one, if any, was wrong.
@@ -209,7 +290,7 @@ class Drafts:
         """
         request = self._requests[request_id]
         request.untried = None
-        request.acceptance.learn(proposal.source, len(proposal.tokens), accepted)
+        request.acceptance[proposal.source].learn(len(proposal.tokens), accepted)
         request.longest = min(max(2 * accepted, LEAST_DRAFT), MAX_DRAFT)
         level = GRAMS.index(proposal.source.match)
         if accepted:

@@ -1,34 +1,15 @@
-"""Thoughts of an answer: counting their tokens, and ending them by a budget.
+"""Thoughts of an answer: counting their tokens, and ending them by a budget (`ThinkingBudget`).
 
 A thought lies between two marks, in most models `<think>` and `</think>`, of one or a few tokens each. All functions
 are pure, so that gateway, engine, and an engine that continues an answer count alike.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Generic, TypeVar
 
+from engine.forms import ThoughtMarks
+
 Item = TypeVar("Item", str, int)
-
-
-@dataclass(frozen=True, slots=True)
-class ThoughtMarks:
-    """Tokens that begin and end a thought, as the tokenizer encodes the marks alone."""
-
-    opening: tuple[int, ...]
-    closing: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class ThinkingBudget:
-    """Limit of thought tokens in an answer, marks not counted; after it, only the closing mark may follow.
-
-    `begun`: the prompt ends within a thought.
-    """
-
-    tokens: int
-    marks: ThoughtMarks
-    begun: bool = False
 
 
 class Detector(Generic[Item]):

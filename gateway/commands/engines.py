@@ -5,9 +5,8 @@ import signal
 from collections.abc import Iterator
 from pathlib import Path
 
+from engine import flight
 from engine.errors import ConfigError
-from engine.flight import file as flight_file
-from engine.flight import recorder as flight
 from gateway.store.opening import holder, state_path
 
 RESTART = signal.SIGUSR1
@@ -30,12 +29,12 @@ def restart(state_dir: str | None) -> str:
 
 def replay(path: Path) -> int:
     """Print a recording and return the exit code. Raise ConfigError if the file is not a recording."""
-    for line in table(flight_file.load(path)):
+    for line in table(flight.load(path)):
         print(line)
     return 0
 
 
-def table(recording: flight_file.Recording) -> Iterator[str]:
+def table(recording: flight.Recording) -> Iterator[str]:
     """Yield a line per step, with its time before the end, and a line per request in the unfinished steps."""
     facts, entries = recording.facts, recording.entries
     yield f"{facts.cause}: {facts.model}, {facts.dtype} on {facts.device}; {len(entries)} entries"

@@ -9,7 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 
-from engine.text.thoughts import ThoughtMarks, ThoughtTracker
+from engine.forms import ThoughtMarks
+from engine.text.thoughts import ThoughtTracker
 from gateway.generate.channels import ChannelParser
 from gateway.generate.deltas import Marks, ParsedText
 from gateway.generate.tool_decoders import Call

@@ -7,8 +7,7 @@ from typing import Any
 
 import orjson
 
-from engine.forms import Grammar
-from engine.text.thoughts import ThinkingBudget
+from engine.forms import Grammar, ThinkingBudget
 from engine.text.tokenizer import Tokenizer
 from gateway.context import GatewayContext
 from gateway.generate.answer_parser import Parsing

@@ -8,8 +8,7 @@ from typing import Any
 
 from engine.api import EngineInfo, EngineRequest, Lane, RequestClass, SamplingParams
 from engine.errors import ContextLengthError, InvalidRequestError
-from engine.forms import Grammar, Pooling
-from engine.text.thoughts import ThinkingBudget
+from engine.forms import Grammar, Pooling, ThinkingBudget
 from engine.text.tokenizer import Tokenizer
 from gateway.generate.answer_parser import Parsing
 from gateway.generate.promises import PREMIUM, PREMIUM_TIERS

@@ -3,7 +3,7 @@
 from typing import Any
 
 from engine.errors import InvalidRequestError
-from engine.text.thoughts import ThinkingBudget, ThoughtMarks
+from engine.forms import ThinkingBudget, ThoughtMarks
 from engine.text.tokenizer import Tokenizer
 from gateway.generate.answer_parser import Parsing
 from gateway.generate.channels import ANALYSIS, END

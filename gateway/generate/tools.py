@@ -10,9 +10,8 @@ from typing import Any
 import orjson
 
 from engine.errors import InvalidRequestError
-from engine.forms import Grammar
+from engine.forms import Grammar, ThoughtMarks
 from engine.text.folding import text_of
-from engine.text.thoughts import ThoughtMarks
 from engine.text.tokenizer import Tokenizer
 from gateway.generate.answer_parser import Parsing
 from gateway.generate.channels import FINAL, START

@@ -19,8 +19,7 @@ from typing import NamedTuple
 from engine.api import SamplingParams
 from engine.cache.blocks import CacheAction, CacheEntry, CacheKind, CacheOperation, Tier
 from engine.scheduling.output import INVALID_TOKEN, Chunk, Collect, Draft, ModelRunnerOutput, SchedulerOutput
-from predictor.features import BatchFeatures
-from predictor.reach import EVERYTHING, Reach
+from predictor.features import EVERYTHING, BatchFeatures, Reach
 
 Digest = bytes
 

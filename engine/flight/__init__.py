@@ -1,1 +1,0 @@
-"""The flight recorder: the last steps of an engine, in memory and on disk."""
