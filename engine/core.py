@@ -8,28 +8,19 @@ deferred until the step in flight completes. `update` publishes blocks to the pr
 confirmed. Sources: HyGen §4.1; reliability E1-E8.
 """
 
-import math
 from collections.abc import Generator
 from typing import TYPE_CHECKING
 
-from engine.api import (
-    EngineRequest,
-    FinishReason,
-    Lane,
-    RequestClass,
-    RequestOutput,
-    RequestTimes,
-)
-from engine.errors import InvalidRequestError, TidemillError
+from engine.api import EngineRequest, FinishReason, Lane, RequestClass, RequestOutput, RequestTimes
+from engine.errors import TidemillError
 from engine.limits import SchedulerConfig
-from engine.request import Request, RequestStatus
-from engine.scheduling.admission import Admission, check_length
+from engine.request import RequestStatus
+from engine.scheduling.admission import Admission
 from engine.scheduling.failures import StepFailures
 from engine.scheduling.in_flight import ReachedPoint
-from engine.scheduling.next_step import OfflineRest, build_next, may_run_ahead
+from engine.scheduling.next_step import OfflineRest, build_next
 from engine.scheduling.objective import StepObjective
 from engine.scheduling.output import ModelRunnerOutput, SchedulerOutput
-from engine.scheduling.overdue import answer_tokens
 from engine.scheduling.planner import OfflinePlan, plan_offline
 from engine.scheduling.recovery import Blame, FaultRecovery
 from engine.scheduling.results import Results
@@ -39,9 +30,6 @@ from predictor.features import LatencyPredictor
 
 if TYPE_CHECKING:  # a core without drafts does not load their source
     from engine.scheduling.speculation import Speculation
-
-SURE = 2.0
-"""Expected length of an answer with a deadline, in mean lengths of recent answers."""
 
 
 class EngineCore:
@@ -63,9 +51,9 @@ class EngineCore:
         self.config = config
         self.state = state = SchedulerState(config, online_policy, offline_policy, model, objective or StepObjective())
         state.speculation = speculation
-        self._admission = Admission(state)
+        self.admission = Admission(state)
         self.recovery = FaultRecovery(state, Blame())
-        self._results = Results(state, self._admission, self.recovery)
+        self._results = Results(state, self.admission, self.recovery)
         self._failures = StepFailures(state, self.recovery, self._results)
         self._rest = OfflineRest()
 
@@ -73,11 +61,6 @@ class EngineCore:
     def has_requests(self) -> bool:
         """Return whether any request has not ended."""
         return bool(self.state.requests)
-
-    @property
-    def has_online(self) -> bool:
-        """Return whether any online request is waiting or running."""
-        return self.state.has_online
 
     @property
     def has_offline(self) -> bool:
@@ -90,39 +73,15 @@ class EngineCore:
         times = [self.recovery.retry_at, self._rest.until if self.has_offline else None]
         return min((time for time in times if time is not None), default=None)
 
-    @property
-    def sick_since(self) -> float | None:
-        """Return the time since which steps have been failing regardless of their requests, or None."""
-        return self.recovery.sick_since
-
-    @property
-    def may_run_ahead(self) -> bool:
-        """Return whether the next step may be scheduled before the steps in flight are updated."""
-        return may_run_ahead(self.state)
-
     def add_request(self, spec: EngineRequest, now: float) -> None:
-        """Queue a request. Raise the errors of `Admission.check` if it must not be queued."""
-        if spec.request_id in self.state.requests:
-            raise InvalidRequestError(f"A request '{spec.request_id}' is already running.", param="request_id")
-        resumed = spec.resumed
-        arrival = now if spec.arrived is None else spec.arrived
-        request = Request(spec, RequestTimes(arrival) if resumed is None else resumed.times, next(self.state.arrivals))
-        request.most_blocks = self.config.most_blocks
-        request.expected_output = math.ceil(SURE * answer_tokens(self.state))
-        if resumed is None:
-            self._admission.check(request, now)
-        else:
-            check_length(spec, self.config.max_model_len)
+        """Queue a request. Raise the errors of `Admission.accept` if it must not be queued."""
+        request = self.admission.accept(spec, now)
         self.state.requests[spec.request_id] = request
         self.state.add(request)
         if spec.request_class is RequestClass.ONLINE and not spec.probe:
             self._rest.online_came(now)
-        if resumed is not None and resumed.apart_until:
-            self.recovery.suspect(ReachedPoint(request, resumed.apart_until))
-
-    def check_room(self, request_class: RequestClass, tenant: str, now: float) -> None:
-        """Raise QueueFullError if even the smallest request of this class and tenant would be refused now."""
-        self._admission.check_any(request_class, tenant, now)
+        if spec.resumed is not None and spec.resumed.apart_until:
+            self.recovery.suspect(ReachedPoint(request, spec.resumed.apart_until))
 
     def abort(
         self,
@@ -154,7 +113,7 @@ class EngineCore:
         first.
         """
         assert len(self.state.in_flight) <= self.config.pipeline_depth, "too many steps in flight"
-        if self.has_online:
+        if self.state.has_online:
             self._rest.online_runs(now)
         elif self._rest.rests(self.state.objective, now, in_flight=bool(self.state.in_flight)):
             plan = None
@@ -190,11 +149,6 @@ class EngineCore:
                 outputs = list(self._failures.passed(flight, outputs, now))
         self.state.cache.complete_step(output.step_id)
         return outputs
-
-    def catch_up(self) -> None:
-        """Do a part of the work that can wait: index tokens for drafts. Call it while a step runs."""
-        if self.state.speculation is not None:
-            self.state.speculation.catch_up()
 
     def is_undone(self, output: SchedulerOutput) -> bool:
         """Return whether a step in flight was built on a failed step, so that its result or error must be ignored."""

@@ -50,6 +50,7 @@ from engine.machine.activity import Activity, read_activity
 from engine.machine.link import LinkLostError
 from engine.machine.processes import collect_due
 from engine.scheduling.moving import MovedRequest, Moves
+from engine.scheduling.next_step import may_run_ahead
 from engine.scheduling.output import ModelRunner, ModelRunnerOutput, SchedulerOutput
 from engine.scheduling.recovery import RETRY_AFTER
 from engine.scheduling.report import report_load, report_stats
@@ -161,7 +162,7 @@ class Engine:
         """See EngineClient.trouble."""
         if self._death is not None:
             return self._death
-        since = self.core.sick_since
+        since = self.core.recovery.sick_since
         if since is not None:
             return f"every model step has failed for {self._clock() - since:.0f} s"
         return self._watchdog.trouble
@@ -223,7 +224,7 @@ class Engine:
         """See EngineClient.check_room."""
         self._check_accepting()
         with self._noting_refusal(request_class, prompt_tokens):
-            self.core.check_room(request_class, tenant, self._clock())
+            self.core.admission.check_room(request_class, tenant, self._clock())
 
     def _check_accepting(self) -> None:
         state = self.state
@@ -231,7 +232,7 @@ class Engine:
             raise EngineUnavailableError("The server is shutting down.", retry_after=5.0)
         if state is EngineState.DEAD or self._loop_task is None:
             raise EngineUnavailableError("The engine is not running.", retry_after=5.0)
-        if self.core.sick_since is not None:
+        if self.core.recovery.sick_since is not None:
             raise EngineUnavailableError(f"The engine is not ready: {self.trouble}.", retry_after=RETRY_AFTER)
 
     @contextmanager
@@ -414,7 +415,7 @@ class Engine:
         try:
             while self._death is None and (not self._stopping or self._in_flight):
                 self._launch()
-                collect_due(at_rest=not self.core.has_online)
+                collect_due(at_rest=not self.core.state.has_online)
                 if self._in_flight:
                     await self._complete_oldest()
                 else:
@@ -450,8 +451,8 @@ class Engine:
         core = self.core
         if self._held or self._clock() < self._rest_until:
             return
-        while not self._stopping and len(self._in_flight) <= core.config.pipeline_depth and core.may_run_ahead:
-            plan = self._planner.take(go_on=core.has_online or bool(self._in_flight))
+        while not self._stopping and len(self._in_flight) <= core.config.pipeline_depth and may_run_ahead(core.state):
+            plan = self._planner.take(go_on=core.state.has_online or bool(self._in_flight))
             output = core.schedule(self._clock(), plan)
             if output is None:
                 if core.has_offline and not self._plan_tried:
@@ -465,7 +466,8 @@ class Engine:
                 self._step_started = self._clock()
                 self._watch_step(output)
             self._in_flight.append((output, self._start(output)))
-            core.catch_up()
+            if core.state.speculation is not None:
+                core.state.speculation.catch_up()  # index tokens for drafts while the step runs
             if core.has_offline:
                 self._planner.want()
 
@@ -513,7 +515,7 @@ class Engine:
             self._tell_keeper(Colocation.on_step, output, taken, outputs, now, result.latency, result.trial)
         for request_output in outputs:
             self._deliver(request_output)
-        since = self.core.sick_since
+        since = self.core.recovery.sick_since
         if since is not None and now - since > SICK_SECONDS:
             self._give_up("sick", f"every model step has failed for {now - since:.0f} s")
 

@@ -25,6 +25,7 @@ from engine.errors import TidemillError
 from engine.limits import SchedulerConfig
 from engine.request import Request
 from engine.scheduling.moving import Moves
+from engine.scheduling.next_step import may_run_ahead
 from engine.scheduling.output import Collect, ModelRunner, ModelRunnerOutput, SchedulerOutput
 from engine.scheduling.planner import whole
 from engine.scheduling.policies import find_policy
@@ -131,7 +132,7 @@ class Driver:
         Liveness: every request that was accepted could run alone on this pool, so with none in flight one must run,
         now or at a time that the core names (`retry_at`).
         """
-        waits = self.core.state.speculation is not None and not self.core.may_run_ahead
+        waits = self.core.state.speculation is not None and not may_run_ahead(self.core.state)
         if waits or len(self.in_flight) > self.core.config.pipeline_depth:
             return False
         output = self.core.schedule(self.now, whole(self.core.plan_offline(self.now)))

@@ -179,11 +179,11 @@ def test_an_engine_that_always_fails_blames_nobody(depth: int) -> None:
     for _ in range(300):
         driver.step()
     assert not driver.finals
-    assert driver.core.sick_since is not None
+    assert driver.core.recovery.sick_since is not None
     assert driver.now > 250.0, "it is not tried ever faster"
     failing = False
     driver.run()
-    assert driver.core.sick_since is None
+    assert driver.core.recovery.sick_since is None
     check(driver, lines)
     assert all(len(work) == 1 for work in runner.failures[1:]), "the canary alone"
 
@@ -201,9 +201,9 @@ def test_it_is_sick_after_a_failed_step_and_two_failed_canaries() -> None:
     driver, runner = make_driver(lambda *_: True)
     driver.add(make_request("a", range(4), 3, request_class=RequestClass.OFFLINE))
     for failures in range(1 + SICK_AFTER):
-        assert driver.core.sick_since is None, failures
+        assert driver.core.recovery.sick_since is None, failures
         driver.step()
-    assert driver.core.sick_since is not None
+    assert driver.core.recovery.sick_since is not None
     assert [work[0].request_id for work in runner.failures] == ["a", *[CANARY_ID] * SICK_AFTER]
 
 
@@ -230,7 +230,7 @@ def test_canaries_with_logits_that_are_not_finite_make_it_sick() -> None:
     driver.add(request)
     for _ in range(10):
         driver.step()
-    assert driver.core.sick_since is not None
+    assert driver.core.recovery.sick_since is not None
     broken = False
     driver.run()
     check(driver, [request])
@@ -257,7 +257,7 @@ def test_a_device_that_gives_nothing_finite_fails_no_line(depth: int) -> None:
     broken = True
     for _ in range(60):
         driver.step()
-    assert driver.core.sick_since is not None and not driver.finals
+    assert driver.core.recovery.sick_since is not None and not driver.finals
     broken = False
     driver.run()
     check(driver, lines)

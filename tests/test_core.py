@@ -15,6 +15,7 @@ from engine.errors import ContextLengthError, InvalidRequestError, QueueFullErro
 from engine.forms import ThinkingBudget, ThoughtMarks
 from engine.limits import SchedulerConfig
 from engine.request import RequestStatus
+from engine.scheduling.next_step import may_run_ahead
 from predictor.model import LatencyModel
 
 VOCAB = 50
@@ -64,9 +65,9 @@ def test_steps_are_scheduled_ahead_where_the_host_is_the_device_behind_short_one
         driver = make_driver(1, ahead_seconds=ahead, model=model)
         driver.add(*[make_request(f"r{i}", range(prompt), 6, **sampling) for i in range(num)])
         driver.add(*[make_request(f"o{i}", range(3), 6, request_class=RequestClass.OFFLINE) for i in range(offline)])
-        assert driver.core.may_run_ahead, "nothing is in flight"
+        assert may_run_ahead(driver.core.state), "nothing is in flight"
         assert driver.launch()
-        found = driver.core.may_run_ahead
+        found = may_run_ahead(driver.core.state)
         driver.run()
         return found
 

@@ -227,7 +227,7 @@ def test_a_draft_that_does_not_fit_into_the_step_is_shortened(is_unsteady: bool,
     core.add_request(EngineRequest("r", tuple(text[:300]), SamplingParams(max_tokens=200)), 0.0)
     steps, now = 0, 0.0
     while (output := core.schedule(now)) is not None:
-        core.catch_up()
+        core.state.speculation.catch_up()
         assert output.predicted_latency is not None and output.predicted_latency <= tbt
         now += output.predicted_latency
         tokens = [text[chunk.start + chunk.length] for chunk in output.chunks]

@@ -199,9 +199,9 @@ def test_a_look_at_the_queue_knows_whose_it_is() -> None:
     core = make_core(max_num_waiting=10)
     for index in range(10):
         core.add_request(chat(f"anonymous{index}", 10, ""), 0.0)
-    core.check_room(RequestClass.ONLINE, "light", 0.0)
+    core.admission.check_room(RequestClass.ONLINE, "light", 0.0)
     with pytest.raises(QueueFullError):
-        core.check_room(RequestClass.ONLINE, "", 0.0)
+        core.admission.check_room(RequestClass.ONLINE, "", 0.0)
 
 
 def test_a_tenant_that_was_away_neither_saves_up_nor_sheds_a_debt() -> None:

@@ -167,7 +167,7 @@ class Colocation:
         if not trial:
             predicted = self.model.predict(output.features)
             self.model.observe(output.features, measured, 0.0 if device is None else measured - device)
-            if self._core.has_online or any(o.request_class is RequestClass.ONLINE for o in outputs):
+            if self._core.state.has_online or any(o.request_class is RequestClass.ONLINE for o in outputs):
                 # Relative to the step limit: with a limit of 100 ms, an excess of 2 ms is harmless.
                 allowed = max(measured, self._step_limit if self._step_limit < math.inf else self.model.usual_seconds)
                 self._breaker.record_step(now, (measured - predicted) / allowed if allowed > 0.0 else 0.0)

@@ -39,8 +39,17 @@ from engine.scheduling.tenants import order_tenants
 FORGETTING = 0.05
 FLEX_RETRY_SECONDS = 5.0
 DEFAULT_RETRY_SECONDS = 1.0
+SURE = 2.0
+"""Expected length of an answer with a deadline, in mean lengths of recent answers."""
 SMALLEST = EngineRequest("", (0,), SamplingParams(max_tokens=1))
 """The smallest possible request: if it is refused, so is every other."""
+
+
+def new_request(state: SchedulerState, spec: EngineRequest, times: RequestTimes) -> Request:
+    """Return the request of `spec`, behind all others by arrival."""
+    request = Request(spec, times, next(state.arrivals))
+    request.most_blocks = state.config.most_blocks
+    return request
 
 
 def check_length(spec: EngineRequest, max_model_len: int) -> None:
@@ -66,21 +75,30 @@ class Admission:
     def __init__(self, state: SchedulerState) -> None:
         self._state = state
 
-    def check(self, request: Request, now: float) -> None:
-        """Raise an error if the request must not be queued.
+    def accept(self, spec: EngineRequest, now: float) -> Request:
+        """Return the request to queue. A request that another engine had accepted is not refused for lack of room.
 
         Raises:
-            InvalidRequestError, ContextLengthError: The request can never run.
+            InvalidRequestError, ContextLengthError: The request can never run, or its id is taken.
             QueueFullError: The queue is full or the expected wait is too long.
         """
-        check_length(request.spec, self._state.config.max_model_len)
+        state = self._state
+        if spec.request_id in state.requests:
+            raise InvalidRequestError(f"A request '{spec.request_id}' is already running.", param="request_id")
+        arrival = now if spec.arrived is None else spec.arrived
+        request = new_request(state, spec, RequestTimes(arrival) if spec.resumed is None else spec.resumed.times)
+        request.expected_output = math.ceil(SURE * answer_tokens(state))
+        check_length(spec, state.config.max_model_len)
+        if spec.resumed is not None:
+            return request
         if request.request_class is RequestClass.ONLINE:
-            request.num_expected_hits = len(self._state.cache.find_prefix(request)) * self._state.config.block_size
+            request.num_expected_hits = len(state.cache.find_prefix(request)) * state.config.block_size
             self._check_online(request, now)
-        elif request.spec.lane is Lane.FLEX:
-            self._check_flex(request.spec)
+        elif spec.lane is Lane.FLEX:
+            self._check_flex(spec)
+        return request
 
-    def check_any(self, request_class: RequestClass, tenant: str, now: float) -> None:
+    def check_room(self, request_class: RequestClass, tenant: str, now: float) -> None:
         """Raise QueueFullError if even the smallest request of this class and tenant would be refused now."""
         if request_class is RequestClass.ONLINE:
             self._check_online(Request(replace(SMALLEST, tenant=tenant), RequestTimes(arrival=now), sys.maxsize), now)

@@ -12,6 +12,7 @@ from engine.api import EngineRequest, RequestClass, Resumption
 from engine.cache.blocks import CacheKind, count_units
 from engine.limits import UNITS_PER_BLOCK
 from engine.request import Request, RequestStatus
+from engine.scheduling.admission import new_request
 from engine.scheduling.recovery import FaultRecovery
 from engine.scheduling.state import SchedulerState
 from engine.scheduling.waiting import remove_by_age
@@ -114,8 +115,7 @@ class Moves:
         recomputed.
         """
         assert moved.spec.resumed is not None
-        request = Request(moved.spec, moved.spec.resumed.times, next(self._state.arrivals))
-        request.most_blocks = self._state.config.most_blocks
+        request = new_request(self._state, moved.spec, moved.spec.resumed.times)
         self._requests[request.request_id] = request
         if not moved.num_tokens or not self._take_room(request, moved.num_tokens):
             self._state.add(request)

@@ -148,8 +148,8 @@ class SchedulerState:
             return self.aside
         return self.waiting_online if request.request_class is RequestClass.ONLINE else self.waiting_offline
 
-    def start_running(self, request: Request) -> int:
-        """Move a waiting request to the running ones and return its row. A request set aside stays aside."""
+    def start_running(self, request: Request) -> None:
+        """Move a waiting request to the running ones and give it a row. A request set aside stays aside."""
         if not request.aside:
             if request.request_class is RequestClass.ONLINE:
                 self.waiting_online.remove(request)
@@ -159,7 +159,6 @@ class SchedulerState:
         request.move_to(RequestStatus.RUNNING)
         request.row = self.free_rows.pop()
         self.online_share.start(request)
-        return request.row
 
     def preempt(self, request: Request, cause: str, now: float) -> None:
         """Take the row and units of a running request and queue it again.
@@ -172,7 +171,8 @@ class SchedulerState:
         if (excess := request.num_preemptions - self.config.max_offline_preemptions) >= 0:
             request.not_before = now + min(2.0 ** min(excess, 30), MAX_BACK_OFF)
         self._leave_row(request)
-        self._wait_again(request)
+        request.move_to(RequestStatus.PREEMPTED)
+        self.add_waiting(request)
         self.counters.preemptions[cause] = self.counters.preemptions.get(cause, 0) + 1
 
     def rewind(self, request: Request) -> None:
@@ -182,9 +182,6 @@ class SchedulerState:
         """
         self._leave_row(request)
         self.cache.parked.forget(request)
-        self._wait_again(request)
-
-    def _wait_again(self, request: Request) -> None:
         request.move_to(RequestStatus.PREEMPTED)
         self.add_waiting(request)
 
