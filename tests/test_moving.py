@@ -83,7 +83,7 @@ def test_without_room_or_past_a_request_waits_to_be_computed() -> None:
     step(first)
     waiting, running = moves(first).detach("b"), moves(first).detach("a")
     assert waiting.num_tokens == 0 and running.num_tokens == 16
-    moves(second).shrink_cache(34)
+    second.state.pool.shrink(34)
     assert not moves(second).attach(running) and not moves(second).attach(waiting)
     check_core(second)
     second.state.pool.grow(34)
@@ -144,14 +144,14 @@ def test_a_cache_that_shrinks_under_running_requests_is_empty_behind_its_end_onc
         core.add_request(request(name), 0.0)
     for _ in range(3):
         step(core)
-    moves(core).shrink_cache(30)
-    assert moves(core).num_retiring_units > 0
+    core.state.pool.shrink(30)
+    assert core.state.pool.num_retiring_units > 0
     check_core(core)
     for _ in range(60):
         if core.has_requests:
             step(core)
         check_core(core)
-    assert not core.has_requests and moves(core).num_retiring_units == 0
+    assert not core.has_requests and core.state.pool.num_retiring_units == 0
     assert report_stats(core.state).units_total == 10
 
 

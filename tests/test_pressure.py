@@ -18,7 +18,6 @@ from engine.scheduling.selection import (
     _savable,
     _transposed,
     goodput_values,
-    has_missed,
     pending_time,
     seconds_to_token,
     select_apt,
@@ -26,6 +25,7 @@ from engine.scheduling.selection import (
 )
 from predictor.features import BatchFeatures
 from predictor.model import LatencyModel
+from predictor.promise import Promise
 
 NOW, SIZE = 10.0, 4
 MODEL = LatencyModel(intercept=0.01, decodes=1e-4, prefill_tokens=1e-3, attention=1e-8)
@@ -73,7 +73,7 @@ def test_columns_say_what_requests_say(requests: list[Request], hidden: int) -> 
     queue = _transposed(requests, state)
     for index, request in enumerate(requests):
         times = request.times
-        missed = has_missed(NOW, times.arrival, times.first_token, times.last_token, ttft=1.0, tbt=0.5)
+        missed = Promise("", 1.0, 0.5).is_missed(NOW, times.arrival, times.first_token, times.last_token)
         assert queue.hopeful[index] == (not missed)
         assert queue.pending[index] == pending_time(NOW, times.arrival, times.last_token)
         assert missed == (queue.slack[index] < 0.0)

@@ -305,8 +305,8 @@ def test_requests_go_on_through_a_drop_and_back(kind: str) -> None:
             leader.step()
         used = {unit for name in leader.core.state.requests for unit in units_held(leader, name)}
         assert len(used) > UNITS and max(used) >= UNITS, "more than one engine had"
-        leader.moves.shrink_cache(group.units - UNITS)
-        while leader.moves.num_retiring_units:
+        leader.core.state.pool.shrink(group.units - UNITS)
+        while leader.core.state.pool.num_retiring_units:
             assert leader.step()
         group.runners[0].prepare_restore(UNITS)
         leader.step()

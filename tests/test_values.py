@@ -15,14 +15,14 @@ from engine.scheduling.selection import (
     EPSILON,
     apt_values,
     goodput_values,
-    has_missed,
     pending_time,
     seconds_to_token,
 )
 from predictor.features import BatchFeatures
 from predictor.model import LatencyModel
+from predictor.promise import Promise
 
-SLO = {"ttft": 1.0, "tbt": 0.1}
+SLO = Promise("", ttft=1.0, tbt=0.1)
 
 
 def test_pending_since_arrival_and_then_since_the_last_token() -> None:
@@ -32,12 +32,12 @@ def test_pending_since_arrival_and_then_since_the_last_token() -> None:
 
 
 def test_a_missed_slo() -> None:
-    assert not has_missed(1.0, 0.0, None, None, **SLO)
-    assert has_missed(1.01, 0.0, None, None, **SLO)
-    assert not has_missed(2.0, 0.0, 0.9, 1.95, **SLO)
-    assert has_missed(2.0, 0.0, 1.1, 1.95, **SLO)  # its first token was late: nothing can make that good
-    assert has_missed(2.0, 0.0, 0.9, 1.85, **SLO)  # the next one is late now
-    assert not has_missed(1e9, 0.0, 5.0, 6.0, ttft=math.inf, tbt=math.inf)
+    assert not SLO.is_missed(1.0, 0.0, None, None)
+    assert SLO.is_missed(1.01, 0.0, None, None)
+    assert not SLO.is_missed(2.0, 0.0, 0.9, 1.95)
+    assert SLO.is_missed(2.0, 0.0, 1.1, 1.95)  # its first token was late: nothing can make that good
+    assert SLO.is_missed(2.0, 0.0, 0.9, 1.85)  # the next one is late now
+    assert not Promise("").is_missed(1e9, 0.0, 5.0, 6.0)
 
 
 @given(st.integers(0, 2000), st.integers(1, 3000), st.sampled_from([64, 256, 512]))

@@ -269,7 +269,7 @@ class OverloadedFleet:
         if party.pulls is not None:
             return
         if party.retiring:
-            if moves(core).num_retiring_units == 0:
+            if core.state.pool.num_retiring_units == 0:
                 self._pull(party)
             return
         if now - party.used[0] < FALLING:
@@ -278,7 +278,7 @@ class OverloadedFleet:
         party.used = (now, group.used)
         if falling:
             party.retiring = party.dropped
-            moves(core).shrink_cache(party.retiring)
+            core.state.pool.shrink(party.retiring)
 
     def _pull(self, party: Party) -> None:
         """The layers that each engine lacks, from those that have them."""

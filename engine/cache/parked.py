@@ -135,7 +135,7 @@ class ParkedPasts:
             block = source if source.on_device else self._tiers.fetch(source, step_id, online=online)
             cache_map.blocks.append(block)
         for source in reversed(parked[:num_hits]):
-            self._give_up(source, request.last_step if source.on_device else step_id)
+            self._tiers.pool(source).release(source, request.last_step if source.on_device else step_id)
         cache_map.num_parked_tokens = 0
         self._holders.pop(request, None)
 
@@ -180,7 +180,8 @@ class ParkedPasts:
         first = 0
 
         def kind_of(block: CacheBlock) -> CacheKind | None:
-            return block.entry.kind if _is_movable(block) and block not in spared else None
+            movable = block.on_device and block.ref_count == 1  # no other request holds it: moving it frees its units
+            return block.entry.kind if movable and block not in spared else None
 
         for kind, group in groupby(blocks, kind_of):
             end = first + len(list(group))
@@ -251,20 +252,12 @@ class ParkedPasts:
         for block in reversed(lost):
             if block.entry in unsent:
                 block.last_step = -1
-            self._give_up(block, request.last_step if block.on_device else -1)
+            self._tiers.pool(block).release(block, request.last_step if block.on_device else -1)
         self._check_holder(request)
 
     def _check_holder(self, request: Request) -> None:
         if not any(block.on_device for block in request.cache_map.blocks):
             self._holders.pop(request, None)
-
-    def _give_up(self, block: CacheBlock, last_step: int) -> None:
-        (self._device if block.on_device else self._host).release(block, last_step)
-
-
-def _is_movable(block: CacheBlock) -> bool:
-    """Return whether moving the block frees its device units, because no other request holds it."""
-    return block.on_device and block.ref_count == 1
 
 
 def _count_kinds(blocks: Iterable[CacheBlock]) -> tuple[int, int]:

@@ -285,10 +285,10 @@ class PipelineStage:
             self._parted()
 
     async def _retire(self, num_units: int) -> tuple[Past, ...]:
-        moves = self._engine.moves
-        moves.shrink_cache(max(0, self._engine.load().num_units - num_units))
+        moves, pool = self._engine.moves, self._engine.core.state.pool
+        pool.shrink(max(0, self._engine.load().num_units - num_units))
         for _ in range(RETIRE_LOOKS):
-            if not moves.num_retiring_units:
+            if not pool.num_retiring_units:
                 return ()
             if self._num_orders > 1:  # a reset is waiting
                 break

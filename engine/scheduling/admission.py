@@ -169,10 +169,9 @@ def next_start(state: SchedulerState) -> float:
     pace, running = prefill_pace(state), state.running[RequestClass.ONLINE]
     if pace is None or not state.waiting_online:
         return DEFAULT_RETRY_SECONDS
-    prompts = sum(pace.seconds_for(request) for request in state.running_prompts())
-    has_room = (
-        state.free_rows and _units(state.waiting_online[0], state.config.block_size) <= state.pool.num_available_units
-    )
+    prompts = prompt_seconds(state, pace)
+    needed = UNITS_PER_BLOCK * state.waiting_online[0].num_blocks(state.config.block_size)
+    has_room = state.free_rows and needed <= state.pool.num_available_units
     if has_room or not running:
         return prompts + pace.step
     return max(prompts, answer_tokens(state) * pace.step / len(running)) + pace.step
@@ -243,7 +242,3 @@ def _ahead(state: SchedulerState, request: Request, pace: PrefillPace, now: floa
 
 def _before(requests: Iterable[Request], request: Request) -> list[Request]:
     return list(takewhile(lambda other: other is not request, requests))
-
-
-def _units(request: Request, block_size: int) -> int:
-    return request.num_blocks(block_size) * UNITS_PER_BLOCK

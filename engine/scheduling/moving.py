@@ -140,10 +140,6 @@ class Moves:
         """Discard the computed tokens of a request and queue it again. No step may be in flight."""
         self.attach(self.detach(request_id)._replace(num_tokens=0))
 
-    def shrink_cache(self, units: int) -> None:
-        """Retire the last `units` units of the cache; see `num_retiring_units`."""
-        self._state.pool.shrink(units)
-
     def resize_cache(self, units: int) -> None:
         """Resize the cache to `units` units and empty its prefix index. No request may hold a unit that is removed."""
         pool = self._state.pool
@@ -153,11 +149,6 @@ class Moves:
         else:
             pool.shrink(pool.num_units - units)
         assert not pool.num_retiring_units, "somebody holds a unit"
-
-    @property
-    def num_retiring_units(self) -> int:
-        """Return the removed units that blocks still hold; their memory is not free yet."""
-        return self._state.pool.num_retiring_units
 
     def _take_room(self, request: Request, num_tokens: int) -> bool:
         state = self._state

@@ -37,7 +37,7 @@ from engine.limits import UNITS_PER_BLOCK
 from engine.request import Request
 from engine.scheduling.fair_share import by_tenant
 from engine.scheduling.overdue import owes
-from engine.scheduling.selection import Pressure, select_apt, select_goodput
+from engine.scheduling.selection import DEFAULT_TTFT, Pressure, select_apt, select_goodput
 from engine.scheduling.state import SchedulerState
 from engine.scheduling.victims import freed_units
 from engine.scheduling.waiting import FCFS, OnlinePolicy, QueueContext, Start, fcfs
@@ -45,8 +45,6 @@ from engine.scheduling.waiting import FCFS, OnlinePolicy, QueueContext, Start, f
 DEFAULT_ALPHA = 1.0
 Choose = Callable[[Sequence[Request], Pressure], list[Start]]
 """Choose among waiting requests for the memory that there is."""
-DEFAULT_TTFT = 1.0
-"""Unit of waiting time, in seconds, without a TTFT objective."""
 
 
 def fits_whole(request: Request, context: QueueContext) -> bool:

@@ -24,11 +24,13 @@ from engine.request import Request
 from engine.scheduling.knapsack import Columns, Selection, choose
 from engine.scheduling.waiting import Start, columns_of
 from predictor.features import BatchFeatures, LatencyPredictor
+from predictor.promise import DEFAULT_CLASS, Promise
 
 DEFAULT_TAIL = 0.4
 EPSILON = 1e-6
 """Minimum value of a request that has missed its SLO: above 0, below that of any request that can still meet it."""
 DEFAULT_TTFT = 1.0
+"""Unit of waiting time, in seconds, without a TTFT objective."""
 KV_PER_COMPACT = UNITS_PER_BLOCK // COMPACT.form.units
 GRAIN = 16
 """Prompt lengths are rounded up to a multiple of this when their time is predicted, in tokens."""
@@ -60,6 +62,10 @@ class Pressure:
     model: LatencyPredictor | None = None
     max_chunk: int = 512
     most_blocks: int = sys.maxsize
+
+    def promise_to(self, request: Request) -> Promise:
+        """Return the latency promised to a request, that of the default class if it has none of its own."""
+        return request.spec.promise or Promise(DEFAULT_CLASS, self.ttft, self.tbt)
 
     def less(self, starts: Iterable[Start]) -> "Pressure":
         """Return the pressure after these requests have started."""
@@ -132,9 +138,8 @@ def _correct(queue: _Queue, index: int, request: Request, pressure: Pressure) ->
     times, length, cache_map = request.times, len(request.token_ids), request.cache_map
     queue.pending[index] = pending = pending_time(pressure.now, times.arrival, times.last_token)
     queue.hopeful[index] = hope = _has_hope(request, pressure)
-    limit = pressure.ttft if times.last_token is None else pressure.tbt
-    if (promise := request.spec.promise) is not None:
-        limit = promise.start if times.last_token is None else promise.tbt
+    promise = pressure.promise_to(request)
+    limit = promise.start if times.last_token is None else promise.tbt
     queue.slack[index] = limit - pending if hope else -math.inf
     queue.missing[index] = max(1, length - cache_map.num_parked_tokens)
     blocks = min(length // pressure.block_size + 1, pressure.most_blocks)
@@ -148,13 +153,8 @@ def _correct(queue: _Queue, index: int, request: Request, pressure: Pressure) ->
 
 
 def _has_hope(request: Request, pressure: Pressure) -> bool:
-    times, promise = request.times, request.spec.promise
-    if promise is not None:
-        return not promise.is_missed(pressure.now, times.arrival, times.first_token, times.last_token)
-    missed = has_missed(
-        pressure.now, times.arrival, times.first_token, times.last_token, ttft=pressure.ttft, tbt=pressure.tbt
-    )
-    return not missed
+    times, promise = request.times, pressure.promise_to(request)
+    return not promise.is_missed(pressure.now, times.arrival, times.first_token, times.last_token)
 
 
 def _savable(queue: _Queue, pressure: Pressure) -> BoolArray:
@@ -219,15 +219,6 @@ def _in_reach(kv: IntArray, savable: BoolArray, capacity: int) -> IntArray:
 def pending_time(now: float, arrival: float, last_token: float | None) -> float:
     """Return the seconds since the last token, or since arrival before the first one (p in Apt-Serve's Eq. 5)."""
     return max(0.0, now - (arrival if last_token is None else last_token))
-
-
-def has_missed(
-    now: float, arrival: float, first_token: float | None, last_token: float | None, *, ttft: float, tbt: float
-) -> bool:
-    """Return whether the SLO is missed at `now`: the first token came or is late, or the next one is."""
-    if first_token is None or last_token is None:
-        return now - arrival > ttft
-    return first_token - arrival > ttft or now - last_token > tbt
 
 
 def seconds_to_token(
