@@ -43,9 +43,8 @@ from engine.errors import (
     RetryableError,
     TidemillError,
 )
-from engine.loop.faults import FaultLog, check_result
 from engine.loop.planner import Planner
-from engine.loop.watchdog import STALL_SECONDS, ProgressWatchdog, StepLimits, StepWatch
+from engine.loop.watchdog import STALL_SECONDS, FaultLog, ProgressWatchdog, StepLimits, StepWatch, check_result
 from engine.machine.activity import Activity, read_activity
 from engine.machine.link import LinkLostError
 from engine.machine.processes import collect_due

@@ -22,8 +22,7 @@ from engine.fleet.client import FleetClient
 from engine.limits import SchedulerConfig
 from engine.machine.link import LinkLostError
 from engine.process import frames, stage
-from engine.process.link import Calls
-from engine.process.regroup import Regrouping
+from engine.process.link import Calls, Regrouping
 from engine.process.requests import OpenRequest
 from engine.scheduling.moving import MovedRequest, Moves
 from engine.scheduling.output import SchedulerOutput

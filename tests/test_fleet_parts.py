@@ -28,18 +28,19 @@ from engine.api import (
 from engine.colocation.keeper import LEARNED
 from engine.errors import ConfigError
 from engine.fleet.client import FleetClient
-from engine.fleet.member import (
+from engine.fleet.routing import (
     MAX_BLOCKS,
     Harvest,
     Member,
     PrefixMemory,
+    RoutedPrompt,
     hits_of,
     online_load,
     prefix_chain,
+    sal_load,
     shares,
     windows,
 )
-from engine.fleet.routing import RoutedPrompt, sal_load
 from engine.limits import SchedulerConfig
 from engine.machine.facts import HOST_ENGINES, Place, share_out
 from engine.process.link import SentRequests

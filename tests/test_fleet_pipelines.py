@@ -16,9 +16,9 @@ from test_process import CONFIG, collect, mixture, request, summed, until, until
 
 from engine.api import EngineRequest, EngineState, FinishReason
 from engine.fleet.client import FleetClient
-from engine.fleet.member import Member
 from engine.fleet.overload import Overload
 from engine.fleet.pipelines import Pair
+from engine.fleet.routing import Member
 from engine.process.orders import Exchange, Order, Past, WritePasts
 
 SMALL = replace(CONFIG, num_gpu_blocks_override=100)

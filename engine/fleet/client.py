@@ -25,9 +25,20 @@ from engine.api import (
     RequestClass,
 )
 from engine.errors import EngineUnavailableError, InvalidRequestError, QueueFullError, TidemillError
-from engine.fleet.member import Member, hits_of, offline_load, online_load, prefix_chain, shares, windows
 from engine.fleet.overload import Overload
-from engine.fleet.routing import Loads, RoutedPrompt, prefix, sal
+from engine.fleet.routing import (
+    Loads,
+    Member,
+    RoutedPrompt,
+    hits_of,
+    offline_load,
+    online_load,
+    prefix,
+    prefix_chain,
+    sal,
+    shares,
+    windows,
+)
 from engine.process import frames
 from engine.process.client import PATIENCE, EngineProcess, longest_wait
 from engine.process.totals import info_of_all, total

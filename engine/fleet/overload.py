@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from engine.api import LoadReport, PipelineStats
-from engine.fleet.member import Member
 from engine.fleet.pipelines import Pair, Pipelines
+from engine.fleet.routing import Member
 
 log = logging.getLogger("tidemill.fleet")
 

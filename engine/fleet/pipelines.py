@@ -13,7 +13,7 @@ from pathlib import Path
 
 from engine.api import DroppableLayers
 from engine.errors import EngineUnavailableError, TidemillError
-from engine.fleet.member import Member
+from engine.fleet.routing import Member
 from engine.process import orders
 from engine.process.orders import FOLLOWER, LEADER, WHOLE, Layers, Order, Part, Past
 from engine.process.requests import OpenRequest

@@ -32,8 +32,7 @@ from engine.process import frames
 from engine.process.judge import DeathJudge, RestartPolicy
 from engine.process.launcher import Launcher, ProcessOptions
 from engine.process.life import RETRY_AFTER, ProcessLife
-from engine.process.link import GoneError, ProcessLink
-from engine.process.regroup import Regrouping
+from engine.process.link import GoneError, ProcessLink, Regrouping
 from engine.process.requests import OpenRequest, Requests, hand_over, take_over
 from engine.process.totals import Figures
 from engine.stream import RequestStream
