@@ -1,6 +1,7 @@
 """Whose fault a failed step was: the state machine by itself, and in the core on the virtual clock."""
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import hypothesis.strategies as st
@@ -15,7 +16,7 @@ from engine.api import EngineRequest, FinishReason, RequestClass
 from engine.colocation.waits import objective_of
 from engine.core import EngineCore
 from engine.errors import EngineStepError, EngineUnavailableError
-from engine.limits import SchedulerConfig
+from engine.limits import UNLIMITED_QUEUE, SchedulerConfig
 from engine.scheduling.objective import StepObjective
 from engine.scheduling.recovery import CANARY_ID, LONE_FAILURES, LONE_WAITS, PATIENCE, SICK_AFTER, Blame, FaultRecovery
 from predictor.slo import SLO
@@ -109,18 +110,14 @@ def test_a_trial_that_took_the_place_of_others_comes_before_they_start_again() -
 # In the core
 
 
+CONFIG = SchedulerConfig(
+    2 * 64, 64, block_size=BLOCK, max_num_seqs=80, max_num_batched_tokens=128, max_queue_time=UNLIMITED_QUEUE
+)
+
+
 def make_driver(fails: Any, depth: int = 0, **changes: Any) -> tuple[Driver, FaultyRunner]:
     objective = changes.pop("objective", None)
-    settings: dict[str, Any] = {
-        "num_units": 2 * 64,
-        "max_model_len": 64,
-        "block_size": BLOCK,
-        "max_num_seqs": 80,
-        "max_num_batched_tokens": 128,
-        "pipeline_depth": depth,
-        "max_queue_time": "none",
-    }
-    config = SchedulerConfig(**{**settings, **changes})
+    config = replace(CONFIG, pipeline_depth=depth, **changes)
     runner = FaultyRunner(FakeRunner(block_size=BLOCK, vocab_size=VOCAB), fails)
     return Driver(runner, config, objective=objective), runner
 

@@ -34,17 +34,11 @@ def flat(budget: float, **limits: float) -> StepObjective:
     return StepObjective(budget=BudgetParams("hygen", budget), **limits)
 
 
+CONFIG = SchedulerConfig(2 * 60, 120, block_size=BLOCK, max_num_seqs=8, max_num_batched_tokens=64, min_prefill_chunk=8)
+
+
 def make_driver(objective: StepObjective, *, depth: int = 0, **changes: Any) -> Driver:
-    settings_: dict[str, Any] = {
-        "num_units": 2 * 60,
-        "max_model_len": 120,
-        "block_size": BLOCK,
-        "max_num_seqs": 8,
-        "max_num_batched_tokens": 64,
-        "min_prefill_chunk": 8,
-        "pipeline_depth": depth,
-    }
-    config = SchedulerConfig(**{**settings_, **changes})
+    config = replace(CONFIG, pipeline_depth=depth, **changes)
     return Driver(FakeRunner(block_size=BLOCK, vocab_size=VOCAB), config, model=MODEL, objective=objective)
 
 

@@ -22,18 +22,13 @@ VOCAB = 50
 BLOCK = 4
 
 
+CONFIG = SchedulerConfig(64, 64, block_size=BLOCK, max_num_seqs=8, max_num_batched_tokens=16)
+
+
 def make_driver(
     depth: int, *, runner: FakeRunner | None = None, model: LatencyModel | None = None, **changes: Any
 ) -> Driver:
-    settings: dict[str, Any] = {
-        "num_units": 64,
-        "max_model_len": 64,
-        "block_size": BLOCK,
-        "max_num_seqs": 8,
-        "max_num_batched_tokens": 16,
-        "pipeline_depth": depth,
-    }
-    config = SchedulerConfig(**{**settings, **changes})
+    config = replace(CONFIG, pipeline_depth=depth, **changes)
     return Driver(runner or FakeRunner(block_size=BLOCK, vocab_size=VOCAB), config, model=model)
 
 

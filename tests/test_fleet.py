@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from driver import is_error, submit_one
-from test_process import CHILD, CONFIG, POISON, children, collect, mixture, request, summed, until, until_idle
+from test_process import CHILD, CONFIG, POISON, answers, children, collect, mixture, request, until, until_idle
 
 from engine.api import EngineRequest, EngineState, FinishReason, RequestClass, SamplingParams
 from engine.config import EngineConfig
@@ -74,12 +74,6 @@ def held(fleet: FleetClient) -> list[int]:
 
 def kill(folder: Path, number: int) -> None:
     os.kill(int((folder / f"engine-{number}.pid").read_text()), signal.SIGKILL)
-
-
-async def answers(fleet: FleetClient) -> dict[str, tuple[Any, ...]]:
-    requests = mixture()
-    found = await asyncio.gather(*[collect(fleet, each) for each in requests])  # type: ignore[arg-type]
-    return {each.request_id: summed(outputs) for each, outputs in zip(requests, found, strict=True)}
 
 
 @pytest.fixture(scope="module")

@@ -53,10 +53,8 @@ OBJECTIVE = StepObjective(1.0, 0.1, budget=BudgetParams("tidemill", 0.08))
 def make_core(
     policy: str, model: LatencyPredictor = MODEL, objective: StepObjective = OBJECTIVE, **changes: Any
 ) -> EngineCore:
-    settings: dict[str, Any] = {"num_units": 2 * 4000, "max_model_len": 16384}
-    return EngineCore(
-        SchedulerConfig(**{**settings, **changes}), online_policy=find_policy(policy), model=model, objective=objective
-    )
+    config = replace(SchedulerConfig(2 * 4000, 16384), **changes)
+    return EngineCore(config, online_policy=find_policy(policy), model=model, objective=objective)
 
 
 def chat(name: str, length: int, first: int, output: int = 5) -> EngineRequest:

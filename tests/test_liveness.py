@@ -29,18 +29,15 @@ MODEL = LatencyModel(intercept=0.010, decode_context=1e-6, knots=(8,), hinges=(0
 OFFLINE = RequestClass.OFFLINE
 
 
+CONFIG = SchedulerConfig(
+    2 * 20, 80, block_size=BLOCK, max_num_seqs=8, max_num_batched_tokens=64, min_prefill_chunk=8,
+    max_offline_preemptions=1,
+)  # fmt: skip
+
+
 def make_driver(model: LatencyModel | None = None, **changes: object) -> Driver:
     """A pool of 20 blocks, deadlines that leave no time beside a prompt."""
-    settings: dict[str, object] = {
-        "num_units": 2 * 20,
-        "max_model_len": 80,
-        "block_size": BLOCK,
-        "max_num_seqs": 8,
-        "max_num_batched_tokens": 64,
-        "min_prefill_chunk": 8,
-        "max_offline_preemptions": 1,
-    }
-    config = SchedulerConfig(**{**settings, **changes})  # type: ignore[arg-type]
+    config = replace(CONFIG, **changes)  # type: ignore[arg-type]
     objective = StepObjective(ttft=0.1, tbt=0.05, budget=BudgetParams("hygen", 0.020))
     return Driver(FakeRunner(block_size=BLOCK, vocab_size=VOCAB), config, model=model or MODEL, objective=objective)
 

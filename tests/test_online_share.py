@@ -1,6 +1,7 @@
 """Tenants with online requests get the same service: a thousand chats of one are not in the way of another's."""
 
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -32,19 +33,13 @@ MODEL = LatencyModel(
 )
 OBJECTIVE = StepObjective(1.0, 0.1, budget=BudgetParams("tidemill", 0.08))
 AMPLE, SHORT = 2 * 8000, 2 * 300
+CONFIG = SchedulerConfig(AMPLE, 4096, max_num_waiting=2000, max_queue_time=UNLIMITED_QUEUE)
 POLICIES = ("goodput", "goodput-strict", "apt", "fcfs", "no-preempt", "larry")
 
 
 def make_core(policy: str = "goodput", **changes: Any) -> EngineCore:
-    settings: dict[str, Any] = {
-        "num_units": AMPLE,
-        "max_model_len": 4096,
-        "max_num_waiting": 2000,
-        "max_queue_time": UNLIMITED_QUEUE,
-    }
-    return EngineCore(
-        SchedulerConfig(**{**settings, **changes}), online_policy=find_policy(policy), model=MODEL, objective=OBJECTIVE
-    )
+    config = replace(CONFIG, **changes)
+    return EngineCore(config, online_policy=find_policy(policy), model=MODEL, objective=OBJECTIVE)
 
 
 def chat(name: str, length: int, tenant: str, output: int = 10) -> EngineRequest:

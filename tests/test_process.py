@@ -111,7 +111,7 @@ def summed(outputs: list[RequestOutput]) -> tuple[Any, ...]:
     )
 
 
-async def answers(engine: EngineProcess) -> dict[str, tuple[Any, ...]]:
+async def answers(engine: Any) -> dict[str, tuple[Any, ...]]:
     requests = mixture()
     found = await asyncio.gather(*[collect(engine, each) for each in requests])
     return {each.request_id: summed(outputs) for each, outputs in zip(requests, found, strict=True)}
