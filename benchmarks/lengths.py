@@ -219,7 +219,7 @@ async def run_batch(machine: Machine, root: Path, shape: str, args: argparse.Nam
 
 
 def _look(worker: BatchWorker, server: VirtualServer, run: BatchRun) -> None:
-    stats = server.core.stats()
+    stats = report_stats(server.core.state)
     for job in worker.jobs.values():
         batch, outlook = job.batch, worker.forecast.outlooks.get(job.batch.id)
         eta = None if outlook is None or outlook.eta is None else outlook.eta - EPOCH

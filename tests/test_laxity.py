@@ -128,7 +128,7 @@ def test_in_order_of_arrival_the_short_ones_wait_and_only_the_objective_itself_r
     strict = make_core("fcfs", max_queue_time="1x")
     refused = [record for record in replay(strict, long_and_short()).values() if record.rejected]
     assert len(refused) > 5
-    assert strict.stats().refused_requests == len(refused)
+    assert strict.state.counters.refused_requests == len(refused)
 
 
 @pytest.mark.parametrize("policy", URGENT_POLICIES)
