@@ -7,7 +7,7 @@ import secrets
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, cast
+from typing import Protocol, cast
 
 import anyio
 import anyio.to_thread
@@ -154,28 +154,27 @@ def context_of(request: Request) -> GatewayContext:
 
 def tenant_of(request: Request) -> str:
     """Return the tenant of the request's key, or the default tenant if no keys are configured."""
-    return str(_state(request).get("tenant", DEFAULT_TENANT))
+    key = key_of(request)
+    return DEFAULT_TENANT if key is None else key.tenant
 
 
 def key_of(request: Request) -> Key | None:
     """Return the request's key, or None if no keys are configured."""
-    return cast(Key | None, _state(request).get("key"))
+    return cast(Key | None, request.scope.get("state", {}).get("key"))
 
 
 def tier_of(request: Request) -> Tier:
     """Return the service tier for requests without one."""
-    return cast(Tier, _state(request).get("service_tier", "default"))
+    key = key_of(request)
+    return "default" if key is None else key.service_tier
 
 
 def sees_all(request: Request) -> bool:
     """Return whether the request may read metrics of all tenants; always true if no keys are configured."""
-    return bool(_state(request).get("sees_all", not context_of(request).keys.ring))
+    return bool(request.scope.get("state", {}).get("sees_all", not context_of(request).keys.ring))
 
 
 def is_operator(request: Request) -> bool:
     """Return whether the request may access files and batches of all tenants; always true if no keys are configured."""
-    return bool(_state(request).get("is_operator", not context_of(request).keys.ring))
-
-
-def _state(request: Request) -> dict[str, Any]:
-    return cast(dict[str, Any], request.scope.get("state", {}))
+    key = key_of(request)
+    return not context_of(request).keys.ring if key is None else key.is_operator

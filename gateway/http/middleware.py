@@ -167,7 +167,7 @@ def _values(scope: Scope, name: str) -> list[str]:
 
 
 class Authentication:
-    """Authenticate requests, and store tenant and roles in the request state. No key is required if the ring is empty
+    """Authenticate requests, and store the key in the request state. No key is required if the ring is empty
     or the path is in `open_paths`. A change of the keys does not affect running requests."""
 
     def __init__(self, app: ASGIApp, keys: KeyStore, open_paths: Collection[str]) -> None:
@@ -180,13 +180,7 @@ class Authentication:
         if scope["type"] == "http" and ring:
             key = self._find(scope)
             if key is not None:
-                scope.setdefault("state", {}).update(
-                    tenant=key.tenant,
-                    key=key,
-                    service_tier=key.service_tier,
-                    sees_all=ring.sees_all(key),
-                    is_operator=key.is_operator,
-                )
+                scope.setdefault("state", {}).update(key=key, sees_all=ring.sees_all(key))
             elif scope["path"] not in self._open_paths:
                 sent = any(name in _KEY_HEADERS for name, _ in scope["headers"])
                 message = "The API key is not valid." if sent else "An API key is required; send it as a bearer token."
