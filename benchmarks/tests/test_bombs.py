@@ -30,6 +30,7 @@ from gateway.generate import chat, wire
 from gateway.generate.answering import INLINE_BYTES, read_json
 from gateway.generate.messages import request as messages
 from gateway.generate.threads import INLINE_PARTS
+from gateway.generate.validation import parse_json
 from gateway.http import json_text
 from gateway.http.json_text import LIMITS, JsonSize, TooMuchJson, count_json, load_json
 
@@ -305,7 +306,7 @@ def test_counting_ends_soon_after_a_limit() -> None:
     {"prompt": list(range(700_000))},
 ], ids=["messages", "parts", "text", "token ids", "many short ids", "many token ids"])  # fmt: skip
 def test_what_people_send_is_not_too_much(body: Any) -> None:
-    assert wire.parse_json(orjson.dumps(body)) == body
+    assert parse_json(orjson.dumps(body)) == body
 
 
 @one_loop
