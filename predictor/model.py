@@ -35,7 +35,7 @@ LINEAR_TERMS = (*FITTED_TERMS, "prefill_tokens", "compact_step", "restored_step"
 chunks, is 0 in a fitted model: the hinges cover it."""
 
 CACHE_TERMS = ("compact", "restored", "transferred", "compact_step", "restored_step")
-"""Coefficients of work on the cache. They are measured separately (`predictor.costs`), never fitted."""
+"""Coefficients of work on the cache. They are measured separately (`predictor.profile`), never fitted."""
 
 KNOT_SPACING = 32
 LAST_KNOT = 1024

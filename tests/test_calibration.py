@@ -25,9 +25,8 @@ from engine.profiling.cache_costs import KV_ONLY, CacheTiers, measure_cache_cost
 from engine.profiling.calibration import load_or_measure, load_profile, measure_profile
 from engine.profiling.sweep import StepShape
 from engine.scheduling.output import ModelRunnerOutput, SchedulerOutput
-from predictor.costs import NOT_MEASURED, CacheCosts, affine
 from predictor.model import LatencyModel
-from predictor.profile import Profile, ProfileError, ProfileKey
+from predictor.profile import NOT_MEASURED, CacheCosts, Profile, ProfileError, ProfileKey, affine
 
 TRUTH = LatencyModel(intercept=0.004, decode_context=2e-6, prefill_chunks=1e-4, knots=(0, 64), hinges=(1e-5, 1e-4))
 LIMITS = Limits(max_num_seqs=8, max_num_batched_tokens=128, max_model_len=256, num_units=2 * 200, block_size=16)

@@ -22,9 +22,8 @@ from loadgen.simulation.planner import Answer, Question, answer, measured, parts
 from loadgen.simulation.run import Ran
 from loadgen.traces import Trace
 from predictor.budget import BudgetParams
-from predictor.costs import CacheCosts
 from predictor.model import LatencyModel
-from predictor.profile import Profile, ProfileKey
+from predictor.profile import CacheCosts, Profile, ProfileKey
 from predictor.slo import SLO
 
 STEP, PER_TOKEN = 0.030, 0.0003

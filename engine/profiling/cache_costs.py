@@ -16,7 +16,7 @@ from engine.cache.blocks import CacheAction, CacheEntry, CacheKind, CacheOperati
 from engine.limits import Limits
 from engine.machine.facts import BUS_RATE
 from engine.scheduling.output import Chunk, ModelRunner, NewRequest, SchedulerOutput
-from predictor.costs import FEW_TOKENS, MANY_TOKENS, MEMORY_RATE, Affine, CacheCosts, affine
+from predictor.profile import FEW_TOKENS, MANY_TOKENS, MEMORY_RATE, Affine, CacheCosts, affine
 
 REPEATS = 15
 """Number of step pairs; up to PATIENCE times as many if the difference is below the noise."""

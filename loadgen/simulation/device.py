@@ -19,10 +19,9 @@ from engine.scheduling.policies import find_policy
 from engine.virtual import PredictedRunner
 from loadgen import InputError
 from loadgen.simulation.gpu import DEVICES, MODELS, ModelShape, SimulatedDevice, SimulatedRunner, fit_device
-from predictor.costs import CacheCosts
 from predictor.model import LatencyModel
 from predictor.online import OnlineModel
-from predictor.profile import Profile, ProfileError, ProfileKey
+from predictor.profile import CacheCosts, Profile, ProfileError, ProfileKey
 
 MAX_NOISE = 0.3
 PROFILE_BLOCKS, PROFILE_CONTEXT = 4096, 2048
