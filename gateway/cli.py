@@ -20,7 +20,7 @@ from engine.errors import ConfigError, TidemillError
 from engine.machine.folders import adopt
 from engine.machine.output import TextOutput, dropping_stdout, open_streams, say
 from gateway.commands.batch import add_batch, add_server, positive, server_of
-from gateway.commands.flags import flags_of, given_where, resolve_configs
+from gateway.commands.flags import flags_of, given, resolve_configs
 from gateway.commands.help import SHELLS, Parser, RootParser, add_by_task, completion_script
 from gateway.config import ServerConfig
 from gateway.models import ModelNames
@@ -147,7 +147,7 @@ def _add_chat(commands: Any) -> None:
 def _add_top(commands: Any) -> None:
     text = "watch a running server: SLO, tokens per second, steps, cache, batches"
     description = "Show a server's figures every second until Ctrl-C, or once if the output is not a terminal."
-    add_server(_add(commands, "top", lambda given: _command("top.follow").run_top(server_of(given)), text, description))
+    add_server(_add(commands, "top", lambda words: _command("top.follow").run_top(server_of(words)), text, description))
 
 
 def _add_pull(commands: Any) -> None:
@@ -159,7 +159,7 @@ def _add_pull(commands: Any) -> None:
 
 def _add_replay(commands: Any) -> None:
     text = "show the last steps before an engine died"
-    command = _add(commands, "replay", lambda given: _command("engines").replay(given.file), text)
+    command = _add(commands, "replay", lambda words: _command("engines").replay(words.file), text)
     command.add_argument("file", metavar="FILE", type=Path, help="recording, from the folder flights in --state-dir")
 
 
@@ -198,8 +198,8 @@ def _completions(arguments: argparse.Namespace) -> int:
 
 def _chat(arguments: argparse.Namespace) -> int:
     names = ("model", "system", "max_tokens", "temperature")
-    given = {name: getattr(arguments, name) for name in names}
-    return int(_command("chat").run_chat(dataclasses.replace(server_of(arguments), **given)))
+    chosen = {name: getattr(arguments, name) for name in names}
+    return int(_command("chat").run_chat(dataclasses.replace(server_of(arguments), **chosen)))
 
 
 @dropping_stdout()
@@ -211,8 +211,8 @@ def _serve(arguments: argparse.Namespace) -> int:
     cache = adopt(state.folder, os.environ)
     preflight = _command("preflight")
     if arguments.dry_run:
-        given = given_where(arguments, [EngineConfig, ServerConfig])
-        return int(preflight.run(given, engine_config, server_config, model_name(engine_config)))
+        origins = given(arguments, [EngineConfig, ServerConfig])
+        return int(preflight.run(origins, engine_config, server_config, model_name(engine_config)))
     start = _Start()
     importlib.import_module("gateway.http.connection_limit").raise_descriptor_limit()  # the engine inherits it
     preflight.check_start(engine_config, server_config)  # loading takes minutes

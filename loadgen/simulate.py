@@ -121,7 +121,8 @@ def _replay(arguments: argparse.Namespace) -> int:
 
 def ask(arguments: argparse.Namespace) -> Asked:
     """Read the traffic and the machine. Raise InputError or ConfigError for an invalid flag or file."""
-    said = given(_without_machine(arguments), (EngineConfig, ServerConfig))
+    settings = given(_without_machine(arguments), (EngineConfig, ServerConfig))
+    said = {name: each.value for name, each in settings.items()}
     serving = {flag.field for flag in flags_of(EngineConfig)} - NOT_SERVING
     chosen = {name: value for name, value in said.items() if name in serving}
     config = EngineConfig(**chosen)

@@ -191,21 +191,14 @@ def resolve_configs(
     arguments: argparse.Namespace, types: Sequence[type], environment: Mapping[str, str] | None = None
 ) -> list[Any]:
     """Return one instance per config type, from flags, environment and file. Raise ConfigError for invalid values."""
-    values = given(arguments, types, environment)
-    return [kind(**{f.field: values[f.field] for f in flags_of(kind) if f.field in values}) for kind in types]
+    found = given(arguments, types, environment)
+    return [kind(**{f.field: found[f.field].value for f in flags_of(kind) if f.field in found}) for kind in types]
 
 
 def given(
     arguments: argparse.Namespace, types: Sequence[type], environment: Mapping[str, str] | None = None
-) -> dict[str, Any]:
-    """Return the values that the user set for fields of the given types. Raise ConfigError, see `find_given`."""
-    return {field: each.value for field, each in given_where(arguments, types, environment).items()}
-
-
-def given_where(
-    arguments: argparse.Namespace, types: Sequence[type], environment: Mapping[str, str] | None = None
 ) -> dict[str, FlagValue]:
-    """Return the same values with their origins."""
+    """Return the values that the user set for fields of the given types. Raise ConfigError, see `find_given`."""
     variables = os.environ if environment is None else environment
     path = arguments.config or variables.get(f"{ENVIRONMENT_PREFIX}CONFIG") or ""
     every = [flag for kind in types for flag in flags_of(kind)]
