@@ -2,7 +2,7 @@
 
 import hypothesis.strategies as st
 from driver import Driver
-from fakes.runner import FakeRunner, solo_tokens
+from fakes.runner import FakeRunner, solo
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
 
 from engine.api import EngineRequest, FinishReason
@@ -45,5 +45,5 @@ class CoreRules(RuleBasedStateMachine):
             if request.pooling is not None:
                 assert self.driver.outputs[name] == []
             elif self.driver.finals[name].finish_reason in {FinishReason.STOP, FinishReason.LENGTH}:
-                expected = solo_tokens(list(request.prompt_token_ids), request.sampling, self.vocab)
+                expected = solo(request, self.vocab)
                 assert self.driver.outputs[name] == expected, name

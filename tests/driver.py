@@ -5,6 +5,7 @@ Steps are launched as soon as they are scheduled, as the engine's loop does.
 
 from collections import deque
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 from integrity import check_core
@@ -227,3 +228,11 @@ async def outputs_of(engine: Engine, request: EngineRequest) -> AsyncIterator[Re
 
 def is_error(output: RequestOutput, kind: type[TidemillError]) -> bool:
     return output.error is not None and isinstance(output.error.to_error(), kind)
+
+
+def has_ended(pid: int) -> bool:
+    """Also where nobody has waited for it yet."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
+    except OSError:
+        return True

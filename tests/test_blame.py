@@ -7,7 +7,7 @@ from typing import Any
 import hypothesis.strategies as st
 import pytest
 from driver import Driver, is_error, make_request
-from fakes.runner import FakeRunner, solo_tokens
+from fakes.runner import FakeRunner, solo
 from faulty_runner import FaultyRunner, Work, poison
 from hypothesis import HealthCheck, given, settings
 from integrity import check_core
@@ -125,17 +125,13 @@ def make_driver(fails: Any, depth: int = 0, **changes: Any) -> tuple[Driver, Fau
 def check(driver: Driver, requests: list[EngineRequest], guilty: set[str] = frozenset()) -> None:  # type: ignore[assignment]
     """The guilty end with an error, everybody else with the answer of the solo run."""
     for request in requests:
-        final, expected = driver.finals[request.request_id], solo(request)
+        final, expected = driver.finals[request.request_id], solo(request, VOCAB)
         if request.request_id in guilty:
             assert final.finish_reason is FinishReason.ERROR and is_error(final, EngineStepError)
             expected = expected[: len(driver.outputs[request.request_id])]
         else:
             assert final.finish_reason is FinishReason.LENGTH, request.request_id
         assert driver.outputs[request.request_id] == expected
-
-
-def solo(request: EngineRequest) -> list[int]:
-    return solo_tokens(list(request.prompt_token_ids), request.sampling, VOCAB)
 
 
 @pytest.mark.parametrize("neighbours", [8, 64])

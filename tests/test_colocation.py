@@ -7,7 +7,7 @@ from typing import Any
 import hypothesis.strategies as st
 import pytest
 from driver import Driver, make_request
-from fakes.runner import FakeRunner, features_of, solo_tokens
+from fakes.runner import FakeRunner, features_of, solo, solo_tokens
 from hypothesis import HealthCheck, given, settings
 
 from engine.api import EngineRequest, RequestClass
@@ -346,7 +346,7 @@ def test_promises_hold_and_outputs_equal_the_solo_run(
         driver.complete()
     driver.run()
     for request in requests:
-        expected = solo_tokens(list(request.prompt_token_ids), request.sampling, VOCAB)
+        expected = solo(request, VOCAB)
         assert driver.outputs[request.request_id] == expected
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from driver import Driver, make_request
-from fakes.runner import FakeRunner, solo_tokens
+from fakes.runner import FakeRunner, solo, solo_tokens
 
 from engine.api import EngineRequest, FinishReason, RequestClass, RequestTimes, Resumption
 from engine.errors import ContextLengthError, InvalidRequestError, QueueFullError
@@ -34,7 +34,7 @@ def make_driver(
 
 def check_solo(driver: Driver, *requests: EngineRequest) -> None:
     for request in requests:
-        expected = solo_tokens(list(request.prompt_token_ids), request.sampling, VOCAB)
+        expected = solo(request, VOCAB)
         assert driver.outputs[request.request_id] == expected, request.request_id
 
 
@@ -317,10 +317,6 @@ def test_the_core_loads_no_torch() -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-def solo(request: EngineRequest) -> list[int]:
-    return solo_tokens(list(request.prompt_token_ids), request.sampling, VOCAB)
-
-
 def test_what_another_engine_began_goes_on_as_if_it_had_been_preempted(depth: int) -> None:
     """Cut at every token; online and offline; nothing is refused for room."""
     whole = [
@@ -329,13 +325,13 @@ def test_what_another_engine_began_goes_on_as_if_it_had_been_preempted(depth: in
     for cut in range(12):
         driver = make_driver(depth, max_num_waiting=1)
         times = RequestTimes(-1.0, -1.0, -0.5, -0.1) if cut else RequestTimes(-1.0)
-        given = {r.request_id: solo(r)[:cut] for r in whole}
+        given = {r.request_id: solo(r, VOCAB)[:cut] for r in whole}
         resumed = [replace(r, resumed=Resumption(tuple(given[r.request_id]), times, 3)) for r in whole]
         driver.add(*resumed)
         driver.run()
         for request in whole:
             final = driver.finals[request.request_id]
-            assert given[request.request_id] + driver.outputs[request.request_id] == solo(request)
+            assert given[request.request_id] + driver.outputs[request.request_id] == solo(request, VOCAB)
             assert (final.num_output_tokens, final.num_prompt_tokens) == (12, 9)
             assert final.times.arrival == -1.0 and final.num_preemptions == 0
             if cut:

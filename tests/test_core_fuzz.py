@@ -2,12 +2,13 @@
 
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 
 import hypothesis.strategies as st
 import pytest
 from core_rules import CoreRules
 from driver import Driver, make_request
-from fakes.runner import FakeRunner, solo_tokens
+from fakes.runner import FakeRunner, solo
 from fakes.speculation import Oracle
 from hypothesis import HealthCheck, given, settings
 from hypothesis.stateful import initialize, invariant, rule
@@ -41,10 +42,6 @@ def build(request_id: str, shape: tuple) -> EngineRequest:  # type: ignore[type-
         request_id, [*prefix, *tail], max_tokens, request_class=request_class, salt=salt, stop_token_ids=stops
     )
     return replace(request, promise=promise if request_class is RequestClass.ONLINE else None)
-
-
-def alone(request: EngineRequest) -> list[int]:
-    return solo_tokens(list(request.prompt_token_ids), request.sampling, VOCAB)
 
 
 # host units, blocks that may be run from hidden state, online policy, whether recomputing costs about as much as a
@@ -108,7 +105,7 @@ def make_fuzz_driver(
         state_slots=state_slots, host_state_slots=host_state_slots,
     )  # fmt: skip
     driver = Driver(runner, config, online_policy=policy, model=LIKE_COPIES if costed else None)
-    driver.core.state.speculation = Oracle(alone, drafts) if drafts else None
+    driver.core.state.speculation = Oracle(partial(solo, vocab_size=VOCAB), drafts) if drafts else None
     return driver
 
 
@@ -167,7 +164,7 @@ def test_every_output_equals_the_solo_run(
         advance()
     driver.run()
     for request_id, request in requests.items():
-        expected = alone(request)
+        expected = solo(request, VOCAB)
         if driver.finals[request_id].finish_reason is FinishReason.ABORT:
             assert driver.outputs[request_id] == expected[: len(driver.outputs[request_id])]
         else:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from driver import is_error, make_request, outputs_of, submit_one
-from fakes.runner import FakeRunner, solo_tokens
+from fakes.runner import FakeRunner, solo
 from integrity import check_core
 
 from engine.api import EngineInfo, EngineRequest, EngineState, FinishReason, RequestClass, RequestOutput
@@ -77,10 +77,6 @@ async def collect(engine: Engine, request: EngineRequest) -> tuple[list[int], Re
     return tokens, output
 
 
-def solo(request: EngineRequest) -> list[int]:
-    return solo_tokens(list(request.prompt_token_ids), request.sampling, VOCAB)
-
-
 async def until(condition: Callable[[], bool]) -> None:
     while not condition():  # noqa: ASYNC110 - the event is a state of the engine, which has no waiter for it
         await asyncio.sleep(0)
@@ -91,7 +87,7 @@ async def test_final_only_gives_one_output(engine: Engine) -> None:
     request = EngineRequest("b", plain.prompt_token_ids, plain.sampling, final_only=True)
     outputs = [output async for output in outputs_of(engine, request)]
     assert len(outputs) == 1
-    assert list(outputs[0].token_ids) == solo(plain)
+    assert list(outputs[0].token_ids) == solo(plain, VOCAB)
 
 
 async def test_aclose_aborts_even_before_the_first_read(engine: Engine) -> None:
@@ -115,7 +111,7 @@ async def test_a_reader_that_does_not_read_is_ended_and_others_go_on(engine: Eng
     lazy = await submit_one(engine, make_request("lazy", range(9), STREAM_LIMIT + 500))
     busy = make_request("busy", range(9), STREAM_LIMIT + 800)
     tokens, _ = await collect(engine, busy)
-    assert tokens == solo(busy)
+    assert tokens == solo(busy, VOCAB)
     outputs = [output async for output in lazy]
     assert len(outputs) <= STREAM_LIMIT + 1
     assert outputs[-1].finish_reason is FinishReason.ABORT
@@ -136,7 +132,7 @@ async def test_a_step_that_fails_once_costs_nobody_anything(depth: int, caplog: 
     for (tokens, final), request in zip(
         await asyncio.gather(collect(engine, chat), collect(engine, job)), (chat, job), strict=True
     ):
-        assert tokens == solo(request) and final.finish_reason is FinishReason.LENGTH
+        assert tokens == solo(request, VOCAB) and final.finish_reason is FinishReason.LENGTH
     assert len([record for record in caplog.records if record.exc_info]) == 1
     assert engine.state is EngineState.READY
     await engine.stop()
@@ -186,8 +182,8 @@ async def test_behind_a_short_step_of_its_own_cores_the_next_one_is_scheduled() 
     late = make_request("late", range(7), 3)
     others = await submit_one(engine, late)
     runner.permits.release(100)
-    assert [token for o in [o async for o in stream] for token in o.token_ids] == solo(first)
-    assert [token for o in [o async for o in others] for token in o.token_ids] == solo(late)
+    assert [token for o in [o async for o in stream] for token in o.token_ids] == solo(first, VOCAB)
+    assert [token for o in [o async for o in others] for token in o.token_ids] == solo(late, VOCAB)
     await engine.stop()
 
 
@@ -210,7 +206,7 @@ async def test_a_step_ahead_begins_when_the_one_before_it_has_been_collected() -
     engine = make_engine(1, Noting(), SHORT, ahead_seconds=0.02)
     await engine.start()
     request = make_request("a", range(5), 20)
-    assert (await collect(engine, request))[0] == solo(request)
+    assert (await collect(engine, request))[0] == solo(request, VOCAB)
     await engine.stop()
     steps = [step for what, step, _ in seen if what == "launch"]
     assert [(what, step) for what, step, _ in seen] == [
@@ -352,7 +348,7 @@ async def test_a_planner_that_fails_never_harms_an_online_request(plan_offline: 
     job = await submit_one(engine, make_request("job", range(5), 50, request_class=RequestClass.OFFLINE))
     chat = make_request("chat", range(9), 40)
     tokens, final = await collect(engine, chat)
-    assert tokens == solo(chat) and final.finish_reason is FinishReason.LENGTH
+    assert tokens == solo(chat, VOCAB) and final.finish_reason is FinishReason.LENGTH
     await job.aclose()
     await engine.stop()
     check_core(engine.core)
@@ -375,7 +371,7 @@ async def test_offline_requests_run_on_in_steps_that_are_shorter_than_a_plan(dep
     chat = asyncio.create_task(collect(engine, make_request("chat", range(9), 1000)))
     job = make_request("job", range(5), 50, request_class=RequestClass.OFFLINE)
     tokens, _ = await collect(engine, job)
-    assert tokens == solo(job) and not chat.done()
+    assert tokens == solo(job, VOCAB) and not chat.done()
     engine.abort("chat")
     await chat
     await engine.stop()
@@ -386,7 +382,7 @@ async def test_offline_runs_alone_and_beside_online(engine: Engine) -> None:
     jobs = [make_request(f"job{i}", range(i, i + 30), 25, request_class=RequestClass.OFFLINE) for i in range(30)]
     chats = [make_request(f"chat{i}", range(i, i + 12), 9) for i in range(10)]
     results = await asyncio.gather(*[collect(engine, r) for r in (*jobs, *chats)])
-    assert [tokens for tokens, _ in results] == [solo(r) for r in (*jobs, *chats)]
+    assert [tokens for tokens, _ in results] == [solo(r, VOCAB) for r in (*jobs, *chats)]
 
 
 async def test_a_refused_request_is_a_part_of_the_recorded_load() -> None:
@@ -430,15 +426,15 @@ async def test_offline_work_takes_turns_with_rests_and_chats_do_not(depth: int) 
     core.schedule = watched  # type: ignore[method-assign]
     await engine.start()
     early = make_request("early", range(5), 3, request_class=RequestClass.OFFLINE)
-    assert (await collect(engine, early))[0] == solo(early) and not rests, "nobody has come yet"
+    assert (await collect(engine, early))[0] == solo(early, VOCAB) and not rests, "nobody has come yet"
     await collect(engine, make_request("first", range(7), 2))
     job = make_request("job", range(5), 3, request_class=RequestClass.OFFLINE)
     ended = asyncio.create_task(collect(engine, job))
     await until(lambda: bool(rests))
     chat = make_request("chat", range(7), 20)
     tokens, _ = await collect(engine, chat)
-    assert tokens == solo(chat)
+    assert tokens == solo(chat, VOCAB)
     tokens, output = await ended
-    assert tokens == solo(job) and output.finish_reason is FinishReason.LENGTH
+    assert tokens == solo(job, VOCAB) and output.finish_reason is FinishReason.LENGTH
     assert 0.0 < max(rests) <= 0.1 + 1e-6
     await engine.stop()

@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 from unittest.mock import patch
 
-from fakes.runner import solo_tokens
+from fakes.runner import solo
 from fakes.staged import LAYER_BYTES, LAYERS, UNIT_LAYER_BYTES, StagedFake
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -336,7 +336,7 @@ class Changes(RuleBasedStateMachine):
             reader.result()
         for name, request in self.asked.items():
             tokens = [token for output in self.got[name] for token in output.token_ids]
-            due = solo_tokens(list(request.prompt_token_ids), request.sampling, VOCAB)
+            due = solo(request, VOCAB)
             assert [output.finish_reason is not None for output in self.got[name]].count(True) == 1, name
             ended = self.got[name][-1].finish_reason
             assert ended in (FinishReason.ABORT, FinishReason.LENGTH), self.got[name][-1].error

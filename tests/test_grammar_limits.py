@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import tokenizers
+from driver import has_ended
 from hostile_grammars import doublings, hostile, lark, regex, rules, schema
 
 import engine.models.demo
@@ -417,11 +418,4 @@ async def test_the_prover_ends_with_its_parent_even_if_it_is_stopped() -> None:
     os.kill(pid, signal.SIGSTOP)
     parent.kill()
     await parent.wait()
-    await until(lambda: not is_alive(pid))
-
-
-def is_alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except OSError:
-        return False
+    await until(lambda: has_ended(pid))

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 from driver import Driver, make_request
-from fakes.runner import FakeRunner, solo_tokens
+from fakes.runner import FakeRunner, solo
 
 from engine.api import EngineRequest, FinishReason, RequestClass
 from engine.cache.blocks import CacheAction, CacheKind
@@ -60,9 +60,7 @@ def make(
 
 def check_solo(driver: Driver, *requests: EngineRequest) -> None:
     for request in requests:
-        assert driver.outputs[request.request_id] == solo_tokens(
-            list(request.prompt_token_ids), request.sampling, VOCAB
-        )
+        assert driver.outputs[request.request_id] == solo(request, VOCAB)
 
 
 def actions(steps: list[SchedulerOutput]) -> list[CacheAction]:

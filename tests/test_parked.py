@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 from driver import make_request
-from fakes.runner import solo_tokens
+from fakes.runner import solo
 from integrity import check_cache
 from test_core_fuzz import BLOCK, LIKE_COPIES, VOCAB, make_fuzz_driver
 from test_hybrid_scheduling import check_solo, make
@@ -212,7 +212,7 @@ def test_every_mix_happens_and_changes_no_token() -> None:
             seen |= mixes(driver.core.state.requests.values())
         driver.run()
         for request in requests:
-            expected = solo_tokens(list(request.prompt_token_ids), request.sampling, VOCAB)
+            expected = solo(request, VOCAB)
             assert driver.outputs[request.request_id] == expected
     assert seen >= {"device and host", "both kinds", "both kinds on the host", "dropped tail", "whole on the host"}, (
         seen

@@ -19,7 +19,7 @@ import tiny_models
 import torch
 from cuda_engine import BLOCK
 from devices import BACKENDS, linear_of
-from driver import Driver, make_request, outputs_of, submit_one
+from driver import Driver, has_ended, make_request, outputs_of, submit_one
 from test_build import shape
 from test_families import assert_equal_but_for_ties, prompts_of
 from torch import distributed
@@ -155,14 +155,6 @@ def rank_of(engine: int) -> int:
                 found.append(int(entry.parent.name))
     (rank,) = found
     return rank
-
-
-def has_ended(pid: int) -> bool:
-    """Also where nobody has waited for it yet."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
-    except OSError:
-        return True
 
 
 async def until(done: Callable[[], Awaitable[bool]]) -> None:

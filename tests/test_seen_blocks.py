@@ -4,7 +4,7 @@ import math
 
 import pytest
 from driver import Driver, make_request
-from fakes.runner import FakeRunner, solo_tokens
+from fakes.runner import FakeRunner, solo
 
 from engine.api import FinishReason, RequestClass
 from engine.cache.blocks import CacheKind
@@ -34,7 +34,7 @@ def ends_as_alone(driver: Driver, *requests: object) -> None:
     for request in requests:
         final = driver.finals[request.request_id]  # type: ignore[attr-defined]
         assert final.finish_reason is FinishReason.LENGTH
-        expected = solo_tokens(list(request.prompt_token_ids), request.sampling, VOCAB)  # type: ignore[attr-defined]
+        expected = solo(request, VOCAB)  # type: ignore[attr-defined]
         assert driver.outputs[request.request_id] == expected  # type: ignore[attr-defined]
 
 

@@ -4,7 +4,7 @@ import random
 
 import pytest
 from driver import Driver, make_request
-from fakes.runner import FakeRunner, solo_tokens
+from fakes.runner import FakeRunner, solo
 from test_hybrid_scheduling import BLOCK, MODEL, VOCAB, actions, check_solo, make
 
 from engine.api import EngineRequest, FinishReason, RequestClass
@@ -227,7 +227,7 @@ def test_random_turns_from_every_tier_equal_the_solo_run() -> None:
                 driver.abort(requests[-1].request_id)
         driver.run()
         for request in requests:
-            expected = solo_tokens(list(request.prompt_token_ids), request.sampling, VOCAB)
+            expected = solo(request, VOCAB)
             got = driver.outputs[request.request_id]
             assert got == expected[: len(got)]
             assert len(got) == len(expected) or driver.finals[request.request_id].finish_reason is FinishReason.ABORT

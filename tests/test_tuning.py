@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from driver import make_request
+from driver import has_ended, make_request
 from windows import poisson_window
 
 from engine.api import FinishReason, RequestClass, RequestOutput, RequestTimes
@@ -426,13 +426,5 @@ def test_a_child_ends_with_a_server_that_was_killed() -> None:
             assert server.poll() is None
             time.sleep(0.05)
         server.kill()
-    while _lives(int(found[0])):
+    while not has_ended(int(found[0])):
         time.sleep(0.05)  # the test's own time limit says that it never ends
-
-
-def _lives(pid: int) -> bool:
-    """A zombie does not: whoever adopted it has not looked yet."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except OSError:
-        return False

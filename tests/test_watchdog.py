@@ -9,7 +9,7 @@ import httpx
 import pytest
 from driver import Driver, is_error, make_request, outputs_of, submit_one
 from fake_engine import serve
-from fakes.runner import FakeRunner, solo_tokens
+from fakes.runner import FakeRunner, solo
 from fixtures import refuse_blocking
 from integrity import check_core
 
@@ -36,10 +36,6 @@ def make_engine(stall_seconds: float = 0.25, **changes: Any) -> Engine:
     core = EngineCore(SchedulerConfig(**{**settings, **changes}))
     info = EngineInfo(256, VOCAB, frozenset(), "fake", "none", "none", 0)
     return Engine(core, FakeRunner(block_size=BLOCK, vocab_size=VOCAB), info, stall_seconds=stall_seconds)
-
-
-def solo(request: EngineRequest) -> list[int]:
-    return solo_tokens(list(request.prompt_token_ids), request.sampling, VOCAB)
 
 
 async def until(condition: Callable[[], bool]) -> None:
@@ -81,7 +77,7 @@ async def test_queues_and_rows_are_built_anew(
     monkeypatch.setattr(engine.core, "add_request", add_and_damage)
     monkeypatch.setattr(engine.core, "clear_stall", look_and_clear)
     stream = await submit_one(engine, request)
-    assert [token async for output in stream for token in output.token_ids] == solo(request)
+    assert [token async for output in stream for token in output.token_ids] == solo(request, VOCAB)
     ((state, trouble),) = seen
     assert state is EngineState.DEGRADED and trouble is not None
     assert engine.state is EngineState.READY and engine.trouble is None
@@ -108,7 +104,7 @@ async def test_what_can_never_start_ends_with_an_error_and_the_others_run(monkey
     assert outputs[0][-1].finish_reason is FinishReason.ERROR
     assert is_error(outputs[0][-1], EngineUnavailableError)
     for request, given in zip((good, line), outputs[1:], strict=True):
-        assert [token for output in given for token in output.token_ids] == solo(request)
+        assert [token for output in given for token in output.token_ids] == solo(request, VOCAB)
     await engine.stop()
 
 
@@ -121,7 +117,7 @@ async def test_an_aborted_queue_ends_the_trouble(monkeypatch: pytest.MonkeyPatch
         await until(lambda: engine.trouble is not None)
         await stream.aclose()
     await until(lambda: engine.state is EngineState.READY)
-    assert await answer(engine, make_request("b", range(4), 3)) == solo(make_request("b", range(4), 3))
+    assert await answer(engine, make_request("b", range(4), 3)) == solo(make_request("b", range(4), 3), VOCAB)
     await engine.stop()
 
 
@@ -136,7 +132,7 @@ async def test_a_planner_that_never_ends_is_begun_anew() -> None:
     engine._planner._task.cancel()
     engine._planner._task = asyncio.create_task(never())
     line = make_request("line", range(9), 6, request_class=OFFLINE)
-    assert await answer(engine, line) == solo(line)
+    assert await answer(engine, line) == solo(line, VOCAB)
     assert engine.stats().stalls == 1
     await engine.stop()
 
@@ -206,7 +202,7 @@ def test_a_recovery_in_the_middle_of_everything_changes_no_answer(attempt: int) 
     assert {r.status for r in scheduler.waiting_offline} == {RequestStatus.PREEMPTED, RequestStatus.WAITING}
     driver.run()
     for request in requests:
-        assert driver.outputs[request.request_id] == solo(request)
+        assert driver.outputs[request.request_id] == solo(request, VOCAB)
 
 
 async def test_a_line_evicted_often_stops_nobody_over_http(tmp_path: Any) -> None:

@@ -16,7 +16,7 @@ from hashlib import blake2b
 from itertools import takewhile
 from typing import NamedTuple
 
-from engine.api import SamplingParams
+from engine.api import EngineRequest, SamplingParams
 from engine.cache.blocks import CacheAction, CacheEntry, CacheKind, CacheOperation, Tier
 from engine.scheduling.output import INVALID_TOKEN, Chunk, Collect, Draft, ModelRunnerOutput, SchedulerOutput
 from predictor.features import EVERYTHING, BatchFeatures, Reach
@@ -297,6 +297,10 @@ def solo_tokens(prompt: list[int], sampling: SamplingParams, vocab_size: int) ->
         if token in sampling.stop_token_ids:
             break
     return outputs
+
+
+def solo(request: EngineRequest, vocab_size: int) -> list[int]:
+    return solo_tokens(list(request.prompt_token_ids), request.sampling, vocab_size)
 
 
 def _extend_digests(digests: list[Digest], token_ids: Sequence[int], end: int | None = None) -> None:
