@@ -90,6 +90,7 @@ def _parser() -> argparse.ArgumentParser:
     _config_flags(_add(commands, "profile", _profile, "measure step times and show the prediction error"), EngineConfig)
     _add_replay(commands)
     _add_fleet(commands)
+    _add_migrate(commands)
     commands.add_parser("bench", help="measure a server: run, sweep, compare, trace", add_help=False)
     commands.add_parser("simulate", help="replay workloads and experiments on a virtual clock", add_help=False)
     commands.add_parser("worth", help="estimate the value of the batch work beside a GPU's chats", add_help=False)
@@ -169,6 +170,21 @@ def _add_fleet(commands: Any) -> None:
         "action", choices=("restart",), help="restart: no request is refused, running requests continue"
     )
     command.add_argument("--state-dir", metavar="DIR", help="state folder of the server (default: as for serve)")
+
+
+def _add_migrate(commands: Any) -> None:
+    text = "copy files and batches from a state folder to PostgreSQL"
+    command = _add(commands, "migrate", _migrate, text)
+    command.add_argument("address", metavar="ADDRESS", help="--state-dir of the new server: postgresql://HOST/NAME?...")
+    command.add_argument(
+        "--state-dir", metavar="DIR", help="state folder of the stopped server (default: as for serve)"
+    )
+
+
+@dropping_stdout()
+def _migrate(arguments: argparse.Namespace) -> int:
+    say(_command("migrate").run(arguments.state_dir, arguments.address))
+    return 0
 
 
 @dropping_stdout()

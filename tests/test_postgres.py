@@ -28,10 +28,12 @@ from test_store import NOW, a_batch, a_file
 
 from engine.errors import ConfigError
 from engine.text.tokenizer import Tokenizer
+from gateway.cli import main
+from gateway.commands.migrate import migrate
 from gateway.store.bucket import Bucket
 from gateway.store.disk import Disk, StorageError
 from gateway.store.folder import open_state
-from gateway.store.objects import BatchStatus, LineRef, LineResult, Usage
+from gateway.store.objects import BatchStatus, LineRef, LineResult, Usage, new_file_id
 from gateway.store.opening import Place, find_state
 from gateway.store.row_store import RowStore
 from gateway.store.schema import VERSION
@@ -71,21 +73,25 @@ async def bucket(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
         yield "s3://bucket/p"
         return
     async with bucket_of_moto(monkeypatch) as url:
-        yield f"{url}/p"
+        yield f"{url}/{new_file_id()}"  # moto keeps its objects
 
 
+@pytest.mark.parametrize("is_migrated", [False, True])
 async def test_another_machine_goes_on(
-    postgres: PostgresServer, tokenizer: Tokenizer, tmp_path: Path, bucket: str
+    postgres: PostgresServer, tokenizer: Tokenizer, tmp_path: Path, bucket: str, is_migrated: bool
 ) -> None:
     """Bodies and finished lines are in the object store: no line runs twice on a machine with an empty disk."""
     lines, places = [line(i) for i in range(60)], [Place(tmp_path / name, postgres.address, bucket) for name in "abc"]
-    async with batch_server(tokenizer, places[0]) as (served, client):
+    async with batch_server(tokenizer, tmp_path / "a" if is_migrated else places[0]) as (served, client):
         whole = await submit(client, jsonl(lines[:3]))
         await until(client, whole.id)
         script, held = served.engine.script, iter([None] * 59)
         served.engine.script = lambda request: replace(script(request), hold_after=next(held, 0))
         batch = await submit(client, jsonl(lines))
         await until_counted(client, batch.id, 59)
+    served.engine.release()
+    if is_migrated:
+        await asyncio.to_thread(migrate, Place(tmp_path / "a"), places[1])
     async with batch_server(tokenizer, places[1]) as (served, client):
         ended = await until(client, batch.id)
         assert served.engine._counts["add"] == 1
@@ -102,6 +108,27 @@ async def test_another_machine_goes_on(
     async with batch_server(tokenizer, places[2]) as (_, client):
         await check_ended(client, await client.batches.retrieve(batch.id), [f"id-{i}" for i in range(60)])
     assert len(stored.names("files/")) == 4
+
+
+async def test_a_folder_is_migrated_where_it_is(
+    postgres: PostgresServer, tokenizer: Tokenizer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    address = f"{postgres.address}&objects=file://{tmp_path}"
+    words = ["migrate", "--state-dir", str(tmp_path / "a"), f"{address}/a"]
+    assert main(words) == 2 and "has no tidemill.db" in capsys.readouterr().err
+    async with batch_server(tokenizer, tmp_path / "a") as (_, client):
+        batch = await submit(client, jsonl([line(0)]))
+        await until(client, batch.id)
+    for target in ("b", "a"):  # a copy, then the folder itself
+        postgres.clear()
+        assert await asyncio.to_thread(main, [*words[:3], f"{address}/{target}"]) == 0
+        assert await asyncio.to_thread(main, [*words[:3], f"{address}/c"]) == 2
+        async with batch_server(tokenizer, find_state(f"{address}/{target}")) as (_, client):
+            await check_ended(client, await client.batches.retrieve(batch.id), ["id-0"])
+            newer = await submit(client, jsonl([line(1)]))
+            await until(client, newer.id)
+            assert [each.id for each in (await client.batches.list()).data] == [newer.id, batch.id]
+    assert (tmp_path / "a" / "tidemill.db.moved").exists()
 
 
 def break_commit(store: RowStore, lose: Callable[[Any], None], is_sent: bool) -> Any:

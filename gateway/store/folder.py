@@ -28,6 +28,8 @@ from gateway.store.sqlite import SqliteWriter
 from gateway.store.writer import Work, Writer
 
 PROBE = b"tidemill" * 512
+PART_NAME = "{:016x}"
+"""Name of a group of rows in an object store: its offset in the journal."""
 
 
 class StateFolder:
@@ -114,7 +116,7 @@ class StateFolder:
             if start == 0:
                 self.disk.sync_folder(path.parent)
         if self._bucket is not None:
-            self._bucket.put(f"journals/{batch_id}/{start:016x}", bytes(data))
+            self._bucket.put(f"journals/{batch_id}/{PART_NAME.format(start)}", bytes(data))
 
     def remove_journal(self, batch_id: str) -> None:
         """Remove the journal of a batch. If that fails, the next start removes it. Blocking. Raises StorageError."""

@@ -22,7 +22,9 @@ STORES = ("s3", "gs", "az")
 _FOLDERS = ("files", "journals", "tmp")
 _FORMER = ("adapters.json", "cache", "salt")
 """Names that earlier versions wrote. They do not make a folder a foreign one."""
-_OURS = {*_PRIVATE, *_FOLDERS, *_FORMER, *LOST_AND_FOUND, "lock", "flights"}
+MOVED = f"{DATABASE}.moved"
+"""Name of the database after `tidemill migrate`."""
+_OURS = {*_PRIVATE, *_FOLDERS, MOVED, *_FORMER, *LOST_AND_FOUND, "lock", "flights"}
 MISTAKES = frozenset(
     {
         errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.EACCES, errno.EPERM, errno.ENAMETOOLONG,

@@ -1,0 +1,119 @@
+"""`tidemill migrate ADDRESS`: copy files and batches from a state folder to PostgreSQL, and to an object store."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from secrets import token_hex
+from typing import Any
+
+from engine.errors import ConfigError
+from gateway.store.bucket import Bucket
+from gateway.store.disk import Disk, StorageError, cause_of
+from gateway.store.folder import PART_NAME
+from gateway.store.opening import DATABASE, MOVED, Opening, Place, find_postgres, find_state
+from gateway.store.writer import RowConnection
+
+TABLES = ("files", "batches", "lines", "uploads", "notices", "announced")
+NUMBERED = ("files", "batches")
+"""Tables with a column `seq` that the database counts."""
+GROUP_ROWS = 2000
+PART_BYTES = 8 * 1024 * 1024
+
+
+def run(state_dir: str | None, address: str) -> str:
+    """Migrate and return a message. Raise ConfigError if the folder or the address cannot be used."""
+    source, target = find_state(state_dir), find_state(address)
+    if source.database is not None or target.database is None:
+        raise ConfigError("tidemill migrate copies the folder of --state-dir to ADDRESS (postgresql://HOST/NAME?...)")
+    try:
+        return migrate(source, target)
+    except StorageError as error:
+        raise ConfigError(f"the migration stopped ({cause_of(error)}); repeat the command") from error
+
+
+def migrate(source: Place, target: Place) -> str:
+    """Copy contents, then all rows in one transaction. The folder's database stays; if the new server uses the folder
+    too, its name becomes MOVED. Raises ConfigError and StorageError, without a change to the rows."""
+    if not (source.folder / DATABASE).exists():
+        raise ConfigError(f"--state-dir {source.folder} has no {DATABASE}")
+    is_same = source.folder.resolve() == target.folder.resolve()
+    disk = Disk()
+    here, there = Opening(source, disk), Opening(target, disk)
+    rows: Any = here.open()
+    try:
+        remote: Any = find_postgres().open_database(target.database) if is_same else there.open()
+        try:
+            _check_empty(remote)
+            bodies = [row["id"] for row in rows.execute("SELECT id FROM files WHERE deleted_at IS NULL ORDER BY seq")]
+            with disk.storing():
+                if target.objects is not None:
+                    _send(source.folder, bodies, Bucket(target.objects, disk))
+                elif not is_same:
+                    _copy(source.folder, bodies, target.folder, disk)
+            counts = _copy_rows(rows, remote)
+            if is_same:
+                with disk.storing():
+                    rows.execute("PRAGMA journal_mode = DELETE")  # the log is in the file
+                    disk.rename(source.folder / DATABASE, source.folder / MOVED)
+                    disk.sync_folder(source.folder)
+        finally:
+            remote.close()
+            there.close()
+    finally:
+        rows.close()
+        here.close()
+    return f"{counts['files']} files and {counts['batches']} batches are in the database; start the server with ADDRESS"
+
+
+def _check_empty(remote: RowConnection) -> None:
+    for table in NUMBERED:
+        if remote.execute(f"SELECT 1 FROM {table} LIMIT 1").fetchone() is not None:
+            raise ConfigError("the database of ADDRESS already has files or batches; use an empty one")
+
+
+def _sources(folder: Path, bodies: list[str]) -> Iterator[tuple[str, Path]]:
+    """Yield sub-folder and path of each body and journal that is there."""
+    for path in (*(folder / "files" / name for name in bodies), *sorted((folder / "journals").iterdir())):
+        if path.is_file():
+            yield path.parent.name, path
+
+
+def _send(folder: Path, bodies: list[str], bucket: Bucket) -> None:
+    for kind, path in _sources(folder, bodies):
+        if kind == "files":
+            bucket.put(f"files/{path.name}", path)
+            continue
+        with path.open("rb") as file:
+            while part := file.read(PART_BYTES):
+                start = file.tell() - len(part)
+                bucket.put(f"journals/{path.name}/{PART_NAME.format(start)}", part)
+
+
+def _copy(folder: Path, bodies: list[str], target: Path, disk: Disk) -> None:
+    for kind, path in _sources(folder, bodies):
+        copy = disk.create(target / "tmp" / token_hex(16))
+        try:
+            with path.open("rb") as file:
+                while part := file.read(PART_BYTES):
+                    copy.write(part)
+            disk.publish((copy, target / kind / path.name))
+        except BaseException:
+            copy.discard()
+            raise
+
+
+def _copy_rows(rows: RowConnection, remote: RowConnection) -> dict[str, int]:
+    """Copy all tables in one transaction, and return the number of rows of each."""
+    counts = dict.fromkeys(TABLES, 0)
+    remote.execute("BEGIN")
+    for table in TABLES:
+        cursor: Any = rows.execute(f"SELECT * FROM {table}")
+        names = [column[0] for column in cursor.description]
+        query = f"INSERT INTO {table} ({', '.join(names)}) VALUES ({', '.join('?' * len(names))})"
+        while group := cursor.fetchmany(GROUP_ROWS):
+            remote.executemany(query, [tuple(row) for row in group])
+            counts[table] += len(group)
+    for table in NUMBERED:
+        last = f"SELECT setval(pg_get_serial_sequence('{table}', 'seq'), MAX(seq)) FROM {table}"
+        remote.execute(last)
+    remote.execute("COMMIT")
+    return counts
