@@ -17,7 +17,7 @@ import pytest
 from batch_tools import batch_server, check_ended, jsonl, line, submit, until, until_counted
 from hypothesis import given, settings
 
-from engine.api import EngineStats, Lane, TokenCosts
+from engine.api import EngineStats, Lane, RequestClass, TokenCosts
 from engine.core import EngineCore
 from engine.limits import SchedulerConfig
 from engine.scheduling.ledger import token_costs
@@ -156,6 +156,20 @@ def test_work_far_ahead_is_expected_at_the_pace_of_a_longer_time() -> None:
         pace.line_ended(100, Usage(), work[minute])
         if minute >= 1200:
             assert pace.seconds(sum(work[minute + 1 : minute + 1201]), None) == pytest.approx(72_000.0, rel=0.1)
+
+
+def test_a_batch_that_runs_whole_ends_with_its_longest_line() -> None:
+    """50 lines of 50 tokens have ended, 50 with 100 tokens so far run at 20 ms a step, with room for all."""
+    stats = EngineStats(token_costs=TokenCosts(0.0, 1e-6), running={RequestClass.OFFLINE: 50}, job_tokens={"x": 5000})
+    running = [replace(stats, steps=steps, step_seconds=0.02 * steps) for steps in (0, 100, 300)]
+    batch = a_batch("x", 10**9, 50, 50, usage=Usage(0, 0, 2500))
+    for most, tokens in ((math.inf, 150.0 * (math.log(50) + 0.577)), (200.0, 200.0)):
+        engine = iter(running)
+        forecast = Forecast(lambda engine=engine: next(engine))
+        for now in (0.0, 2.0, 6.0):
+            forecast.update([(batch, LineLengths(10_000, 100.0, (most,)))], now)
+        eta = forecast.outlooks["x"].eta
+        assert eta is not None and eta - 6.0 == pytest.approx(0.02 * tokens, rel=0.01)
 
 
 CHATS: dict[str, Callable[[float], float]] = {

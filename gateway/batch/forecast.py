@@ -26,6 +26,8 @@ LEAST_LINES = 8
 """Finished lines of a job from which only its own token counts are used."""
 RESIDUE = 0.4
 """Output that a line has left on average once it is longer than expected, as a share of its output so far."""
+EULER = 0.5772
+"""Euler's constant: the expected maximum of n exponential variables of mean 1 is about ln n + EULER."""
 ENTER_MARGIN, LEAVE_MARGIN = 1.1, 1.25
 """Factors on the expected time: a job is at risk if it would end late at ENTER_MARGIN, until it would not at
 LEAVE_MARGIN."""
@@ -194,19 +196,22 @@ class Forecast:
             line = (lengths.total_bytes - learned.bytes) / (learned.num_lines - learned.ended)
         pending = line * batch.remaining
         finished_bytes = lengths.total_bytes - pending
-        per_byte, per_line, longest = self.pace.tokens_per_byte, self._output_per_line(lengths.answers), 0.0
+        per_byte, per_line = self.pace.tokens_per_byte, self._output_per_line(lengths.answers)
+        running = max(1, min(batch.remaining, self._stats.running.get(RequestClass.OFFLINE, 0)))
+        longest = RESIDUE * held / running
         if batch.completed > 0 and finished_bytes > 0:
             own = min(1.0, batch.completed / LEAST_LINES)
             computed = batch.usage.input_tokens - batch.usage.cached_tokens
             per_byte += own * (computed / finished_bytes - per_byte)
             mean = (batch.usage.output_tokens + held) / batch.completed  # running lines have longer answers
             if learned is not None and learned.is_known:
-                mean, longest = learned.left(line), learned.longest_left
+                mean, longest = learned.left(line), max(longest, learned.longest_left - held / running)
+            else:  # the expected maximum of exponential lengths
+                longest = mean * (math.log(running) + EULER)
             per_line += own * (mean - per_line)
         expected = batch.remaining * per_line - held
-        each = held / max(1, min(batch.remaining, self._stats.running.get(RequestClass.OFFLINE, 0)))
         output = expected / 2 + math.hypot(expected / 2, RESIDUE * held)  # a smooth maximum
-        return TokensLeft(pending * per_byte, output, max(longest - each, RESIDUE * each))
+        return TokensLeft(pending * per_byte, output, min(longest, max(lengths.answers, default=math.inf)))
 
     def _is_at_risk(self, batch: BatchJob, seconds: float, now: float) -> bool:
         before = self.outlooks.get(batch.id)
