@@ -7,7 +7,7 @@ and the transaction's id tells whether a commit without an answer has happened.
 import re
 import socket
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import lru_cache
 from typing import Any
@@ -29,6 +29,8 @@ LOCK_SECONDS = 5.0
 """Maximum wait at start for the lock of a server that has just ended."""
 RETRY_SECONDS = 1.0
 """Minimum time between two attempts to connect; until then all work fails at once."""
+ANSWER_SECONDS = 30.0
+"""Maximum time of a statement. libpq's timeouts do not end the wait for a server or a proxy that only accepts data."""
 OLDEST_SERVER = 130_000
 _OPTIONS = {
     "application_name": f"tidemill on {socket.gethostname()}",
@@ -117,6 +119,26 @@ def _make_rows(cursor: Any) -> Callable[[Sequence[Any]], Any]:
     return _row_type(tuple(result.fname(place) for place in range(result.nfields))) if result is not None else tuple
 
 
+class _Connection(psycopg.Connection):  # type: ignore[misc]
+    """Closes after a statement without an answer."""
+
+    def wait(self, gen: Any, *options: Any, **named: Any) -> Any:
+        return super().wait(self._limited(gen), *options, **named)
+
+    def _limited(self, statement: Generator[Any, Any, Any]) -> Generator[Any, Any, Any]:
+        deadline = time.monotonic() + ANSWER_SECONDS
+        try:
+            state = next(statement)
+            while True:
+                ready = yield state
+                if time.monotonic() >= deadline:
+                    self.pgconn.finish()
+                    raise psycopg.OperationalError("no answer from the server")
+                state = statement.send(ready)
+        except StopIteration as end:
+            return end.value
+
+
 class PostgresConnection:
     """A RowConnection."""
 
@@ -170,9 +192,10 @@ def _connect(address: str) -> Any:
     except psycopg.ProgrammingError as error:
         raise _unusable(error) from error
     try:
-        return psycopg.connect(**options, autocommit=True, row_factory=_make_rows)
+        return _Connection.connect(**options, autocommit=True, row_factory=_make_rows)
     except psycopg.OperationalError as error:
-        if psycopg.pq.PGconn.ping(make_conninfo(**options).encode()) == psycopg.pq.Ping.OK:
+        is_late = isinstance(error, psycopg.errors.ConnectionTimeout)
+        if not is_late and psycopg.pq.PGconn.ping(make_conninfo(**options).encode()) == psycopg.pq.Ping.OK:
             raise _unusable(error) from error  # e.g. a wrong password
         raise StorageError from error
 
