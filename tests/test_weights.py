@@ -17,8 +17,7 @@ from torch import Tensor
 from engine.errors import ModelLoadError
 from engine.models.checkpoint import load_weights
 from engine.models.decoder import Decoder
-from engine.models.end_tokens import with_tokenizer_end
-from engine.models.hub import resolve_model_folder
+from engine.models.hub import resolve_model_folder, with_tokenizer_end
 from engine.models.spec import load_spec, spec_from_config
 from engine.models.weights import ModelWeights
 

@@ -15,8 +15,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from engine.models.known_layers import Given, LayerForm, NormForm, Rotation
-from engine.models.norm_reader import UnknownError, floats, is_bare_norm, read_norm, same
+from engine.models.known_layers import (
+    Given,
+    LayerForm,
+    NormForm,
+    Rotation,
+    UnknownError,
+    floats,
+    is_bare_norm,
+    read_norm,
+    same,
+)
 
 Attention = Callable[[nn.Module, Tensor, Tensor, Tensor, Any], Tensor]
 Attending = Callable[[Attention, Callable[[], Any]], Any]

@@ -16,12 +16,11 @@ from engine.errors import ModelLoadError
 from engine.models.attention import Manner
 from engine.models.checkpoint import Checkpoint, is_finite
 from engine.models.families import family_named
-from engine.models.known_layers import Given, LayerForm, RunLayer, layer_of, observe
+from engine.models.known_layers import Given, LayerForm, RunLayer, UnknownError, layer_of, observe
 from engine.models.known_layers import take_over as take_over_layer
 from engine.models.layer_reader import read_layer
 from engine.models.linear import Linear, MakeLinear, make_linear
 from engine.models.lora import AdapterPlan, Site
-from engine.models.norm_reader import UnknownError
 from engine.models.packing import Packing
 from engine.models.recurrent import Call, LayerState, Recur, RecurrentState, begin, resumes, take_over
 from engine.models.spec import ModelSpec, read_json
