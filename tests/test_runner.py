@@ -23,8 +23,8 @@ from engine.errors import ConfigError
 from engine.execution import memory, sampler
 from engine.execution.cpu.device import TorchDevice
 from engine.execution.pool import UnitPool
+from engine.execution.rows import uniforms
 from engine.execution.runner import Runner
-from engine.execution.sampling_table import uniforms
 from engine.limits import Limits, SchedulerConfig
 from engine.models.decoder import Adapt, Attend, Decoder
 from engine.models.spec import ModelSpec, spec_from_config

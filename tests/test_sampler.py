@@ -8,8 +8,8 @@ import torch
 
 from engine.api import SamplingParams, TokenLogprobs
 from engine.execution import sampler
+from engine.execution.rows import SamplingTable, uniforms
 from engine.execution.sampler import SampleInput, sample
-from engine.execution.sampling_table import SamplingTable, uniforms
 from engine.scheduling.output import INVALID_TOKEN
 
 pytestmark = pytest.mark.usefixtures("one_thread")

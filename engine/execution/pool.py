@@ -21,13 +21,13 @@ from torch import Tensor
 
 from engine.errors import ConfigError
 from engine.execution.host_memory import advise, host_zeros
+from engine.execution.rows import SLICES_PER_SCRATCH_BLOCK
 from engine.limits import Limits
 from engine.models.byte_cells import ByteSlices, slice_elements
 from engine.models.spec import ModelShape, hidden_state_refusal
 
 _PRIVATE = mmap.MAP_PRIVATE | getattr(mmap, "MAP_NORESERVE", 0)
 _PIECE = 16 * 2**20  # bytes moved at once
-SLICES_PER_SCRATCH_BLOCK = 2  # K and V
 
 
 class PoolMemory(Protocol):

@@ -2,7 +2,7 @@
 
 A row is the index of a running request in every table: tokens, sampling parameters, and block table (per block units of
 K and V, one unit of both, or one of hidden state, in any mix). All tables are numpy, so that the index arrays of a step
-are vector operations; native kernels read tokens and tables (64 bits) in place.
+are vector operations; native kernels read tokens and tables (64 bits) in place. Torch-free.
 """
 
 from collections.abc import Sequence
@@ -11,15 +11,97 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from engine.arrays import IntArray
+from engine.api import NEVER, SamplingParams
+from engine.arrays import FloatArray, IntArray
 from engine.cache.blocks import CacheEntry, CacheKind, Tier
-from engine.execution.sampling_table import SamplingTable
 from engine.forms import Pooling
 from engine.limits import Limits
 from engine.scheduling.output import NewRequest, SavedState, SchedulerOutput
 
 UNKNOWN = -1
 """Placeholder for a token that only the device knows so far."""
+SLICES_PER_SCRATCH_BLOCK = 2  # K and V
+GREEDY_BELOW = 1e-5
+"""Lower temperatures are treated as greedy, because logits divided by them would overflow float32."""
+
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+
+
+class SamplingTable:
+    """Sampling parameters of rows: one column per parameter, one entry per row.
+
+    Attributes:
+        num_logprobs: Number of best log-probabilities; -1: none are wanted.
+        edits: Whether logits must be changed before sampling (bias, penalties, or a minimum length).
+        penalised: Whether `penalties` apply.
+        penalties: [rows, 3] (repetition, frequency, presence).
+        masked_from: Output position from which a mask may limit the tokens.
+    """
+
+    def __init__(self, num_rows: int) -> None:
+        self.params: list[SamplingParams | None] = [None] * num_rows
+        self.temperature = np.zeros(num_rows)
+        self.top_k = np.zeros(num_rows, dtype=np.int64)
+        self.top_p = np.ones(num_rows)
+        self.min_p = np.zeros(num_rows)
+        self.seed = np.zeros(num_rows, dtype=np.int64)
+        self.num_logprobs = np.full(num_rows, -1, dtype=np.int64)
+        self.greedy = np.ones(num_rows, dtype=bool)
+        self.edits = np.zeros(num_rows, dtype=bool)
+        self.penalised = np.zeros(num_rows, dtype=bool)
+        self.penalties = np.zeros((num_rows, 3))
+        self.masked_from = np.full(num_rows, NEVER, dtype=np.int64)
+
+    def write(self, row: int, params: SamplingParams) -> None:
+        """Store a request's parameters."""
+        self.params[row] = params
+        self.temperature[row] = params.temperature
+        self.top_k[row] = params.top_k
+        self.top_p[row] = params.top_p
+        self.min_p[row] = params.min_p
+        self.seed[row] = params.seed
+        self.num_logprobs[row] = -1 if params.logprobs is None else params.logprobs
+        self.greedy[row] = params.temperature < GREEDY_BELOW
+        self.masked_from[row] = params.masked_from
+        self.penalised[row] = params.has_penalties
+        self.penalties[row] = params.repetition_penalty, params.frequency_penalty, params.presence_penalty
+        self.edits[row] = bool(params.logit_bias) or has_minimum(params) or params.has_penalties
+
+    def plain(self, rows: IntArray) -> bool:
+        """Return whether all rows are greedy without edits or log-probabilities."""
+        special = ~self.greedy[rows] | self.edits[rows] | (self.num_logprobs[rows] >= 0)
+        return not special.any()
+
+    def additions(self, row: int, output_position: int) -> tuple[IntArray, FloatArray]:
+        """Return the constant additions to the row's logits: token ids [n], possibly repeated, and values [n]."""
+        params = self.params[row]
+        assert params is not None, "a sampled row must hold a request"
+        pairs = list(params.logit_bias)
+        if has_minimum(params) and output_position < params.min_tokens:
+            pairs += [(token_id, -np.inf) for token_id in sorted(params.stop_token_ids)]
+        ids, values = zip(*pairs, strict=True) if pairs else ((), ())
+        return np.array(ids, dtype=np.int64), np.array(values, dtype=np.float64)
+
+
+def has_minimum(params: SamplingParams) -> bool:
+    """Return whether stop tokens are forbidden up to a minimum length; with a grammar, the masks handle that."""
+    return params.min_tokens > 0 and params.grammar is None
+
+
+def uniforms(seeds: IntArray, positions: IntArray) -> FloatArray:
+    """Return one number in [0, 1) per (seed, output position), by SplitMix64; 52 bits, so that u * x < x for x > 0.
+
+    It depends on nothing else, so other rows, preemption and batch order cannot change the output of a request.
+    """
+    stream = _mix(seeds.astype(np.int64).view(np.uint64) + _GOLDEN)
+    bits = _mix(stream + (positions.astype(np.uint64) + np.uint64(1)) * _GOLDEN)
+    return (bits >> np.uint64(12)).astype(np.float64) * 2.0**-52
+
+
+def _mix(state: np.ndarray[tuple[int, ...], np.dtype[np.uint64]]) -> np.ndarray[tuple[int, ...], np.dtype[np.uint64]]:
+    state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return state ^ (state >> np.uint64(31))
 
 
 class StateMoves(NamedTuple):
@@ -53,8 +135,8 @@ class RowTable:
             (`num_unseen`).
         is_hidden: [rows, max_blocks], whether a block is hidden state; else its entry in `hidden_table` is undefined.
         num_hidden: [rows], number of hidden blocks; always 0 unless `hidden`. K and V of hidden blocks pass through
-            scratch: `engine.execution.hidden` sets their entries in `k_table` and `v_table`, which are negative, in
-            every step that projects them.
+            scratch: `ScratchPlan` sets their entries in `k_table` and `v_table`, which are negative, in every step
+            that projects them.
     """
 
     def __init__(self, limits: Limits, *, hidden: bool = False) -> None:
@@ -192,3 +274,60 @@ class RowTable:
             self.k_table[row, block] = self.v_table[row, block] = -1
         else:
             self.k_table[row, block], self.v_table[row, block] = entry.units
+
+
+def has_hidden(rows: RowTable, chunks: IntArray) -> bool:
+    """Return whether any row of the chunks [n, >=3] has a block of hidden state."""
+    return bool(rows.num_hidden[chunks[:, 0]].any())
+
+
+class ScratchPlan:
+    """Hidden blocks of a step's rows, and the scratch slices of their K and V (Apt-Serve §4).
+
+    A step assigns two scratch slices to every hidden block of its rows and enters them in the K and V tables of the
+    rows, so that attention needs no special case. Before a layer attends, the device stores the input of new tokens in
+    their hidden blocks and projects K and V of past tokens into the scratch; attention writes K and V of new tokens
+    there. All layers use the same slices in turn. A block shared by several rows is projected once.
+
+    Attributes:
+        places: [m], chunk of every hidden block in use.
+        blocks: [m], its block number.
+        rows: [m], its row.
+        units: [d], distinct hidden units.
+        first: [d], index into `places` of a block of each unit.
+        scratch: [m], index into `units`.
+    """
+
+    def __init__(self, rows: RowTable, chunks: IntArray, scratch_blocks: int) -> None:
+        members, ends = chunks[:, 0], chunks[:, 1] + chunks[:, 2]
+        counts = -(-ends // rows.block_size)
+        width = int(counts.max())
+        used = rows.is_hidden[members, :width] & (np.arange(width) < counts[:, None])
+        self.places, self.blocks = np.nonzero(used)
+        self.rows = members[self.places]
+        found = np.unique(rows.hidden_table[self.rows, self.blocks], return_index=True, return_inverse=True)
+        self.units, self.first, self.scratch = found
+        assert len(self.units) <= scratch_blocks, (
+            f"the step reads {len(self.units)} blocks of hidden state, scratch holds {scratch_blocks}"
+        )
+
+    def past_tokens(self, chunks: IntArray, block_size: int) -> tuple[IntArray, IntArray]:
+        """Return index into `units`, and offset in the block, of the tokens [t] whose K and V must be projected."""
+        # A shared block is full for all its rows, so its first occurrence represents all.
+        begins = self.blocks[self.first] * block_size
+        past = np.clip(chunks[self.places[self.first], 1] - begins, 0, block_size)
+        index = np.repeat(np.arange(len(past)), past)
+        return index, np.arange(len(index)) - np.repeat(np.cumsum(past) - past, past)
+
+    def enter(self, rows: RowTable) -> None:
+        """Point the K and V tables at scratch."""
+        entries = SLICES_PER_SCRATCH_BLOCK * self.scratch
+        rows.point(self.rows, self.blocks, -1 - entries, -2 - entries)
+
+    def beyond(self, rows: RowTable, chunks: IntArray) -> IntArray:
+        """Return the scratch entries of blocks that are not full after the chunks [n, >=3] have run."""
+        ends = chunks[self.places, 1] + chunks[self.places, 2]
+        partial = ends < (self.blocks + 1) * rows.block_size
+        where = (self.rows[partial], self.blocks[partial])
+        entries: IntArray = np.concatenate((rows.k_table[where], rows.v_table[where]))
+        return entries

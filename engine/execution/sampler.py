@@ -19,7 +19,7 @@ from torch.nn import functional
 from engine.api import MAX_LOGPROBS, SamplingParams, TokenLogprobs
 from engine.arrays import FloatArray, Int32Array, IntArray
 from engine.execution.masks import StepMasks
-from engine.execution.sampling_table import SamplingTable, has_minimum, uniforms
+from engine.execution.rows import SamplingTable, has_minimum, uniforms
 from engine.scheduling.output import INVALID_TOKEN, LATE_TOKEN, UNMASKED_TOKEN
 
 _Lowest = Callable[[Tensor, Tensor], Tensor]

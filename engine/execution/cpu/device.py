@@ -14,13 +14,12 @@ from torch import Tensor
 from engine.arrays import IntArray
 from engine.execution.cpu.attention import Batch, PagedAttention, arrange, clear_begun_blocks
 from engine.execution.cpu.hidden import HiddenPlan, restore
-from engine.execution.hidden import ScratchPlan, has_hidden
 from engine.execution.lane import DeviceStream
 from engine.execution.layout import Layout
 from engine.execution.masks import FinishMasks
 from engine.execution.pool import PoolOptions, UnitPool
 from engine.execution.pooling import TakeHidden
-from engine.execution.rows import RowTable
+from engine.execution.rows import RowTable, ScratchPlan, has_hidden
 from engine.execution.sampler import DeviceSamples
 from engine.limits import Limits
 from engine.models.attention import manners_of

@@ -1,14 +1,13 @@
-"""Hidden state in torch operators; see `engine.execution.hidden`."""
+"""Hidden state in torch operators; see `ScratchPlan`."""
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from engine.arrays import IntArray
-from engine.execution.hidden import ScratchPlan
 from engine.execution.layout import Layout
-from engine.execution.pool import SLICES_PER_SCRATCH_BLOCK, UnitPool
-from engine.execution.rows import RowTable
+from engine.execution.pool import UnitPool
+from engine.execution.rows import SLICES_PER_SCRATCH_BLOCK, RowTable, ScratchPlan
 from engine.models.heads import HeadProjection
 from engine.models.torch_ops import Rotary
 from engine.models.weights import LayerSource

@@ -15,8 +15,7 @@ from torch import Tensor
 from engine.arrays import Float32Array, Int32Array, IntArray
 from engine.execution.cuda.shapes import PaddedShape
 from engine.execution.layout import Layout
-from engine.execution.rows import RowTable
-from engine.execution.sampling_table import SamplingTable, uniforms
+from engine.execution.rows import RowTable, SamplingTable, uniforms
 from engine.limits import Limits
 from engine.models.spec import ModelShape
 from engine.triton_kernels import configs

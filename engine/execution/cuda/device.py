@@ -28,13 +28,12 @@ from engine.execution.cuda.sampling import Sampling
 from engine.execution.cuda.shapes import Buckets, PaddedShape
 from engine.execution.cuda.stage import Stage
 from engine.execution.cuda.swap import Swapper
-from engine.execution.hidden import has_hidden
 from engine.execution.lane import DeviceStream
 from engine.execution.layout import Layout, decodes_first
 from engine.execution.masks import FinishMasks, StepMasks
 from engine.execution.pool import PoolOptions, UnitPool
 from engine.execution.pooling import TakeHidden
-from engine.execution.rows import RowTable
+from engine.execution.rows import RowTable, has_hidden
 from engine.execution.sampler import DeviceSamples
 from engine.limits import Limits
 from engine.models.lora import Adapters, Delta, Site

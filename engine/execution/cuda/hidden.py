@@ -1,7 +1,7 @@
 """Hidden state on a GPU: projected to K and V once (restore), or in every layer of a step (Apt-Serve §4).
 
 Kernels address tokens by row and position. A step assigns two scratch slices to each hidden block of its rows and
-enters them in the K and V tables (see `engine.execution.hidden`). Before a layer attends, the input of new tokens is
+enters them in the K and V tables (see `ScratchPlan`). Before a layer attends, the input of new tokens is
 stored; past tokens are gathered, projected, and written to scratch by the kernel that writes new K and V. A restore
 does the same for rows of a temporary table. Such steps run without a graph, because the number of projected tokens
 varies.
@@ -15,10 +15,9 @@ from torch import Tensor
 from engine.arrays import Int32Array, IntArray
 from engine.execution.cuda.buffers import StepBuffers, StepInputs, send
 from engine.execution.cuda.forward import Forward
-from engine.execution.hidden import ScratchPlan
 from engine.execution.layout import Layout
 from engine.execution.pool import UnitPool
-from engine.execution.rows import RowTable
+from engine.execution.rows import RowTable, ScratchPlan
 from engine.limits import Limits
 
 PIECE = 2048

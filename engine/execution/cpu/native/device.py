@@ -15,11 +15,11 @@ from engine.execution.cpu.attention import clear_begun_blocks
 from engine.execution.cpu.device import TorchDevice
 from engine.execution.cpu.native.linear import Native
 from engine.execution.cpu.native.model import NativeModel
-from engine.execution.hidden import has_hidden
 from engine.execution.layout import Layout
 from engine.execution.masks import FinishMasks
 from engine.execution.pool import PoolOptions
 from engine.execution.pooling import TakeHidden
+from engine.execution.rows import has_hidden
 from engine.execution.sampler import DeviceSamples
 from engine.limits import Limits
 from engine.models.decoder import Decoder
