@@ -4,8 +4,8 @@ from collections.abc import Callable
 
 from torch import Tensor
 
+from engine.models.attention import HeadProjection
 from engine.models.decoder import Attend, Decoder
-from engine.models.heads import HeadProjection
 from engine.models.weights import LayerWeights
 
 AttendHeads = Callable[[int, Tensor, Tensor, Tensor], Tensor]

@@ -27,8 +27,8 @@ from engine.cache.blocks import CacheAction, CacheEntry, CacheKind, CacheOperati
 from engine.config import NamedFolder
 from engine.execution.cuda.device import CudaDevice
 from engine.execution.cuda.kernel_check import KernelFaults, check_kernels
+from engine.execution.layout import RankStep
 from engine.execution.ranks.group import Follower, RankGroup
-from engine.execution.ranks.step import RankStep
 from engine.limits import Limits, SchedulerConfig
 from engine.models.checkpoint import load_weights
 from engine.models.decoder import Decoder

@@ -11,9 +11,15 @@ from torch import Tensor
 from engine.models import float8
 from engine.triton_kernels import twins as twin
 from engine.triton_kernels.draw import draw
-from engine.triton_kernels.layer_norm import add_layer_norm, layer_norm
+from engine.triton_kernels.norms import (
+    add_layer_norm,
+    add_rms_norm,
+    add_rms_norm_rounded,
+    layer_norm,
+    rms_norm,
+    rms_norm_rounded,
+)
 from engine.triton_kernels.penalties import count_tokens, penalise, token_mask
-from engine.triton_kernels.rms_norm import add_rms_norm, add_rms_norm_rounded, rms_norm, rms_norm_rounded
 from engine.triton_kernels.round_rows import round_rows, scale_rows
 from engine.triton_kernels.silu_and_mul import gelu_tanh_and_mul, silu_and_mul, silu_and_mul_rounded
 from engine.triton_kernels.step_tokens import accept_tokens, embed_tokens, softcap

@@ -17,7 +17,7 @@ from test_hybrid_cache import bare_runner, hidden, kv, start
 from engine.cache.blocks import CacheAction, CacheOperation
 from engine.execution.cuda import swap
 from engine.execution.cuda.buffers import StepInputs
-from engine.execution.cuda.graphs import Graphs
+from engine.execution.cuda.forward import Graphs
 from engine.execution.cuda.swap import Swapper
 from engine.execution.lane import DeviceStream, Mark
 from engine.execution.pool import UnitPool

@@ -27,8 +27,7 @@ from engine.execution.cuda.buffers import (
     StepInputs,
     StepWishes,
 )
-from engine.execution.cuda.forward import DeviceTables, Forward
-from engine.execution.cuda.graphs import Graphs
+from engine.execution.cuda.forward import DeviceTables, Forward, Graphs
 from engine.execution.cuda.sampling import Sampling
 from engine.execution.cuda.shapes import GRAPH_TOKENS, Buckets
 from engine.execution.pool import UnitPool

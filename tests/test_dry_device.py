@@ -24,12 +24,11 @@ from engine.execution.cuda.device import CudaDevice
 from engine.execution.cuda.forward import Forward
 from engine.execution.cuda.modules import KernelAttention
 from engine.execution.cuda.sampling import Sampling
-from engine.execution.layout import chunk_array, decodes_first
+from engine.execution.layout import RankStep, chunk_array, decodes_first
 from engine.execution.masks import FinishMasks, StepMasks
 from engine.execution.pool import UnitPool
 from engine.execution.ranks.group import Follower
 from engine.execution.ranks.messages import decode_step, encode
-from engine.execution.ranks.step import RankStep
 from engine.execution.rows import RowTable
 from engine.execution.runner import Runner
 from engine.forms import Grammar

@@ -18,8 +18,8 @@ from engine.errors import ConfigError, ModelLoadError
 from engine.models import torch_ops
 from engine.models.checkpoint import load_weights
 from engine.models.decoder import Decoder
-from engine.models.rotary import inverse_frequencies
 from engine.models.spec import ModelSpec, load_spec, resolve_max_model_len, spec_from_config
+from engine.models.torch_ops import inverse_frequencies
 
 LENGTH = 48
 

@@ -33,10 +33,10 @@ from engine.execution.cpu import backend
 from engine.execution.cpu.native import is_built
 from engine.execution.cpu.native.device import NativeDevice
 from engine.execution.cuda.backend import CudaBackend
+from engine.execution.layout import RankStep
 from engine.execution.ranks import leader, messages
 from engine.execution.ranks.group import Follower, RankGroup
 from engine.execution.ranks.leader import Leader
-from engine.execution.ranks.step import RankStep
 from engine.execution.rows import RowTable
 from engine.execution.runner import Runner
 from engine.forms import Pooling

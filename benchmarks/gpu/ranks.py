@@ -13,8 +13,8 @@ from benchmarks.gpu.equality import compare
 from benchmarks.gpu.setup import Setup
 from benchmarks.gpu.table import Row
 from engine.execution.cuda.device import CudaDevice
+from engine.execution.layout import RankStep
 from engine.execution.ranks.group import Follower, RankGroup, c10d
-from engine.execution.ranks.step import RankStep
 from engine.execution.rows import RowTable
 from engine.execution.runner import Runner
 from engine.limits import SchedulerConfig

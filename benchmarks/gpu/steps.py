@@ -16,7 +16,7 @@ from engine.api import SamplingParams
 from engine.cache.blocks import CacheEntry, CacheKind, CacheOperation, Tier
 from engine.execution.cuda.buffers import StepInputs
 from engine.execution.cuda.device import CudaDevice
-from engine.execution.cuda.graphs import Graphs
+from engine.execution.cuda.forward import Graphs
 from engine.execution.runner import Runner
 from engine.models.spec import ModelSpec
 from engine.scheduling.output import Chunk, NewRequest, SchedulerOutput

@@ -17,9 +17,9 @@ from engine.execution.offload import int4_bytes
 from engine.execution.plan import INT4, STORED
 from engine.limits import CHECKPOINT_TOKENS, UNITS_PER_BLOCK, Limits
 from engine.machine.facts import available_memory as available_memory
+from engine.models.attention import HeadProjection
 from engine.models.byte_cells import slice_elements
 from engine.models.decoder import Decoder
-from engine.models.heads import HeadProjection
 from engine.models.packing import Packing
 from engine.models.quantized import GROUPS, group_of
 from engine.models.sharding import head_ranks

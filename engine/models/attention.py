@@ -1,10 +1,16 @@
-"""Arguments of attention over a paged pool, as plain data: the pool, and the variant of a layer."""
+"""Attention of a layer over a paged pool: its variant, the pool as kernels see it, and in torch operators, for backends
+without a fused kernel, its queries, keys and values with norms and rotation."""
 
 from typing import NamedTuple
 
 from torch import Tensor
 
+from engine.models import torch_ops
+from engine.models.linear import Linear, PlainLinear
+from engine.models.rope import RopeSpec
 from engine.models.spec import ModelSpec
+from engine.models.torch_ops import Rotary, attention_scaling, inverse_frequencies
+from engine.models.weights import LayerWeights, ModelWeights
 
 
 class Manner(NamedTuple):
@@ -47,3 +53,70 @@ class PoolView(NamedTuple):
     v_table: Tensor | None
     scratch_base: int
     pair: int = 0
+
+
+class HeadProjection:
+    """Projections to queries, keys and values by head, in torch operators.
+
+    `max_model_len` is the longest context of the engine (it selects the longrope factors). `hidden` creates the layers
+    of `kv`; with packed weights, these use the memory of the K and V parts a second time. For streamed layers they are
+    views of the layer last passed to `hold`.
+    """
+
+    def __init__(self, spec: ModelSpec, weights: ModelWeights, max_model_len: int, *, hidden: bool = False) -> None:
+        self.hidden_size = spec.hidden_size
+        self._spec = spec
+        self._layers = weights.layers
+        self._dtype = weights.embedding.dtype
+        self._qk_heads = spec.num_heads + spec.num_kv_heads
+        self._all_heads = self._qk_heads + spec.num_kv_heads
+        device = weights.embedding.device
+        self._ropes = {
+            rope: (inverse_frequencies(rope, max_model_len).to(device), attention_scaling(rope))
+            for rope in (spec.rope, spec.local_rope)
+            if rope is not None
+        }
+        views = all(isinstance(weights.layers[index].qkv, PlainLinear) for index in weights.layers.streamed)
+        assert views or not hidden, "packed streamed layers would keep copies of their K and V projections in memory"
+        self._kv: list[Linear] = [layer.qkv.outputs_from(spec.q_size) for layer in weights.layers] if hidden else []
+
+    def rotary(self, positions: Tensor) -> list[Rotary | None]:
+        """Return the rotation of Q and K at these positions [T] for every layer, shared between layers of equal rope;
+        None for layers without rotary embedding."""
+        made: dict[RopeSpec | None, Rotary | None] = {None: None}
+        for rope, (inv_freq, scaling) in self._ropes.items():
+            cos, sin = torch_ops.rotary_tables(positions, inv_freq, scaling)
+            made[rope] = torch_ops.prepare_rotary(cos, sin, self._dtype)
+        return [made[self._spec.rope_of(layer)] for layer in range(self._spec.num_layers)]
+
+    def qkv(self, layer: LayerWeights, x: Tensor, rotary: Rotary | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Project x [T, H] to q [T, heads, D], k and v [T, kv_heads, D], with norms and rotation applied to q and k.
+
+        The last dimension is contiguous; tokens and heads are strided views.
+        """
+        heads = layer.qkv(x).view(-1, self._all_heads, self._spec.head_dim)
+        qk = heads[:, : self._qk_heads]
+        if layer.qk_norm is not None:
+            qk = torch_ops.rms_norm(qk, layer.qk_norm, self._spec.norm_eps)
+        if rotary is not None:
+            qk = torch_ops.apply_rotary(qk, rotary)
+        num_heads = self._spec.num_heads
+        return qk[:, :num_heads], qk[:, num_heads:], heads[:, self._qk_heads :]
+
+    def hold(self, index: int, layer: LayerWeights) -> None:
+        """Refresh the K and V projections of a streamed layer from its current weights."""
+        if self._kv:
+            self._kv[index] = layer.qkv.outputs_from(self._spec.q_size)
+
+    def kv(self, layer: int, x: Tensor, rotary: Rotary | None) -> tuple[Tensor, Tensor]:
+        """Return K and V of tokens with attention input x, equal to those of `qkv`. Needs `hidden`."""
+        num_heads = self._spec.num_kv_heads
+        heads = self._kv[layer](x).view(-1, 2 * num_heads, self._spec.head_dim)
+        return self._placed(layer, heads[:, :num_heads], rotary), heads[:, num_heads:]
+
+    def _placed(self, layer: int, k: Tensor, rotary: Rotary | None) -> Tensor:
+        """Normalise and rotate K."""
+        norm = self._layers[layer].qk_norm
+        if norm is not None:
+            k = torch_ops.rms_norm(k, norm[self._spec.num_heads :], self._spec.norm_eps)
+        return k if rotary is None else torch_ops.apply_rotary(k, rotary)

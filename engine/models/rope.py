@@ -1,4 +1,4 @@
-"""Rotary embedding of a checkpoint, read from its config; torch-free (for tensors see `rotary.py`).
+"""Rotary embedding of a checkpoint, read from its config; torch-free (for tensors see `torch_ops`).
 
 Both spellings are read: `rope_parameters` (transformers 5) and the older `rope_theta` + `rope_scaling`.
 """

@@ -3,11 +3,17 @@
 from engine.triton_kernels.decode_attention import decode_attention
 from engine.triton_kernels.draw import draw
 from engine.triton_kernels.hidden_state import hidden_gather, hidden_write, unit_copy
-from engine.triton_kernels.layer_norm import add_layer_norm, layer_norm
 from engine.triton_kernels.lora import lora_add
+from engine.triton_kernels.norms import (
+    add_layer_norm,
+    add_rms_norm,
+    add_rms_norm_rounded,
+    layer_norm,
+    rms_norm,
+    rms_norm_rounded,
+)
 from engine.triton_kernels.penalties import count_tokens, penalise, token_mask
 from engine.triton_kernels.prefill_attention import prefill_attention
-from engine.triton_kernels.rms_norm import add_rms_norm, add_rms_norm_rounded, rms_norm, rms_norm_rounded
 from engine.triton_kernels.rope_cache_write import rope_cache_write
 from engine.triton_kernels.silu_and_mul import gelu_tanh_and_mul, silu_and_mul, silu_and_mul_rounded
 from engine.triton_kernels.step_tokens import accept_tokens, embed_tokens, softcap

@@ -22,9 +22,8 @@ from engine.execution.pooling import TakeHidden
 from engine.execution.rows import RowTable, ScratchPlan, has_hidden
 from engine.execution.sampler import DeviceSamples
 from engine.limits import Limits
-from engine.models.attention import manners_of
+from engine.models.attention import HeadProjection, manners_of
 from engine.models.decoder import Attend, Decoder
-from engine.models.heads import HeadProjection
 from engine.models.lora import Adapters, Delta, Site
 from engine.models.weights import LayerWeights
 

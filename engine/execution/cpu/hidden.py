@@ -8,7 +8,7 @@ from engine.arrays import IntArray
 from engine.execution.layout import Layout
 from engine.execution.pool import UnitPool
 from engine.execution.rows import SLICES_PER_SCRATCH_BLOCK, RowTable, ScratchPlan
-from engine.models.heads import HeadProjection
+from engine.models.attention import HeadProjection
 from engine.models.torch_ops import Rotary
 from engine.models.weights import LayerSource
 

@@ -21,8 +21,7 @@ from engine.api import MAX_LOGPROBS, SamplingParams
 from engine.arrays import IntArray
 from engine.execution.cuda.adapters import SlottedAdapters, StepSlots
 from engine.execution.cuda.buffers import HeadSizes, StepBuffers, StepInputs, StepWishes, send
-from engine.execution.cuda.forward import DeviceTables, Forward
-from engine.execution.cuda.graphs import Graphs
+from engine.execution.cuda.forward import DeviceTables, Forward, Graphs
 from engine.execution.cuda.hidden import Projection, StepHidden
 from engine.execution.cuda.sampling import Sampling
 from engine.execution.cuda.shapes import Buckets, PaddedShape

@@ -20,8 +20,7 @@ from torch import Tensor
 
 from engine.arrays import IntArray
 from engine.execution.lane import DeviceStream, Mark
-from engine.execution.layout import chunk_array, token_places
-from engine.execution.ranks.step import RankStep
+from engine.execution.layout import RankStep, chunk_array, token_places
 from engine.execution.rows import RowTable
 from engine.execution.runner import CacheMover, run_operations
 

@@ -15,9 +15,9 @@ import torch
 
 from engine.config import EngineConfig
 from engine.errors import EngineUnavailableError
+from engine.execution.layout import RankStep
 from engine.execution.ranks.group import PLANNED, Meeting, RankGroup
 from engine.execution.ranks.messages import FromRank, Join, RankFailed, decode_from_rank, encode
-from engine.execution.ranks.step import RankStep
 from engine.execution.rows import RowTable
 from engine.limits import Limits
 from engine.machine.link import Link, LinkLostError

@@ -7,7 +7,7 @@ import msgspec
 
 from engine.config import EngineConfig
 from engine.errors import ErrorInfo
-from engine.execution.ranks.step import RankStep
+from engine.execution.layout import RankStep
 from engine.limits import Limits
 
 

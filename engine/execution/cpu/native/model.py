@@ -17,8 +17,8 @@ from engine.execution.rows import RowTable
 from engine.execution.sampler import DeviceSamples
 from engine.models import torch_ops
 from engine.models.lora import Site, StepAdapters
-from engine.models.rotary import attention_scaling, inverse_frequencies
 from engine.models.spec import ModelSpec
+from engine.models.torch_ops import attention_scaling, inverse_frequencies
 from engine.models.weights import ModelWeights, matrices
 from engine.scheduling.output import INVALID_TOKEN
 

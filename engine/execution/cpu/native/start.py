@@ -17,10 +17,9 @@ from engine.execution.cpu.native.model import NativeModel
 from engine.execution.pool import UnitPool
 from engine.execution.rows import RowTable
 from engine.limits import Limits
-from engine.models.attention import PLAIN, manners_of
+from engine.models.attention import PLAIN, HeadProjection, manners_of
 from engine.models.byte_cells import INTEGERS
 from engine.models.decoder import Decoder
-from engine.models.heads import HeadProjection
 from engine.models.quantized import Int4Linear, make_quantized, pack_weight
 from engine.models.spec import ModelSpec, spec_from_config
 from engine.models.weights import DummyTensors, LayerWeights, ModelWeights, build_weights

@@ -6,9 +6,9 @@ from torch import Tensor
 
 from engine.execution.cpu.native.linear import Native, NativeInt8, NativeLinear
 from engine.models.linear import Linear
-from engine.models.rotary import attention_scaling, inverse_frequencies
 from engine.models.sharding import SummedLinear
 from engine.models.spec import ModelSpec
+from engine.models.torch_ops import attention_scaling, inverse_frequencies
 from engine.models.weights import LayerWeights, ModelWeights, Norm, embedding_scale
 
 
