@@ -7,18 +7,12 @@ import pytest
 import torch
 from kernel_pool import DEVICE, DTYPES, NAN, assert_same, index, random
 from torch import Tensor
+from torch.nn import functional
 
-from engine.models import float8
+from engine.models import float8, torch_ops
 from engine.triton_kernels import twins as twin
 from engine.triton_kernels.draw import draw
-from engine.triton_kernels.norms import (
-    add_layer_norm,
-    add_rms_norm,
-    add_rms_norm_rounded,
-    layer_norm,
-    rms_norm,
-    rms_norm_rounded,
-)
+from engine.triton_kernels.norms import add_layer_norm, add_rms_norm, add_rms_norm_rounded
 from engine.triton_kernels.penalties import count_tokens, penalise, token_mask
 from engine.triton_kernels.round_rows import round_rows, scale_rows
 from engine.triton_kernels.silu_and_mul import gelu_tanh_and_mul, silu_and_mul, silu_and_mul_rounded
@@ -41,6 +35,10 @@ def poisoned_outputs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
 
 
+def rms_norm(x: Tensor, weight: Tensor) -> Tensor:
+    return add_rms_norm(x, None, weight, 1e-2)[0]
+
+
 def inputs(rows: int, width: int, dtype: torch.dtype) -> tuple[torch.Generator, Tensor]:
     """A generator, and x as a view with longer rows."""
     generator = torch.Generator().manual_seed(width)
@@ -52,12 +50,12 @@ def inputs(rows: int, width: int, dtype: torch.dtype) -> tuple[torch.Generator, 
 def test_rms_norm(rows: int, width: int, dtype: torch.dtype) -> None:
     generator, x = inputs(rows, width, dtype)
     weight, residual = random(generator, width, dtype=dtype), random(generator, rows, width + 8, dtype=dtype)[:, :width]
-    assert_same(rms_norm(x, weight, 1e-2), twin.rms_norm(x.float(), weight.float(), 1e-2), dtype)
+    assert_same(rms_norm(x, weight), torch_ops.rms_norm(x.float(), weight.float(), 1e-2), dtype)
     out, total = add_rms_norm(x, residual, weight, 1e-2)
     twin_out, twin_total = twin.add_rms_norm(x, residual, weight, 1e-2)
     assert torch.equal(total, twin_total)
     # The sum is rounded before it is normed, so the norm in float32 starts from the rounded sum.
-    assert_same(out, twin.rms_norm(total.float(), weight.float(), 1e-2), dtype)
+    assert_same(out, torch_ops.rms_norm(total.float(), weight.float(), 1e-2), dtype)
     assert_same(out, twin_out, dtype)
 
 
@@ -67,7 +65,7 @@ def test_rms_norm_with_a_weight_of_floats_is_rounded_once(dtype: torch.dtype) ->
     weight = random(generator, 1000) + 1.0
     wide = x.double()
     expected = (wide * (wide.square().mean(-1, keepdim=True) + 1e-2).rsqrt() * weight).to(dtype)
-    for found in (rms_norm(x, weight, 1e-2), twin.rms_norm(x, weight, 1e-2)):
+    for found in (rms_norm(x, weight), twin.add_rms_norm(x, None, weight, 1e-2)[0]):
         assert found.dtype == dtype
         assert float((found != expected).float().mean()) < (0.01 if dtype.itemsize == 2 else 1.0), "rounded twice"
         assert_same(found, expected, dtype)
@@ -80,12 +78,13 @@ def test_layer_norm(rows: int, width: int, dtype: torch.dtype) -> None:
     weight, bias = (random(generator, width, dtype=dtype) for _ in range(2))
     residual = random(generator, rows, width + 8, dtype=dtype)[:, :width]
     wide = weight.double(), bias.double()
-    assert_same(layer_norm(x, weight, bias, 1e-2), twin.layer_norm(x.double(), *wide, 1e-2), dtype)
-    assert_same(layer_norm(x, weight, None, 1e-2), twin.layer_norm(x.double(), wide[0], 0 * wide[1], 1e-2), dtype)
+    for given, biases in ((bias, wide[1]), (None, None)):
+        expected = functional.layer_norm(x.double(), (width,), wide[0], biases, 1e-2)
+        assert_same(add_layer_norm(x, None, weight, given, 1e-2)[0], expected, dtype)
     out, total = add_layer_norm(x, residual, weight, bias, 1e-2)
     twin_out, twin_total = twin.add_layer_norm(x, residual, weight, bias, 1e-2)
     assert torch.equal(total, twin_total)
-    assert_same(out, twin.layer_norm(total.double(), *wide, 1e-2), dtype)
+    assert_same(out, functional.layer_norm(total.double(), (width,), *wide, 1e-2), dtype)
     assert_same(out, twin_out, dtype)
 
 
@@ -125,7 +124,7 @@ def test_norms_of_what_is_added(rows: int, width: int, dtype: torch.dtype, wide:
     generator, x = inputs(rows, width, dtype)
     weight, inner = (random(generator, width, dtype=torch.float32 if wide else dtype) for _ in range(2))
     residual, chosen = random(generator, rows, width + 8, dtype=dtype)[:, :width], index([0, rows - 1])
-    normed = rms_norm(x, inner, 1e-2)
+    normed = rms_norm(x, inner)
     for which in (None, chosen):
         found = add_rms_norm(x, residual, weight, 1e-2, which, inner)
         assert all(map(torch.equal, found, add_rms_norm(normed, residual, weight, 1e-2, which)))
@@ -159,8 +158,9 @@ def test_layer_norm_of_rows_far_from_zero() -> None:
     _, x = inputs(3, 500, torch.float32)
     x += 1000.0
     ones = torch.ones(500, device=DEVICE)
-    expected = twin.layer_norm(x.double(), ones.double(), 0 * ones.double(), 1e-5)
-    torch.testing.assert_close(layer_norm(x, ones, None, 1e-5).double(), expected, rtol=0, atol=1e-3)
+    expected = functional.layer_norm(x.double(), (500,), eps=1e-5)
+    found, _ = add_layer_norm(x, None, ones, None, 1e-5)
+    torch.testing.assert_close(found.double(), expected, rtol=0, atol=1e-3)
 
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered in subtract")  # of an infinity, from itself
@@ -219,12 +219,11 @@ def test_rounding_behind_norms_and_gates(rows: int, width: int, dtype: torch.dty
     weight, residual = random(generator, width, dtype=dtype), random(generator, rows, width + 8, dtype=dtype)[:, :width]
     for bad in (0.0, torch.inf) if rows else (0.0,):
         x[:1, 0] += bad
-        found, plain = rms_norm_rounded(x, weight, 1e-2, scale), rms_norm(x, weight, 1e-2)
-        check(found, plain, twin.rms_norm_rounded(x, weight, 1e-2, scale))
-        both, total = add_rms_norm_rounded(x, residual, weight, 1e-2, scale)
-        other, expected = add_rms_norm(x, residual, weight, 1e-2)
-        assert torch.equal(total, expected)
-        check(both, other, twin.add_rms_norm_rounded(x, residual, weight, 1e-2, scale)[0])
+        for added in (None, residual):
+            found, total = add_rms_norm_rounded(x, added, weight, 1e-2, scale)
+            plain, expected = add_rms_norm(x, added, weight, 1e-2)
+            assert torch.equal(total, expected)
+            check(found, plain, twin.add_rms_norm_rounded(x, added, weight, 1e-2, scale)[0])
         wide = torch.cat((x, residual), 1)
         check(silu_and_mul_rounded(wide, scale), silu_and_mul(wide), twin.silu_and_mul_rounded(wide, scale))
 
@@ -351,7 +350,7 @@ def test_penalties_and_histories(vocab: int) -> None:
 
 def test_no_rows_are_no_work() -> None:
     x, weight = torch.zeros((0, 64), device=DEVICE), torch.ones(64, device=DEVICE)
-    assert rms_norm(x, weight, 1e-5).shape == layer_norm(x, weight, weight, 1e-5).shape == (0, 64)
+    assert rms_norm(x, weight).shape == add_layer_norm(x, None, weight, weight, 1e-5)[0].shape == (0, 64)
     assert silu_and_mul(x).shape == (0, 32)
 
 
@@ -360,6 +359,6 @@ def test_wrong_shapes_are_refused() -> None:
     with pytest.raises(AssertionError, match="residual"):
         add_rms_norm(x, x[:, :32], x[0], 1e-5)
     with pytest.raises(AssertionError, match="weight"):
-        layer_norm(x, x[0, :32], None, 1e-5)
+        add_layer_norm(x, None, x[0, :32], None, 1e-5)
     with pytest.raises(AssertionError, match="2 \\* width"):
         silu_and_mul(x[:, :63])

@@ -24,7 +24,7 @@ from engine.execution.cuda.device import CudaDevice
 from engine.execution.runner import Runner
 from engine.limits import Limits
 from engine.models.checkpoint import load_weights
-from engine.models.decoder import Decoder
+from engine.models.decoder import Decoder, product
 from engine.models.float8 import FLOAT8, Float8Linear, RoundedRows, Rounding, make_float8, round_rows, scale_rows
 from engine.models.linear import AnyWeight, Linear, MakeLinear, PlainLinear, make_linear
 from engine.models.quantized import RoundedWeight
@@ -212,16 +212,12 @@ def test_rounding_in_norms_and_gates_changes_no_bit(static: float | None) -> Non
     apart = Decoder(spec, replace(weights, layers=ResidentLayers(layers), head=Whole(weights.head)))
     seen = []
 
-    def attend(_index: int, layer: LayerWeights, x: Tensor) -> Tensor:
-        return layer.qkv(x)[:, : spec.q_size]
-
-    def attend_rounded(index: int, layer: LayerWeights, rows: RoundedRows) -> Tensor:
-        seen.append(index)
-        assert isinstance(layer.qkv, Float8Linear)
-        return layer.qkv.product(rows)[:, : spec.q_size]
+    def attend(index: int, layer: LayerWeights, x: Tensor | RoundedRows) -> Tensor:
+        seen.extend([index] * isinstance(x, RoundedRows))
+        return product(layer.qkv, x)[:, : spec.q_size]
 
     hidden = _drawn(5, spec.hidden_size)
-    expected, got = apart.run(hidden, attend), fused.run(hidden, attend, attend_rounded=attend_rounded)
+    expected, got = apart.run(hidden, attend), fused.run(hidden, attend, rounds=True)
     assert torch.equal(got, expected) and torch.equal(fused.run(hidden, attend), expected)
     assert torch.equal(fused.logits(hidden), apart.logits(hidden)) and seen == list(range(spec.num_layers))
 

@@ -21,12 +21,7 @@ from engine.triton_kernels.decode_attention import decode_attention  # noqa: E40
 from engine.triton_kernels.draw import draw  # noqa: E402
 from engine.triton_kernels.hidden_state import hidden_gather, hidden_write, unit_copy  # noqa: E402
 from engine.triton_kernels.lora import lora_add  # noqa: E402
-from engine.triton_kernels.norms import (  # noqa: E402
-    add_layer_norm,
-    add_rms_norm,
-    add_rms_norm_rounded,
-    rms_norm_rounded,
-)
+from engine.triton_kernels.norms import add_layer_norm, add_rms_norm, add_rms_norm_rounded  # noqa: E402
 from engine.triton_kernels.penalties import count_tokens, penalise, token_mask  # noqa: E402
 from engine.triton_kernels.prefill_attention import prefill_attention  # noqa: E402
 from engine.triton_kernels.rope_cache_write import rope_cache_write  # noqa: E402
@@ -239,8 +234,8 @@ def test_rounding_to_floats_of_8_bits(arch: int, width: int) -> None:
     assert any(store.endswith(".64") for store in rounded.instructions("STG"))
     for scale in (one, None):
         binaries = launched(arch, silu_and_mul_rounded, meta(64, 2 * width), scale)
-        binaries += launched(arch, add_rms_norm_rounded, rows, rows, weight, 1e-5, scale)
-        binaries += launched(arch, rms_norm_rounded, rows, weight, 1e-5, scale)
+        for residual in (rows, None):
+            binaries += launched(arch, add_rms_norm_rounded, rows, residual, weight, 1e-5, scale)
         assert len(binaries) == 3 and all(each.stack == 0 for each in binaries)
 
 

@@ -8,7 +8,7 @@ a layer, which may be streamed.
 
 from collections.abc import Callable
 from types import ModuleType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 from torch.nn import functional
@@ -19,16 +19,13 @@ from engine.models.linear import Linear
 from engine.models.spec import ModelSpec
 from engine.models.weights import LayerWeights, ModelWeights, Norm, embedding_scale
 
-Attend = Callable[[int, LayerWeights, Tensor], Tensor]
+Attend = Callable[[int, LayerWeights, Any], Tensor]
 """(layer index, layer, x [T, H]) -> [T, heads · D]; x is the normalised input of the layer's attention.
 
 The backend computes everything between x and the output projection, so that its kernels can fuse it: queries, keys and
 values with norms and rotation, the write to the cache, and causal attention to the whole context. A hidden cache also
-stores x.
+stores x. With `rounds`, x is RoundedRows if `qkv` is a Float8Linear; else a tensor.
 """
-
-AttendRounded = Callable[[int, LayerWeights, RoundedRows], Tensor]
-"""Like Attend, with an input that is rounded for `qkv`, a Float8Linear."""
 
 Adapt = Callable[[int, LayerWeights], LayerWeights]
 """(layer index, layer) -> the layer of this step, with adapters added."""
@@ -75,13 +72,14 @@ class Decoder:
         attend: Attend,
         layers: range | None = None,
         adapt: Adapt | None = None,
-        attend_rounded: AttendRounded | None = None,
+        *,
+        rounds: bool = False,
     ) -> Tensor:
         """Run layers (default: all) on hidden [T, H] -> [T, H]; the argument is not modified.
 
-        With `attend_rounded`, norms round the inputs of 8-bit float layers.
+        `rounds`: norms may round the inputs of 8-bit float layers, also that of `attend`.
         """
-        return self.summed(*self.run_unsummed(hidden, attend, layers, adapt, attend_rounded))
+        return self.summed(*self.run_unsummed(hidden, attend, layers, adapt, rounds=rounds))
 
     def run_unsummed(
         self,
@@ -89,7 +87,8 @@ class Decoder:
         attend: Attend,
         layers: range | None = None,
         adapt: Adapt | None = None,
-        attend_rounded: AttendRounded | None = None,
+        *,
+        rounds: bool = False,
     ) -> tuple[Tensor, Branch | None]:
         """Like `run`, but return the output of the last layer as a pending addend (None without layers)."""
         # A branch is added in the next norm, in one pass over the rows.
@@ -97,31 +96,24 @@ class Decoder:
         for index in range(len(self.weights.layers)) if layers is None else layers:
             with self.weights.layers.use(index) as stored:
                 layer = stored if adapt is None else adapt(index, stored)
-                if attend_rounded is not None and self._rounds(layer.input_norm, layer.qkv):
-                    rows, hidden = self._add_norm_rounded(delta, hidden, layer.input_norm, layer.qkv)
-                    attention = layer.out(attend_rounded(index, layer, rows))
-                else:
-                    normed, hidden = self._add_norm(delta, hidden, layer.input_norm)
-                    attention = layer.out(attend(index, layer, normed))
+                x, hidden = self._add_norm(delta, hidden, layer.input_norm, layer.qkv if rounds else None)
+                attention = layer.out(attend(index, layer, x))
                 if self.spec.parallel_residual:
-                    fed = self._feed_forward(layer, self._norm(hidden, layer.post_norm))
+                    fed = self._feed_forward(layer, self._add_norm(None, hidden, layer.post_norm)[0])
                     delta = Branch(fed, beside=attention)
                     continue
                 inner = (None, None) if layer.branch_norms is None else [each.weight for each in layer.branch_norms]
-                delta = Branch(attention, inner[0])
-                if self._rounds(layer.post_norm, layer.up):
-                    rows, hidden = self._add_norm_rounded(delta, hidden, layer.post_norm, layer.up)
-                    delta = Branch(self._feed_forward(layer, rows), inner[1])
-                else:
-                    normed, hidden = self._add_norm(delta, hidden, layer.post_norm)
-                    delta = Branch(self._feed_forward(layer, normed), inner[1])
+                x, hidden = self._add_norm(Branch(attention, inner[0]), hidden, layer.post_norm, layer.up)
+                delta = Branch(self._feed_forward(layer, x), inner[1])
         return hidden, delta
 
     def summed(self, hidden: Tensor, delta: Branch | None) -> Tensor:
         """Return the hidden state after the result of `run_unsummed`."""
         if delta is None:
             return hidden
-        x = delta.x if delta.inner is None else self._ops.rms_norm(delta.x, delta.inner, self.spec.norm_eps)
+        x, eps = delta.x, self.spec.norm_eps
+        if delta.inner is not None:
+            x, _ = self._ops.add_rms_norm(x, None, delta.inner, eps)
         return hidden + (x if delta.beside is None else x + delta.beside)
 
     def logits(
@@ -131,14 +123,12 @@ class Decoder:
 
         With `delta`, the input is the sum of both, and `rows [R]` selects its rows.
         """
-        head, norm = self.weights.head, self.weights.final_norm
-        if self._rounds(norm, head):
-            return self.head(self._add_norm_rounded(delta, hidden, norm, head, rows)[0], out)
-        return self.head(self._add_norm(delta, hidden, norm, rows)[0], out)
+        x, _ = self._add_norm(delta, hidden, self.weights.final_norm, self.weights.head, rows)
+        return self.head(x, out)
 
     def head(self, normed: Tensor | RoundedRows, out: Tensor | None = None) -> Tensor:
         """Apply the head to hidden states [R, H] after the final norm: [R, vocab], written to `out` if given."""
-        logits = self._product(self.weights.head, normed)
+        logits = product(self.weights.head, normed)
         if self.weights.gather is not None:
             logits = self.weights.gather(logits)
         if self.spec.logit_softcap is None:
@@ -148,54 +138,47 @@ class Decoder:
 
     def normed(self, hidden: Tensor) -> Tensor:
         """Apply the final norm: hidden [T, H] -> [T, H]."""
-        return self._norm(hidden, self.weights.final_norm)
+        normed, _ = self._add_norm(None, hidden, self.weights.final_norm)
+        assert isinstance(normed, Tensor)
+        return normed
 
     def _feed_forward(self, layer: LayerWeights, x: Tensor | RoundedRows) -> Tensor:
-        wide = self._product(layer.up, x)
+        wide = product(layer.up, x)
         if self._fuses and self.spec.activation == "silu" and isinstance(layer.down, Float8Linear):
             return layer.down.product(RoundedRows(*self._ops.silu_and_mul_rounded(wide, layer.down.inputs)))
         return layer.down(self._activation(wide))
 
-    def _product(self, linear: Linear, x: Tensor | RoundedRows) -> Tensor:
-        if isinstance(x, RoundedRows):
-            assert isinstance(linear, Float8Linear)
-            return linear.product(x)
-        return linear(x)
-
-    def _rounds(self, norm: Norm, linear: Linear) -> bool:
-        """Return whether a kernel of the norm may round for this layer: an RMS norm whose output no adapter reads."""
-        return self._fuses and norm.bias is None and isinstance(linear, Float8Linear)
-
-    def _add_norm_rounded(
-        self, branch: Branch | None, residual: Tensor, norm: Norm, linear: Linear, rows: Tensor | None = None
-    ) -> tuple[RoundedRows, Tensor]:
-        """Like `_add_norm`, with the norm rounded for `linear`."""
-        assert isinstance(linear, Float8Linear)
-        eps, scale = self.spec.norm_eps, linear.inputs
-        if branch is None:
-            assert rows is None, "rows can be selected only with a branch"
-            return RoundedRows(*self._ops.rms_norm_rounded(residual, norm.weight, eps, scale)), residual
-        assert branch.beside is None, "only layer norms add two branches"
-        normed, total = self._ops.add_rms_norm_rounded(branch.x, residual, norm.weight, eps, scale, rows, branch.inner)
-        return RoundedRows(*normed), total
-
-    def _norm(self, x: Tensor, norm: Norm) -> Tensor:
-        ops, rest = self._ops, () if norm.bias is None else (norm.bias,)
-        normed: Tensor = (ops.layer_norm if rest else ops.rms_norm)(x, norm.weight, *rest, self.spec.norm_eps)
-        return normed
-
     def _add_norm(
-        self, branch: Branch | None, residual: Tensor, norm: Norm, rows: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """Return the norm of the sum of residual and branch, and the sum; of all rows or of `rows`."""
-        if branch is None:
-            assert rows is None, "rows can be selected only with a branch"
-            return self._norm(residual, norm), residual
-        (x, inner, beside), eps = branch, self.spec.norm_eps
-        if norm.bias is None:
-            assert beside is None, "only layer norms add two branches"
-            normed, total = self._ops.add_rms_norm(x, residual, norm.weight, eps, rows, inner)
-        else:
+        self,
+        branch: Branch | None,
+        residual: Tensor,
+        norm: Norm,
+        linear: Linear | None = None,
+        rows: Tensor | None = None,
+    ) -> tuple[Tensor | RoundedRows, Tensor]:
+        """Return the norm of the sum of residual and branch, and the sum; of all rows or of `rows`.
+
+        A kernel rounds the result of an RMS norm for `linear`, its only reader, if that is a Float8Linear (an adapted
+        layer is not).
+        """
+        assert branch is not None or rows is None, "rows can be selected only with a branch"
+        (x, inner, beside), eps, ops = Branch(residual) if branch is None else branch, self.spec.norm_eps, self._ops
+        added = None if branch is None else residual
+        if norm.bias is not None:
             assert inner is None, "only RMS norms normalise a branch"
-            normed, total = self._ops.add_layer_norm(x, residual, norm.weight, norm.bias, eps, rows, beside)
+            normed, total = ops.add_layer_norm(x, added, norm.weight, norm.bias, eps, rows, beside)
+            return normed, total
+        assert beside is None, "only layer norms add two branches"
+        if self._fuses and isinstance(linear, Float8Linear):
+            rounded, total = ops.add_rms_norm_rounded(x, added, norm.weight, eps, linear.inputs, rows, inner)
+            return RoundedRows(*rounded), total
+        normed, total = ops.add_rms_norm(x, added, norm.weight, eps, rows, inner)
         return normed, total
+
+
+def product(linear: Linear, x: Tensor | RoundedRows) -> Tensor:
+    """Apply a linear layer to its input, or to its rounded input."""
+    if isinstance(x, RoundedRows):
+        assert isinstance(linear, Float8Linear)
+        return linear.product(x)
+    return linear(x)

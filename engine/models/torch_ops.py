@@ -35,40 +35,44 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def add_rms_norm(
-    x: Tensor, residual: Tensor, weight: Tensor, eps: float, rows: Tensor | None = None, inner: Tensor | None = None
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor,
+    eps: float,
+    rows: Tensor | None = None,
+    inner: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return the norm of residual + x, and residual + x. All [T, H]; with `rows [R]` only these rows, [R, H].
+    """Return the norm of residual + x, and residual + x; without a residual, the norm of x, and x.
 
-    With `inner [H]` x is normalised by it before the addition.
+    All [T, H]; with `rows [R]` only these rows, [R, H]. With `inner [H]` x is normalised by it before the addition.
     """
     total = _sum(x if inner is None else rms_norm(x, inner, eps), residual, rows)
     return rms_norm(total, weight, eps), total
 
 
-def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
-    """Return (x - mean) / sqrt(variance + eps) · weight + bias over the last dimension. x [T, H]; weight, bias [H]."""
-    return torch.layer_norm(x, x.shape[-1:], weight, bias, eps)
-
-
 def add_layer_norm(
     x: Tensor,
-    residual: Tensor,
+    residual: Tensor | None,
     weight: Tensor,
     bias: Tensor,
     eps: float,
     rows: Tensor | None = None,
     beside: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return the layer norm of residual + x, and residual + x. All [T, H]. `rows`: as in `add_rms_norm`.
+    """Return the layer norm of residual + x, and residual + x; without a residual, that of x, and x. All [T, H].
 
-    With `beside [T, H]`, x + beside replaces x.
+    The norm is (x - mean) / sqrt(variance + eps) · weight + bias. `rows`: as in `add_rms_norm`. With `beside [T, H]`,
+    x + beside replaces x.
     """
     total = _sum(x if beside is None else x + beside, residual, rows)
     return torch.layer_norm(total, total.shape[-1:], weight, bias, eps), total
 
 
-def _sum(x: Tensor, residual: Tensor, rows: Tensor | None) -> Tensor:
-    return residual + x if rows is None else residual.index_select(0, rows) + x.index_select(0, rows)
+def _sum(x: Tensor, residual: Tensor | None, rows: Tensor | None) -> Tensor:
+    parts = [x] if residual is None else [residual, x]
+    if rows is not None:
+        parts = [part.index_select(0, rows) for part in parts]
+    return parts[0] if len(parts) == 1 else parts[0] + parts[1]
 
 
 def rotary_tables(positions: Tensor, inv_freq: Tensor, scaling: float = 1.0) -> tuple[Tensor, Tensor]:

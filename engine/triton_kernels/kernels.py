@@ -4,14 +4,7 @@ from engine.triton_kernels.decode_attention import decode_attention
 from engine.triton_kernels.draw import draw
 from engine.triton_kernels.hidden_state import hidden_gather, hidden_write, unit_copy
 from engine.triton_kernels.lora import lora_add
-from engine.triton_kernels.norms import (
-    add_layer_norm,
-    add_rms_norm,
-    add_rms_norm_rounded,
-    layer_norm,
-    rms_norm,
-    rms_norm_rounded,
-)
+from engine.triton_kernels.norms import add_layer_norm, add_rms_norm, add_rms_norm_rounded
 from engine.triton_kernels.penalties import count_tokens, penalise, token_mask
 from engine.triton_kernels.prefill_attention import prefill_attention
 from engine.triton_kernels.rope_cache_write import rope_cache_write
@@ -19,8 +12,8 @@ from engine.triton_kernels.silu_and_mul import gelu_tanh_and_mul, silu_and_mul, 
 from engine.triton_kernels.step_tokens import accept_tokens, embed_tokens, softcap
 
 __all__ = [
-    "accept_tokens", "add_layer_norm", "add_rms_norm", "add_rms_norm_rounded", "count_tokens",
-    "decode_attention", "draw", "embed_tokens", "gelu_tanh_and_mul", "hidden_gather", "hidden_write", "layer_norm",
-    "lora_add", "penalise", "prefill_attention", "rms_norm", "rms_norm_rounded", "rope_cache_write",
-    "silu_and_mul", "silu_and_mul_rounded", "softcap", "token_mask", "unit_copy",
+    "accept_tokens", "add_layer_norm", "add_rms_norm", "add_rms_norm_rounded", "count_tokens", "decode_attention",
+    "draw", "embed_tokens", "gelu_tanh_and_mul", "hidden_gather", "hidden_write", "lora_add", "penalise",
+    "prefill_attention", "rope_cache_write", "silu_and_mul", "silu_and_mul_rounded", "softcap", "token_mask",
+    "unit_copy",
 ]  # fmt: skip

@@ -76,11 +76,6 @@ def rms_norm_rounded_kernel(
     tl.store(out + row * width + columns, round_part(normed, step).to(out.dtype.element_ty), mask=mask)
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Return x / sqrt(mean(x²) + eps) * weight, [n, width]. x [n, width], rows contiguous; weight [width]."""
-    return add_rms_norm(x, None, weight, eps)[0]
-
-
 def add_rms_norm(
     x: Tensor,
     residual: Tensor | None,
@@ -89,14 +84,14 @@ def add_rms_norm(
     rows: Tensor | None = None,
     inner: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return the norm of residual + x, and residual + x; without a residual, the norm of x twice.
+    """Return x / sqrt(mean(x²) + eps) * weight for the sum of residual (if any) and x, and that sum.
 
     Shapes: x, residual [n, width], rows contiguous; weight [width]. With `rows [m]` int32 both results are of these
     rows only, [m, width]. With `inner [width]` x is normalised by it before the addition.
     """
     count, width = check_rows(x, residual, weight, inner, rows=rows), x.shape[1]
     out = x.new_empty((count, width))
-    total = out if residual is None else x.new_empty((count, width))
+    total = x if residual is None else x.new_empty((count, width))
     other = x if residual is None else residual
     if count:
         config = configs.row_config(width)
@@ -108,11 +103,6 @@ def add_rms_norm(
     return out, total
 
 
-def rms_norm_rounded(x: Tensor, weight: Tensor, eps: float, scale: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return the norm as 8-bit floats: values [n, width] e4m3 and scales [n, 1] float32, per row or `scale` [1]."""
-    return add_rms_norm_rounded(x, None, weight, eps, scale)[0]
-
-
 def add_rms_norm_rounded(
     x: Tensor,
     residual: Tensor | None,
@@ -122,7 +112,8 @@ def add_rms_norm_rounded(
     rows: Tensor | None = None,
     inner: Tensor | None = None,
 ) -> tuple[tuple[Tensor, Tensor], Tensor]:
-    """Return the rounded norm of residual + x, and residual + x. `rows`, `inner`: as in `add_rms_norm`."""
+    """Like `add_rms_norm`, with the norm as 8-bit floats: values [n, width] e4m3 and scales [n, 1] float32, per row or
+    `scale` [1]."""
     count, width = check_rows(x, residual, weight, inner, rows=rows), x.shape[1]
     out, scales = empty_rows(x if rows is None else rows, width)
     total = x if residual is None else x.new_empty((count, width))
@@ -179,11 +170,6 @@ def layer_norm_kernel(
     tl.store(out + row * width + columns, normed.to(kind), mask=mask)
 
 
-def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
-    """Return (x - mean) / sqrt(variance + eps) * weight + bias. x [n, width], rows contiguous; weight, bias [width]."""
-    return add_layer_norm(x, None, weight, bias, eps)[0]
-
-
 def add_layer_norm(
     x: Tensor,
     residual: Tensor | None,
@@ -193,7 +179,7 @@ def add_layer_norm(
     rows: Tensor | None = None,
     beside: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return the layer norm of residual + x, and residual + x; without a residual, the norm of x twice.
+    """Return (x - mean) / sqrt(variance + eps) * weight + bias for the sum of residual (if any) and x, and that sum.
 
     Shapes: x, residual, beside [n, width], rows contiguous; weight, bias [width]. `rows`: as in `add_rms_norm`. With
     `beside`, x + beside replaces x.
@@ -201,7 +187,7 @@ def add_layer_norm(
     count, width = check_rows(x, residual, weight, bias, rows=rows), x.shape[1]
     check_rows(x, beside)
     out = x.new_empty((count, width))
-    total = out if residual is None else x.new_empty((count, width))
+    total = x if residual is None else x.new_empty((count, width))
     other, second = (x if each is None else each for each in (residual, beside))
     if count:
         config = configs.row_config(width)

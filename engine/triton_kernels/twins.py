@@ -19,8 +19,6 @@ from engine.models.torch_ops import (
     add_layer_norm,
     add_rms_norm,
     gelu_tanh_and_mul,
-    layer_norm,
-    rms_norm,
     silu_and_mul,
     softcap,
 )
@@ -28,10 +26,10 @@ from engine.triton_kernels import configs
 from engine.triton_kernels.work import DecodeWork, PrefillWork, Scratch
 
 __all__ = [
-    "accept_tokens", "add_layer_norm", "add_rms_norm", "add_rms_norm_rounded", "count_tokens",
-    "decode_attention", "draw", "embed_tokens", "gelu_tanh_and_mul", "hidden_gather", "hidden_write", "layer_norm",
-    "lora_add", "penalise", "prefill_attention", "rms_norm", "rms_norm_rounded", "rope_cache_write",
-    "silu_and_mul", "silu_and_mul_rounded", "softcap", "token_mask", "unit_copy",
+    "accept_tokens", "add_layer_norm", "add_rms_norm", "add_rms_norm_rounded", "count_tokens", "decode_attention",
+    "draw", "embed_tokens", "gelu_tanh_and_mul", "hidden_gather", "hidden_write", "lora_add", "penalise",
+    "prefill_attention", "rope_cache_write", "silu_and_mul", "silu_and_mul_rounded", "softcap", "token_mask",
+    "unit_copy",
 ]  # fmt: skip
 
 WAITING = frozenset(("decode_attention", "lora_add", "prefill_attention", "rope_cache_write"))
@@ -44,27 +42,23 @@ def rounded(x: Tensor, scale: Tensor | None) -> tuple[Tensor, Tensor]:
     return round_rows(x) if scale is None else scale_rows(x, scale)
 
 
-def rms_norm_rounded(x: Tensor, weight: Tensor, eps: float, scale: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return the RMS norm as 8-bit floats: values [T, H] e4m3 and scales [T, 1] float32, per row or `scale` [1]."""
-    return rounded(rms_norm(x, weight, eps), scale)
-
-
 def add_rms_norm_rounded(
     x: Tensor,
-    residual: Tensor,
+    residual: Tensor | None,
     weight: Tensor,
     eps: float,
     scale: Tensor | None,
     rows: Tensor | None = None,
     inner: Tensor | None = None,
 ) -> tuple[tuple[Tensor, Tensor], Tensor]:
-    """Return the rounded norm of residual + x, and residual + x. `rows`, `inner`: as in `add_rms_norm`."""
+    """Like `add_rms_norm`, with the norm as 8-bit floats: values [T, H] e4m3 and scales [T, 1] float32, per row or
+    `scale` [1]."""
     normed, total = add_rms_norm(x, residual, weight, eps, rows, inner)
     return rounded(normed, scale), total
 
 
 def silu_and_mul_rounded(x: Tensor, scale: Tensor | None) -> tuple[Tensor, Tensor]:
-    """SwiGLU as 8-bit floats, like `rms_norm_rounded`."""
+    """SwiGLU as 8-bit floats, like `add_rms_norm_rounded`."""
     return rounded(silu_and_mul(x), scale)
 
 

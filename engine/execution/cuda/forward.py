@@ -26,8 +26,7 @@ from engine.execution.rows import RowTable
 from engine.limits import Limits
 from engine.models import torch_ops
 from engine.models.attention import Manner, PoolView, manners_of
-from engine.models.decoder import Adapt, Branch, Decoder
-from engine.models.float8 import Float8Linear, RoundedRows
+from engine.models.decoder import Adapt, Branch, Decoder, product
 from engine.models.rope import RopeSpec
 from engine.models.spec import ModelSpec
 from engine.models.torch_ops import attention_scaling, inverse_frequencies
@@ -159,16 +158,12 @@ class Forward:
         observe: Observe | None = None,
         adapt: Adapt | None = None,
     ) -> tuple[Tensor, Branch | None]:
-        def attend(index: int, layer: LayerWeights, x: Tensor) -> Tensor:
+        def attend(index: int, layer: LayerWeights, x: Any) -> Tensor:
             if observe is not None:
                 observe(index, x)
-            return self._attend(index, layer, layer.qkv(x), inputs)
+            return self._attend(index, layer, product(layer.qkv, x), inputs)
 
-        def attend_rounded(index: int, layer: LayerWeights, rows: RoundedRows) -> Tensor:
-            assert isinstance(layer.qkv, Float8Linear)
-            return self._attend(index, layer, layer.qkv.product(rows), inputs)
-
-        return self.decoder.run_unsummed(hidden, attend, self.layers, adapt, None if observe else attend_rounded)
+        return self.decoder.run_unsummed(hidden, attend, self.layers, adapt, rounds=observe is None)
 
     def finish(
         self, inputs: StepInputs, hidden: Tensor, delta: Branch | None = None, rows: Tensor | None = None
