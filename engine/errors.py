@@ -107,3 +107,8 @@ class ErrorInfo:
         if self.kind in _RETRYABLE_KINDS:
             return _RETRYABLE_KINDS[self.kind](self.message, retry_after=self.retry_after or 1.0)
         return _KINDS.get(self.kind, TidemillError)(self.message)
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error of a library, or its type."""
+    return str(error).strip().partition("\n")[0] or type(error).__name__

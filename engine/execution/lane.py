@@ -11,6 +11,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from engine.errors import first_line
 from engine.machine.facts import read_processor
 from engine.triton_kernels import configs
 
@@ -60,7 +61,7 @@ class DeviceStream:
             if self.stream is not None:
                 self.stream.synchronize()
         except RuntimeError as error:
-            return str(error).partition("\n")[0]
+            return first_line(error)
         return None
 
     def mark(self) -> Mark:

@@ -55,16 +55,14 @@ def weight_bytes(spec: ModelShape, dtype: torch.dtype, quantization: str, ranks:
     if not isinstance(spec, ModelSpec):
         assert quantization == "none", "only native layers are quantised"
         return spec.num_parameters * dtype.itemsize
-    hidden, ffn, vocab = spec.hidden_size, spec.intermediate_size, spec.vocab_size
+    hidden, vocab = spec.hidden_size, spec.vocab_size
     head = vocab // head_ranks(vocab, ranks)
     if quantization == "none":
         elsewhere = 0 if spec.tie_word_embeddings else (vocab - head) * hidden
         return (spec.num_parameters - elsewhere) * dtype.itemsize
-    up = ffn * (2 if spec.gated_mlp else 1)
-    layers = ((spec.q_size + 2 * spec.kv_size, hidden), (hidden, spec.q_size), (up, hidden), (hidden, ffn))
     rounds_head = quantization not in STORED
-    sizes = [n * _output_bytes(k, quantization, spec.packing) for n, k in layers]
-    dense = spec.num_layers * sum(n * k for n, k in layers)
+    sizes = [n * _output_bytes(k, quantization, spec.packing) for n, k in spec.matrices]
+    dense = spec.num_layers * sum(n * k for n, k in spec.matrices)
     if rounds_head and not spec.tie_word_embeddings:
         dense += vocab * hidden
     rounded = spec.num_layers * sum(sizes) + (head * (hidden + 8) if rounds_head else 0)

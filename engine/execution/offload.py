@@ -4,7 +4,6 @@ Layers are streamed whole. Embeddings, head, norms and biases stay in memory, an
 Sizes are those of the widest layout of a matrix (the panels of the CPU kernels), so that they suffice for any backend.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from engine.errors import ConfigError
@@ -49,7 +48,7 @@ def plan_offload(spec: ModelSpec, itemsize: int, quantization: str, budget: int)
     `itemsize`: bytes of a value of embeddings, norms and unquantised matrices. Raises ConfigError if the budget is too
     small even with all layers streamed.
     """
-    layer = sum(_round(matrix_bytes(n, k, itemsize, quantization), 64) for n, k in _matrices(spec))
+    layer = sum(_round(matrix_bytes(n, k, itemsize, quantization), 64) for n, k in spec.matrices)
     fixed, count = fixed_bytes(spec, itemsize, quantization), spec.num_layers
     if fixed + count * layer <= budget:
         return None
@@ -93,7 +92,7 @@ def fixed_bytes(spec: ModelSpec, itemsize: int, quantization: str) -> int:
     if spec.position_offset is not None:
         embeddings += (spec.max_position_embeddings + spec.position_offset) * hidden
     head = matrix_bytes(spec.vocab_size, hidden, itemsize, "int8" if quantization == "int4" else quantization)
-    matrices = spec.num_layers * sum(n * k for n, k in _matrices(spec))
+    matrices = spec.num_layers * sum(n * k for n, k in spec.matrices)
     if not spec.tie_word_embeddings:
         matrices += spec.vocab_size * hidden
     small = spec.num_parameters - embeddings - matrices
@@ -103,15 +102,6 @@ def fixed_bytes(spec: ModelSpec, itemsize: int, quantization: str) -> int:
 def _qk_norms(spec: ModelSpec) -> int:
     """Return the number of values of q and k norms, which are repeated for every head."""
     return spec.num_layers * (spec.num_heads + spec.num_kv_heads) * spec.head_dim if spec.qk_norm else 0
-
-
-def _matrices(spec: ModelSpec) -> Iterator[tuple[int, int]]:
-    """Yield outputs and inputs of a layer's matrices."""
-    hidden, ffn = spec.hidden_size, spec.intermediate_size
-    yield spec.q_size + 2 * spec.kv_size, hidden
-    yield hidden, spec.q_size
-    yield ffn * (2 if spec.gated_mlp else 1), hidden
-    yield hidden, ffn
 
 
 def _round(value: int, step: int) -> int:

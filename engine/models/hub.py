@@ -15,7 +15,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, TypeVar
 
-from engine.errors import ModelLoadError
+from engine.errors import ModelLoadError, first_line
 from engine.models.spec import ModelShape, load_spec
 from engine.models.stored_tensors import NO_GGUF
 
@@ -217,11 +217,11 @@ def _problem(name: str, revision: str | None, error: BaseException) -> ModelLoad
     elif isinstance(error, errors.HFValidationError):
         text = f"{name!r} is neither a folder nor a valid id (owner/name of letters, digits, '-', '_' and '.')"
     elif any(isinstance(cause, errors.HfHubHTTPError) for cause in causes):
-        text = f"download of {name} from {where} failed ({_first_line(causes[-1])}); try again later: {again}"
+        text = f"download of {name} from {where} failed ({first_line(causes[-1])}); try again later: {again}"
     elif isinstance(error, OSError) and error.errno is not None:
         text = f"{name} could not be stored: {error.strerror}"
     else:
-        cause = _first_line(causes[-1])
+        cause = first_line(causes[-1])
         text = (
             f"no connection to {where} ({cause}); serve a downloaded folder (tidemill serve /path), set HF_ENDPOINT to "
             f"a mirror, or repeat {again}"
@@ -242,10 +242,6 @@ def _causes(error: BaseException | None) -> list[BaseException]:
         found.append(error)
         error = error.__cause__ or error.__context__
     return found
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).strip().partition("\n")[0] or type(error).__name__
 
 
 OWN, TRANSFORMERS = "own", "transformers"

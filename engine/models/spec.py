@@ -144,20 +144,24 @@ class ModelSpec(ModelShape):
         return self.num_heads * self.head_dim
 
     @property
+    def matrices(self) -> tuple[tuple[int, int], ...]:
+        """Outputs and inputs of a layer's matrices: qkv, out, up, down."""
+        hidden, ffn = self.hidden_size, self.intermediate_size
+        up = ffn * (2 if self.gated_mlp else 1)
+        return (self.q_size + 2 * self.kv_size, hidden), (hidden, self.q_size), (up, hidden), (hidden, ffn)
+
+    @property
     def num_parameters(self) -> int:
         """Number of distinct parameters (a tied head counts once)."""
-        hidden, ffn = self.hidden_size, self.intermediate_size
-        norm = hidden * (2 if self.norm == "layer" else 1)
-        attention = hidden * (self.q_size + 2 * self.kv_size) + self.q_size * hidden
-        attention += (self.q_size + 2 * self.kv_size) * self.qkv_bias + hidden * self.out_bias
-        attention += 2 * self.head_dim * self.qk_norm
-        up = ffn * (2 if self.gated_mlp else 1)
-        mlp = hidden * up + ffn * hidden + (up + hidden) * self.mlp_bias
+        hidden, norm = self.hidden_size, self.hidden_size * (2 if self.norm == "layer" else 1)
+        has_bias = self.qkv_bias, self.out_bias, self.mlp_bias, self.mlp_bias
+        layer = sum(n * k + n * bias for (n, k), bias in zip(self.matrices, has_bias, strict=True))
+        layer += 2 * self.head_dim * self.qk_norm
         embeddings = self.vocab_size * hidden * (1 if self.tie_word_embeddings else 2)
         if self.position_offset is not None:
             embeddings += (self.max_position_embeddings + self.position_offset) * hidden
         norms = 4 if self.branch_norms else 2
-        return embeddings + self.num_layers * (attention + mlp + norms * norm) + norm
+        return embeddings + self.num_layers * (layer + norms * norm) + norm
 
 
 def hidden_state_refusal(spec: ModelShape) -> str | None:

@@ -172,8 +172,3 @@ def quiet() -> Iterator[None]:
             log.set_verbosity(level)
             if bars:
                 log.enable_progress_bar()
-
-
-def first_line(error: BaseException) -> str:
-    """Return the first line of an error of a library."""
-    return str(error).strip().partition("\n")[0] or type(error).__name__

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from engine.errors import ModelLoadError
+from engine.errors import ModelLoadError, first_line
 from engine.models.attention import Manner
 from engine.models.checkpoint import Checkpoint, is_finite
 from engine.models.families import family_named
@@ -31,7 +31,6 @@ from engine.models.transformers_calls import (
     EngineLinear,
     attending,
     causal_lm,
-    first_line,
     nothing,
     quiet,
     run_model,

@@ -16,13 +16,13 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import Tensor, nn
 
-from engine.errors import ModelLoadError
+from engine.errors import ModelLoadError, first_line
 from engine.models.attention import Manner
 from engine.models.packing import packing_from_config
 from engine.models.recurrent import STATES, Call, Part, Recur, RecurrentState, candidates, take_over
 from engine.models.rope import scaled_positions, switch_of_angles
 from engine.models.spec import ModelShape, dtype_name, eos_tokens, from_configs
-from engine.models.transformers_calls import ATTENTION, Attention, causal_lm, first_line, nothing, quiet, run_model
+from engine.models.transformers_calls import ATTENTION, Attention, causal_lm, nothing, quiet, run_model
 
 _ATTENTION_TYPES = {"full_attention", "sliding_attention", "chunked_attention", "attention"}
 _ATTENDING = _ATTENTION_TYPES | {"hybrid", "hybrid_sliding"}

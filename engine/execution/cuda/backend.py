@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from engine.config import EngineConfig, parse_offload
-from engine.errors import ConfigError
+from engine.errors import ConfigError, first_line
 from engine.execution import memory
 from engine.execution.backend import Backend
 from engine.execution.cpu.device import TorchDevice
@@ -297,8 +297,7 @@ def launch_refusal() -> str | None:
     try:
         driver.active.get_current_target()
     except Exception as error:  # third-party errors of the compiler, its output, or the driver library
-        reason = str(error).strip().partition("\n")[0]
-        return f"Triton cannot compile its launcher (are Python's headers installed?): {reason[:300]}"
+        return f"Triton cannot compile its launcher (are Python's headers installed?): {first_line(error)[:300]}"
     return None
 
 

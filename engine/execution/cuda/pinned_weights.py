@@ -11,7 +11,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from engine.errors import ConfigError
+from engine.errors import ConfigError, first_line
 from engine.execution.host_memory import host_zeros
 from engine.execution.lane import DeviceStream, Mark
 from engine.execution.offload import BUFFERS
@@ -29,8 +29,8 @@ class PinnedWeights:
             self._host = [host_zeros(size, device) for _ in range(count)]
             self.buffers = [torch.empty(size, dtype=torch.uint8, device=device) for _ in range(BUFFERS)]
         except RuntimeError as error:
-            reason = str(error).partition("\n")[0]
-            raise ConfigError(f"no memory for {count * size / 2**30:.1f} GiB of streamed weights: {reason}") from None
+            wanted = f"{count * size / 2**30:.1f} GiB of streamed weights"
+            raise ConfigError(f"no memory for {wanted}: {first_line(error)}") from None
         self._free = [self._steps().mark() for _ in range(BUFFERS)]
         self._arrived: list[Mark | None] = [None] * BUFFERS
 

@@ -81,17 +81,9 @@ class _HeadsTape:
         self._heads = heads
         level = native.level_for(pool.dtype)
         self._shape = shape_over(
-            pool,
-            rows,
-            max_model_len,
-            **heads._asdict(),
-            hidden=heads.heads * heads.head_dim,
-            vocab=ANY_TOKEN,
-            max_tokens=max_tokens,
-            max_samples=rows.num_rows,
-            level=level,
-            type=TYPES[pool.dtype],
-        )
+            pool, rows, max_model_len, **heads._asdict(), hidden=heads.heads * heads.head_dim, vocab=ANY_TOKEN,
+            max_tokens=max_tokens, level=level, type=TYPES[pool.dtype],
+        )  # fmt: skip
         widths = (heads.heads * heads.head_dim, heads.kv_heads * heads.head_dim, heads.kv_heads * heads.value_dim)
         kind, count = activation_dtype(level), rows_for(max_tokens)
         self._rows = torch.zeros(count, stride_of(sum(widths)), dtype=kind)

@@ -68,21 +68,10 @@ class NativeLayers:
             rotations = [layer.form.rotation for layer in group if layer.form.rotation is not None]
             frequencies = angles.data_ptr() if kind.rotary_dim else None  # a placeholder: modules supply the angles
             shape = shape_over(
-                self._pool,
-                self._table,
-                self._max_model_len,
-                **kind.heads._asdict(),
-                rotary_dim=kind.rotary_dim,
-                hidden=kind.hidden,
-                vocab=ANY_TOKEN,
-                max_tokens=max_tokens,
-                max_samples=self._table.num_rows,
-                rounds_once=int(kind.rounds_once),
-                level=level,
-                type=TYPES[self._pool.dtype],
-                rotary_scaling=1.0,
-                inverse_frequencies=frequencies,
-            )
+                self._pool, self._table, self._max_model_len, **kind.heads._asdict(), rotary_dim=kind.rotary_dim,
+                hidden=kind.hidden, vocab=ANY_TOKEN, max_tokens=max_tokens, rounds_once=int(kind.rounds_once),
+                rotary_scaling=1.0, level=level, type=TYPES[self._pool.dtype], inverse_frequencies=frequencies,
+            )  # fmt: skip
             self._runs[group[0].index] = _Run(self._native, shape, rows[kind], ops, angles, rotations)
 
 

@@ -295,7 +295,6 @@ class NativeModel:
             hidden=spec.hidden_size,
             vocab=spec.vocab_size,
             max_tokens=self._max_tokens,
-            max_samples=self._max_samples,
             rounds_once=int(spec.centered_norms),
             level=self._level,
             type=TYPES[self._dtype],

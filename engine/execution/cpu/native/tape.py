@@ -224,6 +224,7 @@ def _gather(rows: torch.Tensor, sampled: torch.Tensor, width: int) -> Op:
 def shape_over(pool: UnitPool, rows: RowTable, max_model_len: int, **model: Any) -> TapeShape:
     """Return the shape of the cache, completed by properties of the model."""
     return TapeShape(
+        max_samples=rows.num_rows,
         layers=pool.num_layers,
         cell=pool.num_kv_heads * pool.head_dim,
         block_size=pool.block_size,
