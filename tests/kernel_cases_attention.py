@@ -2,6 +2,7 @@
 
 from copy import copy
 from itertools import permutations
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -19,14 +20,57 @@ from engine.triton_kernels.work import DecodeWork, PrefillWork, Scratch
 
 DECODE_TILE = LaunchConfig(16, 32, 4, 2)
 PREFILL_TILE = LaunchConfig(64, 32, 8, 2)
+
+
+class Case(NamedTuple):
+    """Heads, cells and tables of a cache, and the variant of attention; `value_dim` 0: as `head_dim`."""
+
+    head_dim: int = 64
+    group: int = 3
+    kv_heads: int = 2
+    block_size: int = 16
+    table: torch.dtype = torch.int32
+    value_dim: int = 0
+    spare: int = 0
+    paired: bool = False
+    softcap: float = 0.0
+    window: int = 0
+    sinks: bool = False
+
+    def cache(self, lengths: list[int], dtype: torch.dtype) -> PagedCache:
+        return paged_cache(
+            lengths, seed=DTYPES.index(dtype), dtype=dtype, kv_heads=self.kv_heads, head_dim=self.head_dim,
+            block_size=self.block_size, table_dtype=self.table, value_dim=self.value_dim, spare=self.spare,
+            paired=self.paired,
+        )  # fmt: skip
+
+    @property
+    def manner(self) -> Manner:
+        sinks = sinks_of(self.kv_heads * self.group) if self.sinks else None
+        return Manner(1.3 * self.head_dim**-0.5, self.window, self.softcap, sinks)
+
+
 SHAPES = [
-    # head_dim, group, kv_heads, block_size, table
-    (64, 5, 2, 16, torch.int32),
-    (80, 7, 1, 4, torch.int64),
-    (96, 2, 2, 32, torch.int32),
-    (128, 1, 2, 16, torch.int32),
-    (128, 3, 1, 64, torch.int64),
-    (256, 8, 1, 8, torch.int32),
+    Case(64, 5), Case(80, 7, 1, 4, torch.int64), Case(96, 2, 2, 32), Case(128, 1), Case(128, 3, 1, 64, torch.int64),
+    Case(256, 8, 1, 8),
+]  # fmt: skip
+CASES = [
+    *SHAPES,
+    Case(paired=True),
+    Case(80, 7, 1, 4, torch.int64, window=95, paired=True),
+    Case(24, 4, value_dim=16, paired=True),
+    Case(40, 2, block_size=32, value_dim=64, window=95, paired=True),
+    Case(softcap=0.7),
+    Case(sinks=True),
+    Case(softcap=0.7, window=95, sinks=True),
+    Case(softcap=30.0, window=32),
+    Case(window=1, sinks=True),
+    Case(192, 1, value_dim=128),  # DeepSeek-V2 and -V3
+    Case(192, 1, value_dim=128, window=95, sinks=True),
+    Case(24, 4, value_dim=16, window=95, sinks=True),
+    Case(40, 3, 1, value_dim=64, spare=8),  # V is the wider one, and cells are wider than both
+    Case(40, 3, 1, value_dim=64, spare=8, window=95, sinks=True),
+    Case(group=2, spare=16, window=95),
 ]
 
 
@@ -36,33 +80,20 @@ def case_id(value: object) -> str:
 
 
 def decode_both(
-    cache: PagedCache,
-    lengths: list[int],
-    rows: list[int],
-    group: int,
-    dtype: torch.dtype,
-    seed: int,
-    max_items: int,
-    window: int = 0,
-    softcap: float = 0.0,
-    sinks: Tensor | None = None,
-    value_dim: int = 0,
+    cache: PagedCache, case: Case, lengths: list[int], rows: list[int], dtype: torch.dtype, max_items: int = 64
 ) -> DecodeWork:
     """Decode request i with lengths[i] tokens of table row rows[i], in a batch with two padded requests."""
-    generator = torch.Generator().manual_seed(seed + 1)
-    _, _, kv_heads, head_dim = cache.pool.shape
-    count, heads = len(rows) + 2, kv_heads * group
+    count, heads = len(rows) + 2, case.kv_heads * case.group
     work = DecodeWork(count + 1, max_items, DECODE_TILE.block_n, DEVICE, min_split=DECODE_TILE.block_n)
     work.fill(np.array(rows, np.int32), np.array(lengths, np.int32))
     work.buffer.upload()
-    q = fused_heads(generator, count, heads, head_dim, dtype)
-    shape = (count, heads, value_dim or head_dim)
+    q = fused_heads(torch.Generator().manual_seed(1), count, heads, case.head_dim, dtype)
+    shape = (count, heads, case.value_dim or case.head_dim)
     partial = torch.full((max_items, *shape[1:]), NAN, device=DEVICE)
     partial_lse = torch.full((max_items, heads), NAN, device=DEVICE)
-    manner = Manner(1.3 * head_dim**-0.5, window, softcap, sinks)
     actual = torch.full(shape, NAN, dtype=dtype, device=DEVICE)
-    arrived = torch.zeros((max_items, kv_heads), dtype=torch.int32, device=DEVICE)
-    scratch, layer = Scratch(partial, partial_lse, arrived), cache.layer
+    arrived = torch.zeros((max_items, case.kv_heads), dtype=torch.int32, device=DEVICE)
+    scratch, layer, manner = Scratch(partial, partial_lse, arrived), cache.layer, case.manner
     decode_attention(q, cache.view, work, scratch, actual, layer=layer, manner=manner, config=DECODE_TILE)
     expected = torch.full(shape, NAN, dtype=torch.float64, device=DEVICE)
     twin.decode_attention(q.double(), cache.double().twin_view, work, scratch, expected, layer=layer, manner=manner)
@@ -72,59 +103,13 @@ def decode_both(
     return work
 
 
-@pytest.mark.parametrize(("shape", "dtype"), typed(SHAPES), ids=case_id)
-def test_decode(shape: tuple[int, int, int, int, torch.dtype], dtype: torch.dtype) -> None:
-    head_dim, group, kv_heads, block_size, table_dtype = shape
-    seed = DTYPES.index(dtype)
-    rng = np.random.default_rng(seed)
-    lengths = [int(n) for n in rng.permutation([1, 15, 33, 64, int(rng.integers(70, 140))])]
-    cache = paged_cache(
-        lengths, seed=seed, dtype=dtype, kv_heads=kv_heads, head_dim=head_dim, block_size=block_size,
-        table_dtype=table_dtype,
-    )  # fmt: skip
-    rows = [int(n) for n in rng.permutation(len(lengths))]
-    batch = [*rows[:3], rows[3], rows[4], rows[0]]  # one context read twice
-    contexts = [lengths[row] for row in batch]
-    contexts[2] = 0  # an empty context in the middle of the batch
-    work = decode_both(cache, contexts, batch, group, dtype, seed, max_items=14)
+@pytest.mark.parametrize(("case", "dtype"), typed(CASES), ids=case_id)
+def test_decode(case: Case, dtype: torch.dtype) -> None:
+    """Contexts that are split, whole and empty ones; one is read twice."""
+    cache = case.cache([180, 15, 40, 1], dtype)
+    work = decode_both(cache, case, [40, 180, 0, 1, 15, 40], [2, 0, 1, 3, 1, 2], dtype, 18)
     counts = work.ranges[:, 1].tolist()
-    assert max(counts) > 1 and 1 in counts and 0 in counts, "splits, whole contexts and empty ones are all tested"
-
-
-PAIRED = [
-    # head_dim, value_dim, group, kv_heads, block_size, table, window
-    (64, 64, 3, 2, 16, torch.int32, 0),
-    (80, 80, 7, 1, 4, torch.int64, 95),
-    (24, 16, 4, 2, 16, torch.int32, 0),
-    (40, 64, 2, 2, 32, torch.int32, 95),
-]
-
-
-@pytest.mark.parametrize(("shape", "dtype"), typed(PAIRED, 1), ids=case_id)
-def test_decode_with_one_table(shape: tuple[int, int, int, int, int, torch.dtype, int], dtype: torch.dtype) -> None:
-    """V in the unit behind K: contexts that are split, whole and empty ones."""
-    head_dim, value_dim, group, kv_heads, block_size, table_dtype, window = shape
-    cache = paged_cache(
-        [300, 40], seed=31, dtype=dtype, kv_heads=kv_heads, head_dim=head_dim, value_dim=value_dim,
-        block_size=block_size, table_dtype=table_dtype, paired=True,
-    )  # fmt: skip
-    work = decode_both(cache, [300, 40, 0], [0, 1, 0], group, dtype, 31, 64, window, value_dim=value_dim)
-    assert work.ranges[0, 1].item() > 4
-
-
-@pytest.mark.parametrize("slots", [0, 10])
-@pytest.mark.parametrize(("shape", "dtype"), typed(PAIRED), ids=case_id)
-def test_prefill_with_one_table(
-    shape: tuple[int, int, int, int, int, torch.dtype, int], slots: int, dtype: torch.dtype
-) -> None:
-    """A decode, a whole prompt, and a chunk behind a past that is split or not."""
-    head_dim, value_dim, group, kv_heads, block_size, table_dtype, window = shape
-    cache = paged_cache(
-        [20, 577, 301], seed=32, dtype=dtype, kv_heads=kv_heads, head_dim=head_dim, value_dim=value_dim,
-        block_size=block_size, table_dtype=table_dtype, paired=True,
-    )  # fmt: skip
-    chunks = [[2, 0, 1, 300], [0, 1, 20, 0], [1, 23, 7, 570]]
-    prefill_both(cache, chunks, 30, group, dtype, PREFILL_TILE, window, slots, value_dim=value_dim)
+    assert max(counts) > 4 and 1 in counts and 0 in counts
 
 
 def test_twins_find_v_behind_k_or_by_its_table() -> None:
@@ -147,8 +132,8 @@ def test_twins_find_v_behind_k_or_by_its_table() -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_decode_merges_more_splits_than_one_tile(dtype: torch.dtype) -> None:
-    cache = paged_cache([1300, 40], seed=3, dtype=dtype, kv_heads=1, head_dim=64)
-    work = decode_both(cache, [1300, 40], [0, 1], 4, dtype, 3, max_items=64)
+    case = Case(kv_heads=1)
+    work = decode_both(case.cache([1300, 40], dtype), case, [1300, 40], [0, 1], dtype)
     assert work.ranges[0, 1].item() > 32
 
 
@@ -196,61 +181,30 @@ def sinks_of(heads: int) -> Tensor:
     return torch.tensor([-9.0, 0.0, 0.5, 2.0, 6.0, 200.0], device=DEVICE).repeat(heads // 6 + 1)[:heads].contiguous()
 
 
-FEATURES = [
-    # softcap, window, sinks
-    (0.7, 0, False),
-    (0.0, 0, True),
-    (0.7, 95, True),
-    (30.0, 32, False),
-    (0.0, 1, True),
-]
-
-
-@pytest.mark.parametrize(("features", "dtype"), typed(FEATURES), ids=case_id)
-def test_decode_caps_scores_and_counts_sinks_once(features: tuple[float, int, bool], dtype: torch.dtype) -> None:
-    """Contexts that are split, whole and empty ones."""
-    softcap, window, sinks = features
-    cache = paged_cache([640, 40], seed=6, dtype=dtype, kv_heads=2, head_dim=64)
-    learned = sinks_of(6) if sinks else None
-    work = decode_both(cache, [640, 40, 0], [0, 1, 0], 3, dtype, 6, 64, window, softcap, learned)
-    assert work.ranges[:3, 1].tolist()[1:] == [2, 0] and work.ranges[0, 1].item() > 16
-
-
 def test_decode_with_no_room_to_split() -> None:
-    cache = paged_cache([90, 40], seed=4, dtype=torch.float32, kv_heads=2, head_dim=64)
-    work = decode_both(cache, [90, 40], [1, 0][::-1], 2, torch.float32, 4, max_items=5)
+    case = Case()
+    work = decode_both(case.cache([90, 40], torch.float32), case, [90, 40], [0, 1], torch.float32, 5)
     assert work.ranges[:2, 1].tolist() <= [2, 1]
 
 
 def test_decode_of_large_scores_does_not_overflow() -> None:
-    cache = paged_cache([100], seed=5, dtype=torch.float32, kv_heads=1, head_dim=64)
-    cache.pool.mul_(40.0)
-    decode_both(cache, [100], [0], 4, torch.float32, 5, max_items=8)
+    cache = Case().cache([100], torch.float32)
+    cache.pool.flatten(0, 1)[cache.slots(cache.k_table, 0, 100)] *= 40.0  # K alone
+    decode_both(cache, Case(), [100], [0], torch.float32)
 
 
 def prefill_both(
-    cache: PagedCache,
-    chunks: list[list[int]],
-    count: int,
-    group: int,
-    dtype: torch.dtype,
-    config: LaunchConfig,
-    window: int = 0,
-    slots: int = 0,
-    softcap: float = 0.0,
-    sinks: Tensor | None = None,
-    value_dim: int = 0,
-) -> PrefillWork:
+    cache: PagedCache, case: Case, chunks: list[list[int]], count: int, dtype: torch.dtype, slots: int = 0,
+    config: LaunchConfig = PREFILL_TILE,
+) -> PrefillWork:  # fmt: skip
     """Compare the kernel with its twin and return the work list; with `slots` contexts of 128 tokens are split."""
-    generator = torch.Generator().manual_seed(7)
-    _, _, kv_heads, head_dim = cache.pool.shape
-    tile = config.block_n
-    work = PrefillWork(len(chunks) + 2, 40, config.block_m // group, DEVICE, slots=slots, tile=tile, min_split=32)
+    heads, tile = case.kv_heads * case.group, config.block_n
+    work = PrefillWork(len(chunks) + 2, 40, config.block_m // case.group, DEVICE, slots=slots, tile=tile, min_split=32)
     work.fill(np.array(chunks, np.int32))
     work.buffer.upload()
-    q = fused_heads(generator, count, kv_heads * group, head_dim, dtype)
-    manner, layer = Manner(1.3 * head_dim**-0.5, window, softcap, sinks), cache.layer
-    actual = torch.full((*q.shape[:2], value_dim or head_dim), NAN, dtype=dtype, device=DEVICE)
+    q = fused_heads(torch.Generator().manual_seed(7), count, heads, case.head_dim, dtype)
+    manner, layer = case.manner, cache.layer
+    actual = torch.full((*q.shape[:2], case.value_dim or case.head_dim), NAN, dtype=dtype, device=DEVICE)
     expected, scratch = actual.double(), prefill_scratch(work, actual)
     prefill_attention(q, cache.view, work, scratch, actual, layer=layer, manner=manner, config=config)
     twin.prefill_attention(q.double(), cache.double().twin_view, work, scratch, expected, layer=layer, manner=manner)
@@ -267,25 +221,25 @@ def prefill_scratch(work: PrefillWork, out: Tensor) -> Scratch:
     return Scratch(torch.full(shape, NAN, device=DEVICE), torch.full(shape[:2], NAN, device=DEVICE), index([]))
 
 
-@pytest.mark.parametrize(("shape", "dtype"), typed(SHAPES, 1), ids=case_id)
-def test_prefill_with_splits(shape: tuple[int, int, int, int, torch.dtype], dtype: torch.dtype) -> None:
-    """Chunks behind long pasts are split; a decode and a short prompt beside them stay whole."""
-    head_dim, group, kv_heads, block_size, table_dtype = shape
-    chunks = [[2, 0, 1, 300], [0, 1, 20, 0], [1, 23, 7, 570], [3, 30, 4, 190]]
-    cache = paged_cache(
-        [20, 577, 301, 194], seed=12, dtype=dtype, kv_heads=kv_heads, head_dim=head_dim, block_size=block_size,
-        table_dtype=table_dtype,
-    )  # fmt: skip
-    work = prefill_both(cache, chunks, 36, group, dtype, PREFILL_TILE, slots=10)
+@pytest.mark.parametrize(
+    ("case", "dtype", "slots"),
+    [*((*pair, 10) for pair in typed(CASES, 1)), *((*pair, 0) for pair in typed(SHAPES))],
+    ids=case_id,
+)
+def test_prefill(case: Case, dtype: torch.dtype, slots: int) -> None:
+    """A mixed step: decodes, a whole prompt, a chunk in the middle, one that ends at a tile's edge, and with slots one
+    behind a past that is split; gaps in q."""
+    chunks = [[2, 0, 1, 76], [0, 1, 1, 0], [3, 2, 37, 0], [1, 42, 33, 31], [4, 80, 5, 59], [5, 88, 7, 190]]
+    work = prefill_both(case.cache([1, 64, 77, 37, 64, 197], dtype), case, chunks, 96, dtype, slots)
     splits = {tuple(item[:2]): item[7] for item in work.items.tolist() if item[2]}
-    assert splits[0, 1] == 1 and splits[1, 23] > 4 and splits[3, 30] > 1
+    assert (splits[5, 88] > 1) == (slots > 0) and splits[2, 0] == splits[3, 2] == 1 and work.merging == (slots > 0)
     assert all(item[4] % PREFILL_TILE.block_n == 0 for item in work.items.tolist())
 
 
 def test_prefill_splits_of_which_rows_see_nothing() -> None:
     """The causal edge inside of the last split: it begins behind the chunk's first tokens."""
-    cache = paged_cache([290], seed=13, dtype=torch.float32, kv_heads=1, head_dim=64)
-    work = prefill_both(cache, [[0, 0, 20, 270]], 20, 2, torch.float32, PREFILL_TILE, slots=10)
+    case = Case(group=2, kv_heads=1)
+    work = prefill_both(case.cache([290], torch.float32), case, [[0, 0, 20, 270]], 20, torch.float32, 10)
     assert max(item[4] for item in work.items.tolist()) == 288, "behind position 270"
 
 
@@ -307,19 +261,6 @@ def test_prefill_of_a_bucket_merges_what_is_there() -> None:
         assert_same(actual, expected, torch.float32)
 
 
-@pytest.mark.parametrize(("shape", "dtype"), typed(SHAPES), ids=case_id)
-def test_prefill(shape: tuple[int, int, int, int, torch.dtype], dtype: torch.dtype) -> None:
-    """A mixed step: decodes, a whole prompt, a chunk in the middle and one that ends at a tile's edge; gaps in q."""
-    head_dim, group, kv_heads, block_size, table_dtype = shape
-    chunks = [[2, 0, 1, 76], [0, 1, 1, 0], [3, 2, 37, 0], [1, 42, 33, 31], [4, 80, 5, 59]]
-    lengths = [1, 64, 77, 37, 64]
-    cache = paged_cache(
-        lengths, seed=11, dtype=dtype, kv_heads=kv_heads, head_dim=head_dim, block_size=block_size,
-        table_dtype=table_dtype,
-    )  # fmt: skip
-    prefill_both(cache, chunks, 88, group, dtype, PREFILL_TILE)
-
-
 @pytest.mark.parametrize("seed", range(4))
 def test_prefill_of_random_chunks(seed: int) -> None:
     rng = np.random.default_rng(seed)
@@ -327,31 +268,16 @@ def test_prefill_of_random_chunks(seed: int) -> None:
     first = np.cumsum(sizes) - sizes
     chunks = [[row, int(first[row]), int(sizes[row]), int(positions[row])] for row in range(4)]
     lengths = [int(n) for n in positions + sizes]
-    group = int(rng.integers(1, 9))
-    cache = paged_cache(lengths, seed=seed, dtype=torch.float32, kv_heads=1, head_dim=64)
-    prefill_both(cache, chunks, int(sizes.sum()) + 1, group, torch.float32, PREFILL_TILE)
-
-
-@pytest.mark.parametrize("slots", [0, 10])
-@pytest.mark.parametrize(("features", "dtype"), typed(FEATURES, 1), ids=case_id)
-def test_prefill_caps_scores_and_counts_sinks_once(
-    features: tuple[float, int, bool], slots: int, dtype: torch.dtype
-) -> None:
-    """Chunks behind long pasts, which are split or not, beside a short prompt."""
-    softcap, window, sinks = features
-    cache = paged_cache([20, 300], seed=14, dtype=dtype, kv_heads=2, head_dim=64)
-    learned = sinks_of(6) if sinks else None
-    chunks = [[0, 0, 20, 0], [1, 20, 7, 293]]
-    work = prefill_both(cache, chunks, 27, 3, dtype, PREFILL_TILE, window, slots, softcap, learned)
-    assert bool((work.items[:, 7] > 1).any()) == (slots > 0)
+    case = Case(group=int(rng.integers(1, 9)), kv_heads=1)
+    prefill_both(case.cache(lengths, torch.float32), case, chunks, int(sizes.sum()) + 1, torch.float32)
 
 
 @pytest.mark.parametrize("window", [1, 32, 70])
 def test_prefill_sees_a_window(window: int) -> None:
     """Rows of a tile that see nothing of its first keys, chunks that begin inside of a window and behind it."""
     chunks = [[0, 0, 1, 76], [1, 1, 37, 0], [2, 38, 60, 131], [3, 98, 5, 59]]
-    cache = paged_cache([77, 37, 191, 64], seed=8, dtype=torch.float32, kv_heads=1, head_dim=64)
-    prefill_both(cache, chunks, 104, 2, torch.float32, PREFILL_TILE, window)
+    case = Case(group=2, kv_heads=1, window=window)
+    prefill_both(case.cache([77, 37, 191, 64], torch.float32), case, chunks, 104, torch.float32)
 
 
 def test_prefill_of_nothing_writes_nothing() -> None:
@@ -368,8 +294,8 @@ def test_prefill_of_nothing_writes_nothing() -> None:
 def test_prefill_with_the_table_configuration() -> None:
     dtype = torch.float16
     config = prefill_config(device_arch(DEVICE), 64, dtype)
-    cache = paged_cache([300], seed=2, dtype=dtype, kv_heads=1, head_dim=64)
-    prefill_both(cache, [[0, 0, 60, 240]], 60, 4, dtype, config)
+    case = Case(group=4, kv_heads=1)
+    prefill_both(case.cache([300], dtype), case, [[0, 0, 60, 240]], 60, dtype, config=config)
 
 
 def test_prefill_and_decode_refuse_wrong_shapes() -> None:
@@ -402,39 +328,3 @@ def test_prefill_and_decode_refuse_wrong_shapes() -> None:
     for wrong in (counters[:2], counters[:, :1], counters.long()):
         with pytest.raises(AssertionError, match=r"arrived: \(4, 2\)"):
             decode_attention(q, pool, decode, Scratch(partial, lse, wrong), q.clone(), layer=1)
-
-
-WIDTHS = [
-    # head_dim, value_dim, group, kv_heads, spare
-    (192, 128, 1, 2, 0),  # DeepSeek-V2 and -V3
-    (24, 16, 4, 2, 0),
-    (40, 64, 3, 1, 8),  # V is the wider one, and cells are wider than both
-    (64, 64, 2, 2, 16),
-]
-
-
-@pytest.mark.parametrize(("widths", "dtype"), typed(WIDTHS, 1), ids=case_id)
-def test_decode_of_unlike_widths(widths: tuple[int, int, int, int, int], dtype: torch.dtype) -> None:
-    """Contexts that are split, whole and empty ones, in wide cells, with and without a window and sinks."""
-    head_dim, value_dim, group, kv_heads, spare = widths
-    cache = paged_cache(
-        [300, 40], seed=21, dtype=dtype, kv_heads=kv_heads, head_dim=head_dim, value_dim=value_dim, spare=spare
-    )
-    for window, sinks in ((0, None), (95, sinks_of(kv_heads * group))):
-        work = decode_both(
-            cache, [300, 40, 0], [0, 1, 0], group, dtype, 21, 64, window, sinks=sinks, value_dim=value_dim
-        )
-        assert work.ranges[0, 1].item() > 4
-
-
-@pytest.mark.parametrize(("widths", "dtype"), typed(WIDTHS), ids=case_id)
-def test_prefill_of_unlike_widths(widths: tuple[int, int, int, int, int], dtype: torch.dtype) -> None:
-    """Chunks whole and split, with and without a window and sinks."""
-    head_dim, value_dim, group, kv_heads, spare = widths
-    cache = paged_cache(
-        [20, 577], seed=22, dtype=dtype, kv_heads=kv_heads, head_dim=head_dim, value_dim=value_dim, spare=spare
-    )
-    chunks = [[0, 0, 20, 0], [1, 20, 7, 570]]
-    for window, sinks in ((0, None), (95, sinks_of(kv_heads * group))):
-        work = prefill_both(cache, chunks, 27, group, dtype, PREFILL_TILE, window, 10, sinks=sinks, value_dim=value_dim)
-        assert work.merging
