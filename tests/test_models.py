@@ -96,18 +96,14 @@ def mean_error(found: Tensor, expected: Tensor) -> float:
 
 
 @pytest.mark.parametrize("name", tiny_models.CASES)
-def test_prefill_matches_transformers(name: str) -> None:
-    decoder = decoder_of(name)
-    expected = reference_logits(name, tokens_for())
+def test_logits_and_parameters_match_transformers(name: str) -> None:
+    """As one prompt, and in chunks and decodes."""
+    decoder, expected = decoder_of(name), reference_logits(name, tokens_for())
     assert expected.std() > 0.1
-    assert worst_error(logits_of(decoder, tokens_for(), [LENGTH]), expected) < 1e-4
-
-
-@pytest.mark.parametrize("name", tiny_models.CASES)
-def test_chunked_prefill_and_decode_match_transformers(name: str) -> None:
-    decoder = decoder_of(name)
-    found = logits_of(decoder, tokens_for(), [17, 1, 19, 3, *[1] * 8])
-    assert worst_error(found, reference_logits(name, tokens_for())) < 1e-4
+    for chunks in ([LENGTH], [17, 1, 19, 3, *[1] * 8]):
+        assert worst_error(logits_of(decoder, tokens_for(), chunks), expected) < 1e-4
+    model = tiny_models.reference_model(name)
+    assert decoder.spec.num_parameters == sum(each.numel() for each in model.parameters())
 
 
 @pytest.mark.parametrize("name", tiny_models.FAMILY_CASES)
@@ -149,12 +145,6 @@ def test_tied_head_shares_the_embedding_unless_packed() -> None:
         assert torch.allclose(decoder.logits(hidden), 2 * before, rtol=1e-4)
 
 
-@pytest.mark.parametrize("name", tiny_models.CASES)
-def test_parameter_count_is_that_of_transformers(name: str) -> None:
-    model = tiny_models.reference_model(name)
-    assert load_spec(tiny_models.model_folder(name)).num_parameters == sum(p.numel() for p in model.parameters())
-
-
 def test_the_spec_needs_neither_torch_nor_transformers() -> None:
     code = (
         "import sys, engine.models.spec, engine.models.hub;"
@@ -190,9 +180,9 @@ def test_contexts_are_limited_to_the_positions() -> None:
 WINDOWS: tuple[tuple[str, dict[str, Any], tuple[int | None, ...]], ...] = (
     ("Mistral", {"sliding_window": 32}, (32, 32, 32)),
     ("Mistral", {}, (4096,) * 3),
-    ("Gemma2", {"hidden_act": None, "sliding_window": 32}, (32, None, 32)),
-    ("Gemma3", {"hidden_act": None, "sliding_window": 32, "sliding_window_pattern": 3}, (32, 32, None)),
-    ("Gemma3", {"hidden_act": None, "sliding_window": 32}, (32, 32, 32)),  # every sixth layer has none
+    ("Gemma2", {"sliding_window": 32}, (32, None, 32)),
+    ("Gemma3", {"sliding_window": 32, "sliding_window_pattern": 3}, (32, 32, None)),
+    ("Gemma3", {"sliding_window": 32}, (32, 32, 32)),  # every sixth layer has none
     ("Qwen2", {"sliding_window": 32, "use_sliding_window": False}, ()),
     ("Qwen2", {"sliding_window": 32, "use_sliding_window": True}, ()),  # from the 29th layer on
     ("Qwen2", {"sliding_window": 32, "use_sliding_window": True, "max_window_layers": 2}, (None, None, 32)),
@@ -210,87 +200,75 @@ WINDOWS: tuple[tuple[str, dict[str, Any], tuple[int | None, ...]], ...] = (
 
 @pytest.mark.parametrize(("family", "changes", "windows"), WINDOWS)
 def test_windows_are_of_layers(family: str, changes: dict[str, Any], windows: tuple[int | None, ...]) -> None:
-    named = {
-        "architectures": [f"{family}ForCausalLM"],
-        "model_type": "gemma3_text" if family == "Gemma3" else family.lower(),
-    }
-    spec = spec_from_config(tiny_models.llama_config(**named, **changes))
+    spec = spec_from_config(named(family, **{"hidden_act": None if "Gemma" in family else "silu"} | changes))
     assert spec.windows == windows and spec.max_context == 256
     assert [spec.window_of(layer) for layer in range(3)] == list(windows or (None,) * 3)
 
 
-def test_layer_types_that_are_not_understood_are_refused() -> None:
-    switched = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "use_sliding_window": True}
-    for types in (["sliding_attention"], ["mamba"] * 3, "full_attention"):
-        with pytest.raises(ModelLoadError, match="'layer_types' must be"):
-            spec_from_config(tiny_models.llama_config(**switched, layer_types=types))
+def named(family: str, **changes: Any) -> dict[str, Any]:
+    """A config of a family, without the key of Llama's activation."""
+    model_type = {"Gemma3": "gemma3_text"}.get(family, family.lower())
+    names = {"architectures": [f"{family}ForCausalLM"], "model_type": model_type, "ffn_dim": 96}
+    return tiny_models.llama_config(**names | ({} if family == "Llama" else {"hidden_act": None}) | changes)
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"architectures": ["GemmaForCausalLM"], "model_type": "gemma"}, "architecture 'GemmaForCausalLM' is not supp"),
-        ({"architectures": ["LlamaForSequenceClassification"]}, "'LlamaForSequenceClassification' is not supported"),
-        ({"architectures": None, "model_type": None}, "names neither 'architectures' nor 'model_type'"),
-        ({"architectures": ["XModel"], "auto_map": {"AutoModelForCausalLM": "x.XModel"}}, "needs its own code"),
-        ({"auto_map": {"AutoModelForCausalLM": "x.MyLlama"}}, "needs its own code"),
-        ({"quantization_config": {"quant_method": "hqq"}}, "quantized by hqq are not supported .*awq, .*gptq"),
-        ({"hidden_size": None}, "lacks 'hidden_size'"),
-        ({"hidden_size": 63}, "hidden_size 63 is not a multiple of num_attention_heads 4"),
-        ({"num_hidden_layers": "3"}, "'num_hidden_layers' must be a positive integer, not '3'"),
-        ({"num_key_value_heads": 3}, "num_attention_heads 4 is not a multiple of num_key_value_heads 3"),
-        ({"hidden_act": "gelu"}, "activation 'gelu' is not supported"),
-        ({"torch_dtype": "float8_e4m3fn"}, "dtype 'float8_e4m3fn' is not supported"),
-        ({"eos_token_id": "</s>"}, "eos_token_id must be an integer"),
-        ({"rope_scaling": {"rope_type": "mrope"}}, "rope type 'mrope' is not supported"),
-        ({"rope_scaling": {"rope_type": "linear"}}, "rope type 'linear' lacks 'factor'"),
-        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "lacks 'low_freq_factor'"),
-        ({"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "per layer type are not supported"),
-        ({"rope_scaling": {"rope_type": "linear", "factor": "x"}}, "'factor' in config.json must be a positive number"),
-        ({"partial_rotary_factor": 0.2}, "rotary dimension of 3"),
-    ],
-    ids=str,
-)
-def test_what_is_not_supported_is_refused_in_one_line(changes: dict[str, object], message: str) -> None:
+REFUSED: list[tuple[str, dict[str, Any], str]] = [
+    ("Llama", {"architectures": ["GemmaForCausalLM"], "model_type": "gemma"}, "'GemmaForCausalLM' is not supp"),
+    ("Llama", {"architectures": ["LlamaForSequenceClassification"]}, "'LlamaForSequenceClassification' is not supp"),
+    ("Llama", {"architectures": None, "model_type": None}, "names neither 'architectures' nor 'model_type'"),
+    ("Llama", {"architectures": ["XModel"], "auto_map": {"AutoModelForCausalLM": "x.XModel"}}, "needs its own code"),
+    ("Llama", {"auto_map": {"AutoModelForCausalLM": "x.MyLlama"}}, "needs its own code"),
+    ("Llama", {"quantization_config": {"quant_method": "hqq"}}, "quantized by hqq are not supported .*awq, .*gptq"),
+    ("Llama", {"hidden_size": None}, "lacks 'hidden_size'"),
+    ("Llama", {"hidden_size": 63}, "hidden_size 63 is not a multiple of num_attention_heads 4"),
+    ("Llama", {"num_hidden_layers": "3"}, "'num_hidden_layers' must be a positive integer, not '3'"),
+    ("Llama", {"num_key_value_heads": 3}, "num_attention_heads 4 is not a multiple of num_key_value_heads 3"),
+    ("Llama", {"hidden_act": "gelu"}, "activation 'gelu' is not supported"),
+    ("Llama", {"torch_dtype": "float8_e4m3fn"}, "dtype 'float8_e4m3fn' is not supported"),
+    ("Llama", {"eos_token_id": "</s>"}, "eos_token_id must be an integer"),
+    ("Llama", {"rope_scaling": {"rope_type": "mrope"}}, "rope type 'mrope' is not supported"),
+    ("Llama", {"rope_scaling": {"rope_type": "linear"}}, "rope type 'linear' lacks 'factor'"),
+    ("Llama", {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "lacks 'low_freq_factor'"),
+    ("Llama", {"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "per layer type are not supported"),
+    ("Llama", {"rope_scaling": {"rope_type": "linear", "factor": "x"}}, "'factor' in config.json must be a positive"),
+    ("Llama", {"partial_rotary_factor": 0.2}, "rotary dimension of 3"),
+    ("OPT", {"do_layer_norm_before": False}, "do_layer_norm_before=false"),
+    ("OPT", {"word_embed_proj_dim": 32}, "word_embed_proj_dim 32"),
+    ("OPT", {"_remove_final_layer_norm": True}, "final layer norm"),
+    ("OPT", {"layer_norm_elementwise_affine": False}, "layer_norm_elementwise_affine"),
+    ("OPT", {"activation_function": "silu"}, "activation 'silu' is not supported in OPTForCausalLM"),
+    ("Gemma3", {"use_bidirectional_attention": True}, "attention in both directions"),
+    ("Gemma3", {"attn_logit_softcapping": 50.0}, "Gemma 3 with attn_logit_softcapping"),
+    ("Gemma3", {"query_pre_attn_scalar": 0}, "'query_pre_attn_scalar' must be a positive number, not 0"),
+    ("Gemma3", {"final_logit_softcapping": "30"}, "'final_logit_softcapping' must be a positive number"),
+    ("Gemma3", {"rope_parameters": {"rope_theta": 1e4}}, "rope_parameters must be given by layer type"),
+    ("Gemma3", {"sliding_window": 0}, "'sliding_window' must be a positive integer"),
+    ("Gemma3", {"hidden_activation": "gelu"}, "activation 'gelu' is not supported in Gemma3ForCausalLM"),
+    *(
+        ("Qwen3", {"use_sliding_window": True, "hidden_act": "silu", "layer_types": types}, "'layer_types' must be")
+        for types in (["sliding_attention"], ["mamba"] * 3, "full_attention")
+    ),
+]
+
+
+@pytest.mark.parametrize(("family", "changes", "message"), REFUSED, ids=str)
+def test_what_is_not_supported_is_refused_in_one_line(family: str, changes: dict[str, Any], message: str) -> None:
+    assert spec_from_config(named(family)).position_offset == (2 if family == "OPT" else None)
     with pytest.raises(ModelLoadError, match=message) as caught:
-        spec_from_config(tiny_models.llama_config(**changes))
+        spec_from_config(named(family, **changes))
     assert "\n" not in caught.value.message
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"do_layer_norm_before": False}, "do_layer_norm_before=false"),
-        ({"word_embed_proj_dim": 32}, "word_embed_proj_dim 32"),
-        ({"_remove_final_layer_norm": True}, "final layer norm"),
-        ({"layer_norm_elementwise_affine": False}, "layer_norm_elementwise_affine"),
-        ({"activation_function": "silu"}, "activation 'silu' is not supported in OPTForCausalLM"),
-    ],
-    ids=str,
-)
-def test_opt_variants_that_are_refused(changes: dict[str, object], message: str) -> None:
-    opt = {"architectures": ["OPTForCausalLM"], "model_type": "opt", "ffn_dim": 96, "hidden_act": None}
-    assert spec_from_config(tiny_models.llama_config(**opt)).position_offset == 2
-    with pytest.raises(ModelLoadError, match=message):
-        spec_from_config(tiny_models.llama_config(**opt, **changes))
 
 
 def test_a_built_in_class_with_its_own_copy_of_the_code_is_served_without_it() -> None:
     """The first Phi-3 releases name their own copy of the class that is built in."""
-    phi3 = {"architectures": ["Phi3ForCausalLM"], "model_type": "phi3"}
-    spec = spec_from_config(
-        tiny_models.llama_config(**phi3, auto_map={"AutoModelForCausalLM": "modeling_phi3.Phi3ForCausalLM"})
-    )
-    assert spec.family == "phi3"
+    own = {"AutoModelForCausalLM": "modeling_phi3.Phi3ForCausalLM"}
+    assert spec_from_config(named("Phi3", auto_map=own)).family == "phi3"
 
 
 def test_gemmas_layers_with_a_window_turn_by_a_theta_of_their_own() -> None:
     """Of transformers' model and ours, in both spellings; what stretches contexts is for the other layers alone."""
-    named = {"architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text", "hidden_act": None}
     local = {"rope_local_base_freq": 1000.0, "sliding_window_pattern": 2, "rope_theta": 5e4}
-    old = spec_from_config(
-        tiny_models.llama_config(**named, **local, rope_scaling={"rope_type": "linear", "factor": 8.0})
-    )
+    old = spec_from_config(named("Gemma3", **local, rope_scaling={"rope_type": "linear", "factor": 8.0}))
     assert old.rope is not None and old.local_rope is not None
     assert (old.rope.theta, old.rope.kind, old.rope.factor) == (5e4, "linear", 8.0)
     assert (old.local_rope.theta, old.local_rope.kind) == (1000.0, "default")
@@ -300,29 +278,9 @@ def test_gemmas_layers_with_a_window_turn_by_a_theta_of_their_own() -> None:
         assert rope is not None
         expected = getattr(model.rotary_emb, f"{kind}_inv_freq")
         assert torch.allclose(inverse_frequencies(rope, 64), expected, rtol=1e-6, atol=0.0)
-    silent = spec_from_config(tiny_models.llama_config(**named, rope_theta=None))
+    silent = spec_from_config(named("Gemma3", rope_theta=None))
     assert silent.rope is not None and silent.local_rope is not None
     assert (silent.rope.theta, silent.local_rope.theta) == (1e6, 1e4)
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"use_bidirectional_attention": True}, "attention in both directions"),
-        ({"attn_logit_softcapping": 50.0}, "Gemma 3 with attn_logit_softcapping"),
-        ({"query_pre_attn_scalar": 0}, "'query_pre_attn_scalar' must be a positive number, not 0"),
-        ({"final_logit_softcapping": "30"}, "'final_logit_softcapping' must be a positive number"),
-        ({"rope_parameters": {"rope_theta": 1e4}}, "rope_parameters must be given by layer type"),
-        ({"sliding_window": 0}, "'sliding_window' must be a positive integer"),
-        ({"hidden_activation": "gelu"}, "activation 'gelu' is not supported in Gemma3ForCausalLM"),
-    ],
-    ids=str,
-)
-def test_gemma_variants_that_are_refused(changes: dict[str, object], message: str) -> None:
-    named = {"architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text", "hidden_act": None}
-    assert spec_from_config(tiny_models.llama_config(**named)).windows == (4096,) * 3
-    with pytest.raises(ModelLoadError, match=message):
-        spec_from_config(tiny_models.llama_config(**named, **changes))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)

@@ -291,70 +291,59 @@ def run_attention(
     return out[:, : heads * dims[1]], expected
 
 
-MIXES = {
-    "decodes": [(0, 1), (1, 1), (15, 1), (16, 1), (63, 1), (200, 1)],
-    "long decodes, split": [(511, 1), (512, 1), (1500, 1)],
-    "short chunks": [(0, 2), (30, 7), (17, 3)],
-    "tiles": [(0, 8), (0, 64), (0, 65), (100, 40), (37, 130)],
-    "a mix": [(90, 1), (0, 50), (5, 4), (700, 1), (64, 64)],
-}
+MIXES = [
+    [(0, 1), (1, 1), (15, 1), (16, 1), (63, 1), (200, 1)],
+    [(511, 1), (512, 1), (1500, 1)],  # long decodes, split
+    [(0, 2), (30, 7), (17, 3)],
+    [(0, 8), (0, 64), (0, 65), (100, 40), (37, 130)],  # tiles
+    [(90, 1), (0, 50), (5, 4), (700, 1), (64, 64)],
+]
+SINKS = torch.tensor([-9.0, 0.0, 0.5, 2.0, 6.0, 120.0])
+"""Below every score, among them, and above all: so far that the exponential of the difference is none."""
+ATTENTION: list[dict[str, Any]] = [
+    *({"chunks": chunks} for chunks in MIXES),
+    # whole contexts, parts of them, and parts before a window; a sink counts once
+    *(
+        {"window": window, "softcap": softcap, "sinks": SINKS if sinks else None}
+        for window, softcap, sinks in (
+            (0, 0.0, True), (0, 0.7, False), (1, 0.0, False), (1, 0.7, True), (60, 0.0, False), (60, 0.7, True),
+            (600, 0.0, True), (600, 0.7, False),
+        )
+    ),
+    *(
+        {
+            "heads": heads, "kv_heads": kv_heads, "dim": dim, "block": block,
+            "chunks": [(70, 1), (0, 33), (20, 5), (100, 20), (530, 1)],
+        }
+        for heads, kv_heads, dim, block in (
+            (4, 4, 8, 1), (9, 3, 40, 2), (8, 1, 80, 4), (2, 2, 96, 8), (14, 2, 128, 32), (5, 1, 12, 16),
+            (2, 1, 256, 64),
+        )
+    ),
+    # values narrower than keys, as latent attention has, and wider; cells wider than both, with NaN behind them
+    *(
+        {
+            "heads": heads, "kv_heads": kv_heads, "dim": dim, "value_dim": value_dim, "block": block, "spare": spare,
+            "window": 90, "sinks": torch.linspace(-2, 3, heads) if sinks else None,
+            "chunks": [(70, 1), (0, 33), (20, 5), (100, 40), (1100, 1)],
+        }
+        for heads, kv_heads, dim, value_dim, block, spare in (
+            (4, 4, 192, 128, 16, 0), (6, 2, 96, 32, 16, 32), (4, 2, 32, 64, 32, 0), (3, 3, 12, 8, 4, 5),
+        )
+        for sinks in (False, True)
+    ),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("level", "dtype"), LEVELS)
-@pytest.mark.parametrize("chunks", MIXES.values(), ids=MIXES.keys())
-def test_attention_mixes(level: Level, dtype: torch.dtype, chunks: list[tuple[int, int]]) -> None:
-    native = native_of(level, dtype)
-    actual, expected = run_attention(native, dtype, chunks, heads=6, kv_heads=2, dim=64, block=16)
+@pytest.mark.parametrize("case", ATTENTION)
+def test_attention(level: Level, dtype: torch.dtype, case: dict[str, Any]) -> None:
+    chunks = [(90, 1), (0, 50), (5, 4), (1500, 1), (1100, 3), (200, 150), (0, 1)]
+    usual = {"chunks": chunks, "heads": 6, "kv_heads": 2, "dim": 64, "block": 16}
+    actual, expected = run_attention(native_of(level, dtype), dtype, **usual | case)
     close(actual, expected, dtype, steps=4, scale=0.5)
-
-
-@pytest.mark.parametrize(("level", "dtype"), LEVELS)
-@pytest.mark.parametrize("window", [0, 1, 60, 600])
-@pytest.mark.parametrize("softcap", [0.0, 0.7])
-@pytest.mark.parametrize("sinks", [False, True], ids=["no sinks", "sinks"])
-def test_attention_caps_scores_and_has_sinks(
-    level: Level, dtype: torch.dtype, window: int, softcap: float, sinks: bool
-) -> None:
-    """Whole contexts, parts of them, and parts that lie before a window; decodes and tiles. A sink counts once, whether
-    it is below every score or above them all (so far that the exponential of the difference is none)."""
-    native, chunks = native_of(level, dtype), [(90, 1), (0, 50), (5, 4), (1500, 1), (1100, 3), (200, 150), (0, 1)]
-    learned = torch.tensor([-9.0, 0.0, 0.5, 2.0, 6.0, 120.0]) if sinks else None
-    actual, expected = run_attention(native, dtype, chunks, 6, 2, 64, 16, window, softcap, learned)
-    close(actual, expected, dtype, steps=4, scale=0.5)
-    if sinks:
+    if case.get("sinks") is SINKS:
         assert not bool(actual.view(-1, 6, 64)[:, 5].any()), "all of the weight lies on the sink"
-
-
-@pytest.mark.parametrize(("level", "dtype"), LEVELS)
-@pytest.mark.parametrize(
-    ("heads", "kv_heads", "dim", "block"),
-    [(4, 4, 8, 1), (9, 3, 40, 2), (8, 1, 80, 4), (2, 2, 96, 8), (14, 2, 128, 32), (5, 1, 12, 16), (2, 1, 256, 64)],
-)
-def test_attention_shapes(level: Level, dtype: torch.dtype, heads: int, kv_heads: int, dim: int, block: int) -> None:
-    native = native_of(level, dtype)
-    chunks = [(70, 1), (0, 33), (20, 5), (100, 20), (530, 1)]
-    actual, expected = run_attention(native, dtype, chunks, heads, kv_heads, dim, block)
-    close(actual, expected, dtype, steps=4, scale=0.5)
-
-
-@pytest.mark.parametrize(("level", "dtype"), LEVELS)
-@pytest.mark.parametrize(
-    ("heads", "kv_heads", "dims", "block", "spare"),
-    [(4, 4, (192, 128), 16, 0), (6, 2, (96, 32), 16, 32), (4, 2, (32, 64), 32, 0), (3, 3, (12, 8), 4, 5)],
-)
-@pytest.mark.parametrize("sinks", [False, True], ids=["no sinks", "sinks"])
-def test_values_of_another_width_than_keys(
-    level: Level, dtype: torch.dtype, heads: int, kv_heads: int, dims: tuple[int, int], block: int, spare: int,
-    sinks: bool,
-) -> None:  # fmt: skip
-    """Narrower ones, as latent attention has, and wider ones; cells that are wider than both. What a cell has behind
-    them is NaN."""
-    chunks = [(70, 1), (0, 33), (20, 5), (100, 40), (1100, 1)]
-    learned = torch.linspace(-2, 3, heads) if sinks else None
-    actual, expected = run_attention(
-        native_of(level, dtype), dtype, chunks, heads, kv_heads, dims[0], block, 90, 0.0, learned, dims[1], spare
-    )
-    close(actual, expected, dtype, steps=4, scale=0.5)
 
 
 # ---- additions, norms and rotations
