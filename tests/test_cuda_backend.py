@@ -114,6 +114,16 @@ def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backend, "triton_kernels", lambda: twins)
 
 
+def tiny(folder: Path, model: dict[str, Any] | None = None, **changes: Any) -> EngineConfig:
+    """A model of random weights in small steps, without the self-test."""
+    write_config(folder, llama_config() if model is None else model)
+    options: dict[str, Any] = {
+        "device": "cpu", "dtype": "float32", "load_format": "dummy", "max_num_seqs": 4, "max_num_batched_tokens": 64,
+        "max_model_len": 64, "self_test": False,
+    }  # fmt: skip
+    return EngineConfig(model=str(folder), **options | changes)
+
+
 def plan_on_cpu(config: EngineConfig) -> LaunchPlan:
     """The plan with an estimate of this machine's memory."""
     with pytest.MonkeyPatch.context() as patch:
@@ -124,11 +134,7 @@ def plan_on_cpu(config: EngineConfig) -> LaunchPlan:
 @pytest.mark.usefixtures("on_a_gpu")
 def test_the_cache_gets_what_step_and_graphs_leave(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The seam in engine.build, with the memory of a device made up: 3000 bytes for the largest step."""
-    write_config(tmp_path, llama_config())
-    config = EngineConfig(
-        model=str(tmp_path), device="cpu", dtype="float32", load_format="dummy", max_num_seqs=4, self_test=False,
-        max_num_batched_tokens=64, max_model_len=64,
-    )  # fmt: skip
+    config = tiny(tmp_path)
     plan = plan_on_cpu(config)
     weights = load_weights(plan.spec, tmp_path, dtype="float32", load_format="dummy")
     profiled = []
@@ -159,13 +165,8 @@ def test_the_cache_gets_what_step_and_graphs_leave(monkeypatch: pytest.MonkeyPat
 @pytest.mark.usefixtures("on_a_gpu")
 def test_layers_that_can_be_dropped_are_the_pools_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Of a model with biases, whose graphs know where all of it lies; no host tier, whatever a GPU has otherwise."""
-    write_config(
-        tmp_path, {**llama_config(num_hidden_layers=4), "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
-    )
-    config = EngineConfig(
-        model=str(tmp_path), device="cpu", dtype="float32", load_format="dummy", max_num_seqs=4, overload="drop",
-        self_test=False, max_num_batched_tokens=64, max_model_len=64, num_gpu_blocks_override=20,
-    )  # fmt: skip
+    model = {**llama_config(num_hidden_layers=4), "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
+    config = tiny(tmp_path, model, overload="drop", num_gpu_blocks_override=20)
     monkeypatch.setattr(memory, "cuda_cache_bytes", lambda *_: 110_000_000)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(backend, "Memory", lambda _device: fake_memory()[0])
@@ -192,8 +193,7 @@ def test_layers_that_can_be_dropped_are_the_pools_memory(monkeypatch: pytest.Mon
 def test_why_a_gpu_cannot_drop_layers_is_said_before_weights_are_read(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    write_config(tmp_path, llama_config())
-    config = EngineConfig(model=str(tmp_path), device="cuda", dtype="float32", overload="drop")
+    config = tiny(tmp_path, device="cuda", overload="drop")
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (2**34, 2**34))
     monkeypatch.setattr(backend, "mapping_refusal", lambda _ordinal: "no such driver")
@@ -210,11 +210,8 @@ def test_why_a_gpu_cannot_drop_layers_is_said_before_weights_are_read(
 @pytest.mark.usefixtures("on_a_gpu")
 def test_a_kernel_that_fails_at_start_is_named_and_replaced(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The line is told, shown by /ready, and in the key of the latency profile; `torch` and `no-graphs` are obeyed."""
-    write_config(tmp_path, llama_config())
-    config = EngineConfig(
-        model=str(tmp_path), device="cpu", dtype="float32", load_format="dummy", max_num_seqs=4, max_model_len=64,
-        max_num_batched_tokens=64, num_gpu_blocks_override=20, profile_dir=str(tmp_path / "profiles"), swap_space=0.0,
-    )  # fmt: skip
+    stored = str(tmp_path / "profiles")
+    config = tiny(tmp_path, num_gpu_blocks_override=20, profile_dir=stored, swap_space=0.0, self_test=True)
     wrong: Any = ModuleType("wrong")
     vars(wrong).update({name: getattr(twins, name) for name in twins.__all__})
     wrong.silu_and_mul = lambda x: 2 * twins.silu_and_mul(x)
@@ -240,8 +237,7 @@ def test_a_plan_beside_the_engine_that_it_replaces_counts_its_memory(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """The running engine has all but 7 of 80 GiB, and the host tier."""
-    write_config(tmp_path, llama_config())
-    config = EngineConfig(model=str(tmp_path), device="cpu", dtype="float32", load_format="dummy", swap_space=8.0)
+    config = tiny(tmp_path, swap_space=8.0)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (7 * 2**30, 80 * 2**30))
     monkeypatch.setattr(memory, "available_memory", lambda: 2**30)
     with pytest.raises(ConfigError):
@@ -252,11 +248,7 @@ def test_a_plan_beside_the_engine_that_it_replaces_counts_its_memory(
 @pytest.mark.usefixtures("on_a_gpu")
 def test_what_the_kernels_refuse_torch_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """An old GPU: the largest step is measured without kernels, and the note says why it is slow."""
-    write_config(tmp_path, llama_config())
-    config = EngineConfig(
-        model=str(tmp_path), device="cpu", dtype="float32", load_format="dummy", max_num_seqs=4, self_test=False,
-        max_num_batched_tokens=64, max_model_len=64,
-    )  # fmt: skip
+    config = tiny(tmp_path)
     steps = []
 
     def room(device: torch.device, utilization: float, profile: Callable[[], object]) -> int:
@@ -278,11 +270,8 @@ def test_what_the_kernels_refuse_torch_runs(monkeypatch: pytest.MonkeyPatch, tmp
 @pytest.mark.usefixtures("on_a_gpu")
 def test_scratch_and_host_tier_are_made_and_accounted_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A model with as many KV heads as heads, under a policy that may run from hidden state."""
-    write_config(tmp_path, llama_config(num_key_value_heads=4))
-    config = EngineConfig(
-        model=str(tmp_path), device="cpu", dtype="float32", load_format="dummy", max_num_seqs=4, self_test=False,
-        max_num_batched_tokens=64, max_model_len=64, swap_space=0.01, online_policy="apt", overload="hidden",
-    )  # fmt: skip
+    model = llama_config(num_key_value_heads=4)
+    config = tiny(tmp_path, model, swap_space=0.01, online_policy="apt", overload="hidden")
     plan = plan_on_cpu(config)
     unit, room = memory.unit_bytes(plan.spec, 16, torch.float32), 4_000_000
 
@@ -312,17 +301,6 @@ def test_graphs_share_memory_and_large_steps_need_none() -> None:
     assert backend.graph_bytes(0, 1000, 64) == 1000
     assert backend.graph_bytes(0, 1000, 4 * GRAPH_TOKENS) == 250
     assert backend.graph_bytes(3, 0, 64) == 3 * backend.graph_bytes(1, 0, 64) > 0
-
-
-@pytest.mark.parametrize(("seqs", "tokens"), [(256, 2048), (64, 512), (8, 40), (256, 4096)])
-def test_every_step_up_to_the_largest_graph_is_padded_to_one(seqs: int, tokens: int) -> None:
-    """Between buckets, too; only steps of more than GRAPH_TOKENS tokens are launched kernel by kernel."""
-    buckets = Buckets(seqs, tokens)
-    captured = set(buckets.all_shapes())
-    for total in range(1, tokens + 1):
-        for decodes in {0, total // 2, min(total, seqs)}:
-            shape = buckets.fit(total, min(decodes, seqs))
-            assert (shape in captured) is (total <= GRAPH_TOKENS) and shape.tokens >= total
 
 
 def test_a_gpu_without_a_working_driver_is_not_ignored(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

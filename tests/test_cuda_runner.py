@@ -280,15 +280,13 @@ def test_buckets_hold_every_step(max_num_seqs: int, max_tokens: int) -> None:
         shape = buckets.fit(count, count)
         assert shape in shapes and shape.decodes == shape.tokens >= count and not shape.prefill
         assert shape.tokens <= max(count + 7, 1.25 * count)
-    for tokens in [2, 17, 65, 577, 999, GRAPH_TOKENS, GRAPH_TOKENS + 1, 8192]:
-        if tokens > max_tokens:
-            continue
-        decodes = min(max_num_seqs - 1, tokens - 2)
-        shape = buckets.fit(tokens, decodes)
-        assert shape.prefill and shape.tokens >= tokens and shape.decodes >= decodes
-        assert shape.samples >= min(decodes + 1, tokens)
-        assert (shape in shapes) == (tokens <= GRAPH_TOKENS) and shape.exact != (shape in shapes)
-        assert shape.tokens <= max(tokens + 63, 1.25 * tokens)
+    for tokens in (*range(2, 800), *range(800, max_tokens + 1, 37), min(GRAPH_TOKENS, max_tokens), max_tokens):
+        for decodes in {0, min(tokens // 2, max_num_seqs), min(max_num_seqs - 1, tokens - 2)}:
+            shape = buckets.fit(tokens, decodes)
+            assert shape.prefill and shape.tokens >= tokens and shape.decodes >= decodes
+            assert shape.samples >= min(decodes + 1, tokens, max_num_seqs)
+            assert (shape in shapes) == (tokens <= GRAPH_TOKENS) and shape.exact != (shape in shapes)
+            assert shape.tokens <= max(tokens + 63, 1.25 * tokens)
 
 
 def test_draw_keeps_greedy_and_invalid_rows_and_ties() -> None:

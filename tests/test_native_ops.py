@@ -504,6 +504,13 @@ def test_a_wrong_shape_is_refused_by_name(changes: dict[str, object], named: str
         (Op(kind=Kind.NORM, k=8, in_stride=8, residual=1), "neither a weight nor an addition"),
         (Op(kind=Kind.NORM, k=8, in_stride=8, residual=1, weight=1), "norm: out"),
         (Op(kind=Kind.LINEAR, epilogue=Epilogue.TIMES_SILU, n=8, k=8, in_stride=32), "nothing to activate"),
+        (Op(kind=Kind.QUANTIZE), "integers"),
+        (Op(kind=Kind.QUANTIZE, int8=1, k=8, in_stride=8), "integers"),
+        (Op(kind=Kind.LINEAR, int8=1, n=8, k=8, in_stride=32), "scales"),
+        (Op(kind=Kind.LINEAR, int8=3, n=8, k=8, in_stride=32, scales=8), "kind of integers"),
+        (Op(kind=Kind.LINEAR, int8=1, group=48, n=8, k=96, in_stride=96, scales=8), "groups of 4 bits"),
+        (Op(kind=Kind.QUANTIZE, int8=1, group=64, k=96, input=8, out=8, in_stride=96), "groups of integers"),
+        (Op(kind=Kind.LINEAR, int8=2, n=8, k=65568, in_stride=65568, scales=8), "too many inputs"),
     ],
 )
 def test_a_wrong_operation_is_refused_by_name(op: Op, named: str) -> None:

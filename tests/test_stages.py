@@ -64,31 +64,18 @@ def llama(**changes: object) -> ModelSpec:
 
 def make(spec: ModelSpec, kind: str, dtype: str = "float32", units: int = UNITS, **pool: Any) -> PipelineRunner:
     """A runner of random weights, which it loads again by their seed."""
+    gather: Gather = functools.partial(MappedLayers, fake_memory()[0]) if kind == "cuda" else ResidentLayers
+    linear = make_linear if kind == "cuda" else linear_of(kind)
+    weights = build_weights(spec, DummyTensors(3, getattr(torch, dtype), torch.device("cpu")), linear, gather)
+    layers: Any = weights.layers
+    spare = {"spare_bytes": layers.spare_bytes, **pool}
     if kind == "cuda":
-        return make_cuda(spec, dtype, units, **pool)
-    linear = linear_of(kind)
-    weights = build_weights(spec, DummyTensors(3, getattr(torch, dtype), torch.device("cpu")), linear)
-    spare = {"spare_bytes": weights.layers.held_bytes, **pool}
-    device = device_of(kind, spec, weights, limits_of(units), **spare)
-    load = functools.partial(load_layers, spec, Path(), dtype=dtype, load_format="dummy", seed=3, make=linear)
-    return PipelineRunner(Runner(device), load)
-
-
-def make_cuda(spec: ModelSpec, dtype: str, units: int, **pool: Any) -> PipelineRunner:
-    layers: Gather = functools.partial(MappedLayers, fake_memory()[0])
-    weights = build_weights(spec, DummyTensors(3, getattr(torch, dtype), torch.device("cpu")), make_linear, layers)
-    assert isinstance(weights.layers, MappedLayers)
-    spare = {"spare_bytes": weights.layers.spare_bytes, "reserve": weights.layers.reserve, **pool}
-    device = CudaDevice(spec, weights, twins, limits_of(units), graphs=False, **spare)
+        spare = {"reserve": layers.reserve, **spare}
+        device: Any = CudaDevice(spec, weights, twins, limits_of(units), graphs=False, **spare)
+    else:
+        device = device_of(kind, spec, weights, limits_of(units), **spare)
     load = functools.partial(
-        load_layers,
-        spec,
-        Path(),
-        dtype=dtype,
-        load_format="dummy",
-        seed=3,
-        make=make_linear,
-        keep=weights.layers.refill,
+        load_layers, spec, Path(), dtype=dtype, load_format="dummy", seed=3, make=linear, keep=layers.refill
     )
     return PipelineRunner(Runner(device), load)
 
