@@ -19,7 +19,7 @@ from engine.errors import ConfigError, ModelLoadError
 from engine.execution import backend as backends
 from engine.execution import memory
 from engine.execution.cpu.native import is_built
-from engine.execution.cpu.native.watched import NativeRunner
+from engine.execution.cpu.native.crew import NativeRunner
 from engine.execution.cuda.backend import CudaBackend
 from engine.machine.facts import HOST_ENGINES, Processor, read_processor
 from engine.models.quantized import make_quantized

@@ -6,8 +6,17 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from engine.execution.cpu.native.crew import PATIENCE, SETTLED, Crew, Times, candidates, choose, measure
-from engine.execution.cpu.native.watched import ThreadWatch, choose_threads
+from engine.execution.cpu.native.crew import (
+    PATIENCE,
+    SETTLED,
+    Crew,
+    ThreadWatch,
+    Times,
+    candidates,
+    choose,
+    choose_threads,
+    measure,
+)
 from engine.limits import Limits
 from engine.scheduling.output import Chunk, Collect, ModelRunnerOutput, SchedulerOutput
 

@@ -179,7 +179,7 @@ def test_twins_take_what_kernels_take() -> None:
     """Backends call either module by name, so the parameters must agree; a kernel may take a `config` in addition."""
     pytest.importorskip("triton")
     kernels = triton_kernels()
-    for name in kernels.__all__:
+    for name in twins.__all__:
         given, twin = (
             [(each.name.lstrip("_"), each.kind, each.default) for each in signature(function).parameters.values()]
             for function in (getattr(kernels, name), getattr(twins, name))

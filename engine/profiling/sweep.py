@@ -114,10 +114,7 @@ def edge_shapes(limits: Limits) -> Iterator[StepShape]:
     for size in limits.padding.decode:
         yield StepShape(min(size, limits.max_decodes(context)), context)
     for size in limits.padding.mixed:
-        decodes = min(size // 4, limits.max_num_seqs - 1, limits.max_decodes(context) // 2)
-        chunk = min(size - decodes, limits.max_model_len)
-        if chunk >= 2:
-            yield StepShape(decodes, context if decodes else 0, ((0, chunk),))
+        yield from _mixed(limits, size)
 
 
 def knee_shapes(limits: Limits, knee: int) -> Iterator[StepShape]:
@@ -128,11 +125,16 @@ def knee_shapes(limits: Limits, knee: int) -> Iterator[StepShape]:
     counts = set(range(16, min(4 * knee, top) + 1, 16))
     counts |= {min(top, round(4 * knee * 2 ** (step / 8))) for step in range(64) if knee * 2 ** (step / 8) <= top / 4}
     for tokens in sorted(counts, key=lambda count: (abs(math.log2(count / knee)), count)):
-        context = min(256, limits.max_model_len)
-        decodes = min(tokens // 4, limits.max_num_seqs - 1, limits.max_decodes(context) // 2)
-        chunk = min(tokens - decodes, limits.max_model_len)
-        if chunk >= 2:
-            yield StepShape(decodes, context if decodes else 0, ((0, chunk),))
+        yield from _mixed(limits, tokens)
+
+
+def _mixed(limits: Limits, tokens: int) -> Iterator[StepShape]:
+    """Yield a step of `tokens` tokens, a quarter of them decodes, if a chunk fits beside the decodes."""
+    context = min(256, limits.max_model_len)
+    decodes = min(tokens // 4, limits.max_num_seqs - 1, limits.max_decodes(context) // 2)
+    chunk = min(tokens - decodes, limits.max_model_len)
+    if chunk >= 2:
+        yield StepShape(decodes, context if decodes else 0, ((0, chunk),))
 
 
 def mixed_shapes(limits: Limits) -> Iterator[StepShape]:

@@ -1,3 +1,4 @@
+# ruff: noqa: F401 - the module is its imports
 """Wrappers of all kernels in one module. Importing it needs Triton."""
 
 from engine.triton_kernels.decode_attention import decode_attention
@@ -10,10 +11,3 @@ from engine.triton_kernels.prefill_attention import prefill_attention
 from engine.triton_kernels.rope_cache_write import rope_cache_write
 from engine.triton_kernels.silu_and_mul import gelu_tanh_and_mul, silu_and_mul, silu_and_mul_rounded
 from engine.triton_kernels.step_tokens import accept_tokens, embed_tokens, softcap
-
-__all__ = [
-    "accept_tokens", "add_layer_norm", "add_rms_norm", "add_rms_norm_rounded", "count_tokens", "decode_attention",
-    "draw", "embed_tokens", "gelu_tanh_and_mul", "hidden_gather", "hidden_write", "lora_add", "penalise",
-    "prefill_attention", "rope_cache_write", "silu_and_mul", "silu_and_mul_rounded", "softcap", "token_mask",
-    "unit_copy",
-]  # fmt: skip

@@ -14,12 +14,11 @@ from engine.config import EngineConfig
 from engine.execution import memory
 from engine.execution.backend import Backend
 from engine.execution.cpu.device import TorchDevice
-from engine.execution.cpu.native.crew import candidates
+from engine.execution.cpu.native.crew import NativeRunner, ThreadWatch, candidates, choose_threads
 from engine.execution.cpu.native.device import NativeDevice
 from engine.execution.cpu.native.library import load
 from engine.execution.cpu.native.linear import Native, NativeLinear
 from engine.execution.cpu.native.start import start
-from engine.execution.cpu.native.watched import NativeRunner, ThreadWatch, choose_threads
 from engine.execution.cpu.transformers_device import TransformersDevice
 from engine.execution.cpu.weight_file import WeightFile
 from engine.execution.plan import INT4, LaunchPlan
