@@ -3,23 +3,19 @@
 Run by test_kernels.py in a process of its own.
 """
 
-import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import TypeVar
 
 import numpy as np
 import pytest
 import torch
-from cuda_engine import CudaDriver, make_driver, make_runner
+from cuda_engine import make_driver, make_runner
 from driver import make_request
 from kernel_pool import DEVICE, INTERPRETED
 from lora_adapters import make_adapter
-from test_ranks import FollowersHere
 from test_runner import POISON, check_greedy
 from tiny_models import model_folder, reference_model
-from torch import Tensor, distributed
 
 from engine.api import SamplingParams
 from engine.arrays import IntArray
@@ -27,34 +23,25 @@ from engine.cache.blocks import CacheAction, CacheEntry, CacheKind, CacheOperati
 from engine.config import NamedFolder
 from engine.execution.cuda.device import CudaDevice
 from engine.execution.cuda.kernel_check import KernelFaults, check_kernels
-from engine.execution.layout import RankStep
-from engine.execution.ranks.group import Follower, RankGroup
 from engine.limits import Limits, SchedulerConfig
 from engine.models.checkpoint import load_weights
 from engine.models.decoder import Decoder
 from engine.models.lora import load_adapter, plan_adapter
-from engine.models.sharding import Shard
 from engine.models.spec import ModelSpec, load_spec
 from engine.scheduling.output import Chunk, NewRequest, ReplacedEntry, SchedulerOutput
 from engine.triton_kernels import Kernels, triton_kernels
 from engine.triton_kernels.work import DecodeWork
 
-T = TypeVar("T")
 
-
-def driver_of(name: str, num_blocks: int) -> CudaDriver:
+@pytest.mark.parametrize(
+    ("name", "num_blocks", "lengths", "max_tokens"),
+    [("llama-gqa2", 6, [2, 1, 3], 10), ("neox", 40, [2, 9], 3), ("opt", 40, [2, 9], 3)],
+)
+def test_families(name: str, num_blocks: int, lengths: list[int], max_tokens: int) -> None:
+    """Requests with a shared first block, steps launched ahead; in the small pool with preemptions and prefix hits."""
     spec = load_spec(folder := model_folder(name))
     weights = load_weights(spec, folder, device=DEVICE)
-    return make_driver(spec, weights, kernels=triton_kernels(), num_blocks=num_blocks, seqs=3, tokens=16)
-
-
-def check_engine(
-    name: str, num_blocks: int, lengths: list[int], max_tokens: int, driver: CudaDriver | None = None
-) -> dict[str, int]:
-    """Requests with a shared first block, steps launched ahead; returns the number of preemptions and prefix hits."""
-    spec = load_spec(folder := model_folder(name))
-    reference = Decoder(spec, load_weights(spec, folder))
-    driver = driver or driver_of(name, num_blocks)
+    driver = make_driver(spec, weights, kernels=triton_kernels(), num_blocks=num_blocks, seqs=3, tokens=16)
     rng = np.random.default_rng(5)
     shared = rng.integers(0, POISON, 4).tolist()
     requests = [
@@ -66,9 +53,9 @@ def check_engine(
         driver.step()
     driver.run()
     for request in requests:
-        check_greedy(reference, request, driver.outputs[request.request_id])
+        check_greedy(Decoder(spec, load_weights(spec, folder)), request, driver.outputs[request.request_id])
     stats = driver.stats()
-    return {"preemptions": sum(stats.preemptions.values()), "hits": stats.prefix_hit_tokens}
+    assert num_blocks > 6 or (sum(stats.preemptions.values()) > 0 and stats.prefix_hit_tokens > 0)
 
 
 def test_the_check_at_start_finds_no_fault_and_names_a_wrong_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,68 +78,6 @@ def test_the_check_at_start_finds_no_fault_and_names_a_wrong_kernel(monkeypatch:
     monkeypatch.setattr(kernels, "silu_and_mul", lambda x: right(x) * 1.1)
     short = replace(limits, max_model_len=64)
     assert list(check_kernels(spec, short, kernels, make, graphs=False).kernels) == ["silu_and_mul"]
-
-
-def test_llama_with_preemptions_and_prefix_hits() -> None:
-    seen = check_engine("llama-gqa2", 6, [2, 1, 3], 10)
-    assert seen["preemptions"] > 0 and seen["hits"] > 0
-
-
-def some(cases: Sequence[T]) -> Sequence[T]:
-    """All cases; in the interpreter, which takes its time, the last."""
-    return cases[-1:] if INTERPRETED else cases
-
-
-@pytest.mark.parametrize(("name", "max_tokens"), some([("llama-gqa2", 10), ("neox", 3)]))
-def test_two_ranks_of_one_device(name: str, max_tokens: int) -> None:
-    """Each with half of the heads, joined by gloo. One runs at a time, and the other while it waits for it: Triton's
-    interpreter has one thread."""
-    whole, store, turn = load_spec(folder := model_folder(name)), distributed.HashStore(), threading.Lock()
-    num_blocks = 6 if name == "llama-gqa2" else 40
-
-    def waiting(call: Callable[[Tensor], T]) -> Callable[[Tensor], T]:
-        def called(part: Tensor) -> T:
-            turn.release()
-            try:
-                return call(part)
-            finally:
-                turn.acquire()
-
-        return called
-
-    def driver_of_rank(rank: int) -> CudaDriver:
-        group = RankGroup(store, rank, 2, torch.device(DEVICE), nccl=False)
-        with turn:
-            shard = Shard(rank, 2, waiting(group.total), waiting(group.gather))
-            weights = load_weights(whole, folder, device=DEVICE, shard=shard)
-            driver = make_driver(
-                shard.spec_of(whole), weights, kernels=triton_kernels(), num_blocks=num_blocks, seqs=3, tokens=16,
-                graphs=False,
-            )  # fmt: skip
-            driver.runner.device.join(waiting(group.share))
-        return driver
-
-    class InTurn(Follower):
-        def run(self, step: RankStep) -> None:
-            with turn:
-                super().run(step)
-
-    others = FollowersHere(lambda: InTurn(driver_of_rank(1).runner.device))
-    with others.thread:
-        driver = driver_of_rank(0)
-        driver.runner.ranks = others  # type: ignore[assignment]
-        with turn:
-            seen = check_engine(name, num_blocks, [2, 1, 3], max_tokens, driver)
-        for step in others.failures:
-            step.result()
-    assert len(others.failures) == len(driver.steps)
-    if name == "llama-gqa2":
-        assert seen["preemptions"] > 0 and seen["hits"] > 0
-
-
-@pytest.mark.parametrize("name", ["neox", "opt"])
-def test_families(name: str) -> None:
-    check_engine(name, 40, [2, 9], 3)
 
 
 def test_rows_of_two_adapters_and_of_none(tmp_path: Path) -> None:
@@ -182,7 +107,7 @@ def test_rows_of_two_adapters_and_of_none(tmp_path: Path) -> None:
     assert len(set(map(tuple, answers))) == 3 and driver.runner.device.adapters.slots_of(np.array([1, 2])) is not None
 
 
-@pytest.mark.parametrize("name", some(["opt", "qwen3"]))
+@pytest.mark.parametrize("name", ["qwen3"] if INTERPRETED else ["opt", "qwen3"])
 def test_hidden_state_restored_swapped_and_run_from(name: str) -> None:
     """One prompt over a hidden block and one of KV: through the host and back, and a restore, against KV alone."""
     folder = model_folder(name)

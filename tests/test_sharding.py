@@ -1,13 +1,11 @@
-"""Layers divided among ranks: each has its part and no more, and together they are the whole model; through the whole
-engine by gloo, too, with prefix hits, preemption and seeded sampling."""
+"""Layers divided among ranks: each has its part and no more, and together they are the whole model; `test_ranks` runs
+whole engines of ranks."""
 
 import functools
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import replace
-from datetime import timedelta
 from pathlib import Path
 from typing import TypeVar
 
@@ -15,23 +13,17 @@ import packed_checkpoints
 import pytest
 import tiny_models
 import torch
-from driver import Driver, make_request
-from test_families import assert_equal_but_for_ties, decoder_of, prompts_of
 from test_models import LENGTH, logits_of, tokens_for, worst_error
-from torch import Tensor, distributed
+from torch import Tensor
 
 from engine.errors import ModelLoadError
 from engine.execution import memory
-from engine.execution.cpu.device import TorchDevice
-from engine.execution.runner import Runner
-from engine.limits import SchedulerConfig
 from engine.models.checkpoint import load_weights
 from engine.models.decoder import Decoder
 from engine.models.linear import PlainLinear
 from engine.models.sharding import Shard, SummedLinear, SumRanks, divide
 from engine.models.spec import load_spec
 from engine.models.weights import ModelWeights, matrices
-from engine.scheduling.output import Collect, ModelRunnerOutput, SchedulerOutput
 
 T = TypeVar("T")
 WAIT = 120.0  # seconds, until ranks that wait for one that failed give up
@@ -203,74 +195,3 @@ def test_ranks_together_are_the_whole_model(name: str, ranks: int) -> None:
     expected = logits_of(Decoder(spec, load_weights(spec, folder)), tokens_for(), chunks)
     assert all(torch.equal(each, found[0]) for each in found)
     assert worst_error(found[0], expected) < 1e-4
-
-
-# The engine -----------------------------------------------------------------------------------------------------------
-
-
-class Ranks:
-    """A runner for each rank, each in a thread of its own; all take every step, and have to sample the same."""
-
-    def __init__(self, runners: list[Runner[TorchDevice]], threads: list[ThreadPoolExecutor]) -> None:
-        self._ranks = list(zip(runners, threads, strict=True))
-
-    def launch(self, output: SchedulerOutput) -> Collect:
-        launched = [thread.submit(runner.launch, output) for runner, thread in self._ranks]
-        collects = [each.result() for each in launched]
-
-        def collect() -> ModelRunnerOutput:
-            first, *others = [each() for each in collects]
-            assert all(other.token_ids == first.token_ids for other in others)
-            return first
-
-        return collect
-
-
-CONFIG = SchedulerConfig(
-    num_units=68, max_model_len=100, block_size=4, max_num_seqs=8, max_num_batched_tokens=24, pipeline_depth=1
-)
-
-
-def gloo_of(store: distributed.Store, rank: int, ranks: int) -> SumRanks:
-    """Meets the other ranks."""
-    group = distributed.ProcessGroupGloo(store, rank, ranks, timedelta(seconds=WAIT))
-    return lambda part: group.allreduce([part]).wait()
-
-
-@contextmanager
-def two_ranks(case: str) -> Iterator[Driver]:
-    folder, store = tiny_models.model_folder(case), distributed.HashStore()
-    threads = [ThreadPoolExecutor(1) for _ in range(2)]
-    try:
-        met = [thread.submit(gloo_of, store, rank, 2) for rank, thread in enumerate(threads)]
-        shards = [Shard(rank, 2, each.result()) for rank, each in enumerate(met)]
-        devices = [TorchDevice(part_of(folder, shard, "float32"), CONFIG.limits) for shard in shards]
-        yield Driver(Ranks([Runner(device) for device in devices], threads), CONFIG)
-    finally:
-        for thread in threads:
-            thread.shutdown()
-
-
-def generate(driver: Driver, prompts: list[list[int]], temperature: float) -> dict[str, list[int]]:
-    for index, prompt in enumerate(prompts):
-        driver.add(make_request(str(index), prompt, OUTPUT, temperature=temperature, seed=index))
-        driver.step()
-    driver.run()
-    stats = driver.stats()
-    assert sum(stats.preemptions.values()) > 0, "the pool was meant to be too small"
-    assert stats.prefix_hit_tokens > 0
-    return driver.outputs
-
-
-@pytest.mark.parametrize("case", ["llama-gqa2", "qwen2-yarn", "gemma2"])
-def test_two_gloo_ranks_equal_one(case: str) -> None:
-    decoder = decoder_of(case)
-    prompts = prompts_of(decoder.spec.vocab_size)
-    with two_ranks(case) as driver:
-        for index, tokens in generate(driver, prompts, 0.0).items():
-            assert len(tokens) == OUTPUT
-            assert_equal_but_for_ties(case, prompts[int(index)], tokens)
-    with two_ranks(case) as driver:
-        found = generate(driver, prompts, 1.0)
-    alone = Driver(Runner(TorchDevice(decoder, CONFIG.limits)), CONFIG)
-    assert found == generate(alone, prompts, 1.0)
