@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from native_build import emulating_library, library_of, native_library
-from test_native_model import Bench, load
+from test_native_model import Bench, in_turn, load
 from test_native_ops import native_of, random, run_linear
 from test_runner import reference_logits
 from tiny_models import FAMILY_CASES, model_folder
@@ -204,9 +204,7 @@ def by_bench(bench: Bench, cuts: tuple[int, ...]) -> Tensor:
 CUTS = (20, 9, 1, 1, 5, 1, 1, 12, 1, 1)
 
 
-@pytest.mark.parametrize(
-    ("name", "level"), [(name, (Level.AVX2, Level.AVX512)[index % 2]) for index, name in enumerate(FAMILY_CASES)]
-)
+@pytest.mark.parametrize(("name", "level"), in_turn(FAMILY_CASES, [Level.AVX2], [Level.AVX512]))
 @pytest.mark.parametrize("bits", [4, 8])
 def test_every_family_is_as_far_from_float32_as_the_twin_is(name: str, level: Level, bits: int) -> None:
     spec, dense = load(name)

@@ -3,7 +3,9 @@ any way, in a scattered pool of blocks that held NaN before."""
 
 import dataclasses
 import math
+from collections.abc import Iterable, Sequence
 from functools import cache
+from typing import TypeVar
 from unittest.mock import patch
 
 import numpy as np
@@ -28,6 +30,7 @@ from engine.models.weights import ModelWeights, torch_dtype
 
 pytestmark = pytest.mark.timeout(900)  # the first test may have to build the library
 
+T = TypeVar("T")
 ROWS, LENGTH, VOCAB = 6, 120, 97
 FLOAT_ERROR = 3e-5  # of logits near 1, over three layers
 
@@ -105,8 +108,12 @@ def transformers_logits(name: str, token_ids: list[int], dtype: torch.dtype = to
 CUTS: tuple[tuple[int, ...], ...] = ((60,), (37, 3, 1, 1, 9, 1, 8), (1,) * 20, (7, 8, 15, 16, 1))
 
 
-@pytest.mark.parametrize("level", [Level.AVX2, Level.AVX512])
-@pytest.mark.parametrize("name", CASES)
+def in_turn(names: Iterable[str], *groups: Sequence[T]) -> list[tuple[str, T]]:
+    """Each name with every member of one of the groups; families and instruction sets share no code."""
+    return [(name, member) for index, name in enumerate(names) for member in groups[index % len(groups)]]
+
+
+@pytest.mark.parametrize(("name", "level"), in_turn(CASES, [Level.AVX2], [Level.AVX512]))
 def test_logits_equal_those_of_transformers(name: str, level: Level) -> None:
     short = 64 if "longrope" in name else LENGTH  # transformers takes the factors of short contexts for 60 tokens
     bench = Bench(level, *load(name), block_size=16 if level is Level.AVX512 else 4, max_model_len=short)
@@ -123,8 +130,7 @@ def test_logits_equal_those_of_transformers(name: str, level: Level) -> None:
             assert result.best_ids[0] == int(result.logits[0].argmax()) and result.best[0] == result.logits[0].max()
 
 
-@pytest.mark.parametrize("level", Level)
-@pytest.mark.parametrize("name", FAMILY_CASES)
+@pytest.mark.parametrize(("name", "level"), in_turn(FAMILY_CASES, [Level.AVX2, Level.AMX], [Level.AVX512, Level.BF16]))
 def test_bfloat16_is_as_near_to_float32_as_transformers_is(name: str, level: Level) -> None:
     """Root mean square over 3 rows of 60 tokens; a tenth more is what one draw of rounding errors differs by."""
     bench = Bench(level, *load(name, "bfloat16"))
@@ -141,8 +147,7 @@ def test_bfloat16_is_as_near_to_float32_as_transformers_is(name: str, level: Lev
     assert mine <= 1.1 * others
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
-@pytest.mark.parametrize("name", FAMILY_CASES)
+@pytest.mark.parametrize(("name", "dtype"), in_turn(FAMILY_CASES, ["float32", "bfloat16"], ["float16"]))
 def test_tokens_equal_those_of_torch_where_the_margin_allows(name: str, dtype: str) -> None:
     """Greedy tokens of torch's own path; another token only within two steps of the type from the best."""
     spec, weights = load(name, dtype)
@@ -233,8 +238,7 @@ def test_chunks_that_do_not_sample_give_nothing() -> None:
     assert len(some.best_ids) == 2 and some.logits is None
 
 
-@pytest.mark.parametrize("level", [Level.AVX2, Level.BF16])
-@pytest.mark.parametrize("name", FAMILY_CASES)
+@pytest.mark.parametrize(("name", "level"), in_turn(FAMILY_CASES, [Level.AVX2], [Level.BF16]))
 def test_what_only_sampled_tokens_need_is_as_if_computed_of_all(name: str, level: Level) -> None:
     spec, weights = load(name, "float32" if level is Level.AVX2 else "bfloat16")
     length = 200  # so long that a decode's context is split

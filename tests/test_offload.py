@@ -19,6 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from native_build import native
 from test_build import DEMO, answer
+from test_native_model import in_turn
 from test_runner import BLOCK, CPU, crowd, run_in_waves
 from tiny_models import FAMILY_CASES, llama_config, model_folder
 
@@ -304,14 +305,7 @@ def make_driver(spec: ModelSpec, weights: ModelWeights, kind: str, **limits: int
     return Driver(Runner(TorchDevice(decoder, config.limits)), config)
 
 
-@pytest.mark.parametrize(
-    ("case", "kind"),
-    [
-        (case, kind)
-        for index, case in enumerate(FAMILY_CASES)
-        for kind in (("torch", "native int8"), ("torch int8", "native"))[index % 2]
-    ],
-)
+@pytest.mark.parametrize(("case", "kind"), in_turn(FAMILY_CASES, ["torch", "native int8"], ["torch int8", "native"]))
 def test_tokens_are_those_of_a_resident_model(case: str, kind: str, tmp_path: Path) -> None:
     """In a pool that is always full: preemptions, prefix hits, mixed steps."""
     folder = model_folder(case)
