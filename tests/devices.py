@@ -2,11 +2,13 @@
 
 from typing import Any
 
+import torch
 from native_build import native
 
 from engine.execution.cpu.device import TorchDevice
 from engine.execution.cpu.native.device import NativeDevice
 from engine.execution.cuda.device import CudaDevice
+from engine.execution.pool import UnitPool
 from engine.limits import Limits
 from engine.models.decoder import Decoder
 from engine.models.linear import MakeLinear, make_linear
@@ -14,7 +16,25 @@ from engine.models.spec import ModelSpec
 from engine.models.weights import ModelWeights
 from engine.triton_kernels import twins
 
+CPU = torch.device("cpu")
 BACKENDS = ("torch", "native", "cuda")
+
+
+def pool_of(
+    units: int,
+    layers: int,
+    block_size: int,
+    heads: int,
+    dim: int,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device = CPU,
+    **options: Any,
+) -> UnitPool:
+    """Build a pool for so many heads of K and of V in each layer."""
+    return UnitPool(
+        units, num_layers=layers, block_size=block_size, num_kv_heads=heads, head_dim=dim, dtype=dtype,
+        device=device, **options,
+    )  # fmt: skip
 
 
 def linear_of(backend: str) -> MakeLinear:

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 import torch
 import triton
+from devices import pool_of
 from dry_device import META, dry_device
 from test_cuda_runner import MetaTensors
 from test_dry_device import LAUNCHING, Masks, counts_of, kinds_of, launches_of
@@ -32,7 +33,6 @@ from benchmarks.gpu.setup import SHAPES
 from engine.execution.cuda.buffers import HeadSizes
 from engine.execution.cuda.device import CudaDevice
 from engine.execution.cuda.modules import KernelAttention
-from engine.execution.pool import UnitPool
 from engine.execution.rows import RowTable
 from engine.execution.runner import Runner
 from engine.limits import Limits
@@ -166,7 +166,7 @@ def record(arch: int, names: Iterable[str] = MODELS) -> dict[Variant, list[str]]
 
 def _attend_in_modules() -> None:
     limits = Limits(4, 32, 128, num_units=120, block_size=16)
-    pool = UnitPool(120, num_layers=2, block_size=16, num_kv_heads=16, head_dim=192, dtype=torch.bfloat16, device=META)
+    pool = pool_of(120, 2, 16, 16, 192, torch.bfloat16, META)
     attention = KernelAttention(triton_kernels(), pool, RowTable(limits), limits)
     attention.warm_up(HeadSizes(16, 16, 192, 128))
 

@@ -3,11 +3,11 @@
 import numpy as np
 import pytest
 import torch
+from devices import pool_of
 
 from engine.api import SamplingParams
 from engine.cache.blocks import CacheEntry, CacheKind, Tier
 from engine.execution.cpu.attention import Batch, PagedAttention, arrange, clear_begun_blocks
-from engine.execution.pool import UnitPool
 from engine.execution.rows import RowTable
 from engine.limits import Limits
 from engine.scheduling.output import AppendedEntries, Chunk, NewRequest, SchedulerOutput
@@ -48,15 +48,7 @@ class Bench:
         self.heads, self.kv_heads, self.head_dim, self.dtype = heads, kv_heads, head_dim, dtype
         self.rows = table(num_rows, max_len, 8)
         num_units = num_rows * (max_len // 8 + 1) * 2
-        self.pool = UnitPool(
-            num_units,
-            num_layers=LAYERS,
-            block_size=8,
-            num_kv_heads=kv_heads,
-            head_dim=head_dim,
-            dtype=dtype,
-            device=torch.device("cpu"),
-        )
+        self.pool = pool_of(num_units, LAYERS, 8, kv_heads, head_dim, dtype)
         self.pool.slices[: num_units * LAYERS] = float("nan")
         self.free = np.random.default_rng(0).permutation(num_units).tolist()
         self.reference = Reference()
@@ -193,9 +185,7 @@ def test_a_poisoned_request_disturbs_nobody() -> None:
 
 
 def test_addresses_follow_the_pool_layout() -> None:
-    pool = UnitPool(
-        5, num_layers=4, block_size=8, num_kv_heads=2, head_dim=16, dtype=torch.float32, device=torch.device("cpu")
-    )
+    pool = pool_of(5, 4, 8, 2, 16)
     assert pool.slices.shape == ((5 + 1) * 4, 8 * 2 * 16)
     assert pool.slice_ids(np.array([0, 3])).tolist() == [[0, 12], [1, 13], [2, 14], [3, 15]]
     assert pool.cell_ids(np.array([3]), np.array([5])).tolist() == [

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from cuda_engine import make_driver
+from devices import pool_of
 from driver import make_request
 from hand_driver import BLOCK, CPU
 from test_families import HYBRID_RUNS, check_hybrid, decoder_of
@@ -170,10 +171,7 @@ def test_swaps_hold_their_order_however_the_lanes_run(hurry: float, monkeypatch:
     for seed in range(40):
         monkeypatch.setattr(swap, "_MOST_MARKS", 2 if seed % 2 else 64)
         rng = random.Random(seed)
-        pool = UnitPool(
-            8, num_layers=1, block_size=4, num_kv_heads=1, head_dim=2, dtype=torch.float32, device=CPU,
-            host_units=8,
-        )  # fmt: skip
+        pool = pool_of(8, 1, 4, 1, 2, host_units=8)
         lane, *ways = lanes = [LaterLane() for _ in range(3)]
         rng.shuffle(lanes)  # which of them are in a hurry
         swapper = Swapper(pool, LaterKernels(lane), lane, *ways)
@@ -206,9 +204,7 @@ def test_swaps_hold_their_order_however_the_lanes_run(hurry: float, monkeypatch:
 
 
 def swapper_of(*ways: LaterLane) -> tuple[UnitPool, Swapper]:
-    pool = UnitPool(
-        8, num_layers=1, block_size=4, num_kv_heads=1, head_dim=2, dtype=torch.float32, device=CPU, host_units=8
-    )
+    pool = pool_of(8, 1, 4, 1, 2, host_units=8)
     return pool, Swapper(pool, twins, StepLane([], random.Random(0), 0.0), *ways)
 
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from cuda_engine import CudaDriver, make_driver
+from devices import pool_of
 from driver import make_request, submit_one
 from test_runner import POISON, SAMPLED, check_greedy, crowd, make_decoder, run_in_waves, solo
 from tiny_models import FAMILY_CASES, model_folder
@@ -162,10 +163,7 @@ def test_the_largest_step_can_be_rehearsed() -> None:
 def test_a_paired_pool_has_one_table_on_the_device(options: dict[str, int], count: int) -> None:
     """Every change of a block sends one entry; V that lies elsewhere than behind its K is not sent at all."""
     limits, layers = Limits(2, 32, 64, num_units=12, block_size=4), 3
-    pool = UnitPool(
-        12, num_layers=layers, block_size=4, num_kv_heads=1, head_dim=8, dtype=torch.float32,
-        device=torch.device("cpu"), **options,
-    )  # fmt: skip
+    pool = pool_of(12, layers, 4, 1, 8, **options)
     rows = RowTable(limits)
     tables = DeviceTables(rows, pool)
     (_, keys, values, *_), blocks = tables.view(pool.slices), rows.tables.shape[2]

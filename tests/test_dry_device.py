@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 import torch
+from devices import pool_of
 from dry_device import META, DryDevice, WouldCompileError, WouldWaitError, dry_device
 from test_cuda_runner import MetaTensors
 from test_sharding import INDIVISIBLE
@@ -26,7 +27,6 @@ from engine.execution.cuda.modules import KernelAttention
 from engine.execution.cuda.sampling import Sampling
 from engine.execution.layout import RankStep, chunk_array, decodes_first
 from engine.execution.masks import FinishMasks, StepMasks
-from engine.execution.pool import UnitPool
 from engine.execution.ranks.group import Follower
 from engine.execution.ranks.messages import decode_step, encode
 from engine.execution.rows import RowTable
@@ -527,15 +527,7 @@ def module_layers() -> list[tuple[HeadSizes, Manner]]:
 def test_modules_wait_for_nothing_and_compile_nothing_once_their_heads_are_known(arch: int) -> None:
     with dry_device(arch) as dry, torch.inference_mode():
         limits, layers = Limits(4, 32, 64, num_units=60, block_size=BLOCK), module_layers()
-        pool = UnitPool(
-            60,
-            num_layers=len(layers),
-            block_size=BLOCK,
-            num_kv_heads=4,
-            head_dim=192,
-            dtype=torch.bfloat16,
-            device=META,
-        )
+        pool = pool_of(60, len(layers), BLOCK, 4, 192, torch.bfloat16, META)
         rows = RowTable(limits)
         attention = KernelAttention(triton_kernels(), pool, rows, limits)
         for heads, manner in layers:

@@ -6,9 +6,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from devices import pool_of
 from native_build import library_of
+from test_attention import LAYERS, Reference
 from test_attention import Bench as AttentionBench
-from test_attention import Reference
 from test_native_model import LENGTH, load, team_of
 from tiny_models import model_folder
 
@@ -22,7 +23,6 @@ from engine.execution.cpu.native.device import NativeDevice
 from engine.execution.cpu.native.library import Level
 from engine.execution.cpu.native.linear import Native
 from engine.execution.cuda.device import CudaDevice
-from engine.execution.pool import UnitPool
 from engine.limits import Limits
 from engine.models.byte_cells import INTEGERS, STEPS, dequantize, quantize, slice_elements
 from engine.models.decoder import Decoder
@@ -71,10 +71,7 @@ class Rounded(Reference):
 def test_paged_attention_reads_what_the_pool_holds(shape: tuple[int, int, int], dtype: torch.dtype) -> None:
     bench = AttentionBench(*shape, dtype, num_rows=6)
     _, kv_heads, head_dim = shape
-    bench.pool = UnitPool(
-        bench.pool.num_units, num_layers=bench.pool.num_layers, block_size=8, num_kv_heads=kv_heads, head_dim=head_dim,
-        dtype=dtype, device=bench.pool.device, cell_type=INTEGERS,
-    )  # fmt: skip
+    bench.pool = pool_of(bench.pool.num_units, LAYERS, 8, kv_heads, head_dim, dtype, cell_type=INTEGERS)
     assert bench.pool.bytes is not None
     bench.pool.bytes.scales[: bench.pool.zero_unit * bench.pool.num_layers] = math.nan
     bench.reference = Rounded()

@@ -6,6 +6,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 import torch
+from devices import pool_of
 from native_build import library_of
 from torch import Tensor
 
@@ -56,10 +57,7 @@ def cache(dtype: torch.dtype) -> tuple[UnitPool, RowTable]:
     """A pool of NaN, in cells wide enough for every layer, and rows whose blocks are scattered over it."""
     per_row = LENGTH // BLOCK
     units = 2 * ROWS * per_row
-    pool = UnitPool(
-        units, num_layers=len(LAYERS), block_size=BLOCK, num_kv_heads=1, head_dim=192, dtype=dtype,
-        device=torch.device("cpu"),
-    )  # fmt: skip
+    pool = pool_of(units, len(LAYERS), BLOCK, 1, 192, dtype)
     pool.units[:units].fill_(math.nan)
     rows = RowTable(Limits(ROWS, ROWS, LENGTH, num_units=1, block_size=BLOCK))
     order = np.random.default_rng(0).permutation(units).reshape(2, ROWS, per_row)

@@ -57,15 +57,7 @@ class Bench:
         library = library_of(level)
         per_row = -(-length // block_size)
         units = 2 * ROWS * per_row
-        self.pool = UnitPool(
-            units,
-            num_layers=spec.num_layers,
-            block_size=block_size,
-            num_kv_heads=spec.num_kv_heads,
-            head_dim=spec.head_dim,
-            dtype=weights.embedding.dtype,
-            device=torch.device("cpu"),
-        )
+        self.pool = UnitPool.of(spec, Limits(ROWS, ROWS, length, units, block_size), weights.embedding)
         self.pool.units[:units].fill_(math.nan)
         self.rows = RowTable(Limits(ROWS, ROWS, length, num_units=1, block_size=block_size))
         order = rng.permutation(units)

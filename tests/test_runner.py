@@ -401,17 +401,10 @@ def test_what_hidden_state_and_the_host_tier_take() -> None:
     hidden = memory.hidden_cache_bytes(spec, 16, torch.float32, 6, CPU)
     assert hidden == 6 * 2 * size // spec.num_layers == memory.scratch_bytes(spec, 16, torch.float32, 6)
     units = memory.num_units(21 * size, size, 16, 16, hidden)
-    pool = UnitPool(
-        units,
-        num_layers=spec.num_layers,
-        block_size=16,
-        num_kv_heads=spec.num_kv_heads,
-        head_dim=spec.head_dim,
-        dtype=torch.float32,
-        device=CPU,
-        scratch_blocks=6,
+    pool = UnitPool.of(
+        spec, Limits(1, 16, 16, units, 16), torch.empty(0), scratch_blocks=6,
         host_units=memory.host_units(5 * size + 1, size),
-    )
+    )  # fmt: skip
     assert pool.slices.nbytes == (units + 1) * size + hidden
     assert 19 * size < pool.slices.nbytes <= 21 * size
     assert pool.host_units.nbytes == 5 * size

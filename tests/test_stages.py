@@ -16,7 +16,7 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 import torch
-from devices import device_of, linear_of
+from devices import device_of, linear_of, pool_of
 from driver import Driver, make_request
 from fake_cuda_driver import fake_memory
 from test_runner import crowd
@@ -373,10 +373,7 @@ def test_layers_of_a_checkpoint_are_loaded_again() -> None:
 
 
 def make_pool(units: int, spare: int = 2**16) -> UnitPool:
-    return UnitPool(
-        units, num_layers=4, block_size=2, num_kv_heads=1, head_dim=3, dtype=torch.float32, device=torch.device("cpu"),
-        spare_bytes=spare,
-    )  # fmt: skip
+    return pool_of(units, 4, 2, 1, 3, spare_bytes=spare)
 
 
 @pytest.mark.parametrize("piece", [1, 200, 2**20])
