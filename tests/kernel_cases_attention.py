@@ -98,7 +98,7 @@ def decode_both(
     expected = torch.full(shape, NAN, dtype=torch.float64, device=DEVICE)
     twin.decode_attention(q.double(), cache.double().twin_view, work, scratch, expected, layer=layer, manner=manner)
     assert expected.isnan().all(-1).all(-1).tolist() == [not length for length in (*lengths, 0, 0)]
-    assert_same(actual, expected, dtype)
+    assert_same(actual, expected, dtype, cache.is_bytes)
     assert not arrived.any(), "the next layer counts from zero"
     return work
 
@@ -195,11 +195,12 @@ def test_decode_of_large_scores_does_not_overflow() -> None:
 
 def prefill_both(
     cache: PagedCache, case: Case, chunks: list[list[int]], count: int, dtype: torch.dtype, slots: int = 0,
-    config: LaunchConfig = PREFILL_TILE,
+    config: LaunchConfig = PREFILL_TILE, min_split: int = 32,
 ) -> PrefillWork:  # fmt: skip
     """Compare the kernel with its twin and return the work list; with `slots` contexts of 128 tokens are split."""
     heads, tile = case.kv_heads * case.group, config.block_n
-    work = PrefillWork(len(chunks) + 2, 40, config.block_m // case.group, DEVICE, slots=slots, tile=tile, min_split=32)
+    size = config.block_m // case.group
+    work = PrefillWork(len(chunks) + 2, 40, size, DEVICE, slots=slots, tile=tile, min_split=min_split)
     work.fill(np.array(chunks, np.int32))
     work.buffer.upload()
     q = fused_heads(torch.Generator().manual_seed(7), count, heads, case.head_dim, dtype)
@@ -212,7 +213,7 @@ def prefill_both(
     for _, first, length, _ in chunks:
         covered[first : first + length] = True
     assert (~expected.isnan()).all(dim=-1).all(dim=-1).tolist() == covered.tolist()
-    assert_same(actual, expected, dtype)
+    assert_same(actual, expected, dtype, cache.is_bytes)
     return work
 
 
