@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import tiny_models
 import torch
-from dense_model import attend_with
+from dense_model import attend_with, dense_attend
 from torch import Tensor
 from torch.nn import functional
 
@@ -28,27 +28,15 @@ class DenseAttention:
     """`attend` over one request whose keys and values are simply kept; grouped heads, causal, with windows."""
 
     def __init__(self, spec: ModelSpec) -> None:
-        self._group, self._window_of = spec.num_heads // spec.num_kv_heads, spec.window_of
-        self._scale, self._cap = spec.scale or spec.head_dim**-0.5, spec.softcap
-        self._keys: dict[int, list[Tensor]] = defaultdict(list)
-        self._values: dict[int, list[Tensor]] = defaultdict(list)
+        self._spec = spec
+        self._past: dict[int, list[tuple[Tensor, Tensor]]] = defaultdict(list)
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         assert k.shape == v.shape
-        assert q.shape[1] == self._group * k.shape[1]
-        self._keys[layer].append(k)
-        self._values[layer].append(v)
-        keys = torch.cat(self._keys[layer]).repeat_interleave(self._group, 1).transpose(0, 1).float()
-        values = torch.cat(self._values[layer]).repeat_interleave(self._group, 1).transpose(0, 1).float()
-        scores = q.transpose(0, 1).float() @ keys.transpose(1, 2) * self._scale
-        if self._cap is not None:
-            scores = self._cap * torch.tanh(scores / self._cap)
-        new, total = scores.shape[-2:]
-        hidden = torch.ones(new, total, dtype=torch.bool).triu(total - new + 1)
-        if window := self._window_of(layer):
-            hidden |= torch.ones_like(hidden).tril(total - new - window)
-        probabilities = scores.masked_fill(hidden, float("-inf")).softmax(-1)
-        return (probabilities @ values).transpose(0, 1).flatten(1).to(q.dtype)
+        assert q.shape[1] == self._spec.num_heads // self._spec.num_kv_heads * k.shape[1]
+        self._past[layer].append((k, v))
+        keys, values = (torch.cat(past).float() for past in zip(*self._past[layer], strict=True))
+        return dense_attend(self._spec, layer, q.float(), keys, values).to(q.dtype)
 
 
 def decoder_of(name: str, *, dtype: str = "auto", folder: Path | None = None) -> Decoder:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from dense_model import attend_with
+from dense_model import attend_with, dense_attend
 from devices import BACKENDS, device_of
 from driver import Driver, make_request
 from fakes.speculation import Oracle
@@ -86,27 +86,11 @@ def make_driver(
     return Driver(runner, config)
 
 
-def dense_attend(spec: ModelSpec, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """Causal attention of one whole sequence, no cache."""
-    k, v = (x.repeat_interleave(spec.num_heads // x.shape[1], dim=1) for x in (k, v))
-    scores = torch.einsum("qhd,khd->hqk", q, k) * (spec.scale or spec.head_dim**-0.5)
-    if spec.softcap is not None:
-        scores = torch.tanh(scores / spec.softcap) * spec.softcap
-    tokens = torch.arange(len(q))
-    past = tokens[:, None] - tokens
-    unseen = (past < 0) | (past >= (spec.window_of(layer) or len(q)))
-    return torch.einsum("hqk,khd->qhd", scores.masked_fill(unseen, -math.inf).softmax(-1), v).flatten(1)
-
-
 def reference_logits(decoder: Decoder, token_ids: list[int]) -> torch.Tensor:
-    spec = decoder.spec
     ids, positions = torch.tensor(token_ids), torch.arange(len(token_ids))
-
-    def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        return dense_attend(spec, layer, q, k, v)
-
+    attend = attend_with(functools.partial(dense_attend, decoder.spec), decoder, positions)
     with torch.inference_mode():
-        hidden = Decoder.run(decoder, decoder.embed(ids, positions), attend_with(attend, decoder, positions))
+        hidden = Decoder.run(decoder, decoder.embed(ids, positions), attend)
         return decoder.logits(hidden[-1:])[0].float()
 
 
