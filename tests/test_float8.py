@@ -6,6 +6,7 @@ from pathlib import Path
 
 import packed_checkpoints
 import pytest
+import tiny_models
 import torch
 from dry_device import META, dry_device
 from kernel_ledger import _Tensors
@@ -31,7 +32,6 @@ from engine.models.quantized import RoundedWeight
 from engine.models.spec import load_spec, spec_from_config
 from engine.models.weights import DummyTensors, LayerWeights, ModelWeights, ResidentLayers, build_weights, matrices
 from engine.triton_kernels import triton_kernels, twins
-from tests import tiny_models
 
 
 def _drawn(*shape: int, seed: int = 0) -> Tensor:
@@ -276,9 +276,8 @@ def _stored(folder: Path, name: str, static: float | None = None, case: str = "l
     """A tiny checkpoint by packed_checkpoints.FORMATS[name], whose inputs have these scales; see `write`."""
     weights = packed_checkpoints.write(folder, name, case)
     if static is not None:
-        tensors = load_file(folder / "model.safetensors")
-        tensors |= {key.replace(".weight", ".input_scale"): torch.tensor(static) for key in weights}
-        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+        scales = {key.replace(".weight", ".input_scale"): torch.tensor(static) for key in weights}
+        tiny_models.rewrite(folder, lambda tensors: tensors.update(scales))
     return weights
 
 

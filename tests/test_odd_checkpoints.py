@@ -12,7 +12,7 @@ import tiny_models
 import tokenizer_folders
 import torch
 from driver import Driver, make_request
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from engine.build import build_runner, plan_launch
@@ -76,12 +76,7 @@ def config(**changes: Any) -> Change:
 
 
 def tensors(change: Callable[[dict[str, Tensor]], object]) -> Change:
-    def rewrite(folder: Path) -> None:
-        stored = load_file(folder / WHOLE)
-        change(stored)
-        save_file(stored, folder / WHOLE, metadata={"format": "pt"})
-
-    return rewrite
+    return lambda folder: tiny_models.rewrite(folder, change)
 
 
 def renamed(change: Callable[[str], str]) -> Change:

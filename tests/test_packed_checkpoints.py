@@ -13,7 +13,7 @@ import torch
 from driver import Driver, make_request
 from native_build import native_library
 from packed_checkpoints import FORMATS, GROUP, NIBBLES
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from engine.build import build_runner, plan_launch
@@ -131,7 +131,7 @@ def test_stored_experts_that_do_not_fit_are_refused(
 ) -> None:
     folder = tmp_path / "packed"
     packed_checkpoints.write_gpt_oss(folder, tmp_path / "plain")
-    rewrite(folder, lambda tensors: change(tensors, "model.layers.1.mlp.experts.down_proj"))
+    tiny_models.rewrite(folder, lambda tensors: change(tensors, "model.layers.1.mlp.experts.down_proj"))
     with pytest.raises(ModelLoadError) as caught:
         build_runner(config_of(folder), plan_launch(config_of(folder)))
     assert message in caught.value.message and "\n" not in caught.value.message
@@ -182,7 +182,7 @@ def test_a_start_computes_with_them_natively(tmp_path: Path, monkeypatch: pytest
     """The same tokens by the kernels and by torch; a layer that was left as it was beside those of integers."""
     packed_checkpoints.write(tmp_path, "w8a8")
     name = "model.layers.1.mlp.gate_proj"
-    rewrite(tmp_path, lambda tensors: unpacked_again(tensors, name))
+    tiny_models.rewrite(tmp_path, lambda tensors: unpacked_again(tensors, name))
     monkeypatch.setattr(library, "load", native_library)
     monkeypatch.setattr("engine.execution.cpu.native.start.load", native_library)
     answers = {}
@@ -210,7 +210,7 @@ def test_stored_nibbles_are_computed_with(name: str, tmp_path: Path, monkeypatch
     that); a fused layer of which one part is not packed is unpacked."""
     weights = packed_checkpoints.write(tmp_path, name, "llama-wide")
     module = "model.layers.1.mlp.gate_proj"
-    rewrite(tmp_path, lambda tensors: left_as_it_was(tensors, module, weights[f"{module}.weight"]))
+    tiny_models.rewrite(tmp_path, lambda tensors: left_as_it_was(tensors, module, weights[f"{module}.weight"]))
     model = load_weights(load_spec(tmp_path), tmp_path, dtype="float32", stored=True)
     layer, plain = model.layers[0].qkv, load_weights(load_spec(tmp_path), tmp_path, dtype="float32")
     assert isinstance(layer, Int4Linear) and not isinstance(model.layers[1].up, Int4Linear)
@@ -236,7 +236,7 @@ def test_groups_in_act_order_are_unpacked(tmp_path: Path) -> None:
     """As the config says, or as only the tensors show."""
     packed_checkpoints.write(tmp_path, "gptq of 32", "llama-wide")
     name = "model.layers.0.mlp.down_proj.g_idx"
-    rewrite(tmp_path, lambda tensors: tensors.update({name: tensors[name].flip(0).contiguous()}))
+    tiny_models.rewrite(tmp_path, lambda tensors: tensors.update({name: tensors[name].flip(0).contiguous()}))
     model = load_weights(load_spec(tmp_path), tmp_path, dtype="float32", stored=True)
     assert not isinstance(model.layers[0].down, Int4Linear) and isinstance(model.layers[1].down, Int4Linear)
     config = tiny_models.llama_config(
@@ -285,12 +285,6 @@ def test_few_bits_may_be_rounded_to_integers(tmp_path: Path) -> None:
 
 
 # What cannot be read -------------------------------------------------------------------------------------------------
-
-
-def rewrite(folder: Path, change: Callable[[dict[str, Tensor]], object]) -> None:
-    tensors = load_file(folder / "model.safetensors")
-    change(tensors)
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
 def unpacked_again(tensors: dict[str, Tensor], module: str) -> None:
@@ -355,7 +349,7 @@ _Q = "model.layers.0.self_attn.q_proj"
 def test_parts_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     def broken(name: str, change: Callable[[dict[str, Tensor]], object]) -> str:
         packed_checkpoints.write(tmp_path, name)
-        rewrite(tmp_path, change)
+        tiny_models.rewrite(tmp_path, change)
         return refusal(tmp_path)
 
     assert "the tensor qzeros is missing" in broken("awq", lambda t: t.pop(f"{_Q}.qzeros"))
@@ -377,5 +371,5 @@ def test_parts_that_do_not_fit_are_refused(tmp_path: Path) -> None:
 def test_scales_of_a_cache_are_left_aside(tmp_path: Path) -> None:
     packed_checkpoints.write(tmp_path, "float8 by outputs")
     more = {"model.layers.0.self_attn.k_scale": torch.ones(1), f"{_Q}.input_scale": torch.ones(1)}
-    rewrite(tmp_path, lambda tensors: tensors.update(more))
+    tiny_models.rewrite(tmp_path, lambda tensors: tensors.update(more))
     load_weights(load_spec(tmp_path), tmp_path)

@@ -11,7 +11,7 @@ import pytest
 import tiny_models
 import torch
 from dense_model import attend_with
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 
 from engine.errors import ModelLoadError
@@ -47,12 +47,6 @@ def _logits(decoder: Decoder) -> Tensor:
 def checkpoint(tmp_path: Path) -> Path:
     """A tiny Llama that a test may break."""
     return Path(shutil.copytree(tiny_models.model_folder("llama-gqa2"), tmp_path / "model"))
-
-
-def rewrite(folder: Path, change: Callable[[dict[str, Tensor]], None]) -> None:
-    tensors = load_file(folder / "model.safetensors")
-    change(tensors)
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
 def refusal(folder: Path, **options: str) -> str:
@@ -105,7 +99,7 @@ def test_forms_of_a_checkpoint_give_the_same_model(
 ) -> None:
     folder = Path(shutil.copytree(tiny_models.model_folder(name), tmp_path / "model"))
     expected = first_layer_logits(folder)
-    rewrite(folder, change)
+    tiny_models.rewrite(folder, change)
     assert torch.equal(first_layer_logits(folder), expected)
 
 
@@ -160,7 +154,7 @@ def test_unreadable_config(tmp_path: Path, text: str) -> None:
 
 def adding(tensors: dict[str, Tensor]) -> Callable[[Path], None]:
     """Add tensors to the file, or replace them."""
-    return lambda folder: rewrite(folder, lambda stored: stored.update(tensors))
+    return lambda folder: tiny_models.rewrite(folder, lambda stored: stored.update(tensors))
 
 
 def cut_file(folder: Path) -> None:

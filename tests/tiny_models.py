@@ -11,10 +11,12 @@ import json
 import shutil
 import tempfile
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 
 # One thread: on models this small a second one only waits for the first, and for other tests' threads.
 torch.set_num_threads(1)
@@ -187,6 +189,13 @@ def reference_model(name: str) -> Any:
 def model_folder(name: str, *, dtype: torch.dtype = torch.float32, shard_size: str = "1GB") -> Path:
     """The saved checkpoint of a case (read-only: it is shared). `shard_size` as transformers spells it, e.g. "40KB"."""
     return _saved(name, dtype, shard_size)
+
+
+def rewrite(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
+    """Change the tensors of a copied checkpoint."""
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
 @functools.cache
