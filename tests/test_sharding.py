@@ -144,7 +144,7 @@ def test_parts_of_dummy_weights_are_of_one_model() -> None:
     spec = load_spec(tiny_models.model_folder("llama-gqa2"))
 
     def load(shard: Shard | None = None) -> ModelWeights:
-        return load_weights(spec, Path("/nonexistent"), load_format="dummy", seed=3, shard=shard)
+        return load_weights(spec, Path("/nonexistent"), load_format="dummy", shard=shard)
 
     parts = [load(unjoined(rank, 2)) for rank in (0, 1)]
     for index, layer in enumerate(load().layers):

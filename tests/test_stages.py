@@ -63,10 +63,10 @@ def llama(**changes: object) -> ModelSpec:
 
 
 def make(spec: ModelSpec, kind: str, dtype: str = "float32", units: int = UNITS, **pool: Any) -> PipelineRunner:
-    """A runner of random weights, which it loads again by their seed."""
+    """A runner of random weights, which it loads again alike."""
     gather: Gather = functools.partial(MappedLayers, fake_memory()[0]) if kind == "cuda" else ResidentLayers
     linear = make_linear if kind == "cuda" else linear_of(kind)
-    weights = build_weights(spec, DummyTensors(3, getattr(torch, dtype), torch.device("cpu")), linear, gather)
+    weights = build_weights(spec, DummyTensors(0, getattr(torch, dtype), torch.device("cpu")), linear, gather)
     layers: Any = weights.layers
     spare = {"spare_bytes": layers.spare_bytes, **pool}
     if kind == "cuda":
@@ -75,7 +75,7 @@ def make(spec: ModelSpec, kind: str, dtype: str = "float32", units: int = UNITS,
     else:
         device = device_of(kind, spec, weights, limits_of(units), **spare)
     load = functools.partial(
-        load_layers, spec, Path(), dtype=dtype, load_format="dummy", seed=3, make=linear, keep=layers.refill
+        load_layers, spec, Path(), dtype=dtype, load_format="dummy", make=linear, keep=layers.refill
     )
     return PipelineRunner(Runner(device), load)
 

@@ -119,9 +119,9 @@ def test_types_are_converted(stored: torch.dtype, wanted: str) -> None:
 # Dummy weights --------------------------------------------------------------------------------------------------------
 
 
-def dummy(name: str, seed: int = 0, dtype: str = "float32") -> ModelWeights:
+def dummy(name: str, dtype: str = "float32") -> ModelWeights:
     spec = load_spec(tiny_models.model_folder(name))
-    return load_weights(spec, Path("/nowhere"), dtype=dtype, load_format="dummy", seed=seed)
+    return load_weights(spec, Path("/nowhere"), dtype=dtype, load_format="dummy")
 
 
 @pytest.mark.parametrize("name", tiny_models.FAMILY_CASES)
@@ -131,9 +131,8 @@ def test_dummy_weights_run_and_stay_in_range(name: str) -> None:
     assert 0.05 < logits.std() < 20
 
 
-def test_dummy_weights_follow_the_seed() -> None:
+def test_dummy_weights_are_the_same_each_time() -> None:
     assert torch.equal(dummy("neox").layers[2].qkv(torch.ones(1, 64)), dummy("neox").layers[2].qkv(torch.ones(1, 64)))
-    assert not torch.equal(dummy("neox").embedding, dummy("neox", seed=1).embedding)
 
 
 # Broken checkpoints ---------------------------------------------------------------------------------------------------

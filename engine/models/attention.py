@@ -112,11 +112,8 @@ class HeadProjection:
         """Return K and V of tokens with attention input x, equal to those of `qkv`. Needs `hidden`."""
         num_heads = self._spec.num_kv_heads
         heads = self._kv[layer](x).view(-1, 2 * num_heads, self._spec.head_dim)
-        return self._placed(layer, heads[:, :num_heads], rotary), heads[:, num_heads:]
-
-    def _placed(self, layer: int, k: Tensor, rotary: Rotary | None) -> Tensor:
-        """Normalise and rotate K."""
+        k, v = heads[:, :num_heads], heads[:, num_heads:]
         norm = self._layers[layer].qk_norm
         if norm is not None:
             k = torch_ops.rms_norm(k, norm[self._spec.num_heads :], self._spec.norm_eps)
-        return k if rotary is None else torch_ops.apply_rotary(k, rotary)
+        return k if rotary is None else torch_ops.apply_rotary(k, rotary), v

@@ -51,7 +51,6 @@ def load_weights(
     dtype: str = "auto",
     device: str | torch.device = "cpu",
     load_format: str = "auto",
-    seed: int = 0,
     make: MakeLinear = make_linear,
     gather: Gather = ResidentLayers,
     stored: bool = False,
@@ -72,7 +71,7 @@ def load_weights(
     target = torch.device(device)
     with torch.inference_mode():
         if load_format == "dummy":
-            return build_weights(spec, DummyTensors(seed, kind, target), make, gather, shard)
+            return build_weights(spec, DummyTensors(0, kind, target), make, gather, shard)
         with Checkpoint(folder, kind, target, spec.packing, stored=stored) as checkpoint:
             weights = build_weights(spec, checkpoint, make, gather, shard)
             copies = tuple(f"{name}.weight" for name in family_named(spec.family).names.head)
@@ -90,7 +89,6 @@ def load_layers(
     dtype: str,
     device: str | torch.device = "cpu",
     load_format: str = "auto",
-    seed: int = 0,
     make: MakeLinear = make_linear,
     stored: bool = False,
     keep: Callable[[int, LayerWeights], LayerWeights] = lambda _index, layer: layer,
@@ -111,7 +109,7 @@ def load_layers(
             return ResidentLayers()
 
         # Random weights depend on all numbers drawn before them.
-        build_weights(spec, DummyTensors(seed, kind, target), make, gather)
+        build_weights(spec, DummyTensors(0, kind, target), make, gather)
         return kept
 
 

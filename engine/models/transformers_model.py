@@ -217,7 +217,6 @@ def load_model(
     dtype: str,
     device: str | torch.device = "cpu",
     load_format: str = "auto",
-    seed: int = 0,
     make: MakeLinear = make_linear,
 ) -> TransformersModel:
     """Load the checkpoint in `folder`, safetensors only, or create random weights with `load_format` "dummy".
@@ -228,7 +227,7 @@ def load_model(
     config = config_of(folder, read_json(folder / "config.json"))
     with quiet():
         if load_format == "dummy":
-            torch.manual_seed(seed)
+            torch.manual_seed(0)
             model = causal_lm().from_config(config, dtype=kind, attn_implementation=ATTENTION)
         else:
             model = _from_safetensors(folder, config, kind, shape.packing)
