@@ -256,67 +256,56 @@ def test_rows_of_modules_by_transformers(name: str, native: bool, tmp_path: Path
 
 LLAMA = "llama-gqa2"
 Q = "model.layers.1.self_attn.q_proj"
+A = f"base_model.model.{Q}.lora_A.weight"
 
 
 def plan(folder: Path) -> Any:
     return plan_adapter(NamedFolder("mine", folder), load_spec(model_folder(LLAMA)))
 
 
+def change(folder: Path, config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+    about, file = folder / "adapter_config.json", folder / "adapter_model.safetensors"
+    about.write_text(json.dumps(json.loads(about.read_text()) | config))
+    save_file(load_file(file) | tensors, file)
+
+
 def test_ranks_and_alphas_by_pattern(tmp_path: Path) -> None:
     shapes = {Q: (64, 64), "model.layers.0.mlp.down_proj": (64, 88)}
     adapter_of(tmp_path, shapes, rank=2, alpha=4.0)
-    changed = load_file(tmp_path / "adapter_model.safetensors")
-    changed[f"base_model.model.{Q}.lora_A.weight"] = torch.ones(5, 64)
-    changed[f"base_model.model.{Q}.lora_B.weight"] = torch.ones(64, 5)
-    save_file(changed, tmp_path / "adapter_model.safetensors")
-    about = json.loads((tmp_path / "adapter_config.json").read_text())
     patterns = {"rank_pattern": {"q_proj": 5}, "alpha_pattern": {r"layers\.\d\.self_attn\.q_proj": 20}}
-    (tmp_path / "adapter_config.json").write_text(json.dumps(about | patterns))
+    change(tmp_path, patterns, {A: torch.ones(5, 64), A.replace("lora_A", "lora_B"): torch.ones(64, 5)})
     parts = {part.module: (part.rank, part.scale) for parts in plan(tmp_path).parts.values() for part in parts}
     assert parts == {Q: (5, 4.0), "model.layers.0.mlp.down_proj": (2, 2.0)}
 
 
 @pytest.mark.parametrize(
-    ("config", "words"),
+    ("config", "tensors", "words"),
     [
-        ({"use_dora": True}, "DoRA"),
-        ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
-        ({"bias": "all"}, "bias='all'"),
-        ({"lora_bias": True}, "lora_bias"),
-        ({"peft_type": "IA3"}, "'IA3'"),
-        ({"trainable_token_indices": [1]}, "embeddings"),
-        ({"init_lora_weights": "pissa_niter_4"}, "pissa"),
-        ({"r": 7}, "r = 7"),
-        ({"lora_alpha": None}, "lora_alpha"),
+        ({"use_dora": True}, {}, "DoRA"),
+        ({"modules_to_save": ["lm_head"]}, {}, "modules_to_save"),
+        ({"bias": "all"}, {}, "bias='all'"),
+        ({"lora_bias": True}, {}, "lora_bias"),
+        ({"peft_type": "IA3"}, {}, "'IA3'"),
+        ({"trainable_token_indices": [1]}, {}, "embeddings"),
+        ({"init_lora_weights": "pissa_niter_4"}, {}, "pissa"),
+        ({"r": 7}, {}, "r = 7"),
+        ({"lora_alpha": None}, {}, "lora_alpha"),
+        ({}, {A.replace("lora_A.weight", "lora_magnitude_vector"): (64,)}, "lora_magnitude_vector"),
+        ({}, {"base_model.model.model.embed_tokens.lora_embedding_A": (3, 97)}, "lora_embedding_A"),
+        ({}, {"base_model.model.lm_head.lora_A.weight": (3, 64)}, "lm_head"),
+        ({}, {A.replace("layers.1", "layers.9"): (3, 64)}, "layers.9"),
+        ({}, {A: (3, 32)}, "[3, 32]"),
+        ({}, {A.replace("layers.1", "layers.0"): (3, 64)}, "is missing"),
     ],
 )
-def test_configs_that_are_refused(tmp_path: Path, config: dict[str, Any], words: str) -> None:
+def test_adapters_that_are_refused(
+    tmp_path: Path, config: dict[str, Any], tensors: dict[str, tuple[int, ...]], words: str
+) -> None:
     adapter_of(tmp_path, {Q: (64, 64)})
-    about = json.loads((tmp_path / "adapter_config.json").read_text())
-    (tmp_path / "adapter_config.json").write_text(json.dumps(about | config))
+    change(tmp_path, config, {name: torch.zeros(shape) for name, shape in tensors.items()})
     with pytest.raises(ModelLoadError, match=r"^adapter mine: ") as caught:
         plan(tmp_path)
     assert words in caught.value.message and "\n" not in caught.value.message
-
-
-@pytest.mark.parametrize(
-    ("name", "shape", "words"),
-    [
-        (f"base_model.model.{Q}.lora_magnitude_vector", (64,), "lora_magnitude_vector"),
-        ("base_model.model.model.embed_tokens.lora_embedding_A", (3, 97), "lora_embedding_A"),
-        ("base_model.model.lm_head.lora_A.weight", (3, 64), "lm_head"),
-        ("base_model.model.model.layers.9.self_attn.q_proj.lora_A.weight", (3, 64), "layers.9"),
-        (f"base_model.model.{Q}.lora_A.weight", (3, 32), "[3, 32]"),
-        ("base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight", (3, 64), "is missing"),
-    ],
-)
-def test_tensors_that_are_refused(tmp_path: Path, name: str, shape: tuple[int, ...], words: str) -> None:
-    adapter_of(tmp_path, {Q: (64, 64)})
-    file = tmp_path / "adapter_model.safetensors"
-    save_file(load_file(file) | {name: torch.zeros(shape)}, file)
-    with pytest.raises(ModelLoadError) as caught:
-        plan(tmp_path)
-    assert words in caught.value.message
 
 
 def test_files_that_are_not_there(tmp_path: Path) -> None:
