@@ -179,9 +179,9 @@ async def test_with_a_rank_the_engine_ends_and_its_requests_go_on(tmp_path: Path
     def rank() -> int:
         return rank_of(int(pid_file.read_text()))
 
-    async def restarted(times: int) -> None:
+    async def restarted(**causes: int) -> None:
         async def done() -> bool:
-            return (await engine.stats()).restarts == {"device": times} and engine.state is EngineState.READY
+            return (await engine.stats()).restarts == causes and engine.state is EngineState.READY
 
         await until(done)
 
@@ -194,19 +194,20 @@ async def test_with_a_rank_the_engine_ends_and_its_requests_go_on(tmp_path: Path
         os.kill(rank(), signal.SIGKILL)
         assert [token async for output in stream for token in output.token_ids] == undisturbed
         assert (await engine.stats()).resumed_requests == 1
-        await restarted(1)
+        await restarted(device=1)
         found: list[int] = []
         async for output in await submit_one(engine, request):
             if not found:
                 os.kill(rank(), signal.SIGKILL)
             found += output.token_ids
         assert found == undisturbed
-        await restarted(2)
+        await restarted(device=2)
         os.kill(rank(), signal.SIGKILL)
-        await restarted(3)
+        await restarted(device=3)
         left = rank()
         os.kill(int(pid_file.read_text()), signal.SIGKILL)
         await until_ended(left)
+        await restarted(device=3, killed=1)
         assert await answer(engine, "later") == undisturbed
         left = rank()
     finally:
