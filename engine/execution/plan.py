@@ -10,6 +10,7 @@ from engine.limits import UNITS_PER_BLOCK, Limits
 from engine.models.byte_cells import INTEGERS
 from engine.models.hub import OWN
 from engine.models.lora import AdapterPlan
+from engine.models.quantized import GROUP, GROUPS
 from engine.models.spec import ModelShape, ModelSpec
 
 FLOAT8, INT4 = "fp8", "int4"
@@ -110,9 +111,12 @@ class LaunchPlan:
             return self.quantization == INT4 and packing.nibbles
         return packing.floats if self.quantization in (FLOAT8, STORED_FLOATS) else packing.integers
 
-    def rounds_weights(self, load_format: str) -> bool:
-        """Return whether layers of 4 bits round weights that are not in 4 bits."""
-        return not self.stored or load_format == "dummy"
+    def rounded_group(self, load_format: str) -> int:
+        """Return the group in which layers of 4 bits round other weights; 0: they keep them."""
+        if not self.stored:
+            return GROUP
+        assert self.spec.packing is not None
+        return 0 if load_format != "dummy" else self.spec.packing.block[1] or GROUPS[0]
 
     @property
     def held_bytes(self) -> int:

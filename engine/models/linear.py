@@ -7,11 +7,12 @@ from torch import Tensor
 from torch.nn import functional
 
 from engine.models.quantized import (
-    GROUPS,
+    GROUP,
     Int4Linear,
     PackedWeight,
     RoundedWeight,
     as_bytes,
+    group_of,
     make_quantized,
     pack_weight,
 )
@@ -101,12 +102,15 @@ def make_linear(weight: AnyWeight, bias: Tensor | None = None, **_gated: bool) -
 
 
 def make_packed(
-    weight: AnyWeight, bias: Tensor | None = None, *, head: bool = False, rounds: bool = True, **_gated: bool
+    weight: AnyWeight, bias: Tensor | None = None, *, head: bool = False, group: int = GROUP, **_gated: bool
 ) -> Linear:
     """Make a torch layer of 4 bits (a MakeLinear); the head has 8, and so have layers that no group divides.
 
-    `rounds`: round weights that are not stored so.
+    `group`: inputs that share a scale of a weight that is not stored so; 0: it is not rounded.
     """
-    if head or (rounds and isinstance(weight, Tensor) and weight.shape[1] % GROUPS[-1]):
+    if head:
         return make_quantized(weight, bias)
-    return make_linear(pack_weight(weight) if rounds and isinstance(weight, Tensor) else weight, bias)
+    if isinstance(weight, Tensor) and group:
+        size = group_of(weight.shape[1], group)
+        return make_quantized(weight, bias) if size is None else make_linear(pack_weight(weight, size), bias)
+    return make_linear(weight, bias)

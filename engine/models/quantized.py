@@ -16,8 +16,8 @@ _HIGHEST = 127.0
 _SMALLEST = 1e-30  # rows with a smaller maximum become zero
 GROUPS = (128, 64, 32)
 """Inputs that share a scale of a 4-bit weight in memory, largest first; larger groups are divided."""
-_GROUP = 32
-"""Inputs that share a scale if the weight is rounded here."""
+GROUP = 32
+"""Inputs that share a scale of a weight that is rounded here."""
 
 
 class RoundedWeight(NamedTuple):
@@ -87,12 +87,12 @@ def pack_values(values: Tensor) -> Tensor:
     return pairs[..., 0] | pairs[..., 1] << 4
 
 
-def pack_weight(weight: Tensor) -> PackedWeight:
-    """Round a weight [n, k], k a multiple of 32, to 4 bits between the extremes of each group.
+def pack_weight(weight: Tensor, group: int = GROUP) -> PackedWeight:
+    """Round a weight [n, k], k a multiple of the group, to 4 bits between the extremes of each group.
 
     Raises ValueError if it is not finite.
     """
-    groups = weight.float().view(len(weight), -1, _GROUP)
+    groups = weight.float().view(len(weight), -1, group)
     low, high = groups.amin(-1).clamp(max=0.0), groups.amax(-1).clamp(min=0.0)
     scales = ((high - low) / 15).clamp_min(_SMALLEST).bfloat16()
     if not bool(scales.isfinite().all()):

@@ -152,13 +152,13 @@ def _own_memory() -> int:
 
 def _by_torch(plan: LaunchPlan, config: EngineConfig) -> MakeLinear:
     if plan.quantization == INT4:
-        return partial(make_packed, rounds=plan.rounds_weights(config.load_format))
+        return partial(make_packed, group=plan.rounded_group(config.load_format))
     return make_quantized if plan.quantization == "int8" else make_linear
 
 
 def _natively(native: Native, plan: LaunchPlan, config: EngineConfig) -> MakeLinear:
     if plan.quantization == INT4:
-        return partial(native.int4_linear, rounds=plan.rounds_weights(config.load_format))
+        return partial(native.int4_linear, group=plan.rounded_group(config.load_format))
     return native.int8_linear if plan.quantization == "int8" else native.linear
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from engine.execution.cpu.native.library import Epilogue, Int8, Kind, Level, Library, Op, Team, activation_dtype
 from engine.models.linear import AnyWeight
-from engine.models.quantized import PackedWeight, RoundedWeight, pack_weight, round_weight
+from engine.models.quantized import GROUP, PackedWeight, RoundedWeight, group_of, pack_weight, round_weight
 
 PAD = 32
 """Inputs, and rows of a buffer, are padded to a multiple of this."""
@@ -62,15 +62,16 @@ class Native:
         *,
         gated: bool = False,
         head: bool = False,
-        rounds: bool = True,
+        group: int = GROUP,
     ) -> "NativeLinear":
-        """Make a layer of 4 bits; the head has 8. `rounds`: round weights that are not stored so."""
+        """Make a layer of 4 bits; see `engine.models.linear.make_packed`."""
         if head:
             return self.int8_linear(weight, bias, gated=gated)
-        if rounds and isinstance(weight, Tensor):
-            if weight.shape[1] % PAD:
+        if isinstance(weight, Tensor) and group:
+            size = group_of(weight.shape[1], group)
+            if size is None:
                 return self.int8_linear(weight, bias, gated=gated)
-            weight = pack_weight(weight)
+            weight = pack_weight(weight, size)
         return self.linear(weight, bias, gated=gated)
 
     def int8_linear(

@@ -86,21 +86,21 @@ template <int R> struct HalfSums {
         before.join(other.before);
         a = added(a, other.a), b = added(b, other.b);
     }
-    void put(float *c, const RowGroup *rows, int64_t groups, const GroupFactors &by, bool first) const {
-        before.put(c, rows, groups, by, first);
+    void put(float *c, const RowGroup *rows, int64_t groups, const GroupFactors &by) const {
+        before.put(c, rows, groups, by);
         const RowGroup row = rows[(R - 1) * groups];
         const Vec scale = set(row.scale), sum = set(row.sum);
         c += (R - 1) * PANEL;
-        store(c, fma(fnma(by.zero_a, sum, floats_of(a)), mul(by.scale_a, scale), first ? zero() : load(c)));
+        store(c, fma(fnma(by.zero_a, sum, floats_of(a)), mul(by.scale_a, scale), load(c)));
         c += Vec::W;
-        store(c, fma(fnma(by.zero_b, sum, floats_of(b)), mul(by.scale_b, scale), first ? zero() : load(c)));
+        store(c, fma(fnma(by.zero_b, sum, floats_of(b)), mul(by.scale_b, scale), load(c)));
     }
 };
 template <> struct HalfSums<0> {
     void clear() {}
     void add(const int8_t *, int64_t, Ints, Ints) {}
     void join(const HalfSums &) {}
-    void put(float *, const RowGroup *, int64_t, const GroupFactors &, bool) const {}
+    void put(float *, const RowGroup *, int64_t, const GroupFactors &) const {}
 };
 
 // A block of a panel: `groups` groups of `group` inputs.
@@ -109,8 +109,8 @@ struct HalfBlock {
     int64_t groups, group;
 };
 
-// c [R][PANEL] (+)= x [R][stride] * a block. `rows` [R][all_groups].
-template <int R> void half_tile(const int8_t *x, int64_t stride, const RowGroup *rows, int64_t all_groups, HalfBlock block, float *c, bool first, Asks &asks) {
+// c [R][PANEL] += x [R][stride] * a block. `rows` [R][all_groups].
+template <int R> void half_tile(const int8_t *x, int64_t stride, const RowGroup *rows, int64_t all_groups, HalfBlock block, float *c, Asks &asks) {
     constexpr bool TWICE = R <= HALF_ROWS / 4;  // one sum would wait for itself
     for (int64_t g = 0; g < block.groups; g++, block.at += int4_group_bytes(block.group), x += block.group, rows++) {
         for (int64_t part = 0; part < PANEL; part += HALF_PART) {
@@ -129,12 +129,12 @@ template <int R> void half_tile(const int8_t *x, int64_t stride, const RowGroup 
                 }
             }
             if constexpr (TWICE) sums.join(more);
-            sums.put(c + part, rows, all_groups, GroupFactors(block.at, part), first && g == 0);
+            sums.put(c + part, rows, all_groups, GroupFactors(block.at, part));
         }
     }
 }
 
-using HalfTile = void (*)(const int8_t *, int64_t, const RowGroup *, int64_t, HalfBlock, float *, bool, Asks &);
+using HalfTile = void (*)(const int8_t *, int64_t, const RowGroup *, int64_t, HalfBlock, float *, Asks &);
 inline HalfTile half_tile_for(int64_t rows) {
     static constexpr HalfTile tiles[] = {
         half_tile<1>, half_tile<2>, half_tile<3>,
@@ -187,6 +187,7 @@ template <class T, class S> struct HalfLinear {
             const int64_t count = least(INT_BLOCK_ROWS, rows.last - row), tiles = divide_up(count, HALF_ROWS);
             for (int64_t panel = panels.first; panel < panels.last; panel++) {
                 const char *whole = (const char *)op.weight + panel * int4_panel_bytes(op.k, op.group);
+                for (int64_t i = 0; i < count * PANEL; i += Vec::W) store(c + i, zero());
                 for (int64_t g = 0; g < groups; g += depth) {
                     const HalfBlock block{whole + INT4_HEAD + g * bytes, least(depth, groups - g), op.group};
                     const int64_t size = block.groups * bytes, requests = block.groups * op.group / HALF_STRIDE * (PANEL / HALF_PART);
@@ -195,7 +196,7 @@ template <class T, class S> struct HalfLinear {
                         const int64_t first = i * count / tiles, some = (i + 1) * count / tiles - first;
                         const int8_t *x = (const int8_t *)op.in + (row + first) * op.in_stride + g * op.group;
                         const RowGroup *by = (const RowGroup *)op.scales + (row + first) * groups + g;
-                        half_tile_for(some)(x, op.in_stride, by, groups, block, c + first * PANEL, g == 0, asks);
+                        half_tile_for(some)(x, op.in_stride, by, groups, block, c + first * PANEL, asks);
                     }
                 }
                 for (int64_t i = 0; i < count * PANEL; i += Vec::W) store(c + i, mul(load(c + i), load((const float *)whole + i % PANEL)));
