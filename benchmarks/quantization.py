@@ -12,7 +12,8 @@ through memory in every step; `--only large` measures these alone.
 
 import argparse
 import tempfile
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -156,40 +157,58 @@ def show_divergence(name: str, folder: Path, load_format: str) -> None:
 
 
 def show_steps(
-    folder: Path, steps: Mapping[str, Mapping[str, Any]], shapes: Mapping[str, StepShape], rounds: int = ROUNDS
+    folder: Path,
+    steps: Mapping[str, Mapping[str, Any]],
+    shapes: Mapping[str, StepShape],
+    rounds: int = ROUNDS,
+    threads: int | None = None,
 ) -> None:
+    """Print the time of steps, or with `threads` the time that processors spend in them."""
+    clock = time.perf_counter if threads is None else time.process_time
     arms = {}
     for name, flags in steps.items():
         given: dict[str, Any] = {"model": str(folder), "device": "cpu", "load_format": "dummy"}
-        config = EngineConfig(num_gpu_blocks_override=BLOCKS, **(given | dict(flags)))
+        config = EngineConfig(num_gpu_blocks_override=BLOCKS, threads=threads, **(given | dict(flags)))
         runner, plan = build_runner(config, plan_launch(config))
         arms[name] = ShapeRunner(runner, plan.limits, plan.spec.vocab_size)
         print(f"{name}: {plan.precision}, kernels {plan.kernels}, weights {plan.weight_bytes / 2**20:.0f} MiB")
     others = list(arms)[1:]
     print(f"{'step':16}" + "".join(f" {name + ' ms':>14}" for name in arms) + f"   times as fast: {', '.join(others)}")
     for name, shape in shapes.items():
-        each_round = [[arm.measure(shape) for arm in arms.values()] for _ in range(rounds + 1)][1:]
+        each_round = [[timed(arm, shape, clock) for arm in arms.values()] for _ in range(rounds + 1)][1:]
         times = [median(each[index] for each in each_round) * 1e3 for index in range(len(arms))]
         faster = [median(each[0] / each[index] for each in each_round) for index in range(1, len(arms))]
         print(f"{name:16}" + "".join(f" {ms:14.1f}" for ms in times) + "   " + ", ".join(f"{x:.2f}" for x in faster))
 
 
-def show_large() -> None:
+def timed(arm: ShapeRunner, shape: StepShape, clock: Callable[[], float]) -> float:
+    """Return the seconds of a step by this clock."""
+    begin = clock()
+    arm.measure(shape)
+    return clock() - begin
+
+
+def show_large(threads: int | None) -> None:
     """Time steps of the large model, its 4 bits in groups of 32, and of 128 as an AWQ checkpoint has them."""
     with tempfile.TemporaryDirectory() as name:
         folder, stored = Path(name), Path(name) / "awq"
         stored.mkdir()
         make_model_folder(folder, LARGE)
         make_model_folder(stored, LARGE | AWQ)
-        show_steps(folder, LARGE_STEPS | {"int4 of 128": {"model": str(stored)}}, LARGE_SHAPES, LARGE_ROUNDS)
+        steps = LARGE_STEPS | {"int4 of 128": {"model": str(stored)}}
+        show_steps(folder, steps, LARGE_SHAPES, LARGE_ROUNDS, threads)
 
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks quantization")
     parser.add_argument("--only", choices=("large",), help="measure steps of the large model alone")
+    parser.add_argument(
+        "--threads", type=int, help="with --only large: threads of a step, whose processor time is measured"
+    )
     print(f"quantization: {describe()}")
-    if parser.parse_args(argv).only:
-        return show_large()
+    options = parser.parse_args(argv)
+    if options.only:
+        return show_large(options.threads)
     print(f"{'KL to float32, nats':24} {'':20} {'mean':>9} {'largest':>9} {'same top':>9} {'tokens':>8}", flush=True)
     show_divergence("demo model", resolve_model(EngineConfig()), "auto")
     with tempfile.TemporaryDirectory() as name:
@@ -199,7 +218,7 @@ def main(argv: list[str] | None = None) -> None:
         show_steps(folder, STEPS, SHAPES)
         make_model_folder(folder, GEMMA)
         show_divergence(f"random Gemma, {GEMMA['num_hidden_layers']} layers", folder, "dummy")
-    return show_large()
+    return show_large(None)
 
 
 if __name__ == "__main__":
