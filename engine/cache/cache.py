@@ -126,7 +126,7 @@ class Cache:
         parked, hits = parked[len(hits) :], self.without_gone(hits)
         num_tokens, num_compact = len(hits) * block_size, sum(map(self._is_new_compact, (*hits, *parked)))
         num_blocks = request.num_missing_blocks(block_size, len(hits) + len(parked), count_gone(hits))
-        of_kind = max(0, min(num_blocks, self.compact_room - num_compact)) if self._stores_compact(request) else 0
+        of_kind = max(0, min(num_blocks, self.compact_room - num_compact)) if request.cache_map.kind.form.compact else 0
         units = of_kind * COMPACT.form.units + (num_blocks - of_kind) * UNITS_PER_BLOCK
         if parked:
             num_tokens = request.cache_map.num_parked_tokens
@@ -189,7 +189,7 @@ class Cache:
         cache_map, block_size = request.cache_map, self._config.block_size
         start, online = request.num_computed_tokens, request.request_class is RequestClass.ONLINE
         missing = -(-(start + length) // block_size) - len(cache_map.blocks)
-        if missing > 0 and not self._stores_compact(request):
+        if missing > 0 and not request.cache_map.kind.form.compact:
             units = missing * UNITS_PER_BLOCK
             if units <= min(self.device.num_free_units, self.units_for(request, num_offline)):
                 cache_map.blocks += self.device.take_free(CacheKind.KV, missing, online=online)
@@ -336,12 +336,9 @@ class Cache:
 
     def _next_kind(self, request: Request, growing: bool) -> CacheKind:
         """Return the kind of a request's next block. A map mixes kinds when the scratch area is full."""
-        if not self._stores_compact(request) or self.compact_room <= 0:
+        if not request.cache_map.kind.form.compact or self.compact_room <= 0:
             return CacheKind.KV
         return self.parked.next_kind(request) if growing else COMPACT
-
-    def _stores_compact(self, request: Request) -> bool:
-        return request.cache_map.kind.form.compact
 
     def _is_new_compact(self, block: CacheBlock) -> bool:
         """Return whether the block is compact and no running request has it, so that it needs further scratch."""

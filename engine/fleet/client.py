@@ -155,7 +155,7 @@ class FleetClient:
         """See EngineClient.stats. Return the total of all engines, with each engine in `engines`."""
         found = await asyncio.gather(*[member.engine.stats() for member in self._members])
         for member in self._members:
-            member.hears()
+            member.harvest.hear(member.engine.report)
         pipelines = None if self._overload is None else self._overload.stats()
         pairs = () if pipelines is None else pipelines.pairs
         partners = {one: other for pair in pairs for one, other in (pair, pair[::-1])}
@@ -313,7 +313,7 @@ class FleetClient:
     def _offline_loads(self, members: Sequence[Member], *, bounded: bool) -> Loads:
         """Return the offline loads, by each engine's rate. `bounded`: leave out engines that hold their share."""
         for member in members:
-            member.hears()
+            member.harvest.hear(member.engine.report)
         part = shares({member.number: member.harvest.rate for member in members})
         lines = self.info.batch_lines if self._lines is None else self._lines
         room = windows(part, lines * len(members))

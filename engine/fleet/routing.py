@@ -124,10 +124,6 @@ class PrefixMemory:
         while len(self._blocks) > max_blocks:
             del self._blocks[next(iter(self._blocks))]
 
-    def clear(self) -> None:
-        """Forget all blocks, because the cache is empty."""
-        self._blocks.clear()
-
 
 class Harvest:
     """The rate of one engine in offline tokens per second; 0: unknown.
@@ -198,10 +194,6 @@ class Member:
         """Whether the engine is up and ready."""
         return self.engine.is_up and self.engine.state is EngineState.READY
 
-    def hears(self) -> None:
-        """Update the offline rate from the last load report."""
-        self.harvest.hear(self.engine.report)
-
     def give(self, requests: Sequence[EngineRequest], chain: Sequence[int]) -> None:
         """Record requests sent to the engine. `chain`: the hashes of their prompt (`prefix_chain`)."""
         self.routed += len(requests)
@@ -210,7 +202,7 @@ class Member:
 
     def lose_cache(self) -> None:
         """Forget the prefixes, because the process has ended or its cache was rebuilt."""
-        self.prefixes.clear()
+        self.prefixes = PrefixMemory()
 
     def view(self, stats: EngineStats, partner: int | None = None) -> EngineView:
         engine = self.engine

@@ -243,7 +243,7 @@ class EngineProcess:
 
     def abort(self, request_id: str, reason: FinishReason = FinishReason.ABORT) -> None:
         """See EngineClient.abort."""
-        entry = self._requests.find(request_id)
+        entry = self._requests.open.get(request_id)
         if entry is not None:
             self._forget(request_id, reason)
             entry.end(reason, self._clock())
@@ -322,7 +322,7 @@ class EngineProcess:
         self._life.on_started()
 
     def _deliver(self, output: RequestOutput) -> None:
-        entry = self._requests.find(output.request_id)
+        entry = self._requests.open.get(output.request_id)
         if entry is None:
             return  # the request was aborted in the meantime
         keeps_up = entry.take(output)

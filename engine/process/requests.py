@@ -171,10 +171,6 @@ class Requests:
         self._unjudged: set[float] = set()
         self._clock = clock
 
-    def find(self, request_id: str) -> OpenRequest | None:
-        """Return an open request."""
-        return self.open.get(request_id)
-
     def innocent(self, entries: Iterable[OpenRequest]) -> list[OpenRequest]:
         """Return the requests that are not suspects."""
         return [entry for entry in entries if entry.request.request_id not in self.suspects]

@@ -45,8 +45,8 @@ class FairShare:
         """Record one more piece of work of `key`."""
         account = self._accounts.get(key)
         if account is None or not account.num_active:
-            own = 0.0 if account is None else account.service
-            account = self._accounts[key] = _Account(max(own, self.least()), self._num_entered)
+            own, least = 0.0 if account is None else account.service, min(self._active(), default=0.0)
+            account = self._accounts[key] = _Account(max(own, least), self._num_entered)
             self._num_entered += 1
         account.num_active += 1
 
@@ -75,10 +75,6 @@ class FairShare:
     def service(self, key: str) -> float:
         """Return the service charged to an active key."""
         return self._accounts[key].service
-
-    def least(self) -> float:
-        """Return the lowest counter among active keys, or 0 without any."""
-        return min(self._active(), default=0.0)
 
     def standing(self, key: str) -> tuple[float, int]:
         """Return the sort key of an active key; the lowest is served next."""
@@ -159,7 +155,7 @@ class OnlineShare:
 
     def start(self, request: Request) -> None:
         """Charge a request that runs for the first time."""
-        if self._is_owed(request):
+        if self._charged.get(request.request_id, 0.0) is None:
             self._charged[request.request_id] = cost = self.price(request)
             self._share.charge(request.spec.tenant, cost)
 
@@ -222,9 +218,6 @@ class OnlineShare:
     def _actual(self, request: Request) -> float:
         """Return the cost of a request so far."""
         return self._costs.of(request.num_prompt_tokens - request.num_cached_tokens, request.num_output_tokens)
-
-    def _is_owed(self, request: Request) -> bool:
-        return self._charged.get(request.request_id, 0.0) is None
 
 
 def by_tenant(requests: Iterable[Request]) -> dict[str, list[Request]]:

@@ -76,7 +76,7 @@ class TrialBuilder:
             if victim is None or self.awaits_units:
                 break
             running = [request for request in running if request is not victim]
-            self._preempt(victim)
+            self._state.preempt(victim, "step_failure", self._draft.now)
         for request in requests:
             if request.status is not RequestStatus.RUNNING and self._draft.may_start(request):
                 self._admit(request, force)
@@ -99,7 +99,7 @@ class TrialBuilder:
             if self._is_coming(request):
                 self.awaits_units = True
                 return
-            self._preempt(victim)
+            self._state.preempt(victim, "step_failure", self._draft.now)
             if self._start(request):
                 return
         self.awaits_units = self.awaits_units or self._is_coming(request)
@@ -116,9 +116,6 @@ class TrialBuilder:
         pool, claim = self._state.pool, self._state.cache.claim(request)
         missing = claim.units + pool.num_idle_units(claim.hits) - pool.num_available_units
         return bool(self._state.free_rows) and 0 < missing <= pool.num_deferred_units
-
-    def _preempt(self, victim: Request) -> None:
-        self._state.preempt(victim, "step_failure", self._draft.now)
 
 
 class LastResortBuilder:

@@ -79,7 +79,8 @@ class PromptFill:
             self.time_limit *= EASY_SHARE
         context = _queue_context(self._state, self._draft.now)
         for request in first:
-            if not self._start_first(request):
+            may_start = self._ledger.open and self._draft.may_start(request)
+            if not (may_start and self._admit(request, CacheKind.KV)):
                 if self._state.pool.num_deferred_units:
                     starts = []  # its memory is still deferred: no other request may take it
                 break
@@ -209,9 +210,6 @@ class PromptFill:
         # With several tenants none is skipped: requests of another tenant would take the room again and again.
         passes = policy.scans_past(request, context) and not self._state.online_share.is_contested
         return passes and bool(self._state.free_rows)
-
-    def _start_first(self, request: Request) -> bool:
-        return self._ledger.open and self._draft.may_start(request) and self._admit(request, CacheKind.KV)
 
     def _admit(self, request: Request, kind: CacheKind) -> bool:
         admitted = self._draft.admit(request, self._length, kind)
