@@ -101,4 +101,7 @@ def _describe_responses(document: dict[str, Any]) -> None:
 
 def _properties(fields: Unhonoured) -> dict[str, Any]:
     ignored = {name: {"description": "Accepted and ignored."} for name in sorted(fields.inert)}
-    return ignored | {name: {"enum": [None, *values]} for name, values in fields.unsupported.items()}
+    refused = {
+        name: {"enum": [None, *each.defaults], "description": each.advice} for name, each in fields.unsupported.items()
+    }
+    return ignored | refused

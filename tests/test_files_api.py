@@ -153,6 +153,7 @@ async def test_lists_by_purpose_and_with_what_proxies_add(ready: Ready) -> None:
             assert answer.status_code == 200 and len(answer.json()["data"]) == 2
         for query in ("limit=0", "limit=10001", "order=up", "after=file-x", "limit=%00"):
             assert (await http.get(f"{served.url}/v1/files?{query}")).status_code == 400
+        assert (await http.put(f"{served.url}/v1/files")).headers["allow"] == "GET, HEAD, POST"
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ import functools
 import json
 import random
 import re
+from decimal import Decimal
 from pathlib import Path
 from typing import Annotated, Any, Literal
 from uuid import UUID
@@ -12,15 +13,19 @@ import jsonschema_rs
 import numpy as np
 import pydantic
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from test_tools import FORMATS, Function, Parsing, take_apart
 
 import engine.models.demo
 from engine.errors import InvalidRequestError
 from engine.forms import Grammar
 from engine.structured.compiler import GrammarCompiler
+from gateway.generate.chat import CHAT
 from gateway.generate.lark import integer_pattern
 from gateway.generate.schemas import BOUNDS, prepared
-from gateway.generate.structured import grammar_of
+from gateway.generate.structured import form_of, grammar_of
+from gateway.generate.tools import answer_grammar
 from gateway.generate.wire import CompletionRequest
 
 FOLDER = Path(engine.models.demo.__file__ or "").parent / "weights"
@@ -70,24 +75,52 @@ def drawn(schema: Any, count: int = 8) -> list[Any]:
 LARGE = [2**53 + 1, 1234567890123456789, -(2**53) - 1, 2**63 - 1, -(2**63), 2**63, 2**64 - 1]
 
 
-@pytest.mark.parametrize("number", LARGE)
-def test_integers_beyond_doubles_are_written_exactly(number: int) -> None:
-    for one in ({"const": number}, {"enum": [number]}, {"type": "integer", "minimum": number, "maximum": number}):
-        for schema in (one, closed(x=one), {"type": "array", "items": one, "minItems": 1}, {"anyOf": [one]}):
-            for value in drawn(schema, 2):
-                assert set(re.findall(r"-?\d+", json.dumps(value))) == {str(number)}
-    assert drawn({"$defs": {"id": {"const": number}}, **closed(x={"$ref": "#/$defs/id"})}, 1) == [{"x": number}]
-    assert drawn({"const": {"ids": [number]}}, 1) == [{"ids": [number]}]
+DIGITS = st.text("0123456789", min_size=1, max_size=22)
+NUMBERS = st.one_of(
+    st.sampled_from(["1", "1.0", "-0.0", "1e-400", "12345678901234567.5", "1e16", str(2**64 + 1), *map(str, LARGE)]),
+    st.floats(-(2.0**63), 2.0**63).map(json.dumps), st.integers(-(2**70), 2**70).map(str),
+    st.builds("0.{}{}".format, DIGITS, st.sampled_from(["", "e-7", "E+9", "e-300"])),
+)  # fmt: skip
+HERE = [987654]
+PLACES = [
+    {"enum": HERE}, {"anyOf": [{"const": True}, {"enum": HERE}]}, {"enum": [{"ids": HERE}]}, closed(y={"enum": HERE}),
+    {"type": "array", "items": {"enum": HERE}, "minItems": 2},
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("name", sorted(FORMATS))
-def test_calls_have_the_exact_integer(name: str) -> None:
-    for one in ({"enum": [2**60 + 1]}, {"type": "integer", "minimum": 2**60 + 1, "maximum": 2**60 + 1}):
-        function = Function("f", prepared(closed(x=one)))
-        text = draw(Grammar("lark", FORMATS[name].grammar([function], {}, False, True, budget=0)), 0)
-        assert text is not None
-        (call,) = take_apart(Parsing(FORMATS[name], [function]), [text]).calls
-        assert json.loads(call.arguments) == {"x": 2**60 + 1}
+def is_exact(text: str) -> bool:
+    value = json.loads(text)
+    return -(2**63) <= value < 2**64 and Decimal(text) == Decimal(str(value))
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(NUMBERS, min_size=1, max_size=3),
+    st.sampled_from(PLACES),
+    st.sampled_from(sorted({*FORMATS} - {"harmony"})),
+)
+def test_listed_numbers_are_written_exactly_or_refused(numbers: list[str], place: Any, name: str) -> None:
+    schema, exact = closed(x=place), all(map(is_exact, numbers))
+    function = {"name": "f", "strict": True, "parameters": schema}
+    call = {"tool_choice": "required", "thinking_token_budget": 0, "parallel_tool_calls": False}
+    for fields in (
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "f", "schema": schema}}},
+        {"structured_outputs": {"json": json.dumps(schema)}},
+        {"tools": [{"type": "function", "function": function}], **call},
+    ):
+        body = {"messages": [{"role": "user", "content": "0.10000000000000000001"}], **fields}
+        try:
+            parsed = CHAT.parse(json.dumps(body).replace(str(HERE[0]), ",".join(numbers)).encode())
+            asked = answer_grammar(parsed, FORMATS[name], {}, form_of(parsed))
+        except InvalidRequestError as error:
+            assert not exact and (error.param or "").startswith(next(iter(fields)))
+            continue
+        text, found = draw(asked or grammar(True), 0, 2000), list[str]()
+        assert exact and text is not None
+        if parsed.tools:
+            text = take_apart(Parsing(FORMATS[name], [Function("f", {})]), [text]).calls[0].arguments
+        json.loads(text, parse_float=found.append, parse_int=found.append)
+        assert {*map(Decimal, found)} <= {*map(Decimal, numbers)}
 
 
 @pytest.mark.parametrize(
@@ -99,6 +132,9 @@ def test_calls_have_the_exact_integer(name: str) -> None:
         '{"type": "number", "minimum": 9007199254740993}',
         '{"type": "integer", "minimum": 9007199254740993, "multipleOf": 2}',
         '{"type": "integer", "minimum": 9007199254740993, "exclusiveMaximum": true}',
+        '{"enum": [9007199254740993], "maximum": "x"}',
+        '{"enum": [9007199254740993], "type": "string"}',
+        '{"enum": [1e-99999999999999999999999]}',
         '{"type": "integer", "minimum": 9007199254740994, "maximum": 9007199254740993}',
         '{"allOf": [{"const": 9007199254740993}, {"type": "integer"}]}',
     ],

@@ -110,6 +110,7 @@ def _default(flag: Flag) -> str:
 
 def api_page() -> str:
     parts = ["Fields of the bodies. Any other name is a 400 `unknown_parameter`.\n"]
+    first: dict[int, str] = {}
     for number, post in enumerate(POSTS):
         known = next((other for other in POSTS[:number] if issubclass(post.body, other.body)), None)
         if known is not None:
@@ -121,12 +122,15 @@ def api_page() -> str:
         fields = post.body.model_fields.items()
         rows = [(f"`{name}`", _kind(field.annotation), _limits(field)) for name, field in fields]
         parts.append(f"## POST {post.path}\n\n" + table(("field", "type", "limits"), rows))
+        if (earlier := first.setdefault(id(post.unhonoured), post.path)) != post.path:
+            parts.append(f"Without effect or refused: the fields of `POST {earlier}`.\n")
+            continue
         parts.append("Without effect: " + ", ".join(f"`{name}`" for name in sorted(inert)) + ".\n")
         refused = [
-            f"`{name}`" + (f" (except {', '.join(f'`{value!r}`' for value in values)})" if values else "")
-            for name, values in unsupported.items()
+            f"`{name}`" + (f" (except {', '.join(f'`{value!r}`' for value in each.defaults)})" if each.defaults else "")
+            for name, each in unsupported.items()
         ]
-        parts.append("Refused with `unsupported_parameter`: " + ", ".join(refused) + ".\n")
+        parts.append("Refused with `unsupported_parameter` and advice: " + ", ".join(refused) + ".\n")
     return page("Fields of the API", *parts)
 
 

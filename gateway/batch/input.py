@@ -24,7 +24,7 @@ import orjson
 from anyio import to_process
 
 from engine.machine.processes import die_with_parent
-from gateway.http.json_text import TooMuchJson, load_json
+from gateway.http.json_text import RoundedNumber, TooMuchJson, check_numbers, load_json
 from gateway.models import ModelNames
 from gateway.store.objects import InputError, LineRef
 
@@ -193,8 +193,11 @@ class InputChecker:
             return InputError("invalid_request", message, line.number)
         try:
             envelope = load_json(line.content)
+            check_numbers(line.content, envelope)
         except TooMuchJson as error:
             return InputError("invalid_request", f"The line holds {error}.", line.number)
+        except RoundedNumber as error:
+            return InputError("invalid_request", f"A schema cannot be enforced: {error}.", line.number)
         except orjson.JSONDecodeError as error:
             return InputError("invalid_json_line", _why_not_json(line.content, error), line.number)
         if not isinstance(envelope, dict):

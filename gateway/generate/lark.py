@@ -1,8 +1,10 @@
-"""Builder of grammars in Lark syntax within the size that the engine accepts, and expressions for large integers."""
+"""Builder of grammars in Lark syntax within the size that the engine accepts, and values within bounds: expressions for
+large integers, and the choice among listed values."""
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from fractions import Fraction
 from typing import Any
 
 import orjson
@@ -132,3 +134,26 @@ def _ends(number: str, start: int, step: int) -> Iterator[str]:
         low, high = (digit + 1, 9) if step > 0 else (0, digit - 1)
         if low <= high:
             yield f"{number[:at]}[{low}-{high}][0-9]{{{len(number) - at - 1}}}"
+
+
+_KINDS: Mapping[type, Sequence[str]] = {
+    str: ("string",), bool: ("boolean",), int: ("integer", "number"), float: ("number",), type(None): ("null",),
+    list: ("array",), dict: ("object",),
+}  # fmt: skip
+
+
+def admits(schema: Mapping[str, Any], choice: Any) -> bool:
+    """Return whether the type, bounds and lengths of a schema admit a value that it lists."""
+    named = schema.get("type")
+    kinds = _KINDS[int] if isinstance(choice, float) and choice.is_integer() else _KINDS[type(choice)]
+    if named is not None and not any(kind in kinds for kind in ([named] if isinstance(named, str) else named)):
+        return False
+    if isinstance(choice, str):
+        return bool(schema.get("minLength", 0) <= len(choice) <= schema.get("maxLength", len(choice)))
+    if isinstance(choice, bool) or not isinstance(choice, int | float):
+        return True
+    least, most = schema.get("minimum", choice), schema.get("maximum", choice)
+    above, below = schema.get("exclusiveMinimum", -math.inf), schema.get("exclusiveMaximum", math.inf)
+    step = schema.get("multipleOf")
+    divides = step is None or Fraction(str(choice)) % Fraction(str(step)) == 0
+    return bool(least <= choice <= most and above < choice < below and divides)

@@ -16,13 +16,16 @@ All functions take linear time in the size of the schema and do not recurse.
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from decimal import Decimal
 from typing import Any
 from urllib.parse import unquote
 
 import orjson
 
 EXACT_INTEGER = 2**53
-"""The grammar library reads numbers as doubles, which are exact up to this magnitude."""
+"""The grammar library reads the digits of a number as a double, which is exact up to this magnitude."""
+_EXACT_DIGITS, _EXACT_POWER = 15, 22
+"""The library reads a fraction exactly up to this number of digits and this power of ten."""
 BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
 ENFORCED_FORMATS = frozenset(
     {"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"}
@@ -78,13 +81,16 @@ def prepared(schema: Any) -> Any:
     return root
 
 
-def has_large_numbers(schema: Any) -> bool:
+def rounds_numbers(schema: Any) -> bool:
     """Return whether the grammar library would round a number of the schema."""
-    return any(
-        isinstance(number, int) and abs(number) > EXACT_INTEGER
-        for each, _ in _subschemas(schema)
-        for number in _numbers(each)
-    )
+    return any(_is_rounded(number) for each, _ in _subschemas(schema) for number in _numbers(each))
+
+
+def _is_rounded(number: int | float) -> bool:
+    if isinstance(number, int):
+        return abs(number) > EXACT_INTEGER
+    _, digits, power = Decimal(orjson.dumps(number).decode()).as_tuple()
+    return len(digits) > _EXACT_DIGITS or abs(int(power)) > _EXACT_POWER
 
 
 def resolved(schema: Any, root: Any) -> Any:
@@ -183,9 +189,11 @@ def _is_alone(schema: Mapping[str, Any]) -> bool:
 
 
 def _numbers(schema: Mapping[str, Any]) -> Iterator[int | float]:
-    """Yield the numbers that values are compared with."""
+    """Yield the listed numbers and the bounds; fractions as bounds only if they are larger than 64 bits."""
     choices = choices_of(schema)
-    waiting = [schema.get(name) for name in BOUNDS] + (choices if isinstance(choices, list) else [])
+    bounds = [schema.get(name) for name in BOUNDS]
+    waiting = [bound for bound in bounds if not isinstance(bound, float) or abs(bound) >= 2**64]
+    waiting += choices if isinstance(choices, list) else []
     while waiting:
         value = waiting.pop()
         if isinstance(value, int | float) and not isinstance(value, bool):

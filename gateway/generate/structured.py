@@ -12,11 +12,14 @@ import orjson
 from engine.errors import InvalidRequestError
 from engine.forms import MAX_GRAMMAR_BYTES, Grammar, GrammarKind
 from gateway.generate.lark import Lark
-from gateway.generate.schemas import has_large_numbers, prepared
+from gateway.generate.schemas import prepared, rounds_numbers
 from gateway.generate.tool_values import form_rule
 from gateway.generate.wire import GenerationBody, ResponseFormat, StructuredOutputs
+from gateway.http.json_text import check_numbers
 
 ANY_OBJECT = '{"type":"object"}'
+NO_SCHEMA = (AttributeError, TypeError, KeyError, ArithmeticError)
+"""Exceptions of a schema whose keywords have values of other types."""
 
 
 def grammar_of(body: GenerationBody) -> Grammar | None:
@@ -25,14 +28,19 @@ def grammar_of(body: GenerationBody) -> Grammar | None:
 
 
 def exact_grammar(form: Grammar | None) -> Grammar | None:
-    """Return a form, as Lark if it has integers that the grammar library would round in a JSON schema."""
-    if form is None or form.kind != "json" or not has_large_numbers(schema := orjson.loads(form.text)):
+    """Return a form, as Lark if it has numbers that the grammar library would round in a JSON schema."""
+    if form is None or form.kind != "json" or not rounds_numbers(schema := orjson.loads(form.text)):
         return form
     lark = Lark({})
     try:
         return dataclasses.replace(form, kind="lark", text=lark.whole(form_rule(lark, schema, form.whitespace)))
+    except RecursionError as error:
+        raise _refusal(form.param, ValueError("it is nested too deeply")) from error
     except ValueError as error:
         raise _refusal(form.param, error) from error
+    except NO_SCHEMA as error:
+        message = f"'{form.param}' is not a valid JSON schema."
+        raise InvalidRequestError(message, param=form.param, code="invalid_value") from error
 
 
 def form_of(body: GenerationBody) -> Grammar | None:
@@ -130,6 +138,8 @@ def _refusal(param: str, error: ValueError) -> InvalidRequestError:
 
 def _parse(text: str) -> Any:
     try:
-        return orjson.loads(text)
+        schema = orjson.loads(text)
     except orjson.JSONDecodeError as error:
         raise ValueError(f"not JSON: {error}") from error
+    check_numbers(text.encode(), schema, in_schema=True)
+    return schema

@@ -10,8 +10,8 @@ from urllib.parse import unquote
 
 import orjson
 
-from gateway.generate.lark import Lark, integer_pattern, quoted
-from gateway.generate.schemas import choices_of, has_large_numbers
+from gateway.generate.lark import Lark, admits, integer_pattern, quoted
+from gateway.generate.schemas import choices_of, rounds_numbers
 
 Schema = Mapping[str, Any]
 DEFINITIONS = ("$defs", "definitions")
@@ -161,18 +161,18 @@ class JsonValues:
 
 def json_rule(lark: Lark, schema: Any) -> str:
     """Return a rule for JSON with the spaces of json.dumps. Raises ValueError."""
-    if has_large_numbers(schema):
+    if rounds_numbers(schema):
         return lark.rule(Literals(lark, JSON, schema).value(schema))
     return lark.json({**schema, **_SPACED} if isinstance(schema, Mapping) else schema)
 
 
 def form_rule(lark: Lark, schema: Any, whitespace: str | None) -> str:
     """Return a rule for a JSON answer, compact or with `whitespace` between tokens. Raises ValueError."""
-    if not has_large_numbers(schema):
+    if not rounds_numbers(schema):
         options = {"whitespace_flexible": False} if whitespace is None else {"whitespace_pattern": whitespace}
         return lark.json({**schema, "x-guidance": options} if isinstance(schema, Mapping) else schema)
     if whitespace is not None:
-        raise ValueError("white space cannot be chosen for a schema with integers beyond 2^53")
+        raise ValueError("white space cannot be chosen for a schema with numbers of more than 15 digits")
     return lark.rule(Literals(lark, COMPACT, schema).value(schema))
 
 
@@ -196,7 +196,7 @@ class Literals:
             return self._reference(schema["$ref"])
         choices = choices_of(schema)
         if choices is not None:
-            return self._any_of(map(self.constant, choices))
+            return self._any_of([self.constant(choice) for choice in choices if admits(schema, choice)])
         if "anyOf" in schema:
             check_keys(schema, {"anyOf"})
             return self._any_of(map(self.value, schema["anyOf"]))
@@ -275,7 +275,7 @@ class Literals:
         return self._list(schema) if kind == "array" else self._object(schema)
 
     def _number(self, kind: str, bounds: Mapping[str, Any]) -> str:
-        if not has_large_numbers(bounds):
+        if not rounds_numbers(bounds):
             return self.lark.json({**bounds, "type": kind})
         if kind == "number" or "multipleOf" in bounds:
             raise ValueError('a bound beyond 2^53 of a number that need not be an integer, or beside "multipleOf"')
@@ -332,4 +332,7 @@ class Literals:
         return name
 
     def _any_of(self, parts: Iterable[str]) -> str:
-        return self.lark.rule(" | ".join(parts))
+        options = list(parts)
+        if not options:
+            raise ValueError("a schema that admits no value")
+        return self.lark.rule(" | ".join(options))

@@ -17,7 +17,7 @@ from gateway.generate.answer_parser import Parsing
 from gateway.generate.channels import FINAL, START
 from gateway.generate.lark import Lark, quoted
 from gateway.generate.schemas import prepared
-from gateway.generate.structured import exact_grammar
+from gateway.generate.structured import NO_SCHEMA, exact_grammar
 from gateway.generate.tool_decoders import checked_call
 from gateway.generate.tool_formats import FORMATS, THINK, ToolFormat, find_format
 from gateway.generate.tool_grammars import Function
@@ -121,7 +121,7 @@ def answer_grammar(
         raise _invalid("The parameters of a tool are nested too deeply.", "tools") from error
     except ValueError as error:
         raise _invalid(f"'{param}' cannot be enforced in the format {format.name}: {error}", param) from error
-    except (AttributeError, TypeError) as error:
+    except NO_SCHEMA as error:
         raise _invalid("The parameters of a tool are not a valid JSON schema.", "tools") from error
     return Grammar("lark", text, param="tools" if form is None else form.param)
 

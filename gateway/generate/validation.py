@@ -4,16 +4,16 @@ pydantic would collect an error for every invalid element of a body. To bound th
 fail at the first error, and the number of names is checked before the names.
 """
 
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
-from typing import Any, Generic, TypeVar
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import orjson
 from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError, model_validator
 from pydantic_core import ErrorDetails, PydanticCustomError
 
 from engine.errors import InvalidRequestError
-from gateway.http.json_text import TooMuchJson, load_json
+from gateway.http.json_text import RoundedNumber, TooMuchJson, check_numbers, load_json
 
 BodyT = TypeVar("BodyT", bound=BaseModel)
 
@@ -63,30 +63,42 @@ class StrictBody(ClientObject):
         return value
 
 
+class Refused(NamedTuple):
+    """A refused field."""
+
+    advice: str
+    """The reason or the alternative, as a sentence."""
+    defaults: tuple[Any, ...] = ()
+    """Accepted values, which ask for the default behaviour."""
+
+
 @dataclass(frozen=True, slots=True)
 class Unhonoured:
     """Fields of an API that the body models do not have. Only those in `inert` are accepted and ignored."""
 
     inert: Collection[str]
     """Ignored fields, which do not affect the answer."""
-    unsupported: Mapping[str, tuple[Any, ...]]
-    """Refused fields, with the values that are accepted because they ask for the default behaviour."""
-    hints: Mapping[str, str] = field(default_factory=dict)
-    """Advice for the error message of a refused field."""
+    unsupported: Mapping[str, Refused]
 
     def strip(self, body: dict[str, Any]) -> dict[str, Any]:
         """Return the body without these fields. Raises InvalidRequestError for an unsupported field."""
         kept = {}
         for name, value in body.items():
             if name in self.unsupported:
-                if value is not None and value not in self.unsupported[name]:
-                    message = f"'{name}' is not supported. {self.hints.get(name, '')}".rstrip()
+                advice, defaults = self.unsupported[name]
+                if value is not None and value not in defaults:
+                    message = f"'{name}' is not supported. {advice}"
                     raise InvalidRequestError(message, param=name, code="unsupported_parameter")
             elif name not in self.inert:
                 kept[name] = value
         return kept
 
 
+_TEXT_ONLY = "The server reads and writes text only."
+_NO_BEAMS = "The server samples; use 'n' for several answers."
+_SEPARATE = "Thoughts are always in a field of their own, 'reasoning'."
+_BIAS = "Use 'logit_bias'."
+_GRAMMAR = "Use 'structured_outputs' with 'grammar'."
 UNHONOURED = Unhonoured(
     frozenset(
         {
@@ -105,31 +117,42 @@ UNHONOURED = Unhonoured(
         }
     ),
     {
-        "functions": ([],),
-        "function_call": ("none",),
-        "modalities": (["text"],),
-        "audio": (),
-        "web_search_options": (),
-        "moderation": (),
-        "suffix": ("",),
-        # extensions of vLLM and SGLang
-        "bad_words": ([],),
-        "documents": ([],),
-        "early_stopping": (False,),
-        "include_reasoning": (True,),
-        "length_penalty": (1,),
-        "logits_processors": ([],),
-        "mm_processor_kwargs": ({},),
-        "no_stop_trim": (False,),
-        "priority": (0,),
-        "return_hidden_states": (False,),
-        "return_tokens_as_token_ids": (False,),
-        "separate_reasoning": (True,),
-        "spaces_between_special_tokens": (True,),
-        "stop_regex": ([],),
-        "stream_reasoning": (True,),
-        "use_beam_search": (False,),
-        "vllm_xargs": ({},),
+        "functions": Refused("Use 'tools'.", ([],)),
+        "function_call": Refused("Use 'tool_choice'.", ("none",)),
+        "modalities": Refused(_TEXT_ONLY, (["text"],)),
+        "audio": Refused(_TEXT_ONLY),
+        "web_search_options": Refused("The server searches nothing; offer a function in 'tools'."),
+        "moderation": Refused("The server has no moderation model; ask the served model."),
+        "suffix": Refused("The server only continues texts; put the whole text into 'prompt'.", ("",)),
+        # extensions of other servers
+        "allowed_token_ids": Refused("Use 'structured_outputs' with 'choice', or 'logit_bias'."),
+        "bad_words": Refused(_BIAS, ([],)),
+        "chat_template": Refused("The server has one template; start it with --chat-template."),
+        "documents": Refused("Write the documents into a message.", ([],)),
+        "early_stopping": Refused(_NO_BEAMS, (False,)),
+        "ebnf": Refused(_GRAMMAR),
+        "grammar": Refused(_GRAMMAR),
+        "include_reasoning": Refused(_SEPARATE, (True,)),
+        "json_schema": Refused("Use 'response_format' with type 'json_schema'."),
+        "kv_transfer_params": Refused("The server computes all prompts itself."),
+        "length_penalty": Refused(_NO_BEAMS, (1,)),
+        "logits_processors": Refused(_BIAS, ([],)),
+        "lora_path": Refused("Name the adapter as 'model'."),
+        "mm_processor_kwargs": Refused(_TEXT_ONLY, ({},)),
+        "no_stop_trim": Refused("Use 'include_stop_str_in_output'.", (False,)),
+        "priority": Refused("Use 'service_tier'.", (0,)),
+        "prompt_logprobs": Refused("Use 'echo' with 'logprobs' of POST /v1/completions."),
+        "regex": Refused("Use 'structured_outputs' with 'regex'."),
+        "return_hidden_states": Refused("Use POST /v1/embeddings.", (False,)),
+        "return_tokens_as_token_ids": Refused("Use 'return_token_ids'.", (False,)),
+        "separate_reasoning": Refused(_SEPARATE, (True,)),
+        "spaces_between_special_tokens": Refused("The tokenizer alone places spaces.", (True,)),
+        "stop_regex": Refused("Use 'stop', or 'structured_outputs' with 'regex'.", ([],)),
+        "stream_reasoning": Refused(_SEPARATE, (True,)),
+        "structural_tag": Refused("Use 'tools' with 'strict'."),
+        "truncate_prompt_tokens": Refused("Shorten the prompt in the client; POST /tokenize counts its tokens."),
+        "use_beam_search": Refused(_NO_BEAMS, (False,)),
+        "vllm_xargs": Refused("The server has no extensions.", ({},)),
     },
 )
 """For chat completions, completions and embeddings."""
@@ -156,10 +179,16 @@ def parse_json(raw: bytes | bytearray) -> dict[str, Any]:
     """Parse a JSON object. Raises InvalidRequestError `invalid_json`, or `too_many_values` before parsing."""
     try:
         body = load_json(raw)
+        check_numbers(raw, body)
     except TooMuchJson as error:
         raise InvalidRequestError(f"The request body has {error}.", code="too_many_values") from None
-    except orjson.JSONDecodeError:
-        raise InvalidRequestError("The request body is not valid JSON.", code="invalid_json") from None
+    except RoundedNumber as error:
+        param = _param_name(error.place)
+        message = f"'{param}' cannot be enforced: {error}."
+        raise InvalidRequestError(message, param=param, code="invalid_value") from None
+    except orjson.JSONDecodeError as error:
+        message = f"The request body is not valid JSON: {error.msg}."
+        raise InvalidRequestError(message, code="invalid_json") from None
     if not isinstance(body, dict):
         raise InvalidRequestError("The request body must be a JSON object.", code="invalid_json")
     return body
@@ -179,7 +208,8 @@ def _refusal(detail: ErrorDetails) -> InvalidRequestError:
     if kind == "unknown_name":
         kind, param = "extra_forbidden", _param_name((*detail["loc"], detail["ctx"]["name"]))
     if kind == "extra_forbidden":
-        return InvalidRequestError(f"Unknown parameter: '{param}'.", param=param, code="unknown_parameter")
+        advice = " Use 'structured_outputs'." if param.startswith("guided_") else ""
+        return InvalidRequestError(f"Unknown parameter: '{param}'.{advice}", param=param, code="unknown_parameter")
     if kind == "missing":
         message = f"Missing required parameter: '{param}'."
         return InvalidRequestError(message, param=param, code="missing_required_parameter")
@@ -188,7 +218,7 @@ def _refusal(detail: ErrorDetails) -> InvalidRequestError:
     return InvalidRequestError(message, param=param, code="invalid_type" if is_type else "invalid_value")
 
 
-def _param_name(loc: tuple[int | str, ...]) -> str:
+def _param_name(loc: Sequence[int | str]) -> str:
     """Return a parameter name such as `messages[0].content`, without union tags; long client names are truncated."""
     name = ""
     for part in loc:

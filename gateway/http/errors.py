@@ -153,8 +153,10 @@ def error_response(error: BaseException, scope: Scope) -> Response:
     answer = to_api_error(error)
     if isinstance(error, HTTPException) and answer.status in (404, 405):
         reason = _why_missing(scope) if answer.status == 404 else None
-        if allowed := answer.headers.get("allow"):
-            reason = f"{scope['method']} is not possible here; use {allowed}."
+        if answer.status == 405:
+            answer.headers["allow"] = allowed = _allowed(scope)
+            why = _INSTEAD.get(scope["path"] + "/", "")
+            reason = f"{scope['method']} is not possible here; use {allowed}. {why}".rstrip()
         answer = ApiError(answer.status, reason, headers=answer.headers)
     envelope: dict[str, Any] = answer.envelope
     if speaks_anthropic(scope):
@@ -171,6 +173,17 @@ def _why_missing(scope: Scope) -> str | None:
     asked = {**scope, "path": path}
     found = app is not None and any(route.matches(asked)[0] is not Match.NONE for route in app.router.routes)
     return f"The resource does not exist; did you mean {path}?" if found else None
+
+
+def _allowed(scope: Scope) -> str:
+    """Return the methods of the path, which may have several routes, for `Allow`."""
+    routes = scope["app"].router.routes
+    methods = [
+        method
+        for method in ("DELETE", "GET", "PATCH", "POST", "PUT")
+        if any(route.matches({**scope, "method": method})[0] is Match.FULL for route in routes)
+    ]
+    return ", ".join(methods).replace("GET", "GET, HEAD")
 
 
 def handle_error(request: Request, error: Exception) -> Response:

@@ -9,7 +9,8 @@ in pieces.
 import re
 import secrets
 from codecs import BOM_UTF8
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from decimal import Decimal
 from typing import Any, NamedTuple
 
 import orjson
@@ -124,6 +125,16 @@ class _Counter:
 
 PIECE_BYTES = 16 * 1024
 _SPACE = re.compile(rb"[ \t\r\n]*")
+_LONG = 16
+"""Digits, a decimal point included, of the shortest number without an exponent that may have no double."""
+_LONGEST = 20
+"""Characters of the longest integer of 64 bits."""
+_SHOWN_CHARS = 64
+_SHAPE = bytes.maketrans(b".123456789E", b"0" * 10 + b"e")
+_TOKENS = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"|-?[0-9][0-9.]*+(?:[eE][-+]?[0-9]+)?', re.DOTALL)
+_SCHEMA_FIELDS = {
+    "tools", "response_format", "structured_outputs", "guided_json", "text", "output_config",
+}  # fmt: skip
 _LINE_ENDS = {"\u0085".encode(): b"\\u0085", "\u2028".encode(): b"\\u2028", "\u2029".encode(): b"\\u2029"}
 
 
@@ -157,6 +168,79 @@ def load_json(raw: bytes | bytearray, limits: JsonSize = LIMITS) -> Any:
     body = orjson.loads(rest + raw[start:])
     found = {f"{mark}{number}": _read_array(raw[begin:end]) for number, (begin, end) in enumerate(arrays)}
     return _put_in(body, found)
+
+
+class RoundedNumber(ValueError):
+    """A number that a schema lists is no double; the message has both. `place`: the names and positions leading to
+    it."""
+
+    def __init__(self, text: str, place: Sequence[int | str]) -> None:
+        number = f"the number {text[:_SHOWN_CHARS]} would become {float(text)!r}"
+        super().__init__(f"{number}; use at most 15 digits, or a text")
+        self.place = place
+
+
+class _Place(NamedTuple):
+    """A value in a JSON text, with the name or position in the value around it."""
+
+    value: Any
+    name: int | str
+    around: "_Place | None"
+    in_schema: bool
+    is_listed: bool
+    """Below `enum` or `const`."""
+
+    def within(self, name: int | str, value: Any) -> "_Place":
+        is_listed = self.is_listed or (self.in_schema and name in ("enum", "const"))
+        return _Place(value, name, self, self.in_schema or name in _SCHEMA_FIELDS, is_listed)
+
+    def path(self) -> list[int | str]:
+        names, place = list[int | str](), self
+        while place.around is not None:
+            names.append(place.name)
+            place = place.around
+        return names[::-1]
+
+
+def check_numbers(raw: bytes | bytearray, value: Any, in_schema: bool = False) -> None:
+    """Raise RoundedNumber if parsing `raw` to `value` rounded a number under `enum` or `const` of a schema.
+
+    `in_schema`: the value is itself a schema; otherwise the fields that hold schemas are searched."""
+    if not _may_round(raw):
+        return
+    listed = {place.value: place for place in _listed_fractions(_Place(value, "", None, in_schema, False))}
+    for match in _TOKENS.finditer(raw) if listed else ():
+        if match[0][0] != ord('"') and (number := float(match[0])) in listed and _is_rounded(match[0].decode(), number):
+            raise RoundedNumber(match[0].decode(), listed[number].path())
+
+
+def _may_round(raw: bytes | bytearray) -> bool:
+    """Return whether the text has more than 15 digits in sequence, or three digits of a negative exponent."""
+    for start in range(0, len(raw), _STRIDE):
+        shape = raw[start : start + _STRIDE + _LONG].translate(_SHAPE)
+        if b"0" * _LONG in shape or b"0e-000" in shape:
+            return True
+    return False
+
+
+def _is_rounded(text: str, number: float) -> bool:
+    """Return whether a number of a JSON text is neither an integer of 64 bits nor a double."""
+    if len(text) <= _LONGEST and text.lstrip("-").isdecimal() and -(2**63) <= int(text) < 2**64:
+        return False
+    if number == 0:
+        return bool(text.lower().partition("e")[0].strip("-0."))
+    return Decimal(text) != Decimal(repr(number))
+
+
+def _listed_fractions(root: _Place) -> Iterator[_Place]:
+    waiting = [root]
+    while waiting:
+        place = waiting.pop()
+        if isinstance(place.value, dict | list):
+            parts: Any = place.value.items() if isinstance(place.value, dict) else enumerate(place.value)
+            waiting += [place.within(*part) for part in parts if isinstance(part[1], dict | list | float)]
+        elif place.is_listed:
+            yield place
 
 
 def _put_in(body: Any, found: Mapping[str, list[Any]]) -> Any:

@@ -11,7 +11,7 @@ from pydantic import BeforeValidator, Discriminator, Field, Tag
 from engine.errors import InvalidRequestError
 from gateway.generate.prompt_options import SWITCHES
 from gateway.generate.translation import Conversation, Translation, text_of, told_in, tool_fields
-from gateway.generate.validation import ClientObject, Unhonoured, validate
+from gateway.generate.validation import ClientObject, Refused, Unhonoured, validate
 from gateway.generate.wire import (
     MAX_MESSAGES,
     MAX_PARTS,
@@ -31,7 +31,12 @@ UNHONOURED = Unhonoured(
         "anthropic_beta", "anthropic_version", "betas", "cache_control", "context_management", "diagnostics",
         "inference_geo", "metadata", "speed", "user_profile_id",
     },
-    {"container": (), "fallbacks": ([],), "mcp_servers": ([],), "thread": ()},
+    {
+        "container": Refused("The server runs no code; offer a tool and run its calls in the client."),
+        "fallbacks": Refused("The server has one model; choose another one in the client.", ([],)),
+        "mcp_servers": Refused("The server calls no tools; call the MCP servers in the client.", ([],)),
+        "thread": Refused("The server stores no threads; send the whole conversation."),
+    },
 )  # fmt: skip
 """`cache_control` and betas have no effect: all prefixes are cached."""
 

@@ -9,7 +9,7 @@ from pydantic import BeforeValidator, ConfigDict, Discriminator, Field, Tag
 from engine.api import MAX_LOGPROBS
 from gateway.generate.translation import Conversation, Translation, text_of, told_in, tool_fields
 from gateway.generate.validation import UNHONOURED as CHAT_UNHONOURED
-from gateway.generate.validation import ClientObject, StrictBody, Unhonoured, at_most, validate
+from gateway.generate.validation import ClientObject, Refused, StrictBody, Unhonoured, at_most, validate
 from gateway.generate.wire import (
     MAX_MESSAGES,
     MAX_PARTS,
@@ -32,15 +32,14 @@ _NO_REFERENCES = "Responses are not stored; set 'store' to false, so that the cl
 UNHONOURED = Unhonoured(
     frozenset(CHAT_UNHONOURED.inert) - {"metadata", "prompt_cache_key", "safety_identifier"} | {"client_metadata"},
     {
-        "background": (False,),
-        "context_management": ([],),
-        "conversation": (),
-        "moderation": (),
-        "previous_response_id": (),
-        "prompt": (),
-        "truncation": ("disabled", "auto"),
+        "background": Refused("Use POST /v1/batches for answers without a connection.", (False,)),
+        "context_management": Refused("The server shortens no conversation; shorten 'input' in the client.", ([],)),
+        "conversation": Refused(_STATELESS),
+        "moderation": CHAT_UNHONOURED.unsupported["moderation"],
+        "previous_response_id": Refused(_STATELESS),
+        "prompt": Refused("The server stores no prompts; write the prompt into 'instructions'."),
+        "truncation": Refused("Shorten 'input' in the client.", ("disabled", "auto")),
     },
-    {"previous_response_id": _STATELESS, "conversation": _STATELESS},
 )
 
 
