@@ -172,6 +172,12 @@ def test_a_batch_that_runs_whole_ends_with_its_longest_line() -> None:
         assert eta is not None and eta - 6.0 == pytest.approx(0.02 * tokens, rel=0.01)
 
 
+def test_output_of_running_lines_counts_less_its_price_as_a_prompt() -> None:
+    forecast = Forecast(lambda: EngineStats(token_costs=TokenCosts(0.001, 0.003), job_tokens={"x": 1000}))
+    forecast.update([(a_batch("x", 10**9, 100), LineLengths(10_000, 100.0, (64.0,)))], 0.0)
+    assert forecast.pace.averages[0].work == pytest.approx(2.0)
+
+
 CHATS: dict[str, Callable[[float], float]] = {
     "steady": lambda _: 0.4,
     "double": lambda _: 0.8,

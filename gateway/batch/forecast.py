@@ -3,9 +3,9 @@
 Work is measured in predicted engine seconds (`TokenCosts`), so that a pace measured with one job's prompts and answers
 applies to other jobs. The remaining work of a job follows from the bytes of its pending lines and the tokens of its
 finished lines; before enough lines have finished, from the averages of all jobs, capped by the lines' answer limits.
-Output of unfinished lines counts as done. The pace is the work per second while batch work was present: for the next
-minutes that of the last minutes, for later work that of a longer time. At first it is the share of the machine that
-current online work leaves free.
+Output of unfinished lines counts as done, less the price of computing it again as a prompt, since a preemption may cost
+that. The pace is the work per second while batch work was present: for the next minutes that of the last minutes, for
+later work that of a longer time. At first it is the share of the machine that current online work leaves free.
 
 A job is at risk if it would end too late with all jobs served equally. The priority given to jobs at risk does not
 enter this decision, so it cannot reverse it.
@@ -46,9 +46,15 @@ class TokensLeft(NamedTuple):
     longest: float = 0.0
     """Output tokens of the line with the most left; they take a step each, however much room there is."""
 
+    held: int = 0
+    """Output tokens of unfinished lines so far."""
+
     @property
     def total(self) -> float:
         return self.prompt + self.output
+
+    def work(self, prices: TokenCosts) -> float:
+        return prices.of(self.prompt, self.output) + min(prices) * self.held
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,13 +114,13 @@ class Forecast:
         """Do the work of `update` in steps of well under 1 ms; the old outlooks stay valid until the last step."""
         self._look(now)
         prices = self._prices()
-        self.pace.advance(now, bool(jobs), prices.of(0, sum(self._stats.job_tokens.values())))
+        self.pace.advance(now, bool(jobs), (prices.decode - min(prices)) * sum(self._stats.job_tokens.values()))
         self._added = {}
         alike, helped, outlooks = Shares(), Shares(), {}
         loads: list[tuple[BatchJob, JobLoad, TokensLeft]] = []
         for index, (batch, lengths) in enumerate(jobs):
             left = self._tokens_left(batch, lengths)
-            load = JobLoad(batch.id, batch.tenant, prices.of(left.prompt, left.output))
+            load = JobLoad(batch.id, batch.tenant, left.work(prices))
             loads.append((batch, load, left))
             alike.add(load)
             if index % STEP_JOBS == 0:
@@ -154,7 +160,7 @@ class Forecast:
         return self._beside(batch, TokensLeft(num_bytes * self.pace.tokens_per_byte, lines * per_line), now)
 
     def _beside(self, batch: BatchJob, left: TokensLeft, now: float) -> Outlook:
-        load = JobLoad(batch.id, batch.tenant, self._prices().of(left.prompt, left.output))
+        load = JobLoad(batch.id, batch.tenant, left.work(self._prices()))
         at_risk = self._is_known and self._is_at_risk(batch, self._seconds(self._alike, load, left, is_new=True), now)
         seconds = self._seconds(self._helped, replace(load, at_risk=at_risk), left, is_new=True)
         return self._outlook(batch, at_risk, seconds, left.total, now)
@@ -211,7 +217,7 @@ class Forecast:
             per_line += own * (mean - per_line)
         expected = batch.remaining * per_line - held
         output = expected / 2 + math.hypot(expected / 2, RESIDUE * held)  # a smooth maximum
-        return TokensLeft(pending * per_byte, output, min(longest, max(lengths.answers, default=math.inf)))
+        return TokensLeft(pending * per_byte, output, min(longest, max(lengths.answers, default=math.inf)), held)
 
     def _is_at_risk(self, batch: BatchJob, seconds: float, now: float) -> bool:
         before = self.outlooks.get(batch.id)
