@@ -431,14 +431,14 @@ async def test_a_clock_that_jumps_a_day(tmp_path: Path) -> None:
 
 
 async def test_no_job_starves_and_memory_is_bounded(tmp_path: Path) -> None:
-    """A long job and others behind it: all progress, each with the same share."""
-    running, most, ended = 0, 0, []
+    """A long job and others behind it: all progress, each with the same share. No line ends before all are there."""
+    running, most, ended, gate = 0, 0, [], asyncio.Event()
 
     async def count(endpoint: str, body: dict[str, Any], origin: LineOrigin) -> LineAnswer:
         nonlocal running, most
         running += 1
         most = max(most, running)
-        await asyncio.sleep(0)
+        await gate.wait()
         running -= 1
         ended.append(body["prompt"].split()[0])
         return LineAnswer(200, {})
@@ -450,6 +450,8 @@ async def test_no_job_starves_and_memory_is_bounded(tmp_path: Path) -> None:
             for name, size, window in jobs
         ]
         await worker.start()
+        await eventually(lambda: len([job for job in worker.jobs.values() if job.lengths]) == len(jobs))
+        gate.set()
         await eventually(lambda: not worker.states)
         assert {(await worker._store.load_batch(b.id)).status for b in batches} == {BatchStatus.COMPLETED}
     assert most <= 16
