@@ -167,15 +167,15 @@ async def test_a_commit_without_an_answer_happens_once(postgres: PostgresServer,
 async def test_a_commit_in_doubt_is_settled_by_the_next_connection(postgres: PostgresServer) -> None:
     store = open_remote(postgres.address)
     await store.add_file(a_file())
-    file = a_file()
+    files = [a_file(), a_file()]
     break_commit(store, lambda _: postgres.kill(), is_sent=True)
-    with pytest.raises(StorageError) as lost:
-        await store.add_file(file)
-    assert lost.value.in_doubt and lost.value.status == 503
+    for lost in await asyncio.gather(*map(store.add_file, files), return_exceptions=True):
+        assert isinstance(lost, StorageError) and lost.in_doubt and lost.status == 503
     postgres.start()
     store._writer._refused = None
     await store.settle()
-    assert await store.known_files([file.id]) == {file.id}
+    ids = [file.id for file in files]
+    assert await store.known_files(ids) == set(ids)
     await store.close()
 
 

@@ -277,7 +277,7 @@ class PostgresWriter(Writer):
         self._open_again = open_again
         self._refused: tuple[float, BaseException] | None = None
         self._transaction: str | None = None
-        self._was_lost = self._is_in_doubt = False
+        self._was_lost = False
         self._repeated_at = -1
         super().__init__(on_commit, health)
 

@@ -67,6 +67,7 @@ class Writer(ABC):
         self._health = health or StorageHealth()
         self._closed = False
         self._num_commits = 0
+        self._is_in_doubt = False
         self._queue: queue.SimpleQueue[Item | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="tidemill-store", daemon=True)
         self._thread.start()
@@ -201,9 +202,10 @@ class Writer(ABC):
 
     def _give_up(self, group: list[Item], error: Exception, committing: bool) -> None:
         """Roll back. Retry the functions of a group one by one, so that reads succeed although a write fails. A single
-        function fails, unless it is repeatable."""
+        function fails, unless it is repeatable, and so does a group whose commit is in doubt: its functions may have
+        happened, and later errors would deny that."""
         self._roll_back()
-        if self._is_repeatable() or len(group) > 1:
+        if self._is_repeatable() or (len(group) > 1 and not self._is_in_doubt):
             with self._one_by_one(error):
                 for item in group:
                     if self._is_open([item]):
@@ -216,7 +218,8 @@ class Writer(ABC):
             failure = error
         if failure is not None:
             self._health.failed("database", failure)
-        group[0][1].set_exception(failure or error)
+        for _, future in group:
+            future.set_exception(failure or error)
 
 
 class Rows:
