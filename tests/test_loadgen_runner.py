@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import heapq
 import math
+import multiprocessing
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
@@ -13,13 +14,13 @@ import orjson
 import pytest
 from loadgen_server import Script, serving
 
-from loadgen import metrics
+from loadgen import metrics, workers
 from loadgen.client import Client, StreamEvents, Target
 from loadgen.jobs import window_seconds
 from loadgen.metrics import Slo
 from loadgen.plan import FIRST_OFFLINE, Job, Plan, TokenIds, Windows
 from loadgen.records import Records, RequestRecord
-from loadgen.runner import Run
+from loadgen.runner import Progress, Run
 from loadgen.traces import Trace
 from loadgen.workloads import fixed
 
@@ -180,6 +181,16 @@ async def test_flex_alone_runs_to_its_last_line() -> None:
     records = await clock.drive(Run(work, clock, None, server).execute())
     assert len(records.requests) == 12 and all(record.ok for record in records.requests)
     assert all("service_tier" not in body for _, body in server.bodies)
+
+
+def test_the_progress_of_workers_is_added_up() -> None:
+    shown: list[Progress] = []
+    pipes = [multiprocessing.Pipe() for _ in range(2)]
+    for (_, theirs), progress in zip(pipes, [Progress(sent=2, finished=1), Progress(sent=3)], strict=True):
+        theirs.send(progress)
+        theirs.send(Records())
+    assert len(workers._collect([ours for ours, _ in pipes], shown.append)) == 2
+    assert shown[0] == Progress(sent=5, finished=1)
 
 
 def test_shares_of_workers_cover_every_request_once() -> None:

@@ -142,7 +142,9 @@ async def test_forms_of_answers_and_required_calls(tmp_path: Path) -> None:
         await post(served, output_config={"format": form})
         await post(served, tools=TOOLS, tool_choice={"type": "any"})
         both, alone, calls = [request.sampling.grammar for request in served.engine.requests]
+        one = (await post(served, tools=TOOLS, tool_choice={"type": "auto", "disable_parallel_tool_use": True})).json()
     assert [block["type"] for block in whole["content"]] == ["tool_use", "tool_use"]
+    assert one["content"] == [whole["content"][0] | {"id": one["content"][0]["id"]}]
     assert both is not None and '"ok"' in both.text and "weather" in both.text
     assert alone is not None and json.loads(alone.text) == {**form["schema"], "additionalProperties": False}
     assert calls is not None and '"ok"' not in calls.text and "weather" in calls.text
