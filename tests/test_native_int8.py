@@ -143,7 +143,7 @@ def test_packed_integers_can_be_had_back(gated: bool) -> None:
 def test_products_of_four_bits_are_those_of_the_twin(
     level: Level, dtype: torch.dtype, kind: Int8, data: st.DataObject
 ) -> None:
-    """Of any shape, in groups of 32, 64 and 128 with zero points; what was packed can be had back."""
+    """Of any shape, in groups of 32, 64 and 128 with zero points; a packed weight can be unpacked."""
     group, gated = data.draw(st.sampled_from((32, 64, 128))), data.draw(st.booleans())
     rows, n, count = data.draw(st.integers(1, 60)), data.draw(st.integers(1, 50)), data.draw(st.integers(1, 9))
     native, bias = native_with(level, dtype, kind), random(2 * n, seed=2, dtype=dtype)

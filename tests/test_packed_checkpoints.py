@@ -206,8 +206,8 @@ def test_they_are_unpacked_where_they_cannot_be_used(name: str, tmp_path: Path) 
 
 @pytest.mark.parametrize("name", NIBBLES)
 def test_stored_nibbles_are_computed_with(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They stand for the checkpoint's weights; by the kernels as by torch, and as transformers has it (the start tests
-    that); a fused layer of which one part is not packed is unpacked."""
+    """Layers stand for the checkpoint's weights; kernels and torch give the same tokens; the start compares them with
+    transformers. A fused layer with a module in 16 bits is unpacked."""
     weights = packed_checkpoints.write(tmp_path, name, "llama-wide")
     module = "model.layers.1.mlp.gate_proj"
     tiny_models.rewrite(tmp_path, lambda tensors: left_as_it_was(tensors, module, weights[f"{module}.weight"]))
