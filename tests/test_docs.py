@@ -35,7 +35,7 @@ def test_guides_are_short_and_the_performance_page_has_one_table_for_each_questi
     assert {name: count for name, count in words.items() if count > 800} == {}
     questions = (docs / "benchmarks" / "performance.md").read_text().split("\n## ")[1:]
     tables = [len(re.findall(r"^\|[-:| ]+\|$", question, re.MULTILINE)) for question in questions]
-    assert tables == [1] * 8 + [0]
+    assert tables == [1] * 7 + [0]
 
 
 def test_the_tables_of_the_performance_page_are_those_of_the_result_files() -> None:
