@@ -410,6 +410,11 @@ def test_what_a_checkpoint_says_of_its_calls_goes_before_its_chat_template(
     tokenizer = Tokenizer.load(tmp_path, probe=False)
     assert choose_format("auto", tokenizer) is FORMATS[name]
     assert choose_format("phi4", tokenizer) is FORMATS["phi4"]
+    backend = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    backend.add_special_tokens(["<tool_call>"])  # an ordinary token in most checkpoints
+    backend.save(str(tmp_path / "tokenizer.json"))
+    marked = choose_format("hermes", Tokenizer.load(tmp_path, probe=False))
+    assert marked is not None and marked.is_special and not FORMATS["hermes"].is_special
     for wrong in ("text", ["fields"], {"fields": 3}):
         tokenizer_folders.byte_level(tmp_path, "{{ messages[0].content }}", response_template=wrong)
         assert Tokenizer.load(tmp_path, probe=False).call_template == ""

@@ -2,6 +2,7 @@
 
 The model's `ToolFormat` defines the syntax of calls."""
 
+import dataclasses
 import re
 from collections.abc import Callable, Mapping
 from hashlib import blake2b
@@ -39,7 +40,14 @@ def choose_format(name: str, tokenizer: Tokenizer) -> ToolFormat | None:
     if name == "auto" and tokenizer.has_channels:
         return FORMATS["harmony"]
     texts = (tokenizer.call_template.replace("\\", ""), tokenizer.chat_template_text)
-    return next(filter(None, map(find_format, texts)), None) if name == "auto" else FORMATS[name]
+    found = next(filter(None, map(find_format, texts)), None) if name == "auto" else FORMATS[name]
+    if (
+        found is None
+        or found.is_special
+        or tokenizer.special_tokens.keys().isdisjoint((found.calls.mark, found.closes))
+    ):
+        return found
+    return dataclasses.replace(found, is_special=True)  # some checkpoints declare ordinary marks as special
 
 
 def offers_tools(body: ChatCompletionRequest) -> bool:
