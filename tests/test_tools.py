@@ -893,3 +893,20 @@ async def test_required_calls_are_valid_at_any_temperature(tmp_path: Path) -> No
         with pytest.raises(openai.BadRequestError, match="not") as caught:
             await client.chat.completions.create(**ask(tools=broken, tool_choice="required"))
         assert caught.value.param == "tools"
+
+
+def test_marks_that_are_added_tokens_are_written_by_their_ids(tmp_path: Path) -> None:
+    """Also those that are not special, which the grammar library does not take for their text."""
+    tokenizer_folders.byte_level(tmp_path, None)
+    backend = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    backend.add_tokens([tokenizers.AddedToken(text, special=False) for text in ("<tool_call>", "</tool_call>")])
+    backend.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = Tokenizer.load(tmp_path, probe=False)
+    compiler = GrammarCompiler(tmp_path, tokenizer.vocab_size, frozenset({tokenizer.eos_token_id or 0}))
+    time = Function("f", {"type": "object", "properties": {}, "additionalProperties": False})
+    text = FORMATS["hermes"].grammar([time], tokenizer.atomic_tokens, False, True)
+    for source, first in ((text, [tokenizer.atomic_tokens["<tool_call>"]]), ('start: "<tool_call>" "a"', [])):
+        matcher = compiler.compile(Grammar("lark", source)).matcher()
+        forced = matcher.forced()
+        matcher.advance(forced)
+        assert matcher.failed is None and forced[:1] == first

@@ -103,8 +103,13 @@ class Matcher:
             self._fail()
 
     def forced(self) -> list[int]:
-        """Return the tokens that must follow because there is no choice; empty at the end."""
-        return [] if self._ended or self.failed is not None else list(self._matcher.compute_ff_tokens())
+        """Return the tokens that must follow because there is no choice; empty at the end.
+
+        The library may name an added token for a text that the grammar spells; the tokens end before it."""
+        if self._ended or self.failed is not None:
+            return []
+        tokens = list(self._matcher.compute_ff_tokens())
+        return tokens[: self._matcher.validate_tokens(tokens)] if tokens else []
 
     def _fail(self) -> None:
         error = self._matcher.get_error()

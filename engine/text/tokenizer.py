@@ -34,6 +34,12 @@ class Tokenizer:
             token.content: i for i, token in self._tokenizer.get_added_tokens_decoder().items() if token.special
         }
         """Special tokens by text; they are hidden in the text of answers."""
+        self.atomic_tokens: Mapping[str, int] = {
+            token.content: i
+            for i, token in self._tokenizer.get_added_tokens_decoder().items()
+            if token.special or (token.content.startswith("<") and token.content.endswith(">"))
+        }
+        """Tokens by text that grammars write by their ids: the grammar library takes no added `<...>` for its text."""
         self._special_ids = frozenset(self.special_tokens.values())
         self.has_channels = self.special_tokens.keys() >= CHANNEL_TOKENS
         self._byte_rule = read_byte_rule(_decoder_layout(self._tokenizer))

@@ -58,7 +58,7 @@ async def plan_chat(
         prompt_end = context.tokenizer.decode(token_ids[-PROMPT_END:], skip_special_tokens=False)
         parsing = parsing_of(body, form, marks, prompt_end)
         answer = form_of(body)
-        grammar = answer_grammar(body, form, context.tokenizer.special_tokens, answer)
+        grammar = answer_grammar(body, form, context.tokenizer.atomic_tokens, answer)
         says_anything = answer is None and not must_call(body)
         budget = budget_of(body, parsing, grammar is not None)
         if grammar is not None and parsing is not None and (budget is not None or not says_anything):
