@@ -171,6 +171,17 @@ def test_every_output_equals_the_solo_run(
             assert driver.outputs[request_id] == expected
 
 
+@pytest.mark.parametrize("request_class", RequestClass)
+def test_drafts_behind_the_first_token_of_a_request_have_blocks(request_class: RequestClass) -> None:
+    """The first step of a prompt of one token may hold drafts, which need a second block."""
+    for seed in range(4, 12):
+        driver = make_fuzz_driver(1, 14, 5, 24, False, drafts=seed)
+        request = make_request("short", [seed], 20, request_class=request_class)
+        driver.add(request)
+        driver.run()
+        assert driver.outputs["short"] == solo(request, VOCAB)
+
+
 class CoreMachine(CoreRules):
     """Any order of arrivals, launches, completions, failures and aborts keeps every promise of the core."""
 

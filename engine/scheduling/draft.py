@@ -37,7 +37,7 @@ class StepDraft:
         self.requests: list[Request] = []
         self._drafts: list[Draft] = []
         self._guesses: dict[int, int] = {}
-        self._new_requests: list[NewRequest] = []
+        self._new_requests: dict[int, NewRequest] = {}  # by row
         self._saved_states: list[SavedState] = []
         oldest = state.in_flight[0].output.step_id if state.in_flight else step_id
         self._last_completed_step = oldest - 1
@@ -58,17 +58,16 @@ class StepDraft:
         operations = self.state.cache.tiers.take_operations()
         parked_states = self.state.cache.checkpoints.take_parked()
         slots = self.state.config.state_slots
-        brought = sum(new.state >= slots for new in self._new_requests) if slots else 0
+        brought = sum(new.state >= slots for new in self._new_requests.values()) if slots else 0
         moved = self.state.cache.tiers.moved_bytes(operations)
         moved += (len(parked_states) + brought) * self.state.config.state_bytes
         self.ledger.charge_moves(moved - self.ledger.features.transferred_bytes)
         released, self.state.released_rows = self.state.released_rows, []
-        new_rows = {new.row for new in self._new_requests}
         output = SchedulerOutput(
             step_id=self.step_id,
             chunks=tuple(self.chunks),
-            new_requests=tuple(self._new_requests),
-            appended=tuple(entry for entry in self.allocation.appended if entry.row not in new_rows),
+            new_requests=tuple(self._new_requests.values()),
+            appended=tuple(entry for entry in self.allocation.appended if entry.row not in self._new_requests),
             released_rows=tuple(released),
             replaced=tuple(self.allocation.replaced),
             operations=operations,
@@ -92,7 +91,7 @@ class StepDraft:
             self.ledger.charge_adapter(request.spec.adapter, length)
         if self.state.unwritten and request in self.state.unwritten:
             del self.state.unwritten[request]
-            self._new_requests.append(_whole(request))
+            self._new_requests[request.row] = _whole(request)
         self.chunks.append(Chunk(request.row, start, length, sample))
         self.requests.append(request)
         request.num_computed_tokens = end
@@ -136,6 +135,8 @@ class StepDraft:
         if count > room:
             plenty = self.state.pool.num_free_units > 2 * self.state.growth_reserve
             count = self.allocation.grow_alone(request, count) if plenty else room
+            if (new := self._new_requests.get(row)) is not None:
+                self._new_requests[row] = new._replace(entries=_whole(request).entries)
         if not count:
             return 0
         self.ledger.charge_more_decodes(count, self.ledger.read(range(start + 1, start + count + 1)))
@@ -192,7 +193,7 @@ class StepDraft:
             self._start(request, claim)
         granted = self.allocation.extend(request, length)
         assert granted == length, "admitted without room"
-        self._new_requests.append(_whole(request))
+        self._new_requests[request.row] = _whole(request)
         self.charge_and_add(request, length)
         return True
 
