@@ -45,9 +45,11 @@ _ERRORS = {
     "MessagesErrorResponse": _object(type={"const": "error"}, error=_MESSAGES_ERROR, request_id=_NULLABLE),
 }
 
+_EVENTS = "text/event-stream"
+"""Described without a schema: readers of the document apply it to the events or to the whole text."""
 _CONTENT_TYPES = {
     "/metrics": "text/plain",
-    "/v1/batches/{batch_id}/events": "text/event-stream",
+    "/v1/batches/{batch_id}/events": _EVENTS,
     "/v1/files/{file_id}/content": "application/octet-stream",
     "/v1/messages/batches/{message_batch_id}/results": "application/x-jsonl",
 }
@@ -80,7 +82,7 @@ def describe(document: dict[str, Any]) -> None:
             schema = {"anyOf": [known["content"]["application/json"]["schema"], schema]}
         operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": schema}}}
         if post.path in ENDPOINTS and "stream" in post.body.model_fields:
-            operation["responses"]["200"]["content"]["text/event-stream"] = {"schema": _TEXT}
+            operation["responses"]["200"]["content"][_EVENTS] = {}
     _describe_responses(document)
 
 
@@ -90,7 +92,7 @@ def _describe_responses(document: dict[str, Any]) -> None:
         content = {"application/json": {"schema": {"$ref": f"#/components/schemas/{error}"}}}
         for operation in operations.values():
             if (kind := _CONTENT_TYPES.get(path)) is not None:
-                operation["responses"]["200"]["content"] = {kind: {"schema": _TEXT}}
+                operation["responses"]["200"]["content"] = {kind: {} if kind == _EVENTS else {"schema": _TEXT}}
             operation["responses"].pop("422", None)  # FastAPI's default; invalid requests are answered with 400
             operation["responses"]["default"] = {"description": "Error", "content": content}
     schemas = document["components"]["schemas"]

@@ -210,6 +210,8 @@ async def test_the_openapi_document_knows_the_bodies(served: Served) -> None:
     assert {"messages", "stop", "user", "tools"} <= set(schema["properties"])
     reference = document["paths"]["/v1/completions"]["post"]["requestBody"]["content"]["application/json"]["schema"]
     assert reference == {"$ref": "#/components/schemas/CompletionRequest"}
+    answer = document["paths"]["/v1/completions"]["post"]["responses"]["200"]["content"]
+    assert answer["text/event-stream"] == {}
 
 
 async def test_tenants_have_prefix_caches_of_their_own(start_server: StartServer, tmp_path: Path) -> None:
