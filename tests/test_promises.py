@@ -86,6 +86,7 @@ BOTH = Key(b"", "acme", classes=("premium", "agent"), bounds=(("e2e", 5.0),))
     # The request of llm-d's guide to scheduling by predicted latency: curl -H 'x-slo-ttft-ms: 500' ...
     ({"x-prediction-based-scheduling": "true", TTFT: "500", TPOT: "100"}, {}, None, Promise("default", 0.5, 0.1)),
     ({TTFT: "0"}, {}, None, None),
+    ({TTFT: "5e-324"}, {"tidemill": {"tpot_ms": 5e-324}}, None, Promise("default", 1e-6, 1e-6)),
     ({TTFT: "1500.5"}, {}, KEY, Promise("default", 1.5005, 0.1)),
     ({TTFT: "200", TPOT: "10", E2E: "1"}, {}, KEY, None),
     ({E2E: "9000"}, {}, None, Promise("default", 1.0, 0.1, 9.0)),

@@ -41,6 +41,10 @@ def promise_of(headers: Mapping[str, str], body: ModelBody, key: Key | None, slo
     return None if promise == known[DEFAULT_CLASS] and math.isinf(promise.e2e) else promise
 
 
+_LEAST = 1e-6
+"""Least limit in seconds; a smaller one could round to 0, and waits are measured in parts of their limit."""
+
+
 @functools.lru_cache(maxsize=8)
 def _promises(slo: SLO) -> dict[str, Promise]:
     """Return the promise of every class."""
@@ -71,7 +75,7 @@ def _limit(metric: str, headers: Mapping[str, str], body: ModelBody, key: Key | 
     stated = _milliseconds(header, headers[header]) if header in headers else None
     if stated is None and body.tidemill is not None:
         stated = getattr(body.tidemill, name)
-    wanted = usual if stated is None else stated / 1e3
+    wanted = usual if stated is None else max(stated / 1e3, _LEAST)
     if key is None:
         return wanted
     return max(wanted, dict(key.bounds).get(metric, usual))
