@@ -1,5 +1,11 @@
 """Fixtures of the tests, and the environment that they need."""
 
+import signal
+
 from fixtures import cache_folder, depth, one_thread, postgres, postgres_server, start_server, tokenizer
 
 __all__ = ["cache_folder", "depth", "one_thread", "postgres", "postgres_server", "start_server", "tokenizer"]
+
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    # A shell ignores SIGINT in its background jobs, and the processes that tests interrupt inherit that.
+    signal.signal(signal.SIGINT, signal.default_int_handler)

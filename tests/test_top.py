@@ -389,21 +389,13 @@ def test_no_server_at_the_first_print(capsys: pytest.CaptureFixture[str]) -> Non
         run_top(ChatOptions("nowhere"), io.StringIO())
 
 
-TOP_WITH_CTRL_C = """
-import signal, sys
-from gateway.cli import main
-signal.signal(signal.SIGINT, signal.default_int_handler)  # tests that run in the background inherit that it is ignored
-sys.exit(main(sys.argv[1:]))
-"""
-
-
 @pytest.mark.skipif(sys.platform == "win32", reason="needs a pseudo terminal")
 async def test_ctrl_c_on_a_terminal_puts_it_back(start_server: StartServer) -> None:
     """A real process on a terminal of its own, and a real signal."""
     served = await start_server("hi")
     master, slave = pty.openpty()
     environment = os.environ | {"TERM": "xterm-256color", "COLUMNS": "100", "LINES": "30"}
-    command = [sys.executable, "-c", TOP_WITH_CTRL_C, "top", "--url", served.url]
+    command = [sys.executable, "-m", "gateway", "top", "--url", served.url]
     process = await asyncio.create_subprocess_exec(*command, stdout=slave, stderr=slave, stdin=slave, env=environment)
     os.close(slave)
     shown = await asyncio.to_thread(read_until, master, lambda data: b"requests" in data)
