@@ -76,10 +76,15 @@ async def send(
         body = {"tidemill": {"class": name}} if engine.offline is None else {"priority": load.priority}
         own = {**settings, "prompt": load.prompt, "extra_body": body}
         runs.append(live.run(colocation.plan_arm(url, arrivals, seconds, None, seed + number, **own)))
-    tier = colocation.JOB if engine.offline is None else "default"
-    job = colocation.run_arm(url, [], seconds, tier, seed, quiet=(), job_rate=args.job_rate, **settings)
-    beside, found = await asyncio.gather(job, asyncio.gather(*runs))
-    return {name: records.requests for name, records in zip(CLASSES, found, strict=True)}, beside.offline_lines
+    lines = 0.0
+    if args.job_rate:
+        tier = colocation.JOB if engine.offline is None else "default"
+        job = colocation.run_arm(url, [], seconds, tier, seed, quiet=(), job_rate=args.job_rate, **settings)
+        beside, found = await asyncio.gather(job, asyncio.gather(*runs))
+        lines = beside.offline_lines
+    else:
+        found = await asyncio.gather(*runs)
+    return {name: records.requests for name, records in zip(CLASSES, found, strict=True)}, lines
 
 
 async def judged(url: str, engine: Engine) -> dict[str, list[float]]:
@@ -126,7 +131,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=600.0, help="length of one arm")
     parser.add_argument("--learning", type=float, default=60.0, help="seconds of the same load before each arm")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--job-rate", type=float, default=2_500.0, help="tokens/s for which the job has lines")
+    parser.add_argument(
+        "--job-rate", type=float, default=2_500.0, help="tokens/s for which the job has lines; 0: no job"
+    )
     parser.add_argument("--tokens", type=int, default=128, help="vLLM's tokens a step")
     parser.add_argument("--rows", type=int, default=16, help="vLLM's rows a step")
     parser.add_argument("--only-vllm", action="store_true", help="measure vLLM alone")

@@ -115,7 +115,8 @@ def plan_arm(
     none. `settings` are further settings of the plan.
     """
     online = fixed(1, prompt, ONLINE_OUTPUT).at(np.array(arrivals)) if arrivals else None
-    lines = math.ceil(seconds * (job_rate or JOB_TOKENS_PER_SECOND) / (OFFLINE_PROMPT + OFFLINE_OUTPUT))
+    rate = JOB_TOKENS_PER_SECOND if job_rate is None else job_rate
+    lines = math.ceil(seconds * rate / (OFFLINE_PROMPT + OFFLINE_OUTPUT))
     job = Job(fixed(lines if tier == JOB else 10 * lines, OFFLINE_PROMPT, OFFLINE_OUTPUT))
     return plan_for(
         url,
