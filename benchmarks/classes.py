@@ -77,7 +77,7 @@ async def send(
         own = {**settings, "prompt": load.prompt, "extra_body": body}
         runs.append(live.run(colocation.plan_arm(url, arrivals, seconds, None, seed + number, **own)))
     lines = 0.0
-    if args.job_rate:
+    if args.job_rate > 0.0:
         tier = colocation.JOB if engine.offline is None else "default"
         job = colocation.run_arm(url, [], seconds, tier, seed, quiet=(), job_rate=args.job_rate, **settings)
         beside, found = await asyncio.gather(job, asyncio.gather(*runs))

@@ -317,6 +317,8 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--learning", type=float, default=120.0, help="seconds of --alternate that do not count")
     parser.add_argument("--output", type=Path, metavar="FOLDER", help="where --steps writes steps.json and steps.md")
     args = parser.parse_args(argv)
+    if args.job_rate is not None and args.job_rate <= 0.0:
+        parser.error("--job-rate must be positive; --arms selects arms without offline work")
     if args.disturb:
         from benchmarks import disturbance
 

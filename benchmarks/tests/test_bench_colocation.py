@@ -34,6 +34,12 @@ def test_it_says_how_it_is_used(capsys: pytest.CaptureFixture[str]) -> None:
     assert "some of tbt_p99, tbt_mean, 5% (default: all)" in " ".join(capsys.readouterr().out.split())
 
 
+def test_a_job_without_lines_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        colocation.main(["--job-rate", "0"])
+    assert "--job-rate must be positive" in capsys.readouterr().err
+
+
 def test_every_arm_is_a_plan_of_the_load_generator() -> None:
     arrivals = poisson(constant_rate(2.0), 20.0, 1)
     assert arrivals == poisson(constant_rate(2.0), 20.0, 1) != poisson(constant_rate(2.0), 20.0, 2)
