@@ -7,11 +7,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from benchmarks.drawing import document
+from benchmarks.drawing import Floats, Mark, Series, chart, document
 from loadgen.metrics import token_events
 from loadgen.records import RequestRecord
 from loadgen.stats import nearest_rank
-from loadgen.svg import Floats, Mark, Series, chart
 
 if TYPE_CHECKING:
     from benchmarks.colocation import Run

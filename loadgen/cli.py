@@ -1,22 +1,18 @@
-"""`tidemill bench run|sweep|compare|trace`: measure a server and write run folders.
+"""`tidemill bench run|sweep`: measure a server and write run folders.
 
 Exit codes: 0 success; 1 an assertion failed or the server cannot be measured; 2 the run is INVALID or a flag is
 invalid; 130 interrupted, with results written.
 """
 
 import argparse
-import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import orjson
-
-from loadgen import InputError, ServerError, assemble, checks, flags, folder, formats, report, terminal, traces
+from loadgen import InputError, ServerError, assemble, checks, flags, folder, report, terminal
 from loadgen.assemble import Setup
-from loadgen.compare import Arm, Row, compare
 from loadgen.folder import About
 from loadgen.metrics import harvest, interference
 from loadgen.plan import Plan
@@ -26,18 +22,14 @@ from loadgen.workers import execute
 
 DONE, FAILED, INVALID, INTERRUPTED = 0, 1, 2, 130
 LEVELS = (60, 90, 99)
-PRECISION = 0.02
-Measure = Callable[[float], float]
-"""Run at a rate, requests/s, and return the attainment, 0 to 1."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command and return the exit code. Errors are printed in one line."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     args = flags.parser().parse_args(arguments)
-    commands = {"run": _run, "sweep": _sweep, "compare": _compare, "trace": _trace}
     try:
-        return commands[args.command](args, folder.command_line(arguments))
+        return (_run if args.command == "run" else _sweep)(args, folder.command_line(arguments))
     except InputError as error:
         print(f"tidemill bench: {error}", file=sys.stderr)
         return INVALID
@@ -109,8 +101,8 @@ def _run(args: argparse.Namespace, command: str) -> int:
     bench = _bench(args, command)
     path = args.output or folder.default_folder(args.result_dir, bench.setup.workload().name)
     summary = bench.run(path)
-    terminal.show(f"{summary['workload']['name']} on {summary['server'].get('model', '')}", report.run_tables(summary))
-    print(f"report: {path / 'report.html'}")
+    terminal.show(report.run_tables(summary))
+    print(f"written: {path / 'summary.json'}")
     return _verdict(summary, args.assertions)
 
 
@@ -149,30 +141,24 @@ def _baselines(args: argparse.Namespace, summary: dict[str, Any]) -> None:
 
 
 def _sweep(args: argparse.Namespace, command: str) -> int:
-    if bool(args.request_rates) == args.find_knee:
-        raise InputError("a sweep needs either --request-rates or --find-knee")
     if not args.goodput:
         raise InputError("a sweep needs an SLO: --goodput ttft:500 tbt_p99:100")
-    rates, levels = _numbers(args.request_rates or ""), _numbers(args.levels)
-    if any(not 0 < rate < float("inf") for rate in rates) or any(not 0 < level <= 100 for level in levels):
-        raise InputError("rates must be positive, levels in (0, 100]")
+    rates = _numbers(args.request_rates)
+    if not rates or any(not 0 < rate < float("inf") for rate in rates):
+        raise InputError("--request-rates needs positive numbers, e.g. 1,2,4")
     bench = _bench(args, command)
     path = args.output or folder.default_folder(args.result_dir, "sweep")
     found = _Points(bench, path)
-    knees: dict[int, float | None] = {}
     try:
         for rate in rates:
             found.measure(rate)
-        for level in sorted(levels) if args.find_knee else []:
-            knees[round(level)] = knee(found.measure, level / 100, args.request_rate or 1.0, found.attained)
     except KeyboardInterrupt:
         found.interrupted = True
-    summary = _sweep_summary(bench, found, knees)
+    summary = _sweep_summary(bench, found)
     path.mkdir(parents=True, exist_ok=True)
     (path / "summary.json").write_bytes(folder.to_json(summary))
-    (path / "report.html").write_text(report.sweep_page(summary), encoding="utf-8")
-    terminal.show("sweep", report.sweep_tables(summary))
-    print(f"report: {path / 'report.html'}")
+    terminal.show(report.sweep_tables(summary))
+    print(f"written: {path / 'summary.json'}")
     return _verdict(summary, args.assertions)
 
 
@@ -210,67 +196,19 @@ class _Points:
         return attainment
 
 
-def _sweep_summary(bench: Bench, found: _Points, knees: dict[int, float | None]) -> dict[str, Any]:
+def _sweep_summary(bench: Bench, found: _Points) -> dict[str, Any]:
     plan = bench.plan()
     invalid = [f"at {point['rate']:.4g}/s: {reason}" for point in found.points for reason in point["invalid"]]
-    levels = {level: effective(found.attained, level / 100) for level in LEVELS} | knees
+    levels = {level: effective(found.attained, level / 100) for level in LEVELS}
     return {
         **folder.heading("sweep", plan, bench.about(assemble.describe(bench.setup.workload(), plan))),
         "slo": dict(bench.setup.slo.limits),
         "points": found.points,
-        **{f"effective_throughput_{level}": value for level, value in sorted(levels.items())},
+        **{f"effective_throughput_{level}": value for level, value in levels.items()},
         "valid": not invalid,
         "invalid": invalid,
         "interrupted": found.interrupted,
     }
-
-
-def knee(measure: Measure, level: float, start: float, known: dict[float, float], limit: int = 24) -> float | None:
-    """Return the highest rate with attainment >= `level` (0 to 1), to 2 %, or None if `start` / 1024 fails.
-
-    `known` has measured attainments by rate and receives new ones. If all of `limit` runs attain, the highest measured
-    rate is returned.
-    """
-    if not (math.isfinite(start) and start > 0):
-        raise ValueError("start must be a positive rate")
-    runs = 0
-
-    def attained(rate: float) -> bool:
-        nonlocal runs
-        if rate not in known:
-            known[rate] = measure(rate)
-            runs += 1
-        return known[rate] >= level
-
-    low, high = _bracket(attained, start, known, level, lambda: runs >= limit)
-    if low is None or high is None:
-        return low
-    while high / low > 1 + PRECISION and runs < limit:
-        middle = math.sqrt(low * high)
-        if attained(middle):
-            low = middle
-        else:
-            high = middle
-    return low
-
-
-def _bracket(
-    attained: Callable[[float], bool], start: float, known: dict[float, float], level: float, spent: Callable[[], bool]
-) -> tuple[float | None, float | None]:
-    """Return a rate that attains and a higher one that does not, starting from known attainments."""
-    failing = [rate for rate, value in known.items() if value < level]
-    high = min(failing, default=None)
-    passing = [rate for rate, value in known.items() if value >= level and (high is None or rate < high)]
-    low = max(passing, default=None)
-    rate = low * 2 if low is not None else high / 2 if high is not None else start
-    while (low is None or high is None) and not spent():
-        if attained(rate):
-            low, rate = rate, rate * 2
-        else:
-            high, rate = rate, rate / 2
-            if rate < start / 1024:
-                break
-    return low, high
 
 
 def effective(points: dict[float, float], level: float) -> float | None:
@@ -281,29 +219,3 @@ def effective(points: dict[float, float], level: float) -> float | None:
             break
         best = rate
     return best
-
-
-def _compare(args: argparse.Namespace, _: str) -> int:
-    result = compare(Arm.read(args.first), Arm.read(args.second), rounds=args.rounds, seed=args.seed)
-    if args.json:
-        print(orjson.dumps(result, option=orjson.OPT_INDENT_2, default=_plain).decode())
-    else:
-        terminal.show_comparison(result, args.first.name, args.second.name)
-    return DONE
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, Row):
-        return {name: getattr(value, name) for name in Row.__slots__} | {"decided": value.decided}
-    raise TypeError(type(value).__name__)
-
-
-def _trace(args: argparse.Namespace, _: str) -> int:
-    trace = traces.apply(formats.read(args.file, args.trace_format), args.trace_ops, args.seed)
-    terminal.show_values(args.file.name, traces.moments(trace))
-    for note in trace.notes:
-        print(f"  {note}")
-    if args.output is not None:
-        formats.write(trace, args.output)
-        print(f"written: {args.output}")
-    return DONE

@@ -1,4 +1,4 @@
-"""Flags of `tidemill bench run|sweep|compare|trace`, named as in `vllm bench serve` where that has the same flag."""
+"""Flags of `tidemill bench run|sweep`, named as in `vllm bench serve` where that has the same flag."""
 
 import argparse
 from pathlib import Path
@@ -14,11 +14,11 @@ def parser() -> argparse.ArgumentParser:
         description="Measure an OpenAI-compatible server under online requests and batch jobs.",
         epilog="Exit codes: 0 success, 1 error or failed assertion, 2 INVALID run or invalid flags, 130 Ctrl-C.",
     )
-    commands = top.add_subparsers(dest="command", required=True, metavar="run|sweep|compare|trace")
+    commands = top.add_subparsers(dest="command", required=True, metavar="run|sweep")
     run = commands.add_parser("run", help="measure one run", formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     sweep = commands.add_parser(
         "sweep",
-        help="measure several rates, or search the highest rate that attains the SLO",
+        help="measure several rates",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     for command in (run, sweep):
@@ -29,9 +29,7 @@ def parser() -> argparse.ArgumentParser:
         _windows(command)
         _output(command)
     _baselines(run)
-    _sweep(sweep)
-    _compare(commands.add_parser("compare", help="compare two runs or folders of runs, with 95 %% intervals"))
-    _trace(commands.add_parser("trace", help="show, transform and convert a trace"))
+    sweep.add_argument("--request-rates", required=True, metavar="R,R,...", help="rates to measure, requests/s")
     return top
 
 
@@ -182,26 +180,3 @@ def _baselines(command: argparse.ArgumentParser) -> None:
     group = command.add_argument_group("baselines")
     group.add_argument("--online-baseline", type=Path, default=None, help="online-only run, to report interference")
     group.add_argument("--offline-baseline", type=Path, default=None, help="offline-only run, to report harvest")
-
-
-def _sweep(command: argparse.ArgumentParser) -> None:
-    group = command.add_argument_group("sweep")
-    group.add_argument("--request-rates", default=None, metavar="R,R,...", help="rates to measure, requests/s")
-    group.add_argument("--find-knee", action="store_true", help="search to 2 %%, starting at --request-rate")
-    group.add_argument("--levels", default="90", metavar="60,90,99", help="attainment levels of the search, %%")
-
-
-def _compare(command: argparse.ArgumentParser) -> None:
-    command.add_argument("first", type=Path, metavar="A")
-    command.add_argument("second", type=Path, metavar="B")
-    command.add_argument("--rounds", type=int, default=1000, help="bootstrap rounds")
-    command.add_argument("--seed", type=int, default=0)
-    command.add_argument("--json", action="store_true", help="print JSON instead of a table")
-
-
-def _trace(command: argparse.ArgumentParser) -> None:
-    command.add_argument("file", type=Path)
-    command.add_argument("--trace-format", default=None, choices=list(READERS))
-    command.add_argument("--trace-ops", default="", help="window=, thin=, stretch=, repeat=, jitter=, scale=")
-    command.add_argument("--seed", type=int, default=0)
-    command.add_argument("--output", type=Path, default=None, help="output file: .csv or .jsonl, optionally with .gz")

@@ -1,6 +1,5 @@
-"""Reading and writing of run folders: `summary.json`, `requests.jsonl.gz`, `timeline.csv`, `report.html`."""
+"""Reading and writing of run folders: `summary.json`, `requests.jsonl.gz`, `timeline.csv`."""
 
-import gzip
 import os
 import platform
 import shlex
@@ -16,7 +15,7 @@ from loadgen import InputError, metrics, records, report
 from loadgen.checks import honesty
 from loadgen.metrics import Slo
 from loadgen.plan import Plan
-from loadgen.records import Records, RequestRecord
+from loadgen.records import Records
 
 SCHEMA_VERSION = 1
 UNITS = "seconds, tokens, tokens/s, requests/s; shares are 0 to 1"
@@ -80,13 +79,11 @@ def command_line(arguments: Sequence[str]) -> str:
 
 
 def write(path: Path, summary: dict[str, Any], found: Records) -> None:
-    """Write the four files into `path`, which is created if missing."""
+    """Write the three files into `path`, which is created if missing."""
     path.mkdir(parents=True, exist_ok=True)
-    columns = report.timeline(found)
     (path / "summary.json").write_bytes(to_json(summary))
     records.save(found.requests, path / "requests.jsonl.gz")
-    report.write_timeline(columns, path / "timeline.csv")
-    (path / "report.html").write_text(report.run_page(summary, found.requests, columns), encoding="utf-8")
+    report.write_timeline(report.timeline(found), path / "timeline.csv")
 
 
 def to_json(summary: dict[str, Any]) -> bytes:
@@ -103,24 +100,6 @@ def read_summary(path: Path) -> dict[str, Any]:
     if not isinstance(summary, dict) or summary.get("schema_version") != SCHEMA_VERSION:
         raise InputError(f"{path}: the schema version is not {SCHEMA_VERSION}; run the measurement again")
     return summary
-
-
-def read_requests(path: Path) -> list[RequestRecord]:
-    """Return the requests of a run folder. Raise InputError if they cannot be read."""
-    try:
-        return records.load(path / "requests.jsonl.gz")
-    except (OSError, EOFError, gzip.BadGzipFile, orjson.JSONDecodeError, KeyError, TypeError) as error:
-        raise InputError(f"{path}: cannot read requests.jsonl.gz: {error}") from None
-
-
-def runs_under(path: Path) -> list[Path]:
-    """Return `path` if it is a run folder, else the run folders in it. Raise InputError if there are none."""
-    if (path / "requests.jsonl.gz").is_file():
-        return [path]
-    inside = sorted(item.parent for item in path.glob("*/requests.jsonl.gz"))
-    if not inside:
-        raise InputError(f"{path} contains no run folder")
-    return inside
 
 
 def default_folder(root: Path, name: str) -> Path:

@@ -7,9 +7,8 @@ estimates, and a note says so.
 
 import csv
 import gzip
-import json
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TypeVar
@@ -289,29 +288,3 @@ READERS: dict[str, Reader] = {
     "sharegpt": _sharegpt,
     "prompts": _prompts,
 }
-
-
-def write(trace: Trace, path: Path) -> None:
-    """Write the native format: JSONL (with hash ids) or CSV by the suffix, gzipped for `.gz`."""
-    name = path.name.removesuffix(".gz")
-    lines = _native_jsonl(trace) if name.endswith(".jsonl") else _native_csv(trace)
-    data = "".join(line + "\n" for line in lines).encode()
-    path.write_bytes(gzip.compress(data, mtime=0) if path.suffix == ".gz" else data)
-
-
-def _native_csv(trace: Trace) -> Iterable[str]:
-    columns = zip(trace.arrived_at, trace.input_tokens, trace.output_tokens, strict=True)
-    if not trace.timed:
-        return ["input_tokens,output_tokens", *(f"{size},{out}" for _, size, out in columns)]
-    rows = (f"{when:.6f},{size},{out}" for when, size, out in columns)
-    return ["arrived_at,input_tokens,output_tokens", *rows]
-
-
-def _native_jsonl(trace: Trace) -> Iterable[str]:
-    for index in range(len(trace)):
-        row: dict[str, Any] = {"arrived_at": round(float(trace.arrived_at[index]), 6)} if trace.timed else {}
-        row |= {"input_tokens": int(trace.input_tokens[index]), "output_tokens": int(trace.output_tokens[index])}
-        segments = trace.content_of(index).segments
-        if segments and trace.blocks:
-            row["hash_ids"] = [name for name, _ in segments]
-        yield json.dumps(row)

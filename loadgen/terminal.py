@@ -1,15 +1,14 @@
-"""Terminal output of the commands: the progress line of a run, and tables of a run, a sweep and a comparison."""
+"""Terminal output of the commands: the progress line of a run, and tables."""
 
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, TextIO
+from collections.abc import Iterable
+from typing import TextIO
 
 from rich.console import Console
 from rich.table import Table
 
-from loadgen.compare import Row
-from loadgen.report import Part, plain
+from loadgen import report
 from loadgen.runner import Progress
 
 PLAIN_EVERY = 5.0
@@ -59,58 +58,14 @@ class LiveLine:
             self._stream.flush()
 
 
-def _console() -> Console:
+def show(tables: Iterable[report.Table]) -> None:
+    """Print tables. A value of None is shown as `-`."""
     # Created at each use, because a test may have replaced the standard output.
-    return Console(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else 120)
-
-
-def show_values(title: str, values: Mapping[str, Any]) -> None:
-    """Print a table of names and values."""
-    _print(title, (), values.items())
-
-
-def show(title: str, parts: Sequence[Part]) -> None:
-    """Print the parts of a report, as tables; a heading is the title of the next one."""
-    for kind, content in parts:
-        if kind == "heading":
-            title = content
-        elif content:
-            _print(title, *_table(kind, content))
-
-
-def _table(kind: str, content: Any) -> tuple[Sequence[str], Iterable[Iterable[Any]]]:
-    """Return the titles of the columns, if they have any, and the rows of a part."""
-    if kind == "pairs":
-        return (), content.items()
-    if kind == "jobs":
-        return (), [(key, *values) for key, values in content.items()]
-    if kind == "latencies":
-        return ("", "mean", "P50", "P99", "n"), [(name, *values, count) for name, values, count in content]
-    return (tuple(content[0]), [point.values() for point in content]) if kind == "points" else ((), content)
-
-
-def _print(title: str, columns: Sequence[str], rows: Iterable[Iterable[Any]]) -> None:
-    table = Table(title=title, show_header=bool(columns))
-    for column in columns:
-        table.add_column(column, justify="right" if column else "left")
-    for row in rows:
-        table.add_row(*("-" if value is None else plain(value) for value in row))
-    _console().print(table, markup=False)
-
-
-def show_comparison(result: Mapping[str, Any], first: str, second: str) -> None:
-    """Print the rows of a comparison, in seconds and tokens/s, and its notes."""
-    title = f"{first} -> {second}" + (" (paired)" if result["paired"] else "")
-    _print(title, ("", first, second, "difference", "95 %", ""), map(_cells, result["rows"]))
-    if result["interference"]:
-        show_values("interference", result["interference"])
-    if result["harvest"] is not None:
-        show_values("harvest", {"harvest": result["harvest"]})
-    for note in result["notes"]:
-        _console().print(f"  {note}", markup=False)
-
-
-def _cells(row: Row) -> list[Any]:
-    interval = "" if row.low is None or row.high is None else f"{row.low:+.4g} to {row.high:+.4g}"
-    difference = "-" if row.difference is None else f"{row.difference:+.4g}"
-    return [row.metric, row.first, row.second, difference, interval, "*" if row.decided else ""]
+    console = Console(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else 120)
+    for each in tables:
+        table = Table(title=each.title, show_header=bool(each.columns))
+        for column in each.columns:
+            table.add_column(column, justify="right" if column else "left")
+        for row in each.rows:
+            table.add_row(*("-" if value is None else report.plain(value) for value in row))
+        console.print(table, markup=False)

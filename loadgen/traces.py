@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from loadgen import InputError
-from loadgen.stats import nearest_rank, stream
+from loadgen.stats import stream
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -206,19 +206,3 @@ def apply(trace: Trace, operators: str, seed: int) -> Trace:
         except (TypeError, ValueError) as error:
             raise InputError(f"operator {part!r}: {error}") from None
     return trace
-
-
-def moments(trace: Trace) -> dict[str, float | int]:
-    """Return rate (requests/s), CV of gaps, share of idle 10-s bins, and mean, median and P99 of lengths."""
-    found: dict[str, float | int] = {"requests": len(trace), "span": trace.span, "rate": trace.rate}
-    if trace.timed and len(trace) > 2 and trace.span > 0:
-        spacing = np.diff(trace.arrived_at)
-        found["gap_cv"] = float(spacing.std() / spacing.mean()) if spacing.mean() > 0 else 0.0
-        bins = np.bincount((trace.arrived_at // 10).astype(np.int64), minlength=math.ceil(trace.span / 10))
-        found["idle_10s_share"] = float((bins == 0).mean())
-    for name, column in (("input", trace.input_tokens), ("output", trace.output_tokens)):
-        if len(column):
-            found[f"{name}_mean"] = float(column.mean())
-            found[f"{name}_median"] = float(np.median(column))
-            found[f"{name}_p99"] = nearest_rank(column, 99)
-    return found

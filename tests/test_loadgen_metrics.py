@@ -49,41 +49,6 @@ def test_wilson_against_published_values() -> None:
         stats.wilson(3, 2)
 
 
-def test_weighted_statistics_agree_with_repeating_the_values() -> None:
-    random = np.random.default_rng(5)
-    groups = [random.exponential(1.0, size) for size in (3, 0, 8, 5)]
-    data = stats.Clustered.of(groups)
-    for weights in ([1, 1, 1, 1], [0, 3, 2, 1], [4, 0, 0, 0]):
-        repeated = np.concatenate([np.tile(group, times) for group, times in zip(groups, weights, strict=True)])
-        drawn = np.array(weights, dtype=np.int64)
-        assert stats.weighted_mean(data, drawn) == pytest.approx(repeated.mean())
-        for percent in (50, 99):
-            assert stats.weighted_percentile(percent)(data, drawn) == stats.nearest_rank(repeated, percent)
-
-
-def test_bootstrap_finds_a_shift_and_pairing_narrows_it() -> None:
-    random = np.random.default_rng(2)
-    base = random.exponential(1.0, 300)
-    first = stats.Clustered.of([np.array([value]) for value in base])
-    second = stats.Clustered.of([np.array([value + 0.05 + random.normal(0, 0.01)]) for value in base])
-    paired = stats.bootstrap_difference(first, second, stats.weighted_mean, paired=True)
-    loose = stats.bootstrap_difference(first, second, stats.weighted_mean, paired=False)
-    assert 0 < paired[0] < 0.05 < paired[1] + 0.005 and paired[1] < 0.06
-    assert loose[0] < 0 < loose[1] and loose[1] - loose[0] > 5 * (paired[1] - paired[0])
-    with pytest.raises(ValueError):
-        stats.bootstrap_difference(first, stats.Clustered.of([base]), stats.weighted_mean, paired=True)
-
-
-def test_bootstrap_interval_covers_the_truth_about_as_often_as_it_says() -> None:
-    random = np.random.default_rng(11)
-    hits = 0
-    for trial in range(120):
-        sides = [stats.Clustered.of(list(random.normal(0, 1, (60, 1)))) for _ in range(2)]
-        low, high = stats.bootstrap_difference(*sides, stats.weighted_mean, paired=False, rounds=200, seed=trial)
-        hits += low <= 0 <= high
-    assert 0.87 <= hits / 120 <= 0.995
-
-
 def test_latencies_by_hand() -> None:
     chosen = [request(0, 1.0, [1.5, 1.7, 2.0]), request(1, 2.0, [3.0, 3.0], [1, 3]), request(2, 3.0, [3.1])]
     found = metrics.latencies(chosen)

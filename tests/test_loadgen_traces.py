@@ -244,19 +244,3 @@ def test_to_rate_thins_by_default_and_says_when_it_cannot() -> None:
     assert traces.to_rate(trace, 50.0, seed=1, by="stretch").rate == pytest.approx(50.0)
     with pytest.raises(InputError, match="stretch"):
         traces.to_rate(trace, 50.0, seed=1)
-
-
-@pytest.mark.parametrize("name", ["t.csv", "t.jsonl", "t.csv.gz", "t.jsonl.gz"])
-def test_written_traces_read_back(tmp_path, name) -> None:
-    trace = formats.parse(MOONCAKE, "jsonl")
-    formats.write(trace, tmp_path / name)
-    again = formats.read(tmp_path / name)
-    assert columns(again) == columns(trace)
-    assert again.content == (trace.content if "jsonl" in name else ())
-
-
-def test_moments_by_hand() -> None:
-    trace = formats.parse("arrived_at,input_tokens,output_tokens\n0,10,1\n10,20,3\n40,60,5\n", "csv")
-    found = traces.moments(trace)
-    assert found["rate"] == pytest.approx(3 / 40) and found["input_mean"] == 30 and found["output_median"] == 3
-    assert found["gap_cv"] == pytest.approx(0.5) and found["idle_10s_share"] == pytest.approx(2 / 5)

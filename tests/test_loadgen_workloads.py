@@ -10,7 +10,7 @@ from loadgen.arrivals import parse_curve
 from loadgen.client import Target
 from loadgen.plan import ANCHOR, WORDS, Plan, PromptMaker, TokenIds, WordCosts
 from loadgen.session import word_costs
-from loadgen.traces import Content, moments
+from loadgen.traces import Content
 from loadgen.workloads import WORKLOADS, Options, build, clipped, fixed
 
 COSTS = WordCosts(("a", "b", "c", "d"), (1, 1, 1, 2), overhead=7)
@@ -152,18 +152,19 @@ def test_synthetic_lengths_have_the_published_means() -> None:
         (lengths.SHAREGPT, 2340.0, 438.7),
         (lengths.GENERATION, 74.9, 1960.1),
     ):
-        made = moments(lengths.sample(source, 40_000, 0, None, "x"))
-        assert made["input_mean"] == pytest.approx(inputs, rel=0.06)
-        assert made["output_mean"] == pytest.approx(outputs, rel=0.06)
+        made = lengths.sample(source, 40_000, 0, None, "x")
+        assert made.input_tokens.mean() == pytest.approx(inputs, rel=0.06)
+        assert made.output_tokens.mean() == pytest.approx(outputs, rel=0.06)
 
 
 def test_synthetic_arrivals_have_the_published_shape() -> None:
-    conversations = moments(lengths.arrivals(lengths.AZURE_CONV, 0, None))
-    assert conversations["rate"] == pytest.approx(5.53, rel=0.03) and conversations["gap_cv"] == pytest.approx(
-        1.09, rel=0.05
-    )
-    code = moments(lengths.arrivals(lengths.AZURE_CODE, 0, None))
-    assert code["idle_10s_share"] == pytest.approx(0.56, abs=0.02) and code["rate"] == pytest.approx(2.57, rel=0.05)
+    conversations = lengths.arrivals(lengths.AZURE_CONV, 0, None)
+    gaps = np.diff(conversations.arrived_at)
+    assert conversations.rate == pytest.approx(5.53, rel=0.03)
+    assert gaps.std() / gaps.mean() == pytest.approx(1.09, rel=0.05)
+    code = lengths.arrivals(lengths.AZURE_CODE, 0, None)
+    busy = np.unique(code.arrived_at // 10).size / np.ceil(code.span / 10)
+    assert 1 - busy == pytest.approx(0.56, abs=0.02) and code.rate == pytest.approx(2.57, rel=0.05)
     rise = lengths.arrivals(lengths.SERVEGEN, 0, None)
     bins = np.bincount((rise.arrived_at // 600).astype(int))
     assert bins[1] / bins[0] == pytest.approx(3.77, rel=0.15)

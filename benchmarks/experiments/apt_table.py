@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
+from benchmarks.drawing import Series
 from benchmarks.experiments.table import Result, figure
 from loadgen.stats import wilson
-from loadgen.svg import Series
 
 SHARES = (0.9, 0.6)
 """Attainments at which the paper compares rates."""

@@ -4,9 +4,9 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+from benchmarks.drawing import Series
 from benchmarks.experiments.hybridserve import LINK
 from benchmarks.experiments.table import Result, figure, mean
-from loadgen.svg import Series
 
 PAPER = {"all": (1.61, 2.19), "opt-6.7b": (None, 2.05), "opt-66b": (None, 2.33)}
 """Throughput of act-only and hybrid over FlexGen's: geometric means over the prompts of Figure 12 (§5.2)."""

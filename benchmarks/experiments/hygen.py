@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from benchmarks.drawing import Series
 from benchmarks.experiments.machine import Machine, MachineSpec, build_machine
 from benchmarks.experiments.pool import Replays
 from benchmarks.experiments.replay import ONLINE_ONLY, Scenario, Setting
@@ -24,7 +25,6 @@ from engine.colocation.replay import step_range
 from engine.scheduling.objective import UNLIMITED
 from loadgen import lengths, traces
 from loadgen.simulation.run import rows_of
-from loadgen.svg import Series
 from predictor.budget import BudgetParams
 
 METRICS = ("ttft_mean", "ttft_p99", "tbt_mean", "tbt_p99")

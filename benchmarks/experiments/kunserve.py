@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from benchmarks.drawing import Series
 from benchmarks.experiments.machine import Machine, MachineSpec, build_machine
 from benchmarks.experiments.pool import each
 from benchmarks.experiments.table import Result, figure, mean
@@ -33,7 +34,6 @@ from loadgen import lengths
 from loadgen.arrivals import RateCurve, schedule
 from loadgen.simulation.run import Metrics, Row, measure, request_of, rows_of
 from loadgen.stats import stream
-from loadgen.svg import Series
 
 SOURCES = {"sharegpt": lengths.SHAREGPT, "chat": lengths.AZURE_CONV}
 ARMS = (

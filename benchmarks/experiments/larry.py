@@ -12,6 +12,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from benchmarks.drawing import Series
 from benchmarks.experiments.machine import MachineSpec, build_machine
 from benchmarks.experiments.pool import Replays
 from benchmarks.experiments.replay import Scenario, Setting
@@ -19,7 +20,6 @@ from benchmarks.experiments.table import Result, figure, mean
 from engine.limits import UNITS_PER_BLOCK
 from loadgen import lengths, traces
 from loadgen.simulation.run import rows_of
-from loadgen.svg import Series
 
 PAPER_ALPHAS = (1.0, 500.0, 1000.0)
 """α of the paper's Figure 9. It weighs seconds against cache blocks times queue length, read off its score; ours has

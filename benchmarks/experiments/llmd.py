@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from benchmarks.drawing import Series
 from benchmarks.experiments import hygen
 from benchmarks.experiments.machine import Machine, MachineSpec, build_machine
 from benchmarks.experiments.pool import Replays
@@ -21,7 +22,6 @@ from engine.scheduling.objective import UNLIMITED
 from loadgen import workloads
 from loadgen.arrivals import RateCurve, parse_curve
 from loadgen.simulation.run import Metrics, rows_of
-from loadgen.svg import Series
 
 OTHER_ARRIVALS = 1000
 DRAWS = 2

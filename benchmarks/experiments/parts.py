@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from benchmarks.drawing import Series
 from benchmarks.experiments import hygen
 from benchmarks.experiments.machine import Machine, MachineSpec, TrueLatency, build_machine, mean_error
 from benchmarks.experiments.pool import Replays
@@ -25,7 +26,6 @@ from benchmarks.experiments.table import Result, figure, mean
 from engine.colocation.replay import step_range
 from loadgen import lengths
 from loadgen.stats import stream
-from loadgen.svg import Series
 from predictor.budget import BudgetParams
 from predictor.features import LatencyPredictor
 

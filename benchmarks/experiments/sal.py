@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from benchmarks.drawing import Series
 from benchmarks.experiments.machine import Machine, MachineSpec, build_machine
 from benchmarks.experiments.pool import each
 from benchmarks.experiments.table import Result, figure, mean
@@ -32,7 +33,6 @@ from engine.virtual import Arrival
 from loadgen import lengths, traces
 from loadgen.simulation.run import Metrics, Row, measure, request_of, rows_of
 from loadgen.stats import stream
-from loadgen.svg import Series
 from predictor.features import BatchFeatures
 
 SOURCES = {"chat": lengths.AZURE_CONV, "code": lengths.AZURE_CODE, "sharegpt": lengths.SHAREGPT}

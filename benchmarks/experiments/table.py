@@ -7,8 +7,7 @@ from typing import Any
 
 import orjson
 
-from benchmarks.drawing import document
-from loadgen.svg import Series, chart
+from benchmarks.drawing import Series, chart, document
 
 
 @dataclass(frozen=True, slots=True)

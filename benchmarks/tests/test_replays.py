@@ -7,10 +7,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 from driver import make_request
 
-from benchmarks import simulator_speed
+from benchmarks import drawing, simulator_speed
+from benchmarks.drawing import Mark, Series
 from benchmarks.experiments import larry
 from benchmarks.experiments import main as experiments
 from benchmarks.experiments.machine import Machine, MachineSpec, build_machine
@@ -25,7 +27,6 @@ from engine.scheduling.output import Collect, SchedulerOutput
 from engine.virtual import Arrival, VirtualDriver
 from loadgen.simulation.gpu import SimulatedDevice, SimulatedRunner
 from loadgen.simulation.run import Metrics, measure
-from loadgen.svg import Series
 from predictor.budget import BudgetParams
 
 SPEC = MachineSpec("qwen2.5-0.5b", "a100-40gb", max_num_seqs=16)
@@ -247,3 +248,28 @@ def test_a_budget_is_not_crumbled_over_many_prompts() -> None:
     driver = VirtualDriver(core, runner, arrivals, offline)
     assert driver.run(8.0).offline_tokens > 0
     assert 1 <= max(runner.cuts) <= 2  # one of each class
+
+
+def test_charts_survive_any_data() -> None:
+    cases = [
+        [Series("none", [], [])],
+        [Series("one", [1.0], [2.0], points=True)],
+        [Series("flat", [1, 2], [0, 0]), Series("nan <&>", [1, 2], [float("nan"), 3])],
+        [Series("long", np.arange(5000), np.arange(5000) % 7)],
+    ]
+    for series in cases:
+        for log in (False, True):
+            text = drawing.chart("A <title>", series, x="s", y="n", marks=[Mark(1.5, "SLO")], log_x=log)
+            root = ElementTree.fromstring(text)
+            assert "nan" not in text.replace("nan &lt;", "")
+            assert root.tag in ("{http://www.w3.org/2000/svg}svg", "p")
+    points = drawing.chart("t", cases[3], x="s", y="n").split('points="')[1].split('"')[0].split()
+    assert len(points) <= drawing.MAX_POINTS
+    assert drawing.ticks(0.0, 10.0) == [0, 2, 4, 6, 8, 10]
+
+
+def test_logarithmic_ticks_are_round_and_few() -> None:
+    assert drawing.log_ticks(10.0, 500.0) == pytest.approx([10, 20, 50, 100, 200, 500])
+    assert drawing.log_ticks(0.01, 1e6) == pytest.approx([10.0**n for n in range(-2, 7)])
+    text = drawing.chart("t", [Series("a", [0.02, 5.0, 400.0], [0, 0.5, 1])], x="ms", y="n", log_x=True)
+    assert ">0.5<" in text and ">0.05<" not in text, "three decades at most: values near zero do not squeeze the rest"
